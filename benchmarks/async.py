@@ -1,4 +1,4 @@
-"""Wall clock of the same program at several bounds on staleness, on the same long-tail work and the same cores.
+"""Wall clock of the same pipeline at several bounds on staleness, on the same long-tail work and the same cores.
 
     python benchmarks/async.py [--steps 20 --rounds 3 --eta 0 1 2 4]
 

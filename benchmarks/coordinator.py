@@ -5,13 +5,13 @@
 
 A step of samples of 1,024 tokens (ten columns, 51 kB each) is written by all workers and read again by all workers,
 even by tokens. Of siiRL its `data_coordinator` runs as it is, called as its worker calls it (`put_data_to_buffers`,
-`get_data_from_buffers` of `dagworker.py`): one object a sample, a filter on the edge's name, `Samples2Dict` at the end.
-Between turns its cache is emptied, which its own reset would only do together with its queue; then the machine rests,
-so that neither side pays for what Ray frees of the other: without that a turn of ours with eight workers takes 206 ms
-instead of 110, a thousand objects of siiRL being let go meanwhile. Ours is `RayReshard`:
-one object a worker. Both run in the same worker processes and take turns within each round, the first one alternating.
-The object store's memory is touched before, and two rounds are not counted. After each get, outside the clock, every
-sample is compared with what was written by a checksum over its columns, and none may be missing or there twice.
+`get_data_from_buffers` of `dagworker.py`): one object a sample, a filter in the queue's name, `Samples2Dict` at the
+end. Between turns its cache is emptied, which its own reset would only do together with its queue; then the machine
+rests, so that neither side pays for what Ray frees of the other: without that a turn of ours with eight workers takes
+206 ms instead of 110, a thousand objects of siiRL being let go meanwhile. Ours is `RayReshard`: one object a worker.
+Both run in the same worker processes and take turns within each round, the first one alternating. The object store's
+memory is touched before, and two rounds are not counted. After each get, outside the clock, every sample is compared
+with what was written by a checksum over its columns, and none may be missing or there twice.
 
 The queue holds further samples, of another edge: in siiRL one reference each, here a put of 16 samples each.
 
@@ -101,11 +101,11 @@ class Worker:
         batch = Batch.from_columns(lengths[0], lengths[1], columns)
         batch["uid"] = [str(uid) for uid in self._uids.tolist()]
         batch["group_index"] = self._uids // 8
-        self._port.put(Key("edge", step, 0), batch, self._rank, self._num_workers)
+        self._port.put(Key("queue", step, 0), batch, self._rank, self._num_workers)
 
     def get_ours(self, step: int) -> float:
         """Seconds of the question alone."""
-        self._got = self._port.get(Key("edge", step, 0), self._rank, Readers(self._num_workers, whole_groups=False))
+        self._got = self._port.get(Key("queue", step, 0), self._rank, Readers(self._num_workers, whole_groups=False))
         return self._asking_s
 
     def _asked(self, wait: Wait, ended: float) -> None:
@@ -123,7 +123,7 @@ class Worker:
             self._siirl.SampleInfo(
                 sum_tokens=int(sample.attention_mask.sum()),
                 uid=sample.uid,
-                dict_info={"key": "edge", "source_dp_size": self._num_workers},
+                dict_info={"key": "queue", "source_dp_size": self._num_workers},
             )
             for sample in samples
         ]
@@ -138,7 +138,7 @@ class Worker:
             self._coordinator.get_batch.remote(
                 self._num_samples,
                 self._rank,
-                filter_plugin=lambda info: info.dict_info.get("key") == "edge",
+                filter_plugin=lambda info: info.dict_info.get("key") == "queue",
                 balance_partitions=self._num_workers,
             )
         )

@@ -4,7 +4,7 @@
 
 Each line is one verifier on one kind of work: how many verdicts a second one and two processes give, once they are up;
 how many seconds they take to be up (started, loaded, one verdict each); and which share of a step of 1,024 verdicts
-that would be. `code` is measured at each level of the sandbox that this machine has: programs called with eight cases
+that would be. `code` is measured at each level of the sandbox that this machine has: pipelines called with eight cases
 in one process, MBPP's three assertions (a process each), and two inputs on standard input. Then a verdict that hangs is
 asked for beside others on two processes: the longest that one of the others took, with and without. Rounds take turns;
 the best counts.
@@ -12,7 +12,7 @@ the best counts.
 The goal for `code` at the floor is 200 a second on two cores. Reached: 341 with eight calls, 224 with three assertions,
 350 with two inputs. A verdict takes about 5 ms of the processor with eight calls, 7.5 with three assertions and 5 with
 two inputs, the pool's 0.8 included; 6, 11 and 7 before processes were forked without Python's hooks. The processes of a
-verdict take turns (judge, fork server, program), so that two cores are not busy all the time. Three assertions are the
+verdict take turns (judge, fork server, pipeline), so that two cores are not busy all the time. Three assertions are the
 dearest: three processes, each of which copies some 270 pages as it starts. Fewer processes would save that, and weaken
 the walls (docs/sandbox.md, "What a verdict costs").
 """
@@ -27,8 +27,8 @@ from typing import NamedTuple
 from distflow.errors import UserError
 from distflow.observe.files import JSON
 from distflow.registry import REWARDS
-from distflow.rewards.code.reward import judge
-from distflow.rewards.pool.pool import VerifierPool
+from distflow.rewards.code.reward import reward_fn
+from distflow.rewards.pool.pool import RewardPool
 from distflow.rewards.score import RewardResult, Score
 from distflow.sandbox.isolation_level import LEVELS
 from distflow.sandbox.sandbox import Sandbox
@@ -56,11 +56,11 @@ def sandbox_at(level: str) -> Sandbox:
 
 
 def code_at_floor(solution_str: str, ground_truth: object, extra_info: Mapping[str, object]) -> dict[str, JSON]:
-    return judge(sandbox_at("floor"), solution_str, ground_truth, extra_info)
+    return reward_fn(sandbox_at("floor"), solution_str, ground_truth, extra_info)
 
 
 def code_at_namespaces(solution_str: str, ground_truth: object, extra_info: Mapping[str, object]) -> dict[str, JSON]:
-    return judge(sandbox_at("namespaces"), solution_str, ground_truth, extra_info)
+    return reward_fn(sandbox_at("namespaces"), solution_str, ground_truth, extra_info)
 
 
 def all_work() -> dict[str, Work]:
@@ -100,23 +100,25 @@ def _instructions() -> dict[str, object]:
     return {"instruction_id_list": list(asked), "kwargs": list(asked.values())}
 
 
-async def ask(pool: VerifierPool, work: Work, number: int) -> None:
+async def ask(pool: RewardPool, work: Work, number: int) -> None:
     """A verdict on each of so many answers, all asked for at once; each must be 1."""
     answers = [work.answers[i % len(work.answers)] for i in range(number)]
-    verdicts = await asyncio.gather(*(ask_one(pool, "work", *answer) for answer in answers))
-    assert all(isinstance(verdict, Score) and verdict.value == 1.0 for verdict in verdicts), verdicts[0]
+    reward_results = await asyncio.gather(*(ask_one(pool, "work", *answer) for answer in answers))
+    assert all(isinstance(reward_result, Score) and reward_result.value == 1.0 for reward_result in reward_results), (
+        reward_results[0]
+    )
 
 
-async def ask_one(pool: VerifierPool, name: str, response: str, ground_truth: object, row: Row) -> RewardResult:
+async def ask_one(pool: RewardPool, name: str, response: str, ground_truth: object, row: Row) -> RewardResult:
     arguments = {"data_source": "", "solution_str": response, "ground_truth": ground_truth, "extra_info": row}
-    return await pool.judge(name, arguments)
+    return await pool.reward_fn(name, arguments)
 
 
 async def measure(work: Work, num_workers: int, num_verdicts: int) -> tuple[float, float]:
     """Verdicts per second, seconds of start-up."""
     began = time.monotonic()
     pool = await asyncio.to_thread(
-        partial(VerifierPool, {"work": work.target}, num_workers=num_workers, timeout_s=TIMEOUT_S)
+        partial(RewardPool, {"work": work.target}, num_workers=num_workers, timeout_s=TIMEOUT_S)
     )
     try:
         while len(pool.pids()) < num_workers:
@@ -132,7 +134,7 @@ async def longest_beside_a_hang(work: Work, hang: tuple[str, str, object] | None
     """Milliseconds that the slowest of so many verdicts took, asked for one after another while `hang` (function,
     response, ground truth) holds the other of two processes."""
     functions = {"work": work.target, "hang": "distflow.rewards.self_check:hang"}
-    pool = await asyncio.to_thread(partial(VerifierPool, functions, num_workers=2, timeout_s=TIMEOUT_S))
+    pool = await asyncio.to_thread(partial(RewardPool, functions, num_workers=2, timeout_s=TIMEOUT_S))
     try:
         while len(pool.pids()) < 2:
             await ask(pool, work, 4)
@@ -163,7 +165,7 @@ def main() -> None:
     for _ in range(arguments.rounds):
         for name, each in work.items():
             for num_workers in (1, 2):
-                measured = asyncio.run(measure(each, num_workers, arguments.verdicts))
+                measured = asyncio.run(measure(each, num_workers, arguments.reward_results))
                 found.setdefault((name, num_workers), []).append(measured)
     print("| verdicts a second | 1 process | 2 | start of 1, s | of 2 | share of 1,024 verdicts |")
     print("|---|---|---|---|---|---|")
@@ -174,12 +176,12 @@ def main() -> None:
         print(f"| {name} | {one:.0f} | {two:.0f} | {one_s:.2f} | {two_s:.2f} | {two_s / (two_s + STEP / two):.0%} |")
     endless = ("work", "```python\nwhile True: pass\n```", {"inputs": [""], "outputs": [""]})
     print(
-        "\n| slowest of 100 verdicts, ms | alone | beside a hang in C | beside an endless program |\n|---|---|---|---|"
+        "\n| slowest of 100 verdicts, ms | alone | beside a hang in C | beside an endless pipeline |\n|---|---|---|---|"
     )
     for name, each in work.items():
         hangs = (None, ("hang", "", None), endless if "code" in name else None)
-        alone, in_c, program = (asyncio.run(longest_beside_a_hang(each, hang)) for hang in hangs)
-        print(f"| {name} | {alone:.0f} | {in_c:.0f} | {f'{program:.0f}' if 'code' in name else ''} |")
+        alone, in_c, pipeline = (asyncio.run(longest_beside_a_hang(each, hang)) for hang in hangs)
+        print(f"| {name} | {alone:.0f} | {in_c:.0f} | {f'{pipeline:.0f}' if 'code' in name else ''} |")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Where the time beyond linear goes: the same program in one process, on one worker over Ray, and on two.
+"""Where the time beyond linear goes: the same pipeline in one process, on one worker over Ray, and on two.
 
     python benchmarks/scaling.py [--steps 8 --rounds 3]
 
@@ -99,7 +99,7 @@ def measured(run_dir: Path, began: float) -> Run:
         "score": sum(map(seconds, SCORES)),
         "update": seconds("train_step"),
         "weights": seconds("update_weights"),
-        "release": spent("learner", "wait", "release"),
+        "release": spent("training", "wait", "release"),
     }
     known = sum(value for name, value in parts.items() if name not in ("start", "step"))
     return {**parts, "other": parts["step"] - known}

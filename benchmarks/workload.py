@@ -157,7 +157,7 @@ def train(folder: Path, name: str, work: Work, steps: int, *options: str) -> lis
 
 
 def run_peer(command: list[str], folder: Path, job: dict[str, Any]) -> Any:
-    """What a peer's program, which reads `folder`/job.json, leaves in done.json."""
+    """What a peer's pipeline, which reads `folder`/job.json, leaves in done.json."""
     (folder / "job.json").write_text(json.dumps(job))
     _run(command)
     return json.loads((folder / "done.json").read_text())

@@ -17,7 +17,7 @@ async def recite(group: Group, tokenizer) -> list[Sample]:
         ids, most = tokenizer(texts[index % len(texts)], add_special_tokens=False)["input_ids"], group.params.max_tokens
         ids = (*ids, tokenizer.eos_token_id)[:most]
         text = tokenizer.decode(ids, skip_special_tokens=True)  # cut off where its tokens are
-        zeros, versions = (0.0,) * len(ids), (group.ticket.version,) * len(ids)
+        zeros, versions = (0.0,) * len(ids), (group.prompt_group.version,) * len(ids)
         segment = Segment("policy", ids, zeros, zeros, versions)
         samples.append(group.sample(index, segment, text, "length" if len(ids) == most else "stop"))
     return samples

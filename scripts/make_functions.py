@@ -40,7 +40,8 @@ def main() -> None:
 
 
 def write_data(folder: Path) -> None:
-    """Tasks of two and three steps: examples, tasks to train on by reward, held-out ones; and held-out ones of four.
+    """Tasks of two and three steps: examples, tasks to train on by reward, validation ones; and validation ones of
+    four.
 
     The examples are of two kinds: careless expressions, which forget the parentheses, and worked ones, which are right.
     """

@@ -36,7 +36,7 @@ def main() -> None:
 
 
 def write_data(folder: Path) -> None:
-    """Sums of two numbers of two digits: examples, problems to train on by reward, held-out problems.
+    """Sums of two numbers of two digits: examples, problems to train on by reward, validation problems.
 
     The examples are of two kinds: careless quick answers, which forget to carry, and worked ones, which are right.
     """

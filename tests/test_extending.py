@@ -136,7 +136,7 @@ def run(arguments):
 }
 SEEN = """
 def seen(*what):
-    with open({witness!r}, "a") as file:
+    with open({group_recorder!r}, "a") as file:
         print({kind!r}, *what, file=file)
 """
 CHOSEN = (
@@ -153,10 +153,10 @@ CHOSEN = (
 )
 
 
-def add(part: Part, kind: str, package: Path, witness: Path) -> None:
+def add(part: Part, kind: str, package: Path, group_recorder: Path) -> None:
     """One new file, and one new line at the head of a table."""
     assert not (package / part.file).exists()
-    (package / part.file).write_text(SEEN.format(witness=str(witness), kind=kind) + part.code)
+    (package / part.file).write_text(SEEN.format(group_recorder=str(group_recorder), kind=kind) + part.code)
     file, table = part.table.split()
     lines = (package / file).read_text().split("\n")
     head = next(number for number, line in enumerate(lines) if line.startswith(f"{table}: dict["))
@@ -169,9 +169,9 @@ def witnessed(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """What the parts that were added said while a run chose them all."""
     folder = tmp_path_factory.mktemp("extended")
     shutil.copytree(SOURCE, folder / "src" / "distflow")  # with what is compiled, which holds for files that stay
-    witness = folder / "witness.txt"
+    group_recorder = folder / "witness.txt"
     for kind, part in PARTS.items():
-        add(part, kind, folder / "src" / "distflow", witness)
+        add(part, kind, folder / "src" / "distflow", group_recorder)
     overrides = Playground(folder).overrides("run", *CHOSEN, "~custom_reward_function.path")
     for arguments in (["train", "grpo", *overrides], ["greet", "world"]):
         done = subprocess.run(
@@ -183,7 +183,7 @@ def witnessed(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
             timeout=300,
         )
         assert done.returncode == 0, done.stderr
-    return witness.read_text().splitlines()
+    return group_recorder.read_text().splitlines()
 
 
 @pytest.mark.parametrize("kind", PARTS)

@@ -120,6 +120,6 @@ def test_it_trains_and_evaluates(bare: Path, tmp_path: Path) -> None:
 
 def test_it_proves_itself(bare: Path, tmp_path: Path) -> None:
     said = distflow(bare, tmp_path, "selftest")
-    verdicts = [line.split()[-2:] for line in said.splitlines() if line.startswith(("grpo", "ppo"))]
-    assert [verdict[-1] for verdict in verdicts if verdict != ["left", "out"]] == ["ok"] * 6
-    assert verdicts.count(["left", "out"]) == 6, "Ray is an extra"
+    reward_results = [line.split()[-2:] for line in said.splitlines() if line.startswith(("grpo", "ppo"))]
+    assert [reward_result[-1] for reward_result in reward_results if reward_result != ["left", "out"]] == ["ok"] * 6
+    assert reward_results.count(["left", "out"]) == 6, "Ray is an extra"

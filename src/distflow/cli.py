@@ -15,7 +15,7 @@ from distflow.runtime.stop import Interrupted, exit_status, interruptible, leave
 
 USER_FAULT, OUR_FAULT = 2, 1
 HYDRA_OPTIONS = ("config-path", "config-name", "config-dir", "multirun")
-"""Commands of systems whose programs are Hydra's have them."""
+"""Commands of systems whose pipelines are Hydra's have them."""
 
 
 class Command(NamedTuple):
@@ -37,7 +37,7 @@ COMMANDS: dict[str, Command] = {
     "config": Command("print the resolved config", "distflow.commands.config"),
     "reward": Command("try a reward on right and wrong answers", "distflow.commands.reward", runs_code=True),
     "doctor": Command("what this machine has, what extras would add, what is wrong", "distflow.commands.doctor"),
-    "sandbox": Command("run a program as the code under test is run", "distflow.commands.sandbox"),
+    "sandbox": Command("run a pipeline as the code under test is run", "distflow.commands.sandbox"),
     "selftest": Command("prove on this machine that each path gives the same numbers", "distflow.commands.selftest"),
     "replay": Command("run a saved non-finite update again, on the CPU", "distflow.commands.replay"),
     "why": Command("what a step was made of: its groups, and what was dropped", "distflow.commands.why"),

@@ -62,7 +62,7 @@ class Reward(Entry):
 
 @dataclass(frozen=True)
 class BuiltinPipeline(Entry):
-    """A program: whether it trains a critic, and whether it generates what it learns from.
+    """A pipeline: whether it trains a critic, and whether it generates what it learns from.
 
     by_estimator: it trains one where an estimator reads values, that of the run or of a domain.
     """
@@ -263,14 +263,14 @@ REWARDS: dict[str, Reward] = {
         scores_own_answer=True,
     ),
     "code": Reward(
-        "the program in the response passes all of the row's tests, in a sandbox",
+        "the pipeline in the response passes all of the row's tests, in a sandbox",
         "distflow.rewards.code.reward:compute_score",
         solutions=_SOLUTIONS,
         row_check="distflow.rewards.code.reward:check_row",
         runs_programs=True,
     ),
     "code_share": Reward(
-        "the share of the row's tests that the program in the response passes",
+        "the share of the row's tests that the pipeline in the response passes",
         "distflow.rewards.code.reward:compute_share",
         solutions=_SOLUTIONS,
         row_check="distflow.rewards.code.reward:check_row",
@@ -375,11 +375,11 @@ TRACKERS: dict[str, Tracker] = {
     "console": Tracker("lines or a live view in the terminal", "distflow.observe.writing.terminal:TerminalView"),
     "tensorboard": Tracker(
         "TensorBoard's event files in the run's folder",
-        "distflow.observe.writing.trackers:TensorBoardTracker",
+        "distflow.observe.writing.tracker_tensorboard:TensorBoardTracker",
         package="tensorboard",
     ),
     "wandb": Tracker(
-        "Weights & Biases, online or offline", "distflow.observe.writing.trackers:WandbTracker", package="wandb"
+        "Weights & Biases, online or offline", "distflow.observe.writing.tracker_wandb:WandbTracker", package="wandb"
     ),
     "jsonl": Tracker("metrics.jsonl in the run's folder, which every run writes"),
     "file": Tracker("the same, under its name in verl"),

@@ -20,8 +20,8 @@ from distflow.data.batch import Batch
 from distflow.errors import UserError
 from distflow.runtime.sample_queue.protocol import NothingToWaitFor
 from distflow.scheduling.ledger import replay, verify
+from tests.api.reward_results import HELD, digits, slow
 from tests.api.small import ROWS, TINY, small
-from tests.api.verdicts import HELD, digits, slow
 
 OWN = [{"prompt": f"{a}+{a}=", "answer": str(2 * a)} for a in range(1, 9)]
 WITHOUT_DATA = yaml.safe_load(TINY.read_text())
@@ -63,7 +63,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> distflow.Run:
     return distflow.train(TINY, settings, data=ROWS, reward=digits)
 
 
-@pytest.mark.parametrize("update", [distflow.Rollouts.train, learn], ids=["program", "written out"])
+@pytest.mark.parametrize("update", [distflow.Rollouts.train, learn], ids=["pipeline", "written out"])
 def test_at_staleness_0_its_batches_are_those_of_a_run(tmp_path: Path, reference: distflow.Run, update) -> None:
     before = (signal.getsignal(signal.SIGINT), random.getstate(), torch.get_rng_state(), torch.get_num_threads())
     with opened(tmp_path / "run") as rollouts:

@@ -16,13 +16,13 @@ from distflow.observe.writing.run_folder import RunFolder
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Three steps, of which the second incarnation took back the last."""
-    for inc, steps in ((0, (1, 2)), (1, (2, 3))):
-        with RunFolder(tmp_path / "run", inc, resumed_at=-1 if inc == 0 else 1) as run:
-            if inc == 0:
+    """Three steps, of which the second restart took back the last."""
+    for restart, steps in ((0, (1, 2)), (1, (2, 3))):
+        with RunFolder(tmp_path / "run", restart, resumed_at=-1 if restart == 0 else 1) as run:
+            if restart == 0:
                 run.metrics(0, "val", {"val_correct/all/mean": 0.25})
             for step in steps:
-                run.metrics(step, "train", {"reward/mean_score": step / 2 + inc, "actor/entropy": math.nan})
+                run.metrics(step, "train", {"reward/mean_score": step / 2 + restart, "actor/entropy": math.nan})
                 rows = [{"uid": "0-0", "prompt": "<b>1+1=</b>", "response": "2\x1b[2J", "score": 1.0}]
                 run.samples(step, rows)
             run.event("warning", "look <here>", step=2)

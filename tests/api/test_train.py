@@ -13,8 +13,8 @@ import torch
 import distflow
 from distflow.cli import main
 from distflow.errors import ConfigError, UserError
+from tests.api.reward_results import lengths
 from tests.api.small import ROWS, TINY, small
-from tests.api.verdicts import lengths
 
 
 @pytest.fixture(scope="module")
@@ -198,7 +198,7 @@ MODEL = {"actor_rollout_ref.model.path": "builtin:tiny-arithmetic", "data.train_
         ({"overrides": 3}, "overrides are 3: give a dict"),
         ({"overrides": ["data.train_files=x.jsonl"]}, "data.train_files is set, and data= says the same"),
         ({"overrides": ["custom_reward_function.path=x.py"]}, "reward= says the same"),
-        ({"preset_or_config": "sft", "overrides": MODEL}, "the program sft judges no answers"),
+        ({"preset_or_config": "sft", "overrides": MODEL}, "the pipeline sft judges no answers"),
         ({"preset_or_config": "gpro"}, "did you mean grpo"),
         ({"preset_or_config": {"defaults": ["grpo", "ppo"]}}, "name the one preset"),
     ],

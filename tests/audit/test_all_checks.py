@@ -114,7 +114,7 @@ def test_a_verifier_that_contradicts_itself_is_told_once(playground: Playground,
     run = playground.run("grpo", *ALWAYS, "trust.check_rewards=false")
     (warning,) = run.notes("warning")
     assert "verifier 'custom' is not deterministic: of sample" in warning
-    assert dict(audits(run)[-1].fields["unproven"]).keys() == {"verdicts"}
+    assert dict(audits(run)[-1].fields["unproven"]).keys() == {"reward_results"}
 
 
 def test_a_check_that_fails_itself_is_told_and_costs_nothing_else(
@@ -196,7 +196,7 @@ def test_what_users_bring_is_audited_for_what_holds_for_any(
     assert ("loss" if "loss" in name else "advantages") in dict(audits(run)[0].fields["unproven"])
 
 
-# A program that asks nobody for old log-probs: the ratio to them is 1.
+# A pipeline that asks nobody for old log-probs: the ratio to them is 1.
 SHORT = """
 from distflow import NodeRole, Pipeline
 
@@ -212,8 +212,8 @@ def short():
 
 def test_the_loss_of_a_program_without_old_log_probs_is_proven(playground: Playground) -> None:
     (playground.folder / "short.py").write_text(SHORT)
-    program = ("~dag.pipeline", f"dag.custom_pipeline_fn={playground.folder}/short.py:short")
-    run = playground.run("grpo", *program, *ALWAYS, *TWO, f"{ACTOR}.use_kl_loss=false")
+    pipeline = ("~dag.pipeline", f"dag.custom_pipeline_fn={playground.folder}/short.py:short")
+    run = playground.run("grpo", *pipeline, *ALWAYS, *TWO, f"{ACTOR}.use_kl_loss=false")
     assert run.notes("warning") == []
     assert all({"loss", "gradients"} <= set(audit.fields["proven"]) for audit in audits(run))
 

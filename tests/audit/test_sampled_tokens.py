@@ -36,7 +36,7 @@ def test_what_rounding_moves_is_no_alarm(rough: Playground, monkeypatch: pytest.
     measured: list[float] = []
     original = sampled_tokens.moved_draws
     monkeypatch.setattr(
-        sampled_tokens, "moved_draws", lambda evidence: measured.append(original(evidence)) or measured[0]
+        sampled_tokens, "moved_draws", lambda recorded: measured.append(original(recorded)) or measured[0]
     )
     rough.run("grpo", *BFLOAT16)
     (audit,) = [event for event in read_events(rough.folder / "run") if event.kind == "audit"]

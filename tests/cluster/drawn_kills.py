@@ -24,7 +24,7 @@ LAYOUTS = {
     "together": ("grpo", (*GRPO, "trainer.n_gpus_per_node=2")),
     "apart": ("grpo", (*GRPO, "trainer.allocation='embedded[rollout]:d1+torch[actor]:d2'")),
     "stream": ("grpo", (*GRPO, "async.max_staleness=1", "trainer.allocation='embedded[rollout]:d2+torch[actor]:d1'")),
-    "teams": ("ppo", (*GRPO, "critic.optim.scheduler=constant",
+    "dp_groups": ("ppo", (*GRPO, "critic.optim.scheduler=constant",
                       "trainer.allocation='embedded:d1|torch[actor]:d1+torch[critic]:d1'")),
 }  # fmt: skip
 PROCESSES = {
@@ -55,7 +55,7 @@ class Strike:
 def draw(seed: int) -> Strike:
     rng = random.Random(seed)
     layout = rng.choice(list(LAYOUTS))
-    victims = ["worker"] * 4 + ["coordinator", "raylet", "gcs", "driver"] + ["exchange"] * 2 * (layout == "teams")
+    victims = ["worker"] * 4 + ["coordinator", "raylet", "gcs", "driver"] + ["exchange"] * 2 * (layout == "dp_groups")
     victim = rng.choice(victims)
     number = rng.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGSTOP])
     if rng.random() < 0.25:
@@ -158,8 +158,8 @@ def check(ground: Playground, name: str, drawn: Strike, seed: int) -> str:
     if left_run.checkpoint.step != STEPS:
         errors.append(f"ended at step {left_run.checkpoint.step}")
     rows = left_run.trained_rows()
-    if len(rows) != 4 * STEPS or left_run.account()["dropped"]:
-        errors.append(f"account {left_run.account()}, {len(rows)} trained")
+    if len(rows) != 4 * STEPS or left_run.group_counts()["dropped"]:
+        errors.append(f"account {left_run.group_counts()}, {len(rows)} trained")
     if drawn.layout != "stream":
         alone = Left(ground.folder / f"alone-{preset}")
         if rows != alone.trained_rows():
@@ -180,7 +180,7 @@ def make_ground(folder: Path) -> Playground:
     ground = Playground(folder)
     ground.write_critic()
     for preset in ("grpo", "ppo"):
-        keys = (*LAYOUTS["teams" if preset == "ppo" else "apart"][1][:-1], *own(ground, preset))
+        keys = (*LAYOUTS["dp_groups" if preset == "ppo" else "apart"][1][:-1], *own(ground, preset))
         keys = (*keys, f"trainer.total_training_steps={STEPS}", "trainer.launcher=local")
         run = CliRun(folder / f"alone-{preset}.log", ["train", preset, *ground.overrides(f"alone-{preset}", *keys)])
         assert run.status() == 0, run.said()

@@ -37,20 +37,20 @@ def meet(is_late: bool, file: Path, resources: dict[str, object]) -> bool:
 def main(place: int, folder: Path) -> None:
     rank = place + 1
     assert backend_of(PLAN) == dist.get_backend()
-    groups, team = ProcessGroups(PLAN, TEAMS, timedelta(minutes=5)), TEAMS[place // 2]
-    layout = dp_group_layout(PLAN, team)
+    groups, dp_group = ProcessGroups(PLAN, TEAMS, timedelta(minutes=5)), TEAMS[place // 2]
+    layout = dp_group_layout(PLAN, dp_group)
     data, tensor = layout.line("data", rank), layout.line("tensor", rank)
-    assert groups.of(team) is groups.of(tensor if team == (1, 2) else data), "equal ranks are one group"
-    data_line, everyone = TorchCollective(groups.of(data)), TorchCollective(groups.of(team))
-    met = meet(place % 2 == 0, folder / f"{team}", {"reduce": data_line, "team": everyone})
-    mesh = groups.mesh(team, layout, rank, "cpu")
+    assert groups.of(dp_group) is groups.of(tensor if dp_group == (1, 2) else data), "equal ranks are one group"
+    data_line, everyone = TorchCollective(groups.of(data)), TorchCollective(groups.of(dp_group))
+    met = meet(place % 2 == 0, folder / f"{dp_group}", {"reduce": data_line, "dp_group": everyone})
+    mesh = groups.mesh(dp_group, layout, rank, "cpu")
     found: dict[str, object] = {
-        "team": TorchCollective(groups.of(team)).sum(float(rank)),
+        "dp_group": TorchCollective(groups.of(dp_group)).sum(float(rank)),
         "data": TorchCollective(groups.of(data)).sum(float(rank)),
         "shape": list(mesh.shape),
         "met": met,
     }
-    if team == (1, 2):
+    if dp_group == (1, 2):
         assert mesh.mesh_dim_names == (DATA, TENSOR)
         assert mesh[TENSOR].get_group() is groups.of(tensor) and mesh[DATA].get_group() is groups.of(data)
         found["coordinate"] = mesh.get_coordinate()

@@ -41,8 +41,10 @@ def records(run: Run, kind: str) -> list[dict[str, object]]:
 
 def ages(run: Run) -> set[int]:
     """How many steps after its start a group was trained on, of all groups."""
-    issued = {record["ticket"]: record["version"] for record in records(run, "issued")}
-    return {step["step"] - issued[ticket] for step in records(run, "consumed") for ticket in step["tickets"]}  # type: ignore[operator,attr-defined]
+    issued = {record["group_id"]: record["version"] for record in records(run, "issued")}
+    return {
+        step["step"] - issued[prompt_group] for step in records(run, "consumed") for prompt_group in step["group_ids"]
+    }  # type: ignore[operator,attr-defined]
 
 
 def versions(run: Run) -> list[list[int]]:
@@ -51,8 +53,8 @@ def versions(run: Run) -> list[list[int]]:
 
 
 def check_stream(found: Run, workers: set[str], steps: int) -> None:
-    account = ledger.verify(found.folder / "ledger.jsonl")
-    assert account.consumed == 4 * steps and not account.dropped and found.outcome.steps == steps
+    group_counts = ledger.verify(found.folder / "ledger.jsonl")
+    assert group_counts.consumed == 4 * steps and not group_counts.dropped and found.outcome.steps == steps
     assert max(ages(found)) == STALENESS == max(step["async/version_diff/max"] for step in found.metrics())
     assert {record["worker"] for record in records(found, "assigned")} == workers
     assert not found.notes("error")

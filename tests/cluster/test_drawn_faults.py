@@ -99,7 +99,7 @@ def test_a_run_goes_on_or_ends_by_name_and_is_resumed(
         config, spec = ground.spec("grpo", *keys, name=name)
         assert launch_ray(spec).steps == 4
     found = Left(folder)
-    assert found.trained_rows() == alone.trained_rows() and found.account() == alone.account()
+    assert found.trained_rows() == alone.trained_rows() and found.group_counts() == alone.group_counts()
     assert distance(*(weights(left) for left in (found, alone))) < 1e-6
 
 

@@ -81,10 +81,10 @@ def train(cluster: Any, ground: Playground, *overrides: str) -> tuple[int, str, 
 def test_each_worker_is_on_the_machine_of_the_plan(cluster: Any, tmp_path: Path) -> None:
     ground = Playground(tmp_path)
     (tmp_path / "program.py").write_text(PROGRAM)
-    program = ("dag.pipeline=null", f"dag.custom_pipeline_fn={tmp_path}/program.py:looking")
+    pipeline = ("dag.pipeline=null", f"dag.custom_pipeline_fn={tmp_path}/program.py:looking")
     env = "trainer.worker_env={OWN_WORD: a, OWN_NUMBER: 7}"
     keys = ("trainer.n_gpus_per_node=2", "trainer.total_training_steps=2", env)
-    status, said, _ = train(cluster, ground, *program, *keys)
+    status, said, _ = train(cluster, ground, *pipeline, *keys)
     assert status == 0, said
     folder = tmp_path / "run"
     planned = [rank["node"] for rank in json.loads((folder / "plan.json").read_text())["ranks"]]

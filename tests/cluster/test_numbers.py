@@ -65,7 +65,7 @@ def groups(run: Run, step: int) -> Batch:
 
 
 def recorded(run: Run, step: int) -> list[dict[str, object]]:
-    """Of the data set: a row for each group of the step, in the order of tickets."""
+    """Of the data set: a row for each group of the step, in the order of groups."""
     batch, rows = groups(run, step), dict[int, dict[str, list[object]]]()
     lengths = batch.lengths("response").tolist()
     columns = [batch.flat(name).split(lengths) for name in ("response_ids", "rollout_log_probs")]
@@ -74,7 +74,7 @@ def recorded(run: Run, step: int) -> list[dict[str, object]]:
         row["prompt"] = batch["prompts"][place]
         row[ANSWERS].append(ids.tolist())
         row[SAMPLED].append(sampled.tolist())
-    return [{**rows[ticket], "answer": "7"} for ticket in sorted(rows)]
+    return [{**rows[prompt_group], "answer": "7"} for prompt_group in sorted(rows)]
 
 
 def trained(run: Run, step: int = STEPS) -> dict[str, Tensor]:

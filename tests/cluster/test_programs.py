@@ -72,7 +72,7 @@ LENGTHS = ("tokens_left", "one_third", "two_thirds", "together", "guess_lengths"
 
 @pytest.fixture(scope="module")
 def ground(tmp_path_factory: pytest.TempPathFactory, on_ray: None) -> Playground:
-    ground = Playground(tmp_path_factory.mktemp("programs"))
+    ground = Playground(tmp_path_factory.mktemp("pipelines"))
     ground.write_rows([{"prompt": f"{i}+{i}=", "response": f"{2 * i}" * (1 + i % 3)} for i in range(12)])
     ground.write_critic()
     (ground.folder / "two_models.py").write_text(TWO_MODELS)
@@ -99,8 +99,8 @@ def spec_of(ground: Playground, *more: str, name: str) -> Spec:
 
 
 def ran(folder: Path, part: int) -> list[str]:
-    """Phases of the learning plane that one process has spans of, in the order in which they were first entered."""
-    file = folder / "spans" / (f"learner-{part}.jsonl" if part else "learner.jsonl")
+    """Phases of the training loop that one process has spans of, in the order in which they were first entered."""
+    file = folder / "spans" / (f"training-{part}.jsonl" if part else "training.jsonl")
     names = [json.loads(line)["what"] for line in file.read_text().splitlines()]
     known = ("train_step", *LENGTHS[:4], "compute_value", "train_critic")
     return [name for name in dict.fromkeys(names) if name in known]
@@ -111,7 +111,7 @@ OF_LENGTHS = [*LENGTHS[:4], "compute_value", "train_critic"]
 
 
 def nodes_of(plan: Plan) -> list[tuple[str, ...]]:
-    return [rank.learning for rank in plan.ranks]
+    return [rank.training_nodes for rank in plan.ranks]
 
 
 def test_two_independent_parts_run_on_the_workers_that_the_scheduler_gave_them(ground: Playground, alone: Run) -> None:
@@ -133,16 +133,16 @@ def test_another_plan_of_a_rank_is_what_that_worker_runs(ground: Playground, alo
     check_as_one_process(found, alone)
 
 
-def with_nodes(spec: Spec, rank: int, learning: Sequence[str]) -> Spec:
-    program, ranks = spec.program(), list(spec.plan.ranks)
-    ranks[rank] = rank_plan(program, rank, "cpu", ranks[rank].experience, learning)
+def with_nodes(spec: Spec, rank: int, training_nodes: Sequence[str]) -> Spec:
+    pipeline, ranks = spec.pipeline(), list(spec.plan.ranks)
+    ranks[rank] = rank_plan(pipeline, rank, "cpu", ranks[rank].rollout_nodes, training_nodes)
     holders = {role: tuple(r.rank for r in ranks if role in r.engines) for role in ("actor", "critic")}
     layouts = tuple(
         replace(layout, ranks=holders[layout.role], sizes=replace(layout.sizes, data=len(holders[layout.role])))
         for layout in spec.plan.layouts
     )
     plan = replace(spec.plan, ranks=tuple(ranks), layouts=layouts)
-    check_plan(plan, program)
+    check_plan(plan, pipeline)
     return replace(spec, plan=plan)
 
 

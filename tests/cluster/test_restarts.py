@@ -48,16 +48,18 @@ def run(ground: Playground, *overrides: str, name: str) -> Run:
 def generators(run: Run) -> list[int]:
     """Ranks that only generate."""
     ranks = json.loads((run.folder / "plan.json").read_text())["ranks"]
-    return [rank["rank"] for rank in ranks if rank["experience"] and not rank["learning"]]
+    return [rank["rank"] for rank in ranks if rank["rollout_nodes"] and not rank["training_nodes"]]
 
 
 def check_whole(found: Run, steps: int = 4) -> None:
     """All steps were made of all groups, each trained once."""
     journal = found.folder / "ledger.jsonl"
-    account = ledger.verify(journal)
-    consumed = [n for _, record in ledger.timeline(journal) if record["kind"] == "consumed" for n in record["tickets"]]
+    group_counts = ledger.verify(journal)
+    consumed = [
+        n for _, record in ledger.timeline(journal) if record["kind"] == "consumed" for n in record["group_ids"]
+    ]
     assert found.outcome.steps == steps and found.notes("end") == ["the run finished"]
-    assert sorted(consumed) == list(range(4 * steps)) and not account.dropped
+    assert sorted(consumed) == list(range(4 * steps)) and not group_counts.dropped
 
 
 def attempts(run: Run) -> list[int]:

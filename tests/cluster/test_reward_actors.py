@@ -70,7 +70,7 @@ def test_a_run_ends_where_one_process_does_also_if_an_actor_dies(ground: Playgro
     assert int(once.readlink().name) not in judges, "it was killed before it answered"
     assert len(judges) == 2, "the other, and the one that came in its place"
     assert all(step["reward/errors"] == 0 for step in ours.metrics())
-    assert sum(step.get("reward/judged_again", 0) for step in ours.metrics()) >= 1
+    assert sum(step.get("reward/retried_calls", 0) for step in ours.metrics()) >= 1
     (told,) = [message for message in ours.notes("warning") if "of those that judge" in message]
     assert re.match(r"actor [01] of those that judge has died \(.+\) and is started again", told)
 
@@ -82,7 +82,7 @@ def test_a_hang_costs_its_verdict_and_no_other(ground: Playground) -> None:
     ours = run(ground, *keys, name="hangs")
     (step,) = ours.metrics()
     # Of 12 groups one has no verdict, and is replaced.
-    assert (step["reward/timeouts"], step["reward/errors"], step["reward/verdicts"]) == (4, 0, 52)
+    assert (step["reward/timeouts"], step["reward/errors"], step["reward/calls"]) == (4, 0, 52)
 
 
 def test_a_cluster_without_room_for_them_is_told(ground: Playground, monkeypatch: pytest.MonkeyPatch) -> None:

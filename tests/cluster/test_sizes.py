@@ -125,10 +125,10 @@ def most_live(journal: Path) -> int:
     live, most = set[int](), 0
     for _, record in ledger.timeline(journal):
         if record["kind"] == "issued":
-            live.add(int(record["ticket"]))
+            live.add(int(record["group_id"]))
         elif record["kind"] == "dropped":
-            live.remove(int(record["ticket"]))
+            live.remove(int(record["group_id"]))
         elif record["kind"] == "consumed":
-            live -= {int(number) for number in record["tickets"]}
+            live -= {int(number) for number in record["group_ids"]}
         most = max(most, len(live))
     return most

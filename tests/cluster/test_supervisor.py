@@ -125,8 +125,8 @@ def test_domains_have_their_shares_and_figures_over_two_workers(ground: Playgrou
     alone = ground.run("grpo", *settings, name="domains_alone")
     found = run(ground, *settings, "trainer.n_gpus_per_node=2", name="domains_w2")
     check_same(found, alone)
-    account = ledger.verify(found.folder / "ledger.jsonl")
-    assert {name: each.consumed for name, each in account.domains.items()} == {"a": 8, "b": 8}
+    group_counts = ledger.verify(found.folder / "ledger.jsonl")
+    assert {name: each.consumed for name, each in group_counts.domains.items()} == {"a": 8, "b": 8}
     assert [step["domains/b/groups"] for step in found.metrics()] == [1, 1, 3, 3]
     assert [step["domains/b/share"] for step in found.metrics()] == [0.25, 0.25, 0.75, 0.75]
     told = [[step[f"domains/{name}/accuracy"] for name in "ab"] for step in found.metrics()]
@@ -150,8 +150,12 @@ def test_three_domains_ahead_of_training_over_two_workers_killed_and_resumed(
     assert main(command) != 0
     assert main(command) == 0
     assert three_domains.shares(tmp_path / "run") == [Counter(math=2, code=1, instructions=1)] * 4
-    account = ledger.verify(tmp_path / "run" / "ledger.jsonl")
-    assert {name: each.consumed for name, each in account.domains.items()} == {"math": 8, "code": 4, "instructions": 4}
+    group_counts = ledger.verify(tmp_path / "run" / "ledger.jsonl")
+    assert {name: each.consumed for name, each in group_counts.domains.items()} == {
+        "math": 8,
+        "code": 4,
+        "instructions": 4,
+    }
     trained = [record.values for record in read_metrics(tmp_path / "run") if record.kind == "train"]
     assert len(trained) == 4 and all(step["domains/code/groups"] == 1 for step in trained)
     assert max(step["async/version_diff/max"] for step in trained) == 1
@@ -250,7 +254,7 @@ def test_weights_spread_over_two_workers_end_where_one_process_does(ground: Play
     assert distance(resumed.weights(6), whole.weights(6)) < 1e-6
     audits = [event.fields for event in read_events(resumed.folder) if event.kind == "audit"]
     unproven = [set(dict(audit["unproven"])) for audit in audits]
-    of_others = {"draws", "verdicts", "answers"}  # of a group that another worker made
+    of_others = {"draws", "reward_results", "answers"}  # of a group that another worker made
     assert [names - of_others for names in unproven] == [{"groups", "loss", "gradients"}] * 4 + [set()] * 2
     assert unproven[4:] == [set()] * 2
     assert {"weights", "log_probs", "backward", "reference", "optimizer"} <= set(audits[0]["proven"])
@@ -271,9 +275,9 @@ if "pytest" not in sys.modules and not hasattr(Publisher, "speaks"):  # in the w
 
 def test_weights_that_are_not_sent_to_an_engine_elsewhere_are_named(ground: Playground) -> None:
     (ground.folder / "silent.py").write_text(SILENT)
-    program = ("dag.pipeline=null", f"dag.custom_pipeline_fn={ground.folder}/silent.py:silent")
+    pipeline = ("dag.pipeline=null", f"dag.custom_pipeline_fn={ground.folder}/silent.py:silent")
     with pytest.raises(TrustError, match="version 2 is published, but an engine serves 1: weights were not sent"):
-        run(ground, *STEPS, SPLIT, *program, name="silent")
+        run(ground, *STEPS, SPLIT, *pipeline, name="silent")
 
 
 def test_weights_spread_over_two_workers_go_to_an_engine_elsewhere_by_files(ground: Playground, alone: Run) -> None:

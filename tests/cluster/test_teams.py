@@ -90,7 +90,7 @@ def dying(config):
 
 @pytest.fixture(scope="module")
 def ground(tmp_path_factory: pytest.TempPathFactory, on_ray: None) -> Playground:
-    ground = Playground(tmp_path_factory.mktemp("teams"))
+    ground = Playground(tmp_path_factory.mktemp("dp_groups"))
     ground.write_critic()
     (ground.folder / "of_mine.py").write_text(NODES)
     return ground
@@ -111,7 +111,7 @@ def run(ground: Playground, allocation: str, *more: str, name: str) -> Run:
     return Run(ground.folder / name, config, launch_ray(spec))
 
 
-def program(ground: Playground, name: str) -> str:
+def pipeline(ground: Playground, name: str) -> str:
     return f"dag.custom_pipeline_fn={ground.folder}/of_mine.py:{name}"
 
 
@@ -129,15 +129,15 @@ def test_a_critic_on_a_worker_of_its_own_ends_where_one_process_does(ground: Pla
 def test_what_does_not_wait_for_each_other_runs_at_once(ground: Playground, alone: Run) -> None:
     """Three teams, one of which trains nothing. In turn, none of the two nodes would come to an end."""
     allocation = "embedded:d1|torch[actor]:d1+torch[critic]:d2+torch[ref]:d1"
-    found = run(ground, allocation, program(ground, "meeting"), name="three-teams")
+    found = run(ground, allocation, pipeline(ground, "meeting"), name="three-teams")
     check_as_one_process(found, alone)
 
 
 def test_a_node_that_fails_ends_the_wait_of_the_other_team(ground: Playground) -> None:
     with pytest.raises(NodeError, match="mine"):
-        run(ground, "embedded:d1|torch[actor]:d1+torch[critic]:d1", program(ground, "raising"), name="raising")
+        run(ground, "embedded:d1|torch[actor]:d1+torch[critic]:d1", pipeline(ground, "raising"), name="raising")
 
 
 def test_a_writer_that_dies_ends_the_wait_of_the_other_team_by_name(ground: Playground) -> None:
     with pytest.raises(WorkerDied, match="worker 1 of 2, which trains, has died while the run was under way"):
-        run(ground, "embedded:d1|torch[actor]:d1+torch[critic]:d1", program(ground, "dying"), name="dying")
+        run(ground, "embedded:d1|torch[actor]:d1+torch[critic]:d1", pipeline(ground, "dying"), name="dying")

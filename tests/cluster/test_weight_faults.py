@@ -71,7 +71,7 @@ _incarnations = iter(range(1, 1000))
 
 @pytest.fixture
 def workers(there: dict[int, Any]) -> dict[int, Any]:
-    """That serve the first version of an incarnation of their own."""
+    """That serve the first version of an restart of their own."""
     publisher(Trainer(1), fleet_of(there)).publish(first := Version(next(_incarnations), 1))
     assert states(there) == served(first) * 2
     return there
@@ -150,7 +150,7 @@ def test_who_dies_or_stops_in_a_weight_update_is_fenced_and_named_and_the_others
         "killed",
         "worker 6 died before it had answered for the weights of step 2",
     ]
-    assert {(wait.who, wait.what) for wait in told} == {("learner", "weights of step 2")}
+    assert {(wait.who, wait.what) for wait in told} == {("training", "weights of step 2")}
     asked = [wait.on for wait in told if wait.on != "storage"]
     assert (
         asked[0] == "worker 2, worker 5, worker 3, worker 4, worker 6" and asked[-1] == "worker 2, worker 5, worker 6"

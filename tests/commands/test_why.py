@@ -14,7 +14,7 @@ HOSTILE = "\x1b]0;owned\x07\u202egnp\nnext"
 
 
 def write_run(folder: Path) -> Path:
-    """Two steps of two groups with two samples each. In the second ticket 2 is lost once, ticket 3 is dropped; a third
+    """Two steps of two groups with two samples each. In the second group 2 is lost once, group 3 is dropped; a third
     step is under way."""
     with RunFolder(folder, 0) as run, Ledger(folder / "ledger.jsonl") as ledger:
         plan = DataPlan(num_rows=10, consumer_batch=2, group_size=2, total_groups=10, total_steps=5, shuffle=False)
@@ -32,20 +32,20 @@ def write_run(folder: Path) -> Path:
 def _collect(coordinator: Coordinator) -> None:
     lost = False
     while coordinator.ready(coordinator.step) is None:
-        for ticket in coordinator.take_groups():
-            coordinator.assign(ticket.number, f"rank-{ticket.attempt}")
-            if ticket.number == 2 and not lost:
+        for prompt_group in coordinator.take_groups():
+            coordinator.assign(prompt_group.group_id, f"rank-{prompt_group.attempt}")
+            if prompt_group.group_id == 2 and not lost:
                 lost = coordinator.retry(2)
-            elif ticket.number == 3:
+            elif prompt_group.group_id == 3:
                 coordinator.drop(3, HOSTILE)
             else:
-                coordinator.complete(ticket.number, 1000 + ticket.number)
+                coordinator.complete(prompt_group.group_id, 1000 + prompt_group.group_id)
 
 
-def _sample(ticket: int, index: int) -> dict[str, object]:
-    failed = (ticket, index) == (4, 1)
+def _sample(prompt_group: int, index: int) -> dict[str, object]:
+    failed = (prompt_group, index) == (4, 1)
     return {
-        "uid": f"{ticket}-{index}",
+        "uid": f"{prompt_group}-{index}",
         "response": HOSTILE,
         "score": 9.0 if failed else index * 0.5,
         "reward_parts": {"math": float("nan") if failed else float(index), HOSTILE: "no number"},
@@ -75,21 +75,19 @@ def test_groups_retries_drops_and_rewards(tmp_path: Path, capsys: pytest.Capture
     status, lines, err = why(capsys, "2", "--run", str(run_dir))
     assert (status, err) == (0, "")
     assert lines[0] == f"step 2 of {run_dir}: 2 groups, 2,006 tokens, staleness at most 0"
-    assert lines[1].startswith("consumed 20") and lines[1].endswith(
-        "by incarnation 0; it made version 2 of the weights"
-    )
+    assert lines[1].startswith("consumed 20") and lines[1].endswith("by restart 0; it made version 2 of the weights")
     start = lines.index("groups")
-    head = "ticket epoch row version stale worker attempts tokens samples failed verdicts score reward parts"
+    head = "group epoch row version stale worker attempts tokens samples failed verdicts score reward parts"
     assert " ".join(lines[start + 1].split()) == head
     lost, failed = lines[start + 2 : start + 4]
     assert lost.split()[:10] == ["2", "0", "2", "1", "0", "rank-1", "2", "1,002", "2", "0.250"]
     assert "math 0.500" in lost and "?" in lost
     assert failed.split()[:10] == ["4", "0", "4", "1", "0", "rank-0", "1,004", "2", "1", "0.000"], "9 is no verdict"
     (dropped,) = table(lines, "dropped meanwhile: 1 \\x1b]0;owned\\x07\\u202egnp⏎next")
-    assert (dropped["ticket"], dropped["row"], dropped["worker"]) == ("3", "3", "rank-0")
+    assert (dropped["group"], dropped["row"], dropped["worker"]) == ("3", "3", "rank-0")
     assert dropped["reason"] == "\\x1b]0;owned\\x07\\u202egnp⏎next"
     (restart,) = lines[lines.index("started more than once") + 1 :]
-    assert restart.startswith("  ticket 2: ") and "by rank-0 (incarnation 0), then " in restart
+    assert restart.startswith("  group 2: ") and "by rank-0 (restart 0), then " in restart
 
 
 def test_columns_that_say_nothing_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -110,7 +108,7 @@ def test_without_its_samples_the_rest_is_told(tmp_path: Path, capsys: pytest.Cap
     (run_dir / "samples" / "000002.jsonl").unlink()
     status, lines, _ = why(capsys, "2", "--run", str(run_dir))
     assert status == 0 and any("samples/000002.jsonl is missing" in line for line in lines)
-    assert [row["ticket"] for row in table(lines, "groups")] == ["2", "4"]
+    assert [row["group"] for row in table(lines, "groups")] == ["2", "4"]
 
 
 def test_the_newest_run_of_the_folder_is_meant(

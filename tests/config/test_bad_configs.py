@@ -147,7 +147,7 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
     "a dtype misspelt": ("grpo", [f"{MODEL}.dtype=bf16"], f"{MODEL}.dtype", ("bfloat16",)),
     "a tracker misspelt": ("grpo", ["trainer.logger=[console,wandbb]"], "trainer.logger", ("wandb?",)),
     "a device misspelt": ("grpo", ["trainer.device=gpu"], "trainer.device", ("auto, cpu, cuda",)),
-    "a program misspelt": ("grpo", ["dag.pipeline=dappo"], "dag.pipeline", ("dapo?",)),
+    "a pipeline misspelt": ("grpo", ["dag.pipeline=dappo"], "dag.pipeline", ("dapo?",)),
     "a reward misspelt": ("grpo", ["reward.functions={default: [maths]}"], "reward.functions.default", ("math?",)),
     "a resume mode misspelt": (
         "grpo",
@@ -267,12 +267,12 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
         "actor_rollout_ref.actor.kl_loss_type",
         ("no choice", "whole distributions", "low_var_kl"),
     ),
-    # the program
-    "two programs": (
+    # the pipeline
+    "two pipelines": (
         "grpo",
         ["dag.custom_pipeline_fn=a:b", "dag.nodes=[{id: a, func: 'm:f'}]"],
         "dag.nodes = [{id: 'a', func: 'm:f'}]",
-        ("two programs",),
+        ("two pipelines",),
     ),
     "a function without a module": (
         "grpo",
@@ -290,13 +290,13 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
     "a node with an unknown key": ("grpo", ["dag.nodes=[{id: a, func: f, dep: b}]"], "dag.nodes", ("'dep'", "deps")),
     "a node twice": ("grpo", ["dag.nodes=[{id: a, func: f},{id: a, func: f}]"], "dag.nodes", ("two nodes",)),
     "nodes as a mapping": ("grpo", ["dag.nodes={a: b}"], "dag.nodes", ("not a list",)),
-    "DAPO workflow, grpo program": (
+    "DAPO workflow, grpo pipeline": (
         "grpo",
         ["algorithm.workflow_type=DAPO"],
         "algorithm.workflow_type",
         ("dag.pipeline",),
     ),
-    "DAPO workflow, sft program": ("sft", ["algorithm.workflow_type=DAPO"], "algorithm.workflow_type", ("sft",)),
+    "DAPO workflow, sft pipeline": ("sft", ["algorithm.workflow_type=DAPO"], "algorithm.workflow_type", ("sft",)),
     "gae without a critic": ("grpo", ["algorithm.adv_estimator=gae"], "algorithm.adv_estimator", ("dag.pipeline=ppo",)),
     "gae in dapo": ("dapo", ["algorithm.adv_estimator=gae"], "algorithm.adv_estimator", ("critic", "dapo")),
     "a critic that nobody reads": (
@@ -372,7 +372,7 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
         "algorithm.kl_ctrl.target_kl",
         ("algorithm.domains.code.kl_ctrl.type",),
     ),
-    "a domain with a critic in a program without": (
+    "a domain with a critic in a pipeline without": (
         "grpo",
         ["algorithm.domains={code: {adv_estimator: gae}}"],
         "algorithm.domains.code.adv_estimator",
@@ -845,7 +845,7 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
                 "data.train_files",
                 ("data.domains", "both name data"),
             ),
-            ("held-out files twice", [DOMAIN_A, "data.val_files=t.jsonl"], "data.val_files", ("data.domains",)),
+            ("validation files twice", [DOMAIN_A, "data.val_files=t.jsonl"], "data.val_files", ("data.domains",)),
             (
                 "two rewards of a domain",
                 [DOMAIN_A, "reward.functions.a=[format]"],

@@ -58,7 +58,7 @@ ANSWERS: dict[str, tuple[str, dict[str, str], list[str]]] = {
     ),
 }
 
-# Second answers, of a config that is sound by itself: what its program does not read.
+# Second answers, of a config that is sound by itself: what its pipeline does not read.
 INERT = {
     "verl_ppo_qwen3_8b": f"{REF}.log_prob_max_token_len_per_gpu",
     "verl_dapo_7b_math": f"{REF}.log_prob_max_token_len_per_gpu",
@@ -92,7 +92,7 @@ def test_with_the_answers_it_trains_what_it_says(name):
     preset, answers, written = ANSWERS[name]
     kept = [override for override in command(name) if key_of(override) not in answers]
     if name in INERT:
-        with pytest.raises(UserError, match=f"do nothing in program .*\n  {INERT[name]} \\(command line\\)\nTake"):
+        with pytest.raises(UserError, match=f"do nothing in pipeline .*\n  {INERT[name]} \\(command line\\)\nTake"):
             read_config(load_config(preset, [*kept, *written]))
         kept = [override for override in kept if key_of(override) != INERT[name]]
     loaded = load_config(preset, [*kept, *written])

@@ -477,7 +477,7 @@ def test_describe_tells_the_rest():
     lines = "\n".join(describe(load_config("dapo", [*GOOD, "actor_rollout_ref.rollout.top_p=0.9"]).config))
     for part in ("[0.8, 1.28]", "no reference is built", "2048 + 4096 = 6144", "note: top_p", "30 epochs"):
         assert part in lines
-    custom = [*GOOD, "dag.pipeline=null", "dag.custom_pipeline_fn=a.b:program"]
+    custom = [*GOOD, "dag.pipeline=null", "dag.custom_pipeline_fn=a.b:pipeline"]
     lines = describe(load_config("quickstart_grpo", custom, complete=False).config)
     assert "no KL term" in lines  # it may have a reference all the same
     assert "one answer a prompt" in describe(load_config("verl_grpo", complete=False).config)[-1]

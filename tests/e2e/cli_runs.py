@@ -157,7 +157,7 @@ class Left:
         self.run: dict[str, Any] = self.checkpoint.load("run")
 
     def tensors(self) -> dict[str, Tensor]:
-        """All of the newest checkpoint: weights and optimizer state of each role, groups on the edge."""
+        """All of the newest checkpoint: weights and optimizer state of each role, groups in the queue."""
         files = sorted(self.checkpoint.path.glob("*.safetensors"))
         return {f"{file.stem}.{name}": tensor for file in files for name, tensor in load_file(file).items()}
 
@@ -167,7 +167,7 @@ class Left:
         return {part: self.checkpoint.load(part) for part in parts}
 
     def metrics(self) -> dict[tuple[int, str], dict[str, float]]:
-        """By step and kind, those that do not depend on time, memory or how far the experience plane has got."""
+        """By step and kind, those that do not depend on time, memory or how far the rollout loop has got."""
         varying = ("timing_s/", "perf/", "throughput/", "memory/", "async/")
         records = read_metrics(self.folder)
         assert len({(r.step, r.kind) for r in records}) == len(records), "a step was recorded twice"
@@ -182,10 +182,10 @@ class Left:
         return {"issued": counted.issued, "consumed": counted.consumed, "dropped": dict(counted.dropped)}
 
     def trained_rows(self) -> list[tuple[int, int]]:
-        """(epoch, row) of every group that was trained on, in the order of tickets."""
+        """(epoch, row) of every group that was trained on, in the order of groups."""
         records = [record for _, record in ledger.timeline(self.folder / "ledger.jsonl")]
-        places = {r["ticket"]: (r["epoch"], r["row"]) for r in records if r["kind"] == "issued"}
-        consumed = [number for r in records if r["kind"] == "consumed" for number in r["tickets"]]
+        places = {r["group_id"]: (r["epoch"], r["row"]) for r in records if r["kind"] == "issued"}
+        consumed = [number for r in records if r["kind"] == "consumed" for number in r["group_ids"]]
         assert len(set(consumed)) == len(consumed)
         return [places[number] for number in sorted(consumed)]
 

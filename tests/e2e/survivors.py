@@ -52,38 +52,42 @@ def audit(folder: Path, max_staleness: int, places: set[Place], before: Sequence
     restart, served, next_step, weights = -1, 0, 0, 0
     bound, first_step = max_staleness, sum(record["kind"] == "consumed" for record in before)
     for record in [*before, *records(folder)]:
-        if record["inc"] != restart:
-            assert record["inc"] > restart
-            restart, served = record["inc"], 0
-        kind, ticket = record["kind"], record.get("ticket")
+        if record["restart"] != restart:
+            assert record["restart"] > restart
+            restart, served = record["restart"], 0
+        kind, prompt_group = record["kind"], record.get("group_id")
         if kind == "plan":
             bound = min(record["max_staleness"], max_staleness)
         elif kind == "issued":
             where = (record["epoch"], record["row"])
-            assert place.setdefault(ticket, where) == where, f"ticket {ticket} changed its row"
-            assert ticket not in done and record["attempt"] >= attempts[ticket]
+            assert place.setdefault(prompt_group, where) == where, f"group {prompt_group} changed its row"
+            assert prompt_group not in done and record["attempt"] >= attempts[prompt_group]
             assert served <= record["version"] <= next_step, f"{record} after version {served}, step {next_step}"
-            served, version[ticket], attempts[ticket] = record["version"], record["version"], record["attempt"] + 1
+            served, version[prompt_group], attempts[prompt_group] = (
+                record["version"],
+                record["version"],
+                record["attempt"] + 1,
+            )
         elif kind == "complete":
-            assert ticket not in done
-            assert version[ticket] <= record["version"], "no token is older than its ticket"
+            assert prompt_group not in done
+            assert version[prompt_group] <= record["version"], "no token is older than its group"
             assert record["version"] <= next_step + 1, "engines get a step's weights before it is released, none newer"
-            version[ticket] = record["version"]
+            version[prompt_group] = record["version"]
         elif kind == "dropped":
-            assert ticket not in done and record["reason"]
-            done[ticket] = record["reason"]
+            assert prompt_group not in done and record["reason"]
+            done[prompt_group] = record["reason"]
         elif kind == "consumed":
             assert record["step"] == next_step
             next_step += 1
-            for number in record["tickets"]:
-                assert number not in done, f"ticket {number} was trained after it was {done[number]}"
+            for number in record["group_ids"]:
+                assert number not in done, f"group {number} was trained after it was {done[number]}"
                 done[number], step_of[number] = "trained", record["step"]
                 ages[number] = record["step"] - version[number]
-                assert 0 <= ages[number] <= bound, f"ticket {number} was {ages[number]} steps stale"
+                assert 0 <= ages[number] <= bound, f"group {number} was {ages[number]} steps stale"
         elif kind == "version":
             assert record["step"] == next_step and weights <= record["weights"] <= next_step
             weights = record["weights"]
-    assert len(set(place.values())) == len(place), "a row went out as two tickets"
+    assert len(set(place.values())) == len(place), "a row went out as two groups"
     assert done.keys() == place.keys(), f"lost: {sorted(place.keys() - done.keys())}"
     assert set(place.values()) == places
     lengths = _lengths(folder, {n: step for n, step in step_of.items() if step >= first_step}, max_staleness)

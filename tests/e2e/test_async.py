@@ -56,18 +56,22 @@ def test_answers_span_three_versions_and_a_group_is_trained_four_steps_behind_it
     decoded = spans(long_tail, "rollout", "decode")
     at_work: dict[int, set[int]] = defaultdict(set)
     issued = {}
-    for group in spans(long_tail, "experience", "group"):
-        issued[group["ticket"]] = group["version"]
-        at_work[group["ticket"]] = {s["version"] for s in decoded if s["t0"] < group["t1"] and s["t1"] > group["t0"]}
+    for group in spans(long_tail, "rollout", "group"):
+        issued[group["group_id"]] = group["version"]
+        at_work[group["group_id"]] = {s["version"] for s in decoded if s["t0"] < group["t1"] and s["t1"] > group["t0"]}
     assert max(map(len, at_work.values())) >= 3
     rows = [row["versions"] for row in samples(long_tail)]
     assert max(map(len, rows)) >= 3, "no sample has tokens of three versions"
-    ages = [record["step"] - issued[ticket] for record in ledger(long_tail, "consumed") for ticket in record["tickets"]]
+    ages = [
+        record["step"] - issued[prompt_group]
+        for record in ledger(long_tail, "consumed")
+        for prompt_group in record["group_ids"]
+    ]
     assert max(ages) == 4 and min(ages) == 0
 
 
 def test_decode_slots_are_never_empty_between_steps(long_tail: Run) -> None:
-    """From the second step on, for the first one warms up, until all tickets of the run are issued."""
+    """From the second step on, for the first one warms up, until all groups of the run are issued."""
     decoded = [s for s in spans(long_tail, "rollout", "decode") if s["what"] == "train" and s["version"] > 1]
     last_issued = max(record["t"] for record in ledger(long_tail, "issued"))
     assert len({s["step"] for s in decoded if s["t0"] < last_issued}) >= 8, "several steps were trained meanwhile"

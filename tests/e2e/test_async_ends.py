@@ -41,8 +41,8 @@ def test_the_data_end_with_a_short_step(ground: Playground) -> None:
 
 def test_no_ticket_is_issued_that_no_step_will_consume(ground: Playground) -> None:
     run(ground, 4, "trainer.total_training_steps=3")
-    issued = [r["ticket"] for r in records(ground.folder / "run") if r["kind"] == "issued"]
-    consumed = [number for r in records(ground.folder / "run") for number in r.get("tickets", ())]
+    issued = [r["group_id"] for r in records(ground.folder / "run") if r["kind"] == "issued"]
+    consumed = [number for r in records(ground.folder / "run") for number in r.get("group_ids", ())]
     assert sorted(issued) == sorted(consumed) == list(range(12))
 
 
@@ -101,7 +101,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 
 @pytest.mark.parametrize("how", ["raise KeyError('not there')", "time.sleep(300)"])
 def test_an_evaluation_beside_the_stream_counts_for_itself(ground: Playground, how: str) -> None:
-    """Verifiers fail on held-out prompts alone: training groups, which go on meanwhile, count none of it."""
+    """Verifiers fail on validation prompts alone: training groups, which go on meanwhile, count none of it."""
     ground.write_reward(FAILS_ON_HELD_OUT.format(how=how))
     held_out = ground.folder / "held_out.jsonl"
     held_out.write_text("".join(json.dumps({"prompt": f"{i}=", "answer": "held out"}) + "\n" for i in range(3)))
@@ -118,7 +118,7 @@ def test_an_evaluation_beside_the_stream_counts_for_itself(ground: Playground, h
 def counts_for_itself(ground: Playground, done: Run) -> None:
     assert not whole(ground, 2, 1).dropped
     for metrics in done.metrics():
-        assert metrics.get("reward/error_share", 0) == 0 and metrics["reward/errors"] == 0 == metrics["reward/timeouts"]
+        assert metrics.get("reward/error_rate", 0) == 0 and metrics["reward/errors"] == 0 == metrics["reward/timeouts"]
         assert metrics["timing_s/eval"] > 0
     warned = [note for note in done.notes("warning") if "verdicts failed" in note]
     assert warned and all("3 of 3 verdicts failed (100%) in a validation" in note for note in warned)

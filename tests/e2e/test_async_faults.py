@@ -19,7 +19,7 @@ from tests.e2e.survivors import audit, records
 
 pytestmark = pytest.mark.slow
 
-# A program of the user's whose file plants the fault that FAULT names; a file `fired` tells that it was met.
+# A pipeline of the user's whose file plants the fault that FAULT names; a file `fired` tells that it was met.
 PROGRAM = """
 import asyncio, itertools, os, pathlib, statistics, time
 from distflow import NodeRole, Pipeline, node
@@ -99,11 +99,11 @@ def engine_refuses(num_times):
 
 
 def edge_put():
-    def put(self, ticket, batch, measured, whole=LocalSampleQueue.put):
+    def put(self, group, batch, measured, whole=LocalSampleQueue.put):
         if is_time():
             fired()
             raise MemoryError("no room for the group")
-        whole(self, ticket, batch, measured)
+        whole(self, group, batch, measured)
     LocalSampleQueue.put = put
 
 
@@ -227,7 +227,7 @@ GOES_ON: dict[str, dict[str, int]] = {
 ENDS = {
     "step_always": (1, "the last 4 prompt groups all failed, so nothing can progress; the first said: node 'rollout"),
     "lost_request": (1, "the rollout engine EmbeddedEngine hangs: it was asked for 2 samples of row "),
-    "edge_put": (1, "the experience plane has failed: MemoryError: no room for the group"),
+    "edge_put": (1, "the rollout loop has failed: MemoryError: no room for the group"),
     "node_always": (2, "the last 8 prompt groups all failed, so nothing can progress; the first said: node 'faulty'"),
 }
 """Exit status and message."""
@@ -272,21 +272,21 @@ def test_a_rollout_fifty_times_slower_is_trained_at_last(ground: Playground) -> 
     assert run.status() == 0, run.said()
     assert unharmed(ground) == {}
     late = ticket_of(ground, row=int((ground.folder / "fired").read_text()))
-    (slow,) = [s for s in group_spans(ground) if s["ticket"] == late]
+    (slow,) = [s for s in group_spans(ground) if s["group_id"] == late]
     assert slow["t1"] - slow["t0"] >= 50 * float((ground.folder / "usual_s").read_text())
-    (step,) = [r["step"] for r in records(ground.folder / "run") if r["kind"] == "consumed" and late in r["tickets"]]
+    (step,) = [r["step"] for r in records(ground.folder / "run") if r["kind"] == "consumed" and late in r["group_ids"]]
     assert 0 <= step - slow["version"] <= STALENESS
-    overtook = [s for s in group_spans(ground) if s["ticket"] > late and s["t1"] < slow["t1"]]
+    overtook = [s for s in group_spans(ground) if s["group_id"] > late and s["t1"] < slow["t1"]]
     assert overtook, "others went on meanwhile"
 
 
 def ticket_of(ground: Playground, row: int) -> int:
-    (found,) = {r["ticket"] for r in records(ground.folder / "run") if r["kind"] == "issued" and r["row"] == row}
+    (found,) = {r["group_id"] for r in records(ground.folder / "run") if r["kind"] == "issued" and r["row"] == row}
     return int(found)
 
 
 def group_spans(ground: Playground) -> list[dict[str, Any]]:
-    return [span for span in spans(ground, "experience") if span["kind"] == "group"]
+    return [span for span in spans(ground, "rollout") if span["kind"] == "group"]
 
 
 def spans(ground: Playground, actor: str) -> list[dict[str, Any]]:
@@ -308,9 +308,9 @@ def test_one_slow_verdict_keeps_nobody_else(ground: Playground) -> None:
     run = start(ground, "none", "reward.num_workers=3", "data.shuffle=false")
     assert run.status() == 0, run.said()
     assert unharmed(ground) == {}
-    (slow,) = [s for s in group_spans(ground) if s["ticket"] == 3]
+    (slow,) = [s for s in group_spans(ground) if s["group_id"] == 3]
     assert slow["t1"] - slow["t0"] >= 4
-    assert [s for s in group_spans(ground) if s["ticket"] > 3 and s["t1"] < slow["t1"]]
+    assert [s for s in group_spans(ground) if s["group_id"] > 3 and s["t1"] < slow["t1"]]
 
 
 def test_verifiers_slower_than_everything_bound_what_is_under_way(ground: Playground) -> None:
@@ -320,11 +320,13 @@ def test_verifiers_slower_than_everything_bound_what_is_under_way(ground: Playgr
     assert unharmed(ground) == {}
     live, most = 0, 0
     for record in records(ground.folder / "run"):
-        live += {"issued": 1, "dropped": -1}.get(record["kind"], 0) - len(record.get("tickets", ()))
+        live += {"issued": 1, "dropped": -1}.get(record["kind"], 0) - len(record.get("group_ids", ()))
         most = max(most, live)
     assert most == (STALENESS + 1) * 4
     waits = spans(ground, "reward")
-    assert {(span["what"], span["on"]) for span in waits} == {("verdicts", "verifiers")} and len(waits) == NUM_ROWS
+    assert {(span["what"], span["on"]) for span in waits} == {("reward_results", "verifiers")} and len(
+        waits
+    ) == NUM_ROWS
     assert sum(span["t1"] - span["t0"] for span in waits) > 0.06 * 2 * NUM_ROWS
 
 
@@ -336,6 +338,6 @@ def test_a_stop_says_that_it_is_the_verifiers_who_are_waited_for(ground: Playgro
     time.sleep(LASTING_S + 3)
     run.send(signal.SIGINT)
     run.wait_for(lambda: "a second time leaves at once" in run.said())
-    assert "s for verdicts (on: verifiers)" in run.said() and "s for step 0 (on: experience)" in run.said(), run.said()
+    assert "s for verdicts (on: verifiers)" in run.said() and "s for step 0 (on: rollout)" in run.said(), run.said()
     run.send(signal.SIGINT)
     assert run.status() == 130

@@ -19,7 +19,7 @@ from tests.e2e.survivors import Survivors, audit, records
 
 pytestmark = pytest.mark.slow
 
-# A program that kills its own process when it comes to a point for the n-th time: KILL_AT=point:n. Its engine never
+# A pipeline that kills its own process when it comes to a point for the n-th time: KILL_AT=point:n. Its engine never
 # answers the n-th request: HELD=n.
 KILLED = """
 import asyncio, itertools, os, signal
@@ -62,7 +62,7 @@ def copy_weights(model, weights, whole=engine.copy_weights):
 def append(self, kind, whole=Ledger.append, **fields):
     if kind in ("issued", "consumed", "version", "complete"):
         if planted == f"torn {kind}" and next(times) == int(at):
-            self._file.write(b'{"t":1,"inc":0,"kind":"is')
+            self._file.write(b'{"t":1,"restart":0,"kind":"is')
             self._file.flush()
             os.kill(os.getpid(), signal.SIGKILL)
     whole(self, kind, **fields)
@@ -204,7 +204,7 @@ def moment(draw: random.Random) -> str:
 
 @pytest.fixture(scope="module")
 def cut(ground: Playground) -> Path:
-    """A run that was killed behind its fifth checkpoint, with complete groups on the edge and others under way."""
+    """A run that was killed behind its fifth checkpoint, with complete groups in the queue and others under way."""
     assert start(ground, "cut", KILL_AT="latest:5", HELD="23").status() == -9
     live = Left(ground.folder / "cut").run["coordinator"]["live"]
     assert {group["complete"] for group in live} == {True, False}
@@ -220,11 +220,11 @@ def test_complete_groups_are_trained_as_they_were_and_begun_ones_start_again(gro
     left = Left(cut).run["coordinator"]
     folder = finish(ground, copied(cut, "as_they_were"))
     audit(folder, STALENESS, PLACES)
-    issued = {r["ticket"]: r for r in records(folder) if r["kind"] == "issued"}
+    issued = {r["group_id"]: r for r in records(folder) if r["kind"] == "issued"}
     for group in left["live"]:
-        again = issued[group["ticket"]["number"]]
-        assert (again["inc"] == left["restart"]) == group["complete"]
-        assert again["attempt"] == group["ticket"]["attempt"] + (not group["complete"])
+        again = issued[group["prompt_group"]["group_id"]]
+        assert (again["restart"] == left["restart"]) == group["complete"]
+        assert again["attempt"] == group["prompt_group"]["attempt"] + (not group["complete"])
 
 
 def test_a_run_goes_on_in_another_folder(ground: Playground, cut: Path, undisturbed: Survivors) -> None:
@@ -247,7 +247,7 @@ def test_a_run_goes_on_with_another_bound(
     ledger.verify(folder / "ledger.jsonl")
     survived = audit(folder, 5, PLACES)
     live = Left(cut).run["coordinator"]["live"]
-    stale = [g for g in live if g["complete"] and min(g["version"], g["ticket"]["version"]) + staleness < 5]
+    stale = [g for g in live if g["complete"] and min(g["version"], g["prompt_group"]["version"]) + staleness < 5]
     assert len(survived.dropped) >= len(stale) and set(survived.dropped.values()) <= {"stale"}
     assert staleness < STALENESS or not survived.dropped
     counted = [values["async/stale_data_count"] for (_, kind), values in all_metrics(folder) if kind == "train"]

@@ -13,7 +13,7 @@ from distflow.data.batch import Batch
 from distflow.errors import TrustError
 from distflow.launch import engine_factories
 from distflow.rewards import router
-from distflow.rewards.pool.pool import VerifierPool
+from distflow.rewards.pool.pool import RewardPool
 from distflow.rewards.score import Error, Score
 from distflow.rollout.embedded import batch_invariant
 from distflow.rollout.embedded import engine as embedded
@@ -46,7 +46,7 @@ class Fault:
 
 
 def node(node_id: str, change: Callable[[Batch], None]) -> Callable[[Patch], None]:
-    """`change` the batch behind a node of the learning plane."""
+    """`change` the batch behind a node of the training loop."""
 
     def plant(patch: Patch) -> None:
         original = Step.__call__
@@ -390,11 +390,11 @@ FAULTS = {
     "the reference follows the policy": Fault(
         lambda patch: patch.setattr(engine_factories, "build_reference", follow), "reference", (*KL, *FAST)
     ),
-    "rewards to the next sample": Fault(attribute(router.RewardRouter, "__call__", next_sample), "verdicts"),
+    "rewards to the next sample": Fault(attribute(router.RewardRouter, "__call__", next_sample), "reward_results"),
     "rewards in order of arrival": Fault(
-        attribute(VerifierPool, "judge", in_order_of_arrival), "verdicts", ("grpo", "trust.check_rewards=false")
+        attribute(RewardPool, "call", in_order_of_arrival), "reward_results", ("grpo", "trust.check_rewards=false")
     ),
-    "a neighbour's text": Fault(attribute(router.RewardRouter, "__call__", neighbours_text), "verdicts"),
+    "a neighbour's text": Fault(attribute(router.RewardRouter, "__call__", neighbours_text), "reward_results"),
     "weights not sent on odd steps": Fault(attribute(WeightSender, "publish", unsent_on_odd_steps), "were not sent"),
     "weights not taken on odd steps": Fault(
         unread_on_odd_steps, "weights", ("grpo", "actor_rollout_ref.model.dtype=bfloat16", *FAST)
@@ -417,7 +417,7 @@ FAULTS = {
     "gradients doubled": Fault(twice_backward, "gradients"),
     "gradients not clipped": Fault(unclipped, "gradients", ("grpo", "actor_rollout_ref.actor.max_grad_norm=0.001")),
     "greedier than it says": Fault(greedy_rollout, "draws"),
-    "one row for all tickets": Fault(other_rows, "answers"),
+    "one row for all groups": Fault(other_rows, "answers"),
     "a score on the first token": Fault(
         node("actor_old_log_prob", column("token_level_scores", lambda s: s.roll(1, dims=1))), "rewards", ("ppo",)
     ),

@@ -73,16 +73,16 @@ def steps_of(run: Run) -> list[Counter[str]]:
     steps = []
     for _, record in timeline(run.folder / "ledger.jsonl"):
         if record["kind"] == "issued":
-            domains[record["ticket"]] = record["domain"]
+            domains[record["group_id"]] = record["domain"]
         if record["kind"] == "consumed":
-            steps.append(Counter(domains[ticket] for ticket in record["tickets"]))
+            steps.append(Counter(domains[prompt_group] for prompt_group in record["group_ids"]))
     return steps
 
 
 def issued(run: Run) -> list[tuple[int, int, int]]:
-    """Ticket, epoch and row of those that were handed out first."""
+    """Group, epoch and row of those that were handed out first."""
     records = [record for _, record in timeline(run.folder / "ledger.jsonl") if record["kind"] == "issued"]
-    return [(record["ticket"], record["epoch"], record["row"]) for record in records if record["attempt"] == 0]
+    return [(record["group_id"], record["epoch"], record["row"]) for record in records if record["attempt"] == 0]
 
 
 def go_back(run: Run, step: int, name: str) -> None:
@@ -158,7 +158,7 @@ def test_a_domain_has_its_own_prompts_rewards_and_sampling(ground: Playground) -
 @pytest.mark.parametrize("setting", ["data.domain_key=source", "data.train_max_samples=5", "data.prompt_key=other"])
 def test_what_no_domain_asks_for_is_refused(ground: Playground, setting: str) -> None:
     domains = {**DOMAINS, "math": {**DOMAINS["math"], "prompt_key": "prompt"}}
-    with pytest.raises(UserError, match=f"keys that do nothing in program 'grpo.*':\n  {setting.partition('=')[0]} "):
+    with pytest.raises(UserError, match=f"keys that do nothing in pipeline 'grpo.*':\n  {setting.partition('=')[0]} "):
         ground.spec("grpo", *given(ground, *FILTERED, setting, domains=domains))
 
 

@@ -43,9 +43,9 @@ async def in_a_task(responses):
 
 
 @node(writes="scores", role=NodeRole.REWARD)
-async def behind_the_judge(samples, judge, ctx):
-    await judge(samples)
-    await ctx.judge(samples)
+async def behind_the_judge(samples, reward_fn, ctx):
+    await reward_fn(samples)
+    await ctx.reward_fn(samples)
     await asyncio.Event().wait()
 
 
@@ -117,9 +117,9 @@ def start(ground: Playground, command: str, builder: str, *more: str) -> CliRun:
     if builder not in ("judging", "answering"):
         unused = ("reward.functions", "reward.num_workers", "custom_reward_function.", "trust.")
         keys = [key for key in keys if not key.startswith(unused)]
-    program = ("~dag.pipeline", f"dag.custom_pipeline_fn={ground.folder}/endless.py:{builder}")
+    pipeline = ("~dag.pipeline", f"dag.custom_pipeline_fn={ground.folder}/endless.py:{builder}")
     quiet = "actor_rollout_ref.actor.use_kl_loss=false"
-    return CliRun(ground.folder / f"{command}-{builder}.log", [command, "grpo", *keys, *program, quiet])
+    return CliRun(ground.folder / f"{command}-{builder}.log", [command, "grpo", *keys, *pipeline, quiet])
 
 
 QUICK = ("blocking", "answering")

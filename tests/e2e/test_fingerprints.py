@@ -1,6 +1,6 @@
 """Short runs end where they ended before: a change that should change no result changes none, bit for bit.
 
-`fingerprints.json` holds the tickets that were consumed and a few metrics in full, and for each machine that recorded
+`fingerprints.json` holds the groups that were consumed and a few metrics in full, and for each machine that recorded
 them a hash of the trained weights and of the texts that were sampled. On a machine that is not listed bits may differ,
 and the metrics are compared within what the rounding of another processor makes of them. After a change that is meant
 to change results, or on a machine that is to be listed, record by
@@ -75,12 +75,12 @@ def fingerprint(run: Run) -> dict[str, Any]:
     rows = [json.loads(line) for file in sorted((run.folder / "samples").glob("*.jsonl")) for line in file.open()]
     texts = [[row["uid"], row["response"], row["score"], row["advantage"]] for row in rows]
     journal = [record for _, record in ledger.timeline(run.folder / "ledger.jsonl")]
-    tickets = [record["tickets"] for record in journal if record["kind"] == "consumed"]
+    prompt_groups = [record["group_ids"] for record in journal if record["kind"] == "consumed"]
     metrics = [{name: step[name] for name in KEPT_METRICS if name in step} for step in run.metrics()]
     return {
         "weights": weights.hexdigest(),
         "texts": hashlib.sha256(json.dumps(texts).encode()).hexdigest(),
-        "tickets": tickets,
+        "group_ids": prompt_groups,
         "metrics": metrics,
     }
 
@@ -124,7 +124,7 @@ def test_a_run_ends_where_it_ended(name: str, tmp_path: Path) -> None:
 
 def check_near(name: str, now: dict[str, Any], before: dict[str, Any]) -> None:
     assert [list(step) for step in now["metrics"]] == [list(step) for step in before["metrics"]]
-    assert now["tickets"] == before["tickets"]
+    assert now["group_ids"] == before["group_ids"]
     if "bfloat16" in name:  # its products round in another order on another processor, and other tokens are drawn
         return
     for ours, theirs in zip(now["metrics"], before["metrics"], strict=True):
@@ -154,7 +154,7 @@ def record() -> None:
     if before is None and all_near(runs, recorded["runs"]):
         recorded["machines"].append({"machine": machine(), "bits": bits})
     else:
-        kept = {name: {key: each[key] for key in ("tickets", "metrics")} for name, each in runs.items()}
+        kept = {name: {key: each[key] for key in ("group_ids", "metrics")} for name, each in runs.items()}
         recorded = {"machines": [{"machine": machine(), "bits": bits}], "runs": kept}
     FILE.write_text(json.dumps(recorded, indent=1) + "\n")
 

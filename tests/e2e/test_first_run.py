@@ -111,10 +111,12 @@ def test_a_program_of_ones_own_runs_with_a_preset(bare: Path, capsys: pytest.Cap
     (bare / "pipe.py").write_text(
         "from distflow.pipelines.grpo import grpo_pipeline\n\n\ndef prog(config):\n    return grpo_pipeline(config)\n"
     )
-    program = ("dag.custom_pipeline_fn=pipe.py:prog", "trainer.total_training_steps=1")
-    assert main(["train", "grpo", MODEL, "data.train_files=rows.jsonl", REWARD, *program]) == 0, capsys.readouterr().err
+    pipeline = ("dag.custom_pipeline_fn=pipe.py:prog", "trainer.total_training_steps=1")
+    assert main(["train", "grpo", MODEL, "data.train_files=rows.jsonl", REWARD, *pipeline]) == 0, (
+        capsys.readouterr().err
+    )
     assert (
-        "not used by the program 'grpo_training_pipeline': dag.pipeline (presets/grpo.yaml:" in capsys.readouterr().out
+        "not used by the pipeline 'grpo_training_pipeline': dag.pipeline (presets/grpo.yaml:" in capsys.readouterr().out
     )
 
 

@@ -229,7 +229,7 @@ def test_modules_in_the_folder_that_is_looked_at_stand_for_no_others(
     (folder / "checkpoints").mkdir(parents=True)
     for name in ("torch", "transformers", "datasets", "rich", "yaml", "hydra", "omegaconf", "numpy", "safetensors"):
         (folder / f"{name}.py").write_text(trap.code)
-    (folder / "events.jsonl").write_text('{"kind": "start", "inc": 0}\n')
+    (folder / "events.jsonl").write_text('{"kind": "start", "restart": 0}\n')
     (folder / "run.json").write_text('{"distflow": "0"}')
     path = os.pathsep.join(entry for entry in sys.path if entry)
     done = subprocess.run(

@@ -8,7 +8,7 @@ import pytest
 from tests.e2e.cli_runs import CliRun, children_of, is_alive
 from tests.e2e.runs import Playground
 
-# A program of the user's, whose file makes the engine's step hang after it has drawn some tokens.
+# A pipeline of the user's, whose file makes the engine's step hang after it has drawn some tokens.
 HANGS = """
 import time
 from distflow.pipelines.grpo import grpo_pipeline as make

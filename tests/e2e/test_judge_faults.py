@@ -3,12 +3,12 @@
 from pathlib import Path
 
 import pytest
+from tests.rewards.judge.test_judge import SECRET, Reply, completion, reward_result
+from tests.rewards.judge.test_judge import server as server
 
 from distflow import cli
 from distflow.observe.reading.run_reader import read_metrics, read_samples
 from tests.e2e.runs import Playground
-from tests.rewards.judge.test_judge import SECRET, Reply, completion, verdict
-from tests.rewards.judge.test_judge import server as server
 
 pytestmark = [pytest.mark.slow, pytest.mark.faults]
 BAD: dict[int, tuple[Reply | None, str]] = {
@@ -29,7 +29,7 @@ def kind(response: str) -> int:
 def test_each_costs_its_own_verdict(server, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def reply(content: str, number: int) -> Reply | None:
         found = kind(content)
-        return BAD[found][0] if found in BAD else verdict(found / 13, f"{SECRET} is the key")
+        return BAD[found][0] if found in BAD else reward_result(found / 13, f"{SECRET} is the key")
 
     server.reply = reply
     options = f"{{model: m, base_url: '{server.url}', retries: 1, template: '{{response}}'}}"

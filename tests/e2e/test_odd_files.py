@@ -23,9 +23,9 @@ CHEAP = (
 )
 pytestmark = pytest.mark.slow
 DEEP = b"[" * 100_000
-RATHER_DEEP = b'{"kind": "start", "inc": 0, "step": 1, "m": ' + b'{"a": ' * 900 + b"1" + b"}" * 901 + b"\n"
+RATHER_DEEP = b'{"kind": "start", "restart": 0, "step": 1, "m": ' + b'{"a": ' * 900 + b"1" + b"}" * 901 + b"\n"
 WRONG_KINDS = (
-    b'{"kind": "issued", "inc": 0, "ticket": "x", "step": "y", "m": 3, "t": [], "message": {}, "role": 1}\n' * 2
+    b'{"kind": "issued", "restart": 0, "group_id": "x", "step": "y", "m": 3, "t": [], "message": {}, "role": 1}\n' * 2
 )
 ODD: dict[str, bytes | None] = {
     "garbage": bytes(range(256)) * 5, "empty": b"", "deep": DEEP, "rather deep": RATHER_DEEP, "a list": b"[1, 2]\n",

@@ -70,12 +70,12 @@ def test_a_step_of_the_critics_warm_up_is_measured_too(playground: Playground) -
 
 
 def scores(folder: Path, playground: Playground, preset: str, overrides: tuple[str, ...]) -> bool:
-    """Whether the program of these overrides has a forward pass for old log-probs."""
-    return score_policy in functions(playground.spec(preset, *overrides, name=f"{folder.name}-spec")[1].program())
+    """Whether the pipeline of these overrides has a forward pass for old log-probs."""
+    return score_policy in functions(playground.spec(preset, *overrides, name=f"{folder.name}-spec")[1].pipeline())
 
 
-def functions(program: BoundPipeline) -> list[Any]:
-    return [node.fn for node in program.nodes]
+def functions(pipeline: BoundPipeline) -> list[Any]:
+    return [node.fn for node in pipeline.nodes]
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_a_node_of_the_users_may_need_them(
         f"""{NODE}
 from distflow.pipelines.grpo import grpo_pipeline
 
-def program(config):
+def pipeline(config):
     graph = grpo_pipeline(config)
     from distflow.graph import Node
     graph.add_node(Node("mine", {name}, ("calculate_advantages",), writes="advantages"))
@@ -112,7 +112,7 @@ def program(config):
 """
     )
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert scores(tmp_path, playground, "grpo", ("dag.custom_pipeline_fn=mine_of_old:program",))
+    assert scores(tmp_path, playground, "grpo", ("dag.custom_pipeline_fn=mine_of_old:pipeline",))
 
 
 def test_the_rollouts_own_may_be_taken(playground: Playground) -> None:

@@ -1,4 +1,4 @@
-"""A program that waits for something outside between two requests, with `rollout.batch_invariant`: killed and resumed,
+"""A pipeline that waits for something outside between two requests, with `rollout.batch_invariant`: killed and resumed,
 it ends with the bits of one that was not, although no two runs have the same batches."""
 
 from pathlib import Path
@@ -27,7 +27,7 @@ async def answer_later(group, rollout, tokenizer):
     return await generate(group, rollout, tokenizer)
 
 
-def program():
+def pipeline():
     graph = grpo_pipeline()
     graph.nodes["rollout_actor"] = Node("rollout_actor", answer_later)
     return graph
@@ -41,7 +41,7 @@ def test_killed_and_resumed_it_ends_with_the_same_bits(tmp_path: Path) -> None:
 
     def start(name: str) -> CliRun:
         keys = ground.overrides(name, "actor_rollout_ref.rollout.batch_invariant=true", "trainer.save_freq=1")
-        keys += ["dag.pipeline=null", f"dag.custom_pipeline_fn={tmp_path}/late.py:program"]
+        keys += ["dag.pipeline=null", f"dag.custom_pipeline_fn={tmp_path}/late.py:pipeline"]
         return CliRun(tmp_path / f"{name}.log", ["train", "grpo", *keys])
 
     whole, killed = start("whole"), start("killed")

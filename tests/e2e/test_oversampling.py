@@ -31,15 +31,15 @@ def rows_of(run: Run) -> Counter[tuple[int, int]]:
     where, taken = {}, Counter[tuple[int, int]]()
     for _, record in timeline(run.folder / "ledger.jsonl"):
         if record["kind"] == "issued":
-            where[record["ticket"]] = (record["epoch"], record["row"])
+            where[record["group_id"]] = (record["epoch"], record["row"])
         if record["kind"] == "consumed":
-            taken.update(where[ticket] for ticket in record["tickets"])
+            taken.update(where[prompt_group] for prompt_group in record["group_ids"])
     return taken
 
 
 def moves(run: Run) -> list[tuple[object, ...]]:
-    """What became of which tickets, without times and tokens that were thrown away."""
-    keys = ("kind", "ticket", "tickets", "attempt", "reason", "step")
+    """What became of which groups, without times and tokens that were thrown away."""
+    keys = ("kind", "group_id", "group_ids", "attempt", "reason", "step")
     kinds = ("issued", "complete", "dropped", "aborted", "consumed")
     records = (record for _, record in timeline(run.folder / "ledger.jsonl") if record["kind"] in kinds)
     return [tuple(str(record.get(key)) for key in keys) for record in records]
@@ -98,11 +98,11 @@ def test_aborts_leave_no_slot_and_no_keys_and_values_behind(
         engines.append(engine)
         return await begin(engine)
 
-    def looked(edge: SharedSampleQueue[Batch], tickets: Sequence[PromptGroup], num_tokens: int) -> None:
+    def looked(queue: SharedSampleQueue[Batch], prompt_groups: Sequence[PromptGroup], num_tokens: int) -> None:
         (engine,) = engines
         held = sum(lane.slots.keys.numel() + len(lane.prompts) for lane in engine._lanes)
         seen.append((len(engine._pending), engine._has_work(), held))
-        abort(edge, tickets, num_tokens)
+        abort(queue, prompt_groups, num_tokens)
 
     monkeypatch.setattr(EmbeddedEngine, "__aenter__", noted)
     monkeypatch.setattr(SharedSampleQueue, "abort", looked)

@@ -51,9 +51,9 @@ def off_by_one(mask: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.pad(mask, (1, 0))[:, :-1]
 
 
-@pytest.mark.parametrize("plane", ["experience", "learning"])
+@pytest.mark.parametrize("plane", ["rollout", "training"])
 def test_a_response_mask_that_is_off_by_one(playground: Playground, monkeypatch: Patch, plane: str) -> None:
-    if plane == "experience":
+    if plane == "rollout":
         plant_in_group(monkeypatch, change("response_mask", off_by_one))
     else:
         plant_before_update(monkeypatch, change("response_mask", off_by_one))
@@ -189,7 +189,7 @@ def test_a_ticket_that_is_lost(playground: Playground, monkeypatch: Patch) -> No
         return original(self, step)[1:]
 
     monkeypatch.setattr(SampleQueue, "release", losing)
-    with pytest.raises(CountsError, match="4 tickets were issued, but 3 are accounted for"):
+    with pytest.raises(CountsError, match="4 groups were issued, but 3 are accounted for"):
         playground.run(*GRPO)
 
 

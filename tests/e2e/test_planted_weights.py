@@ -16,7 +16,7 @@ from distflow.observe.reading.run_reader import read_events
 from distflow.rollout.embedded import engine as embedded
 from distflow.rollout.embedded.engine import EmbeddedEngine
 from distflow.rollout.embedded.kv_cache import PromptCache
-from distflow.rollout.embedded.request_lane import Lane
+from distflow.rollout.embedded.request_lane import RequestLane
 from distflow.rollout.embedded.scheduler import Sequence
 from distflow.rollout.weights import stripe_hashes
 from distflow.runtime.weight_sync.protocol import LocalWeights
@@ -284,7 +284,7 @@ def test_versions_of_an_answer_s_begin(playground: Playground, monkeypatch: Patc
 
 def test_keys_and_values_that_are_not_made_again(playground: Playground, monkeypatch: Patch) -> None:
     fired = Fired()
-    monkeypatch.setattr(Lane, "forget_kv", lambda self: fired.extend(self.scheduler.begun()))
+    monkeypatch.setattr(RequestLane, "forget_kv", lambda self: fired.extend(self.scheduler.begun()))
     with pytest.raises(TrustError, match=r"found \(versions\): .*keys and values of other weights"):
         run(playground, "stream", *LONG, f"{ROLLOUT}.kv_on_update=recompute")
     assert fired

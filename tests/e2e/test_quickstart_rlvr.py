@@ -94,8 +94,8 @@ def test_the_verifier_tells_them_apart(script: ModuleType) -> None:
     bent = next(row for row in rows("val") if chain(row["prompt"]) == ("+", "%", "*"))
     task = tuple((sign, int(number)) for sign, number in re.findall(r"(//|[-+*%])(\d)", bent["prompt"]))
     assert compute_score("", script.worked(task), bent["answer"])["score"] == 1.0
-    verdict = compute_score("", script.careless(task), bent["answer"])
-    assert verdict["score"] == 0.0 and verdict["failed"]
+    reward_result = compute_score("", script.careless(task), bent["answer"])
+    assert reward_result["score"] == 0.0 and reward_result["failed"]
 
 
 @pytest.mark.parametrize("preset", ["quickstart_rlvr_sft", "quickstart_rlvr"])

@@ -36,15 +36,15 @@ def ground(tmp_path_factory: pytest.TempPathFactory) -> Playground:
     return ground
 
 
-def start(ground: Playground, program: str, name: str, *overrides: str, flags: tuple[str, ...] = ()) -> CliRun:
+def start(ground: Playground, pipeline: str, name: str, *overrides: str, flags: tuple[str, ...] = ()) -> CliRun:
     """Saves each step, validates each second one."""
     more = ("trainer.save_freq=1", "trust.check_rewards=false", f"data.val_files={ground.folder}/rows.jsonl")
-    keys = ground.overrides(name, *more, "data.val_max_samples=3", *VALIDATED, *PROGRAMS[program], *overrides)
-    return CliRun(ground.folder / f"{name}.log", ["train", program, *flags, *keys])
+    keys = ground.overrides(name, *more, "data.val_max_samples=3", *VALIDATED, *PROGRAMS[pipeline], *overrides)
+    return CliRun(ground.folder / f"{name}.log", ["train", pipeline, *flags, *keys])
 
 
-def finish(ground: Playground, program: str, name: str, *overrides: str, flags: tuple[str, ...] = ()) -> Left:
-    run = start(ground, program, name, *overrides, flags=flags)
+def finish(ground: Playground, pipeline: str, name: str, *overrides: str, flags: tuple[str, ...] = ()) -> Left:
+    run = start(ground, pipeline, name, *overrides, flags=flags)
     assert run.status() == 0, run.said()
     return Left(ground.folder / name)
 
@@ -53,17 +53,17 @@ def has_saved(folder: Path, step: int) -> bool:
     return (folder / "checkpoints" / f"step-{step:06d}" / "manifest.json").exists()
 
 
-@pytest.mark.parametrize("program", ["grpo"])
-def test_a_killed_run_ends_as_one_that_was_never_disturbed(ground: Playground, program: str) -> None:
-    whole = finish(ground, program, f"{program}-whole", "trainer.total_epochs=2")
+@pytest.mark.parametrize("pipeline", ["grpo"])
+def test_a_killed_run_ends_as_one_that_was_never_disturbed(ground: Playground, pipeline: str) -> None:
+    whole = finish(ground, pipeline, f"{pipeline}-whole", "trainer.total_epochs=2")
     assert whole.checkpoint.step == 5
     assert sorted(whole.trained_rows()) == [(epoch, row) for epoch in range(2) for row in range(10)]
 
-    name = f"{program}-killed"
-    run = start(ground, program, name, "trainer.total_epochs=2")
+    name = f"{pipeline}-killed"
+    run = start(ground, pipeline, name, "trainer.total_epochs=2")
     run.wait_for(lambda: has_saved(ground.folder / name, 2))
     assert run.kill()
-    resumed = finish(ground, program, name, "trainer.total_epochs=2", flags=("--resume", "auto"))
+    resumed = finish(ground, pipeline, name, "trainer.total_epochs=2", flags=("--resume", "auto"))
     assert "resumed from step-00000" in (ground.folder / f"{name}.log").read_text()
     same_run(whole, resumed)
     assert (ground.folder / name / "report.html").exists()
@@ -113,25 +113,25 @@ def steps_journaled(folder: Path) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("program", ["grpo", "dapo", "ppo"])
-def test_twenty_kills_at_random_moments(ground: Playground, program: str) -> None:
+@pytest.mark.parametrize("pipeline", ["grpo", "dapo", "ppo"])
+def test_twenty_kills_at_random_moments(ground: Playground, pipeline: str) -> None:
     """While it starts, and from a step's end on: while it validates, saves, generates, trains."""
     keys = ("trainer.total_epochs=8",)
     began = time.monotonic()
-    run = start(ground, program, f"{program}-long", *keys)
-    run.wait_for(lambda: has_saved(ground.folder / f"{program}-long", 1))
+    run = start(ground, pipeline, f"{pipeline}-long", *keys)
+    run.wait_for(lambda: has_saved(ground.folder / f"{pipeline}-long", 1))
     startup_s = time.monotonic() - began
     assert run.status() == 0, run.said()
-    whole = Left(ground.folder / f"{program}-long")
+    whole = Left(ground.folder / f"{pipeline}-long")
     step_s = (time.monotonic() - began - startup_s) / whole.checkpoint.step
-    if program == "dapo":
+    if pipeline == "dapo":
         assert whole.account()["dropped"]["all_equal"] > 5
 
-    draw, fired = random.Random(program), 0
+    draw, fired = random.Random(pipeline), 0
     for number in itertools.count():
-        name = f"{program}-hunted-{number}"
-        fired += hunt(ground, program, name, keys, draw, 20 - fired, startup_s, step_s)
-        survivor = finish(ground, program, name, *keys)
+        name = f"{pipeline}-hunted-{number}"
+        fired += hunt(ground, pipeline, name, keys, draw, 20 - fired, startup_s, step_s)
+        survivor = finish(ground, pipeline, name, *keys)
         same_run(whole, survivor)
         consumed, dropped = survivor.account()["consumed"], sum(survivor.account()["dropped"].values())
         assert consumed + dropped == survivor.account()["issued"] == 80
@@ -141,7 +141,7 @@ def test_twenty_kills_at_random_moments(ground: Playground, program: str) -> Non
 
 def hunt(
     ground: Playground,
-    program: str,
+    pipeline: str,
     name: str,
     keys: tuple[str, ...],
     draw: random.Random,
@@ -152,7 +152,7 @@ def hunt(
     """Start and kill a run until it was killed so many times, or was quicker and came to its end. The kills."""
     for fired in range(kills):
         before = steps_journaled(ground.folder / name)
-        run = start(ground, program, name, *keys)
+        run = start(ground, pipeline, name, *keys)
         if draw.random() < 0.4:
             time.sleep(draw.uniform(0.0, startup_s))
         else:

@@ -24,7 +24,7 @@ def reference(folder: Path, text: str) -> float:
 
 def read_samples(run: Run, step: int) -> list[dict]:
     lines = (run.folder / "samples" / f"{step:06d}.jsonl").read_text().splitlines()
-    return [{**json.loads(line), "inc": 0} for line in lines]
+    return [{**json.loads(line), "restart": 0} for line in lines]
 
 
 def weights_after(run: Run, step: int) -> bytes:
@@ -36,9 +36,9 @@ def test_a_reward_model_judges_a_run_and_its_resume_alike(tmp_path: Path) -> Non
     ground = Playground(tmp_path)
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = TEMPLATE
-    judge = write_tiny_reward_model(tmp_path / "judge", "qwen3", seed=7, tokenizer=tokenizer)
+    reward_fn = write_tiny_reward_model(tmp_path / "reward_fn", "qwen3", seed=7, tokenizer=tokenizer)
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
-    options = f"{{path: {judge}, dtype: float32, device: cpu, max_tokens: 200}}"
+    options = f"{{path: {reward_fn}, dtype: float32, device: cpu, max_tokens: 200}}"
     part = f"{{name: model, weight: 2, options: {options}}}"
     keys = (
         f"reward.functions={{default: [{{name: custom, weight: 0.25}}, {part}]}}",
@@ -50,7 +50,7 @@ def test_a_reward_model_judges_a_run_and_its_resume_alike(tmp_path: Path) -> Non
     for sample in read_samples(whole, 1):
         prompt = next(prompt for prompt in by_prompt if f"user: {prompt}" in sample["prompt"])
         turns = (("system", SYSTEM), ("user", prompt), ("assistant", sample["response"]))
-        said = reference(judge, "".join(f"<{role}>{content}{EOS}" for role, content in turns))
+        said = reference(reward_fn, "".join(f"<{role}>{content}{EOS}" for role, content in turns))
         parts = sample["reward_parts"]
         assert parts["model"] == pytest.approx(said, abs=2e-5)
         assert sample["score"] == pytest.approx(2 * parts["model"] + parts["custom"] / 4, abs=1e-5)
@@ -61,4 +61,4 @@ def test_a_reward_model_judges_a_run_and_its_resume_alike(tmp_path: Path) -> Non
     assert weights_after(resumed, 2) == weights_after(whole, 2)
     assert read_samples(resumed, 2) == read_samples(whole, 2)
     known = json.loads((whole.folder / "run.json").read_text())["reward_model_default"]
-    assert (known["path"], known["revision"], len(known["fingerprint"])) == (str(judge), "", 12)
+    assert (known["path"], known["revision"], len(known["fingerprint"])) == (str(reward_fn), "", 12)

@@ -67,7 +67,7 @@ def test_every_domain_is_judged_processed_and_estimated_by_its_own_settings(tmp_
     seen: list[float] = []
     for step in (1, 2, 3):
         batch = batch_of(run, step)
-        assert batch["domain"] == ["sums"] * 4 + ["words"] * 4 + ["sums"] * 4 + ["words"] * 4, "in the order of tickets"
+        assert batch["domain"] == ["sums"] * 4 + ["words"] * 4 + ["sums"] * 4 + ["words"] * 4, "in the order of groups"
         seen += check_words(batch, seen)
         check_sums(batch)
         failed = [error is not None for error in batch["reward_errors"]]

@@ -53,8 +53,8 @@ async def waits(responses, ctx):
 
 
 @node(writes="acc", role=NodeRole.REWARD)
-async def asks(samples, jitter, judge):
-    return [j.verdict.value + float(more) + noise() for j, more in zip(await judge(samples), jitter)]
+async def asks(samples, jitter, reward_fn):
+    return [j.reward_result.value + float(more) + noise() for j, more in zip(await reward_fn(samples), jitter)]
 
 
 @node(writes="token_level_rewards")
@@ -97,10 +97,10 @@ def ground(tmp_path_factory: pytest.TempPathFactory) -> Playground:
 
 def start(ground: Playground, name: str, *more: str) -> CliRun:
     cheap = ("trust.check_rewards=false", "trainer.save_freq=1", "trainer.total_epochs=2", "reward.num_workers=2")
-    program = ("~dag.pipeline", f"dag.custom_pipeline_fn={ground.folder}/drawing.py:make")
+    pipeline = ("~dag.pipeline", f"dag.custom_pipeline_fn={ground.folder}/drawing.py:make")
     chosen = ("algorithm.adv_estimator=drawn", "actor_rollout_ref.actor.policy_loss=drawn")
     quiet = ("actor_rollout_ref.actor.use_kl_loss=false", "actor_rollout_ref.actor.ppo_mini_batch_size=2")
-    keys = ground.overrides(name, *cheap, *program, *chosen, *quiet, *more)
+    keys = ground.overrides(name, *cheap, *pipeline, *chosen, *quiet, *more)
     return CliRun(ground.folder / f"{name}.log", ["train", "grpo", *keys])
 
 
@@ -148,13 +148,13 @@ def test_our_own_draws_do_not_know_of_theirs(tmp_path: Path) -> None:
         "    graph.add_node(Node('draw', draw))\n    graph.add_node(Node('learn', learn))\n    return graph\n"
     )
     left = []
-    for name, prefix, program in (
+    for name, prefix, pipeline in (
         ("without", "", ()),
         ("with", DRAWS, ("~dag.pipeline", f"dag.custom_pipeline_fn={tmp_path}/beside.py:with_draws")),
     ):
         ground.write_reward(prefix + asked + ("    noise()\n" if prefix else "") + score)
         keys = ground.overrides(name, "trust.check_rewards=false", "trainer.save_freq=1", "trainer.total_epochs=2")
-        run = CliRun(tmp_path / f"{name}.log", ["train", "grpo", *keys, *program])
+        run = CliRun(tmp_path / f"{name}.log", ["train", "grpo", *keys, *pipeline])
         assert run.status() == 0, run.said()
         left.append(Left(tmp_path / name))
     ours, theirs = ({name: t for name, t in one.tensors().items() if not name.startswith("live.")} for one in left)

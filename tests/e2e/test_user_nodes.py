@@ -29,13 +29,13 @@ def compute_custom_reward(batch, config, **kwargs):
 
 @node(writes="scores", role=NodeRole.REWARD)
 async def ask(samples, ctx):
-    judgements = await ctx.judge(samples)
-    return NodeOutput({"scores": [j.verdict.value / 2 for j in judgements]}, {"own/asked": float(len(judgements))})
+    judgements = await ctx.reward_fn(samples)
+    return NodeOutput({"scores": [j.reward_result.value / 2 for j in judgements]}, {"own/asked": float(len(judgements))})
 
 
 @node(writes="reward_parts", role=NodeRole.REWARD)
-async def listen(samples, judge):
-    return [judgement.scores() for judgement in await judge(samples)]
+async def listen(samples, reward_fn):
+    return [judgement.scores() for judgement in await reward_fn(samples)]
 
 
 def make(*rewards):
@@ -99,7 +99,7 @@ def test_a_node_that_asks_where_no_verifiers_run_is_told_what_to_do(
 ) -> None:
     assert train(ground, "that_asks") == 2
     err = capsys.readouterr().err
-    assert "ctx.judge has no verifiers to ask" in err and "a parameter `judge`" in err
+    assert "ctx.reward_fn has no verifiers to ask" in err and "a parameter `reward_fn`" in err
     assert err.count("distflow: ") == 1 and "Traceback" not in err
 
 
@@ -108,6 +108,6 @@ def test_a_node_that_asks_gets_verdicts_where_another_brings_the_judge(ground: P
     for record in (record for record in read_metrics(ground.folder / "run") if record.kind == "train"):
         assert record.values["own/asked"] == GROUP
         for row in read_samples(ground.folder / "run", record.step):
-            verdict = sum(map(ord, row["response"])) % 7 / 6
-            assert row["reward_parts"] == {"custom": pytest.approx(verdict)}
-            assert row["score"] == pytest.approx(verdict / 2)
+            reward_result = sum(map(ord, row["response"])) % 7 / 6
+            assert row["reward_parts"] == {"custom": pytest.approx(reward_result)}
+            assert row["score"] == pytest.approx(reward_result / 2)

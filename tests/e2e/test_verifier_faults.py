@@ -156,9 +156,9 @@ def test_few_verdicts_that_fail_are_told_once_with_the_first_one_s_words(
     assert train(ground, "trainer.total_epochs=3", "reward.max_error_rate=1") == 0
     out = capsys.readouterr().out
     records = [record.values for record in read_metrics(ground.folder / "run") if record.kind == "train"]
-    shares = [values["reward/error_share"] for values in records]
+    shares = [values["reward/error_rate"] for values in records]
     assert 0 < sum(shares) / len(shares) < 0.5
-    counted = [values["reward/errors"] / values["reward/verdicts"] for values in records]
+    counted = [values["reward/errors"] / values["reward/calls"] for values in records]
     assert shares == pytest.approx(counted), "each verdict counts once, also those of groups that were dropped"
     told = [message for message in warned(ground) if "verdicts failed" in message]
     assert 1 <= len(told) < len([share for share in shares if share > 0.05])
@@ -199,7 +199,7 @@ def test_a_step_that_cannot_be_filled_for_its_errors_says_that(
 def test_errors_of_a_validation_are_told_and_end_nothing(ground: Playground) -> None:
     ground.write_reward(
         "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
-        "    if extra_info.get('held'):\n        raise ValueError('of held-out ones')\n"
+        "    if extra_info.get('held'):\n        raise ValueError('of validation ones')\n"
         "    return sum(map(ord, solution_str)) % 7 / 6\n"
     )
     rows = [{"prompt": f"{i}=", "answer": "7", "held": 1} for i in range(3)]

@@ -88,7 +88,7 @@ def shares(run_dir: Path) -> Sequence[Counter[Any]]:
     steps = []
     for _, record in timeline(run_dir / "ledger.jsonl"):
         if record["kind"] == "issued":
-            domains[record["ticket"]] = record["domain"]
+            domains[record["group_id"]] = record["domain"]
         if record["kind"] == "consumed":
-            steps.append(Counter(domains[ticket] for ticket in record["tickets"]))
+            steps.append(Counter(domains[prompt_group] for prompt_group in record["group_ids"]))
     return steps

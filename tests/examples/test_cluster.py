@@ -42,8 +42,8 @@ def manifests() -> dict[str, Any]:
 
 
 def test_the_command_of_the_ray_job_is_one_of_ours() -> None:
-    program, *words = shlex.split(manifests()["RayJob"]["spec"]["entrypoint"])
-    assert program == "distflow"
+    pipeline, *words = shlex.split(manifests()["RayJob"]["spec"]["entrypoint"])
+    assert pipeline == "distflow"
     arguments = make_parser().parse_args(words)
     keys = [override.partition("=")[0] for override in arguments.overrides]
     assert set(keys) <= schema_keys().keys() and "trainer.launcher" in keys
@@ -87,13 +87,13 @@ def job(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     tools.mkdir()
     (tools / "driver.py").write_text(DRIVER)
     python = shlex.quote(sys.executable)
-    programs = {
+    pipelines = {
         **TOOLS,
         "python": f'exec {python} "$@"',
         "ray": f'exec {python} -m ray.scripts.scripts "$@"',
         "distflow": f'exec {python} {shlex.quote(str(tools / "driver.py"))} "$@"',
     }
-    for name, code in programs.items():
+    for name, code in pipelines.items():
         (tools / name).write_text(f"#!/bin/bash\n{code}\n")
         (tools / name).chmod(0o755)
     environment = {

@@ -84,9 +84,9 @@ def test_a_group_of_the_nodes_own(config):
 
     bound = one(f, config={"scale": 3}).bind(config, ["responses"]).node("x")
     assert bound.options == {"scale": 3, "kl_coef": 9.0}
-    program = one(f, config="algorithm.kl_ctrl", scale=2).bind(config, ["responses"])
-    assert program.node("x").options == {"scale": 2, "kl_coef": 0.001}
-    assert program.node("x").config_key == "algorithm.kl_ctrl" and bound.config_key is None
+    bound_pipeline = one(f, config="algorithm.kl_ctrl", scale=2).bind(config, ["responses"])
+    assert bound_pipeline.node("x").options == {"scale": 2, "kl_coef": 0.001}
+    assert bound_pipeline.node("x").config_key == "algorithm.kl_ctrl" and bound.config_key is None
     assert "did you mean 'scale'?" in fails(one(f, config={"scal": 3}), config, ["responses"])
     assert "did you mean 'kl_ctrl'?" in fails(one(f, config="algorithm.kl_ctr"), config, ["responses"])
 
@@ -147,9 +147,11 @@ def test_fields_of_the_program(config):
     def f(prompts): ...
 
     graph = one(f)
-    program = graph.bind(config, {"prompts": find_field("prompts"), "level": Field("level", "int64", Axis.SAMPLE)})
-    assert program.fields["token_level_scores"] == find_field("token_level_scores")
-    assert program.fields["level"].axis is Axis.SAMPLE
+    bound_pipeline = graph.bind(
+        config, {"prompts": find_field("prompts"), "level": Field("level", "int64", Axis.SAMPLE)}
+    )
+    assert bound_pipeline.fields["token_level_scores"] == find_field("token_level_scores")
+    assert bound_pipeline.fields["level"].axis is Axis.SAMPLE
     assert graph.bind(config, ["prompts", "level"]).fields["level"].axis is Axis.OBJECT
 
 
@@ -162,11 +164,13 @@ def test_columns_declared_by_their_writer(config):
 
     def g(my_bonus_per_sample=0.5, my_tags=()): ...
 
-    program = graph_of(("g", g, [], {}), ("f", f, [], {})).bind(config, ["prompts"])
-    declared = [(program.fields[n].dtype, program.fields[n].axis) for n in ("my_bonus_per_sample", "my_tags")]
+    bound_pipeline = graph_of(("g", g, [], {}), ("f", f, [], {})).bind(config, ["prompts"])
+    declared = [
+        (bound_pipeline.fields[n].dtype, bound_pipeline.fields[n].axis) for n in ("my_bonus_per_sample", "my_tags")
+    ]
     assert declared == [("float32", Axis.SAMPLE), ("object", Axis.OBJECT)]
-    assert program.node("f").contract.writes == ("my_bonus_per_sample", "my_tags", "values")
-    assert program.node("g").contract.optional == ("my_bonus_per_sample", "my_tags"), "known, so it is a field"
+    assert bound_pipeline.node("f").contract.writes == ("my_bonus_per_sample", "my_tags", "values")
+    assert bound_pipeline.node("g").contract.optional == ("my_bonus_per_sample", "my_tags"), "known, so it is a field"
 
 
 def test_a_column_that_nobody_declared(config):
@@ -181,8 +185,8 @@ def test_a_column_that_nobody_declared(config):
 
 def test_a_registered_column_needs_no_second_declaration(config):
     register_field("my_counts", "int64", "sample")
-    program = one(by_group, writes="my_counts").bind(config, REWARDS)
-    assert program.fields["my_counts"].dtype == "int64"
+    bound_pipeline = one(by_group, writes="my_counts").bind(config, REWARDS)
+    assert bound_pipeline.fields["my_counts"].dtype == "int64"
 
 
 @pytest.mark.parametrize("writes", [{"values": "sample"}, {"prompts": "sample"}, {"my_word": "samples"}])
@@ -204,10 +208,10 @@ def test_a_diamond_joins_both_sides(config):
     def a(prompts): ...
 
     graph = graph_of(("a", a, [], {}), ("b", b, ["a"], {}), ("c", c, ["a"], {}), ("d", d, ["b", "c"], {}))
-    program = graph.bind(config, ["prompts"])
-    assert [n.node_id for n in program.nodes] == ["a", "b", "c", "d"]
-    assert program.node("d").contract.reads == ("old_log_probs", "ref_log_prob")
-    assert program.node("d").deps == ("b", "c")
+    bound_pipeline = graph.bind(config, ["prompts"])
+    assert [n.node_id for n in bound_pipeline.nodes] == ["a", "b", "c", "d"]
+    assert bound_pipeline.node("d").contract.reads == ("old_log_probs", "ref_log_prob")
+    assert bound_pipeline.node("d").deps == ("b", "c")
     half = graph_of(("a", a, [], {}), ("b", b, ["a"], {}), ("d", d, ["b"], {}))
     assert "node 'd' reads 'ref_log_prob'" in fails(half, config, ["prompts"])
 
@@ -245,27 +249,27 @@ def test_engines_of_the_program(config):
         ("named", by_name, [], {}),
         ("by_role", lambda batch, ctx: None, ["named"], {"node_type": "MODEL_TRAIN", "node_role": "ACTOR"}),
     )
-    program = graph.bind(config, [])
-    assert program.engines == {"critic", "ref", "actor"}
-    assert program.node("by_role").engines == ("actor",)
-    assert program.services == frozenset()
+    bound_pipeline = graph.bind(config, [])
+    assert bound_pipeline.engines == {"critic", "ref", "actor"}
+    assert bound_pipeline.node("by_role").engines == ("actor",)
+    assert bound_pipeline.services == frozenset()
 
 
 def test_services_of_the_program(config):
-    def f(judge, *, tokenizer): ...
+    def f(reward_fn, *, tokenizer): ...
 
-    program = one(f).bind(config, [])
-    assert program.services == {"judge", "tokenizer"} and program.engines == frozenset()
-    assert program.node("x").contract.options == {} and program.node("x").contract.reads == ()
+    bound_pipeline = one(f).bind(config, [])
+    assert bound_pipeline.services == {"reward_fn", "tokenizer"} and bound_pipeline.engines == frozenset()
+    assert bound_pipeline.node("x").contract.options == {} and bound_pipeline.node("x").contract.reads == ()
 
 
 def test_the_program_does_not_change_with_its_graph(config):
     graph = one(discounted, node_role="ADVANTAGE")
-    program = graph.bind(config, REWARDS)
+    bound_pipeline = graph.bind(config, REWARDS)
     graph.update_node("x", lam=0.1)
     graph.remove_node("x")
-    assert program.node("x").options["lam"] == 0.95
+    assert bound_pipeline.node("x").options["lam"] == 0.95
     with pytest.raises(dataclasses.FrozenInstanceError):
-        program.nodes = ()
+        bound_pipeline.nodes = ()
     with pytest.raises(dataclasses.FrozenInstanceError):
-        program.nodes[0].plane = "learning"
+        bound_pipeline.nodes[0].plane = "training"

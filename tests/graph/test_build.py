@@ -11,7 +11,7 @@ async def generate(prompt_ids, *, rollout): ...
 
 
 @node(writes="token_level_scores")
-def judge(responses): ...
+def reward_fn(responses): ...
 
 
 @node(writes="advantages")
@@ -53,7 +53,7 @@ def test_whole_program_builds():
     graph = (
         Pipeline("small", "a small one")
         .add_node("rollout_actor", generate)
-        .add_node("reward", judge, ["rollout_actor"])
+        .add_node("reward", reward_fn, ["rollout_actor"])
         .add_node("advantage", centred, ["reward"], scale=0.5)
         .add_node("actor_train", train, ["advantage"], node_role=NodeRole.ACTOR)
         .build()
@@ -88,7 +88,7 @@ def test_unknown_dependency_names_the_nearest():
 
 
 def test_unknown_dependency_far_from_all_lists_them():
-    message = fails(Pipeline("p").add_node("rollout", nothing).add_node("judge", nothing, ["zzz"]))
+    message = fails(Pipeline("p").add_node("rollout", nothing).add_node("reward_fn", nothing, ["zzz"]))
     assert "known: rollout" in message
 
 
@@ -115,7 +115,7 @@ def test_field_read_before_its_writer():
         Pipeline("p")
         .add_node("rollout_actor", generate)
         .add_node("advantage", centred, ["rollout_actor"])
-        .add_node("reward", judge, ["advantage"])
+        .add_node("reward", reward_fn, ["advantage"])
     )
     message = fails(pipeline)
     assert "'advantage' reads 'token_level_scores' before 'reward' writes it" in message
@@ -143,8 +143,8 @@ def test_experience_node_put_before_the_writer_of_a_learning_field_names_the_pla
         .add_node("log_probs", log_probs, ["reward"])
     )
     message = fails(pipeline)
-    assert "'reward' (experience plane) reads 'old_log_probs'" in message
-    assert "'log_probs' (learning plane) writes" in message
+    assert "'reward' (rollout loop) reads 'old_log_probs'" in message
+    assert "'log_probs' (training loop) writes" in message
 
 
 def test_two_unordered_writers():
@@ -226,7 +226,7 @@ def test_arguments_of_other_systems_pass_with_their_defaults():
         ({"only_forward_compute": 1}, "only_forward_compute must be True or False"),
         ({"config": 3}, "config must be a dotted key"),
         ({"engine": "acter"}, "did you mean 'actor'?"),
-        ({"plane": "learn"}, "did you mean 'learning'?"),
+        ({"plane": "train"}, "did you mean 'training'?"),
         ({"writes": 3}, "names wanted, 3 given"),
         ({"writes": ("values", "values")}, "'values' is named twice"),
         ({"agent_group": 3}, "'agent_group' is not there yet"),

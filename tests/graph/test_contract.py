@@ -73,10 +73,10 @@ def test_batch_and_ctx_are_wired_like_any_other():
 
 
 def test_samples_a_group_and_services():
-    def f(samples, group, judge, responses, *, tokenizer): ...
+    def f(samples, group, reward_fn, responses, *, tokenizer): ...
 
     contract = contract_of(f)
-    assert set(contract.reserved) == {"samples", "group"} and set(contract.services) == {"judge", "tokenizer"}
+    assert set(contract.reserved) == {"samples", "group"} and set(contract.services) == {"reward_fn", "tokenizer"}
     assert contract.reads == ("responses",) and contract.options == {} and contract.engines == ()
 
 

@@ -1,4 +1,4 @@
-"""Graphs and programs as Mermaid, and drawn in text."""
+"""Graphs and pipelines as Mermaid, and drawn in text."""
 
 from distflow.graph import Pipeline, node
 
@@ -8,7 +8,7 @@ async def generate(prompt_ids, *, rollout): ...
 
 
 @node(writes="token_level_scores", role="REWARD")
-def judge(responses): ...
+def reward_fn(responses): ...
 
 
 @node(writes="old_log_probs", role="ACTOR")
@@ -22,7 +22,7 @@ def small():
     return (
         Pipeline("small")
         .add_node("rollout_actor", generate)
-        .add_node("reward", judge, ["rollout_actor"])
+        .add_node("reward", reward_fn, ["rollout_actor"])
         .add_node("log_probs", log_probs, ["rollout_actor"])
         .add_node("actor_train", train, ["reward", "log_probs"], node_role="ACTOR")
         .build()
@@ -49,11 +49,11 @@ def test_a_program_is_drawn_with_its_planes(config):
     assert (
         small().bind(config, ["prompt_ids"]).to_mermaid()
         == """flowchart TD
-    subgraph experience["experience plane"]
+    subgraph rollout["rollout loop"]
         n0["rollout_actor<br/><i>ROLLOUT · rollout</i>"]
         n1["reward<br/><i>REWARD</i>"]
     end
-    subgraph learning["learning plane"]
+    subgraph training["training loop"]
         n2["log_probs<br/><i>ACTOR · actor</i>"]
         n3["actor_train<br/><i>ACTOR · actor</i>"]
     end
@@ -66,14 +66,14 @@ def test_a_program_is_drawn_with_its_planes(config):
 
 
 def test_edges_that_follow_from_the_columns_are_drawn(config):
-    pipeline = Pipeline("p").add_node("train", train).add_node("reward", judge).add_node("log_probs", log_probs)
-    program = pipeline.build().bind(config, ["responses", "response_ids"])
-    edges = [line.strip() for line in program.to_mermaid().splitlines() if "|" in line]
+    pipeline = Pipeline("p").add_node("train", train).add_node("reward", reward_fn).add_node("log_probs", log_probs)
+    bound_pipeline = pipeline.build().bind(config, ["responses", "response_ids"])
+    edges = [line.strip() for line in bound_pipeline.to_mermaid().splitlines() if "|" in line]
     assert edges == ['n0 ==>|"token_level_scores"| n2', 'n1 -->|"old_log_probs"| n2']
 
 
 def test_edges_that_follow_from_the_columns_are_drawn_before_bind():
-    graph = Pipeline("p").add_node("reward", judge).add_node("train", train).build()
+    graph = Pipeline("p").add_node("reward", reward_fn).add_node("train", train).build()
     assert 'n0 -->|"token_level_scores"| n1' in graph.to_mermaid()
 
 
@@ -88,10 +88,10 @@ def test_ids_cannot_break_the_drawing():
 def test_a_program_as_plain_data_tells_what_each_node_is_and_reads(config):
     nodes = {node["name"]: node for node in small().bind(config, ["prompt_ids"]).to_json()}
     assert {name: (node["plane"], node["role"]) for name, node in nodes.items()} == {
-        "rollout_actor": ("experience", "ROLLOUT"),
-        "reward": ("experience", "REWARD"),
-        "log_probs": ("learning", "ACTOR"),
-        "actor_train": ("learning", "ACTOR"),
+        "rollout_actor": ("rollout", "ROLLOUT"),
+        "reward": ("rollout", "REWARD"),
+        "log_probs": ("training", "ACTOR"),
+        "actor_train": ("training", "ACTOR"),
     }
     assert set(nodes["actor_train"]["deps"]) == {"reward", "log_probs"}
     assert nodes["actor_train"]["reads"] == ["token_level_scores", "old_log_probs"]
@@ -102,11 +102,11 @@ def test_a_program_is_drawn_in_text_with_a_rail_from_each_node_to_those_behind_i
     assert (
         small().bind(config, ["prompt_ids"]).to_text()
         == """\
-    ═══ experience plane ═══
+    ═══ rollout loop ═══
 ●   rollout_actor  (ROLLOUT · rollout)
 ├─● reward  (REWARD)
 │ │     responses  ◀ rollout_actor
-│ │ ═══ learning plane ═══
+│ │ ═══ training loop ═══
 ● │ log_probs  (ACTOR · actor)
 │ │     response_ids  ◀ rollout_actor
 ●─┘ actor_train  (ACTOR · actor)

@@ -29,7 +29,7 @@ def estimator(token_level_rewards, values=None, *, gamma, **kwargs): ...
 def test_the_function_that_is_made_brings_its_contract(config):
     made = node(scope="global", writes="returns")(functools.partial(estimator, scale=2.0))
     bound = one(factory_of(made)).bind(config, REWARDS).node("x")
-    assert bound.fn is made and bound.contract.scope == "global" and bound.plane == "learning"
+    assert bound.fn is made and bound.contract.scope == "global" and bound.plane == "training"
     assert bound.contract.reads == ("token_level_rewards",) and bound.contract.optional == ("values",)
     assert bound.contract.writes == ("returns",) and bound.options == {"gamma": 0.9}
 
@@ -78,8 +78,8 @@ def test_before_bind_only_what_the_role_says_is_known(config):
 
 def test_the_type_is_told_by_the_function_that_is_made(config):
     graph = one(factory_of(lambda critic: None))
-    program = graph.bind(config, [])
-    assert program.node("x").node_type is NodeType.MODEL_TRAIN and program.engines == {"critic"}
+    bound_pipeline = graph.bind(config, [])
+    assert bound_pipeline.node("x").node_type is NodeType.MODEL_TRAIN and bound_pipeline.engines == {"critic"}
     assert "retry_limit=1" in fails(one(factory_of(lambda critic: None), retry_limit=1), config)
 
 
@@ -140,11 +140,11 @@ def test_other_errors_of_a_factory_are_its_own(config):
 
 
 def test_two_factories_of_one_role_need_no_deps(config):
-    judge = node(writes="token_level_scores")(lambda response_mask: None)
+    reward_fn = node(writes="token_level_scores")(lambda response_mask: None)
     penalty = node(writes="token_level_rewards")(lambda token_level_scores: None)
     pipeline = Pipeline("p").add_node("penalty", node_factory(lambda config: penalty), node_role="REWARD")
-    graph = pipeline.add_node("judge", node_factory(lambda config: judge), node_role="REWARD").build()
-    assert [n.node_id for n in graph.bind(config, REWARDS).nodes] == ["judge", "penalty"]
+    graph = pipeline.add_node("reward_fn", node_factory(lambda config: reward_fn), node_role="REWARD").build()
+    assert [n.node_id for n in graph.bind(config, REWARDS).nodes] == ["reward_fn", "penalty"]
 
 
 def test_makers_without_an_order_are_found_when_their_functions_are_known(config):

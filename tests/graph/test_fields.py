@@ -75,11 +75,11 @@ def test_callables():
     def score(responses): ...
 
     class Judge:
-        def judge(self, responses): ...
+        def reward_fn(self, responses): ...
 
-    judge = Judge()
+    reward_fn = Judge()
     assert function_of(score) is score
-    assert function_of(judge.judge) == judge.judge
+    assert function_of(reward_fn.reward_fn) == reward_fn.reward_fn
     partial = functools.partial(score)
     assert function_of(partial) is partial
 
@@ -129,8 +129,8 @@ def test_what_the_decorator_said_is_found_behind_wrappers(rewards):
 
 def test_builtins_can_be_declared(config):
     longest = node(reads="responses", writes="returns")(max)
-    program = Pipeline("p").add_node("longest", longest).build().bind(config, ["responses"])
-    bound = program.node("longest")
+    pipeline = Pipeline("p").add_node("longest", longest).build().bind(config, ["responses"])
+    bound = pipeline.node("longest")
     assert bound.contract.by_position == ("responses",) and bound.contract.by_keyword == ()
     assert bound.fn(["a", "b"]) == "b"
 

@@ -47,16 +47,16 @@ def test_columns_that_come_in_the_batch_are_not_passed():
 
 
 def test_engines_services_and_reduce():
-    resources = {name: name.upper() for name in ("judge", "tokenizer", "reduce", "critic", "ref")}
-    assert inputs_of(lambda reduce, critic, *, judge, tokenizer: None, resources) == (
+    resources = {name: name.upper() for name in ("reward_fn", "tokenizer", "reduce", "critic", "ref")}
+    assert inputs_of(lambda reduce, critic, *, reward_fn, tokenizer: None, resources) == (
         [],
-        {"reduce": "REDUCE", "critic": "CRITIC", "judge": "JUDGE", "tokenizer": "TOKENIZER"},
+        {"reduce": "REDUCE", "critic": "CRITIC", "reward_fn": "REWARD_FN", "tokenizer": "TOKENIZER"},
     )
 
 
 def test_a_barrier_is_over_all_ranks_that_run_it_and_not_over_those_with_samples_alone():
-    inputs = inputs_of(None, {"reduce": "REDUCE", "team": "TEAM"}, node_type="BARRIER_SYNC")
-    assert inputs == ([], {"reduce": "TEAM"})
+    inputs = inputs_of(None, {"reduce": "REDUCE", "dp_group": "DP_GROUP"}, node_type="BARRIER_SYNC")
+    assert inputs == ([], {"reduce": "DP_GROUP"})
 
 
 def test_a_name_for_an_engine_is_given_its_engine_and_no_column():
@@ -120,7 +120,7 @@ def test_the_parameter_engine_is_not_one_that_the_function_names_besides(config)
     [
         (lambda critic: None, "critic"),
         (lambda rollout: None, "rollout"),
-        (lambda judge: None, "judge"),
+        (lambda reward_fn: None, "reward_fn"),
         (lambda tokenizer: None, "tokenizer"),
         (node(role="REWARD", writes=())(lambda engine: None), "reward_model"),
     ],

@@ -39,7 +39,7 @@ def test_without_train_engine_or_global_scope_all_is_experience(config):
         ("rollout", generates, [], {}),
         ("reward", waits, ["rollout"], {}),
         ("filter", plain, ["reward"], {"node_role": "DYNAMIC_SAMPLING"}),
-    ) == {"rollout": "experience", "reward": "experience", "filter": "experience"}
+    ) == {"rollout": "rollout", "reward": "rollout", "filter": "rollout"}
 
 
 @pytest.mark.parametrize("engine", ["actor", "critic", "ref", "reward_model"])
@@ -52,7 +52,13 @@ def test_train_engines_and_what_comes_after_are_learning(config, engine):
         ("beside", plain, ["a"], {}),
         ("after", plain, ["uses"], {}),
         ("join", plain, ["beside", "after"], {}),
-    ) == {"a": "experience", "uses": "learning", "beside": "experience", "after": "learning", "join": "learning"}
+    ) == {
+        "a": "rollout",
+        "uses": "training",
+        "beside": "rollout",
+        "after": "training",
+        "join": "training",
+    }
 
 
 @pytest.mark.parametrize(
@@ -68,13 +74,13 @@ def test_train_engines_and_what_comes_after_are_learning(config, engine):
     ],
 )
 def test_global_scope_markers_and_engines_by_role_are_learning(config, fn, settings):
-    assert planes(config, ("x", fn, [], settings)) == {"x": "learning"}
+    assert planes(config, ("x", fn, [], settings)) == {"x": "training"}
 
 
 def test_an_engine_by_role_only_where_the_type_says_so(config):
-    assert planes(config, ("x", plain, [], {"node_role": "CRITIC"})) == {"x": "experience"}
+    assert planes(config, ("x", plain, [], {"node_role": "CRITIC"})) == {"x": "rollout"}
     assert planes(config, ("x", plain, [], {"node_type": "MODEL_INFERENCE", "node_role": "ROLLOUT"})) == {
-        "x": "experience"
+        "x": "rollout"
     }
 
 
@@ -84,9 +90,9 @@ def test_the_plane_is_that_of_the_function_that_a_factory_makes(config):
         return (lambda ref: None) if config.algorithm.use_kl_in_reward else plain
 
     nodes = [("ref", reference, [], {}), ("after", plain, ["ref"], {})]
-    assert planes(config, *nodes) == {"ref": "experience", "after": "experience"}
+    assert planes(config, *nodes) == {"ref": "rollout", "after": "rollout"}
     config.algorithm.use_kl_in_reward = True
-    assert planes(config, *nodes) == {"ref": "learning", "after": "learning"}
+    assert planes(config, *nodes) == {"ref": "training", "after": "training"}
 
 
 def test_a_node_behind_a_learning_writer_is_learning(config):
@@ -96,23 +102,23 @@ def test_a_node_behind_a_learning_writer_is_learning(config):
     def reads(old_log_probs): ...
 
     assert planes(config, ("reads", reads, [], {}), ("scores", scores, [], {})) == dict.fromkeys(
-        ("scores", "reads"), "learning"
+        ("scores", "reads"), "training"
     )
-    message = fails(config, ("reads", reads, [], {"plane": "experience"}), ("scores", scores, [], {}))
+    message = fails(config, ("reads", reads, [], {"plane": "rollout"}), ("scores", scores, [], {}))
     assert "it comes after 'scores' (it uses the train engine 'actor')" in message
 
 
 def test_a_plane_of_the_nodes_own(config):
-    learning = {"plane": "learning"}
-    assert planes(config, ("a", plain, [], {}), ("x", plain, ["a"], learning), ("after", plain, ["x"], {})) == {
-        "a": "experience",
-        "x": "learning",
-        "after": "learning",
+    training_nodes = {"plane": "training"}
+    assert planes(config, ("a", plain, [], {}), ("x", plain, ["a"], training_nodes), ("after", plain, ["x"], {})) == {
+        "a": "rollout",
+        "x": "training",
+        "after": "training",
     }
-    assert planes(config, ("x", plain, [], {"plane": "experience"})) == {"x": "experience"}
-    assert planes(config, ("x", plain, [], {"node_role": "DYNAMIC_SAMPLING", **learning})) == {"x": "learning"}
-    assert "its plane is learning" in fails(config, ("x", generates, [], learning))
-    assert "node 'x' must run there" in fails(config, ("x", trains, [], {"plane": "experience"}))
+    assert planes(config, ("x", plain, [], {"plane": "rollout"})) == {"x": "rollout"}
+    assert planes(config, ("x", plain, [], {"node_role": "DYNAMIC_SAMPLING", **training_nodes})) == {"x": "training"}
+    assert "its plane is training" in fails(config, ("x", generates, [], training_nodes))
+    assert "node 'x' must run there" in fails(config, ("x", trains, [], {"plane": "rollout"}))
 
 
 @pytest.mark.parametrize(

@@ -146,19 +146,19 @@ def test_a_bound_program_never_misses_a_field(case, data_fields):
     if not graph.validate_graph()[0]:
         return
     try:
-        program = graph.bind(None, data_fields)
+        pipeline = graph.bind(None, data_fields)
     except PipelineError:
-        program = None
+        pipeline = None
     allowed = orders(deps, wires)
     there = set(data_fields)
     complete = True
     for node_id in allowed[0]:
         complete &= there.issuperset(wires[node_id][0])
         there |= set(wires[node_id][1])
-    assert (program is not None) == complete
-    if program:
-        assert tuple(n.node_id for n in program.nodes) in allowed
-        assert set(program.fields) == there
+    assert (pipeline is not None) == complete
+    if pipeline:
+        assert tuple(n.node_id for n in pipeline.nodes) in allowed
+        assert set(pipeline.fields) == there
 
 
 @given(wired_dags())
@@ -180,9 +180,9 @@ def test_deps_given_as_columns_alone_are_the_same_deps(deps):
     for node_id in deps:
         register_field(f"random_{node_id}", axis="sample")
     wires = {n: ([f"random_{dep}" for dep in ids], [f"random_{n}"]) for n, ids in deps.items()}
-    program = graph_of(dict.fromkeys(deps, ()), wires).bind(None, [])
-    assert {n.node_id: set(n.deps) for n in program.nodes} == {n: set(ids) for n, ids in deps.items()}
-    assert [n.node_id for n in program.nodes] == topological_order(deps)
+    pipeline = graph_of(dict.fromkeys(deps, ()), wires).bind(None, [])
+    assert {n.node_id: set(n.deps) for n in pipeline.nodes} == {n: set(ids) for n, ids in deps.items()}
+    assert [n.node_id for n in pipeline.nodes] == topological_order(deps)
 
 
 @given(dags(), st.data())
@@ -192,11 +192,11 @@ def test_planes_against_their_definition(deps, data):
     graph = TaskGraph("planes")
     for node_id, ids in deps.items():
         graph.add_node(Node(node_id, functions[uses[node_id]], ids))
-    program = graph.bind(None, [])
-    for bound in program.nodes:
+    pipeline = graph.bind(None, [])
+    for bound in pipeline.nodes:
         before = [n for n in deps if n == bound.node_id or reaches(deps, bound.node_id, n)]
-        assert (bound.plane == "learning") == any(uses[n] != "plain" for n in before)
-    assert program.experience + program.learning == tuple(sorted(program.nodes, key=lambda n: n.plane))
+        assert (bound.plane == "training") == any(uses[n] != "plain" for n in before)
+    assert pipeline.rollout_nodes + pipeline.training_nodes == tuple(sorted(pipeline.nodes, key=lambda n: n.plane))
 
 
 def test_a_large_graph_is_ordered_quickly():

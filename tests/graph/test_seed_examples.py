@@ -80,18 +80,18 @@ def four_nodes(tmp_path, monkeypatch) -> TaskGraph:
 
 
 def test_the_four_node_program(four_nodes, config):
-    program = four_nodes.bind(config, ["prompts", "prompt_ids", "group_index"])
-    assert [(n.node_id, n.plane) for n in program.nodes] == [
-        ("rollout_actor", "experience"),
-        ("custom_reward", "experience"),
-        ("calculate_advantages", "experience"),
-        ("actor_train", "learning"),
+    pipeline = four_nodes.bind(config, ["prompts", "prompt_ids", "group_index"])
+    assert [(n.node_id, n.plane) for n in pipeline.nodes] == [
+        ("rollout_actor", "rollout"),
+        ("custom_reward", "rollout"),
+        ("calculate_advantages", "rollout"),
+        ("actor_train", "training"),
     ]
-    advantage = program.node("calculate_advantages")
+    advantage = pipeline.node("calculate_advantages")
     assert advantage.contract.writes == ("advantages", "returns") and advantage.options == {"gamma": 0.9}
     assert advantage.contract.scope == "group"
-    assert program.node("actor_train").contract.optional == ("old_log_probs",)
-    assert program.engines == {"rollout", "actor"}
+    assert pipeline.node("actor_train").contract.optional == ("old_log_probs",)
+    assert pipeline.engines == {"rollout", "actor"}
 
 
 def test_the_custom_reward(four_nodes, config):

@@ -38,9 +38,9 @@ def fails(*nodes):
 
 
 def test_a_reader_runs_behind_the_writer_though_it_was_added_first():
-    program = bound(("read", reads("advantages")), ("write", makes("advantages")))
-    assert [n.node_id for n in program.nodes] == ["write", "read"]
-    assert program.node("read").deps == ("write",) and program.node("write").deps == ()
+    bound_pipeline = bound(("read", reads("advantages")), ("write", makes("advantages")))
+    assert [n.node_id for n in bound_pipeline.nodes] == ["write", "read"]
+    assert bound_pipeline.node("read").deps == ("write",) and bound_pipeline.node("write").deps == ()
 
 
 def test_a_column_that_the_data_have_is_read_behind_its_writer_too():
@@ -81,15 +81,17 @@ def test_makers_need_an_order_unless_one_follows():
 
 
 def test_deps_are_kept_beside_those_that_follow():
-    program = bound(("a", makes("returns")), ("b", makes()), ("c", reads("returns"), "b"))
-    assert program.node("c").deps == ("b", "a")
+    bound_pipeline = bound(("a", makes("returns")), ("b", makes()), ("c", reads("returns"), "b"))
+    assert bound_pipeline.node("c").deps == ("b", "a")
 
 
 def test_deps_put_a_reader_between_two_writers():
     first, last = ("first", makes("returns")), ("last", makes("returns"), "between")
     assert order(last, ("between", reads("returns")), first) == ["first", "between", "last"]
-    program = bound(last, ("between", reads("returns")), ("behind", reads("returns")), first)
-    assert set(program.node("behind").deps) == {"first", "last"} and program.node("between").deps == ("first",)
+    bound_pipeline = bound(last, ("between", reads("returns")), ("behind", reads("returns")), first)
+    assert set(bound_pipeline.node("behind").deps) == {"first", "last"} and bound_pipeline.node("between").deps == (
+        "first",
+    )
 
 
 def test_deps_put_a_reader_through_others_before_a_writer():

@@ -1,4 +1,4 @@
-"""A program given as data, as a YAML file holds it; errors name the entry."""
+"""A pipeline given as data, as a YAML file holds it; errors name the entry."""
 
 import pytest
 import yaml
@@ -35,7 +35,7 @@ PROGRAM = """
   engine: critic
 - id: last
   func: graph_yaml_nodes:plain
-  plane: learning
+  plane: training
 """
 
 MODULE = """
@@ -67,12 +67,12 @@ def test_a_program_in_yaml(entries, config):
     old = graph.get_node("old")
     assert (old.node_type, old.node_role) == (NodeType.MODEL_TRAIN, NodeRole.ACTOR)
     assert old.only_forward_compute and old.retry_limit == 1 and old.scope == "sample"
-    program = graph.bind(config, ["prompt_ids"])
-    assert program.node("reward").options == {"penalty": 0.5}
-    assert [n.plane for n in program.nodes] == ["experience"] * 2 + ["learning"] * 4
-    old = program.node("old")
+    pipeline = graph.bind(config, ["prompt_ids"])
+    assert pipeline.node("reward").options == {"penalty": 0.5}
+    assert [n.plane for n in pipeline.nodes] == ["rollout"] * 2 + ["training"] * 4
+    old = pipeline.node("old")
     assert (old.contract.writes, old.phase, old.validates) == (("prox_log_probs",), "proximal", True)
-    assert program.node("values").engines == ("critic",)
+    assert pipeline.node("values").engines == ("critic",)
 
 
 @pytest.mark.parametrize(

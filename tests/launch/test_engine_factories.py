@@ -83,7 +83,7 @@ def test_a_rollout_engine_gets_the_keys_that_its_constructor_names(
 def test_only_what_the_plan_names_is_built() -> None:
     built = build(config("grpo"), "actor")
     assert isinstance(built.actor, TorchTrainEngine)
-    assert built.rollout is built.ref is built.critic is built.judge is None
+    assert built.rollout is built.ref is built.critic is built.reward_fn is None
 
 
 @pytest.mark.parametrize("engine", ["actor", "critic", "ref"])

@@ -1,4 +1,4 @@
-"""Keys that a program does not take are refused where they were set; the presets set none of them."""
+"""Keys that a pipeline does not take are refused where they were set; the presets set none of them."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -219,7 +219,7 @@ def refuse_own(builder: str, *overrides: str) -> None:
 def test_a_node_of_the_users_that_takes_ctx_does_not_excuse_other_keys(own: None, key: str) -> None:
     given = (f"{ACTOR}.policy_loss=gpg", "mine.strength=0.5")
     refuse_own("with_ctx", *given)
-    with pytest.raises(UserError, match=rf"in program '\w+':\n  {key} \(command line\)\n\w"):
+    with pytest.raises(UserError, match=rf"in pipeline '\w+':\n  {key} \(command line\)\n\w"):
         refuse_own("with_ctx", *given, f"{key}=0.3")
 
 

@@ -121,12 +121,12 @@ def test_every_field_travels_as_plain_data(playground: Playground) -> None:
     _, spec = playground.spec("ppo", f"data.val_files={playground.folder}/rows.jsonl")
     again = pickle.loads(pickle.dumps(spec))
     for item in fields(Spec):
-        if item.name not in ("program", "factories", "rows", "validation"):
+        if item.name not in ("pipeline", "factories", "rows", "validation"):
             assert getattr(again, item.name) == getattr(spec, item.name), item.name
     assert [again.rows[i] for i in range(12)] == [spec.rows[i] for i in range(12)]
     assert again.validation[0].rows[3] == spec.validation[0].rows[3]
     assert again.factories.keys() == spec.factories.keys()
-    assert [node.node_id for node in again.program().nodes] == [node.node_id for node in spec.program().nodes]
+    assert [node.node_id for node in again.pipeline().nodes] == [node.node_id for node in spec.pipeline().nodes]
     assert len(pickle.dumps(spec)) < 100_000, "no weights, no rows"
 
 
@@ -243,7 +243,7 @@ def test_a_column_that_nobody_declared(playground: Playground) -> None:
 
 def test_a_program_of_the_users_is_given_the_config_as_the_dataclass_that_it_is(playground: Playground) -> None:
     _, spec = playground.spec("grpo", *chosen("own_programs:with_another_config"))
-    assert "kl_penalty" not in [node.node_id for node in spec.program().nodes]
+    assert "kl_penalty" not in [node.node_id for node in spec.pipeline().nodes]
 
 
 GONE = ("reward.functions", "reward.num_workers", "custom_reward_function.path", "actor_rollout_ref.rollout.n")
@@ -251,8 +251,8 @@ GONE = ("reward.functions", "reward.num_workers", "custom_reward_function.path",
 
 def test_a_program_of_the_users_that_samples_nothing_learns_the_answers_of_the_rows(playground: Playground) -> None:
     playground.write_rows([{"prompt": f"{i}=", "solution": f"{i}"} for i in range(12)])
-    program = (f"~{key}" for key in GONE)
-    given = (*program, *chosen("own_programs:learning_given_answers"), "data.response_key=solution")
+    pipeline = (f"~{key}" for key in GONE)
+    given = (*pipeline, *chosen("own_programs:learning_given_answers"), "data.response_key=solution")
     config, spec = playground.spec("sft", *given)
     assert config.dag.generates is None and spec.config.dag.generates is False and "generates: false" in spec.text
     assert spec.data.group_size == 1

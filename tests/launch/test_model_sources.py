@@ -22,7 +22,7 @@ def test_sizes_of_models_are_as_given_or_counted(tmp_path: Path) -> None:
     assert counted == {"actor": 804_480, "critic": 24_928}
     said = ppo(own, *ray, "dag.model_sizes={actor: 600B, ref: 1e6}")
     assert model_sizes(said, ["actor", "critic", "ref", "rollout"]) == {**counted, "actor": 600e9, "ref": 10**6}
-    with pytest.raises(UserError, match="dag.model_sizes: the program has no model 'ref'; known: actor, critic"):
+    with pytest.raises(UserError, match="dag.model_sizes: the pipeline has no model 'ref'; known: actor, critic"):
         model_sizes(said, ["actor", "critic"])
     with pytest.raises(UserError, match="dag.model_sizes: '7 billion' is no size of a model; write e.g. 70B"):
         model_sizes(ppo(*ray, "dag.model_sizes.actor='7 billion'"), ["actor"])

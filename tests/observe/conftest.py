@@ -53,10 +53,10 @@ def write_run(folder: Path, leak: str = "http://127.0.0.1:1/leak", num_steps: in
 
 def _nodes(name: str) -> list[dict[str, Any]]:
     """rollout → judge → train, rollout → train, and a node with a hostile name beside the judge."""
-    node = {"role": "", "plane": "learning", "phase": "train_step", "engines": [], "reads": [], "writes": []}
+    node = {"role": "", "plane": "training", "phase": "train_step", "engines": [], "reads": [], "writes": []}
     return [
-        {**node, "name": "rollout", "plane": "experience", "deps": []},
-        {**node, "name": "judge", "plane": "experience", "deps": ["rollout"], "writes": [HOSTILE[0]]},
+        {**node, "name": "rollout", "plane": "rollout", "deps": []},
+        {**node, "name": "judge", "plane": "rollout", "deps": ["rollout"], "writes": [HOSTILE[0]]},
         {**node, "name": name, "deps": ["rollout"], "reads": [HOSTILE[1]]},
         {**node, "name": "train", "deps": ["judge", "rollout", name], "engines": ["actor"]},
     ]
@@ -65,11 +65,11 @@ def _nodes(name: str) -> list[dict[str, Any]]:
 def _spans(run: RunFolder) -> None:
     """Of a step of one second that ends now."""
     now = time.time()
-    run.span("learner", now - 0.9, now - 0.4, "phase", "rollout")
-    run.span("learner", now - 0.4, now - 0.15, "phase", "train_step")
-    run.span("learner", now - 0.9, now - 0.4, "wait", HOSTILE[0])
+    run.span("training", now - 0.9, now - 0.4, "phase", "rollout")
+    run.span("training", now - 0.4, now - 0.15, "phase", "train_step")
+    run.span("training", now - 0.9, now - 0.4, "wait", HOSTILE[0])
     for i in range(6):
-        run.span("experience", now - 0.9, now - 0.5 + i / 100, "group", "complete")
+        run.span("rollout", now - 0.9, now - 0.5 + i / 100, "group", "complete")
 
 
 def _metrics(step: int, num_steps: int) -> dict[str, float]:
@@ -129,17 +129,17 @@ def write_asynchronous_run(folder: Path, num_steps: int = 12, groups: int = 2, s
     with RunFolder(folder, 0) as run:
         for step in range(num_steps):
             t = 1000.0 + step
-            run.span("learner", t, t + slow, "wait", f"step {step}", step, on="experience")
-            run.span("learner", t, t + slow, "phase", "rollout", step)
-            run.span("learner", t + slow, t + 0.9, "phase", "train_step", step)
-            run.span("learner", t + 0.9, t + 1.0, "phase", "update_weights", step)
-            for ticket in range(step * groups, (step + 1) * groups):
+            run.span("training", t, t + slow, "wait", f"step {step}", step, on="rollout")
+            run.span("training", t, t + slow, "phase", "rollout", step)
+            run.span("training", t + slow, t + 0.9, "phase", "train_step", step)
+            run.span("training", t + 0.9, t + 1.0, "phase", "update_weights", step)
+            for prompt_group in range(step * groups, (step + 1) * groups):
                 begun = max(step - 2, 0)
-                run.span("experience", 1000.0 + begun, t - 0.5, "group", "complete", step, ticket, version=begun)
+                run.span("rollout", 1000.0 + begun, t - 0.5, "group", "complete", step, prompt_group, version=begun)
             run.span("rollout", t, t + 1.0, "decode", "train", step, version=step)
-            run.span("experience", t, t + 0.4, "wait", "credits", step, on="learner")  # while groups run
+            run.span("rollout", t, t + 0.4, "wait", "capacity", step, on="training")  # while groups run
         end = 1000.0 + num_steps
-        run.span("learner", end, end + 0.5, "phase", "eval", num_steps)
+        run.span("training", end, end + 0.5, "phase", "eval", num_steps)
         run.span("rollout", end, end + 0.5, "decode", "eval", num_steps, version=num_steps)
     for name, lines in (
         ("ledger", [_consumed(step, groups) for step in range(num_steps)]),
@@ -153,13 +153,13 @@ def write_asynchronous_run(folder: Path, num_steps: int = 12, groups: int = 2, s
 
 
 def _consumed(step: int, groups: int) -> dict[str, Any]:
-    return {"kind": "consumed", "step": step, "tickets": list(range(step * groups, (step + 1) * groups))}
+    return {"kind": "consumed", "step": step, "group_ids": list(range(step * groups, (step + 1) * groups))}
 
 
 def _timed(step: int, end: float, seconds: float) -> dict[str, Any]:
     stale = min(step - 1, 2)
     values = {"timing_s": {"step": seconds}, "async": {"version_diff": {"mean": stale, "max": stale}}}
-    return {"step": step, "t": end, "inc": 0, "kind": "train", "m": values}
+    return {"step": step, "t": end, "restart": 0, "kind": "train", "m": values}
 
 
 @pytest.fixture

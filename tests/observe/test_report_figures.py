@@ -116,15 +116,15 @@ def test_the_slower_plane_is_named(
     with RunFolder(tmp_path, 0) as run:
         for step in range(40):
             t = 1000.0 + step
-            run.span("learner", t, t + slow, "wait", f"step {step}")
-            run.span("learner", t, t + slow, "phase", "rollout")
-            run.span("learner", t + slow, t + 1.0, "phase", "train_step")
+            run.span("training", t, t + slow, "wait", f"step {step}")
+            run.span("training", t, t + slow, "phase", "rollout")
+            run.span("training", t + slow, t + 1.0, "phase", "train_step")
             run.span("engine", t, t + decodes, "decode", "train", version=step)
-            run.span("experience", t + slow, t + 1.0, "group", "complete")
+            run.span("rollout", t + slow, t + 1.0, "group", "complete")
         # The last steps of a run have all their groups: nothing is generated, and that is nobody's fault.
         for step in range(40, 45):
-            run.span("learner", 1000.0 + step, 1001.0 + step, "phase", "train_step")
-            run.span("learner", 1000.0 + step, 1000.001 + step, "wait", f"step {step}")
+            run.span("training", 1000.0 + step, 1001.0 + step, "phase", "train_step")
+            run.span("training", 1000.0 + step, 1000.001 + step, "wait", f"step {step}")
     found = idle_planes(read_planes(tmp_path), {"async": {"max_staleness": staleness}})
     text = "".join(f"{finding.text} {finding.advice}" for finding in found)
     assert said in text and "over the last 10 steps" in text if said else not found
@@ -134,12 +134,12 @@ def test_neither_plane_is_blamed_for_validations_or_for_the_time_between_two_sta
     with RunFolder(tmp_path, 0) as run:
         for step in range(16):
             t = 1000.0 + 10 * step + (5000.0 if step > 13 else 0.0)
-            run.span("learner", t, t + 1.0, "phase", "train_step")
+            run.span("training", t, t + 1.0, "phase", "train_step")
             run.span("engine", t, t + 1.0, "decode", "train")
-            run.span("learner", t, t + 0.05, "wait", f"step {step}")
-            run.span("learner", t + 1.0, t + 9.9, "phase", "eval")
+            run.span("training", t, t + 0.05, "wait", f"step {step}")
+            run.span("training", t + 1.0, t + 9.9, "phase", "eval")
             run.span("engine", t + 1.0, t + 9.9, "decode", "eval")
-            run.span("experience", t + 0.1, t + 0.9, "group", "complete")
+            run.span("rollout", t + 0.1, t + 0.9, "group", "complete")
     assert idle_planes(read_planes(tmp_path), {"async": {"max_staleness": 2}}) == []
 
 
@@ -178,9 +178,9 @@ def plan(tmp_path: Path, data: object) -> Path:
 
 def test_the_graph_shows_direct_ways_alone_and_the_time_of_nodes_that_learn(tmp_path: Path) -> None:
     nodes = [
-        {"name": "a", "plane": "experience", "phase": "rollout", "deps": []},
-        {"name": "b", "plane": "learning", "phase": "score", "deps": ["a"], "engines": ["actor"]},
-        {"name": "c", "plane": "learning", "phase": "train", "deps": ["a", "b", "gone"]},
+        {"name": "a", "plane": "rollout", "phase": "rollout", "deps": []},
+        {"name": "b", "plane": "training", "phase": "score", "deps": ["a"], "engines": ["actor"]},
+        {"name": "c", "plane": "training", "phase": "train", "deps": ["a", "b", "gone"]},
     ]
     steps = {1: {"timing_s/rollout": 9.0, "timing_s/score": 1.0}, 2: {"timing_s/score": 2.0}}
     found = {node["name"]: node for node in pipeline_graph(plan(tmp_path, {"nodes": nodes}), steps)}
@@ -190,19 +190,6 @@ def test_the_graph_shows_direct_ways_alone_and_the_time_of_nodes_that_learn(tmp_
         ("c", ["b"], 2),
     ]
     assert [node["seconds"] for node in found.values()] == [None, 1.5, None] and found["b"]["engines"] == ["actor"]
-
-
-def test_the_graph_of_an_earlier_plan_is_that_of_its_channels(tmp_path: Path) -> None:
-    earlier = {
-        "ranks": [{"experience": ["a"], "learning": ["b", "c"]}],
-        "channels": [{"source": s, "target": t} for s, t in (("a", "b"), ("a", "c"), ("b", "c"))],
-    }
-    found = pipeline_graph(plan(tmp_path, earlier), {})
-    assert [(node["name"], node["plane"], node["deps"]) for node in found] == [
-        ("a", "experience", []),
-        ("b", "learning", ["a"]),
-        ("c", "learning", ["b"]),
-    ]
 
 
 @pytest.mark.parametrize(
@@ -225,45 +212,45 @@ def timelines_of(folder: Path, records: list[MetricsRecord]) -> list[StepTimelin
     return timelines(read_planes(folder), records)
 
 
-def trained(step: int, end: float, seconds: float, inc: int = 0) -> MetricsRecord:
-    return MetricsRecord(step, end, inc, "train", {"timing_s/step": seconds})
+def trained(step: int, end: float, seconds: float, restart: int = 0) -> MetricsRecord:
+    return MetricsRecord(step, end, restart, "train", {"timing_s/step": seconds})
 
 
 def test_the_time_line_has_what_lies_in_the_step(tmp_path: Path) -> None:
     now = time.time()
     with RunFolder(tmp_path, 0) as run:
-        run.span("learner", now - 12, now - 9, "phase", "rollout")  # reaches a second into the step
-        run.span("learner", now - 9, now - 1, "phase", "train_step")
-        run.span("learner", now - 8, now - 2, "wait", "step 3", on="experience")
-        run.span("learner", now - 1, now - 1 + 1e-5, "phase", "blink")
-        run.span("experience", now - 30, now - 20, "group", "complete")
-        run.span("experience", now - 10, now - 5, "group", "dropped")
+        run.span("training", now - 12, now - 9, "phase", "rollout")  # reaches a second into the step
+        run.span("training", now - 9, now - 1, "phase", "train_step")
+        run.span("training", now - 8, now - 2, "wait", "step 3", on="rollout")
+        run.span("training", now - 1, now - 1 + 1e-5, "phase", "blink")
+        run.span("rollout", now - 30, now - 20, "group", "complete")
+        run.span("rollout", now - 10, now - 5, "group", "dropped")
     (found,) = timelines_of(tmp_path, [trained(4, now, 10.0)])
     assert (found["first"], found["last"], found["seconds"]) == (4, 4, 10.0)
     assert found["notes"] == ["1 span is too short to be seen, or too many."]
     lanes = {lane["name"]: [(round(bar[0]), round(bar[1]), bar[2]) for bar in lane["spans"]] for lane in found["lanes"]}
     assert lanes == {
-        "learner": [(0, 1, "rollout"), (1, 9, "train_step")],
-        "experience: groups": [(0, 5, "dropped")],
-        "learner waits for": [(2, 8, "step 3")],
+        "training": [(0, 1, "rollout"), (1, 9, "train_step")],
+        "rollout: groups": [(0, 5, "dropped")],
+        "training waits for": [(2, 8, "step 3")],
     }
 
 
 def test_the_last_steps_show_groups_by_staleness_decoding_by_version_and_what_was_published(tmp_path: Path) -> None:
     write_asynchronous_run(tmp_path)
     with (tmp_path / "ledger.jsonl").open("a") as ledger:  # a group that began at version 1 and drew no token of it
-        ledger.write('{"kind": "complete", "ticket": 7, "version": 2}\n')
+        ledger.write('{"kind": "complete", "group_id": 7, "version": 2}\n')
     last, *_ = timelines_of(tmp_path, read_metrics(tmp_path))
     assert (last["why"], last["first"], last["last"], last["seconds"]) == ("the last steps", 3, 12, 10.5)
     assert last["steps"] == [(float(step - 2), step) for step in range(3, 12)]
     assert last["published"] == [(float(step - 2), step) for step in range(3, 13)]
     assert last["paused"] == [(10.0, 10.5)]
     lanes = {lane["name"]: lane["spans"] for lane in last["lanes"]}
-    assert list(lanes)[:4] == ["learner", "experience: groups", "rollout decodes: train", "rollout decodes: eval"]
+    assert list(lanes)[:4] == ["training", "rollout: groups", "rollout decodes: train", "rollout decodes: eval"]
     # The last steps have their groups: there the plane is idle while it waits.
-    assert [bar[:2] for bar in lanes["experience waits for"]] == [(9.0, 9.4)]
-    # Tickets 6 and 7 are of step 3, counted from 0: begun at version 1, done at 1002.5, taken after half of the step.
-    groups = lanes["experience: groups"]
+    assert [bar[:2] for bar in lanes["rollout waits for"]] == [(9.0, 9.4)]
+    # Groups 6 and 7 are of step 3, counted from 0: begun at version 1, done at 1002.5, taken after half of the step.
+    groups = lanes["rollout: groups"]
     assert groups[2:4] == [(0.0, 0.5, "complete", 2, 1.5), (0.0, 0.5, "complete", 1, 1.5)]
     assert {bar[3] for bar in groups[4:]} == {2}
     assert [bar[3] for bar in lanes["rollout decodes: train"]] == list(range(2, 12))
@@ -284,7 +271,7 @@ def test_of_several_engines_the_mean_share_is_told_and_each_has_its_lane(tmp_pat
 
 def test_a_window_never_spans_the_time_between_two_starts(tmp_path: Path) -> None:
     write_asynchronous_run(tmp_path)
-    records = [trained(step, 1000.0 + step, 1.0, inc=int(step > 9)) for step in range(1, 13)]
+    records = [trained(step, 1000.0 + step, 1.0, restart=int(step > 9)) for step in range(1, 13)]
     assert (timelines_of(tmp_path, records)[0]["first"], timelines_of(tmp_path, records)[0]["last"]) == (10, 12)
 
 
@@ -303,7 +290,7 @@ def test_the_first_step_is_the_slowest_where_its_start_took_most_of_it(tmp_path:
     now = time.time()
     with RunFolder(tmp_path, 0) as run:
         for start in (now - 11, now - 10, now - 9):
-            run.span("learner", start, start + 1, "phase", "rollout")
+            run.span("training", start, start + 1, "phase", "rollout")
     records = [trained(1, now - 10, 5.0), trained(2, now - 9, 1.0), trained(3, now - 8, 1.0)]
     records.insert(0, MetricsRecord(0, now - 14, 0, "val", {"val_correct/all/mean": 0.5}))
     assert (1, "the slowest step") in [(line["first"], line["why"]) for line in timelines_of(tmp_path, records)]
@@ -314,7 +301,7 @@ def test_a_usual_step_the_slowest_and_the_last_are_shown(tmp_path: Path) -> None
     end, records = time.time() - 100, []
     with RunFolder(tmp_path, 0) as run:
         for step, seconds in enumerate(lengths, 1):
-            run.span("learner", end, end + seconds, "phase", f"phase of {step}")
+            run.span("training", end, end + seconds, "phase", f"phase of {step}")
             end += seconds
             records.append(trained(step, end, seconds))
     several, *found = timelines_of(tmp_path, records)
@@ -335,9 +322,9 @@ def test_a_usual_step_the_slowest_and_the_last_are_shown(tmp_path: Path) -> None
 def test_only_the_end_of_long_span_files_is_read(tmp_path: Path) -> None:
     with RunFolder(tmp_path, 0) as run:
         for i in range(1000):
-            run.span("learner", float(i), i + 1.0, "phase", f"{i}")
-    (tmp_path / "spans" / "learner.jsonl").open("a").write('{"t0": "NaN", "t1": 3}\n{"t0": 5, "t1": 3}\n')
-    spans = read_spans(tmp_path, max_bytes=5000)["learner"]
+            run.span("training", float(i), i + 1.0, "phase", f"{i}")
+    (tmp_path / "spans" / "training.jsonl").open("a").write('{"t0": "NaN", "t1": 3}\n{"t0": 5, "t1": 3}\n')
+    spans = read_spans(tmp_path, max_bytes=5000)["training"]
     assert 20 < len(spans) < 100 and spans[-1].what == "999"
     assert [int(span.what) for span in spans] == list(range(1000 - len(spans), 1000)), "whole lines alone"
 

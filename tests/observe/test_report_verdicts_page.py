@@ -38,17 +38,17 @@ def write_run(folder: Path) -> Path:
             values = {"reward/mean_score": 0.1 * step}
             for i, domain in enumerate(SAID):
                 values |= {f"reward/{domain}/mean_score": 0.1 * step * i, f"domains/{domain}/groups": 1.0}
-                values |= {f"domains/{domain}/verdicts": 3.0, f"domains/{domain}/dropped/{IMAGE}": step}
+                values |= {f"domains/{domain}/calls": 3.0, f"domains/{domain}/dropped/{IMAGE}": step}
             run.metrics(step, "train", values)
         run.samples(2, [{**row, "dropped": IMAGE, "advantage": None} for row in _group(90, "math")], split="dropped")
     return folder
 
 
-def _group(ticket: int, domain: str) -> list[dict[str, Any]]:
+def _group(prompt_group: int, domain: str) -> list[dict[str, Any]]:
     """Wrong with remarks, an error, out of time, right and left out of the loss, odd."""
     part = {"code": "code", "math": "math", "ifeval": "ifeval"}.get(domain, "judge")
     common = {
-        "prompt": f"prompt {ticket}",
+        "prompt": f"prompt {prompt_group}",
         "ground_truth": ["assert add(1, 2) == 3"],
         "domain": domain,
         "advantage": 0.0,
@@ -60,7 +60,7 @@ def _group(ticket: int, domain: str) -> list[dict[str, Any]]:
         {"score": 1.0, "masked": 1.0 if domain == "code" else 0.0},
         {"score": 1.0, "reward_parts": {"code": 1.0}, "extra": ODD},
     ]
-    return [{**common, "uid": f"{ticket}-{i}", "response": f"answer {i}", **row} for i, row in enumerate(rows)]
+    return [{**common, "uid": f"{prompt_group}-{i}", "response": f"answer {i}", **row} for i, row in enumerate(rows)]
 
 
 @pytest.fixture
@@ -104,17 +104,17 @@ def test_what_verifiers_said_is_readable_and_stays_text(show: Callable[..., list
     show()
     opened = "document.querySelectorAll('tr.sample .open').forEach((b) => b.click())"
     browser.script(opened)
-    browser.script("document.querySelectorAll('details.program').forEach((d) => { d.open = true; })")
+    browser.script("document.querySelectorAll('details.pipeline').forEach((d) => { d.open = true; })")
     text = browser.script("document.querySelector('#samples').innerText")
     for told in (
-        "assert add(1, 2) == 3", "it returned -1", "it printed", "the program, 2 lines", PROGRAM, "sandboxfloor",
+        "assert add(1, 2) == 3", "it returned -1", "it printed", "the pipeline, 2 lines", PROGRAM, "sandboxfloor",
         "took0.021 s", "no answer was found", "compared with", "punctuation:no_comma", "not followed", "too\nshort",
         "out of time: no verdict within 10 s", f"no verdict: judge: {IMAGE}", "left out of the loss",
         f"dropped: {IMAGE}", "constructorc", "__proto__1",
     ):  # fmt: skip
         assert told in text.replace("\xa0", " "), told
-    program = browser.script("getComputedStyle(document.querySelector('details.program .text')).whiteSpace")
-    assert program == "pre-wrap", "line breaks are seen"
+    pipeline = browser.script("getComputedStyle(document.querySelector('details.pipeline .text')).whiteSpace")
+    assert pipeline == "pre-wrap", "line breaks are seen"
     assert "U+202E" in text and browser.script("document.documentElement.dataset.hacked") is None
     assert browser.script("document.querySelectorAll('img, #samples script').length") == 0
     assert browser.complaints() == [] and len(browser.requests()) == 1
@@ -142,7 +142,7 @@ def test_nothing_is_wider_than_the_window_and_programs_open_by_keyboard(
     show(width, text="return a - b")
     browser.script("document.querySelector('tr.sample .open').focus()")
     press(browser)
-    browser.script("document.querySelector('details.program summary').focus()")
+    browser.script("document.querySelector('details.pipeline summary').focus()")
     press(browser)
     assert browser.script("document.querySelector('details.program').open")
     assert browser.script("document.documentElement.scrollWidth") <= width

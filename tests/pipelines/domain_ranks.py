@@ -54,8 +54,8 @@ def mixed_batch() -> Batch:
 def process(
     batch: Batch, reduce: Collective, steps: int = 2, settings: Sequence[str] = SETTINGS
 ) -> tuple[Batch, dict[str, Any], dict[str, float]]:
-    """The nodes of the program that make advantages, several times over; the last batch, what they keep, and metrics of
-    the last step."""
+    """The nodes of the pipeline that make advantages, several times over; the last batch, what they keep, and metrics
+    of the last step."""
     config = load_config("rlvr", settings, complete=False).config
     nodes = [node for node in bound(select_pipeline(config), config).nodes if node.node_id in PROCESSED]
     state: dict[str, Any] = {node.node_id: {} for node in nodes}

@@ -46,13 +46,15 @@ class OneToken:
 class RewardCallCounts:
     """A judge that gives the same verdicts whoever asks, and keeps what it was asked."""
 
-    def __init__(self, *verdicts: RewardResult) -> None:
-        self.verdicts, self.asked = verdicts, list[Sequence[Sample]]()
+    def __init__(self, *reward_results: RewardResult) -> None:
+        self.reward_results, self.asked = reward_results, list[Sequence[Sample]]()
 
     async def __call__(self, samples: Sequence[Sample]) -> Sequence[RewardOutcome]:
         self.asked.append(samples)
-        rights = [verdict.value if isinstance(verdict, Score) else 0.0 for verdict in self.verdicts]
-        return [RewardOutcome(v, {"custom": v}, right) for v, right in zip(self.verdicts, rights, strict=True)]
+        rights = [
+            reward_result.value if isinstance(reward_result, Score) else 0.0 for reward_result in self.reward_results
+        ]
+        return [RewardOutcome(v, {"custom": v}, right) for v, right in zip(self.reward_results, rights, strict=True)]
 
 
 def new_group_of_three() -> Group:
@@ -72,16 +74,16 @@ def context(group: Group, validating: bool = False) -> NodeContext:
     )
 
 
-def judged(*verdicts: RewardResult, min_valid: int = 2, validating: bool = False) -> object:
+def judged(*reward_results: RewardResult, min_valid: int = 2, validating: bool = False) -> object:
     group = answered()
     ctx = context(group, validating)
-    return asyncio.run(reward_samples(group.samples, RewardCallCounts(*verdicts), ctx, min_valid=min_valid))  # type: ignore[arg-type]
+    return asyncio.run(reward_samples(group.samples, RewardCallCounts(*reward_results), ctx, min_valid=min_valid))  # type: ignore[arg-type]
 
 
-def run_baseline(verdict: RewardResult) -> tuple[object, OneToken, RewardCallCounts, Group]:
-    group, engine, judge = answered(), OneToken(), RewardCallCounts(verdict)
-    made = asyncio.run(greedy_baseline(group, engine, judge, tiny_tokenizer()))  # type: ignore[arg-type]
-    return made, engine, judge, group
+def run_baseline(reward_result: RewardResult) -> tuple[object, OneToken, RewardCallCounts, Group]:
+    group, engine, reward_fn = answered(), OneToken(), RewardCallCounts(reward_result)
+    made = asyncio.run(greedy_baseline(group, engine, reward_fn, tiny_tokenizer()))  # type: ignore[arg-type]
+    return made, engine, reward_fn, group
 
 
 def test_an_answer_is_a_sample_of_the_row_with_what_the_engine_says_of_it() -> None:
@@ -131,12 +133,12 @@ def test_a_group_with_too_few_verdicts_to_compare_is_dropped_and_says_why() -> N
     assert not isinstance(judged(*faults, validating=True), Drop), "a validation counts it as wrong"
 
 
-def judged_as(on_error: OnError, *verdicts: RewardResult, validating: bool = False, **domains: OnError) -> object:
+def judged_as(on_error: OnError, *reward_results: RewardResult, validating: bool = False, **domains: OnError) -> object:
     group = answered()
     own = {name: (0, otherwise) for name, otherwise in domains.items()}
     work = reward_samples(
         group.samples,
-        RewardCallCounts(*verdicts),  # type: ignore[arg-type]
+        RewardCallCounts(*reward_results),  # type: ignore[arg-type]
         context(group, validating),
         min_valid=2,
         on_error=on_error,
@@ -175,11 +177,11 @@ def test_a_filter_by_accuracy_compares_no_answer_whose_verdict_is_missing() -> N
 
 
 def test_the_baseline_is_the_score_of_one_greedy_answer_for_all_samples() -> None:
-    baselines, engine, judge, group = run_baseline(Score(0.75))
+    baselines, engine, reward_fn, group = run_baseline(Score(0.75))
     assert isinstance(baselines, torch.Tensor) and torch.equal(baselines, torch.full((3,), 0.75))
     (request,) = engine.requests
     assert request.params.greedy and request.samples == (0,)
-    assert [len(samples) for samples in judge.asked] == [1]
+    assert [len(samples) for samples in reward_fn.asked] == [1]
     assert len(group.samples) == 3 and not group.written, "the group itself is as it was"
 
 
@@ -189,10 +191,10 @@ def test_a_domain_whose_estimator_reads_no_baseline_is_not_answered_greedily() -
         ({None: True, "sums": False}, 0),
         ({None: False}, 0),
     ):
-        group, engine, judge = answered(), OneToken(), RewardCallCounts(Score(0.75))
-        made = asyncio.run(greedy_baseline(group, engine, judge, tiny_tokenizer(), wanted=wanted))  # type: ignore[arg-type]
+        group, engine, reward_fn = answered(), OneToken(), RewardCallCounts(Score(0.75))
+        made = asyncio.run(greedy_baseline(group, engine, reward_fn, tiny_tokenizer(), wanted=wanted))  # type: ignore[arg-type]
         assert isinstance(made, torch.Tensor) and made.tolist() == [0.75 * answered_for] * 3
-        assert len(engine.requests) == len(judge.asked) == answered_for
+        assert len(engine.requests) == len(reward_fn.asked) == answered_for
 
 
 @pytest.mark.parametrize("fault", [Error("crashed"), Timeout(1.0)])
@@ -324,7 +326,7 @@ class Trainer:
 def trained(step: int, warmup: int = 2, engine: Trainer | None = None) -> tuple[NodeOutput, Trainer, list[bool]]:
     engine, first = engine or Trainer(), list[bool]()
     told = lambda engine, batch, metrics, is_first: first.append(is_first)  # noqa: E731
-    ctx = NodeContext(Config(), step, None, after_update=told, tickets=(0, 1, 2))  # type: ignore[arg-type]
+    ctx = NodeContext(Config(), step, None, after_update=told, group_ids=(0, 1, 2))  # type: ignore[arg-type]
     batch = Batch.concat([columns_of(number) for number in range(3)])
     objective: Any = None
     made = update(batch, engine, ctx, name="own", objective=objective, epochs=2, num_prompts=2, warmup=warmup)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""The built-in programs: their ids, their order, what a config leaves out, and how a config chooses one."""
+"""The built-in pipelines: their ids, their order, what a config leaves out, and how a config chooses one."""
 
 import inspect
 from collections.abc import Mapping
@@ -56,9 +56,9 @@ def test_grpo_scores_before_it_compares() -> None:
 
 
 def test_without_a_kl_term_there_is_no_reference() -> None:
-    program = bind(config("grpo", "actor_rollout_ref.actor.use_kl_loss=false"))
-    assert "reference_log_prob" not in [node.node_id for node in program.nodes]
-    assert "ref" not in program.engines
+    bound_pipeline = bind(config("grpo", "actor_rollout_ref.actor.use_kl_loss=false"))
+    assert "reference_log_prob" not in [node.node_id for node in bound_pipeline.nodes]
+    assert "ref" not in bound_pipeline.engines
 
 
 def test_kl_in_the_reward_comes_before_the_advantages() -> None:
@@ -79,8 +79,8 @@ def test_normalisations_stand_around_what_they_normalise() -> None:
 
 def test_gae_whitens_unless_its_advantages_are_normalised_by_another_rule() -> None:
     def options(preset: str, *overrides: str) -> Mapping[str, object]:
-        program = bind(config(preset, *overrides))
-        return next(node.options for node in program.nodes if node.node_id == "calculate_advantages")
+        bound_pipeline = bind(config(preset, *overrides))
+        return next(node.options for node in bound_pipeline.nodes if node.node_id == "calculate_advantages")
 
     assert options("ppo")["whiten"] is True
     assert options("ppo", "algorithm.adv_norm.mean_level=batch")["whiten"] is False
@@ -99,26 +99,26 @@ def test_an_option_of_an_estimator_is_one_of_its_choices(estimator: str, option:
 
 
 def test_the_parts_of_gdpo_have_the_weights_of_the_reward_functions() -> None:
-    program = bind(
+    bound_pipeline = bind(
         config(
             "grpo",
             "algorithm.adv_estimator=gdpo",
             "reward.functions={default: [math, {name: format, weight: 0.2}], code: [exact_match]}",
         )
     )
-    options = next(node.options for node in program.nodes if node.node_id == "calculate_advantages")
+    options = next(node.options for node in bound_pipeline.nodes if node.node_id == "calculate_advantages")
     assert options["reward_weights"] == {"default": {"math": 1.0, "format": 0.2}, "code": {"exact_match": 1.0}}
 
 
 def test_dapo_filters_in_the_experience_plane() -> None:
-    experience = [node.node_id for node in bind(config("dapo")).experience]
-    assert experience[:3] == ["rollout_actor", "function_reward", "dynamic_sampling"]
+    rollout_nodes = [node.node_id for node in bind(config("dapo")).rollout_nodes]
+    assert rollout_nodes[:3] == ["rollout_actor", "function_reward", "dynamic_sampling"]
 
 
 def test_ppo_has_a_critic() -> None:
-    program = bind(config("ppo"))
-    assert "critic" in program.engines
-    assert {"compute_value", "critic_train"} <= {node.node_id for node in program.learning}
+    bound_pipeline = bind(config("ppo"))
+    assert "critic" in bound_pipeline.engines
+    assert {"compute_value", "critic_train"} <= {node.node_id for node in bound_pipeline.training_nodes}
 
 
 def test_remax_asks_for_a_greedy_baseline() -> None:
@@ -130,8 +130,8 @@ def test_sft_uses_no_rollout_engine() -> None:
 
 
 def test_the_estimator_brings_its_own_fields() -> None:
-    program = bind(config("grpo", "algorithm.adv_estimator=rloo"))
-    node = program.node("calculate_advantages")
+    bound_pipeline = bind(config("grpo", "algorithm.adv_estimator=rloo"))
+    node = bound_pipeline.node("calculate_advantages")
     assert "group_index" in node.contract.reads
     assert node.contract.scope == "group"
 
@@ -150,7 +150,7 @@ def test_a_program_in_yaml() -> None:
 def test_a_marker_in_yaml_needs_no_function() -> None:
     nodes = "[{id: load, func: 'distflow.pipelines.nodes:load_answers'}, {id: fence, type: barrier_sync, deps: [load]}]"
     chosen = config("sft", "~dag.pipeline", f"dag.nodes={nodes}")
-    assert bind(chosen).node("fence").plane == "learning"
+    assert bind(chosen).node("fence").plane == "training"
     assert set(MARKERS) == {kind.name for kind in MARKER_TYPES}
 
 

@@ -44,7 +44,7 @@ def answer(prompts, *, rollout): ...
 
 
 @node(writes="token_level_rewards", scope="group")
-def grade(responses, *, judge): ...
+def grade(responses, *, reward_fn): ...
 
 
 @node(writes="ref_log_prob")
@@ -67,14 +67,14 @@ def learn_values(advantages, *, critic): ...
 
 def grpo() -> BoundPipeline:
     pipeline = Pipeline("grpo").add_node("answer", answer).add_node("grade", grade, node_role=NodeRole.REWARD)
-    pipeline.add_node("refer", refer, plane="learning").add_node("compare", compare, plane="learning")
+    pipeline.add_node("refer", refer, plane="training").add_node("compare", compare, plane="training")
     return pipeline.add_node("learn", learn).build().bind(Config(), ["prompts"])
 
 
 def ppo() -> BoundPipeline:
     pipeline = Pipeline("ppo").add_node("answer", answer).add_node("grade", grade, node_role=NodeRole.REWARD)
-    pipeline.add_node("refer", refer, plane="learning").add_node("value", value, plane="learning")
-    pipeline.add_node("compare", compare, plane="learning")
+    pipeline.add_node("refer", refer, plane="training").add_node("value", value, plane="training")
+    pipeline.add_node("compare", compare, plane="training")
     pipeline.add_node("learn", learn).add_node("learn_values", learn_values)
     return pipeline.build().bind(Config(), ["prompts"])
 
@@ -91,7 +91,7 @@ def two_parts() -> BoundPipeline:
 
 
 def nodes_of(plan: Plan) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
-    return [(rank.experience, rank.learning) for rank in plan.ranks]
+    return [(rank.rollout_nodes, rank.training_nodes) for rank in plan.ranks]
 
 
 PLAYS = ("answer", "grade")
@@ -99,9 +99,9 @@ LEARNS = ("refer", "compare", "learn")
 
 
 def test_without_an_allocation_one_part_is_on_all_devices() -> None:
-    program = grpo()
-    plan = plan_ray(program, devices(2, nodes=2), "cpu", {"actor": "7B"})
-    check_plan(plan, program)
+    bound_pipeline = grpo()
+    plan = plan_ray(bound_pipeline, devices(2, nodes=2), "cpu", {"actor": "7B"})
+    check_plan(plan, bound_pipeline)
     assert nodes_of(plan) == [(PLAYS, LEARNS)] * 4
     assert [rank.node for rank in plan.ranks] == [0, 0, 1, 1]
     assert [rank.rank for rank in plan.ranks] == [0, 1, 2, 3]
@@ -113,12 +113,12 @@ def test_without_an_allocation_one_part_is_on_all_devices() -> None:
 
 
 def test_rollout_and_training_on_devices_of_their_own() -> None:
-    program = grpo()
-    plan = plan_ray(program, devices(4, trainer__allocation="embedded[rollout]:d2+torch[actor]:d2"), "cpu", {})
-    check_plan(plan, program)
+    bound_pipeline = grpo()
+    plan = plan_ray(bound_pipeline, devices(4, trainer__allocation="embedded[rollout]:d2+torch[actor]:d2"), "cpu", {})
+    check_plan(plan, bound_pipeline)
     assert nodes_of(plan) == [(PLAYS, ())] * 2 + [((), LEARNS)] * 2
     assert [rank.engines for rank in plan.ranks] == [("rollout",)] * 2 + [("ref", "actor")] * 2
-    assert [rank.services for rank in plan.ranks] == [("judge",)] * 2 + [()] * 2
+    assert [rank.services for rank in plan.ranks] == [("reward_fn",)] * 2 + [()] * 2
     assert plan.layout("ref").ranks == plan.layout("actor").ranks == (2, 3)
     assert plan.layout("rollout").ranks == (0, 1)
     assert [(group.name, group.ranks) for group in plan.groups] == [
@@ -139,9 +139,9 @@ def test_an_allocation_of_shared_devices_is_the_plan_of_the_scheduler() -> None:
 
 def test_a_critic_of_its_own_runs_what_it_waits_for() -> None:
     """What uses no engine runs wherever it is needed; columns go between the ranks of actor and critic."""
-    program = ppo()
-    plan = plan_ray(program, devices(4, trainer__allocation="embedded:d1+torch:d2+torch[critic]:d1"), "cpu", {})
-    check_plan(plan, program)
+    bound_pipeline = ppo()
+    plan = plan_ray(bound_pipeline, devices(4, trainer__allocation="embedded:d1+torch:d2+torch[critic]:d1"), "cpu", {})
+    check_plan(plan, bound_pipeline)
     actor, critic = ("refer", "compare", "learn"), ("value", "compare", "learn_values")
     assert nodes_of(plan) == [(PLAYS, ()), ((), actor), ((), actor), ((), critic)]
     kinds = {(channel.source, channel.target): channel.kind for channel in plan.channels}
@@ -182,9 +182,9 @@ def test_load_decides_between_machines_that_suit_alike() -> None:
 
 
 def test_independent_parts_have_devices_of_their_own() -> None:
-    program = two_parts()
-    plan = plan_ray(program, devices(3), "cpu", {"actor": "500M", "critic": 600_000_000})
-    check_plan(plan, program)
+    bound_pipeline = two_parts()
+    plan = plan_ray(bound_pipeline, devices(3), "cpu", {"actor": "500M", "critic": 600_000_000})
+    check_plan(plan, bound_pipeline)
     critic, actor = (("load",), ("learn_values",)), (("load",), ("learn",))
     assert nodes_of(plan) == [critic, critic, actor]
     assert plan.layout("critic").sizes == Sizes(data=2) and plan.layout("actor").ranks == (2,)
@@ -198,13 +198,15 @@ def test_a_join_before_a_fork_is_whole_in_each_part() -> None:
     pipeline = Pipeline("two ends")
     for name, ids in deps.items():
         kind = NodeType.MODEL_TRAIN if name in trains else NodeType.COMPUTE
-        pipeline.add_node(name, nothing, list(ids), node_type=kind, engine=trains.get(name), plane="learning")
-    program = pipeline.build().bind(Config(), ["prompts"])
-    plan = plan_ray(program, devices(2, 2, dag__apportion_strategy="even"), "cpu", {"actor": "100M", "critic": "50M"})
-    check_plan(plan, program)
-    assert [set(rank.learning) for rank in plan.ranks] == [set("XYMPZJK")] * 2 + [set("XYMPZLN")] * 2
+        pipeline.add_node(name, nothing, list(ids), node_type=kind, engine=trains.get(name), plane="training")
+    bound_pipeline = pipeline.build().bind(Config(), ["prompts"])
+    plan = plan_ray(
+        bound_pipeline, devices(2, 2, dag__apportion_strategy="even"), "cpu", {"actor": "100M", "critic": "50M"}
+    )
+    check_plan(plan, bound_pipeline)
+    assert [set(rank.training_nodes) for rank in plan.ranks] == [set("XYMPZJK")] * 2 + [set("XYMPZLN")] * 2
     assert [rank.node for rank in plan.ranks] == [0, 0, 1, 1]
-    by_size = plan_ray(program, devices(2, 2), "cpu", {"actor": "100M", "critic": "50M"})
+    by_size = plan_ray(bound_pipeline, devices(2, 2), "cpu", {"actor": "100M", "critic": "50M"})
     assert (by_size.layout("actor").ranks, by_size.layout("critic").ranks) == ((1, 2, 3), (0,))
 
 
@@ -225,14 +227,14 @@ def test_what_nothing_waits_for_runs_with_the_actor() -> None:
     def look(values, ctx): ...
 
     pipeline = Pipeline("looking").add_node("answer", answer).add_node("grade", grade, node_role=NodeRole.REWARD)
-    pipeline.add_node("refer", refer, plane="learning").add_node("value", value, plane="learning")
-    pipeline.add_node("compare", compare, plane="learning").add_node("learn", learn)
-    pipeline.add_node("look", look, ["learn"], plane="learning")
-    program = pipeline.build().bind(Config(), ["prompts"])
+    pipeline.add_node("refer", refer, plane="training").add_node("value", value, plane="training")
+    pipeline.add_node("compare", compare, plane="training").add_node("learn", learn)
+    pipeline.add_node("look", look, ["learn"], plane="training")
+    bound_pipeline = pipeline.build().bind(Config(), ["prompts"])
     allocation = "embedded:d1+torch:d1+torch[critic]:d1"
-    plan = plan_ray(program, devices(3, trainer__allocation=allocation), "cpu", {})
-    check_plan(plan, program)
-    assert [rank.learning for rank in plan.ranks] == [(), ("refer", "compare", "learn", "look"), ("value",)]
+    plan = plan_ray(bound_pipeline, devices(3, trainer__allocation=allocation), "cpu", {})
+    check_plan(plan, bound_pipeline)
+    assert [rank.training_nodes for rank in plan.ranks] == [(), ("refer", "compare", "learn", "look"), ("value",)]
 
 
 def test_on_gpus_gloo_stands_beside_nccl_from_the_threshold_on() -> None:
@@ -280,7 +282,7 @@ def test_a_copy_over_ranks_that_do_not_divide_them_is_refused(allocation: str) -
         ("embedded:d1|fsdp:d1", {}, ("actor_rollout_ref.actor.strategy=torch contradicts", "which says fsdp")),
         ("torch:d1", {}, ("names no rollout",)),
         ("embedded:d1", {}, ("names no actor",)),
-        ("embedded:d1|torch:d1|torch[critic]:d1", {}, ("program 'grpo' has no critic; its engines: actor, ref",)),
+        ("embedded:d1|torch:d1|torch[critic]:d1", {}, ("pipeline 'grpo' has no critic; its engines: actor, ref",)),
         ("embedded:d1t2|torch:d2", {}, ("has no tensor parallelism",)),
         (
             "embedded:d4|fsdp:d2t2|fsdp[ref]:d4",
@@ -304,11 +306,11 @@ def test_a_node_whose_engines_lie_apart_is_refused() -> None:
     def both(advantages, *, actor, critic): ...
 
     pipeline = Pipeline("both").add_node("answer", answer).add_node("grade", grade, node_role=NodeRole.REWARD)
-    pipeline.add_node("refer", refer, plane="learning").add_node("compare", compare, plane="learning")
-    program = pipeline.add_node("both", both).build().bind(Config(), ["prompts"])
+    pipeline.add_node("refer", refer, plane="training").add_node("compare", compare, plane="training")
+    bound_pipeline = pipeline.add_node("both", both).build().bind(Config(), ["prompts"])
     text = "embedded:d1+torch:d1+torch[critic]:d1"
     with pytest.raises(UserError, match="node 'both' uses 'critic', which is not on the devices of 'actor': join them"):
-        plan_ray(program, devices(3, trainer__allocation=text), "cpu", {})
+        plan_ray(bound_pipeline, devices(3, trainer__allocation=text), "cpu", {})
 
 
 def test_a_rollout_of_several_devices_divides_them() -> None:
@@ -373,19 +375,19 @@ def test_without_an_allocation_nothing_follows() -> None:
 
 
 def test_a_layout_of_other_ranks_than_those_that_run_it_is_refused() -> None:
-    program = two_parts()
-    plan = plan_ray(program, devices(3), "cpu", {})
-    moved = rank_plan(program, 1, "cpu", plan.ranks[1].experience, ["learn_values"])
+    bound_pipeline = two_parts()
+    plan = plan_ray(bound_pipeline, devices(3), "cpu", {})
+    moved = rank_plan(bound_pipeline, 1, "cpu", plan.ranks[1].rollout_nodes, ["learn_values"])
     with pytest.raises(UserError, match=r"lays the actor over ranks \(0, 1\), and ranks \(0,\) use it"):
-        check_plan(replace(plan, ranks=(plan.ranks[0], moved, plan.ranks[2])), program)
+        check_plan(replace(plan, ranks=(plan.ranks[0], moved, plan.ranks[2])), bound_pipeline)
 
 
 def nothing(ctx): ...
 
 
 @st.composite
-def programs(draw: st.DrawFn) -> BoundPipeline:
-    """Random nodes behind each other as they come: some that load, then of the learning plane, some with an engine."""
+def pipelines(draw: st.DrawFn) -> BoundPipeline:
+    """Random nodes behind each other as they come: some that load, then of the training loop, some with an engine."""
     pipeline = Pipeline("random")
     num_loading = draw(st.integers(0, 2))
     for number in range(num_loading + draw(st.integers(1, 7))):
@@ -393,20 +395,20 @@ def programs(draw: st.DrawFn) -> BoundPipeline:
         loads = number < num_loading
         engine = None if loads else draw(st.sampled_from([None, "actor", "critic", "ref", "reward_model"]))
         kind = NodeType.MODEL_INFERENCE if engine else NodeType.COMPUTE
-        plane = "experience" if loads else "learning"
+        plane = "rollout" if loads else "training"
         pipeline.add_node(f"n{number}", nothing, deps, node_type=kind, engine=engine, plane=plane)  # type: ignore[arg-type]
     return pipeline.build().bind(Config(), ["prompts"])
 
 
-def engines_together(program: BoundPipeline) -> list[set[str]]:
+def engines_together(bound_pipeline: BoundPipeline) -> list[set[str]]:
     """Engines that one part must have, by the definition: those that some exit depends on, joined where they meet."""
     found: list[set[str]] = []
-    for end in program.learning:
+    for end in bound_pipeline.training_nodes:
         behind = {end.node_id}
-        for other in reversed(program.learning):
-            if any(dep == other.node_id for name in behind for dep in program.node(name).deps):
+        for other in reversed(bound_pipeline.training_nodes):
+            if any(dep == other.node_id for name in behind for dep in bound_pipeline.node(name).deps):
                 behind.add(other.node_id)
-        engines = {engine for name in behind for engine in program.node(name).engines}
+        engines = {engine for name in behind for engine in bound_pipeline.node(name).engines}
         met = [part for part in found if part & engines]
         found = [part for part in found if part not in met] + ([engines.union(*met)] if engines else [])
     return found
@@ -416,42 +418,44 @@ SIZES = st.fixed_dictionaries({role: st.integers(0, 10**12) for role in ("actor"
 
 
 @settings(derandomize=True, deadline=None)
-@given(programs(), st.integers(1, 3), st.integers(1, 6), SIZES, st.sampled_from(["even", "param_aware"]))
+@given(pipelines(), st.integers(1, 3), st.integers(1, 6), SIZES, st.sampled_from(["even", "param_aware"]))
 def test_any_program_is_placed_whole_on_any_cluster_that_is_large_enough(
-    program: BoundPipeline, nodes: int, per_node: int, sizes: dict[str, float], strategy: str
+    bound_pipeline: BoundPipeline, nodes: int, per_node: int, sizes: dict[str, float], strategy: str
 ) -> None:
     given_config = devices(per_node, nodes, dag__apportion_strategy=strategy)
-    parts = engines_together(program)
+    parts = engines_together(bound_pipeline)
     if len(parts) > nodes * per_node:
         said = f"{len(parts)} independent parts, and there are {nodes * per_node} devices"
         with pytest.raises(UserError, match=said):
-            plan_ray(program, given_config, "cpu", sizes)
+            plan_ray(bound_pipeline, given_config, "cpu", sizes)
         return
-    plan = plan_ray(program, given_config, "cpu", sizes)
-    check_plan(plan, program)
+    plan = plan_ray(bound_pipeline, given_config, "cpu", sizes)
+    check_plan(plan, bound_pipeline)
     assert [rank.node for rank in plan.ranks] == [rank // per_node for rank in range(nodes * per_node)]
     for rank in plan.ranks:
-        assert rank.learning and (not parts or set(rank.engines) in parts), "it has a part, and one alone"
-        for node_id in (*rank.experience, *rank.learning):
-            assert {*program.node(node_id).deps} <= {*rank.experience, *rank.learning}, "an input of a join is lost"
+        assert rank.training_nodes and (not parts or set(rank.engines) in parts), "it has a part, and one alone"
+        for node_id in (*rank.rollout_nodes, *rank.training_nodes):
+            assert {*bound_pipeline.node(node_id).deps} <= {*rank.rollout_nodes, *rank.training_nodes}, (
+                "an input of a join is lost"
+            )
     assert {frozenset(rank.engines) for rank in plan.ranks} == {frozenset(part) for part in parts or [set[str]()]}
     assert {layout.role: layout.ranks for layout in plan.layouts} == {
-        role: tuple(rank.rank for rank in plan.ranks if role in rank.engines) for role in program.engines
+        role: tuple(rank.rank for rank in plan.ranks if role in rank.engines) for role in bound_pipeline.engines
     }
     assert {channel.kind for channel in plan.channels} <= {"local", "stream"}, "no part waits for another"
-    assert plan == plan_ray(program, given_config, "cpu", dict(reversed(sizes.items())))
+    assert plan == plan_ray(bound_pipeline, given_config, "cpu", dict(reversed(sizes.items())))
 
 
 @settings(derandomize=True, deadline=None, max_examples=60)
-@given(programs(), st.sampled_from([(2, 2), (3, 2), (2, 3), (5, 1), (1, 6)]), SIZES)
+@given(pipelines(), st.sampled_from([(2, 2), (3, 2), (2, 3), (5, 1), (1, 6)]), SIZES)
 def test_no_better_cohesion_of_its_parts_is_left_on_the_table(
-    program: BoundPipeline, cluster: tuple[int, int], sizes: dict[str, float]
+    bound_pipeline: BoundPipeline, cluster: tuple[int, int], sizes: dict[str, float]
 ) -> None:
     nodes, per_node = cluster
-    plan = plan_ray(program, devices(per_node, nodes), "cpu", sizes)
+    plan = plan_ray(bound_pipeline, devices(per_node, nodes), "cpu", sizes)
     held: dict[tuple[str, ...], list[int]] = {}
     for rank in plan.ranks:
-        held.setdefault(rank.learning, [0] * nodes)[rank.node] += 1
+        held.setdefault(rank.training_nodes, [0] * nodes)[rank.node] += 1
     counts = [tuple(on_node) for on_node in held.values()]
     ways = all_placements([sum(part) for part in counts], (per_node,) * nodes)
     assert broken_and_pieces(counts, per_node) == min(broken_and_pieces(way, per_node) for way in ways)

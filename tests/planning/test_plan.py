@@ -1,4 +1,4 @@
-"""Plans: one worker has everything, and one that does not fit its program is refused before anything is built."""
+"""Plans: one worker has everything, and one that does not fit its pipeline is refused before anything is built."""
 
 import json
 from dataclasses import replace
@@ -22,12 +22,12 @@ class Config:
 
 
 @pytest.fixture
-def program() -> BoundPipeline:
+def pipeline() -> BoundPipeline:
     @node(writes="responses")
     def answer(prompts, *, rollout): ...
 
     @node(writes="token_level_rewards", scope="group")
-    def grade(responses, *, judge): ...
+    def grade(responses, *, reward_fn): ...
 
     def learn(token_level_rewards, *, actor): ...
 
@@ -41,14 +41,14 @@ def program() -> BoundPipeline:
     )
 
 
-def test_everything_is_on_one_worker_and_the_planes_meet_at_the_experience_edge(program: BoundPipeline) -> None:
-    plan = plan_local(program, "cpu")
+def test_everything_is_on_one_worker_and_the_planes_meet_at_the_experience_edge(pipeline: BoundPipeline) -> None:
+    plan = plan_local(pipeline, "cpu")
     (rank,) = plan.ranks
-    assert (rank.experience, rank.learning) == (("answer", "grade"), ("learn",))
-    assert (rank.engines, rank.services) == (("rollout", "actor"), ("judge",))
+    assert (rank.rollout_nodes, rank.training_nodes) == (("answer", "grade"), ("learn",))
+    assert (rank.engines, rank.services) == (("rollout", "actor"), ("reward_fn",))
     assert plan.channels == (Channel("answer", "grade", "local"), Channel("grade", "learn", "stream"))
     assert json.loads(json.dumps(plan.to_json()))["ranks"][0]["device"] == "cpu"
-    check_plan(plan, program)
+    check_plan(plan, pipeline)
 
 
 def test_where_the_roles_are_is_told_to_people() -> None:
@@ -59,46 +59,46 @@ def test_where_the_roles_are_is_told_to_people() -> None:
 
 def test_an_engine_of_two_nodes_is_named_once() -> None:
     @node(writes="responses")
-    def answer(prompts, *, rollout, judge): ...
+    def answer(prompts, *, rollout, reward_fn): ...
 
     @node(writes="token_level_rewards", scope="group")
-    def grade(responses, *, rollout, judge): ...
+    def grade(responses, *, rollout, reward_fn): ...
 
     graph = Pipeline("small").add_node("answer", answer).add_node("grade", grade, ["answer"], node_role=NodeRole.REWARD)
     (rank,) = plan_local(graph.build().bind(Config(), ["prompts"]), "cpu").ranks
-    assert (rank.engines, rank.services) == (("rollout",), ("judge",))
+    assert (rank.engines, rank.services) == (("rollout",), ("reward_fn",))
 
 
-def test_a_worker_gets_the_engines_and_services_of_its_own_nodes_only(program: BoundPipeline) -> None:
-    learner = rank_plan(program, 0, "cuda:0", [], ["learn"])
-    player = rank_plan(program, 1, "cuda:1", ["answer", "grade"], [])
+def test_a_worker_gets_the_engines_and_services_of_its_own_nodes_only(pipeline: BoundPipeline) -> None:
+    learner = rank_plan(pipeline, 0, "cuda:0", [], ["learn"])
+    player = rank_plan(pipeline, 1, "cuda:1", ["answer", "grade"], [])
     assert (learner.engines, learner.services) == (("actor",), ())
-    assert (player.engines, player.services, player.device) == (("rollout",), ("judge",), "cuda:1")
-    check_plan(Plan("small", (learner, player), ()), program)
+    assert (player.engines, player.services, player.device) == (("rollout",), ("reward_fn",), "cuda:1")
+    check_plan(Plan("small", (learner, player), ()), pipeline)
 
 
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"engines": ("rollout", "actor", "ref")}, "gives rank 0 the engine 'ref', which no node of program 'small'"),
-        ({"services": ("judge", "tokenizer")}, "gives rank 0 the service 'tokenizer', which no node"),
+        ({"engines": ("rollout", "actor", "ref")}, "gives rank 0 the engine 'ref', which no node of pipeline 'small'"),
+        ({"services": ("reward_fn", "tokenizer")}, "gives rank 0 the service 'tokenizer', which no node"),
         ({"engines": ("rollout",)}, "gives rank 0 no engine 'actor', which its nodes need"),
-        ({"services": ()}, "gives rank 0 no service 'judge', which its nodes need"),
-        ({"learning": (), "engines": ("rollout",)}, "no rank of the plan runs node 'learn' of program 'small'"),
+        ({"services": ()}, "gives rank 0 no service 'reward_fn', which its nodes need"),
+        ({"training_nodes": (), "engines": ("rollout",)}, "no rank of the plan runs node 'learn' of pipeline 'small'"),
     ],
 )
 def test_a_plan_that_does_not_fit_its_program_is_refused(
-    program: BoundPipeline, changes: dict[str, Any], said: str
+    pipeline: BoundPipeline, changes: dict[str, Any], said: str
 ) -> None:
-    plan = plan_local(program, "cpu")
+    plan = plan_local(pipeline, "cpu")
     rank: RankPlan = replace(plan.ranks[0], **changes)
     with pytest.raises(UserError) as caught:
-        check_plan(replace(plan, ranks=(rank,)), program)
+        check_plan(replace(plan, ranks=(rank,)), pipeline)
     assert said in str(caught.value)
 
 
-def test_a_node_that_the_program_has_not_is_refused(program: BoundPipeline) -> None:
-    plan = plan_local(program, "cpu")
-    rank = replace(plan.ranks[0], learning=("learn", "lern"))
+def test_a_node_that_the_program_has_not_is_refused(pipeline: BoundPipeline) -> None:
+    plan = plan_local(pipeline, "cpu")
+    rank = replace(plan.ranks[0], training_nodes=("learn", "lern"))
     with pytest.raises((UserError, PipelineError), match="lern"):
-        check_plan(replace(plan, ranks=(rank,)), program)
+        check_plan(replace(plan, ranks=(rank,)), pipeline)

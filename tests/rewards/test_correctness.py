@@ -99,7 +99,7 @@ def test_no_verdict_is_not_right(tmp_path: Path) -> None:
     settings = {"timeout_s": 20.0, "num_workers": 1, "max_response_length": 100}
     with RewardRouter({"default": [("math", 1.0), (f"{tmp_path}/own.py:odd", 0.1)]}, **settings) as router:  # type: ignore[arg-type]
         judgement = asyncio.run(router.score(answer(r"\boxed{5}", 1)))
-    assert judgement.accuracy == 0.0 and "'yes' as 'acc', which is no number" in str(judgement.verdict)
+    assert judgement.accuracy == 0.0 and "'yes' as 'acc', which is no number" in str(judgement.reward_result)
 
 
 def answer(text: str, num_tokens: int) -> Sample:
@@ -108,5 +108,5 @@ def answer(text: str, num_tokens: int) -> Sample:
 
 
 def score_of(judgement: RewardOutcome) -> float:
-    assert isinstance(judgement.verdict, Score)
-    return judgement.verdict.value
+    assert isinstance(judgement.reward_result, Score)
+    return judgement.reward_result.value

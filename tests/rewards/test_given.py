@@ -12,7 +12,7 @@ from distflow.errors import UserError
 from distflow.import_target import LoadError
 from distflow.rewards.fingerprint import fingerprint_function, fingerprint_target
 from distflow.rewards.functions import read_function, write_function
-from distflow.rewards.pool.pool import VerifierPool
+from distflow.rewards.pool.pool import RewardPool
 from distflow.rewards.score import Error, RewardResult, Score
 
 # As a notebook has it: functions of `__main__`, with what they refer to there.
@@ -105,32 +105,32 @@ def cells() -> dict:
 
 
 @pytest.fixture(scope="module")
-def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VerifierPool]:
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RewardPool]:
     folder, namespace, targets = tmp_path_factory.mktemp("rewards"), cells(), {}
     for name, (code, _) in [*FUNCTIONS.items(), ("raising", ("raising", 0.0))]:
         file = folder / f"{name}.pkl"
         function = eval(code, namespace)
         write_function(function, fingerprint_function(function), file)
         targets[name] = f"{file}:{name}"
-    pool = VerifierPool(targets, num_workers=1, timeout_s=20.0)
+    pool = RewardPool(targets, num_workers=1, timeout_s=20.0)
     yield pool
     pool.close()
 
 
-def judge(pool: VerifierPool, name: str) -> RewardResult:
-    return asyncio.run(pool.judge(name, ASKED))
+def judge(pool: RewardPool, name: str) -> RewardResult:
+    return asyncio.run(pool.call(name, ASKED))
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_every_kind_of_function_gives_its_score(pool: VerifierPool, name: str) -> None:
-    verdict = judge(pool, name)
-    assert isinstance(verdict, Score), verdict
-    assert verdict.value == FUNCTIONS[name][1]
+def test_every_kind_of_function_gives_its_score(pool: RewardPool, name: str) -> None:
+    reward_result = judge(pool, name)
+    assert isinstance(reward_result, Score), reward_result
+    assert reward_result.value == FUNCTIONS[name][1]
 
 
-def test_what_it_raises_is_an_error_as_of_a_file(pool: VerifierPool) -> None:
-    verdict = judge(pool, "raising")
-    assert isinstance(verdict, Error) and "KeyError: 'what is missing'" in verdict.reason
+def test_what_it_raises_is_an_error_as_of_a_file(pool: RewardPool) -> None:
+    reward_result = judge(pool, "raising")
+    assert isinstance(reward_result, Error) and "KeyError: 'what is missing'" in reward_result.reason
 
 
 def test_what_cannot_be_sent_is_named(tmp_path: Path) -> None:

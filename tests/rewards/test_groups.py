@@ -8,7 +8,7 @@ import pytest
 
 from distflow.data.sample import Sample, Segment
 from distflow.rewards.functions import find_fault
-from distflow.rewards.pool.pool import VerifierPool
+from distflow.rewards.pool.pool import RewardPool
 from distflow.rewards.router import RewardRouter
 from distflow.rewards.score import Error, RewardResult, Score, Timeout
 from tests.patience import at_some_deadline
@@ -64,29 +64,32 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def pool(file: Path) -> Iterator[VerifierPool]:
-    pool = VerifierPool({name: f"{file}:{name}" for name in NAMES}, num_workers=1, timeout_s=20.0)
+def pool(file: Path) -> Iterator[RewardPool]:
+    pool = RewardPool({name: f"{file}:{name}" for name in NAMES}, num_workers=1, timeout_s=20.0)
     yield pool
     pool.close()
 
 
-def ask(pool: VerifierPool, name: str, texts: list[str], timeout_s: float | None = None, **extra) -> list[RewardResult]:
+def ask(pool: RewardPool, name: str, texts: list[str], timeout_s: float | None = None, **extra) -> list[RewardResult]:
     asked = [{"data_source": "d", "solution_str": t, "ground_truth": "g", "extra_info": extra} for t in texts]
     return asyncio.run(pool.score_group(name, asked, timeout_s))
 
 
-def test_the_pool_knows_which_take_groups(pool: VerifierPool) -> None:
+def test_the_pool_knows_which_take_groups(pool: RewardPool) -> None:
     assert pool.takes_groups == set(NAMES)
 
 
-def test_async_ones_wait_together_and_fail_alone(pool: VerifierPool) -> None:
+def test_async_ones_wait_together_and_fail_alone(pool: RewardPool) -> None:
     """Each waits for all others to have begun."""
-    verdicts = ask(pool, "waiting", ["a", "raise", "abc", *["abcd"] * 20], together=23)
-    assert verdicts[0] == Score(1.0, {"acc": 0.0}) and verdicts[2] == Score(3.0, {"acc": 0.0})
-    assert isinstance(verdicts[1], Error) and "KeyError: 'no such answer' (at rewards.py:" in verdicts[1].reason
+    reward_results = ask(pool, "waiting", ["a", "raise", "abc", *["abcd"] * 20], together=23)
+    assert reward_results[0] == Score(1.0, {"acc": 0.0}) and reward_results[2] == Score(3.0, {"acc": 0.0})
+    assert (
+        isinstance(reward_results[1], Error)
+        and "KeyError: 'no such answer' (at rewards.py:" in reward_results[1].reason
+    )
 
 
-def test_an_async_one_has_a_deadline_of_its_own(pool: VerifierPool) -> None:
+def test_an_async_one_has_a_deadline_of_its_own(pool: RewardPool) -> None:
     """Else both would be killed after the time of two."""
 
     def check(deadline_s: float) -> None:
@@ -96,29 +99,29 @@ def test_an_async_one_has_a_deadline_of_its_own(pool: VerifierPool) -> None:
     assert ask(pool, "waiting", ["a"]) == [Score(1.0, {"acc": 0.0})]
 
 
-def test_one_that_blocks_is_killed(pool: VerifierPool) -> None:
+def test_one_that_blocks_is_killed(pool: RewardPool) -> None:
     assert ask(pool, "blocking", ["a", "b"], 0.2) == [Timeout(0.4), Timeout(0.4)]
     assert ask(pool, "waiting", ["a"]) == [Score(1.0, {"acc": 0.0})]
 
 
 @pytest.mark.parametrize("name", ["ranked", "ranked_async"])
-def test_a_batched_one_sees_all_answers_to_a_prompt(pool: VerifierPool, name: str) -> None:
+def test_a_batched_one_sees_all_answers_to_a_prompt(pool: RewardPool, name: str) -> None:
     assert ask(pool, name, ["c", "a", "b"]) == [Score(2.0), Score(0.0), Score(1.0)]
 
 
-def test_what_a_batched_one_may_return(pool: VerifierPool) -> None:
+def test_what_a_batched_one_may_return(pool: RewardPool) -> None:
     first, second, third, fourth = ask(pool, "mixed", ["a", "b", "c", "d"])
     assert (first, second) == (Score(1.0), Score(0.5, {"why": "so"}))
     assert isinstance(third, Error) and "None" in third.reason
     assert isinstance(fourth, Error) and "nan" in fourth.reason
     assert ask(pool, "tensor", ["a", "b"]) == [Score(0.0), Score(1.0)]
-    for verdict in ask(pool, "short", ["a", "b"]):
-        assert isinstance(verdict, Error) and "it returned 1 scores for 2 answers" in verdict.reason
+    for reward_result in ask(pool, "short", ["a", "b"]):
+        assert isinstance(reward_result, Error) and "it returned 1 scores for 2 answers" in reward_result.reason
 
 
-def test_a_crash_is_an_error_for_the_whole_group(pool: VerifierPool) -> None:
-    verdicts = ask(pool, "leaves", ["a", "b"])
-    assert [isinstance(v, Error) and "exited with 3, twice" in v.reason for v in verdicts] == [True, True]
+def test_a_crash_is_an_error_for_the_whole_group(pool: RewardPool) -> None:
+    reward_results = ask(pool, "leaves", ["a", "b"])
+    assert [isinstance(v, Error) and "exited with 3, twice" in v.reason for v in reward_results] == [True, True]
 
 
 def test_the_router_hands_them_the_samples_of_their_domain(file: Path) -> None:
@@ -130,7 +133,12 @@ def test_the_router_hands_them_the_samples_of_their_domain(file: Path) -> None:
 
     with RewardRouter(functions, timeout_s=20.0, num_workers=1, max_response_length=8) as router:
         judged = asyncio.run(router([sample("c"), sample("zz", "other"), sample("b"), sample("a")]))
-    assert [judgement.verdict.value for judgement in judged if isinstance(judgement.verdict, Score)] == [2, 2, 11, 0]
+    assert [judgement.reward_result.value for judgement in judged if isinstance(judgement.reward_result, Score)] == [
+        2,
+        2,
+        11,
+        0,
+    ]
 
 
 @pytest.mark.parametrize(

@@ -153,16 +153,16 @@ def test_one_process_judges_for_all_domains_as_one_part_of_the_score(tmp_path: P
         found = asyncio.run(router(samples))
         counts = router.take_counts()
         again = asyncio.run(router(samples))
-        alone = asyncio.run(pools.judge("model", {"data_source": "sums", "solution_str": "5", "extra_info": {}}))
+        alone = asyncio.run(pools.call("model", {"data_source": "sums", "solution_str": "5", "extra_info": {}}))
     said = reference(folder, [f"<bos>user: {PROMPT}assistant: {text}{EOS}" for text in ("5", "no")])
-    verdicts = [judgement.verdict for judgement in found]
-    assert all(isinstance(verdict, Score) for verdict in verdicts), verdicts
-    total = [verdict.value for verdict in verdicts]
+    reward_results = [judgement.reward_result for judgement in found]
+    assert all(isinstance(reward_result, Score) for reward_result in reward_results), reward_results
+    total = [reward_result.value for reward_result in reward_results]
     assert total[:4] == pytest.approx([1 + said[0] / 2, said[1] / 2, 2 * said[0], 2 * said[1]], abs=2e-5)
     assert [found[i].accuracy for i in (0, 1)] == [1.0, 0.0], "what compares with the answer says what is right"
-    assert [sorted(verdict.extra) for verdict in verdicts] == [[]] * 4 + [["model/cut_tokens"]] * 2
-    assert counts["reward/cut/model"] == 2 and counts["reward/verdicts"] == 6
-    assert [each.verdict for each in again] == verdicts, "to the bit"
+    assert [sorted(reward_result.extra) for reward_result in reward_results] == [[]] * 4 + [["model/cut_tokens"]] * 2
+    assert counts["reward/cut/model"] == 2 and counts["reward/calls"] == 6
+    assert [each.reward_result for each in again] == reward_results, "to the bit"
     assert isinstance(alone, Score)
 
 

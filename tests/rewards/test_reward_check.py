@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from distflow.registry import REWARDS
-from distflow.rewards.pool.pool import VerifierPool
+from distflow.rewards.pool.pool import RewardPool
 from distflow.rewards.reward_check import (
     FORMS,
     HOSTILE_KIND,
@@ -23,7 +23,7 @@ ROWS = [Row(f"rows:{number}", "default", answer, {}) for number, answer in enume
 
 
 def tried(target: str, rows: list[Row] = ROWS, timeout_s: float = 20.0) -> Trial:
-    pool = VerifierPool({"it": target}, num_workers=2, timeout_s=timeout_s)
+    pool = RewardPool({"it": target}, num_workers=2, timeout_s=timeout_s)
     try:
         return asyncio.run(try_reward(pool, "it", rows, 2))
     finally:

@@ -48,12 +48,12 @@ def router() -> Iterator[RewardRouter]:
 )
 def test_the_score_is_the_weighted_sum_of_the_parts(router, response, total, parts):
     judgement = score(router, sample(response))
-    assert judgement.verdict == Score(total)
+    assert judgement.reward_result == Score(total)
     assert judgement.scores() == {**parts, "overlong": 0.0}
 
 
 def test_a_domain_has_its_own_functions_and_others_the_default_ones(router):
-    assert score(router, sample("a", "a", "text")).verdict == Score(2.0)
+    assert score(router, sample("a", "a", "text")).reward_result == Score(2.0)
     assert set(score(router, sample("5", "5", "elsewhere")).parts) == {"math", "format", "overlong"}
 
 
@@ -61,7 +61,7 @@ def test_a_domain_has_its_own_functions_and_others_the_default_ones(router):
 def test_the_overlong_penalty_grows_over_the_buffer_and_stops_at_the_factor(router, num_tokens, penalty):
     judgement = score(router, sample("a", "a", "text", num_tokens))
     assert judgement.parts["overlong"] == Score(pytest.approx(penalty))
-    assert judgement.verdict == Score(pytest.approx(2.0 + penalty))
+    assert judgement.reward_result == Score(pytest.approx(2.0 + penalty))
 
 
 def test_the_penalty_lies_before_a_domains_own_limit(router):
@@ -72,9 +72,9 @@ def test_the_penalty_lies_before_a_domains_own_limit(router):
 def test_one_part_that_fails_leaves_the_sample_without_a_score_and_keeps_the_others(router):
     router.take_counts()
     judgement = score(router, sample("raises", "raises", "faulty"))
-    assert isinstance(judgement.verdict, Error) and judgement.verdict.reason.startswith("custom: KeyError")
+    assert isinstance(judgement.reward_result, Error) and judgement.reward_result.reason.startswith("custom: KeyError")
     assert judgement.scores() == {"exact_match": 1.0, "overlong": 0.0}
-    assert isinstance(score(router, sample("nan", "x", "faulty")).verdict, Error)
+    assert isinstance(score(router, sample("nan", "x", "faulty")).reward_result, Error)
     counts = router.take_counts()
     assert counts["reward/errors"] == counts["reward/errors/custom"] == 2 and counts["reward/timeouts"] == 0
     assert router.take_counts()["reward/errors"] == 0
@@ -84,26 +84,28 @@ def test_a_part_that_hangs_is_a_timeout_of_the_sample():
     def check(deadline_s: float) -> None:
         settings = {**SETTINGS, "timeout_s": deadline_s}
         with RewardRouter({"default": [("custom", 1.0)]}, custom=(FAULTY, "compute_score"), **settings) as router:
-            assert score(router, sample("hang in c")).verdict == Timeout(deadline_s)
-            assert score(router, sample("echo", value=3)).verdict == Score(3.0)
+            assert score(router, sample("hang in c")).reward_result == Timeout(deadline_s)
+            assert score(router, sample("echo", value=3)).reward_result == Score(3.0)
             counts = router.take_counts()
-            assert (counts["reward/timeouts"], counts["reward/timeouts/custom"], counts["reward/verdicts"]) == (1, 1, 2)
+            assert (counts["reward/timeouts"], counts["reward/timeouts/custom"], counts["reward/calls"]) == (1, 1, 2)
 
     at_some_deadline(check, 0.4, 10.0)
 
 
 def test_a_missing_ground_truth_is_an_error(router):
-    assert isinstance(score(router, sample(r"\boxed{5}", None)).verdict, Error)
+    assert isinstance(score(router, sample(r"\boxed{5}", None)).reward_result, Error)
 
 
 def test_remarks_of_a_part_are_kept_under_its_name(router):
-    verdict = score(router, sample("dict", "x", "faulty")).verdict
-    assert isinstance(verdict, Score) and verdict.value == 0.5 and verdict.extra["custom/why"] == "half"
+    reward_result = score(router, sample("dict", "x", "faulty")).reward_result
+    assert (
+        isinstance(reward_result, Score) and reward_result.value == 0.5 and reward_result.extra["custom/why"] == "half"
+    )
 
 
 def test_samples_are_judged_at_once_and_in_their_order(router):
     judged = [sample("a", "a", "text"), sample("b", "a", "text"), sample("a", "a", "text", num_tokens=200)]
-    assert [j.verdict for j in asyncio.run(router(judged))] == [Score(2.0), Score(0.0), Score(1.5)]
+    assert [j.reward_result for j in asyncio.run(router(judged))] == [Score(2.0), Score(0.0), Score(1.5)]
 
 
 def test_domains_are_checked_before_the_run():
@@ -138,7 +140,7 @@ def test_functions_that_are_not_there(functions, custom, said):
 
 def test_a_function_may_be_named_by_its_module():
     with RewardRouter({"default": [("distflow.rewards.exact_match_reward:compute_score", 1.0)]}, **SETTINGS) as router:
-        assert score(router, sample("a", "a")).verdict == Score(1.0)
+        assert score(router, sample("a", "a")).reward_result == Score(1.0)
 
 
 def test_what_failed_is_counted_by_domain_and_what_the_other_parts_said_is_kept(router):
@@ -151,13 +153,16 @@ def test_what_failed_is_counted_by_domain_and_what_the_other_parts_said_is_kept(
         score(own, sample("a", "a", "text"))
         score(own, sample("a", "a", "text"))
         counts = own.take_counts()
-    assert isinstance(judgement.verdict, Error) and judgement.remarks() == {"math/extracted": None, "math/wanted": "5"}
+    assert isinstance(judgement.reward_result, Error) and judgement.remarks() == {
+        "math/extracted": None,
+        "math/wanted": "5",
+    }
     by_domain = {name: number for name, number in counts.items() if name.startswith("domains/")}
     assert by_domain == {
-        "domains/calc/verdicts": 1, "domains/calc/errors": 1, "domains/calc/timeouts": 0,
-        "domains/text/verdicts": 2, "domains/text/errors": 0, "domains/text/timeouts": 0,
+        "domains/calc/calls": 1, "domains/calc/errors": 1, "domains/calc/timeouts": 0,
+        "domains/text/calls": 2, "domains/text/errors": 0, "domains/text/timeouts": 0,
     }  # fmt: skip
-    assert (counts["reward/verdicts"], counts["reward/errors"]) == (3, 1)
+    assert (counts["reward/calls"], counts["reward/errors"]) == (3, 1)
 
 
 @pytest.mark.parametrize("name", ["errors", "timeouts", "all", "errors/algebra"])

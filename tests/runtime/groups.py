@@ -46,18 +46,18 @@ def samples(
     return made
 
 
-def ticket(number: int = 0, size: int = 2) -> PromptGroup:
+def prompt_group(number: int = 0, size: int = 2) -> PromptGroup:
     return PromptGroup(number, 0, number, size, 0)
 
 
 def waiting_group(of: PromptGroup | None = None) -> Group:
     """A group without any answer yet."""
-    of = of or ticket()
+    of = of or prompt_group()
     return new_group(of, PromptRow(of.row, (1, 2, 3), "p", "r0", "default", {"row": of.row}), PARAMS, seed=1)
 
 
 def answered_group(number: int = 0, lengths: tuple[int, ...] = (2, 4)) -> Group:
-    made = waiting_group(ticket(number, len(lengths)))
+    made = waiting_group(prompt_group(number, len(lengths)))
     made.answer(samples(number, lengths))
     return made
 
@@ -70,7 +70,7 @@ def coordinator(**changes: Any) -> Coordinator:
 def bound(
     fn: Callable[..., Any] | None, config: Any = None, fields: tuple[str, ...] = FIELDS, **settings: Any
 ) -> BoundNode:
-    """The function, or what a marker has in its place, as the only node, `x`, of a program."""
+    """The function, or what a marker has in its place, as the only node, `x`, of a pipeline."""
     graph = Pipeline("p").add_node("x", fn, [], **settings).build()
     return graph.bind(config or Config(), fields).node("x")
 

@@ -29,19 +29,19 @@ class Router:
 def test_the_judge_is_asked_about_samples_or_a_batch_that_stands_for_all_of_the_group_s() -> None:
     answered = answered_group(5)
     ctx = context(group=answered, router=Router())
-    assert asyncio.run(ctx.judge(answered.samples[1:])) == ["5-1"]  # type: ignore[comparison-overlap]
-    assert asyncio.run(ctx.judge(answered.batch())) == ["5-0", "5-1"]  # type: ignore[comparison-overlap]
+    assert asyncio.run(ctx.reward_fn(answered.samples[1:])) == ["5-1"]  # type: ignore[comparison-overlap]
+    assert asyncio.run(ctx.reward_fn(answered.batch())) == ["5-0", "5-1"]  # type: ignore[comparison-overlap]
 
 
 @pytest.mark.parametrize("given", [{}, {"router": Router()}, {"group": answered_group()}])
 def test_without_verifiers_the_judge_says_how_to_get_some(given: dict[str, Any]) -> None:
-    with pytest.raises(UserError, match="a parameter `judge`"):
-        asyncio.run(context(**given).judge([]))
+    with pytest.raises(UserError, match="a parameter `reward_fn`"):
+        asyncio.run(context(**given).reward_fn([]))
 
 
 def parts(owned: Sequence[int], step: int = 0, epoch: int = 0) -> list[list[int]]:
-    """The tickets of each mini-batch of two groups, on a rank that has these groups."""
-    ctx = context(step, tickets=TICKETS)
+    """The groups of each mini-batch of two groups, on a rank that has these groups."""
+    ctx = context(step, group_ids=TICKETS)
     batch = Batch.concat([group(number) for number in owned])
     return [part["group_index"].tolist() for part in ctx.minibatches(batch, 2, epoch)]
 
@@ -64,12 +64,12 @@ def test_a_node_has_one_state_of_its_own_and_its_updates_are_told_by_role() -> N
     told: list[tuple[Any, ...]] = []
     state: dict[str, dict[str, Any]] = {}
     actor, critic = object(), object()
-    parts = Resources(None, (), {}, 0, actor=actor, critic=critic, judge=Router())  # type: ignore[arg-type]
+    parts = Resources(None, (), {}, 0, actor=actor, critic=critic, reward_fn=Router())  # type: ignore[arg-type]
     contexts = Contexts(Config(), parts, state, lambda *update: update[-1], lambda *update: told.append(update))
-    ctx = contexts.learning(4, TICKETS, "a")
+    ctx = contexts.for_training(4, TICKETS, "a")
     ctx.state["n"] = 1
-    contexts.learning(4, TICKETS, "b").state["n"] = 2
-    assert (ctx.step, ctx.tickets, ctx.validating) == (4, TICKETS, False)
+    contexts.for_training(4, TICKETS, "b").state["n"] = 2
+    assert (ctx.step, ctx.group_ids, ctx.validating) == (4, TICKETS, False)
     batch = group(3)
     loss: Any = object()
     assert ctx.before_update(actor, batch, loss) is loss  # type: ignore[arg-type]
@@ -78,27 +78,27 @@ def test_a_node_has_one_state_of_its_own_and_its_updates_are_told_by_role() -> N
     assert told == [("actor", actor, batch, {"loss": 1.0}, 4, True), ("critic", critic, batch, {}, 4, False)]
 
     answered = new_group(PromptGroup(5, 0, 5, 2, 3), PromptRow(5, (1,), "p"), PARAMS, seed=1)
-    ctx = contexts.experience(answered, "c")
+    ctx = contexts.for_rollout(answered, "c")
     ctx.state["n"] = 3
-    assert (ctx.step, ctx.group, ctx.validating, ctx.router) == (3, answered, False, parts.judge)
-    assert contexts.experience(answered, "a", validating=True).validating
+    assert (ctx.step, ctx.group, ctx.validating, ctx.router) == (3, answered, False, parts.reward_fn)
+    assert contexts.for_rollout(answered, "a", validating=True).validating
     assert state == {"a": {"n": 1}, "b": {"n": 2}, "c": {"n": 3}}
-    assert contexts.learning(5, (), "a").state == {"n": 1}
-    assert contexts.experience(waiting_group(), "c").state == {"n": 3}
+    assert contexts.for_training(5, (), "a").state == {"n": 1}
+    assert contexts.for_rollout(waiting_group(), "c").state == {"n": 3}
 
 
 def test_where_several_workers_generate_none_keeps_anything_in_the_experience_plane() -> None:
     parts = Resources(None, (), {}, 0)  # type: ignore[arg-type]
     state = {"saved": {"n": 1}}
     contexts = Contexts(Config(), parts, state, lambda *update: update[-1], lambda *update: None, keeps=False)
-    ctx = contexts.experience(waiting_group(), "c")
+    ctx = contexts.for_rollout(waiting_group(), "c")
     assert not ctx.state and ctx.state.get("n") is None
     for keep in (lambda: ctx.state.update(n=1), lambda: ctx.state.setdefault("n", 1)):
         with pytest.raises(UserError, match=r"node 'c' keeps ctx\.state\['n'\] on one of several"):
             keep()
     with pytest.raises(UserError, match="'saved'"):  # by a run on one worker, which this one goes on from
-        contexts.experience(waiting_group(), "saved")
-    contexts.learning(0, (), "saved").state["n"] = 2
+        contexts.for_rollout(waiting_group(), "saved")
+    contexts.for_training(0, (), "saved").state["n"] = 2
     assert state == {"saved": {"n": 2}}
 
 
@@ -106,7 +106,7 @@ def test_the_order_of_mini_batches_hangs_on_the_seed() -> None:
     orders = set()
     for seed in range(4):
         config = replace(Config(), trainer=replace(Config().trainer, seed=seed))
-        ctx = NodeContext(config, 0, None, tickets=TICKETS)  # type: ignore[arg-type]
+        ctx = NodeContext(config, 0, None, group_ids=TICKETS)  # type: ignore[arg-type]
         batch = Batch.concat([group(number) for number in TICKETS])
         orders.add(str([part["group_index"].tolist() for part in ctx.minibatches(batch, 2, 0)]))
     assert len(orders) > 1

@@ -64,7 +64,7 @@ class CountingEngine:
 async def answer(group: Group, rollout: Any) -> list[Sample]:
     request = GenerateRequest((1,), group.wanted, group.params, group.stream)
     await rollout.generate(request)
-    return samples(group.ticket.number, (1, 1), version=group.ticket.version)
+    return samples(group.prompt_group.group_id, (1, 1), version=group.prompt_group.version)
 
 
 def plane_of(engine: Any, *more: BoundNode) -> RolloutLoop:
@@ -73,7 +73,7 @@ def plane_of(engine: Any, *more: BoundNode) -> RolloutLoop:
     return RolloutLoop(
         steps,
         waiting_group,
-        lambda group, name: context(group.ticket.version, group=group),
+        lambda group, name: context(group.prompt_group.version, group=group),
         gate,
         10.0,
         Ends(),
@@ -106,65 +106,65 @@ def test_those_that_are_answered_first_make_the_step_and_the_others_are_aborted(
     engine, counts = CountingEngine(LENGTHS), counted()
     plane = plane_of(engine)
     assert run(plane, counts) == [[1, 3, 4, 5]]
-    account = counts.accounting()
-    assert engine.num_cancelled == account.aborted == 2 and engine.num_running == 0
+    group_counts = counts.checked_counts()
+    assert engine.num_cancelled == group_counts.aborted == 2 and engine.num_running == 0
     assert plane.ended[0] == plane.ended[2] == "aborted: the step had all it needs"  # type: ignore[index]
-    assert account.aborted_tokens == engine.num_generated_tokens - 2 * (5 + 4 + 3 + 2), "of 2 samples each"
+    assert group_counts.aborted_tokens == engine.num_generated_tokens - 2 * (5 + 4 + 3 + 2), "of 2 samples each"
 
 
 @pytest.mark.parametrize("slow", [(), (5,), (1, 3), (0, 2)])
 def test_what_verifiers_take_changes_nothing(slow: tuple[int, ...]) -> None:
     @node(writes="scores", role="REWARD", scope="group", reads=("response_mask",))
-    async def judge(group: Group) -> Any:
-        await asyncio.sleep(0.1 if group.ticket.number in slow else 0)
-        return Drop("dull") if group.ticket.number in (3, 2) else [1.0, 0.0]
+    async def reward_fn(group: Group) -> Any:
+        await asyncio.sleep(0.1 if group.prompt_group.group_id in slow else 0)
+        return Drop("dull") if group.prompt_group.group_id in (3, 2) else [1.0, 0.0]
 
     counts = counted()
-    taken = run(plane_of(CountingEngine(LENGTHS), bound(judge)), counts, steps=2)
+    taken = run(plane_of(CountingEngine(LENGTHS), bound(reward_fn)), counts, steps=2)
     assert taken[0] == [0, 1, 4, 5], "3 is dropped; of 0 and 2, still running, 2 is first and is dropped"
-    assert counts.accounting().dropped == {"dull": 2}
+    assert counts.checked_counts().dropped == {"dull": 2}
 
 
 @pytest.mark.parametrize("slow", [(), (8, 6)])
 def test_one_that_is_answered_when_the_step_is_full_is_asked_again_whatever_its_verdict(slow: tuple[int, ...]) -> None:
     @node(writes="scores", role="REWARD", scope="group", reads=("response_mask",))
-    async def judge(group: Group) -> Any:
-        await asyncio.sleep(0.05 if group.ticket.number == 5 else 0)
-        return Drop("dull") if group.ticket.number in (0, 2) else [1.0, 0.0]
+    async def reward_fn(group: Group) -> Any:
+        await asyncio.sleep(0.05 if group.prompt_group.group_id == 5 else 0)
+        return Drop("dull") if group.prompt_group.group_id in (0, 2) else [1.0, 0.0]
 
     counts = counted()
-    assert run(plane_of(CountingEngine({**LENGTHS, 0: 6, 2: 6}), bound(judge)), counts) == [[1, 3, 4, 5]]
-    assert counts.accounting().dropped == {} and counts.accounting().aborted == 2
+    assert run(plane_of(CountingEngine({**LENGTHS, 0: 6, 2: 6}), bound(reward_fn)), counts) == [[1, 3, 4, 5]]
+    assert counts.checked_counts().dropped == {} and counts.checked_counts().aborted == 2
 
 
 def test_a_verifier_that_is_at_work_is_not_waited_for() -> None:
     cancelled = []
 
     @node(writes="scores", role="REWARD", scope="group", reads=("response_mask",))
-    async def judge(group: Group) -> Any:
-        if group.ticket.number in (0, 2):
+    async def reward_fn(group: Group) -> Any:
+        if group.prompt_group.group_id in (0, 2):
             try:
                 await asyncio.gather(asyncio.sleep(60), asyncio.sleep(60))
             except asyncio.CancelledError:
                 await asyncio.sleep(0.05)  # it tidies up
-                cancelled.append(group.ticket.number)
+                cancelled.append(group.prompt_group.group_id)
                 raise
-        await asyncio.sleep(0.1 if group.ticket.number == 1 else 0)
+        await asyncio.sleep(0.1 if group.prompt_group.group_id == 1 else 0)
         return [1.0, 0.0]
 
     started = time.monotonic()
     counts = counted()
-    assert run(plane_of(CountingEngine({**LENGTHS, 0: 6, 2: 6}), bound(judge)), counts) == [[1, 3, 4, 5]]
+    assert run(plane_of(CountingEngine({**LENGTHS, 0: 6, 2: 6}), bound(reward_fn)), counts) == [[1, 3, 4, 5]]
     assert sorted(cancelled) == [0, 2] and time.monotonic() - started < 50
-    assert counts.accounting().aborted_tokens == 2 * (6 + 6)
+    assert counts.checked_counts().aborted_tokens == 2 * (6 + 6)
 
 
 def test_no_plain_function_is_left_running() -> None:
     running, left = [], []
 
     @node(writes="scores", role="REWARD", scope="group", reads=("response_mask",))
-    def judge(group: Group) -> Any:
-        running.append(group.ticket.number)
+    def reward_fn(group: Group) -> Any:
+        running.append(group.prompt_group.group_id)
         time.sleep(0.05)
         running.pop()
         return [1.0, 0.0]
@@ -174,7 +174,7 @@ def test_no_plain_function_is_left_running() -> None:
         left.append(len(running))
         return [0.0, 0.0]
 
-    plane, counts = plane_of(CountingEngine({}), bound(judge)), counted(oversampling=Fraction(4))
+    plane, counts = plane_of(CountingEngine({}), bound(reward_fn)), counted(oversampling=Fraction(4))
     assert [len(taken) for taken in run(plane, counts, steps=2)] == [4, 4]
     assert running == [] and not [each for each in threading.enumerate() if each.name == "node"]
     assert not plane.plain_calls.turn.locked() and plane.plain_calls.caller is None
@@ -183,10 +183,10 @@ def test_no_plain_function_is_left_running() -> None:
 def test_a_group_that_asks_nothing_comes_first() -> None:
     @node(writes=("response_ids", "response_mask"), role="ROLLOUT", reads=("prompt_ids",))
     async def some_answer(group: Group, rollout: Any) -> list[Sample]:
-        number = group.ticket.number
+        number = group.prompt_group.group_id
         if number not in (2, 4):
             await rollout.generate(GenerateRequest((1,), group.wanted, group.params, group.stream))
-        return samples(number, (1, 1), version=group.ticket.version)
+        return samples(number, (1, 1), version=group.prompt_group.version)
 
     engine = CountingEngine(LENGTHS)
     plane = plane_of(engine)
@@ -199,8 +199,8 @@ def test_an_episode_of_several_requests_is_placed_by_its_first_answer() -> None:
     async def two_turns(group: Group, rollout: Any) -> list[Sample]:
         request = GenerateRequest((1,), group.wanted, group.params, group.stream)
         await rollout.generate(request)
-        await asyncio.gather(*(rollout.generate(request) for _ in range(3 if group.ticket.number == 4 else 1)))
-        return samples(group.ticket.number, (1, 1), version=group.ticket.version)
+        await asyncio.gather(*(rollout.generate(request) for _ in range(3 if group.prompt_group.group_id == 4 else 1)))
+        return samples(group.prompt_group.group_id, (1, 1), version=group.prompt_group.version)
 
     engine = CountingEngine(LENGTHS)
     plane = plane_of(engine)
@@ -208,19 +208,19 @@ def test_an_episode_of_several_requests_is_placed_by_its_first_answer() -> None:
     counts = counted()
     assert run(plane, counts) == [[1, 3, 4, 5]]
     kept = 2 * (2 * 5 + 2 * 4 + 4 * 3 + 2 * 2)
-    assert engine.num_running == 0 and counts.accounting().aborted_tokens == engine.num_generated_tokens - kept
+    assert engine.num_running == 0 and counts.checked_counts().aborted_tokens == engine.num_generated_tokens - kept
 
 
 def test_a_group_that_fails_is_replaced_as_ever() -> None:
     @node(writes="scores", role="REWARD", scope="group", reads=("response_mask",))
-    async def judge(group: Group) -> Any:
-        if group.ticket.number in (4, 5, 3):
+    async def reward_fn(group: Group) -> Any:
+        if group.prompt_group.group_id in (4, 5, 3):
             raise KeyError("of its own")
         return [1.0, 0.0]
 
-    plane, counts = plane_of(CountingEngine(LENGTHS), bound(judge)), counted()
+    plane, counts = plane_of(CountingEngine(LENGTHS), bound(reward_fn)), counted()
     assert run(plane, counts) == [[0, 1, 2, 6]]
-    assert counts.accounting().dropped == {"error": 3}
+    assert counts.checked_counts().dropped == {"error": 3}
 
 
 def test_tasks_that_a_function_started_end_with_its_group() -> None:
@@ -230,20 +230,20 @@ def test_tasks_that_a_function_started_end_with_its_group() -> None:
     async def leaves_tasks(group: Group, rollout: Any) -> list[Sample]:
         request = GenerateRequest((1,), group.wanted, group.params, group.stream)
         await rollout.generate(request)
-        if group.ticket.number in (0, 2):
+        if group.prompt_group.group_id in (0, 2):
             endless = replace(request, stream=replace(request.stream, row=99))
             started.extend(asyncio.create_task(work) for work in (rollout.generate(endless), asyncio.sleep(60)))
             await asyncio.sleep(60)
-        return samples(group.ticket.number, (1, 1), version=group.ticket.version)
+        return samples(group.prompt_group.group_id, (1, 1), version=group.prompt_group.version)
 
     @node(writes="scores", role="REWARD", scope="group", reads=("response_mask",))
-    async def judge(group: Group) -> Any:
-        await asyncio.sleep(0.1 if group.ticket.number == 1 else 0)
+    async def reward_fn(group: Group) -> Any:
+        await asyncio.sleep(0.1 if group.prompt_group.group_id == 1 else 0)
         return [1.0, 0.0]
 
     engine = CountingEngine({**LENGTHS, 0: 6, 2: 6, 99: 10**9})
     plane, counts = plane_of(engine), counted()
     plane.steps = compile_steps([bound(leaves_tasks)], {"rollout": plane.gate})
-    plane.steps = (*plane.steps, *compile_steps([bound(judge)], {}))
+    plane.steps = (*plane.steps, *compile_steps([bound(reward_fn)], {}))
     assert run(plane, counts) == [[1, 3, 4, 5]]
     assert len(started) == 4 and all(task.cancelled() for task in started) and engine.num_running == 0

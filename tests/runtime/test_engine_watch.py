@@ -112,7 +112,7 @@ def test_whoever_waits_is_told_what_hangs_since_when_and_where(tmp_path: Path, w
             use(session, what)
     assert str(stacks) in str(raised.value) and "rollout.timeout_s" in str(raised.value)
     written = stacks.read_text()
-    assert ": experience\n" in written and "MainThread" in written and "test_engine_watch.py" in written
+    assert ": rollout\n" in written and "MainThread" in written and "test_engine_watch.py" in written
     assert stacks.stat().st_mode & 0o777 == 0o600
 
 

@@ -32,8 +32,8 @@ def test_more_than_the_limit_stops(failed: int, limit: float, stops: bool) -> No
     share = ErrorShare(limit, lambda message: None)
     if not stops:
         assert share.step(RewardCallCounts(100, failed), 1) == {
-            "reward/verdicts": 100.0,
-            "reward/error_share": failed / 100,
+            "reward/calls": 100.0,
+            "reward/error_rate": failed / 100,
         }
         return
     with pytest.raises(TooManyErrors, match=r"more than reward.max_error_rate=.*\\x1b\[2J⏎so"):

@@ -1,4 +1,4 @@
-"""A group in the experience plane: what nodes write and read before the edge makes columns of it."""
+"""A group in the rollout loop: what nodes write and read before the queue makes columns of it."""
 
 from typing import Any
 
@@ -11,11 +11,11 @@ from distflow.graph.fields import Axis
 from distflow.rollout.engine import Stream
 from distflow.runtime.group import Group, new_group
 from distflow.scheduling.groups import PromptGroup
-from tests.runtime.groups import PARAMS, answered_group, ticket, waiting_group
+from tests.runtime.groups import PARAMS, answered_group, prompt_group, waiting_group
 
 
 def test_a_group_that_nobody_has_answered_is_its_prompts() -> None:
-    group = waiting_group(ticket(5, size=3))
+    group = waiting_group(prompt_group(5, size=3))
     batch = group.batch()
     assert batch["uid"] == ["5-0", "5-1", "5-2"] and batch["group_index"].tolist() == [5, 5, 5]
     assert batch["prompt_ids"].tolist() == [[1, 2, 3]] * 3 and batch.lengths(Axis.RESPONSE).tolist() == [0, 0, 0]
@@ -71,7 +71,7 @@ def test_one_score_a_sample_lies_on_the_last_token_and_a_rewrite_moves_with_it()
 
 def test_a_score_never_lies_behind_the_last_token_of_the_policy() -> None:
     """Estimators read the policy's tokens only: a score on a tool's would be lost."""
-    group = waiting_group(ticket(size=3))
+    group = waiting_group(prompt_group(size=3))
     answer, tool = Segment("policy", (4, 5), (-1.0,) * 2, (-1.0,) * 2, (0, 0)), Segment("tool", (6, 7))
     prompt = Segment("prompt", (1, 2, 3))
     turns = ([prompt, answer, tool], [prompt, answer, tool, answer], [prompt, tool])
@@ -130,7 +130,7 @@ def test_what_does_not_fit_is_refused_when_it_is_written_and_leaves_no_trace(col
 
 
 def test_a_sample_s_text_and_reason_come_with_its_tokens() -> None:
-    group: Group = waiting_group(ticket(3))
+    group: Group = waiting_group(prompt_group(3))
     answer = Segment("policy", (8, 9), (-1.0, -2.0), (-1.5, -2.5), (4, 4))
     group.answer([group.sample(0, answer, "text", "length"), group.sample(1, None, "", "stop")])
     batch = group.batch()

@@ -1,4 +1,4 @@
-"""Shares of a step on the disk: joined in the order of tickets, and gone with the step or the worker."""
+"""Shares of a step on the disk: joined in the order of groups, and gone with the step or the worker."""
 
 from pathlib import Path
 
@@ -9,11 +9,11 @@ from distflow.data.batch import Batch
 from distflow.runtime.recorder import forget_groups, keep_groups, load_groups
 
 
-def share(*tickets: int) -> Batch:
-    ones = torch.ones(len(tickets), dtype=torch.int64)
+def share(*prompt_groups: int) -> Batch:
+    ones = torch.ones(len(prompt_groups), dtype=torch.int64)
     batch = Batch(ones, ones.clone())
-    batch["group_index"] = torch.tensor(tickets)
-    batch["uid"] = [f"{ticket}-{place}" for place, ticket in enumerate(tickets)]
+    batch["group_index"] = torch.tensor(prompt_groups)
+    batch["uid"] = [f"{prompt_group}-{place}" for place, prompt_group in enumerate(prompt_groups)]
     return batch
 
 

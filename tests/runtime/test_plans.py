@@ -25,8 +25,8 @@ from tests.e2e.runs import Playground
 STEPS = ("trainer.total_training_steps=3", "trainer.save_freq=3")
 
 
-def split(program: BoundPipeline, *parts: tuple[Sequence[str], Sequence[str]]) -> tuple[RankPlan, ...]:
-    return tuple(rank_plan(program, rank, "cpu", *part) for rank, part in enumerate(parts))
+def split(pipeline: BoundPipeline, *parts: tuple[Sequence[str], Sequence[str]]) -> tuple[RankPlan, ...]:
+    return tuple(rank_plan(pipeline, rank, "cpu", *part) for rank, part in enumerate(parts))
 
 
 def run_ranks(spec: Spec) -> list[Resources]:
@@ -63,13 +63,15 @@ def test_generation_and_training_on_two_workers_are_the_run_of_one(tmp_path: Pat
     _, spec = playground.spec("grpo", *keys, name="one")
     (one,) = run_ranks(spec)
     _, spec = playground.spec("grpo", *keys, name="two")
-    program = spec.program()
-    experience, learning = ([n.node_id for n in nodes] for nodes in (program.experience, program.learning))
-    spec = replace(spec, plan=Plan(program.graph_id, split(program, (experience, []), ([], learning)), ()))
-    check_plan(spec.plan, program)
+    pipeline = spec.pipeline()
+    rollout_nodes, training_nodes = (
+        [n.node_id for n in nodes] for nodes in (pipeline.rollout_nodes, pipeline.training_nodes)
+    )
+    spec = replace(spec, plan=Plan(pipeline.graph_id, split(pipeline, (rollout_nodes, []), ([], training_nodes)), ()))
+    check_plan(spec.plan, pipeline)
     rollout, learner = run_ranks(spec)
-    assert rollout.actor is None and rollout.rollout is not None and rollout.judge is not None
-    assert learner.rollout is None and learner.judge is None and learner.ref is not None
+    assert rollout.actor is None and rollout.rollout is not None and rollout.reward_fn is not None
+    assert learner.rollout is None and learner.reward_fn is None and learner.ref is not None
     ours, theirs = weights(learner), weights(one)
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
@@ -77,9 +79,9 @@ def test_generation_and_training_on_two_workers_are_the_run_of_one(tmp_path: Pat
 def test_a_node_that_is_taken_from_the_plan_does_not_run(tmp_path: Path) -> None:
     playground = Playground(tmp_path)
     _, spec = playground.spec("ppo", *STEPS, "actor_rollout_ref.rollout.n=1", "trainer.logger=[]")
-    program, (whole,) = spec.program(), spec.plan.ranks
-    learning = [name for name in whole.learning if name != "actor_train"]
-    (rank,) = split(program, (whole.experience, learning))
+    pipeline, (whole,) = spec.pipeline(), spec.plan.ranks
+    training_nodes = [name for name in whole.training_nodes if name != "actor_train"]
+    (rank,) = split(pipeline, (whole.rollout_nodes, training_nodes))
     spec = replace(spec, plan=replace(spec.plan, ranks=(rank,)))
     before = {name: tensor.clone() for name, tensor in weights(build_resources(spec.factories, rank)).items()}
     (resources,) = run_ranks(spec)
@@ -91,5 +93,5 @@ def test_an_engine_that_nothing_uses_is_named(tmp_path: Path) -> None:
     _, spec = Playground(tmp_path).spec("grpo", *STEPS)
     (rank,) = spec.plan.ranks
     plan = replace(spec.plan, ranks=(replace(rank, engines=(*rank.engines, "critic")),))
-    with pytest.raises(UserError, match="the plan gives rank 0 the engine 'critic', which no node of program"):
-        check_plan(plan, spec.program())
+    with pytest.raises(UserError, match="the plan gives rank 0 the engine 'critic', which no node of pipeline"):
+        check_plan(plan, spec.pipeline())

@@ -1,4 +1,4 @@
-"""What the experience edge is told of a team: its shares of a step, and the mini-batches that it trains on."""
+"""What the sample queue is told of a team: its shares of a step, and the mini-batches that it trains on."""
 
 from pathlib import Path
 

@@ -16,7 +16,7 @@ from distflow.observe.writing.run_folder import RunFolder
 from distflow.runtime.recorder import MAX_DROPPED, Recorder, reported
 from distflow.runtime.spec import Spec
 from tests.e2e.runs import Playground
-from tests.runtime.groups import group, ticket
+from tests.runtime.groups import group, prompt_group
 
 
 @pytest.fixture(scope="module")
@@ -47,13 +47,13 @@ def test_groups_are_kept_as_asked(spec: Spec, tmp_path: Path, mode: dict[str, An
 
 def test_spans_of_each_worker_are_there_after_a_step_whatever_becomes_of_it(spec: Spec, tmp_path: Path) -> None:
     spec = replace(spec, options=replace(spec.options, run_dir=tmp_path / "run", logger=()))
-    for part, name in enumerate(("learner.jsonl", "learner-1.jsonl")):
+    for part, name in enumerate(("training.jsonl", "training-1.jsonl")):
         recorder = Recorder(spec, 5, 0, None, part=part)
-        with recorder.waits("learner", "step 0", on="experience"):
+        with recorder.waits("training", "step 0", on="rollout"):
             pass
         recorder.training_step(1, {"actor/loss": 1.0}, group())
         (line,) = (tmp_path / "run" / "spans" / name).read_text().splitlines()
-        assert json.loads(line)["on"] == "experience"
+        assert json.loads(line)["on"] == "rollout"
         recorder.folder.close()
 
 
@@ -85,10 +85,10 @@ def test_a_disk_that_fails_at_the_end_does_not_hide_the_first_error(
 
 
 def test_every_wait_is_a_span_that_names_who_is_waited_for(spec: Spec, tmp_path: Path) -> None:
-    with record(spec, tmp_path / "run") as recorder, recorder.waits("learner", "step 3", on="experience"):
+    with record(spec, tmp_path / "run") as recorder, recorder.waits("training", "step 3", on="rollout"):
         pass
-    span = json.loads((tmp_path / "run" / "spans" / "learner.jsonl").read_text())
-    assert (span["kind"], span["what"], span["on"]) == ("wait", "step 3", "experience")
+    span = json.loads((tmp_path / "run" / "spans" / "training.jsonl").read_text())
+    assert (span["kind"], span["what"], span["on"]) == ("wait", "step 3", "rollout")
 
 
 @pytest.mark.parametrize("error", [UserError("your\nmistake"), TrustError("a check"), KeyError("ours"), SystemExit(3)])
@@ -126,7 +126,7 @@ def test_a_report_that_cannot_be_written_hides_no_error(spec: Spec, tmp_path: Pa
 def test_answers_of_groups_that_a_node_drops_are_kept_with_the_reason(spec: Spec, tmp_path: Path) -> None:
     with record(spec, tmp_path / "run") as recorder:
         for number in range(MAX_DROPPED + 3):
-            recorder.group_dropped(ticket(number), "all_equal", group(number))
+            recorder.group_dropped(prompt_group(number), "all_equal", group(number))
         recorder.status = "finished"
     assert sample_splits(tmp_path / "run") == [] and sample_steps(tmp_path / "run", "dropped") == [1]
     rows = read_samples(tmp_path / "run", 1, "dropped")

@@ -7,76 +7,83 @@ from distflow.graph import BoundPipeline
 from distflow.planning.multi_device import plan_ray
 from distflow.planning.plan import Plan, check_plan, dp_groups_of, plan_local
 from distflow.runtime.reshard import ColumnReshard, handovers
-from tests.planning.test_multi_device import devices, ppo, programs
+from tests.planning.test_multi_device import devices, pipelines, ppo
 
 
 def test_what_a_team_reads_of_nodes_that_it_does_not_run_is_handed_over_once() -> None:
-    program = ppo()
-    plan = plan_ray(program, devices(4, trainer__allocation="embedded:d1+torch[critic]:d1+torch:d2"), "cpu", {})
+    pipeline = ppo()
+    plan = plan_ray(pipeline, devices(4, trainer__allocation="embedded:d1+torch[critic]:d1+torch:d2"), "cpu", {})
     assert dp_groups_of(plan) == ((2, 3), (1,)), "the policy's team leads"
-    found = [(each.source, each.target, each.writers, each.readers) for each in handovers(plan, program)]
+    found = [(each.source, each.target, each.writers, each.readers) for each in handovers(plan, pipeline)]
     assert found == [("value", "compare", (1,), (2, 3)), ("refer", "compare", (2, 3), (1,))]
-    assert str(next(handovers(plan, program)).key(3)) == ("step 3 of edge 'value to compare on ranks 2, 3' (version 3)")
+    assert str(next(handovers(plan, pipeline)).key(3)) == (
+        "step 3 of edge 'value to compare on ranks 2, 3' (version 3)"
+    )
 
 
 def test_one_team_hands_nothing_over() -> None:
-    program = ppo()
-    assert not [*handovers(plan_local(program, "cpu"), program)]
-    assert not ColumnReshard(plan_local(program, "cpu"), program, 0, None).waits_for("compare")
+    pipeline = ppo()
+    assert not [*handovers(plan_local(pipeline, "cpu"), pipeline)]
+    assert not ColumnReshard(plan_local(pipeline, "cpu"), pipeline, 0, None).waits_for("compare")
 
 
 @st.composite
 def allocated(draw: st.DrawFn) -> tuple[BoundPipeline, Plan]:
-    """A random program whose engines lie together or apart as they come, on one to three devices each."""
-    program = draw(programs())
-    assume(len(program.engines) > 1)
+    """A random pipeline whose engines lie together or apart as they come, on one to three devices each."""
+    pipeline = draw(pipelines())
+    assume(len(pipeline.engines) > 1)
     groups: dict[int, list[str]] = {}
-    for engine in sorted(program.engines):
+    for engine in sorted(pipeline.engines):
         groups.setdefault(draw(st.integers(0, 3)), []).append(engine)
     parts = [(draw(st.integers(1, 3)), engines) for engines in groups.values()]
     text = "+".join("|".join(f"torch[{engine}]:d{size}" for engine in engines) for size, engines in parts)
     keys = {"trainer__allocation": text}
-    return program, plan_ray(program, devices(sum(size for size, _ in parts), **keys), "cpu", {})
+    return pipeline, plan_ray(pipeline, devices(sum(size for size, _ in parts), **keys), "cpu", {})
 
 
 @settings(derandomize=True, deadline=None)
 @given(allocated())
 def test_no_join_loses_an_input_wherever_its_engines_lie(case: tuple[BoundPipeline, Plan]) -> None:
-    program, plan = case
-    check_plan(plan, program)
-    over = [*handovers(plan, program)]
+    pipeline, plan = case
+    check_plan(plan, pipeline)
+    over = [*handovers(plan, pipeline)]
     assert len({(each.source, each.readers) for each in over}) == len(over), "what is there already is not sent again"
-    order = [node.node_id for node in program.learning]
+    order = [node.node_id for node in pipeline.training_nodes]
     for rank in plan.ranks:
-        own = {*rank.experience, *rank.learning}
-        assert rank.learning == tuple(name for name in order if name in own)
+        own = {*rank.rollout_nodes, *rank.training_nodes}
+        assert rank.training_nodes == tuple(name for name in order if name in own)
         first = {each.source: order.index(each.target) for each in over if rank.rank in each.readers}
-        for name in rank.learning:
-            lost = {dep for dep in program.node(name).deps if dep not in own and first.get(dep, 99) > order.index(name)}
+        for name in rank.training_nodes:
+            lost = {
+                dep for dep in pipeline.node(name).deps if dep not in own and first.get(dep, 99) > order.index(name)
+            }
             assert not lost, f"rank {rank.rank} runs {name} without {lost}"
     for each in over:
-        assert each.writers and all(each.source in plan.ranks[rank].learning for rank in each.writers)
-    check_that_all_end(plan, program)
+        assert each.writers and all(each.source in plan.ranks[rank].training_nodes for rank in each.writers)
+    check_that_all_end(plan, pipeline)
 
 
-def check_that_all_end(plan: Plan, program: BoundPipeline) -> None:
+def check_that_all_end(plan: Plan, pipeline: BoundPipeline) -> None:
     """Teams go through their nodes one by one, and wait before one for what is handed over to it."""
-    over, left = [*handovers(plan, program)], {team: [*plan.ranks[team[0]].learning] for team in dp_groups_of(plan)}
+    over, left = (
+        [*handovers(plan, pipeline)],
+        {dp_group: [*plan.ranks[dp_group[0]].training_nodes] for dp_group in dp_groups_of(plan)},
+    )
     while any(left.values()):
         going = [
-            team
-            for team, nodes in left.items()
+            dp_group
+            for dp_group, nodes in left.items()
             if nodes
             and not any(
                 each.source in left[team_of(left, each.writers[0])]
                 for each in over
-                if each.readers == team and each.target == nodes[0]
+                if each.readers == dp_group and each.target == nodes[0]
             )
         ]
         assert going, f"all wait: {left}"
-        for team in going:
-            left[team].pop(0)
+        for dp_group in going:
+            left[dp_group].pop(0)
 
 
-def team_of(teams: dict[tuple[int, ...], list[str]], rank: int) -> tuple[int, ...]:
-    return next(team for team in teams if rank in team)
+def team_of(dp_groups: dict[tuple[int, ...], list[str]], rank: int) -> tuple[int, ...]:
+    return next(dp_group for dp_group in dp_groups if rank in dp_group)

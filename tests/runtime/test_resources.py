@@ -33,15 +33,15 @@ def built(*engines: str, services: tuple[str, ...] = (), weight: float = 0.0) ->
         "actor": part("actor", "policy"),
         "ref": part("ref", "policy"),
         "critic": part("critic"),
-        "judge": part("judge"),
+        "reward_fn": part("reward_fn"),
     }
     return build_resources(factories, RankPlan(0, "cpu", (), (), engines, services)), order
 
 
 def test_a_worker_builds_what_its_plan_names_and_each_part_once() -> None:
-    resources, order = built("actor", "ref", services=("judge",))
-    assert sorted(order) == ["actor", "judge", "policy", "ref", "stop_token_ids", "tokenizer"]
-    assert set(resources.by_name()) == {"tokenizer", "actor", "ref", "judge"} and resources.critic is None
+    resources, order = built("actor", "ref", services=("reward_fn",))
+    assert sorted(order) == ["actor", "policy", "ref", "reward_fn", "stop_token_ids", "tokenizer"]
+    assert set(resources.by_name()) == {"tokenizer", "actor", "ref", "reward_fn"} and resources.critic is None
     assert resources.trained() == {"actor": resources.actor} and resources.num_parameters == 9
     assert resources.stop_token_ids == (7,)
 

@@ -1,4 +1,4 @@
-"""Waves of groups: submitted in ticket order, dropped one by one, cancelled without a trace."""
+"""Waves of groups: submitted in group order, dropped one by one, cancelled without a trace."""
 
 import asyncio
 import random
@@ -64,25 +64,25 @@ class OrderedEngine:
 
 
 def context_of(group: Group, node_id: str) -> NodeContext:
-    return context(group.ticket.version, group=group)
+    return context(group.prompt_group.version, group=group)
 
 
 @node(writes=("response_ids", "response_mask"), role="ROLLOUT", reads=("prompt_ids",))
 async def answer(group: Group, rollout: Any) -> list[Sample]:
-    number = group.ticket.number
+    number = group.prompt_group.group_id
     for _ in range(7 - number % 7):  # later groups are asked sooner
         await asyncio.sleep(0)
     if number != 3:  # a group that asks the engine nothing
         await rollout.generate(GenerateRequest((1,), group.wanted, group.params, group.stream))
-    return samples(number, (1, 1), version=group.ticket.version)
+    return samples(number, (1, 1), version=group.prompt_group.version)
 
 
 class Ends(dict[int, str]):
     """How each group ended."""
 
-    def __call__(self, ticket: PromptGroup, outcome: str, started: float, ended: float) -> None:
+    def __call__(self, prompt_group: PromptGroup, outcome: str, started: float, ended: float) -> None:
         assert started <= ended
-        self[ticket.number] = outcome
+        self[prompt_group.group_id] = outcome
 
 
 def plane_of(engine: Any, *more: BoundNode) -> RolloutLoop:
@@ -91,20 +91,20 @@ def plane_of(engine: Any, *more: BoundNode) -> RolloutLoop:
     return RolloutLoop(steps, waiting_group, context_of, gate, 10.0, Ends(), GroupRecorder())
 
 
-async def fill(plane: RolloutLoop, edge: LocalSampleQueue, steps: int) -> list[list[int]]:
+async def fill(plane: RolloutLoop, queue: LocalSampleQueue, steps: int) -> list[list[int]]:
     """Learn nothing from each step; the groups of each. Raises what ends the plane."""
     engine: Any = plane.gate._engine if plane.gate is not None else OrderedEngine()
-    loop = asyncio.ensure_future(plane.loop(edge))
+    loop = asyncio.ensure_future(plane.loop(queue))
     loop.add_done_callback(
-        lambda done: done.cancelled() or edge.shared.fail(done.exception() or AssertionError("it ended"))
+        lambda done: done.cancelled() or queue.shared.fail(done.exception() or AssertionError("it ended"))
     )
     taken = []
     for step in range(steps):
-        share = await asyncio.to_thread(edge.take, step, 0)
+        share = await asyncio.to_thread(queue.take, step, 0)
         if share is None:
             break
         taken.append(sorted(set(share.batch["group_index"].tolist())))
-        engine.version = edge.release(step, 0, published=True).version
+        engine.version = queue.release(step, 0, published=True).version
     loop.cancel()
     await asyncio.gather(loop, return_exceptions=True)
     return taken
@@ -112,8 +112,8 @@ async def fill(plane: RolloutLoop, edge: LocalSampleQueue, steps: int) -> list[l
 
 def test_a_wave_is_asked_of_a_paused_engine_that_then_resumes() -> None:
     engine = OrderedEngine()
-    edge = LocalSampleQueue(coordinator(consumer_batch=4), Waits())
-    assert asyncio.run(fill(plane_of(engine), edge, 2)) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    queue = LocalSampleQueue(coordinator(consumer_batch=4), Waits())
+    assert asyncio.run(fill(plane_of(engine), queue, 2)) == [[0, 1, 2, 3], [4, 5, 6, 7]]
     first = engine.log[: engine.log.index("resume") + 1]
     assert first[0] == "pause" and len(first) == 5, "three requests, and a group without one, between the two"
     assert all(paused for entry in engine.log if not isinstance(entry, str) for paused in entry[1:])
@@ -124,14 +124,14 @@ def test_a_node_may_ask_in_tasks_of_its_own() -> None:
     async def answer_in_tasks(group: Group, rollout: Any) -> list[Sample]:
         requests = [GenerateRequest((1,), (sample,), group.params, group.stream) for sample in group.wanted]
         await asyncio.gather(*(asyncio.wait_for(rollout.generate(request), 10) for request in requests))
-        return samples(group.ticket.number, (1, 1), version=group.ticket.version)
+        return samples(group.prompt_group.group_id, (1, 1), version=group.prompt_group.version)
 
     engine = OrderedEngine()
     gate = SubmissionGate(engine, GroupRecorder())  # type: ignore[arg-type]
     steps = compile_steps([bound(answer_in_tasks)], {"rollout": gate})
     plane = RolloutLoop(steps, waiting_group, context_of, gate, 10.0, Ends(), GroupRecorder())
-    edge = LocalSampleQueue(coordinator(consumer_batch=4), Waits())
-    assert asyncio.run(asyncio.wait_for(fill(plane, edge, 2), 60)) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    queue = LocalSampleQueue(coordinator(consumer_batch=4), Waits())
+    assert asyncio.run(asyncio.wait_for(fill(plane, queue, 2), 60)) == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
 def test_the_gate_counts_groups_that_end_without_asking() -> None:
@@ -165,8 +165,8 @@ def test_the_gate_counts_groups_that_end_without_asking() -> None:
 
 def test_whatever_a_node_does_costs_its_own_group_only() -> None:
     @node(writes="scores", role="REWARD", scope="group", reads=("response_mask",))
-    async def judge(group: Group) -> Any:
-        number = group.ticket.number
+    async def reward_fn(group: Group) -> Any:
+        number = group.prompt_group.group_id
         if number == 1:
             raise KeyError("one")
         if number == 2:
@@ -175,14 +175,14 @@ def test_whatever_a_node_does_costs_its_own_group_only() -> None:
             return {"scores": [1.0]}
         return Drop("dull") if number == 4 else [1.0, 0.0]
 
-    plane, counted = plane_of(OrderedEngine(), bound(judge)), coordinator(total_groups=16, total_steps=3)
+    plane, counted = plane_of(OrderedEngine(), bound(reward_fn)), coordinator(total_groups=16, total_steps=3)
     assert asyncio.run(fill(plane, LocalSampleQueue(counted, Waits()), 3)) == [[0, 3], [6, 7], [8, 9]]
     ends = plane.ended
     assert isinstance(ends, Ends) and ends[0] == "complete" and ends[4] == "dull"
     assert ends[1].startswith("error: node 'x' raised KeyError: 'one' (at test_rollout_loop.py:")
     assert ends[2].startswith("error: node 'x' raised SystemExit: 2")
     assert ends[5].startswith("error: node 'x' returned something that does not fit")
-    assert counted.accounting().dropped == {"error": 3, "dull": 1}
+    assert counted.checked_counts().dropped == {"error": 3, "dull": 1}
 
 
 @pytest.mark.parametrize("scores", [["high", "low"], 1.0])
@@ -190,12 +190,12 @@ def test_a_column_that_is_none_costs_its_own_group_only(scores: Any) -> None:
     """Nothing behind the last node may find out: that would end the plane."""
 
     @node(writes="scores", role="REWARD", scope="group", reads=("response_mask",))
-    async def judge(group: Group) -> Any:
-        return {"scores": scores if group.ticket.number == 0 else [1.0, 0.0]}
+    async def reward_fn(group: Group) -> Any:
+        return {"scores": scores if group.prompt_group.group_id == 0 else [1.0, 0.0]}
 
-    assert asyncio.run(fill(plane_of(OrderedEngine(), bound(judge)), LocalSampleQueue(coordinator(), Waits()), 1)) == [
-        [1, 2]
-    ]
+    assert asyncio.run(
+        fill(plane_of(OrderedEngine(), bound(reward_fn)), LocalSampleQueue(coordinator(), Waits()), 1)
+    ) == [[1, 2]]
 
 
 def test_a_group_that_fails_by_no_fault_of_the_user_s_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,24 +214,24 @@ def test_a_group_that_fails_by_no_fault_of_the_user_s_is_tried_again(monkeypatch
     monkeypatch.setattr("distflow.runtime.errors.users_place", lambda error: None)  # this file is no user's
     counted = coordinator(shuffle=False)
     assert asyncio.run(fill(plane_of(Failing()), LocalSampleQueue(counted, Waits()), 1)) == [[0, 2]]
-    assert Failing.attempts == {0: 3, 1: 3, 2: 1} and counted.accounting().dropped == {"quarantined": 1}
+    assert Failing.attempts == {0: 3, 1: 3, 2: 1} and counted.checked_counts().dropped == {"quarantined": 1}
 
 
 def test_a_program_that_always_fails_ends_with_the_reason() -> None:
     @node(writes="scores", role="REWARD", scope="group", reads=("response_mask",))
-    def judge(group: Group) -> Any:
+    def reward_fn(group: Group) -> Any:
         raise KeyError("every time")
 
     with pytest.raises(UserNoProgress, match="every time"):
-        asyncio.run(fill(plane_of(OrderedEngine(), bound(judge)), LocalSampleQueue(coordinator(), Waits()), 1))
+        asyncio.run(fill(plane_of(OrderedEngine(), bound(reward_fn)), LocalSampleQueue(coordinator(), Waits()), 1))
 
 
 def test_verdicts_that_are_always_missing_end_the_run_with_the_reason() -> None:
     @node(writes="scores", role="REWARD", scope="group", reads=("response_mask",))
-    def judge(group: Group) -> Any:
+    def reward_fn(group: Group) -> Any:
         return Drop(TOO_FEW_VERDICTS, "the grader is down")
 
-    plane = plane_of(OrderedEngine(), bound(judge))
+    plane = plane_of(OrderedEngine(), bound(reward_fn))
     with pytest.raises(UserNoProgress, match="the grader is down"):
         asyncio.run(fill(plane, LocalSampleQueue(coordinator(), Waits()), 1))
     assert plane.ended[0] == f"{TOO_FEW_VERDICTS}: the grader is down"  # type: ignore[index]
@@ -239,13 +239,13 @@ def test_verdicts_that_are_always_missing_end_the_run_with_the_reason() -> None:
 
 def test_what_nodes_measured_of_a_group_goes_with_it() -> None:
     @node(writes="scores", role="REWARD", scope="group", reads=("response_mask",))
-    def judge(group: Group) -> Any:
-        return NodeOutput({"scores": [1.0, 0.0]}, {"number": float(group.ticket.number)})
+    def reward_fn(group: Group) -> Any:
+        return NodeOutput({"scores": [1.0, 0.0]}, {"number": float(group.prompt_group.group_id)})
 
     async def run() -> Any:
-        edge = LocalSampleQueue(coordinator(), Waits())
-        loop = asyncio.ensure_future(plane_of(OrderedEngine(), bound(judge)).loop(edge))
-        share = await asyncio.to_thread(edge.take, 0, 0)
+        queue = LocalSampleQueue(coordinator(), Waits())
+        loop = asyncio.ensure_future(plane_of(OrderedEngine(), bound(reward_fn)).loop(queue))
+        share = await asyncio.to_thread(queue.take, 0, 0)
         loop.cancel()
         return share
 
@@ -255,8 +255,8 @@ def test_what_nodes_measured_of_a_group_goes_with_it() -> None:
 def test_cancelling_the_plane_aborts_what_the_engine_does() -> None:
     async def run() -> int:
         engine = OrderedEngine()
-        plane, edge = plane_of(engine), LocalSampleQueue(coordinator(num_rows=100, max_staleness=1), Waits())
-        loop = asyncio.ensure_future(plane.loop(edge))
+        plane, queue = plane_of(engine), LocalSampleQueue(coordinator(num_rows=100, max_staleness=1), Waits())
+        loop = asyncio.ensure_future(plane.loop(queue))
         while len([entry for entry in engine.log if not isinstance(entry, str)]) < 2:
             await asyncio.sleep(0)
         loop.cancel()
@@ -287,7 +287,7 @@ def test_groups_that_ask_at_once_are_submitted_in_ticket_order() -> None:
     @node(writes=("response_ids", "response_mask"), role="ROLLOUT", reads=("prompt_ids",))
     async def asks(group: Group, rollout: Any) -> list[Sample]:
         await rollout.generate(GenerateRequest((1,), group.wanted, group.params, group.stream))
-        return samples(group.ticket.number, (1, 1), version=group.ticket.version)
+        return samples(group.prompt_group.group_id, (1, 1), version=group.prompt_group.version)
 
     engine = OrderedEngine()
     gate = SubmissionGate(engine, GroupRecorder())  # type: ignore[arg-type]

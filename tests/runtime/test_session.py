@@ -29,15 +29,15 @@ def test_leaving_cancels_work_before_it_closes_what_the_work_needs(ground: Playg
         try:
             await asyncio.Event().wait()
         finally:
-            assert resources.judge is not None
-            seen.append("closed" if resources.judge.pools.of("default").closed else "open")
+            assert resources.reward_fn is not None
+            seen.append("closed" if resources.reward_fn.pools.of("default").closed else "open")
 
     with pytest.raises(KeyError, match="the first"), Session(resources, None) as session:
         future = session.start(works())
         session.call(asyncio.sleep(0))
         raise KeyError("the first")
     assert seen == ["open"] and future.cancelled()
-    assert resources.judge is not None and resources.judge.pools.pids() == []
+    assert resources.reward_fn is not None and resources.reward_fn.pools.pids() == []
 
 
 def test_a_service_that_cannot_end_is_told_only_where_nothing_failed_before(
@@ -67,5 +67,5 @@ def test_a_loop_that_dies_ends_the_session_and_answers_the_learner(ground: Playg
         waiting = session.start(asyncio.Event().wait())
         session.start(exits())
         waiting.result(20)
-    assert resources.judge is not None
-    resources.judge.close()
+    assert resources.reward_fn is not None
+    resources.reward_fn.close()

@@ -25,17 +25,17 @@ def learn(compiled: Step, batch: Batch | None = None) -> tuple[Batch, Measured]:
     return compiled(group() if batch is None else batch, context())
 
 
-def experience(compiled: Step, on: Group | None = None, timeout_s: float = 10.0) -> tuple[Group, Drop | None]:
+def on_group(compiled: Step, on: Group | None = None, timeout_s: float = 10.0) -> tuple[Group, Drop | None]:
     on = answered_group() if on is None else on
     return on, asyncio.run(compiled.on_group(on, context(group=on), PlainCalls(), timeout_s))
 
 
 def either(compiled: Step, plane: str) -> None:
     """Run it in that plane."""
-    learn(compiled) if plane == "learning" else experience(compiled)
+    learn(compiled) if plane == "training" else on_group(compiled)
 
 
-BOTH = pytest.mark.parametrize("plane", ["learning", "experience"])
+BOTH = pytest.mark.parametrize("plane", ["training", "rollout"])
 
 
 class Flaky:
@@ -88,7 +88,7 @@ def test_what_a_node_measures_counts_by_its_samples_where_it_says_nothing(weight
 
     out, measured = learn(step(with_context))
     assert out.flat("returns").tolist() == [1.0] * 6 and measured == ({"mine": 1.5}, counts)
-    on, _ = experience(step(with_context))
+    on, _ = on_group(step(with_context))
     assert on.measured == [({"mine": 1.5}, counts)]
 
 
@@ -99,7 +99,7 @@ def test_a_group_keeps_what_a_node_wrote_and_measured() -> None:
         columns = {"advantages": batch["response_mask"] * 2, "reward_extra": [{"r": s.response} for s in samples]}
         return NodeOutput(columns, {"mine": 1.5})
 
-    on, drop = experience(step(writes))
+    on, drop = on_group(step(writes))
     assert drop is None and on.measured == [({"mine": 1.5}, 2.0)]
     assert on.batch().flat("advantages").tolist() == [2.0] * 6 and on["reward_extra"] == [{"r": "r0"}, {"r": "r1"}]
 
@@ -111,7 +111,7 @@ def test_of_a_batch_that_a_node_gives_back_the_group_keeps_what_changed() -> Non
         batch["returns"] = batch["response_mask"]
         return batch
 
-    on, _ = experience(step(changes))
+    on, _ = on_group(step(changes))
     assert set(on.written) == {"valid", "returns"} and on.batch()["valid"].tolist() == [True, False]
 
 
@@ -120,7 +120,7 @@ def test_an_entry_node_s_samples_become_the_group_s() -> None:
     async def answers(group):  # type: ignore[no-untyped-def]
         return samples(lengths=(3, 1))
 
-    on, _ = experience(step(answers), waiting_group())
+    on, _ = on_group(step(answers), waiting_group())
     assert on.batch().lengths(Axis.RESPONSE).tolist() == [3, 1]
 
 
@@ -130,7 +130,7 @@ def test_an_entry_node_may_measure_too(weight: float | None, counts: float) -> N
     async def answers(group):  # type: ignore[no-untyped-def]
         return NodeOutput(samples(lengths=(3, 1)), {"turns": 2.0}, weight=weight)
 
-    on, _ = experience(step(answers), waiting_group())
+    on, _ = on_group(step(answers), waiting_group())
     assert len(on.samples) == 2 and on.measured == [({"turns": 2.0}, counts)]
 
 
@@ -143,7 +143,7 @@ def test_samples_that_the_columns_written_so_far_do_not_fit_are_refused() -> Non
         return group.samples[:1]
 
     with pytest.raises(NodeError, match="node 'x' returned something that does not fit"):
-        experience(step(one_less), on)
+        on_group(step(one_less), on)
 
 
 def test_a_batch_over_other_samples_is_refused_with_what_to_return_instead() -> None:
@@ -152,7 +152,7 @@ def test_a_batch_over_other_samples_is_refused_with_what_to_return_instead() -> 
         return group(lengths=(3, 1))
 
     with pytest.raises(UserNodeError, match=f"a list of samples .*{Sample.__name__}"):
-        experience(step(answers), waiting_group())
+        on_group(step(answers), waiting_group())
 
 
 def test_a_drop_ends_the_group() -> None:
@@ -160,7 +160,7 @@ def test_a_drop_ends_the_group() -> None:
     def drops(response_mask):  # type: ignore[no-untyped-def]
         return Drop("dull", "all alike")
 
-    on, drop = experience(step(drops))
+    on, drop = on_group(step(drops))
     assert drop == Drop("dull", "all alike") and on.written == {}
 
 
@@ -170,11 +170,11 @@ def test_nothing_returned_changes_nothing(plane: str) -> None:
     def quiet(response_mask):  # type: ignore[no-untyped-def]
         return None
 
-    if plane == "learning":
+    if plane == "training":
         out, (metrics, _) = learn(step(quiet))
         assert set(out.names) == set(group().names) and metrics == {}
     else:
-        on, drop = experience(step(quiet))
+        on, drop = on_group(step(quiet))
         assert (on.written, drop) == ({}, None) and all(metrics == {} for metrics, _ in on.measured)
 
 
@@ -225,7 +225,11 @@ def test_whatever_a_node_raises_is_told_with_its_name(error: Exception, plane: s
 
 @pytest.mark.parametrize(
     ("error", "plane"),
-    [(TrustError("the ratio"), "learning"), (UserError("a key"), "learning"), (UserError("a key"), "experience")],
+    [
+        (TrustError("the ratio"), "training"),
+        (UserError("a key"), "training"),
+        (UserError("a key"), "rollout"),
+    ],
 )
 def test_what_is_told_well_already_passes_through(error: Exception, plane: str) -> None:
     flaky = Flaky(9, error)
@@ -247,7 +251,7 @@ async def async_function(response_mask: Any) -> Any:
 
 @pytest.mark.parametrize("function", [async_function, AsyncObject()])
 def test_what_gives_a_coroutine_is_awaited(function: Callable[..., Any]) -> None:
-    on, _ = experience(step(function, writes="returns"))
+    on, _ = on_group(step(function, writes="returns"))
     assert on.batch().flat("returns").tolist() == [1.0] * 6
 
 
@@ -260,7 +264,7 @@ def test_a_plain_function_that_hangs_fails_at_the_deadline_of_its_samples_and_is
         release.wait(60)
 
     with pytest.raises(UserError, match=r"node 'x' did not return within 0.1 s \(reward.timeout_s for each sample\)"):
-        experience(step(hangs, retry_limit=2), timeout_s=0.05)
+        on_group(step(hangs, retry_limit=2), timeout_s=0.05)
     release.set()
     assert len(calls) == 1
 

@@ -79,8 +79,8 @@ def test_domains_are_told_apart() -> None:
 
 def test_what_became_of_a_domains_groups() -> None:
     domains = {"math": DomainCounts(6, 3, {"all_equal": 2}), "code": DomainCounts(3, 0)}
-    account = GroupCounts(issued=9, running=2, complete=2, consumed=3, dropped={"all_equal": 2}, domains=domains)
-    found = {name: value for name, value in group_metrics(account, {}, 1).items() if name.startswith("domains/")}
+    group_counts = GroupCounts(issued=9, running=2, complete=2, consumed=3, dropped={"all_equal": 2}, domains=domains)
+    found = {name: value for name, value in group_metrics(group_counts, {}, 1).items() if name.startswith("domains/")}
     assert found == {
         "domains/math/issued": 6, "domains/math/consumed": 3, "domains/math/dropped/all_equal": 2,
         "domains/code/issued": 3, "domains/code/consumed": 0,
@@ -88,8 +88,8 @@ def test_what_became_of_a_domains_groups() -> None:
 
 
 def test_counters_and_ages() -> None:
-    account = GroupCounts(issued=9, running=1, complete=2, consumed=3, dropped={"all_equal": 2, "stale": 1})
-    metrics = group_metrics(account, Figures.of(group()).versions, step=2)
+    group_counts = GroupCounts(issued=9, running=1, complete=2, consumed=3, dropped={"all_equal": 2, "stale": 1})
+    metrics = group_metrics(group_counts, Figures.of(group()).versions, step=2)
     assert metrics["async/enqueued"] == 9 and metrics["async/accepted"] == 5 and metrics["async/rejected"] == 3
     assert metrics["async/stale_data_count"] == 1 and metrics["async/dropped/all_equal"] == 2
     assert metrics["async/version_diff/max"] == 2 and metrics["async/version_diff/mean"] == 2
@@ -144,10 +144,10 @@ def test_the_figures_of_ranks_joined_are_those_of_the_whole_step() -> None:
         each["reward_parts"] = [{"math": float(number)}, {}]
     whole = Figures.of(Batch.concat(groups))
     parts = [Figures.of(Batch.concat(groups[:2])), Figures.of(groups[2]), Figures.of(groups[0].select([]))]
-    account = GroupCounts(issued=3, running=0, complete=0, consumed=3, dropped={})
+    group_counts = GroupCounts(issued=3, running=0, complete=0, consumed=3, dropped={})
     for figures in (Figures.joined([Figures.of(Batch.concat(groups))]), Figures.joined(parts)):
         assert batch_metrics(figures) == batch_metrics(whole) and figures.num_tokens == whole.num_tokens
-        assert group_metrics(account, figures.versions, 1) == group_metrics(account, whole.versions, 1)
+        assert group_metrics(group_counts, figures.versions, 1) == group_metrics(group_counts, whole.versions, 1)
 
 
 def test_two_things_never_share_a_metric() -> None:

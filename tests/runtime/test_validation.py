@@ -45,11 +45,11 @@ def test_pass_at_k_is_the_share_of_draws_with_a_right_answer(n: int) -> None:
 
 
 def answers(score: Callable[[PromptGroup, int], float | None]) -> Callable[..., object]:
-    """Scores by ticket and sample; None: no verdict."""
+    """Scores by group and sample; None: no verdict."""
 
-    async def answer(chosen: ValidationSet, ticket: PromptGroup, params: SamplingParams) -> Batch | Drop:
-        found = [score(ticket, i) for i in range(ticket.group_size)]
-        batch = group(ticket.number, (1,) * ticket.group_size, tuple(s is not None for s in found))
+    async def answer(chosen: ValidationSet, prompt_group: PromptGroup, params: SamplingParams) -> Batch | Drop:
+        found = [score(prompt_group, i) for i in range(prompt_group.group_size)]
+        batch = group(prompt_group.group_id, (1,) * prompt_group.group_size, tuple(s is not None for s in found))
         batch["acc"] = torch.tensor([s or 0.0 for s in found])
         return batch
 
@@ -66,7 +66,7 @@ def run(chosen: ValidationSet, answer: Callable[..., object]) -> tuple[dict[str,
 def test_greedy_and_sampled_answers_by_data_source() -> None:
     right = {"val/val/greedy": {(0, 0), (2, 0)}, "val/val/sampled": {(0, 0), (0, 1), (2, 3)}}
     chosen = ValidationSet("val", rows("a", "a", "b"), GREEDY, SAMPLED, 4)  # type: ignore[arg-type]
-    metrics, samples = run(chosen, answers(lambda t, i: float((t.number, i) in right[t.stream])))
+    metrics, samples = run(chosen, answers(lambda t, i: float((t.group_id, i) in right[t.stream])))
     assert metrics == {
         "val_correct/all/mean": pytest.approx(2 / 3),
         "val_correct/a/mean": 0.5,
@@ -98,7 +98,7 @@ def test_sampled_answers_stand_in_where_none_is_greedy_and_powers_of_two_end_at_
 
 def test_an_answer_without_a_verdict_is_not_right_and_is_counted() -> None:
     chosen = ValidationSet("val", rows("a", "a"), GREEDY)  # type: ignore[arg-type]
-    metrics, samples = run(chosen, answers(lambda t, i: None if t.number else 1.0))
+    metrics, samples = run(chosen, answers(lambda t, i: None if t.group_id else 1.0))
     assert metrics["val_correct/all/mean"] == 0.5 and metrics["val/errors"] == 1.0
     assert len(samples) == 2
 
@@ -115,10 +115,10 @@ def test_held_out_prompts_are_answered_as_they_are_to_be_by_the_nodes_that_valid
     @node(writes=("response_ids", "response_mask"), role="ROLLOUT", reads=("prompt_ids",))
     async def answer(group: Group, ctx: NodeContext) -> list[Sample]:
         asked.append((group, ctx.validating))
-        return samples(group.ticket.number, (1,) * len(group))
+        return samples(group.prompt_group.group_id, (1,) * len(group))
 
     @node(writes="scores", role="REWARD", scope="group", reads=("response_mask",))
-    def judge(group: Group) -> list[float]:
+    def reward_fn(group: Group) -> list[float]:
         return [float(group.row.index == 1)] * len(group)
 
     @node(writes=(), role="DYNAMIC_SAMPLING", reads=("response_mask",))
@@ -127,8 +127,8 @@ def test_held_out_prompts_are_answered_as_they_are_to_be_by_the_nodes_that_valid
 
     parts = Resources(None, (3, 7), {}, 0)  # type: ignore[arg-type]  # no node reads the tokenizer
     contexts = Contexts(Config(), parts, {}, lambda *update: update[-1], lambda *update: None)
-    steps = compile_steps([bound(answer), bound(judge), bound(drops)], {})
-    plane = RolloutLoop(steps, waiting_group, contexts.experience, None, 10.0, lambda *ended: None, GroupRecorder())
+    steps = compile_steps([bound(answer), bound(reward_fn), bound(drops)], {})
+    plane = RolloutLoop(steps, waiting_group, contexts.for_rollout, None, 10.0, lambda *ended: None, GroupRecorder())
     prompts = [PromptRow(i, (1, 2, 3), f"p{i}", "", "default", {}) for i in range(2)]
     chosen = ValidationSet("own", prompts, GREEDY, SAMPLED, 2)
     found = asyncio.run(Validator([chosen], contexts, plane, (3, 7), 9, print).run(5))
@@ -146,23 +146,23 @@ def test_held_out_prompts_are_answered_as_they_are_to_be_by_the_nodes_that_valid
 def test_a_prompt_on_which_a_node_fails_costs_its_own_answers_only() -> None:
     @node(writes=("response_ids", "response_mask"), role="ROLLOUT", reads=("prompt_ids",))
     async def answer(group: Group) -> list[Sample]:
-        return samples(group.ticket.number, (1,) * len(group))
+        return samples(group.prompt_group.group_id, (1,) * len(group))
 
     @node(writes="scores", role="REWARD", scope="group", reads=("response_mask",))
-    def judge(group: Group) -> list[float]:
+    def reward_fn(group: Group) -> list[float]:
         return [1.0 / group.row.index] * len(group)
 
     parts = Resources(None, (), {}, 0)  # type: ignore[arg-type]  # no node reads the tokenizer
     contexts = Contexts(Config(), parts, {}, lambda *update: update[-1], lambda *update: None)
-    steps = compile_steps([bound(answer), bound(judge)], {})
-    plane = RolloutLoop(steps, waiting_group, contexts.experience, None, 10.0, lambda *ended: None, GroupRecorder())
+    steps = compile_steps([bound(answer), bound(reward_fn)], {})
+    plane = RolloutLoop(steps, waiting_group, contexts.for_rollout, None, 10.0, lambda *ended: None, GroupRecorder())
     prompts = [PromptRow(i, (1, 2, 3), f"p{i}", "", "default", {}) for i in range(2)]
     said: list[str] = []
     validator = Validator([ValidationSet("own", prompts, GREEDY, None, 0)], contexts, plane, (), 9, said.append)
     found = asyncio.run(validator.run(5))
     metrics, rows = found.metrics(), found.rows
     assert metrics == {"val_correct/all/mean": 0.5, "val/errors": 1.0} and len(rows) == 1
-    assert len(said) == 1 and said[0].startswith("held-out prompt 0 of 'own': ") and "division by zero" in said[0]
+    assert len(said) == 1 and said[0].startswith("validation prompt 0 of 'own': ") and "division by zero" in said[0]
 
 
 def test_a_held_out_loss_is_a_mean_over_the_answers_tokens() -> None:
@@ -180,5 +180,5 @@ def test_a_held_out_loss_is_a_mean_over_the_answers_tokens() -> None:
 
 def test_a_verdict_that_is_not_one_is_not_right() -> None:
     chosen = ValidationSet("val", rows("a", "a", "a"), GREEDY)  # type: ignore[arg-type]
-    metrics, _ = run(chosen, answers(lambda t, i: (0.999, 1.0 - 1e-9, 1.5)[t.number]))
+    metrics, _ = run(chosen, answers(lambda t, i: (0.999, 1.0 - 1e-9, 1.5)[t.group_id]))
     assert metrics["val_correct/all/mean"] == pytest.approx(2 / 3)

@@ -8,11 +8,11 @@ from distflow.runtime.wait_log import Wait, Waits
 def test_a_wait_is_known_while_it_lasts_and_told_when_it_ends() -> None:
     told: list[tuple[Wait, float]] = []
     waits = Waits(lambda wait, ended: told.append((wait, ended)))
-    with waits("learner", "step 3", on="experience"):
-        with waits("experience", "credits", on="learner"):
+    with waits("training", "step 3", on="rollout"):
+        with waits("rollout", "capacity", on="training"):
             outer, inner = waits.now()
-            assert (outer.who, outer.what, outer.on) == ("learner", "step 3", "experience")
-            assert inner.who == "experience" and outer.since <= inner.since and told == []
+            assert (outer.who, outer.what, outer.on) == ("training", "step 3", "rollout")
+            assert inner.who == "rollout" and outer.since <= inner.since and told == []
         assert waits.now() == [outer] and [wait for wait, _ in told] == [inner]
     assert waits.now() == [] and [wait for wait, _ in told] == [inner, outer]
     assert all(ended >= wait.since for wait, ended in told)
@@ -21,7 +21,7 @@ def test_a_wait_is_known_while_it_lasts_and_told_when_it_ends() -> None:
 def test_a_wait_that_ends_in_an_error_has_ended() -> None:
     told: list[str] = []
     waits = Waits(lambda wait, ended: told.append(wait.what))
-    with pytest.raises(KeyError), waits("learner", "step 3", on="experience"):
+    with pytest.raises(KeyError), waits("training", "step 3", on="rollout"):
         raise KeyError
     assert told == ["step 3"] and waits.now() == []
 
@@ -30,8 +30,8 @@ def test_the_same_wait_of_two_loops_lasts_until_both_have_ended(monkeypatch: pyt
     """Two ranks may begin to wait for one step in the same instant."""
     monkeypatch.setattr("time.time", lambda: 5.0)
     waits = Waits()
-    with waits("learner", "step 3", on="experience"):
-        with waits("learner", "step 3", on="experience"):
+    with waits("training", "step 3", on="rollout"):
+        with waits("training", "step 3", on="rollout"):
             pass
         assert len(waits.now()) == 1
 
@@ -39,6 +39,6 @@ def test_the_same_wait_of_two_loops_lasts_until_both_have_ended(monkeypatch: pyt
 def test_a_wait_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("time.time", lambda: 5.0)
     waits = Waits()
-    with waits("learner", "step 3", on="experience"):
+    with waits("training", "step 3", on="rollout"):
         monkeypatch.setattr("time.time", lambda: 12.4)
-        assert [str(wait) for wait in waits.now()] == ["learner has waited 7 s for step 3 (on: experience)"]
+        assert [str(wait) for wait in waits.now()] == ["training has waited 7 s for step 3 (on: rollout)"]

@@ -131,8 +131,8 @@ def test_weights_are_published_as_often_as_the_run_says(ground: Playground, monk
         published.append((version.step, at_start))
         return publish(self, version, at_start)
 
-    publish = WeightSender.publish
-    monkeypatch.setattr(WeightSender, "publish", noted)
+    publish = WeightSender.sync
+    monkeypatch.setattr(WeightSender, "sync", noted)
     keys = ("async.max_staleness=1", "actor_rollout_ref.actor.model_update_frequency=2")
     run = ground.run("grpo", *CHEAP, *keys, "trainer.total_epochs=1")
     assert published == [(0, True), (2, False)]
@@ -225,10 +225,10 @@ def test_an_experience_plane_that_ends_wakes_the_learner_with_its_reason(
     ground: Playground, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*arguments: Any, **more: Any) -> None:
-        raise RuntimeError("the edge broke")
+        raise RuntimeError("the queue broke")
 
     monkeypatch.setattr("distflow.runtime.sample_queue.local.LocalSampleQueue.put", broken)
-    with working(ground) as (worker, _), pytest.raises(RuntimeError, match="the edge broke"):
+    with working(ground) as (worker, _), pytest.raises(RuntimeError, match="the queue broke"):
         worker.training_loop()
 
 

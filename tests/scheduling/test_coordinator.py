@@ -1,4 +1,4 @@
-"""The coordinator: waves of tickets, the end of the data, versions, resume, and what it refuses."""
+"""The coordinator: waves of groups, the end of the data, versions, resume, and what it refuses."""
 
 import json
 
@@ -18,29 +18,31 @@ def plan_of(num_rows=10, batch=4, epochs=2, **options):
     return DataPlan(num_rows=num_rows, consumer_batch=batch, group_size=8, **options)
 
 
-def numbers_of(tickets):
-    return [ticket.number for ticket in tickets]
+def numbers_of(prompt_groups):
+    return [prompt_group.group_id for prompt_group in prompt_groups]
 
 
-def judge(coordinator, tickets, drop=()):
-    for ticket in tickets:
-        if ticket.number in drop:
-            coordinator.drop(ticket.number, "equal_rewards")
+def reward_fn(coordinator, prompt_groups, drop=()):
+    for prompt_group in prompt_groups:
+        if prompt_group.group_id in drop:
+            coordinator.drop(prompt_group.group_id, "equal_rewards")
         else:
-            coordinator.complete(ticket.number, 5)
+            coordinator.complete(prompt_group.group_id, 5)
 
 
-def run_to_the_end(coordinator, drop=lambda ticket: False):
-    """Consumed tickets of each step, by the loop that a worker runs."""
+def run_to_the_end(coordinator, drop=lambda prompt_group: False):
+    """Consumed groups of each step, by the loop that a worker runs."""
     steps = []
     while not coordinator.finished:
-        tickets = coordinator.take_groups()
-        judge(coordinator, tickets, {ticket.number for ticket in tickets if drop(ticket)})
+        prompt_groups = coordinator.take_groups()
+        reward_fn(
+            coordinator, prompt_groups, {prompt_group.group_id for prompt_group in prompt_groups if drop(prompt_group)}
+        )
         if (numbers := coordinator.ready(coordinator.step)) is not None:
             coordinator.release(coordinator.step)
             steps.append(numbers)
         else:
-            assert tickets, "no step is formed and nothing runs: stuck"
+            assert prompt_groups, "no step is formed and nothing runs: stuck"
     return steps
 
 
@@ -52,7 +54,7 @@ def test_a_released_step_is_on_the_disk(tmp_path):
 
     on_disk = []
     coordinator = Coordinator(plan_of(), Synced(tmp_path / "ledger.jsonl"))
-    judge(coordinator, coordinator.take_groups())
+    reward_fn(coordinator, coordinator.take_groups())
     coordinator.release(0)
     assert on_disk == [["consumed", "version"]]
 
@@ -62,13 +64,13 @@ def test_tickets_name_the_rows_of_the_epochs_in_order():
     seen = []
     coordinator = Coordinator(plan)
     while not coordinator.finished:
-        tickets = coordinator.take_groups()
-        seen += tickets
-        judge(coordinator, tickets)
+        prompt_groups = coordinator.take_groups()
+        seen += prompt_groups
+        reward_fn(coordinator, prompt_groups)
         coordinator.release(coordinator.step)
     assert numbers_of(seen) == list(range(20))
     assert [(t.epoch, t.row) for t in seen] == [place(number, 10, 3, True) for number in range(20)]
-    assert [t.version for t in seen] == [t.number // 4 for t in seen]
+    assert [t.version for t in seen] == [t.group_id // 4 for t in seen]
     assert {(t.group_size, t.attempt, t.stream) for t in seen} == {(8, 0, "train")}
 
 
@@ -103,7 +105,7 @@ def test_drops_are_refilled_by_further_waves():
 def test_waves_are_bounded_by_what_may_run_at_once():
     coordinator = Coordinator(plan_of(max_concurrent=3))
     assert numbers_of(coordinator.take_groups()) == [0, 1, 2]
-    judge(coordinator, coordinator.take_groups())
+    reward_fn(coordinator, coordinator.take_groups())
     for number in range(3):
         coordinator.complete(number, 1)
     assert numbers_of(coordinator.take_groups()) == [3]
@@ -111,7 +113,7 @@ def test_waves_are_bounded_by_what_may_run_at_once():
 
 def test_an_engine_that_lags_gets_nothing_until_it_serves_the_new_version():
     coordinator = Coordinator(plan_of())
-    judge(coordinator, coordinator.take_groups())
+    reward_fn(coordinator, coordinator.take_groups())
     coordinator.release(0)
     assert coordinator.take_groups(served_step=0) == []
     assert len(coordinator.take_groups(served_step=1)) == 4
@@ -119,24 +121,24 @@ def test_an_engine_that_lags_gets_nothing_until_it_serves_the_new_version():
 
 def test_the_run_ends_after_its_steps_though_rows_are_left():
     coordinator = Coordinator(plan_of(total_steps=2, total_groups=1000))
-    steps = run_to_the_end(coordinator, drop=lambda ticket: ticket.number % 3 == 0)
+    steps = run_to_the_end(coordinator, drop=lambda prompt_group: prompt_group.group_id % 3 == 0)
     assert [len(step) for step in steps] == [4, 4]
     assert coordinator.take_groups() == []
 
 
 def test_the_run_ends_with_its_data_though_steps_are_left():
     coordinator = Coordinator(plan_of())
-    steps = run_to_the_end(coordinator, drop=lambda ticket: ticket.number >= 8)
+    steps = run_to_the_end(coordinator, drop=lambda prompt_group: prompt_group.group_id >= 8)
     assert steps == [(0, 1, 2, 3), (4, 5, 6, 7)]
-    assert coordinator.accounting() == GroupCounts(issued=20, consumed=8, dropped={"equal_rewards": 12})
+    assert coordinator.checked_counts() == GroupCounts(issued=20, consumed=8, dropped={"equal_rewards": 12})
 
 
 def test_exhausted_after_the_batches_that_a_step_may_draw():
     coordinator = Coordinator(plan_of(num_rows=100, max_num_gen_batches=2))
     drawn = 0
-    while tickets := coordinator.take_groups():
-        drawn += len(tickets)
-        judge(coordinator, tickets, drop=range(1, 100))
+    while prompt_groups := coordinator.take_groups():
+        drawn += len(prompt_groups)
+        reward_fn(coordinator, prompt_groups, drop=range(1, 100))
         if drawn < 8:
             assert coordinator.ready(0) is None
     assert drawn == 8
@@ -147,10 +149,10 @@ def test_exhausted_after_the_batches_that_a_step_may_draw():
 def test_going_on_when_exhausted_counts_the_short_step_as_full():
     plan = plan_of(num_rows=100, max_concurrent=64, max_num_gen_batches=1, when_exhausted="continue")
     coordinator = Coordinator(plan)
-    judge(coordinator, coordinator.take_groups(), drop=(0, 1))
+    reward_fn(coordinator, coordinator.take_groups(), drop=(0, 1))
     assert coordinator.ready(0) == (2, 3)
     coordinator.release(0)
-    judge(coordinator, coordinator.take_groups())
+    reward_fn(coordinator, coordinator.take_groups())
     assert coordinator.ready(1) == (4, 5, 6, 7)
 
 
@@ -168,7 +170,7 @@ def test_every_consumed_step_ends_in_a_version_an_alias_where_nothing_was_sent(t
     ledger = Ledger(tmp_path / "ledger.jsonl")
     coordinator = Coordinator(plan_of(), ledger)
     for step, published in enumerate((True, False, False, True)):
-        judge(coordinator, coordinator.take_groups())
+        reward_fn(coordinator, coordinator.take_groups())
         assert coordinator.release(step, published) == Version(0, step + 1)
     ledger.close()
     versions = [(r["step"], r["weights"]) for _, r in timeline(ledger.path) if r["kind"] == "version"]
@@ -184,29 +186,29 @@ def test_a_lost_group_has_three_attempts_under_one_ticket(tmp_path):
     for _ in range(2):
         assert coordinator.retry(2), "it waits to be handed out again"
         seen += coordinator.take_groups()
-    assert [(t.number, t.row, t.attempt) for t in seen] == [(2, first.row, n) for n in range(3)]
+    assert [(t.group_id, t.row, t.attempt) for t in seen] == [(2, first.row, n) for n in range(3)]
     assert not coordinator.retry(2), "it is dropped"
-    assert coordinator.accounting() == GroupCounts(issued=8, running=7, dropped={"quarantined": 1})
+    assert coordinator.checked_counts() == GroupCounts(issued=8, running=7, dropped={"quarantined": 1})
     assert numbers_of(coordinator.take_groups()) == [8], "its credit is free"
     ledger.close()
-    assert verify(ledger.path) == coordinator.accounting()
+    assert verify(ledger.path) == coordinator.checked_counts()
 
 
 def test_a_complete_group_that_is_lost_with_who_held_it_is_issued_again_as_often_as_need_be(tmp_path):
     ledger = Ledger(tmp_path / "ledger.jsonl")
     coordinator = Coordinator(plan_of(), ledger)
-    judge(coordinator, coordinator.take_groups())
+    reward_fn(coordinator, coordinator.take_groups())
     for attempt in range(1, 5):
         coordinator.lose(2)
         assert coordinator.ready(0) is None and not coordinator.holds(2)
-        assert [(t.number, t.attempt) for t in coordinator.take_groups()] == [(2, attempt)]
+        assert [(t.group_id, t.attempt) for t in coordinator.take_groups()] == [(2, attempt)]
         coordinator.complete(2, 5)
     assert coordinator.ready(0) == (0, 1, 2, 3)
-    with pytest.raises(CountsError, match="ticket 2 cannot be lost: .* a step has taken it"):
+    with pytest.raises(CountsError, match="group 2 cannot be lost: .* a step has taken it"):
         coordinator.lose(2)
     coordinator.release(0)
     ledger.close()
-    assert verify(ledger.path) == coordinator.accounting()
+    assert verify(ledger.path) == coordinator.checked_counts()
 
 
 def test_lost_groups_are_a_wave_of_their_own_before_any_new_one():
@@ -217,7 +219,7 @@ def test_lost_groups_are_a_wave_of_their_own_before_any_new_one():
     coordinator.drop(0, "equal_rewards")
     assert coordinator.take_groups() == [], "the wave is not over yet: 2 runs"
     coordinator.complete(2, 5)
-    assert [(t.number, t.attempt) for t in coordinator.take_groups()] == [(1, 1), (3, 1)]
+    assert [(t.group_id, t.attempt) for t in coordinator.take_groups()] == [(1, 1), (3, 1)]
     coordinator.complete(1, 5)
     assert coordinator.take_groups() == []
     coordinator.complete(3, 5)
@@ -226,14 +228,14 @@ def test_lost_groups_are_a_wave_of_their_own_before_any_new_one():
 
 def test_a_lost_group_does_not_start_again_on_an_engine_that_serves_older_weights():
     coordinator = Coordinator(plan_of())
-    judge(coordinator, coordinator.take_groups())
+    reward_fn(coordinator, coordinator.take_groups())
     coordinator.release(0)
     coordinator.take_groups()
     for number in range(4, 8):
         coordinator.retry(number)
     with pytest.raises(CountsError, match="serves version 0, but version 1 was served already"):
         coordinator.take_groups(served_step=0)
-    assert [(t.number, t.version) for t in coordinator.take_groups(served_step=1)] == [(n, 1) for n in range(4, 8)]
+    assert [(t.group_id, t.version) for t in coordinator.take_groups(served_step=1)] == [(n, 1) for n in range(4, 8)]
 
 
 def test_a_version_ahead_of_the_steps_is_a_fault():
@@ -245,7 +247,7 @@ def test_a_version_ahead_of_the_steps_is_a_fault():
 
 def test_after_a_resume_an_engine_that_serves_the_initial_weights_is_found():
     coordinator = Coordinator(plan_of(max_staleness=2))
-    judge(coordinator, coordinator.take_groups())
+    reward_fn(coordinator, coordinator.take_groups())
     coordinator.release(0)
     with pytest.raises(CountsError, match="serves version 0, but version 1 was served already"):
         Coordinator(plan_of(max_staleness=2), None, coordinator.snapshot()).take_groups(served_step=0)
@@ -274,18 +276,18 @@ def streaming(ledger=None, snapshot=None, **options):
 def test_what_is_on_the_edge_at_a_release_is_in_the_cut_and_goes_on_from_it(tmp_path):
     path = tmp_path / "ledger.jsonl"
     coordinator = streaming(Ledger(path))
-    tickets = coordinator.take_groups()
-    assert numbers_of(tickets) == list(range(12))
+    prompt_groups = coordinator.take_groups()
+    assert numbers_of(prompt_groups) == list(range(12))
     assert coordinator.retry(9)
     for number in (2, 3, 5, 7, 11):
         coordinator.complete(number, 10 + number)
     coordinator.release(0)
     snapshot = json.loads(json.dumps(coordinator.snapshot()))
-    live = {group["ticket"]["number"]: group for group in snapshot["live"]}
+    live = {group["prompt_group"]["group_id"]: group for group in snapshot["live"]}
     assert sorted(live) == [0, 1, 4, 6, 8, 9, 10, 11]
     assert live[11] == {
-        "ticket": {"number": 11, "epoch": 1, "row": tickets[11].row, "group_size": 8, "version": 0, "attempt": 0,
-                   "stream": "train", "position": 0},
+        "prompt_group": {"group_id": 11, "epoch": 1, "row": prompt_groups[11].row, "group_size": 8, "version": 0,
+                   "attempt": 0, "stream": "train", "position": 0},
         "complete": True, "num_tokens": 21, "failures": 0, "version": 0,
     }  # fmt: skip
     assert (live[9]["complete"], live[9]["failures"]) == (False, 1)
@@ -293,53 +295,53 @@ def test_what_is_on_the_edge_at_a_release_is_in_the_cut_and_goes_on_from_it(tmp_
 
     ledger = Ledger(path, mark_of(snapshot))
     resumed = streaming(ledger, snapshot)
-    assert resumed.accounting() == GroupCounts(issued=12, running=7, complete=1, consumed=4)
+    assert resumed.checked_counts() == GroupCounts(issued=12, running=7, complete=1, consumed=4)
     again = resumed.take_groups()
     assert numbers_of(again) == [0, 1, 4, 6, 8, 9, 10, 12, 13, 14, 15], "the lost ones first, then as before"
     assert [t.attempt for t in again] == [1] * 7 + [0] * 4
-    assert [t.row for t in again[:7]] == [tickets[number].row for number in numbers_of(again)[:7]]
-    judge(resumed, again)
-    assert resumed.ready(1) == (0, 1, 4, 11), "11 is due first: its ticket is of version 0, the others' are of 1"
+    assert [t.row for t in again[:7]] == [prompt_groups[number].row for number in numbers_of(again)[:7]]
+    reward_fn(resumed, again)
+    assert resumed.ready(1) == (0, 1, 4, 11), "11 is due first: its group is of version 0, the others' are of 1"
     steps = run_to_the_end(resumed)
     assert sorted(number for step in steps for number in step) == [0, 1, 4, 6, *range(8, 20)]
     ledger.close()
-    assert verify(path) == resumed.accounting() == GroupCounts(issued=20, consumed=20)
+    assert verify(path) == resumed.checked_counts() == GroupCounts(issued=20, consumed=20)
 
 
 def test_a_process_that_is_killed_again_and_again_quarantines_nothing():
     coordinator = streaming(num_rows=100)
     for kills in range(5):
-        tickets = coordinator.take_groups()
-        assert [ticket.attempt for ticket in tickets if ticket.number == 0] == [kills]
-        judge(coordinator, [ticket for ticket in tickets if ticket.number != 0])
+        prompt_groups = coordinator.take_groups()
+        assert [prompt_group.attempt for prompt_group in prompt_groups if prompt_group.group_id == 0] == [kills]
+        reward_fn(coordinator, [prompt_group for prompt_group in prompt_groups if prompt_group.group_id != 0])
         coordinator.release(coordinator.step)
         coordinator = streaming(num_rows=100, snapshot=coordinator.snapshot())
     coordinator.take_groups()
     assert coordinator.retry(0), "its own three attempts are all there"
-    assert coordinator.accounting().dropped == {}
+    assert coordinator.checked_counts().dropped == {}
 
 
 def test_failures_before_the_cut_still_count_behind_it():
     coordinator = streaming()
-    tickets = coordinator.take_groups()
+    prompt_groups = coordinator.take_groups()
     for _ in range(2):
         coordinator.retry(0)
         coordinator.take_groups()
-    judge(coordinator, tickets[1:])
+    reward_fn(coordinator, prompt_groups[1:])
     coordinator.release(0)
     resumed = streaming(snapshot=coordinator.snapshot())
-    assert [t.attempt for t in resumed.take_groups() if t.number == 0] == [3]
+    assert [t.attempt for t in resumed.take_groups() if t.group_id == 0] == [3]
     assert not resumed.retry(0)
-    assert resumed.accounting().dropped == {"quarantined": 1}
+    assert resumed.checked_counts().dropped == {"quarantined": 1}
 
 
 def test_a_lost_group_that_no_step_is_left_for_does_not_start_again():
     coordinator = streaming(total_steps=2)
-    judge(coordinator, coordinator.take_groups()[:4])
+    reward_fn(coordinator, coordinator.take_groups()[:4])
     coordinator.release(0)
     resumed = streaming(total_steps=1, snapshot=coordinator.snapshot())
     assert resumed.finished and resumed.take_groups() == []
-    assert resumed.accounting() == GroupCounts(issued=8, running=4, consumed=4)
+    assert resumed.checked_counts() == GroupCounts(issued=8, running=4, consumed=4)
 
 
 def test_groups_on_the_edge_go_on_in_another_folder(tmp_path):
@@ -352,40 +354,40 @@ def test_groups_on_the_edge_go_on_in_another_folder(tmp_path):
     resumed = streaming(ledger, coordinator.snapshot())
     run_to_the_end(resumed)
     ledger.close()
-    assert verify(ledger.path) == resumed.accounting() == GroupCounts(issued=20, consumed=20)
+    assert verify(ledger.path) == resumed.checked_counts() == GroupCounts(issued=20, consumed=20)
 
 
 def test_a_run_that_goes_on_with_less_staleness_drops_what_it_cannot_consume_in_time(tmp_path):
     path = tmp_path / "ledger.jsonl"
     coordinator = streaming(Ledger(path), num_rows=100)
-    judge(coordinator, coordinator.take_groups())  # 0 to 11, of version 0
+    reward_fn(coordinator, coordinator.take_groups())  # 0 to 11, of version 0
     coordinator.release(0)
-    judge(coordinator, coordinator.take_groups()[:2])  # 12 and 13, of version 1, with 14 and 15
+    reward_fn(coordinator, coordinator.take_groups()[:2])  # 12 and 13, of version 1, with 14 and 15
     coordinator.release(1)
     snapshot = coordinator.snapshot()
-    assert [group["ticket"]["number"] for group in snapshot["live"]] == list(range(8, 16))
+    assert [group["prompt_group"]["group_id"] for group in snapshot["live"]] == list(range(8, 16))
     ledger = Ledger(path, mark_of(snapshot))
     resumed = Coordinator(plan_of(num_rows=100, max_staleness=1), ledger, snapshot)
-    assert resumed.accounting() == GroupCounts(issued=16, running=2, complete=2, consumed=8, dropped={"stale": 4}), (
-        "8 to 11 are of version 0, which step 2 may not train on any more"
-    )
+    assert resumed.checked_counts() == GroupCounts(
+        issued=16, running=2, complete=2, consumed=8, dropped={"stale": 4}
+    ), "8 to 11 are of version 0, which step 2 may not train on any more"
     assert [number for number in range(16) if resumed.holds(number)] == [12, 13]
     again = resumed.take_groups()
-    assert [(t.number, t.version) for t in again] == [(14, 2), (15, 2), *((n, 2) for n in range(16, 20))]
-    judge(resumed, again)
+    assert [(t.group_id, t.version) for t in again] == [(14, 2), (15, 2), *((n, 2) for n in range(16, 20))]
+    reward_fn(resumed, again)
     assert resumed.ready(2) == (12, 13, 14, 15)
     resumed.release(2)
     ledger.close()
-    assert verify(path) == resumed.accounting()
+    assert verify(path) == resumed.checked_counts()
     records = [r for _, r in timeline(path) if r["kind"] in ("plan", "dropped")]
     assert [(r["max_staleness"], r["consumer_batch"]) for r in records[:2]] == [(2, 4), (1, 4)]
-    assert [(r["ticket"], r["reason"]) for r in records[2:]] == [(number, "stale") for number in range(8, 12)]
+    assert [(r["group_id"], r["reason"]) for r in records[2:]] == [(number, "stale") for number in range(8, 12)]
 
 
 @pytest.mark.parametrize(("batch", "kept"), [(4, 8), (3, 6), (1, 2), (9, 8)])
 def test_a_run_that_goes_on_with_smaller_steps_keeps_the_oldest_groups_that_fit(batch, kept):
     coordinator = streaming(num_rows=100)
-    judge(coordinator, coordinator.take_groups())
+    reward_fn(coordinator, coordinator.take_groups())
     coordinator.release(0)
     resumed = streaming(num_rows=100, batch=batch, snapshot=coordinator.snapshot())
     assert [number for number in range(12) if resumed.holds(number)] == list(range(4, 4 + kept))
@@ -394,14 +396,14 @@ def test_a_run_that_goes_on_with_smaller_steps_keeps_the_oldest_groups_that_fit(
 
 def test_groups_that_ran_start_again_no_faster_than_a_smaller_bound_allows():
     coordinator = streaming(num_rows=100)
-    judge(coordinator, coordinator.take_groups()[:4])
+    reward_fn(coordinator, coordinator.take_groups()[:4])
     coordinator.release(0)
     resumed = Coordinator(plan_of(num_rows=100, batch=2), snapshot=coordinator.snapshot())
     seen = []
     for step in (1, 2, 3, 4):
-        tickets = resumed.take_groups()
-        assert [ticket.version for ticket in tickets] == [step] * 2
-        judge(resumed, tickets)
+        prompt_groups = resumed.take_groups()
+        assert [prompt_group.version for prompt_group in prompt_groups] == [step] * 2
+        reward_fn(resumed, prompt_groups)
         seen += resumed.ready(step)
         resumed.release(step)
     assert seen == list(range(4, 12))
@@ -409,44 +411,48 @@ def test_groups_that_ran_start_again_no_faster_than_a_smaller_bound_allows():
 
 def test_a_group_made_by_weights_that_are_too_old_is_not_trained():
     coordinator = streaming(num_rows=100)
-    judge(coordinator, coordinator.take_groups())
+    reward_fn(coordinator, coordinator.take_groups())
     for step in range(2):
         coordinator.release(step)
-        judge(coordinator, coordinator.take_groups())
+        reward_fn(coordinator, coordinator.take_groups())
     coordinator.release(2)
-    ticket, *others = coordinator.take_groups()
-    assert ticket.version == 3
-    coordinator.complete(ticket.number, 5, version=0)
-    judge(coordinator, others)
-    with pytest.raises(CountsError, match=f"ticket {ticket.number} holds tokens of version 0, which step 3 may"):
+    prompt_group, *others = coordinator.take_groups()
+    assert prompt_group.version == 3
+    coordinator.complete(prompt_group.group_id, 5, version=0)
+    reward_fn(coordinator, others)
+    with pytest.raises(CountsError, match=f"group {prompt_group.group_id} holds tokens of version 0, which step 3 may"):
         coordinator.ready(3)
 
 
 def test_draws_are_counted_for_the_steps_that_their_class_covers():
-    """Staleness 1, steps of 4, at most 2 batches for each: 16 tickets due by step 1, then 8 for each version."""
+    """Staleness 1, steps of 4, at most 2 batches for each: 16 groups due by step 1, then 8 for each version."""
     plan = plan_of(num_rows=1000, max_staleness=1, max_num_gen_batches=2, when_exhausted="continue")
     coordinator = Coordinator(plan)
     issued = []
     for step in range(3):
-        while tickets := coordinator.take_groups():
-            issued += tickets
-            judge(coordinator, tickets, drop=[ticket.number for ticket in tickets if ticket.number % 8])
+        while prompt_groups := coordinator.take_groups():
+            issued += prompt_groups
+            reward_fn(
+                coordinator,
+                prompt_groups,
+                drop=[prompt_group.group_id for prompt_group in prompt_groups if prompt_group.group_id % 8],
+            )
         assert coordinator.ready(step)
         coordinator.release(step)
-    assert [ticket.version for ticket in issued] == [0] * 16 + [1] * 8 + [2] * 8
+    assert [prompt_group.version for prompt_group in issued] == [0] * 16 + [1] * 8 + [2] * 8
 
 
 def test_exhausted_only_once_no_later_version_can_bring_room():
     coordinator = Coordinator(plan_of(num_rows=1000, max_staleness=1, max_num_gen_batches=1))
     first = coordinator.take_groups()
     assert len(first) == 8
-    judge(coordinator, first, drop=range(4, 8))
+    reward_fn(coordinator, first, drop=range(4, 8))
     coordinator.release(0)
-    assert coordinator.ready(1) is None, "nobody has asked for tickets yet"
+    assert coordinator.ready(1) is None, "nobody has asked for groups yet"
     assert coordinator.take_groups(served_step=0) == [] and coordinator.ready(1) is None, "version 1 is on its way"
     second = coordinator.take_groups(served_step=1)
     assert numbers_of(second) == [8, 9, 10, 11]
-    judge(coordinator, second[1:])
+    reward_fn(coordinator, second[1:])
     assert coordinator.ready(1) is None, "one runs"
     coordinator.drop(8, "equal_rewards")
     coordinator.take_groups(served_step=1)
@@ -457,7 +463,7 @@ def test_exhausted_only_once_no_later_version_can_bring_room():
 def test_exhausted_where_the_engine_keeps_its_weights():
     """Every second step is published: the version that is served is the last one before the next step."""
     coordinator = Coordinator(plan_of(num_rows=1000, max_staleness=1, max_num_gen_batches=1))
-    judge(coordinator, coordinator.take_groups(), drop=range(4, 8))
+    reward_fn(coordinator, coordinator.take_groups(), drop=range(4, 8))
     coordinator.release(0, published=False)
     assert coordinator.take_groups(served_step=0) == []
     with pytest.raises(Exhausted, match="of the 4 drawn for it none are left"):
@@ -467,7 +473,7 @@ def test_exhausted_where_the_engine_keeps_its_weights():
 def test_weights_that_are_never_sent_again_are_a_fault_and_no_wait():
     coordinator = Coordinator(plan_of(num_rows=100, max_staleness=1))
     for step in range(2):
-        judge(coordinator, coordinator.take_groups(served_step=0))
+        reward_fn(coordinator, coordinator.take_groups(served_step=0))
         coordinator.release(step, published=False)
     assert coordinator.take_groups(served_step=0) == []
     with pytest.raises(CountsError, match="step 2 can get no groups: .* version 0, max_staleness is 1"):
@@ -477,24 +483,24 @@ def test_weights_that_are_never_sent_again_are_a_fault_and_no_wait():
 def test_an_alias_opens_credits_as_a_version_that_was_sent_does():
     coordinator = Coordinator(plan_of(num_rows=1000))
     for step in range(3):
-        tickets = coordinator.take_groups(served_step=step)
-        assert [ticket.version for ticket in tickets] == [step] * 4
-        judge(coordinator, tickets)
+        prompt_groups = coordinator.take_groups(served_step=step)
+        assert [prompt_group.version for prompt_group in prompt_groups] == [step] * 4
+        reward_fn(coordinator, prompt_groups)
         coordinator.release(step, published=False)
     assert coordinator.weights_step == 0 and coordinator.version.step == 3
 
 
 def test_the_snapshot_is_the_cut_of_the_last_release():
     coordinator = Coordinator(plan_of())
-    judge(coordinator, coordinator.take_groups(), drop=(1,))
-    judge(coordinator, coordinator.take_groups())
+    reward_fn(coordinator, coordinator.take_groups(), drop=(1,))
+    reward_fn(coordinator, coordinator.take_groups())
     coordinator.release(0)
     at_release = json.loads(json.dumps(coordinator.snapshot()))
-    judge(coordinator, coordinator.take_groups()[:2])
+    reward_fn(coordinator, coordinator.take_groups()[:2])
     assert coordinator.snapshot() == at_release
     resumed = Coordinator(plan_of(), snapshot=at_release)
     assert resumed.version == Version(1, 1)
-    assert resumed.accounting() == GroupCounts(issued=5, consumed=4, dropped={"equal_rewards": 1})
+    assert resumed.checked_counts() == GroupCounts(issued=5, consumed=4, dropped={"equal_rewards": 1})
     assert numbers_of(resumed.take_groups()) == [5, 6, 7, 8]
 
 
@@ -502,8 +508,8 @@ def test_the_snapshot_is_the_cut_of_the_last_release():
 def test_a_resumed_run_trains_what_the_uninterrupted_one_does(tmp_path, kill_after):
     """Killed after any number of waves, with groups in flight and queued: the same rows in the same steps, once."""
 
-    def drop(ticket):
-        return ticket.row % 3 == 1
+    def drop(prompt_group):
+        return prompt_group.row % 3 == 1
 
     expected = run_to_the_end(Coordinator(plan_of(epochs=3)), drop)
 
@@ -512,9 +518,9 @@ def test_a_resumed_run_trains_what_the_uninterrupted_one_does(tmp_path, kill_aft
     coordinator = Coordinator(plan_of(epochs=3), ledger)
     checkpoint, steps = None, []
     for wave in range(kill_after):
-        tickets = coordinator.take_groups()
-        dropped = {ticket.number for ticket in tickets if drop(ticket)}
-        judge(coordinator, tickets if wave < kill_after - 1 else tickets[:1], dropped)
+        prompt_groups = coordinator.take_groups()
+        dropped = {prompt_group.group_id for prompt_group in prompt_groups if drop(prompt_group)}
+        reward_fn(coordinator, prompt_groups if wave < kill_after - 1 else prompt_groups[:1], dropped)
         if coordinator.ready(coordinator.step) is not None:
             steps.append(coordinator.ready(coordinator.step))
             coordinator.release(coordinator.step)
@@ -528,14 +534,14 @@ def test_a_resumed_run_trains_what_the_uninterrupted_one_does(tmp_path, kill_aft
     assert resumed.version == Version(1, len(steps))
     assert [tuple(step) for step in steps] + run_to_the_end(resumed, drop) == expected
     ledger.close()
-    assert verify(path) == resumed.accounting()
+    assert verify(path) == resumed.checked_counts()
 
 
 def test_a_checkpoint_of_another_folder_goes_on_with_its_account(tmp_path):
     ledger = Ledger(tmp_path / "old.jsonl")
     coordinator = Coordinator(plan_of(), ledger)
-    judge(coordinator, coordinator.take_groups(), drop=(0,))
-    judge(coordinator, coordinator.take_groups())
+    reward_fn(coordinator, coordinator.take_groups(), drop=(0,))
+    reward_fn(coordinator, coordinator.take_groups())
     coordinator.release(0)
     snapshot = coordinator.snapshot()
     ledger.close()
@@ -544,8 +550,8 @@ def test_a_checkpoint_of_another_folder_goes_on_with_its_account(tmp_path):
     resumed = Coordinator(plan_of(), ledger, snapshot)
     run_to_the_end(resumed)
     ledger.close()
-    assert verify(ledger.path) == resumed.accounting()
-    assert resumed.accounting() == GroupCounts(issued=20, consumed=19, dropped={"equal_rewards": 1})
+    assert verify(ledger.path) == resumed.checked_counts()
+    assert resumed.checked_counts() == GroupCounts(issued=20, consumed=19, dropped={"equal_rewards": 1})
 
 
 def test_more_epochs_may_be_asked_for_on_resume():
@@ -568,7 +574,7 @@ def test_a_ledger_that_does_not_fit_the_snapshot_is_found(tmp_path):
     ledger = Ledger(tmp_path / "ledger.jsonl")
     coordinator = Coordinator(plan_of(), ledger)
     start = mark_of(coordinator.snapshot())
-    judge(coordinator, coordinator.take_groups())
+    reward_fn(coordinator, coordinator.take_groups())
     coordinator.release(0)
     ledger.close()
     with pytest.raises(CountsError, match="the ledger counts .*issued=0.* the coordinator .*issued=4"):
@@ -577,12 +583,12 @@ def test_a_ledger_that_does_not_fit_the_snapshot_is_found(tmp_path):
 
 def test_a_ticket_that_is_not_running_is_named():
     coordinator = Coordinator(plan_of())
-    judge(coordinator, coordinator.take_groups())
+    reward_fn(coordinator, coordinator.take_groups())
     coordinator.release(0)
     for wrong in (
         lambda: coordinator.complete(2, 1),
         lambda: coordinator.drop(2, "late"),
         lambda: coordinator.retry(2),
     ):
-        with pytest.raises(CountsError, match="ticket 2 "):
+        with pytest.raises(CountsError, match="group 2 "):
             wrong()

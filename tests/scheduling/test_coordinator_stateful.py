@@ -20,12 +20,12 @@ from distflow.scheduling.ledger import Ledger, replay, verify
 from distflow.scheduling.sample_queue import Exhausted
 
 NOTHING = {"consumed": [], "dropped": [], "complete": [], "failures": [], "attempts": [], "waiting": []}
-"""The model at the start. consumed: tickets by step. complete: ticket, its version, the lowest of its tokens.
-attempts: ticket, its last. waiting: ticket, attempt that was lost."""
+"""The model at the start. consumed: groups by step. complete: group, its version, the lowest of its tokens.
+attempts: group, its last. waiting: group, attempt that was lost."""
 
 
 def expected_steps(plan, dropped_rows):
-    """The steps of a run without staleness, from the rule alone: walk the tickets, keep the survivors, cut batches."""
+    """The steps of a run without staleness, from the rule alone: walk the groups, keep the survivors, cut batches."""
     steps, current = [], []
     for number in range(plan.total_groups):
         if len(steps) == plan.total_steps:
@@ -100,12 +100,12 @@ class Run(RuleBasedStateMachine):
         drops,
         seed,
     ):
-        tickets = epochs * num_rows
+        prompt_groups = epochs * num_rows
         self.plan = DataPlan(
             num_rows=num_rows,
             consumer_batch=batch,
             group_size=2,
-            total_groups=None if endless else tickets,
+            total_groups=None if endless else prompt_groups,
             total_steps=num_steps if endless else min(num_steps, total_steps(epochs, num_rows, batch)),
             shuffle=False,
             max_staleness=staleness,
@@ -116,7 +116,7 @@ class Run(RuleBasedStateMachine):
         self.always_synchronous = staleness == 0
         self.same_plan = True
         choice = random.Random(seed)
-        self.dropped_rows = {place_of(self.plan, n) for n in range(tickets) if choice.random() < drops}
+        self.dropped_rows = {place_of(self.plan, n) for n in range(prompt_groups) if choice.random() < drops}
         self.folder = Path(tempfile.mkdtemp())
         self.ledger = Journal(self.folder / "ledger.jsonl")
         self.begin(None, NOTHING)
@@ -133,7 +133,7 @@ class Run(RuleBasedStateMachine):
         self.complete = {number: (issued, lowest) for number, issued, lowest in model["complete"]}
         self.served = self.sent = self.coordinator.step
         self.coming = None
-        self.drawn = []  # due steps of the tickets that this process issued first
+        self.drawn = []  # due steps of the groups that this process issued first
         self.first_step = self.coordinator.step
         self.exhausted = False
         self.forget_stale()
@@ -152,7 +152,7 @@ class Run(RuleBasedStateMachine):
 
     def mark(self):
         """The model as of the release, or the start, that a snapshot goes back to."""
-        running = {number: ticket.attempt for number, ticket in self.running.items()}
+        running = {number: prompt_group.attempt for number, prompt_group in self.running.items()}
         model = {
             "consumed": self.consumed,
             "dropped": self.dropped,
@@ -170,29 +170,31 @@ class Run(RuleBasedStateMachine):
     @rule()
     def take(self):
         plan, finished = self.plan, self.coordinator.finished
-        tickets = self.coordinator.take_groups(self.served)
-        assert not (finished and tickets)
-        assert plan.max_staleness or not (tickets and self.running), "a wave opened while the last one runs"
-        lost = [ticket.number for ticket in tickets if ticket.number in self.waiting]
-        assert lost == [ticket.number for ticket in tickets][: len(lost)] == sorted(lost), "lost ones come first"
-        for ticket in tickets:
-            assert ticket.number not in self.running and ticket.number not in self.complete
-            assert ticket.version == min(self.served, self.coordinator.step)
-            if ticket.number not in self.waiting:
-                self.drawn.append(ticket.version + plan.max_staleness)
-            assert ticket.attempt == self.waiting.pop(ticket.number, -1) + 1
-            self.running[ticket.number] = ticket
-            self.attempts[ticket.number] = ticket.attempt
+        prompt_groups = self.coordinator.take_groups(self.served)
+        assert not (finished and prompt_groups)
+        assert plan.max_staleness or not (prompt_groups and self.running), "a wave opened while the last one runs"
+        lost = [prompt_group.group_id for prompt_group in prompt_groups if prompt_group.group_id in self.waiting]
+        assert lost == [prompt_group.group_id for prompt_group in prompt_groups][: len(lost)] == sorted(lost), (
+            "lost ones come first"
+        )
+        for prompt_group in prompt_groups:
+            assert prompt_group.group_id not in self.running and prompt_group.group_id not in self.complete
+            assert prompt_group.version == min(self.served, self.coordinator.step)
+            if prompt_group.group_id not in self.waiting:
+                self.drawn.append(prompt_group.version + plan.max_staleness)
+            assert prompt_group.attempt == self.waiting.pop(prompt_group.group_id, -1) + 1
+            self.running[prompt_group.group_id] = prompt_group
+            self.attempts[prompt_group.group_id] = prompt_group.attempt
         bound = plan.max_concurrent or (plan.max_staleness + 1) * plan.consumer_batch
         assert len(self.running) <= bound
-        if tickets:
+        if prompt_groups:
             steps_left = plan.total_steps - self.coordinator.step
             assert len(self.running) + len(self.complete) <= steps_left * plan.consumer_batch
         if plan.max_num_gen_batches is not None:
             assert all(drawn <= allowed for drawn, allowed in self.draws().values())
 
     def draws(self):
-        """By due step: tickets issued, and how many may be."""
+        """By due step: groups issued, and how many may be."""
         counts, covered_to, draws = Counter(self.drawn), self.first_step - 1, {}
         for due in sorted(counts):
             draws[due] = counts[due], self.plan.max_num_gen_batches * self.plan.consumer_batch * (due - covered_to)
@@ -201,30 +203,30 @@ class Run(RuleBasedStateMachine):
 
     def end(self, number, late=False):
         """A group ends as its row wants. late: its first token was made by what the engine serves now."""
-        ticket = self.running.pop(number)
-        if (ticket.epoch, ticket.row) in self.dropped_rows:
+        prompt_group = self.running.pop(number)
+        if (prompt_group.epoch, prompt_group.row) in self.dropped_rows:
             self.coordinator.drop(number, "equal_rewards")
             self.dropped.append(number)
         else:
-            lowest = self.served if late else ticket.version
+            lowest = self.served if late else prompt_group.version
             self.coordinator.complete(number, 3, lowest)
-            self.complete[number] = (ticket.version, lowest)
+            self.complete[number] = (prompt_group.version, lowest)
             assert self.coordinator.holds(number)
 
     @precondition(lambda self: self.running)
     @rule(choice=st.randoms(use_true_random=False), late=st.booleans())
-    def judge(self, choice, late):
+    def reward_fn(self, choice, late):
         self.end(choice.choice(sorted(self.running)), late)
 
     @precondition(lambda self: self.running)
     @rule(choice=st.randoms(use_true_random=False))
     def lose_a_worker(self, choice):
         number = choice.choice(sorted(self.running))
-        ticket = self.running.pop(number)
+        prompt_group = self.running.pop(number)
         self.failures[number] += 1
         assert self.coordinator.retry(number) == (self.failures[number] < 3)
         if self.failures[number] < 3:
-            self.waiting[number] = ticket.attempt
+            self.waiting[number] = prompt_group.attempt
         else:
             self.dropped.append(number)
 
@@ -247,7 +249,7 @@ class Run(RuleBasedStateMachine):
         """unread: its groups could not be read, and wait again.
 
         how: the weights are sent and served at once, or not yet; nothing was updated and the engine only gets a new
-        number; or it keeps what it has. takes: tickets are taken between sending and releasing."""
+        number; or it keeps what it has. takes: groups are taken between sending and releasing."""
         step, plan = self.coordinator.step, self.plan
         try:
             numbers = self.coordinator.ready(step)
@@ -289,7 +291,7 @@ class Run(RuleBasedStateMachine):
             assert step <= issued + plan.max_staleness, "a group was left past the step that it was due at"
         if len(numbers) < plan.consumer_batch:
             assert len(self.complete) == len(numbers) and not self.running and not self.waiting
-            if self.coordinator.accounting().issued != plan.total_groups:
+            if self.coordinator.checked_counts().issued != plan.total_groups:
                 assert plan.when_exhausted == "continue"
                 self.check_exhausted()
             return
@@ -297,7 +299,7 @@ class Run(RuleBasedStateMachine):
         assert sorted(order[: plan.consumer_batch]) == list(numbers), "first what is due first"
 
     def check_exhausted(self):
-        """Nothing that runs and no ticket that may still be drawn could have filled the step."""
+        """Nothing that runs and no group that may still be drawn could have filled the step."""
         assert len(self.complete) < self.plan.consumer_batch and not self.running and not self.waiting
         assert self.coming is None, "a version is on its way"
         drawn, allowed = self.draws()[self.served + self.plan.max_staleness]
@@ -312,12 +314,12 @@ class Run(RuleBasedStateMachine):
     def play(self, seed):
         """Many moves of a run that nothing disturbs: old groups may straggle, and either side may be the faster one."""
         choice = random.Random(seed)
-        straggle, learns = choice.choice([0, 0.9]), choice.choice([0.25, 0.5])
+        straggle, trains = choice.choice([0, 0.9]), choice.choice([0.25, 0.5])
         for _ in range(choice.randint(1, 60)):
             move = choice.random()
             if move < 0.2:
                 self.take()
-            elif move < learns and self.plays:
+            elif move < trains and self.plays:
                 self.train(choice.choice(["sent", "late", "alias", "held"]), choice.random() < 0.3)
             elif move > 0.95 and self.coming is not None:
                 self.arrive()
@@ -371,13 +373,13 @@ class Run(RuleBasedStateMachine):
     def accounts_agree(self):
         if not hasattr(self, "coordinator"):
             return
-        account = self.coordinator.accounting()
-        account.check()
-        assert account == self.ledger.account == replay(self.ledger.path)
-        assert account.running == len(self.running) + len(self.waiting)
-        assert account.complete == len(self.complete)
-        assert sum(account.dropped.values()) == len(self.dropped)
-        assert account.consumed == sum(map(len, self.consumed))
+        group_counts = self.coordinator.checked_counts()
+        group_counts.check()
+        assert group_counts == self.ledger.group_counts == replay(self.ledger.path)
+        assert group_counts.running == len(self.running) + len(self.waiting)
+        assert group_counts.complete == len(self.complete)
+        assert sum(group_counts.dropped.values()) == len(self.dropped)
+        assert group_counts.consumed == sum(map(len, self.consumed))
         assert self.coordinator.version.restart == self.ledger.restart
         self.every_ticket_is_in_one_place()
         self.every_group_has_a_step_to_go_to()
@@ -387,12 +389,14 @@ class Run(RuleBasedStateMachine):
     def every_ticket_is_in_one_place(self):
         consumed = [number for step in self.consumed for number in step]
         known = sorted([*consumed, *self.dropped, *self.complete, *self.running, *self.waiting])
-        assert known == list(range(self.coordinator.accounting().issued))
+        assert known == list(range(self.coordinator.checked_counts().issued))
 
     def every_group_has_a_step_to_go_to(self):
         """Admission never lets in more than can be consumed in time, whatever ran or was lost."""
         plan, step = self.plan, self.coordinator.step
-        versions = [ticket.version for ticket in self.running.values()] + [v for v, _ in self.complete.values()]
+        versions = [prompt_group.version for prompt_group in self.running.values()] + [
+            v for v, _ in self.complete.values()
+        ]
         dues = sorted(version + plan.max_staleness for version in versions)
         for position, due in enumerate(dues):
             assert position < (due - step + 1) * plan.consumer_batch
@@ -416,7 +420,7 @@ class Run(RuleBasedStateMachine):
                     while self.running:
                         self.end(max(self.running))
                 else:
-                    raise AssertionError("tickets are drawn for ever")
+                    raise AssertionError("groups are drawn for ever")
                 if self.plays:
                     step = self.coordinator.step
                     self.train(["sent", "held", "late"][step % 3])
@@ -425,9 +429,9 @@ class Run(RuleBasedStateMachine):
             if self.same_plan and self.coordinator.finished:
                 assert not self.running and not self.waiting and not self.complete, "drawn for no step"
             if self.coordinator.step < self.plan.total_steps and not self.exhausted:
-                assert self.coordinator.accounting().issued == self.plan.total_groups
+                assert self.coordinator.checked_counts().issued == self.plan.total_groups
             self.ledger.close()
-            assert verify(self.ledger.path) == self.coordinator.accounting()
+            assert verify(self.ledger.path) == self.coordinator.checked_counts()
         finally:
             shutil.rmtree(self.folder)
 

@@ -40,12 +40,12 @@ def shares_of(path):
     domains, counts, steps = {}, Counter(), []
     for _, record in timeline(path):
         if record["kind"] == "issued":
-            domains[record["ticket"]] = record["domain"]
+            domains[record["group_id"]] = record["domain"]
         if record["kind"] == "inherited":
-            domains |= {group["ticket"]: group["domain"] for group in record.get("live", ())}
+            domains |= {group["group_id"]: group["domain"] for group in record.get("live", ())}
             counts = Counter({name: each["consumed"] for name, each in record.get("domains", {}).items()})
         if record["kind"] == "consumed":
-            counts.update(domains[ticket] for ticket in record["tickets"])
+            counts.update(domains[prompt_group] for prompt_group in record["group_ids"])
             steps.append(dict(counts))
     return steps
 
@@ -77,29 +77,29 @@ class Walk:
         self.cut = json.dumps(self.coordinator.snapshot())
 
     def take(self):
-        for ticket in self.coordinator.take_groups(self.served):
-            assert ticket.number not in self.running
-            self.running.add(ticket.number)
-            self.domain_of(ticket)
+        for prompt_group in self.coordinator.take_groups(self.served):
+            assert prompt_group.group_id not in self.running
+            self.running.add(prompt_group.group_id)
+            self.domain_of(prompt_group)
 
-    def domain_of(self, ticket):
-        """The domain of a ticket's row, which must be the one that its stream names."""
+    def domain_of(self, prompt_group):
+        """The domain of a group's row, which must be the one that its stream names."""
         first = 0
         for domain in self.plan.domains:
-            if first <= ticket.row < first + domain.num_rows:
-                assert ticket.stream == f"train/{domain.name}"
-                order = epoch_order(domain.num_rows, self.plan.seed, ticket.epoch, self.plan.shuffle, domain.name)
-                assert order[ticket.position % domain.num_rows] == ticket.row - first
-                assert ticket.epoch == ticket.position // domain.num_rows
-                self.domains = {**getattr(self, "domains", {}), ticket.number: domain.name}
+            if first <= prompt_group.row < first + domain.num_rows:
+                assert prompt_group.stream == f"train/{domain.name}"
+                order = epoch_order(domain.num_rows, self.plan.seed, prompt_group.epoch, self.plan.shuffle, domain.name)
+                assert order[prompt_group.position % domain.num_rows] == prompt_group.row - first
+                assert prompt_group.epoch == prompt_group.position // domain.num_rows
+                self.domains = {**getattr(self, "domains", {}), prompt_group.group_id: domain.name}
             first += domain.num_rows
 
     def end(self, number, mishaps=True):
         self.running.discard(number)
         if self.plan.curriculum:
             name = self.domains[number]
-            ticket = PromptGroup(number, 0, 0, 2, 0, stream=f"train/{name}")
-            self.coordinator.judged(ticket, Accuracy(self.choice.randint(0, 2), 2))
+            prompt_group = PromptGroup(number, 0, 0, 2, 0, stream=f"train/{name}")
+            self.coordinator.judged(prompt_group, Accuracy(self.choice.randint(0, 2), 2))
         if mishaps and self.choice.random() < 0.1:
             self.coordinator.retry(number)
         elif self.choice.random() < self.chances[self.domains[number]]:
@@ -142,9 +142,9 @@ class Walk:
             self.crash()
         elif self.running:
             self.end(self.choice.choice(sorted(self.running)))
-        account = self.coordinator.accounting()
-        account.check()
-        assert account == self.ledger.account
+        group_counts = self.coordinator.checked_counts()
+        group_counts.check()
+        assert group_counts == self.ledger.group_counts
 
     def finish(self):
         """Once nothing goes wrong any more, every step comes, in as many rounds as dropping may take."""
@@ -185,15 +185,17 @@ def test_shares_hold_whatever_happens(tmp_path_factory, sizes, weights, drops, b
         check_shares(plan, path)
 
 
-def complete_all(coordinator, drop=lambda ticket: False):
-    """A step of a run without staleness, from its tickets to its release; those that were issued, in order."""
+def complete_all(coordinator, drop=lambda prompt_group: False):
+    """A step of a run without staleness, from its groups to its release; those that were issued, in order."""
     issued, step = [], coordinator.step
     while coordinator.ready(step) is None:
-        tickets = coordinator.take_groups(step)
-        assert tickets
-        issued += tickets
-        for ticket in tickets:
-            coordinator.drop(ticket.number, "all_equal") if drop(ticket) else coordinator.complete(ticket.number, 1)
+        prompt_groups = coordinator.take_groups(step)
+        assert prompt_groups
+        issued += prompt_groups
+        for prompt_group in prompt_groups:
+            coordinator.drop(prompt_group.group_id, "all_equal") if drop(prompt_group) else coordinator.complete(
+                prompt_group.group_id, 1
+            )
     coordinator.release(step)
     return issued
 
@@ -204,11 +206,11 @@ def test_a_domain_that_drops_every_other_group_is_refilled_from_itself(tmp_path)
         coordinator = Coordinator(plan, ledger)
         for _ in range(6):
             issued = complete_all(coordinator, lambda t: t.stream == "train/code" and t.position % 2 == 0)
-            assert Counter(ticket.stream for ticket in issued) == {"train/math": 3, "train/code": 2}
-        account = coordinator.accounting()
+            assert Counter(prompt_group.stream for prompt_group in issued) == {"train/math": 3, "train/code": 2}
+        group_counts = coordinator.checked_counts()
     assert shares_of(tmp_path / "ledger.jsonl")[-1] == {"math": 18, "code": 6}
-    assert (account.domains["code"].issued, account.domains["code"].dropped) == (12, {"all_equal": 6})
-    assert (account.domains["math"].issued, account.domains["math"].dropped) == (18, {})
+    assert (group_counts.domains["code"].issued, group_counts.domains["code"].dropped) == (12, {"all_equal": 6})
+    assert (group_counts.domains["math"].issued, group_counts.domains["math"].dropped) == (18, {})
 
 
 def test_the_groups_of_a_step_are_told_with_their_domains(tmp_path):
@@ -223,8 +225,12 @@ def test_a_run_that_goes_on_issues_what_the_other_would_have(tmp_path):
     plan = plan_of(("a", 4, 2), ("b", 7, 1.5), ("c", 2, 0.3), batch=5, steps=9)
 
     def rows(coordinator, num_steps):
-        found = [complete_all(coordinator, lambda ticket: ticket.row % 3 == 0) for _ in range(num_steps)]
-        return [(ticket.number, ticket.stream, ticket.epoch, ticket.row) for step in found for ticket in step]
+        found = [complete_all(coordinator, lambda prompt_group: prompt_group.row % 3 == 0) for _ in range(num_steps)]
+        return [
+            (prompt_group.group_id, prompt_group.stream, prompt_group.epoch, prompt_group.row)
+            for step in found
+            for prompt_group in step
+        ]
 
     whole = rows(Coordinator(plan), 9)
     first = Coordinator(plan)
@@ -236,14 +242,14 @@ def test_a_run_that_goes_on_issues_what_the_other_would_have(tmp_path):
 def test_a_step_waits_for_the_slow_domain_at_any_staleness():
     """What is quick does not take the places of what is slow."""
     coordinator = Coordinator(plan_of(("quick", 9, 1), ("slow", 9, 1), batch=2, max_staleness=2, steps=5))
-    tickets = coordinator.take_groups(0)
-    assert Counter(ticket.stream for ticket in tickets) == {"train/quick": 3, "train/slow": 3}
-    for ticket in tickets:
-        if ticket.stream == "train/quick":
-            coordinator.complete(ticket.number, 1)
+    prompt_groups = coordinator.take_groups(0)
+    assert Counter(prompt_group.stream for prompt_group in prompt_groups) == {"train/quick": 3, "train/slow": 3}
+    for prompt_group in prompt_groups:
+        if prompt_group.stream == "train/quick":
+            coordinator.complete(prompt_group.group_id, 1)
     assert coordinator.ready(0) is None and not coordinator.take_groups(0)
-    slow = [ticket for ticket in tickets if ticket.stream == "train/slow"]
-    coordinator.complete(slow[0].number, 1)
+    slow = [prompt_group for prompt_group in prompt_groups if prompt_group.stream == "train/slow"]
+    coordinator.complete(slow[0].group_id, 1)
     assert len(coordinator.ready(0)) == 2
 
 
@@ -253,12 +259,12 @@ def test_draws_are_counted_by_domain():
     coordinator, issued = Coordinator(plan), Counter()
     with pytest.raises(Exhausted, match=r"step 0 needs 1 prompt groups of the domain 'bad', but of the 3 drawn"):
         while coordinator.ready(0) is None:
-            for ticket in coordinator.take_groups(0):
-                issued[ticket.stream] += 1
-                if ticket.stream == "train/bad":
-                    coordinator.drop(ticket.number, "all_equal")
+            for prompt_group in coordinator.take_groups(0):
+                issued[prompt_group.stream] += 1
+                if prompt_group.stream == "train/bad":
+                    coordinator.drop(prompt_group.group_id, "all_equal")
                 else:
-                    coordinator.complete(ticket.number, 1)
+                    coordinator.complete(prompt_group.group_id, 1)
     assert issued == {"train/good": 3, "train/bad": 3}
 
 
@@ -267,7 +273,7 @@ def test_a_short_step_takes_what_there_is_and_no_other_domain_fills_it(tmp_path)
     with Ledger(tmp_path / "ledger.jsonl") as ledger:
         coordinator = Coordinator(plan, ledger)
         for _ in range(2):
-            complete_all(coordinator, lambda ticket: ticket.stream == "train/bad")
+            complete_all(coordinator, lambda prompt_group: prompt_group.stream == "train/bad")
         assert coordinator.finished
     assert shares_of(tmp_path / "ledger.jsonl") == [{"good": 3}, {"good": 6}]
     verify(tmp_path / "ledger.jsonl")
@@ -276,12 +282,12 @@ def test_a_short_step_takes_what_there_is_and_no_other_domain_fills_it(tmp_path)
 def test_memory_that_is_full_holds_what_the_next_step_needs_of_each_domain():
     plan = plan_of(("a", 9, 1), ("b", 9, 1), batch=2, steps=5, max_staleness=3, max_held_bytes=1)
     coordinator = Coordinator(plan)
-    tickets = coordinator.take_groups(0)
-    assert [ticket.stream for ticket in tickets] == ["train/a", "train/b"]
-    coordinator.complete(tickets[0].number, 1)
-    coordinator.weigh(tickets[0].number, 100)
-    coordinator.drop(tickets[1].number, "all_equal")
-    assert [ticket.stream for ticket in coordinator.take_groups(0)] == ["train/b"]
+    prompt_groups = coordinator.take_groups(0)
+    assert [prompt_group.stream for prompt_group in prompt_groups] == ["train/a", "train/b"]
+    coordinator.complete(prompt_groups[0].group_id, 1)
+    coordinator.weigh(prompt_groups[0].group_id, 100)
+    coordinator.drop(prompt_groups[1].group_id, "all_equal")
+    assert [prompt_group.stream for prompt_group in coordinator.take_groups(0)] == ["train/b"]
 
 
 def test_orders_differ_by_domain_and_do_not_depend_on_the_others():
@@ -291,8 +297,13 @@ def test_orders_differ_by_domain_and_do_not_depend_on_the_others():
     def rows_of_a(*domains):
         first = sum(rows for name, rows, _ in domains[: [name for name, *_ in domains].index("a")])
         coordinator = Coordinator(plan_of(*domains, batch=6, steps=4))
-        issued = [ticket for _ in range(4) for ticket in complete_all(coordinator) if ticket.stream == "train/a"]
-        return [(ticket.epoch, ticket.row - first) for ticket in issued][:8]
+        issued = [
+            prompt_group
+            for _ in range(4)
+            for prompt_group in complete_all(coordinator)
+            if prompt_group.stream == "train/a"
+        ]
+        return [(prompt_group.epoch, prompt_group.row - first) for prompt_group in issued][:8]
 
     assert rows_of_a(("a", 5, 1), ("b", 3, 1)) == rows_of_a(("c", 4, 1), ("a", 5, 1), ("d", 2, 1))
 
@@ -345,16 +356,16 @@ def integral(path):
             changes = {step: known for step, known in changes.items() if step < record["step"]}
             changes[record["step"]] = {name: Fraction(share) for name, share in record["shares"].items()}
         if record["kind"] == "issued":
-            domains[record["ticket"]] = record["domain"]
+            domains[record["group_id"]] = record["domain"]
         if record["kind"] == "inherited":
-            domains |= {group["ticket"]: group["domain"] for group in record.get("live", ())}
+            domains |= {group["group_id"]: group["domain"] for group in record.get("live", ())}
         if record["kind"] == "consumed":
-            assert len(record["tickets"]) == batch
+            assert len(record["group_ids"]) == batch
             now = changes.get(record["step"], shares)
             num_changes += now != shares
             shares = now
             due.update({name: share * batch for name, share in shares.items()})
-            had.update(domains[ticket] for ticket in record["tickets"])
+            had.update(domains[prompt_group] for prompt_group in record["group_ids"])
             yield {name: due[name] - had[name] for name in due}, num_changes
 
 
@@ -395,11 +406,11 @@ def test_a_curriculum_goes_on_where_it_stood(tmp_path, every):
         found = []
         for _ in range(num_steps):
             while coordinator.ready(coordinator.step) is None:
-                for ticket in coordinator.take_groups(coordinator.step):
-                    found.append((ticket.number, ticket.stream, ticket.epoch, ticket.row))
-                    coordinator.judged(ticket, Accuracy(ticket.row % 3, 2))
-                    ends = coordinator.complete if ticket.number % 4 else coordinator.drop
-                    ends(ticket.number, 1 if ticket.number % 4 else "all_equal")
+                for prompt_group in coordinator.take_groups(coordinator.step):
+                    found.append((prompt_group.group_id, prompt_group.stream, prompt_group.epoch, prompt_group.row))
+                    coordinator.judged(prompt_group, Accuracy(prompt_group.row % 3, 2))
+                    ends = coordinator.complete if prompt_group.group_id % 4 else coordinator.drop
+                    ends(prompt_group.group_id, 1 if prompt_group.group_id % 4 else "all_equal")
             coordinator.release(coordinator.step)
         return found, coordinator.shares.figures
 
@@ -418,14 +429,14 @@ def test_a_curriculum_goes_on_where_it_stood(tmp_path, every):
 
 
 def test_tickets_that_are_granted_ahead_keep_their_shares():
-    """What is decided at the end of step s holds from step s + 1 + max_staleness on, the first of which no ticket was
+    """What is decided at the end of step s holds from step s + 1 + max_staleness on, the first of which no group was
     granted."""
     plan = plan_of(("a", 9, 1), ("b", 9, 1), batch=4, steps=9, max_staleness=2)
     coordinator, steps = Coordinator(replace(plan, curriculum=CurriculumPlan(f"{__name__}:only_a"))), []
     for step in range(6):
-        for ticket in coordinator.take_groups(step):
-            coordinator.complete(ticket.number, 1)
-            steps.append(ticket.stream[-1])
+        for prompt_group in coordinator.take_groups(step):
+            coordinator.complete(prompt_group.group_id, 1)
+            steps.append(prompt_group.stream[-1])
         assert coordinator.ready(step)
         coordinator.release(step)
     parts = ["".join(sorted(steps[start : start + 4])) for start in range(0, len(steps), 4)]
@@ -455,7 +466,7 @@ def test_a_curriculum_that_fails_costs_no_checkpoint(tmp_path):
     with Journal(tmp_path / "ledger.jsonl", mark_of(before)) as ledger:
         coordinator = Coordinator(mended, ledger, before)
         issued = [complete_all(coordinator) for _ in range(2)]
-    assert [Counter(ticket.stream for ticket in step) for step in issued] == [
+    assert [Counter(prompt_group.stream for prompt_group in step) for step in issued] == [
         {"train/a": 2, "train/b": 2},
         {"train/a": 4},
     ]

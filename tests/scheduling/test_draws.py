@@ -1,10 +1,10 @@
-"""Draws: tickets are counted for the steps that their class covers."""
+"""Draws: groups are counted for the steps that their class covers."""
 
 from distflow.scheduling.rollout_capacity import GenerationBudget
 
 
 def draws_from(next_step):
-    """Steps of 3 places, each of which may have 2 tickets."""
+    """Steps of 3 places, each of which may have 2 groups."""
     return GenerationBudget(2, next_step, lambda step: 3 * (step + 1 - next_step))
 
 

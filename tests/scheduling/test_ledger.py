@@ -9,19 +9,19 @@ from distflow.scheduling.ledger import Ledger, LedgerError, replay, timeline, ve
 
 
 def issue(ledger, number, attempt=0):
-    ledger.append("issued", ticket=number, epoch=0, row=number, version=0, attempt=attempt)
+    ledger.append("issued", group_id=number, epoch=0, row=number, version=0, attempt=attempt)
 
 
-def write_step(ledger, step, tickets, drop=()):
-    """A step in which `tickets` are drawn, those in `drop` dropped, and the rest consumed."""
-    for number in tickets:
+def write_step(ledger, step, group_ids, drop=()):
+    """A step in which `group_ids` are drawn, those in `drop` dropped, and the rest consumed."""
+    for number in group_ids:
         issue(ledger, number)
-    kept = [number for number in tickets if number not in drop]
+    kept = [number for number in group_ids if number not in drop]
     for number in drop:
-        ledger.append("dropped", ticket=number, reason="equal_rewards")
+        ledger.append("dropped", group_id=number, reason="equal_rewards")
     for number in kept:
-        ledger.append("complete", ticket=number, tokens=7)
-    ledger.append("consumed", step=step, tickets=kept, tokens=7 * len(kept))
+        ledger.append("complete", group_id=number, tokens=7)
+    ledger.append("consumed", step=step, group_ids=kept, tokens=7 * len(kept))
     ledger.append("version", step=step + 1, weights=step + 1)
     ledger.sync()
 
@@ -32,12 +32,12 @@ def test_the_account_of_a_journal(tmp_path):
     write_step(ledger, 0, [0, 1, 2], drop=[1])
     issue(ledger, 3)
     issue(ledger, 4)
-    ledger.append("complete", ticket=4, tokens=9)
+    ledger.append("complete", group_id=4, tokens=9)
     ledger.append("allowed_change", key="actor.clip_ratio")
-    account = GroupCounts(issued=5, running=1, complete=1, consumed=2, dropped={"equal_rewards": 1})
-    assert ledger.account == account
+    group_counts = GroupCounts(issued=5, running=1, complete=1, consumed=2, dropped={"equal_rewards": 1})
+    assert ledger.group_counts == group_counts
     ledger.close()
-    assert replay(path) == account == verify(path)
+    assert replay(path) == group_counts == verify(path)
 
 
 def test_a_kill_at_any_byte_leaves_a_journal_that_reads_and_resumes(tmp_path):
@@ -75,9 +75,9 @@ def test_two_kills_in_a_row_within_the_line_of_a_resume(tmp_path):
     issue(ledger, 2)
     ledger.close()
     with path.open("ab") as file:
-        file.write(b'{"t":1,"inc":0,"ki\n{"t":2,"inc":1,"kind":"rolled_b')
+        file.write(b'{"t":1,"restart":0,"ki\n{"t":2,"restart":1,"kind":"rolled_b')
     ledger = Ledger(path, mark)
-    assert ledger.account == GroupCounts(issued=2, consumed=2)
+    assert ledger.group_counts == GroupCounts(issued=2, consumed=2)
     ledger.close()
     assert verify(path) == GroupCounts(issued=2, consumed=2)
 
@@ -92,7 +92,7 @@ def test_incarnations_rise_whatever_checkpoint_is_resumed(tmp_path):
         ledger = Ledger(path, mark)
         assert ledger.restart == restart
         ledger.close()
-    assert [r["inc"] for _, r in timeline(path)] == [0, 3]
+    assert [r["restart"] for _, r in timeline(path)] == [0, 3]
 
 
 def test_a_rollback_to_a_checkpoint_of_an_abandoned_timeline(tmp_path):
@@ -113,11 +113,11 @@ def test_a_rollback_to_a_checkpoint_of_an_abandoned_timeline(tmp_path):
     assert replay(path) == GroupCounts(issued=6, consumed=6)
 
     ledger = Ledger(path, second)
-    assert ledger.account == old == GroupCounts(issued=5, consumed=4, dropped={"equal_rewards": 1})
+    assert ledger.group_counts == old == GroupCounts(issued=5, consumed=4, dropped={"equal_rewards": 1})
     write_step(ledger, 2, [5, 6])
     ledger.close()
     assert verify(path) == GroupCounts(issued=7, consumed=6, dropped={"equal_rewards": 1})
-    steps = [(r["step"], r["tickets"]) for _, r in timeline(path) if r["kind"] == "consumed"]
+    steps = [(r["step"], r["group_ids"]) for _, r in timeline(path) if r["kind"] == "consumed"]
     assert steps == [(0, [0, 1]), (1, [2, 4]), (2, [5, 6])]
 
 
@@ -128,7 +128,7 @@ def test_a_run_from_the_start_over_an_old_journal_takes_everything_back(tmp_path
     ledger.close()
     ledger = Ledger(path)
     assert ledger.restart == 1
-    assert ledger.account == GroupCounts()
+    assert ledger.group_counts == GroupCounts()
     write_step(ledger, 0, [0, 1, 2])
     ledger.close()
     assert verify(path) == GroupCounts(issued=3, consumed=3)
@@ -140,33 +140,33 @@ def test_a_checkpoint_from_another_folder_hands_over_its_account(tmp_path):
     ledger = Ledger(tmp_path / "new.jsonl", elsewhere.mark())
     assert ledger.inherits and ledger.restart == 1
     ledger.append("inherited", step=1, issued=3, consumed=2, dropped={"equal_rewards": 1})
-    assert ledger.account == elsewhere.account
+    assert ledger.group_counts == elsewhere.group_counts
     write_step(ledger, 1, [3, 4])
-    with pytest.raises(CountsError, match="ticket 1 .* settled"):
-        ledger.append("complete", ticket=1, tokens=1)
+    with pytest.raises(CountsError, match="group 1 .* settled"):
+        ledger.append("complete", group_id=1, tokens=1)
 
 
 def test_groups_that_were_on_the_edge_of_another_folder_go_on(tmp_path):
     elsewhere = Ledger(tmp_path / "old.jsonl")
     ledger = Ledger(tmp_path / "new.jsonl", elsewhere.mark())
-    live = [{"ticket": 1, "attempt": 1, "complete": False}, {"ticket": 2, "attempt": 0, "complete": True}]
+    live = [{"group_id": 1, "attempt": 1, "complete": False}, {"group_id": 2, "attempt": 0, "complete": True}]
     ledger.append("inherited", step=1, issued=4, consumed=1, dropped={"equal_rewards": 1}, live=live)
-    assert ledger.account == GroupCounts(issued=4, running=1, complete=1, consumed=1, dropped={"equal_rewards": 1})
-    with pytest.raises(CountsError, match="ticket 1 was issued twice: it is running, attempt 1"):
+    assert ledger.group_counts == GroupCounts(issued=4, running=1, complete=1, consumed=1, dropped={"equal_rewards": 1})
+    with pytest.raises(CountsError, match="group 1 was issued twice: it is running, attempt 1"):
         issue(ledger, 1, attempt=1)
     issue(ledger, 1, attempt=2)
-    ledger.append("complete", ticket=1, tokens=1)
-    ledger.append("consumed", step=1, tickets=[1, 2], tokens=2)
+    ledger.append("complete", group_id=1, tokens=1)
+    ledger.append("consumed", step=1, group_ids=[1, 2], tokens=2)
     ledger.append("version", step=2, weights=2)
     ledger.close()
     assert verify(ledger.path) == GroupCounts(issued=4, consumed=3, dropped={"equal_rewards": 1})
 
 
 MOVES = {
-    "issued": {"ticket": 1, "epoch": 0, "row": 1, "version": 0, "attempt": 0},
-    "complete": {"ticket": 1, "tokens": 1},
-    "dropped": {"ticket": 1, "reason": "late"},
-    "consumed": {"step": 1, "tickets": [1], "tokens": 1},
+    "issued": {"group_id": 1, "epoch": 0, "row": 1, "version": 0, "attempt": 0},
+    "complete": {"group_id": 1, "tokens": 1},
+    "dropped": {"group_id": 1, "reason": "late"},
+    "consumed": {"step": 1, "group_ids": [1], "tokens": 1},
 }
 
 
@@ -176,13 +176,13 @@ def test_what_was_consumed_cannot_move_again(tmp_path, kind):
     ledger = Ledger(path)
     write_step(ledger, 0, [0, 1])
     before = path.read_bytes()
-    with pytest.raises(CountsError, match="ticket 1 .*consumed"):
+    with pytest.raises(CountsError, match="group 1 .*consumed"):
         ledger.append(kind, **MOVES[kind])
     assert path.read_bytes() == before
     ledger.close()
     with path.open("a") as file:
-        file.write(json.dumps({"inc": 0, "kind": kind, **MOVES[kind]}) + "\n")
-    with pytest.raises(CountsError, match="ticket 1 .*consumed"):
+        file.write(json.dumps({"restart": 0, "kind": kind, **MOVES[kind]}) + "\n")
+    with pytest.raises(CountsError, match="group 1 .*consumed"):
         verify(path)
 
 
@@ -190,33 +190,33 @@ def test_a_running_ticket_is_issued_again_only_as_a_further_attempt(tmp_path):
     ledger = Ledger(tmp_path / "ledger.jsonl")
     issue(ledger, 0)
     issue(ledger, 0, attempt=1)
-    with pytest.raises(CountsError, match="ticket 0 was issued twice: it is running, attempt 1"):
+    with pytest.raises(CountsError, match="group 0 was issued twice: it is running, attempt 1"):
         issue(ledger, 0, attempt=1)
-    assert ledger.account == GroupCounts(issued=1, running=1)
+    assert ledger.group_counts == GroupCounts(issued=1, running=1)
 
 
 def test_gaps_are_found(tmp_path):
     ledger = Ledger(tmp_path / "ledger.jsonl")
-    with pytest.raises(CountsError, match="ticket 3 .* but 0 is the next"):
+    with pytest.raises(CountsError, match="group 3 .* but 0 is the next"):
         issue(ledger, 3)
     with pytest.raises(CountsError, match="step 2 .* but 0 is the next"):
-        ledger.append("consumed", step=2, tickets=[], tokens=0)
+        ledger.append("consumed", step=2, group_ids=[], tokens=0)
 
 
 def test_a_row_that_goes_out_under_two_tickets_is_found(tmp_path):
     path = tmp_path / "ledger.jsonl"
     ledger = Ledger(path)
     issue(ledger, 0)
-    ledger.append("issued", ticket=1, epoch=0, row=0, version=0, attempt=0)
+    ledger.append("issued", group_id=1, epoch=0, row=0, version=0, attempt=0)
     ledger.close()
-    with pytest.raises(CountsError, match="row 0 of epoch 0 went out twice, as tickets 0 and 1"):
+    with pytest.raises(CountsError, match="row 0 of epoch 0 went out twice, as groups 0 and 1"):
         verify(path)
 
 
 def test_a_consumed_step_without_a_version_is_found(tmp_path):
     path = tmp_path / "ledger.jsonl"
     ledger = Ledger(path)
-    ledger.append("consumed", step=0, tickets=[], tokens=0)
+    ledger.append("consumed", step=0, group_ids=[], tokens=0)
     ledger.close()
     with pytest.raises(CountsError, match="1 steps were consumed, but only 0"):
         verify(path)

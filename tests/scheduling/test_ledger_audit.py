@@ -16,7 +16,7 @@ NUM_RUNS = 1500
 
 
 class OtherRule:
-    """Admission as the coordinator's, steps by another rule. choose: (complete tickets by when they completed, step,
+    """Admission as the coordinator's, steps by another rule. choose: (complete groups by when they completed, step,
     plan) → those of the step."""
 
     def __init__(self, plan, choose):
@@ -35,10 +35,10 @@ class OtherRule:
         accepted = self.step * self.plan.consumer_batch + len(self.complete_ones)
         bounded = min(served, self.plan.total_steps - 1 - self.plan.max_staleness)
         num_new = self.credits.open(len(self.running), bounded, accepted)
-        tickets = [PromptGroup(number, 0, 0, 1, served) for number in range(self.issued, self.issued + num_new)]
-        self.running |= {ticket.number: ticket for ticket in tickets}
+        group_ids = [PromptGroup(number, 0, 0, 1, served) for number in range(self.issued, self.issued + num_new)]
+        self.running |= {group_id.group_id: group_id for group_id in group_ids}
         self.issued += num_new
-        return tickets
+        return group_ids
 
     def complete(self, number, num_tokens):
         self.complete_ones.append(self.running.pop(number))
@@ -49,11 +49,11 @@ class OtherRule:
     def ready(self, step):
         if len(self.complete_ones) < self.plan.consumer_batch:
             return None
-        return tuple(ticket.number for ticket in self.choose(self.complete_ones, step, self.plan))
+        return tuple(group_id.group_id for group_id in self.choose(self.complete_ones, step, self.plan))
 
     def release(self, step):
         numbers = set(self.ready(step))
-        self.complete_ones = [ticket for ticket in self.complete_ones if ticket.number not in numbers]
+        self.complete_ones = [group_id for group_id in self.complete_ones if group_id.group_id not in numbers]
         self.step += 1
 
 
@@ -63,7 +63,7 @@ def as_they_complete(complete, step, plan):
 
 def due_then_oldest(complete, step, plan):
     """What is due now, then the oldest of what is complete, with no thought of what it leaves behind."""
-    return sorted(complete, key=lambda t: (t.version + plan.max_staleness > step, t.number))[: plan.consumer_batch]
+    return sorted(complete, key=lambda t: (t.version + plan.max_staleness > step, t.group_id))[: plan.consumer_batch]
 
 
 def staleness_of(seed, make):
@@ -87,9 +87,9 @@ def staleness_of(seed, make):
         heapq.heappush(events, (now + delay, len(versions), kind, value))
 
     while not run.finished:
-        for ticket in run.take_groups(served):
-            versions[ticket.number] = ticket.version
-            after(rng.uniform(5, 50) if rng.random() < straggles else rng.random(), "ended", ticket.number)
+        for group_id in run.take_groups(served):
+            versions[group_id.group_id] = group_id.version
+            after(rng.uniform(5, 50) if rng.random() < straggles else rng.random(), "ended", group_id.group_id)
         if not trains and (numbers := run.ready(run.step)) is not None:
             highest = max(highest, *(run.step - versions[number] for number in numbers))
             trains = True
@@ -136,16 +136,16 @@ def steps_in_order(order, dropped, options):
     plan = DataPlan(ROWS, 3, 1, total_groups=2 * ROWS, total_steps=2 * ROWS // 3, **options)
     run, steps = Coordinator(plan), []
     while not run.finished:
-        tickets = run.take_groups()
-        for ticket in sorted(tickets, key=lambda ticket: order[ticket.number]):
-            if ticket.number in dropped:
-                run.drop(ticket.number, "equal_rewards")
+        group_ids = run.take_groups()
+        for group_id in sorted(group_ids, key=lambda group_id: order[group_id.group_id]):
+            if group_id.group_id in dropped:
+                run.drop(group_id.group_id, "equal_rewards")
             else:
-                run.complete(ticket.number, 1)
+                run.complete(group_id.group_id, 1)
         if (numbers := run.ready(run.step)) is not None:
             steps.append(numbers)
             run.release(run.step)
-        elif not tickets and not run.finished:
+        elif not group_ids and not run.finished:
             raise AssertionError("the run is stuck")
     return steps
 
@@ -174,17 +174,17 @@ def journal_of(path, *records):
 
 
 def issued(number, version, attempt=0):
-    return "issued", {"ticket": number, "epoch": 0, "row": number, "version": version, "attempt": attempt}
+    return "issued", {"group_id": number, "epoch": 0, "row": number, "version": version, "attempt": attempt}
 
 
 def completed(number, **version):
-    return "complete", {"ticket": number, "tokens": 1, **version}
+    return "complete", {"group_id": number, "tokens": 1, **version}
 
 
-def step_of(step, *tickets, weights=None):
+def step_of(step, *group_ids, weights=None):
     weights = step + 1 if weights is None else weights
     return [
-        ("consumed", {"step": step, "tickets": list(tickets), "tokens": 1}),
+        ("consumed", {"step": step, "group_ids": list(group_ids), "tokens": 1}),
         ("version", {"step": step + 1, "weights": weights}),
     ]
 
@@ -202,17 +202,17 @@ def test_the_audit_of_a_journal_holds_each_group_to_the_plan_in_force(tmp_path):
     for name, records in {
         "too stale": [plan_record(1), *STALE],
         "a plan that was changed": [plan_record(2), *STALE[:3], plan_record(1), *STALE[3:]],
-        "by its ticket": [plan_record(1), *STALE[:5], completed(0), *STALE[6:]],
+        "by its group": [plan_record(1), *STALE[:5], completed(0), *STALE[6:]],
     }.items():
-        with pytest.raises(CountsError, match="step 2 consumed ticket 0, .* version 0, but max_staleness was 1"):
+        with pytest.raises(CountsError, match="step 2 consumed group 0, .* version 0, but max_staleness was 1"):
             verify(journal_of(tmp_path / name, *records))
 
 
 def test_a_token_that_is_older_than_the_ticket_counts(tmp_path):
     records = [plan_record(1), *step_of(0), *step_of(1), issued(0, 2), completed(0, version=0), *step_of(2, 0)]
-    with pytest.raises(CountsError, match="ticket 0, which holds tokens of version 0"):
+    with pytest.raises(CountsError, match="group 0, which holds tokens of version 0"):
         verify(journal_of(tmp_path / "lagging", *records))
-    with pytest.raises(CountsError, match="ticket 0, which holds tokens of version 3"):
+    with pytest.raises(CountsError, match="group 0, which holds tokens of version 3"):
         ahead = [*records[:-3], completed(0, version=3), *step_of(2, 0)]
         verify(journal_of(tmp_path / "ahead", *ahead))
 
@@ -223,9 +223,9 @@ def test_a_journal_of_before_has_no_bound(tmp_path):
 
 def test_versions_that_go_backwards_are_found(tmp_path):
     backwards = [*step_of(0), issued(0, 1), *step_of(1), issued(1, 0)]
-    with pytest.raises(CountsError, match="ticket 1 was issued at version 0, but 1 was served before"):
+    with pytest.raises(CountsError, match="group 1 was issued at version 0, but 1 was served before"):
         verify(journal_of(tmp_path / "served", *backwards))
-    with pytest.raises(CountsError, match="ticket 0 was issued at version 2, .* step 1 is the next one"):
+    with pytest.raises(CountsError, match="group 0 was issued at version 2, .* step 1 is the next one"):
         verify(journal_of(tmp_path / "ahead", *step_of(0), issued(0, 2)))
     with pytest.raises(CountsError, match="version 2 with the weights of step 0 .* step 1 were there before"):
         verify(journal_of(tmp_path / "weights", *step_of(0), *step_of(1, weights=0)))

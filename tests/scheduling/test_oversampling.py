@@ -36,29 +36,29 @@ def domains_of(*domains, **changes):
     return plan_of(domains=domains, num_rows=sum(domain.num_rows for domain in domains), **changes)
 
 
-def wave(coordinator, order, dropped=lambda ticket: False):
-    """One wave as it would be run. order: sorts its tickets as they come first."""
-    tickets = coordinator.take_groups()
-    left = sorted(tickets, key=order)
+def wave(coordinator, order, dropped=lambda prompt_group: False):
+    """One wave as it would be run. order: sorts its groups as they come first."""
+    prompt_groups = coordinator.take_groups()
+    left = sorted(prompt_groups, key=order)
     surplus = []
     while left and not coordinator.is_full:
-        ticket = left.pop(0)
-        if dropped(ticket):
-            coordinator.drop(ticket.number, "dull")
-        elif coordinator.has_place(ticket.number):
-            coordinator.complete(ticket.number, 3)
+        prompt_group = left.pop(0)
+        if dropped(prompt_group):
+            coordinator.drop(prompt_group.group_id, "dull")
+        elif coordinator.has_place(prompt_group.group_id):
+            coordinator.complete(prompt_group.group_id, 3)
         else:
-            surplus.append(ticket)
-        for waiting in [each for each in surplus if coordinator.has_place(each.number)][:1]:
+            surplus.append(prompt_group)
+        for waiting in [each for each in surplus if coordinator.has_place(each.group_id)][:1]:
             surplus.remove(waiting)
-            coordinator.complete(waiting.number, 3)
-    if ended := [ticket.number for ticket in [*surplus, *left]]:
+            coordinator.complete(waiting.group_id, 3)
+    if ended := [prompt_group.group_id for prompt_group in [*surplus, *left]]:
         coordinator.abort(sorted(ended), num_tokens=len(ended))
-    return [ticket.number for ticket in tickets]
+    return [prompt_group.group_id for prompt_group in prompt_groups]
 
 
-def step(coordinator, order=lambda ticket: ticket.number, dropped=lambda ticket: False):
-    """Waves until a step is formed: its tickets, and those of each wave."""
+def step(coordinator, order=lambda prompt_group: prompt_group.group_id, dropped=lambda prompt_group: False):
+    """Waves until a step is formed: its groups, and those of each wave."""
     waves = []
     while (numbers := coordinator.ready(coordinator.step)) is None:
         waves.append(wave(coordinator, order, dropped))
@@ -67,22 +67,22 @@ def step(coordinator, order=lambda ticket: ticket.number, dropped=lambda ticket:
     return list(numbers), waves
 
 
-def last_first(ticket):
-    return -ticket.number
+def last_first(prompt_group):
+    return -prompt_group.group_id
 
 
 def test_what_is_left_goes_first_in_the_next_wave():
     coordinator = Coordinator(plan_of())
     assert step(coordinator, last_first) == ([2, 3, 4, 5], [[0, 1, 2, 3, 4, 5]])
     assert step(coordinator) == ([0, 1, 6, 7], [[0, 1, 6, 7, 8, 9]])
-    account = coordinator.accounting()
-    assert (account.issued, account.running, account.consumed) == (10, 2, 8)
-    assert (account.aborted, account.aborted_tokens) == (4, 4) and account.dropped == {}
+    group_counts = coordinator.checked_counts()
+    assert (group_counts.issued, group_counts.running, group_counts.consumed) == (10, 2, 8)
+    assert (group_counts.aborted, group_counts.aborted_tokens) == (4, 4) and group_counts.dropped == {}
 
 
 def test_few_places_that_are_left_call_for_few_groups():
     coordinator = Coordinator(plan_of(batch=8, share="1/4"))
-    _, waves = step(coordinator, dropped=lambda ticket: ticket.number in (1, 2, 3, 4, 5))
+    _, waves = step(coordinator, dropped=lambda prompt_group: prompt_group.group_id in (1, 2, 3, 4, 5))
     assert waves == [list(range(10)), list(range(10, 14))], "10 for 8 places, then 4 for 3"
 
 
@@ -96,13 +96,16 @@ def test_no_more_run_than_may(most):
     for _ in range(5):
         _, waves = step(coordinator, last_first)
         assert max(map(len, waves)) <= most
-    assert coordinator.accounting().consumed == 20
+    assert coordinator.checked_counts().consumed == 20
 
 
 def test_a_group_that_is_always_late_is_waited_for_in_the_end():
-    """Of 6 in flight tickets 0 and 1 always come last: they are put off three times, then their places are kept."""
+    """Of 6 in flight groups 0 and 1 always come last: they are put off three times, then their places are kept."""
     coordinator = Coordinator(plan_of())
-    taken = [step(coordinator, lambda ticket: (ticket.number in (0, 1), ticket.number))[0] for _ in range(5)]
+    taken = [
+        step(coordinator, lambda prompt_group: (prompt_group.group_id in (0, 1), prompt_group.group_id))[0]
+        for _ in range(5)
+    ]
     steps = {number: at for at, numbers in enumerate(taken) for number in numbers}
     assert steps[0] == steps[1] == MAX_ABORTS
 
@@ -110,55 +113,59 @@ def test_a_group_that_is_always_late_is_waited_for_in_the_end():
 def test_a_place_that_was_kept_for_a_group_is_another_s_once_it_is_dropped():
     coordinator = Coordinator(plan_of())
     for _ in range(MAX_ABORTS):
-        step(coordinator, lambda ticket: (ticket.number in (0, 1), ticket.number))
+        step(coordinator, lambda prompt_group: (prompt_group.group_id in (0, 1), prompt_group.group_id))
     numbers, waves = step(
-        coordinator, lambda ticket: (ticket.number in (0, 1), ticket.number), lambda ticket: ticket.number in (0, 1)
+        coordinator,
+        lambda prompt_group: (prompt_group.group_id in (0, 1), prompt_group.group_id),
+        lambda prompt_group: prompt_group.group_id in (0, 1),
     )
     assert len(waves) == 1 and numbers == waves[0][2:], "no second wave for the two places"
-    assert coordinator.accounting().dropped == {"dull": 2}
+    assert coordinator.checked_counts().dropped == {"dull": 2}
 
 
 def test_data_that_end_are_all_trained_on():
     coordinator = Coordinator(plan_of(num_rows=11, total_groups=11, total_steps=3))
     taken = [step(coordinator, last_first)[0] for _ in range(3)]
     assert sorted(number for numbers in taken for number in numbers) == list(range(11))
-    assert coordinator.finished and coordinator.accounting().running == 0
+    assert coordinator.finished and coordinator.checked_counts().running == 0
 
 
 def test_each_domain_has_more_in_flight_by_its_places():
     coordinator = Coordinator(domains_of(("a", 9, 3), ("b", 9, 1), batch=8))
-    tickets = coordinator.take_groups()
-    assert Counter(ticket.stream for ticket in tickets) == {"train/a": 9, "train/b": 3}
+    prompt_groups = coordinator.take_groups()
+    assert Counter(prompt_group.stream for prompt_group in prompt_groups) == {"train/a": 9, "train/b": 3}
 
 
 def test_a_domain_that_has_all_its_groups_gets_no_more_while_another_is_refilled():
     coordinator = Coordinator(domains_of(("good", 50, 1), ("bad", 50, 1)))
-    _, waves = step(coordinator, dropped=lambda ticket: ticket.stream == "train/bad" and ticket.position < 5)
-    account = coordinator.accounting().domains
+    _, waves = step(
+        coordinator, dropped=lambda prompt_group: prompt_group.stream == "train/bad" and prompt_group.position < 5
+    )
+    group_counts = coordinator.checked_counts().domains
     assert [len(each) for each in waves] == [6, 3, 2], "3 of either, 3 for two places of the bad one, 2 for one"
-    assert (account["good"].issued, account["good"].consumed, account["good"].aborted) == (3, 2, 1)
-    assert (account["bad"].issued, account["bad"].consumed, account["bad"].aborted) == (8, 2, 1)
-    assert account["bad"].dropped == {"dull": 5}
+    assert (group_counts["good"].issued, group_counts["good"].consumed, group_counts["good"].aborted) == (3, 2, 1)
+    assert (group_counts["bad"].issued, group_counts["bad"].consumed, group_counts["bad"].aborted) == (8, 2, 1)
+    assert group_counts["bad"].dropped == {"dull": 5}
 
 
 def test_a_domain_without_a_single_group_ends_the_run_though_others_wait():
     coordinator = Coordinator(domains_of(("good", 50, 1), ("bad", 50, 1), max_num_gen_batches=3))
     with pytest.raises(Exhausted, match=r"of the domain 'bad'.*dropped: 6 dull"):
-        step(coordinator, dropped=lambda ticket: ticket.stream == "train/bad")
+        step(coordinator, dropped=lambda prompt_group: prompt_group.stream == "train/bad")
 
 
 def test_a_short_step_does_not_wait_for_groups_of_a_domain_that_is_full():
     plan = domains_of(("good", 50, 1), ("bad", 50, 1), max_num_gen_batches=3, when_exhausted="continue")
     coordinator = Coordinator(plan)
-    numbers, _ = step(coordinator, dropped=lambda ticket: ticket.stream == "train/bad")
-    assert len(numbers) == 2 and coordinator.accounting().domains["good"].consumed == 2
+    numbers, _ = step(coordinator, dropped=lambda prompt_group: prompt_group.stream == "train/bad")
+    assert len(numbers) == 2 and coordinator.checked_counts().domains["good"].consumed == 2
 
 
 def test_prompts_that_were_aborted_count_among_those_that_are_tried_for_a_step():
     coordinator = Coordinator(plan_of(share="1", max_num_gen_batches=2))
     step(coordinator)
     with pytest.raises(Exhausted, match="of the 8 drawn for it none are left"):
-        step(coordinator, dropped=lambda ticket: True)
+        step(coordinator, dropped=lambda prompt_group: True)
 
 
 def test_why_says_that_a_group_was_aborted(tmp_path):
@@ -169,16 +176,16 @@ def test_why_says_that_a_group_was_aborted(tmp_path):
     first = step_lineage(tmp_path / "ledger.jsonl", 1)
     assert (first.aborted, first.aborted_tokens) == ((0, 1), 2)
     group = step_lineage(tmp_path / "ledger.jsonl", 2).groups[0]
-    assert group.ticket == 0 and [attempt.aborted for attempt in group.attempts] == [True, False]
+    assert group.group_id == 0 and [attempt.aborted for attempt in group.attempts] == [True, False]
 
 
 def test_only_what_runs_can_be_aborted(tmp_path):
     coordinator = Coordinator(plan_of(), Journal(tmp_path / "ledger.jsonl"))
     coordinator.take_groups()
     coordinator.complete(0, 1)
-    with pytest.raises(CountsError, match="ticket 0 cannot be aborted: it is complete already"):
+    with pytest.raises(CountsError, match="group 0 cannot be aborted: it is complete already"):
         coordinator.abort([0], 1)
-    with pytest.raises(CountsError, match="ticket 9 cannot be aborted"):
+    with pytest.raises(CountsError, match="group 9 cannot be aborted"):
         coordinator.abort([9], 1)
 
 
@@ -208,12 +215,12 @@ class Run:
         self.ledger = Journal(self.path, mark_of(snapshot) if snapshot else None)
         self.coordinator = Coordinator(self.plan, self.ledger, snapshot)
 
-    def order(self, ticket):
-        return random.Random(f"{self.seed} {ticket.number} {ticket.version}").random()
+    def order(self, prompt_group):
+        return random.Random(f"{self.seed} {prompt_group.group_id} {prompt_group.version}").random()
 
-    def dropped(self, ticket):
-        drawn = random.Random(f"{self.seed} {ticket.number} {ticket.version} drop").random()
-        return drawn < self.chances[ticket.stream.partition("/")[2]]
+    def dropped(self, prompt_group):
+        drawn = random.Random(f"{self.seed} {prompt_group.group_id} {prompt_group.version} drop").random()
+        return drawn < self.chances[prompt_group.stream.partition("/")[2]]
 
 
 @settings(max_examples=15, deadline=None)
@@ -230,12 +237,12 @@ def test_shares_are_exact_and_a_run_that_was_killed_is_the_one_that_was_not(tmp_
     whole = Run(plan, tmp_path_factory.mktemp("whole"), chances, seed).go()
     killed = Run(plan, tmp_path_factory.mktemp("killed"), chances, seed).go(sorted(kills))
     assert killed.taken == whole.taken
-    account = verify(whole.path)
-    assert account == verify(killed.path) == whole.coordinator.accounting()
-    assert account.consumed == 40 and account.domains["b"].dropped == {}
+    group_counts = verify(whole.path)
+    assert group_counts == verify(killed.path) == whole.coordinator.checked_counts()
+    assert group_counts.consumed == 40 and group_counts.domains["b"].dropped == {}
     for name, weight in zip("abc", weights, strict=True):
-        assert abs(account.domains[name].consumed - weight / sum(weights) * 40) < 1
-    starts = Counter(record["ticket"] for _, record in timeline(whole.path) if record["kind"] == "issued")
+        assert abs(group_counts.domains[name].consumed - weight / sum(weights) * 40) < 1
+    starts = Counter(record["group_id"] for _, record in timeline(whole.path) if record["kind"] == "issued")
     if share != "5/2":  # so many may be due at once that there is no place for all
         assert max(starts.values()) <= 1 + MAX_ABORTS
 
@@ -263,15 +270,17 @@ def test_with_a_curriculum_and_rows_that_are_passed_over(tmp_path_factory, batch
         curriculum=CurriculumPlan(f"{__name__}:swings"), skips=skips,
     )  # fmt: skip
 
-    def fate(ticket):
-        return random.Random(f"{seed} {ticket.number} {ticket.attempt}")
+    def fate(prompt_group):
+        return random.Random(f"{seed} {prompt_group.group_id} {prompt_group.attempt}")
 
     def run(coordinator, num_steps):
-        def is_dropped(ticket):
-            coordinator.judged(ticket, Accuracy(fate(ticket).randint(0, 2), 2))
-            return fate(ticket).random() < dropped
+        def is_dropped(prompt_group):
+            coordinator.judged(prompt_group, Accuracy(fate(prompt_group).randint(0, 2), 2))
+            return fate(prompt_group).random() < dropped
 
-        return [step(coordinator, lambda ticket: fate(ticket).random(), is_dropped) for _ in range(num_steps)]
+        return [
+            step(coordinator, lambda prompt_group: fate(prompt_group).random(), is_dropped) for _ in range(num_steps)
+        ]
 
     folder = tmp_path_factory.mktemp("walk")
     with Journal(folder / "whole.jsonl") as ledger:

@@ -1,4 +1,4 @@
-"""Steps that are taken in parts, and tickets of rows that somebody offers."""
+"""Steps that are taken in parts, and groups of rows that somebody offers."""
 
 from pathlib import Path
 
@@ -22,18 +22,18 @@ def test_whatever_the_parts_no_group_gets_too_old(staleness: int, batch: int, ch
     for choice in choices:
         running += coordinator.take_groups()
         if running and choice % 4 < 2:
-            ticket = running.pop(choice % len(running))
+            prompt_group = running.pop(choice % len(running))
             if choice % 7 == 0:
-                coordinator.drop(ticket.number, "rejected")
+                coordinator.drop(prompt_group.group_id, "rejected")
             else:
-                coordinator.complete(ticket.number, 1, ticket.version)
+                coordinator.complete(prompt_group.group_id, 1, prompt_group.version)
         elif choice % 4 == 2:
             numbers = coordinator.part(coordinator.step, 1 + choice % (2 * batch))
             taken += len(numbers or ())
         elif taken and not coordinator.num_owed():
             coordinator.release(coordinator.step)
             taken = 0
-    coordinator.accounting().check()
+    coordinator.checked_counts().check()
 
 
 @given(staleness=st.integers(0, 3), size=st.integers(1, 5), order=st.randoms(use_true_random=False))
@@ -48,17 +48,17 @@ def test_a_loop_that_takes_its_batch_in_parts_owes_nothing_and_never_stalls(stal
                 sizes.pop(0)
                 continue
             assert not coordinator.stalled
-            ticket = running.pop(order.randrange(len(running)))
-            coordinator.complete(ticket.number, 1, ticket.version)
+            prompt_group = running.pop(order.randrange(len(running)))
+            coordinator.complete(prompt_group.group_id, 1, prompt_group.version)
         assert coordinator.num_owed() == 0
         coordinator.release(step)
-    assert coordinator.accounting().consumed == 8 * batch
+    assert coordinator.checked_counts().consumed == 8 * batch
 
 
 def test_a_step_that_took_too_few_owes_the_rest() -> None:
     coordinator = Coordinator(plan_of(batch=3))
-    for ticket in coordinator.take_groups():
-        coordinator.complete(ticket.number, 1)
+    for prompt_group in coordinator.take_groups():
+        coordinator.complete(prompt_group.group_id, 1)
     assert coordinator.part(0, 1) == (0,) and coordinator.num_owed() == 2
     assert coordinator.part(0, 2) == (1, 2) and coordinator.num_owed() == 0
     assert coordinator.part(0, 1) is None and coordinator.stalled
@@ -81,26 +81,26 @@ def test_offered_rows_go_first_and_no_row_of_the_data_is_passed_over(tmp_path: P
 
 def test_while_the_data_are_shut_only_offered_rows_are_handed_out() -> None:
     coordinator = Coordinator(plan_of(staleness=1))
-    coordinator.tickets.data_open = False
+    coordinator.prompt_groups.data_open = False
     assert coordinator.take_groups() == [] and coordinator.stalled
     coordinator.offer()
     assert not coordinator.stalled
-    assert [ticket.row for ticket in coordinator.take_groups()] == [5]
-    coordinator.tickets.data_open = True
-    assert [ticket.row for ticket in coordinator.take_groups()] == [0, 1, 2]
+    assert [prompt_group.row for prompt_group in coordinator.take_groups()] == [5]
+    coordinator.prompt_groups.data_open = True
+    assert [prompt_group.row for prompt_group in coordinator.take_groups()] == [0, 1, 2]
 
 
 def test_an_offer_behind_the_end_of_the_data_is_taken_too() -> None:
     coordinator = Coordinator(plan_of(batch=2, num_rows=2, total_groups=2))
-    for ticket in coordinator.take_groups():
-        coordinator.complete(ticket.number, 1)
+    for prompt_group in coordinator.take_groups():
+        coordinator.complete(prompt_group.group_id, 1)
     coordinator.ready(0)
     coordinator.release(0)
     assert coordinator.finished
     coordinator.offer()
     assert not coordinator.finished
-    (ticket,) = coordinator.take_groups()
-    coordinator.complete(ticket.number, 1)
+    (prompt_group,) = coordinator.take_groups()
+    coordinator.complete(prompt_group.group_id, 1)
     assert coordinator.ready(1) == (2,), "a short step"
 
 
@@ -114,6 +114,6 @@ def test_offered_rows_that_ran_when_the_process_ended_are_dropped_as_lost(tmp_pa
     coordinator.release(0)
     snapshot = coordinator.snapshot()
     resumed = Coordinator(plan_of(staleness=1, batch=1), Ledger(path, mark_of(snapshot)), snapshot)
-    assert resumed.accounting().dropped == {LOST: 1}
-    assert [ticket.row for ticket in resumed.take_groups()] == [1, 2]
+    assert resumed.checked_counts().dropped == {LOST: 1}
+    assert [prompt_group.row for prompt_group in resumed.take_groups()] == [1, 2]
     verify(path)

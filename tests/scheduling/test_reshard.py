@@ -85,7 +85,7 @@ def test_a_step_comes_through_any_chain_of_widths_whole_and_in_its_order(rows, w
         ranks = passed(parts, Readers(width, whole_groups))
         assert sorted(itertools.chain(*ranks), key=rows.index) == rows
         for rank in ranks:
-            assert rank == sorted(rank, key=rows.index), "the order of tickets"
+            assert rank == sorted(rank, key=rows.index), "the order of groups"
         owners = {(row.group, rank) for rank, held in enumerate(ranks) for row in held}
         assert not whole_groups or len(owners) == len({group for group, _ in owners})
         parts = ranks
@@ -202,7 +202,7 @@ def test_a_step_is_complete_once_each_of_its_writers_has_put():
 
 def test_edges_steps_and_versions_are_kept_apart():
     exchange: Reshard[str] = Reshard(100)
-    keys = [Key(edge, step, version) for edge in "ab" for step in (1, 2) for version in (0, 1)]
+    keys = [Key(queue, step, version) for queue in "ab" for step in (1, 2) for version in (0, 1)]
     for key in keys:
         assert exchange.reserve(key, 0, 1, 1)
         exchange.put(key, 0, metas([Row(0, 0, 1, 1)]), str(key))

@@ -46,9 +46,9 @@ def test_every_run_comes_to_its_end_and_holds_no_more_than_the_bound_or_a_step(p
     for _ in range(10_000):
         if coordinator.finished:
             break
-        running += [ticket.number for ticket in coordinator.take_groups()]
-        account = coordinator.accounting()
-        assert (account.running + account.complete) * size <= limit
+        running += [prompt_group.group_id for prompt_group in coordinator.take_groups()]
+        group_counts = coordinator.checked_counts()
+        assert (group_counts.running + group_counts.complete) * size <= limit
         numbers = coordinator.ready(coordinator.step)
         if numbers is not None and (not running or random.random() < 0.5):
             coordinator.release(coordinator.step)

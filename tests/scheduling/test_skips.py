@@ -38,22 +38,22 @@ def test_what_was_measured_last_counts():
     assert skips.pass_over(7) == TOO_HARD and skips.saved() == {TOO_EASY: {}, TOO_HARD: {}}
 
 
-def right_of(ticket):
+def right_of(prompt_group):
     """A row is as hard as its number says."""
-    return ticket.row % 5
+    return prompt_group.row % 5
 
 
 def run(coordinator, num_steps):
-    """At staleness 0; the tickets that were worked on."""
+    """At staleness 0; the groups that were worked on."""
     worked = []
     for _ in range(num_steps):
         while coordinator.ready(coordinator.step) is None:
-            tickets = coordinator.take_groups(coordinator.step)
-            for ticket in tickets:
-                worked.append((ticket.number, ticket.stream, ticket.epoch, ticket.row))
-                coordinator.judged(ticket, Accuracy(right_of(ticket), 4))
-                coordinator.complete(ticket.number, 1)
-            if coordinator.finished or not (tickets or coordinator.ready(coordinator.step)):
+            prompt_groups = coordinator.take_groups(coordinator.step)
+            for prompt_group in prompt_groups:
+                worked.append((prompt_group.group_id, prompt_group.stream, prompt_group.epoch, prompt_group.row))
+                coordinator.judged(prompt_group, Accuracy(right_of(prompt_group), 4))
+                coordinator.complete(prompt_group.group_id, 1)
+            if coordinator.finished or not (prompt_groups or coordinator.ready(coordinator.step)):
                 return worked
         coordinator.release(coordinator.step)
     return worked
@@ -66,15 +66,15 @@ def test_rows_come_back_after_as_many_rounds_as_are_asked_for(tmp_path, epochs):
     with Journal(tmp_path / "ledger.jsonl") as ledger:
         coordinator = Coordinator(plan, ledger)
         worked = run(coordinator, 100)
-        account = coordinator.accounting()
+        group_counts = coordinator.checked_counts()
     by_round = Counter(epoch for _, _, epoch, _ in worked)
     rounds = [10 if number % (epochs + 1) == 0 else 6 for number in range(2 * epochs + 4)]
     assert [by_round[number] for number in range(len(rounds))] == rounds
     assert all(row % 5 in (1, 2, 3) for _, _, epoch, row in worked if rounds[epoch] == 6)
     num_passed = 2 * rounds.count(6)
-    assert account.dropped == {TOO_EASY: num_passed, TOO_HARD: num_passed}
-    assert account.issued == plan.total_groups and coordinator.finished
-    assert verify(tmp_path / "ledger.jsonl") == account
+    assert group_counts.dropped == {TOO_EASY: num_passed, TOO_HARD: num_passed}
+    assert group_counts.issued == plan.total_groups and coordinator.finished
+    assert verify(tmp_path / "ledger.jsonl") == group_counts
 
 
 def test_no_source_runs_empty():
@@ -83,7 +83,7 @@ def test_no_source_runs_empty():
     coordinator = Coordinator(plan)
     worked = run(coordinator, 9)
     assert coordinator.finished and Counter(stream for _, stream, _, _ in worked) == {"train/a": 9, "train/b": 9}
-    domains = coordinator.accounting().domains
+    domains = coordinator.checked_counts().domains
     assert domains["b"].dropped == {} and sum(domains["a"].dropped.values()) == 3 * 6
 
 
@@ -131,16 +131,18 @@ def test_against_a_count_of_ones_own(tmp_path_factory, sizes, staleness, batch, 
     coordinator, running, expected = Coordinator(plan, ledger), [], {}
     cut = json.dumps([coordinator.snapshot(), []])
     while not coordinator.finished:
-        before = coordinator.accounting().issued
-        tickets = coordinator.take_groups(coordinator.step)
-        check_issued(plan, path, before, [t for t in tickets if t.number >= before], expected)
-        running += tickets
-        for ticket in [*running] if staleness == 0 else running[: choice.randint(0, len(running))]:
-            running.remove(ticket)
+        before = coordinator.checked_counts().issued
+        prompt_groups = coordinator.take_groups(coordinator.step)
+        check_issued(plan, path, before, [t for t in prompt_groups if t.group_id >= before], expected)
+        running += prompt_groups
+        for prompt_group in [*running] if staleness == 0 else running[: choice.randint(0, len(running))]:
+            running.remove(prompt_group)
             accuracy = Accuracy(choice.randint(0, 2), 2)
-            coordinator.judged(ticket, accuracy)
-            expected[ticket.row] = 0 if accuracy.num_right == 1 else epochs
-            coordinator.drop(ticket.number, "x") if choice.random() < 0.2 else coordinator.complete(ticket.number, 1)
+            coordinator.judged(prompt_group, accuracy)
+            expected[prompt_group.row] = 0 if accuracy.num_right == 1 else epochs
+            coordinator.drop(prompt_group.group_id, "x") if choice.random() < 0.2 else coordinator.complete(
+                prompt_group.group_id, 1
+            )
         if coordinator.ready(coordinator.step) is not None:
             coordinator.release(coordinator.step)
             cut = json.dumps([coordinator.snapshot(), list(expected.items())])
@@ -153,10 +155,10 @@ def test_against_a_count_of_ones_own(tmp_path_factory, sizes, staleness, batch, 
     verify(path)
 
 
-def check_issued(plan, path, before, tickets, expected):
+def check_issued(plan, path, before, prompt_groups, expected):
     """`expected`, by row how often it is still to be passed over, is counted down."""
-    found = {record["ticket"]: record for _, record in timeline(path) if record["kind"] == "issued"}
-    at_once = {record["ticket"] for _, record in timeline(path) if record.get("reason") in (TOO_EASY, TOO_HARD)}
+    found = {record["group_id"]: record for _, record in timeline(path) if record["kind"] == "issued"}
+    at_once = {record["group_id"] for _, record in timeline(path) if record.get("reason") in (TOO_EASY, TOO_HARD)}
     in_a_row = Counter()
     for number in range(before, max(found, default=-1) + 1):
         record, name = found[number], found[number].get("domain", "")
@@ -165,7 +167,9 @@ def check_issued(plan, path, before, tickets, expected):
         expected[record["row"]] = max(0, expected.get(record["row"], 0) - 1)
         in_a_row[name] = 0 if wanted else in_a_row[name] + 1
         assert (number not in at_once) == wanted
-    assert [ticket.number for ticket in tickets] == [n for n in range(before, len(found)) if n not in at_once]
+    assert [prompt_group.group_id for prompt_group in prompt_groups] == [
+        n for n in range(before, len(found)) if n not in at_once
+    ]
     if not plan.domains:
         for number, record in found.items():
             assert place(number, plan.num_rows, plan.seed, plan.shuffle) == (record["epoch"], record["row"])

@@ -35,8 +35,8 @@ begin.find_checkpoint = lambda store, mode: None
 """
 
 
-def only(program: str) -> dict[str, Recorded]:
-    return {program: read_recorded(RECORDED)[program]}
+def only(pipeline: str) -> dict[str, Recorded]:
+    return {pipeline: read_recorded(RECORDED)[pipeline]}
 
 
 @pytest.fixture
@@ -47,10 +47,10 @@ def started_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pa
     yield tmp_path / "first" / "sitecustomize.py"
 
 
-def of_one_process(program: str, folder: Path) -> Iterator[Callable[[], Row]]:
+def of_one_process(pipeline: str, folder: Path) -> Iterator[Callable[[], Row]]:
     """Compares a pair each: the reference loop, the asynchronous path, the run that is killed."""
-    (recorded,) = only(program).values()
-    lab = runs.Lab.of(folder, program, recorded)
+    (recorded,) = only(pipeline).values()
+    lab = runs.Lab.of(folder, pipeline, recorded)
     return (partial(compare, lab, pair) for pair in of_paths(lab, recorded.figures, cache(lab.sync)))
 
 
@@ -72,7 +72,7 @@ def test_the_asynchronous_path_is_another_one(tmp_path: Path, monkeypatch: pytes
         for run in ("sync", "async")
     }
     assert canary == {"sync": [False] * 8, "async": [True] * 8}
-    assert (True, True) in threads, "the synchronous engine decodes while the learner waits, on its thread"
+    assert (True, True) in threads, "the synchronous engine decodes while the trainer waits, on its thread"
     assert {on_main for shares, on_main in threads if not shares} == {False}
 
 
@@ -107,11 +107,11 @@ def test_a_wrong_figure_turns_the_command_red(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Its row, and no other; what is left behind is named."""
-    (program,) = only("grpo").values()
-    step = program.figures.steps[0]
+    (pipeline,) = only("grpo").values()
+    step = pipeline.figures.steps[0]
     wrong = replace(step, updates={**step.updates, "actor/loss": step.updates["actor/loss"] + 1e-4})
-    figures = replace(program.figures, steps=[wrong, *program.figures.steps[1:]])
-    write_recorded(tmp_path / "wrong.json", {"grpo": replace(program, figures=figures)})
+    figures = replace(pipeline.figures, steps=[wrong, *pipeline.figures.steps[1:]])
+    write_recorded(tmp_path / "wrong.json", {"grpo": replace(pipeline, figures=figures)})
     monkeypatch.setattr(recorded_file, "RECORDED", tmp_path / "wrong.json")
     original = comparisons.of_paths
     monkeypatch.setattr(comparisons, "of_paths", lambda *arguments: original(*arguments)[:2])
@@ -119,20 +119,20 @@ def test_a_wrong_figure_turns_the_command_red(
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     assert main(["selftest"]) == 1
     said = capsys.readouterr().out
-    verdicts = [line.split()[-1] for line in said.splitlines() if line.startswith("grpo ")]
-    assert verdicts == ["FAILED", "ok", "out", "out", "out"]
+    reward_results = [line.split()[-1] for line in said.splitlines() if line.startswith("grpo ")]
+    assert reward_results == ["FAILED", "ok", "out", "out", "out"]
     (kept,) = tmp_path.glob("distflow-selftest-*")
     assert f"{kept}/PROGRAM/RUN" in said and (kept / "grpo" / "replayed" / "report.html").is_file()
     assert "reference loop" in said.partition("FAILED: ")[2] and "they differ by more than the limit" in said
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("program", ["grpo", "ppo"])
+@pytest.mark.parametrize("pipeline", ["grpo", "ppo"])
 def test_a_weight_that_is_changed_when_a_run_is_resumed_is_found(
-    program: str, tmp_path: Path, started_with: Path
+    pipeline: str, tmp_path: Path, started_with: Path
 ) -> None:
     started_with.write_text(PERTURBED)
-    *_, killed = of_one_process(program, tmp_path / "runs")
+    *_, killed = of_one_process(pipeline, tmp_path / "runs")
     assert not (found := killed()).ok and found.found is not None and found.found.weight > 0
 
 
@@ -146,15 +146,15 @@ def test_a_run_that_begins_anew_was_not_resumed(tmp_path: Path, started_with: Pa
 
 @pytest.mark.slow
 @pytest.mark.alone
-@pytest.mark.parametrize(("program", "fault"), [("grpo", "mean_of_means"), ("ppo", "idle_rank")])
+@pytest.mark.parametrize(("pipeline", "fault"), [("grpo", "mean_of_means"), ("ppo", "idle_rank")])
 def test_ranks_that_are_not_added_up_exactly_are_found(
-    program: str, fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    pipeline: str, fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In replicas and in shards."""
-    keys = (*runs.PROGRAMS[program], f"trainer.imports=[tests.selftest.{fault}]")
-    monkeypatch.setitem(runs.PROGRAMS, program, keys)
-    (recorded,) = only(program).values()
-    lab = runs.Lab.of(tmp_path / "lab", program, recorded)
+    keys = (*runs.PROGRAMS[pipeline], f"trainer.imports=[tests.selftest.{fault}]")
+    monkeypatch.setitem(runs.PROGRAMS, pipeline, keys)
+    (recorded,) = only(pipeline).values()
+    lab = runs.Lab.of(tmp_path / "lab", pipeline, recorded)
     with own_ray(tmp_path / "ray", 2):
         _, *several = of_workers(lab, cache(lab.sync), lambda: None)
         replicas, shards = (compare(lab, pair) for pair in several)

@@ -32,10 +32,10 @@ def replayed(
 
 def test_every_program_is_recorded(recorded: dict[str, Recorded]) -> None:
     assert recorded.keys() == PROGRAMS.keys()
-    for program in recorded.values():
-        lengths = {len(answer) for step in program.figures.steps for answer in step.answers}
+    for pipeline in recorded.values():
+        lengths = {len(answer) for step in pipeline.figures.steps for answer in step.answers}
         assert max(lengths) == 10 and len(lengths) > 5, "answers end early, and at the limit"
-        assert len({score for step in program.figures.steps for score in step.scores}) == 7
+        assert len({score for step in pipeline.figures.steps for score in step.scores}) == 7
 
 
 def test_the_reference_loop_finds_what_is_recorded(replayed: tuple[Lab, Recorded, Figures]) -> None:
@@ -73,17 +73,17 @@ def test_a_wrong_figure_is_found(replayed: tuple[Lab, Recorded, Figures], change
         assert change in ("score", "answer") and f"other {change}s in step 8" == str(err)
 
 
-@pytest.mark.parametrize(("program", "role"), TRAINED)
+@pytest.mark.parametrize(("pipeline", "role"), TRAINED)
 def test_every_weight_moved_far_beyond_the_tolerance(
-    recorded: dict[str, Recorded], program: str, role: str, tmp_path: Path
+    recorded: dict[str, Recorded], pipeline: str, role: str, tmp_path: Path
 ) -> None:
     """A run that goes nowhere would be equal to anything."""
     from safetensors.torch import load_file
 
-    Lab.of(tmp_path / "lab", program, recorded[program])
+    Lab.of(tmp_path / "lab", pipeline, recorded[pipeline])
     start = load_file(tmp_path / "lab" / {"actor": "policy", "critic": "critic"}[role] / "model.safetensors")
     for name, weight in start.items():
-        moved = (recorded[program].figures.weights[f"{role}.{name}"] - weight).abs().max()
+        moved = (recorded[pipeline].figures.weights[f"{role}.{name}"] - weight).abs().max()
         assert moved > 200 * TOLERANCE, name
 
 

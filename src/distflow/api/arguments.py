@@ -127,7 +127,9 @@ class Given:
 
         config, keys = loaded.config, list[str]()
         if self.reward is not None and not is_rl(config):
-            raise UserError(f"reward is given, and the program {pipeline_name(config)} judges no answers: leave it out")
+            raise UserError(
+                f"reward is given, and the pipeline {pipeline_name(config)} judges no answers: leave it out"
+            )
         for key, file, _ in self._files(config):
             files: dict[str, Any] = {f"{key}_files": (str(file),)}
             config = replace(config, data=replace(config.data, **files))

@@ -42,7 +42,7 @@ def rollouts(
     """Prompts answered and judged while a loop of your own trains: enter it with `with`.
 
     It is the run of `distflow.train` with the same arguments, of which you drive the steps. Of the config that is all
-    but the nodes behind the experience plane, which run only in `Rollouts.train`.
+    but the nodes behind the rollout loop, which run only in `Rollouts.train`.
     data: rows for `prepare_batch`; without any, prompts come by `submit` alone, and `trainer.total_training_steps` says
     how many steps there are. should_accept: given the batch of a finished group, whether to train on it; a group that
     is not accepted is dropped as rejected, and another starts. It runs on a thread of its own.
@@ -54,7 +54,7 @@ def rollouts(
         given = replace(given, data=_placeholders(_peek(preset_or_config, overrides)))
     loaded = read(preset_or_config, overrides, given, resume)
     if not is_rl(loaded.config):
-        raise UserError(f"the program {pipeline_name(loaded.config)} generates nothing: distflow.train runs it")
+        raise UserError(f"the pipeline {pipeline_name(loaded.config)} generates nothing: distflow.train runs it")
     if loaded.config.trainer.launcher != "local":
         raise UserError(f"trainer.launcher={loaded.config.trainer.launcher}: a loop of your own needs local")
     if loaded.config.algorithm.filter_groups.oversampling:
@@ -110,7 +110,7 @@ class Rollouts:
         with ExitStack() as stack:
             stack.enter_context(settings_kept())
             spec = self._spec()
-            self._program = spec.program()
+            self._program = spec.pipeline()
             self._rows = OwnRows(spec.rows)
             spec = replace(spec, rows=self._rows)
             self._spec_entered = spec
@@ -167,7 +167,7 @@ class Rollouts:
         return batch
 
     def train(self, batch: "Batch") -> dict[str, float]:
-        """Run the program's learning nodes on a batch: score, compare, update. It has what they wrote afterwards.
+        """Run the pipeline's learning nodes on a batch: score, compare, update. It has what they wrote afterwards.
 
         Returns what they measured, which `publish` records.
         """
@@ -232,13 +232,13 @@ class Rollouts:
     def stats(self) -> RolloutStats:
         """How many groups wait, run and are done."""
         standing = self._entered.intake.standing()
-        account = standing.account
+        group_counts = standing.group_counts
         return RolloutStats(
             standing.num_offered,
-            account.issued,
-            account.running,
-            account.complete + account.consumed,
-            sum(account.dropped.values()),
+            group_counts.issued,
+            group_counts.running,
+            group_counts.complete + group_counts.consumed,
+            sum(group_counts.dropped.values()),
         )
 
     @property
@@ -248,7 +248,7 @@ class Rollouts:
 
     @property
     def critic(self) -> "TrainEngine":
-        """The critic's. Raises UserError where the program has none, as `ref` does."""
+        """The critic's. Raises UserError where the pipeline has none, as `ref` does."""
         return _Trainer(self, "critic", self._engine("critic"))
 
     @property
@@ -306,7 +306,7 @@ class Rollouts:
     def _engine(self, name: str) -> Any:
         engine = getattr(self._entered.worker.resources, name)
         if engine is None:
-            raise UserError(f"the program '{self._program.graph_id}' has no {name}: no node of it uses one")
+            raise UserError(f"the pipeline '{self._program.graph_id}' has no {name}: no node of it uses one")
         return engine
 
     def _train_step(self, role: str, engine: "TrainEngine", batch: "Batch", loss: "LossFn") -> dict[str, float]:
@@ -317,7 +317,7 @@ class Rollouts:
 
     def _refuse_while_shared(self) -> None:
         """At staleness 0 the engine computes on the very weights that an update changes."""
-        num_running = self._entered.intake.standing().account.running
+        num_running = self._entered.intake.standing().group_counts.running
         if num_running and self._spec_entered.shares_weights:
             raise UserError(
                 f"{num_running} prompt groups are still being answered with the weights that this would change: wait "

@@ -188,13 +188,13 @@ class Run:
 
     @property
     def accuracy_before(self) -> float | None:
-        """On held-out problems before the first step; None where that was not measured."""
+        """On validation problems before the first step; None where that was not measured."""
         first = self._accuracy()[:1]
         return first[0][1] if first and first[0][0] == 0 else None
 
     @property
     def accuracy_after(self) -> float | None:
-        """On held-out problems at the last validation; None where there was none after a step."""
+        """On validation problems at the last validation; None where there was none after a step."""
         last = self._accuracy()[-1:]
         return last[0][1] if last and last[0][0] > 0 else None
 

@@ -261,30 +261,30 @@ LIMIT = 1e-3
 MOST_TOKENS = 2**20
 
 
-def prove(evidence: RecordedStep) -> str | None:
-    if not evidence.is_ours("advantages"):
-        return "the estimator is the user's" if evidence.is_written("advantages") else ""
-    if sum(len(sample["response_ids"]) for sample in evidence.samples) > MOST_TOKENS:
+def prove(recorded: RecordedStep) -> str | None:
+    if not recorded.is_ours("advantages"):
+        return "the estimator is the user's" if recorded.is_written("advantages") else ""
+    if sum(len(sample["response_ids"]) for sample in recorded.samples) > MOST_TOKENS:
         return f"the step has more than {MOST_TOKENS:,} tokens"
-    if any(update.metrics.get("skipped") and not update.metrics.get("empty") for update in evidence.updates):
+    if any(update.metrics.get("skipped") and not update.metrics.get("empty") for update in recorded.updates):
         return "an update of the step was skipped: something in it is not finite"
-    samples: dict[str | None, list[Sample]] = {domain: [] for domain, _ in algorithms(evidence.config)}
-    for sample in evidence.samples:
+    samples: dict[str | None, list[Sample]] = {domain: [] for domain, _ in algorithms(recorded.config)}
+    for sample in recorded.samples:
         samples[sample["domain"] if sample["domain"] in samples else None].append(sample)
     why_not = [
         why
-        for domain, settings in algorithms(evidence.config)
-        if samples[domain] and (why := _prove(evidence, settings, samples[domain]))
+        for domain, settings in algorithms(recorded.config)
+        if samples[domain] and (why := _prove(recorded, settings, samples[domain]))
     ]
     return why_not[0] if why_not else None
 
 
-def _prove(evidence: RecordedStep, settings: AlgorithmConfig, samples: list[Sample]) -> str | None:
+def _prove(recorded: RecordedStep, settings: AlgorithmConfig, samples: list[Sample]) -> str | None:
     """Of those that share the settings."""
     name = settings.adv_estimator
-    if evidence.parts.num_ranks > 1 and (name in GLOBAL or settings.scale_rewards == "batch"):
+    if recorded.parts.num_ranks > 1 and (name in GLOBAL or settings.scale_rewards == "batch"):
         return f"'{name}' looks at the samples of all ranks"
-    if evidence.partial and (name in GLOBAL or settings.scale_rewards == "batch"):
+    if recorded.partial and (name in GLOBAL or settings.scale_rewards == "batch"):
         return f"'{name}' looks at the whole step"
     if is_on(settings.adv_norm) or is_on(settings.reward_norm):
         return "the auditor has no formula of reward_norm and adv_norm"
@@ -292,7 +292,7 @@ def _prove(evidence: RecordedStep, settings: AlgorithmConfig, samples: list[Samp
         return "the auditor has no formula of advantage_clip, difficulty_weight and length_weight"
     if module_of(find_adv_est(name).fn).partition(".")[0] + "." != BUILTIN:
         return "the estimator is the user's"
-    weights = {"weight_of": lambda sample, part: functions_of(evidence, sample).get(part, 1.0)}
+    weights = {"weight_of": lambda sample, part: functions_of(recorded, sample).get(part, 1.0)}
     options = {"f_norm": 1.0, **vars(settings), **settings.adv_estimator_kwargs, **weights}
     rows = expected_advantages(name, samples, options)
     if rows is None:

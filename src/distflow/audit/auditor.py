@@ -73,7 +73,7 @@ Note = Callable[..., None]
 
 
 class Auditor:
-    """Audits steps of one worker. Called on the learning thread, but for the witness.
+    """Audits steps of one worker. Called on the learning thread, but for the group recorder.
 
     A claim that does not hold ends the run with TrustError. A check that cannot be made, or that fails itself, is told
     and costs nothing else.
@@ -82,7 +82,7 @@ class Auditor:
     def __init__(
         self,
         parts: Parts,
-        witness: GroupRecorder,
+        group_recorder: GroupRecorder,
         state: dict[str, Any],
         note: Note,
         schedule: AuditSchedule,
@@ -93,7 +93,7 @@ class Auditor:
     ) -> None:
         """state: JSON values, saved with the run. note: tells of an event. group: the ranks that learn the
         same. first_step: the first of this process."""
-        self._parts, self.witness, self._state, self._note = parts, witness, state, note
+        self._parts, self.group_recorder, self._state, self._note = parts, group_recorder, state, note
         self._schedule, self._first_step, self._total_steps = schedule, first_step, total_steps
         self._group = group
         self._kept = KeptWeights(parts.data.max_staleness + 1, parts.weight_dtype)
@@ -111,14 +111,14 @@ class Auditor:
         self._told: set[str] = set()
         self._found: dict[str, str | None] = {}
 
-    def took(self, step: int, tickets: Sequence[int], batch: Batch, served: int | None) -> None:
-        """A step's groups have left the edge. served: the version that was published last, None where nothing
+    def took(self, step: int, group_ids: Sequence[int], batch: Batch, served: int | None) -> None:
+        """A step's groups have left the queue. served: the version that was published last, None where nothing
         generates."""
         self._step, self._evidence, self._batch, self._seen = step, None, batch, []
         self._before = dict(self._updates)
-        self._tickets, self._served = tickets, served
+        self._tickets, self._served = group_ids, served
         self._decide(step)
-        self._records = self.witness.take(tickets)
+        self._records = self.group_recorder.take(group_ids)
         self._kept.forget(step - self._parts.data.max_staleness - 1)
         with self._schedule.timed():
             if served == step:
@@ -146,7 +146,7 @@ class Auditor:
         self._due, self._looks = bool(agreed["due"]), bool(agreed["looks"])
 
     def scored(self, batch: Batch) -> None:
-        """A node of the learning plane has run."""
+        """A node of the training loop has run."""
         self._batch = batch
 
     def before_update(self, role: str, engine: TrainEngine, batch: Batch, loss: LossFn) -> LossFn:
@@ -229,7 +229,7 @@ class Auditor:
             step=self._step,
             total_steps=self._total_steps,
             records=self._records,
-            tickets=self._tickets,
+            group_ids=self._tickets,
             batch=batch,
             fresh=not self._before.get("actor"),
             budget_s=self._schedule.budget_s(self._step - self._first_step + 1),
@@ -241,12 +241,12 @@ class Auditor:
             say=self._say,
         )
 
-    def _prove(self, checks: Sequence[Check], evidence: RecordedStep) -> dict[str, str | None]:
+    def _prove(self, checks: Sequence[Check], recorded: RecordedStep) -> dict[str, str | None]:
         """What each check returned, by its name."""
         found: dict[str, str | None] = {}
         for check in checks:
             try:
-                found[check.name] = check.prove(evidence)
+                found[check.name] = check.prove(recorded)
             except Wrong as wrong:
                 raise TrustError(f"the audit of step {self._step + 1} found ({check.name}): {wrong}") from wrong
             except Exception as err:  # the edge of a check: an auditor that fails must not end a healthy run
@@ -288,8 +288,8 @@ def _copied(batch: Batch) -> Batch:
 
 def make_auditor(
     spec: Spec,
-    program: BoundPipeline,
-    learning: Sequence[Step],
+    pipeline: BoundPipeline,
+    training_nodes: Sequence[Step],
     resources: Resources,
     session: Session,
     recorder: Recorder,
@@ -299,14 +299,14 @@ def make_auditor(
     bring: Callable[[], None],
 ) -> Auditor:
     """Of a worker. state: of all nodes. group: the ranks that learn the same. bring: see `Parts`."""
-    witness, judge = GroupRecorder(), resources.judge
-    if judge is not None and spec.options.audit_freq > 0:
-        judge.pools.tell(witness.judged)
-    estimator = next((step for step in learning if "advantages" in step.node.contract.writes), None)
+    group_recorder, reward_fn = GroupRecorder(), resources.reward_fn
+    if reward_fn is not None and spec.options.audit_freq > 0:
+        reward_fn.pools.tell(group_recorder.judged)
+    estimator = next((step for step in training_nodes if "advantages" in step.node.contract.writes), None)
 
     def ask(name: str, arguments: Mapping[str, object]) -> RewardResult:
-        assert judge is not None, "asked only where there is one"
-        return session.call(judge.pools.judge(name, arguments))
+        assert reward_fn is not None, "asked only where there is one"
+        return session.call(reward_fn.pools.call(name, arguments))
 
     def hashes() -> dict[str, str]:
         assert resources.rollout is not None, "asked only where there is one"
@@ -328,8 +328,8 @@ def make_auditor(
     warmup = spec.config.trainer.critic_warmup  # behind it the policy is trained for the first time
     parts = Parts(
         config=spec.config,
-        program=program,
-        learning=[step.node for step in learning],
+        pipeline=pipeline,
+        training_nodes=[step.node for step in training_nodes],
         rows=spec.rows,
         data=spec.data,
         sampling=replace(spec.sampling, stop_token_ids=resources.stop_token_ids),
@@ -340,19 +340,19 @@ def make_auditor(
         actor=resources.actor,
         critic=resources.critic,
         ref=resources.ref,
-        judge=ask if judge is not None else None,
-        judged_in_groups=judge.pools.takes_groups if judge is not None else frozenset(),
+        reward_fn=ask if reward_fn is not None else None,
+        judged_in_groups=reward_fn.pools.takes_groups if reward_fn is not None else frozenset(),
         hashes=hashes if resources.rollout is not None else None,
         weight_dtype=spec.weight_dtype,
         exact=spec.config.actor_rollout_ref.model.dtype == "float32",
-        num_ranks=sum(bool(rank.learning) for rank in spec.plan.ranks),
+        num_ranks=sum(bool(rank.training_nodes) for rank in spec.plan.ranks),
         estimate=estimate if estimator is not None else None,
         turns=Turns(group, _models(resources.actor, resources.critic, resources.ref)),
         bring=bring,
     )
     return Auditor(
         parts,
-        witness,
+        group_recorder,
         state.setdefault(STATE, {}),
         note,
         AuditSchedule(spec.options.audit_freq, version.step, spec.data.max_staleness, (warmup,)),

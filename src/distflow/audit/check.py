@@ -15,7 +15,7 @@ class Check:
     """One claim about a step.
 
     needs: without what it cannot be proven. limit: how far what is found may be from what is expected, in words.
-    prove: returns None where the claim is proven, "" where the program has nothing that it is about, else why it
+    prove: returns None where the claim is proven, "" where the pipeline has nothing that it is about, else why it
     cannot be proven; raises Wrong where it does not hold.
     """
 

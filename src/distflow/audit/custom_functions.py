@@ -14,24 +14,24 @@ GARBAGE, WIDTH, LIMIT = 1e3, 3, 1e-4
 Call = Callable[[Sequence[object], Mapping[str, object]], tuple[Tensor, ...]]
 
 
-def prove(evidence: RecordedStep) -> str | None:
+def prove(recorded: RecordedStep) -> str | None:
     """What it sees is told, and the run goes on: a user may know better than these rules."""
-    estimator, losses = _estimator(evidence), _losses(evidence)
+    estimator, losses = _estimator(recorded), _losses(recorded)
     if estimator is None and losses is None:
         return ""
     told = [*(estimator or ()), *(losses or ())]
     for message in told:
-        evidence.say(message)
+        recorded.say(message)
     return told[0] if told else None
 
 
-def _estimator(evidence: RecordedStep) -> list[str] | None:
+def _estimator(recorded: RecordedStep) -> list[str] | None:
     """What is wrong with the user's estimator; None where there is none."""
-    if evidence.is_ours("advantages") or evidence.parts.estimate is None:
+    if recorded.is_ours("advantages") or recorded.parts.estimate is None:
         return None
-    fn, positional, keyword = evidence.parts.estimate(evidence.batch)
+    fn, positional, keyword = recorded.parts.estimate(recorded.batch)
     name = f"the estimator {getattr(fn, '__name__', fn)}"
-    mask = evidence.batch["response_mask"]
+    mask = recorded.batch["response_mask"]
 
     def call(positional: Sequence[object], keyword: Mapping[str, object]) -> tuple[Tensor, ...]:
         return _tensors(fn(*positional, **keyword), mask)
@@ -50,7 +50,7 @@ def _estimator(evidence: RecordedStep) -> list[str] | None:
             "advantages. What stands there depends on which samples share the batch; multiply by response_mask before "
             "you sum"
         )
-    elif _mixes_groups(evidence, call):
+    elif _mixes_groups(recorded, call):
         told.append(
             f"{name} mixes groups: for one group alone it gives other advantages than for the same group in the batch. "
             'If that is meant, register it with scope="global"'
@@ -58,25 +58,25 @@ def _estimator(evidence: RecordedStep) -> list[str] | None:
     return told
 
 
-def _mixes_groups(evidence: RecordedStep, call: Call) -> bool:
-    assert evidence.parts.estimate is not None
-    node = next(node for node in evidence.parts.program.nodes if "advantages" in node.contract.writes)
-    groups = evidence.batch["group_index"].tolist()
+def _mixes_groups(recorded: RecordedStep, call: Call) -> bool:
+    assert recorded.parts.estimate is not None
+    node = next(node for node in recorded.parts.pipeline.nodes if "advantages" in node.contract.writes)
+    groups = recorded.batch["group_index"].tolist()
     if node.contract.scope == "global" or len(set(groups)) < 2:
         return False
     rows = [row for row, group in enumerate(groups) if group == groups[0]]
-    alone = evidence.batch.select(rows)
-    fn, positional, keyword = evidence.parts.estimate(alone)
+    alone = recorded.batch.select(rows)
+    fn, positional, keyword = recorded.parts.estimate(alone)
     apart = _tensors(fn(*positional, **keyword), alone["response_mask"])
-    whole_fn, whole_positional, whole_keyword = evidence.parts.estimate(evidence.batch)
+    whole_fn, whole_positional, whole_keyword = recorded.parts.estimate(recorded.batch)
     together = call(whole_positional, whole_keyword)
     length = alone["response_mask"].shape[1]
     return not _equal(apart, tuple(tensor[rows][:, :length] for tensor in together))
 
 
-def _losses(evidence: RecordedStep) -> list[str] | None:
+def _losses(recorded: RecordedStep) -> list[str] | None:
     """What is wrong with the user's loss; None where there is none of our own signature."""
-    for update in evidence.updates_of("actor")[:1]:
+    for update in recorded.updates_of("actor")[:1]:
         loss = getattr(update.loss, "loss", None)
         fn = getattr(loss, "fn", None)
         if fn is not None and not module_of(fn).startswith(BUILTIN) and not getattr(loss, "seed_style", False):

@@ -19,25 +19,25 @@ NUM_SAMPLES = 2
 EXACT, ROUNDED = 1e-3, 0.5
 
 
-def audit_backward(evidence: RecordedStep) -> str | None:
-    actor = evidence.parts.actor
+def audit_backward(recorded: RecordedStep) -> str | None:
+    actor = recorded.parts.actor
     scorer = getattr(actor, "scorer", None)
     if not isinstance(actor, OpenEngine) or scorer is None:
         return "the train engine does not show its inside"
-    turns = evidence.parts.turns
-    chosen = sorted(audited_samples(evidence), key=lambda sample: len(sample["response_ids"]))[:NUM_SAMPLES]
+    turns = recorded.parts.turns
+    chosen = sorted(audited_samples(recorded), key=lambda sample: len(sample["response_ids"]))[:NUM_SAMPLES]
     if not chosen and not turns.is_spread(actor.model):
         return "no sample is short enough"
-    names = dict(striped(actor.model, evidence.step))
+    names = dict(striped(actor.model, recorded.step))
     weights = list(names.values())
-    packed = _through_packing(evidence, actor, scorer, chosen, weights)
+    packed = _through_packing(recorded, actor, scorer, chosen, weights)
     apart = [
-        _through_padding(evidence, actor, chosen[place : place + 1], weights)
+        _through_padding(recorded, actor, chosen[place : place + 1], weights)
         for place in range(NUM_SAMPLES if turns.is_spread(actor.model) else len(chosen))
     ]
     if not chosen:
         return "no sample is short enough"
-    limit = EXACT if evidence.parts.exact else ROUNDED
+    limit = EXACT if recorded.parts.exact else ROUNDED
     for name, one, *others in zip(names, packed, *apart, strict=True):
         other = torch.stack(others).sum(0)
         error = float((one - other).norm() / other.norm().clamp(min=1e-12))
@@ -51,21 +51,21 @@ def audit_backward(evidence: RecordedStep) -> str | None:
 
 
 def _through_packing(
-    evidence: RecordedStep, actor: OpenEngine, scorer: object, chosen: Sequence[Sample], weights: Sequence[nn.Parameter]
+    recorded: RecordedStep, actor: OpenEngine, scorer: object, chosen: Sequence[Sample], weights: Sequence[nn.Parameter]
 ) -> list[Tensor]:
-    rows = [list(evidence.batch["uid"]).index(sample["uid"]) for sample in chosen]
-    batch = evidence.batch.select(rows)
+    rows = [list(recorded.batch["uid"]).index(sample["uid"]) for sample in chosen]
+    batch = recorded.batch.select(rows)
 
     def loss() -> Tensor:
         flat = scorer.compute(batch, ("log_probs",))["log_probs"]  # type: ignore[attr-defined]  # checked above
         cotangents = [_cotangent(length) for length in batch.lengths("response").tolist()]
         return (flat * torch.cat(cotangents or [flat.new_zeros(0)]).to(flat)).sum()
 
-    return evidence.parts.turns.gradients(actor.model, weights, loss)
+    return recorded.parts.turns.gradients(actor.model, weights, loss)
 
 
 def _through_padding(
-    evidence: RecordedStep, actor: OpenEngine, chosen: Sequence[Sample], weights: Sequence[nn.Parameter]
+    recorded: RecordedStep, actor: OpenEngine, chosen: Sequence[Sample], weights: Sequence[nn.Parameter]
 ) -> list[Tensor]:
     """chosen: one sample, or none: then a token is sent through the model, and its gradient is 0."""
     tokens = [ids_of(sample) for sample in chosen] or [((0,), (0,))]
@@ -73,13 +73,13 @@ def _through_padding(
     def loss() -> Tensor:
         (logits,) = logits_of(_at_once, actor.model, tokens)
         ids = torch.tensor(tokens[0][1], device=logits.device)
-        temperature = evidence.sampling(chosen[0]).temperature if chosen else 1.0
+        temperature = recorded.sampling(chosen[0]).temperature if chosen else 1.0
         scores = (logits / temperature).log_softmax(-1)
         log_probs = scores.gather(-1, ids[:, None])[:, 0]
         return (log_probs * _cotangent(len(ids)).to(log_probs)).sum() * float(len(chosen))
 
     with plainly(actor.model, compute_dtype=dtype_of(actor)):
-        return evidence.parts.turns.gradients(actor.model, weights, loss)
+        return recorded.parts.turns.gradients(actor.model, weights, loss)
 
 
 def _at_once(model: nn.Module, **inputs: object) -> Any:
@@ -103,8 +103,8 @@ BACKWARD = Check(
 LIMIT = 1e-3
 
 
-def audit_gradients(evidence: RecordedStep) -> str | None:
-    seen = [update for update in evidence.updates if isinstance(update.engine, OpenEngine)]
+def audit_gradients(recorded: RecordedStep) -> str | None:
+    seen = [update for update in recorded.updates if isinstance(update.engine, OpenEngine)]
     if not seen:
         return "no update was seen of an engine that shows its inside"
     for update in seen:
@@ -114,12 +114,12 @@ def audit_gradients(evidence: RecordedStep) -> str | None:
                 f"({update.leftover[0]} and {len(update.leftover) - 1} more weights): they were not cleared"
             )
         if update.norm is not None and not update.metrics.get("skipped"):
-            _clipped(evidence, update, update.norm)
-    return "gradients of several ranks are summed before they are seen" if evidence.parts.num_ranks > 1 else None
+            _clipped(recorded, update, update.norm)
+    return "gradients of several ranks are summed before they are seen" if recorded.parts.num_ranks > 1 else None
 
 
-def _clipped(evidence: RecordedStep, update: UpdateRecord, norm: float) -> None:
-    settings = evidence.config.critic if update.role == "critic" else evidence.config.actor_rollout_ref.actor
+def _clipped(recorded: RecordedStep, update: UpdateRecord, norm: float) -> None:
+    settings = recorded.config.critic if update.role == "critic" else recorded.config.actor_rollout_ref.actor
     reported, most = float(update.metrics["grad_norm"]), settings.max_grad_norm
     factor = 1.0 if most is None else min(1.0, most / (reported + 1e-6))
     if not abs(norm - reported * factor) <= LIMIT * reported + 1e-9:
@@ -127,7 +127,7 @@ def _clipped(evidence: RecordedStep, update: UpdateRecord, norm: float) -> None:
             f"the {update.role}'s optimizer was given a gradient of norm {norm:.4g}, but it was measured as "
             f"{reported:.4g} and max_grad_norm is {most}: it should be {reported * factor:.4g}"
         )
-    if evidence.parts.num_ranks > 1:
+    if recorded.parts.num_ranks > 1:
         return
     for name, stripe in update.stripes.items():
         if stripe.gradient is None or stripe.contributions is None:

@@ -1,4 +1,4 @@
-"""Claim: a step holds the groups of its tickets, whole; where groups are filtered, each has something to teach.
+"""Claim: a step holds the groups of its groups, whole; where groups are filtered, each has something to teach.
 
 Claim: every token that the policy made, its end token too, is trained on where its sample has a verdict.
 """
@@ -11,36 +11,36 @@ from distflow.config.derived_settings import algorithm_of
 from distflow.config.per_domain import filters_groups, unfiltered_domains
 
 
-def audit_groups(evidence: RecordedStep) -> str | None:
-    if evidence.parts.num_ranks > 1:
+def audit_groups(recorded: RecordedStep) -> str | None:
+    if recorded.parts.num_ranks > 1:
         return "a step's groups lie on several ranks"
     groups: dict[int, list[Sample]] = {}
-    for sample in evidence.samples:
+    for sample in recorded.samples:
         groups.setdefault(int(sample["group_index"]), []).append(sample)
-    if sorted(groups) != sorted(evidence.tickets):
-        missing = sorted(set(evidence.tickets) ^ set(groups))
+    if sorted(groups) != sorted(recorded.group_ids):
+        missing = sorted(set(recorded.group_ids) ^ set(groups))
         raise Wrong(
-            f"the step is of {len(evidence.tickets)} tickets, but its samples of {len(groups)} ({missing[:4]} differ)"
+            f"the step is of {len(recorded.group_ids)} groups, but its samples of {len(groups)} ({missing[:4]} differ)"
         )
-    data, ours = evidence.parts.data, evidence.is_ours("responses")
+    data, ours = recorded.parts.data, recorded.is_ours("responses")
     own = {domain.name: domain.group_size for domain in data.domains}
     for number, group in groups.items():
         size = own.get(str(group[0]["domain"])) or data.group_size
         if ours and len(group) != size:
             raise Wrong(f"group {number} has {len(group)} samples, and should have {size}")
-    uids = Counter(str(sample["uid"]) for sample in evidence.samples)
+    uids = Counter(str(sample["uid"]) for sample in recorded.samples)
     if uids and max(uids.values()) > 1:
         raise Wrong(f"sample {uids.most_common(1)[0][0]} is in the step {uids.most_common(1)[0][1]} times")
-    _teach(evidence, groups)
+    _teach(recorded, groups)
     return None
 
 
-def _teach(evidence: RecordedStep, groups: dict[int, list[Sample]]) -> None:
-    settings = evidence.config.algorithm.filter_groups
-    filters = any(node.node_id == "dynamic_sampling" for node in evidence.parts.program.nodes)
-    if not filters_groups(evidence.config) or not filters or settings.metric != "acc":
+def _teach(recorded: RecordedStep, groups: dict[int, list[Sample]]) -> None:
+    settings = recorded.config.algorithm.filter_groups
+    filters = any(node.node_id == "dynamic_sampling" for node in recorded.parts.pipeline.nodes)
+    if not filters_groups(recorded.config) or not filters or settings.metric != "acc":
         return
-    unfiltered = unfiltered_domains(evidence.config)
+    unfiltered = unfiltered_domains(recorded.config)
     for number, group in groups.items():
         if group[0]["domain"] in unfiltered:
             continue
@@ -53,7 +53,7 @@ def _teach(evidence: RecordedStep, groups: dict[int, list[Sample]]) -> None:
 
 GROUPS = Check(
     "groups",
-    "the step holds the groups of its tickets, each with all its samples once; where groups are filtered by accuracy, "
+    "the step holds the groups of its groups, each with all its samples once; where groups are filtered by accuracy, "
     "none whose samples all have the same",
     "one rank",
     "equal",
@@ -61,19 +61,19 @@ GROUPS = Check(
 )
 
 
-def audit_masks(evidence: RecordedStep) -> str | None:
-    if evidence.is_written("loss_mask") and not evidence.is_ours("loss_mask"):
+def audit_masks(recorded: RecordedStep) -> str | None:
+    if recorded.is_written("loss_mask") and not recorded.is_ours("loss_mask"):
         return "a node of the user's writes loss_mask"
-    for sample in evidence.samples:
+    for sample in recorded.samples:
         made = (sample["versions"] >= 0).double()
-        found = evidence.generation(sample)
+        found = recorded.generation(sample)
         if found is not None and int(made.sum()) != len(found[1].token_ids):
             raise Wrong(
                 f"sample {sample['uid']}: {int(made.sum())} tokens count as the policy's, it made "
                 f"{len(found[1].token_ids)}"
             )
         for name, expected in (("response_mask", made), ("loss_mask", made * float(sample["valid"]))):
-            algorithm = algorithm_of(evidence.config, sample["domain"])
+            algorithm = algorithm_of(recorded.config, sample["domain"])
             bounds = (algorithm.difficulty_mask, algorithm.mask_long_errors)
             masks = algorithm.mask_truncated or any(bound is not None for bound in bounds)
             may_miss = name == "loss_mask" and (masks or bool(algorithm.rollout_correction.rollout_rs))
@@ -85,7 +85,7 @@ def audit_masks(evidence: RecordedStep) -> str | None:
                     f"{name} is {float(sample[name][token]):g} at token {token} of {len(expected)} of sample "
                     f"{sample['uid']}, and must be {float(expected[token]):g}: the token is "
                     f"{'the' if made[token] else 'not the'} policy's, the sample is "
-                    f"{'valid' if sample['valid'] else 'without a verdict'}"
+                    f"{'valid' if sample['valid'] else 'without a reward_result'}"
                 )
     return None
 

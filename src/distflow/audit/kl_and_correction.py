@@ -13,20 +13,20 @@ from distflow.audit.reward_sum import kl
 KL_LIMIT = 1e-4
 
 
-def audit_kl_control(evidence: RecordedStep) -> str | None:
-    control = evidence.config.algorithm.kl_ctrl
-    if not evidence.config.algorithm.use_kl_in_reward or not evidence.is_written("token_level_rewards"):
+def audit_kl_control(recorded: RecordedStep) -> str | None:
+    control = recorded.config.algorithm.kl_ctrl
+    if not recorded.config.algorithm.use_kl_in_reward or not recorded.is_written("token_level_rewards"):
         return ""
-    if evidence.config.algorithm.domains:
+    if recorded.config.algorithm.domains:
         return "the auditor has no formula of coefficients by domain"
-    _same_mean(evidence)
-    found = evidence.metrics.get("actor/kl_coef")
+    _same_mean(recorded)
+    found = recorded.metrics.get("actor/kl_coef")
     if found is None:
-        return "the program does not tell its coefficient"
-    before = evidence.state.get("kl_control")
-    if control.type == "fixed" or (before is None and evidence.step == 0):
+        return "the pipeline does not tell its coefficient"
+    before = recorded.state.get("kl_control")
+    if control.type == "fixed" or (before is None and recorded.step == 0):
         expected = control.kl_coef
-    elif before is None or before["step"] != evidence.step - 1:
+    elif before is None or before["step"] != recorded.step - 1:
         return "the step before was not seen"
     else:
         assert control.target_kl is not None and control.horizon is not None, "the config's rules see to it"
@@ -39,12 +39,12 @@ def audit_kl_control(evidence: RecordedStep) -> str | None:
     return None
 
 
-def _same_mean(evidence: RecordedStep) -> None:
+def _same_mean(recorded: RecordedStep) -> None:
     """The KL that the controller is fed: over tokens of valid samples, or the mean of samples' means."""
-    if evidence.parts.num_ranks > 1 or not evidence.is_ours("token_level_rewards"):
+    if recorded.parts.num_ranks > 1 or not recorded.is_ours("token_level_rewards"):
         return
-    settings, of_samples = evidence.config.algorithm, list[Tensor]()
-    for sample in evidence.samples:
+    settings, of_samples = recorded.config.algorithm, list[Tensor]()
+    for sample in recorded.samples:
         counted = (sample["response_mask"] > 0) & bool(sample["valid"])
         difference = doubles(sample["old_log_probs"]) - doubles(sample["ref_log_prob"])
         of_samples.append(kl(difference, settings.kl_penalty)[counted])
@@ -53,7 +53,7 @@ def _same_mean(evidence: RecordedStep) -> None:
         [values.mean() if len(values) else torch.zeros((), dtype=torch.float64) for values in of_samples]
     )
     expected = float(means.mean() if settings.kl_ctrl.mean == "sequence" else tokens.mean() if len(tokens) else 0.0)
-    found = evidence.metrics.get("actor/reward_kl_penalty")
+    found = recorded.metrics.get("actor/reward_kl_penalty")
     if found is not None and not abs(found - expected) <= 1e-3 * abs(expected) + 1e-6:
         raise Wrong(f"the controller is fed a KL of {found:.6g}, but that of the step's tokens is {expected:.6g}")
 
@@ -62,7 +62,7 @@ KL_CONTROL = Check(
     "kl_control",
     "the coefficient of the KL in the reward is the config's, or what the adaptive controller makes of the last step's "
     "KL (arXiv:1909.08593)",
-    "a program with the KL in the reward, and the step before in this process or its checkpoint",
+    "a pipeline with the KL in the reward, and the step before in this process or its checkpoint",
     f"{KL_LIMIT:g} relative",
     audit_kl_control,
 )
@@ -71,17 +71,17 @@ KL_CONTROL = Check(
 CORRECTION_LIMIT = 1e-3
 
 
-def audit_correction(evidence: RecordedStep) -> str | None:
-    settings = evidence.config.algorithm.rollout_correction
-    if "rollout_is_weights" not in evidence.batch:
+def audit_correction(recorded: RecordedStep) -> str | None:
+    settings = recorded.config.algorithm.rollout_correction
+    if "rollout_is_weights" not in recorded.batch:
         return ""
-    if not evidence.is_ours("rollout_is_weights"):
+    if not recorded.is_ours("rollout_is_weights"):
         return "a node of the user's writes the weights"
     if settings.rollout_is_batch_normalize:
         return "the auditor has no formula of weights that are divided by their mean"
-    own = "prox_log_probs" if "prox_log_probs" in evidence.batch else "old_log_probs"
+    own = "prox_log_probs" if "prox_log_probs" in recorded.batch else "old_log_probs"
     level, floor = settings.level or "token", settings.floor or 0.0
-    for sample in evidence.samples:
+    for sample in recorded.samples:
         counted = sample["response_mask"].double() * float(sample["valid"])
         gap = (doubles(sample[own]) - doubles(sample["rollout_log_probs"])) * counted
         if level != "token":

@@ -48,23 +48,23 @@ class MiniBatch:
     sample: Tensor
 
 
-def prove(evidence: RecordedStep) -> str | None:
-    if evidence.parts.num_ranks > 1:
+def prove(recorded: RecordedStep) -> str | None:
+    if recorded.parts.num_ranks > 1:
         return "a mini-batch lies on several ranks"
     seen, why, tokens = 0, "no update was seen", 0
-    for update in evidence.updates:
+    for update in recorded.updates:
         if update.metrics.get("skipped"):
             why = "the update was skipped"
             continue
         tokens += int(update.batch.lengths("response").sum())
         if seen and tokens > MOST_TOKENS:
             break
-        batch = _mini_batch(evidence, update)
+        batch = _mini_batch(recorded, update)
         if update.role == "actor":
-            _ratio_is_one(evidence, batch)
-            first = update is evidence.updates_of("actor")[0]
-            _same_outputs(evidence, batch, evidence.plain if first else update.plain)
-        total = _formula(evidence, update)
+            _ratio_is_one(recorded, batch)
+            first = update is recorded.updates_of("actor")[0]
+            _same_outputs(recorded, batch, recorded.plain if first else update.plain)
+        total = _formula(recorded, update)
         if isinstance(total, str):
             why = total
             continue
@@ -73,9 +73,9 @@ def prove(evidence: RecordedStep) -> str | None:
     return None if seen else why
 
 
-def _formula(evidence: RecordedStep, update: UpdateRecord) -> Total | str:
+def _formula(recorded: RecordedStep, update: UpdateRecord) -> Total | str:
     """The loss of a mini-batch as a function of the model's outputs, or why there is none."""
-    config = evidence.config
+    config = recorded.config
     if update.role == "critic":
         return lambda batch, outputs: _value_loss(config, batch, outputs)
     if not is_rl(config):
@@ -89,13 +89,13 @@ def _formula(evidence: RecordedStep, update: UpdateRecord) -> Total | str:
         return "the auditor has no formula of the off-policy sequence mask and of AReaL's rejection"
     if name not in FORMULAS:
         return f"the auditor has no formula of the loss '{name}'"
-    return lambda batch, outputs: _policy_loss(evidence, batch, outputs)
+    return lambda batch, outputs: _policy_loss(recorded, batch, outputs)
 
 
-def _ratio_is_one(evidence: RecordedStep, batch: MiniBatch) -> None:
+def _ratio_is_one(recorded: RecordedStep, batch: MiniBatch) -> None:
     """Without old log-probs the loss takes its own for them, which only the first optimizer step of a step may."""
-    steps = [update for update in evidence.updates_of("actor") if not update.metrics.get("empty")]
-    derived = evidence.is_written("old_log_probs") and "old_log_probs" not in batch.columns
+    steps = [update for update in recorded.updates_of("actor") if not update.metrics.get("empty")]
+    derived = recorded.is_written("old_log_probs") and "old_log_probs" not in batch.columns
     if derived and len(steps) > 1:
         raise Wrong(
             f"the policy took {len(steps)} optimizer steps, but its ratio is taken to be 1 in all of them: nothing has "
@@ -122,7 +122,7 @@ def _prove_update(update: UpdateRecord, batch: MiniBatch, total: Total) -> None:
             raise Wrong(_message(update, name, batch, expected[name], int(wrong.nonzero()[0])))
 
 
-def _same_outputs(evidence: RecordedStep, batch: MiniBatch, plain: Mapping[str, PlainScores]) -> None:
+def _same_outputs(recorded: RecordedStep, batch: MiniBatch, plain: Mapping[str, PlainScores]) -> None:
     """What the loss is given is what the policy's own forward gives at that moment, at the sampling temperature."""
     for number, sample in enumerate(batch.samples):
         scores = plain.get(str(sample["uid"]))
@@ -130,7 +130,7 @@ def _same_outputs(evidence: RecordedStep, batch: MiniBatch, plain: Mapping[str, 
             if name not in batch.outputs:
                 continue
             gap = float((batch.outputs[name][batch.sample == number] - getattr(scores, name)).abs().mean())
-            if not gap <= (1e-3 if evidence.parts.exact else limit):
+            if not gap <= (1e-3 if recorded.parts.exact else limit):
                 raise Wrong(
                     f"the {name} that the loss is given for sample {sample['uid']} differs by {gap:.3g} a token from "
                     "what the policy's own forward gives at the sampling temperature"
@@ -165,9 +165,9 @@ def _message(update: UpdateRecord, name: str, batch: MiniBatch, expected: Tensor
     )
 
 
-def _mini_batch(evidence: RecordedStep, update: UpdateRecord) -> MiniBatch:
+def _mini_batch(recorded: RecordedStep, update: UpdateRecord) -> MiniBatch:
     """Raises Wrong where the micro-batches are not exactly the mini-batch's samples."""
-    known = {str(sample["uid"]): sample for sample in evidence.samples}
+    known = {str(sample["uid"]): sample for sample in recorded.samples}
     taken = [uid for micro in update.micros for uid in micro.uids]
     if sorted(taken) != sorted(update.uids):
         raise Wrong(
@@ -204,19 +204,19 @@ def _flat(parts: Sequence[Tensor]) -> Tensor:
     return doubles(torch.cat(list(parts))) if parts else torch.zeros(0, dtype=torch.float64)
 
 
-def _policy_loss(evidence: RecordedStep, batch: MiniBatch, outputs: Outputs) -> Tensor:
-    config = evidence.config
+def _policy_loss(recorded: RecordedStep, batch: MiniBatch, outputs: Outputs) -> Tensor:
+    config = recorded.config
     actor = config.actor_rollout_ref.actor
     counted = batch.counted
     if not bool(counted.any()):
         return torch.zeros((), dtype=torch.float64)
     columns = {name: column[counted] for name, column in batch.columns.items()}
     tokens = Tokens(outputs["log_probs"][counted], columns, batch.sample[counted])
-    known = {"step": evidence.step, "correction": config.algorithm.rollout_correction}
+    known = {"step": recorded.step, "correction": config.algorithm.rollout_correction}
     loss = FORMULAS[actor.policy_loss](tokens, {**vars(actor), **known, **actor.policy_loss_kwargs})
     if "rollout_is_weights" in columns:
         loss = loss * columns["rollout_is_weights"]
-    elif "old_log_probs" not in columns and "correction/weight_mean" in evidence.metrics:
+    elif "old_log_probs" not in columns and "correction/weight_mean" in recorded.metrics:
         # Switched on by a drift, and made within the loss.
         loss = loss * ratio_to(tokens.now.detach(), columns["rollout_log_probs"]).clamp(max=2.0)
     others = torch.zeros_like(loss)

@@ -15,49 +15,49 @@ from distflow.config.derived_settings import algorithm_of, is_rl, takes_values
 COLUMNS = ("response_ids", "loss_mask", "advantages", "returns", "old_log_probs", "ref_log_prob", "values")
 
 
-def prove(evidence: RecordedStep) -> str | None:
-    if not evidence.updates and not _is_ours(evidence):
+def prove(recorded: RecordedStep) -> str | None:
+    if not recorded.updates and not _is_ours(recorded):
         return "no update was seen"
-    for role in sorted({update.role for update in evidence.updates}):
-        _same_columns(evidence, evidence.updates_of(role))
-    return taken_once(evidence)
+    for role in sorted({update.role for update in recorded.updates}):
+        _same_columns(recorded, recorded.updates_of(role))
+    return taken_once(recorded)
 
 
-def taken_once(evidence: RecordedStep) -> str | None:
+def taken_once(recorded: RecordedStep) -> str | None:
     """That every pass took every sample, in the order that is drawn. Looks at no column but the samples' names."""
-    if not _is_ours(evidence):
+    if not _is_ours(recorded):
         return "a node of the user's chooses the mini-batches"
-    for role in sorted({update.role for update in evidence.updates} | _expected(evidence)):
-        _each_once(evidence, role, evidence.updates_of(role))
+    for role in sorted({update.role for update in recorded.updates} | _expected(recorded)):
+        _each_once(recorded, role, recorded.updates_of(role))
     return None
 
 
-def _is_ours(evidence: RecordedStep) -> bool:
-    nodes = [node for node in evidence.parts.learning if not node.contract.writes]
+def _is_ours(recorded: RecordedStep) -> bool:
+    nodes = [node for node in recorded.parts.training_nodes if not node.contract.writes]
     return all(module_of(node.fn).startswith(BUILTIN) for node in nodes)
 
 
-def _expected(evidence: RecordedStep) -> set[str]:
-    """Who is trained by the program: the critic always, the policy once the critic has warmed up."""
-    names = {getattr(node.fn, "keywords", {}).get("name") for node in evidence.parts.learning}
+def _expected(recorded: RecordedStep) -> set[str]:
+    """Who is trained by the pipeline: the critic always, the policy once the critic has warmed up."""
+    names = {getattr(node.fn, "keywords", {}).get("name") for node in recorded.parts.training_nodes}
     roles = {"critic"} & names
-    warm = evidence.step >= evidence.config.trainer.critic_warmup
-    return roles | ({"actor"} if names & {"actor", "sft"} and (warm or not is_rl(evidence.config)) else set())
+    warm = recorded.step >= recorded.config.trainer.critic_warmup
+    return roles | ({"actor"} if names & {"actor", "sft"} and (warm or not is_rl(recorded.config)) else set())
 
 
-def _each_once(evidence: RecordedStep, role: str, updates: list[UpdateRecord]) -> None:
-    passes, num_prompts = plan_of(evidence.config, role)
-    if role == "actor" and is_rl(evidence.config) and evidence.step < evidence.config.trainer.critic_warmup:
+def _each_once(recorded: RecordedStep, role: str, updates: list[UpdateRecord]) -> None:
+    passes, num_prompts = plan_of(recorded.config, role)
+    if role == "actor" and is_rl(recorded.config) and recorded.step < recorded.config.trainer.critic_warmup:
         passes = 0
-    groups = len(set(evidence.batch["group_index"].tolist()))
-    uids = [str(evidence.batch["uid"][row]) for row in _rows(evidence, role)]
+    groups = len(set(recorded.batch["group_index"].tolist()))
+    uids = [str(recorded.batch["uid"][row]) for row in _rows(recorded, role)]
     wanted = passes * ceil(groups / num_prompts)
-    if len(updates) != wanted and evidence.parts.num_ranks == 1:
+    if len(updates) != wanted and recorded.parts.num_ranks == 1:
         raise Wrong(
             f"the {role} took {len(updates)} optimizer steps, but {passes} passes over {groups} prompts in "
             f"mini-batches of {num_prompts} are {wanted}"
         )
-    _in_order(evidence, role, updates, passes, num_prompts)
+    _in_order(recorded, role, updates, passes, num_prompts)
     times = Counter(uid for update in updates for uid in update.uids)
     wrong = [(uid, times[uid]) for uid in uids if times[uid] != passes]
     if wrong:
@@ -68,25 +68,25 @@ def _each_once(evidence: RecordedStep, role: str, updates: list[UpdateRecord]) -
         )
 
 
-def _rows(evidence: RecordedStep, role: str) -> list[int]:
+def _rows(recorded: RecordedStep, role: str) -> list[int]:
     """Those that the role learns from: a critic not from domains whose estimator reads no values."""
-    domains = evidence.batch["domain"]
-    if role != "critic" or not evidence.config.algorithm.domains:
+    domains = recorded.batch["domain"]
+    if role != "critic" or not recorded.config.algorithm.domains:
         return list(range(len(domains)))
-    return [row for row, domain in enumerate(domains) if takes_values(algorithm_of(evidence.config, domain))]
+    return [row for row, domain in enumerate(domains) if takes_values(algorithm_of(recorded.config, domain))]
 
 
-def _in_order(evidence: RecordedStep, role: str, updates: list[UpdateRecord], passes: int, num_prompts: int) -> None:
+def _in_order(recorded: RecordedStep, role: str, updates: list[UpdateRecord], passes: int, num_prompts: int) -> None:
     """Groups go into mini-batches in the order of sorted raw Philox words, keyed by seed, step and pass."""
-    if evidence.parts.num_ranks > 1 or not updates:
+    if recorded.parts.num_ranks > 1 or not updates:
         return
-    tickets, wanted = list(evidence.tickets), list[set[int]]()
+    group_ids, wanted = list(recorded.group_ids), list[set[int]]()
     for epoch in range(passes):
-        key = np.array([evidence.config.trainer.seed, 1], np.uint64)
-        words = np.random.Philox(key=key, counter=np.array([0, 0, evidence.step, epoch], np.uint64))
-        order = np.argsort(words.random_raw(len(tickets)), kind="stable")
-        wanted += [{tickets[i] for i in order[k : k + num_prompts]} for k in range(0, len(order), num_prompts)]
-    learnt = set(evidence.batch["group_index"][_rows(evidence, role)].tolist())
+        key = np.array([recorded.config.trainer.seed, 1], np.uint64)
+        words = np.random.Philox(key=key, counter=np.array([0, 0, recorded.step, epoch], np.uint64))
+        order = np.argsort(words.random_raw(len(group_ids)), kind="stable")
+        wanted += [{group_ids[i] for i in order[k : k + num_prompts]} for k in range(0, len(order), num_prompts)]
+    learnt = set(recorded.batch["group_index"][_rows(recorded, role)].tolist())
     wanted = [groups & learnt for groups in wanted]
     for number, (update, groups) in enumerate(zip(updates, wanted, strict=False)):
         if set(update.batch["group_index"].tolist()) != groups:
@@ -104,8 +104,8 @@ def plan_of(config: Config, role: str) -> tuple[int, int]:
     return (actor.ppo_epochs if is_rl(config) else 1), actor.ppo_mini_batch_size
 
 
-def _same_columns(evidence: RecordedStep, updates: list[UpdateRecord]) -> None:
-    known = {sample["uid"]: sample for sample in evidence.samples}
+def _same_columns(recorded: RecordedStep, updates: list[UpdateRecord]) -> None:
+    known = {sample["uid"]: sample for sample in recorded.samples}
     for number, update in enumerate(updates):
         if update.metrics.get("skipped"):
             continue

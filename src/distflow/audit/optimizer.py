@@ -15,40 +15,40 @@ from distflow.config.keys.engines import OptimConfig
 LIMIT = 1e-3
 
 
-def prove(evidence: RecordedStep) -> str | None:
-    if not evidence.updates:
+def prove(recorded: RecordedStep) -> str | None:
+    if not recorded.updates:
         return "no update was seen"
-    known = [_same_weights(update, settings, rate, taken) for update, settings, rate, taken in scheduled(evidence)]
+    known = [_same_weights(update, settings, rate, taken) for update, settings, rate, taken in scheduled(recorded)]
     return None if any(known) else "only the learning rate: the optimizer is neither adamw nor sgd, or shows nothing"
 
 
-def scheduled(evidence: RecordedStep) -> Iterator[tuple[UpdateRecord, OptimConfig, float, int]]:
+def scheduled(recorded: RecordedStep) -> Iterator[tuple[UpdateRecord, OptimConfig, float, int]]:
     """Each update that was not skipped, its optimizer's keys, its rate by the schedule, and how many were taken before.
     Raises Wrong where it was taken at another rate."""
-    for role in sorted({update.role for update in evidence.updates}):
-        taken = evidence.num_updates.get(role, 0)
-        settings = (evidence.config.critic if role == "critic" else evidence.config.actor_rollout_ref.actor).optim
-        for update in evidence.updates_of(role):
+    for role in sorted({update.role for update in recorded.updates}):
+        taken = recorded.num_updates.get(role, 0)
+        settings = (recorded.config.critic if role == "critic" else recorded.config.actor_rollout_ref.actor).optim
+        for update in recorded.updates_of(role):
             if update.metrics.get("skipped"):
                 continue
-            rate = settings.lr * schedule(settings, taken, total_updates(evidence, role))
+            rate = settings.lr * schedule(settings, taken, total_updates(recorded, role))
             _same_rate(update, rate)
             yield update, settings, rate, taken
             taken += 1
 
 
-def right_rates(evidence: RecordedStep) -> str | None:
+def right_rates(recorded: RecordedStep) -> str | None:
     """That the learning rate of each update is the schedule's."""
-    for _ in scheduled(evidence):
+    for _ in scheduled(recorded):
         pass
     return None
 
 
-def total_updates(evidence: RecordedStep, role: str) -> int:
+def total_updates(recorded: RecordedStep, role: str) -> int:
     """Optimizer steps of the whole run, for which the schedule is made."""
-    config = evidence.config
+    config = recorded.config
     passes, num_prompts = plan_of(config, role)
-    steps = evidence.total_steps - (config.trainer.critic_warmup if role == "actor" and is_rl(config) else 0)
+    steps = recorded.total_steps - (config.trainer.critic_warmup if role == "actor" and is_rl(config) else 0)
     return max(steps * passes * math.ceil(config.data.train_batch_size / num_prompts), 1)
 
 

@@ -28,7 +28,7 @@ class Tokens:
 
     @property
     def old(self) -> Tensor:
-        """Those of the policy itself, without gradient, in a program that writes no others: the ratio is 1."""
+        """Those of the policy itself, without gradient, in a pipeline that writes no others: the ratio is 1."""
         return self.columns.get("old_log_probs", self.now.detach())
 
     def sum(self, values: Tensor) -> Tensor:

@@ -36,7 +36,7 @@ Sample = Mapping[str, Any]
 class Parts:
     """What the run has to ask.
 
-    learning: the nodes of that plane on this worker. data: which row a ticket names. sampling_of: that of domains which
+    learning: the nodes of that plane on this worker. data: which row a group names. sampling_of: that of domains which
     have their own. judge: a verifier by its name and
     arguments, one at a time. judged_in_groups: names of those that judge all answers to a prompt at a time.
     hashes: of the tensors that the rollout engine computes with, None where it is not here.
@@ -46,8 +46,8 @@ class Parts:
     """
 
     config: Config
-    program: BoundPipeline
-    learning: Sequence[BoundNode]
+    pipeline: BoundPipeline
+    training_nodes: Sequence[BoundNode]
     rows: Sequence[PromptRow]
     data: DataPlan
     sampling: SamplingParams
@@ -56,7 +56,7 @@ class Parts:
     actor: TrainEngine | None
     critic: TrainEngine | None
     ref: Scorer | None
-    judge: Callable[[str, Mapping[str, object]], RewardResult] | None
+    reward_fn: Callable[[str, Mapping[str, object]], RewardResult] | None
     judged_in_groups: Collection[str]
     hashes: Callable[[], dict[str, str]] | None
     weight_dtype: torch.dtype
@@ -71,7 +71,7 @@ class Parts:
 class RecordedStep:
     """A step, as it was before its first update, and its updates.
 
-    records: by ticket, of groups that this worker made. tickets: of the whole step. batch: columns as the nodes wrote
+    records: by group, of groups that this worker made. groups: of the whole step. batch: columns as the nodes wrote
     them; a copy. fresh: the policy was not trained before this step. served: the version that was published last, None
     where nothing generates. published: hashes of its tensors, as in a receipt. kept: weights of older versions.
     updates: in their order. num_updates: optimizer steps by role before this step. metrics: of the step. budget_s: what
@@ -84,7 +84,7 @@ class RecordedStep:
     step: int
     total_steps: int
     records: Mapping[int, GroupRecord]
-    tickets: Sequence[int]
+    group_ids: Sequence[int]
     batch: Batch
     fresh: bool
     budget_s: float
@@ -138,24 +138,24 @@ class RecordedStep:
 
     def is_ours(self, column: str) -> bool:
         """Whether what writes the column is built in, so that what it should hold is known."""
-        writers = [node for node in self.parts.program.nodes if column in node.contract.writes]
+        writers = [node for node in self.parts.pipeline.nodes if column in node.contract.writes]
         return bool(writers) and all(module_of(node.fn).startswith(BUILTIN) for node in writers)
 
     def is_written(self, column: str) -> bool:
-        """Whether a node of the program writes the column."""
-        return any(column in node.contract.writes for node in self.parts.program.nodes)
+        """Whether a node of the pipeline writes the column."""
+        return any(column in node.contract.writes for node in self.parts.pipeline.nodes)
 
     def sampling(self, sample: Sample) -> SamplingParams:
         """How its tokens are to be drawn."""
         return self.parts.sampling_of.get(str(sample["domain"]), self.parts.sampling)
 
-    def place_of(self, ticket: PromptGroup) -> tuple[int, int]:
-        """Epoch and row that a ticket names by its number, of a domain by its position there: sorted raw Philox words,
+    def place_of(self, prompt_group: PromptGroup) -> tuple[int, int]:
+        """Epoch and row that a group names by its number, of a domain by its position there: sorted raw Philox words,
         keyed by the seed, the epoch and the domain's name."""
         data, first, word = self.parts.data, 0, 0
-        num_rows, position = data.num_rows, ticket.number
+        num_rows, position = data.num_rows, prompt_group.group_id
         if data.domains:
-            position, name = ticket.position, ticket.stream.removeprefix("train/")
+            position, name = prompt_group.position, prompt_group.stream.removeprefix("train/")
             word = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
             for domain in data.domains:
                 num_rows = domain.num_rows

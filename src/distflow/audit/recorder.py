@@ -26,7 +26,7 @@ from distflow.training.engine import Counts, LossFn, Sums, TrainEngine
 class GroupRecord:
     """generated: each request with its result. judged: the verifier's name, its arguments, its verdict."""
 
-    ticket: PromptGroup
+    prompt_group: PromptGroup
     generated: list[tuple[GenerateRequest, GenerateResult]] = field(default_factory=list)
     judged: list[tuple[str, Mapping[str, object], RewardResult]] = field(default_factory=list)
 
@@ -41,26 +41,26 @@ class GroupRecorder:
     def __init__(self) -> None:
         self._kept: dict[int, GroupRecord] = {}
 
-    def begin(self, ticket: PromptGroup) -> None:
-        """From here on the running task works for this ticket's group."""
-        _current.set(GroupRecord(ticket))
+    def begin(self, prompt_group: PromptGroup) -> None:
+        """From here on the running task works for this group's group."""
+        _current.set(GroupRecord(prompt_group))
 
     def generated(self, request: GenerateRequest, result: GenerateResult) -> None:
         if (record := _current.get()) is not None:
             record.generated.append((request, result))
 
-    def judged(self, name: str, arguments: Mapping[str, object], verdict: RewardResult) -> None:
+    def judged(self, name: str, arguments: Mapping[str, object], reward_result: RewardResult) -> None:
         if (record := _current.get()) is not None:
-            record.judged.append((name, arguments, verdict))
+            record.judged.append((name, arguments, reward_result))
 
     def keep(self) -> None:
-        """The running task's group goes to the edge; records of groups that do not are forgotten with their tasks."""
+        """The running task's group goes to the queue; records of groups that do not are forgotten with their tasks."""
         if (record := _current.get()) is not None:
-            self._kept[record.ticket.number] = record
+            self._kept[record.prompt_group.group_id] = record
 
-    def take(self, tickets: Iterable[int]) -> dict[int, GroupRecord]:
+    def take(self, group_ids: Iterable[int]) -> dict[int, GroupRecord]:
         """The records of a step's groups, which are no longer kept; none for those of another worker or process."""
-        return {number: self._kept.pop(number) for number in tickets if number in self._kept}
+        return {number: self._kept.pop(number) for number in group_ids if number in self._kept}
 
 
 STRIPE = 256

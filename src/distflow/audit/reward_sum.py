@@ -17,41 +17,41 @@ from distflow.rewards.score import Score
 LIMIT = 1e-4
 
 
-def prove(evidence: RecordedStep) -> str | None:
-    if not evidence.is_ours("scores"):
-        return "a node of the user's writes the scores" if evidence.is_written("scores") else ""
-    for sample in evidence.samples:
+def prove(recorded: RecordedStep) -> str | None:
+    if not recorded.is_ours("scores"):
+        return "a node of the user's writes the scores" if recorded.is_written("scores") else ""
+    for sample in recorded.samples:
         if not bool(sample["valid"]):
             continue
-        total = _total(evidence, sample)
+        total = _total(recorded, sample)
         expected = torch.zeros(len(sample["response_ids"]), dtype=torch.float64)
         policy = (sample["response_mask"] > 0).nonzero()
         if len(policy):
             expected[int(policy[-1])] = total
         _same(sample, "token_level_scores", expected)
-        _same_baseline(evidence, sample)
-        if _processes(algorithm_of(evidence.config, sample["domain"])):
+        _same_baseline(recorded, sample)
+        if _processes(algorithm_of(recorded.config, sample["domain"])):
             continue  # the auditor has no formula of it
-        if evidence.is_ours("token_level_rewards"):
-            _same(sample, "token_level_rewards", expected - _kl_penalty(evidence, sample))
-        elif not evidence.is_written("token_level_rewards"):
+        if recorded.is_ours("token_level_rewards"):
+            _same(sample, "token_level_rewards", expected - _kl_penalty(recorded, sample))
+        elif not recorded.is_written("token_level_rewards"):
             _same(sample, "token_level_rewards", expected)
-    if any(_processes(algorithm) for _, algorithm in algorithms(evidence.config)):
+    if any(_processes(algorithm) for _, algorithm in algorithms(recorded.config)):
         return "the auditor has no formula of reward_norm, reward_shift, reward_scale, reward_clip and whiten_rewards"
     return None
 
 
-def _total(evidence: RecordedStep, sample: Sample) -> float:
+def _total(recorded: RecordedStep, sample: Sample) -> float:
     """The weighted sum of its verdicts, or the score that a sample without one is given."""
     if sample["reward_errors"] is not None:
-        given = on_error_of(evidence.config.reward, sample["domain"])
+        given = on_error_of(recorded.config.reward, sample["domain"])
         if not isinstance(given, float):
             raise Wrong(f"sample {sample['uid']} has a score, but no verdict: {sample['reward_errors']}")
         return given
     parts = (
-        sample["reward_parts"].get(name, math.nan) * weight for name, weight in functions_of(evidence, sample).items()
+        sample["reward_parts"].get(name, math.nan) * weight for name, weight in functions_of(recorded, sample).items()
     )
-    return sum(parts) + _overlong(evidence, sample["domain"], len(sample["response_ids"]))
+    return sum(parts) + _overlong(recorded, sample["domain"], len(sample["response_ids"]))
 
 
 def _processes(algorithm: AlgorithmConfig) -> bool:
@@ -59,28 +59,28 @@ def _processes(algorithm: AlgorithmConfig) -> bool:
     return moved or is_on(algorithm.reward_norm) or algorithm.whiten_rewards
 
 
-def _same_baseline(evidence: RecordedStep, sample: Sample) -> None:
+def _same_baseline(recorded: RecordedStep, sample: Sample) -> None:
     """ReMax's baseline is the score of the group's one greedy answer, as the verifiers gave it."""
-    record = evidence.records.get(int(sample["group_index"]))
-    if "reward_baselines" not in sample or record is None or not evidence.is_ours("reward_baselines"):
+    record = recorded.records.get(int(sample["group_index"]))
+    if "reward_baselines" not in sample or record is None or not recorded.is_ours("reward_baselines"):
         return
-    if algorithm_of(evidence.config, sample["domain"]).adv_estimator != "remax":
+    if algorithm_of(recorded.config, sample["domain"]).adv_estimator != "remax":
         return
     found = [(request, result.generations[0]) for request, result in record.generated if request.params.greedy]
     if len(found) != 1:
-        raise Wrong(f"group {record.ticket.number} has {len(found)} greedy answers, and its baseline needs one")
+        raise Wrong(f"group {record.prompt_group.group_id} has {len(found)} greedy answers, and its baseline needs one")
     request, made = found[0]
-    if request.params.max_tokens != response_limit(evidence.config, sample["domain"]):
+    if request.params.max_tokens != response_limit(recorded.config, sample["domain"]):
         raise Wrong(
-            f"the greedy answer of group {record.ticket.number} may have {request.params.max_tokens} tokens only"
+            f"the greedy answer of group {record.prompt_group.group_id} may have {request.params.max_tokens} tokens"
         )
-    text = str(evidence.parts.tokenizer.decode(list(made.token_ids), skip_special_tokens=True))
-    total = _overlong(evidence, sample["domain"], len(made.token_ids))
-    for name, weight in functions_of(evidence, sample).items():
+    text = str(recorded.parts.tokenizer.decode(list(made.token_ids), skip_special_tokens=True))
+    total = _overlong(recorded, sample["domain"], len(made.token_ids))
+    for name, weight in functions_of(recorded, sample).items():
         given = [v for asked, arguments, v in record.judged if asked == name and arguments["solution_str"] == text]
         if not given or not isinstance(given[-1], Score):
             raise Wrong(
-                f"the greedy answer of group {record.ticket.number} has no verdict of '{name}' to be a baseline"
+                f"the greedy answer of group {record.prompt_group.group_id} has no verdict of '{name}' to be a baseline"
             )
         total += weight * given[-1].value
     if not abs(float(sample["reward_baselines"]) - total) <= LIMIT * max(abs(total), 1.0):
@@ -90,21 +90,21 @@ def _same_baseline(evidence: RecordedStep, sample: Sample) -> None:
         )
 
 
-def _overlong(evidence: RecordedStep, domain: str, length: int) -> float:
+def _overlong(recorded: RecordedStep, domain: str, length: int) -> float:
     """0 until the zone before the limit, falling to −factor at the limit (DAPO, arXiv:2503.14476)."""
-    zone = evidence.config.reward.overlong
+    zone = recorded.config.reward.overlong
     if zone.buffer_tokens <= 0:
         return 0.0
-    inside = length - (response_limit(evidence.config, domain) - zone.buffer_tokens)
+    inside = length - (response_limit(recorded.config, domain) - zone.buffer_tokens)
     return -zone.factor * min(max(inside / zone.buffer_tokens, 0.0), 1.0)
 
 
-def _kl_penalty(evidence: RecordedStep, sample: Sample) -> Tensor:
+def _kl_penalty(recorded: RecordedStep, sample: Sample) -> Tensor:
     domain = sample["domain"]
-    algorithm, is_own = algorithm_of(evidence.config, domain), domain in evidence.config.algorithm.domains
+    algorithm, is_own = algorithm_of(recorded.config, domain), domain in recorded.config.algorithm.domains
     if not algorithm.use_kl_in_reward:
         return torch.zeros(len(sample["response_mask"]), dtype=torch.float64)
-    coefficient = evidence.metrics.get(f"actor/kl_coef/{domain}" if is_own else "actor/kl_coef", 0.0)
+    coefficient = recorded.metrics.get(f"actor/kl_coef/{domain}" if is_own else "actor/kl_coef", 0.0)
     if algorithm.kl_ctrl.type == "fixed":
         coefficient = algorithm.kl_ctrl.kl_coef
     difference = doubles(sample["old_log_probs"]) - doubles(sample["ref_log_prob"])

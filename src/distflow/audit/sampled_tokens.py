@@ -17,29 +17,29 @@ from distflow.audit.recorder import OpenEngine
 from distflow.rollout.engine import GenerateRequest
 
 
-def moved_draws(evidence: RecordedStep) -> float:
+def moved_draws(recorded: RecordedStep) -> float:
     """By how much probability a draw moves between the policy's precision and float32: the root mean square, over the
     tokens of the proved samples, of the change in the mass of the tokens before them in the vocabulary.
 
     What the rollout engine did has no part in it. 0 where the model can only be run in one precision: where its train
     engine does not show it, or its weights lie over ranks.
     """
-    actor, samples = evidence.parts.actor, audited_samples(evidence)
+    actor, samples = recorded.parts.actor, audited_samples(recorded)
     if not isinstance(actor, OpenEngine) or not samples:
         return 0.0
-    low = _masses_below(evidence, actor, samples, dtype_of(actor))
-    return float((low - _masses_below(evidence, actor, samples, None)).square().mean().sqrt())
+    low = _masses_below(recorded, actor, samples, dtype_of(actor))
+    return float((low - _masses_below(recorded, actor, samples, None)).square().mean().sqrt())
 
 
 def _masses_below(
-    evidence: RecordedStep, actor: OpenEngine, samples: list[Sample], dtype: torch.dtype | None
+    recorded: RecordedStep, actor: OpenEngine, samples: list[Sample], dtype: torch.dtype | None
 ) -> Tensor:
     """Float64 `(response tokens of all samples,)`."""
     tokens = [ids_of(sample) for sample in samples]
     with torch.no_grad(), plainly(actor.model, compute_dtype=dtype):
-        found = logits_of(evidence.parts.turns.run, actor.model, tokens)
+        found = logits_of(recorded.parts.turns.run, actor.model, tokens)
         scores = [
-            plain_scores(logits, response, evidence.sampling(sample))
+            plain_scores(logits, response, recorded.sampling(sample))
             for logits, (_, response), sample in zip(found, tokens, samples, strict=True)
         ]
     return torch.cat([one.below for one in scores])
@@ -54,24 +54,24 @@ MASK = 2**64 - 1
 TWIN_NATS = -30.0
 
 
-def prove(evidence: RecordedStep) -> str | None:
-    if not evidence.is_written("rollout_log_probs"):
+def prove(recorded: RecordedStep) -> str | None:
+    if not recorded.is_written("rollout_log_probs"):
         return ""
-    _no_twins(evidence)
+    _no_twins(recorded)
     found: list[_Draw] = []
-    for sample in evidence.samples:
-        (scores, known), answer = evidence.drawn.get(sample["uid"], (None, ())), evidence.generation(sample)
+    for sample in recorded.samples:
+        (scores, known), answer = recorded.drawn.get(sample["uid"], (None, ())), recorded.generation(sample)
         if scores is None or answer is None:
             continue
         request, _ = answer
         if request.params.repetition_penalty != 1.0 or request.params.greedy:
             return "draws under a repetition penalty, and greedy ones, are not drawn again"
-        ticket = evidence.records[int(sample["group_index"])].ticket
-        row, (epoch, _) = ticket.row, evidence.place_of(ticket)
-        own, drawn = (evidence.config.trainer.seed, epoch, row), request.stream
+        prompt_group = recorded.records[int(sample["group_index"])].prompt_group
+        row, (epoch, _) = prompt_group.row, recorded.place_of(prompt_group)
+        own, drawn = (recorded.config.trainer.seed, epoch, row), request.stream
         if (drawn.seed, drawn.epoch, drawn.row) != own:
             raise Wrong(f"sample {sample['uid']} drew from the stream of {drawn}, its own is (seed, epoch, row) {own}")
-        _by_the_config(evidence, request, sample["domain"])
+        _by_the_config(recorded, request, sample["domain"])
         key = _key(request, epoch, row, int(sample["uid"].split("-")[1]))
         for position in [place for place, is_known in enumerate(known) if is_known]:
             low = float(scores.below[position])
@@ -79,9 +79,9 @@ def prove(evidence: RecordedStep) -> str | None:
             found.append(_Draw(sample["uid"], position, low, high, _uniform(key, request.num_drawn + position)))
     if not found:
         return "no sample was drawn by this process and scored again"
-    limit, allowed = (EXACT, 0.0) if evidence.parts.exact else (ROUNDED, 2 + 0.1 * len(found))
-    if not evidence.parts.exact and len(_missed(found, limit)) > allowed:
-        limit = max(limit, ROUNDINGS * moved_draws(evidence))
+    limit, allowed = (EXACT, 0.0) if recorded.parts.exact else (ROUNDED, 2 + 0.1 * len(found))
+    if not recorded.parts.exact and len(_missed(found, limit)) > allowed:
+        limit = max(limit, ROUNDINGS * moved_draws(recorded))
         if limit > WIDEST:
             return "rounding moves what this model draws too far for streams to be told apart"
     missed = _missed(found, limit)
@@ -115,18 +115,18 @@ def _missed(draws: list[_Draw], limit: float) -> list[_Draw]:
     return [draw for draw in draws if not draw.low - limit <= draw.uniform <= draw.high + limit]
 
 
-def _by_the_config(evidence: RecordedStep, request: GenerateRequest, domain: str) -> None:
-    settings, own = evidence.config.actor_rollout_ref.rollout, evidence.config.data.domains.get(domain)
+def _by_the_config(recorded: RecordedStep, request: GenerateRequest, domain: str) -> None:
+    settings, own = recorded.config.actor_rollout_ref.rollout, recorded.config.data.domains.get(domain)
     for name in ("temperature", "top_p", "top_k", "min_p"):
         wanted = getattr(own, name, None)
         if getattr(request.params, name) != (getattr(settings, name) if wanted is None else wanted):
             raise Wrong(f"tokens were drawn with {name}={getattr(request.params, name)}, rollout.{name} is another")
 
 
-def _no_twins(evidence: RecordedStep) -> None:
+def _no_twins(recorded: RecordedStep) -> None:
     """Two answers of one group are equal by chance where they are likely only."""
     seen: dict[tuple[int, tuple[int, ...]], Sample] = {}
-    for sample in evidence.samples:
+    for sample in recorded.samples:
         answer = (int(sample["group_index"]), tuple(sample["response_ids"].tolist()))
         twin = seen.setdefault(answer, sample)
         if twin is not sample and float(sample["sampling_log_probs"].sum()) < TWIN_NATS:

@@ -22,26 +22,26 @@ from distflow.audit.sharded_forward import Turns
 from distflow.models.heads import unwrapped
 
 
-def audit_weights(evidence: RecordedStep) -> str | None:
-    parts = evidence.parts
-    _scaled(evidence)
+def audit_weights(recorded: RecordedStep) -> str | None:
+    parts = recorded.parts
+    _scaled(recorded)
     if parts.hashes is None or parts.actor is None:
-        return "the rollout engine is on another worker" if evidence.is_written("rollout_log_probs") else ""
-    if not evidence.published:
+        return "the rollout engine is on another worker" if recorded.is_written("rollout_log_probs") else ""
+    if not recorded.published:
         return "no version was published, or an adapter is applied unmerged, on the trainer's own storage"
     held = parts.hashes()
-    different = [name for name, own in evidence.published.items() if held.get(name) != own]
+    different = [name for name, own in recorded.published.items() if held.get(name) != own]
     if different:
         raise Wrong(
-            f"the rollout engine serves version {evidence.served}, but {len(different)} of its tensors are not the "
+            f"the rollout engine serves version {recorded.served}, but {len(different)} of its tensors are not the "
             f"trainer's of that version ({', '.join(different[:4])}): they were not sent, or not taken"
         )
     return None
 
 
-def _scaled(evidence: RecordedStep) -> None:
+def _scaled(recorded: RecordedStep) -> None:
     """An adapter counts by alpha over rank."""
-    settings, model = evidence.config.actor_rollout_ref.model, getattr(evidence.parts.actor, "model", None)
+    settings, model = recorded.config.actor_rollout_ref.model, getattr(recorded.parts.actor, "model", None)
     if not settings.lora_rank or model is None:
         return
     expected = settings.lora_alpha / settings.lora_rank
@@ -66,45 +66,45 @@ PRESENT: Weights = {}
 """In the place of kept weights: those that the policy has."""
 
 
-def audit_versions(evidence: RecordedStep) -> str | None:
-    if not evidence.is_written("rollout_log_probs"):
+def audit_versions(recorded: RecordedStep) -> str | None:
+    if not recorded.is_written("rollout_log_probs"):
         return ""
-    actor = evidence.parts.actor
+    actor = recorded.parts.actor
     if not isinstance(actor, OpenEngine):
         return "the train engine does not show its inside"
     with torch.no_grad(), plainly(actor.model, compute_dtype=dtype_of(actor)):
-        for sample in audited_samples(evidence):
-            evidence.drawn[sample["uid"]] = _scores(evidence, actor.model, sample)
-    if not any(bool(known.any()) for _, known in evidence.drawn.values()):
+        for sample in audited_samples(recorded):
+            recorded.drawn[sample["uid"]] = _scores(recorded, actor.model, sample)
+    if not any(bool(known.any()) for _, known in recorded.drawn.values()):
         return "no token of the drawn samples is of weights that were kept"
-    if not evidence.is_ours("rollout_log_probs"):
+    if not recorded.is_ours("rollout_log_probs"):
         return "a node of the user's writes rollout_log_probs"
-    if bool((evidence.batch.flat("versions") == evidence.step).all()):
+    if bool((recorded.batch.flat("versions") == recorded.step).all()):
         return None  # where all are of the present weights, every batch is compared
-    for sample in evidence.samples:
-        if sample["uid"] in evidence.drawn:
-            _same(evidence, sample, *evidence.drawn[sample["uid"]])
+    for sample in recorded.samples:
+        if sample["uid"] in recorded.drawn:
+            _same(recorded, sample, *recorded.drawn[sample["uid"]])
     return None
 
 
-def _scores(evidence: RecordedStep, model: nn.Module, sample: Sample) -> tuple[PlainScores, Tensor]:
+def _scores(recorded: RecordedStep, model: nn.Module, sample: Sample) -> tuple[PlainScores, Tensor]:
     """Of a sample's tokens by the weights of their versions, and which tokens these scores are of."""
-    weights = [_weights_of(evidence, int(version)) for version in sample["versions"]]
+    weights = [_weights_of(recorded, int(version)) for version in sample["versions"]]
     known = torch.tensor([one is not None for one in weights])
     (prompt, response), policy = ids_of(sample), sample["response_mask"] > 0
-    if sample["uid"] in evidence.plain and all(one is PRESENT for one in weights):
-        return evidence.plain[sample["uid"]], policy
-    if evidence.config.actor_rollout_ref.rollout.kv_on_update == "recompute":
-        logits = _over_own_keys(evidence.parts.turns, model, [*prompt, *response], weights)
+    if sample["uid"] in recorded.plain and all(one is PRESENT for one in weights):
+        return recorded.plain[sample["uid"]], policy
+    if recorded.config.actor_rollout_ref.rollout.kv_on_update == "recompute":
+        logits = _over_own_keys(recorded.parts.turns, model, [*prompt, *response], weights)
     else:
         known = known.cummin(0).values  # a token sees those before it as their weights saw them
-        logits = _over_older_keys(evidence.parts.turns, model, [*prompt, *response], weights)
-    return plain_scores(logits, response, evidence.sampling(sample)), known & policy
+        logits = _over_older_keys(recorded.parts.turns, model, [*prompt, *response], weights)
+    return plain_scores(logits, response, recorded.sampling(sample)), known & policy
 
 
-def _weights_of(evidence: RecordedStep, version: int) -> Weights | None:
+def _weights_of(recorded: RecordedStep, version: int) -> Weights | None:
     """The policy is the version that was published last only where that was right before this step."""
-    return PRESENT if version == evidence.served == evidence.step else evidence.kept.of(version)
+    return PRESENT if version == recorded.served == recorded.step else recorded.kept.of(version)
 
 
 def _over_older_keys(turns: Turns, model: nn.Module, ids: Sequence[int], weights: Sequence[Weights | None]) -> Tensor:
@@ -143,11 +143,11 @@ def _forward(turns: Turns, model: nn.Module, weights: Weights, ids: Sequence[int
     return logits.float().cpu()
 
 
-def _same(evidence: RecordedStep, sample: Sample, scores: PlainScores, known: Tensor) -> None:
+def _same(recorded: RecordedStep, sample: Sample, scores: PlainScores, known: Tensor) -> None:
     gap = (doubles(sample["rollout_log_probs"]) - scores.log_probs).abs()[known]
     if not len(gap):
         return
-    mean, largest = EXACT if evidence.parts.exact else ROUNDED
+    mean, largest = EXACT if recorded.parts.exact else ROUNDED
     if float(gap.mean()) <= mean and float(gap.max()) <= largest:
         return
     places = known.nonzero()[:, 0]
@@ -156,7 +156,7 @@ def _same(evidence: RecordedStep, sample: Sample, scores: PlainScores, known: Te
         f"the log-probs that the engine gave with the tokens of sample {sample['uid']} differ by "
         f"{float(gap.mean()):.3g} on average from those of the weights whose versions the tokens carry, by "
         f"{float(gap.max()):.3g} at token {token} of version {int(sample['versions'][token])} (limits {mean:g}, "
-        f"{largest:g}; version {evidence.served} is served). Likely causes: weights that were not sent or not taken, a "
+        f"{largest:g}; version {recorded.served} is served). Likely causes: weights that were not sent or not taken, a "
         "version that is counted before or behind them, keys and values of other weights"
     )
 

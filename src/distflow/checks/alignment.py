@@ -47,7 +47,7 @@ def check_alignment(batch: Batch) -> None:
     """Compare columns that were written by different parts.
 
     Raises TrustError where response_mask is not exactly on the tokens that carry a version, loss_mask reaches beyond
-    it, a rollout log-prob is no log-probability, a sample's group is not its ticket, or the episodes of a group begin
+    it, a rollout log-prob is no log-probability, a sample's group is not its group, or the episodes of a group begin
     with different prompts. (Later samples of an episode may have others: a conversation that branches.)
     """
     _check_mask(batch)

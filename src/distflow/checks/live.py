@@ -57,11 +57,11 @@ class LiveChecks:
             spec.data.max_staleness,
             options.on_mismatch == "stop",
             spec.config.actor_rollout_ref.rollout.kv_on_update == "keep",
-            any("rollout_log_probs" in node.contract.writes for node in spec.program().nodes),
+            any("rollout_log_probs" in node.contract.writes for node in spec.pipeline().nodes),
         )
 
     def taken(self, batch: Batch, step: int, served: int | None) -> None:
-        """A step's groups have left the experience edge. served: the step of the weights that were published last, None
+        """A step's groups have left the sample queue. served: the step of the weights that were published last, None
         where nothing generates."""
         check_alignment(batch)
         if served is not None:

@@ -60,7 +60,7 @@ def check_sent(bucket: Bucket, model: nn.Module, step: int) -> None:
 def check_served(served: Version | None, version: Version) -> None:
     """Once `version` is published, all engines serve it, in whatever process. served: the oldest that one of them does,
     None where there are none. Raises TrustError where it is another: at staleness 0 that engine would wait for the
-    version, and the learner for the engine, for ever."""
+    version, and the trainer for the engine, for ever."""
     if served not in (None, version):
         raise TrustError(
             f"version {version.step} is published, but an engine serves {served.step}: weights were not sent"

@@ -42,7 +42,7 @@ class Standing:
     restart: int
     total_steps: int
     finished: bool
-    account: GroupCounts
+    group_counts: GroupCounts
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class CoordinatorActor:
     """
 
     def __init__(
-        self, spec: Spec, start: Start, allowed: tuple[str, ...], teams: Sequence[Team], workers: Sequence[str]
+        self, spec: Spec, start: Start, allowed: tuple[str, ...], dp_groups: Sequence[Team], workers: Sequence[str]
     ) -> None:
         """See `SharedSampleQueue`."""
         os.umask(0o077)
@@ -74,7 +74,7 @@ class CoordinatorActor:
             if self._coordinator.holds(number):
                 self._coordinator.weigh(number, num_bytes)
         self._edge = SharedSampleQueue[GroupRef](
-            self._coordinator, Waits(), teams, workers, live=held, changed=self._show_queue, may_be_lost=True
+            self._coordinator, Waits(), dp_groups, workers, live=held, changed=self._show_queue, may_be_lost=True
         )
         self._rests: dict[int, Sequence[GroupRef]] = {}  # of portions, by rank
         self._consumed: Consumed[GroupRef] | None = None  # with what is left of it, until the rank that leads goes on
@@ -90,7 +90,7 @@ class CoordinatorActor:
             self._ledger.restart,
             coordinator.plan.total_steps,
             coordinator.finished,
-            coordinator.accounting(),
+            coordinator.checked_counts(),
         )
 
     def alive(self) -> None:
@@ -101,18 +101,23 @@ class CoordinatorActor:
         return self._edge.wait_for_groups(worker, served)
 
     def put(
-        self, ticket: PromptGroup, group: GroupRef, facts: Facts, measured: Sequence[Measured], judged: RewardCounts
+        self,
+        prompt_group: PromptGroup,
+        group: GroupRef,
+        facts: Facts,
+        measured: Sequence[Measured],
+        judged: RewardCounts,
     ) -> None:
         """judged: by its worker since the group before it."""
         try:
             self._edge.count(judged)
-            self._edge.put(ticket, group, facts, measured)
+            self._edge.put(prompt_group, group, facts, measured)
         except Exception as err:  # nobody waits for the answer
             self._edge.fail(err)
 
     def drop(
         self,
-        ticket: PromptGroup,
+        prompt_group: PromptGroup,
         reason: str,
         failure: Failure | None,
         lost: bool,
@@ -122,7 +127,7 @@ class CoordinatorActor:
         """judged: see `put`."""
         try:
             self._edge.count(judged)
-            self._edge.drop(ticket, reason, failure, lost=lost, accuracy=accuracy)
+            self._edge.drop(prompt_group, reason, failure, lost=lost, accuracy=accuracy)
         except Exception as err:  # nobody waits for the answer
             self._edge.fail(err)
 
@@ -182,7 +187,7 @@ class CoordinatorActor:
         self._edge.fail(failure)
 
     def end(self) -> None:
-        """No ticket is handed out any more, and the journal is whole."""
+        """No group is handed out any more, and the journal is whole."""
         self._edge.fail(RunEnded("the run has ended"))
         self._ledger.close()
 
@@ -207,9 +212,11 @@ class CoordinatorActor:
                 num_bytes += len(pickle.dumps(found[-1]))
             return found
 
-    def _show_queue(self, account: GroupCounts) -> None:
+    def _show_queue(self, group_counts: GroupCounts) -> None:
         with self._told:
-            self._news.append(("queue", (account.running, account.complete, sum(account.dropped.values()))))
+            self._news.append(
+                ("queue", (group_counts.running, group_counts.complete, sum(group_counts.dropped.values())))
+            )
 
 
 class RunEnded(RuntimeError):

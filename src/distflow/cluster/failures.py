@@ -58,11 +58,11 @@ class Blame:
     """What calls of a run's workers ended in."""
 
     def __init__(
-        self, spec: Spec, workers: Sequence[Any], learners: Sequence[int], services: Mapping[int, Any]
+        self, spec: Spec, workers: Sequence[Any], trainers: Sequence[int], services: Mapping[int, Any]
     ) -> None:
-        """workers: by rank; whoever calls puts another in place of one that is gone. learners: their ranks. services:
+        """workers: by rank; whoever calls puts another in place of one that is gone. trainers: their ranks. services:
         the actors that are no workers, by what stands in place of a rank."""
-        self._spec, self._workers, self._learners, self._services = spec, workers, learners, services
+        self._spec, self._workers, self._learners, self._services = spec, workers, trainers, services
 
     def result(self, ref: Any, rank: int, timeout_s: float | None = None) -> int:
         """What the worker's `run` returned. Raises what it raised, WorkerDied, WorkerFailed."""
@@ -87,14 +87,14 @@ class Blame:
                 return WorkerDied(f"{name_of(number)} has died ({_process_of(err)}): {_CAUSES}")
             except GetTimeoutError:  # told by its pulse, if it is more than slow
                 continue
-        learning = {ref: rank for ref, rank in running.items() if rank in self._learners}
+        training_nodes = {ref: rank for ref, rank in running.items() if rank in self._learners}
         within_s = _DEATHS_ARE_TOLD_WITHIN_S if isinstance(error, UserError) else _STARVED_S
         until = time.monotonic() + within_s
-        while learning and time.monotonic() < until:
-            done, _ = ray.wait(list(learning), timeout=max(until - time.monotonic(), 0.0))
+        while training_nodes and time.monotonic() < until:
+            done, _ = ray.wait(list(training_nodes), timeout=max(until - time.monotonic(), 0.0))
             for ref in done:
                 try:
-                    self.result(ref, learning.pop(ref))
+                    self.result(ref, training_nodes.pop(ref))
                 except WorkerDied as died:
                     return died
                 except Exception:  # it came of the same
@@ -103,10 +103,10 @@ class Blame:
 
     def _hanging(self, running: Mapping[Any, int]) -> WorkerHangs | None:
         """Those that did not come in time, told by one that waited for them; None where they have ended since."""
-        learning = [ref for ref, rank in running.items() if rank in self._learners]
-        if not learning:
+        training_nodes = [ref for ref, rank in running.items() if rank in self._learners]
+        if not training_nodes:
             return None
-        _, late = ray.wait(learning, num_returns=len(learning), timeout=_STARVED_S)
+        _, late = ray.wait(training_nodes, num_returns=len(training_nodes), timeout=_STARVED_S)
         if not late:
             return None
         stacks = self._spec.run_dir / STACKS
@@ -131,7 +131,7 @@ class Blame:
             return UserError(f"{message}\n{_SAME}") if said.startswith(_OF_IMPORTS) else WorkerFailed(message)
         plan = self._spec.plan.ranks[rank]
         does = " and ".join(
-            name for name, nodes in (("generates", plan.experience), ("trains", plan.learning)) if nodes
+            name for name, nodes in (("generates", plan.rollout_nodes), ("trains", plan.training_nodes)) if nodes
         )
         return WorkerDied(
             f"worker {rank} of {len(self._workers)}, which {does}, has died {when} ({_process_of(err)}): {_CAUSES}"

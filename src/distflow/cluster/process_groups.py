@@ -33,15 +33,15 @@ def backend_of(plan: Plan) -> str:
 class ProcessGroups:
     """By their ranks, as the plan counts them."""
 
-    def __init__(self, plan: Plan, teams: Sequence[tuple[int, ...]], timeout: timedelta) -> None:
+    def __init__(self, plan: Plan, dp_groups: Sequence[tuple[int, ...]], timeout: timedelta) -> None:
         """teams: the ranks that learn, in the order of the group of all of them, in which this one is already. timeout:
         that one may wait for the others. All of them call this."""
         self._plan, self._timeout = plan, timeout
-        self._learners = [rank for team in teams for rank in team]
+        self._learners = [rank for dp_group in dp_groups for rank in dp_group]
         planned = [group.ranks for group in plan.groups if set(group.ranks) <= set(self._learners)]
         self._made = {
             ranks: dist.new_group(self._places(ranks), timeout)
-            for ranks in dict.fromkeys([*planned, *teams])
+            for ranks in dict.fromkeys([*planned, *dp_groups])
             if len(ranks) > 1
         }
 
@@ -52,7 +52,7 @@ class ProcessGroups:
             self._made[ranks] = dist.new_group(self._places(ranks), self._timeout, use_local_synchronization=True)
         return self._made[ranks]
 
-    def mesh(self, team: tuple[int, ...], layout: Layout, rank: int, device: str) -> DeviceMesh:
+    def mesh(self, dp_group: tuple[int, ...], layout: Layout, rank: int, device: str) -> DeviceMesh:
         """Over which the models of a team are spread: of the data parallel dimension, or of the two that replicas make
         of it, and of the tensor parallel one where layers are divided."""
         data, tensor = layout.sizes.data, layout.sizes.tensor
@@ -62,9 +62,9 @@ class ProcessGroups:
         if tensor > 1:
             dimensions[TENSOR] = ("tensor", tensor)
         if len(dimensions) == 1:
-            return DeviceMesh.from_group(self.of(team), device)
+            return DeviceMesh.from_group(self.of(dp_group), device)
         lines = [self.of(layout.line(axis, rank)) for axis, _ in dimensions.values()]
-        places = torch.tensor(self._places(team)).view([size for _, size in dimensions.values()])
+        places = torch.tensor(self._places(dp_group)).view([size for _, size in dimensions.values()])
         return DeviceMesh.from_group(lines, device, mesh=places, mesh_dim_names=tuple(dimensions))
 
     def _places(self, ranks: Sequence[int]) -> list[int]:
@@ -137,35 +137,35 @@ class Collectives:
     own. mesh: of the team where weights are sharded, else None."""
 
     everyone: Collective
-    team: Collective
+    dp_group: Collective
     data: Collective
     mesh: DeviceMesh | None
 
     @staticmethod
     def joined(spec: Spec, place: Place, meeting: Path) -> "Collectives":
         """All that learn call this, and wait for each other. meeting: a file over which they find each other."""
-        learners = place.learners
+        trainers = place.trainers
         shards = spec.config.actor_rollout_ref.actor.strategy == "fsdp"
-        if not place.team or (len(learners) == 1 and not shards):
+        if not place.dp_group or (len(trainers) == 1 and not shards):
             alone = OneRank()
             return Collectives(alone, alone, alone, None)
         if len({rank.node for rank in spec.plan.ranks}) == 1:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # nobody else has to reach it
         device = torch.device(spec.plan.ranks[place.rank].device).type
         # A file, not a port: who cannot read the run's folder cannot take part.
-        store = dist.FileStore(str(meeting), len(learners))
+        store = dist.FileStore(str(meeting), len(trainers))
         timeout = timedelta(seconds=spec.options.peers_timeout_s)
         dist.init_process_group(
             backend_of(spec.plan),
             timeout=timeout,
             store=store,
-            rank=learners.index(place.rank),
-            world_size=len(learners),
+            rank=trainers.index(place.rank),
+            world_size=len(trainers),
         )
-        groups, layout = ProcessGroups(spec.plan, place.teams, timeout), dp_group_layout(spec.plan, place.team)
+        groups, layout = ProcessGroups(spec.plan, place.dp_groups, timeout), dp_group_layout(spec.plan, place.dp_group)
         return Collectives(
             TorchCollective(),
-            TorchCollective(groups.of(place.team)),
+            TorchCollective(groups.of(place.dp_group)),
             TorchCollective(groups.of(layout.line("data", place.rank))),
-            groups.mesh(place.team, layout, place.rank, device) if shards else None,
+            groups.mesh(place.dp_group, layout, place.rank, device) if shards else None,
         )

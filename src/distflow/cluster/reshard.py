@@ -133,7 +133,7 @@ class RayReshard:
             _result(self._actor.put_at_once.remote(key, writer, num_writers, num_bytes, metas, refs))
 
     def get(self, key: Key, rank: int, readers: Readers, select: Select | None = None) -> Batch:
-        """This rank's samples of a step, in ticket order and in memory of its own.
+        """This rank's samples of a step, in group order and in memory of its own.
 
         select: which samples are read at all, the same of every rank; it is shipped to the actor. Waits until the step
         is complete. Raises TimeoutError, and ReshardError where the step cannot be completed any more.
@@ -162,7 +162,7 @@ class RayReshard:
 
 
 def packed_metas(batch: Batch, node_id: str, info: Sequence[str]) -> Metas:
-    """A batch without groups or uids, as of a program of the user's own, is ordered by writer and row."""
+    """A batch without groups or uids, as of a pipeline of the user's own, is ordered by writer and row."""
     num_samples = len(batch)
     return Metas(
         batch.lengths("prompt").numpy().astype(np.int32),

@@ -81,7 +81,7 @@ class Replacements:
         return ready
 
     def welcome(self, rank: int, worker: Any) -> None:
-        """It runs: it is to get weights, and then tickets."""
+        """It runs: it is to get weights, and then groups."""
         self._leader.join.remote(rank, worker)
         self._say(f"worker {rank} is there again")
 

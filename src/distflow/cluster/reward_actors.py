@@ -15,7 +15,7 @@ from distflow.cluster.object_store import answer, shortened
 from distflow.cluster.placement import STARTS_WITHIN_S
 from distflow.errors import UserError
 from distflow.rewards.pool.domain_pools import StartPool
-from distflow.rewards.pool.pool import OnAgain, Told, VerifierPool
+from distflow.rewards.pool.pool import OnAgain, RewardPool, Told
 from distflow.rewards.pool.prestart import PoolSettings
 from distflow.rewards.score import Error, RewardResult
 from distflow.runtime.rank_info import Home
@@ -32,7 +32,7 @@ class RewardActor:
     def __init__(self, home: Home) -> None:
         os.umask(0o077)
         home.enter()
-        self._pools: dict[str, asyncio.Future[VerifierPool]] = {}
+        self._pools: dict[str, asyncio.Future[RewardPool]] = {}
         self._born = secrets.token_hex(8)
 
     async def start(self, settings: PoolSettings) -> tuple[str, frozenset[str], frozenset[str]]:
@@ -42,15 +42,15 @@ class RewardActor:
         pool = await self._pool(settings)
         return self._born, pool.takes_groups, pool.takes_batches
 
-    async def judge(
+    async def call(
         self, settings: PoolSettings, name: str, asked: Sequence[Mapping[str, object]], timeout_s: float | None
     ) -> tuple[str, list[RewardResult], int]:
         """That text, the verdicts of the pool of these settings, and how many of them it asked for once more
         because a process died. An actor that Ray has started again has no pool yet."""
         pool = await self._pool(settings)
         again: list[int] = []
-        verdicts = await pool.score_group(name, asked, timeout_s, again.append)
-        return self._born, verdicts, sum(again)
+        reward_results = await pool.score_group(name, asked, timeout_s, again.append)
+        return self._born, reward_results, sum(again)
 
     @ray.method(concurrency_group=_PULSE)
     async def alive(self) -> None:
@@ -61,7 +61,7 @@ class RewardActor:
         """Ends with the process: whoever waits for it is told how."""
         await asyncio.Event().wait()
 
-    async def _pool(self, settings: PoolSettings) -> VerifierPool:
+    async def _pool(self, settings: PoolSettings) -> RewardPool:
         key = repr(settings)
         if key not in self._pools:
             self._pools[key] = asyncio.ensure_future(asyncio.to_thread(settings.start))
@@ -72,28 +72,28 @@ class RewardActor:
             raise
 
 
-class RewardPool:
+class RewardActorPool:
     """A `Pool` in the actors: each request goes to the one that has the fewest of this worker's."""
 
     def __init__(self, judges: Sequence[Any], settings: PoolSettings) -> None:
         """Waits until each has started it. Raises UserError."""
         self._judges, self._settings = judges, settings
         self._under_way = [0] * len(judges)
-        self.told: Told = lambda name, arguments, verdict: None
+        self.told: Told = lambda name, arguments, reward_result: None
         self.closed = False
         started = [answer(each) for each in [judge.start.remote(settings) for judge in judges]]
         self._born = [born for born, _, _ in started]
         _, self.takes_groups, self.takes_batches = started[0]
 
-    async def judge(
+    async def call(
         self,
         name: str,
         arguments: Mapping[str, object],
         timeout_s: float | None = None,
         on_again: OnAgain = lambda number: None,
     ) -> RewardResult:
-        (verdict,) = await self.score_group(name, [arguments], timeout_s, on_again)
-        return verdict
+        (reward_result,) = await self.score_group(name, [arguments], timeout_s, on_again)
+        return reward_result
 
     async def score_group(
         self,
@@ -104,27 +104,33 @@ class RewardPool:
     ) -> list[RewardResult]:
         if len(asked) > 1 and name not in self.takes_groups:
             one_by_one = (self.score_group(name, [arguments], timeout_s, on_again) for arguments in asked)
-            return [verdict for verdicts in await asyncio.gather(*one_by_one) for verdict in verdicts]
+            return [
+                reward_result
+                for reward_results in await asyncio.gather(*one_by_one)
+                for reward_result in reward_results
+            ]
         number = min(range(len(self._judges)), key=self._under_way.__getitem__)
         self._under_way[number] += 1
         known = self._born[number]
-        verdicts: list[RewardResult]
+        reward_results: list[RewardResult]
         try:
-            born, verdicts, again = await self._judges[number].judge.remote(
+            born, reward_results, again = await self._judges[number].call.remote(
                 self._settings, name, [dict(arguments) for arguments in asked], timeout_s
             )
             if again := again + len(asked) * (born != known):
                 on_again(again)
             self._born[number] = born
         except RayActorError:
-            verdicts = [Error("the actor that judges has died, twice")] * len(asked)  # see `start_reward_actors`
+            reward_results = [Error("the actor that judges has died, twice")] * len(asked)  # see `start_reward_actors`
         except RayTaskError as err:
-            verdicts = [Error(f"the actor that judges failed: {type(err.cause).__name__}: {err.cause}")] * len(asked)
+            reward_results = [Error(f"the actor that judges failed: {type(err.cause).__name__}: {err.cause}")] * len(
+                asked
+            )
         finally:
             self._under_way[number] -= 1
-        for arguments, verdict in zip(asked, verdicts, strict=True):
-            self.told(name, arguments, verdict)
-        return verdicts
+        for arguments, reward_result in zip(asked, reward_results, strict=True):
+            self.told(name, arguments, reward_result)
+        return reward_results
 
     def pids(self) -> list[int]:
         """None of them is a process of this machine for sure."""
@@ -137,7 +143,7 @@ class RewardPool:
 
 class Deaths:
     """Which of the actors have died, each death told once. Ray knows of one after a second or two: of a run that ends
-    before that, `reward/judged_again` alone tells it."""
+    before that, `reward/retried_calls` alone tells it."""
 
     def __init__(self, judges: Sequence[Any]) -> None:
         self._judges = judges
@@ -155,7 +161,7 @@ class Deaths:
             if ray.wait([ref], timeout=0)[0]:
                 told.append(
                     f"{name_of(FIRST_JUDGE - number)} has died (killed, out of memory, or its machine is gone; Ray "
-                    f"says: {_why(ref)}) and is started again; what it was at is judged once more (reward/judged_again)"
+                    f"says: {_why(ref)}) and is started again; its calls are made once more (reward/retried_calls)"
                 )
                 self.forgive(number)
         return told
@@ -208,4 +214,4 @@ def start_reward_actors(spec: Spec) -> list[Any]:
 
 def pools_of(judges: Sequence[Any]) -> StartPool:
     """What a worker starts its pools by, if there are such actors."""
-    return partial(RewardPool, judges)
+    return partial(RewardActorPool, judges)

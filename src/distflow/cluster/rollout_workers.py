@@ -85,7 +85,7 @@ class Members:
         return answers
 
     def validate(self, step: int) -> list[Answers]:
-        """Each that serves the newest weights answers a part of the held-out prompts; the part of one that dies is
+        """Each that serves the newest weights answers a part of the validation prompts; the part of one that dies is
         answered by another. Empty where none is left."""
         num_parts, answers = len(self.serving()), dict[int, Answers]()
         while len(answers) < num_parts:
@@ -97,7 +97,7 @@ class Members:
             found = self.answers(asked, f"the validation after step {step}", None)
             answers |= {parts[rank]: answer for rank, answer in found.items()}
         if not answers or len(answers) < num_parts:
-            self.note(f"no worker is there that could answer held-out prompts: no validation after step {step}")
+            self.note(f"no worker is there that could answer validation prompts: no validation after step {step}")
             return []
         return [answers[part] for part in range(num_parts)]
 

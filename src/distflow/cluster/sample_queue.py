@@ -1,4 +1,4 @@
-"""The experience edge of a worker that has a process of its own."""
+"""The sample queue of a worker that has a process of its own."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -40,36 +40,36 @@ class RaySampleQueue:
         ready: "Future[None] | None" = None,
     ) -> None:
         """coordinator: the actor's handle. worker: this one's number among those that generate. first: the number of
-        the first rank of its team. ready: settled when its engine has weights, before which it asks for no ticket; None
+        the first rank of its team. ready: settled when its engine has weights, before which it asks for no group; None
         where it has them from the start."""
         self._coordinator, self._worker, self._first, self._waits = coordinator, worker, first, waits
         self._stop, self._ready = stop, ready
         self._judged = RewardCounts()  # of groups that end next
 
-    async def tickets(self, served: Callable[[], int | None]) -> AsyncIterator[list[PromptGroup]]:
+    async def prompt_groups(self, served: Callable[[], int | None]) -> AsyncIterator[list[PromptGroup]]:
         """See `SampleQueuePort`."""
         if self._ready is not None:
-            with self._waits("experience", "weights", on="learner"):
+            with self._waits("rollout", "weights", on="training"):
                 await asyncio.wrap_future(self._ready)
         while True:
             asked = self._coordinator.wait_for_groups.remote(self._worker, served())
-            with self._waits("experience", "credits", on="coordinator"):
-                tickets = await asyncio.wrap_future(asked.future())
-            if tickets is None:
+            with self._waits("rollout", "capacity", on="coordinator"):
+                prompt_groups = await asyncio.wrap_future(asked.future())
+            if prompt_groups is None:
                 return
-            if tickets:
-                yield tickets
+            if prompt_groups:
+                yield prompt_groups
 
-    def put(self, ticket: PromptGroup, batch: Batch, measured: Sequence[Measured]) -> None:
+    def put(self, prompt_group: PromptGroup, batch: Batch, measured: Sequence[Measured]) -> None:
         """See `SampleQueuePort`."""
         fault_injection.reach("edge.put")
         facts, (group, num_bytes) = facts_of(batch), to_group(batch)
         facts = replace(facts, failure=_shortened(facts.failure), num_bytes=num_bytes)
-        self._coordinator.put.remote(ticket, group, facts, list(measured), self._take_judged())
+        self._coordinator.put.remote(prompt_group, group, facts, list(measured), self._take_judged())
 
     def drop(
         self,
-        ticket: PromptGroup,
+        prompt_group: PromptGroup,
         reason: str,
         failure: Failure | None = None,
         *,
@@ -78,13 +78,13 @@ class RaySampleQueue:
     ) -> None:
         """See `SampleQueuePort`."""
         told = shortened(reason), _shortened(failure), lost, accuracy, self._take_judged()
-        self._coordinator.drop.remote(ticket, *told)
+        self._coordinator.drop.remote(prompt_group, *told)
 
     def count(self, judged: RewardCounts) -> None:
         """See `SampleQueuePort`. It goes with the group: the actor, whose calls run on many threads, may take two of
         them in any order."""
-        verdicts = judged.verdicts._replace(first=shortened(judged.verdicts.first))
-        self._judged = RewardCounts.joined([self._judged, judged._replace(verdicts=verdicts)])
+        calls = judged.calls._replace(first=shortened(judged.calls.first))
+        self._judged = RewardCounts.joined([self._judged, judged._replace(calls=calls)])
 
     def take(
         self, step: int, rank: int, wanted: int | None = None, deadline: float | None = None
@@ -93,7 +93,7 @@ class RaySampleQueue:
         again."""
         assert wanted is None and deadline is None, "a loop of the user's own runs in one process"
         while True:
-            with self._waits("learner", f"step {step}", on="experience"):
+            with self._waits("training", f"step {step}", on="rollout"):
                 portion = answer(self._coordinator.take.remote(step, self._first + rank))
             if portion is None or isinstance(portion, NewWorkers):
                 return portion
@@ -102,19 +102,19 @@ class RaySampleQueue:
                 groups += more
             fault_injection.reach("edge.taken")
             batch, lost = _read(portion, groups)
-            with self._waits("learner", f"step {step}", on="other ranks"):
+            with self._waits("training", f"step {step}", on="other ranks"):
                 whole = answer(self._coordinator.read.remote(step, self._first + rank, lost))
             if whole:
                 assert batch is not None, "nothing of it is lost"
-                return Share(portion.tickets, batch, portion.metrics, portion.judged)
+                return Share(portion.group_ids, batch, portion.metrics, portion.judged)
 
     def release(self, step: int, rank: int, published: bool) -> Released:
         """See `SampleQueuePort`."""
         fault_injection.reach("release")
-        with self._waits("learner", f"release of step {step}", on="other ranks"):
+        with self._waits("training", f"release of step {step}", on="other ranks"):
             end: Consumed[GroupRef] = answer(self._coordinator.release.remote(step, self._first + rank, published))
         self._stop.wanted = end.stopping
-        return Released(end.version, end.finished, end.account, self._kept, end.domains)
+        return Released(end.version, end.finished, end.group_counts, self._kept, end.domains)
 
     def _take_judged(self) -> RewardCounts:
         judged, self._judged = self._judged, RewardCounts()
@@ -138,7 +138,7 @@ def _read(portion: Portion[GroupRef], groups: Sequence[GroupRef]) -> tuple[Batch
     try:
         return to_batch(groups, portion.like), []
     except GroupLost:
-        wanted = dict(zip(portion.own, groups, strict=True)) or {portion.tickets[0]: portion.like}
+        wanted = dict(zip(portion.own, groups, strict=True)) or {portion.group_ids[0]: portion.like}
         return None, lost_among(wanted)
 
 

@@ -46,13 +46,13 @@ from distflow.runtime.user_calls.sync_calls import Callbacks, Caller
 from distflow.runtime.weight_sync.buckets import remove_weights
 
 _LOOKS_EVERY_S = 0.5
-_NUM_CALLS = 6  # of a worker that may wait at once: tickets, a step, its end, news, the pulse
+_NUM_CALLS = 6  # of a worker that may wait at once: groups, a step, its end, news, the pulse
 
 
 def _threads(spec: Spec, rank: RankPlan, cores: int) -> int:
-    """Of torch, for all that a worker does; for its learning plane, where its engine computes at the same time."""
+    """Of torch, for all that a worker does; for its training loop, where its engine computes at the same time."""
     trainer, rollout = spec.config.trainer.num_threads, spec.config.actor_rollout_ref.rollout.num_threads
-    if spec.data.max_staleness and rank.learning and "rollout" in rank.engines:
+    if spec.data.max_staleness and rank.training_nodes and "rollout" in rank.engines:
         return share_threads(cores, trainer, rollout)[0]
     return trainer or cores
 
@@ -65,8 +65,8 @@ class RayRun:
         ranks, max_held_bytes = spec.plan.ranks, bound_of(spec)
         spec = replace(spec, data=replace(spec.data, max_held_bytes=max_held_bytes))
         self._judges = start_reward_actors(spec)  # first, as there may be no room for them
-        teams = dp_groups_of(spec.plan)
-        generators = tuple(rank.rank for rank in ranks if rank.experience)
+        dp_groups = dp_groups_of(spec.plan)
+        generators = tuple(rank.rank for rank in ranks if rank.rollout_nodes)
         for left in spec.run_dir.glob(".meeting-*"):  # by a driver that was killed: the folder is this one's now
             left.unlink(missing_ok=True)
         meeting = spec.run_dir / f".meeting-{secrets.token_hex(4)}"
@@ -75,7 +75,13 @@ class RayRun:
         self._coordinator: Any = (  # Ray's handles have no types
             ray.remote(CoordinatorActor)
             .options(num_cpus=0, max_concurrency=calls)
-            .remote(spec, start, allowed, [edge_team(spec, team) for team in teams], [str(rank) for rank in generators])
+            .remote(
+                spec,
+                start,
+                allowed,
+                [edge_team(spec, dp_group) for dp_group in dp_groups],
+                [str(rank) for rank in generators],
+            )
         )
         exchanges = any(channel.kind == "exchange" for channel in spec.plan.channels)
         self._exchange = cast(Any, ReshardActor).remote(max_held_bytes) if exchanges else None
@@ -85,9 +91,9 @@ class RayRun:
             beside = sum(other.node == rank.node for other in ranks)
             threads = _threads(spec, rank, max(1, usable_cores() // beside))
             number = generators.index(rank.rank) if rank.rank in generators else -1
-            places.append(Place(rank.rank, teams, generators, threads, Home.of_driver(), number))
+            places.append(Place(rank.rank, dp_groups, generators, threads, Home.of_driver(), number))
         self._workers: list[Any] = [self._start_worker(place) for place in places]
-        self._learners = [rank for team in teams for rank in team]
+        self._learners = [rank for dp_group in dp_groups for rank in dp_group]
         self._services = {COORDINATOR: self._coordinator}
         if self._exchange is not None:
             self._services[EXCHANGE] = self._exchange
@@ -129,10 +135,10 @@ class RayRun:
 
         with StopRequest(asked_to_stop, ends_process=ends_process) as stop, told_what_next(self._spec):
             running = {self._run(rank, differences): rank for rank in range(len(self._workers))}
-            learning = set(self._learners)
+            training_nodes = set(self._learners)
             steps = 0
             try:
-                while learning:
+                while training_nodes:
                     told.show(self._coordinator)
                     self._look_after()
                     done, _ = ray.wait(list(running), num_returns=len(running), timeout=0)
@@ -149,7 +155,7 @@ class RayRun:
                             if behind := self._blame.behind(error, running):
                                 raise behind from error
                             raise
-                        learning.discard(rank)
+                        training_nodes.discard(rank)
                     for rank, worker in self._others.come().items():
                         self._workers[rank] = worker
                         self._pulse.follow(rank, worker)
@@ -297,6 +303,6 @@ def _note_end(run_dir: Path, error: BaseException) -> None:
     """A worker that was killed had no time to record how the run ended."""
     events = read_events(run_dir)
     if events and events[-1].kind != "end":
-        with RunFolder(run_dir, events[-1].inc, part=_DRIVER) as folder:
+        with RunFolder(run_dir, events[-1].restart, part=_DRIVER) as folder:
             folder.event("error", f"{type(error).__name__}: {error}", raised=type(error).__name__)
             folder.event("end", "the run failed", status="failed")

@@ -117,7 +117,7 @@ class Fleet:
         """On a thread of its own: a file system that hangs lets nobody go who writes to it. Raises Stalled."""
         putting = on_a_thread(partial(self._carry, version, number, packed))
         try:
-            with self._waits("learner", f"weights of step {version.step}", on="storage"):
+            with self._waits("training", f"weights of step {version.step}", on="storage"):
                 return putting.result(self._timeout_s)
         except TimeoutError as err:
             if putting.done():  # its own
@@ -169,7 +169,7 @@ class Fleet:
         what = f"weights of step {version.step}"
         on = ", ".join(f"worker {rank}" for rank in asked)
         try:
-            with self._waits("learner", what, on=on):
+            with self._waits("training", what, on=on):
                 return self._members.answers(asked, f"the {what}", self._timeout_s)
         except UserError:
             raise

@@ -83,7 +83,7 @@ class WorkerActor:
         """Engines and services. Raises UserError."""
         fault_injection.reach("build")
         try:
-            self._spec.program()  # which loads the modules of the user, and sets threads as if this were all of a run
+            self._spec.pipeline()  # which loads the modules of the user, and sets threads as if this were all of a run
             torch.set_num_threads(self._place.threads)
             self._among = among = Collectives.joined(self._spec, self._place, self._meeting)
             own = self._spec.plan.ranks[self._place.rank]
@@ -112,8 +112,8 @@ class WorkerActor:
             remote_callbacks(tell) if place.leads else Callbacks(),
             part=place.part,
             view=cast(TerminalView, RemoteView(tell, place)),
-            speaks=not place.team or place.rank == place.team[0],
-            share=kept_share(spec.plan, place.teams, place.rank),
+            speaks=not place.dp_group or place.rank == place.dp_group[0],
+            share=kept_share(spec.plan, place.dp_groups, place.rank),
         ) as recorder:
             with recorder.phases("start"):
                 if place.leads:
@@ -130,7 +130,7 @@ class WorkerActor:
                 set_generators(start.checkpoint, spec.options.seed, place.part)
                 self._entered.set_result(entered)
                 with self._telling_failure():
-                    steps = entered.training_loop() if place.team else entered.serve()
+                    steps = entered.training_loop() if place.dp_group else entered.serve()
             if place.leads:
                 self._note_end(recorder, standing.total_steps)
         tell.end()
@@ -174,14 +174,14 @@ class WorkerActor:
 
     def _ports(self, recorder: Recorder, sends: bool) -> Ports:
         place, waits, among = self._place, recorder.waits, self._among
-        awaits = not place.team and "rollout" in self._spec.plan.ranks[place.rank].engines
+        awaits = not place.dp_group and "rollout" in self._spec.plan.ranks[place.rank].engines
         ready = self._arrivals.ready if awaits else None
-        edge = RaySampleQueue(self._coordinator, place.generator, place.first, waits, self._stop, ready)
-        if not place.team:
-            return Ports(edge, None, self._arrivals, among.team, among.data, among.everyone, self._abort)
+        queue = RaySampleQueue(self._coordinator, place.generator, place.first, waits, self._stop, ready)
+        if not place.dp_group:
+            return Ports(queue, None, self._arrivals, among.dp_group, among.data, among.everyone, self._abort)
         own: WeightPort = LocalWeights(waits) if among.mesh is None else StreamedWeights(waits)
         exchange = RayReshard(self._exchange, waits) if self._exchange is not None else None
-        ports = Ports(edge, None, own, among.team, among.data, among.everyone, self._abort, exchange=exchange)
+        ports = Ports(queue, None, own, among.dp_group, among.data, among.everyone, self._abort, exchange=exchange)
         if not (place.leads and sends):
             return ports
         fleet = Fleet(self._members, carrier_of(self._spec), self._spec.options.engine_timeout_s, waits)
@@ -215,5 +215,5 @@ class WorkerActor:
     def _note_end(self, recorder: Recorder, total_steps: int) -> None:
         standing: Standing = answer(self._coordinator.standing.remote())
         if standing.finished and not self._stop.wanted:
-            note_early_end(recorder, standing.account, standing.version.step, total_steps)
+            note_early_end(recorder, standing.group_counts, standing.version.step, total_steps)
         recorder.status = "stopped" if self._stop.wanted and not standing.finished else "finished"

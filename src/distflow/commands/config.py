@@ -1,4 +1,4 @@
-"""`distflow config`: the resolved config, one key of it explained, or its program drawn."""
+"""`distflow config`: the resolved config, one key of it explained, or its pipeline drawn."""
 
 import argparse
 import sys
@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_config_arguments(parser)
     parser.add_argument("--explain", metavar="KEY", help="what one key means, its default and where it was set")
-    parser.add_argument("--graph", action="store_true", help="the program, drawn in text")
-    parser.add_argument("--mermaid", action="store_true", help="the program as a Mermaid flowchart")
-    add_trust_argument(parser, "the config names, where it has groups or a program of its own")
+    parser.add_argument("--graph", action="store_true", help="the pipeline, drawn in text")
+    parser.add_argument("--mermaid", action="store_true", help="the pipeline as a Mermaid flowchart")
+    add_trust_argument(parser, "the config names, where it has groups or a pipeline of its own")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -35,8 +35,8 @@ def run(arguments: argparse.Namespace) -> int:
 
         only_if_trusted(program_code(loaded.config), trusted, say=_note)
         import_user_modules(loaded.config)
-        program = bind(loaded.config)
-        print(program.to_mermaid() if arguments.mermaid else program.to_text(), end="")
+        pipeline = bind(loaded.config)
+        print(pipeline.to_mermaid() if arguments.mermaid else pipeline.to_text(), end="")
     else:
         print(loaded.text, end="")
     return 0

@@ -63,7 +63,7 @@ def _machine() -> list[str]:
         f"threads where they run at once (async.max_staleness=1 or more): {trainer} to train, {rollout} to generate",
         f"native code for generating on the processor: {visible(by_native, one_line=True)}",
         f"accelerators: {', '.join(devices) or 'none'}",
-        f"sandbox for programs under test: {visible(str(probe()), one_line=True)}",
+        f"sandbox for pipelines under test: {visible(str(probe()), one_line=True)}",
         f"{shutil.disk_usage(Path.cwd()).free / 1024**3:.0f} GiB free on the disk of {Path.cwd()}",
     ]
 
@@ -83,7 +83,7 @@ def _extras() -> list[str]:
 
 def _of_run(given: str | None) -> list[str]:
     """Sections on the run that was given, or on the current folder's newest, if it runs: its open ports, and what held
-    the programs that its verifiers ran."""
+    the pipelines that its verifiers ran."""
     run_dir = newest_run() if given is None else find_run(given)
     writer = writer_of(run_dir) if run_dir else None
     if run_dir is None or (writer is None and given is None):

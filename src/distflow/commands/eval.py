@@ -1,4 +1,4 @@
-"""`distflow eval`: answers the held-out problems and prints the accuracy."""
+"""`distflow eval`: answers the validation problems and prints the accuracy."""
 
 import argparse
 from functools import partial
@@ -14,7 +14,7 @@ from distflow.observe.sanitize import visible
 if TYPE_CHECKING:
     from distflow.config import Config, Loaded
 
-# No training data are needed to evaluate: the held-out ones stand for them.
+# No training data are needed to evaluate: the validation ones stand for them.
 _EVAL_ONLY = (
     "data.train_files=${oc.select:data.val_files,null}",
     "data.train_batch_size=1",

@@ -1,4 +1,4 @@
-"""What a command that runs a program does while torch is imported, and how it imports it."""
+"""What a command that runs a pipeline does while torch is imported, and how it imports it."""
 
 import gc
 import sys
@@ -14,13 +14,13 @@ from distflow.rewards.self_check import self_check_once
 
 @contextmanager
 def verifiers_ahead(config: Config) -> Iterator[None]:
-    """Have the verifiers that a built-in program will ask for load and be tried meanwhile; a user's may ask for none.
+    """Have the verifiers that a built-in pipeline will ask for load and be tried meanwhile; a user's may ask for none.
 
     Raises UserError for a reward that there is not.
     """
-    program = find_pipeline(config)
+    pipeline = find_pipeline(config)
     with ExitStack() as stack:
-        if program is not None and program.generates:
+        if pipeline is not None and pipeline.generates:
             for each in pool_settings(*verifiers_of(config)).values():
                 stack.enter_context(started_ahead(each))
             if config.trust.check_rewards:

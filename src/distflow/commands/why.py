@@ -39,8 +39,8 @@ def run(arguments: argparse.Namespace) -> int:
     lines += _table("groups", [_group_row(group, lineage, answers) for group in lineage.groups])
     lines += _table(_dropped_title(lineage.dropped), [_dropped_row(group) for group in lineage.dropped])
     if lineage.aborted:
-        tickets = ", ".join(map(str, lineage.aborted))
-        lines += ["", f"aborted when the step had all it needs, to be asked again: tickets {tickets}"]
+        group_ids = ", ".join(map(str, lineage.aborted))
+        lines += ["", f"aborted when the step had all it needs, to be asked again: groups {group_ids}"]
         lines += [f"  {lineage.aborted_tokens:,} tokens that were drawn for them are thrown away"]
     lines += _said(lineage.groups, answers)
     lines += _restarts([*lineage.groups, *lineage.dropped])
@@ -60,7 +60,7 @@ def _head(lineage: "StepLineage", run_dir: Path) -> list[str]:
     bound = "" if lineage.max_staleness is None else f", staleness at most {lineage.max_staleness}"
     return [
         f"{name}: {len(lineage.groups)} groups, {tokens:,} tokens{bound}",
-        f"consumed {_moment(lineage.consumed_at)} by incarnation {lineage.restart}; {_outcome(lineage)}",
+        f"consumed {_moment(lineage.consumed_at)} by restart {lineage.restart}; {_outcome(lineage)}",
     ]
 
 
@@ -73,7 +73,7 @@ def _outcome(lineage: "StepLineage") -> str:
 
 
 def _group_row(group: "GroupLineage", lineage: "StepLineage", answers: Mapping[int, "Answers"]) -> dict[str, str]:
-    own = answers.get(group.ticket, ())
+    own = answers.get(group.group_id, ())
     judged = [answer for answer in own if not answer.get("errors")]
     num_failed = len(own) - len(judged)
     stale = lineage.step - 1 - group.version if group.version is not None else None
@@ -109,7 +109,11 @@ def _where(group: "GroupLineage") -> dict[str, str]:
     """Of a group that another run's folder began, its row is not known."""
     places = {"epoch": group.epoch, "row": group.row}
     domain = {"domain": visible(group.domain, MAX_TEXT, one_line=True)} if group.domain else {}
-    return {"ticket": str(group.ticket), **domain, **{n: "?" if at is None else str(at) for n, at in places.items()}}
+    return {
+        "group": str(group.group_id),
+        **domain,
+        **{n: "?" if at is None else str(at) for n, at in places.items()},
+    }
 
 
 def _who(group: "GroupLineage") -> dict[str, str]:
@@ -138,7 +142,7 @@ def _mean(values: Iterable[object]) -> str:
 def _restarts(groups: Sequence["GroupLineage"]) -> list[str]:
     tried = [group for group in groups if len(group.attempts) > 1]
     lines = ["", "started more than once"] if tried else []
-    return lines + [f"  ticket {group.ticket}: {', then '.join(map(_start, group.attempts))}" for group in tried]
+    return lines + [f"  group {group.group_id}: {', then '.join(map(_start, group.attempts))}" for group in tried]
 
 
 def _said(groups: Sequence["GroupLineage"], answers: Mapping[int, "Answers"]) -> list[str]:
@@ -148,27 +152,27 @@ def _said(groups: Sequence["GroupLineage"], answers: Mapping[int, "Answers"]) ->
     lines = []
     for group in groups:
         own = sorted(
-            answers.get(group.ticket, ()), key=lambda answer: (failure(answer) is None, is_right(answer) is True)
+            answers.get(group.group_id, ()), key=lambda answer: (failure(answer) is None, is_right(answer) is True)
         )
         if own and (said := in_short(own[0])):
-            verdict = failure(own[0]) or {True: "right", False: "wrong", None: ""}[is_right(own[0])]
-            lines.append(f"  {visible(str(own[0].get('uid')), MAX_TEXT, one_line=True)} {verdict:<7} {said}")
+            reward_result = failure(own[0]) or {True: "right", False: "wrong", None: ""}[is_right(own[0])]
+            lines.append(f"  {visible(str(own[0].get('uid')), MAX_TEXT, one_line=True)} {reward_result:<7} {said}")
     return ["", "what verifiers said", *lines] if lines else []
 
 
 def _start(attempt: "Attempt") -> str:
     worker = f" by {visible(attempt.worker, MAX_TEXT, one_line=True)}" if attempt.worker else ""
     ended = ", aborted: its step had all it needs" if attempt.aborted else ""
-    return f"{_moment(attempt.t)} at version {attempt.version}{worker} (incarnation {attempt.restart}{ended})"
+    return f"{_moment(attempt.t)} at version {attempt.version}{worker} (restart {attempt.restart}{ended})"
 
 
 def _by_ticket(rows: "Answers") -> dict[int, list[Mapping[str, "JSON"]]]:
     """A sample's uid is TICKET-NUMBER."""
     answers: dict[int, list[Mapping[str, JSON]]] = {}
     for row in rows:
-        ticket = str(row.get("uid", "")).partition("-")[0]
-        if ticket.isdecimal():
-            answers.setdefault(int(ticket), []).append(row)
+        group_id = str(row.get("uid", "")).partition("-")[0]
+        if group_id.isdecimal():
+            answers.setdefault(int(group_id), []).append(row)
     return answers
 
 

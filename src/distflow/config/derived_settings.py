@@ -1,6 +1,6 @@
 """How the rewards of a domain become advantages, where `algorithm.domains` has it otherwise than `algorithm`.
 
-Which program a config asks for, and what that means for the other keys.
+Which pipeline a config asks for, and what that means for the other keys.
 
 Sizes that must fit one another, and into the room that a run has.
 
@@ -55,7 +55,7 @@ CUSTOM = "custom"
 
 
 def pipeline_name(config: Config) -> str:
-    """The built-in program that runs, or `custom` where the user gives one.
+    """The built-in pipeline that runs, or `custom` where the user gives one.
 
     `dag.custom_pipeline_fn` and `dag.nodes` come first, then `dag.pipeline`; else `algorithm.workflow_type` and
     `algorithm.adv_estimator` decide.
@@ -72,14 +72,14 @@ def pipeline_name(config: Config) -> str:
 
 
 def is_rl(config: Config) -> bool:
-    """Whether the program generates. One of the user's does unless `dag.generates` denies it, which is found out when
+    """Whether the pipeline generates. One of the user's does unless `dag.generates` denies it, which is found out when
     it is bound."""
     pipeline = find_pipeline(config)
     return config.dag.generates is not False if pipeline is None else pipeline.generates
 
 
 def may_have_critic(config: Config) -> bool:
-    """Whether the program trains a critic; one of the user's may."""
+    """Whether the pipeline trains a critic; one of the user's may."""
     pipeline = find_pipeline(config)
     return pipeline is None or pipeline.has_critic or (pipeline.by_estimator and reads_values(config))
 
@@ -90,7 +90,7 @@ def reads_values(config: Config) -> bool:
 
 
 def find_pipeline(config: Config) -> BuiltinPipeline | None:
-    """The built-in program that runs; None for a user's."""
+    """The built-in pipeline that runs; None for a user's."""
     return PIPELINES.get(pipeline_name(config))
 
 
@@ -168,7 +168,7 @@ def run_steps(config: Config, room: RunLimits) -> int | None:
 
 
 def mini_batch_sizes(config: Config) -> list[tuple[str, int]]:
-    """Each key of a mini-batch that the program may take, with its size."""
+    """Each key of a mini-batch that the pipeline may take, with its size."""
     asked = [(f"{_ACTOR}.ppo_mini_batch_size", config.actor_rollout_ref.actor.ppo_mini_batch_size)]
     if may_have_critic(config) and config.critic.ppo_mini_batch_size is not None:
         asked.append(("critic.ppo_mini_batch_size", config.critic.ppo_mini_batch_size))

@@ -61,7 +61,7 @@ def _updates(config: Config, group_size: int, *others: int) -> str:
 
 def _objective(config: Config) -> str:
     actor = config.actor_rollout_ref.actor
-    name = "a program of the user's" if pipeline_name(config) == CUSTOM else f"program {pipeline_name(config)}"
+    name = "a pipeline of the user's" if pipeline_name(config) == CUSTOM else f"pipeline {pipeline_name(config)}"
     details = [actor.loss_agg_mode, *_clips(config)]
     if actor.entropy_coef:
         details.append(f"entropy bonus {actor.entropy_coef:g}")
@@ -92,7 +92,7 @@ def _kl(config: Config) -> str:
         terms.append(f"in the reward ({algorithm.kl_penalty} × {control.kl_coef:g}{follows})")
     if actor.use_kl_loss:
         terms.append(f"in the loss ({actor.kl_loss_type} × {actor.kl_loss_coef:g})")
-    if not terms:  # a program of the user's may have a reference for what else it likes
+    if not terms:  # a pipeline of the user's may have a reference for what else it likes
         return "no KL term" if pipeline_name(config) == CUSTOM else "no KL term: no reference is built"
     return f"KL to the reference {' and '.join(terms)}"
 

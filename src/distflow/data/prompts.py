@@ -35,7 +35,7 @@ Turns = tuple[tuple[int, int], ...]
 class PromptRow:
     """One prompt, ready for an engine.
 
-    index: its row in the set, as tickets count. prompt_text: what was tokenised. response_ids: the response to learn,
+    index: its row in the set, as groups count. prompt_text: what was tokenised. response_ids: the response to learn,
     with the end token (SFT), else None. turns: of a conversation, where in the response the assistant's turns begin and
     end; None where all of it is one. origin: file and line.
     """

@@ -1,8 +1,8 @@
 """The process's global random generators, of `random`, numpy and torch: they belong to the user's functions.
 
 Nothing in this package draws from them: samples, shuffles and initial weights have generators of their own. In the
-learning plane, where one function runs after another, what a function of the user draws and seeds lasts, and is in
-every checkpoint. In the experience plane and in the verifiers' processes calls run in no fixed order: each has
+training loop, where one function runs after another, what a function of the user draws and seeds lasts, and is in
+every checkpoint. In the rollout loop and in the verifiers' processes calls run in no fixed order: each has
 generators of its own, seeded by whom it works for, and leaves no trace.
 
 Imports neither numpy nor torch by itself: a verifier's process may never need them.

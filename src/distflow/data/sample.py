@@ -31,7 +31,7 @@ class Segment:
 class Sample:
     """A trajectory of one prompt, whose first segment is the prompt.
 
-    uid: "<ticket number>-<sample index>". group_index: the ticket number. episode: which of the group's episodes it
+    uid: "<group number>-<sample index>". group_index: the group number. episode: which of the group's episodes it
     belongs to; a conversation that branches, or has several agents, leaves several samples, whose prompts may differ.
     agent: whose turns it holds. valid: False once its verdict is a timeout or an error.
     """

@@ -1,6 +1,6 @@
 """Options of node functions: which a function takes, and their values under a config.
 
-From a graph, a config and the data's columns to the frozen program.
+From a graph, a config and the data's columns to the frozen pipeline.
 """
 
 import functools
@@ -11,10 +11,10 @@ from types import SimpleNamespace, UnionType
 from typing import Union, get_args, get_origin
 
 from distflow.errors import hint
+from distflow.graph.bound_pipeline import BoundNode, BoundPipeline
 from distflow.graph.contract import REQUIRED, Contract, Declared, Form, canonical, read_contract
 from distflow.graph.fields import Axis, Field, MissingColumn, PipelineError, find_field
 from distflow.graph.nodes import Node, made, node_scope
-from distflow.graph.program import BoundNode, BoundPipeline
 from distflow.graph.wiring import Vertex, Wiring
 
 _PLAIN_TYPES = {t.__name__: t for t in (bool, int, float, str)}
@@ -56,7 +56,7 @@ def group_of(node: Node, config: object) -> ConfigGroup:
 
 _SETTINGS = tuple(item.name for item in fields(Node) if item.init and item.name != "options")
 _NOT_HERE = {
-    "agent_group": "is not there yet: it will come with several agents in one program",
+    "agent_group": "is not there yet: it will come with several agents in one pipeline",
     "filter_plugin": "has no meaning here: a filter is a node of its own, whose function returns Drop(reason) for a "
     "prompt group",
 }
@@ -151,7 +151,7 @@ class _Settled:
 
 
 def bind_pipeline(graph_id: str, nodes: tuple[Node, ...], config: object, data_fields: DataFields) -> BoundPipeline:
-    """The program of a graph whose structure was checked.
+    """The pipeline of a graph whose structure was checked.
 
     Raises PipelineError for a role without its config group, a factory that finds fault with the config, an option
     without a value, a column that is not declared, a field that is read and that neither a node before nor the data

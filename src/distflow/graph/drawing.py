@@ -29,7 +29,7 @@ def flowchart(boxes: Sequence[Box]) -> str:
         if plane is None:
             lines += [f"    {line}" for line in inside]
         else:
-            lines += [f'    subgraph {plane}["{plane} plane"]', *(f"        {line}" for line in inside), "    end"]
+            lines += [f'    subgraph {plane}["{plane} loop"]', *(f"        {line}" for line in inside), "    end"]
     by_id = {box.node_id: box for box in boxes}
     for box in boxes:
         lines += [f"    {names[dep]} {_arrow(by_id[dep], box)} {names[box.node_id]}" for dep in box.deps]
@@ -46,7 +46,7 @@ def text_drawing(boxes: Sequence[Box]) -> str:
     for box in boxes:
         if box.plane != plane:
             plane = box.plane
-            lines.append((_rails(rails), f"═══ {plane} plane ═══"))
+            lines.append((_rails(rails), f"═══ {plane} loop ═══"))
         engines = f" · {', '.join(box.engines)}" if box.engines else ""
         lines.append((_joint(rails, box, last_use), f"{box.node_id}  ({box.role}{engines})"))
         read = {dep: ", ".join(_passed(by_id[dep], box)) or "(order only)" for dep in box.deps}
@@ -89,7 +89,7 @@ def _label(box: Box) -> str:
 
 
 def _arrow(start: Box, end: Box) -> str:
-    """Thick across the experience edge."""
+    """Thick across the sample queue."""
     line = "==>" if start.plane != end.plane else "-->"
     passed = _passed(start, end)
     return f'{line}|"{_text(", ".join(passed))}"|' if passed else line

@@ -17,7 +17,7 @@ from distflow.import_target import LoadError, load_function
 
 
 class PipelineError(UserError):
-    """A program is not well formed. The message names the node, the field or option, and the nearest existing name."""
+    """A pipeline is not well formed. The message names the node, the field or option, and the nearest existing name."""
 
 
 class MissingColumn(PipelineError):
@@ -91,7 +91,7 @@ def _table(*fields: Field) -> dict[str, Field]:
 
 
 STANDARD_FIELDS: dict[str, Field] = _table(
-    Field("uid", "object", Axis.OBJECT, "ticket number and sample index, e.g. '17-3'"),
+    Field("uid", "object", Axis.OBJECT, "group number and sample index, e.g. '17-3'"),
     Field("prompts", "object", Axis.OBJECT, "the prompts as texts"),
     Field("responses", "object", Axis.OBJECT, "the responses as texts"),
     Field("domain", "object", Axis.OBJECT, "which kind of task the sample belongs to"),
@@ -121,7 +121,7 @@ STANDARD_FIELDS: dict[str, Field] = _table(
     Field("token_level_rewards", "float32", Axis.RESPONSE, "scores less the KL penalty, where one is on"),
     Field("advantages", "float32", Axis.RESPONSE, "advantage of each response token"),
     Field("returns", "float32", Axis.RESPONSE, "return from each response token"),
-    Field("group_index", "int64", Axis.SAMPLE, "ticket number: the samples of one prompt share it"),
+    Field("group_index", "int64", Axis.SAMPLE, "group number: the samples of one prompt share it"),
     Field("episode_index", "int64", Axis.SAMPLE, "which of its group's episodes the sample belongs to"),
     Field("scores", "float32", Axis.SAMPLE, "the verifiers' score of the sample"),
     Field("acc", "float32", Axis.SAMPLE, "the verifier's own verdict, without weights and penalties: 1 is right"),
@@ -147,7 +147,7 @@ _registered: dict[str, Field] = {}
 
 
 def register_field(name: str, dtype: str = "float32", axis: Axis | str = Axis.RESPONSE, doc: str = "") -> Field:
-    """Add a program's own column. Raises ValueError if the name is a standard one or was given another meaning."""
+    """Add a pipeline's own column. Raises ValueError if the name is a standard one or was given another meaning."""
     wanted = Field(name, dtype, Axis(axis), doc)
     known = find_field(name)
     if known is not None and known != wanted:

@@ -36,7 +36,7 @@ def node(
 ) -> Callable[[_Fn], _Fn]:
     """Say of a node function what its signature cannot.
 
-    writes: the fields it writes; a role may have a default. A mapping declares float32 columns of the program's own by
+    writes: the fields it writes; a role may have a default. A mapping declares float32 columns of the pipeline's own by
         the axis of each, e.g. {"bonus": "sample"}; see `register_field` for other types.
     role: the role of nodes made of it, where `add_node` names none.
     scope: which samples it must see together: one, a whole group, or all of all ranks.

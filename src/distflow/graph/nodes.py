@@ -36,7 +36,7 @@ class NodeOutput:
 
 @dataclass(frozen=True)
 class Drop:
-    """Returned by a node of the experience plane: the group leaves the run; a new one may start.
+    """Returned by a node of the rollout loop: the group leaves the run; a new one may start.
 
     reason: a short name that is counted (`async/dropped/REASON`). detail: what happened to this group, for people.
     """
@@ -228,7 +228,10 @@ def _check_arguments(node: Node) -> None:
         raise PipelineError(f"{where}: phase must be a text, {node.phase!r} given")
     if not (node.validates is None or isinstance(node.validates, bool)):
         raise PipelineError(f"{where}: validates must be True or False, {node.validates!r} given")
-    for name, value, known in (("engine", node.engine, ENGINES), ("plane", node.plane, ("experience", "learning"))):
+    for name, value, known in (
+        ("engine", node.engine, ENGINES),
+        ("plane", node.plane, ("rollout", "training")),
+    ):
         if value is not None and value not in known:
             raise PipelineError(f"{where}: {name} {value!r} is none{hint(str(value), known)}")
 

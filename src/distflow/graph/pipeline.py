@@ -9,9 +9,9 @@ from functools import partial
 from typing import Any, Protocol
 
 from distflow.errors import hint
+from distflow.graph.bound_pipeline import BoundNode
 from distflow.graph.fields import PipelineError
 from distflow.graph.nodes import Node
-from distflow.graph.program import BoundNode
 from distflow.graph.roles import NodeRole, NodeType, Plane, Scope
 from distflow.graph.task_graph import TaskGraph
 
@@ -33,7 +33,7 @@ def compile_inputs(node: BoundNode, resources: Mapping[str, object]) -> Inputs:
     """The arguments of the node's function, from its columns. Its engines, services and options are looked up now.
 
     resources: engines and services by name; `reduce`, over the ranks that have samples of their own; for a barrier
-    `team`, over all that run the node. The function itself is not called here, so that a stack shows it right below
+    `dp_group`, over all that run the node. The function itself is not called here, so that a stack shows it right below
     the loop over nodes.
     Raises PipelineError where the node needs an engine or a service that this worker has not.
     """
@@ -43,7 +43,7 @@ def compile_inputs(node: BoundNode, resources: Mapping[str, object]) -> Inputs:
         fixed["engine"] = _resource(node, node.engines[0], resources)
     if "reduce" in contract.reserved:
         is_barrier = node.node_type is NodeType.BARRIER_SYNC
-        fixed["reduce"] = _resource(node, "team" if is_barrier else "reduce", resources)
+        fixed["reduce"] = _resource(node, "dp_group" if is_barrier else "reduce", resources)
     if "config" in contract.reserved:
         fixed["config"] = node.config
     of_the_call = [name for name in contract.reserved if name not in fixed]
@@ -138,7 +138,8 @@ _ENTRY_KEYS = {"id": "node_id", "type": "node_type", "role": "node_role"} | {
 
 
 def pipeline_from_config(pipeline_id: str, nodes: Sequence[Mapping[str, Any]]) -> TaskGraph:
-    """The graph of a program given as data: entries of id, func, deps, type, role, options, and what else a node takes.
+    """The graph of a pipeline given as data: entries of id, func, deps, type, role, options, and what else a node
+    takes.
 
     Raises PipelineError that names the entry.
     """

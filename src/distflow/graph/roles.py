@@ -51,14 +51,14 @@ class NodeStatus(Enum):
 
 Scope = Literal["sample", "group", "global"]
 SCOPES: tuple[Scope, ...] = ("sample", "group", "global")
-Plane = Literal["experience", "learning"]
+Plane = Literal["rollout", "training"]
 
 MARKER_TYPES = (NodeType.PUT_TO_BUFFER, NodeType.GET_FROM_BUFFER, NodeType.BARRIER_SYNC)
 ENGINE_TYPES = (NodeType.MODEL_INFERENCE, NodeType.MODEL_TRAIN)
 
 TRAIN_ENGINES = ("actor", "critic", "ref", "reward_model")
 ENGINES = (*TRAIN_ENGINES, "rollout")
-SERVICES = ("judge", "tokenizer")
+SERVICES = ("reward_fn", "tokenizer")
 """What a worker has besides engines, and hands to the parameter of that name."""
 
 SCORE_FIELDS = ("token_level_scores", "token_level_rewards")
@@ -88,5 +88,5 @@ ROLE_DEFAULTS = {
     NodeRole.CRITIC: RoleDefaults("critic", "critic", phase="train_critic", forward_phase="compute_value"),
     NodeRole.ADVANTAGE: RoleDefaults("algorithm", writes=("advantages", "returns"), phase="compute_advantage"),
     NodeRole.REWARD: RoleDefaults("reward", "reward_model", SCORE_FIELDS, "group", validates=True),
-    NodeRole.DYNAMIC_SAMPLING: RoleDefaults("algorithm.filter_groups", scope="group", plane="experience"),
+    NodeRole.DYNAMIC_SAMPLING: RoleDefaults("algorithm.filter_groups", scope="group", plane="rollout"),
 }

@@ -1,4 +1,4 @@
-"""The graph of a program's nodes: mutable until `bind`, which returns the frozen program."""
+"""The graph of a pipeline's nodes: mutable until `bind`, which returns the frozen pipeline."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import fields, replace
@@ -6,12 +6,12 @@ from typing import Any
 
 from distflow.errors import hint
 from distflow.graph.bind import bind_pipeline, check_options
+from distflow.graph.bound_pipeline import BoundPipeline
 from distflow.graph.contract import Contract, canonical
 from distflow.graph.drawing import Box, flowchart
 from distflow.graph.fields import Field, PipelineError
 from distflow.graph.node_spec import is_factory
 from distflow.graph.nodes import Node, early_contract, engines_of
-from distflow.graph.program import BoundPipeline
 from distflow.graph.wiring import Vertex, Wiring, check_edges, dependents, topological_order
 
 _SETTABLE = tuple(f.name for f in fields(Node) if f.init and f.name not in ("node_id", "options"))
@@ -115,7 +115,7 @@ class TaskGraph:
         return graph
 
     def bind(self, config: object, data_fields: Iterable[str] | Mapping[str, Field]) -> BoundPipeline:
-        """The frozen program under this config, over data that have these columns.
+        """The frozen pipeline under this config, over data that have these columns.
 
         config: any object with the config groups as attributes. data_fields: what the loader delivers.
         Raises PipelineError for whatever does not fit: see `bind_pipeline`.

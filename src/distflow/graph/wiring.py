@@ -141,7 +141,7 @@ class Wiring:
         self.before = ancestors(self.deps)
         for writers in self.writers.values():
             writers.sort(key=self.order.index)
-        self._learning_because: dict[str, str] = {}
+        self._training_because: dict[str, str] = {}
         self.planes = {node_id: self._plane(node_id) for node_id in self.order}
 
     def check(self) -> None:
@@ -191,30 +191,30 @@ class Wiring:
 
     def _plane(self, node_id: str) -> Plane:
         vertex = self.vertices[node_id]
-        inherited = [dep for dep in self.deps[node_id] if dep in self._learning_because]
+        inherited = [dep for dep in self.deps[node_id] if dep in self._training_because]
         train = [engine for engine in vertex.engines if engine in TRAIN_ENGINES]
         if vertex.contract.scope == "global":
-            self._learning_because[node_id] = "its scope is global"
+            self._training_because[node_id] = "its scope is global"
         elif train:
-            self._learning_because[node_id] = f"it uses the train engine '{train[0]}'"
+            self._training_because[node_id] = f"it uses the train engine '{train[0]}'"
         elif inherited:
-            self._learning_because[node_id] = f"it comes after '{inherited[0]}'"
-        elif vertex.node.plane == "learning":
-            self._learning_because[node_id] = "its plane is learning"
-        return "learning" if node_id in self._learning_because else "experience"
+            self._training_because[node_id] = f"it comes after '{inherited[0]}'"
+        elif vertex.node.plane == "training":
+            self._training_because[node_id] = "its plane is training"
+        return "training" if node_id in self._training_because else "rollout"
 
     def _check_plane(self, node_id: str) -> None:
-        """Some things exist in the experience plane only: a node that needs them must not be in the other."""
-        needs = _why_experience(self.vertices[node_id])
-        if needs and self.planes[node_id] == "learning":
+        """Some things exist in the rollout loop only: a node that needs them must not be in the other."""
+        needs = _why_rollout(self.vertices[node_id])
+        if needs and self.planes[node_id] == "training":
             raise PipelineError(
-                f"node '{node_id}' {needs}, which only the experience plane can, but runs in the learning plane: "
+                f"node '{node_id}' {needs}, which only the rollout loop can, but runs in the training loop: "
                 f"{self._reason(node_id)}"
             )
 
     def _reason(self, node_id: str) -> str:
-        """Why a node is in the learning plane, back to the node where it began."""
-        because = self._learning_because[node_id]
+        """Why a node is in the training loop, back to the node where it began."""
+        because = self._training_because[node_id]
         first = next((dep for dep in self.deps[node_id] if because == f"it comes after '{dep}'"), None)
         return because if first is None else f"{because} ({self._reason(first)})"
 
@@ -244,19 +244,19 @@ class Wiring:
 
     def _in_plane(self, node_id: str, other: str) -> str:
         """Names the plane where it explains the error."""
-        return "" if self.planes[node_id] == self.planes[other] else f" ({self.planes[node_id]} plane)"
+        return "" if self.planes[node_id] == self.planes[other] else f" ({self.planes[node_id]} loop)"
 
 
-def _why_experience(vertex: Vertex) -> str | None:
-    """Why a node can run in the experience plane only; None where it can run in either."""
+def _why_rollout(vertex: Vertex) -> str | None:
+    """Why a node can run in the rollout loop only; None where it can run in either."""
     if "rollout" in vertex.engines:
         return "uses the rollout engine"
     if vertex.contract.is_async:
         return "is an async function"
     if {"samples", "group"} & set(vertex.contract.reserved):
         return "works on samples or on a group"
-    if vertex.node.plane == "experience":
-        return "must run there (its plane is experience)"
-    if vertex.node.plane is None and vertex.node.by_role.plane == "experience":
+    if vertex.node.plane == "rollout":
+        return "must run there (its plane is rollout)"
+    if vertex.node.plane is None and vertex.node.by_role.plane == "rollout":
         return f"must run there (its role is {vertex.node.node_role.name})"
     return None

@@ -269,7 +269,7 @@ class OwnRows(Sequence[PromptRow]):
 
 
 def encode_row(
-    values: object, number: int, config: Config, program: BoundPipeline, tokenizer: PreTrainedTokenizerBase
+    values: object, number: int, config: Config, pipeline: BoundPipeline, tokenizer: PreTrainedTokenizerBase
 ) -> PromptRow:
     """A row of Python as a prompt; its columns are those of the data set. number: for messages, from 1.
 
@@ -277,7 +277,7 @@ def encode_row(
     """
     if not isinstance(values, Mapping):
         raise UserError(f"submit takes a dict such as {{'prompt': ..., 'answer': ...}}, not a {type(values).__name__}")
-    judged = "judge" in program.services
+    judged = "reward_fn" in pipeline.services
     (source,) = train_sources(config, judged)
     record = Record(f"submitted prompt {number}", {str(key): plain(value) for key, value in values.items()})
     bad = BadRows("error")

@@ -82,8 +82,8 @@ def make_factories(
             factories["ref"] = partial(build_reference, source=source, spread=spread, options=options)
     if "rollout" in engines:
         factories["rollout"] = _rollout_factory(config)
-    if "judge" in services:
-        factories["judge"] = partial(build_reward_router, make=_router(config))
+    if "reward_fn" in services:
+        factories["reward_fn"] = partial(build_reward_router, make=_router(config))
     return factories
 
 

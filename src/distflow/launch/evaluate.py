@@ -27,17 +27,17 @@ def evaluate(spec: Spec, say: Callable[[str], None]) -> dict[str, float]:
     """
     if not spec.validation:
         raise UserError("nothing to evaluate on: set data.val_files")
-    rank, program = spec.plan.ranks[0], spec.program()
+    rank, pipeline = spec.plan.ranks[0], spec.pipeline()
     resources = build_resources(spec.factories, rank)
     actor = resources.actor
-    assert actor is not None, "a program trains something"
+    assert actor is not None, "a pipeline trains something"
     if resources.rollout is None:
         return validation_loss(spec.validation, actor)
     session = Session.of(spec, resources, stacks=None)  # the folder of an evaluation goes away with it
     resources, rollout = session.resources, session.resources.rollout
     assert rollout is not None, "as was just seen"
     contexts = Contexts(spec.config, resources, {}, _no_update, _no_update)
-    nodes = [program.node(name) for name in rank.experience]
+    nodes = [pipeline.node(name) for name in rank.rollout_nodes]
     plane = RolloutLoop.of(spec, nodes, resources, contexts, _ignore, GroupRecorder())
     validator = Validator(spec.validation, contexts, plane, resources.stop_token_ids, spec.options.seed, say)
     with session:

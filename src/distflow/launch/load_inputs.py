@@ -28,23 +28,23 @@ _REASONS = {
     "actor_rollout_ref.actor.weight_update_mode": "every worker that generates trains as well, and weights stay in its "
     "process; trainer.allocation can have some that only generate",
 }
-# Of terms that a program may leave out: 0 says the same as leaving it out.
+# Of terms that a pipeline may leave out: 0 says the same as leaving it out.
 _COEFFICIENTS = ("algorithm.kl_ctrl.kl_coef", "actor_rollout_ref.actor.kl_loss_coef")
 
 
-def refuse_inert_keys(loaded: Loaded, reads: set[str], program: BoundPipeline) -> list[str]:
+def refuse_inert_keys(loaded: Loaded, reads: set[str], pipeline: BoundPipeline) -> list[str]:
     """Raises UserError with the keys and where they were set. Those of a preset of ours are no mistake of whoever took
-    another program than it was made for: they are returned, as they are shown.
+    another pipeline than it was made for: they are returned, as they are shown.
 
     A function of the user's that is handed a group of the config, or the context, may read keys when it runs: of that
     group (of its role's), and of groups that users registered. Of other groups it should name a key as an option.
-    The presets that spell out verl's defaults may have more of them than a program reads.
+    The presets that spell out verl's defaults may have more of them than a pipeline reads.
     """
-    handed = [node for node in program.nodes if not is_ours(node) and {"ctx", "config"} & set(node.contract.reserved)]
+    handed = [node for node in pipeline.nodes if not is_ours(node) and {"ctx", "config"} & set(node.contract.reserved)]
     groups = {*loaded.config.user_groups, *(node.config_key for node in handed if node.config_key)} if handed else ()
     values = flatten(loaded.config)
     inert = {
-        key: f"{key} ({origin})" + (f": {_REASONS[key]}" if key in _REASONS and program.experience else "")
+        key: f"{key} ({origin})" + (f": {_REASONS[key]}" if key in _REASONS and pipeline.rollout_nodes else "")
         for key, origin in loaded.set_keys.items()
         if key not in reads and not any(key == group or key.startswith(f"{group}.") for group in groups)
         if not is_verls(origin) and not (key in _COEFFICIENTS and values[key] == 0)
@@ -53,18 +53,18 @@ def refuse_inert_keys(loaded: Loaded, reads: set[str], program: BoundPipeline) -
     if users:
         shown = "\n".join(f"  {line}" for line in users)
         raise UserError(
-            f"keys that do nothing in program '{program.graph_id}':\n{shown}\n"
-            "Take them out, or choose a program, estimator or loss that uses them; what only a node of your own reads, "
-            "make an option of its function"
+            f"keys that do nothing in pipeline '{pipeline.graph_id}':\n{shown}\n"
+            "Take them out, or choose a pipeline, estimator or loss that uses them; make what only "
+            "a node of your own reads an option of its function"
         )
     return list(inert.values())
 
 
 @dataclass(frozen=True)
 class Reading:
-    """What the config alone says. unused: keys of a preset that the program does not take, as they are shown."""
+    """What the config alone says. unused: keys of a preset that the pipeline does not take, as they are shown."""
 
-    program: BoundPipeline
+    pipeline: BoundPipeline
     unused: list[str]
     train: list[DataSource]
     validation_runner: list[DataSource]
@@ -82,28 +82,28 @@ class Data:
 
 
 def read_config(loaded: Loaded) -> Reading:
-    """Bind the program, and read every key that the run uses. Raises UserError for one that was set and is not read.
+    """Bind the pipeline, and read every key that the run uses. Raises UserError for one that was set and is not read.
 
     The rest of a spec is made twice, here to see what it reads, before any file is opened.
     """
     config, reads = watch(loaded.config)
     make_process_ready(config)
     import_user_modules(config)
-    program = bind(config)
-    judged = "judge" in program.services
+    pipeline = bind(config)
+    judged = "reward_fn" in pipeline.services
     train, validation_runner = train_sources(config, judged), validation_sources(config, judged)
-    settings = spec_settings(config, program, num_rows={source.domain: 1 for source in train})
-    run_options(config, program, settings["plan"])
+    settings = spec_settings(config, pipeline, num_rows={source.domain: 1 for source in train})
+    run_options(config, pipeline, settings["plan"])
     validation_params(config, sampling_params(config))
     for source in train:
         sampling_params(config, source.domain)
-    unused = refuse_inert_keys(loaded, reads, program)
+    unused = refuse_inert_keys(loaded, reads, pipeline)
     check_importable(loaded.config)
-    return Reading(program, unused, train, validation_runner)
+    return Reading(pipeline, unused, train, validation_runner)
 
 
 def follow_pipeline(loaded: Loaded) -> Loaded:
-    """The config of a program of the user's that generates nothing says so. Raises ConfigError where other keys do not
+    """The config of a pipeline of the user's that generates nothing says so. Raises ConfigError where other keys do not
     go with that."""
     config = loaded.config
     if pipeline_name(config) != CUSTOM or config.dag.generates is not None:
@@ -111,7 +111,7 @@ def follow_pipeline(loaded: Loaded) -> Loaded:
     import_user_modules(config)
     if generates(bind(config)):
         return loaded
-    return with_changes(loaded, [("dag.generates", False, "no node of the program samples or judges answers")])
+    return with_changes(loaded, [("dag.generates", False, "no node of the pipeline samples or judges answers")])
 
 
 def fit_to_files(loaded: Loaded) -> Loaded:

@@ -84,7 +84,7 @@ class Running:
 
     @property
     def intake(self) -> IntakePort:
-        assert self.ports.intake is not None, "the edge is of this process"
+        assert self.ports.intake is not None, "the queue is of this process"
         return self.ports.intake
 
 
@@ -134,19 +134,19 @@ def _running(
             write_facts(spec, resources.facts, recorder, total_steps)
             if checkpoint:
                 note_resume(recorder, checkpoint, built.differences)
-            ports = local_ports(coordinator, recorder.waits, live, changed=recorder.queue)
-            coordinator.tickets.data_open = not own_loop
+            ports = local_ports(coordinator, recorder.waits, live, changed=recorder.queue_changed)
+            coordinator.prompt_groups.data_open = not own_loop
             worker = Worker(spec, 0, resources, ports, recorder, start.store, stop, state, coordinator.version)
         with worker:
             set_generators(checkpoint, spec.options.seed)
             yield Running(worker, ports, recorder, stop)
         if coordinator.finished and not stop.wanted:
-            note_early_end(recorder, coordinator.accounting(), coordinator.step, total_steps)
+            note_early_end(recorder, coordinator.checked_counts(), coordinator.step, total_steps)
         recorder.status = "stopped" if stop.wanted and not coordinator.finished else "finished"
 
 
 def _never_stopped(recorder: Recorder) -> AbstractContextManager[StopRequest]:
-    """Signals do what they do elsewhere in the user's program."""
+    """Signals do what they do elsewhere in the user's pipeline."""
     return nullcontext(StopRequest(lambda name: None))
 
 
@@ -155,7 +155,7 @@ def local_ports(
     waits: Waits,
     live: Live | None = None,
     num_ranks: int = 1,
-    changed: Callable[[GroupCounts], None] = lambda account: None,
+    changed: Callable[[GroupCounts], None] = lambda group_counts: None,
 ) -> Ports:
     """Ports for workers of this process. changed: told how many groups are where whenever that changes."""
     edge = LocalSampleQueue(coordinator, waits, num_ranks, live, changed)
@@ -165,6 +165,6 @@ def local_ports(
 def _stopping(spec: Spec, waits: Waits) -> str:
     """What the first signal leads to, and what the run waits for meanwhile, if that lasts."""
     saving = "saving" if spec.options.save_freq > 0 else "not saving (trainer.save_freq is off)"
-    longest = {wait.who: wait for wait in reversed(waits.now()) if wait.on != "learner"}  # which goes on by itself
+    longest = {wait.who: wait for wait in reversed(waits.now()) if wait.on != "training"}  # which goes on by itself
     lasting = [f"; {wait}" for wait in longest.values() if wait.seconds() >= LASTING_S]
     return f"finishing this step, {saving}, then leaving; a second time leaves at once{''.join(lasting)}"

@@ -36,20 +36,20 @@ def make_spec(loaded: Loaded, say: Say) -> Spec:
         for line in told(loaded, reading, data):
             say(line)
         with writing_to(loaded.config.trainer.run_dir):
-            spec = _spec(loaded, reading.program, data)
-    check_plan(spec.plan, reading.program)
+            spec = _spec(loaded, reading.pipeline, data)
+    check_plan(spec.plan, reading.pipeline)
     check_pickles(spec)
     return spec
 
 
-def _spec(loaded: Loaded, program: BoundPipeline, data: Data) -> Spec:
+def _spec(loaded: Loaded, pipeline: BoundPipeline, data: Data) -> Spec:
     config, run_dir = loaded.config, loaded.config.trainer.run_dir
-    sampling, settings = sampling_params(config), spec_settings(config, program, num_rows_of(config, data.train))
+    sampling, settings = sampling_params(config), spec_settings(config, pipeline, num_rows_of(config, data.train))
     return Spec(
         config=config,
         text=loaded.text,
-        options=run_options(config, program, settings["plan"]),
-        program=partial(rebuild, config),
+        options=run_options(config, pipeline, settings["plan"]),
+        pipeline=partial(rebuild, config),
         rows=EncodedRows(write_encoded(data.train, run_dir, "train")),
         validation=validation_sets(config, data.validation_runner),
         sampling=sampling,

@@ -71,7 +71,7 @@ def model_sizes(config: Config, engines: Collection[str]) -> dict[str, int]:
     said, models = config.dag.model_sizes, sorted(set(engines) - {"rollout"})  # which serves the actor's weights
     with blaming("dag.model_sizes"):
         if unknown := [role for role in said if role not in models]:
-            raise UserError(f"the program has no model '{unknown[0]}'{hint(unknown[0], models)}")
+            raise UserError(f"the pipeline has no model '{unknown[0]}'{hint(unknown[0], models)}")
         sizes = {role: parse_size(size) for role, size in said.items()}
     for role in (role for role in models if role not in said):
         key, source = _source_of(config, role)

@@ -134,7 +134,7 @@ def _native_facts(config: Config) -> dict[str, object]:
 
 
 def _users_facts(config: Config) -> dict[str, object]:
-    """The code of the user's reward functions and curriculum, and what holds the programs that a verifier runs here:
+    """The code of the user's reward functions and curriculum, and what holds the pipelines that a verifier runs here:
     all may change on resume, and are then told."""
     custom, curriculum = verifiers_of(config).custom, config.data.curriculum.function
     parts = [part for parts in reward_functions(config).values() for part in parts]

@@ -2,7 +2,7 @@
 
 How prompts are answered, those that are trained on and those held out.
 
-How a run goes, from the config: what the worker is told besides its program, its data and its parts.
+How a run goes, from the config: what the worker is told besides its pipeline, its data and its parts.
 """
 
 import math
@@ -51,38 +51,38 @@ class Settings(TypedDict):
     loss_terms: tuple[str, ...]
 
 
-def spec_settings(config: Config, program: BoundPipeline, num_rows: Mapping[str, int]) -> Settings:
+def spec_settings(config: Config, pipeline: BoundPipeline, num_rows: Mapping[str, int]) -> Settings:
     """num_rows: by domain, as `data_plan` takes them. Raises UserError naming the key."""
     exact, shares = compute_dtype(config) is torch.float32, shares_weights(config)
     data = data_plan(config, num_rows)
     return {
-        "plan": _plan(config, program),
+        "plan": _plan(config, pipeline),
         "data": data,
-        "factories": make_factories(config, program.engines, program.services, data.total_steps),
+        "factories": make_factories(config, pipeline.engines, pipeline.services, data.total_steps),
         "weight_dtype": engine_dtype(config),
         "shares_weights": shares,
         "sends_weights": not (shares and config.actor_rollout_ref.model.lora_rank > 0),
         "tolerance": Tolerance.of(exact),
         "ratio_limit": math.inf if not is_anchored(config) else 1e-4 if exact else 0.05,
-        "loss_terms": loss_terms(config) if _trains_by_policy_loss(program) else (),
+        "loss_terms": loss_terms(config) if _trains_by_policy_loss(pipeline) else (),
     }
 
 
-def _plan(config: Config, program: BoundPipeline) -> Plan:
+def _plan(config: Config, pipeline: BoundPipeline) -> Plan:
     device = choose_device(config)
     if config.trainer.launcher == "local":
-        return plan_local(program, str(device))
+        return plan_local(pipeline, str(device))
     refuse_offload_here(config, device)
-    is_shared_out = not config.trainer.allocation and len(pipeline_parts(program, {})) > 1
-    sizes = model_sizes(config, program.engines) if is_shared_out else {}
-    plan = plan_ray(program, config, str(device), sizes)
+    is_shared_out = not config.trainer.allocation and len(pipeline_parts(pipeline, {})) > 1
+    sizes = model_sizes(config, pipeline.engines) if is_shared_out else {}
+    plan = plan_ray(pipeline, config, str(device), sizes)
     check_layouts(config, plan.layouts)
     return plan
 
 
-def _trains_by_policy_loss(program: BoundPipeline) -> bool:
+def _trains_by_policy_loss(pipeline: BoundPipeline) -> bool:
     """Whether a node of it is what `train_actor` makes: only that one reports the terms of its loss."""
-    updates = [node.fn for node in program.learning if isinstance(node.fn, partial)]
+    updates = [node.fn for node in pipeline.training_nodes if isinstance(node.fn, partial)]
     return any(isinstance(fn.keywords.get("objective"), PolicyObjective) for fn in updates)
 
 
@@ -121,7 +121,7 @@ def validation_sets(config: Config, validation_runner: Mapping[str, PromptSet]) 
 def validation_params(
     config: Config, sampling: SamplingParams
 ) -> tuple[SamplingParams | None, SamplingParams | None, int]:
-    """How `rollout.val_kwargs` wants held-out prompts answered: greedily, by sampling, how often."""
+    """How `rollout.val_kwargs` wants validation prompts answered: greedily, by sampling, how often."""
     if not validates(config) or not is_rl(config):
         return None, None, 0
     settings = config.actor_rollout_ref.rollout.val_kwargs
@@ -134,15 +134,15 @@ def validation_params(
     return greedy, sampled, settings.n
 
 
-def run_options(config: Config, program: BoundPipeline, plan: Plan) -> RunOptions:
+def run_options(config: Config, pipeline: BoundPipeline, plan: Plan) -> RunOptions:
     """What means nothing in this run is looked at without being read, so that it is refused where it was set."""
     trainer, trust = config.trainer, config.trust
-    goes_elsewhere = any("rollout" in rank.engines and not rank.learning for rank in plan.ranks)
+    goes_elsewhere = any("rollout" in rank.engines and not rank.training_nodes for rank in plan.ranks)
     has_val = validates(config)
-    run_self_check = trust.check_rewards if "judge" in program.services else False
+    run_self_check = trust.check_rewards if "reward_fn" in pipeline.services else False
     return RunOptions(
         seed=trainer.seed,
-        update_frequency=config.actor_rollout_ref.actor.model_update_frequency if "rollout" in program.engines else 1,
+        update_frequency=config.actor_rollout_ref.actor.model_update_frequency if "rollout" in pipeline.engines else 1,
         weight_update_mode=(config if goes_elsewhere else peek(config)).actor_rollout_ref.actor.weight_update_mode,
         val_before_train=trainer.val_before_train,
         # Off is always understood; a frequency means something only where there is something to validate on.
@@ -159,20 +159,22 @@ def run_options(config: Config, program: BoundPipeline, plan: Plan) -> RunOption
         project=trainer.project_name,
         experiment=trainer.experiment_name,
         enable_perf=config.dag.enable_perf,
-        worker=_worker_needs(config if trainer.launcher == "ray" else peek(config), _is_judged(program)),
+        worker=_worker_needs(config if trainer.launcher == "ray" else peek(config), _is_judged(pipeline)),
         max_held_mb=(trainer if trainer.launcher == "ray" else peek(trainer)).max_held_mb,
         peers_timeout_s=(trainer if trainer.launcher == "ray" else peek(trainer)).peers_timeout_s,
-        timeout_s=config.reward.timeout_s if _has_deadline(program) else peek(config).reward.timeout_s,
-        engine_timeout_s=(config if "rollout" in program.engines else peek(config)).actor_rollout_ref.rollout.timeout_s,
-        canary_freq=_canary_freq(config, program),
+        timeout_s=config.reward.timeout_s if _has_deadline(pipeline) else peek(config).reward.timeout_s,
+        engine_timeout_s=(
+            config if "rollout" in pipeline.engines else peek(config)
+        ).actor_rollout_ref.rollout.timeout_s,
+        canary_freq=_canary_freq(config, pipeline),
         audit_freq=trust.audit_freq,
-        on_mismatch=trust.on_mismatch if "rollout" in program.engines else "warn",
+        on_mismatch=trust.on_mismatch if "rollout" in pipeline.engines else "warn",
         run_self_check=run_self_check,
         solution_columns=_solution_columns(config) if run_self_check else {},
-        max_error_rate=(config if _is_judged(program) else peek(config)).reward.max_error_rate,
+        max_error_rate=(config if _is_judged(pipeline) else peek(config)).reward.max_error_rate,
         max_skipped=trust.max_skipped_updates,
         unmoved_after=trust.unmoved_after,
-        offloads=_offloads(config, program) if is_sharded(config) else {},
+        offloads=_offloads(config, pipeline) if is_sharded(config) else {},
     )
 
 
@@ -192,28 +194,28 @@ def _worker_needs(config: Config, is_judged: bool) -> WorkerNeeds:
     return replace(needs, num_reward_actors=reward.num_actors, reward_cpus=reward.actor_cpus) if is_judged else needs
 
 
-def _offloads(config: Config, program: BoundPipeline) -> dict[str, Offloads]:
+def _offloads(config: Config, pipeline: BoundPipeline) -> dict[str, Offloads]:
     """Of what is trained, by role. What stays on the host always is not moved."""
     settings = {"actor": config.actor_rollout_ref.actor.fsdp_config, "critic": config.critic.fsdp_config}
     found = {
         role: Offloads(weights=own.param_offload, moments=own.optimizer_offload)
         for role, own in settings.items()
-        if role in program.engines
+        if role in pipeline.engines
     }
     return {role: own for role, own in found.items() if own.weights or own.moments}
 
 
-def _has_deadline(program: BoundPipeline) -> bool:
-    return any(not (node.contract.is_async and is_ours(node)) for node in program.experience)
+def _has_deadline(pipeline: BoundPipeline) -> bool:
+    return any(not (node.contract.is_async and is_ours(node)) for node in pipeline.rollout_nodes)
 
 
-def _is_judged(program: BoundPipeline) -> bool:
-    return any(node.node_role is NodeRole.REWARD for node in program.experience)
+def _is_judged(pipeline: BoundPipeline) -> bool:
+    return any(node.node_role is NodeRole.REWARD for node in pipeline.rollout_nodes)
 
 
-def _canary_freq(config: Config, program: BoundPipeline) -> int:
+def _canary_freq(config: Config, pipeline: BoundPipeline) -> int:
     """On shared weights the engine is compared at the start only, so that the number means nothing beyond on or off."""
-    if "rollout" not in program.engines:
+    if "rollout" not in pipeline.engines:
         return 0
     plain = peek(config).trust.canary_freq
     return 1 if plain > 0 and shares_weights(config) else config.trust.canary_freq

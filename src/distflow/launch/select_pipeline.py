@@ -1,10 +1,10 @@
 """The heap of this process, where its C library is glibc.
 
-Which program a config runs: a built-in one by name, the user's function, or nodes given in YAML.
+Which pipeline a config runs: a built-in one by name, the user's function, or nodes given in YAML.
 
-A run whose finished prompt groups a function of the user's accepts or rejects, as one more node of its program.
+A run whose finished prompt groups a function of the user's accepts or rejects, as one more node of its pipeline.
 
-The program of a config, bound to it, here and on a worker.
+The pipeline of a config, bound to it, here and on a worker.
 """
 
 import ctypes
@@ -68,11 +68,11 @@ _WRITERS = {
     "advantages": "compute_advantage writes it",
     "token_level_scores": "compute_reward writes it",
 }
-"""What writes a column of the standard nodes, for a program that lacks it."""
+"""What writes a column of the standard nodes, for a pipeline that lacks it."""
 
 
 def select_pipeline(config: Config) -> TaskGraph:
-    """The program of `config`. Raises PipelineError or UserError where the user's own cannot be built."""
+    """The pipeline of `config`. Raises PipelineError or UserError where the user's own cannot be built."""
     name = pipeline_name(config)
     if name != CUSTOM:
         return cast(TaskGraph, _made(load_function(PIPELINES[name].target), config))
@@ -82,41 +82,41 @@ def select_pipeline(config: Config) -> TaskGraph:
 
 
 def bound(graph: TaskGraph, config: Config) -> BoundPipeline:
-    """The program with the config's options and the columns of data sets. Raises PipelineError, which says of a column
+    """The pipeline with the config's options and the columns of data sets. Raises PipelineError, which says of a column
     that nothing writes which of the standard nodes would."""
     try:
-        program = graph.bind(config, PROMPT_FIELDS)
-        return _unscored(graph, program, config) if may_derive_old(config) else program
+        pipeline = graph.bind(config, PROMPT_FIELDS)
+        return _unscored(graph, pipeline, config) if may_derive_old(config) else pipeline
     except MissingColumn as err:
         if err.column not in _WRITERS:
             raise
         raise PipelineError(f"{err}. A node with distflow.pipelines.nodes:{_WRITERS[err.column]}") from err
 
 
-def generates(program: BoundPipeline) -> bool:
+def generates(pipeline: BoundPipeline) -> bool:
     """Whether it learns from answers that are sampled, not from those of the rows: it uses the rollout engine, or
     judges what it makes, and does not load answers."""
-    if any(innermost(node.fn) is load_answers for node in program.nodes):
+    if any(innermost(node.fn) is load_answers for node in pipeline.nodes):
         return False
     makes = (NodeRole.ROLLOUT, NodeRole.REWARD)
-    return "rollout" in program.engines or any(node.node_role in makes for node in program.nodes)
+    return "rollout" in pipeline.engines or any(node.node_role in makes for node in pipeline.nodes)
 
 
-def _unscored(graph: TaskGraph, program: BoundPipeline, config: Config) -> BoundPipeline:
-    """The program without the forward pass for old log-probs, where the built-in update alone reads them.
+def _unscored(graph: TaskGraph, pipeline: BoundPipeline, config: Config) -> BoundPipeline:
+    """The pipeline without the forward pass for old log-probs, where the built-in update alone reads them.
 
     A function of the user's that is handed the whole batch may read them.
     """
-    scoring = [node for node in program.nodes if innermost(node.fn) in (score_policy, weigh_once_apart)]
-    updates = [node for node in program.nodes if innermost(node.fn) is update and _takes_policy_loss(node)]
+    scoring = [node for node in pipeline.nodes if innermost(node.fn) in (score_policy, weigh_once_apart)]
+    updates = [node for node in pipeline.nodes if innermost(node.fn) is update and _takes_policy_loss(node)]
     columns = {"old_log_probs", "rollout_is_weights"}
-    for node in program.nodes:
-        is_handed = not is_ours(node) and "batch" in node.contract.reserved and node.plane == "learning"
+    for node in pipeline.nodes:
+        is_handed = not is_ours(node) and "batch" in node.contract.reserved and node.plane == "training"
         reads = columns & {*node.contract.reads, *node.contract.optional}
         if node not in scoring and node not in updates and (reads or is_handed):
-            return program
+            return pipeline
     if not scoring or len(updates) != 1:
-        return program
+        return pipeline
     for node in scoring:
         graph.remove_node(node.node_id)
     graph.update_node(updates[0].node_id, func=train_unscored_actor)
@@ -158,13 +158,13 @@ def _check_parameters(make_graph: Callable[..., object], path: str) -> None:
     ]
     if len(required) > 1:
         raise UserError(
-            f"dag.custom_pipeline_fn={path} takes ({', '.join(required)}): a program's function takes the config, or "
+            f"dag.custom_pipeline_fn={path} takes ({', '.join(required)}): a pipeline's function takes the config, or "
             "nothing"
         )
 
 
 def _made(make_graph: Callable[..., object], config: Config) -> object:
-    """A program's function may take the config, or nothing."""
+    """A pipeline's function may take the config, or nothing."""
     return make_graph(config) if inspect.signature(make_graph).parameters else make_graph()
 
 
@@ -188,27 +188,27 @@ REJECTED = "rejected"
 
 
 def accepting(spec: Spec, should_accept: Callable[[Batch], object]) -> Spec:
-    """The same run, with this node behind all others of the experience plane. It does not leave this process."""
+    """The same run, with this node behind all others of the rollout loop. It does not leave this process."""
 
     def accept(batch: Batch) -> Drop | None:
         return None if should_accept(batch) else Drop(REJECTED)
 
     graph = select_pipeline(spec.config).copy()
-    before = tuple(node.node_id for node in spec.program().experience)
-    graph.add_node(Node("should_accept", accept, before, writes=(), scope="group", plane="experience", validates=False))
-    program = bound(graph, spec.config)
+    before = tuple(node.node_id for node in spec.pipeline().rollout_nodes)
+    graph.add_node(Node("should_accept", accept, before, writes=(), scope="group", plane="rollout", validates=False))
+    pipeline = bound(graph, spec.config)
 
     def made() -> BoundPipeline:
-        return program
+        return pipeline
 
-    return replace(spec, program=made, plan=plan_local(program, spec.plan.ranks[0].device))
+    return replace(spec, pipeline=made, plan=plan_local(pipeline, spec.plan.ranks[0].device))
 
 
 _MAX_THREADS = 1024
 
 
 def bind(config: Config) -> BoundPipeline:
-    """The program of a config, bound to it and to the columns that data sets have. Raises PipelineError."""
+    """The pipeline of a config, bound to it and to the columns that data sets have. Raises PipelineError."""
     return bound(select_pipeline(config), config)
 
 

@@ -28,18 +28,18 @@ def told(loaded: Loaded, reading: Reading, data: Data) -> Iterator[str]:
         yield f"{name} data: {', '.join(found.report.lines())}"
         if len(found.domains) > 1 and config.data.domains:
             yield "by domain: " + ", ".join(f"{own} {rows:,}" for own, rows in num_rows_of(config, found).items())
-        if "judge" in reading.program.services:
+        if "reward_fn" in reading.pipeline.services:
             check_domains(reward_functions(config), found.domains)
     if data.broken:
         yield f"left out: {listed(data.broken, 'training row', 'whose tests are broken')}"
     yield from (f"made to fit: {fitted}" for fitted in loaded.fitted)
     if reading.unused:
-        yield f"not used by the program '{reading.program.graph_id}': {', '.join(reading.unused)}"
+        yield f"not used by the pipeline '{reading.pipeline.graph_id}': {', '.join(reading.unused)}"
     yield from _notes(loaded, reading, data)
     if is_rl(config):
         for domain, algorithm in algorithms(config):
             of = "" if domain is None else f" of '{domain}'"
-            options = _estimator_options(reading.program, domain)
+            options = _estimator_options(reading.pipeline, domain)
             yield f"advantages{of}: {describe_estimator(algorithm.adv_estimator, options)}"
 
 
@@ -77,7 +77,7 @@ def _notes(loaded: Loaded, reading: Reading, data: Data) -> Iterator[str]:
     for key, named in (("reward.domains", config.reward.domains), ("algorithm.domains", config.algorithm.domains)):
         for name in sorted(set(named) - known):
             yield f"note: {key} has settings of '{name}', and no row is of that domain{hint(name, known)}"
-    if "judge" in reading.program.services and all(row.ground_truth is None for row in data.train):
+    if "reward_fn" in reading.pipeline.services and all(row.ground_truth is None for row in data.train):
         yield (
             f"note: no row has the column '{config.data.answer_key}' (data.answer_key): the reward is called with "
             "ground_truth=None"
@@ -91,8 +91,8 @@ def _weighs_staleness(config: Config) -> bool:
     return bool(corrects) or loss == "decoupled"
 
 
-def _estimator_options(program: BoundPipeline, domain: str | None) -> dict[str, object]:
-    for node in program.nodes:
+def _estimator_options(pipeline: BoundPipeline, domain: str | None) -> dict[str, object]:
+    for node in pipeline.nodes:
         if node.node_role is NodeRole.ADVANTAGE:
             return options_of(node, domain)
     return {}

@@ -21,7 +21,7 @@ def named_code(config: Config) -> list[str]:
 
 
 def program_code(config: Config) -> list[str]:
-    """The part that the program is made of."""
+    """The part that the pipeline is made of."""
     code = _imports(config)
     if config.dag.custom_pipeline_fn:
         code.append(f"dag.custom_pipeline_fn: {config.dag.custom_pipeline_fn}")

@@ -1,6 +1,6 @@
 """GRPO: a group's own mean is the baseline; no critic.
 
-A program is a function of the config that adds the nodes which the config needs. What a node reads of what another
+A pipeline is a function of the config that adds the nodes which the config needs. What a node reads of what another
 writes says in which order they run; prompt groups go through the first part one by one, whole steps through the rest.
 """
 
@@ -31,7 +31,7 @@ def group_relative(pipeline: Pipeline, config: Config) -> TaskGraph:
 
 
 def answer_and_judge(pipeline: Pipeline, config: Config) -> None:
-    """The experience plane: from a prompt to a judged, filtered group."""
+    """The rollout loop: from a prompt to a judged, filtered group."""
     pipeline.add_node("rollout_actor", nodes.generate)
     pipeline.add_node("function_reward", nodes.compute_reward)
     baselines = {domain: each.adv_estimator == "remax" for domain, each in algorithms(config)}
@@ -48,7 +48,7 @@ def answer_and_judge(pipeline: Pipeline, config: Config) -> None:
 
 def score(pipeline: Pipeline, config: Config) -> None:
     """What the trainer finds out about a step before it is trained on."""
-    pipeline.add_node("actor_old_log_prob", nodes.compute_old_log_prob, plane="learning", only_forward_compute=True)
+    pipeline.add_node("actor_old_log_prob", nodes.compute_old_log_prob, plane="training", only_forward_compute=True)
     # Without a KL term against the reference it is not even built.
     kl_in_reward = any(each.use_kl_in_reward for _, each in algorithms(config))
     if kl_in_reward or config.actor_rollout_ref.actor.use_kl_loss:
@@ -65,23 +65,23 @@ def score(pipeline: Pipeline, config: Config) -> None:
     each = [algorithm for _, algorithm in algorithms(config)]
     if any(map(masks_samples, each)):
         behind = ["mismatch_rejection"] if correction.rollout_rs else []
-        pipeline.add_node("sample_mask", nodes.mask_samples, behind, plane="learning")
+        pipeline.add_node("sample_mask", nodes.mask_samples, behind, plane="training")
     if any(map(changes_rewards, each)):
         pipeline.add_node("reward_norm", nodes.normalize_rewards)
     clips = any(algorithm.reward_clip is not None for algorithm in each)
     if clips:
-        pipeline.add_node("reward_clip", nodes.clip_rewards, plane="learning")
+        pipeline.add_node("reward_clip", nodes.clip_rewards, plane="training")
     if kl_in_reward:
         behind = ["reward_clip"] if clips else []
         pipeline.add_node("kl_penalty", nodes.apply_kl_penalty, behind, validates=False)
     if any(algorithm.whiten_rewards for algorithm in each):
         behind = ["kl_penalty"] if kl_in_reward else ["reward_clip"] if clips else []
-        pipeline.add_node("reward_whitening", nodes.whiten_rewards, behind, plane="learning")
+        pipeline.add_node("reward_whitening", nodes.whiten_rewards, behind, plane="training")
 
 
 def estimate_advantages(pipeline: Pipeline, config: Config) -> None:
     """What each token is worth, and which of them the policy loss treats apart."""
-    pipeline.add_node("calculate_advantages", nodes.compute_advantage, plane="learning")
+    pipeline.add_node("calculate_advantages", nodes.compute_advantage, plane="training")
     each = [algorithm for _, algorithm in algorithms(config)]
     behind: list[str] = []  # they update one column, in this order
     for node_id, function, is_used in (
@@ -90,7 +90,7 @@ def estimate_advantages(pipeline: Pipeline, config: Config) -> None:
         ("sample_weights", nodes.weigh_samples, any(map(weighs_samples, each))),
     ):
         if is_used:
-            pipeline.add_node(node_id, function, behind, plane="learning")
+            pipeline.add_node(node_id, function, behind, plane="training")
             behind = [node_id]
     if selects_tokens(config.actor_rollout_ref.actor.policy_loss):
         pipeline.add_node("token_selection", nodes.select_tokens, phase="token_selection")

@@ -1,4 +1,4 @@
-"""Which parts of a program are independent of one another, and how many devices each gets."""
+"""Which parts of a pipeline are independent of one another, and how many devices each gets."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -42,23 +42,23 @@ def split(deps: Edges, holds: Mapping[str, Collection[str]]) -> list[tuple[str, 
     return [tuple(node for node in order if node in part) for part in parts]
 
 
-def pipeline_parts(program: BoundPipeline, sizes: Mapping[str, str | float]) -> list[Part]:
-    """The parts of a program, as they are served: the largest model first, then the longest chain.
+def pipeline_parts(pipeline: BoundPipeline, sizes: Mapping[str, str | float]) -> list[Part]:
+    """The parts of a pipeline, as they are served: the largest model first, then the longest chain.
 
-    Every prompt group goes through the whole experience plane, so that all that learns from an engine there is one
+    Every prompt group goes through the whole rollout loop, so that all that learns from an engine there is one
     part. A part without any engine goes with the first that has one. sizes: parameters of the model of each role.
     """
-    experience = tuple(node.node_id for node in program.experience)
-    holds = {node.node_id: node.engines for node in program.nodes}
-    if not program.learning or any(holds[node_id] for node_id in experience):
-        return [_part(program, [node.node_id for node in program.nodes], sizes)]
-    deps = {n.node_id: tuple(dep for dep in n.deps if dep not in experience) for n in program.learning}
+    rollout_nodes = tuple(node.node_id for node in pipeline.rollout_nodes)
+    holds = {node.node_id: node.engines for node in pipeline.nodes}
+    if not pipeline.training_nodes or any(holds[node_id] for node_id in rollout_nodes):
+        return [_part(pipeline, [node.node_id for node in pipeline.nodes], sizes)]
+    deps = {n.node_id: tuple(dep for dep in n.deps if dep not in rollout_nodes) for n in pipeline.training_nodes}
     found = split(deps, holds)
     trained = [nodes for nodes in found if _held(nodes, holds)] or found[:1]
     idle = {node for nodes in found if nodes not in trained for node in nodes}
-    parts = served([_part(program, (*experience, *nodes), sizes) for nodes in trained])
+    parts = served([_part(pipeline, (*rollout_nodes, *nodes), sizes) for nodes in trained])
     first = {*parts[0].nodes, *idle}
-    return [_part(program, [n.node_id for n in program.nodes if n.node_id in first], sizes), *parts[1:]]
+    return [_part(pipeline, [n.node_id for n in pipeline.nodes if n.node_id in first], sizes), *parts[1:]]
 
 
 def served(parts: Sequence[Part]) -> list[Part]:
@@ -74,7 +74,7 @@ def apportion(sizes: Sequence[float], num_devices: int, strategy: str) -> list[i
     """
     if num_devices < len(sizes):
         raise UserError(
-            f"the program has {len(sizes)} independent parts, and there are {num_devices} devices: give it at least "
+            f"the pipeline has {len(sizes)} independent parts, and there are {num_devices} devices: give it at least "
             f"{len(sizes)} (trainer.nnodes × trainer.n_gpus_per_node)"
         )
     weights = [Fraction(size) if strategy == "param_aware" else Fraction(1) for size in sizes]
@@ -99,8 +99,8 @@ def _quotas(weights: list[Fraction], num_devices: int) -> list[Fraction]:
         small |= below
 
 
-def _part(program: BoundPipeline, node_ids: Sequence[str], sizes: Mapping[str, str | float]) -> Part:
-    engines = dict.fromkeys(engine for node_id in node_ids for engine in program.node(node_id).engines)
+def _part(pipeline: BoundPipeline, node_ids: Sequence[str], sizes: Mapping[str, str | float]) -> Part:
+    engines = dict.fromkeys(engine for node_id in node_ids for engine in pipeline.node(node_id).engines)
     models = [engine for engine in engines if engine != "rollout"]  # which serves the actor's weights
     return Part(tuple(node_ids), tuple(engines), sum(parse_size(sizes.get(model, 0)) for model in models))
 

@@ -51,7 +51,7 @@ ChannelKind = Literal["local", "stream", "exchange"]
 
 @dataclass(frozen=True)
 class Channel:
-    """How one node's output reaches another: by reference on one worker (`local`), over the experience edge
+    """How one node's output reaches another: by reference on one worker (`local`), over the sample queue
     (`stream`), or re-partitioned over ranks (`exchange`)."""
 
     source: str
@@ -68,8 +68,8 @@ class RankPlan:
 
     rank: int
     device: str
-    experience: tuple[str, ...]
-    learning: tuple[str, ...]
+    rollout_nodes: tuple[str, ...]
+    training_nodes: tuple[str, ...]
     engines: tuple[str, ...]
     services: tuple[str, ...]
     node: int = 0
@@ -77,13 +77,13 @@ class RankPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """Placement of a program.
+    """Placement of a pipeline.
 
     layouts: of each role's model, where there are several ranks. groups: the process groups that they make, in the
     order in which every rank creates them. backends: what these speak over, that of tensors first.
     """
 
-    program: str
+    pipeline: str
     ranks: tuple[RankPlan, ...]
     channels: tuple[Channel, ...]
     layouts: tuple[Layout, ...] = ()
@@ -100,7 +100,7 @@ class Plan:
         for layout in self.layouts:
             if layout.role == role:
                 return layout
-        raise UserError(f"the plan of '{self.program}' places no '{role}'{hint(role, [x.role for x in self.layouts])}")
+        raise UserError(f"the plan of '{self.pipeline}' places no '{role}'{hint(role, [x.role for x in self.layouts])}")
 
     def group_of(self, role: str, axis: str, rank: int) -> ProcessGroup | None:
         """The group of a rank along an axis of a role, `all` for all its ranks; None where the rank is alone in it."""
@@ -122,45 +122,50 @@ def _listed(ranks: Sequence[int]) -> str:
     return f"{ranks[0]} to {ranks[-1]}" if side_by_side else ", ".join(map(str, ranks))
 
 
-def plan_local(program: BoundPipeline, device: str) -> Plan:
-    """Everything on one worker; the experience edge is where the planes meet."""
-    experience = [node.node_id for node in program.experience]
-    rank = rank_plan(program, 0, device, experience, [node.node_id for node in program.learning])
-    return Plan(program.graph_id, (rank,), make_channels(program, (rank,)))
+def plan_local(pipeline: BoundPipeline, device: str) -> Plan:
+    """Everything on one worker; the sample queue is where the planes meet."""
+    rollout_nodes = [node.node_id for node in pipeline.rollout_nodes]
+    rank = rank_plan(pipeline, 0, device, rollout_nodes, [node.node_id for node in pipeline.training_nodes])
+    return Plan(pipeline.graph_id, (rank,), make_channels(pipeline, (rank,)))
 
 
 def rank_plan(
-    program: BoundPipeline, rank: int, device: str, experience: Sequence[str], learning: Sequence[str], node: int = 0
+    pipeline: BoundPipeline,
+    rank: int,
+    device: str,
+    rollout_nodes: Sequence[str],
+    training_nodes: Sequence[str],
+    node: int = 0,
 ) -> RankPlan:
     """A worker that runs these nodes, with the engines and services that they name."""
-    nodes = [program.node(node_id) for node_id in (*experience, *learning)]
+    nodes = [pipeline.node(node_id) for node_id in (*rollout_nodes, *training_nodes)]
     engines = dict.fromkeys(engine for node in nodes for engine in node.engines)
     services = dict.fromkeys(service for node in nodes for service in node.contract.services)
-    return RankPlan(rank, device, tuple(experience), tuple(learning), tuple(engines), tuple(services), node)
+    return RankPlan(rank, device, tuple(rollout_nodes), tuple(training_nodes), tuple(engines), tuple(services), node)
 
 
-def check_plan(plan: Plan, program: BoundPipeline) -> None:
-    """Raises UserError for a node that the program has not or that no rank runs, for one without its engine, for an
+def check_plan(plan: Plan, pipeline: BoundPipeline) -> None:
+    """Raises UserError for a node that the pipeline has not or that no rank runs, for one without its engine, for an
     engine that no node of its rank uses, and for a layout of other ranks than those that hold the engine."""
     for rank in plan.ranks:
-        wanted = rank_plan(program, rank.rank, rank.device, rank.experience, rank.learning)
+        wanted = rank_plan(pipeline, rank.rank, rank.device, rank.rollout_nodes, rank.training_nodes)
         pairs = (("engine", rank.engines, wanted.engines), ("service", rank.services, wanted.services))
         for what, given, needed in pairs:
             unused = [name for name in given if name not in needed]
             missing = [name for name in needed if name not in given]
             if unused:
                 raise UserError(
-                    f"the plan gives rank {rank.rank} the {what} '{unused[0]}', which no node of program "
-                    f"'{program.graph_id}' uses there: take it out of the plan"
+                    f"the plan gives rank {rank.rank} the {what} '{unused[0]}', which no node of pipeline "
+                    f"'{pipeline.graph_id}' uses there: take it out of the plan"
                 )
             if missing:
                 raise UserError(
                     f"the plan gives rank {rank.rank} no {what} '{missing[0]}', which its nodes need: add it there"
                 )
-    placed = {node_id for rank in plan.ranks for node_id in (*rank.experience, *rank.learning)}
-    idle = [node.node_id for node in program.nodes if node.node_id not in placed]
+    placed = {node_id for rank in plan.ranks for node_id in (*rank.rollout_nodes, *rank.training_nodes)}
+    idle = [node.node_id for node in pipeline.nodes if node.node_id not in placed]
     if idle:
-        raise UserError(f"no rank of the plan runs node '{idle[0]}' of program '{program.graph_id}'")
+        raise UserError(f"no rank of the plan runs node '{idle[0]}' of pipeline '{pipeline.graph_id}'")
     for layout in plan.layouts:
         holders = tuple(rank.rank for rank in plan.ranks if layout.role in rank.engines)
         if holders != layout.ranks:
@@ -171,27 +176,27 @@ def check_plan(plan: Plan, program: BoundPipeline) -> None:
 
 
 def dp_groups_of(plan: Plan) -> tuple[tuple[int, ...], ...]:
-    """Ranks that run the same nodes of the learning plane: they share every step. The team that trains the policy is
+    """Ranks that run the same nodes of the training loop: they share every step. The team that trains the policy is
     first: what is true of all is told by its first rank."""
-    teams: dict[tuple[str, ...], list[int]] = {}
+    dp_groups: dict[tuple[str, ...], list[int]] = {}
     for rank in plan.ranks:
-        if rank.learning:
-            teams.setdefault(rank.learning, []).append(rank.rank)
-    found = [tuple(team) for team in teams.values()]
-    return tuple(sorted(found, key=lambda team: "actor" not in plan.ranks[team[0]].engines))
+        if rank.training_nodes:
+            dp_groups.setdefault(rank.training_nodes, []).append(rank.rank)
+    found = [tuple(dp_group) for dp_group in dp_groups.values()]
+    return tuple(sorted(found, key=lambda dp_group: "actor" not in plan.ranks[dp_group[0]].engines))
 
 
-def make_channels(program: BoundPipeline, ranks: Sequence[RankPlan]) -> tuple[Channel, ...]:
+def make_channels(pipeline: BoundPipeline, ranks: Sequence[RankPlan]) -> tuple[Channel, ...]:
     """How each node gets what another writes: by reference where every rank that runs it runs the other too."""
-    homes: dict[str, set[int]] = {node.node_id: set() for node in program.nodes}
+    homes: dict[str, set[int]] = {node.node_id: set() for node in pipeline.nodes}
     for rank in ranks:
-        for node_id in (*rank.experience, *rank.learning):
+        for node_id in (*rank.rollout_nodes, *rank.training_nodes):
             homes[node_id].add(rank.rank)
-    experience = {node.node_id for node in program.experience}
+    rollout_nodes = {node.node_id for node in pipeline.rollout_nodes}
     found = []
-    for node in program.nodes:
+    for node in pipeline.nodes:
         for dep in node.deps:
-            crosses = dep in experience and node.plane == "learning"
+            crosses = dep in rollout_nodes and node.plane == "training"
             inside: ChannelKind = "local" if homes[node.node_id] <= homes[dep] else "exchange"
             found.append(Channel(dep, node.node_id, "stream" if crosses else inside))
     return tuple(found)

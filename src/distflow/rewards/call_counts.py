@@ -38,7 +38,7 @@ class RewardCallCounts(NamedTuple):
 class RewardCounts(NamedTuple):
     """What a worker's verdicts came to: of rewards, and of the verifiers the counts that are metrics."""
 
-    verdicts: RewardCallCounts = RewardCallCounts()
+    calls: RewardCallCounts = RewardCallCounts()
     counts: Mapping[str, float] = {}
 
     @staticmethod
@@ -47,7 +47,7 @@ class RewardCounts(NamedTuple):
         counts = Counter[str]()
         for part in parts:
             counts.update(part.counts)
-        return RewardCounts(joined([part.verdicts for part in parts]), dict(counts))
+        return RewardCounts(joined([part.calls for part in parts]), dict(counts))
 
 
 def joined(parts: Iterable[RewardCallCounts]) -> RewardCallCounts:
@@ -58,7 +58,7 @@ def joined(parts: Iterable[RewardCallCounts]) -> RewardCallCounts:
 
 
 class CallCounts:
-    """Counts on the asyncio thread, training and validation apart; the learner takes the counts."""
+    """Counts on the asyncio thread, training and validation apart; the trainer takes the counts."""
 
     def __init__(self) -> None:
         self._counted: dict[str, RewardCallCounts] = defaultdict(RewardCallCounts)

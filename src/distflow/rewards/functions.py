@@ -37,7 +37,7 @@ def write_function(function: Callable[..., object], fingerprint: str, file: Path
     have, e.g. a lock or an open connection."""
     try:
         data = _pickled(function)
-    except Exception as error:  # the edge: whatever an object of the user's raises when it is pickled
+    except Exception as error:  # the queue: whatever an object of the user's raises when it is pickled
         raise UserError(
             f"the reward {name_of(function)} runs in a process of its own, and what it refers to cannot be sent there: "
             f"{_culprit(function) or error}. Make it inside the function, once, in a function of its own under "

@@ -133,21 +133,21 @@ async def _try(router: "RewardRouter", solution: Solution, free: asyncio.Semapho
             "extra_info": solution.extra_info,
         }
         for name in judging(router.functions_of(solution.domain)):
-            verdict = await router.pools.of(solution.domain).judge(name, asked)
-            if not (isinstance(verdict, Score) and is_right(own_result(verdict))):
-                return visible(f"{name}: {why(verdict)}", _SHOWN, one_line=True)
+            reward_result = await router.pools.of(solution.domain).call(name, asked)
+            if not (isinstance(reward_result, Score) and is_right(own_result(reward_result))):
+                return visible(f"{name}: {why(reward_result)}", _SHOWN, one_line=True)
         return ""
 
 
-def why(verdict: RewardResult) -> str:
+def why(reward_result: RewardResult) -> str:
     """What a verdict says for people: the score, and the first case that failed where the reward tells of one."""
-    if not isinstance(verdict, Score):
-        return str(verdict)
-    failed = verdict.extra.get("failed")
+    if not isinstance(reward_result, Score):
+        return str(reward_result)
+    failed = reward_result.extra.get("failed")
     first = failed[0] if isinstance(failed, list) and failed else None
     if isinstance(first, dict) and "why" in first:
-        return f"{own_result(verdict):g}, {first.get('case', '')}: {first['why']}"
-    return f"{own_result(verdict):g}"
+        return f"{own_result(reward_result):g}, {first.get('case', '')}: {first['why']}"
+    return f"{own_result(reward_result):g}"
 
 
 def _is_python(text: str) -> bool:

@@ -21,7 +21,7 @@ from distflow.rewards.extracted_answers import bare_answer
 from distflow.rewards.functions import PROMPT
 from distflow.rewards.known_solutions import why
 from distflow.rewards.math.reward import gold_answer, is_equal
-from distflow.rewards.pool.pool import VerifierPool
+from distflow.rewards.pool.pool import RewardPool
 from distflow.rewards.score import RIGHT, RewardResult, Score, Timeout, is_right, own_result
 
 OWN = "own response"
@@ -176,7 +176,7 @@ class Trial:
         return sum(kind.num_faults for kind in self.kinds.values())
 
 
-async def try_reward(pool: VerifierPool, name: str, rows: Sequence[Row], num_workers: int) -> Trial:
+async def try_reward(pool: RewardPool, name: str, rows: Sequence[Row], num_workers: int) -> Trial:
     """Ask the pool's function `name`: right answers in each form, then wrong ones in the forms that it reads, and what
     is hostile. num_workers: of the pool; so many verdicts are waited for at a time, which is how each is timed."""
     trial, free = Trial(), asyncio.Semaphore(num_workers)
@@ -187,9 +187,9 @@ async def try_reward(pool: VerifierPool, name: str, rows: Sequence[Row], num_wor
     async def ask(row: Row, response: Response) -> tuple[Row, Response, RewardResult]:
         async with free:
             started = time.perf_counter()
-            verdict = await pool.judge(name, arguments_of(row, response.text))
+            reward_result = await pool.call(name, arguments_of(row, response.text))
             trial.seconds.append(time.perf_counter() - started)
-            return row, response, verdict
+            return row, response, reward_result
 
     right = [
         (row, response)
@@ -198,7 +198,7 @@ async def try_reward(pool: VerifierPool, name: str, rows: Sequence[Row], num_wor
     ]
     answered = await asyncio.gather(*(ask(*asked) for asked in right))
     trial.read.update({response.form: 0 for _, response in right})
-    trial.read.update(response.form for _, response, verdict in answered if _is_right(verdict))
+    trial.read.update(response.form for _, response, reward_result in answered if _is_right(reward_result))
     forms = trial.forms() or list(trial.read)[:1]
     _count(trial, [entry for entry in answered if entry[1].form in forms])
 
@@ -217,20 +217,20 @@ async def try_reward(pool: VerifierPool, name: str, rows: Sequence[Row], num_wor
 
 
 def _count(trial: Trial, answered: Iterable[tuple[Row, Response, RewardResult]]) -> None:
-    for row, response, verdict in answered:
+    for row, response, reward_result in answered:
         kind = trial.kinds.setdefault(response.kind, Kind(response.is_right))
         kind.asked += 1
-        fault = Fault(row.origin, row.ground_truth, response.text, why(verdict))
-        if isinstance(verdict, Timeout):
+        fault = Fault(row.origin, row.ground_truth, response.text, why(reward_result))
+        if isinstance(reward_result, Timeout):
             kind.timeouts.append(fault)
-        elif not isinstance(verdict, Score):
+        elif not isinstance(reward_result, Score):
             kind.errors.append(fault)
-        elif _is_right(verdict) != response.is_right:
+        elif _is_right(reward_result) != response.is_right:
             kind.wrong.append(fault)
 
 
-def _is_right(verdict: RewardResult) -> bool:
-    return isinstance(verdict, Score) and is_right(own_result(verdict))
+def _is_right(reward_result: RewardResult) -> bool:
+    return isinstance(reward_result, Score) and is_right(own_result(reward_result))
 
 
 def arguments_of(row: Row, response: str) -> dict[str, object]:
@@ -265,16 +265,22 @@ class Agreement(NamedTuple):
 
 
 async def measure(
-    pool: VerifierPool, name: str, rows: Sequence[Row], labels: Sequence[bool], right_from: float = RIGHT
+    pool: RewardPool, name: str, rows: Sequence[Row], labels: Sequence[bool], right_from: float = RIGHT
 ) -> Agreement:
     """Ask the pool's function `name` for a verdict on each row's own response. labels: whether it is right, which the
     reward says by a verdict of `right_from` or more."""
 
     async def ask(row: Row) -> RewardResult:
         assert row.response is not None
-        return await pool.judge(name, arguments_of(row, row.response))
+        return await pool.call(name, arguments_of(row, row.response))
 
-    verdicts = await asyncio.gather(*map(ask, rows))
-    judged = [(label, verdict) for label, verdict in zip(labels, verdicts, strict=True) if isinstance(verdict, Score)]
-    counts = Counter((label, own_result(verdict) >= right_from) for label, verdict in judged)
-    return Agreement(counts, [str(verdict) for verdict in verdicts if not isinstance(verdict, Score)])
+    reward_results = await asyncio.gather(*map(ask, rows))
+    judged = [
+        (label, reward_result)
+        for label, reward_result in zip(labels, reward_results, strict=True)
+        if isinstance(reward_result, Score)
+    ]
+    counts = Counter((label, own_result(reward_result) >= right_from) for label, reward_result in judged)
+    return Agreement(
+        counts, [str(reward_result) for reward_result in reward_results if not isinstance(reward_result, Score)]
+    )

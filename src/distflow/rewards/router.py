@@ -22,7 +22,7 @@ from distflow.rewards.pool.prestart import take_pool
 from distflow.rewards.score import CUT, Error, RewardResult, Score, Timeout, accuracy
 
 OVERLONG = "overlong"
-_KINDS = ("verdicts", "errors", "timeouts")
+_KINDS = ("calls", "errors", "timeouts")
 
 TAKEN = {
     "all": "val_correct/all/mean is over all domains",
@@ -48,7 +48,7 @@ class RewardOutcome:
     there is no verdict.
     """
 
-    verdict: RewardResult
+    reward_result: RewardResult
     parts: dict[str, RewardResult] = field(default_factory=dict)
     accuracy: float = 0.0
 
@@ -99,7 +99,7 @@ class RewardRouter:
         self._response_limits = dict(response_limits or {})
         self.tally = CallCounts()
         self._counts: Counter[str] = Counter()
-        self._lock = threading.Lock()  # the asyncio thread counts, the learner takes the counts
+        self._lock = threading.Lock()  # the asyncio thread counts, the trainer takes the counts
         self.names = sorted({name for parts in self._functions.values() for name, _ in parts})
         patience = Patience(timeout_s, num_workers, retries, backoff_s)
         self.pools = Pools(functions, patience, domains, custom, memory_bytes, start)
@@ -131,9 +131,9 @@ class RewardRouter:
             *(self._ask(domain, name, [samples[i] for i in of_these]) for (domain, name), of_these in asked.items())
         )
         parts: list[dict[str, RewardResult]] = [{} for _ in samples]
-        for ((_, name), of_these), verdicts in zip(asked.items(), answered, strict=True):
-            for i, verdict in zip(of_these, verdicts, strict=True):
-                parts[i][name] = verdict
+        for ((_, name), of_these), reward_results in zip(asked.items(), answered, strict=True):
+            for i, reward_result in zip(of_these, reward_results, strict=True):
+                parts[i][name] = reward_result
         return [self._judgement(sample, found) for sample, found in zip(samples, parts, strict=True)]
 
     async def score(self, sample: Sample) -> RewardOutcome:
@@ -147,22 +147,22 @@ class RewardRouter:
         asked = [_arguments(sample) for sample in samples]
         if name in pool.takes_groups:
             asked = [{**each, PROMPT: sample.prompt} for each, sample in zip(asked, samples, strict=True)]
-        on_again = partial(self._count_again, "reward/judged_again")
-        verdicts = await pool.score_group(name, asked, patience.timeout_s, on_again)
+        on_again = partial(self._count_again, "reward/retried_calls")
+        reward_results = await pool.score_group(name, asked, patience.timeout_s, on_again)
         for attempt in range(patience.retries):
-            failed = [i for i, verdict in enumerate(verdicts) if not isinstance(verdict, Score)]
+            failed = [i for i, reward_result in enumerate(reward_results) if not isinstance(reward_result, Score)]
             if not failed or pool.closed:
                 break
             self._count_again("reward/retries", len(failed))
             await asyncio.sleep(patience.backoff_s * 2**attempt)
             if name in pool.takes_batches:  # judges them beside each other
                 again = await pool.score_group(name, asked, patience.timeout_s, on_again)
-                verdicts = max(verdicts, again, key=_num_scores)
+                reward_results = max(reward_results, again, key=_num_scores)
             else:
                 again = await pool.score_group(name, [asked[i] for i in failed], patience.timeout_s, on_again)
-                for i, verdict in zip(failed, again, strict=True):
-                    verdicts[i] = verdict
-        return verdicts
+                for i, reward_result in zip(failed, again, strict=True):
+                    reward_results[i] = reward_result
+        return reward_results
 
     def _judgement(self, sample: Sample, parts: dict[str, RewardResult]) -> RewardOutcome:
         """The weighted sum of the parts and the overlong penalty. A part without a score leaves the sample without."""
@@ -174,8 +174,8 @@ class RewardRouter:
             weights[OVERLONG] = 1.0
         judgement = RewardOutcome(_combine(parts, weights), parts, right)
         self._count(parts, sample.domain)
-        failed = not isinstance(judgement.verdict, Score)
-        self.tally.add(1, int(failed), f"{judgement.verdict} (domain '{sample.domain}')" if failed else "")
+        failed = not isinstance(judgement.reward_result, Score)
+        self.tally.add(1, int(failed), f"{judgement.reward_result} (domain '{sample.domain}')" if failed else "")
         return judgement
 
     def take_counts(self) -> dict[str, float]:
@@ -198,7 +198,7 @@ class RewardRouter:
     def _count(self, parts: Mapping[str, RewardResult], domain: str) -> None:
         if counted_for.get() != TRAINING:
             return
-        kinds, by_part = ["verdicts"], list[str]()
+        kinds, by_part = ["calls"], list[str]()
         for name, part in parts.items():
             if isinstance(part, Score):
                 by_part += [f"reward/cut/{name}"] * (CUT in part.extra)
@@ -220,8 +220,8 @@ def _arguments(sample: Sample) -> dict[str, object]:
     }
 
 
-def _num_scores(verdicts: Sequence[RewardResult]) -> int:
-    return sum(isinstance(verdict, Score) for verdict in verdicts)
+def _num_scores(reward_results: Sequence[RewardResult]) -> int:
+    return sum(isinstance(reward_result, Score) for reward_result in reward_results)
 
 
 def check_domains(functions: Functions, domains: Iterable[str]) -> None:

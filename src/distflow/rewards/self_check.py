@@ -16,7 +16,7 @@ from distflow.errors import UserError
 from distflow.import_target import load, split_name
 from distflow.registry import REWARDS
 from distflow.rewards.extracted_answers import bare_answer
-from distflow.rewards.pool.pool import VerifierPool
+from distflow.rewards.pool.pool import RewardPool
 from distflow.rewards.score import Case, Error, RewardResult, Score, Timeout
 
 if TYPE_CHECKING:  # it loads torch; this does not, so that it can begin before
@@ -37,11 +37,11 @@ async def run_self_check(router: "RewardRouter") -> None:
     """
     for name in (name for name in router.names if name not in router.configured):
         for case in known_cases(name):
-            verdict = await router.pools.judge(name, _arguments(case.response, case.ground_truth, case.extra_info))
-            if not isinstance(verdict, Score) or verdict.value != case.expected:
+            reward_result = await router.pools.call(name, _arguments(case.response, case.ground_truth, case.extra_info))
+            if not isinstance(reward_result, Score) or reward_result.value != case.expected:
                 raise RuntimeError(
                     f"the verifier '{name}' is not fit for use here: {case.response!r} against {case.ground_truth!r} "
-                    f"should score {case.expected}, it got {verdict}; reinstall distflow and what it stands on, "
+                    f"should score {case.expected}, it got {reward_result}; reinstall distflow and what it stands on, "
                     "or set trust.check_rewards=false"
                 )
     await asyncio.wrap_future(self_check_once())
@@ -68,15 +68,17 @@ def known_cases(name: str) -> tuple[Case, ...]:
 async def self_check_faults() -> None:
     """Raises RuntimeError unless a function that raises, gives no finite number or ends its process gives no score, and
     one that hangs in C code is killed at its deadline."""
-    pool = await asyncio.to_thread(VerifierPool, _PROBES, num_workers=1, timeout_s=HANG_DEADLINE_S)
+    pool = await asyncio.to_thread(RewardPool, _PROBES, num_workers=1, timeout_s=HANG_DEADLINE_S)
     try:
-        failed = {name: await pool.judge(name, _arguments("", None, {})) for name in _FAILURES}
-        hung = await pool.judge("hang", _arguments("", None, {}))
+        failed = {name: await pool.call(name, _arguments("", None, {})) for name in _FAILURES}
+        hung = await pool.call("hang", _arguments("", None, {}))
     finally:
         await asyncio.to_thread(pool.close)
-    for name, verdict in failed.items():
-        if isinstance(verdict, Score):
-            raise RuntimeError(f"a verifier that fails ({_PROBES[name]}) must give no verdict, but it gave {verdict}")
+    for name, reward_result in failed.items():
+        if isinstance(reward_result, Score):
+            raise RuntimeError(
+                f"a verifier that fails ({_PROBES[name]}) must give no verdict, but it gave {reward_result}"
+            )
     if not isinstance(hung, Timeout):
         raise RuntimeError(f"a verifier that hangs was not killed after {HANG_DEADLINE_S} s on this machine: {hung}")
 
@@ -94,13 +96,13 @@ async def self_check_scores(router: "RewardRouter", rows: Iterable[tuple[str, ob
             totals[domain] = totals.get(domain, 0) + 1
             golds = ground_truth if isinstance(ground_truth, list | tuple) and ground_truth else [ground_truth]
             response = f"\\boxed{{{bare_answer(str(golds[0]))}}}"
-            verdict = await router.pools.judge(name, _arguments(response, ground_truth, extra_info))
-            if not isinstance(verdict, Score) or verdict.value != 1.0:
-                failures.setdefault(domain, []).append((ground_truth, verdict))
+            reward_result = await router.pools.call(name, _arguments(response, ground_truth, extra_info))
+            if not isinstance(reward_result, Score) or reward_result.value != 1.0:
+                failures.setdefault(domain, []).append((ground_truth, reward_result))
     for domain, failed in failures.items():
         if 2 * len(failed) > totals[domain]:
-            ground_truth, verdict = failed[0]
-            said = verdict.reason if isinstance(verdict, Error) else str(verdict)
+            ground_truth, reward_result = failed[0]
+            said = reward_result.reason if isinstance(reward_result, Error) else str(reward_result)
             raise UserError(
                 f"{len(failed)} of {totals[domain]} answers of domain '{domain}' do not score 1 against themselves, "
                 f"e.g. {ground_truth!r:.80} ({said}): see data.answer_key and reward.functions"

@@ -29,7 +29,7 @@ NodeState = dict[str, dict[str, Any]]
 
 
 async def judged(router: RewardRouter, samples: Sequence[Sample]) -> list[RewardOutcome]:
-    """What the parameter `judge` of a node is called for. The verifiers have deadlines of their own."""
+    """What the parameter `reward_fn` of a node is called for. The verifiers have deadlines of their own."""
     with ours():
         return await router(samples)
 
@@ -38,14 +38,14 @@ async def judged(router: RewardRouter, samples: Sequence[Sample]) -> list[Reward
 class NodeContext:
     """Handed to nodes that name `ctx`.
 
-    step: the learning step, from 0; in the experience plane the one that the group's ticket was issued in.
+    step: the learning step, from 0; in the rollout loop the one that the group's group was issued in.
     state: the node's own JSON values; they live across steps and are in every checkpoint. A node of the experience
     plane has none where another worker generates, or trains.
     before_update: gives the loss function to call in an optimizer step, so that the step can be proven again.
     after_update: to be told of each optimizer step of an engine, so that it is checked.
-    tickets: of the whole step, over all ranks, in order; mini-batches follow from them. Empty in the experience plane.
-    group: in the experience plane only. validating: a validation set is being answered. router: the verifiers behind
-    `judge`; None in the learning plane, and where the program starts none.
+    groups: of the whole step, over all ranks, in order; mini-batches follow from them. Empty in the rollout loop.
+    group: in the rollout loop only. validating: a validation set is being answered. router: the verifiers behind
+    `reward_fn`; None in the training loop, and where the pipeline starts none.
     """
 
     config: Config
@@ -54,7 +54,7 @@ class NodeContext:
     state: MutableMapping[str, Any] = field(default_factory=dict)
     before_update: Watched = lambda engine, batch, loss: loss
     after_update: Updated = lambda engine, batch, metrics, first: None
-    tickets: Sequence[int] = ()
+    group_ids: Sequence[int] = ()
     group: Group | None = None
     validating: bool = False
     router: RewardRouter | None = None
@@ -62,24 +62,26 @@ class NodeContext:
     def minibatches(self, batch: Batch, num_prompts: int, epoch: int) -> Iterator[Batch]:
         """This rank's part of each mini-batch of one pass over the step, of `num_prompts` whole groups each.
 
-        Decided over the tickets of all ranks, so that the parts of all ranks together are the same for any number.
+        Decided over the groups of all ranks, so that the parts of all ranks together are the same for any number.
         """
-        order = minibatches(len(self.tickets), self.tickets, num_prompts, self.config.trainer.seed, self.step, epoch)
+        order = minibatches(
+            len(self.group_ids), self.group_ids, num_prompts, self.config.trainer.seed, self.step, epoch
+        )
         rows: dict[int, list[int]] = {}
-        for row, ticket in enumerate(batch["group_index"].tolist()):
-            rows.setdefault(ticket, []).append(row)
+        for row, prompt_group in enumerate(batch["group_index"].tolist()):
+            rows.setdefault(prompt_group, []).append(row)
         for places in order:
-            yield batch.select(sorted(row for place in places for row in rows.get(self.tickets[place], ())))
+            yield batch.select(sorted(row for place in places for row in rows.get(self.group_ids[place], ())))
 
-    async def judge(self, samples: Sequence[Sample] | Batch) -> list[RewardOutcome]:
+    async def reward_fn(self, samples: Sequence[Sample] | Batch) -> list[RewardOutcome]:
         """Verdicts of the reward functions on samples; a batch of the group stands for all of its samples.
 
-        Raises UserError where the program starts no verifiers.
+        Raises UserError where the pipeline starts no verifiers.
         """
         if self.router is None or self.group is None:
             raise UserError(
-                "ctx.judge has no verifiers to ask: they run beside the experience plane of programs in which a node "
-                "has a parameter `judge`. Add it to your function, and call `await judge(samples)`"
+                "ctx.reward_fn has no verifiers to ask: they run beside the rollout loop of pipelines in which a node "
+                "has a parameter `reward_fn`. Add it to your function, and call `await reward_fn(samples)`"
             )
         return await judged(self.router, self.group.samples if isinstance(samples, Batch) else samples)
 
@@ -90,7 +92,7 @@ class Contexts:
 
     watched: (role, engine, mini-batch, loss function) → the loss function to call.
     updated: (role, engine, mini-batch, metrics, step, whether the first of the step), told of each optimizer step.
-    keeps: whether nodes of the experience plane may keep something: where all groups and all checkpoints are of this
+    keeps: whether nodes of the rollout loop may keep something: where all groups and all checkpoints are of this
     worker.
     """
 
@@ -101,7 +103,7 @@ class Contexts:
     updated: Callable[[str, TrainEngine, Batch, dict[str, float], int, bool], None]
     keeps: bool = True
 
-    def learning(self, step: int, tickets: Sequence[int], node_id: str) -> NodeContext:
+    def for_training(self, step: int, group_ids: Sequence[int], node_id: str) -> NodeContext:
         """Of a learning-plane node in a step."""
 
         def before_update(engine: TrainEngine, batch: Batch, loss: LossFn) -> LossFn:
@@ -112,21 +114,21 @@ class Contexts:
 
         state = self.state.setdefault(node_id, {})
         tokenizer = self.resources.tokenizer
-        return NodeContext(self.config, step, tokenizer, state, before_update, after_update, tickets)
+        return NodeContext(self.config, step, tokenizer, state, before_update, after_update, group_ids)
 
     def _role(self, engine: TrainEngine) -> str:
         return "critic" if engine is self.resources.critic else "actor"
 
-    def experience(self, group: Group, node_id: str, validating: bool = False) -> NodeContext:
-        """Of an experience-plane node that works for a group."""
+    def for_rollout(self, group: Group, node_id: str, validating: bool = False) -> NodeContext:
+        """Of a node of the rollout that works for a group."""
         return NodeContext(
             self.config,
-            group.ticket.version,
+            group.prompt_group.version,
             self.resources.tokenizer,
             self.state.setdefault(node_id, {}) if self.keeps else _NoState(node_id, self.state.get(node_id, {})),
             group=group,
             validating=validating,
-            router=self.resources.judge,
+            router=self.resources.reward_fn,
         )
 
 

@@ -19,8 +19,8 @@ class _Turn:
 
 
 class EarlyStop:
-    """Lets the groups of a wave pass to the edge one by one: in the order in which the engine answered them first, and
-    before those the ones that asked it nothing, by ticket. The groups that are left when the step is full are aborted,
+    """Lets the groups of a wave pass to the queue one by one: in the order in which the engine answered them first, and
+    before those the ones that asked it nothing, by group. The groups that are left when the step is full are aborted,
     whether they are judged or not.
 
     So a step is made of the same groups whatever time their verdicts take, as far as the engine answers in the same
@@ -30,20 +30,20 @@ class EarlyStop:
     All of it runs on the asyncio thread.
     """
 
-    def __init__(self, edge: StoppingSampleQueue) -> None:
+    def __init__(self, queue: StoppingSampleQueue) -> None:
         self.over = False
-        self._edge = edge
+        self._edge = queue
         self._tickets: dict[asyncio.Task[None], PromptGroup] = {}
         self._turns: dict[asyncio.Task[None], _Turn] = {}
         self._order: asyncio.Queue[asyncio.Task[None]] = asyncio.Queue()
         self._unordered: set[asyncio.Task[None]] = set()
         self._num_tokens: Counter[asyncio.Task[None]] = Counter()
 
-    def expect(self, tickets: dict[asyncio.Task[None], PromptGroup]) -> None:
-        """The tasks of the wave, of which none has run yet, with their tickets in order."""
+    def expect(self, prompt_groups: dict[asyncio.Task[None], PromptGroup]) -> None:
+        """The tasks of the wave, of which none has run yet, with their groups in order."""
         loop = asyncio.get_running_loop()
-        self._tickets = tickets
-        self._turns = {task: _Turn(loop.create_future()) for task in tickets}
+        self._tickets = prompt_groups
+        self._turns = {task: _Turn(loop.create_future()) for task in prompt_groups}
 
     def begin(self) -> None:
         """The engine is about to answer; all groups have asked it, or never will."""
@@ -90,7 +90,7 @@ class EarlyStop:
                 return
 
     async def abort(self, calls: PlainCalls) -> list[PromptGroup]:
-        """End the groups that have not passed on, with all that they wait for; their tickets. No plain function is left
+        """End the groups that have not passed on, with all that they wait for; their groups. No plain function is left
         running: nobody could end it, and it would draw from random generators that are another's by then."""
         self.over = True
         left = [task for task in self._tickets if not task.done()]

@@ -91,37 +91,37 @@ class ErrorShare:
     show: Callable[[str], None] = lambda reason: None
     _told: float = field(default=0.0, init=False)
 
-    def step(self, verdicts: RewardCallCounts, step: int) -> dict[str, float]:
+    def step(self, calls: RewardCallCounts, step: int) -> dict[str, float]:
         """After all verdicts of a step, dropped groups' too; its metrics. step: from 1. Raises TooManyErrors."""
-        if verdicts.first:
-            self.show(verdicts.first)
-        if verdicts.share > self.max_share:
+        if calls.first:
+            self.show(calls.first)
+        if calls.share > self.max_share:
             raise TooManyErrors(
-                f"{described(verdicts)} at step {step}, more than reward.max_error_rate={self.max_share:g} allows: "
-                f"what is left is chance. {_first(verdicts)}\n{REPAIR_ADVICE}; reward.max_error_rate=1 never stops"
+                f"{described(calls)} at step {step}, more than reward.max_error_rate={self.max_share:g} allows: "
+                f"what is left is chance. {_first(calls)}\n{REPAIR_ADVICE}; reward.max_error_rate=1 never stops"
             )
-        if verdicts.share <= WARN_ABOVE:
+        if calls.share <= WARN_ABOVE:
             self._told = 0.0
-        elif verdicts.share >= 2 * self._told:
-            self._told = verdicts.share
+        elif calls.share >= 2 * self._told:
+            self._told = calls.share
             self.warn(
-                f"{described(verdicts)} at step {step}; such answers are left out of the training. {_first(verdicts)}\n"
+                f"{described(calls)} at step {step}; such answers are left out of the training. {_first(calls)}\n"
                 f"{REPAIR_ADVICE}. Above reward.max_error_rate={self.max_share:g} the run stops"
             )
-        if not verdicts.asked:
+        if not calls.asked:
             return {}
-        return {"reward/verdicts": float(verdicts.asked), "reward/error_share": verdicts.share}
+        return {"reward/calls": float(calls.asked), "reward/error_rate": calls.share}
 
 
-def warn_of_errors(verdicts: RewardCallCounts, warn: Callable[[str], None]) -> None:
+def warn_of_errors(calls: RewardCallCounts, warn: Callable[[str], None]) -> None:
     """After a validation, in which such answers count as wrong."""
-    if verdicts.share > WARN_ABOVE:
-        warn(f"{described(verdicts)} in a validation, and count as wrong. {_first(verdicts)}\n{REPAIR_ADVICE}")
+    if calls.share > WARN_ABOVE:
+        warn(f"{described(calls)} in a validation, and count as wrong. {_first(calls)}\n{REPAIR_ADVICE}")
 
 
-def described(verdicts: RewardCallCounts) -> str:
-    return f"{verdicts.failed:,} of {verdicts.asked:,} verdicts failed ({verdicts.share:.0%})"
+def described(calls: RewardCallCounts) -> str:
+    return f"{calls.failed:,} of {calls.asked:,} verdicts failed ({calls.share:.0%})"
 
 
-def _first(verdicts: RewardCallCounts) -> str:
-    return f"The first said: {visible(verdicts.first, _SHOWN_CHARACTERS, one_line=True)}"
+def _first(calls: RewardCallCounts) -> str:
+    return f"The first said: {visible(calls.first, _SHOWN_CHARACTERS, one_line=True)}"

@@ -1,4 +1,4 @@
-"""A prompt group on its way through the experience plane: samples, until the edge makes columns of them."""
+"""A prompt group on its way through the rollout loop: samples, until the queue makes columns of them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -22,7 +22,7 @@ class Group:
     written: what later nodes wrote, by column. measured: by each node.
     """
 
-    ticket: PromptGroup
+    prompt_group: PromptGroup
     row: PromptRow
     params: SamplingParams
     stream: Stream
@@ -38,15 +38,15 @@ class Group:
 
     def greedy(self) -> "Group":
         """The same prompt, to be answered once by the most likely tokens."""
-        return Group(self.ticket, self.row, replace(self.params, greedy=True), self.stream, wanted=(0,))
+        return Group(self.prompt_group, self.row, replace(self.params, greedy=True), self.stream, wanted=(0,))
 
     def sample(self, index: int, segment: Segment | None, text: str, finish_reason: str) -> Sample:
         """The prompt with one answer (None: with none yet). text: its tokens decoded, without special tokens."""
-        row, ticket = self.row, self.ticket
+        row, prompt_group = self.row, self.prompt_group
         prompt = Segment("prompt", tuple(row.prompt_ids))
         return Sample(
-            uid=f"{ticket.number}-{index}",
-            group_index=ticket.number,
+            uid=f"{prompt_group.group_id}-{index}",
+            group_index=prompt_group.group_id,
             episode=index,
             segments=[prompt, segment] if segment else [prompt],
             prompt=row.prompt_text,
@@ -94,10 +94,10 @@ class Group:
         return self._batch.only(self._batch.names)
 
 
-def new_group(ticket: PromptGroup, row: PromptRow, params: SamplingParams, seed: int) -> Group:
-    """The group of a ticket, not answered yet."""
-    stream = Stream(seed, ticket.stream, ticket.epoch, ticket.row)
-    return Group(ticket, row, params, stream, tuple(range(ticket.group_size)))
+def new_group(prompt_group: PromptGroup, row: PromptRow, params: SamplingParams, seed: int) -> Group:
+    """The group of a group, not answered yet."""
+    stream = Stream(seed, prompt_group.stream, prompt_group.epoch, prompt_group.row)
+    return Group(prompt_group, row, params, stream, tuple(range(prompt_group.group_size)))
 
 
 def _with_scores(columns: Batch, written: Mapping[str, Written]) -> Batch:

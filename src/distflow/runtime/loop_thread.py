@@ -1,4 +1,4 @@
-"""The asyncio thread of a process: the experience plane lives there, the learning plane on the main thread."""
+"""The asyncio thread of a process: the rollout loop lives there, the training loop on the main thread."""
 
 import asyncio
 import concurrent.futures

@@ -41,11 +41,11 @@ if TYPE_CHECKING:
 class Ports:
     """The ports of one worker. collective: of the ranks that learn the same. data: of those among them that have
     samples of their own, one for each share of a step. everyone: of all that learn. intake: for a training loop of the
-    user's own, where the edge is of this process. abort: tells every other part of the run that this one is gone.
-    validate: has the workers answer held-out prompts that have an engine, for one that has none. exchange: None where
+    user's own, where the queue is of this process. abort: tells every other part of the run that this one is gone.
+    validate: has the workers answer validation prompts that have an engine, for one that has none. exchange: None where
     no column goes from team to team."""
 
-    edge: SampleQueuePort
+    queue: SampleQueuePort
     intake: IntakePort | None
     weights: WeightPort
     collective: Collective

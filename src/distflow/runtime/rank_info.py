@@ -1,6 +1,6 @@
 """Where a worker stands: among the others, and in the driver's folder.
 
-Ranks that learn the same: which of them hold parts of the same tensors, and what the experience edge must know.
+Ranks that learn the same: which of them hold parts of the same tensors, and what the sample queue must know.
 """
 
 import os
@@ -41,35 +41,35 @@ class Place:
     for."""
 
     rank: int
-    teams: tuple[tuple[int, ...], ...]
+    dp_groups: tuple[tuple[int, ...], ...]
     generators: tuple[int, ...]
     threads: int
     home: Home
     generator: int = -1
 
     @property
-    def learners(self) -> tuple[int, ...]:
-        return tuple(rank for team in self.teams for rank in team)
+    def trainers(self) -> tuple[int, ...]:
+        return tuple(rank for dp_group in self.dp_groups for rank in dp_group)
 
     @property
-    def team(self) -> tuple[int, ...]:
+    def dp_group(self) -> tuple[int, ...]:
         """Its own; empty for a worker that does not learn."""
-        return next((team for team in self.teams if self.rank in team), ())
+        return next((dp_group for dp_group in self.dp_groups if self.rank in dp_group), ())
 
     @property
     def leads(self) -> bool:
         """What is true of all is told by this one."""
-        return self.rank == self.learners[0]
+        return self.rank == self.trainers[0]
 
     @property
     def first(self) -> int:
         """The place of its team's first rank among those that learn."""
-        return self.learners.index(self.team[0]) if self.team else -1
+        return self.trainers.index(self.dp_group[0]) if self.dp_group else -1
 
     @property
     def part(self) -> int:
         """Its number in the run's folder: the one that leads has the first."""
-        order = [*self.learners, *(rank for rank in self.generators if rank not in self.learners)]
+        order = [*self.trainers, *(rank for rank in self.generators if rank not in self.trainers)]
         return order.index(self.rank)
 
 
@@ -86,9 +86,9 @@ def with_samples(plan: Plan, ranks: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(rank for rank in ranks if layout.place(rank)["tensor"] == 0)
 
 
-def kept_share(plan: Plan, teams: Sequence[tuple[int, ...]], rank: int) -> tuple[int, int] | None:
+def kept_share(plan: Plan, dp_groups: Sequence[tuple[int, ...]], rank: int) -> tuple[int, int] | None:
     """Which share of a step this rank keeps the samples of, and of how many: each is kept once, by the first team."""
-    keepers = with_samples(plan, teams[0])
+    keepers = with_samples(plan, dp_groups[0])
     return (keepers.index(rank), len(keepers)) if rank in keepers else None
 
 

@@ -62,7 +62,7 @@ def forget_groups(run_dir: Path, num_steps: int) -> None:
 
 
 def load_groups(run_dir: Path, step: int) -> Batch:
-    """A step as its workers kept it, in the order of tickets. Raises FileNotFoundError, and ValueError where workers
+    """A step as its workers kept it, in the order of groups. Raises FileNotFoundError, and ValueError where workers
     run other nodes and so have other columns."""
     folder = run_dir / TOKENS
     first = folder / f"{step:06d}.safetensors"
@@ -207,23 +207,30 @@ class Recorder:
         self.folder.event("audit", message, proven=proven, unproven=unproven)
         self.view.audited(self._step + 1, len(proven), len(proven) + len(unproven))
 
-    def group_ended(self, ticket: PromptGroup, outcome: str, started: float, ended: float) -> None:
+    def group_ended(self, prompt_group: PromptGroup, outcome: str, started: float, ended: float) -> None:
         """A span for each prompt group; why it was dropped, where it was."""
         self.folder.span(
-            "experience", started, ended, "group", outcome, self._step, ticket.number, version=ticket.version
+            "rollout",
+            started,
+            ended,
+            "group",
+            outcome,
+            self._step,
+            prompt_group.group_id,
+            version=prompt_group.version,
         )
 
-    def group_dropped(self, ticket: PromptGroup, reason: str, batch: Batch) -> None:
+    def group_dropped(self, prompt_group: PromptGroup, reason: str, batch: Batch) -> None:
         """Keeps the answers of the first groups that nodes drop of those that begin in a step."""
-        step = ticket.version + 1
+        step = prompt_group.version + 1
         if self._num_dropped[step] < MAX_DROPPED:
             self._num_dropped[step] += 1
             rows = [{**row, "dropped": reason} for row in sample_rows(batch)]
             self.folder.samples(step, rows, split=DROPPED, append=True)
 
-    def queue(self, account: GroupCounts) -> None:
-        """What the experience edge holds now. From any thread; it costs next to nothing."""
-        self.view.queue(account.running, account.complete, sum(account.dropped.values()))
+    def queue_changed(self, group_counts: GroupCounts) -> None:
+        """What the sample queue holds now. From any thread; it costs next to nothing."""
+        self.view.queue(group_counts.running, group_counts.complete, sum(group_counts.dropped.values()))
 
     def serves(self, version: Version) -> None:
         """What the engine serves from now on. From any thread."""
@@ -256,7 +263,7 @@ class Recorder:
         self._callbacks.step(step, metrics)
 
     def validation(self, step: int, metrics: Mapping[str, float], rows: Sequence[Mapping[str, object]]) -> None:
-        """Held-out problems after `step` steps. metrics: of all ranks. rows: this one's."""
+        """Validation problems after `step` steps. metrics: of all ranks. rows: this one's."""
         if rows:
             self.folder.samples(step, rows, split="val")
         if not metrics or not self._leads:
@@ -293,7 +300,7 @@ class Recorder:
         self.folder.span(wait.who, wait.since, ended, "wait", wait.what, self._step, on=wait.on)
 
     def _on_phase(self, started: float, ended: float, name: str) -> None:
-        self.folder.span("learner", started, ended, "phase", name, self._step)
+        self.folder.span("training", started, ended, "phase", name, self._step)
 
 
 @contextmanager

@@ -31,29 +31,29 @@ class ReshardedColumns:
         return Key(f"{self.source} to {self.target} on ranks {ranks}", step, step)
 
 
-def handovers(plan: Plan, program: BoundPipeline) -> Iterator[ReshardedColumns]:
-    """Of all teams, in the order of the program. Where several teams run a node, the first has what it wrote."""
-    teams = dp_groups_of(plan)
-    learning = [node.node_id for node in program.learning]
-    runs = [set(plan.ranks[team[0]].learning) for team in teams]
-    for readers, own in zip(teams, runs, strict=True):
+def handovers(plan: Plan, pipeline: BoundPipeline) -> Iterator[ReshardedColumns]:
+    """Of all teams, in the order of the pipeline. Where several teams run a node, the first has what it wrote."""
+    dp_groups = dp_groups_of(plan)
+    training_nodes = [node.node_id for node in pipeline.training_nodes]
+    runs = [set(plan.ranks[dp_group[0]].training_nodes) for dp_group in dp_groups]
+    for readers, own in zip(dp_groups, runs, strict=True):
         seen = set[str]()
-        for target in (node for node in program.learning if node.node_id in own):
-            for source in (dep for dep in learning if dep in target.deps and dep not in own | seen):
+        for target in (node for node in pipeline.training_nodes if node.node_id in own):
+            for source in (dep for dep in training_nodes if dep in target.deps and dep not in own | seen):
                 seen.add(source)
-                writers = next(team for team, theirs in zip(teams, runs, strict=True) if source in theirs)
+                writers = next(dp_group for dp_group, theirs in zip(dp_groups, runs, strict=True) if source in theirs)
                 yield ReshardedColumns(source, target.node_id, with_samples(plan, writers), readers)
 
 
 class ColumnReshard:
     """Of one rank: what it hands over behind a node, and what it waits for before one.
 
-    Every team runs its nodes in the order of the program, and a step is kept until all of its readers have it, so that
+    Every team runs its nodes in the order of the pipeline, and a step is kept until all of its readers have it, so that
     no two teams ever wait for each other.
     """
 
-    def __init__(self, plan: Plan, program: BoundPipeline, rank: int, port: ReshardPort | None) -> None:
-        found = [*handovers(plan, program)]
+    def __init__(self, plan: Plan, pipeline: BoundPipeline, rank: int, port: ReshardPort | None) -> None:
+        found = [*handovers(plan, pipeline)]
         self._rank, self._port = rank, port
         self._out = [each for each in found if rank in each.writers]
         self._in = [each for each in found if rank in each.readers]

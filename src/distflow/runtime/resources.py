@@ -38,11 +38,11 @@ class Resources:
     critic: TrainEngine | None = None
     ref: Scorer | None = None
     rollout: RolloutEngine | None = None
-    judge: RewardRouter | None = None
+    reward_fn: RewardRouter | None = None
 
     def by_name(self) -> dict[str, object]:
         """What a node's parameters may name."""
-        names = ("tokenizer", "actor", "critic", "ref", "rollout", "judge")
+        names = ("tokenizer", "actor", "critic", "ref", "rollout", "reward_fn")
         return {name: part for name in names if (part := getattr(self, name)) is not None}
 
     def trained(self) -> dict[str, TrainEngine]:

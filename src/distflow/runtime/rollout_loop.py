@@ -1,4 +1,4 @@
-"""The experience plane: asyncio tasks, one for each prompt group, from ticket to judged and filtered group."""
+"""The rollout loop: asyncio tasks, one for each prompt group, from group to judged and filtered group."""
 
 import asyncio
 import time
@@ -33,16 +33,16 @@ from distflow.scheduling.groups import PromptGroup, Version
 
 MakeContext = Callable[[Group, str], NodeContext]
 OnGroup = Callable[[PromptGroup, str, float, float], None]
-"""(ticket, "complete" or why it was dropped, started, ended), in `time.time()`."""
+"""(group, "complete" or why it was dropped, started, ended), in `time.time()`."""
 OnDropped = Callable[[PromptGroup, str, Batch], None]
-"""(ticket, why a node dropped it, what the group then was)."""
+"""(group, why a node dropped it, what the group then was)."""
 
 _group_task: ContextVar[asyncio.Task[None] | None] = ContextVar("group_task", default=None)
 """The task of the group that is running; tasks that a node starts (`gather`, `wait_for`) inherit it."""
 
 
 class PlaneFailed(RuntimeError):
-    """Something other than a node failed in the experience plane: groups would be waited for that nobody makes."""
+    """Something other than a node failed in the rollout loop: groups would be waited for that nobody makes."""
 
 
 class SubmissionGate:
@@ -54,8 +54,8 @@ class SubmissionGate:
     awaits and it needs no lock.
     """
 
-    def __init__(self, engine: RolloutEngine, witness: GroupRecorder) -> None:
-        self._engine, self._witness = engine, witness
+    def __init__(self, engine: RolloutEngine, group_recorder: GroupRecorder) -> None:
+        self._engine, self._witness = engine, group_recorder
         self._waiting: set[asyncio.Task[None] | None] = set()
         self._all_in = asyncio.Event()
         self._early_stop: EarlyStop | None = None
@@ -132,7 +132,7 @@ class SubmissionGate:
 
 
 async def _judged(router: RewardRouter, waits: Waits, samples: Sequence[Sample]) -> list[RewardOutcome]:
-    with waits("reward", "verdicts", on="verifiers"):
+    with waits("reward", "scores", on="reward functions"):
         return await judged(router, samples)
 
 
@@ -140,12 +140,12 @@ async def _judged(router: RewardRouter, waits: Waits, samples: Sequence[Sample])
 class RolloutLoop:
     """Runs steps on groups.
 
-    make_group: the group of a training ticket, not answered yet. gate: in front of the rollout engine, None where the
-    program generates nothing. witness: records what engine and verifiers did for each group. timeout_s: what a plain
-    function may take for each sample. ended: told of every group, before the edge is. in_waves: groups start together,
-    and the next ones when these have ended. stops_early: those of a wave that are left when the step has all that it
-    needs are aborted. tally: of the verdicts on all groups, whatever became of them. dropped: told of the groups that a
-    node drops.
+    make_group: the group of a training group, not answered yet. gate: in front of the rollout engine, None where the
+    pipeline generates nothing. group recorder: records what engine and verifiers did for each group. timeout_s: what a
+    plain function may take for each sample. ended: told of every group, before the queue is. in_waves: groups start
+    together, and the next ones when these have ended. stops_early: those of a wave that are left when the step has all
+    that it needs are aborted. tally: of the verdicts on all groups, whatever became of them. dropped: told of the
+    groups that a node drops.
     """
 
     steps: Sequence[Step]
@@ -154,12 +154,12 @@ class RolloutLoop:
     gate: SubmissionGate | None
     timeout_s: float
     ended: OnGroup
-    witness: GroupRecorder
+    group_recorder: GroupRecorder
     in_waves: bool = True
     stops_early: bool = False
     plain_calls: PlainCalls = field(default_factory=PlainCalls)
     tally: CallCounts = field(default_factory=CallCounts)
-    dropped: OnDropped = lambda ticket, reason, batch: None
+    dropped: OnDropped = lambda prompt_group, reason, batch: None
 
     @staticmethod
     def of(
@@ -168,34 +168,34 @@ class RolloutLoop:
         resources: Resources,
         contexts: Contexts,
         ended: OnGroup,
-        witness: GroupRecorder,
+        group_recorder: GroupRecorder,
         waits: Waits | None = None,
-        dropped: OnDropped = lambda ticket, reason, batch: None,
+        dropped: OnDropped = lambda prompt_group, reason, batch: None,
     ) -> "RolloutLoop":
         """The plane of a worker that has these nodes. waits: told how long each group waits for its verdicts."""
-        gate = SubmissionGate(resources.rollout, witness) if resources.rollout is not None else None
+        gate = SubmissionGate(resources.rollout, group_recorder) if resources.rollout is not None else None
         parts = {**resources.by_name(), **({"rollout": gate} if gate else {})}
-        if resources.judge is not None:
-            parts["judge"] = partial(_judged, resources.judge, waits or Waits())
+        if resources.reward_fn is not None:
+            parts["reward_fn"] = partial(_judged, resources.reward_fn, waits or Waits())
         ends = resources.stop_token_ids
         sampling = replace(spec.sampling, stop_token_ids=ends)
         sampling_of = {name: replace(own, stop_token_ids=ends) for name, own in spec.sampling_of.items()}
 
-        def make_group(ticket: PromptGroup) -> Group:
-            row = spec.rows[ticket.row]
-            return new_group(ticket, row, sampling_of.get(row.domain, sampling), spec.options.seed)
+        def make_group(prompt_group: PromptGroup) -> Group:
+            row = spec.rows[prompt_group.row]
+            return new_group(prompt_group, row, sampling_of.get(row.domain, sampling), spec.options.seed)
 
         return RolloutLoop(
             compile_steps(nodes, parts),
             make_group,
-            contexts.experience,
+            contexts.for_rollout,
             gate,
             spec.options.timeout_s,
             ended,
-            witness,
+            group_recorder,
             in_waves=spec.data.max_staleness == 0,
             stops_early=spec.data.oversampling > 0,
-            tally=resources.judge.tally if resources.judge is not None else CallCounts(),
+            tally=resources.reward_fn.tally if resources.reward_fn is not None else CallCounts(),
             dropped=dropped,
         )
 
@@ -217,7 +217,7 @@ class RolloutLoop:
     def _count(self, step: Step, group: Group, drop: Drop | None) -> None:
         """Count the verdicts of a reward that is a node; the verifiers that one asks count theirs themselves."""
         node = step.node
-        if node.node_role is not NodeRole.REWARD or "judge" in node.contract.services:
+        if node.node_role is not NodeRole.REWARD or "reward_fn" in node.contract.services:
             return
         batch = group.batch()
         num_failed, errors = int((~batch["valid"]).sum()), []
@@ -228,21 +228,23 @@ class RolloutLoop:
         first = next(filter(None, errors), "no verdict")
         self.tally.add(len(batch), num_failed, f"{first} (node '{node.node_id}')")
 
-    async def loop(self, edge: SampleQueuePort) -> None:
-        """consumes tickets · waits for credits · unblocked by released steps and ended groups · produces groups
+    async def loop(self, queue: SampleQueuePort) -> None:
+        """consumes groups · waits for credits · unblocked by released steps and ended groups · produces groups
 
-        At staleness 0 what the edge hands out at once is a wave: submitted in ticket order to a paused engine that then
+        At staleness 0 what the queue hands out at once is a wave: submitted in group order to a paused engine that then
         resumes, so that what shares a decode step never depends on timing, and ended before the next is asked for.
         Else it is a stream: groups start as their credits open. Raises PlaneFailed, or the user's error.
         """
         running = set[asyncio.Task[None]]()
         try:
             async with asyncio.TaskGroup() as groups:  # a task that fails ends them all: no step waits for its group
-                async for tickets in edge.tickets(self._served):
+                async for prompt_groups in queue.prompt_groups(self._served):
                     if self.in_waves:
-                        await self._wave(tickets, edge)
+                        await self._wave(prompt_groups, queue)
                     else:
-                        started = {groups.create_task(self._run_group(ticket, edge)) for ticket in tickets}
+                        started = {
+                            groups.create_task(self._run_group(prompt_group, queue)) for prompt_group in prompt_groups
+                        }
                         running = {task for task in running if not task.done()} | started
                 for task in running:
                     task.cancel()
@@ -250,16 +252,16 @@ class RolloutLoop:
             first = failures.exceptions[0]
             if isinstance(first, UserError):
                 raise first from None
-            raise PlaneFailed(f"the experience plane has failed: {type(first).__name__}: {first}") from first
+            raise PlaneFailed(f"the rollout loop has failed: {type(first).__name__}: {first}") from first
 
-    async def _wave(self, tickets: Sequence[PromptGroup], edge: SampleQueuePort) -> None:
+    async def _wave(self, prompt_groups: Sequence[PromptGroup], queue: SampleQueuePort) -> None:
         if self.stops_early:
-            assert isinstance(edge, StoppingSampleQueue), "oversampling is of a run in one process"
-            await self._wave_that_stops(tickets, edge)
+            assert isinstance(queue, StoppingSampleQueue), "oversampling is of a run in one process"
+            await self._wave_that_stops(prompt_groups, queue)
             return
         if self.gate is not None:
             await self.gate.pause()
-        tasks = {asyncio.create_task(self._run_group(ticket, edge)) for ticket in tickets}
+        tasks = {asyncio.create_task(self._run_group(prompt_group, queue)) for prompt_group in prompt_groups}
         try:
             if self.gate is not None:
                 self.gate.expect(tasks)
@@ -270,14 +272,17 @@ class RolloutLoop:
             for task in tasks:
                 task.cancel()
 
-    async def _wave_that_stops(self, tickets: Sequence[PromptGroup], edge: StoppingSampleQueue) -> None:
+    async def _wave_that_stops(self, prompt_groups: Sequence[PromptGroup], queue: StoppingSampleQueue) -> None:
         """The same, of more groups than the step may need."""
-        gate, stop = self.gate, EarlyStop(edge)
+        gate, stop = self.gate, EarlyStop(queue)
         before = 0
         if gate is not None:
             before = await gate.num_generated_tokens()
             await gate.pause()
-        tasks = {asyncio.create_task(self._run_group(ticket, edge, stop)): ticket for ticket in tickets}
+        tasks = {
+            asyncio.create_task(self._run_group(prompt_group, queue, stop)): prompt_group
+            for prompt_group in prompt_groups
+        }
         try:
             stop.expect(tasks)
             if gate is not None:
@@ -289,7 +294,7 @@ class RolloutLoop:
             await stop.run()
             if aborted := await stop.abort(self.plain_calls):
                 drawn = await gate.num_generated_tokens() - before if gate is not None else 0
-                edge.abort(aborted, max(drawn - stop.num_tokens(passed=True), stop.num_tokens(passed=False)))
+                queue.abort(aborted, max(drawn - stop.num_tokens(passed=True), stop.num_tokens(passed=False)))
         finally:
             for task in tasks:
                 task.cancel()
@@ -298,12 +303,14 @@ class RolloutLoop:
         """The step whose weights the engine serves."""
         return self.gate.version.step if self.gate is not None else None
 
-    async def _run_group(self, ticket: PromptGroup, edge: SampleQueuePort, stop: EarlyStop | None = None) -> None:
+    async def _run_group(
+        self, prompt_group: PromptGroup, queue: SampleQueuePort, stop: EarlyStop | None = None
+    ) -> None:
         """Whatever a node does costs its own group only, and is recorded. stop: cancels it where its step needs it no
         more."""
         _group_task.set(asyncio.current_task())
-        self.witness.begin(ticket)
-        started, group = time.time(), self.make_group(ticket)
+        self.group_recorder.begin(prompt_group)
+        started, group = time.time(), self.make_group(prompt_group)
         try:
             try:
                 drop = await self.run(group, self.steps, self.context)
@@ -314,27 +321,27 @@ class RolloutLoop:
             await self._turn(stop, accepted=drop is None)
         except asyncio.CancelledError:
             if stop is not None and stop.over:
-                self.ended(ticket, "aborted: the step had all it needs", started, time.time())
+                self.ended(prompt_group, "aborted: the step had all it needs", started, time.time())
             raise
         except NodeError as err:
             users = isinstance(err, UserError)
-            self.ended(ticket, f"error: {err}", started, time.time())
-            edge.drop(ticket, "error", Failure(str(err), users), lost=not users)
+            self.ended(prompt_group, f"error: {err}", started, time.time())
+            queue.drop(prompt_group, "error", Failure(str(err), users), lost=not users)
             return
         detail = f": {drop.detail}" if drop is not None and drop.reason == TOO_FEW_VERDICTS else ""
-        self.ended(ticket, "complete" if drop is None else f"{drop.reason}{detail}", started, time.time())
+        self.ended(prompt_group, "complete" if drop is None else f"{drop.reason}{detail}", started, time.time())
         if drop is not None:
-            self.dropped(ticket, f"{drop.reason}{detail}", batch)
+            self.dropped(prompt_group, f"{drop.reason}{detail}", batch)
         if drop is None:
-            self.witness.keep()
-            edge.put(ticket, batch, group.measured)
+            self.group_recorder.keep()
+            queue.put(prompt_group, batch, group.measured)
         elif drop.reason == TOO_FEW_VERDICTS:
-            edge.drop(ticket, drop.reason, Failure(drop.detail, users=True))
+            queue.drop(prompt_group, drop.reason, Failure(drop.detail, users=True))
         else:
-            edge.drop(ticket, drop.reason, accuracy=accuracy_of(batch))
+            queue.drop(prompt_group, drop.reason, accuracy=accuracy_of(batch))
 
     async def _turn(self, stop: EarlyStop | None, accepted: bool) -> None:
-        """Wait until the group may tell the edge."""
+        """Wait until the group may tell the queue."""
         if stop is not None:
             if self.gate is not None:
                 self.gate.arrived(_group_task.get())

@@ -163,7 +163,7 @@ class Session:
         rollout engine as long as it takes. takes_turns: the thread that enters only waits while the engine generates,
         so the engine computes there, if it is one that can.
         """
-        self._thread = LoopThread("experience", blocked_after_s)
+        self._thread = LoopThread("rollout", blocked_after_s)
         engine = resources.rollout
         self._host: HostThread | None = None
         if takes_turns and isinstance(engine, Hosted):
@@ -205,9 +205,9 @@ class Session:
         try:
             self._thread.cancel_all()
             self.call(self._stack.aclose())
-        except Exception as failure:  # the edge: a service that cannot end, or the thread that had ended by itself
-            if isinstance(failure, LoopGivenUp) and self.resources.judge is not None:
-                self.resources.judge.close()  # its processes must not outlive the run
+        except Exception as failure:  # the queue: a service that cannot end, or the thread that had ended by itself
+            if isinstance(failure, LoopGivenUp) and self.resources.reward_fn is not None:
+                self.resources.reward_fn.close()  # its processes must not outlive the run
             if error is None:
                 raise
         finally:
@@ -238,15 +238,15 @@ class Session:
             leave_at_once(1)
 
     async def _enter(self) -> None:
-        judge, rollout = self.resources.judge, self.resources.rollout
-        if judge is not None:
-            self._stack.enter_context(judge)
+        reward_fn, rollout = self.resources.reward_fn, self.resources.rollout
+        if reward_fn is not None:
+            self._stack.enter_context(reward_fn)
             if self._certify_on is not None:
-                await run_self_check(judge)
+                await run_self_check(reward_fn)
                 rows = [(row.domain, row.ground_truth, row.extra_info or {}) for row in self._certify_on]
-                await self_check_scores(judge, rows)
+                await self_check_scores(reward_fn, rows)
                 if self._warn is not None:
-                    for warning in await try_solutions(judge, self._find_solutions(), SOLUTIONS_WITHIN_S):
+                    for warning in await try_solutions(reward_fn, self._find_solutions(), SOLUTIONS_WITHIN_S):
                         self._warn(warning)
         if rollout is not None:
             await self._stack.enter_async_context(rollout)
@@ -279,10 +279,10 @@ def _first_rows(spec: Spec, number: int) -> list[PromptRow]:
 
 def _first_solutions(spec: Spec, resources: Resources) -> list[Solution]:
     """The reference solutions of the first rows that have some."""
-    judge, found = resources.judge, list[Solution]()
-    assert judge is not None, "there is something to certify"
+    reward_fn, found = resources.reward_fn, list[Solution]()
+    assert reward_fn is not None, "there is something to certify"
     for row in _first_rows(spec, NUM_SOLUTIONS):
-        names = [name for name, _ in judge.functions_of(row.domain)]
+        names = [name for name, _ in reward_fn.functions_of(row.domain)]
         known, columns = spec.options.solution_columns, row.extra_info or {}
         key, answer_key = known.get(row.domain, known[""])
         solution = find_solution(names, key, answer_key, row.ground_truth, columns, row.prompt_text)

@@ -102,10 +102,10 @@ def note_resume(recorder: Recorder, checkpoint: Checkpoint, differences: list[st
         recorder.note("warning", warning)
 
 
-def note_early_end(recorder: Recorder, account: GroupCounts, done: int, planned: int) -> None:
+def note_early_end(recorder: Recorder, group_counts: GroupCounts, done: int, planned: int) -> None:
     """Groups that were dropped leave their steps to others, and so a run may have fewer than were planned."""
     if done < planned:
-        dropped = ", ".join(f"{n} {reason}" for reason, n in account.dropped.items())
+        dropped = ", ".join(f"{n} {reason}" for reason, n in group_counts.dropped.items())
         recorder.note("info", f"the data ended after {done} of {planned} steps: groups were dropped ({dropped})")
 
 
@@ -129,7 +129,7 @@ def write_facts(spec: Spec, model_facts: Mapping[str, object], recorder: Recorde
     facts: Mapping[str, object] = {
         "distflow": __version__,
         "python": platform.python_version(),
-        "program": spec.plan.program,
+        "pipeline": spec.plan.pipeline,
         "total_steps": total_steps,
         **({"workers": spec.plan.placed()} if len(spec.plan.ranks) > 1 else {}),
         **spec.description,
@@ -138,11 +138,11 @@ def write_facts(spec: Spec, model_facts: Mapping[str, object], recorder: Recorde
     }
     recorder.folder.write_json("run.json", facts)
     recorder.folder.write_text("config.yaml", spec.text)
-    recorder.folder.write_json("plan.json", {**spec.plan.to_json(), "nodes": spec.program().to_json()})
+    recorder.folder.write_json("plan.json", {**spec.plan.to_json(), "nodes": spec.pipeline().to_json()})
 
 
 def find_accuracies(run_dir: Path) -> tuple[float | None, float | None]:
-    """The first and last of the whole run, this incarnation's or an earlier one's."""
+    """The first and last of the whole run, this restart's or an earlier one's."""
     found = find_accuracy(read_metrics(run_dir), None)
     if found is None:
         return None, None

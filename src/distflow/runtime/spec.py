@@ -37,7 +37,7 @@ partials of other such functions, so that it pickles."""
 
 @dataclass(frozen=True)
 class ValidationSet:
-    """Held-out prompts, how each is answered greedily (None: is not), and how by sampling, `num_samples` times."""
+    """Validation prompts, how each is answered greedily (None: is not), and how by sampling, `num_samples` times."""
 
     name: str
     rows: Sequence[PromptRow]
@@ -68,7 +68,7 @@ class RunOptions:
     metric of which the best one is kept besides.
     max_held_mb: of groups and columns that wait in Ray's object store, in all; None for half of the smallest store.
     save_groups_last: steps whose groups are kept where `save_groups` is "last_k". timeout_s: of a plain node function
-    of the experience plane, for each sample. engine_timeout_s: how long a rollout engine that was asked for something
+    of the rollout loop, for each sample. engine_timeout_s: how long a rollout engine that was asked for something
     may give no sign of life; None is for ever. certify: verifiers are tried on known answers first. solution_columns:
     by domain, "" for all others: that of reference solutions (None where the rewards know it) and that of answers.
     max_error_rate: of a step's verdicts, above which the run ends. max_skipped: updates that are not finite in a row
@@ -113,7 +113,7 @@ class Outcome:
     """steps: consumed in all. signal: the number of the one that asked the run to end, None where none came. stopped:
     by it, before the end. report: the run's report.
 
-    accuracy_before, accuracy_after: on held-out problems, before the first step and at the end, where measured.
+    accuracy_before, accuracy_after: on validation problems, before the first step and at the end, where measured.
     """
 
     steps: int
@@ -128,7 +128,7 @@ class Outcome:
 class Spec:
     """A run, ready to be sent to its workers.
 
-    text: the resolved config as YAML. program: builds and binds the program. factories: of engines and services by
+    text: the resolved config as YAML. pipeline: builds and binds the pipeline. factories: of engines and services by
     name; a worker calls those that its part of the plan needs. plan: which rank runs which nodes with which engines.
     rows, validation: encoded in the run's folder, read where they are needed. sampling: without the stop tokens, which
     the worker's model and tokenizer name. sampling_of: the same of domains. weight_dtype: of the rollout engine's
@@ -142,7 +142,7 @@ class Spec:
     config: Config
     text: str
     options: RunOptions
-    program: Callable[[], BoundPipeline]
+    pipeline: Callable[[], BoundPipeline]
     factories: Mapping[str, Factory]
     plan: Plan
     data: DataPlan

@@ -33,7 +33,7 @@ class Step:
     inputs: Inputs
 
     def __call__(self, batch: Batch, ctx: NodeContext) -> tuple[Batch, Measured]:
-        """In the learning plane: the batch with what the node wrote, and what it measured. Raises NodeError.
+        """In the training loop: the batch with what the node wrote, and what it measured. Raises NodeError.
 
         A node that fails runs again as often as its `retry_limit` says; what a check or the user's config raises is
         no failure of the node and passes through.
@@ -53,7 +53,7 @@ class Step:
             return _merged(batch, columns), measured
 
     async def on_group(self, group: Group, ctx: NodeContext, plain_calls: PlainCalls, timeout_s: float) -> Drop | None:
-        """In the experience plane: the group keeps what the node wrote and measured. Raises NodeError.
+        """In the rollout loop: the group keeps what the node wrote and measured. Raises NodeError.
 
         A function of the user, and any plain one, may take `timeout_s` for each sample.
         """

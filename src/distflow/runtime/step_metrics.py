@@ -157,26 +157,26 @@ def part_means(parts: Sequence[Mapping[str, float]]) -> Iterator[tuple[str, floa
         yield name, sum(values) / len(values)
 
 
-def group_metrics(account: GroupCounts, versions: Mapping[int, int], step: int) -> dict[str, float]:
+def group_metrics(group_counts: GroupCounts, versions: Mapping[int, int], step: int) -> dict[str, float]:
     """Counters of prompt groups since the start of the run, and the age of this step's tokens in versions.
 
     versions: how many tokens each made.
     """
     metrics = {
-        "async/enqueued": float(account.issued),
-        "async/submitted": float(account.issued),
-        "async/accepted": float(account.consumed + account.complete),
-        "async/running": float(account.running),
-        "async/rejected": float(sum(account.dropped.values())),
-        "async/stale_data_count": float(account.dropped.get("stale", 0)),
+        "async/enqueued": float(group_counts.issued),
+        "async/submitted": float(group_counts.issued),
+        "async/accepted": float(group_counts.consumed + group_counts.complete),
+        "async/running": float(group_counts.running),
+        "async/rejected": float(sum(group_counts.dropped.values())),
+        "async/stale_data_count": float(group_counts.dropped.get("stale", 0)),
     }
-    metrics |= {f"async/dropped/{reason}": float(count) for reason, count in account.dropped.items()}
-    if account.aborted:
+    metrics |= {f"async/dropped/{reason}": float(count) for reason, count in group_counts.dropped.items()}
+    if group_counts.aborted:
         metrics |= {
-            "async/aborted": float(account.aborted),
-            "async/aborted_tokens": float(account.aborted_tokens),
+            "async/aborted": float(group_counts.aborted),
+            "async/aborted_tokens": float(group_counts.aborted_tokens),
         }
-    for name, domain in account.domains.items():
+    for name, domain in group_counts.domains.items():
         metrics |= {f"domains/{name}/issued": float(domain.issued), f"domains/{name}/consumed": float(domain.consumed)}
         metrics |= {f"domains/{name}/dropped/{reason}": float(count) for reason, count in domain.dropped.items()}
         if domain.aborted:

@@ -1,6 +1,6 @@
-"""Answers held-out prompts and says how many answers are right, by data source.
+"""Answers validation prompts and says how many answers are right, by data source.
 
-Held-out prompts, answered by all workers that have an engine; or the held-out loss, where none has.
+Validation prompts, answered by all workers that have an engine; or the validation loss, where none has.
 """
 
 import asyncio
@@ -40,7 +40,7 @@ Outcomes = dict[str, list[list[bool]]]
 
 @dataclass(frozen=True)
 class Validator:
-    """Runs the nodes of a program that validate on held-out prompts. Its tickets take no credit.
+    """Runs the nodes of a pipeline that validate on validation prompts. Its groups take no credit.
 
     say: told why a prompt has no verdict where a node failed on it; such a prompt costs its own answers only.
     """
@@ -56,15 +56,15 @@ class Validator:
         """After `step` steps, on every `num_parts`-th prompt from number `part` on."""
         return await validate(self.sets, self._answer, step, part, num_parts)
 
-    async def _answer(self, chosen: ValidationSet, ticket: PromptGroup, params: SamplingParams) -> Batch | Drop:
+    async def _answer(self, chosen: ValidationSet, prompt_group: PromptGroup, params: SamplingParams) -> Batch | Drop:
         params = replace(params, stop_token_ids=self.stop_token_ids)
-        group = new_group(ticket, chosen.rows[ticket.row], params, self.seed)
+        group = new_group(prompt_group, chosen.rows[prompt_group.row], params, self.seed)
         steps = [step for step in self.plane.steps if step.node.validates]
         try:
             with validating():
-                drop = await self.plane.run(group, steps, partial(self.contexts.experience, validating=True))
+                drop = await self.plane.run(group, steps, partial(self.contexts.for_rollout, validating=True))
         except NodeError as err:
-            self.say(f"held-out prompt {ticket.row} of '{chosen.name}': {err}")
+            self.say(f"validation prompt {prompt_group.row} of '{chosen.name}': {err}")
             return Drop("error", str(err))
         return group.batch() if drop is None else drop
 
@@ -74,7 +74,7 @@ Answer = Callable[[ValidationSet, PromptGroup, SamplingParams], Awaitable[Batch 
 
 @dataclass(frozen=True)
 class Answers:
-    """What came of held-out prompts. errors: answers without a verdict, which count as wrong."""
+    """What came of validation prompts. errors: answers without a verdict, which count as wrong."""
 
     greedy: Outcomes
     sampled: Outcomes
@@ -126,8 +126,8 @@ async def _answer_all(
     chosen: ValidationSet, numbers: range, params: SamplingParams, count: int, answer: Answer, step: int
 ) -> list[Batch | Drop]:
     kind = "greedy" if params.greedy else "sampled"
-    tickets = [PromptGroup(i, step, i, count, step, stream=f"val/{chosen.name}/{kind}") for i in numbers]
-    return await asyncio.gather(*(answer(chosen, ticket, params) for ticket in tickets))
+    prompt_groups = [PromptGroup(i, step, i, count, step, stream=f"val/{chosen.name}/{kind}") for i in numbers]
+    return await asyncio.gather(*(answer(chosen, prompt_group, params) for prompt_group in prompt_groups))
 
 
 def _joined(parts: Sequence[Outcomes]) -> Outcomes:
@@ -234,7 +234,7 @@ class ValidationRunner:
         return metrics
 
     def answer(self, step: int, part: int, num_parts: int) -> Answers:
-        """Answer every `num_parts`-th held-out prompt from number `part` on; on any thread."""
+        """Answer every `num_parts`-th validation prompt from number `part` on; on any thread."""
         fault_injection.reach("validate")
         answers = self._session.call(self._validator.run(step, part, num_parts))
         self._recorder.validation(step, {}, answers.rows)

@@ -28,7 +28,7 @@ OnWait = Callable[[Wait, float], None]
 
 
 class Waits:
-    """Every wait of a loop goes through it: `with waits("learner", "step 3", on="experience"): ...`.
+    """Every wait of a loop goes through it: `with waits("training", "step 3", on="rollout"): ...`.
 
     on_end: told of each wait on the thread that waited. It may take its time, and runs outside the lock: nobody who
     only begins to wait is kept by it.
@@ -37,7 +37,7 @@ class Waits:
     def __init__(self, on_end: OnWait = lambda wait, ended: None) -> None:
         self._on_end = on_end
         self._now: set[Wait] = set()
-        self._lock = threading.Lock()  # the learner and the asyncio thread wait at the same time
+        self._lock = threading.Lock()  # the trainer and the asyncio thread wait at the same time
 
     @contextmanager
     def __call__(self, who: str, what: str, on: str) -> Iterator[None]:

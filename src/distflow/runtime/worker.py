@@ -1,4 +1,4 @@
-"""One process of a run: what its rank's plan names, with the experience plane on an asyncio thread and the learning
+"""One process of a run: what its rank's plan names, with the rollout loop on an asyncio thread and the learning
 plane on this one."""
 
 import time
@@ -43,7 +43,7 @@ from distflow.training.engine import LossFn, TrainEngine
 
 
 class Worker:
-    """Runs its part of a program. A context manager: entered, its experience plane answers what the edge hands out."""
+    """Runs its part of a pipeline. A context manager: entered, its rollout loop answers what the queue hands out."""
 
     def __init__(
         self,
@@ -58,9 +58,9 @@ class Worker:
         version: Version,
     ) -> None:
         """state: what nodes keep across steps. version: of the weights that the resources hold."""
-        plan, program = spec.plan.ranks[rank], spec.program()
+        plan, pipeline = spec.plan.ranks[rank], spec.pipeline()
         warn, show = partial(recorder.note, "warning"), recorder.view.reward_failed
-        is_first = rank == min((each.rank for each in spec.plan.ranks if each.experience), default=rank)
+        is_first = rank == min((each.rank for each in spec.plan.ranks if each.rollout_nodes), default=rank)
         self._session = Session.of(spec, resources, spec.run_dir / STACKS, warn if is_first else None)
         resources = self._session.resources
         self._spec, self._resources, self._ports = spec, resources, ports
@@ -70,12 +70,12 @@ class Worker:
         self._version = version
         self._errors = ErrorShare(spec.options.max_error_rate, warn, show)
         self._checks = LiveChecks.of(spec, resources, recorder.note)
-        parts = {**resources.by_name(), "reduce": ports.data, "team": ports.collective}
-        self._learning = compile_steps([program.node(name) for name in plan.learning], parts)
+        parts = {**resources.by_name(), "reduce": ports.data, "dp_group": ports.collective}
+        self._learning = compile_steps([pipeline.node(name) for name in plan.training_nodes], parts)
         self._residence = Offload(resources.trained(), spec.options.offloads)
         self._auditor = make_auditor(
             spec,
-            program,
+            pipeline,
             self._learning,
             resources,
             self._session,
@@ -86,21 +86,23 @@ class Worker:
             self._residence.all,
         )
         self._updates = updates = Updates(self._checks, self._auditor, recorder.phases)
-        keeps = bool(plan.learning) and [each.rank for each in spec.plan.ranks if each.experience] == [rank]
+        keeps = bool(plan.training_nodes) and [each.rank for each in spec.plan.ranks if each.rollout_nodes] == [rank]
         self._contexts = Contexts(spec.config, resources, state, updates.before, updates.after, keeps)
-        self._experience = RolloutLoop.of(
+        self._rollout_loop = RolloutLoop.of(
             spec,
-            [program.node(name) for name in plan.experience],
+            [pipeline.node(name) for name in plan.rollout_nodes],
             resources,
             self._contexts,
             self._group_ended,
-            self._auditor.witness,
+            self._auditor.group_recorder,
             recorder.waits,
             recorder.group_dropped,
         )
         stop_token_ids, say = resources.stop_token_ids, partial(recorder.note, "warning")
-        self._handovers = ColumnReshard(spec.plan, program, rank, ports.exchange)
-        validator = Validator(spec.validation, self._contexts, self._experience, stop_token_ids, spec.options.seed, say)
+        self._handovers = ColumnReshard(spec.plan, pipeline, rank, ports.exchange)
+        validator = Validator(
+            spec.validation, self._contexts, self._rollout_loop, stop_token_ids, spec.options.seed, say
+        )
         self.validation_runner = ValidationRunner(
             spec, resources, ports, self._session, validator, recorder, self._residence, version.step
         )
@@ -110,7 +112,7 @@ class Worker:
         self.status = {step.node.node_id: NodeStatus.PENDING for step in self._learning}
 
     def __enter__(self) -> "Worker":
-        """Start services and engine, publish the first version, validate if asked, let the experience plane run."""
+        """Start services and engine, publish the first version, validate if asked, let the rollout loop run."""
         with ExitStack() as stack, self._recorder.phases("start"):
             stack.enter_context(self._session)
             stack.enter_context(self._saver)
@@ -120,8 +122,8 @@ class Worker:
                 self._recorder.started(self._version.step, self._serving.begin())
                 if self._spec.options.val_before_train and self._version.step == 0:
                     self.validation_runner.validate(0)
-            if self._experience.steps:
-                self._generating = self._session.start(self._experience.loop(self._ports.edge))
+            if self._rollout_loop.steps:
+                self._generating = self._session.start(self._rollout_loop.loop(self._ports.queue))
                 self._generating.add_done_callback(self._rollout_ended)
             self._leave = stack.pop_all()
         return self
@@ -132,7 +134,7 @@ class Worker:
         self._leave.__exit__(kind, error, trace)
 
     def training_loop(self) -> int:
-        """consumes steps · waits until one is complete · unblocked by the experience plane · produces versions
+        """consumes steps · waits until one is complete · unblocked by the rollout loop · produces versions
 
         Returns the steps consumed in all.
         """
@@ -142,14 +144,14 @@ class Worker:
             if share is None:
                 self._end(self.step)
                 break
-            step = _TrainingStep(share.tickets, share.batch)
+            step = _TrainingStep(share.group_ids, share.batch)
             for node, ctx in self._nodes(step):
                 step.went_on(*node(step.batch, ctx))
             self.finish(step.batch, {**share.metrics, **self._measured(step), **judged})
         return self.step
 
     def serve(self) -> int:
-        """For a worker that does not learn: until the edge has nothing more to hand out. Returns the version that it
+        """For a worker that does not learn: until the queue has nothing more to hand out. Returns the version that it
         served last."""
         self._generating.result()
         assert self._resources.rollout is not None, "who only serves has an engine"
@@ -171,7 +173,7 @@ class Worker:
         try:
             with self._recorder.phases("rollout"):
                 self._residence.only(())
-                take = partial(self._ports.edge.take, self.step, self._rank, wanted, deadline)
+                take = partial(self._ports.queue.take, self.step, self._rank, wanted, deadline)
                 while isinstance(share := self._session.wait_for(take), NewWorkers):
                     self._serving.send_to_new_workers(self.step)
         except Exhausted:
@@ -182,7 +184,7 @@ class Worker:
             with self._recorder.phases("check"):
                 self._checks.taken(share.batch, self.step, served)
             with self._recorder.phases("audit"):
-                self._auditor.took(self.step, share.tickets, share.batch, served)
+                self._auditor.took(self.step, share.group_ids, share.batch, served)
         return share
 
     def judged(self, share: Share | None = None) -> dict[str, float]:
@@ -190,12 +192,12 @@ class Worker:
         with self._recorder.phases("check"):
             own = RewardCounts.joined([self._judged(), *([share.judged] if share is not None else [])])
             every = RewardCounts.joined(self._ports.collective.gather(own))
-            return {**self._errors.step(every.verdicts, self.step + 1), **every.counts}
+            return {**self._errors.step(every.calls, self.step + 1), **every.counts}
 
-    def learn(self, tickets: Sequence[int], batch: Batch) -> tuple[Batch, dict[str, float]]:
-        """Run the learning plane on this rank's share of a step, for whoever has a loop of his own. tickets: of all
+    def learn(self, group_ids: Sequence[int], batch: Batch) -> tuple[Batch, dict[str, float]]:
+        """Run the training loop on this rank's share of a step, for whoever has a loop of his own. groups: of all
         ranks. Returns the batch with what nodes wrote, and what they measured, over all ranks."""
-        step = _TrainingStep(tickets, batch)
+        step = _TrainingStep(group_ids, batch)
         for node, ctx in self._nodes(step):
             step.went_on(*node(step.batch, ctx))
         return step.batch, self._measured(step)
@@ -224,13 +226,13 @@ class Worker:
                 sent, compared = self._serving.send(Version(self._version.restart, step + 1))
             metrics |= compared
         with self._recorder.phases("release"):
-            released = self._ports.edge.release(step, self._rank, sent)
+            released = self._ports.queue.release(step, self._rank, sent)
         self._after_step(released, batch, metrics)
         self._released = released
         return metrics
 
     def _nodes(self, step: "_TrainingStep") -> Iterator[tuple[Step, NodeContext]]:
-        """The learning plane, one node after another, each to be run before the next is asked for. Keeps its status,
+        """The training loop, one node after another, each to be run before the next is asked for. Keeps its status,
         and its time in seconds (`perf/NODE`) where `dag.enable_perf` is on."""
         self.status = dict.fromkeys(self.status, NodeStatus.PENDING)
         for compiled in self._learning:
@@ -243,7 +245,7 @@ class Worker:
                 before = step.batch
                 with self._recorder.phases(compiled.node.phase):
                     self._residence.only(compiled.node.engines)
-                    yield compiled, self._contexts.learning(self.step, step.tickets, name)
+                    yield compiled, self._contexts.for_training(self.step, step.group_ids, name)
                 with self._recorder.phases("audit"):
                     self._auditor.scored(step.batch)
                 if self._handovers.gives(name):
@@ -277,7 +279,7 @@ class Worker:
         )
         with self._recorder.phases("record"):
             figures = Figures.joined(self._ports.data.gather(Figures.of(batch)))
-            metrics |= batch_metrics(figures) | group_metrics(released.account, figures.versions, step - 1)
+            metrics |= batch_metrics(figures) | group_metrics(released.group_counts, figures.versions, step - 1)
             metrics |= curriculum_metrics(released.domains)
         metrics |= self._recorder.phases.finish_step() | self._recorder.memory.finish_step()
         metrics["throughput/tokens_per_s"] = figures.num_tokens / metrics["timing_s/step"]
@@ -301,27 +303,27 @@ class Worker:
             assert self._released is not None, "a step that is not saved yet was released"
             self._save(self._released, validated, last=True)
 
-    def _group_ended(self, ticket: PromptGroup, outcome: str, started: float, ended: float) -> None:
-        self._recorder.group_ended(ticket, outcome, started, ended)
+    def _group_ended(self, prompt_group: PromptGroup, outcome: str, started: float, ended: float) -> None:
+        self._recorder.group_ended(prompt_group, outcome, started, ended)
         if not self._learning:
             self._recorder.decoded(take_activity(self._resources.rollout))
             self._recorder.folder.flush()
-            self._ports.edge.count(self._judged())
+            self._ports.queue.count(self._judged())
 
-    def _rollout_ended(self, experience: "Future[None]") -> None:
-        """Whatever ends that plane must wake the learner, which else waits for groups that nobody makes.
+    def _rollout_ended(self, rollout_nodes: "Future[None]") -> None:
+        """Whatever ends that plane must wake the trainer, which else waits for groups that nobody makes.
 
         Called on the asyncio thread, or by whoever ends it: `abort` may be called on any. A loop that was told of a
         failure ends without one; it has nothing to tell.
         """
-        error = CancelledError() if experience.cancelled() else experience.exception()
+        error = CancelledError() if rollout_nodes.cancelled() else rollout_nodes.exception()
         if error is not None:
             self._ports.abort(error)
 
     def _judged(self) -> RewardCounts:
         """By this worker since it was asked last."""
-        judge = self._resources.judge
-        return RewardCounts(self._experience.tally.take(), judge.take_counts() if judge is not None else {})
+        reward_fn = self._resources.reward_fn
+        return RewardCounts(self._rollout_loop.tally.take(), reward_fn.take_counts() if reward_fn is not None else {})
 
     def _save(self, released: Released, validated: Mapping[str, float], last: bool) -> None:
         """validated: the metrics of these very weights, of which `keep_best` compares one. last: wait until it is
@@ -342,9 +344,9 @@ class Worker:
 
 @dataclass
 class _TrainingStep:
-    """On its way through the nodes. tickets: of all ranks. times: of nodes, in seconds."""
+    """On its way through the nodes. groups: of all ranks. times: of nodes, in seconds."""
 
-    tickets: Sequence[int]
+    group_ids: Sequence[int]
     batch: Batch
     measured: list[Measured] = field(default_factory=list)
     times: dict[str, float] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""The coordinator: hands out tickets on credits, knows where every group is, and says when a step may be consumed."""
+"""The coordinator: hands out groups on credits, knows where every group is, and says when a step may be consumed."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -27,15 +27,15 @@ class Coordinator:
 
     A group goes take_groups → complete | drop | retry | abort; a step goes ready → release, which makes its groups
     consumed and ends in a new version. Every move is journaled; one that cannot be made raises CountsError naming
-    the ticket. At staleness 0 every step consumes all that was drawn for it, so a release leaves nothing behind (but
+    the group. At staleness 0 every step consumes all that was drawn for it, so a release leaves nothing behind (but
     what a run of more staleness had begun, and what was aborted), and a run that goes on from one repeats what an
-    uninterrupted run would do. Otherwise groups stay on the edge, and the cut lists them.
+    uninterrupted run would do. Otherwise groups stay in the queue, and the cut lists them.
 
     Of several domains each has its own order, epoch and position, and its places in every step (`flow.quotas`): a new
-    ticket is of the domain whose next place without a group comes first, so that what takes the place of a dropped one
+    group is of the domain whose next place without a group comes first, so that what takes the place of a dropped one
     is of its domain.
 
-    Tickets are of rows of the data set, and of rows that somebody offers: these have the row numbers behind the data
+    Groups are of rows of the data set, and of rows that somebody offers: these have the row numbers behind the data
     set's, and go first (`NextGroups`).
 
     Versions here are steps: version v are the weights after v steps, or those before under a new number where nothing
@@ -45,7 +45,7 @@ class Coordinator:
     def __init__(self, plan: DataPlan, ledger: Ledger | None = None, snapshot: Snapshot | None = None) -> None:
         """snapshot: goes on from it, with a ledger that was rolled back to `mark_of(snapshot)`. Groups that were
         complete at its cut are complete (whoever calls has their batches), those that ran then are handed out first,
-        and those drawn after it are drawn again, all under the same tickets. Being killed with the process is no
+        and those drawn after it are drawn again, all under the same groups. Being killed with the process is no
         failure of a group: of its three attempts it uses up none.
 
         Staleness and batch size may be others than the snapshot's: complete groups that no step can consume in time any
@@ -56,11 +56,11 @@ class Coordinator:
         check_resumable(plan, start)
         self.plan = plan
         self._ledger = ledger
-        self._incarnation = ledger.restart if ledger else start["restart"] + 1
-        self.version = Version(self._incarnation, start["step"])
+        self._restart = ledger.restart if ledger else start["restart"] + 1
+        self.version = Version(self._restart, start["step"])
         self.weights_step = start["step"]  # a run that goes on begins by sending what it goes on from
         self._counts = Counts(start)
-        self.tickets = NextGroups(plan, self._counts, start.get("offered", 0))
+        self.prompt_groups = NextGroups(plan, self._counts, start.get("offered", 0))
         self.shares = DomainShares(plan, start)
         self._skips = Skips(plan.skips, start.get("skips"))
         self._edge = SampleQueue(
@@ -91,11 +91,11 @@ class Coordinator:
 
     @property
     def finished(self) -> bool:
-        """Whether no step is left: all were consumed, or the data ended and nothing of it is left on the edge."""
+        """Whether no step is left: all were consumed, or the data ended and nothing of it is left in the queue."""
         return self.step >= self.plan.total_steps or (self._edge.closed and not self._edge.num_live)
 
     def take_groups(self, served_step: int | None = None) -> list[PromptGroup]:
-        """The groups to start now: those that were lost and wait for another attempt, then new ones, each in ticket
+        """The groups to start now: those that were lost and wait for another attempt, then new ones, each in group
         order. At staleness 0 they come in waves, empty while the last one runs or the step is full.
 
         served_step: the lowest version that an engine serves, None for that of the last release. One whose step is not
@@ -106,48 +106,48 @@ class Coordinator:
         if self.finished:
             return []
         num_capacity = self._admission.credits(served)
-        tickets = [self._reissue(number, served) for number in self._admission.waiting(served, num_capacity)]
+        prompt_groups = [self._reissue(number, served) for number in self._admission.waiting(served, num_capacity)]
         # Lost ones are a wave of their own; with oversampling, where every step begins with some, they open one.
-        num_open = num_capacity - len(tickets) if self.plan.oversampling else self._admission.credits(served)
-        for source in self._admission.new(served, num_open, self.tickets.num_left):
+        num_open = num_capacity - len(prompt_groups) if self.plan.oversampling else self._admission.credits(served)
+        for source in self._admission.new(served, num_open, self.prompt_groups.num_left):
             if (new := self._issue_next(source, served)) is None:
                 break
-            tickets.append(new)
+            prompt_groups.append(new)
             self._admission.issued(source, served)
         self._close_at_end()
-        return tickets
+        return prompt_groups
 
     def assign(self, number: int, worker: str) -> None:
         """`worker` works on the group from now on: it is journaled, and nothing else follows from it."""
-        self._journal("assigned", ticket=number, worker=worker)
+        self._journal("assigned", group_id=number, worker=worker)
 
     def offer(self) -> int:
-        """Somebody has a row of his own to be answered; the number that its ticket will name it by. Not of a run with
+        """Somebody has a row of his own to be answered; the number that its group will name it by. Not of a run with
         domains, which have all places."""
-        row = self.tickets.offer()
+        row = self.prompt_groups.offer()
         self._edge.close(False)
         return row
 
     def complete(self, number: int, num_tokens: int, version: int | None = None) -> None:
         """A group has passed its rewards and filters. num_tokens: of all its samples, prompts included. version: the
-        lowest of any of their tokens, None for that of its ticket."""
+        lowest of any of their tokens, None for that of its group."""
         group = self._edge.complete(number, num_tokens, version)
-        self._journal("complete", ticket=number, tokens=num_tokens, version=group.version)
+        self._journal("complete", group_id=number, tokens=num_tokens, version=group.version)
 
     def weigh(self, number: int, num_bytes: int) -> None:
         """What a complete group takes of the memory that `plan.max_held_bytes` bounds: known to who holds it alone."""
         self._admission.room.weigh(number, num_bytes)
 
     def drop(self, number: int, reason: str) -> None:
-        """A group leaves without being trained on. Its ticket is spent, its credit comes back."""
+        """A group leaves without being trained on. Its group is spent, its credit comes back."""
         group = self._edge.drop(number, reason)
-        self._journal("dropped", ticket=number, reason=reason)
-        self._counts.drop(group.ticket, reason)
+        self._journal("dropped", group_id=number, reason=reason)
+        self._counts.drop(group.prompt_group, reason)
 
-    def judged(self, ticket: PromptGroup, accuracy: Accuracy) -> None:
+    def judged(self, prompt_group: PromptGroup, accuracy: Accuracy) -> None:
         """A group has its verdicts, whatever becomes of it: told before that is."""
-        domain = domain_of(ticket.stream)
-        self._skips.judged(domain, ticket.row, accuracy)
+        domain = domain_of(prompt_group.stream)
+        self._skips.judged(domain, prompt_group.row, accuracy)
         self.shares.judged(domain, accuracy)
 
     def retry(self, number: int) -> bool:
@@ -174,17 +174,17 @@ class Coordinator:
         """Groups that run are not needed any more: they were ended, and wait to be handed out again. num_tokens: drawn
         for them and thrown away."""
         groups = [self._edge.abort(number) for number in numbers]
-        self._journal("aborted", tickets=list(numbers), tokens=num_tokens)
-        self._counts.abort((group.ticket for group in groups), num_tokens)
+        self._journal("aborted", group_ids=list(numbers), tokens=num_tokens)
+        self._counts.abort((group.prompt_group for group in groups), num_tokens)
 
     def lose(self, number: int) -> None:
         """What was made of a complete group that no step has taken is gone with the process that held it: the group
         waits to be handed out again, and of its three attempts this uses up none."""
         self._edge.lose(number)
-        self._journal("lost", ticket=number)
+        self._journal("lost", group_id=number)
 
     def ready(self, step: int) -> tuple[int, ...] | None:
-        """Numbers of the tickets that form `step`, ascending, or None while it waits for groups; see
+        """Numbers of the groups that form `step`, ascending, or None while it waits for groups; see
         `SampleQueue.ready` for short steps. Raises Exhausted, and CountsError where a group of it is staler than
         the plan allows."""
         numbers = self._edge.ready(step, exhausted=self._admission.is_spent(self.weights_step))
@@ -196,7 +196,7 @@ class Coordinator:
         return numbers
 
     def part(self, step: int, wanted: int) -> tuple[int, ...] | None:
-        """Numbers of `wanted` more tickets of a step that is taken in parts, ascending; see `SampleQueue.part`.
+        """Numbers of `wanted` more groups of a step that is taken in parts, ascending; see `SampleQueue.part`.
 
         A step that is taken so must have taken all that it owes (`num_owed`) when it is released.
         """
@@ -224,7 +224,7 @@ class Coordinator:
     @property
     def stalled(self) -> bool:
         """Whether no group runs, and none will start before a step is released or a row is offered."""
-        return self._admission.is_stalled(self.tickets.num_left)
+        return self._admission.is_stalled(self.prompt_groups.num_left)
 
     def holds(self, number: int) -> bool:
         """Whether the group is complete and waits for its step: its batch is to be kept."""
@@ -243,12 +243,12 @@ class Coordinator:
         groups = self._edge.release(step)
         left = self._edge.num_live - self._edge.num_waiting
         assert self.plan.max_staleness or not left, "at staleness 0 a step leaves nothing behind that has started"
-        numbers = [group.ticket.number for group in groups]
-        self._counts.consume(group.ticket for group in groups)
+        numbers = [group.prompt_group.group_id for group in groups]
+        self._counts.consume(group.prompt_group for group in groups)
         self._admission.released()
-        self.version = Version(self._incarnation, step + 1)
+        self.version = Version(self._restart, step + 1)
         self.weights_step = step + 1 if published else self.weights_step
-        self._journal("consumed", step=step, tickets=numbers, tokens=sum(group.num_tokens for group in groups))
+        self._journal("consumed", step=step, group_ids=numbers, tokens=sum(group.num_tokens for group in groups))
         self._journal("version", step=step + 1, weights=self.weights_step)
         if self._ledger:
             self._ledger.sync()
@@ -256,64 +256,64 @@ class Coordinator:
         self._cut = self._describe()
         return self.version
 
-    def accounting(self) -> GroupCounts:
-        return self._counts.account(self._edge.num_running, self._edge.num_complete)
+    def checked_counts(self) -> GroupCounts:
+        return self._counts.group_counts(self._edge.num_running, self._edge.num_complete)
 
     def snapshot(self) -> Snapshot:
         """JSON to go on from. The cut is the last release (or the start), whatever has happened since."""
         return self._cut
 
     def _close_at_end(self) -> None:
-        if self.tickets.data_open and self.tickets.num_left == 0:
+        if self.prompt_groups.data_open and self.prompt_groups.num_left == 0:
             self._edge.close()
 
     def _issue_next(self, source: int, served: int) -> PromptGroup | None:
         """The next of the source that is not passed over; None where the data end before. Where a whole round would be,
         the row behind it is taken: no source runs empty."""
         num_left = self.plan.sources[source].num_rows
-        while self.tickets.num_left != 0:
-            ticket = self.tickets.make(source, served)
-            self._edge.issue(ticket)
-            self._counts.issue(ticket)
-            self._journal("issued", **issued_fields(ticket))
-            reason = self._skips.pass_over(ticket.row)
+        while self.prompt_groups.num_left != 0:
+            prompt_group = self.prompt_groups.make(source, served)
+            self._edge.issue(prompt_group)
+            self._counts.issue(prompt_group)
+            self._journal("issued", **issued_fields(prompt_group))
+            reason = self._skips.pass_over(prompt_group.row)
             if reason is None or not num_left:
-                return ticket
+                return prompt_group
             num_left -= 1
-            self.drop(ticket.number, reason)
+            self.drop(prompt_group.group_id, reason)
         return None
 
     def _reissue(self, number: int, served: int) -> PromptGroup:
         if self._edge.was_aborted(number):
             self._admission.issued([*self._edge.lanes.values()].index(self._edge.lane_of(number)), served)
-        ticket = self._edge.reissue(number, served)
-        self._journal("issued", **issued_fields(ticket))
-        return ticket
+        prompt_group = self._edge.reissue(number, served)
+        self._journal("issued", **issued_fields(prompt_group))
+        return prompt_group
 
     def _restore(self, groups: list[Group]) -> None:
         complete = [group for group in groups if group.complete]
         fit, stale = list[Group](), list[Group]()
         for number, source in enumerate(self.plan.sources):
-            own = [group for group in complete if domain_of(group.ticket.stream) == source.name]
+            own = [group for group in complete if domain_of(group.prompt_group.stream) == source.name]
             parts = still_consumable(own, self.plan.max_staleness, partial(self.shares.quotas.up_to, number))
             fit += parts[0]
             stale += parts[1]
         running = [group for group in groups if not group.complete]
-        lost = [group for group in running if group.ticket.row >= self.plan.num_rows]
+        lost = [group for group in running if group.prompt_group.row >= self.plan.num_rows]
         for group in [*fit, *(group for group in running if group not in lost)]:
             self._edge.restore(group)
         for group, reason in [*((group, STALE) for group in stale), *((group, LOST) for group in lost)]:
-            self._journal("dropped", ticket=group.ticket.number, reason=reason)
-            self._counts.drop(group.ticket, reason)
+            self._journal("dropped", group_id=group.prompt_group.group_id, reason=reason)
+            self._counts.drop(group.prompt_group, reason)
 
     def _describe(self) -> Snapshot:
         counts = self._counts
         described: Snapshot = {
             "plan": saved_plan(self.plan),
-            "restart": self._incarnation,
+            "restart": self._restart,
             "step": self.step,
             "issued": counts.issued,
-            "offered": self.tickets.num_offered,
+            "offered": self.prompt_groups.num_offered,
             "consumed": counts.consumed,
             "dropped": dict(counts.dropped),
             "live": [saved(group) for group in self._edge.live],
@@ -334,10 +334,10 @@ class Coordinator:
             self._ledger.append(kind, **fields)
 
     def _check(self) -> None:
-        account = self.accounting()
-        account.check()
-        if self._ledger and self._ledger.account != account:
-            raise CountsError(f"the ledger counts {self._ledger.account}, the coordinator {account}")
+        group_counts = self.checked_counts()
+        group_counts.check()
+        if self._ledger and self._ledger.group_counts != group_counts:
+            raise CountsError(f"the ledger counts {self._ledger.group_counts}, the coordinator {group_counts}")
 
 
 def mark_of(snapshot: Snapshot) -> Mark | None:

@@ -246,7 +246,7 @@ def _shown(value: object) -> str:
 
 
 TOO_EASY, TOO_HARD = "too_easy", "too_hard"
-"""Why the ticket of a row that is passed over is dropped."""
+"""Why the group of a row that is passed over is dropped."""
 
 SavedSkips = dict[str, dict[str, int]]
 """By reason, then by row: how many times it is still passed over."""

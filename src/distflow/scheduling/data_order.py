@@ -1,4 +1,4 @@
-"""The order of the data: which row of which epoch a ticket names. A pure function of the seed, on any machine.
+"""The order of the data: which row of which epoch a group names. A pure function of the seed, on any machine.
 
 Splits a step into mini-batches, one optimizer step each: decided globally, the same for any number of ranks.
 """
@@ -31,7 +31,7 @@ def keyed_permutation(num_items: int, seed: int, stream: int, *words: int) -> ND
 
 @lru_cache(maxsize=16)
 def epoch_order(num_rows: int, seed: int, epoch: int, shuffle: bool, domain: str = "") -> NDArray[np.int64]:
-    """The rows of one pass over the data, or over those of a domain, in the order in which tickets name them:
+    """The rows of one pass over the data, or over those of a domain, in the order in which groups name them:
     `(num_rows,)` int64, read-only."""
     words = (epoch, domain_word(domain)) if domain else (epoch,)
     rows = keyed_permutation(num_rows, seed, EPOCHS, *words) if shuffle else np.arange(num_rows, dtype=np.int64)
@@ -45,7 +45,7 @@ def domain_word(domain: str) -> int:
 
 
 def place(number: int, num_rows: int, seed: int, shuffle: bool, domain: str = "") -> tuple[int, int]:
-    """Epoch and row of ticket `number`, for a data set of `num_rows` rows; of a domain the ticket's position in it, and
+    """Epoch and row of group `number`, for a data set of `num_rows` rows; of a domain the group's position in it, and
     the row among its own."""
     assert number >= 0 and num_rows > 0
     epoch, position = divmod(number, num_rows)
@@ -62,7 +62,7 @@ def minibatches(
 ) -> list[list[int]]:
     """Sample indices of each mini-batch of `mini_batch_prompts` prompt groups; the last may be short.
 
-    groups: the group of each sample, over samples in the order of their tickets, which must not depend on who
+    groups: the group of each sample, over samples in the order of their groups, which must not depend on who
     produced them; None where each sample is a group of its own.
     epoch: the pass of the update over this step's samples, from 0. The order of the groups is drawn from
     (seed, step, epoch); groups stay whole, and indices ascend within a mini-batch.

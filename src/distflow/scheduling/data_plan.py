@@ -27,7 +27,7 @@ class DataPlan:
     group_size: samples a prompt. consumer_batch: prompt groups a step.
     max_staleness: steps by which weights that made a token may be older than the step that trains on it.
     max_concurrent: groups that may run at once, None for as many as staleness allows. max_num_gen_batches: bound on
-    the tickets drawn for a step, in batches. oversampling: groups that run besides those that a step lacks, as a part
+    the groups drawn for a step, in batches. oversampling: groups that run besides those that a step lacks, as a part
     of these; at staleness 0 alone. max_held_bytes: of groups that wait for their step or are trained on, None for no
     bound. domains: in the order of their rows, none for one source; each goes round by itself, so that with them
     `total_groups` is None. curriculum: how their shares change, None where they stay. skips: which rows are passed

@@ -1,4 +1,4 @@
-"""A lane of the experience edge: the groups of one domain, by the last step that may train on them."""
+"""A lane of the sample queue: the groups of one domain, by the last step that may train on them."""
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
@@ -15,13 +15,13 @@ MAX_ABORTS = 3
 
 @dataclass
 class Group:
-    """A prompt group on the edge: running until complete; one that was lost waits until it is issued again.
+    """A prompt group in the queue: running until complete; one that was lost waits until it is issued again.
 
     num_tokens: of all its samples, prompts included. failures: times that it was lost while the run went on.
     version: the lowest that a token of it has, known once it is complete. num_aborts: times that it was aborted.
     """
 
-    ticket: PromptGroup
+    prompt_group: PromptGroup
     complete: bool = False
     num_tokens: int = 0
     failures: int = 0
@@ -29,8 +29,8 @@ class Group:
     num_aborts: int = 0
 
     def due(self, max_staleness: int) -> int:
-        """The last step that may train on it. Weights older than the ticket's are a fault, and make it due earlier."""
-        version = self.ticket.version
+        """The last step that may train on it. Weights older than the group's are a fault, and make it due earlier."""
+        version = self.prompt_group.version
         return max_staleness + (version if self.version is None else min(version, self.version))
 
 
@@ -44,9 +44,9 @@ class _Due:
 
 
 class DomainQueue:
-    """What of one domain is on the edge. A pure state machine; `SampleQueue` sees to it that moves can be made.
+    """What of one domain is in the queue. A pure state machine; `SampleQueue` sees to it that moves can be made.
 
-    num_live: running, complete or waiting to be issued again. formed: tickets that the next step has taken. kept: those
+    num_live: running, complete or waiting to be issued again. formed: groups that the next step has taken. kept: those
     that run, and were aborted too often before.
     """
 
@@ -58,7 +58,7 @@ class DomainQueue:
         max_staleness: int,
         oversampling: Fraction = Fraction(0),  # noqa: B008  immutable
     ) -> None:
-        """groups: of all lanes by ticket. domain: its number in `quotas`. oversampling: see `DataPlan`."""
+        """groups: of all lanes by group. domain: its number in `quotas`. oversampling: see `DataPlan`."""
         self._groups, self._quotas, self._domain, self._max_staleness = groups, quotas, domain, max_staleness
         self._oversampling = oversampling
         self._due: dict[int, _Due] = {}
@@ -93,7 +93,7 @@ class DomainQueue:
         return ceil(self._oversampling * max(0, self.num_lacking))
 
     def room(self, step: int) -> int:
-        """Places up to that step for which no group is on the edge, and groups beyond them; negative where there are
+        """Places up to that step for which no group is in the queue, and groups beyond them; negative where there are
         too many."""
         return self._quotas.up_to(self._domain, step) + self.num_extra - self.num_live
 
@@ -107,26 +107,26 @@ class DomainQueue:
         if group.complete:
             self._enter(group)
         else:
-            self.waiting.add(group.ticket.number)
+            self.waiting.add(group.prompt_group.group_id)
 
     def wait(self, group: Group) -> None:
         """One that ran or was complete is to be issued again."""
         self._leave(group)
         self.num_complete -= group.complete
         group.complete, group.num_tokens, group.version = False, 0, None
-        self.waiting.add(group.ticket.number)
+        self.waiting.add(group.prompt_group.group_id)
 
     def reissue(self, group: Group, version: int) -> None:
-        self.waiting.remove(group.ticket.number)
-        group.ticket = replace(group.ticket, version=version, attempt=group.ticket.attempt + 1)
+        self.waiting.remove(group.prompt_group.group_id)
+        group.prompt_group = replace(group.prompt_group, version=version, attempt=group.prompt_group.attempt + 1)
         if group.num_aborts >= MAX_ABORTS:
-            self.kept.add(group.ticket.number)
+            self.kept.add(group.prompt_group.group_id)
         self._enter(group)
 
     def complete(self, group: Group, num_tokens: int, version: int | None) -> None:
         self._leave(group)
         group.complete, group.num_tokens = True, num_tokens
-        group.version = group.ticket.version if version is None else version
+        group.version = group.prompt_group.version if version is None else version
         self.num_complete += 1
         self._enter(group)
 
@@ -162,7 +162,7 @@ class DomainQueue:
         return owed
 
     def first(self, step: int, wanted: int) -> list[int] | None:
-        """The first complete groups by due step, then by ticket; None where they would leave too many behind that are
+        """The first complete groups by due step, then by group; None where they would leave too many behind that are
         due by some step, more than the steps up to there take and further parts of this one, so that what runs must be
         waited for."""
         num_later = max(0, self.num_wanted - wanted)
@@ -180,7 +180,7 @@ class DomainQueue:
                     return None
                 raise CountsError(
                     f"step {step} would leave {num_left} groups that are due by step {due}, more than the steps up to "
-                    f"there take; of those that it would consume the first is ticket {min(chosen or members.complete)}"
+                    f"there take; of those that it would consume the first is group {min(chosen or members.complete)}"
                 )
             chosen += sorted(members.complete)[:taken]
         return self._check(step, chosen)
@@ -201,7 +201,7 @@ class DomainQueue:
             assert version is not None, "it is complete"
             if not 0 <= step - version <= self._max_staleness:
                 raise CountsError(
-                    f"ticket {number} holds tokens of version {version}, which step {step} may not train on: "
+                    f"group {number} holds tokens of version {version}, which step {step} may not train on: "
                     f"max_staleness is {self._max_staleness}"
                 )
         return list(numbers)
@@ -210,11 +210,11 @@ class DomainQueue:
         members = self._due.setdefault(group.due(self._max_staleness), _Due())
         members.num_live += 1
         if group.complete:
-            members.complete.add(group.ticket.number)
+            members.complete.add(group.prompt_group.group_id)
 
     def _leave(self, group: Group) -> _Due:
         members = self._due[group.due(self._max_staleness)]
         members.num_live -= 1
-        members.complete.discard(group.ticket.number)
-        self.kept.discard(group.ticket.number)
+        members.complete.discard(group.prompt_group.group_id)
+        self.kept.discard(group.prompt_group.group_id)
         return members

@@ -38,7 +38,7 @@ class DomainShares:
             self._curriculum.count(domain, accuracy)
 
     def change(self, step: int) -> SavedShares | None:
-        """The step is about to be consumed, and shares are asked for: those of the first step for which no ticket can
+        """The step is about to be consumed, and shares are asked for: those of the first step for which no group can
         have been issued yet. None where they are not due. Raises UserError where the curriculum fails."""
         if not self._curriculum:
             return None

@@ -1,6 +1,6 @@
-"""Tickets name the prompt groups of a run; versions name the weights that produced their tokens.
+"""Groups name the prompt groups of a run; versions name the weights that produced their tokens.
 
-The account of tickets: every one that was issued runs, waits, was consumed or was dropped for a reason.
+The account of groups: every one that was issued runs, waits, was consumed or was dropped for a reason.
 """
 
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ TRAIN = "train"
 
 @dataclass(frozen=True, order=True)
 class Version:
-    """Weights as of the end of a step, ordered lexicographically: each resume raises the incarnation."""
+    """Weights as of the end of a step, ordered lexicographically: each resume raises the restart."""
 
     restart: int
     step: int
@@ -21,16 +21,16 @@ class Version:
 class PromptGroup:
     """The identity of one prompt group: numbered globally, independent of the number of workers.
 
-    number: position in the run's data order, from 0.
+    group_id: position in the run's data order, from 0.
     epoch, row: which row of the data set, in which pass over it.
     group_size: samples to draw for the prompt.
-    version: the step whose weights were served when the ticket was issued.
+    version: the step whose weights were served when the group was issued.
     attempt: raised each time that the group starts again, after a crash or because it was aborted.
     stream: "train", "train/<domain>", or "val/<set>".
-    position: in the order of its domain, from 0; 0 of a run without domains, where `number` says it.
+    position: in the order of its domain, from 0; 0 of a run without domains, where `group_id` says it.
     """
 
-    number: int
+    group_id: int
     epoch: int
     row: int
     group_size: int
@@ -41,7 +41,7 @@ class PromptGroup:
 
 
 def stream_of(domain: str) -> str:
-    """What a training ticket of the domain has; "" is that of a run without."""
+    """What a training group of the domain has; "" is that of a run without."""
     return f"{TRAIN}/{domain}" if domain else TRAIN
 
 
@@ -51,12 +51,12 @@ def domain_of(stream: str) -> str:
 
 
 class CountsError(RuntimeError):
-    """A ticket was lost, doubled, or moved in a way that no run makes. A fault of ours; the message names it."""
+    """A group was lost, doubled, or moved in a way that no run makes. A fault of ours; the message names it."""
 
 
 @dataclass(frozen=True)
 class DomainCounts:
-    """Of one domain: tickets that were issued, consumed, and dropped by reason. aborted: times, as in `GroupCounts`."""
+    """Of one domain: groups that were issued, consumed, and dropped by reason. aborted: times, as in `GroupCounts`."""
 
     issued: int = 0
     consumed: int = 0
@@ -66,9 +66,9 @@ class DomainCounts:
 
 @dataclass(frozen=True)
 class GroupCounts:
-    """How many tickets are where. dropped: counts by reason. aborted: times that a group was ended because its step had
+    """How many groups are where. dropped: counts by reason. aborted: times that a group was ended because its step had
     all that it needs, so that it waits to be issued again; aborted_tokens: what had been drawn for those. domains: of
-    each that a ticket was issued for, empty of a run without them."""
+    each that a group was issued for, empty of a run without them."""
 
     issued: int = 0
     running: int = 0
@@ -80,7 +80,7 @@ class GroupCounts:
     domains: Mapping[str, DomainCounts] = field(default_factory=dict)
 
     def check(self) -> None:
-        """Raises CountsError where a ticket is nowhere or in two places."""
+        """Raises CountsError where a group is nowhere or in two places."""
         known = self.running + self.complete + self.consumed + sum(self.dropped.values())
         if self.issued != known:
-            raise CountsError(f"{self.issued} tickets were issued, but {known} are accounted for: {self}")
+            raise CountsError(f"{self.issued} groups were issued, but {known} are accounted for: {self}")

@@ -1,23 +1,23 @@
-"""The ledger: an append-only journal of tickets, versions and steps, `ledger.jsonl` in the run's folder.
+"""The ledger: an append-only journal of groups, versions and steps, `ledger.jsonl` in the run's folder.
 
-One JSON object a line: {"t": seconds since 1970, "inc": incarnation, "kind": ..., ...}. The kinds that count tickets:
+One JSON object a line: {"t": seconds since 1970, "restart": restart, "kind": ..., ...}. The kinds that count groups:
 
     opened      ledger (its id)                                the first line
     plan        max_staleness, consumer_batch, quotas          of the run from here on: at its start and each resume;
                                                                quotas: of domains, share and lag at the next step
     shares      step, shares                               of domains from that step on, in place of those before
-    issued      ticket, epoch, row, version, attempt, domain   version: the step whose weights were served; domain: if
+    issued      group, epoch, row, version, attempt, domain   version: the step whose weights were served; domain: if
                                                                the run has any
-    assigned    ticket, worker                                 who works on it from here on, where several could
-    complete    ticket, tokens, version                        version: the lowest of any of its tokens
-    lost        ticket                                         it was complete, and is to be issued again
-    aborted     tickets, tokens                                they ran and their step needs them no more: they are to
+    assigned    group, worker                                 who works on it from here on, where several could
+    complete    group, tokens, version                        version: the lowest of any of its tokens
+    lost        group                                         it was complete, and is to be issued again
+    aborted     groups, tokens                                they ran and their step needs them no more: they are to
                                                                be issued again; tokens: drawn for them, thrown away
-    dropped     ticket, reason                                 consumed    step, tickets, tokens
+    dropped     group, reason                                 consumed    step, groups, tokens
     version     step, weights (the step that made them: less than `step` where none were sent)
     inherited   step, issued, consumed, dropped, live, domains the account of a checkpoint from another folder; live:
-                                                               ticket, attempt, complete, version, domain of groups on
-                                                               the edge, if any; domains: issued, consumed, dropped,
+                                                               group, attempt, complete, version, domain of groups on
+                                                               the queue, if any; domains: issued, consumed, dropped,
                                                                aborted; aborted, aborted_tokens: if any were
     rolled_back to (a byte offset)                             a resume: the records since `to` no longer hold
 
@@ -73,13 +73,13 @@ class Ledger:
                 raise LedgerError(f"{path} is damaged: it holds what no run records ({err!r}). Move it away") from err
 
     @property
-    def account(self) -> GroupCounts:
+    def group_counts(self) -> GroupCounts:
         """Counted from the records, independently of whoever wrote them."""
-        return self._tally.account
+        return self._tally.group_counts
 
     def append(self, kind: str, **fields: object) -> None:
-        """Raises CountsError, and writes nothing, where the record moves a ticket as no run can."""
-        record = cast(Record, {"t": round(time.time(), 3), "inc": self.restart, "kind": kind, **fields})
+        """Raises CountsError, and writes nothing, where the record moves a group as no run can."""
+        record = cast(Record, {"t": round(time.time(), 3), "restart": self.restart, "kind": kind, **fields})
         self._tally.apply(record)
         self._file.write(json.dumps(record, separators=(",", ":")).encode() + b"\n")
         self._file.flush()
@@ -120,7 +120,7 @@ class Ledger:
         for position, record in _records(self.path):
             if position == 0:
                 self.id = str(record.get("ledger"))
-            last = max(last, record["inc"])
+            last = max(last, record["restart"])
         if last < 0:
             raise LedgerError(f"{self.path} is no ledger: its first line is no record. Move it away")
         self.restart = max(self.restart, last + 1)
@@ -170,32 +170,32 @@ def timeline(path: Path) -> Iterator[tuple[int, Record]]:
 
 
 def replay(path: Path) -> GroupCounts:
-    """The account of the surviving timeline. Raises CountsError naming a ticket that it moves as no run can,
+    """The account of the surviving timeline. Raises CountsError naming a group that it moves as no run can,
     such as one consumed twice."""
     tally = LedgerCounts()
     for _, record in timeline(path):
         tally.apply(record)
-    return tally.account
+    return tally.group_counts
 
 
 def verify(path: Path) -> GroupCounts:
-    """`replay`, and that each row of an epoch was issued under one ticket only, each step ended in a version, no group
+    """`replay`, and that each row of an epoch was issued under one group only, each step ended in a version, no group
     was staler than the plan in force allowed, versions never went backwards, and each domain had its share.
 
     Raises CountsError.
     """
-    account = replay(path)
-    account.check()
+    group_counts = replay(path)
+    group_counts.check()
     owner: dict[tuple[int, int], int] = {}
     num_consumed = num_versions = 0
     staleness, quotas = StalenessAudit(), QuotaAudit()
     for _, record in timeline(path):
         if record["kind"] == "issued":
             where = (record["epoch"], record["row"])
-            if owner.setdefault(where, record["ticket"]) != record["ticket"]:
+            if owner.setdefault(where, record["group_id"]) != record["group_id"]:
                 raise CountsError(
-                    f"row {where[1]} of epoch {where[0]} went out twice, as tickets {owner[where]} and "
-                    f"{record['ticket']}"
+                    f"row {where[1]} of epoch {where[0]} went out twice, as groups {owner[where]} and "
+                    f"{record['group_id']}"
                 )
         staleness.apply(record)
         quotas.apply(record)
@@ -203,7 +203,7 @@ def verify(path: Path) -> GroupCounts:
         num_versions += record["kind"] == "version"
     if num_consumed > num_versions:
         raise CountsError(f"{num_consumed} steps were consumed, but only {num_versions} ended in a version")
-    return account
+    return group_counts
 
 
 def _records(path: Path) -> Iterator[tuple[int, Record]]:
@@ -237,7 +237,9 @@ def _parse(line: bytes) -> Record | None:
         record = json.loads(line.decode())  # faster than of bytes, whose encoding it would guess
     except (ValueError, RecursionError):
         return None
-    is_record = isinstance(record, dict) and isinstance(record.get("kind"), str) and isinstance(record.get("inc"), int)
+    is_record = (
+        isinstance(record, dict) and isinstance(record.get("kind"), str) and isinstance(record.get("restart"), int)
+    )
     return cast(Record, record) if is_record else None
 
 

@@ -1,4 +1,4 @@
-"""Counts tickets from journal records alone: the second bookkeeping, which the coordinator's must equal.
+"""Counts groups from journal records alone: the second bookkeeping, which the coordinator's must equal.
 
 Audits staleness and the order of versions from journal records alone.
 
@@ -40,9 +40,9 @@ class _Domain:
 
 
 class LedgerCounts:
-    """Applies the records of one surviving timeline in order. One byte a ticket.
+    """Applies the records of one surviving timeline in order. One byte a group.
 
-    Records that concern no training ticket are passed over.
+    Records that concern no training group are passed over.
     """
 
     def __init__(self) -> None:
@@ -53,11 +53,11 @@ class LedgerCounts:
         self._dropped: Counter[str] = Counter()
         self._num_aborted = self._num_aborted_tokens = 0
         self._domains: dict[str, _Domain] = {}
-        self._domain_of: dict[int, str] = {}  # of tickets on the edge
+        self._domain_of: dict[int, str] = {}  # of groups in the queue
         self._apply: dict[str, Callable[[Record], None]] = {
             "issued": self._issued,
-            "complete": lambda record: self._move(record["ticket"], _State.RUNNING, _State.COMPLETE),
-            "lost": lambda record: self._move(record["ticket"], _State.COMPLETE, _State.RUNNING),
+            "complete": lambda record: self._move(record["group_id"], _State.RUNNING, _State.COMPLETE),
+            "lost": lambda record: self._move(record["group_id"], _State.COMPLETE, _State.RUNNING),
             "dropped": self._dropped_one,
             "aborted": self._aborted,
             "consumed": self._consumed,
@@ -65,7 +65,7 @@ class LedgerCounts:
         }
 
     @property
-    def account(self) -> GroupCounts:
+    def group_counts(self) -> GroupCounts:
         counts = self._counts
         return GroupCounts(
             issued=len(self._states),
@@ -82,13 +82,13 @@ class LedgerCounts:
         )
 
     def apply(self, record: Record) -> None:
-        """Raises CountsError naming the ticket that the record moves as no run can."""
+        """Raises CountsError naming the group that the record moves as no run can."""
         apply = self._apply.get(record["kind"])
         if apply is not None:
             apply(record)
 
     def _issued(self, record: Record) -> None:
-        number, attempt = record["ticket"], record["attempt"]
+        number, attempt = record["group_id"], record["attempt"]
         if number == len(self._states):
             self._states.append(_State.RUNNING)
             self._counts[_State.RUNNING] += 1
@@ -96,31 +96,31 @@ class LedgerCounts:
                 self._domain_of[number] = record["domain"]
                 self._domains.setdefault(record["domain"], _Domain()).issued += 1
         elif number > len(self._states):
-            raise CountsError(f"ticket {number} was issued, but {len(self._states)} is the next one")
+            raise CountsError(f"group {number} was issued, but {len(self._states)} is the next one")
         elif self._states[number] != _State.RUNNING or attempt <= self._attempts[number]:
             state = _State(self._states[number]).name.lower()
-            raise CountsError(f"ticket {number} was issued twice: it is {state}, attempt {attempt}")
+            raise CountsError(f"group {number} was issued twice: it is {state}, attempt {attempt}")
         self._attempts[number] = attempt
 
     def _dropped_one(self, record: Record) -> None:
         source = _State.COMPLETE if record["reason"] == STALE else _State.RUNNING
-        self._move(record["ticket"], source, _State.DROPPED)
+        self._move(record["group_id"], source, _State.DROPPED)
         self._dropped[record["reason"]] += 1
-        if record["ticket"] in self._domain_of:
-            self._domains[self._domain_of.pop(record["ticket"])].dropped[record["reason"]] += 1
+        if record["group_id"] in self._domain_of:
+            self._domains[self._domain_of.pop(record["group_id"])].dropped[record["reason"]] += 1
 
     def _aborted(self, record: Record) -> None:
-        for number in record["tickets"]:
+        for number in record["group_ids"]:
             self._move(number, _State.RUNNING, _State.RUNNING)
             if number in self._domain_of:
                 self._domains[self._domain_of[number]].aborted += 1
-        self._num_aborted += len(record["tickets"])
+        self._num_aborted += len(record["group_ids"])
         self._num_aborted_tokens += record["tokens"]
 
     def _consumed(self, record: Record) -> None:
         if record["step"] != self.next_step:
             raise CountsError(f"step {record['step']} was consumed, but {self.next_step} is the next one")
-        for number in record["tickets"]:
+        for number in record["group_ids"]:
             self._move(number, _State.COMPLETE, _State.CONSUMED)
             if number in self._domain_of:
                 self._domains[self._domain_of.pop(number)].consumed += 1
@@ -128,7 +128,7 @@ class LedgerCounts:
 
     def _inherited(self, record: Record) -> None:
         if self._states:
-            raise CountsError(f"an account was inherited after {len(self._states)} tickets had been issued")
+            raise CountsError(f"an account was inherited after {len(self._states)} groups had been issued")
         self.next_step = record["step"]
         self._states = bytearray([_State.SETTLED]) * record["issued"]
         self._counts = Counter({_State.CONSUMED: record["consumed"]})
@@ -140,17 +140,17 @@ class LedgerCounts:
         }
         for group in record.get("live", ()):
             state = _State.COMPLETE if group["complete"] else _State.RUNNING
-            self._states[group["ticket"]] = state
+            self._states[group["group_id"]] = state
             self._counts[state] += 1
-            self._attempts[group["ticket"]] = group["attempt"]
+            self._attempts[group["group_id"]] = group["attempt"]
             if "domain" in group:
-                self._domain_of[group["ticket"]] = group["domain"]
+                self._domain_of[group["group_id"]] = group["domain"]
 
     def _move(self, number: int, source: _State, target: _State) -> None:
         state = _State(self._states[number]) if number < len(self._states) else _State.UNKNOWN
         if state != source:
             raise CountsError(
-                f"ticket {number} cannot become {target.name.lower()}: it is {state.name.lower()}, not "
+                f"group {number} cannot become {target.name.lower()}: it is {state.name.lower()}, not "
                 f"{source.name.lower()}"
             )
         self._states[number] = target
@@ -161,18 +161,18 @@ class LedgerCounts:
 
 
 class StalenessAudit:
-    """Applies the records of one surviving timeline in order. That tickets move as they may is `LedgerCounts`'s to say.
+    """Applies the records of one surviving timeline in order. That groups move as they may is `LedgerCounts`'s to say.
 
     The staleness of a group is the step that consumed it less the lowest version of its tokens. Earlier releases wrote
-    no `plan`, which leaves staleness without a bound, and no version of complete groups, which then is the ticket's.
+    no `plan`, which leaves staleness without a bound, and no version of complete groups, which then is the group's.
     """
 
     def __init__(self) -> None:
         self._max_staleness: int | None = None
         self._next_step = 0
-        self._versions: dict[int, int] = {}  # of tickets on the edge
-        self._incarnation = -1
-        self._served = self._weights = 0  # lowest that may come next in this incarnation
+        self._versions: dict[int, int] = {}  # of groups in the queue
+        self._restart = -1
+        self._served = self._weights = 0  # lowest that may come next in this restart
         self._apply: dict[str, Callable[[Record], None]] = {
             "plan": self._plan,
             "issued": self._issued,
@@ -184,9 +184,9 @@ class StalenessAudit:
         }
 
     def apply(self, record: Record) -> None:
-        """Raises CountsError naming the ticket or the step."""
-        if record["inc"] != self._incarnation:
-            self._incarnation, self._served, self._weights = record["inc"], 0, 0
+        """Raises CountsError naming the group or the step."""
+        if record["restart"] != self._restart:
+            self._restart, self._served, self._weights = record["restart"], 0, 0
         apply = self._apply.get(record["kind"])
         if apply is not None:
             apply(record)
@@ -198,26 +198,26 @@ class StalenessAudit:
         version = record["version"]
         if not self._served <= version <= self._next_step:
             raise CountsError(
-                f"ticket {record['ticket']} was issued at version {version}, but {self._served} was served before and "
+                f"group {record['group_id']} was issued at version {version}, but {self._served} was served before and "
                 f"step {self._next_step} is the next one: versions never go backwards, nor ahead of the steps"
             )
         self._served = version
-        self._versions[record["ticket"]] = version
+        self._versions[record["group_id"]] = version
 
     def _complete(self, record: Record) -> None:
         if "version" in record:
-            self._versions[record["ticket"]] = record["version"]
+            self._versions[record["group_id"]] = record["version"]
 
     def _dropped(self, record: Record) -> None:
-        self._versions.pop(record["ticket"], None)
+        self._versions.pop(record["group_id"], None)
 
     def _consumed(self, record: Record) -> None:
         step, bound = record["step"], self._max_staleness
-        for number in record["tickets"]:
+        for number in record["group_ids"]:
             version = self._versions.pop(number, None)
             if bound is not None and version is not None and not 0 <= step - version <= bound:
                 raise CountsError(
-                    f"step {step} consumed ticket {number}, which holds tokens of version {version}, but max_staleness "
+                    f"step {step} consumed group {number}, which holds tokens of version {version}, but max_staleness "
                     f"was {bound}"
                 )
         self._next_step = step + 1
@@ -233,14 +233,14 @@ class StalenessAudit:
 
     def _inherited(self, record: Record) -> None:
         self._next_step = record["step"]
-        self._versions = {group["ticket"]: group["version"] for group in record.get("live", ()) if "version" in group}
+        self._versions = {group["group_id"]: group["version"] for group in record.get("live", ()) if "version" in group}
 
 
 _Shares = dict[str, Fraction]
 
 
 class QuotaAudit:
-    """Applies the records of one surviving timeline in order. That tickets move as they may is `LedgerCounts`'s to say.
+    """Applies the records of one surviving timeline in order. That groups move as they may is `LedgerCounts`'s to say.
 
     After each step a domain has had its share of all places to within less than one, and the groups by which steps
     were short; where shares have changed, the sum of its shares over all places, behind it by `most_behind` at most. A
@@ -254,7 +254,7 @@ class QuotaAudit:
         self._lags: dict[str, Fraction] = {}
         self._changed = False
         self._num_missing = 0
-        self._domain_of: dict[int, str] = {}  # of tickets on the edge
+        self._domain_of: dict[int, str] = {}  # of groups in the queue
         self._apply: dict[str, Callable[[Record], None]] = {
             "plan": self._plan,
             "shares": self._change,
@@ -290,20 +290,20 @@ class QuotaAudit:
 
     def _issued(self, record: Record) -> None:
         if "domain" in record:
-            self._domain_of[record["ticket"]] = record["domain"]
+            self._domain_of[record["group_id"]] = record["domain"]
 
     def _dropped(self, record: Record) -> None:
-        self._forget(record["ticket"])
+        self._forget(record["group_id"])
 
     def _consumed(self, record: Record) -> None:
         if not self._shares:
             return
         while self._to_come and self._to_come[0][0] <= record["step"]:
             self._shares, self._changed = self._to_come.pop(0)[1], True
-        self._num_missing += self._batch - len(record["tickets"])
+        self._num_missing += self._batch - len(record["group_ids"])
         for name, share in self._shares.items():
             self._lags[name] += share * self._batch
-        for number in record["tickets"]:
+        for number in record["group_ids"]:
             self._lags[self._forget(number)] -= 1
         for name, lag in self._lags.items():
             if not self._may_be(lag):
@@ -318,7 +318,7 @@ class QuotaAudit:
         return abs(lag) < 1 + self._num_missing
 
     def _inherited(self, record: Record) -> None:
-        self._domain_of = {group["ticket"]: group["domain"] for group in record.get("live", ()) if "domain" in group}
+        self._domain_of = {group["group_id"]: group["domain"] for group in record.get("live", ()) if "domain" in group}
 
     def _forget(self, number: int) -> str:
         return self._domain_of.pop(number, "")

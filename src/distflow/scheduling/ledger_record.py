@@ -9,9 +9,9 @@ from distflow.scheduling.snapshot import Snapshot, restored
 
 
 class InheritedGroup(TypedDict):
-    """A group that was on the edge of another run. domain: missing in a run without any."""
+    """A group that was in the queue of another run. domain: missing in a run without any."""
 
-    ticket: int
+    group_id: int
     attempt: int
     complete: bool
     version: int
@@ -19,7 +19,7 @@ class InheritedGroup(TypedDict):
 
 
 class InheritedDomain(TypedDict):
-    """What became of a domain's tickets in another run."""
+    """What became of a domain's groups in another run."""
 
     issued: int
     consumed: int
@@ -35,13 +35,13 @@ class Quota(TypedDict):
 
 
 class Record(TypedDict, total=False):
-    """The fields of all kinds that count tickets; `Ledger` lists which kind has which. Other kinds have others."""
+    """The fields of all kinds that count groups; `Ledger` lists which kind has which. Other kinds have others."""
 
     t: float
-    inc: int
+    restart: int
     kind: str
     ledger: str
-    ticket: int
+    group_id: int
     epoch: int
     row: int
     version: int
@@ -49,7 +49,7 @@ class Record(TypedDict, total=False):
     tokens: int
     reason: str
     step: int
-    tickets: list[int]
+    group_ids: list[int]
     max_staleness: int
     consumer_batch: int
     weights: int
@@ -67,16 +67,16 @@ class Record(TypedDict, total=False):
     to: int
 
 
-def issued_fields(ticket: PromptGroup) -> dict[str, Any]:
-    """Of a record that the ticket was handed out."""
+def issued_fields(group_id: PromptGroup) -> dict[str, Any]:
+    """Of a record that the group was handed out."""
     fields = {
-        "ticket": ticket.number,
-        "epoch": ticket.epoch,
-        "row": ticket.row,
-        "version": ticket.version,
-        "attempt": ticket.attempt,
+        "group_id": group_id.group_id,
+        "epoch": group_id.epoch,
+        "row": group_id.row,
+        "version": group_id.version,
+        "attempt": group_id.attempt,
     }
-    name = domain_of(ticket.stream)
+    name = domain_of(group_id.stream)
     return {**fields, "domain": name} if name else fields
 
 
@@ -84,15 +84,15 @@ def inherited_fields(start: Snapshot, domains: Mapping[str, DomainCounts]) -> di
     """Of a record that a run goes on from the snapshot of another, whose journal it does not have."""
     live = [
         {
-            "ticket": group.ticket.number,
-            "attempt": group.ticket.attempt,
+            "group_id": group.prompt_group.group_id,
+            "attempt": group.prompt_group.attempt,
             "complete": group.complete,
-            "version": group.ticket.version if group.version is None else group.version,
-            **({"domain": name} if (name := domain_of(group.ticket.stream)) else {}),
+            "version": group.prompt_group.version if group.version is None else group.version,
+            **({"domain": name} if (name := domain_of(group.prompt_group.stream)) else {}),
         }
         for group in map(restored, start["live"])
     ]
     counts: dict[str, Any] = {key: start[key] for key in ("step", "issued", "consumed", "dropped")}
     aborted: dict[str, Any] = {key: start[key] for key in ("aborted", "aborted_tokens") if key in start}
-    listed = {"live": live, "domains": {name: asdict(account) for name, account in domains.items()}}
+    listed = {"live": live, "domains": {name: asdict(group_counts) for name, group_counts in domains.items()}}
     return {**counts, **aborted, **{key: value for key, value in listed.items() if value}}

@@ -12,7 +12,7 @@ from distflow.scheduling.ledger_record import InheritedGroup, Record
 @dataclass(frozen=True)
 class Attempt:
     """A start of a group. version: the step whose weights were served then. worker: None where only one could work on
-    it. t: seconds since 1970. incarnation: of the run. aborted: it was ended because its step had all that it needs."""
+    it. t: seconds since 1970. restart: of the run. aborted: it was ended because its step had all that it needs."""
 
     version: int
     worker: str | None
@@ -30,7 +30,7 @@ class GroupLineage:
     None in a run without any.
     """
 
-    ticket: int
+    group_id: int
     epoch: int | None
     row: int | None
     attempts: tuple[Attempt, ...]
@@ -44,10 +44,10 @@ class GroupLineage:
 class StepLineage:
     """A step, counted from 1, as files and metrics count.
 
-    groups: those that it trained on; of one that was not consumed those on the experience edge. dropped: since the step
+    groups: those that it trained on; of one that was not consumed those on the sample queue. dropped: since the step
     before was consumed. consumed_at: seconds since 1970, None of one that the journal does not see consumed. weights:
     the step whose weights are served after it, None where the journal ends before. max_staleness: None of a run
-    whose journal does not say. aborted: tickets of groups that ran for it and were not needed; aborted_tokens: drawn
+    whose journal does not say. aborted: groups of groups that ran for it and were not needed; aborted_tokens: drawn
     for them.
     """
 
@@ -63,7 +63,7 @@ class StepLineage:
 
 
 def step_lineage(path: Path, step: int) -> StepLineage:
-    """One pass over the surviving timeline, up to the step; what is kept of it are the groups on the edge.
+    """One pass over the surviving timeline, up to the step; what is kept of it are the groups in the queue.
 
     Raises UserError where there is no journal or no such step in it, LedgerError where it is damaged.
     """
@@ -80,12 +80,12 @@ def step_lineage(path: Path, step: int) -> StepLineage:
 
 
 class _Reader:
-    """Follows the groups on the edge until the step is consumed."""
+    """Follows the groups in the queue until the step is consumed."""
 
     def __init__(self, step: int) -> None:
         self._step = step
         self._next_step = self._first_step = 1
-        self._incarnation = 0
+        self._restart = 0
         self._max_staleness: int | None = None
         self._live: dict[int, list[Record]] = {}
         self._inherited: dict[int, InheritedGroup] = {}
@@ -98,13 +98,13 @@ class _Reader:
         for record in remaining:
             kind = record["kind"]
             if kind in ("issued", "assigned", "complete"):
-                self._live.setdefault(record["ticket"], []).append(record)
+                self._live.setdefault(record["group_id"], []).append(record)
             elif kind == "aborted":
                 self._aborted.append(record)
-                for ticket in record["tickets"]:
-                    self._live.setdefault(ticket, []).append(record)
+                for group_id in record["group_ids"]:
+                    self._live.setdefault(group_id, []).append(record)
             elif kind == "dropped":
-                self._dropped.append([*self._live.pop(record["ticket"], ()), record])
+                self._dropped.append([*self._live.pop(record["group_id"], ()), record])
             elif kind == "consumed":
                 if record["step"] + 1 == self._step:
                     return self._found(record, next(remaining, None))
@@ -113,9 +113,9 @@ class _Reader:
                 self._max_staleness = record["max_staleness"]
             elif kind == "inherited":
                 self._next_step = self._first_step = record["step"] + 1
-                self._inherited = {group["ticket"]: group for group in record.get("live", ())}
-                self._live = {ticket: [] for ticket in self._inherited}
-            self._incarnation = record["inc"]
+                self._inherited = {group["group_id"]: group for group in record.get("live", ())}
+                self._live = {group_id: [] for group_id in self._inherited}
+            self._restart = record["restart"]
         if self._step == self._next_step and (self._live or self._dropped):
             return self._lineage(self._live, consumed_at=None, weights=None)
         return None
@@ -128,40 +128,40 @@ class _Reader:
         return f"it has steps {first} to {last}, counted from 1" if last >= first else "none was consumed yet"
 
     def _pass(self, record: Record) -> None:
-        for number in record["tickets"]:
+        for number in record["group_ids"]:
             self._live.pop(number, None)
         self._dropped.clear()
         self._aborted.clear()
         self._next_step = record["step"] + 2
 
     def _found(self, record: Record, after: Record | None) -> StepLineage:
-        self._incarnation = record["inc"]
+        self._restart = record["restart"]
         weights = after["weights"] if after and after["kind"] == "version" else None
-        return self._lineage(record["tickets"], _number(record["t"]), weights)
+        return self._lineage(record["group_ids"], _number(record["t"]), weights)
 
-    def _lineage(self, tickets: Iterable[int], consumed_at: float | None, weights: int | None) -> StepLineage:
+    def _lineage(self, group_ids: Iterable[int], consumed_at: float | None, weights: int | None) -> StepLineage:
         return StepLineage(
             self._step,
-            self._incarnation,
-            groups=tuple(self._group(ticket, self._live.get(ticket, [])) for ticket in sorted(tickets)),
-            dropped=tuple(self._group(records[-1]["ticket"], records) for records in self._dropped),
+            self._restart,
+            groups=tuple(self._group(group_id, self._live.get(group_id, [])) for group_id in sorted(group_ids)),
+            dropped=tuple(self._group(records[-1]["group_id"], records) for records in self._dropped),
             consumed_at=consumed_at,
             weights=weights,
             max_staleness=self._max_staleness,
-            aborted=tuple(ticket for record in self._aborted for ticket in record["tickets"]),
+            aborted=tuple(group_id for record in self._aborted for group_id in record["group_ids"]),
             aborted_tokens=sum(_whole(record["tokens"]) for record in self._aborted),
         )
 
-    def _group(self, ticket: int, records: Sequence[Record]) -> GroupLineage:
+    def _group(self, group_id: int, records: Sequence[Record]) -> GroupLineage:
         last = {record["kind"]: record for record in records}
         issued, complete, dropped = (last.get(kind) for kind in ("issued", "complete", "dropped"))
         attempts = _attempts(records)
-        inherited = self._inherited.get(ticket)
+        inherited = self._inherited.get(group_id)
         version = inherited.get("version") if inherited and inherited["complete"] else None
-        if complete:  # earlier releases wrote no version of complete groups: theirs is the ticket's
+        if complete:  # earlier releases wrote no version of complete groups: theirs is the group's
             version = complete.get("version", attempts[-1].version if attempts else None)
         return GroupLineage(
-            ticket,
+            group_id,
             epoch=_whole(issued["epoch"]) if issued else None,
             row=_whole(issued["row"]) if issued else None,
             attempts=attempts,
@@ -176,7 +176,7 @@ def _attempts(records: Sequence[Record]) -> tuple[Attempt, ...]:
     attempts: list[Attempt] = []
     for record in records:
         if record["kind"] == "issued":
-            attempts.append(Attempt(_whole(record["version"]), None, _number(record["t"]), record["inc"]))
+            attempts.append(Attempt(_whole(record["version"]), None, _number(record["t"]), record["restart"]))
         elif record["kind"] == "assigned" and attempts:
             attempts[-1] = replace(attempts[-1], worker=str(record["worker"]))
         elif record["kind"] == "aborted" and attempts:

@@ -1,6 +1,6 @@
-"""What has become of the tickets of a run, in all and by domain.
+"""What has become of the groups of a run, in all and by domain.
 
-The next ticket: of a row of the data set, in its order, or of one that somebody offers, which goes first.
+The next group: of a row of the data set, in its order, or of one that somebody offers, which goes first.
 """
 
 from collections import Counter, deque
@@ -28,36 +28,36 @@ class Counts:
             if each["issued"]
         }
 
-    def issue(self, ticket: PromptGroup) -> None:
+    def issue(self, prompt_group: PromptGroup) -> None:
         """One that was not issued before."""
         self.issued += 1
-        if name := domain_of(ticket.stream):
+        if name := domain_of(prompt_group.stream):
             self.domains[name] = replace(self.of(name), issued=self.of(name).issued + 1)
 
-    def consume(self, tickets: Iterable[PromptGroup]) -> None:
-        for ticket in tickets:
+    def consume(self, prompt_groups: Iterable[PromptGroup]) -> None:
+        for prompt_group in prompt_groups:
             self.consumed += 1
-            if name := domain_of(ticket.stream):
+            if name := domain_of(prompt_group.stream):
                 self.domains[name] = replace(self.of(name), consumed=self.of(name).consumed + 1)
 
-    def drop(self, ticket: PromptGroup, reason: str) -> None:
+    def drop(self, prompt_group: PromptGroup, reason: str) -> None:
         self.dropped[reason] += 1
-        if name := domain_of(ticket.stream):
+        if name := domain_of(prompt_group.stream):
             before = self.of(name).dropped
             self.domains[name] = replace(self.of(name), dropped={**before, reason: before.get(reason, 0) + 1})
 
-    def abort(self, tickets: Iterable[PromptGroup], num_tokens: int) -> None:
+    def abort(self, prompt_groups: Iterable[PromptGroup], num_tokens: int) -> None:
         """num_tokens: of all of them."""
         self.aborted_tokens += num_tokens
-        for ticket in tickets:
+        for prompt_group in prompt_groups:
             self.aborted += 1
-            if name := domain_of(ticket.stream):
+            if name := domain_of(prompt_group.stream):
                 self.domains[name] = replace(self.of(name), aborted=self.of(name).aborted + 1)
 
     def of(self, domain: str) -> DomainCounts:
         return self.domains.get(domain, DomainCounts())
 
-    def account(self, running: int, complete: int) -> GroupCounts:
+    def group_counts(self, running: int, complete: int) -> GroupCounts:
         return GroupCounts(
             issued=self.issued,
             running=running,
@@ -73,19 +73,23 @@ class Counts:
         """lags: of all domains, in their order."""
         saved: dict[str, SavedDomain] = {}
         for name, lag in lags.items():
-            account = self.of(name)
-            counts = {"issued": account.issued, "consumed": account.consumed, "dropped": dict(account.dropped)}
-            aborted = {"aborted": account.aborted} if account.aborted else {}
+            group_counts = self.of(name)
+            counts = {
+                "issued": group_counts.issued,
+                "consumed": group_counts.consumed,
+                "dropped": dict(group_counts.dropped),
+            }
+            aborted = {"aborted": group_counts.aborted} if group_counts.aborted else {}
             saved[name] = cast(SavedDomain, {**counts, **aborted, "lag": lag})
         return saved
 
 
 class NextGroups:
-    """num_offered: tickets that rows on offer had. data_open: whether there are tickets of the data set;
+    """num_offered: groups that rows on offer had. data_open: whether there are groups of the data set;
     they may not be wanted yet."""
 
     def __init__(self, plan: DataPlan, counts: Counts, num_offered: int) -> None:
-        """counts: those of the run; who issues a ticket sees to it that it is counted before the next is made."""
+        """counts: those of the run; who issues a group sees to it that it is counted before the next is made."""
         self._plan, self._counts = plan, counts
         self._num_known = self.num_offered = num_offered
         self._offered = deque[int]()  # rows that wait for a credit
@@ -101,12 +105,12 @@ class NextGroups:
 
     @property
     def num_waiting(self) -> int:
-        """Rows that were offered and have no ticket yet."""
+        """Rows that were offered and have no group yet."""
         return len(self._offered)
 
     @property
     def num_left(self) -> int | None:
-        """Tickets that there still may be, None for no bound."""
+        """Groups that there still may be, None for no bound."""
         if not self.data_open:
             return len(self._offered)
         if self._plan.total_groups is None:
@@ -133,5 +137,5 @@ class NextGroups:
 
     @property
     def _num_drawn(self) -> int:
-        """Tickets of rows of the data set."""
+        """Groups of rows of the data set."""
         return self._counts.issued - self.num_offered

@@ -80,12 +80,12 @@ class ReshardError(RuntimeError):
 class Key(NamedTuple):
     """A step of an edge, as made by the weights of `version`. An edge has one consumer."""
 
-    edge: str
+    queue: str
     step: int
     version: int
 
     def __str__(self) -> str:
-        return f"step {self.step} of edge '{self.edge}' (version {self.version})"
+        return f"step {self.step} of edge '{self.queue}' (version {self.version})"
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ class Readers:
 
 @dataclass(frozen=True)
 class Share(Generic[Ref]):
-    """What one rank reads of a step: each sample as (index into `refs`, row of that object), in ticket order.
+    """What one rank reads of a step: each sample as (index into `refs`, row of that object), in group order.
 
     writers: who put each of `refs`. Where a rank has no sample, one object is named for its columns.
     """
@@ -204,7 +204,7 @@ class Reshard(Generic[Ref]):
 
     def reserve(self, key: Key, writer: int, num_writers: int, num_bytes: int) -> bool:
         """Whether the writer may put so many bytes now. Raises ReshardError where it did, or says other sizes."""
-        steps = self._edges[key.edge]
+        steps = self._edges[key.queue]
         step = steps.get(key)
         if step is not None and (step.num_writers != num_writers or not 0 <= writer < num_writers):
             raise ReshardError(f"{key} has {step.num_writers} writers, but {writer} of {num_writers} writes to it")
@@ -221,13 +221,13 @@ class Reshard(Generic[Ref]):
 
     def put(self, key: Key, writer: int, metas: Metas, ref: Ref) -> None:
         """The samples of a writer that has reserved room for them."""
-        step = self._edges[key.edge][key]
+        step = self._edges[key.queue][key]
         assert writer in step.reserved and writer not in step.puts
         step.puts[writer] = (metas, ref)
 
     def missing(self, key: Key) -> str | None:
         """What the step waits for, None once it is complete."""
-        step = self._edges[key.edge].get(key)
+        step = self._edges[key.queue].get(key)
         if step is None:
             return "none of its writers has put any"
         writers = [writer for writer in range(step.num_writers) if writer not in step.puts]
@@ -237,9 +237,9 @@ class Reshard(Generic[Ref]):
         """The share of a rank in a complete step, the same one until it is released.
 
         select: which samples are read at all; the others are let go with the step. The first rank's decides, as all
-        run the same program. Raises ReshardError where ranks disagree on who reads.
+        run the same pipeline. Raises ReshardError where ranks disagree on who reads.
         """
-        step = self._edges[key.edge][key]
+        step = self._edges[key.queue][key]
         assert self.missing(key) is None
         if step.readers is None:
             step.shares = _divided(step.puts, readers, select)
@@ -254,7 +254,7 @@ class Reshard(Generic[Ref]):
         What several writers have put alike, as ranks of a tensor-parallel group do, is the first one's. Raises
         ReshardError for a sample that is not there, and where ranks disagree on how many they are.
         """
-        step = self._edges[key.edge][key]
+        step = self._edges[key.queue][key]
         assert self.missing(key) is None
         if step.readers is None:
             step.readers = Readers(num_ranks)
@@ -270,12 +270,12 @@ class Reshard(Generic[Ref]):
 
     def release(self, key: Key, rank: int) -> None:
         """The rank has its samples; what it was handed may go."""
-        step = self._edges[key.edge][key]
+        step = self._edges[key.queue][key]
         assert step.readers is not None
         step.released.add(rank)
         if len(step.released) == step.readers.num_ranks:
             self._held_bytes -= sum(step.reserved.values())
-            del self._edges[key.edge][key]
+            del self._edges[key.queue][key]
 
 
 def _places(puts: Mapping[int, tuple[Metas, Ref]]) -> dict[str, tuple[int, int]]:

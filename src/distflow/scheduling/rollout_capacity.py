@@ -1,6 +1,6 @@
 """Credits: how many prompt groups may start now. Staleness is bounded here, by admission, not by dropping later.
 
-Draws: how many tickets may be issued for each step (`max_num_gen_batches`), where a filter drops most of them.
+Draws: how many groups may be issued for each step (`max_num_gen_batches`), where a filter drops most of them.
 
 How many more groups there is room for, where the groups that wait for their step take memory that others need.
 
@@ -22,7 +22,7 @@ def capacity(
 ) -> int:
     """Groups that may still start (AReaL, arXiv 2505.24298, its rule for bounded staleness). It may be negative.
 
-    version: the lowest step that an engine which may take the ticket serves, not the trainer's.
+    version: the lowest step that an engine which may take the group serves, not the trainer's.
     accepted: `consumer_batch` for each consumed step, short or not, plus the complete groups not yet consumed.
     """
     consumer_batch = max(1, consumer_batch)
@@ -56,10 +56,10 @@ class RolloutCapacity:
 
 
 class GenerationBudget:
-    """Counts the tickets of a class, which are those with the same due step.
+    """Counts the groups of a class, which are those with the same due step.
 
     A class covers the steps behind the last class up to its own due step, the first one all from `next_step` on, and
-    may have `per_place` tickets for each place of those. At staleness 0 each step is a class of its own.
+    may have `per_place` groups for each place of those. At staleness 0 each step is a class of its own.
     """
 
     def __init__(self, per_place: int, next_step: int, places: Callable[[int], int]) -> None:
@@ -69,11 +69,11 @@ class GenerationBudget:
         self._num_covered = self._left = 0
 
     def room(self, due: int) -> int:
-        """Tickets with this due step that may still be issued."""
+        """Groups with this due step that may still be issued."""
         return self._per_place * (self._places(due) - self._num_covered) if due > self._due else self._left
 
     def issue(self, due: int) -> None:
-        """A ticket is issued: the first one of a class begins it."""
+        """A group is issued: the first one of a class begins it."""
         self._left = self.room(due) - 1  # below 0 where those that were aborted before are more than it may have
         self._due = max(self._due, due)
         self._num_covered = max(self._num_covered, self._places(due))
@@ -96,7 +96,7 @@ class MemoryLimit:
         return sum(self._held.values())
 
     def weigh(self, number: int, num_bytes: int) -> None:
-        """The group of that ticket is complete."""
+        """The group of that group is complete."""
         self._held[number] = num_bytes
         self._num_weighed += 1
         self._num_bytes += num_bytes
@@ -115,28 +115,28 @@ class MemoryLimit:
 
 
 class Admission:
-    """Looks at the edge and starts nothing. Sources are numbered as in `plan.sources`.
+    """Looks at the queue and starts nothing. Sources are numbered as in `plan.sources`.
 
-    served: in all methods, the version to issue tickets with. num_left: tickets that there still may be, None for no
+    served: in all methods, the version to issue groups with. num_left: groups that there still may be, None for no
     bound. weights_step: the last version that was sent.
     """
 
-    def __init__(self, plan: DataPlan, edge: SampleQueue) -> None:
-        self._plan, self._edge = plan, edge
+    def __init__(self, plan: DataPlan, queue: SampleQueue) -> None:
+        self._plan, self._edge = plan, queue
         all_at_once = ceil((plan.max_staleness + 1) * plan.consumer_batch * (1 + plan.oversampling)) + len(plan.sources)
         max_concurrent = plan.max_concurrent or all_at_once  # what is beyond the places is rounded up by source
         self._credits = RolloutCapacity(max_concurrent, plan.max_staleness, plan.consumer_batch)
         batches = plan.max_num_gen_batches
         sources = range(0 if batches is None else len(plan.sources))
         self._draws = [
-            GenerationBudget(batches or 0, edge.next_step, partial(edge.quotas.in_all, number)) for number in sources
+            GenerationBudget(batches or 0, queue.next_step, partial(queue.quotas.in_all, number)) for number in sources
         ]
         self.room = MemoryLimit(plan.max_held_bytes)
-        self.served = edge.next_step  # as it was last told
-        self._asked = False  # for tickets, since the last release
+        self.served = queue.next_step  # as it was last told
+        self._asked = False  # for groups, since the last release
 
     def see(self, served_step: int) -> int:
-        """Take note of the version that is served now; the one to issue tickets with."""
+        """Take note of the version that is served now; the one to issue groups with."""
         step = self._edge.next_step
         if not self.served <= served_step <= step + 1:
             raise CountsError(
@@ -156,7 +156,7 @@ class Admission:
         return self._open(self._edge.num_running - self._edge.num_waiting, served)
 
     def waiting(self, served: int, num_capacity: int) -> list[int]:
-        """Tickets of groups that wait for another attempt and may start now."""
+        """Groups of groups that wait for another attempt and may start now."""
         if not num_capacity or not self._edge.num_waiting:
             return []
         room = {lane: lane.room(self._last_step(served)) + len(lane.waiting) for lane in self._edge.lanes.values()}
@@ -169,7 +169,7 @@ class Admission:
         return started
 
     def new(self, served: int, num_capacity: int, num_left: int | None) -> list[int]:
-        """Tickets to issue now, each by its source. Where memory is full these are the ones that the next step waits
+        """Groups to issue now, each by its source. Where memory is full these are the ones that the next step waits
         for, and no other."""
         lanes = list(self._edge.lanes.values())
         room = [lane.room(self._last_step(served)) for lane in lanes]
@@ -185,7 +185,7 @@ class Admission:
         return self._by_place([lane.num_live for lane in lanes], room, min(bounds))
 
     def issued(self, source: int, served: int) -> None:
-        """A ticket counts among those drawn for its step: a new one, or one that was aborted and is tried for another
+        """A group counts among those drawn for its step: a new one, or one that was aborted and is tried for another
         step than before."""
         if self._draws:
             self._draws[source].issue(served + self._plan.max_staleness)
@@ -196,7 +196,7 @@ class Admission:
         return self._asked and not self._edge.num_running and not self.new(served, self._open(0, served), num_left)
 
     def is_spent(self, weights_step: int) -> bool:
-        """Whether no ticket can be drawn before the next step is consumed, of a source that it lacks groups of: all
+        """Whether no group can be drawn before the next step is consumed, of a source that it lacks groups of: all
         were that may be at the version served, and no later version is on its way."""
         if not self._draws or not self._knows(weights_step):
             return False

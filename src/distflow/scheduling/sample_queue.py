@@ -1,4 +1,4 @@
-"""The experience edge: holds prompt groups from their ticket to the step that consumes them, and forms the steps."""
+"""The sample queue: holds prompt groups from their group to the step that consumes them, and forms the steps."""
 
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
@@ -14,14 +14,14 @@ MAX_ATTEMPTS = 3
 
 
 class Exhausted(UserError):
-    """A step did not fill although all the tickets that it may have were issued."""
+    """A step did not fill although all the groups that it may have were issued."""
 
 
 class SampleQueue:
     """A pure state machine; who waits for it is told by whoever drives it.
 
-    A group whose ticket was issued at version v is due at step v + `max_staleness`. Step s takes complete groups by due
-    step, then by ticket, and forms only where what it leaves behind still fits: for every d ≥ s, of the groups due by d
+    A group whose group was issued at version v is due at step v + `max_staleness`. Step s takes complete groups by due
+    step, then by group, and forms only where what it leaves behind still fits: for every d ≥ s, of the groups due by d
     at most (d - s) · `consumer_batch`. Admission (`flow.credits`) keeps one batch more than that before the step, so
     that it forms once all that it would have to wait for have ended, and no group is left past its due step, whatever
     the order of completion. At staleness 0 a step so is all that was drawn for it and survived.
@@ -31,14 +31,14 @@ class SampleQueue:
 
     A group that waits to be issued again has no due step until then.
 
-    Without domains a step may also be taken in parts, of any sizes: each takes by due step, then by ticket, and the
+    Without domains a step may also be taken in parts, of any sizes: each takes by due step, then by group, and the
     last must leave behind what fits (`num_owed`).
 
     Where more groups run than the step has places (`oversampling`, at staleness 0 alone), it takes those that come
     first and find a place, and the others are aborted: they wait to be issued again, and go first then. Which come
     first is for whoever drives it to say.
 
-    when_exhausted: where no more tickets may be drawn and the step is not full, an error, or continue with what there
+    when_exhausted: where no more groups may be drawn and the step is not full, an error, or continue with what there
     is.
     """
 
@@ -53,8 +53,9 @@ class SampleQueue:
         domains: Sequence[str] = ("",),
         oversampling: Fraction = Fraction(0),  # noqa: B008  immutable
     ) -> None:
-        """quotas: shared with whoever admits groups; the edge says when a step is consumed. domains: their names in the
-        order that `quotas` has them, empty for the one of a run that has no others. oversampling: see `DataPlan`."""
+        """quotas: shared with whoever admits groups; the queue says when a step is consumed. domains: their names in
+        the order that `quotas` has them, empty for the one of a run that has no others. oversampling: see
+        `DataPlan`."""
         self.next_step = next_step
         self.quotas = quotas or Quotas(consumer_batch, next_step)
         self._consumer_batch = consumer_batch
@@ -97,18 +98,22 @@ class SampleQueue:
 
     @property
     def untaken(self) -> list[int]:
-        """Tickets of complete groups that no step has taken yet, ascending."""
+        """Groups of complete groups that no step has taken yet, ascending."""
         formed = set(self._formed)
-        return [group.ticket.number for group in self.live if group.complete and group.ticket.number not in formed]
+        return [
+            group.prompt_group.group_id
+            for group in self.live
+            if group.complete and group.prompt_group.group_id not in formed
+        ]
 
     @property
     def live(self) -> list[Group]:
-        """All groups, in ticket order."""
+        """All groups, in group order."""
         return [self._groups[number] for number in sorted(self._groups)]
 
     @property
     def waiting(self) -> list[int]:
-        """Tickets of groups that are to be issued again, ascending."""
+        """Groups of groups that are to be issued again, ascending."""
         return sorted(number for lane in self.lanes.values() for number in lane.waiting)
 
     @property
@@ -120,19 +125,19 @@ class SampleQueue:
         return number in self._groups and self._groups[number].complete
 
     def lane_of(self, number: int) -> DomainQueue:
-        """That of a group on the edge."""
+        """That of a group in the queue."""
         return self._lane(self._groups[number])
 
-    def issue(self, ticket: PromptGroup) -> None:
-        """A group starts. Raises CountsError where its ticket is on the edge already."""
-        if ticket.number in self._groups:
-            raise CountsError(f"ticket {ticket.number} was issued twice: it is on the experience edge already")
-        self._groups[ticket.number] = Group(ticket)
-        self.lane_of(ticket.number).issue(self._groups[ticket.number])
+    def issue(self, prompt_group: PromptGroup) -> None:
+        """A group starts. Raises CountsError where its group is in the queue already."""
+        if prompt_group.group_id in self._groups:
+            raise CountsError(f"group {prompt_group.group_id} was issued twice: it is on the sample queue already")
+        self._groups[prompt_group.group_id] = Group(prompt_group)
+        self.lane_of(prompt_group.group_id).issue(self._groups[prompt_group.group_id])
 
     def restore(self, group: Group) -> None:
         """A group of a snapshot. One that was not complete died with its process, and waits to be issued again."""
-        self._groups[group.ticket.number] = group
+        self._groups[group.prompt_group.group_id] = group
         self._lane(group).restore(group)
 
     def retry(self, number: int) -> bool:
@@ -147,7 +152,7 @@ class SampleQueue:
         """What was made of a complete group is gone, by no fault of the group's: it waits to be issued again. Raises
         CountsError where it is not complete, or a step has taken it."""
         if not self.holds(number) or number in self._formed:
-            raise CountsError(f"ticket {number} cannot be lost: it is not complete, or a step has taken it")
+            raise CountsError(f"group {number} cannot be lost: it is not complete, or a step has taken it")
         self.lane_of(number).wait(self._groups[number])
 
     @property
@@ -176,37 +181,37 @@ class SampleQueue:
         """A group that waits starts again under the same number, its attempt raised."""
         group = self._groups[number]
         self._lane(group).reissue(group, version)
-        return group.ticket
+        return group.prompt_group
 
     def complete(self, number: int, num_tokens: int, version: int | None = None) -> Group:
         """A group has passed its rewards and filters. version: the lowest of any of its tokens, None for that of its
-        ticket."""
+        group."""
         group = self._running_group(number, "complete")
         self._lane(group).complete(group, num_tokens, version)
         return group
 
     def drop(self, number: int, reason: str) -> Group:
-        """A group leaves without being trained on; its ticket is spent."""
+        """A group leaves without being trained on; its group is spent."""
         group = self._running_group(number, "be dropped")
         self._lane(group).drop(group, reason)
         return self._groups.pop(number)
 
     def close(self, closed: bool = True) -> None:
-        """No further ticket will come, so that the last step may be short; or there are some again."""
+        """No further group will come, so that the last step may be short; or there are some again."""
         self._closed = closed
 
     def ready(self, step: int, exhausted: bool = False) -> tuple[int, ...] | None:
-        """The tickets that form `step`, ascending, or None while it must wait. Once formed it stays the same.
+        """The groups that form `step`, ascending, or None while it must wait. Once formed it stays the same.
 
-        It holds fewer than `consumer_batch` at the end of the data, and where tickets are exhausted and the run is to
-        continue; never none. exhausted: no further ticket may be drawn before this step is consumed for a domain that
+        It holds fewer than `consumer_batch` at the end of the data, and where groups are exhausted and the run is to
+        continue; never none. exhausted: no further group may be drawn before this step is consumed for a domain that
         lacks some. Raises Exhausted where the run is not to continue, or nothing is left to continue with, and
         CountsError where a group was made by weights that are too old for the step.
         """
         return tuple(sorted(self._formed)) or self.part(step, self._consumer_batch, exhausted)
 
     def part(self, step: int, wanted: int, exhausted: bool = False) -> tuple[int, ...] | None:
-        """`wanted` more tickets of a step that is taken in parts, ascending, or None while they must be waited for. Of
+        """`wanted` more groups of a step that is taken in parts, ascending, or None while they must be waited for. Of
         several domains a step is one part.
 
         exhausted, and how many there are at the end: as in `ready`. Raises as it does.
@@ -236,7 +241,7 @@ class SampleQueue:
         return sum(lane.num_owed() for lane in self.lanes.values())
 
     def release(self, step: int) -> list[Group]:
-        """The step is consumed: its groups leave the edge. Raises CountsError where it was not formed yet."""
+        """The step is consumed: its groups leave the queue. Raises CountsError where it was not formed yet."""
         numbers = self.ready(step)
         if numbers is None:
             raise CountsError(f"step {step} was released before it was formed: {self.num_running} groups run")
@@ -252,7 +257,7 @@ class SampleQueue:
         return tuple(number for lane in self.lanes.values() for number in lane.formed)
 
     def _lane(self, group: Group) -> DomainQueue:
-        return self.lanes[domain_of(group.ticket.stream)]
+        return self.lanes[domain_of(group.prompt_group.stream)]
 
     def _form(self, step: int, needs: Sequence[tuple[DomainQueue, int]], exhausted: bool) -> list[list[int]] | None:
         """What each lane gives to the step."""
@@ -287,11 +292,11 @@ class SampleQueue:
     def _running_group(self, number: int, verb: str) -> Group:
         group = self._groups.get(number)
         if group is None:
-            raise CountsError(f"ticket {number} cannot {verb}: it was never issued, or is consumed or dropped")
+            raise CountsError(f"group {number} cannot {verb}: it was never issued, or is consumed or dropped")
         if group.complete:
-            raise CountsError(f"ticket {number} cannot {verb}: it is complete already")
+            raise CountsError(f"group {number} cannot {verb}: it is complete already")
         if number in self._lane(group).waiting:
-            raise CountsError(f"ticket {number} cannot {verb}: it was lost, and waits to be issued again")
+            raise CountsError(f"group {number} cannot {verb}: it was lost, and waits to be issued again")
         return group
 
 
@@ -311,6 +316,6 @@ def still_consumable(
     """
     fit: list[Group] = []
     stale: list[Group] = []
-    for group in sorted(groups, key=lambda group: (group.due(max_staleness), group.ticket.number)):
+    for group in sorted(groups, key=lambda group: (group.due(max_staleness), group.prompt_group.group_id)):
         (fit if len(fit) < up_to(group.due(max_staleness)) else stale).append(group)
     return fit, stale

@@ -12,7 +12,7 @@ from distflow.scheduling.groups import PromptGroup
 class SavedGroupStart(TypedDict):
     """The fields of a `PromptGroup`."""
 
-    number: int
+    group_id: int
     epoch: int
     row: int
     group_size: int
@@ -23,13 +23,13 @@ class SavedGroupStart(TypedDict):
 
 
 class SavedGroup(TypedDict):
-    """A group that was on the edge at the cut: complete ones keep their batch, the others start again.
+    """A group that was in the queue at the cut: complete ones keep their batch, the others start again.
 
     num_tokens: 0 until complete. failures: times that it was lost and tried again. version: the lowest of its tokens,
     None until complete. aborts: times that it was aborted, missing where it never was.
     """
 
-    ticket: SavedGroupStart
+    prompt_group: SavedGroupStart
     complete: bool
     num_tokens: int
     failures: int
@@ -73,7 +73,7 @@ class SavedMark(TypedDict):
 
 class Snapshot(TypedDict):
     """issued, consumed, dropped, aborted, aborted_tokens: as in `GroupCounts`. offered: issued for rows that are not of
-    the data set. live: groups on the edge, in ticket order. ledger: where it stood, None without one. domains: by name,
+    the data set. live: groups in the queue, in group order. ledger: where it stood, None without one. domains: by name,
     missing without any. shares, curriculum: missing where shares stay; those of the next step, then those to come.
     skips: missing where no row is passed over."""
 
@@ -116,9 +116,9 @@ def saved_plan(plan: DataPlan) -> SavedPlan:
 
 
 def saved(group: Group) -> SavedGroup:
-    """A group on the edge as JSON."""
+    """A group in the queue as JSON."""
     live: SavedGroup = {
-        "ticket": cast(SavedGroupStart, dict(vars(group.ticket))),
+        "prompt_group": cast(SavedGroupStart, dict(vars(group.prompt_group))),
         "complete": group.complete,
         "num_tokens": group.num_tokens,
         "failures": group.failures,
@@ -129,10 +129,12 @@ def saved(group: Group) -> SavedGroup:
 
 def restored(group: SavedGroup) -> Group:
     """The inverse of `saved`."""
-    ticket = PromptGroup(**group["ticket"])
+    prompt_group = PromptGroup(**group["prompt_group"])
     # Checkpoints of earlier releases do not have it; they were synchronous.
-    version = group.get("version", ticket.version if group["complete"] else None)
-    return Group(ticket, group["complete"], group["num_tokens"], group["failures"], version, group.get("aborts", 0))
+    version = group.get("version", prompt_group.version if group["complete"] else None)
+    return Group(
+        prompt_group, group["complete"], group["num_tokens"], group["failures"], version, group.get("aborts", 0)
+    )
 
 
 def check_resumable(plan: DataPlan, snapshot: Snapshot) -> None:

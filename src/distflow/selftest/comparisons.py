@@ -39,7 +39,7 @@ class Pair:
 class Row:
     """A pair that was compared. found: None where it could not be, and `fault` says why. left_out: why nobody tried."""
 
-    program: str
+    pipeline: str
     pair: str
     num_steps: int
     limit: float
@@ -56,8 +56,8 @@ def compare_all(recorded: dict[str, Recorded], folder: Path) -> Iterator[Row]:
     """A row as soon as its pair is compared. folder: where the runs go, PROGRAM/RUN."""
     with ExitStack() as stack:
         start_ray = functools.cache(lambda: stack.enter_context(own_ray(folder, _MOST_WORKERS)))
-        for program, found in recorded.items():
-            lab = Lab.of(folder / program, program, found)
+        for pipeline, found in recorded.items():
+            lab = Lab.of(folder / pipeline, pipeline, found)
             sync = functools.cache(lab.sync)
             yield from (compare(lab, pair) for pair in of_paths(lab, found.figures, sync))
             over_ray = compare if is_installed() else leave_out
@@ -125,8 +125,8 @@ def head() -> str:
 
 def line(row: Row) -> str:
     found = map(_short, astuple(row.found)) if row.found else ("-",) * 4
-    verdict = "left out" if row.left_out else "ok" if row.ok else "FAILED"
-    return _LINE.format(row.program, row.pair, row.num_steps, *found, _short(row.limit), verdict)
+    reward_result = "left out" if row.left_out else "ok" if row.ok else "FAILED"
+    return _LINE.format(row.pipeline, row.pair, row.num_steps, *found, _short(row.limit), reward_result)
 
 
 def left_out(rows: Sequence[Row]) -> Iterator[str]:
@@ -139,7 +139,7 @@ def left_out(rows: Sequence[Row]) -> Iterator[str]:
 def advice(failed: Sequence[Row], folder: Path) -> Iterator[str]:
     """What failed, and what can be done about it."""
     for row in failed:
-        yield f"FAILED: {row.program}, {row.pair}: {row.fault or 'they differ by more than the limit'}"
+        yield f"FAILED: {row.pipeline}, {row.pair}: {row.fault or 'they differ by more than the limit'}"
     yield f"the runs are kept: {folder}/PROGRAM/RUN, with report.html in each, and PROGRAM/killed.log"
     yield (
         "Trust no result of this machine before this is explained: see what `distflow doctor` finds wrong, install "

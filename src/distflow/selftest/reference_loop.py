@@ -21,14 +21,14 @@ RECORDED = Path(__file__).with_name("reference.json")
 
 @dataclass(frozen=True)
 class Recorded:
-    """Of one program. prompts: of each step, in order; a step's answers are those of its prompts, in order."""
+    """Of one pipeline. prompts: of each step, in order; a step's answers are those of its prompts, in order."""
 
     prompts: list[list[str]]
     figures: Figures
 
 
 def read_recorded(path: Path) -> dict[str, Recorded]:
-    """By program."""
+    """By pipeline."""
     return {name: _decoded(found) for name, found in json.loads(path.read_text()).items()}
 
 

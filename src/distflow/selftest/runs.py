@@ -1,7 +1,7 @@
 """The tiny policy and critic. Their weights are the same bits on every machine: torch draws by the processor's own
 vector instructions, Python's generator does not.
 
-The built-in programs with recorded answers in place of sampled ones; everything behind the rollout is theirs.
+The built-in pipelines with recorded answers in place of sampled ones; everything behind the rollout is theirs.
 
 The reward of the selftest. Alone in its file, so that the processes that judge load nothing else.
 
@@ -87,7 +87,7 @@ ANSWERS, SAMPLED = "answers", "sampled"
 
 
 def replayed(config: Config) -> TaskGraph:
-    """The program of the estimator: PPO with a critic, else GRPO."""
+    """The pipeline of the estimator: PPO with a critic, else GRPO."""
     graph = ppo_pipeline(config) if config.algorithm.adv_estimator == "gae" else grpo_pipeline(config)
     graph.update_node("rollout_actor", func=replay)
     return graph
@@ -100,7 +100,7 @@ async def replay(group: Group, tokenizer: PreTrainedTokenizerBase) -> list[Sampl
     samples = []
     for index, (ids, sampled) in enumerate(zip(recorded[ANSWERS], recorded[SAMPLED], strict=True)):
         both = (tuple(sampled),) * 2  # nothing is cut off the policy
-        segment = Segment("policy", tuple(ids), *both, (group.ticket.version,) * len(ids))
+        segment = Segment("policy", tuple(ids), *both, (group.prompt_group.version,) * len(ids))
         text = str(tokenizer.decode(ids, skip_special_tokens=True))
         reason = "length" if len(ids) == group.params.max_tokens else "stop"
         samples.append(group.sample(index, segment, text, reason))
@@ -142,7 +142,7 @@ class Died(Exception):
 
 @dataclass(frozen=True)
 class Lab:
-    """Runs of one program, each in a folder below `folder`. prompts: of each step."""
+    """Runs of one pipeline, each in a folder below `folder`. prompts: of each step."""
 
     folder: Path
     preset: str
@@ -204,7 +204,7 @@ class Lab:
 
     def asynchronous(self) -> Figures:
         """The parts of a run that generates while it trains: the engine has its own thread and its own copy of the
-        weights, to which each version is sent. Only the edge lets nothing run ahead."""
+        weights, to which each version is sent. Only the queue lets nothing run ahead."""
         spec = self._spec("async", *AHEAD)
         return self._run(replace(spec, data=replace(spec.data, max_staleness=0)))
 

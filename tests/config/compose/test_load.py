@@ -141,7 +141,7 @@ def test_names_of_the_users_own_are_left_to_the_registry_where_modules_are_named
 
 
 @pytest.mark.parametrize(
-    ("overrides", "program"),
+    ("overrides", "bound_pipeline"),
     [
         ([], "grpo"),
         (["algorithm.adv_estimator=gae"], "ppo"),
@@ -152,10 +152,10 @@ def test_names_of_the_users_own_are_left_to_the_registry_where_modules_are_named
         (["dag.nodes=[{id: a, func: 'm:f'}]"], "custom"),
     ],
 )
-def test_what_selects_the_program(write, overrides, program):
+def test_what_selects_the_program(write, overrides, bound_pipeline):
     from distflow.config import pipeline_name
 
-    assert pipeline_name(load_config(write(BASE), overrides).config) == program
+    assert pipeline_name(load_config(write(BASE), overrides).config) == bound_pipeline
 
 
 def test_workflow_type_dapo_contradicts_gae_even_without_a_pipeline(write):

@@ -125,7 +125,7 @@ def kl_estimated_by(before_rule: Any, after_rule: Any) -> Callable[[Run, Run], N
 
 def reference_in_small_parts(before: Run, after: Run) -> None:
     assert before.largest_forward("ref") > 40 >= after.largest_forward("ref")
-    assert after.largest_forward("actor", learns=True) > 40
+    assert after.largest_forward("actor", trains=True) > 40
     close(after.batch()["ref_log_prob"], before.batch()["ref_log_prob"], 1e-5)
 
 

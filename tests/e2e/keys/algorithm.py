@@ -58,7 +58,7 @@ def advantages_halve(before: Run, after: Run) -> None:
 
 def program_is(before_id: str, after_id: str) -> Any:
     def check(before: Run, after: Run) -> None:
-        assert (before.spec.plan.program, after.spec.plan.program) == (before_id, after_id)
+        assert (before.spec.plan.pipeline, after.spec.plan.pipeline) == (before_id, after_id)
 
     return check
 
@@ -236,7 +236,7 @@ CASES = (
     Case(
         "algorithm.workflow_type",
         "algorithm.workflow_type=DAPO",
-        "the program",
+        "the pipeline",
         program_is("grpo_training_pipeline", "dapo_training_pipeline"),
         given=("~dag.pipeline",),
     ),

@@ -15,7 +15,7 @@ Check = Callable[[Any, Any], None]
 
 
 def a_run(lab: Lab, base: str, changes: Sequence[str]) -> Any:
-    """A whole run of the program."""
+    """A whole run of the pipeline."""
     return lab.run(base, changes)
 
 
@@ -46,7 +46,7 @@ def the_config(lab: Lab, base: str, changes: Sequence[str]) -> Any:
     return lab.config(base, changes)
 
 
-QUICK_LOOKS = (the_spec, the_prompts, the_policy, the_config)  # others run the program
+QUICK_LOOKS = (the_spec, the_prompts, the_policy, the_config)  # others run the pipeline
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Case:
 
     change: the overrides that change it (a key in front of which others must be taken back comes with them).
     outcome: what changes, in words. check: (before, after) → AssertionError where it did not.
-    base: the program. given: overrides on both sides. look: what is made of each side's config.
+    base: the pipeline. given: overrides on both sides. look: what is made of each side's config.
     """
 
     key: str

@@ -1,4 +1,4 @@
-"""Tiny runs of real programs, for tests that change one key and look at what changes with it."""
+"""Tiny runs of real pipelines, for tests that change one key and look at what changes with it."""
 
 import copy
 import json
@@ -95,7 +95,7 @@ class Forward:
 
     role: str
     generates: bool
-    learns: bool
+    trains: bool
     shape: tuple[int, ...]
 
     @property
@@ -152,7 +152,7 @@ class Run:
 
     def spans(self) -> list[tuple[float, float]]:
         """Start and end of each prompt group."""
-        records = map(json.loads, (self.folder / "spans" / "experience.jsonl").read_text().splitlines())
+        records = map(json.loads, (self.folder / "spans" / "rollout.jsonl").read_text().splitlines())
         return [(record["t0"], record["t1"]) for record in records if record["what"] != "phase"]
 
     @property
@@ -182,9 +182,9 @@ class Run:
         tensors = self.engine(role).state().tensors
         return torch.cat([t.flatten() for key, t in sorted(tensors.items()) if key.startswith(f"optimizer.{name}/")])
 
-    def largest_forward(self, role: str, learns: bool = False) -> int:
+    def largest_forward(self, role: str, trains: bool = False) -> int:
         """Tokens of the largest forward of a role that scores, or that learns."""
-        return max(f.tokens for f in self.forwards if not f.generates and f.role == role and f.learns == learns)
+        return max(f.tokens for f in self.forwards if not f.generates and f.role == role and f.trains == trains)
 
     def decode_rows(self) -> int:
         """Rows of the rollout engine's largest decode step: one token each."""
@@ -205,7 +205,7 @@ class Lab:
         _write_files(folder)
 
     def load(self, base: str, changes: Sequence[str]) -> Loaded:
-        """The config of a base program with some keys changed; "~KEY" takes one back."""
+        """The config of a base pipeline with some keys changed; "~KEY" takes one back."""
         preset, values = BASES[base]
         settings = self._merged(values, changes)
         plain = copy.deepcopy(_plain_preset(preset))

@@ -10,7 +10,7 @@ FOUR = "trainer.total_training_steps=4"
 
 
 def cases(role: str, base: str, group: str) -> tuple[Case, ...]:
-    """role: of the engine, and in front of its metrics. base: a program that trains it. group: of its keys."""
+    """role: of the engine, and in front of its metrics. base: a pipeline that trains it. group: of its keys."""
     optim = f"{group}.optim"
     sgd = f"{optim}.optimizer=sgd"
     falling = (FOUR, f"{optim}.scheduler=linear_with_warmup", f"{optim}.warmup_ratio=0.5")
@@ -105,7 +105,7 @@ def _micro_batches(role: str) -> Callable[[Run, Run], None]:
     """Smaller forwards, the same gradient."""
 
     def check(before: Run, after: Run) -> None:
-        assert before.largest_forward(role, learns=True) > 40 >= after.largest_forward(role, learns=True)
+        assert before.largest_forward(role, trains=True) > 40 >= after.largest_forward(role, trains=True)
         close(after.column(f"{role}/grad_norm")[0], before.column(f"{role}/grad_norm")[0], 1e-4)
 
     return check

@@ -72,7 +72,7 @@ def audits_are(before_num: int, after_num: int) -> Callable[[Run, Run], None]:
 
 
 def weighs_when_apart(before: Any, after: Any) -> None:
-    assert [("mismatch_weights" in spec.plan.ranks[0].learning) for spec in (before, after)] == [True, False]
+    assert [("mismatch_weights" in spec.plan.ranks[0].training_nodes) for spec in (before, after)] == [True, False]
 
 
 def folder_is(before_end: str, after_end: str) -> Callable[[Any, Any], None]:
@@ -131,7 +131,7 @@ def again(lab: Lab, base: str, changes: Sequence[str]) -> Run:
 
 
 def goes_on_or_begins_anew(before: Run, after: Run) -> None:
-    learned = [sum(forward.learns for forward in run.forwards) for run in (before, after)]
+    learned = [sum(forward.trains for forward in run.forwards) for run in (before, after)]
     assert learned == [1, 3] and before.engine("actor").num_steps == after.engine("actor").num_steps == 3
 
 
@@ -330,7 +330,7 @@ TRUST = (
     Case(
         "trust.on_mismatch",
         "trust.on_mismatch=warn",
-        "whether the program can weigh a mismatch out",
+        "whether the pipeline can weigh a mismatch out",
         weighs_when_apart,
         given=("algorithm.recompute_old_log_probs=true",),
         look=the_spec,
@@ -371,14 +371,14 @@ DAG = (
     Case(
         "dag.pipeline",
         "dag.pipeline=dapo",
-        "the program",
+        "the pipeline",
         program_is("grpo_training_pipeline", "dapo_training_pipeline"),
         given=(ONE,),
     ),
     Case(
         "dag.custom_pipeline_fn",
         "dag.custom_pipeline_fn=distflow.pipelines.dapo:dapo_pipeline",
-        "the program",
+        "the pipeline",
         program_is("grpo_training_pipeline", "dapo_training_pipeline"),
         given=(ONE,),
     ),

@@ -61,7 +61,7 @@ def test_whether_it_learned_by_accuracy(found: Accuracy, tone: str, words: str) 
 )
 def test_whether_it_learned_by_reward_alone(values: tuple[float, ...], tone: str) -> None:
     found, sentence = learned(None, rewards(*values))
-    assert found == tone and ("held-out" in sentence) == (tone != "unknown")
+    assert found == tone and ("validation" in sentence) == (tone != "unknown")
 
 
 def test_whether_it_learned_by_the_loss_of_sft() -> None:
@@ -87,7 +87,7 @@ def test_accuracy_is_found_and_its_start_named_honestly() -> None:
 def test_the_report_of_a_run(make_run: Callable[..., Path]) -> None:
     data = report_data(make_run())
     first, second, audited, third = (sentence["text"] for sentence in data["sentences"])
-    assert first.startswith("It learned: accuracy on held-out problems (20 problems) was 0.20 before RL and is 0.80")
+    assert first.startswith("It learned: accuracy on validation problems (20 problems) was 0.20 before RL and is 0.80")
     assert "1 warning" in second and "actor/grad_norm, actor/kl_loss" in second
     assert audited.startswith("No step was proven again")
     assert third == "12 steps took 12.0 s: rollout 50%, train_step 25%, other 25%."

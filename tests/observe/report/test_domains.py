@@ -26,7 +26,7 @@ STEPS = {
         "reward/lab/calc/math": 0.6 * step,
         "domains/math/groups": 3.0,
         "domains/lab/calc/groups": 1.0,
-        "domains/math/verdicts": 12.0,
+        "domains/math/calls": 12.0,
         "domains/math/errors": float(step == 2),
         "domains/math/timeouts": 0.0,
         "domains/math/dropped/all_equal": float(step // 2),
@@ -89,7 +89,13 @@ def test_the_row_of_a_domain() -> None:
     assert (calc["name"], calc["groups"], calc["share"], calc["verdicts"], calc["accuracy"]) == (
         "lab/calc", 4, 0.25, None, None,
     )  # fmt: skip
-    assert (math["groups"], math["share"], math["verdicts"], math["errors"], math["timeouts"]) == (12, 0.75, 48, 1, 0)
+    assert (math["groups"], math["share"], math["verdicts"], math["errors"], math["timeouts"]) == (
+        12,
+        0.75,
+        48,
+        1,
+        0,
+    )
     assert math["reward"] == pytest.approx([0.3, 1.2]) and math["accuracy"] == pytest.approx([0.1, 0.4])
     assert (math["k"], math["best"]) == (16, pytest.approx([0.05, 0.2])) and math["dropped"] == {"all_equal": 2}
 

@@ -99,7 +99,7 @@ def row(uid: str, **values: object) -> Mapping[str, object]:
 def test_verdicts_that_failed_are_told_with_their_exception(tmp_path: Path) -> None:
     with RunFolder(tmp_path, 0) as run:
         for step in (1, 2):
-            run.metrics(step, "train", {"reward/verdicts": 100.0, "reward/error_share": 0.03, "reward/errors": 2.0})
+            run.metrics(step, "train", {"reward/calls": 100.0, "reward/error_rate": 0.03, "reward/errors": 2.0})
             errors = [
                 row(f"0-{i}", errors="custom: KeyError: 'answer' (at r.py:3)" if i < 2 else None) for i in (0, 1, 2)
             ]
@@ -127,7 +127,7 @@ def test_sampled_answers_stand_beside_greedy_ones(tmp_path: Path) -> None:
         run.samples(7, [row("0-0", kind="greedy"), row("0-0", kind="sampled")], "val")
     said = texts(report_data(tmp_path / "both")["sentences"])
     assert (
-        "At step 7, greedy answers to held-out problems were right in 0.50, sampled ones at temperature 0.6 in 0.25; "
+        "At step 7, greedy answers to validation problems were right in 0.50, sampled ones at temperature 0.6 in 0.25; "
         "0.75 of the problems had a right one among 4." in said
     )
 

@@ -275,12 +275,12 @@ def test_error_bars_are_drawn_around_the_accuracies(browser: Any, make_run: Call
 
 def test_a_step_is_drawn_as_a_graph_and_a_time_line(browser: Any, make_run: Callable) -> None:
     browser.open(write_report(make_run()).as_uri(), height=3000)
-    names = browser.script("[...document.querySelectorAll('#program .name')].map((n) => n.textContent)")
+    names = browser.script("[...document.querySelectorAll('#pipeline .name')].map((n) => n.textContent)")
     assert names[0] == "rollout" and names[2].startswith("<img src=x") and len(names) == 4
     # rollout → train goes by way of the others.
-    assert browser.script("document.querySelectorAll('#program path.edge').length") == 4
+    assert browser.script("document.querySelectorAll('#pipeline path.edge').length") == 4
     lanes = browser.script("[...document.querySelectorAll('.lane-name')].map((n) => n.textContent)")
-    assert lanes == ["learner", "experience: groups", "learner waits for"]
+    assert lanes == ["training", "rollout: groups", "training waits for"]
     assert browser.script("document.querySelectorAll('#timeline .choices button').length") in (2, 3)
     browser.script("document.querySelector('#timeline .choices button:last-child').click()")
     spans = "document.querySelectorAll('#timeline .track:nth-of-type(1) rect').length"
@@ -293,7 +293,7 @@ def test_both_planes_are_drawn_with_staleness_versions_and_publishes(
 ) -> None:
     browser.open(write_report(write_asynchronous_run(tmp_path / "run")).as_uri(), width=width, height=3000, theme=theme)
     lanes = browser.script("[...document.querySelectorAll('#timeline .lane-name')].map((n) => n.textContent)")
-    assert lanes[:4] == ["learner", "experience: groups", "rollout decodes: train", "rollout decodes: eval"]
+    assert lanes[:4] == ["training", "rollout: groups", "rollout decodes: train", "rollout decodes: eval"]
     said = browser.script("[...document.querySelectorAll('#timeline .legend .swatch')].map((n) => n.textContent)")
     assert said == ["2 steps stale", "weights published", "validation"]
     assert browser.script("document.querySelectorAll('#timeline .track:first-of-type line.publish').length") == 10

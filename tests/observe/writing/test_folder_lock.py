@@ -25,10 +25,10 @@ SOMEBODYS: dict[str, dict[str, str]] = {
     "notes": {"notes.txt": "mine"},
     "a hidden file": {".gitkeep": ""},
     "a config": {"config.yaml": "a: 1\n"},
-    "a run.json of another program": {"run.json": '{"id": 3}', "events.jsonl": "{}\n"},
+    "a run.json of another pipeline": {"run.json": '{"id": 3}', "events.jsonl": "{}\n"},
     "a run.json that is none": {"run.json": "\x00\x01"},
     "a run.json that is deep": {"run.json": "[" * 100_000},
-    "checkpoints of another program": {
+    "checkpoints of another pipeline": {
         "checkpoints/old.removed/x": "1", "checkpoints/model.safetensors.partial": "2", "checkpoints/step-1000/w": "3",
     },
     "a file of the lock's name": {".writer": "mine"},

@@ -30,7 +30,7 @@ from distflow.observe.writing.run_folder import RunFolder
 
 
 def steps_of(folder: Path, kind: str = "train") -> list[tuple[int, int]]:
-    return [(record.step, record.inc) for record in read_metrics(folder) if record.kind == kind]
+    return [(record.step, record.restart) for record in read_metrics(folder) if record.kind == kind]
 
 
 def test_metrics_come_back_under_their_flat_names(tmp_path: Path) -> None:
@@ -40,9 +40,9 @@ def test_metrics_come_back_under_their_flat_names(tmp_path: Path) -> None:
         run.metrics(7, "train", values)
     (record,) = read_metrics(tmp_path / "run")
     assert record.values == values
-    assert (record.step, record.inc, record.kind) == (7, 0, "train") and before <= record.t <= time.time()
+    assert (record.step, record.restart, record.kind) == (7, 0, "train") and before <= record.t <= time.time()
     raw = json.loads((tmp_path / "run" / "metrics.jsonl").read_text())
-    assert set(raw) == {"step", "t", "inc", "kind", "m"} and raw["m"]["actor"] == {"loss": 0.5}
+    assert set(raw) == {"step", "t", "restart", "kind", "m"} and raw["m"]["actor"] == {"loss": 0.5}
 
 
 def test_numbers_that_are_not_finite_are_valid_json_and_come_back(tmp_path: Path) -> None:
@@ -65,13 +65,13 @@ def test_numbers_that_are_not_finite_are_valid_json_and_come_back(tmp_path: Path
 
 def test_a_record_can_be_read_as_soon_as_it_is_written(tmp_path: Path) -> None:
     run = RunFolder(tmp_path / "run", 0)
-    run.span("worker", 1.0, 2.0, "busy", "rollout", step=3, ticket=4, version=5, on="engine")
+    run.span("worker", 1.0, 2.0, "busy", "rollout", step=3, group_id=4, version=5, on="engine")
     run.metrics(3, "train", {"x": 1.0})
     assert steps_of(tmp_path / "run") == [(3, 0)]
     span = json.loads((tmp_path / "run" / "spans" / "worker.jsonl").read_text())
     assert span == {
-        "t0": 1.0, "t1": 2.0, "kind": "busy", "what": "rollout", "inc": 0,
-        "step": 3, "ticket": 4, "version": 5, "on": "engine",
+        "t0": 1.0, "t1": 2.0, "kind": "busy", "what": "rollout", "restart": 0,
+        "step": 3, "group_id": 4, "version": 5, "on": "engine",
     }  # fmt: skip
     run.close()
     run.close()
@@ -108,7 +108,7 @@ def test_lines_of_garbage_are_stepped_over(tmp_path: Path) -> None:
 DAMAGE = {
     "zeros": b"\0" * 300,
     "no UTF-8": b'{"step": 2, "m": {"a": "\xff\xfe"}}',
-    "half a line": b'{"step": 2, "t": 1.0, "inc": 0, "kind": "train", "m": {"a"',
+    "half a line": b'{"step": 2, "t": 1.0, "restart": 0, "kind": "train", "m": {"a"',
     "two lines in one": b'{"step": 2, "m": {"a": 1}}{"step": 3, "m": {"a": 1}}',
     "no object": b"[1, 2]",
     "another object": b'{"kind": "train"}',
@@ -145,12 +145,12 @@ def test_nothing_is_said_of_whole_files(tmp_path: Path) -> None:
 
 
 def test_a_lost_start_event_leaves_the_timeline_to_the_steps(tmp_path: Path) -> None:
-    for inc, steps in ((0, (1, 2, 3, 4)), (1, (3,)), (2, (4,))):
-        with RunFolder(tmp_path, inc, resumed_at=steps[0] - 1 if inc else None) as run:
+    for restart, steps in ((0, (1, 2, 3, 4)), (1, (3,)), (2, (4,))):
+        with RunFolder(tmp_path, restart, resumed_at=steps[0] - 1 if restart else None) as run:
             for step in steps:
-                run.metrics(step, "train", {"loss": float(inc)})
+                run.metrics(step, "train", {"loss": float(restart)})
     lines = (tmp_path / "events.jsonl").read_bytes().splitlines()
-    spoiled = [b"?" if b'"inc":1' in line.replace(b" ", b"") else line for line in lines]
+    spoiled = [b"?" if b'"restart":1' in line.replace(b" ", b"") else line for line in lines]
     assert spoiled != lines
     (tmp_path / "events.jsonl").write_bytes(b"\n".join(spoiled) + b"\n")
     assert steps_of(tmp_path) == [(1, 0), (2, 0), (3, 1), (4, 2)]
@@ -199,10 +199,10 @@ def test_a_resume_takes_back_what_came_after_its_checkpoint(tmp_path: Path) -> N
 
 def test_two_resumes_the_second_further_back(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    for inc, first, last, resumed_at in ((0, 1, 10, None), (1, 7, 9, 6), (2, 4, 5, 3)):
-        with RunFolder(folder, inc, resumed_at) as run:
+    for restart, first, last, resumed_at in ((0, 1, 10, None), (1, 7, 9, 6), (2, 4, 5, 3)):
+        with RunFolder(folder, restart, resumed_at) as run:
             for step in range(first, last + 1):
-                run.metrics(step, "train", {"x": float(inc)})
+                run.metrics(step, "train", {"x": float(restart)})
     assert steps_of(folder) == [(1, 0), (2, 0), (3, 0), (4, 2), (5, 2)]
 
 
@@ -298,7 +298,7 @@ def test_samples_are_readable_by_a_person_and_keep_hostile_text(tmp_path: Path) 
         run.samples(12, [{"note": 1, "response": text, "prompt": "p", "uid": str(i)} for i, text in enumerate(texts)])
     lines = (tmp_path / "run" / "samples" / "000012.jsonl").read_text(encoding="utf-8").split("\n")
     assert len(lines) == len(texts) + 1 and "日本語" in lines[0]
-    assert list(json.loads(lines[0])) == ["uid", "prompt", "response", "note", "inc"]
+    assert list(json.loads(lines[0])) == ["uid", "prompt", "response", "note", "restart"]
     assert [row["response"] for row in read_samples(tmp_path / "run", 12)] == texts
 
 

@@ -71,7 +71,7 @@ def test_the_last_step_has_a_line_however_the_run_ends() -> None:
     out = io.StringIO()
     view = TerminalView("run", 9, file=out, clock=lambda: 0.0)
     for step in (1, 2, 3):
-        view.log(step, {"reward/mean_score": 0.5, "reward/verdicts": 8.0, "reward/error_share": 0.25})
+        view.log(step, {"reward/mean_score": 0.5, "reward/calls": 8.0, "reward/error_rate": 0.25})
     view.close()
     view.close()
     assert [line[:8] for line in out.getvalue().splitlines()] == ["step 1/9", "step 3/9"]
@@ -215,7 +215,7 @@ def test_a_curve_stands_beside_its_range_and_verdicts_that_fail_beside_why(monke
     terminal = Terminal(100, 40)
     view = TerminalView("run", 9, file=terminal.file)
     for step, reward in enumerate((0.25, 0.75, 0.5), 1):
-        view.log(step, {"reward/mean_score": reward, "reward/verdicts": 64.0, "reward/error_share": 3 / 64})
+        view.log(step, {"reward/mean_score": reward, "reward/calls": 64.0, "reward/error_rate": 3 / 64})
     view.reward_failed(f"ValueError: {EVIL} (at reward.py:3)")
     view.audited(3, 15, 17)
     view.note("warning", "look here")

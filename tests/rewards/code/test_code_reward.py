@@ -13,7 +13,7 @@ from distflow.rewards.code.execution import Box, Stopped, run_streams
 from distflow.rewards.code.reward import compute_score, compute_share
 from distflow.rewards.code.reward import judge as judge_in
 from distflow.rewards.code.test_formats import StreamTests
-from distflow.rewards.pool.pool import VerifierPool
+from distflow.rewards.pool.pool import RewardPool
 from distflow.rewards.score import due_within, left_s
 from distflow.sandbox.limits import SandboxFault
 from distflow.sandbox.sandbox import Sandbox
@@ -58,11 +58,11 @@ def judge(program, tests, **row):
     ],
 )
 def test_a_function(program, share, tests):
-    verdict = judge(program, tests)
+    reward_result = judge(program, tests)
     if share is not None:
-        assert verdict["share"] == share
-    assert verdict["score"] == verdict["acc"] == float(verdict["share"] == 1.0)
-    assert bool(verdict["failed"]) == (verdict["share"] < 1.0)
+        assert reward_result["share"] == share
+    assert reward_result["score"] == reward_result["acc"] == float(reward_result["share"] == 1.0)
+    assert bool(reward_result["failed"]) == (reward_result["share"] < 1.0)
 
 
 @pytest.mark.parametrize(
@@ -79,9 +79,9 @@ def test_a_function(program, share, tests):
     ],
 )
 def test_a_program_with_standard_input(program, share, why):
-    verdict = judge(program, LINES)
-    assert verdict["share"] == share
-    assert why is None or why in verdict["failed"][0]["why"]
+    reward_result = judge(program, LINES)
+    assert reward_result["share"] == share
+    assert why is None or why in reward_result["failed"][0]["why"]
 
 
 def test_who_fails_is_told_which_case_why_and_what_was_printed():
@@ -105,8 +105,8 @@ def test_who_fails_is_told_which_case_why_and_what_was_printed():
 
 def test_the_share_can_be_paid():
     program = fenced("def f(x): return 2 * x if x < 3 else 0")
-    verdict = compute_share("", program, FEW)
-    assert (verdict["score"], verdict["acc"]) == (2 / 3, 0.0)
+    reward_result = compute_share("", program, FEW)
+    assert (reward_result["score"], reward_result["acc"]) == (2 / 3, 0.0)
     assert compute_share("", fenced("def f(x): return 2 * x"), FEW)["score"] == 1.0
 
 
@@ -207,10 +207,10 @@ def test_a_completion_of_the_prompt_and_what_the_prompt_imports():
 def test_a_program_that_takes_too_much_is_wrong_and_no_error(program, why):
     def check(deadline_s: float) -> None:
         with due_within(deadline_s):
-            verdict = judge(program, FEW)
+            reward_result = judge(program, FEW)
             assert left_s() > 0
-        assert verdict["score"] == float(why is None)
-        assert why is None or why in verdict["failed"][0]["why"]
+        assert reward_result["score"] == float(why is None)
+        assert why is None or why in reward_result["failed"][0]["why"]
 
     at_some_deadline(check, 3.0, 30.0)
 
@@ -303,17 +303,17 @@ def kill_children(pid):
 
 def test_through_the_pool_an_endless_program_is_wrong_and_a_dead_sandbox_is_replaced():
     answers = [fenced("while True: pass"), fenced("def f(x): return 2 * x"), fenced("def f(x): return 2 * x")]
-    pool = VerifierPool({"code": "distflow.rewards.code.reward:compute_score"}, num_workers=1, timeout_s=60.0)
+    pool = RewardPool({"code": "distflow.rewards.code.reward:compute_score"}, num_workers=1, timeout_s=60.0)
 
     def check(deadline_s: float) -> None:
-        verdicts = []
+        reward_results = []
         for answer, within_s in zip(answers, (deadline_s, 60.0, 60.0), strict=True):
             arguments = {"data_source": "", "solution_str": answer, "ground_truth": FEW, "extra_info": {}}
-            verdicts.append(asyncio.run(pool.judge("code", arguments, within_s)))
+            reward_results.append(asyncio.run(pool.call("code", arguments, within_s)))
             (worker,) = pool.pids()
             kill_children(worker)
-        assert [getattr(verdict, "value", verdict) for verdict in verdicts] == [0.0, 1.0, 1.0]
-        assert "ran out of time" in str(verdicts[0].extra["failed"])
+        assert [getattr(reward_result, "value", reward_result) for reward_result in reward_results] == [0.0, 1.0, 1.0]
+        assert "ran out of time" in str(reward_results[0].extra["failed"])
 
     try:
         at_some_deadline(check, 3.0, 30.0)

@@ -335,8 +335,8 @@ def test_a_megabyte_is_judged_in_seconds(piece, name):
 @pytest.mark.skipif(not DATA.exists(), reason="wants the data sets in ../shared/data")
 def test_every_row_of_the_data_set_can_be_judged():
     rows = [json.loads(line) for line in DATA.read_text().splitlines()]
-    verdicts = [compute_loose_score("ifeval", each["prompt"], None, each) for each in rows]
-    assert all(len(found["followed"]) == len(each["kwargs"]) for found, each in zip(verdicts, rows, strict=True))
+    reward_results = [compute_loose_score("ifeval", each["prompt"], None, each) for each in rows]
+    assert all(len(found["followed"]) == len(each["kwargs"]) for found, each in zip(reward_results, rows, strict=True))
     repeated = [row for row in rows if row["instruction_id_list"] == ["combination:repeat_prompt"]]
     assert repeated == [] or all(
         compute_score("", row["kwargs"][0]["prompt_to_repeat"], None, row)["score"] for row in repeated

@@ -16,7 +16,7 @@ import pytest
 from distflow.data.sample import Sample, Segment
 from distflow.rewards.judge.cache import BudgetSpent, JudgeCache
 from distflow.rewards.judge.reward import compute_score
-from distflow.rewards.pool.pool import VerifierPool
+from distflow.rewards.pool.pool import RewardPool
 from distflow.rewards.router import RewardRouter
 from distflow.rewards.score import Error, Score, Timeout
 from tests.patience import at_some_deadline
@@ -31,7 +31,7 @@ def completion(content: object, tokens: int = 7) -> Reply:
     return 200, {}, json.dumps({**body, "usage": {"total_tokens": tokens}}).encode()
 
 
-def verdict(score: object, reason: object = "so", **more: object) -> Reply:
+def reward_result(score: object, reason: object = "so", **more: object) -> Reply:
     return completion(json.dumps({"score": score, "reason": reason, **more}))
 
 
@@ -42,7 +42,7 @@ class Server(ThreadingHTTPServer):
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
-        self.reply: Callable[[str, int], Reply | None] = lambda content, number: verdict(1)
+        self.reply: Callable[[str, int], Reply | None] = lambda content, number: reward_result(1)
         self.asked: list[dict] = []
         self.keys: list[str] = []
 
@@ -97,7 +97,7 @@ def ask(runner: asyncio.Runner, server: Server, response: str = "four", **option
 
 
 def test_what_is_sent_and_what_comes_back(runner, server, tmp_path):
-    server.reply = lambda content, number: verdict(0.25, "half of a half")
+    server.reply = lambda content, number: reward_result(0.25, "half of a half")
     assert ask(runner, server, "{prompt} {ground_truth}") == {"score": 0.25, "reason": "half of a half"}
     (asked,) = server.asked
     text = asked["messages"][0]["content"]
@@ -119,12 +119,12 @@ def test_what_is_sent_and_what_comes_back(runner, server, tmp_path):
         (completion('{"score": NaN, "reason": "x"}'), "not between 0 and 1"),
         (completion('{"score": 1, "score": 0, "reason": "x"}'), "is no JSON"),
         (completion('```json\n{"score": 1, "reason": "x"}\n```'), "is no JSON"),
-        (verdict(1.5), "not between 0 and 1"),
-        (verdict(-0.1), "not between 0 and 1"),
-        (verdict("1"), "no score with a reason"),
-        (verdict(True), "no score with a reason"),
-        (verdict(1, None), "no score with a reason"),
-        (verdict(1, more=1), "not {reason, score}"),
+        (reward_result(1.5), "not between 0 and 1"),
+        (reward_result(-0.1), "not between 0 and 1"),
+        (reward_result("1"), "no score with a reason"),
+        (reward_result(True), "no score with a reason"),
+        (reward_result(1, None), "no score with a reason"),
+        (reward_result(1, more=1), "not {reason, score}"),
         (completion("[1]"), "not {reason, score}"),
         (completion("[" * 100_000), "is no JSON"),
         (completion(None), "answered no text"),
@@ -151,7 +151,7 @@ def test_what_is_no_verdict_is_an_error_by_name(runner, server, reply, message):
 
 
 def test_an_overloaded_endpoint_is_asked_again(runner, server):
-    replies = [(429, {"retry-after": "0"}, b"{}"), (503, {}, b""), None, verdict(1)]
+    replies = [(429, {"retry-after": "0"}, b"{}"), (503, {}, b""), None, reward_result(1)]
     server.reply = lambda content, number: replies[number]
     began = time.monotonic()
     assert ask(runner, server, retries=3)["score"] == 1.0
@@ -224,20 +224,20 @@ def test_a_group_waits_together_in_its_process_and_a_silent_endpoint_is_a_timeou
         if answer == 9:
             over.wait(60)
         time.sleep({0: 0.4}.get(answer, 0.1))
-        return verdict(answer / 10)
+        return reward_result(answer / 10)
 
     server.reply = reply
     options = {"model": "m", "base_url": server.url, "template": "{response}"}
     target = f"distflow.rewards.judge.reward:compute_score?{json.dumps(options)}"
     asked = [{"data_source": "d", "solution_str": str(n), "ground_truth": None, "extra_info": {}} for n in range(10)]
-    pool = VerifierPool({"judge": target}, num_workers=1, timeout_s=20.0)
+    pool = RewardPool({"judge": target}, num_workers=1, timeout_s=20.0)
 
     def check(deadline_s: float) -> None:
         server.asked.clear()
         all_asked.clear()
-        verdicts = asyncio.run(pool.score_group("judge", asked, deadline_s))
-        assert [found.value for found in verdicts[:9] if isinstance(found, Score)] == [n / 10 for n in range(9)]
-        assert verdicts[9] == Timeout(deadline_s)
+        reward_results = asyncio.run(pool.score_group("judge", asked, deadline_s))
+        assert [found.value for found in reward_results[:9] if isinstance(found, Score)] == [n / 10 for n in range(9)]
+        assert reward_results[9] == Timeout(deadline_s)
 
     try:
         at_some_deadline(check, 2.0, 15.0)
@@ -247,7 +247,7 @@ def test_a_group_waits_together_in_its_process_and_a_silent_endpoint_is_a_timeou
 
 
 def test_the_router_hands_over_the_prompt_and_an_error_masks(server, tmp_path: Path):
-    server.reply = lambda content, number: verdict(0.5) if "2+2?" in content else completion("garbage")
+    server.reply = lambda content, number: reward_result(0.5) if "2+2?" in content else completion("garbage")
     functions = {"default": [("judge", 2.0, {"model": "m", "base_url": server.url})]}
 
     def sample(prompt: str) -> Sample:
@@ -256,8 +256,8 @@ def test_the_router_hands_over_the_prompt_and_an_error_masks(server, tmp_path: P
 
     with RewardRouter(functions, timeout_s=20.0, num_workers=1, max_response_length=9) as router:
         good, bad = asyncio.run(router([sample("2+2?"), sample("2+3?")]))
-    assert good.verdict == Score(1.0, {"judge/reason": "so"})
-    assert isinstance(bad.verdict, Error) and "no JSON" in bad.verdict.reason
+    assert good.reward_result == Score(1.0, {"judge/reason": "so"})
+    assert isinstance(bad.reward_result, Error) and "no JSON" in bad.reward_result.reason
 
 
 def test_a_wait_beyond_the_deadline_is_told_at_once_and_a_date_is_a_wait(server):
@@ -266,12 +266,12 @@ def test_a_wait_beyond_the_deadline_is_told_at_once_and_a_date_is_a_wait(server)
     options = {"model": "m", "base_url": server.url, "template": "{response}"}
     target = f"distflow.rewards.judge.reward:compute_score?{json.dumps(options)}"
     asked = [{"data_source": "d", "solution_str": str(n), "ground_truth": None, "extra_info": {}} for n in range(2)]
-    pool = VerifierPool({"judge": target}, num_workers=1, timeout_s=20.0)
+    pool = RewardPool({"judge": target}, num_workers=1, timeout_s=20.0)
     try:
-        verdicts = asyncio.run(pool.score_group("judge", asked, 20.0))
+        reward_results = asyncio.run(pool.score_group("judge", asked, 20.0))
     finally:
         pool.close()
-    for found in verdicts:
+    for found in reward_results:
         assert isinstance(found, Error) and "1 attempt: status 429, and asks to wait 3" in found.reason
         assert f"reward.timeout_s leaves no time for another (model 'm' at {server.url})" in found.reason
     assert len(server.asked) == 2

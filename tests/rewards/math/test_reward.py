@@ -246,7 +246,7 @@ def test_normalising():
 
 
 @pytest.mark.parametrize(
-    ("response", "truth", "verdict"),
+    ("response", "truth", "reward_result"),
     [
         (r"\boxed{\frac{14}{2}}", "so\n#### 7", {"score": 1.0, "extracted": r"\frac{14}{2}", "wanted": "7"}),
         ("it is 8", ["7", "9"], {"score": 0.0, "extracted": "8", "wanted": ["7", "9"]}),
@@ -254,5 +254,5 @@ def test_normalising():
         ("no idea", "7", {"score": 0.0, "extracted": None, "wanted": "7"}),
     ],
 )
-def test_what_was_compared_is_told(response, truth, verdict):
-    assert compute_result("", response, truth) == verdict
+def test_what_was_compared_is_told(response, truth, reward_result):
+    assert compute_result("", response, truth) == reward_result

@@ -42,7 +42,7 @@ def test_a_hang_in_one_domain_delays_no_verdict_of_another() -> None:
         await asyncio.sleep(0.2)  # every place of that domain hangs
         for _ in range(3):
             judged = await router([sample("sums", "echo", value=1) for _ in range(3)])
-            assert [judgement.verdict for judgement in judged] == [Score(1.0)] * 3
+            assert [judgement.reward_result for judgement in judged] == [Score(1.0)] * 3
         assert not hanging.done()
         hanging.cancel()
 
@@ -57,13 +57,13 @@ def test_domains_that_neither_functions_nor_settings_name_share_the_places_of_th
         assert pools.of("slow") not in (pools.of("default"), pools.of("sums"))
         assert (pools.of("slow").timeout_s, pools.of("sums").timeout_s) == (7.0, DEADLINE_S)
         assert len(pools.pids()) == 3
-        assert judge(router, [sample("elsewhere", "echo", value=2)])[0].verdict == Score(2.0)
+        assert judge(router, [sample("elsewhere", "echo", value=2)])[0].reward_result == Score(2.0)
 
 
 def test_a_domain_has_its_own_deadline() -> None:
     with router_of("a", "b", timeout_s=60.0, domains={"b": Patience(0.3, 1)}) as router:
-        verdicts = judge(router, [sample("a", "sleep", seconds=0.6), sample("b", "sleep", seconds=60)])
-        assert [judgement.verdict for judgement in verdicts] == [Score(1.0), Timeout(0.3)]
+        reward_results = judge(router, [sample("a", "sleep", seconds=0.6), sample("b", "sleep", seconds=60)])
+        assert [judgement.reward_result for judgement in reward_results] == [Score(1.0), Timeout(0.3)]
 
 
 def test_what_failed_is_asked_for_again_after_a_wait_that_doubles(tmp_path: Path) -> None:
@@ -71,15 +71,15 @@ def test_what_failed_is_asked_for_again_after_a_wait_that_doubles(tmp_path: Path
     with router_of("a", "b", domains={"a": patience}) as router:
         flaky = [sample("a", "fails at first", file=str(tmp_path / f"{i}"), times=i) for i in range(4)]
         began = time.monotonic()
-        verdicts = [judgement.verdict for judgement in judge(router, flaky)]
+        reward_results = [judgement.reward_result for judgement in judge(router, flaky)]
         took = time.monotonic() - began
-        assert verdicts[:3] == [Score(1.0)] * 3 and isinstance(verdicts[3], Error)
+        assert reward_results[:3] == [Score(1.0)] * 3 and isinstance(reward_results[3], Error)
         assert [len((tmp_path / f"{i}").read_text()) for i in range(4)] == [1, 2, 3, 3], "nobody is asked more often"
         assert took >= 0.2 + 0.4
         counts = router.take_counts()
-        assert (counts["reward/retries"], counts["reward/errors"], counts["reward/verdicts"]) == (3 + 2, 1, 4)
+        assert (counts["reward/retries"], counts["reward/errors"], counts["reward/calls"]) == (3 + 2, 1, 4)
         (once,) = judge(router, [sample("b", "fails at first", file=str(tmp_path / "b"), times=1)])
-        assert isinstance(once.verdict, Error), "where nothing is said there is one try"
+        assert isinstance(once.reward_result, Error), "where nothing is said there is one try"
 
 
 def test_a_batch_is_asked_for_again_as_a_whole(tmp_path: Path) -> None:
@@ -88,7 +88,7 @@ def test_a_batch_is_asked_for_again_as_a_whole(tmp_path: Path) -> None:
     settings = {"timeout_s": 20.0, "num_workers": 1, "max_response_length": 9, "retries": 1, "backoff_s": 0.01}
     with RewardRouter({"default": [(target, 1.0)]}, **settings) as router:  # type: ignore[arg-type]
         asked = [sample("default", str(i), file=str(tmp_path / "calls")) for i in range(3)]
-        assert [judgement.verdict for judgement in judge(router, asked)] == [Score(0.0), Score(1.0), Score(2.0)]
+        assert [judgement.reward_result for judgement in judge(router, asked)] == [Score(0.0), Score(1.0), Score(2.0)]
     assert (tmp_path / "calls").read_text() == "33", "twice, with all three"
 
 
@@ -102,20 +102,20 @@ def test_hangs_cost_their_deadlines_over_the_places() -> None:
     def check(deadline_s: float) -> None:
         with router_of("default", timeout_s=deadline_s, num_workers=places) as router:
             began = time.monotonic()
-            verdicts = [judgement.verdict for judgement in judge(router, asked)]
+            reward_results = [judgement.reward_result for judgement in judge(router, asked)]
             took = time.monotonic() - began
-        assert verdicts == [Score(float(i)) for i in range(72)] + [Timeout(deadline_s)] * hangs
+        assert reward_results == [Score(float(i)) for i in range(72)] + [Timeout(deadline_s)] * hangs
         assert took < 0.75 * hangs * deadline_s, "one after another would cost all of it, and the places a quarter"
 
     at_some_deadline(check, 1.0, 10.0)
 
 
 def test_one_that_cannot_be_loaded_leaves_none_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    from distflow.rewards.pool.pool import VerifierPool
+    from distflow.rewards.pool.pool import RewardPool
 
-    closed: list[VerifierPool] = []
-    close = VerifierPool.close
-    monkeypatch.setattr(VerifierPool, "close", lambda pool: (closed.append(pool), close(pool)))
+    closed: list[RewardPool] = []
+    close = RewardPool.close
+    monkeypatch.setattr(RewardPool, "close", lambda pool: (closed.append(pool), close(pool)))
     functions = {"good": [("format", 1.0)], "bad": [("no_such_module:score", 1.0)]}
     with pytest.raises(UserError, match="no module 'no_such_module'"):
         Pools(functions, Patience(5.0, 1))
@@ -130,12 +130,12 @@ def test_a_domain_without_a_function_is_told() -> None:
 def test_a_function_is_asked_in_the_pool_of_the_domain_and_else_in_one_that_has_it() -> None:
     pools = Pools({"a": [("format", 1.0)], "b": [("exact_match", 1.0)]}, Patience(5.0, 1))
     told: list[str] = []
-    pools.tell(lambda name, arguments, verdict: told.append(name))
+    pools.tell(lambda name, arguments, reward_result: told.append(name))
 
     async def ask() -> None:
         for domain in ("a", "b", "elsewhere"):
             arguments = {"data_source": domain, "solution_str": "7", "ground_truth": "7", "extra_info": {}}
-            assert await pools.judge("exact_match", arguments) == Score(1.0)
+            assert await pools.call("exact_match", arguments) == Score(1.0)
 
     try:
         asyncio.run(ask())

@@ -15,7 +15,7 @@ from distflow.data.sample import Sample, Segment
 from distflow.errors import UserError
 from distflow.rewards.pool import process
 from distflow.rewards.pool.framing import Channel
-from distflow.rewards.pool.pool import VerifierPool
+from distflow.rewards.pool.pool import RewardPool
 from distflow.rewards.router import RewardRouter
 from distflow.rewards.score import Error, RewardResult, Score, Timeout
 from tests.patience import at_some_deadline
@@ -24,26 +24,26 @@ FAULTY = f"{Path(__file__).with_name('faulty_verifiers.py')}:compute_score"
 SHORT_S = 0.4
 
 
-def make_pool(**settings) -> VerifierPool:
-    return VerifierPool({"faulty": FAULTY}, **{"num_workers": 1, "timeout_s": 20.0, **settings})
+def make_pool(**settings) -> RewardPool:
+    return RewardPool({"faulty": FAULTY}, **{"num_workers": 1, "timeout_s": 20.0, **settings})
 
 
 @pytest.fixture(scope="module")
-def pool() -> Iterator[VerifierPool]:
+def pool() -> Iterator[RewardPool]:
     pool = make_pool(memory_bytes=512 << 20)
     yield pool
     pool.close()
 
 
-def judge(pool: VerifierPool, what: str, timeout_s: float | None = None, **extra) -> RewardResult:
-    return asyncio.run(pool.judge("faulty", arguments(what, **extra), timeout_s))
+def judge(pool: RewardPool, what: str, timeout_s: float | None = None, **extra) -> RewardResult:
+    return asyncio.run(pool.call("faulty", arguments(what, **extra), timeout_s))
 
 
 def arguments(what: str, **extra) -> dict:
     return {"data_source": "d", "solution_str": what, "ground_truth": "g", "extra_info": extra}
 
 
-def still_serves(pool: VerifierPool) -> bool:
+def still_serves(pool: RewardPool) -> bool:
     return judge(pool, "echo", value=0.75) == Score(0.75)
 
 
@@ -90,8 +90,8 @@ def test_what_a_hanging_verifier_started_dies_with_it(pool, tmp_path):
     ],
 )
 def test_a_crash_is_an_error_after_one_retry(pool, what, reason):
-    verdict = judge(pool, what)
-    assert isinstance(verdict, Error) and reason in verdict.reason and "twice" in verdict.reason
+    reward_result = judge(pool, what)
+    assert isinstance(reward_result, Error) and reason in reward_result.reason and "twice" in reward_result.reason
     assert still_serves(pool)
 
 
@@ -111,7 +111,7 @@ def test_a_verdict_that_is_judged_again_is_counted(tmp_path):
     with RewardRouter(functions, timeout_s=20.0, num_workers=2, max_response_length=9) as router:
         asyncio.run(router([sample("echo"), sample("crash once")]))
         counts = router.take_counts()
-    assert counts == {"reward/verdicts": 2, "reward/errors": 0, "reward/timeouts": 0, "reward/judged_again": 1}
+    assert counts == {"reward/calls": 2, "reward/errors": 0, "reward/timeouts": 0, "reward/retried_calls": 1}
 
 
 @pytest.mark.parametrize(
@@ -131,8 +131,8 @@ def test_a_verdict_that_is_judged_again_is_counted(tmp_path):
 def test_what_is_no_finite_number_is_an_error_never_a_zero(pool, what, reason):
     assert still_serves(pool)
     pids = pool.pids()
-    verdict = judge(pool, what)
-    assert isinstance(verdict, Error) and reason in verdict.reason
+    reward_result = judge(pool, what)
+    assert isinstance(reward_result, Error) and reason in reward_result.reason
     assert still_serves(pool)
     assert pool.pids() == pids, "an error that the verifier reports needs no new process"
 
@@ -146,8 +146,8 @@ def test_scores_keep_their_remarks(pool):
 
 
 def test_a_sample_that_json_cannot_hold_is_an_error(pool):
-    verdict = judge(pool, "echo", value={1, 2})
-    assert isinstance(verdict, Error) and "cannot be sent" in verdict.reason
+    reward_result = judge(pool, "echo", value={1, 2})
+    assert isinstance(reward_result, Error) and "cannot be sent" in reward_result.reason
 
 
 def test_answers_belong_to_their_requests_while_others_hang_and_crash():
@@ -157,21 +157,21 @@ def test_answers_belong_to_their_requests_while_others_hang_and_crash():
     async def judge_all() -> list[RewardResult]:
         def request(i: int):
             if i % 10 == 3:
-                return pool.judge("faulty", arguments("hang in c"), SHORT_S)
+                return pool.call("faulty", arguments("hang in c"), SHORT_S)
             what = "exit 0" if i % 10 == 7 else "echo"
-            return pool.judge("faulty", arguments(what, value=i))
+            return pool.call("faulty", arguments(what, value=i))
 
         return await asyncio.wait_for(asyncio.gather(*(request(i) for i in range(40))), 100)
 
     try:
-        verdicts = asyncio.run(judge_all())
-        for i, verdict in enumerate(verdicts):
+        reward_results = asyncio.run(judge_all())
+        for i, reward_result in enumerate(reward_results):
             if i % 10 == 3:
-                assert verdict == Timeout(SHORT_S)
+                assert reward_result == Timeout(SHORT_S)
             elif i % 10 == 7:
-                assert isinstance(verdict, Error)
+                assert isinstance(reward_result, Error)
             else:
-                assert verdict == Score(float(i))
+                assert reward_result == Score(float(i))
         assert len(pool.pids()) <= 2
     finally:
         pool.close()
@@ -183,12 +183,12 @@ def test_what_befalls_one_of_a_group_befalls_no_other():
     whats = ["echo"] * 4 + ["hang in c"] + ["echo"] * 4 + ["exit 0"] + ["echo"] * 4
     asked = [arguments(what, value=i) for i, what in enumerate(whats)]
     try:
-        verdicts = asyncio.run(pool.score_group("faulty", asked, on_again=again.append))
-        for i, (what, verdict) in enumerate(zip(whats, verdicts, strict=True)):
+        reward_results = asyncio.run(pool.score_group("faulty", asked, on_again=again.append))
+        for i, (what, reward_result) in enumerate(zip(whats, reward_results, strict=True)):
             if what == "echo":
-                assert verdict == Score(float(i))
-        assert verdicts[4] == Timeout(2.0)
-        assert isinstance(verdicts[9], Error) and "twice" in verdicts[9].reason
+                assert reward_result == Score(float(i))
+        assert reward_results[4] == Timeout(2.0)
+        assert isinstance(reward_results[9], Error) and "twice" in reward_results[9].reason
         assert again == [1], "the one that ended its process"
     finally:
         pool.close()
@@ -202,9 +202,9 @@ def test_a_process_that_has_died_when_the_next_is_sent_died_of_what_it_did_not_a
     pool, again = make_pool(), list[int]()
     asked = [arguments(what, value=i) for i, what in enumerate(["echo"] * 12 + ["exit 0"] + ["echo"] * 12)]
     try:
-        verdicts = asyncio.run(pool.score_group("faulty", asked, on_again=again.append))
-        assert isinstance(verdicts.pop(12), Error) and again == [1]
-        assert verdicts == [Score(float(i)) for i in range(25) if i != 12]
+        reward_results = asyncio.run(pool.score_group("faulty", asked, on_again=again.append))
+        assert isinstance(reward_results.pop(12), Error) and again == [1]
+        assert reward_results == [Score(float(i)) for i in range(25) if i != 12]
     finally:
         pool.close()
 
@@ -221,11 +221,11 @@ def test_hangs_that_were_sent_ahead_to_one_process_are_left_to_all():
         try:
             asyncio.run(pool.score_group("faulty", [arguments("sleep", seconds=0.3)] * 4))  # all four are up
             began = time.monotonic()
-            verdicts = asyncio.run(pool.score_group("faulty", asked))
+            reward_results = asyncio.run(pool.score_group("faulty", asked))
             took = time.monotonic() - began
         finally:
             pool.close()
-        assert verdicts == [Score(1.0)] * 5 + [Timeout(deadline_s)] * hangs
+        assert reward_results == [Score(1.0)] * 5 + [Timeout(deadline_s)] * hangs
         assert took < 0.75 * hangs * deadline_s, "three deadlines, and no eight"
 
     at_some_deadline(check, 2.0, 8.0)
@@ -237,7 +237,7 @@ def test_time_in_the_queue_does_not_count():
 
     async def judge_all(deadline_s: float) -> list[RewardResult]:
         asked = arguments("sleep", seconds=deadline_s / 3)
-        return await asyncio.gather(*(pool.judge("faulty", asked, deadline_s) for _ in range(6)))
+        return await asyncio.gather(*(pool.call("faulty", asked, deadline_s) for _ in range(6)))
 
     def check(deadline_s: float) -> None:
         assert asyncio.run(judge_all(deadline_s)) == [Score(1.0)] * 6
@@ -259,7 +259,7 @@ def test_close_leaves_no_process_and_waits_for_no_verifier():
     pool = make_pool(num_workers=2)
 
     async def close_while_busy() -> tuple[list[int], list[RewardResult]]:
-        tasks = [asyncio.create_task(pool.judge("faulty", arguments("hang with signals blocked"))) for _ in range(5)]
+        tasks = [asyncio.create_task(pool.call("faulty", arguments("hang with signals blocked"))) for _ in range(5)]
         while len(pool.pids()) < 2:
             await asyncio.sleep(0.01)
         await asyncio.sleep(0.2)
@@ -267,9 +267,11 @@ def test_close_leaves_no_process_and_waits_for_no_verifier():
         await asyncio.wait_for(asyncio.to_thread(pool.close), 60)
         return pids, await asyncio.gather(*tasks)
 
-    pids, verdicts = asyncio.run(close_while_busy())
+    pids, reward_results = asyncio.run(close_while_busy())
     assert len(pids) == 2 and wait_until_gone(pids) == []
-    assert all(isinstance(verdict, Error) and "closing" in verdict.reason for verdict in verdicts)
+    assert all(
+        isinstance(reward_result, Error) and "closing" in reward_result.reason for reward_result in reward_results
+    )
     assert isinstance(judge(pool, "echo", value=1), Error)
 
 
@@ -278,13 +280,13 @@ def test_no_orphan_when_the_run_itself_is_killed(busy):
     script = f"""
 import asyncio, sys
 from distflow.data.sample import Sample, Segment
-from distflow.rewards.pool.pool import VerifierPool
+from distflow.rewards.pool.pool import RewardPool
 from distflow.rewards.router import RewardRouter
-pool = VerifierPool({{"faulty": {FAULTY!r}}}, num_workers=1, timeout_s=600)
+pool = RewardPool({{"faulty": {FAULTY!r}}}, num_workers=1, timeout_s=600)
 print(*pool.pids(), flush=True)
 if {busy}:
     arguments = {arguments("hang in c")!r}
-    asyncio.run(pool.judge("faulty", arguments))
+    asyncio.run(pool.call("faulty", arguments))
 sys.stdin.read()
 """
     run = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True)
@@ -311,7 +313,7 @@ sys.stdin.read()
 def test_a_function_that_cannot_be_loaded_is_the_users_error(tmp_path, source, message):
     (tmp_path / "reward.py").write_text(source)
     with pytest.raises(UserError, match="cannot be loaded") as raised:
-        VerifierPool({"custom": f"{tmp_path / 'reward.py'}:compute_score"}, num_workers=1, timeout_s=1)
+        RewardPool({"custom": f"{tmp_path / 'reward.py'}:compute_score"}, num_workers=1, timeout_s=1)
     assert message in str(raised.value) and "reward.py" in str(raised.value)
 
 

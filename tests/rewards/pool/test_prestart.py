@@ -6,7 +6,7 @@ import pytest
 
 from distflow.errors import UserError
 from distflow.rewards.functions import find_targets
-from distflow.rewards.pool.pool import VerifierPool
+from distflow.rewards.pool.pool import RewardPool
 from distflow.rewards.pool.prestart import PoolSettings, started_ahead, take_pool
 from distflow.rewards.router import RewardRouter
 
@@ -19,12 +19,12 @@ def is_there(pid: int) -> bool:
 
 
 @pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch) -> list[VerifierPool]:
+def made(monkeypatch: pytest.MonkeyPatch) -> list[RewardPool]:
     """The pools that were started, in their order."""
-    pools: list[VerifierPool] = []
+    pools: list[RewardPool] = []
     start = PoolSettings.start
 
-    def started(settings: PoolSettings) -> VerifierPool:
+    def started(settings: PoolSettings) -> RewardPool:
         pools.append(start(settings))
         return pools[-1]
 
@@ -32,7 +32,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[VerifierPool]:
     return pools
 
 
-def test_the_router_of_the_same_settings_takes_it_over_once(made: list[VerifierPool]) -> None:
+def test_the_router_of_the_same_settings_takes_it_over_once(made: list[RewardPool]) -> None:
     with started_ahead(SETTINGS):
         with RewardRouter(FORMAT, timeout_s=5.0, num_workers=1, max_response_length=9) as router:
             assert made == [router.pools.of("default")]
@@ -42,7 +42,7 @@ def test_the_router_of_the_same_settings_takes_it_over_once(made: list[VerifierP
         assert pids and not any(map(is_there, pids)), "who took it closed it"
 
 
-def test_other_settings_get_their_own_and_what_nobody_takes_is_closed(made: list[VerifierPool]) -> None:
+def test_other_settings_get_their_own_and_what_nobody_takes_is_closed(made: list[RewardPool]) -> None:
     with started_ahead(SETTINGS):
         take_pool(SETTINGS._replace(timeout_s=7.0)).close()
     assert sorted(pool.timeout_s for pool in made) == [5.0, 7.0]

@@ -133,7 +133,7 @@ def full(tensor: Tensor) -> Tensor:
 def released(spec: Spec, step: int) -> Released:
     coordinator = Coordinator(spec.data)
     kept = Kept(coordinator.snapshot(), Live(None, {}))
-    return Released(Version(0, step), False, coordinator.accounting(), lambda: kept)
+    return Released(Version(0, step), False, coordinator.checked_counts(), lambda: kept)
 
 
 def draws() -> list[float]:

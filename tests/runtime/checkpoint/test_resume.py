@@ -75,8 +75,8 @@ def test_a_new_start_has_an_account_of_its_own_and_the_old_one_is_kept(ground: P
     outcome, said = launch(ground, f"{STEPS}=1", resume="never")
     assert outcome.steps == 1 and outcome.accuracy_before is None
     assert f"the run that was in {run} is in {run}/earlier/1 now" in said
-    assert [(record.step, record.kind, record.inc) for record in read_metrics(run)] == [(1, "train", 0)]
-    assert {event.inc for event in read_events(run)} == {0} and sample_steps(run) == [1]
+    assert [(record.step, record.kind, record.restart) for record in read_metrics(run)] == [(1, "train", 0)]
+    assert {event.restart for event in read_events(run)} == {0} and sample_steps(run) == [1]
     assert [path.name for path in (run / "checkpoints").glob("step-*")] == ["step-000001"]
     assert verify(run / "ledger.jsonl").consumed == 4
     for name, content in old.items():

@@ -26,7 +26,7 @@ def draws() -> tuple[list[float], list[float], list[float], list[float]]:
 
 def released_with(coordinator: Coordinator, live: Live) -> Released:
     kept = Kept(coordinator.snapshot(), live)
-    return Released(coordinator.version, False, coordinator.accounting(), lambda: kept)
+    return Released(coordinator.version, False, coordinator.checked_counts(), lambda: kept)
 
 
 def test_all_random_draws_continue_as_in_the_undisturbed_process(tmp_path: Path) -> None:

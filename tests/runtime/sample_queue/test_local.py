@@ -1,4 +1,4 @@
-"""The experience edge of one process: waves, shares and releases, and nobody waits for a thread that is gone."""
+"""The sample queue of one process: waves, shares and releases, and nobody waits for a thread that is gone."""
 
 import asyncio
 import threading
@@ -24,28 +24,28 @@ LOST = Failure("node 'rollout' raised MemoryError", users=False)
 
 
 class Driven:
-    """An edge whose tickets are handed out here, as the experience plane would."""
+    """An edge whose groups are handed out here, as the rollout loop would."""
 
     def __init__(self, num_ranks: int = 1, **changes: Any) -> None:
         self.coordinator: Coordinator = coordinator(**changes)
         self.waits: list[tuple[str, str, str]] = []
         told = Waits(lambda wait, ended: self.waits.append((wait.who, wait.what, wait.on)))
-        self.edge = LocalSampleQueue(self.coordinator, told, num_ranks)
+        self.queue = LocalSampleQueue(self.coordinator, told, num_ranks)
 
     def issue(self) -> list[PromptGroup]:
         return self.coordinator.take_groups()
 
-    def put(self, ticket: PromptGroup, batch: Batch | None = None, **metrics: float) -> None:
-        batch = group(ticket.number, version=ticket.version) if batch is None else batch
-        self.edge.put(ticket, batch, [(metrics, float(len(batch)))])
+    def put(self, prompt_group: PromptGroup, batch: Batch | None = None, **metrics: float) -> None:
+        batch = group(prompt_group.group_id, version=prompt_group.version) if batch is None else batch
+        self.queue.put(prompt_group, batch, [(metrics, float(len(batch)))])
 
     def fill(self) -> None:
-        for ticket in self.issue():
-            self.put(ticket)
+        for prompt_group in self.issue():
+            self.put(prompt_group)
 
     def fail_all(self, reason: str = "too_few_verdicts", failure: Failure | None = BROKEN) -> None:
-        for ticket in self.issue():
-            self.edge.drop(ticket, reason, failure)
+        for prompt_group in self.issue():
+            self.queue.drop(prompt_group, reason, failure)
 
 
 def on_thread(work: Callable[[], Any]) -> "tuple[threading.Thread, list[Any]]":
@@ -76,12 +76,12 @@ def rows(share: Any) -> list[int]:
 def test_a_step_is_taken_in_ticket_order_whatever_order_its_groups_end_in() -> None:
     driven = Driven()
     first, second = driven.issue()
-    thread, outcome = on_thread(lambda: driven.edge.take(0, 0))
+    thread, outcome = on_thread(lambda: driven.queue.take(0, 0))
     driven.put(second)
     thread.join(0.05)
     assert thread.is_alive()
     driven.put(first)
-    assert ended(thread) and outcome[0].tickets == (0, 1) and rows(outcome[0]) == [0, 0, 1, 1]
+    assert ended(thread) and outcome[0].group_ids == (0, 1) and rows(outcome[0]) == [0, 0, 1, 1]
 
 
 def test_tickets_are_handed_out_only_while_a_step_is_waited_for() -> None:
@@ -89,23 +89,23 @@ def test_tickets_are_handed_out_only_while_a_step_is_waited_for() -> None:
 
     async def run() -> None:
         driven = Driven()
-        edge, waves = driven.edge, driven.edge.tickets(lambda: None)
+        queue, waves = driven.queue, driven.queue.prompt_groups(lambda: None)
         early = asyncio.ensure_future(anext(waves))
         for _ in range(5):
             await asyncio.sleep(0)
-        assert not early.done() and driven.coordinator.accounting().issued == 0
-        taking = asyncio.ensure_future(asyncio.to_thread(edge.take, 0, 0))
-        for ticket in await early:
-            driven.put(ticket)
+        assert not early.done() and driven.coordinator.checked_counts().issued == 0
+        taking = asyncio.ensure_future(asyncio.to_thread(queue.take, 0, 0))
+        for prompt_group in await early:
+            driven.put(prompt_group)
         assert rows(await taking) == [0, 0, 1, 1]
-        edge.release(0, 0, published=True)
+        queue.release(0, 0, published=True)
         second = asyncio.ensure_future(anext(waves))
         for _ in range(5):
             await asyncio.sleep(0)
         assert not second.done(), "a validation may have the engine now"
-        taking = asyncio.ensure_future(asyncio.to_thread(edge.take, 1, 0))
-        assert [ticket.number for ticket in await second] == [2, 3]
-        edge.shared.fail(RuntimeError("end"))
+        taking = asyncio.ensure_future(asyncio.to_thread(queue.take, 1, 0))
+        assert [prompt_group.group_id for prompt_group in await second] == [2, 3]
+        queue.shared.fail(RuntimeError("end"))
         with pytest.raises(RuntimeError, match="end"):
             await taking
         with pytest.raises(StopAsyncIteration):
@@ -116,8 +116,8 @@ def test_tickets_are_handed_out_only_while_a_step_is_waited_for() -> None:
 
 def test_with_staleness_tickets_are_handed_out_before_any_step_is_waited_for() -> None:
     async def run() -> list[int]:
-        waves = Driven(max_staleness=1).edge.tickets(lambda: None)
-        return [ticket.number for ticket in await anext(waves)]
+        waves = Driven(max_staleness=1).queue.prompt_groups(lambda: None)
+        return [prompt_group.group_id for prompt_group in await anext(waves)]
 
     assert asyncio.run(run())
 
@@ -127,13 +127,17 @@ LENGTHS: Mapping[int, tuple[int, ...]] = {0: (20, 20), 1: (2, 2), 2: (9, 9), 3: 
 
 def test_ranks_get_whole_groups_all_of_them_and_about_as_many_tokens() -> None:
     driven = Driven(num_ranks=2, consumer_batch=4)
-    for ticket in driven.issue():
-        driven.put(ticket, group(ticket.number, LENGTHS[ticket.number]), mine=float(ticket.number))
-    shares = [driven.edge.take(0, rank) for rank in (1, 0)]
+    for prompt_group in driven.issue():
+        driven.put(
+            prompt_group,
+            group(prompt_group.group_id, LENGTHS[prompt_group.group_id]),
+            mine=float(prompt_group.group_id),
+        )
+    shares = [driven.queue.take(0, rank) for rank in (1, 0)]
     owned = [set(rows(share)) for share in shares]
     assert owned[0] | owned[1] == {0, 1, 2, 3} and not owned[0] & owned[1]
     for share in shares:
-        assert share is not None and share.tickets == (0, 1, 2, 3) and share.metrics == {"mine": 1.5}
+        assert share is not None and share.group_ids == (0, 1, 2, 3) and share.metrics == {"mine": 1.5}
         assert rows(share) == sorted(rows(share)) and all(rows(share).count(number) == 2 for number in rows(share))
     sizes = [int(share.batch.lengths("response").sum()) for share in shares if share]
     assert max(sizes) - min(sizes) <= 8, "{0, 1} and {2, 3}, not the first two and the rest by chance"
@@ -143,41 +147,41 @@ def test_a_step_is_released_once_all_ranks_have_and_all_learn_how_the_run_stands
     driven = Driven(num_ranks=2)
     driven.fill()
     for rank in (0, 1):
-        assert driven.edge.take(0, rank) is not None
-    first, outcome = on_thread(lambda: driven.edge.release(0, 0, True))
+        assert driven.queue.take(0, rank) is not None
+    first, outcome = on_thread(lambda: driven.queue.release(0, 0, True))
     first.join(0.05)
     assert first.is_alive() and driven.coordinator.step == 0
-    other = driven.edge.release(0, 1, True)
+    other = driven.queue.release(0, 1, True)
     assert ended(first) and driven.coordinator.step == 1
-    assert [(end.version, end.account) for end in outcome] == [(other.version, other.account)]
+    assert [(end.version, end.group_counts) for end in outcome] == [(other.version, other.group_counts)]
     assert isinstance(other, Released) and other.version.step == 1 and not other.finished
-    assert other.account.consumed == 2 and other.kept().cut == driven.coordinator.snapshot()
-    assert ("learner", "release of step 0", "other ranks") in driven.waits
+    assert other.group_counts.consumed == 2 and other.kept().cut == driven.coordinator.snapshot()
+    assert ("training", "release of step 0", "other ranks") in driven.waits
     driven.fill()
-    thread, outcome = on_thread(lambda: driven.edge.take(1, 0))
-    assert ended(thread) and set(rows(driven.edge.take(1, 1))) | set(rows(outcome[0])) == {2, 3}
-    thread, outcome = on_thread(lambda: driven.edge.release(1, 1, True))
+    thread, outcome = on_thread(lambda: driven.queue.take(1, 0))
+    assert ended(thread) and set(rows(driven.queue.take(1, 1))) | set(rows(outcome[0])) == {2, 3}
+    thread, outcome = on_thread(lambda: driven.queue.release(1, 1, True))
     thread.join(0.05)
     assert thread.is_alive(), "the release of the step before is not this one's"
-    assert driven.edge.release(1, 0, True).version.step == 2 and ended(thread)
+    assert driven.queue.release(1, 0, True).version.step == 2 and ended(thread)
 
 
 def test_a_rank_that_is_gone_wakes_those_that_wait_for_it() -> None:
     driven = Driven(num_ranks=2)
     driven.fill()
     for rank in (0, 1):
-        driven.edge.take(0, rank)
-    thread, outcome = on_thread(lambda: driven.edge.release(0, 0, True))
-    driven.edge.shared.fail(RuntimeError("rank 1 is gone"))
+        driven.queue.take(0, rank)
+    thread, outcome = on_thread(lambda: driven.queue.release(0, 0, True))
+    driven.queue.shared.fail(RuntimeError("rank 1 is gone"))
     assert ended(thread) and str(outcome[0]) == "rank 1 is gone"
 
 
 def test_metrics_of_groups_are_means_by_their_weights() -> None:
     driven = Driven()
     first, second = driven.issue()
-    driven.edge.put(first, group(0), [({"mine": 1.0, "other": 4.0}, 2.0), ({"mine": 5.0}, 1.0)])
-    driven.edge.put(second, group(1), [({"mine": 3.0}, 3.0)])
-    share = driven.edge.take(0, 0)
+    driven.queue.put(first, group(0), [({"mine": 1.0, "other": 4.0}, 2.0), ({"mine": 5.0}, 1.0)])
+    driven.queue.put(second, group(1), [({"mine": 3.0}, 3.0)])
+    share = driven.queue.take(0, 0)
     assert share is not None and share.metrics == {"mine": pytest.approx((2 + 5 + 9) / 6), "other": 4.0}
 
 
@@ -186,37 +190,37 @@ def test_a_group_that_is_lost_is_tried_three_times_then_dropped_as_quarantined()
     first, second = driven.issue()
     driven.put(second)
     for attempt in range(3):
-        assert (first.number, first.attempt) == (0, attempt)
-        driven.edge.drop(first, "error", LOST, lost=True)
+        assert (first.group_id, first.attempt) == (0, attempt)
+        driven.queue.drop(first, "error", LOST, lost=True)
         if attempt < 2:
             (first,) = driven.issue()
     (replacement,) = driven.issue()
-    assert replacement.number == 2 and driven.coordinator.accounting().dropped == {"quarantined": 1}
+    assert replacement.group_id == 2 and driven.coordinator.checked_counts().dropped == {"quarantined": 1}
     driven.put(replacement)
-    assert rows(driven.edge.take(0, 0)) == [1, 1, 2, 2]
+    assert rows(driven.queue.take(0, 0)) == [1, 1, 2, 2]
 
 
 def test_what_fails_in_our_own_parts_is_no_fault_of_the_user_and_ends_the_run_only_after_three_attempts() -> None:
     driven = Driven()
     for _ in range(2 * 3 - 1):  # two steps of groups
-        for ticket in driven.issue():
-            driven.edge.drop(ticket, "error", LOST, lost=True)
+        for prompt_group in driven.issue():
+            driven.queue.drop(prompt_group, "error", LOST, lost=True)
     last = driven.issue()
-    driven.edge.drop(last[0], "error", LOST, lost=True)
-    thread, outcome = on_thread(lambda: driven.edge.take(0, 0))
+    driven.queue.drop(last[0], "error", LOST, lost=True)
+    thread, outcome = on_thread(lambda: driven.queue.take(0, 0))
     thread.join(0.05)
     assert thread.is_alive()
-    driven.edge.drop(last[1], "error", LOST, lost=True)
+    driven.queue.drop(last[1], "error", LOST, lost=True)
     assert ended(thread) and type(outcome[0]) is NoProgress and "node 'rollout'" in str(outcome[0])
 
 
 def test_groups_of_later_steps_are_in_the_checkpoint_and_go_on_from_it() -> None:
     changes: dict[str, Any] = {"max_staleness": 1, "max_concurrent": 4}
     driven = Driven(**changes)
-    for ticket in driven.issue():
-        driven.put(ticket, mine=float(ticket.number))
-    assert rows(driven.edge.take(0, 0)) == [0, 0, 1, 1]
-    released = driven.edge.release(0, 0, published=True)
+    for prompt_group in driven.issue():
+        driven.put(prompt_group, mine=float(prompt_group.group_id))
+    assert rows(driven.queue.take(0, 0)) == [0, 0, 1, 1]
+    released = driven.queue.release(0, 0, published=True)
     live = released.kept().live
     assert (
         live.batch is not None and live.batch["group_index"].tolist() == [2, 2, 3, 3] and set(live.measured) == {2, 3}
@@ -231,66 +235,66 @@ def test_groups_of_later_steps_are_in_the_checkpoint_and_go_on_from_it() -> None
 def test_groups_that_a_smaller_bound_made_stale_are_forgotten_with_their_batches() -> None:
     driven = Driven(max_staleness=1)
     driven.fill()
-    driven.edge.take(0, 0)
-    released = driven.edge.release(0, 0, published=True)
+    driven.queue.take(0, 0)
+    released = driven.queue.release(0, 0, published=True)
     plan = replace(driven.coordinator.plan, max_staleness=0)
     resumed = Coordinator(plan, None, released.kept().cut)
-    edge = LocalSampleQueue(resumed, Waits(), live=released.kept().live)
-    assert resumed.accounting().dropped == {"stale": 2}
-    for ticket in resumed.take_groups():
-        edge.put(ticket, group(ticket.number, version=1), [])
-    assert rows(edge.take(1, 0)) == [4, 4, 5, 5]
-    live = edge.release(1, 0, published=True).kept().live
+    queue = LocalSampleQueue(resumed, Waits(), live=released.kept().live)
+    assert resumed.checked_counts().dropped == {"stale": 2}
+    for prompt_group in resumed.take_groups():
+        queue.put(prompt_group, group(prompt_group.group_id, version=1), [])
+    assert rows(queue.take(1, 0)) == [4, 4, 5, 5]
+    live = queue.release(1, 0, published=True).kept().live
     assert live.batch is None and live.measured == {}
 
 
 def test_the_lowest_version_of_any_token_is_told_to_the_ledger_s_keeper() -> None:
     driven = Driven(max_staleness=1, total_groups=100, total_steps=50)
     driven.fill()
-    driven.edge.take(0, 0)
-    driven.edge.release(0, 0, published=True)
-    driven.edge.take(1, 0)
-    driven.edge.release(1, 0, published=True)
+    driven.queue.take(0, 0)
+    driven.queue.release(0, 0, published=True)
+    driven.queue.take(1, 0)
+    driven.queue.release(1, 0, published=True)
     first, *others = driven.issue()
     assert first.version == 2
     versions = [0, 1, 2]
     tokens = Segment("policy", (5, 6, 7), (-1.0,) * 3, (-1.0,) * 3, tuple(versions))
-    made = [replace(sample, segments=[sample.segments[0], tokens]) for sample in samples(first.number)]
+    made = [replace(sample, segments=[sample.segments[0], tokens]) for sample in samples(first.group_id)]
     driven.put(first, Batch.from_samples(made))
-    for ticket in others:
-        driven.put(ticket)
-    with pytest.raises(CountsError, match=f"ticket {first.number} holds tokens of version 0, which step 2 may not"):
-        driven.edge.take(2, 0)
+    for prompt_group in others:
+        driven.put(prompt_group)
+    with pytest.raises(CountsError, match=f"group {first.group_id} holds tokens of version 0, which step 2 may not"):
+        driven.queue.take(2, 0)
 
 
 def test_without_staleness_a_checkpoint_has_no_groups() -> None:
     driven = Driven()
     driven.fill()
-    driven.edge.take(0, 0)
-    live = driven.edge.release(0, 0, published=False).kept().live
+    driven.queue.take(0, 0)
+    live = driven.queue.release(0, 0, published=False).kept().live
     assert live.batch is None and live.measured == {} and driven.coordinator.weights_step == 0
 
 
 def test_a_failure_of_the_other_side_wakes_who_waits() -> None:
     driven = Driven()
     driven.issue()
-    thread, outcome = on_thread(lambda: driven.edge.take(0, 0))
-    driven.edge.shared.fail(RuntimeError("gone"))
+    thread, outcome = on_thread(lambda: driven.queue.take(0, 0))
+    driven.queue.shared.fail(RuntimeError("gone"))
     assert ended(thread) and str(outcome[0]) == "gone"
-    driven.edge.shared.fail(RuntimeError("later"))
+    driven.queue.shared.fail(RuntimeError("later"))
     with pytest.raises(RuntimeError, match="gone"):
-        driven.edge.take(0, 0)
+        driven.queue.take(0, 0)
 
 
 def test_a_failure_of_the_learner_wakes_the_experience_plane() -> None:
     async def run() -> None:
         driven = Driven()
-        wave = asyncio.ensure_future(anext(driven.edge.tickets(lambda: None)))
+        wave = asyncio.ensure_future(anext(driven.queue.prompt_groups(lambda: None)))
         await asyncio.sleep(0)
-        threading.Thread(target=driven.edge.shared.fail, args=(RuntimeError("gone"),)).start()
+        threading.Thread(target=driven.queue.shared.fail, args=(RuntimeError("gone"),)).start()
         with pytest.raises(StopAsyncIteration):
             await asyncio.wait_for(wave, 10)
-        assert driven.waits == [("experience", "credits", "learner")]
+        assert driven.waits == [("rollout", "capacity", "training")]
 
     asyncio.run(run())
 
@@ -298,20 +302,20 @@ def test_a_failure_of_the_learner_wakes_the_experience_plane() -> None:
 def test_every_wait_for_a_step_is_recorded() -> None:
     driven = Driven()
     driven.fill()
-    driven.edge.take(0, 0)
-    driven.edge.release(0, 0, published=True)
-    assert driven.waits == [("learner", "step 0", "experience")]
+    driven.queue.take(0, 0)
+    driven.queue.release(0, 0, published=True)
+    assert driven.waits == [("training", "step 0", "rollout")]
 
 
 def test_two_steps_of_failures_in_a_row_end_the_run_with_advice() -> None:
     driven = Driven()
     driven.fail_all()
-    thread, outcome = on_thread(lambda: driven.edge.take(0, 0))
+    thread, outcome = on_thread(lambda: driven.queue.take(0, 0))
     third, fourth = driven.issue()
-    driven.edge.drop(third, "too_few_verdicts", BROKEN)
+    driven.queue.drop(third, "too_few_verdicts", BROKEN)
     thread.join(0.05)
     assert thread.is_alive()
-    driven.edge.drop(fourth, "too_few_verdicts", BROKEN)
+    driven.queue.drop(fourth, "too_few_verdicts", BROKEN)
     assert ended(thread) and isinstance(outcome[0], UserNoProgress) and isinstance(outcome[0], UserError)
     message = str(outcome[0])
     assert "the last 4 prompt groups all failed" in message and "reward.py:3" in message
@@ -322,45 +326,45 @@ def test_a_group_that_comes_through_starts_the_count_anew_and_a_filtered_one_too
     driven = Driven()
     for _ in range(3):
         first, second = driven.issue()
-        driven.edge.drop(first, "error", BROKEN)
-        driven.edge.drop(second, "all_equal")
+        driven.queue.drop(first, "error", BROKEN)
+        driven.queue.drop(second, "all_equal")
     third, fourth = driven.issue()
-    driven.edge.drop(third, "error", BROKEN)
+    driven.queue.drop(third, "error", BROKEN)
     driven.put(fourth)
-    assert driven.edge.take(0, 0) is not None
+    assert driven.queue.take(0, 0) is not None
 
 
 def test_data_that_end_in_nothing_but_failures_are_no_success() -> None:
     driven = Driven(num_rows=2, total_groups=2, total_steps=1)
     driven.fail_all()
     with pytest.raises(UserNoProgress):
-        driven.edge.take(0, 0)
+        driven.queue.take(0, 0)
 
 
 def test_failures_are_told_before_exhaustion() -> None:
     driven = Driven(max_num_gen_batches=1)
     driven.fail_all()
     with pytest.raises(UserNoProgress):
-        driven.edge.take(0, 0)
+        driven.queue.take(0, 0)
     driven = Driven(max_num_gen_batches=1)
     driven.fail_all("all_equal", None)
     with pytest.raises(Exhausted):
-        driven.edge.take(0, 0)
+        driven.queue.take(0, 0)
 
 
 def test_groups_of_one_without_a_verdict_are_trained_masked_but_not_for_ever() -> None:
     """PPO has groups of one: nothing drops them, and a reward that is down would go unnoticed."""
     driven = Driven()
     for step in range(2):
-        for ticket in driven.issue():
-            batch = group(ticket.number, (3,), valid=(False,))
+        for prompt_group in driven.issue():
+            batch = group(prompt_group.group_id, (3,), valid=(False,))
             batch["reward_errors"] = ["custom: ConnectionError: refused"]
-            driven.put(ticket, batch)
+            driven.put(prompt_group, batch)
         if step == 0:
-            assert driven.edge.take(0, 0) is not None
-            driven.edge.release(0, 0, published=True)
+            assert driven.queue.take(0, 0) is not None
+            driven.queue.release(0, 0, published=True)
     with pytest.raises(UserNoProgress, match="ConnectionError"):
-        driven.edge.take(1, 0)
+        driven.queue.take(1, 0)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
@@ -368,7 +372,7 @@ def test_the_end_of_the_data_and_of_the_steps_is_none_for_every_rank(num_ranks: 
     driven = Driven(num_ranks=num_ranks, total_steps=1)
     driven.fill()
     ranks = range(num_ranks)
-    assert all(driven.edge.take(0, rank) is not None for rank in ranks)
-    releases = [on_thread(lambda rank=rank: driven.edge.release(0, rank, True)) for rank in ranks]  # type: ignore[misc]
+    assert all(driven.queue.take(0, rank) is not None for rank in ranks)
+    releases = [on_thread(lambda rank=rank: driven.queue.release(0, rank, True)) for rank in ranks]  # type: ignore[misc]
     assert all(ended(thread) and outcome[0].finished for thread, outcome in releases)
-    assert [driven.edge.take(1, rank) for rank in ranks] == [None] * num_ranks
+    assert [driven.queue.take(1, rank) for rank in ranks] == [None] * num_ranks

@@ -19,22 +19,22 @@ from tests.runtime.groups import coordinator
 TOKENS = (40, 10, 30, 20, 25, 5)
 
 
-def edge(*teams: Team) -> SharedSampleQueue[str]:
+def queue(*dp_groups: Team) -> SharedSampleQueue[str]:
     counted = coordinator(consumer_batch=len(TOKENS))
-    made = SharedSampleQueue[str](counted, Waits(), teams)
-    for ticket in counted.take_groups():
-        made.put(ticket, f"group {ticket.number}", Facts(TOKENS[ticket.number], 0, None), [])
+    made = SharedSampleQueue[str](counted, Waits(), dp_groups)
+    for prompt_group in counted.take_groups():
+        made.put(prompt_group, f"group {prompt_group.group_id}", Facts(TOKENS[prompt_group.group_id], 0, None), [])
     return made
 
 
 def taken(shared: SharedSampleQueue[str], rank: int) -> list[int]:
     portion = shared.take(0, rank)
-    assert isinstance(portion, Portion) and portion.tickets == tuple(range(len(TOKENS)))
+    assert isinstance(portion, Portion) and portion.group_ids == tuple(range(len(TOKENS)))
     return [int(group.split()[1]) for group in portion.groups]
 
 
 def test_ranks_that_compute_layers_together_take_the_same_share_and_release_together() -> None:
-    shared = edge(Team((0, 0, 1, 1)))
+    shared = queue(Team((0, 0, 1, 1)))
     shares = [taken(shared, rank) for rank in range(4)]
     assert shares[0] == shares[1] and shares[2] == shares[3]
     assert sorted(shares[0] + shares[2]) == list(range(len(TOKENS)))
@@ -54,7 +54,7 @@ def test_ranks_that_compute_layers_together_take_the_same_share_and_release_toge
 
 
 def test_every_team_has_the_whole_step_and_divides_its_own_mini_batches() -> None:
-    shared = edge(Team((0, 1), mini_batch=2, seed=7), Team((0,)))
+    shared = queue(Team((0, 1), mini_batch=2, seed=7), Team((0,)))
     first, second, alone = (taken(shared, rank) for rank in range(3))
     assert sorted(first + second) == alone == list(range(len(TOKENS)))
     for mini_batch in minibatches(len(TOKENS), range(len(TOKENS)), 2, 7, 0, 0):
@@ -62,7 +62,7 @@ def test_every_team_has_the_whole_step_and_divides_its_own_mini_batches() -> Non
 
 
 def test_mini_batches_of_later_passes_are_divided_too() -> None:
-    shared = edge(Team((0, 1), mini_batch=2, seed=7, epochs=3))
+    shared = queue(Team((0, 1), mini_batch=2, seed=7, epochs=3))
     passes = [minibatches(len(TOKENS), range(len(TOKENS)), 2, 7, 0, epoch) for epoch in range(3)]
     shares = [taken(shared, rank) for rank in range(2)]
     assert shares == divide_step(TOKENS, passes, 2) != divide_step(TOKENS, passes[:1], 2)
@@ -72,31 +72,31 @@ FACTS = Facts(5, None, None)
 
 
 class Shared:
-    """An edge of streams with two workers; groups are their tickets."""
+    """An edge of streams with two workers; groups are their groups."""
 
     def __init__(self, num_ranks: int = 1, may_be_lost: bool = False, **changes: Any) -> None:
         self.coordinator = coordinator(max_staleness=1, **changes)
-        teams = (Team(tuple(range(num_ranks))),)
-        self.edge = SharedSampleQueue[PromptGroup](
-            self.coordinator, Waits(), teams, ("0", "1"), may_be_lost=may_be_lost
+        dp_groups = (Team(tuple(range(num_ranks))),)
+        self.queue = SharedSampleQueue[PromptGroup](
+            self.coordinator, Waits(), dp_groups, ("0", "1"), may_be_lost=may_be_lost
         )
 
-    def tickets(self, worker: int, served: int = 0) -> list[PromptGroup]:
-        found = self.edge.tickets(worker, served)
+    def prompt_groups(self, worker: int, served: int = 0) -> list[PromptGroup]:
+        found = self.queue.prompt_groups(worker, served)
         assert found is not None
         return found
 
-    def put(self, ticket: PromptGroup) -> None:
-        self.edge.put(ticket, ticket, FACTS, [])
+    def put(self, prompt_group: PromptGroup) -> None:
+        self.queue.put(prompt_group, prompt_group, FACTS, [])
 
     def portion(self, rank: int) -> Portion[PromptGroup]:
-        found = self.edge.take(0, rank)
+        found = self.queue.take(0, rank)
         assert isinstance(found, Portion)
         return found
 
     def told(self, lost: list[list[int]]) -> list[bool]:
         """What each rank hears that tells what it has lost."""
-        return self.from_ranks(lambda rank: self.edge.read(0, rank, lost[rank]))
+        return self.from_ranks(lambda rank: self.queue.read(0, rank, lost[rank]))
 
     @staticmethod
     def from_ranks(call: Callable[[int], Any]) -> list[Any]:
@@ -106,87 +106,87 @@ class Shared:
 
 def test_groups_of_a_worker_that_is_gone_go_to_others_and_what_still_comes_of_it_is_passed_over() -> None:
     shared = Shared()
-    theirs, ours = shared.tickets(0), shared.tickets(1)
+    theirs, ours = shared.prompt_groups(0), shared.prompt_groups(1)
     shared.put(theirs[0])
-    assert shared.edge.lose(0) == len(theirs), "running ones, and what it had made"
-    again = shared.tickets(1)
-    assert {ticket.number for ticket in again} >= {ticket.number for ticket in theirs}
-    before = shared.coordinator.accounting()
+    assert shared.queue.lose(0) == len(theirs), "running ones, and what it had made"
+    again = shared.prompt_groups(1)
+    assert {prompt_group.group_id for prompt_group in again} >= {prompt_group.group_id for prompt_group in theirs}
+    before = shared.coordinator.checked_counts()
     shared.put(theirs[1])
-    shared.edge.drop(theirs[-1], "error")
-    assert shared.coordinator.accounting() == before, "it comes too late"
-    for ticket in [*ours, *again]:
-        shared.put(ticket)
-    assert shared.edge.tickets(0, 0) is None, "it is told to end"
-    portion = shared.edge.take(0, 0)
+    shared.queue.drop(theirs[-1], "error")
+    assert shared.coordinator.checked_counts() == before, "it comes too late"
+    for prompt_group in [*ours, *again]:
+        shared.put(prompt_group)
+    assert shared.queue.prompt_groups(0, 0) is None, "it is told to end"
+    portion = shared.queue.take(0, 0)
     assert portion is not None and not isinstance(portion, NewWorkers)
-    assert {ticket.attempt for ticket in portion.groups} == {0, 1}
+    assert {prompt_group.attempt for prompt_group in portion.groups} == {0, 1}
 
 
 def test_a_step_of_which_a_group_is_lost_before_all_ranks_have_read_it_is_taken_back_and_formed_again() -> None:
     """By one rank, while the other has read all of its own."""
     shared = Shared(num_ranks=2, may_be_lost=True)
     for worker in (0, 1):
-        for ticket in shared.tickets(worker):
-            shared.put(ticket)
-    before, portions = shared.coordinator.accounting(), [shared.portion(rank) for rank in (0, 1)]
+        for prompt_group in shared.prompt_groups(worker):
+            shared.put(prompt_group)
+    before, portions = shared.coordinator.checked_counts(), [shared.portion(rank) for rank in (0, 1)]
     lost = portions[1].own[0]
     assert shared.told([[], [lost]]) == [False, False]
-    shared.edge.lose(0)  # whoever held it is gone; groups of the step that lie with it are lost with the others
-    again = shared.tickets(1)
-    assert (lost, 1) in {(ticket.number, ticket.attempt) for ticket in again}
-    for ticket in again:
-        shared.put(ticket)
+    shared.queue.lose(0)  # whoever held it is gone; groups of the step that lie with it are lost with the others
+    again = shared.prompt_groups(1)
+    assert (lost, 1) in {(prompt_group.group_id, prompt_group.attempt) for prompt_group in again}
+    for prompt_group in again:
+        shared.put(prompt_group)
     portions = [shared.portion(rank) for rank in (0, 1)]
     assert lost in {number for portion in portions for number in portion.own}
     assert shared.told([[], []]) == [True, True]
-    assert shared.coordinator.accounting().issued >= before.issued
-    ends = shared.from_ranks(lambda rank: shared.edge.release(0, rank, True).account.consumed)
-    assert ends == [len(portions[0].tickets)] * 2
+    assert shared.coordinator.checked_counts().issued >= before.issued
+    ends = shared.from_ranks(lambda rank: shared.queue.release(0, rank, True).group_counts.consumed)
+    assert ends == [len(portions[0].prompt_groups)] * 2
 
 
 def test_a_failure_ends_the_wait_for_ranks_that_have_not_read_yet() -> None:
     shared = Shared(num_ranks=2, may_be_lost=True)
     for worker in (0, 1):
-        for ticket in shared.tickets(worker):
-            shared.put(ticket)
+        for prompt_group in shared.prompt_groups(worker):
+            shared.put(prompt_group)
     shared.portion(0)
-    threading.Timer(0.1, lambda: shared.edge.fail(RuntimeError("gone"))).start()
+    threading.Timer(0.1, lambda: shared.queue.fail(RuntimeError("gone"))).start()
     with pytest.raises(RuntimeError, match="gone"):
-        shared.edge.read(0, 0, [])
+        shared.queue.read(0, 0, [])
 
 
 def test_complete_groups_whose_batch_a_checkpoint_does_not_have_are_made_again() -> None:
     counted = coordinator(max_staleness=1)
-    numbers = [ticket.number for ticket in counted.take_groups()]
+    numbers = [prompt_group.group_id for prompt_group in counted.take_groups()]
     for number in numbers:
         counted.complete(number, 5)
     kept = Held(None, 5, ())
     SharedSampleQueue[None](counted, Waits(), live=dict.fromkeys(numbers[:-1], kept))
-    assert counted.untaken == numbers[:-1] and counted.accounting().running == 1
-    assert [ticket.number for ticket in counted.take_groups()][0] == numbers[-1]
+    assert counted.untaken == numbers[:-1] and counted.checked_counts().running == 1
+    assert [prompt_group.group_id for prompt_group in counted.take_groups()][0] == numbers[-1]
 
 
 def test_a_worker_that_comes_gets_no_ticket_before_it_asks() -> None:
     shared = Shared()
-    shared.tickets(0)
-    shared.tickets(1)
-    shared.edge.lose(0)
-    number = shared.edge.join("0")
-    again = shared.tickets(1)
+    shared.prompt_groups(0)
+    shared.prompt_groups(1)
+    shared.queue.lose(0)
+    number = shared.queue.join("0")
+    again = shared.prompt_groups(1)
     assert again
-    shared.edge.lose(1)
-    assert shared.tickets(number), "those that it has asked for"
+    shared.queue.lose(1)
+    assert shared.prompt_groups(number), "those that it has asked for"
 
 
 def test_all_ranks_hear_of_newcomers_at_the_same_place_and_before_any_has_a_part_of_the_step() -> None:
     shared = Shared(num_ranks=2)
     for worker in (0, 1):
-        for ticket in shared.tickets(worker):
-            shared.put(ticket)
-    shared.edge.tell_of_new_workers()
-    assert isinstance(shared.edge.take(0, 0), NewWorkers)
-    assert isinstance(shared.edge.take(0, 1), NewWorkers)
-    assert not isinstance(shared.edge.take(0, 1), NewWorkers)
-    shared.edge.tell_of_new_workers()
-    assert not isinstance(shared.edge.take(0, 0), NewWorkers), "the other one has its part already"
+        for prompt_group in shared.prompt_groups(worker):
+            shared.put(prompt_group)
+    shared.queue.tell_of_new_workers()
+    assert isinstance(shared.queue.take(0, 0), NewWorkers)
+    assert isinstance(shared.queue.take(0, 1), NewWorkers)
+    assert not isinstance(shared.queue.take(0, 1), NewWorkers)
+    shared.queue.tell_of_new_workers()
+    assert not isinstance(shared.queue.take(0, 0), NewWorkers), "the other one has its part already"

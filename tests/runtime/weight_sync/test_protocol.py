@@ -36,39 +36,39 @@ def tensors(*names: str) -> list[tuple[str, Tensor]]:
 HASHES = stripe_hashes(tensors("a", "b") + tensors("c"))
 
 
-def push(edge: LocalWeights, version: Version) -> None:
-    edge.begin(version)
-    edge.put(tensors("a", "b"))
-    edge.put(tensors("c"))
-    edge.commit(HASHES)
+def push(queue: LocalWeights, version: Version) -> None:
+    queue.begin(version)
+    queue.put(tensors("a", "b"))
+    queue.put(tensors("c"))
+    queue.commit(HASHES)
 
 
 def edge_to(*receivers: Any) -> LocalWeights:
-    edge = LocalWeights(Waits())
+    queue = LocalWeights(Waits())
     for receive in receivers:
-        edge.attach(receive)
-    return edge
+        queue.attach(receive)
+    return queue
 
 
 def test_every_engine_gets_each_version_whole_and_once() -> None:
     engines = Engine(), Engine()
-    edge = edge_to(*engines)
-    edge.begin(ONE)
-    edge.put(tensors("a", "b"))
+    queue = edge_to(*engines)
+    queue.begin(ONE)
+    queue.put(tensors("a", "b"))
     assert all(engine.served == [] for engine in engines), "nobody serves part of a version"
-    edge.put(tensors("c"))
-    edge.commit(HASHES)
-    push(edge, TWO)
+    queue.put(tensors("c"))
+    queue.commit(HASHES)
+    push(queue, TWO)
     for engine in engines:
         assert [(version, list(held)) for version, held in engine.served] == [(ONE, ["a", "b", "c"]), (TWO, [*"abc"])]
 
 
 def test_what_was_put_before_a_version_was_broken_off_is_no_part_of_the_next() -> None:
     engine = Engine()
-    edge = edge_to(engine)
-    edge.begin(ONE)
-    edge.put(tensors("left over"))
-    push(edge, TWO)
+    queue = edge_to(engine)
+    queue.begin(ONE)
+    queue.put(tensors("left over"))
+    push(queue, TWO)
     assert [list(held) for _, held in engine.served] == [["a", "b", "c"]]
 
 
@@ -108,7 +108,7 @@ def test_shared_storage_needs_no_hashes() -> None:
 
 def test_the_wait_for_an_engine_is_recorded() -> None:
     told: list[tuple[str, str, str]] = []
-    edge = LocalWeights(Waits(lambda wait, ended: told.append((wait.who, wait.what, wait.on))))
-    edge.attach(Engine())
-    push(edge, ONE)
-    assert told == [("learner", "weights of step 1", "rollout engine")]
+    queue = LocalWeights(Waits(lambda wait, ended: told.append((wait.who, wait.what, wait.on))))
+    queue.attach(Engine())
+    push(queue, ONE)
+    assert told == [("training", "weights of step 1", "rollout engine")]

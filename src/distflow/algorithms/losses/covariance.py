@@ -68,7 +68,7 @@ def _random_bits(uid: str, length: int) -> "np.ndarray[tuple[int], np.dtype[np.u
 def largest(values: Tensor, ties: Tensor, among: Tensor, count: int, reduce: Reduce | None = None) -> Tensor:
     """bool: the `count` largest values of all ranks under `among` (all of them where there are no more).
 
-    Of equal values at the edge those with the larger `ties`. values, ties: float64.
+    Of equal values at the queue those with the larger `ties`. values, ties: float64.
     """
     cut = _cut(values, among, count, reduce)
     above, at = among & (_ordered(values) > cut), among & (_ordered(values) == cut)

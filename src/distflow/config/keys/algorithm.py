@@ -166,7 +166,7 @@ class AlgorithmConfig:
     adv_estimator_kwargs: dict[str, object] = key({}, "options of the chosen estimator by name")
     workflow_type: str = key(
         "DEFAULT",
-        "selects the program where no preset and no dag key does; DEFAULT goes by adv_estimator",
+        "selects the pipeline where no preset and no dag key does; DEFAULT goes by adv_estimator",
         choices=("DEFAULT", "DAPO", "EMBODIED"),
         later=("EMBODIED",),
     )

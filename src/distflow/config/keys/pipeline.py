@@ -1,4 +1,4 @@
-"""Keys of `dag`: which program runs."""
+"""Keys of `dag`: which pipeline runs."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -40,7 +40,7 @@ MARKERS = ("PUT_TO_BUFFER", "GET_FROM_BUFFER", "BARRIER_SYNC")
 
 
 def parse_nodes(value: object) -> tuple[dict[str, object], ...]:
-    """The nodes of a program given in YAML, each with an id and, unless it is a marker, a func. Raises Mismatch naming
+    """The nodes of a pipeline given in YAML, each with an id and, unless it is a marker, a func. Raises Mismatch naming
     the entry."""
     if value is None:
         return ()
@@ -79,17 +79,17 @@ def _is_marker(node: Mapping[str, object]) -> bool:
 
 @dataclass(frozen=True)
 class DagConfig:
-    """The program: `custom_pipeline_fn` or `nodes` come before `pipeline`."""
+    """The pipeline: `custom_pipeline_fn` or `nodes` come before `pipeline`."""
 
     pipeline: str | None = key(
-        None, "built-in program; null goes by algorithm.workflow_type and adv_estimator", choices=tuple(PIPELINES)
+        None, "built-in pipeline; null goes by algorithm.workflow_type and adv_estimator", choices=tuple(PIPELINES)
     )
-    custom_pipeline_fn: str | None = key(None, "module:function or file.py:function that returns the program")
+    custom_pipeline_fn: str | None = key(None, "module:function or file.py:function that returns the pipeline")
     nodes: tuple[dict[str, object], ...] = key(
-        (), f"a program as a list of nodes ({', '.join(NODE_KEYS)})", parse=parse_nodes
+        (), f"a pipeline as a list of nodes ({', '.join(NODE_KEYS)})", parse=parse_nodes
     )
     generates: bool | None = key(
-        None, "whether a program of your own generates what it learns from; null goes by what its nodes use"
+        None, "whether a pipeline of your own generates what it learns from; null goes by what its nodes use"
     )
     enable_perf: bool = key(False, "time each node in the metrics")
     backend_threshold: int = key(
@@ -97,7 +97,7 @@ class DagConfig:
     )
     apportion_strategy: str = key(
         "param_aware",
-        "how independent parts of a program share the devices: by the parameters of their models, or evenly",
+        "how independent parts of a pipeline share the devices: by the parameters of their models, or evenly",
         choices=("param_aware", "even"),
     )
     model_sizes: dict[str, str | float] = key(

@@ -114,7 +114,7 @@ class ProfilerConfig:
 
 @dataclass(frozen=True)
 class AsyncConfig:
-    """The experience edge."""
+    """The sample queue."""
 
     max_staleness: int = key(0, "steps that a sample's weights may be behind; 0 is synchronous", minimum=0)
     max_concurrent_rollouts: int | None = key(

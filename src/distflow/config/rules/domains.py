@@ -91,7 +91,7 @@ def curriculum(config: Config) -> Iterator[Finding]:
         what = f"{drawn[0]} has all places" if drawn else "there are no domains"
         yield Finding((key, "data.domains"), f"it divides steps between domains, and {what}", "remove it")
     if name in CURRICULA and not is_rl(config):
-        yield Finding((key,), "it goes by right answers, and the program judges none", "name a function of yours")
+        yield Finding((key,), "it goes by right answers, and the pipeline judges none", "name a function of yours")
 
 
 def rewards(config: Config) -> Iterator[Finding]:
@@ -185,13 +185,13 @@ def sampling(config: Config) -> Iterator[Finding]:
 
 
 def used(config: Config) -> Iterator[Finding]:
-    """What is set of a domain does something in the program."""
+    """What is set of a domain does something in the pipeline."""
     default, rollout = DomainConfig(), config.actor_rollout_ref.rollout
     for name, domain in config.data.domains.items():
         for setting in _LEARNS if is_rl(config) else _GENERATES:
             if getattr(domain, setting) != getattr(default, setting):
                 what = "samples its answers" if is_rl(config) else "learns the answers of the data"
-                yield Finding((f"data.domains.{name}.{setting}",), f"it does nothing: the program {what}", "remove it")
+                yield Finding((f"data.domains.{name}.{setting}",), f"it does nothing: the pipeline {what}", "remove it")
         if domain.pass_rate_key and not (domain.pass_rate or config.data.pass_rate):
             what = "no pass rate is asked for"
             yield Finding((f"data.domains.{name}.pass_rate_key",), what, f"set data.domains.{name}.pass_rate=[0.1,0.9]")
@@ -234,7 +234,7 @@ def of_each(config: Config) -> Iterator[Finding]:
 
 
 def critics(config: Config) -> Iterator[Finding]:
-    """A domain whose estimator reads values has a program with a critic."""
+    """A domain whose estimator reads values has a pipeline with a critic."""
     if not is_rl(config) or pipeline_name(config) == CUSTOM or may_have_critic(config):
         return
     for domain in config.algorithm.domains:
@@ -242,7 +242,7 @@ def critics(config: Config) -> Iterator[Finding]:
         if takes_values(own):
             yield Finding(
                 (f"algorithm.domains.{domain}.adv_estimator", "dag.pipeline"),
-                f"{own.adv_estimator} needs the values of a critic, and the program {pipeline_name(config)} has none",
+                f"{own.adv_estimator} needs the values of a critic, and the pipeline {pipeline_name(config)} has none",
                 "set dag.pipeline=rlvr, or an estimator without a critic such as reinforce",
             )
 

@@ -1,4 +1,4 @@
-"""Rules of the program: what selects it, and what it cannot do without."""
+"""Rules of the pipeline: what selects it, and what it cannot do without."""
 
 from collections.abc import Iterator
 
@@ -19,10 +19,10 @@ from distflow.registry import ESTIMATORS, POLICY_LOSSES, REWARDS
 
 
 def one_pipeline(config: Config) -> Iterator[Finding]:
-    """A program of the user's own is given in one way."""
+    """A pipeline of the user's own is given in one way."""
     if config.dag.custom_pipeline_fn and config.dag.nodes:
         yield Finding(
-            ("dag.nodes", "dag.custom_pipeline_fn"), "two programs are given", "keep one of them and remove the other"
+            ("dag.nodes", "dag.custom_pipeline_fn"), "two pipelines are given", "keep one of them and remove the other"
         )
     function = config.dag.custom_pipeline_fn
     if function is not None and not _is_reference(function):
@@ -34,35 +34,35 @@ def one_pipeline(config: Config) -> Iterator[Finding]:
 
 
 def pipeline_and_workflow(config: Config) -> Iterator[Finding]:
-    """`workflow_type` selects the program only where nothing else does, and must not contradict what does."""
+    """`workflow_type` selects the pipeline only where nothing else does, and must not contradict what does."""
     pipeline = config.dag.pipeline
     if pipeline_name(config) != CUSTOM and config.algorithm.workflow_type == "DAPO" and pipeline not in (None, "dapo"):
         yield Finding(
             ("algorithm.workflow_type", "dag.pipeline"),
-            f"workflow_type=DAPO asks for the program dapo, dag.pipeline for {pipeline}",
+            f"workflow_type=DAPO asks for the pipeline dapo, dag.pipeline for {pipeline}",
             "set algorithm.workflow_type=DEFAULT, or dag.pipeline=dapo",
         )
 
 
 def pipeline_and_estimator(config: Config) -> Iterator[Finding]:
-    """An estimator that reads values needs the program with a critic, and the other way round."""
+    """An estimator that reads values needs the pipeline with a critic, and the other way round."""
     pipeline, estimator = find_pipeline(config), find_estimator(config)
     if pipeline is None or not pipeline.generates or pipeline.by_estimator or estimator is None:
         return
-    program = pipeline_name(config)
+    chosen = pipeline_name(config)
     name = config.algorithm.adv_estimator
-    # What named the program: the key to look at besides the estimator.
+    # What named the pipeline: the key to look at besides the estimator.
     selector = "dag.pipeline" if config.dag.pipeline else "algorithm.workflow_type"
     if estimator.needs_critic and not pipeline.has_critic:
         yield Finding(
             ("algorithm.adv_estimator", selector),
-            f"{name} needs the values of a critic, and the program {program} has none",
+            f"{name} needs the values of a critic, and the pipeline {chosen} has none",
             "set dag.pipeline=ppo, or an estimator without a critic such as algorithm.adv_estimator=grpo",
         )
     if pipeline.has_critic and not estimator.needs_critic:
         yield Finding(
             ("algorithm.adv_estimator", selector),
-            f"the program {program} trains a critic that {name} does not read",
+            f"the pipeline {chosen} trains a critic that {name} does not read",
             "set algorithm.adv_estimator=gae, or dag.pipeline=grpo",
         )
 
@@ -111,7 +111,7 @@ def critic_warmup(config: Config) -> Iterator[Finding]:
     if warmup > 0 and not may_have_critic(config):
         yield Finding(
             ("trainer.critic_warmup", "dag.pipeline"),
-            f"the program {pipeline_name(config)} has no critic: nothing would be trained for {warmup} steps",
+            f"the pipeline {pipeline_name(config)} has no critic: nothing would be trained for {warmup} steps",
             "set trainer.critic_warmup=0",
         )
 

@@ -1,6 +1,6 @@
 """Reads a run's folder: while it is written, after a crash, and across resumes.
 
-After a resume from step k, what earlier incarnations wrote about steps after k never happened for the run that went
+After a resume from step k, what earlier restarts wrote about steps after k never happened for the run that went
 on. Readers return the surviving timeline; events, being history, are all returned and marked.
 """
 
@@ -26,17 +26,17 @@ class MetricsRecord:
 
     step: int
     t: float
-    inc: int
+    restart: int
     kind: str
     values: Mapping[str, float]
 
 
 @dataclass(frozen=True)
 class Event:
-    """Something that happened. `rolled_back`: at a step that a later incarnation went back behind."""
+    """Something that happened. `rolled_back`: at a step that a later restart went back behind."""
 
     t: float
-    inc: int
+    restart: int
     kind: str
     message: str
     step: int | None
@@ -46,27 +46,27 @@ class Event:
 
 @dataclass(frozen=True)
 class Span:
-    """What an actor did, or waited for, from `start` to `end` (seconds since the epoch). step: that the learner had
-    finished by then. ticket, version: of a group, and of the weights that it began with; else as its kind has it."""
+    """What an actor did, or waited for, from `start` to `end` (seconds since the epoch). step: that the trainer had
+    finished by then. group, version: of a group, and of the weights that it began with; else as its kind has it."""
 
     start: float
     end: float
     kind: str
     what: str
     step: int | None = None
-    ticket: int | None = None
+    group_id: int | None = None
     version: int | None = None
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """For each incarnation that resumed, the last step of earlier incarnations that it kept."""
+    """For each restart that resumed, the last step of earlier restarts that it kept."""
 
     kept_until: Mapping[int, int] = field(default_factory=dict)
 
-    def survives(self, inc: int, step: int) -> bool:
-        """Whether what incarnation `inc` wrote about `step` belongs to the run that went on."""
-        return all(step <= kept for later, kept in self.kept_until.items() if later > inc)
+    def survives(self, restart: int, step: int) -> bool:
+        """Whether what restart `restart` wrote about `step` belongs to the run that went on."""
+        return all(step <= kept for later, kept in self.kept_until.items() if later > restart)
 
 
 def read_json(run_dir: Path, name: str) -> dict[str, JSON]:
@@ -96,12 +96,14 @@ def read_timeline(run_dir: Path) -> Timeline:
     events, num_unreadable = read_records(run_dir / "events.jsonl")
     starts = [event for event in events if event.get("kind") == "start"]
     kept = {
-        inc: step for event in starts if (inc := _whole(event.get("inc"))) and (step := _resumed_at(event)) is not None
+        restart: step
+        for event in starts
+        if (restart := _whole(event.get("restart"))) and (step := _resumed_at(event)) is not None
     }
-    silent = not starts or any(_whole(event.get("inc")) and _resumed_at(event) is None for event in starts)
+    silent = not starts or any(_whole(event.get("restart")) and _resumed_at(event) is None for event in starts)
     if silent or num_unreadable:  # a start event may be among the lines that are lost
-        for inc, step in _first_steps(run_dir).items():
-            kept.setdefault(inc, step - 1)
+        for restart, step in _first_steps(run_dir).items():
+            kept.setdefault(restart, step - 1)
     return Timeline(kept)
 
 
@@ -118,18 +120,20 @@ def read_damage(run_dir: Path) -> list[str]:
 
 
 def read_metrics(run_dir: Path, timeline: Timeline | None = None) -> list[MetricsRecord]:
-    """The surviving records by step, in the order of writing within one; an incarnation replaces older records.
+    """The surviving records by step, in the order of writing within one; an restart replaces older records.
 
     timeline: here and below, saves reading it again.
     """
     timeline = timeline or read_timeline(run_dir)
     raw, _ = read_records(run_dir / "metrics.jsonl")
-    records = [record for record in map(_metrics_record, raw) if record and timeline.survives(record.inc, record.step)]
+    records = [
+        record for record in map(_metrics_record, raw) if record and timeline.survives(record.restart, record.step)
+    ]
     newest: dict[tuple[int, str], int] = {}
     for record in records:
         key = (record.step, record.kind)
-        newest[key] = max(record.inc, newest.get(key, record.inc))
-    kept = [record for record in records if record.inc == newest[(record.step, record.kind)]]
+        newest[key] = max(record.restart, newest.get(key, record.restart))
+    kept = [record for record in records if record.restart == newest[(record.step, record.kind)]]
     return sorted(_merged(kept), key=lambda record: record.step)
 
 
@@ -137,7 +141,7 @@ def _merged(records: Sequence[MetricsRecord]) -> list[MetricsRecord]:
     """One record for what several of the run's processes wrote of one step; the first counts."""
     merged: dict[tuple[int, str, int], MetricsRecord] = {}
     for record in records:
-        key = (record.step, record.kind, record.inc)
+        key = (record.step, record.kind, record.restart)
         first = merged.get(key, record)
         merged[key] = replace(first, values={**record.values, **first.values})
     return list(merged.values())
@@ -176,7 +180,7 @@ def read_samples(
     parts = sorted(first.parent.glob(f"{first.stem}.*.jsonl"), key=lambda path: (len(path.name), path.name))
     rows = [row for path in (first, *parts) for row in read_records(path)[0]]
     timeline = timeline or read_timeline(run_dir)
-    return [_sample(row) for row in rows if timeline.survives(_whole(row.get("inc")) or 0, step)]
+    return [_sample(row) for row in rows if timeline.survives(_whole(row.get("restart")) or 0, step)]
 
 
 def _resumed_at(start: Mapping[str, JSON]) -> int | None:
@@ -184,12 +188,12 @@ def _resumed_at(start: Mapping[str, JSON]) -> int | None:
 
 
 def _first_steps(run_dir: Path) -> dict[int, int]:
-    """The first step that each later incarnation trained; a validation alone takes nothing back."""
+    """The first step that each later restart trained; a validation alone takes nothing back."""
     first: dict[int, int] = {}
     for record in read_records(run_dir / "metrics.jsonl")[0]:
-        inc, step = _whole(record.get("inc")), _whole(record.get("step"))
-        if inc and step is not None and record.get("kind") != "val":
-            first[inc] = min(step, first.get(inc, step))
+        restart, step = _whole(record.get("restart")), _whole(record.get("step"))
+        if restart and step is not None and record.get("kind") != "val":
+            first[restart] = min(step, first.get(restart, step))
     return first
 
 
@@ -203,28 +207,28 @@ def _metrics_record(record: dict[str, JSON]) -> MetricsRecord | None:
         return None
     values = {name: number for name, value in flat.items() if (number := to_number(value)) is not None}
     t = to_number(record.get("t")) or 0.0
-    return MetricsRecord(step, t, _whole(record.get("inc")) or 0, str(record.get("kind", "train")), values)
+    return MetricsRecord(step, t, _whole(record.get("restart")) or 0, str(record.get("kind", "train")), values)
 
 
 def _span(record: dict[str, JSON]) -> Span | None:
     start, end = to_number(record.get("t0")), to_number(record.get("t1"))
     if start is None or end is None or not -math.inf < start <= end < math.inf:
         return None
-    step, ticket, version = (_whole(record.get(key)) for key in ("step", "ticket", "version"))
-    return Span(start, end, str(record.get("kind", "")), str(record.get("what", "")), step, ticket, version)
+    step, group_id, version = (_whole(record.get(key)) for key in ("step", "group_id", "version"))
+    return Span(start, end, str(record.get("kind", "")), str(record.get("what", "")), step, group_id, version)
 
 
 def _event(record: dict[str, JSON], timeline: Timeline) -> Event:
-    known = ("t", "inc", "kind", "message", "step")
-    inc, step = _whole(record.get("inc")) or 0, _whole(record.get("step"))
+    known = ("t", "restart", "kind", "message", "step")
+    restart, step = _whole(record.get("restart")) or 0, _whole(record.get("step"))
     return Event(
         t=to_number(record.get("t")) or 0.0,
-        inc=inc,
+        restart=restart,
         kind=str(record.get("kind", "info")),
         message=str(record.get("message", "")),
         step=step,
         fields={key: value for key, value in record.items() if key not in known},
-        rolled_back=step is not None and not timeline.survives(inc, step),
+        rolled_back=step is not None and not timeline.survives(restart, step),
     )
 
 

@@ -87,7 +87,7 @@ class ReportData(TypedDict):
     units: dict[str, str]
     docs: dict[str, str]
     histograms: list[Histogram]
-    program: list[DrawnNode]
+    pipeline: list[DrawnNode]
     timelines: list[StepTimeline]
     preset: str
     changed: list[dict[str, str]] | None
@@ -154,7 +154,7 @@ def report_data(run_dir: Path) -> ReportData:
         "units": {name: unit for name in others if (unit := unit_of(name))},
         "docs": describe(columns["y"]) | domain_docs(columns["y"]),
         "histograms": histograms(run_dir, timeline),
-        "program": pipeline_graph(run_dir, steps),
+        "pipeline": pipeline_graph(run_dir, steps),
         "timelines": timelines(planes, records),
         "preset": str(run.get("preset", "")),
         "changed": _changed(run),
@@ -180,7 +180,8 @@ def _sentences(
     else:
         hindered = [finding for finding in judged if finding.hinders]
         others = [finding for finding in judged if not finding.hinders]
-        # Of a reward that never moved `hindered` says more than "no clear change"; only held-out problems add to that.
+        # Of a reward that never moved `hindered` says more than "no clear change"; only validation problems add to
+        # that.
         outcome = [Finding(*learned(accuracy, steps))] if accuracy or not hindered else []
         rest = [Finding(*problems(groups, steps)), Finding(*proven(events))]
         if end[0] == "bad":  # beside a failure it is no matter what did not go wrong, or was not begun

@@ -66,7 +66,7 @@ class Series(TypedDict):
 
 
 CHARTS = (
-    Chart("Does it answer more held-out problems correctly?", (r"val_correct/.*",), unit="share correct"),
+    Chart("Does it answer more validation problems correctly?", (r"val_correct/.*",), unit="share correct"),
     Chart("Does the reward rise?", (r"reward/mean_score", r"reward/.*/mean", r"reward/(max|min)"), unit="score"),
     Chart("Does the loss fall?", (r"sft/.*loss", r"loss"), unit="loss"),
     Chart("How far has it moved from the reference?", (r"actor/kl_loss", r"actor/reward_kl_penalty"), unit="nats"),
@@ -79,7 +79,7 @@ CHARTS = (
     Chart("How much of an update is clipped?", (r"actor/pg_clipfrac(_lower)?",), unit="share of tokens"),
     Chart("Does the value model fit?", (r"critic/vf_loss",), unit="loss"),
     Chart("Do engine and trainer agree?", (r"mismatch/(mean|max)_abs", r"canary/.*"), unit="nats"),
-    Chart("Were all answers judged?", (r"reward/(errors|timeouts|verdicts)",), unit="samples"),
+    Chart("Were all answers judged?", (r"reward/(errors|timeouts|calls)",), unit="samples"),
     Chart("How old is the data?", (r"async/version_diff/.*",), unit="versions"),
     Chart(
         "Where does the time of a step go?",

@@ -163,7 +163,7 @@ def _dropped(domain: str, names: Iterable[str]) -> list[tuple[str, str]]:
 def _row(domain: str, steps: Steps) -> Domain:
     names = {name for values in steps.values() for name in values}
     at_k = _at_k(domain, names)
-    verdicts = known_values(steps, f"domains/{domain}/verdicts")
+    verdicts = known_values(steps, f"domains/{domain}/calls")
     groups = known_values(steps, f"domains/{domain}/groups")
     return {
         "name": domain,

@@ -118,7 +118,7 @@ def reward_errors_of(run_dir: Path, timeline: Timeline, steps: Steps) -> Finding
     held_out = {step: n for step, values in steps.items() if (n := _finite(values.get("val/errors", 0.0)))}
     if not errors and not held_out:
         return None
-    asked = sum(known_values(steps, "reward/verdicts"))
+    asked = sum(known_values(steps, "reward/calls"))
     said = Counter(_messages(run_dir, timeline, "train", errors))
     for split in sample_splits(run_dir):
         if split != "train":
@@ -127,7 +127,7 @@ def reward_errors_of(run_dir: Path, timeline: Timeline, steps: Steps) -> Finding
     end = "," if held_out else ""
     parts = [f"on {sum(errors.values()):,.0f}{of} answers in training, which are left out{end}"] if errors else []
     parts += (
-        [f"on {sum(held_out.values()):,.0f} answers to held-out problems, which count as wrong"] if held_out else []
+        [f"on {sum(held_out.values()):,.0f} answers to validation problems, which count as wrong"] if held_out else []
     )
     kinds = [f"“{message}” ({number:,} times in the samples)" for message, number in said.most_common(2)]
     share = sum(errors.values()) / asked if asked else 1.0
@@ -148,10 +148,10 @@ def greedy_and_sampled(run_dir: Path, timeline: Timeline, steps: Steps, config: 
     if at_k:
         k = max(at_k)
         heat = _temperature(config, "val_kwargs")
-        text = f"At step {last}, answers sampled to held-out problems{heat} were right in {values[at_k[k]]:.2f}"
+        text = f"At step {last}, answers sampled to validation problems{heat} were right in {values[at_k[k]]:.2f}"
         if _has_greedy(run_dir, timeline, last):
             text = (
-                f"At step {last}, greedy answers to held-out problems were right in "
+                f"At step {last}, greedy answers to validation problems were right in "
                 f"{values['val_correct/all/mean']:.2f}, sampled ones{heat} in {values[at_k[k]]:.2f}"
             )
         best = values.get(f"val_correct/all/pass@{k}")
@@ -165,7 +165,7 @@ def greedy_and_sampled(run_dir: Path, timeline: Timeline, steps: Steps, config: 
     return Finding(
         "unknown",
         f"Answers sampled{heat} in training were right in {_mean(right):.2f} (the {_count(len(sampled), 'step')} up to "
-        f"{last}), greedy answers to held-out problems in {values['val_correct/all/mean']:.2f}.",
+        f"{last}), greedy answers to validation problems in {values['val_correct/all/mean']:.2f}.",
     )
 
 
@@ -202,8 +202,8 @@ def _messages(
 
 def _failed(values: Mapping[str, float]) -> float:
     """Verdicts of a step, also those on groups that were dropped where that was written down."""
-    if "reward/error_share" in values:
-        return round(_finite(values["reward/error_share"] * values.get("reward/verdicts", 0.0)))
+    if "reward/error_rate" in values:
+        return round(_finite(values["reward/error_rate"] * values.get("reward/calls", 0.0)))
     return _finite(values.get("reward/errors", 0.0)) + _finite(values.get("reward/timeouts", 0.0))
 
 

@@ -90,7 +90,7 @@ def _text(text: str) -> str:
 def tiles(accuracy: Accuracy | None, steps: Steps) -> list[dict[str, str]]:
     """The few numbers to read first: label, value, and a line below."""
     found = _accuracy_tiles(accuracy) if accuracy else []
-    for label, name in (("reward", REWARD), ("loss", "sft/loss"), ("held-out loss", "sft/val_loss")):
+    for label, name in (("reward", REWARD), ("loss", "sft/loss"), ("validation loss", "sft/val_loss")):
         values = known_values(steps, name)
         if values:
             found.append(_tile(label, f"{values[-1]:.3g}", f"{values[0]:.3g} at first"))
@@ -118,7 +118,7 @@ def _accuracy_tiles(accuracy: Accuracy) -> list[dict[str, str]]:
 def _likely(accuracy: Accuracy, share: float) -> str:
     """Between what the accuracy lies, where it is a share of a known number."""
     if not accuracy.num_problems or not 0 <= share <= 1:
-        return "on held-out problems"
+        return "on validation problems"
     low, high = wilson(share, accuracy.num_problems)
     return f"95 %: {low:.2f} to {high:.2f}"
 

@@ -1,4 +1,4 @@
-"""The program of a run as a graph to draw, from plan.json: which node runs behind which."""
+"""The pipeline of a run as a graph to draw, from plan.json: which node runs behind which."""
 
 from collections.abc import Mapping, Sequence
 from graphlib import CycleError, TopologicalSorter
@@ -49,15 +49,14 @@ def pipeline_graph(run_dir: Path, steps: Steps) -> list[DrawnNode]:
         own = deps[node["name"]]
         node["deps"] = [dep for dep in own if not any(dep in before[other] for other in own)]
         node["layer"] = layers[node["name"]]
-        node["seconds"] = _mean_seconds(node["phase"], steps) if node["plane"] == "learning" else None
+        node["seconds"] = _mean_seconds(node["phase"], steps) if node["plane"] == "training" else None
     return nodes
 
 
 def _nodes(plan: Mapping[str, JSON]) -> list[DrawnNode]:
-    told = plan.get("nodes")
-    if isinstance(told, list):
-        return [_node(node) for node in told if isinstance(node, dict) and isinstance(node.get("name"), str)]
-    return _nodes_of_ranks(plan)
+    nodes = plan.get("nodes")
+    found = nodes if isinstance(nodes, list) else []
+    return [_node(node) for node in found if isinstance(node, dict) and isinstance(node.get("name"), str)]
 
 
 def _node(node: Mapping[str, JSON]) -> DrawnNode:
@@ -73,27 +72,6 @@ def _node(node: Mapping[str, JSON]) -> DrawnNode:
         "phase": str(node.get("phase", "")),
         "seconds": None,
     }
-
-
-def _nodes_of_ranks(plan: Mapping[str, JSON]) -> list[DrawnNode]:
-    """Of a plan that tells the ranks' nodes and the channels between them alone, as earlier ones did."""
-    ranks, channels = plan.get("ranks"), plan.get("channels")
-    planes = {
-        name: plane
-        for rank in (ranks if isinstance(ranks, list) else [])
-        if isinstance(rank, dict)
-        for plane in ("experience", "learning")
-        for name in _texts(rank.get(plane))
-    }
-    pairs = [
-        (channel.get("source"), channel.get("target"))
-        for channel in (channels if isinstance(channels, list) else [])
-        if isinstance(channel, dict)
-    ]
-    return [
-        _node({"name": name, "plane": plane, "deps": [str(source) for source, target in pairs if target == name]})
-        for name, plane in planes.items()
-    ]
 
 
 def _texts(value: JSON) -> list[str]:

@@ -2,7 +2,7 @@
 
 The samples that the report carries, whole groups of answers thinned to fit.
 
-Held-out problems before and after training, matched.
+Validation problems before and after training, matched.
 """
 
 import math
@@ -176,7 +176,7 @@ def evenly(items: Sequence[int], number: int) -> list[int]:
 
 
 def before_and_after(run_dir: Path, timeline: Timeline, num_examples: int = 6) -> dict[str, object] | None:
-    """The same held-out problems at the first and the last validation that kept samples; None without two.
+    """The same validation problems at the first and the last validation that kept samples; None without two.
 
     Problems are matched by prompt and ground truth; a problem with several answers has the mean score of those with a
     verdict; one without any, then or now, is neither better nor worse (`num_unjudged`). Examples are

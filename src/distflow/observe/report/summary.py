@@ -46,7 +46,7 @@ class Failure(TypedDict):
 
 @dataclass(frozen=True)
 class Accuracy:
-    """Accuracy on held-out problems over the run: (step, value) points.
+    """Accuracy on validation problems over the run: (step, value) points.
 
     before_training: the first point was measured before any update. num_problems: how many; None where unknown.
     """
@@ -77,7 +77,7 @@ class Accuracy:
 
 
 def find_accuracy(records: Sequence[MetricsRecord], num_problems: int | None) -> Accuracy | None:
-    """The overall accuracy on held-out problems if the run measured it."""
+    """The overall accuracy on validation problems if the run measured it."""
     names = {name for record in records for name in record.values if name.startswith("val_correct/")}
     if not names:
         return None
@@ -92,7 +92,7 @@ def find_accuracy(records: Sequence[MetricsRecord], num_problems: int | None) ->
 
 
 def learned(accuracy: Accuracy | None, steps: Steps) -> tuple[Tone, str]:
-    """Whether the run learned, by held-out accuracy if there is one, else by the reward, else by the loss."""
+    """Whether the run learned, by validation accuracy if there is one, else by the reward, else by the loss."""
     if accuracy and len(accuracy.points) > 1:
         return _learned_by_accuracy(accuracy)
     for name, word, sign in ((REWARD, "reward", 1), ("sft/loss", "loss", -1), ("loss", "loss", -1)):
@@ -107,7 +107,7 @@ def _learned_by_accuracy(accuracy: Accuracy) -> tuple[Tone, str]:
     noise = accuracy.noise()
     problems = f" ({accuracy.num_problems:,} problems)" if accuracy.num_problems else ""
     start = "before RL" if accuracy.before_training else f"at step {first_step}"
-    moved = f"accuracy on held-out problems{problems} was {first:.2f} {start} and is {last:.2f} at step {last_step}"
+    moved = f"accuracy on validation problems{problems} was {first:.2f} {start} and is {last:.2f} at step {last_step}"
     if abs(accuracy.change) <= (0.02 if noise is None else noise):
         known = (
             ""
@@ -131,7 +131,7 @@ def _learned_by_curve(values: Sequence[float], word: str, sign: int, steps: Step
     noise = 2 * math.sqrt(spread / max(2 * size - 2, 1) * 2 / size)
     moved = f"the {word} was {before:.3g} over the first {size} steps and is {after:.3g} over the last {size}"
     held_out = any(name.startswith("val_correct/") for values in steps.values() for name in values)
-    caveat = " Nothing was measured on held-out problems." if word == "reward" and not held_out else ""
+    caveat = " Nothing was measured on validation problems." if word == "reward" and not held_out else ""
     if abs(after - before) <= noise:
         return "flat", f"No clear change: {moved}.{caveat}"
     if (after - before) * sign < 0:

@@ -2,7 +2,7 @@
 
 How sure a share is: error bars of accuracies.
 
-The time line of a step, or of several: what learner and experience plane did and waited for.
+The time line of a step, or of several: what trainer and rollout loop did and waited for.
 """
 
 import math
@@ -24,8 +24,8 @@ _STEP = re.compile(r"step (\d+)")
 
 @dataclass(frozen=True)
 class Planes:
-    """spans: by actor. trained_at: the step (from 0) that trained on a ticket. oldest: the lowest version of a token of
-    a ticket's group. taken: when a step was taken off the experience edge. decodes: whether decoding was recorded."""
+    """spans: by actor. trained_at: the step (from 0) that trained on a group. oldest: the lowest version of a token of
+    a group's group. taken: when a step was taken off the sample queue. decodes: whether decoding was recorded."""
 
     spans: Mapping[str, Sequence[Span]]
     trained_at: Mapping[int, int]
@@ -36,15 +36,15 @@ class Planes:
     def staleness(self, group: Span) -> int | None:
         """Steps between the oldest weights that drew a token of a group (or those that it began with, where that is
         not known) and the step that trained on it; None where none did, or on another attempt."""
-        if group.ticket is None or group.ticket not in self.trained_at or group.what != "complete":
+        if group.group_id is None or group.group_id not in self.trained_at or group.what != "complete":
             return None
-        version = self.oldest.get(group.ticket, group.version)
-        return None if version is None else self.trained_at[group.ticket] - version
+        version = self.oldest.get(group.group_id, group.version)
+        return None if version is None else self.trained_at[group.group_id] - version
 
     def waited(self, start: float, end: float) -> float:
-        """The seconds that the learner waited for groups."""
+        """The seconds that the trainer waited for groups."""
         return _covered(
-            (s for s in self.spans.get("learner", ()) if s.kind == "wait" and _STEP.fullmatch(s.what)), start, end
+            (s for s in self.spans.get("training", ()) if s.kind == "wait" and _STEP.fullmatch(s.what)), start, end
         )
 
     def decoded(self, start: float, end: float) -> float:
@@ -56,7 +56,7 @@ class Planes:
     def ran(self, start: float, end: float) -> float:
         """The seconds in which the run went on, without those of validations and saves, when neither plane is to
         work."""
-        phases = [s for s in self.spans.get("learner", ()) if s.kind == "phase"]
+        phases = [s for s in self.spans.get("training", ()) if s.kind == "phase"]
         idle = (s for s in phases if s.what in ("eval", "save", "save_wait"))
         return _covered(phases, start, end) - _covered(idle, start, end)
 
@@ -64,15 +64,15 @@ class Planes:
 def read_planes(run_dir: Path) -> Planes:
     """Of as much of the run as the ends of its files hold."""
     spans = read_spans(run_dir)
-    waits = [s for s in spans.get("learner", ()) if s.kind == "wait"]
+    waits = [s for s in spans.get("training", ()) if s.kind == "wait"]
     taken = {int(found[1]): span.end for span in waits if (found := _STEP.fullmatch(span.what))}
     trained_at, oldest = dict[int, int](), dict[int, int]()
     for record in read_records(run_dir / "ledger.jsonl", _MAX_LEDGER_BYTES)[0]:
         match record:
-            case {"kind": "consumed", "step": int(step), "tickets": list(tickets)}:
-                trained_at.update({ticket: step for ticket in tickets if isinstance(ticket, int)})
-            case {"kind": "complete", "ticket": int(ticket), "version": int(version)}:
-                oldest[ticket] = version
+            case {"kind": "consumed", "step": int(step), "group_ids": list(group_ids)}:
+                trained_at.update({group_id: step for group_id in group_ids if isinstance(group_id, int)})
+            case {"kind": "complete", "group_id": int(group_id), "version": int(version)}:
+                oldest[group_id] = version
     decodes = any(span.kind == "decode" for part in spans.values() for span in part)
     return Planes(spans, trained_at, oldest, taken, decodes)
 
@@ -106,7 +106,7 @@ def error_bars(
 ) -> dict[str, list[list[float] | None]]:
     """An interval for each value of the columns `val_correct/DOMAIN/...`, None where there is no share.
 
-    trials: the held-out problems of each domain, "all" among them. Several answers to a problem are no more trials.
+    trials: the validation problems of each domain, "all" among them. Several answers to a problem are no more trials.
     """
     bars: dict[str, list[list[float] | None]] = {}
     for name, values in columns.items():
@@ -159,7 +159,7 @@ class _Step(NamedTuple):
     number: int
     start: float
     end: float
-    inc: int
+    restart: int
 
 
 def timelines(planes: Planes, records: Sequence[MetricsRecord]) -> list[StepTimeline]:
@@ -188,7 +188,7 @@ def _timed(planes: Planes, records: Sequence[MetricsRecord]) -> list[_Step]:
     earliest = min((span.start for part in planes.spans.values() for span in part), default=float("inf"))
     timed = [(record, seconds) for record in records if (seconds := record.values.get("timing_s/step", 0.0)) > 0]
     return [
-        _Step(record.step, record.t - seconds, record.t, record.inc)
+        _Step(record.step, record.t - seconds, record.t, record.restart)
         for i, (record, seconds) in enumerate(timed)
         # Of a step whose spans were lost there is nothing to draw; the first one begins with a start that has none.
         if record.t - (seconds / 2 if i else 0.0) >= earliest
@@ -197,7 +197,7 @@ def _timed(planes: Planes, records: Sequence[MetricsRecord]) -> list[_Step]:
 
 def _last(planes: Planes, steps: Sequence[_Step]) -> list[_Step]:
     """As many as their groups can be drawn of, at least two and at most `MAX_STEPS`, since the run was last resumed."""
-    part = [step for step in steps if step.inc == steps[-1].inc][-MAX_STEPS:]
+    part = [step for step in steps if step.restart == steps[-1].restart][-MAX_STEPS:]
     starts = [span.start for spans in planes.spans.values() for span in spans if span.kind == "group"]
     while len(part) > 2 and sum(part[0].start <= start < part[-1].end for start in starts) > MAX_SPANS:
         part = part[1:]
@@ -206,7 +206,7 @@ def _last(planes: Planes, steps: Sequence[_Step]) -> list[_Step]:
 
 def _timeline(planes: Planes, why: str, part: Sequence[_Step]) -> StepTimeline:
     start, end = part[0].start, part[-1].end
-    learner = [span for span in planes.spans.get("learner", ()) if start < span.end and span.start < end]
+    learner = [span for span in planes.spans.get("training", ()) if start < span.end and span.start < end]
     lanes, notes = _lanes(planes, start, end)
     return {
         "first": part[0].number,
@@ -278,7 +278,7 @@ def _idle(waits: Sequence[Span], spans: Sequence[Span]) -> list[Span]:
 def _sampled(groups: Sequence[Span]) -> tuple[list[Span], int]:
     """Every so many of the groups, such that they can be drawn."""
     every = -(-len(groups) // MAX_SPANS) or 1
-    in_order = sorted(groups, key=lambda span: (span.start, -1 if span.ticket is None else span.ticket))
+    in_order = sorted(groups, key=lambda span: (span.start, -1 if span.group_id is None else span.group_id))
     return in_order[::every], every
 
 
@@ -290,9 +290,9 @@ def _longest(spans: Sequence[Span], least_s: float) -> list[Span]:
 
 
 def _until(planes: Planes, span: Span) -> float:
-    """When a group left the experience edge to be trained on; of other spans their end."""
+    """When a group left the sample queue to be trained on; of other spans their end."""
     is_done = span.kind == "group" and span.what == "complete"
-    step = planes.trained_at.get(span.ticket) if is_done and span.ticket is not None else None
+    step = planes.trained_at.get(span.group_id) if is_done and span.group_id is not None else None
     return max(span.end, planes.taken.get(step, span.end)) if step is not None else span.end
 
 

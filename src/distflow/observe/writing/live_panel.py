@@ -23,7 +23,7 @@ _TWO_ABREAST = 96
 
 
 class Queue(NamedTuple):
-    """Prompt groups of the experience edge: that run, that are complete and wait for a step, and those dropped since
+    """Prompt groups of the sample queue: that run, that are complete and wait for a step, and those dropped since
     the start."""
 
     running: int
@@ -124,15 +124,15 @@ class Panel:
 
     def _verdicts(self) -> list[RenderableType]:
         """How many verdicts of the last step failed, and what the last of them said."""
-        if "reward/verdicts" not in self.values:
+        if "reward/calls" not in self.values:
             return []
-        asked, share = int(self.values["reward/verdicts"]), self.values.get("reward/error_share", 0.0)
+        asked, share = int(self.values["reward/calls"]), self.values.get("reward/error_rate", 0.0)
         if not share:
             return [_row("verdicts", f"{asked:,}, none failed")]
         return [_row("verdicts", f"{round(share * asked):,} of {asked:,} failed: {self.failure}", style="red")]
 
     def _queue(self) -> list[RenderableType]:
-        """What the experience edge holds; the weights that the engine serves, and how stale the last step was."""
+        """What the sample queue holds; the weights that the engine serves, and how stale the last step was."""
         rows = []
         if self.queue is not None:
             running, complete, dropped = self.queue

@@ -91,8 +91,8 @@ SAMPLE_KEYS = (
 class RunFolder:
     """Appends metrics, events and spans, and writes samples and JSON files whole. Safe to call from several threads.
 
-    incarnation: counts the starts of this run in this folder, from 0.
-    resumed_at: the step whose checkpoint this incarnation goes on from; what earlier incarnations wrote about later
+    restart: counts the starts of this run in this folder, from 0.
+    resumed_at: the step whose checkpoint this restart goes on from; what earlier restarts wrote about later
     steps was rolled back, and readers leave it out (-1: it starts anew, so all of it was). Without it that is taken
     from the first step that is written.
     part: 0 owns the folder. Others join it: their spans and samples are in files of their own, and of events they
@@ -114,7 +114,7 @@ class RunFolder:
         if part:
             return
         where = {} if resumed_at is None else {"resumed_at": resumed_at}
-        self.event("start", f"incarnation {restart} started", schema=SCHEMA_VERSION, pid=os.getpid(), **where)
+        self.event("start", f"restart {restart} started", schema=SCHEMA_VERSION, pid=os.getpid(), **where)
 
     def write_json(self, name: str, data: object) -> None:
         """Write `name` (e.g. "run.json") whole or not at all."""
@@ -129,7 +129,7 @@ class RunFolder:
         record = {
             "step": step,
             "t": time.time(),
-            "inc": self.restart,
+            "restart": self.restart,
             "kind": kind,
             "m": nest({name: float(value) for name, value in values.items()}),
         }
@@ -148,7 +148,7 @@ class RunFolder:
 
         `step` among the fields places it on the timeline.
         """
-        record = {"t": time.time(), "inc": self.restart, "kind": kind, "message": message, **fields}
+        record = {"t": time.time(), "restart": self.restart, "kind": kind, "message": message, **fields}
         with self._lock:
             self._events.append(record)
 
@@ -160,13 +160,13 @@ class RunFolder:
         kind: str,
         what: str,
         step: int | None = None,
-        ticket: int | None = None,
+        group_id: int | None = None,
         version: int | None = None,
         on: str | None = None,
     ) -> None:
         """Append to `spans/ACTOR.jsonl` what an actor did or waited for (`on`: for whom); times are `time.time()`."""
-        record = {"t0": t0, "t1": t1, "kind": kind, "what": what, "inc": self.restart}
-        given = {"step": step, "ticket": ticket, "version": version, "on": on}
+        record = {"t0": t0, "t1": t1, "kind": kind, "what": what, "restart": self.restart}
+        given = {"step": step, "group_id": group_id, "version": version, "on": on}
         record.update({key: value for key, value in given.items() if value is not None})
         actor = f"{actor}-{self._part}" if self._part else actor
         with self._lock:
@@ -182,7 +182,7 @@ class RunFolder:
         it."""
         folder = samples_dir(self.path, split)
         folder.mkdir(mode=0o700, exist_ok=True)
-        lines = [encode({**_in_order(row), "inc": self.restart}) for row in rows]
+        lines = [encode({**_in_order(row), "restart": self.restart}) for row in rows]
         path, whole = folder / sample_file_name(step, split, self._part), b"".join(line + b"\n" for line in lines)
         if not append:
             write_atomically(path, whole)

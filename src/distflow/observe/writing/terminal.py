@@ -176,7 +176,7 @@ def step_line(step: int, total_steps: int, values: Mapping[str, float], eta_s: f
     """One plain line for a step: `step 12/60  reward  0.512  accuracy 0.870  ...    1.2 s  0:58 to go`."""
     parts = [f"step {step:>{len(str(total_steps))}}/{total_steps}"]
     parts += [f"{line.label} {line.text(value)}" for line, value in headlines(values).items()]
-    if failed := round(values.get("reward/error_share", 0.0) * values.get("reward/verdicts", 0.0)):
+    if failed := round(values.get("reward/error_rate", 0.0) * values.get("reward/calls", 0.0)):
         parts.append(f"{failed} verdicts failed")
     if "timing_s/step" in values:
         parts.append(f"{values['timing_s/step']:5.1f} s")

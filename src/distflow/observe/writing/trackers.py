@@ -1,15 +1,7 @@
-"""Sends metrics to trackers (console, TensorBoard, Weights & Biases) which can neither slow a run down nor end it.
-
-Writes TensorBoard event files with the package `tensorboard` alone: neither TensorFlow nor torch is loaded.
-
-Sends metrics to Weights & Biases, or into an offline folder that `wandb sync` uploads later.
-"""
+"""Sends metrics to trackers (console, TensorBoard, Weights & Biases) which can neither slow a run down nor end it."""
 
 import contextlib
-import hashlib
 import importlib.util
-import json
-import os
 import queue
 import threading
 import time
@@ -17,16 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, cast
-
-import wandb
-from tensorboard.compat.proto.event_pb2 import Event
-from tensorboard.compat.proto.summary_pb2 import Summary
-from tensorboard.summary.writer.event_file_writer import EventFileWriter
+from typing import Protocol, cast
 
 from distflow.errors import UserError, hint
 from distflow.import_target import load
-from distflow.observe.files import to_json
 from distflow.registry import TRACKERS
 
 # Told once of each tracker that fails: the kind of the event ("warning"), and what happened.
@@ -172,71 +158,3 @@ def _need(name: str, package: str) -> None:
 
 def _build(target: str, run: TrackedRun) -> Tracker:
     return cast(Callable[[TrackedRun], Tracker], load(target))(run)
-
-
-class TensorBoardTracker:
-    """One scalar per metric name; `tensorboard --logdir RUN/tensorboard` shows them."""
-
-    def __init__(self, run: TrackedRun):
-        folder = run.run_dir / "tensorboard"
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._writer = EventFileWriter(str(folder))
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Add one event with all scalars, and flush it so that a running TensorBoard sees it."""
-        scalars = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
-        self._writer.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=scalars)))
-        self._writer.flush()
-
-    def close(self) -> None:
-        """Flush and close the event file."""
-        self._writer.close()
-
-
-_MODES = ("online", "offline", "disabled", "shared", "dryrun")
-
-
-class WandbTracker:
-    """One run of Weights & Biases for each run folder: a resumed run goes on in the same one.
-
-    The environment variable WANDB_MODE decides (`online`, `offline`, `disabled`); without it the run is online if
-    there is an API key and offline otherwise: it never asks for one.
-    """
-
-    def __init__(self, run: TrackedRun):
-        self._run = wandb.init(
-            dir=str(run.run_dir),
-            project=run.project,
-            name=run.experiment,
-            id=_run_id(run.run_dir),
-            resume="allow",
-            config={name: to_json(value) for name, value in run.config.items()},
-            mode=_mode(),
-            settings=wandb.Settings(silent=True, console="off", x_disable_stats=True),
-        )
-        self._run.define_metric("*", step_metric="step")
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Log all metrics against `step`, which may repeat (training, validation) or go back (a resume)."""
-        self._run.log({**values, "step": step})
-
-    def close(self) -> None:
-        """Finish the run: what is queued is sent or written."""
-        self._run.finish()
-
-
-def _mode() -> Any:
-    asked = os.environ.get("WANDB_MODE")
-    if asked in _MODES:
-        return asked
-    return "online" if wandb.login(verify=False, prompt=False) else "offline"
-
-
-def _run_id(run_dir: Path) -> str:
-    """The same for every incarnation: kept in the run's folder, made from its path and time at the first start."""
-    kept = run_dir / "wandb.json"
-    if kept.exists():
-        return str(json.loads(kept.read_bytes())["id"])
-    run_id = hashlib.sha256(f"{run_dir.resolve()} {os.urandom(8).hex()}".encode()).hexdigest()[:16]
-    kept.write_text(json.dumps({"id": run_id}) + "\n")
-    return run_id

@@ -1,4 +1,4 @@
-"""The standard nodes of the built-in programs: each is one verb of the story that a program tells."""
+"""The standard nodes of the built-in pipelines: each is one verb of the story that a pipeline tells."""
 
 from distflow.pipelines.nodes.normalizing import (
     clip_advantages,

@@ -1,4 +1,4 @@
-"""Nodes of the experience plane: from a prompt to a judged, filtered group. They work on samples."""
+"""Nodes of the rollout loop: from a prompt to a judged, filtered group. They work on samples."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -58,11 +58,11 @@ async def load_answers(group: Group, tokenizer: PreTrainedTokenizerBase) -> list
 
     The text of a conversation keeps its special tokens: they tell where whose turn begins.
     """
-    assert group.row.response_ids is not None, "the data of a program that learns answers have them"
+    assert group.row.response_ids is not None, "the data of a pipeline that learns answers have them"
     is_plain = group.row.turns is None
     text = str(tokenizer.decode(list(group.row.response_ids), skip_special_tokens=is_plain))
     sample = group.sample(0, None, text, "stop")
-    return [replace(sample, segments=[*sample.segments, *group.row.answer(group.ticket.version)])]
+    return [replace(sample, segments=[*sample.segments, *group.row.answer(group.prompt_group.version)])]
 
 
 @node_factory
@@ -88,7 +88,7 @@ def _min_valid(algorithm: AlgorithmConfig) -> int:
 @node(writes=SCORED_FIELDS, role=NodeRole.REWARD, scope="group", reads=("responses", "domain", "ground_truth"))
 async def reward_samples(
     samples: Sequence[Sample],
-    judge: RewardRouter,
+    reward_fn: RewardRouter,
     ctx: NodeContext,
     *,
     min_valid: int,
@@ -99,9 +99,9 @@ async def reward_samples(
 
     domains: `min_valid` and `on_error` by domain, where they may differ.
     """
-    judgements = await judge(samples)
-    verdicts = [judgement.verdict for judgement in judgements]
-    failed = [verdict for verdict in verdicts if not isinstance(verdict, Score)]
+    judgements = await reward_fn(samples)
+    reward_results = [judgement.reward_result for judgement in judgements]
+    failed = [reward_result for reward_result in reward_results if not isinstance(reward_result, Score)]
     min_valid, on_error = domains.get(samples[0].domain, (min_valid, on_error))
     given = on_error if isinstance(on_error, float) and not ctx.validating else None
     if failed and given is None and not ctx.validating:
@@ -109,15 +109,20 @@ async def reward_samples(
         if too_few or on_error == "drop":
             return Drop(TOO_FEW_VERDICTS, str(failed[0]))
     return {
-        "scores": [verdict.value if isinstance(verdict, Score) else given or 0.0 for verdict in verdicts],
+        "scores": [
+            reward_result.value if isinstance(reward_result, Score) else given or 0.0
+            for reward_result in reward_results
+        ],
         "acc": [judgement.accuracy for judgement in judgements],
-        "valid": [isinstance(verdict, Score) or given is not None for verdict in verdicts],
+        "valid": [isinstance(reward_result, Score) or given is not None for reward_result in reward_results],
         "reward_parts": [judgement.scores() for judgement in judgements],
         "reward_extra": [
-            verdict.extra if isinstance(verdict, Score) else judgement.remarks()
-            for verdict, judgement in zip(verdicts, judgements, strict=True)
+            reward_result.extra if isinstance(reward_result, Score) else judgement.remarks()
+            for reward_result, judgement in zip(reward_results, judgements, strict=True)
         ],
-        "reward_errors": [None if isinstance(verdict, Score) else str(verdict) for verdict in verdicts],
+        "reward_errors": [
+            None if isinstance(reward_result, Score) else str(reward_result) for reward_result in reward_results
+        ],
     }
 
 
@@ -125,7 +130,7 @@ async def reward_samples(
 async def greedy_baseline(
     group: Group,
     rollout: RolloutEngine,
-    judge: RewardRouter,
+    reward_fn: RewardRouter,
     tokenizer: PreTrainedTokenizerBase,
     *,
     wanted: Mapping[str | None, bool] | None = None,
@@ -137,10 +142,10 @@ async def greedy_baseline(
     """
     if wanted is not None and not wanted.get(group.row.domain, wanted[None]):
         return torch.zeros(len(group.samples))
-    (judgement,) = await judge(await generate(group.greedy(), rollout, tokenizer))
-    if not isinstance(judgement.verdict, Score):  # a fault is never a baseline of 0
-        return Drop(TOO_FEW_VERDICTS, str(judgement.verdict))
-    return torch.full((len(group.samples),), judgement.verdict.value)
+    (judgement,) = await reward_fn(await generate(group.greedy(), rollout, tokenizer))
+    if not isinstance(judgement.reward_result, Score):  # a fault is never a baseline of 0
+        return Drop(TOO_FEW_VERDICTS, str(judgement.reward_result))
+    return torch.full((len(group.samples),), judgement.reward_result.value)
 
 
 @node(role=NodeRole.DYNAMIC_SAMPLING, writes=())

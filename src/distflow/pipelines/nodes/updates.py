@@ -76,9 +76,9 @@ def train_critic(config: Config) -> Callable[..., object]:
     """Update the critic towards the returns, those of domains whose estimator reads values."""
     critic, objective = config.critic, value_objective(config)
     num_prompts = critic.ppo_mini_batch_size or config.actor_rollout_ref.actor.ppo_mini_batch_size
-    learns = {domain: takes_values(each) for domain, each in algorithms(config)} if config.algorithm.domains else None
-    reads = (*_READS, *objective.reads, *(("domain",) if learns else ()))
-    return _update(reads, "critic", objective, critic.ppo_epochs, num_prompts, learns=learns)
+    trains = {domain: takes_values(each) for domain, each in algorithms(config)} if config.algorithm.domains else None
+    reads = (*_READS, *objective.reads, *(("domain",) if trains else ()))
+    return _update(reads, "critic", objective, critic.ppo_epochs, num_prompts, trains=trains)
 
 
 @node_factory
@@ -97,7 +97,7 @@ def _update(
     num_prompts: int,
     warmup: int = 0,
     records: str | None = None,
-    learns: Mapping[str | None, bool] | None = None,
+    trains: Mapping[str | None, bool] | None = None,
 ) -> Callable[..., object]:
     closed = partial(
         update,
@@ -107,7 +107,7 @@ def _update(
         num_prompts=num_prompts,
         warmup=warmup,
         records=records,
-        learns=learns,
+        trains=trains,
     )
     return node(writes=records or (), reads=tuple(dict.fromkeys(reads)))(closed)
 
@@ -123,7 +123,7 @@ def update(
     num_prompts: int,
     warmup: int,
     records: str | None = None,
-    learns: Mapping[str | None, bool] | None = None,
+    trains: Mapping[str | None, bool] | None = None,
 ) -> NodeOutput:
     """One optimizer step for each mini-batch of `num_prompts` groups in each epoch, from step `warmup` on.
 
@@ -131,8 +131,8 @@ def update(
     numbers of mini-batches. records: the column to write what the first one was scored with, NaN in other samples.
     learns: by domain, None for the others, whether it learns from these samples; None is from all.
     """
-    if learns is not None:
-        batch = batch.select([row for row, each in enumerate(batch["domain"]) if learns.get(each, learns[None])])
+    if trains is not None:
+        batch = batch.select([row for row, each in enumerate(batch["domain"]) if trains.get(each, trains[None])])
     updates, unmoved, rows = list[dict[str, float]](), True, dict[str, Tensor]()
     for epoch in range(epochs if ctx.step >= warmup else 0):
         for mini_batch in ctx.minibatches(batch, num_prompts, epoch):

@@ -120,8 +120,8 @@ def compute_share(
     sandbox: str = "",
 ) -> dict[str, JSON]:
     """The same, paid by the share of the tests that it passes; right (`acc`) is still only who passes all."""
-    verdict = compute_score(data_source, solution_str, ground_truth, extra_info, sandbox)
-    return {**verdict, "score": verdict["share"]}
+    reward_result = compute_score(data_source, solution_str, ground_truth, extra_info, sandbox)
+    return {**reward_result, "score": reward_result["share"]}
 
 
 def check_row(ground_truth: object, extra_info: Mapping[str, object]) -> None:

@@ -50,10 +50,10 @@ def compute_share(
 ) -> dict[str, JSON]:
     """As `compute_score`, paid by the share of instructions that are followed (instruction-level strict accuracy);
     right (`acc`) is still only who follows all."""
-    verdict = _verdict([solution_str], _instructions(ground_truth, extra_info))
-    followed = verdict["followed"]
+    reward_result = _verdict([solution_str], _instructions(ground_truth, extra_info))
+    followed = reward_result["followed"]
     assert isinstance(followed, dict)
-    return {**verdict, "score": sum(map(bool, followed.values())) / len(followed)}
+    return {**reward_result, "score": sum(map(bool, followed.values())) / len(followed)}
 
 
 def check_row(ground_truth: object, extra_info: Mapping[str, object]) -> None:

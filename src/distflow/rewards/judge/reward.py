@@ -104,7 +104,7 @@ async def compute_score(
         "max_tokens": answer_tokens,
     }
     if structured:
-        schema = {"name": "verdict", "strict": True, "schema": SCHEMA}
+        schema = {"name": "reward_result", "strict": True, "schema": SCHEMA}
         asked["response_format"] = {"type": "json_schema", "json_schema": schema}
     kept = _store(store)
     key = hashlib.sha256(json.dumps([base_url, asked], sort_keys=True).encode()).hexdigest()
@@ -121,7 +121,9 @@ async def compute_score(
         body = await _answer(asked, _client(base_url, secret), retries, kept, (max_calls, max_tokens))
         answer, tokens = _read(_without(secret, body.decode(errors="replace")))
         kept.spend_tokens(tokens or (len(body) + len(json.dumps(asked))) // _BYTES_A_TOKEN)
-        verdict = _verdict(_without(secret, answer) if isinstance(answer, str) else answer)  # what is none is not kept
+        reward_result = _verdict(
+            _without(secret, answer) if isinstance(answer, str) else answer
+        )  # what is none is not kept
     except BudgetSpent:  # not the endpoint's fault
         raise
     except openai.AuthenticationError as error:
@@ -131,10 +133,10 @@ async def compute_score(
     except ValueError as error:
         why = str(error)
     else:
-        verdict["reason"] = _without(secret, str(verdict["reason"]))
+        reward_result["reason"] = _without(secret, str(reward_result["reason"]))
         if store:
-            kept.keep(key, json.dumps(verdict))
-        return verdict
+            kept.keep(key, json.dumps(reward_result))
+        return reward_result
     raise ValueError(_without(secret, f"{why} (model '{model}' at {base_url or 'OpenAI'})"))
 
 

@@ -50,7 +50,7 @@ def are_equal(gold: str, answer: str) -> bool:
         return True
     if not gold or not answer or not is_affordable(answer) or not is_affordable(gold):
         return False
-    return next((verdict for rule in _RULES if (verdict := rule(gold, answer)) is not None), False)
+    return next((reward_result for rule in _RULES if (reward_result := rule(gold, answer)) is not None), False)
 
 
 def _numbers(gold: str, answer: str) -> bool | None:

@@ -24,7 +24,7 @@ LARGE_START_TIMEOUT_S = 1800.0
 
 
 class Pool(Protocol):
-    """What judges for a domain, here as a `VerifierPool` or elsewhere; see there."""
+    """What judges for a domain, here as a `RewardPool` or elsewhere; see there."""
 
     told: Told
     takes_groups: frozenset[str]
@@ -41,7 +41,7 @@ class Pool(Protocol):
         on_again: OnAgain = ...,
     ) -> list[RewardResult]: ...
 
-    async def judge(
+    async def call(
         self,
         name: str,
         arguments: Mapping[str, object],
@@ -119,7 +119,7 @@ def _patience_by_domain(
 
 
 class Pools:
-    """One `VerifierPool` for each entry of `functions`, and for each domain with a patience of its own; domains that
+    """One `RewardPool` for each entry of `functions`, and for each domain with a patience of its own; domains that
     neither names share that of "default". What is too large to load twice has one for all domains."""
 
     def __init__(
@@ -153,17 +153,17 @@ class Pools:
     def patience(self, domain: str) -> Patience:
         return self._patience[self._place(domain)]
 
-    async def judge(self, name: str, arguments: Mapping[str, object]) -> RewardResult:
+    async def call(self, name: str, arguments: Mapping[str, object]) -> RewardResult:
         """What function `name` says once, in the pool of the domain `data_source`; where that domain has no such
         function, in any that has."""
         domain = self._place(str(arguments["data_source"]))
         place = self._targets.get((domain, name), domain)
         if name not in self._functions.get(place, ()):
             place = next(other for other, names in self._functions.items() if name in names)
-        return await self._pools[place].judge(name, arguments)
+        return await self._pools[place].call(name, arguments)
 
     def tell(self, told: Told) -> None:
-        """Have `told` called with every verdict, see `VerifierPool`."""
+        """Have `told` called with every verdict, see `RewardPool`."""
         for pool in self._pools.values():
             pool.told = told
 
@@ -177,7 +177,7 @@ class Pools:
         return sorted(pid for pool in self._pools.values() for pid in pool.pids())
 
     def close(self) -> None:
-        """Kill all processes; see `VerifierPool.close`."""
+        """Kill all processes; see `RewardPool.close`."""
         _close(self._pools.values())
 
     def _place(self, domain: str) -> str:

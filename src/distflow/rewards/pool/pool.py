@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from distflow.errors import UserError
 from distflow.rewards.pool.framing import PeerGone, encode
-from distflow.rewards.pool.process import Request, StartFailed, VerifierProcess, take
+from distflow.rewards.pool.process import Request, RewardProcess, StartFailed, take
 from distflow.rewards.score import Error, RewardResult, Timeout
 
 MEMORY_BYTES = 4 * 2**30
@@ -20,7 +20,7 @@ OnAgain = Callable[[int], None]
 _CLOSING = "the run was closing its verifiers"
 
 
-class VerifierPool:
+class RewardPool:
     """`num_workers` processes, each with the same functions loaded, each judging one answer at a time; by a function in
     `takes_groups` (one that is batched or async) several; `takes_batches` are those of them that are batched.
 
@@ -47,16 +47,16 @@ class VerifierPool:
         assert num_workers > 0 and timeout_s > 0 and functions
         self.timeout_s = timeout_s
         self._settings = (dict(functions), memory_bytes, start_timeout_s)
-        self.told: Told = lambda name, arguments, verdict: None
+        self.told: Told = lambda name, arguments, reward_result: None
         self.takes_groups = frozenset[str]()
         self.takes_batches = frozenset[str]()
         self._closed = False
         self._num_workers = num_workers
         # Processes are started by these threads only: Linux kills a child when the thread that started it ends.
         self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="distflow-verifier")
-        self._idle: queue.LifoQueue[VerifierProcess | None] = queue.LifoQueue()  # one that is up comes first
+        self._idle: queue.LifoQueue[RewardProcess | None] = queue.LifoQueue()  # one that is up comes first
         # Changed by those threads, copied by `close`: `add`, `discard` and `list()` of a set are one step each.
-        self._living: set[VerifierProcess] = set()
+        self._living: set[RewardProcess] = set()
         for _ in range(num_workers):
             self._idle.put(None)  # a place whose process is started when it is first needed
         try:
@@ -65,7 +65,7 @@ class VerifierPool:
             self.close()
             raise
 
-    async def judge(
+    async def call(
         self,
         name: str,
         arguments: Mapping[str, object],
@@ -73,8 +73,8 @@ class VerifierPool:
         on_again: OnAgain = lambda number: None,
     ) -> RewardResult:
         """Call function `name` with `arguments` (by their names in `functions.PARAMETERS`; plain JSON values)."""
-        (verdict,) = await self.score_group(name, [arguments], timeout_s, on_again)
-        return verdict
+        (reward_result,) = await self.score_group(name, [arguments], timeout_s, on_again)
+        return reward_result
 
     @property
     def closed(self) -> bool:
@@ -94,7 +94,7 @@ class VerifierPool:
         timeout_s = timeout_s or self.timeout_s
         parts = [asked] if name in self.takes_groups else [[arguments] for arguments in asked]
         requests = [_request(name, part, timeout_s) for part in parts]
-        left = deque(request for request in requests if not request.verdicts)
+        left = deque(request for request in requests if not request.reward_results)
         serving = set[asyncio.Future[None]]()
         try:
             while left or serving:
@@ -108,10 +108,10 @@ class VerifierPool:
         again = sum(request.num_asked for request in requests if request.crashes)
         if again and not self._closed:
             on_again(again)
-        verdicts = [verdict for request in requests for verdict in request.verdicts]
-        for arguments, verdict in zip(asked, verdicts, strict=True):
-            self.told(name, arguments, verdict)
-        return verdicts
+        reward_results = [reward_result for request in requests for reward_result in request.reward_results]
+        for arguments, reward_result in zip(asked, reward_results, strict=True):
+            self.told(name, arguments, reward_result)
+        return reward_results
 
     def close(self) -> None:
         """Kill all processes, at once; verdicts under way, and those that queue, become errors."""
@@ -173,9 +173,9 @@ class VerifierPool:
         if failure is None:
             left.appendleft(request)
         else:
-            request.verdicts = [failure] * request.num_asked
+            request.reward_results = [failure] * request.num_asked
 
-    def _keep(self, process: "VerifierProcess") -> bool:
+    def _keep(self, process: "RewardProcess") -> bool:
         """Whether it may serve again: it is in step, having answered what it was asked."""
         if process.in_step and process.is_alive():
             return True
@@ -193,12 +193,12 @@ class VerifierPool:
             ) from None
         self._idle.put(process)
 
-    def _start(self, dead: "VerifierProcess | None") -> "VerifierProcess":
+    def _start(self, dead: "RewardProcess | None") -> "RewardProcess":
         if dead is not None:
             self._retire(dead)
         functions, memory_bytes, start_timeout_s = self._settings
         try:
-            process = VerifierProcess(memory_bytes)
+            process = RewardProcess(memory_bytes)
         except OSError as error:
             raise StartFailed(str(error)) from None
         self._living.add(process)
@@ -211,7 +211,7 @@ class VerifierPool:
             raise
         return process
 
-    def _retire(self, process: "VerifierProcess") -> None:
+    def _retire(self, process: "RewardProcess") -> None:
         process.discard()
         self._living.discard(process)
 

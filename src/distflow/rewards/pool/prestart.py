@@ -6,11 +6,11 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from distflow.errors import UserError
-from distflow.rewards.pool.pool import MEMORY_BYTES, START_TIMEOUT_S, VerifierPool
+from distflow.rewards.pool.pool import MEMORY_BYTES, START_TIMEOUT_S, RewardPool
 
 
 class PoolSettings(NamedTuple):
-    """What a pool is made of; see `VerifierPool`."""
+    """What a pool is made of; see `RewardPool`."""
 
     functions: Mapping[str, str]
     num_workers: int
@@ -18,12 +18,12 @@ class PoolSettings(NamedTuple):
     memory_bytes: int = MEMORY_BYTES
     start_timeout_s: float = START_TIMEOUT_S
 
-    def start(self) -> VerifierPool:
+    def start(self) -> RewardPool:
         """Raises UserError where a function cannot be loaded."""
-        return VerifierPool(**self._asdict())
+        return RewardPool(**self._asdict())
 
 
-_started: list[tuple[PoolSettings, "Future[VerifierPool]"]] = []
+_started: list[tuple[PoolSettings, "Future[RewardPool]"]] = []
 
 
 @contextmanager
@@ -40,7 +40,7 @@ def started_ahead(settings: PoolSettings) -> Iterator[None]:
         thread.shutdown()
 
 
-def take_pool(settings: PoolSettings) -> VerifierPool:
+def take_pool(settings: PoolSettings) -> RewardPool:
     """The pool of these settings that was started ahead, or a new one; to be closed by whoever took it.
 
     Raises UserError where a function cannot be loaded.
@@ -48,7 +48,7 @@ def take_pool(settings: PoolSettings) -> VerifierPool:
     return _take(settings) or settings.start()
 
 
-def _take(settings: PoolSettings) -> VerifierPool | None:
+def _take(settings: PoolSettings) -> RewardPool | None:
     entry = next((entry for entry in _started if entry[0] == settings), None)
     if entry is None:
         return None

@@ -33,7 +33,7 @@ class Request:
 
     frame: bytes
     num_asked: int
-    verdicts: list[RewardResult] = field(default_factory=list)
+    reward_results: list[RewardResult] = field(default_factory=list)
     crashes: int = 0
 
 
@@ -45,7 +45,7 @@ def take(left: deque[Request], at: deque[Request]) -> bool:
     return False
 
 
-class VerifierProcess:
+class RewardProcess:
     """One verifier process and our end of its socket. Used by one thread at a time, but `kill` by any."""
 
     def __init__(self, memory_bytes: int) -> None:
@@ -108,7 +108,7 @@ class VerifierProcess:
             answers = self._channel.receive(_left_s(due)).get("answers")
             if not isinstance(answers, list) or len(answers) != request.num_asked:
                 raise ValueError("not an answer to each")
-            request.verdicts = [_read_answer(answer, timeout_s) for answer in answers]
+            request.reward_results = [_read_answer(answer, timeout_s) for answer in answers]
             self._is_quick = time.monotonic() - began < _QUICK_S
             at.popleft()
             if not at and take(left, at):

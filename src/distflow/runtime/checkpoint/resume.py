@@ -55,8 +55,8 @@ def remaining(plan: DataPlan, snapshot: Snapshot) -> DataPlan:
     if plan.total_groups is None:
         return plan
     drawn = snapshot["issued"] - snapshot.get("offered", 0)
-    tickets = max(plan.total_groups - drawn, 0) + len(snapshot["live"])
-    return replace(plan, total_steps=snapshot["step"] + -(-tickets // plan.consumer_batch))
+    prompt_groups = max(plan.total_groups - drawn, 0) + len(snapshot["live"])
+    return replace(plan, total_steps=snapshot["step"] + -(-prompt_groups // plan.consumer_batch))
 
 
 def told_done(checkpoint: Checkpoint, spec: Spec, goes_on: bool) -> str:

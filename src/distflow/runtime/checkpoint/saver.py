@@ -127,7 +127,7 @@ class Saver:
             return
         saved = self._under_way
         if not saved.path.done():
-            with self._waits("learner", f"checkpoint of step {saved.step}", on="its writer"):
+            with self._waits("training", f"checkpoint of step {saved.step}", on="its writer"):
                 wait_for([saved.path])
         self._under_way = None
         path = self._together(saved.step, saved.path)
@@ -169,7 +169,7 @@ class Saver:
             return outcome.result()
         error = outcome.exception()
         try:
-            with self._waits("learner", f"checkpoint of step {step}", on="other ranks"):
+            with self._waits("training", f"checkpoint of step {step}", on="other ranks"):
                 told = [why for why in self._ranks.gather(_told(error)) if why is not None]
         except Exception:
             if error is not None:

@@ -85,7 +85,7 @@ def check_same_facts(checkpoint: Checkpoint, spec: Spec, facts: Mapping[str, obj
 
 
 def restore(checkpoint: Checkpoint, resources: Resources) -> tuple[NodeState, Live]:
-    """Load weights and optimizer state; returns what the nodes keep, and the groups on the edge.
+    """Load weights and optimizer state; returns what the nodes keep, and the groups in the queue.
 
     Where an engine's state lies over ranks, each loads its own shards, however many ranks saved them.
 
@@ -103,7 +103,7 @@ def restore(checkpoint: Checkpoint, resources: Resources) -> tuple[NodeState, Li
 
 
 def load_live(checkpoint: Checkpoint) -> Live:
-    """The groups that were on the edge. Raises CheckpointError where it holds something else."""
+    """The groups that were in the queue. Raises CheckpointError where it holds something else."""
     with checkpoint.reading():
         batch = Batch.from_tensors(checkpoint.load("live")) if "live" in checkpoint.parts else None
         saved = checkpoint.load("run")["live_measured"]
@@ -114,7 +114,7 @@ def set_generators(checkpoint: Checkpoint | None, seed: int, rank: int = 0) -> N
     """Give the global random generators the states that this rank saved; at a run's start those of its seed.
 
     rank: among those that learn. One that the checkpoint does not know, as the run had fewer, is seeded by the run's
-    seed, the step and its number. Last of all before the run goes on: modules and programs of the user may seed them
+    seed, the step and its number. Last of all before the run goes on: modules and pipelines of the user may seed them
     while they are loaded.
     """
     random_streams.seed("run", seed, *((checkpoint.step if checkpoint else 0, rank) if rank else ()))
@@ -134,8 +134,8 @@ def set_generators(checkpoint: Checkpoint | None, seed: int, rank: int = 0) -> N
 
 def _first_with(role: str, spec: Spec) -> int:
     """The first of the ranks that learn which trains this model."""
-    learners = [rank for team in dp_groups_of(spec.plan) for rank in team]
-    return next(place for place, rank in enumerate(learners) if role in spec.plan.ranks[rank].engines)
+    trainers = [rank for dp_group in dp_groups_of(spec.plan) for rank in dp_group]
+    return next(place for place, rank in enumerate(trainers) if role in spec.plan.ranks[rank].engines)
 
 
 def _parts_of_the_run(
@@ -192,7 +192,7 @@ def joined(states: Sequence[NodeState]) -> NodeState:
 
 
 def as_it_stands(state: NodeState) -> NodeState:
-    """A copy. Nodes of the experience plane may run meanwhile; what one of them is just changing is copied again."""
+    """A copy. Nodes of the rollout loop may run meanwhile; what one of them is just changing is copied again."""
     while True:
         try:
             return copy.deepcopy(state)

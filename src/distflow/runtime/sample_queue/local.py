@@ -1,4 +1,4 @@
-"""The experience edge of one process: between the asyncio thread that fills it and the threads that learn from it."""
+"""The sample queue of one process: between the asyncio thread that fills it and the threads that learn from it."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -19,8 +19,8 @@ from distflow.scheduling.groups import GroupCounts, PromptGroup
 class LocalSampleQueue:
     """Groups are held as the batches that they are. See `SharedSampleQueue` for what it decides.
 
-    `tickets`, `put` and `drop` are called on the asyncio thread, which must not block: it holds the lock only for as
-    long as the coordinator decides, and is woken through an event of its loop.
+    `prompt_groups`, `put` and `drop` are called on the asyncio thread, which must not block: it holds the lock only for
+    as long as the coordinator decides, and is woken through an event of its loop.
     """
 
     def __init__(
@@ -29,39 +29,41 @@ class LocalSampleQueue:
         waits: Waits,
         num_ranks: int = 1,
         live: Live | None = None,
-        changed: Callable[[GroupCounts], None] = lambda account: None,
+        changed: Callable[[GroupCounts], None] = lambda group_counts: None,
     ) -> None:
         """See `SharedSampleQueue`."""
         held = pending_groups_of(live)
-        teams = (Team(tuple(range(num_ranks))),)
-        self.shared = SharedSampleQueue[Batch](coordinator, waits, teams, live=held, changed=changed, wake=self._wake)
+        dp_groups = (Team(tuple(range(num_ranks))),)
+        self.shared = SharedSampleQueue[Batch](
+            coordinator, waits, dp_groups, live=held, changed=changed, wake=self._wake
+        )
         self._waits = waits
-        # Set by `tickets` before it first looks at what the lock guards: whoever changes that and finds no loop to
-        # wake changed it in time to be seen.
+        # Set by `prompt_groups` before it first looks at what the lock guards: whoever changes that and finds no loop
+        # to wake changed it in time to be seen.
         self._loop: asyncio.AbstractEventLoop | None = None
         self._credits = asyncio.Event()  # an event of the loop: other threads set it through `_wake` alone
 
-    async def tickets(self, served: Callable[[], int | None]) -> AsyncIterator[list[PromptGroup]]:
+    async def prompt_groups(self, served: Callable[[], int | None]) -> AsyncIterator[list[PromptGroup]]:
         """See `SampleQueuePort`."""
         self._loop = asyncio.get_running_loop()
         while True:
             self._credits.clear()  # before it looks: a wake from here on is not lost
-            tickets = self.shared.tickets(0, served())
-            if tickets is None:
+            prompt_groups = self.shared.prompt_groups(0, served())
+            if prompt_groups is None:
                 return
-            if tickets:
-                yield tickets
+            if prompt_groups:
+                yield prompt_groups
                 continue
-            with self._waits("experience", "credits", on="learner"):
+            with self._waits("rollout", "capacity", on="training"):
                 await self._credits.wait()
 
-    def put(self, ticket: PromptGroup, batch: Batch, measured: Sequence[Measured]) -> None:
+    def put(self, prompt_group: PromptGroup, batch: Batch, measured: Sequence[Measured]) -> None:
         """See `SampleQueuePort`."""
-        self.shared.put(ticket, batch, facts_of(batch), measured)
+        self.shared.put(prompt_group, batch, facts_of(batch), measured)
 
     def drop(
         self,
-        ticket: PromptGroup,
+        prompt_group: PromptGroup,
         reason: str,
         failure: Failure | None = None,
         *,
@@ -69,19 +71,19 @@ class LocalSampleQueue:
         accuracy: Accuracy | None = None,
     ) -> None:
         """See `SampleQueuePort`."""
-        self.shared.drop(ticket, reason, failure, lost=lost, accuracy=accuracy)
+        self.shared.drop(prompt_group, reason, failure, lost=lost, accuracy=accuracy)
 
-    def has_place(self, ticket: PromptGroup) -> bool:
+    def has_place(self, prompt_group: PromptGroup) -> bool:
         """See `StoppingSampleQueue`."""
-        return self.shared.has_place(ticket)
+        return self.shared.has_place(prompt_group)
 
     def is_full(self) -> bool:
         """See `StoppingSampleQueue`."""
         return self.shared.is_full()
 
-    def abort(self, tickets: Sequence[PromptGroup], num_tokens: int) -> None:
+    def abort(self, prompt_groups: Sequence[PromptGroup], num_tokens: int) -> None:
         """See `StoppingSampleQueue`."""
-        self.shared.abort(tickets, num_tokens)
+        self.shared.abort(prompt_groups, num_tokens)
 
     def count(self, judged: RewardCounts) -> None:
         """See `SampleQueuePort`."""
@@ -96,10 +98,12 @@ class LocalSampleQueue:
     def release(self, step: int, rank: int, published: bool) -> Released:
         """See `SampleQueuePort`."""
         end = self.shared.release(step, rank, published)
-        return Released(end.version, end.finished, end.account, lambda: Kept(end.cut, live_of(end.live)), end.domains)
+        return Released(
+            end.version, end.finished, end.group_counts, lambda: Kept(end.cut, live_of(end.live)), end.domains
+        )
 
     def _wake(self) -> None:
-        """Have `tickets` look again; from any thread."""
+        """Have `prompt_groups` look again; from any thread."""
         if self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._credits.set)
 
@@ -119,7 +123,7 @@ def accuracy_of(batch: Batch) -> Accuracy | None:
 
 
 def pending_groups_of(live: Live | None) -> dict[int, Held[Batch]]:
-    """By ticket. The inverse of `live_of`."""
+    """By group. The inverse of `live_of`."""
     if live is None or live.batch is None:
         return {}
     rows: dict[int, list[int]] = {}
@@ -135,7 +139,7 @@ def pending_groups_of(live: Live | None) -> dict[int, Held[Batch]]:
 def share_of(portion: Portion[Batch]) -> Share:
     """The groups in one batch, which has the columns of the step where there are none."""
     batch = Batch.concat(portion.groups) if portion.groups else portion.like.select([])
-    return Share(portion.tickets, batch, portion.metrics, portion.judged)
+    return Share(portion.group_ids, batch, portion.metrics, portion.judged)
 
 
 def live_of(held: Mapping[int, Held[Batch]]) -> Live:

@@ -22,9 +22,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Facts:
-    """What the edge knows of a complete group. num_tokens: of all its samples, prompts included. version: the lowest of
-    any of their tokens, None where there is none. failure: why it has no verdict at all. num_bytes: that it takes where
-    groups are held, where that is bounded. accuracy: of its answers, None where nothing judges them."""
+    """What the queue knows of a complete group. num_tokens: of all its samples, prompts included. version: the lowest
+    of any of their tokens, None where there is none. failure: why it has no verdict at all. num_bytes: that it takes
+    where groups are held, where that is bounded. accuracy: of its answers, None where nothing judges them."""
 
     num_tokens: int
     version: int | None
@@ -59,10 +59,10 @@ class Held(Generic[T]):
 
 @dataclass(frozen=True)
 class Portion(Generic[T]):
-    """One rank's part of a step: see `Share`. own, groups: its own tickets and their groups, whole, in ticket order.
+    """One rank's part of a step: see `Share`. own, groups: its own groups and their groups, whole, in group order.
     like: the step's first, for where it has none."""
 
-    tickets: tuple[int, ...]
+    group_ids: tuple[int, ...]
     own: tuple[int, ...]
     groups: Sequence[T]
     like: T
@@ -78,18 +78,18 @@ class Consumed(Generic[T]):
     version: Version
     finished: bool
     stopping: bool
-    account: GroupCounts
+    group_counts: GroupCounts
     cut: Snapshot
     live: Mapping[int, Held[T]]
     domains: Mapping[str, Mapping[str, float]]
 
 
-def places(team: Team, loads: Sequence[int], numbers: Sequence[int], step: int) -> Iterator[list[int]]:
+def places(dp_group: Team, loads: Sequence[int], numbers: Sequence[int], step: int) -> Iterator[list[int]]:
     """Of each rank of the team, which of the step's groups it takes."""
-    size = team.mini_batch or len(numbers)
-    passes = [minibatches(len(numbers), numbers, size, team.seed, step, epoch) for epoch in range(team.epochs)]
-    parts = divide_step(loads, passes, max(team.shares) + 1)
-    return (parts[share] for share in team.shares)
+    size = dp_group.mini_batch or len(numbers)
+    passes = [minibatches(len(numbers), numbers, size, dp_group.seed, step, epoch) for epoch in range(dp_group.epochs)]
+    parts = divide_step(loads, passes, max(dp_group.shares) + 1)
+    return (parts[share] for share in dp_group.shares)
 
 
 class FailuresInARow:

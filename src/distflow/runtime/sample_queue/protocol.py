@@ -1,6 +1,6 @@
-"""The experience edge: where complete groups wait until a step takes them. One file a wire implements it.
+"""The sample queue: where complete groups wait until a step takes them. One file a wire implements it.
 
-What a training loop of the user's own steers of the experience plane. One file a wire implements it.
+What a training loop of the user's own steers of the rollout loop. One file a wire implements it.
 """
 
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -34,11 +34,11 @@ class Failure:
 
 @dataclass(frozen=True)
 class Share:
-    """One rank's part of a step. tickets: of the whole step, over all ranks, ascending. metrics: those that the step's
+    """One rank's part of a step. groups: of the whole step, over all ranks, ascending. metrics: those that the step's
     groups measured, over all ranks. judged: by workers which do not learn, since the last step, for one of the
     ranks."""
 
-    tickets: tuple[int, ...]
+    group_ids: tuple[int, ...]
     batch: Batch
     metrics: Mapping[str, float]
     judged: RewardCounts = RewardCounts()
@@ -52,7 +52,7 @@ class NewWorkers:
 
 @dataclass(frozen=True)
 class Live:
-    """Complete groups that no step has taken yet, for a checkpoint. measured: by their nodes, by ticket."""
+    """Complete groups that no step has taken yet, for a checkpoint. measured: by their nodes, by group."""
 
     batch: Batch | None
     measured: Mapping[int, Sequence[Measured]]
@@ -77,7 +77,7 @@ class Released:
 
     version: Version
     finished: bool
-    account: GroupCounts
+    group_counts: GroupCounts
     kept: Callable[[], Kept]
     domains: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
@@ -85,20 +85,20 @@ class Released:
 class SampleQueuePort(Protocol):
     """Between the workers that fill it and those that learn from it."""
 
-    def tickets(self, served: Callable[[], int | None]) -> AsyncIterator[list[PromptGroup]]:
+    def prompt_groups(self, served: Callable[[], int | None]) -> AsyncIterator[list[PromptGroup]]:
         """consumes credits · waits for released steps and dropped groups · produces groups to start together
 
         served: the lowest step whose weights an engine of this worker serves; None where it has none.
         """
         ...
 
-    def put(self, ticket: PromptGroup, batch: Batch, measured: Sequence[Measured]) -> None:
-        """A group has passed the experience plane. measured: by its nodes."""
+    def put(self, prompt_group: PromptGroup, batch: Batch, measured: Sequence[Measured]) -> None:
+        """A group has passed the rollout loop. measured: by its nodes."""
         ...
 
     def drop(
         self,
-        ticket: PromptGroup,
+        prompt_group: PromptGroup,
         reason: str,
         failure: Failure | None = None,
         *,
@@ -119,11 +119,11 @@ class SampleQueuePort(Protocol):
     def take(
         self, step: int, rank: int, wanted: int | None = None, deadline: float | None = None
     ) -> Share | NewWorkers | None:
-        """consumes this step's groups · waits until they are complete · produces this rank's share, in ticket order
+        """consumes this step's groups · waits until they are complete · produces this rank's share, in group order
 
         rank: among those that learn. wanted: groups of a step that is taken in parts, None for the whole step.
         deadline: by `time.monotonic()`. None where the data has ended. Raises NoProgress, Exhausted, TimeoutError,
-        which takes nothing, NothingToWaitFor for a part that could never come, and whatever ended the experience plane.
+        which takes nothing, NothingToWaitFor for a part that could never come, and whatever ended the rollout loop.
         """
         ...
 
@@ -140,7 +140,7 @@ class StoppingSampleQueue(SampleQueuePort, Protocol):
     """One that more groups run for than its steps have places, so that some are ended early. Of one process: what comes
     first is decided where it is made, by the order in which the engine answers."""
 
-    def has_place(self, ticket: PromptGroup) -> bool:
+    def has_place(self, prompt_group: PromptGroup) -> bool:
         """Whether the step that is being made has a place for a group that runs."""
         ...
 
@@ -148,7 +148,7 @@ class StoppingSampleQueue(SampleQueuePort, Protocol):
         """Whether the step has all groups that it needs."""
         ...
 
-    def abort(self, tickets: Sequence[PromptGroup], num_tokens: int) -> None:
+    def abort(self, prompt_groups: Sequence[PromptGroup], num_tokens: int) -> None:
         """Groups that ran were ended because the step is full. Each is handed out again, before any new one.
 
         num_tokens: drawn for them and thrown away.
@@ -165,7 +165,7 @@ class Standing:
     """How the prompt groups stand. num_offered: rows that wait for a credit. num_owed: groups that must still be taken
     before the step may be released."""
 
-    account: GroupCounts
+    group_counts: GroupCounts
     num_offered: int
     num_owed: int
 
@@ -178,7 +178,7 @@ class IntakePort(Protocol):
         ...
 
     def offer(self, keep: Callable[[int], None]) -> None:
-        """A row of the caller's own waits for its credit. keep: told the number that its ticket will name it by, before
+        """A row of the caller's own waits for its credit. keep: told the number that its group will name it by, before
         anybody can look for it."""
         ...
 

@@ -1,4 +1,4 @@
-"""The experience edge as threads share it, whatever the groups are held as: batches in one process, references to them
+"""The sample queue as threads share it, whatever the groups are held as: batches in one process, references to them
 where workers have processes of their own."""
 
 import threading
@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 @dataclass
 class _Reading(Generic[T]):
-    """A step between its division and the moment in which all ranks have it. groups: all of them, by ticket. holders:
+    """A step between its division and the moment in which all ranks have it. groups: all of them, by group. holders:
     with whom they lie, where that may die. judged: told with it. ranks: that have not said yet what they miss. whole:
     None until all have."""
 
@@ -41,14 +41,14 @@ class SharedSampleQueue(Generic[T]):
     """The coordinator decides; this object only guards it with a lock, holds the groups, and wakes who waits.
 
     Any method may be called on any thread; `take`, `release` and `wait_for_groups` wait. Learners wait on the lock's
-    condition; whoever must not block asks `tickets` again when he is woken.
+    condition; whoever must not block asks `prompt_groups` again when he is woken.
 
     A failure on either side is raised on the other, so that nobody waits for what is gone. Groups that fail one after
     another, with none between them that came through, end the run when they would have filled two steps, or one where
     the data end.
 
-    At staleness 0 tickets are handed out only while every rank waits for a step: nothing generates while a trainer
-    updates, validates or saves. Else they are handed out whenever there is a credit. A ticket goes to the worker that
+    At staleness 0 groups are handed out only while every rank waits for a step: nothing generates while a trainer
+    updates, validates or saves. Else they are handed out whenever there is a credit. A group goes to the worker that
     has the fewest groups.
     """
 
@@ -56,22 +56,22 @@ class SharedSampleQueue(Generic[T]):
         self,
         coordinator: Coordinator,
         waits: Waits,
-        teams: Sequence[Team] = (Team(),),
+        dp_groups: Sequence[Team] = (Team(),),
         workers: Sequence[str] = ("",),
         live: Mapping[int, Held[T]] | None = None,
-        changed: Callable[[GroupCounts], None] = lambda account: None,
+        changed: Callable[[GroupCounts], None] = lambda group_counts: None,
         wake: Callable[[], None] = lambda: None,
         may_be_lost: bool = False,
     ) -> None:
         """teams: every one learns from every step, its ranks share it; ranks are counted through all teams. workers:
         names of those that generate, empty for the one of a run that has no others. live: the groups that the
-        coordinator's snapshot holds as complete. Those that it has dropped since are left out, those that are
-        missing here are made again. changed: told how many groups are where, from any thread, inside the lock. wake:
-        called when `tickets` may have another answer. may_be_lost: between `take` and the moment in which a rank has
-        its groups, so that each tells with `read` what became of them.
+        coordinator's snapshot holds as complete. Those that it has dropped since are left out, those that are missing
+        here are made again. changed: told how many groups are where, from any thread, inside the lock. wake: called
+        when `prompt_groups` may have another answer. may_be_lost: between `take` and the moment in which a rank has its
+        groups, so that each tells with `read` what became of them.
         """
         self._coordinator, self._waits, self._changed = coordinator, waits, changed
-        self._teams, self._num_ranks = teams, sum(len(team.shares) for team in teams)
+        self._teams, self._num_ranks = dp_groups, sum(len(dp_group.shares) for dp_group in dp_groups)
         self._wake_tickets = wake
         self._groups = {number: held for number, held in (live or {}).items() if coordinator.holds(number)}
         for number in coordinator.untaken:
@@ -87,7 +87,7 @@ class SharedSampleQueue(Generic[T]):
         self._newcomers = False  # workers wait for weights
         self._telling = set[int]()  # ranks that are still to hear of them
         self._divided_step = -1
-        self._num_waiting = 0  # learners inside `take`
+        self._num_waiting = 0  # trainers inside `take`
         self._num_wakes = 0
         self._judged = RewardCounts()
         self._held = False
@@ -97,7 +97,7 @@ class SharedSampleQueue(Generic[T]):
         self._released: set[int] = set()
         self._outcome: Consumed[T] | None = None  # of the last step that all ranks have released
 
-    def tickets(self, worker: int, served: int | None) -> list[PromptGroup] | None:
+    def prompt_groups(self, worker: int, served: int | None) -> list[PromptGroup] | None:
         """The groups that this worker is to start now; None where the run has failed. served: the lowest step whose
         weights its engine serves; None where it has none."""
         with self._lock:
@@ -109,23 +109,23 @@ class SharedSampleQueue(Generic[T]):
         with self._lock:
             num_wakes = self._num_wakes
             while not self._is_over(worker):
-                tickets = self._hand_out(worker, served)
-                if tickets or self._num_wakes != num_wakes:
-                    return tickets
+                prompt_groups = self._hand_out(worker, served)
+                if prompt_groups or self._num_wakes != num_wakes:
+                    return prompt_groups
                 self._askers.wait()
             return None
 
-    def put(self, ticket: PromptGroup, group: T, facts: Facts, measured: Sequence[Measured]) -> None:
+    def put(self, prompt_group: PromptGroup, group: T, facts: Facts, measured: Sequence[Measured]) -> None:
         """See `SampleQueuePort`. A group without any verdict counts among those that fail."""
         with self._lock:
-            if self._generators.is_passed_over(ticket):
+            if self._generators.is_passed_over(prompt_group):
                 return
-            self._groups[ticket.number] = Held(group, facts.num_tokens, measured)
+            self._groups[prompt_group.group_id] = Held(group, facts.num_tokens, measured)
             if facts.accuracy is not None:
-                self._coordinator.judged(ticket, facts.accuracy)
-            self._coordinator.complete(ticket.number, facts.num_tokens, facts.version)
-            self._coordinator.weigh(ticket.number, facts.num_bytes)
-            self._generators.end(ticket, complete=True)
+                self._coordinator.judged(prompt_group, facts.accuracy)
+            self._coordinator.complete(prompt_group.group_id, facts.num_tokens, facts.version)
+            self._coordinator.weigh(prompt_group.group_id, facts.num_bytes)
+            self._generators.end(prompt_group, complete=True)
             self._count(facts.failure)
             self._tell()
             self._askers.notify_all()
@@ -133,7 +133,7 @@ class SharedSampleQueue(Generic[T]):
 
     def drop(
         self,
-        ticket: PromptGroup,
+        prompt_group: PromptGroup,
         reason: str,
         failure: Failure | None = None,
         *,
@@ -142,35 +142,35 @@ class SharedSampleQueue(Generic[T]):
     ) -> None:
         """See `SampleQueuePort`."""
         with self._lock:
-            if self._generators.is_passed_over(ticket):
+            if self._generators.is_passed_over(prompt_group):
                 return
             if accuracy is not None:
-                self._coordinator.judged(ticket, accuracy)
-            if not (lost and self._coordinator.retry(ticket.number)):
+                self._coordinator.judged(prompt_group, accuracy)
+            if not (lost and self._coordinator.retry(prompt_group.group_id)):
                 if not lost:
-                    self._coordinator.drop(ticket.number, reason)
+                    self._coordinator.drop(prompt_group.group_id, reason)
                 self._count(failure)
-            self._generators.end(ticket, complete=False)
+            self._generators.end(prompt_group, complete=False)
             self._tell()
             self._askers.notify_all()
         self._wake_tickets()
 
-    def has_place(self, ticket: PromptGroup) -> bool:
+    def has_place(self, prompt_group: PromptGroup) -> bool:
         """See `StoppingSampleQueue`."""
         with self._lock:
-            return self._coordinator.has_place(ticket.number)
+            return self._coordinator.has_place(prompt_group.group_id)
 
     def is_full(self) -> bool:
         """See `StoppingSampleQueue`."""
         with self._lock:
             return self._coordinator.is_full
 
-    def abort(self, tickets: Sequence[PromptGroup], num_tokens: int) -> None:
+    def abort(self, prompt_groups: Sequence[PromptGroup], num_tokens: int) -> None:
         """See `StoppingSampleQueue`."""
         with self._lock:
-            self._coordinator.abort([ticket.number for ticket in tickets], num_tokens)
-            for ticket in tickets:
-                self._generators.end(ticket, complete=False)
+            self._coordinator.abort([prompt_group.group_id for prompt_group in prompt_groups], num_tokens)
+            for prompt_group in prompt_groups:
+                self._generators.end(prompt_group, complete=False)
             self._tell()
             self._askers.notify_all()
         self._wake_tickets()
@@ -184,19 +184,19 @@ class SharedSampleQueue(Generic[T]):
         """A worker is gone, and what it made that no step has taken: its groups are handed out again, and what still
         comes of it is passed over. Returns how many they are."""
         with self._lock:
-            name, tickets, holds = self._generators.lose(worker)
-            for ticket in tickets:
-                if not self._coordinator.retry(ticket.number):
+            name, prompt_groups, holds = self._generators.lose(worker)
+            for prompt_group in prompt_groups:
+                if not self._coordinator.retry(prompt_group.group_id):
                     self._count(Failure(f"worker {name} died while it worked on it", users=False))
             for number in holds:
                 self._coordinator.lose(number)
                 del self._groups[number]
             self._tell()
         self._wake()
-        return len(tickets) + len(holds)
+        return len(prompt_groups) + len(holds)
 
     def join(self, name: str) -> int:
-        """A worker comes in place of one that is gone; its number. It gets tickets once it has asked."""
+        """A worker comes in place of one that is gone; its number. It gets groups once it has asked."""
         with self._lock:
             return self._generators.join(name)
 
@@ -246,7 +246,7 @@ class SharedSampleQueue(Generic[T]):
             while reading.whole is None:
                 if self._failure is not None:
                     raise self._failure
-                with self._waits("learner", f"step {step}", on="other ranks"):
+                with self._waits("training", f"step {step}", on="other ranks"):
                     self._lock.wait()
             return reading.whole
 
@@ -266,14 +266,14 @@ class SharedSampleQueue(Generic[T]):
             while self._outcome is None or self._outcome.version.step <= step:
                 if self._failure is not None:
                     raise self._failure
-                with self._waits("learner", f"release of step {step}", on="other ranks"):
+                with self._waits("training", f"release of step {step}", on="other ranks"):
                     self._lock.wait()
             return self._outcome
 
     def open_data(self) -> None:
         """See `IntakePort`."""
         with self._lock:
-            self._coordinator.tickets.data_open = True
+            self._coordinator.prompt_groups.data_open = True
         self._wake()
 
     def offer(self, keep: Callable[[int], None]) -> None:
@@ -292,7 +292,7 @@ class SharedSampleQueue(Generic[T]):
         """See `IntakePort`."""
         with self._lock:
             coordinator = self._coordinator
-            return Standing(coordinator.accounting(), coordinator.tickets.num_waiting, coordinator.num_owed())
+            return Standing(coordinator.checked_counts(), coordinator.prompt_groups.num_waiting, coordinator.num_owed())
 
     def stop(self) -> None:
         """The run is to end with the step under way, on all ranks alike."""
@@ -307,17 +307,17 @@ class SharedSampleQueue(Generic[T]):
         self._wake()
 
     def _tell(self) -> None:
-        """Inside the lock: learners look again, and people see how many groups are where."""
+        """Inside the lock: trainers look again, and people see how many groups are where."""
         self._lock.notify_all()
-        self._changed(self._coordinator.accounting())
+        self._changed(self._coordinator.checked_counts())
 
     @contextmanager
     def _waiting(self, step: int) -> Iterator[None]:
-        """A step is waited for: tickets may be handed out. Inside the lock, which waiting gives back meanwhile."""
+        """A step is waited for: groups may be handed out. Inside the lock, which waiting gives back meanwhile."""
         self._num_waiting += 1
         self._wake()
         try:
-            with self._waits("learner", f"step {step}", on="experience"):
+            with self._waits("training", f"step {step}", on="rollout"):
                 yield
         finally:
             self._num_waiting -= 1
@@ -337,13 +337,13 @@ class SharedSampleQueue(Generic[T]):
         """Inside the lock."""
         oldest = self._generators.ask(worker, served)
         if not self._held and (self._num_waiting >= self._num_ranks or self._coordinator.plan.max_staleness > 0):
-            for ticket in self._coordinator.take_groups(oldest):
-                if name := self._generators.give(ticket):
-                    self._coordinator.assign(ticket.number, name)
+            for prompt_group in self._coordinator.take_groups(oldest):
+                if name := self._generators.give(prompt_group):
+                    self._coordinator.assign(prompt_group.group_id, name)
                 self._askers.notify_all()
-        tickets = self._generators.fetch(worker)
+        prompt_groups = self._generators.fetch(worker)
         self._tell()
-        return tickets
+        return prompt_groups
 
     def _divided(self, step: int, numbers: tuple[int, ...]) -> dict[int, Portion[T]]:
         """The groups of a step over the ranks, whole, each mini-batch evened out by tokens."""
@@ -352,7 +352,7 @@ class SharedSampleQueue(Generic[T]):
         metrics = combine([part for each in held for part in each.measured])
         groups = [each.group for each in held]
         loads = [each.num_tokens for each in held]
-        owned = [own for team in self._teams for own in places(team, loads, numbers, step)]
+        owned = [own for dp_group in self._teams for own in places(dp_group, loads, numbers, step)]
         judged = [self._take_judged() for _ in owned]
         if self._reading is not None:
             waiting = dict(zip(numbers, held, strict=True))
@@ -397,7 +397,7 @@ class SharedSampleQueue(Generic[T]):
             version,
             coordinator.finished,
             self._stopping,
-            coordinator.accounting(),
+            coordinator.checked_counts(),
             coordinator.snapshot(),
             dict(sorted(self._groups.items())),
             coordinator.shares.figures,
@@ -412,22 +412,22 @@ class SharedSampleQueue(Generic[T]):
 
     def _stalled(self) -> bool:
         """Whether no group runs and none will start while this is waited for."""
-        return self._coordinator.stalled if not self._held else not self._coordinator.accounting().running
+        return self._coordinator.stalled if not self._held else not self._coordinator.checked_counts().running
 
     def _so_far(self, wanted: int | None) -> str:
-        account, num_offered = self._coordinator.accounting(), self._coordinator.tickets.num_waiting
-        dropped = ", ".join(f"{count} {reason}" for reason, count in account.dropped.items())
+        group_counts, num_offered = self._coordinator.checked_counts(), self._coordinator.prompt_groups.num_waiting
+        dropped = ", ".join(f"{count} {reason}" for reason, count in group_counts.dropped.items())
         return (
             f"of the {wanted or self._coordinator.plan.consumer_batch} prompt groups that are waited for "
-            f"{self._coordinator.num_untaken} are finished; {account.running} run, {num_offered} submitted ones wait "
-            f"to start{f', dropped so far: {dropped}' if dropped else ''}"
+            f"{self._coordinator.num_untaken} are finished; {group_counts.running} run, {num_offered} submitted ones "
+            f"wait to start{f', dropped so far: {dropped}' if dropped else ''}"
         )
 
     def _why_stalled(self, wanted: int) -> str:
         plan, so_far = self._coordinator.plan, self._so_far(wanted)
         if self._held:
             why = "groups start again after resume()"
-        elif not self._coordinator.tickets.data_open and not self._coordinator.tickets.num_waiting:
+        elif not self._coordinator.prompt_groups.data_open and not self._coordinator.prompt_groups.num_waiting:
             why = "submit more, or wait for those that there are"
         else:
             why = (
@@ -439,7 +439,7 @@ class SharedSampleQueue(Generic[T]):
         return f"this would wait for ever: {so_far}: {why}{failed}"
 
     def _wake(self) -> None:
-        """Have those who want tickets look again; from any thread."""
+        """Have those who want groups look again; from any thread."""
         with self._lock:
             self._num_wakes += 1
             self._askers.notify_all()

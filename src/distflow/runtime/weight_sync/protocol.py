@@ -128,14 +128,14 @@ class LocalWeights:
         """See `WeightPort`."""
         assert self._version is not None, "a version is begun before it is committed"
         for receive in self._receivers:
-            with self._waits("learner", f"weights of step {self._version.step}", on="rollout engine"):
+            with self._waits("training", f"weights of step {self._version.step}", on="rollout engine"):
                 check_receipt(self._hand_over(receive, self._version), self._version, hashes)
         self._version, self._tensors = None, []
 
     def alias(self, version: Version, hashes: Mapping[str, str]) -> None:
         """See `WeightPort`."""
         for receive in self._receivers:
-            with self._waits("learner", f"alias of step {version.step}", on="rollout engine"):
+            with self._waits("training", f"alias of step {version.step}", on="rollout engine"):
                 check_receipt(receive(version, None), version, hashes)
 
     def _hand_over(self, receive: Receive, version: Version) -> Receipt:

@@ -67,7 +67,7 @@ class StreamedWeights:
         for load in self._loads:
             taken: Future[None] = Future()
             load.handed.put((bucket, taken))
-            with self._waits("learner", f"weights of step {self._version.step}", on="rollout engine"):
+            with self._waits("training", f"weights of step {self._version.step}", on="rollout engine"):
                 either: list[Future[Any]] = [taken, load.receipt]
                 wait(either, return_when=FIRST_COMPLETED)
             if load.receipt.done():  # before it has all: it failed
@@ -78,14 +78,14 @@ class StreamedWeights:
         assert self._version is not None, "a version is begun before it is committed"
         for load in self._loads:
             load.handed.put(None)
-            with self._waits("learner", f"weights of step {self._version.step}", on="rollout engine"):
+            with self._waits("training", f"weights of step {self._version.step}", on="rollout engine"):
                 check_receipt(self._receipt(load, self._version), self._version, hashes)
         self._version, self._loads = None, []
 
     def alias(self, version: Version, hashes: Mapping[str, str]) -> None:
         """See `WeightPort`."""
         for receive in self._receivers:
-            with self._waits("learner", f"alias of step {version.step}", on="rollout engine"):
+            with self._waits("training", f"alias of step {version.step}", on="rollout engine"):
                 check_receipt(receive(version, None), version, hashes)
 
     def _receipt(self, load: _Load, version: Version) -> Receipt:

@@ -23,7 +23,7 @@ EDGES = [
 ]
 # Keys that take the first state to its extremes, whatever they are.
 WEYL = 0x9E3779B97F4A7C15
-KEYS = [*EDGES, *((edge - WEYL) % TOP for edge in EDGES)]
+KEYS = [*EDGES, *((queue - WEYL) % TOP for queue in EDGES)]
 POSITIONS = [0, 1, 2, 511, 4095, (1 << 31) - 1, 1 << 32, (1 << 53) + 1, (1 << 62) - 1]
 
 

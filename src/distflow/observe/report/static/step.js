@@ -1,26 +1,26 @@
-// How a step runs: the program as a graph. Its time line is drawn by timeline.js.
+// How a step runs: the pipeline as a graph. Its time line is drawn by timeline.js.
 
 const NODE_HEIGHT = 46;
 const GAP = 18; // between nodes of one layer
 const REACH = 46; // between layers, for the edges
 
 function showStep() {
-  byId("step").hidden = !data.program.length && !data.timelines.length;
-  if (data.program.length) showProgram();
+  byId("step").hidden = !data.pipeline.length && !data.timelines.length;
+  if (data.pipeline.length) showPipeline();
   if (data.timelines.length) showTimeline();
 }
 
-function showProgram() {
-  const figure = byId("program");
+function showPipeline() {
+  const figure = byId("pipeline");
   figure.hidden = false;
-  const planes = [...new Set(data.program.map((node) => node.plane))];
-  const what = { experience: "experience plane: for each prompt", learning: "learning plane: for each step" };
+  const planes = [...new Set(data.pipeline.map((node) => node.plane))];
+  const what = { rollout: "rollout: for each prompt", training: "training: for each step" };
   figure.querySelector(".legend").append(...planes.map((plane) => swatch(`var(--${planeColor(plane)})`, what[plane] ?? plane)));
-  const timed = data.program.some((node) => node.seconds !== null);
+  const timed = data.pipeline.some((node) => node.seconds !== null);
   figure.querySelector("figcaption").textContent =
     `Arrows show what waits for what${timed ? "; seconds are the mean of a step" : ""}. Point at a node to see what it reads and writes.`;
   const place = figure.querySelector(".drawing");
-  place.setAttribute("aria-label", numbered(data.program.map((node) => node.deps.length ? `${node.name} after ${node.deps.join(" and ")}` : node.name).join("; ")));
+  place.setAttribute("aria-label", numbered(data.pipeline.map((node) => node.deps.length ? `${node.name} after ${node.deps.join(" and ")}` : node.name).join("; ")));
   let drawnAt = 0;
   new ResizeObserver(() => {
     if (place.clientWidth === drawnAt) return;
@@ -29,7 +29,7 @@ function showProgram() {
   }).observe(place);
 }
 
-const planeColor = (plane) => (plane === "experience" ? "c1" : "c0");
+const planeColor = (plane) => (plane === "rollout" ? "c1" : "c0");
 
 // The nodes by layer, with places for the edges that pass a layer; each stands near what it follows.
 function layered() {
@@ -39,8 +39,8 @@ function layered() {
     (layers[item.layer] ??= []).push(item);
     return item;
   };
-  for (const node of data.program) items.set(node.name, put({ node, layer: node.layer, before: [] }));
-  for (const node of data.program) {
+  for (const node of data.pipeline) items.set(node.name, put({ node, layer: node.layer, before: [] }));
+  for (const node of data.pipeline) {
     for (const dep of node.deps) {
       let last = items.get(dep);
       while (last.layer < node.layer - 1) last = put({ layer: last.layer + 1, before: [last] });
@@ -57,7 +57,7 @@ function layered() {
 // Layers run from left to right where there is room, else downwards.
 function drawProgram(room) {
   const layers = layered();
-  const longest = Math.max(...data.program.flatMap((node) => [node.name.length * 7.9, about(node).length * 6.6]));
+  const longest = Math.max(...data.pipeline.flatMap((node) => [node.name.length * 7.9, about(node).length * 6.6]));
   const nodeWidth = Math.min(Math.max(longest + 28, 120), 260);
   const most = Math.max(...layers.map((layer) => layer.length));
   const isAcross = layers.length * (nodeWidth + REACH) - REACH <= room;
@@ -81,7 +81,7 @@ function drawProgram(room) {
     const by = item.node ? "" : `L${end(item).join(" ")}`;
     return svg("path", { class: "edge", d: `M${x1} ${y1}C${bend} ${x2} ${y2}${by}`, ...(item.node ? { "marker-end": "url(#head)" } : {}) });
   }));
-  const boxes = data.program.map((node) => {
+  const boxes = data.pipeline.map((node) => {
     const { x, y } = at.get(node.name);
     const columns = (names, verb) => (names.length ? `\n${verb} ${names.join(", ")}` : "");
     return svg("g", { class: `node ${planeColor(node.plane)}`, transform: `translate(${x} ${y})` },

@@ -88,7 +88,7 @@ function told(lane, what, level, took, waited) {
   return `${what} ${seconds(took)}${waited > 0 ? `, then ${seconds(waited)} until its step` : ""}${stale}`;
 }
 
-// Validations, behind what the experience plane does.
+// Validations, behind what the rollout does.
 function backdrop(lane, line, x, height) {
   if (lane.kind === "phase" || lane.kind === "wait") return [];
   return line.paused.map(([start, end]) => svg("rect", { class: "pause", x: x(start), y: 0, width: Math.max(x(end) - x(start), 1), height },

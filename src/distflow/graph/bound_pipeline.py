@@ -1,4 +1,4 @@
-"""What `bind` returns: the frozen program that workers see."""
+"""What `bind` returns: the frozen pipeline that workers see."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -50,22 +50,22 @@ class BoundPipeline:
     services: frozenset[str]
 
     @property
-    def experience(self) -> tuple[BoundNode, ...]:
+    def rollout_nodes(self) -> tuple[BoundNode, ...]:
         """The nodes that run for each prompt group."""
-        return tuple(node for node in self.nodes if node.plane == "experience")
+        return tuple(node for node in self.nodes if node.plane == "rollout")
 
     @property
-    def learning(self) -> tuple[BoundNode, ...]:
+    def training_nodes(self) -> tuple[BoundNode, ...]:
         """The nodes that run for each step, on every training rank."""
-        return tuple(node for node in self.nodes if node.plane == "learning")
+        return tuple(node for node in self.nodes if node.plane == "training")
 
     def node(self, node_id: str) -> BoundNode:
-        """Raises PipelineError if the program has no such node."""
+        """Raises PipelineError if the pipeline has no such node."""
         for node in self.nodes:
             if node.node_id == node_id:
                 return node
         ids = [node.node_id for node in self.nodes]
-        raise PipelineError(f"program '{self.graph_id}' has no node '{node_id}'{hint(node_id, ids)}")
+        raise PipelineError(f"pipeline '{self.graph_id}' has no node '{node_id}'{hint(node_id, ids)}")
 
     def to_json(self) -> list[dict[str, object]]:
         """Each node as plain data: what it is, behind what it runs, what it reads and writes."""
@@ -84,7 +84,7 @@ class BoundPipeline:
         ]
 
     def to_mermaid(self) -> str:
-        """The program as a Mermaid flowchart with its planes; an edge shows the fields that go along it."""
+        """The pipeline as a Mermaid flowchart with its planes; an edge shows the fields that go along it."""
         return flowchart(self._boxes())
 
     def to_text(self) -> str:
