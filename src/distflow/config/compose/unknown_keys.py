@@ -81,7 +81,7 @@ def judge_settings(settings: Sequence[Setting], values: Mapping[str, object]) ->
     settled: set[str] = set()
     translated: dict[str, set[str]] = {}  # the systems that have a key below a group
     for setting in settings:
-        for parent in parents(setting.key):
+        for parent in parents(setting.key) if not is_known(setting.key) else ():
             translated.setdefault(parent, set()).update(find_names(setting.key))
     for setting in settings:
         if settled.intersection(parents(setting.key)):
