@@ -16,7 +16,7 @@ import yaml
 from distflow.cli import main, make_parser
 from distflow.config import load_config
 from distflow.config.keys.schema import group_names, schema_keys
-from distflow.config.migration.tables import SYSTEMS, find_names
+from distflow.config.migration.tables import all_tables, find_names
 from tests.user_code import forgotten
 
 ROOT = Path(__file__).parent.parent
@@ -170,7 +170,7 @@ def test_every_key_that_is_named_exists(page: Path) -> None:
 
 
 def is_group_elsewhere(key: str) -> bool:
-    return any(name.startswith(f"{key}.") for names in SYSTEMS.values() for name in names)
+    return any(name.startswith(f"{key}.") for table in all_tables().values() for name in table.names)
 
 
 def _is_no_key(text: str) -> bool:

@@ -3,12 +3,12 @@
 from pathlib import Path
 
 import pytest
-from tests.rewards.judge.test_judge import SECRET, Reply, completion, reward_result
-from tests.rewards.judge.test_judge import server as server
 
 from distflow import cli
 from distflow.observe.reading.run_reader import read_metrics, read_samples
 from tests.e2e.runs import Playground
+from tests.rewards.judge.test_judge import SECRET, Reply, completion, reward_result
+from tests.rewards.judge.test_judge import server as server
 
 pytestmark = [pytest.mark.slow, pytest.mark.faults]
 BAD: dict[int, tuple[Reply | None, str]] = {

@@ -9,14 +9,15 @@ from distflow.config import ConfigError, load_config
 from distflow.config.compose.unknown_keys import is_known, suggest
 from distflow.config.compose.values import check_bounds, convert
 from distflow.config.keys.schema import group_names, schema_keys
-from distflow.config.migration.tables import NOT_GIVEN, SYSTEMS, find_names
-from distflow.config.migration.trl import DEFAULTS
+from distflow.config.migration.names import NOT_GIVEN
+from distflow.config.migration.tables import all_tables, find_names
 
 ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 REF = "actor_rollout_ref.ref"
 OPTIM, CORRECTION = f"{ACTOR}.optim", "algorithm.rollout_correction"
 
-ENTRIES = [(key, name) for names in SYSTEMS.values() for key, name in names.items()]
+ENTRIES = [(key, name) for table in all_tables().values() for key, name in table.names.items()]
+DEFAULTS = all_tables()["TRL"].defaults
 
 
 def refuse(*overrides):
@@ -64,10 +65,10 @@ def test_none_of_them_is_a_key_here():
     assert not {key for key, _ in ENTRIES} & set(schema_keys())
 
 
-@pytest.mark.parametrize(("key", "value", "override"), DEFAULTS, ids=[key for key, _, _ in DEFAULTS])
-def test_the_defaults_of_trl_are_said_by_keys(key, value, override):
-    assert find_names(key)
-    for ours, given in written(override):
+@pytest.mark.parametrize("there", DEFAULTS)
+def test_the_defaults_of_trl_are_said_by_keys(there):
+    assert find_names(there.partition("=")[0])
+    for ours, given in written(DEFAULTS[there]):
         info = schema_keys()[ours]
         assert not list(check_bounds(convert(yaml.safe_load(given), info.annotation), info))
 

@@ -11,7 +11,8 @@ from functools import cache
 
 from distflow.config.compose.origins import Setting
 from distflow.config.keys.schema import schema_keys
-from distflow.config.migration.tables import NOT_GIVEN, SYSTEMS, Name, as_override, find_by_last_word, find_names
+from distflow.config.migration.names import NOT_GIVEN, Name, as_override
+from distflow.config.migration.tables import all_tables, find_by_last_word, find_names
 from distflow.errors import Problem
 
 _LEAST_SIMILARITY = 0.7  # of one word: below it, it is another word
@@ -81,7 +82,7 @@ def judge_settings(settings: Sequence[Setting], values: Mapping[str, object]) ->
     settled: set[str] = set()
     translated: dict[str, set[str]] = {}  # the systems that have a key below a group
     for setting in settings:
-        for parent in parents(setting.key):
+        for parent in parents(setting.key) if not is_known(setting.key) else ():
             translated.setdefault(parent, set()).update(find_names(setting.key))
     for setting in settings:
         if settled.intersection(parents(setting.key)):
@@ -104,7 +105,7 @@ def suggest(key: str, known: Collection[str], value: object = NOT_GIVEN) -> str:
         return f"{_and(list(found))} {_has_it(found)} it in another place: {_answer(found, value)}"
     if guesses := _elsewhere(key, known):
         return f"did you mean {' or '.join(guesses)}?"
-    if guesses := most_similar(key, {name: name for names in SYSTEMS.values() for name in names}):
+    if guesses := most_similar(key, {name: name for table in all_tables().values() for name in table.names}):
         return f"did you mean {guesses[0]}? Then {_answer(find_names(guesses[0]), value)}"
     return "see docs/config.md for all keys, docs/migrating.md for those of other systems"
 
@@ -116,7 +117,7 @@ def _judge(
     places = ((key, setting.where),)
     if not is_known(key):
         found = find_names(key)
-        by_name = {system for system, names in SYSTEMS.items() if key in names}
+        by_name = {system for system, table in all_tables().items() if key in table.names}
         if setting.is_group and translated.get(key, set()) - by_name:
             return None  # what it holds gets the message
         if line := _acceptance(setting, found, values):

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Literal, Union, get_args, get_origin
 
 from distflow.config.keys.declare import KeyInfo
-from distflow.config.migration.verl import VALUES
+from distflow.config.migration.tables import find_value
 from distflow.errors import nearest
 
 # YAML 1.1 reads 1e-6 (no dot) as a text; people mean the number.
@@ -118,7 +118,7 @@ def _check_choice(name: object, info: KeyInfo) -> Iterator[Mismatch]:
         there = [choice for choice in spec.choices if choice not in later]
         yield Mismatch(f"is {show(name)}, which is not there yet", f"choose from {', '.join(there)}")
     elif name not in spec.choices:
-        guess = VALUES.get(info.name, {}).get(name) or nearest(str(name), spec.choices)
+        guess = find_value(info.name, name) or nearest(str(name), spec.choices)
         meant = f"did you mean {guess}? " if guess else ""
         more = f". {spec.advice}" if spec.advice else ""
         yield Mismatch(f"is {show(name)}, which is no choice", f"{meant}the choices are {spec.allowed()}{more}")

@@ -7,8 +7,6 @@ from typing import Any
 
 ANY: tuple[Any, ...] = (...,)
 """All values: of a name that is harmless whatever it is set to."""
-OFF: tuple[Any, ...] = (None, False)
-"""Values by which nothing is asked for."""
 NOT_GIVEN: Any = object()
 """In place of a value, where only the name is asked about."""
 

@@ -4,12 +4,12 @@
 """
 
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 from distflow.config.compose.load import load_config
-from distflow.config.migration import areal, examples, openrlhf, roll, siirl, trl, verl
+from distflow.config.migration import examples
 from distflow.config.migration.names import ANY, NOT_GIVEN, Name, as_override
-from distflow.config.migration.tables import find_names
+from distflow.config.migration.tables import all_tables, find_names
 from distflow.config.migration.verl_defaults import differing
 from distflow.errors import ConfigError
 
@@ -85,20 +85,20 @@ def render() -> str:
         _differences(),
         _VERL_APART,
         _translated_verl(),
-        _names("verl", verl.NAMES, verl.PAGES),
+        _names("verl"),
         _TRL,
-        _table("there", "here", [(f"`{key}={value}`", f"`{ours}`") for key, value, ours in trl.DEFAULTS]),
+        _defaults("TRL"),
         _TRL_SCRIPT + examples.TRL + "```\n",
         _translated_trl(),
-        _names("TRL", trl.NAMES, trl.PAGES),
+        _names("TRL"),
         "## siiRL\n\nverl's keys, and",
-        _names("siiRL", siirl.NAMES, siirl.PAGES),
+        _names("siiRL"),
         "## AReaL\n",
-        _names("AReaL", areal.NAMES, areal.PAGES),
+        _names("AReaL"),
         "## OpenRLHF\n",
-        _names("OpenRLHF", openrlhf.NAMES, openrlhf.PAGES),
+        _names("OpenRLHF"),
         "## ROLL\n",
-        _names("ROLL", roll.NAMES, roll.PAGES),
+        _names("ROLL"),
     ]
     return "\n".join(parts)
 
@@ -158,13 +158,20 @@ def _command(preset: str, overrides: Iterable[str]) -> str:
     return f"<!-- not run: it needs the model and the data -->\n```bash\n{lines}\n```\n"
 
 
-def _names(system: str, names: Mapping[str, Name], pages: Iterable[tuple[str, str]]) -> str:
+def _defaults(system: str) -> str:
+    defaults = all_tables()[system].defaults
+    return _table("there", "here", [(_code(there), _code(ours)) for there, ours in defaults.items()])
+
+
+def _names(system: str) -> str:
     """Both tables of a system; keys that are answered alike share a row."""
+    table = all_tables()[system]
     rows: dict[str, list[str]] = {}
-    for key, name in names.items():
+    for key, name in table.names.items():
         rows.setdefault(_meaning(name), []).append(f"`{key}`")
     keys = _table(f"{system}'s key", "here", [(", ".join(keys), meaning) for meaning, keys in rows.items()])
-    return f"### {system}'s keys\n\n{keys}\n### {system} beside its keys\n\n{_table('there', 'here', pages)}"
+    others = _table("there", "here", table.beside_keys.items())
+    return f"### {system}'s keys\n\n{keys}\n### {system} beside its keys\n\n{others}"
 
 
 def _code(text: str) -> str:

@@ -1,31 +1,69 @@
-"""Names of other systems, one file of plain data a system: what says the same here, what is accepted as it is."""
+"""What other systems call their keys: one TOML file a system, read when a key is first looked up."""
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any
 
-from distflow.config.migration import areal, openrlhf, roll, siirl, trl, verl
-from distflow.config.migration.names import NOT_GIVEN, Name, as_override
+from distflow.config.migration.names import ANY, Name
 
-SYSTEMS: dict[str, Mapping[str, Name]] = {
-    "verl": verl.NAMES,
-    "siiRL": siirl.NAMES,
-    "TRL": trl.NAMES,
-    "AReaL": areal.NAMES,
-    "OpenRLHF": openrlhf.NAMES,
-    "ROLL": roll.NAMES,
+SYSTEMS = ("verl", "siiRL", "TRL", "AReaL", "OpenRLHF", "ROLL")
+_SHORT_FORMS = {
+    "ACTOR": "actor_rollout_ref.actor",
+    "REF": "actor_rollout_ref.ref",
+    "ROLLOUT": "actor_rollout_ref.rollout",
+    "MODEL": "actor_rollout_ref.model",
+    "CORRECTION": "algorithm.rollout_correction",
 }
+_GROUPS = ("answers", "keys", "values", "defaults", "beside_keys")
+_CONSTANTS = {"null": None, "true": True, "false": False}
+_HARMLESS = {"any": ANY, "off": (None, False)}
 
-_PATTERNS = {
-    system: [(pattern, name) for pattern, name in names.items() if "*" in pattern] for system, names in SYSTEMS.items()
-}
 
-__all__ = ["NOT_GIVEN", "SYSTEMS", "Name", "as_override", "find_by_last_word", "find_names"]
+class TableError(ValueError):
+    """A table that cannot be read: its file, the key, and what is wrong there."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """What one system calls its keys.
+
+    sources: the files of the system that the keys were read in.
+    names: by key; in a key `*` stands for any part.
+    values: of keys that both have, the values that are called otherwise here.
+    defaults: what the system has where nothing is given, as `key=value`: the override that says it here.
+    beside_keys: what is no key: what it is here.
+    """
+
+    sources: tuple[str, ...]
+    names: Mapping[str, Name]
+    values: Mapping[str, Mapping[Any, str]]
+    defaults: Mapping[str, str]
+    beside_keys: Mapping[str, str]
+
+    def find(self, key: str) -> Name | None:
+        """What the system means by a key. Of patterns that match, the first one counts."""
+        if key in self.names:
+            return self.names[key]
+        return next((name for pattern, name in self._patterns if fnmatchcase(key, pattern)), None)
+
+    @cached_property
+    def _patterns(self) -> list[tuple[str, Name]]:
+        return [(key, name) for key, name in self.names.items() if "*" in key]
+
+
+@cache
+def all_tables() -> Mapping[str, Table]:
+    """The table of each system."""
+    return {system: read_table(Path(__file__).with_name(f"{system.lower()}.toml")) for system in SYSTEMS}
 
 
 def find_names(key: str) -> dict[str, Name]:
-    """What each system that has the key means by it. In a table `*` stands for any part of a key, and what stands
-    first counts."""
-    found = {system: _find(key, system) for system in SYSTEMS}
+    """What each system that has the key means by it."""
+    found = {system: table.find(key) for system, table in all_tables().items()}
     return {system: name for system, name in found.items() if name is not None}
 
 
@@ -35,14 +73,116 @@ def find_by_last_word(key: str) -> dict[str, Name]:
     if "_" not in word and word == key:
         return {}
     found = {}
-    for system, names in SYSTEMS.items():
-        same = [name for other, name in names.items() if other.rpartition(".")[2] == word]
-        if same and all(name == same[0] for name in same) and ("_" in word or word in names):
+    for system, table in all_tables().items():
+        same = [name for other, name in table.names.items() if other.rpartition(".")[2] == word]
+        if same and all(name == same[0] for name in same) and ("_" in word or word in table.names):
             found[system] = same[0]
     return found
 
 
-def _find(key: str, system: str) -> Name | None:
-    if key in SYSTEMS[system]:
-        return SYSTEMS[system][key]
-    return next((name for pattern, name in _PATTERNS[system] if fnmatchcase(key, pattern)), None)
+def find_value(key: str, value: object) -> str | None:
+    """What verl's value of a key that both have is called here, where it is called otherwise."""
+    return all_tables()["verl"].values.get(key, {}).get(value)
+
+
+def read_table(path: Path) -> Table:
+    """The table that a file holds. Raises TableError."""
+    # Most configs have no key of another system: tomllib is imported where one has.
+    import tomllib
+
+    text = re.sub(r"\b[A-Z]+\b", lambda word: _SHORT_FORMS.get(word[0], word[0]), path.read_text(encoding="utf-8"))
+    try:
+        return _table(tomllib.loads(text))
+    except (tomllib.TOMLDecodeError, TableError) as error:
+        raise TableError(f"{path.name}: {error}") from error
+
+
+def _table(raw: dict[str, Any]) -> Table:
+    if unknown := raw.keys() - {"sources", *_GROUPS}:
+        raise TableError(f"there is no group '{min(unknown)}'")
+    if not isinstance(raw.get("sources"), list) or not raw["sources"]:
+        raise TableError("'sources' must list the files that the keys were read in")
+    groups = {name: _mapping(name, raw.get(name, {})) for name in _GROUPS}
+    return Table(
+        sources=tuple(raw["sources"]),
+        names=dict(_read_names(groups["keys"], groups["answers"])),
+        values={key: _read_values(key, entry) for key, entry in groups["values"].items()},
+        defaults=_texts("defaults", groups["defaults"]),
+        beside_keys=_texts("beside_keys", groups["beside_keys"]),
+    )
+
+
+def _read_names(entries: Mapping[str, object], answers: Mapping[str, object]) -> Iterator[tuple[str, Name]]:
+    seen = set()
+    for keys, entry in entries.items():
+        name = _read_name(keys, _fields(keys, entry, answers))
+        for key in _expand(keys):
+            if key in seen:
+                raise TableError(f"'{key}' stands there twice")
+            seen.add(key)
+            yield key, name
+
+
+def _expand(keys: str) -> list[str]:
+    """`{a,b}.c` is `a.c` and `b.c`."""
+    braces = re.search(r"\{([^{}]*)\}", keys)
+    if braces is None:
+        return [keys]
+    before, after = keys[: braces.start()], keys[braces.end() :]
+    return [key for word in braces[1].split(",") for key in _expand(before + word + after)]
+
+
+def _fields(key: str, entry: object, answers: Mapping[str, object]) -> dict[str, object]:
+    """An entry with the answer that it names; what it says itself counts."""
+    if isinstance(entry, str):
+        return {"ours": entry}
+    fields = dict(_mapping(key, entry))
+    answer = str(fields.pop("as", ""))
+    if answer and answer not in answers:
+        raise TableError(f"'{key}' is answered as '{answer}', which [answers] does not have")
+    return {**_fields(answer, answers[answer], {}), **fields} if answer else fields
+
+
+def _read_name(key: str, fields: Mapping[str, object]) -> Name:
+    if unknown := fields.keys() - {"ours", "note", "values", "harmless"}:
+        raise TableError(f"'{key}' has a field '{min(unknown)}', which no entry has; keys with dots stand in quotes")
+    if not fields.keys() & {"ours", "note", "values"}:
+        raise TableError(f"'{key}' has neither a key of ours nor a note nor values")
+    texts = _texts(key, {field: text for field, text in fields.items() if field in ("ours", "note")})
+    return Name(
+        **texts,
+        values=_read_values(key, fields.get("values", {})),
+        harmless=_read_harmless(key, fields.get("harmless", [])),
+    )
+
+
+def _read_values(key: str, entry: object) -> dict[Any, str]:
+    return {_read_value(name): text for name, text in _texts(key, entry).items()}
+
+
+def _read_value(text: str) -> object:
+    """TOML has only texts for names: of null, true, false and whole numbers the value that they show."""
+    return int(text) if re.fullmatch(r"-?\d+", text) else _CONSTANTS.get(text, text)
+
+
+def _read_harmless(key: str, entry: object) -> tuple[Any, ...]:
+    if isinstance(entry, list):
+        return tuple(None if value == "null" else value for value in entry)
+    if not isinstance(entry, str) or entry not in _HARMLESS:
+        raise TableError(f"'{key}' is harmless at {entry!r}, which is neither 'any' nor 'off' nor a list of values")
+    return _HARMLESS[entry]
+
+
+def _texts(key: str, entry: object) -> dict[str, str]:
+    texts = {}
+    for name, text in _mapping(key, entry).items():
+        if not isinstance(text, str):
+            raise TableError(f"'{key}' has {text!r} for '{name}', where a text must stand")
+        texts[name] = text
+    return texts
+
+
+def _mapping(key: str, entry: object) -> Mapping[str, object]:
+    if not isinstance(entry, dict):
+        raise TableError(f"'{key}' has {entry!r}, where a table must stand")
+    return entry
