@@ -29,8 +29,8 @@ def compute_custom_reward(batch, config, **kwargs):
 
 @node(writes="scores", role=NodeRole.REWARD)
 async def ask(samples, ctx):
-    judgements = await ctx.reward_fn(samples)
-    return NodeOutput({"scores": [j.reward_result.value / 2 for j in judgements]}, {"own/asked": float(len(judgements))})
+    outcomes = await ctx.reward_fn(samples)
+    return NodeOutput({"scores": [o.reward_result.value / 2 for o in outcomes]}, {"own/asked": float(len(outcomes))})
 
 
 @node(writes="reward_parts", role=NodeRole.REWARD)

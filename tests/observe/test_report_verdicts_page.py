@@ -104,16 +104,16 @@ def test_what_verifiers_said_is_readable_and_stays_text(show: Callable[..., list
     show()
     opened = "document.querySelectorAll('tr.sample .open').forEach((b) => b.click())"
     browser.script(opened)
-    browser.script("document.querySelectorAll('details.pipeline').forEach((d) => { d.open = true; })")
+    browser.script("document.querySelectorAll('details.program').forEach((d) => { d.open = true; })")
     text = browser.script("document.querySelector('#samples').innerText")
     for told in (
-        "assert add(1, 2) == 3", "it returned -1", "it printed", "the pipeline, 2 lines", PROGRAM, "sandboxfloor",
+        "assert add(1, 2) == 3", "it returned -1", "it printed", "the program, 2 lines", PROGRAM, "sandboxfloor",
         "took0.021 s", "no answer was found", "compared with", "punctuation:no_comma", "not followed", "too\nshort",
         "out of time: no verdict within 10 s", f"no verdict: judge: {IMAGE}", "left out of the loss",
         f"dropped: {IMAGE}", "constructorc", "__proto__1",
     ):  # fmt: skip
         assert told in text.replace("\xa0", " "), told
-    pipeline = browser.script("getComputedStyle(document.querySelector('details.pipeline .text')).whiteSpace")
+    pipeline = browser.script("getComputedStyle(document.querySelector('details.program .text')).whiteSpace")
     assert pipeline == "pre-wrap", "line breaks are seen"
     assert "U+202E" in text and browser.script("document.documentElement.dataset.hacked") is None
     assert browser.script("document.querySelectorAll('img, #samples script').length") == 0
@@ -142,7 +142,7 @@ def test_nothing_is_wider_than_the_window_and_programs_open_by_keyboard(
     show(width, text="return a - b")
     browser.script("document.querySelector('tr.sample .open').focus()")
     press(browser)
-    browser.script("document.querySelector('details.pipeline summary').focus()")
+    browser.script("document.querySelector('details.program summary').focus()")
     press(browser)
     assert browser.script("document.querySelector('details.program').open")
     assert browser.script("document.documentElement.scrollWidth") <= width

@@ -312,7 +312,7 @@ def test_the_error_stands_on_top_whole_and_as_text(browser: Any, tmp_path: Path)
         run.event("error", f"NodeError: node 'f' raised {bait}\nRepair it", step=1, raised="NodeError", traceback=bait)
         run.event("end", "the run failed", step=1, status="failed")
     browser.open(write_report(tmp_path / "run").as_uri())
-    shown = browser.script("[...document.querySelectorAll('.verdict > *')].slice(0, 2).map((n) => n.textContent)")
+    shown = browser.script("[...document.querySelectorAll('.headline > *')].slice(0, 2).map((n) => n.textContent)")
     assert shown[0] == "It failed after 1 step:"
     assert shown[1].startswith("node 'f' raised <img src=x") and "\nRepair it" in shown[1] and "\x1b" not in shown[1]
     assert browser.script("document.querySelector('#status').textContent") == "failed"
