@@ -328,10 +328,10 @@ def test_answers_are_drawn_as_the_config_says_in_training_and_in_validation(play
         *(f"{rollout}.val_kwargs.{key}={value}" for key, value in validation.items()),
     )
     assert spec.sampling == SamplingParams(10, **training, stop=("x",))
-    (validation_runner,) = spec.validation
-    assert validation_runner.greedy == SamplingParams(10, greedy=True, stop=("x",))
-    assert validation_runner.sampled == SamplingParams(10, temperature=0.25, top_p=0.625, top_k=3, stop=("x",))
-    assert validation_runner.num_samples == 2
+    (validation,) = spec.validation
+    assert validation.greedy == SamplingParams(10, greedy=True, stop=("x",))
+    assert validation.sampled == SamplingParams(10, temperature=0.25, top_p=0.625, top_k=3, stop=("x",))
+    assert validation.num_samples == 2
 
 
 def test_the_terms_of_the_actors_loss_are_watched_where_it_has_one(playground: Playground) -> None:

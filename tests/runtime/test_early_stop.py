@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from distflow.audit.recorder import GroupRecorder
+from distflow.audit.recorder import GroupRecords
 from distflow.data.sample import Sample
 from distflow.graph import BoundNode, Drop, node
 from distflow.rollout.engine import GenerateRequest, GenerateResult, Generation
@@ -68,7 +68,7 @@ async def answer(group: Group, rollout: Any) -> list[Sample]:
 
 
 def plane_of(engine: Any, *more: BoundNode) -> RolloutLoop:
-    gate = SubmissionGate(engine, GroupRecorder())
+    gate = SubmissionGate(engine, GroupRecords())
     steps = compile_steps([bound(answer), *more], {"rollout": gate})
     return RolloutLoop(
         steps,
@@ -77,7 +77,7 @@ def plane_of(engine: Any, *more: BoundNode) -> RolloutLoop:
         gate,
         10.0,
         Ends(),
-        GroupRecorder(),
+        GroupRecords(),
         stops_early=True,
     )
 

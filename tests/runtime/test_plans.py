@@ -10,6 +10,7 @@ from torch import Tensor
 
 from distflow.errors import UserError
 from distflow.graph import BoundPipeline
+from distflow.launch.build_worker import build_worker
 from distflow.launch.local_launcher import local_ports
 from distflow.planning.plan import Plan, RankPlan, check_plan, rank_plan
 from distflow.runtime.checkpoint.checkpoint import CheckpointStore
@@ -17,7 +18,7 @@ from distflow.runtime.recorder import Recorder
 from distflow.runtime.resources import Resources, build_resources
 from distflow.runtime.spec import Spec
 from distflow.runtime.stop import StopRequest
-from distflow.runtime.worker import Worker
+from distflow.runtime.worker_inputs import WorkerInputs
 from distflow.scheduling.coordinator import Coordinator
 from distflow.scheduling.ledger import Ledger
 from tests.e2e.runs import Playground
@@ -40,7 +41,8 @@ def run_ranks(spec: Spec) -> list[Resources]:
         ports = local_ports(coordinator, recorder.waits)
         version = coordinator.version
         workers = [
-            Worker(spec, rank, own, ports, recorder, store, stop, {}, version) for rank, own in enumerate(resources)
+            build_worker(WorkerInputs(spec, rank, own, ports, recorder, store, stop, {}, version))
+            for rank, own in enumerate(resources)
         ]
         if len(workers) == 1:
             with workers[0] as worker:

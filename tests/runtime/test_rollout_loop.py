@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 
 from distflow.algorithms.sample_filters import TOO_FEW_VERDICTS
-from distflow.audit.recorder import GroupRecorder
+from distflow.audit.recorder import GroupRecords
 from distflow.data.sample import Sample
 from distflow.graph import BoundNode, Drop, NodeOutput, node
 from distflow.rollout.engine import GenerateRequest, GenerateResult, Generation, Receipt, Stream
 from distflow.runtime.context import Contexts, NodeContext
 from distflow.runtime.group import Group
 from distflow.runtime.resources import Resources
-from distflow.runtime.rollout_loop import RolloutLoop, SubmissionGate
+from distflow.runtime.rollout_loop import GroupEvents, RolloutLoop, SubmissionGate
 from distflow.runtime.sample_queue.local import LocalSampleQueue
 from distflow.runtime.sample_queue.protocol import UserNoProgress
 from distflow.runtime.step import compile_steps
@@ -86,9 +86,9 @@ class Ends(dict[int, str]):
 
 
 def plane_of(engine: Any, *more: BoundNode) -> RolloutLoop:
-    gate = SubmissionGate(engine, GroupRecorder())
+    gate = SubmissionGate(engine, GroupRecords())
     steps = compile_steps([bound(answer), *more], {"rollout": gate})
-    return RolloutLoop(steps, waiting_group, context_of, gate, 10.0, Ends(), GroupRecorder())
+    return RolloutLoop(steps, waiting_group, context_of, gate, 10.0, Ends(), GroupRecords())
 
 
 async def fill(plane: RolloutLoop, queue: LocalSampleQueue, steps: int) -> list[list[int]]:
@@ -127,9 +127,9 @@ def test_a_node_may_ask_in_tasks_of_its_own() -> None:
         return samples(group.prompt_group.group_id, (1, 1), version=group.prompt_group.version)
 
     engine = OrderedEngine()
-    gate = SubmissionGate(engine, GroupRecorder())  # type: ignore[arg-type]
+    gate = SubmissionGate(engine, GroupRecords())  # type: ignore[arg-type]
     steps = compile_steps([bound(answer_in_tasks)], {"rollout": gate})
-    plane = RolloutLoop(steps, waiting_group, context_of, gate, 10.0, Ends(), GroupRecorder())
+    plane = RolloutLoop(steps, waiting_group, context_of, gate, 10.0, Ends(), GroupRecords())
     queue = LocalSampleQueue(coordinator(consumer_batch=4), Waits())
     assert asyncio.run(asyncio.wait_for(fill(plane, queue, 2), 60)) == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
@@ -137,7 +137,7 @@ def test_a_node_may_ask_in_tasks_of_its_own() -> None:
 def test_the_gate_counts_groups_that_end_without_asking() -> None:
     async def run() -> list[Any]:
         engine = OrderedEngine()
-        gate = SubmissionGate(engine, GroupRecorder())  # type: ignore[arg-type]
+        gate = SubmissionGate(engine, GroupRecords())  # type: ignore[arg-type]
         await engine.pause()
 
         async def asks() -> None:
@@ -155,7 +155,7 @@ def test_the_gate_counts_groups_that_end_without_asking() -> None:
         await asyncio.wait_for(gate.all_in(), 10)
         await engine.resume()
         await asyncio.gather(*tasks, return_exceptions=True)
-        empty = SubmissionGate(engine, GroupRecorder())  # type: ignore[arg-type]
+        empty = SubmissionGate(engine, GroupRecords())  # type: ignore[arg-type]
         empty.expect([])
         await asyncio.wait_for(empty.all_in(), 10)
         return engine.log
@@ -276,7 +276,7 @@ def test_the_plane_of_a_worker_draws_by_the_run_s_seed_and_sampling_and_stops_at
     spec = replace(spec, options=replace(spec.options, timeout_s=7.0))
     parts = Resources(None, (3, 7), {}, 0, rollout=OrderedEngine())  # type: ignore[arg-type]
     contexts = Contexts(spec.config, parts, {}, lambda *update: update[-1], lambda *update: None)
-    plane = RolloutLoop.of(spec, [bound(answer)], parts, contexts, Ends(), GroupRecorder())
+    plane = RolloutLoop.of(spec, [bound(answer)], parts, contexts, GroupRecords(), GroupEvents(Ends()))
     made = plane.make_group(PromptGroup(30, 2, 6, 4, 0))
     assert made.stream == Stream(11, "train", 2, 6) and made.row == spec.rows[6]
     assert made.params == replace(spec.sampling, stop_token_ids=(3, 7)) and not made.params.greedy
@@ -290,9 +290,9 @@ def test_groups_that_ask_at_once_are_submitted_in_ticket_order() -> None:
         return samples(group.prompt_group.group_id, (1, 1), version=group.prompt_group.version)
 
     engine = OrderedEngine()
-    gate = SubmissionGate(engine, GroupRecorder())  # type: ignore[arg-type]
+    gate = SubmissionGate(engine, GroupRecords())  # type: ignore[arg-type]
     plane = RolloutLoop(
-        compile_steps([bound(asks)], {"rollout": gate}), waiting_group, context_of, gate, 10.0, Ends(), GroupRecorder()
+        compile_steps([bound(asks)], {"rollout": gate}), waiting_group, context_of, gate, 10.0, Ends(), GroupRecords()
     )
     asyncio.run(fill(plane, LocalSampleQueue(coordinator(consumer_batch=4, shuffle=False), Waits()), 1))
     assert [entry[0] for entry in engine.log if not isinstance(entry, str)] == [0, 1, 2, 3]

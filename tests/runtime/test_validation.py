@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from distflow.audit.recorder import GroupRecorder
+from distflow.audit.recorder import GroupRecords
 from distflow.config import Config
 from distflow.data.batch import Batch
 from distflow.data.prompts import PromptRow
@@ -128,7 +128,7 @@ def test_held_out_prompts_are_answered_as_they_are_to_be_by_the_nodes_that_valid
     parts = Resources(None, (3, 7), {}, 0)  # type: ignore[arg-type]  # no node reads the tokenizer
     contexts = Contexts(Config(), parts, {}, lambda *update: update[-1], lambda *update: None)
     steps = compile_steps([bound(answer), bound(reward_fn), bound(drops)], {})
-    plane = RolloutLoop(steps, waiting_group, contexts.for_rollout, None, 10.0, lambda *ended: None, GroupRecorder())
+    plane = RolloutLoop(steps, waiting_group, contexts.for_rollout, None, 10.0, lambda *ended: None, GroupRecords())
     prompts = [PromptRow(i, (1, 2, 3), f"p{i}", "", "default", {}) for i in range(2)]
     chosen = ValidationSet("own", prompts, GREEDY, SAMPLED, 2)
     found = asyncio.run(Validator([chosen], contexts, plane, (3, 7), 9, print).run(5))
@@ -155,7 +155,7 @@ def test_a_prompt_on_which_a_node_fails_costs_its_own_answers_only() -> None:
     parts = Resources(None, (), {}, 0)  # type: ignore[arg-type]  # no node reads the tokenizer
     contexts = Contexts(Config(), parts, {}, lambda *update: update[-1], lambda *update: None)
     steps = compile_steps([bound(answer), bound(reward_fn)], {})
-    plane = RolloutLoop(steps, waiting_group, contexts.for_rollout, None, 10.0, lambda *ended: None, GroupRecorder())
+    plane = RolloutLoop(steps, waiting_group, contexts.for_rollout, None, 10.0, lambda *ended: None, GroupRecords())
     prompts = [PromptRow(i, (1, 2, 3), f"p{i}", "", "default", {}) for i in range(2)]
     said: list[str] = []
     validator = Validator([ValidationSet("own", prompts, GREEDY, None, 0)], contexts, plane, (), 9, said.append)

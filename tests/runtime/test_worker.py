@@ -13,6 +13,7 @@ from distflow.checks.live import LiveChecks
 from distflow.data.batch import Batch
 from distflow.errors import UserError
 from distflow.graph import NodeStatus
+from distflow.launch.build_worker import build_worker
 from distflow.launch.local_launcher import launch_local, local_ports
 from distflow.observe.reading.run_reader import read_metrics
 from distflow.runtime.checkpoint.checkpoint import CheckpointStore
@@ -25,6 +26,7 @@ from distflow.runtime.spec import Spec
 from distflow.runtime.stop import StopRequest
 from distflow.runtime.weight_sync.sender import WeightSender
 from distflow.runtime.worker import Worker
+from distflow.runtime.worker_inputs import WorkerInputs
 from distflow.scheduling.coordinator import Coordinator
 from distflow.scheduling.groups import Version
 from distflow.scheduling.ledger import timeline
@@ -196,7 +198,9 @@ def working(ground: Playground, *keys: str) -> Iterator[tuple[Worker, Resources]
     with Recorder(spec, spec.data.total_steps, 0, None) as recorder, StopRequest(lambda name: None) as stop:
         ports = local_ports(coordinator, recorder.waits)
         store = CheckpointStore(spec.run_dir / "checkpoints")
-        with Worker(spec, 0, resources, ports, recorder, store, stop, {}, coordinator.version) as worker:
+        with build_worker(
+            WorkerInputs(spec, 0, resources, ports, recorder, store, stop, {}, coordinator.version)
+        ) as worker:
             yield worker, resources
 
 

@@ -16,7 +16,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from distflow.checks.movement import Movement
-from distflow.checks.weight_receipts import check_sent
 from distflow.cluster.process_groups import TorchCollective
 from distflow.config import load_config
 from distflow.errors import TrustError, UserError
@@ -31,6 +30,7 @@ from distflow.planning.plan import RankPlan
 from distflow.rollout.engine import RolloutEngine
 from distflow.runtime.checkpoint.shards import own_shards
 from distflow.runtime.resources import build_resources
+from distflow.runtime.weight_sync.receipts import check_sent
 from distflow.runtime.weight_sync.sender import buckets
 from distflow.training.engine import TrainState
 from distflow.training.optimizer import make_optimizer, make_schedule

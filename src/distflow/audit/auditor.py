@@ -1,40 +1,22 @@
 """Says when a step is proven again, gathers its evidence, and tells what was proven."""
 
-import copy
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
-
-from torch import nn
 
 from distflow.audit.all_checks import AFTER, BEFORE, OF_A_FEW_GROUPS, OF_EVERY_STEP, ON_ARRIVAL
 from distflow.audit.check import Check, Wrong
 from distflow.audit.log_probs import score_before
 from distflow.audit.old_weights import KeptWeights
-from distflow.audit.recorded_data import Inputs, Parts, RecordedStep
-from distflow.audit.recorder import GroupRecord, GroupRecorder, OpenEngine, UpdateRecord, UpdateWatch
+from distflow.audit.recorded_data import Parts, RecordedStep
+from distflow.audit.recorder import GroupRecord, GroupRecords, OpenEngine, UpdateRecord, UpdateWatch
 from distflow.audit.schedule import AuditSchedule
-from distflow.audit.sharded_forward import Turns
 from distflow.data import random_streams
 from distflow.data.batch import Batch
 from distflow.errors import TrustError
-from distflow.graph import BoundPipeline
 from distflow.models.shards import is_spread
-from distflow.rewards.score import RewardResult
 from distflow.rollout.weights import stripe_hash
-from distflow.runtime.context import NodeContext, NodeState
-from distflow.runtime.recorder import Recorder
-from distflow.runtime.resources import Resources
-from distflow.runtime.rollout_services import Session
-from distflow.runtime.spec import Spec
-from distflow.runtime.step import Step
-from distflow.scheduling.groups import Version
-from distflow.training.collective import Collective
 from distflow.training.engine import LossFn, TrainEngine
-
-STATE = "trust.audit"
-"""Its place among what nodes keep: no node's id has a dot."""
 
 NUM_SCORED_AGAIN = 2
 """Later mini-batches of a step before which the policy is run on a sample."""
@@ -80,31 +62,19 @@ class Auditor:
     """
 
     def __init__(
-        self,
-        parts: Parts,
-        group_recorder: GroupRecorder,
-        state: dict[str, Any],
-        note: Note,
-        schedule: AuditSchedule,
-        group: Collective,
-        *,
-        first_step: int,
-        total_steps: int,
+        self, parts: Parts, groups: GroupRecords, schedule: AuditSchedule, state: dict[str, Any], note: Note
     ) -> None:
-        """state: JSON values, saved with the run. note: tells of an event. group: the ranks that learn the
-        same. first_step: the first of this process."""
-        self._parts, self.group_recorder, self._state, self._note = parts, group_recorder, state, note
-        self._schedule, self._first_step, self._total_steps = schedule, first_step, total_steps
-        self._group = group
+        """groups: what is recorded of each. state: JSON values, saved with the run. note: tells of an event."""
+        self._parts, self.groups, self._schedule, self._state, self._note = parts, groups, schedule, state, note
         self._kept = KeptWeights(parts.data.max_staleness + 1, parts.weight_dtype)
         self._served: int | None = None
-        self._published: Mapping[str, str] = {}
+        self._sent_hashes: Mapping[str, str] = {}
         self._due = self._looks = False
-        self._tickets: Sequence[int] = ()
+        self._group_ids: Sequence[int] = ()
         self._records: Mapping[int, GroupRecord] = {}
         self._batch: Batch | None = None
-        self._step = first_step
-        self._evidence: RecordedStep | None = None
+        self._step = parts.first_step
+        self._recorded: RecordedStep | None = None
         self._watch: UpdateWatch | None = None
         self._seen: list[UpdateRecord] = []
         self._before: dict[str, int] = {}
@@ -114,35 +84,35 @@ class Auditor:
     def took(self, step: int, group_ids: Sequence[int], batch: Batch, served: int | None) -> None:
         """A step's groups have left the queue. served: the version that was published last, None where nothing
         generates."""
-        self._step, self._evidence, self._batch, self._seen = step, None, batch, []
+        self._step, self._recorded, self._batch, self._seen = step, None, batch, []
         self._before = dict(self._updates)
-        self._tickets, self._served = group_ids, served
+        self._group_ids, self._served = group_ids, served
         self._decide(step)
-        self._records = self.group_recorder.take(group_ids)
+        self._records = self.groups.take(group_ids)
         self._kept.forget(step - self._parts.data.max_staleness - 1)
         with self._schedule.timed():
             if served == step:
                 self._remember(step)
             if not self._due and self._looks:
-                self._prove(ON_ARRIVAL, self._evidence_of(batch))
+                self._prove(ON_ARRIVAL, self._recorded_of(batch))
 
     def _remember(self, version: int) -> None:
         """The policy was published as `version` right before this step."""
-        actor, self._published = self._parts.actor, {}
+        actor, self._sent_hashes = self._parts.actor, {}
         if actor is None:
             return
         spread = isinstance(actor, OpenEngine) and is_spread(actor.model)
         if (self._parts.hashes is not None or spread) and (self._due or self._looks):
             held = self._parts.hashes() if self._parts.hashes is not None else {}
-            self._published = {n: stripe_hash(w, self._parts.weight_dtype) for n, w in actor.weights() if n in held}
+            self._sent_hashes = {n: stripe_hash(w, self._parts.weight_dtype) for n, w in actor.weights() if n in held}
         if self._schedule.expects(version) and isinstance(actor, OpenEngine) and not spread:
             self._kept.keep(version, actor.model)
 
     def _decide(self, step: int) -> None:
         """Whether the step is proven again, or what is cheap looked at: once, for all ranks alike, as clocks differ."""
-        early = step - self._first_step < NUM_FIRST_LOOKS
+        early = step - self._parts.first_step < NUM_FIRST_LOOKS
         looks = self._schedule.frequency > 0 and (early or self._schedule.is_affordable())
-        agreed = self._group.max({"due": float(self._schedule.is_due(step)), "looks": float(looks)})
+        agreed = self._parts.ranks.max({"due": float(self._schedule.is_due(step)), "looks": float(looks)})
         self._due, self._looks = bool(agreed["due"]), bool(agreed["looks"])
 
     def scored(self, batch: Batch) -> None:
@@ -153,22 +123,22 @@ class Auditor:
         """The loss function to call in this optimizer step: `loss`, or one that is watched."""
         first_of_its_kind = self._schedule.frequency > 0 and role not in self._updates
         with self._schedule.timed():
-            if self._evidence is None and (self._due or first_of_its_kind):
+            if self._recorded is None and (self._due or first_of_its_kind):
                 self._begin()
-            if self._evidence is None:
+            if self._recorded is None:
                 self._seen.append(UpdateRecord(role, engine, loss, batch))
                 return loss
             self._watch = UpdateWatch(role, engine, batch, loss, self._step)
-            number = len(self._evidence.updates_of(role))
+            number = len(self._recorded.updates_of(role))
             if role == "actor" and 0 < number <= NUM_SCORED_AGAIN:
-                score_before(self._evidence, self._watch.record)
+                score_before(self._recorded, self._watch.record)
                 self._parts.turns.finish()
             return self._watch.loss
 
     def after_update(self, role: str, metrics: Mapping[str, float]) -> None:
         """An optimizer step was taken or skipped."""
-        if self._watch is not None and self._evidence is not None:
-            self._evidence.updates.append(self._watch.end(metrics))
+        if self._watch is not None and self._recorded is not None:
+            self._recorded.updates.append(self._watch.end(metrics))
             self._watch = None
         elif self._seen:
             self._seen[-1].metrics = metrics
@@ -177,12 +147,12 @@ class Auditor:
     def end(self, metrics: Mapping[str, float]) -> None:
         """All nodes of the step have run."""
         with self._schedule.timed():
-            if self._evidence is None and self._due:
+            if self._recorded is None and self._due:
                 self._begin()
-            if self._evidence is not None:
-                self._evidence.metrics = metrics
+            if self._recorded is not None:
+                self._recorded.metrics = metrics
                 with random_streams.lent(random_streams.states()):  # what functions of the user draw leaves no trace
-                    self._found |= self._prove(AFTER, self._evidence)
+                    self._found |= self._prove(AFTER, self._recorded)
                 self._tell()
             elif self._schedule.frequency > 0 and self._batch is not None:
                 self._look(self._batch, metrics)
@@ -193,7 +163,7 @@ class Auditor:
                 "kl": metrics["actor/reward_kl_penalty"],
                 "samples": len(self._batch),
             }
-        self._evidence, self._records, self._batch = None, {}, None
+        self._recorded, self._records, self._batch = None, {}, None
 
     @property
     def _updates(self) -> dict[str, int]:
@@ -206,35 +176,35 @@ class Auditor:
             return
         self._schedule.begins()
         self._parts.bring()
-        self._evidence = self._evidence_of(_copied(self._batch))
-        self._found = self._prove(BEFORE, self._evidence)
+        self._recorded = self._recorded_of(_copied(self._batch))
+        self._found = self._prove(BEFORE, self._recorded)
 
     def _look(self, batch: Batch, metrics: Mapping[str, float]) -> None:
         """In every step what is cheap; a few drawn groups in the first steps, and while audits take less than their
         share."""
-        whole = self._evidence_of(batch)
+        whole = self._recorded_of(batch)
         whole.updates, whole.metrics = self._seen, metrics
         self._prove(OF_EVERY_STEP, whole)
         if self._looks and "response_mask" in batch and "advantages" in batch:
             groups = batch["group_index"].tolist()
             few = random.Random(self._step).sample(sorted(set(groups)), min(NUM_GROUPS, len(set(groups))))
             rows = [row for row, group in enumerate(groups) if group in few]
-            part = self._evidence_of(batch.only(_present(batch)).select(rows))
+            part = self._recorded_of(batch.only(_present(batch)).select(rows))
             part.metrics, part.partial = metrics, True
             self._prove(OF_A_FEW_GROUPS, part)
 
-    def _evidence_of(self, batch: Batch) -> RecordedStep:
+    def _recorded_of(self, batch: Batch) -> RecordedStep:
         return RecordedStep(
             parts=self._parts,
             step=self._step,
-            total_steps=self._total_steps,
+            total_steps=self._parts.total_steps,
             records=self._records,
-            group_ids=self._tickets,
+            group_ids=self._group_ids,
             batch=batch,
             fresh=not self._before.get("actor"),
-            budget_s=self._schedule.budget_s(self._step - self._first_step + 1),
+            budget_s=self._schedule.budget_s(self._step - self._parts.first_step + 1),
             served=self._served,
-            published=self._published,
+            published=self._sent_hashes,
             kept=self._kept,
             num_updates=self._before,
             state=self._state,
@@ -257,7 +227,7 @@ class Auditor:
 
     def _tell(self) -> None:
         """What is proven of the shares of all ranks, told by the first of them."""
-        every = self._group.gather(self._found)
+        every = self._parts.ranks.gather(self._found)
         found = {name: next((each[name] for each in every if each.get(name)), None) for name in self._found}
         proven = [name for name, missing in found.items() if missing is None]
         unproven = {name: missing for name, missing in found.items() if missing}
@@ -271,11 +241,6 @@ class Auditor:
             self._note("warning", message)
 
 
-def _models(*engines: object) -> list[nn.Module]:
-    """Of those that show them."""
-    return [model for engine in engines if isinstance(model := getattr(engine, "model", None), nn.Module)]
-
-
 def _present(batch: Batch) -> list[str]:
     """The columns that are looked at in every step."""
     return [name for name in LOOKED_AT if name in batch]
@@ -284,79 +249,3 @@ def _present(batch: Batch) -> list[str]:
 def _copied(batch: Batch) -> Batch:
     """Its tensors as they are now, whatever is written into them later."""
     return batch.select(range(len(batch)))
-
-
-def make_auditor(
-    spec: Spec,
-    pipeline: BoundPipeline,
-    training_nodes: Sequence[Step],
-    resources: Resources,
-    session: Session,
-    recorder: Recorder,
-    state: NodeState,
-    version: Version,
-    group: Collective,
-    bring: Callable[[], None],
-) -> Auditor:
-    """Of a worker. state: of all nodes. group: the ranks that learn the same. bring: see `Parts`."""
-    group_recorder, reward_fn = GroupRecorder(), resources.reward_fn
-    if reward_fn is not None and spec.options.audit_freq > 0:
-        reward_fn.pools.tell(group_recorder.judged)
-    estimator = next((step for step in training_nodes if "advantages" in step.node.contract.writes), None)
-
-    def ask(name: str, arguments: Mapping[str, object]) -> RewardResult:
-        assert reward_fn is not None, "asked only where there is one"
-        return session.call(reward_fn.pools.call(name, arguments))
-
-    def hashes() -> dict[str, str]:
-        assert resources.rollout is not None, "asked only where there is one"
-        return session.call(resources.rollout.hashes())
-
-    def estimate(batch: Batch) -> Inputs:
-        assert estimator is not None, "asked only where there is one"
-        kept = copy.deepcopy(state.get(estimator.node.node_id, {}))
-        ctx = NodeContext(spec.config, version.step, resources.tokenizer, kept)
-        return estimator.fn, *estimator.inputs(batch, {"batch": batch, "ctx": ctx})
-
-    def note(kind: str, message: str, **fields: Any) -> None:
-        """Of a warning, or of what was proven."""
-        if kind == "warning":
-            recorder.note(kind, message)
-        else:
-            recorder.audited(message, **fields)
-
-    warmup = spec.config.trainer.critic_warmup  # behind it the policy is trained for the first time
-    parts = Parts(
-        config=spec.config,
-        pipeline=pipeline,
-        training_nodes=[step.node for step in training_nodes],
-        rows=spec.rows,
-        data=spec.data,
-        sampling=replace(spec.sampling, stop_token_ids=resources.stop_token_ids),
-        sampling_of={
-            name: replace(own, stop_token_ids=resources.stop_token_ids) for name, own in spec.sampling_of.items()
-        },
-        tokenizer=resources.tokenizer,
-        actor=resources.actor,
-        critic=resources.critic,
-        ref=resources.ref,
-        reward_fn=ask if reward_fn is not None else None,
-        judged_in_groups=reward_fn.pools.takes_groups if reward_fn is not None else frozenset(),
-        hashes=hashes if resources.rollout is not None else None,
-        weight_dtype=spec.weight_dtype,
-        exact=spec.config.actor_rollout_ref.model.dtype == "float32",
-        num_ranks=sum(bool(rank.training_nodes) for rank in spec.plan.ranks),
-        estimate=estimate if estimator is not None else None,
-        turns=Turns(group, _models(resources.actor, resources.critic, resources.ref)),
-        bring=bring,
-    )
-    return Auditor(
-        parts,
-        group_recorder,
-        state.setdefault(STATE, {}),
-        note,
-        AuditSchedule(spec.options.audit_freq, version.step, spec.data.max_staleness, (warmup,)),
-        group,
-        first_step=version.step,
-        total_steps=spec.data.total_steps,
-    )

@@ -24,6 +24,7 @@ from distflow.rewards.score import RewardResult
 from distflow.rollout.engine import GenerateRequest, Generation, SamplingParams
 from distflow.scheduling.data_plan import DataPlan
 from distflow.scheduling.groups import PromptGroup
+from distflow.training.collective import Collective
 from distflow.training.engine import Scorer, TrainEngine
 
 BUILTIN = "distflow."
@@ -36,13 +37,12 @@ Sample = Mapping[str, Any]
 class Parts:
     """What the run has to ask.
 
-    learning: the nodes of that plane on this worker. data: which row a group names. sampling_of: that of domains which
-    have their own. judge: a verifier by its name and
-    arguments, one at a time. judged_in_groups: names of those that judge all answers to a prompt at a time.
-    hashes: of the tensors that the rollout engine computes with, None where it is not here.
-    weight_dtype: of those. exact: models compute in float32. estimate: the function that writes the advantages, and
-    what it is called with for a batch; None where there is none. turns: through which models are run. bring: has them
-    all on the device.
+    training_nodes: those of this worker. data: which row a group has. sampling_of: that of domains which have their own.
+    reward_fn: calls a reward function by its name, one sample at a time. judged_in_groups: names of those that score all
+    responses to a prompt at a time. hashes: of the tensors that the rollout engine computes with, None where it is not
+    here. weight_dtype: of those. exact: models compute in float32. estimate: the function that writes the advantages,
+    and what it is called with for a batch; None where there is none. turns: through which models are run. bring: has
+    them all on the device. ranks: those that train the same. first_step: the first of this process.
     """
 
     config: Config
@@ -65,6 +65,9 @@ class Parts:
     estimate: Callable[[Batch], Inputs] | None
     turns: Turns
     bring: Callable[[], None]
+    ranks: Collective
+    first_step: int
+    total_steps: int
 
 
 @dataclass

@@ -35,7 +35,7 @@ _current: ContextVar[GroupRecord | None] = ContextVar("group_record", default=No
 """The record of the group whose task is running; tasks that it starts inherit it. None in a validation."""
 
 
-class GroupRecorder:
+class GroupRecords:
     """Keeps the records of groups that wait for their step. What it keeps are references to what lives anyhow."""
 
     def __init__(self) -> None:

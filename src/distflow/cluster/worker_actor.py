@@ -22,13 +22,13 @@ from distflow.cluster.reward_actors import pools_of
 from distflow.cluster.rollout_workers import Members
 from distflow.cluster.sample_queue import AgreedStop, RaySampleQueue
 from distflow.cluster.weight_sync import Fleet, RayWeights, carrier_of
+from distflow.launch.build_worker import build_worker
 from distflow.observe.writing.terminal import TerminalView
 from distflow.rewards.pool.prestart import take_pool
 from distflow.rollout.engine import Receipt
 from distflow.runtime import fault_injection
 from distflow.runtime.checkpoint.state import restore, set_generators
 from distflow.runtime.engine_watch import write_stacks
-from distflow.runtime.ports import Ports
 from distflow.runtime.rank_info import Place, kept_share
 from distflow.runtime.recorder import Recorder
 from distflow.runtime.resources import build_resources
@@ -41,6 +41,7 @@ from distflow.runtime.weight_sync.protocol import LocalWeights, WeightPort
 from distflow.runtime.weight_sync.receiver import Arrivals
 from distflow.runtime.weight_sync.streamed import StreamedWeights
 from distflow.runtime.worker import Worker
+from distflow.runtime.worker_inputs import Ports, WorkerInputs
 from distflow.scheduling.groups import Version
 
 _OTHERS_ARE_LATE = "Timed out waiting"  # gloo's words
@@ -125,7 +126,9 @@ class WorkerActor:
                     self._members.join(rank, worker)
                 ports = self._ports(recorder, sends=bool(others))
                 stop, version, store = self._stop, standing.version, open_store(spec)
-                entered = Worker(spec, place.rank, self._resources, ports, recorder, store, stop, state, version)
+                entered = build_worker(
+                    WorkerInputs(spec, place.rank, self._resources, ports, recorder, store, stop, state, version)
+                )
             with entered:
                 set_generators(start.checkpoint, spec.options.seed, place.part)
                 self._entered.set_result(entered)
@@ -170,7 +173,7 @@ class WorkerActor:
 
     def validate(self, step: int, part: int, num_parts: int) -> Answers:
         """See `ValidationRunner`."""
-        return self._entered.result().validation_runner.answer(step, part, num_parts)
+        return self._entered.result().validation.answer(step, part, num_parts)
 
     def _ports(self, recorder: Recorder, sends: bool) -> Ports:
         place, waits, among = self._place, recorder.waits, self._among
@@ -181,7 +184,7 @@ class WorkerActor:
             return Ports(queue, None, self._arrivals, among.dp_group, among.data, among.everyone, self._abort)
         own: WeightPort = LocalWeights(waits) if among.mesh is None else StreamedWeights(waits)
         exchange = RayReshard(self._exchange, waits) if self._exchange is not None else None
-        ports = Ports(queue, None, own, among.dp_group, among.data, among.everyone, self._abort, exchange=exchange)
+        ports = Ports(queue, None, own, among.dp_group, among.data, among.everyone, self._abort, reshard=exchange)
         if not (place.leads and sends):
             return ports
         fleet = Fleet(self._members, carrier_of(self._spec), self._spec.options.engine_timeout_s, waits)

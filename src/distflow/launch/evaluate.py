@@ -3,14 +3,14 @@
 from collections.abc import Callable
 from typing import NoReturn
 
-from distflow.audit.recorder import GroupRecorder
+from distflow.audit.recorder import GroupRecords
 from distflow.checks.canary import make_canary
 from distflow.errors import UserError
 from distflow.rewards.call_counts import VALIDATION
 from distflow.runtime.context import Contexts
 from distflow.runtime.errors import warn_of_errors
 from distflow.runtime.resources import build_resources
-from distflow.runtime.rollout_loop import RolloutLoop
+from distflow.runtime.rollout_loop import GroupEvents, RolloutLoop
 from distflow.runtime.rollout_services import Session
 from distflow.runtime.spec import Spec
 from distflow.runtime.validation import Validator, validation_loss
@@ -38,7 +38,7 @@ def evaluate(spec: Spec, say: Callable[[str], None]) -> dict[str, float]:
     assert rollout is not None, "as was just seen"
     contexts = Contexts(spec.config, resources, {}, _no_update, _no_update)
     nodes = [pipeline.node(name) for name in rank.rollout_nodes]
-    plane = RolloutLoop.of(spec, nodes, resources, contexts, _ignore, GroupRecorder())
+    plane = RolloutLoop.of(spec, nodes, resources, contexts, GroupRecords(), GroupEvents(_ignore))
     validator = Validator(spec.validation, contexts, plane, resources.stop_token_ids, spec.options.seed, say)
     with session:
         weights = LocalWeights(Waits())
@@ -48,7 +48,7 @@ def evaluate(spec: Spec, say: Callable[[str], None]) -> dict[str, float]:
         publisher = WeightSender(actor, weights, dtype, sends=sends, canary=canary, session=session)
         publisher.sync(Version(0, 0), at_start=True)
         metrics = session.call(validator.run(0)).metrics()
-        warn_of_errors(plane.tally.take(VALIDATION), say)
+        warn_of_errors(plane.call_counts.take(VALIDATION), say)
     return metrics
 
 

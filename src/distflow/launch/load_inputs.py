@@ -67,7 +67,7 @@ class Reading:
     pipeline: BoundPipeline
     unused: list[str]
     train: list[DataSource]
-    validation_runner: list[DataSource]
+    validation: list[DataSource]
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Data:
 
     tokenizer: PreTrainedTokenizerBase
     train: PromptSet
-    validation_runner: dict[str, PromptSet]
+    validation: dict[str, PromptSet]
     broken: list[str]
 
 
@@ -91,7 +91,7 @@ def read_config(loaded: Loaded) -> Reading:
     import_user_modules(config)
     pipeline = bind(config)
     judged = "reward_fn" in pipeline.services
-    train, validation_runner = train_sources(config, judged), validation_sources(config, judged)
+    train, validation = train_sources(config, judged), validation_sources(config, judged)
     settings = spec_settings(config, pipeline, num_rows={source.domain: 1 for source in train})
     run_options(config, pipeline, settings["plan"])
     validation_params(config, sampling_params(config))
@@ -99,7 +99,7 @@ def read_config(loaded: Loaded) -> Reading:
         sampling_params(config, source.domain)
     unused = refuse_inert_keys(loaded, reads, pipeline)
     check_importable(loaded.config)
-    return Reading(pipeline, unused, train, validation_runner)
+    return Reading(pipeline, unused, train, validation)
 
 
 def follow_pipeline(loaded: Loaded) -> Loaded:
@@ -137,14 +137,10 @@ def _fitted(loaded: Loaded, reading: Reading, room: RunLimits) -> tuple[Loaded, 
 def _read_data(config: Config, reading: Reading) -> Data:
     """All files are read before anything is loaded. What validates comes first: `eval` trains on nothing else."""
     run_dir = config.trainer.run_dir
-    held_out_rows = [source.read(run_dir) for source in reading.validation_runner]
+    validation_rows = [source.read(run_dir) for source in reading.validation]
     rows = [source.read(run_dir) for source in reading.train]
     tokenizer = load_policy_tokenizer(config)
-    encoded = [
-        source.encode(own, tokenizer) for source, own in zip(reading.validation_runner, held_out_rows, strict=True)
-    ]
-    validation_runner = {
-        source.domain: prompts for source, prompts in zip(reading.validation_runner, encoded, strict=True)
-    }
+    encoded = [source.encode(own, tokenizer) for source, own in zip(reading.validation, validation_rows, strict=True)]
+    validation = {source.domain: prompts for source, prompts in zip(reading.validation, encoded, strict=True)}
     train = [source.encode(own, tokenizer) for source, own in zip(reading.train, rows, strict=True)]
-    return Data(tokenizer, PromptSet.joined(train), validation_runner, [each for _, bad in rows for each in bad.broken])
+    return Data(tokenizer, PromptSet.joined(train), validation, [each for _, bad in rows for each in bad.broken])

@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
+from distflow.launch.build_worker import build_worker
 from distflow.runtime.checkpoint.state import check_same_facts, restore, set_generators
-from distflow.runtime.ports import Ports
 from distflow.runtime.recorder import Recorder, reported
 from distflow.runtime.resources import Resources, build_resources
 from distflow.runtime.run_setup import (
@@ -27,6 +27,7 @@ from distflow.runtime.user_calls.sync_calls import Callbacks
 from distflow.runtime.wait_log import Waits
 from distflow.runtime.weight_sync.protocol import LocalWeights
 from distflow.runtime.worker import Worker
+from distflow.runtime.worker_inputs import Ports, WorkerInputs
 from distflow.scheduling.coordinator import Coordinator
 from distflow.scheduling.groups import GroupCounts
 from distflow.training.collective import OneRank
@@ -136,7 +137,9 @@ def _running(
                 note_resume(recorder, checkpoint, built.differences)
             ports = local_ports(coordinator, recorder.waits, live, changed=recorder.queue_changed)
             coordinator.prompt_groups.data_open = not own_loop
-            worker = Worker(spec, 0, resources, ports, recorder, start.store, stop, state, coordinator.version)
+            worker = build_worker(
+                WorkerInputs(spec, 0, resources, ports, recorder, start.store, stop, state, coordinator.version)
+            )
         with worker:
             set_generators(checkpoint, spec.options.seed)
             yield Running(worker, ports, recorder, stop)

@@ -51,7 +51,7 @@ def _spec(loaded: Loaded, pipeline: BoundPipeline, data: Data) -> Spec:
         options=run_options(config, pipeline, settings["plan"]),
         pipeline=partial(rebuild, config),
         rows=EncodedRows(write_encoded(data.train, run_dir, "train")),
-        validation=validation_sets(config, data.validation_runner),
+        validation=validation_sets(config, data.validation),
         sampling=sampling,
         sampling_of={name: sampling_params(config, name) for name in config.data.domains},
         facts=facts(config, data),

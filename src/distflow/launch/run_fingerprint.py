@@ -81,7 +81,7 @@ def description(loaded: Loaded, data: Data) -> dict[str, object]:
     """The head of the report, and what it says about the config."""
     config, (preset, changed) = loaded.config, changes(loaded)
     counts = {
-        "held out": sum(map(len, data.validation_runner.values())),
+        "held out": sum(map(len, data.validation.values())),
         "left out, with broken tests": len(data.broken),
     }
     return {

@@ -109,10 +109,10 @@ def sampling_params(config: Config, domain: str = "") -> SamplingParams:
     )
 
 
-def validation_sets(config: Config, validation_runner: Mapping[str, PromptSet]) -> tuple[ValidationSet, ...]:
+def validation_sets(config: Config, validation: Mapping[str, PromptSet]) -> tuple[ValidationSet, ...]:
     """One set, or one for each domain that has some, under its name."""
     sets = []
-    for domain, prompts in validation_runner.items():
+    for domain, prompts in validation.items():
         rows = EncodedRows(write_encoded(prompts, config.trainer.run_dir, f"val-{domain}" if domain else "val"))
         sets.append(ValidationSet(domain or "val", rows, *validation_params(config, sampling_params(config, domain))))
     return tuple(sets)

@@ -23,7 +23,7 @@ def told(loaded: Loaded, reading: Reading, data: Data) -> Iterator[str]:
     """What the run starts from. Raises UserError for a domain that nothing judges."""
     config = loaded.config
     named = {"train": data.train}
-    named |= {f"validation{' ' if name else ''}{name}": found for name, found in data.validation_runner.items()}
+    named |= {f"validation{' ' if name else ''}{name}": found for name, found in data.validation.items()}
     for name, found in named.items():
         yield f"{name} data: {', '.join(found.report.lines())}"
         if len(found.domains) > 1 and config.data.domains:
@@ -73,7 +73,7 @@ def _notes(loaded: Loaded, reading: Reading, data: Data) -> Iterator[str]:
                 f"note: rows have the column '{name}', which only a chat template is handed, and prompts are plain "
                 "text: see data.prompt_format"
             )
-    known = {domain for found in (data.train, *data.validation_runner.values()) for domain in found.domains}
+    known = {domain for found in (data.train, *data.validation.values()) for domain in found.domains}
     for key, named in (("reward.domains", config.reward.domains), ("algorithm.domains", config.algorithm.domains)):
         for name in sorted(set(named) - known):
             yield f"note: {key} has settings of '{name}', and no row is of that domain{hint(name, known)}"

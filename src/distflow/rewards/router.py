@@ -97,7 +97,7 @@ class RewardRouter:
         self.configured = frozenset(name for parts in functions.values() for name, _, *options in parts if any(options))
         self._overlong, self._max_response_length = overlong, max_response_length
         self._response_limits = dict(response_limits or {})
-        self.tally = CallCounts()
+        self.call_counts = CallCounts()
         self._counts: Counter[str] = Counter()
         self._lock = threading.Lock()  # the asyncio thread counts, the trainer takes the counts
         self.names = sorted({name for parts in self._functions.values() for name, _ in parts})
@@ -175,7 +175,7 @@ class RewardRouter:
         judgement = RewardOutcome(_combine(parts, weights), parts, right)
         self._count(parts, sample.domain)
         failed = not isinstance(judgement.reward_result, Score)
-        self.tally.add(1, int(failed), f"{judgement.reward_result} (domain '{sample.domain}')" if failed else "")
+        self.call_counts.add(1, int(failed), f"{judgement.reward_result} (domain '{sample.domain}')" if failed else "")
         return judgement
 
     def take_counts(self) -> dict[str, float]:

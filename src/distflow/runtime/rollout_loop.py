@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from distflow.algorithms.sample_filters import TOO_FEW_VERDICTS
-from distflow.audit.recorder import GroupRecorder
 from distflow.data.batch import Batch
 from distflow.data.sample import Sample
 from distflow.errors import UserError
@@ -17,6 +16,7 @@ from distflow.rewards.call_counts import CallCounts
 from distflow.rewards.router import RewardOutcome, RewardRouter
 from distflow.rollout.engine import GenerateRequest, GenerateResult, RolloutEngine
 from distflow.runtime import fault_injection
+from distflow.runtime.audit_protocol import GroupRecorder
 from distflow.runtime.context import Contexts, NodeContext, judged
 from distflow.runtime.early_stop import EarlyStop
 from distflow.runtime.errors import NodeError
@@ -55,7 +55,7 @@ class SubmissionGate:
     """
 
     def __init__(self, engine: RolloutEngine, group_recorder: GroupRecorder) -> None:
-        self._engine, self._witness = engine, group_recorder
+        self._engine, self._recorder = engine, group_recorder
         self._waiting: set[asyncio.Task[None] | None] = set()
         self._all_in = asyncio.Event()
         self._early_stop: EarlyStop | None = None
@@ -78,7 +78,7 @@ class SubmissionGate:
                 again = await self._ask(replace(request, samples=aborted))
                 redone = {made.sample: made for made in again.generations}
                 result = GenerateResult(tuple(redone.get(made.sample, made) for made in result.generations))
-            self._witness.generated(request, result)
+            self._recorder.generated(request, result)
             return result
 
     async def _ask(self, request: GenerateRequest) -> GenerateResult:
@@ -136,6 +136,15 @@ async def _judged(router: RewardRouter, waits: Waits, samples: Sequence[Sample])
         return await judged(router, samples)
 
 
+@dataclass(frozen=True)
+class GroupEvents:
+    """Who is told what of prompt groups. waits: of how long each waits for its rewards."""
+
+    ended: OnGroup
+    dropped: OnDropped = lambda prompt_group, reason, batch: None
+    waits: Waits = field(default_factory=Waits)
+
+
 @dataclass
 class RolloutLoop:
     """Runs steps on groups.
@@ -144,7 +153,7 @@ class RolloutLoop:
     pipeline generates nothing. group recorder: records what engine and verifiers did for each group. timeout_s: what a
     plain function may take for each sample. ended: told of every group, before the queue is. in_waves: groups start
     together, and the next ones when these have ended. stops_early: those of a wave that are left when the step has all
-    that it needs are aborted. tally: of the verdicts on all groups, whatever became of them. dropped: told of the
+    that it needs are aborted. call_counts: of the verdicts on all groups, whatever became of them. dropped: told of the
     groups that a node drops.
     """
 
@@ -158,7 +167,7 @@ class RolloutLoop:
     in_waves: bool = True
     stops_early: bool = False
     plain_calls: PlainCalls = field(default_factory=PlainCalls)
-    tally: CallCounts = field(default_factory=CallCounts)
+    call_counts: CallCounts = field(default_factory=CallCounts)
     dropped: OnDropped = lambda prompt_group, reason, batch: None
 
     @staticmethod
@@ -167,16 +176,14 @@ class RolloutLoop:
         nodes: Sequence[BoundNode],
         resources: Resources,
         contexts: Contexts,
-        ended: OnGroup,
         group_recorder: GroupRecorder,
-        waits: Waits | None = None,
-        dropped: OnDropped = lambda prompt_group, reason, batch: None,
+        events: "GroupEvents",
     ) -> "RolloutLoop":
-        """The plane of a worker that has these nodes. waits: told how long each group waits for its verdicts."""
+        """The loop of a worker that has these nodes."""
         gate = SubmissionGate(resources.rollout, group_recorder) if resources.rollout is not None else None
         parts = {**resources.by_name(), **({"rollout": gate} if gate else {})}
         if resources.reward_fn is not None:
-            parts["reward_fn"] = partial(_judged, resources.reward_fn, waits or Waits())
+            parts["reward_fn"] = partial(_judged, resources.reward_fn, events.waits)
         ends = resources.stop_token_ids
         sampling = replace(spec.sampling, stop_token_ids=ends)
         sampling_of = {name: replace(own, stop_token_ids=ends) for name, own in spec.sampling_of.items()}
@@ -191,12 +198,12 @@ class RolloutLoop:
             contexts.for_rollout,
             gate,
             spec.options.timeout_s,
-            ended,
+            events.ended,
             group_recorder,
             in_waves=spec.data.max_staleness == 0,
             stops_early=spec.data.oversampling > 0,
-            tally=resources.reward_fn.tally if resources.reward_fn is not None else CallCounts(),
-            dropped=dropped,
+            call_counts=resources.reward_fn.call_counts if resources.reward_fn is not None else CallCounts(),
+            dropped=events.dropped,
         )
 
     async def run(self, group: Group, steps: Sequence[Step], context: MakeContext) -> Drop | None:
@@ -207,7 +214,7 @@ class RolloutLoop:
                 drop = await step.on_group(group, ctx, self.plain_calls, self.timeout_s)
             except NodeError as err:
                 if step.node.node_role is NodeRole.REWARD:
-                    self.tally.add(len(group), len(group), str(err))
+                    self.call_counts.add(len(group), len(group), str(err))
                 raise
             self._count(step, group, drop)
             if drop is not None:
@@ -226,7 +233,7 @@ class RolloutLoop:
         elif "reward_errors" in batch:
             errors = batch["reward_errors"]
         first = next(filter(None, errors), "no verdict")
-        self.tally.add(len(batch), num_failed, f"{first} (node '{node.node_id}')")
+        self.call_counts.add(len(batch), num_failed, f"{first} (node '{node.node_id}')")
 
     async def loop(self, queue: SampleQueuePort) -> None:
         """consumes groups · waits for credits · unblocked by released steps and ended groups · produces groups

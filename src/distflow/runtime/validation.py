@@ -21,13 +21,12 @@ from distflow.runtime.context import Contexts
 from distflow.runtime.errors import NodeError, warn_of_errors
 from distflow.runtime.group import new_group
 from distflow.runtime.offload import Offload
-from distflow.runtime.ports import Ports
-from distflow.runtime.recorder import Recorder
 from distflow.runtime.resources import Resources
 from distflow.runtime.rollout_loop import RolloutLoop
 from distflow.runtime.rollout_services import Session
-from distflow.runtime.spec import Spec, ValidationSet
+from distflow.runtime.spec import ValidationSet
 from distflow.runtime.step_metrics import sample_rows
+from distflow.runtime.worker_inputs import WorkerInputs
 from distflow.scheduling.groups import PromptGroup
 from distflow.training.engine import Scorer
 
@@ -198,19 +197,16 @@ class ValidationRunner:
 
     def __init__(
         self,
-        spec: Spec,
+        inputs: WorkerInputs,
         resources: Resources,
-        ports: Ports,
-        session: Session,
+        services: Session,
         validator: Validator,
-        recorder: Recorder,
-        residence: Offload,
-        step: int,
+        offload: Offload,
     ) -> None:
-        """step: that the run goes on from."""
-        self._spec, self._resources, self._ports, self._session = spec, resources, ports, session
-        self._validator, self._recorder, self._residence = validator, recorder, residence
-        self.step = step
+        """resources: with the engine watched."""
+        self._spec, self._ports, self._recorder = inputs.spec, inputs.ports, inputs.recorder
+        self._resources, self._services, self._validator, self._offload = resources, services, validator, offload
+        self.step = inputs.version.step
 
     def validate(self, step: int) -> dict[str, float]:
         """The metrics, on the rank that leads; none where there is nothing to validate on."""
@@ -221,7 +217,7 @@ class ValidationRunner:
             if not self._spec.plan.generates:
                 if self._resources.actor is None:
                     return {}
-                self._residence.only(("actor",))
+                self._offload.only(("actor",))
                 metrics = validation_loss(self._spec.validation, self._resources.actor)
             elif answers := self._answers(step):
                 metrics = Answers.joined(answers).metrics()
@@ -236,14 +232,14 @@ class ValidationRunner:
     def answer(self, step: int, part: int, num_parts: int) -> Answers:
         """Answer every `num_parts`-th validation prompt from number `part` on; on any thread."""
         fault_injection.reach("validate")
-        answers = self._session.call(self._validator.run(step, part, num_parts))
+        answers = self._services.call(self._validator.run(step, part, num_parts))
         self._recorder.validation(step, {}, answers.rows)
-        warn_of_errors(self._validator.plane.tally.take(VALIDATION), partial(self._recorder.note, "warning"))
+        warn_of_errors(self._validator.plane.call_counts.take(VALIDATION), partial(self._recorder.note, "warning"))
         return replace(answers, rows=[])
 
     def _answers(self, step: int) -> Sequence[Answers]:
         """Of all workers that have an engine. None where others have them, and another rank asks."""
-        self._residence.only(())
+        self._offload.only(())
         if self._resources.rollout is None:
             return self._ports.validate(step)
         ranks = self._ports.collective

@@ -9,35 +9,21 @@ from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
 
-from distflow.audit.auditor import make_auditor
-from distflow.checks.live import LiveChecks
 from distflow.data.batch import Batch
 from distflow.graph import NodeStatus
 from distflow.observe.metrics import Measured
 from distflow.rewards.call_counts import RewardCounts
 from distflow.rollout.activity import take_activity
-from distflow.runtime.checkpoint.checkpoint import CheckpointStore
-from distflow.runtime.checkpoint.saver import Saver
 from distflow.runtime.checkpoint.state import as_it_stands, joined, part_of_rank, saved_parts
-from distflow.runtime.context import Contexts, NodeContext, NodeState
-from distflow.runtime.engine_watch import STACKS
-from distflow.runtime.errors import ErrorShare
-from distflow.runtime.offload import Offload
-from distflow.runtime.ports import Ports
-from distflow.runtime.recorder import Recorder
-from distflow.runtime.reshard import ColumnReshard
+from distflow.runtime.context import NodeContext
 from distflow.runtime.resources import Resources
-from distflow.runtime.rollout_loop import RolloutLoop
-from distflow.runtime.rollout_services import Session
 from distflow.runtime.sample_queue.protocol import NewWorkers, Released, Share
-from distflow.runtime.spec import Spec
-from distflow.runtime.step import Step, compile_steps
+from distflow.runtime.step import Step
 from distflow.runtime.step_metrics import Figures, batch_metrics, curriculum_metrics, group_metrics, over_ranks
-from distflow.runtime.stop import Stop
-from distflow.runtime.updates import Updates
-from distflow.runtime.validation import ValidationRunner, Validator, score
-from distflow.runtime.weight_sync.sender import WeightReceiver, WeightSync
-from distflow.scheduling.groups import PromptGroup, Version
+from distflow.runtime.validation import ValidationRunner, score
+from distflow.runtime.weight_sync.sender import WeightReceiver
+from distflow.runtime.worker_parts import WorkerParts
+from distflow.scheduling.groups import Version
 from distflow.scheduling.sample_queue import Exhausted
 from distflow.training.engine import LossFn, TrainEngine
 
@@ -45,85 +31,30 @@ from distflow.training.engine import LossFn, TrainEngine
 class Worker:
     """Runs its part of a pipeline. A context manager: entered, its rollout loop answers what the queue hands out."""
 
-    def __init__(
-        self,
-        spec: Spec,
-        rank: int,
-        resources: Resources,
-        ports: Ports,
-        recorder: Recorder,
-        store: CheckpointStore,
-        stop: Stop,
-        state: NodeState,
-        version: Version,
-    ) -> None:
-        """state: what nodes keep across steps. version: of the weights that the resources hold."""
-        plan, pipeline = spec.plan.ranks[rank], spec.pipeline()
-        warn, show = partial(recorder.note, "warning"), recorder.view.reward_failed
-        is_first = rank == min((each.rank for each in spec.plan.ranks if each.rollout_nodes), default=rank)
-        self._session = Session.of(spec, resources, spec.run_dir / STACKS, warn if is_first else None)
-        resources = self._session.resources
-        self._spec, self._resources, self._ports = spec, resources, ports
-        self._rank = ports.collective.rank  # among those that learn
-        self._recorder, self._stop, self._state = recorder, stop, state
-        self._saver = Saver(store, ports.everyone, recorder.saved, waits=recorder.waits, warn=warn)
-        self._version = version
-        self._errors = ErrorShare(spec.options.max_error_rate, warn, show)
-        self._checks = LiveChecks.of(spec, resources, recorder.note)
-        parts = {**resources.by_name(), "reduce": ports.data, "dp_group": ports.collective}
-        self._learning = compile_steps([pipeline.node(name) for name in plan.training_nodes], parts)
-        self._residence = Offload(resources.trained(), spec.options.offloads)
-        self._auditor = make_auditor(
-            spec,
-            pipeline,
-            self._learning,
-            resources,
-            self._session,
-            recorder,
-            state,
-            version,
-            ports.collective,
-            self._residence.all,
-        )
-        self._updates = updates = Updates(self._checks, self._auditor, recorder.phases)
-        keeps = bool(plan.training_nodes) and [each.rank for each in spec.plan.ranks if each.rollout_nodes] == [rank]
-        self._contexts = Contexts(spec.config, resources, state, updates.before, updates.after, keeps)
-        self._rollout_loop = RolloutLoop.of(
-            spec,
-            [pipeline.node(name) for name in plan.rollout_nodes],
-            resources,
-            self._contexts,
-            self._group_ended,
-            self._auditor.group_recorder,
-            recorder.waits,
-            recorder.group_dropped,
-        )
-        stop_token_ids, say = resources.stop_token_ids, partial(recorder.note, "warning")
-        self._handovers = ColumnReshard(spec.plan, pipeline, rank, ports.exchange)
-        validator = Validator(
-            spec.validation, self._contexts, self._rollout_loop, stop_token_ids, spec.options.seed, say
-        )
-        self.validation_runner = ValidationRunner(
-            spec, resources, ports, self._session, validator, recorder, self._residence, version.step
-        )
-        self._serving = WeightSync(spec, resources, ports, self._session, recorder, updates, self._residence, version)
-        self._saved_at = version.step
+    def __init__(self, parts: WorkerParts) -> None:
+        inputs = parts.inputs
+        self._parts, self._spec, self._ports, self._recorder = parts, inputs.spec, inputs.ports, inputs.recorder
+        self._stop, self._version = inputs.stop, inputs.version
+        self._rank = inputs.ports.collective.rank  # among those that train
+        self._saved_at = inputs.version.step
         self._released: Released | None = None
-        self.status = {step.node.node_id: NodeStatus.PENDING for step in self._learning}
+        self.status = {step.node.node_id: NodeStatus.PENDING for step in parts.training_nodes}
 
     def __enter__(self) -> "Worker":
         """Start services and engine, publish the first version, validate if asked, let the rollout loop run."""
         with ExitStack() as stack, self._recorder.phases("start"):
-            stack.enter_context(self._session)
-            stack.enter_context(self._saver)
-            if self._resources.rollout is not None:
-                stack.callback(self._ports.weights.attach(WeightReceiver(self._resources.rollout, self._session)))
-            if self._learning:
-                self._recorder.started(self._version.step, self._serving.begin())
+            stack.enter_context(self._parts.services)
+            stack.enter_context(self._parts.saver)
+            if self._parts.resources.rollout is not None:
+                stack.callback(
+                    self._ports.weights.attach(WeightReceiver(self._parts.resources.rollout, self._parts.services))
+                )
+            if self._parts.training_nodes:
+                self._recorder.started(self._version.step, self._parts.weight_sync.begin())
                 if self._spec.options.val_before_train and self._version.step == 0:
-                    self.validation_runner.validate(0)
-            if self._rollout_loop.steps:
-                self._generating = self._session.start(self._rollout_loop.loop(self._ports.queue))
+                    self.validation.validate(0)
+            if self._parts.rollout_loop.steps:
+                self._generating = self._parts.services.start(self._parts.rollout_loop.loop(self._ports.queue))
                 self._generating.add_done_callback(self._rollout_ended)
             self._leave = stack.pop_all()
         return self
@@ -154,8 +85,8 @@ class Worker:
         """For a worker that does not learn: until the queue has nothing more to hand out. Returns the version that it
         served last."""
         self._generating.result()
-        assert self._resources.rollout is not None, "who only serves has an engine"
-        return self._resources.rollout.version.step
+        assert self._parts.resources.rollout is not None, "who only serves has an engine"
+        return self._parts.resources.rollout.version.step
 
     @property
     def step(self) -> int:
@@ -163,36 +94,41 @@ class Worker:
         return self._released.version.step if self._released is not None else self._version.step
 
     @property
+    def validation(self) -> ValidationRunner:
+        """Validates, and answers validation prompts for other workers."""
+        return self._parts.validation
+
+    @property
     def resources(self) -> Resources:
         """Its engines and services."""
-        return self._resources
+        return self._parts.resources
 
     def take(self, wanted: int | None = None, deadline: float | None = None) -> Share | None:
         """This rank's share of the next step, or of a part of it: see `SampleQueuePort.take`. None where there is
         none."""
         try:
             with self._recorder.phases("rollout"):
-                self._residence.only(())
+                self._parts.offload.only(())
                 take = partial(self._ports.queue.take, self.step, self._rank, wanted, deadline)
-                while isinstance(share := self._session.wait_for(take), NewWorkers):
-                    self._serving.send_to_new_workers(self.step)
+                while isinstance(share := self._parts.services.wait_for(take), NewWorkers):
+                    self._parts.weight_sync.send_to_new_workers(self.step)
         except Exhausted:
             self.judged()  # which may be why
             raise
         if share is not None:
-            served = self._serving.step if self._spec.plan.generates else None
+            served = self._parts.weight_sync.step if self._spec.plan.generates else None
             with self._recorder.phases("check"):
-                self._checks.taken(share.batch, self.step, served)
+                self._parts.checks.taken(share.batch, self.step, served)
             with self._recorder.phases("audit"):
-                self._auditor.took(self.step, share.group_ids, share.batch, served)
+                self._parts.auditor.took(self.step, share.group_ids, share.batch, served)
         return share
 
     def judged(self, share: Share | None = None) -> dict[str, float]:
         """Metrics of the verdicts of all workers since this was asked last. Raises TooManyErrors, on every rank."""
         with self._recorder.phases("check"):
-            own = RewardCounts.joined([self._judged(), *([share.judged] if share is not None else [])])
+            own = RewardCounts.joined([self._parts.reward_counts(), *([share.judged] if share is not None else [])])
             every = RewardCounts.joined(self._ports.collective.gather(own))
-            return {**self._errors.step(every.calls, self.step + 1), **every.counts}
+            return {**self._parts.errors.step(every.calls, self.step + 1), **every.counts}
 
     def learn(self, group_ids: Sequence[int], batch: Batch) -> tuple[Batch, dict[str, float]]:
         """Run the training loop on this rank's share of a step, for whoever has a loop of his own. groups: of all
@@ -204,10 +140,10 @@ class Worker:
 
     def train_step(self, role: str, engine: TrainEngine, batch: Batch, loss: LossFn) -> dict[str, float]:
         """An optimizer step outside of the nodes, checked as theirs are."""
-        self._residence.only((role,))
+        self._parts.offload.only((role,))
         with self._recorder.phases(f"update_{role}"):
-            metrics = engine.train_step(batch, self._updates.before(role, engine, batch, loss))
-        self._updates.after(role, engine, batch, metrics, self.step, first=False)
+            metrics = engine.train_step(batch, self._parts.updates.before(role, engine, batch, loss))
+        self._parts.updates.after(role, engine, batch, metrics, self.step, first=False)
         return metrics
 
     def finish(self, batch: Batch, metrics: Mapping[str, float]) -> dict[str, float]:
@@ -215,15 +151,15 @@ class Worker:
         metrics."""
         step, metrics = self.step, dict(metrics)
         with self._recorder.phases("save"):
-            self._saver.check()
+            self._parts.saver.check()
         with self._recorder.phases("check"):
-            metrics |= self._checks.learned(batch, metrics, step, self._ports.data)
+            metrics |= self._parts.checks.learned(batch, metrics, step, self._ports.data)
         with self._recorder.phases("audit"):
-            self._auditor.end(metrics)
+            self._parts.auditor.end(metrics)
         sent = False
         if (step + 1) % self._spec.options.update_frequency == 0:
             with self._recorder.phases("update_weights"):
-                sent, compared = self._serving.send(Version(self._version.restart, step + 1))
+                sent, compared = self._parts.weight_sync.send(Version(self._version.restart, step + 1))
             metrics |= compared
         with self._recorder.phases("release"):
             released = self._ports.queue.release(step, self._rank, sent)
@@ -235,22 +171,22 @@ class Worker:
         """The training loop, one node after another, each to be run before the next is asked for. Keeps its status,
         and its time in seconds (`perf/NODE`) where `dag.enable_perf` is on."""
         self.status = dict.fromkeys(self.status, NodeStatus.PENDING)
-        for compiled in self._learning:
+        for compiled in self._parts.training_nodes:
             name, started = compiled.node.node_id, time.perf_counter()
             self.status[name] = NodeStatus.RUNNING
             try:
-                if self._handovers.waits_for(name):
+                if self._parts.reshard.waits_for(name):
                     with self._recorder.phases("exchange"):
-                        step.batch = self._handovers.taken(name, step.batch, self.step)
+                        step.batch = self._parts.reshard.taken(name, step.batch, self.step)
                 before = step.batch
                 with self._recorder.phases(compiled.node.phase):
-                    self._residence.only(compiled.node.engines)
-                    yield compiled, self._contexts.for_training(self.step, step.group_ids, name)
+                    self._parts.offload.only(compiled.node.engines)
+                    yield compiled, self._parts.contexts.for_training(self.step, step.group_ids, name)
                 with self._recorder.phases("audit"):
-                    self._auditor.scored(step.batch)
-                if self._handovers.gives(name):
+                    self._parts.auditor.scored(step.batch)
+                if self._parts.reshard.gives(name):
                     with self._recorder.phases("exchange"):
-                        self._handovers.given(name, before, step.batch, self.step)
+                        self._parts.reshard.given(name, before, step.batch, self.step)
             except BaseException:  # GeneratorExit, where the node raised
                 self.status[name] = NodeStatus.FAILED
                 raise
@@ -274,9 +210,7 @@ class Worker:
         """
         options, step, finished = self._spec.options, released.version.step, released.finished
         compares = options.keep_best is not None and _is_due(step, options.save_freq, finished)
-        validated = (
-            self.validation_runner.validate(step) if _is_due(step, options.test_freq, finished) or compares else {}
-        )
+        validated = self.validation.validate(step) if _is_due(step, options.test_freq, finished) or compares else {}
         with self._recorder.phases("record"):
             figures = Figures.joined(self._ports.data.gather(Figures.of(batch)))
             metrics |= batch_metrics(figures) | group_metrics(released.group_counts, figures.versions, step - 1)
@@ -284,7 +218,7 @@ class Worker:
         metrics |= self._recorder.phases.finish_step() | self._recorder.memory.finish_step()
         metrics["throughput/tokens_per_s"] = figures.num_tokens / metrics["timing_s/step"]
         with self._recorder.phases("record"):
-            self._recorder.decoded(take_activity(self._resources.rollout))
+            self._recorder.decoded(take_activity(self._parts.resources.rollout))
             self._recorder.training_step(step, metrics, batch)
             self._recorder.keep_groups(step, batch)
         last = finished or self._stop.wanted
@@ -294,21 +228,10 @@ class Worker:
     def _end(self, step: int) -> None:
         """No group of the last rows came through, so that the step before, the run's `step`-th, had been the last."""
         options = self._spec.options
-        validated = (
-            self.validation_runner.validate(step)
-            if options.test_freq > 0 and self.validation_runner.step < step
-            else {}
-        )
+        validated = self.validation.validate(step) if options.test_freq > 0 and self.validation.step < step else {}
         if options.save_freq > 0 and self._saved_at < step:
             assert self._released is not None, "a step that is not saved yet was released"
             self._save(self._released, validated, last=True)
-
-    def _group_ended(self, prompt_group: PromptGroup, outcome: str, started: float, ended: float) -> None:
-        self._recorder.group_ended(prompt_group, outcome, started, ended)
-        if not self._learning:
-            self._recorder.decoded(take_activity(self._resources.rollout))
-            self._recorder.folder.flush()
-            self._ports.queue.count(self._judged())
 
     def _rollout_ended(self, rollout_nodes: "Future[None]") -> None:
         """Whatever ends that plane must wake the trainer, which else waits for groups that nobody makes.
@@ -320,26 +243,21 @@ class Worker:
         if error is not None:
             self._ports.abort(error)
 
-    def _judged(self) -> RewardCounts:
-        """By this worker since it was asked last."""
-        reward_fn = self._resources.reward_fn
-        return RewardCounts(self._rollout_loop.tally.take(), reward_fn.take_counts() if reward_fn is not None else {})
-
     def _save(self, released: Released, validated: Mapping[str, float], last: bool) -> None:
         """validated: the metrics of these very weights, of which `keep_best` compares one. last: wait until it is
         whole."""
-        if self._saver.is_busy:
+        if self._parts.saver.is_busy:
             with self._recorder.phases("save_wait"):
-                self._saver.finish()
+                self._parts.saver.finish()
         step, best = released.version.step, self._spec.options.keep_best
         self._saved_at = step
         metric = score(best, validated) if best is not None and validated else None
         everyone = self._ports.everyone
         with self._recorder.phases("save"):
-            state = joined(everyone.gather(as_it_stands(self._state)))
-            parts = saved_parts(self._spec, self._resources, released, state, everyone.rank)
+            state = joined(everyone.gather(as_it_stands(self._parts.inputs.state)))
+            parts = saved_parts(self._spec, self._parts.resources, released, state, everyone.rank)
             others = [part_of_rank(rank) for rank in range(1, everyone.size)]
-            self._saver.save(step, parts, others, metric, wait=last)
+            self._parts.saver.save(step, parts, others, metric, wait=last)
 
 
 @dataclass

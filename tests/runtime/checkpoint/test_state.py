@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from distflow.audit.auditor import STATE
+from distflow.runtime.audit_protocol import AUDIT_STATE
 from distflow.errors import UserError
 from distflow.runtime.checkpoint.checkpoint import CheckpointStore
 from distflow.runtime.checkpoint.state import check_same_facts, joined, restore, saved_parts, set_generators
@@ -90,12 +90,12 @@ def test_a_run_that_starts_draws_by_its_seed() -> None:
 
 
 def test_what_ranks_keep_is_that_of_the_first_but_of_updates_each_has_those_of_its_own_models() -> None:
-    first = {"mine": {"seen": 1}, STATE: {"updates": {"actor": 5}, "reference": [1]}}
-    second = {"mine": {"seen": 2}, "theirs": {}, STATE: {"updates": {"critic": 4}, "reference": [2]}}
+    first = {"mine": {"seen": 1}, AUDIT_STATE: {"updates": {"actor": 5}, "reference": [1]}}
+    second = {"mine": {"seen": 2}, "theirs": {}, AUDIT_STATE: {"updates": {"critic": 4}, "reference": [2]}}
     assert joined([first, second]) == {
         "mine": {"seen": 1},
         "theirs": {},
-        STATE: {"updates": {"actor": 5, "critic": 4}, "reference": [1]},
+        AUDIT_STATE: {"updates": {"actor": 5, "critic": 4}, "reference": [1]},
     }
     assert joined([{}, {}]) == {}
 

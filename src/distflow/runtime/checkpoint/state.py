@@ -7,13 +7,13 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 import torch
 
-from distflow.audit.auditor import STATE
 from distflow.config import changed_keys, config_from_dict, to_dict
 from distflow.data import random_streams
 from distflow.data.batch import Batch
 from distflow.errors import UserError
 from distflow.models.weight_checks import magnitudes, unsound
 from distflow.planning.plan import dp_groups_of
+from distflow.runtime.audit_protocol import AUDIT_STATE
 from distflow.runtime.checkpoint.checkpoint import Checkpoint
 from distflow.runtime.checkpoint.files import shard_name
 from distflow.runtime.checkpoint.folder import CheckpointError
@@ -185,9 +185,11 @@ def joined(states: Sequence[NodeState]) -> NodeState:
     """What all nodes keep, given that of each rank's; of a node that several run what the first has. The audit keeps a
     count of each model's updates, which only the ranks that train it have."""
     found = {node: kept for state in reversed(states) for node, kept in state.items()}
-    if audits := [state[STATE] for state in reversed(states) if STATE in state]:
-        found[STATE] = {name: kept for audit in audits for name, kept in audit.items()}
-        found[STATE]["updates"] = {role: count for audit in audits for role, count in audit.get("updates", {}).items()}
+    if audits := [state[AUDIT_STATE] for state in reversed(states) if AUDIT_STATE in state]:
+        found[AUDIT_STATE] = {name: kept for audit in audits for name, kept in audit.items()}
+        found[AUDIT_STATE]["updates"] = {
+            role: count for audit in audits for role, count in audit.get("updates", {}).items()
+        }
     return found
 
 

@@ -6,29 +6,44 @@ What the engines of a run serve of a worker's weights.
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import replace
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from distflow.checks.canary import Canary, make_canary
-from distflow.checks.weight_receipts import check_replicas, check_sent, check_served
+from distflow.data.batch import Batch
 from distflow.errors import TrustError
 from distflow.models.weight_checks import magnitudes, unsound
 from distflow.rollout.engine import Receipt, RolloutEngine
 from distflow.rollout.weights import stripe_hashes
 from distflow.runtime import fault_injection
+from distflow.runtime.audit_protocol import Updates
 from distflow.runtime.offload import Offload
-from distflow.runtime.ports import Ports
-from distflow.runtime.recorder import Recorder
 from distflow.runtime.resources import Resources
 from distflow.runtime.rollout_services import Session
-from distflow.runtime.spec import Spec
-from distflow.runtime.updates import Updates
 from distflow.runtime.weight_sync.protocol import Bucket, WeightPort
+from distflow.runtime.weight_sync.receipts import check_replicas, check_sent, check_served
+from distflow.runtime.worker_inputs import WorkerInputs
 from distflow.scheduling.groups import Version
 from distflow.training.engine import TrainEngine
 
 BUCKET_BYTES = 2**28
+
+
+class Canary(Protocol):
+    """Compares the engine's log-probs of fixed prompts with the trainer's, after some of the syncs."""
+
+    def is_due(self, at_start: bool) -> bool:
+        """Call once a sync."""
+        ...
+
+    async def answer(self) -> Batch:
+        """The engine's responses to the fixed prompts."""
+        ...
+
+    def compare(self, answers: Batch, at_start: bool) -> dict[str, float]:
+        """Raises TrustError where they mean other weights than the trainer's."""
+        ...
 
 
 class WeightSender:
@@ -181,25 +196,22 @@ class WeightSync:
 
     def __init__(
         self,
-        spec: Spec,
+        inputs: WorkerInputs,
         resources: Resources,
-        ports: Ports,
-        session: Session,
-        recorder: Recorder,
+        services: Session,
         updates: Updates,
-        residence: Offload,
-        version: Version,
+        offload: Offload,
+        canary: Canary | None,
     ) -> None:
-        """version: of the weights that the resources hold."""
-        self._ports, self._recorder, self._updates, self._version = ports, recorder, updates, version
-        self._residence = residence
-        self._engine = resources.rollout
+        """resources: with the engine watched. canary: None where no rollout engine is on this worker."""
+        spec, ports, version = inputs.spec, inputs.ports, inputs.version
+        self._ports, self._recorder, self._version = ports, inputs.recorder, version
+        self._updates, self._offload, self._engine = updates, offload, resources.rollout
         self._sender: WeightSender | None = None
         if resources.actor is not None and spec.plan.generates:
-            canary = make_canary(spec, resources) if self._engine is not None else None
             sends, dtype = spec.sends_weights, spec.weight_dtype
             self._sender = WeightSender(
-                resources.actor, ports.weights, dtype, sends=sends, canary=canary, session=session
+                resources.actor, ports.weights, dtype, sends=sends, canary=canary, session=services
             )
         self.step = version.step  # whose weights the engines were given last
 
@@ -216,7 +228,7 @@ class WeightSync:
         self.step, updated = version.step, self._updates.since_sent()
         if self._sender is None:
             return updated, {}
-        self._residence.only(("actor",))
+        self._offload.only(("actor",))
         outcome = self._sender.sync_changed(version, updated)
         check_served(self._served(), version)
         check_replicas(self._sender.hashes, version.step, self._ports.collective)
@@ -228,7 +240,7 @@ class WeightSync:
         then go to all."""
         if self._sender is None:
             return
-        self._residence.only(("actor",))
+        self._offload.only(("actor",))
         sent = self.step < step and self.send(Version(self._version.restart, step))[0]
         if not sent:
             self._sender.push_again()

@@ -1,21 +1,25 @@
-"""The exchange between ranks that learn in teams of different nodes. One file a wire implements it.
-
-What a worker asks of the world around its process: protocols, and one file for each wire that implements one.
-"""
+"""What a launcher gives a worker: its ports to the world around its process, and what it works on."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from distflow.data.batch import Batch
+from distflow.runtime.checkpoint.checkpoint import CheckpointStore
+from distflow.runtime.context import NodeState
+from distflow.runtime.recorder import Recorder
+from distflow.runtime.resources import Resources
 from distflow.runtime.sample_queue.protocol import IntakePort, SampleQueuePort
+from distflow.runtime.spec import Spec
+from distflow.runtime.stop import Stop
 from distflow.runtime.weight_sync.protocol import WeightPort
+from distflow.scheduling.groups import Version
 from distflow.scheduling.reshard import Key
 from distflow.training.collective import Collective
 
 
 class ReshardPort(Protocol):
-    """Between nodes of one team and those of another that read what they wrote."""
+    """Between nodes of one dp group and those of another that read what they wrote."""
 
     def put(self, key: Key, batch: Batch, writer: int, num_writers: int) -> None:
         """This writer's samples of a step, none too: the step is complete once all `num_writers` have put theirs.
@@ -42,8 +46,8 @@ class Ports:
     """The ports of one worker. collective: of the ranks that learn the same. data: of those among them that have
     samples of their own, one for each share of a step. everyone: of all that learn. intake: for a training loop of the
     user's own, where the queue is of this process. abort: tells every other part of the run that this one is gone.
-    validate: has the workers answer validation prompts that have an engine, for one that has none. exchange: None where
-    no column goes from team to team."""
+    validate: has the workers answer validation prompts that have an engine, for one that has none. reshard: None where
+    no column goes from one dp group to another."""
 
     queue: SampleQueuePort
     intake: IntakePort | None
@@ -53,4 +57,20 @@ class Ports:
     everyone: Collective
     abort: Callable[[BaseException], None]
     validate: "Callable[[int], Sequence[Answers]]" = lambda step: ()
-    exchange: ReshardPort | None = None
+    reshard: ReshardPort | None = None
+
+
+@dataclass(frozen=True)
+class WorkerInputs:
+    """What a worker is built of. state: what nodes keep across steps. version: of the weights that the resources
+    hold."""
+
+    spec: Spec
+    rank: int
+    resources: Resources
+    ports: Ports
+    recorder: Recorder
+    store: CheckpointStore
+    stop: Stop
+    state: NodeState
+    version: Version

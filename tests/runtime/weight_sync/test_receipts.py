@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from distflow.checks.weight_receipts import check_sent
 from distflow.errors import TrustError
 from distflow.models.loading import load_model
 from distflow.models.lora import add_lora, named_weights
+from distflow.runtime.weight_sync.receipts import check_sent
 from tests.tiny_models import write_tiny_model
 
 Q = "model.layers.1.self_attn.q_proj.weight"

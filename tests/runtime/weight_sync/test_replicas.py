@@ -2,8 +2,8 @@
 
 import pytest
 
-from distflow.checks.weight_receipts import check_replicas
 from distflow.errors import TrustError
+from distflow.runtime.weight_sync.receipts import check_replicas
 from distflow.training.collective import OneRank
 
 

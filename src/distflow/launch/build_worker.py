@@ -1,0 +1,79 @@
+"""Builds a worker of its parts: the one place that knows what stands behind each of them."""
+
+from functools import partial
+
+from distflow.audit.build_auditor import build_auditor
+from distflow.checks.canary import make_canary
+from distflow.checks.live import LiveChecks
+from distflow.rewards.call_counts import RewardCounts
+from distflow.rollout.activity import take_activity
+from distflow.runtime.audit_protocol import Updates
+from distflow.runtime.checkpoint.saver import Saver
+from distflow.runtime.context import Contexts
+from distflow.runtime.engine_watch import STACKS
+from distflow.runtime.errors import ErrorShare
+from distflow.runtime.offload import Offload
+from distflow.runtime.reshard import ColumnReshard
+from distflow.runtime.rollout_loop import GroupEvents, RolloutLoop
+from distflow.runtime.rollout_services import Session
+from distflow.runtime.step import compile_steps
+from distflow.runtime.validation import ValidationRunner, Validator
+from distflow.runtime.weight_sync.sender import WeightSync
+from distflow.runtime.worker import Worker
+from distflow.runtime.worker_inputs import WorkerInputs
+from distflow.runtime.worker_parts import WorkerParts
+from distflow.scheduling.groups import PromptGroup
+
+
+def build_worker(inputs: WorkerInputs) -> Worker:
+    """The worker of a rank of the plan, not entered yet."""
+    spec, rank, ports, recorder = inputs.spec, inputs.rank, inputs.ports, inputs.recorder
+    plan, pipeline, warn = spec.plan.ranks[rank], spec.pipeline(), partial(recorder.note, "warning")
+    generating = [each.rank for each in spec.plan.ranks if each.rollout_nodes]
+    services = Session.of(spec, inputs.resources, spec.run_dir / STACKS, warn if rank in generating[:1] else None)
+    resources = services.resources
+    offload = Offload(resources.trained(), spec.options.offloads)
+    named = {**resources.by_name(), "reduce": ports.data, "dp_group": ports.collective}
+    training_nodes = compile_steps([pipeline.node(name) for name in plan.training_nodes], named)
+    checks = LiveChecks.of(spec, resources, recorder.note)
+    auditor = build_auditor(inputs, pipeline, training_nodes, services, offload.all)
+    updates = Updates(checks, auditor, recorder.phases)
+    keeps_state = bool(plan.training_nodes) and generating == [rank]
+    contexts = Contexts(spec.config, resources, inputs.state, updates.before, updates.after, keeps_state)
+
+    def reward_counts() -> RewardCounts:
+        counts = resources.reward_fn.take_counts() if resources.reward_fn is not None else {}
+        return RewardCounts(rollout_loop.call_counts.take(), counts)
+
+    def group_ended(prompt_group: PromptGroup, outcome: str, started: float, ended: float) -> None:
+        recorder.group_ended(prompt_group, outcome, started, ended)
+        if not training_nodes:
+            recorder.decoded(take_activity(resources.rollout))
+            recorder.folder.flush()
+            ports.queue.count(reward_counts())
+
+    nodes = [pipeline.node(name) for name in plan.rollout_nodes]
+    events = GroupEvents(group_ended, recorder.group_dropped, recorder.waits)
+    rollout_loop = RolloutLoop.of(spec, nodes, resources, contexts, auditor.groups, events)
+    validator = Validator(spec.validation, contexts, rollout_loop, resources.stop_token_ids, spec.options.seed, warn)
+    canary = make_canary(spec, resources) if resources.rollout is not None and resources.actor is not None else None
+    return Worker(
+        WorkerParts(
+            inputs,
+            services,
+            resources,
+            training_nodes,
+            checks,
+            auditor,
+            updates,
+            contexts,
+            rollout_loop,
+            ColumnReshard(spec.plan, pipeline, rank, ports.reshard),
+            ValidationRunner(inputs, resources, services, validator, offload),
+            WeightSync(inputs, resources, services, updates, offload, canary),
+            offload,
+            Saver(inputs.store, ports.everyone, recorder.saved, waits=recorder.waits, warn=warn),
+            ErrorShare(spec.options.max_error_rate, warn, recorder.view.reward_failed),
+            reward_counts,
+        )
+    )

@@ -1,0 +1,42 @@
+"""What a worker is made of: `launch/build_worker.py` makes these parts of `WorkerInputs`."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from distflow.rewards.call_counts import RewardCounts
+from distflow.runtime.audit_protocol import StepAuditor, StepChecks, Updates
+from distflow.runtime.checkpoint.saver import Saver
+from distflow.runtime.context import Contexts
+from distflow.runtime.errors import ErrorShare
+from distflow.runtime.offload import Offload
+from distflow.runtime.reshard import ColumnReshard
+from distflow.runtime.resources import Resources
+from distflow.runtime.rollout_loop import RolloutLoop
+from distflow.runtime.rollout_services import Session
+from distflow.runtime.step import Step
+from distflow.runtime.validation import ValidationRunner
+from distflow.runtime.weight_sync.sender import WeightSync
+from distflow.runtime.worker_inputs import WorkerInputs
+
+
+@dataclass(frozen=True)
+class WorkerParts:
+    """What a worker calls. training_nodes: compiled, in their order. resources: with the engine watched.
+    reward_counts: of this worker's reward calls since it was asked last."""
+
+    inputs: WorkerInputs
+    services: Session
+    resources: Resources
+    training_nodes: Sequence[Step]
+    checks: StepChecks
+    auditor: StepAuditor
+    updates: Updates
+    contexts: Contexts
+    rollout_loop: RolloutLoop
+    reshard: ColumnReshard
+    validation: ValidationRunner
+    weight_sync: WeightSync
+    offload: Offload
+    saver: Saver
+    errors: ErrorShare
+    reward_counts: Callable[[], RewardCounts]
