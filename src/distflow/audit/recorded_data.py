@@ -37,12 +37,12 @@ Sample = Mapping[str, Any]
 class Parts:
     """What the run has to ask.
 
-    training_nodes: those of this worker. data: which row a group has. sampling_of: that of domains which have their own.
-    reward_fn: calls a reward function by its name, one sample at a time. judged_in_groups: names of those that score all
-    responses to a prompt at a time. hashes: of the tensors that the rollout engine computes with, None where it is not
-    here. weight_dtype: of those. exact: models compute in float32. estimate: the function that writes the advantages,
-    and what it is called with for a batch; None where there is none. turns: through which models are run. bring: has
-    them all on the device. ranks: those that train the same. first_step: the first of this process.
+    training_nodes: those of this worker. data: which row a group has. sampling_of: that of domains which have their
+    own. reward_fn: calls a reward function by its name, one sample at a time. judged_in_groups: names of those that
+    score all responses to a prompt at a time. hashes: of the tensors that the rollout engine computes with, None where
+    it is not here. weight_dtype: of those. exact: models compute in float32. estimate: the function that writes the
+    advantages, and what it is called with for a batch; None where there is none. turns: through which models are run.
+    bring: has them all on the device. ranks: those that train the same. first_step: the first of this process.
     """
 
     config: Config

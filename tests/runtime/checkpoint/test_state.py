@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from distflow.runtime.audit_protocol import AUDIT_STATE
 from distflow.errors import UserError
+from distflow.runtime.audit_protocol import AUDIT_STATE
 from distflow.runtime.checkpoint.checkpoint import CheckpointStore
 from distflow.runtime.checkpoint.state import check_same_facts, joined, restore, saved_parts, set_generators
 from distflow.runtime.resources import build_resources

@@ -82,7 +82,7 @@ class Shared:
         )
 
     def prompt_groups(self, worker: int, served: int = 0) -> list[PromptGroup]:
-        found = self.queue.group_ids(worker, served)
+        found = self.queue.prompt_groups(worker, served)
         assert found is not None
         return found
 
@@ -106,10 +106,10 @@ class Shared:
 
 def test_groups_of_a_worker_that_is_gone_go_to_others_and_what_still_comes_of_it_is_passed_over() -> None:
     shared = Shared()
-    theirs, ours = shared.group_ids(0), shared.prompt_groups(1)
+    theirs, ours = shared.prompt_groups(0), shared.prompt_groups(1)
     shared.put(theirs[0])
     assert shared.queue.lose(0) == len(theirs), "running ones, and what it had made"
-    again = shared.group_ids(1)
+    again = shared.prompt_groups(1)
     assert {prompt_group.group_id for prompt_group in again} >= {prompt_group.group_id for prompt_group in theirs}
     before = shared.coordinator.checked_counts()
     shared.put(theirs[1])
@@ -117,7 +117,7 @@ def test_groups_of_a_worker_that_is_gone_go_to_others_and_what_still_comes_of_it
     assert shared.coordinator.checked_counts() == before, "it comes too late"
     for prompt_group in [*ours, *again]:
         shared.put(prompt_group)
-    assert shared.queue.group_ids(0, 0) is None, "it is told to end"
+    assert shared.queue.prompt_groups(0, 0) is None, "it is told to end"
     portion = shared.queue.take(0, 0)
     assert portion is not None and not isinstance(portion, NewWorkers)
     assert {prompt_group.attempt for prompt_group in portion.groups} == {0, 1}
@@ -127,13 +127,13 @@ def test_a_step_of_which_a_group_is_lost_before_all_ranks_have_read_it_is_taken_
     """By one rank, while the other has read all of its own."""
     shared = Shared(num_ranks=2, may_be_lost=True)
     for worker in (0, 1):
-        for prompt_group in shared.group_ids(worker):
+        for prompt_group in shared.prompt_groups(worker):
             shared.put(prompt_group)
     before, portions = shared.coordinator.checked_counts(), [shared.portion(rank) for rank in (0, 1)]
     lost = portions[1].own[0]
     assert shared.told([[], [lost]]) == [False, False]
     shared.queue.lose(0)  # whoever held it is gone; groups of the step that lie with it are lost with the others
-    again = shared.group_ids(1)
+    again = shared.prompt_groups(1)
     assert (lost, 1) in {(prompt_group.group_id, prompt_group.attempt) for prompt_group in again}
     for prompt_group in again:
         shared.put(prompt_group)
@@ -148,7 +148,7 @@ def test_a_step_of_which_a_group_is_lost_before_all_ranks_have_read_it_is_taken_
 def test_a_failure_ends_the_wait_for_ranks_that_have_not_read_yet() -> None:
     shared = Shared(num_ranks=2, may_be_lost=True)
     for worker in (0, 1):
-        for prompt_group in shared.group_ids(worker):
+        for prompt_group in shared.prompt_groups(worker):
             shared.put(prompt_group)
     shared.portion(0)
     threading.Timer(0.1, lambda: shared.queue.fail(RuntimeError("gone"))).start()
@@ -169,20 +169,20 @@ def test_complete_groups_whose_batch_a_checkpoint_does_not_have_are_made_again()
 
 def test_a_worker_that_comes_gets_no_ticket_before_it_asks() -> None:
     shared = Shared()
-    shared.group_ids(0)
-    shared.group_ids(1)
+    shared.prompt_groups(0)
+    shared.prompt_groups(1)
     shared.queue.lose(0)
     number = shared.queue.join("0")
-    again = shared.group_ids(1)
+    again = shared.prompt_groups(1)
     assert again
     shared.queue.lose(1)
-    assert shared.group_ids(number), "those that it has asked for"
+    assert shared.prompt_groups(number), "those that it has asked for"
 
 
 def test_all_ranks_hear_of_newcomers_at_the_same_place_and_before_any_has_a_part_of_the_step() -> None:
     shared = Shared(num_ranks=2)
     for worker in (0, 1):
-        for prompt_group in shared.group_ids(worker):
+        for prompt_group in shared.prompt_groups(worker):
             shared.put(prompt_group)
     shared.queue.tell_of_new_workers()
     assert isinstance(shared.queue.take(0, 0), NewWorkers)
