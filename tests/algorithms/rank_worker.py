@@ -191,7 +191,7 @@ def _deviation(
     rows: list[int],
 ) -> float:
     (own, statistics), (whole, wanted) = compute(mine, ranks), compute(batch, None)
-    assert 0 < int((whole > 0).sum()) < int((batch["loss_mask"] > 0).sum()) or statistics.keys() >= {"weight_mean"}
+    assert 0 < int((whole > 0).sum()) < int((batch["loss_mask"] > 0).sum()) or statistics.keys() >= {"rollout_is_mean"}
     worst = max((abs(statistics[k] - wanted[k]) for k in wanted), default=0.0)
     return max(worst, float((own - whole[rows][:, : own.shape[1]]).abs().max()) if rows else 0.0)
 

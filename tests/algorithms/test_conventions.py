@@ -247,7 +247,7 @@ def test_decoupled_ppo() -> None:
     masked, stats = find_policy_loss("decoupled").fn(**columns, behav_imp_weight_cap=5.0)
     assert masked.tolist() == [pytest.approx([first, 0.0])]
     assert float(agg_loss(masked, columns["loss_mask"])) == pytest.approx(first / 2)
-    assert stats["behav_capped"].tolist() == [[0.0, 1.0]]
+    assert stats["behave_capped"].tolist() == [[0.0, 1.0]]
     clamped, _ = find_policy_loss("decoupled").fn(**columns, behav_imp_weight_cap=5.0, behav_imp_weight_mode="clamp")
     assert clamped.tolist() == [pytest.approx([first, -5.0])]
 

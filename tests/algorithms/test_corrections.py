@@ -51,9 +51,9 @@ def test_weights(case: Any, seed: int, level: Any, mode: Any, floor: float | Non
         for w, c, m in zip(r, c_r, k, strict=True)
         if m
     ]
-    assert stats["weight_mean"] == pytest.approx(sum(w for w, _ in inside) / len(inside))
-    assert stats["weight_max"] == pytest.approx(max(w for w, _ in inside))
-    assert stats["corrected_fraction"] == pytest.approx(sum(w != c for w, c in inside) / len(inside))
+    assert stats["rollout_is_mean"] == pytest.approx(sum(w for w, _ in inside) / len(inside))
+    assert stats["rollout_is_max"] == pytest.approx(max(w for w, _ in inside))
+    assert stats["rollout_is_corrected_frac"] == pytest.approx(sum(w != c for w, c in inside) / len(inside))
     draws = [c for _, c in inside]
     if level != "token":
         draws = [
@@ -62,7 +62,9 @@ def test_weights(case: Any, seed: int, level: Any, mode: Any, floor: float | Non
             if any(k)
         ]
     squares = sum(c * c for c in draws)
-    assert stats["ess"] == pytest.approx(sum(draws) ** 2 / (len(draws) * squares) if squares else 0.0)
+    assert stats["rollout_is_eff_sample_size"] == pytest.approx(
+        sum(draws) ** 2 / (len(draws) * squares) if squares else 0.0
+    )
 
 
 @pytest.mark.parametrize(("mode", "floor"), [("truncate", None), ("mask", 0.7)])
@@ -82,7 +84,7 @@ def test_normalised_weights_have_the_mean_one(case: Any, seed: int, level: Any, 
     ]
     draws = [w for row in rows for w in (row if level == "token" else row[:1])]
     mean = sum(draws) / len(draws)
-    assert stats["batch_norm_factor"] == pytest.approx(mean, rel=1e-6)
+    assert stats["rollout_is_batch_norm_factor"] == pytest.approx(mean, rel=1e-6)
     torch.testing.assert_close(normalised, (weights / mean).float(), rtol=1e-6, atol=1e-9)
 
 
@@ -90,7 +92,7 @@ def test_weights_that_are_all_zero_stay() -> None:
     weights, stats = compute_rollout_weights(
         torch.zeros(1, 2), torch.full((1, 2), -5.0), torch.ones(1, 2), level="token", mode="mask", batch_normalize=True
     )
-    assert weights.tolist() == [[0.0, 0.0]] and stats["batch_norm_factor"] == 1.0
+    assert weights.tolist() == [[0.0, 0.0]] and stats["rollout_is_batch_norm_factor"] == 1.0
 
 
 def test_effective_sample_size_by_hand() -> None:
@@ -109,7 +111,7 @@ def test_equal_policies_weigh_one_and_carry_no_gradient() -> None:
         weights, stats = compute_rollout_weights(log_probs, log_probs, mask, level=level)
         assert torch.equal(weights, mask)
         assert not weights.requires_grad
-        assert (stats["ess"], stats["corrected_fraction"]) == (1.0, 0.0)
+        assert (stats["rollout_is_eff_sample_size"], stats["rollout_is_corrected_frac"]) == (1.0, 0.0)
 
 
 def test_nothing_left_is_reported_not_raised() -> None:
@@ -117,7 +119,7 @@ def test_nothing_left_is_reported_not_raised() -> None:
         torch.zeros(2, 3), torch.full((2, 3), -5.0), torch.ones(2, 3), level="token", mode="mask", cap=2.0
     )
     assert weights.sum() == 0
-    assert (stats["ess"], stats["corrected_fraction"]) == (0.0, 1.0)
+    assert (stats["rollout_is_eff_sample_size"], stats["rollout_is_corrected_frac"]) == (0.0, 1.0)
     _, empty = compute_rollout_weights(torch.zeros(0, 0), torch.zeros(0, 0), torch.zeros(0, 0), level="sequence")
     assert set(empty.values()) == {0.0}
 
@@ -131,7 +133,7 @@ def test_mismatch_statistics_by_hand() -> None:
     assert stats["max_abs"] == pytest.approx(0.5)
     w = [math.exp(0.5), math.exp(-0.2)]
     assert stats["k3"] == pytest.approx(((w[0] - 1.5) + (w[1] - 0.8)) / 2, rel=1e-6)
-    assert stats["ess"] == pytest.approx(sum(w) ** 2 / (2 * (w[0] ** 2 + w[1] ** 2)), rel=1e-6)
+    assert stats["rollout_is_eff_sample_size"] == pytest.approx(sum(w) ** 2 / (2 * (w[0] ** 2 + w[1] ** 2)), rel=1e-6)
 
 
 @pytest.mark.parametrize(

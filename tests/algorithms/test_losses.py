@@ -49,7 +49,7 @@ def decoupled(lp, old, prox, a, score, *, cap=5.0, mode="mask", c=3.0):  # noqa:
     over = cap is not None and weight > cap
     if over:
         weight = 0.0 if mode == "mask" else cap
-    stats |= {"behav_kl": -d, "behav_imp_weight": weight, "behav_capped": float(over)}
+    stats |= {"behave_kl": -d, "behave_imp_weight": weight, "behave_capped": float(over)}
     return loss * weight, grad * weight, stats
 
 
@@ -339,8 +339,8 @@ def test_rejection_sampling_of_the_decoupled_loss(case: Any, rule: dict[str, Any
             plain, grad, _ = ppo(lp[i][t], prox[i][t], a[i][t], 0.2, 0.2, 3.0)
             assert float(loss.detach()[i, t]) == pytest.approx(w * plain, rel=1e-9, abs=1e-12)
             assert float(log_probs.grad[i, t]) == pytest.approx(w * grad * float(weights[i, t]), rel=1e-9, abs=1e-12)
-            assert float(stats["behav_imp_weight"][i, t]) == pytest.approx(w, rel=1e-9)
-            assert float(stats["behav_capped"][i, t]) == float(outside)
+            assert float(stats["behave_imp_weight"][i, t]) == pytest.approx(w, rel=1e-9)
+            assert float(stats["behave_capped"][i, t]) == float(outside)
             seen.add(outside)
     assert True in seen or spread < 1
 

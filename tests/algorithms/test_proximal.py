@@ -107,7 +107,7 @@ def test_a_correction_is_measured_and_weighs_once() -> None:
     counts = objective.counts(batch)
     _, sums = gradient(objective, [batch], counts)
     metrics = objective.finish(sums, counts)
-    assert "behav_imp_weight" not in metrics and 0 < metrics["rollout_is_corrected"] < 1
+    assert "behave_imp_weight" not in metrics and 0 < metrics["rollout_is_corrected"] < 1
     assert 0 < metrics["rollout_is_weight"] < 1.2
 
 

@@ -240,10 +240,10 @@ def test_on_mismatch(playground: Playground, monkeypatch: pytest.MonkeyPatch, an
         return
     run = playground.run(*given)
     (warning,) = run.notes("warning")
-    corrects = "correction/weight_mean" in run.metrics()[1]  # from the step after the one that was found apart
+    corrects = "rollout_corr/rollout_is_mean" in run.metrics()[1]  # from the step after the one that was found apart
     assert corrects == (answer == "correct") == ("is weighed by the ratio of the two from here on" in warning)
     if corrects:
-        assert run.metrics()[1]["correction/weight_mean"] == pytest.approx(1.0005, abs=1e-4)
+        assert run.metrics()[1]["rollout_corr/rollout_is_mean"] == pytest.approx(1.0005, abs=1e-4)
 
 
 def test_every_check_says_what_it_needs() -> None:
@@ -254,4 +254,4 @@ def test_every_check_says_what_it_needs() -> None:
 
 def test_the_docs_hold_the_table_as_it_is() -> None:
     docs = (Path(__file__).parents[2] / "docs" / "trust.md").read_text(encoding="utf-8")
-    assert markdown_table() in docs, "put the text of runtime.audit.checks.markdown_table() into docs/trust.md"
+    assert markdown_table() in docs, "put the text of audit.all_checks.markdown_table() into docs/trust.md"

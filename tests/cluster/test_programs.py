@@ -59,10 +59,10 @@ def together(third, rest):
 
 
 def two_models():
-    pipeline = Pipeline("two_models").add_node("load", nodes.load_answers)
+    pipeline = Pipeline("two_models").add_node("load", nodes.load_responses)
     pipeline.add_node("learn_answers", nodes.train_sft)
     for made in (tokens_left, one_third, two_thirds, together):
-        pipeline.add_node(made.__name__, made, plane="learning")
+        pipeline.add_node(made.__name__, made, plane="training")
     pipeline.add_node("guess_lengths", nodes.compute_value, only_forward_compute=True)
     return pipeline.add_node("learn_lengths", nodes.train_critic).build()
 """

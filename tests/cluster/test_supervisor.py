@@ -265,11 +265,11 @@ SILENT = """
 import sys
 
 from distflow.pipelines.grpo import grpo_pipeline as silent
-from distflow.runtime.weight_sync.sender import Publisher
+from distflow.runtime.weight_sync.sender import WeightSender
 
-if "pytest" not in sys.modules and not hasattr(Publisher, "speaks"):  # in the workers, once
-    Publisher.speaks = publish = Publisher.publish
-    Publisher.publish = lambda self, version, *at, **how: publish(self, version, *at, **how) if version.step < 2 else {}
+if "pytest" not in sys.modules and not hasattr(WeightSender, "speaks"):  # in the workers, once
+    WeightSender.speaks = sync = WeightSender.sync
+    WeightSender.sync = lambda self, version, *at, **how: sync(self, version, *at, **how) if version.step < 2 else {}
 """
 
 

@@ -166,7 +166,7 @@ def make(config):
         LocalSampleQueue.planted = True
         PLANTED[FAULT]()
     pipeline = Pipeline("faulty")
-    grpo.answer_and_judge(pipeline, config)
+    grpo.roll_out_and_score(pipeline, config)
     if FAULT in NODES:
         pipeline.add_node("faulty", NODES[FAULT])
     grpo.score(pipeline, config)
@@ -217,7 +217,7 @@ GOES_ON: dict[str, dict[str, int]] = {
     "step_memory": {},
     "step_exit": {},
     "refused_twice": {},
-    "refused_thrice": {"quarantined": 1},
+    "refused_thrice": {"max_retries": 1},
     "node_exit": {"error": 1},
     "node_interrupt": {"error": 1},
     "node_memory": {"error": 1},
@@ -264,7 +264,7 @@ def test_a_run_that_cannot_go_on_ends_with_one_message_and_is_resumed(ground: Pl
 
     assert (again := start(ground, "none", *patience)).status() == 0, again.said()
     # Those of a step that was saved before it was seen that all fail.
-    assert set(unharmed(ground)) <= {"error", "quarantined"}
+    assert set(unharmed(ground)) <= {"error", "max_retries"}
 
 
 def test_a_rollout_fifty_times_slower_is_trained_at_last(ground: Playground) -> None:
@@ -324,9 +324,7 @@ def test_verifiers_slower_than_everything_bound_what_is_under_way(ground: Playgr
         most = max(most, live)
     assert most == (STALENESS + 1) * 4
     waits = spans(ground, "reward")
-    assert {(span["what"], span["on"]) for span in waits} == {("reward_results", "verifiers")} and len(
-        waits
-    ) == NUM_ROWS
+    assert {(span["what"], span["on"]) for span in waits} == {("scores", "reward functions")} and len(waits) == NUM_ROWS
     assert sum(span["t1"] - span["t0"] for span in waits) > 0.06 * 2 * NUM_ROWS
 
 
@@ -338,6 +336,8 @@ def test_a_stop_says_that_it_is_the_verifiers_who_are_waited_for(ground: Playgro
     time.sleep(LASTING_S + 3)
     run.send(signal.SIGINT)
     run.wait_for(lambda: "a second time leaves at once" in run.said())
-    assert "s for verdicts (on: verifiers)" in run.said() and "s for step 0 (on: rollout)" in run.said(), run.said()
+    assert "s for scores (on: reward functions)" in run.said() and "s for step 0 (on: rollout)" in run.said(), (
+        run.said()
+    )
     run.send(signal.SIGINT)
     assert run.status() == 130

@@ -136,8 +136,8 @@ def test_once_apart_each_token_is_weighed_from_the_next_step_on(
 ) -> None:
     run = playground.run("grpo", *drifts(monkeypatch))
     metrics = run.metrics()
-    assert [step["correction/on"] for step in metrics] == [1, 1, 1]
-    assert ["correction/weight_mean" in step for step in metrics] == [False, True, True]
+    assert [step["rollout_corr/on"] for step in metrics] == [1, 1, 1]
+    assert ["rollout_corr/rollout_is_mean" in step for step in metrics] == [False, True, True]
     assert ["actor/rollout_is_weight" in step for step in metrics] == [False, True, True]
     assert "from here on" in run.notes("warning")[0]
     batch = tokens(run, 2)

@@ -82,7 +82,7 @@ def make():
         pipeline.add_node(name, fn, deps=["answer"])
     pipeline.add_node("both", both, deps=["plain", "asks"])
     pipeline.add_node("old", nodes.compute_old_log_prob, only_forward_compute=True)
-    pipeline.add_node("compare", nodes.compute_advantage, plane="learning")
+    pipeline.add_node("compare", nodes.compute_advantage, plane="training")
     pipeline.add_node("learn", nodes.train_actor)
     return pipeline.build()
 """

@@ -1,6 +1,6 @@
 """`examples/rlvr_three.yaml` at a small size: rows of its three domains in their data sets' forms, and a tiny model.
 
-Each row's `recorded` is a right answer and a wrong one, for `examples/recorded_answers.yaml`.
+Each row's `recorded` is a right answer and a wrong one, for `examples/recorded_responses.yaml`.
 """
 
 import json

@@ -36,7 +36,7 @@ def test_recorded_solutions_are_right_and_every_second_that_is_spoiled_is_not(fo
     held_out = [f"data.domains.{name}.val_files={file}" for name, file in FILES.items()]
     keys = ["trainer.save_groups=all", f"trainer.total_training_steps={STEPS}", "trainer.val_before_train=true"]
     keys += ["trust.audit_freq=1", *held_out]
-    assert main(["train", "examples/recorded_answers.yaml", *three_domains.small(folder / "run", *keys)]) == 0
+    assert main(["train", "examples/recorded_responses.yaml", *three_domains.small(folder / "run", *keys)]) == 0
     validated, *trained = read_metrics(folder / "run")
     assert {validated.values[f"val_correct/{name}/mean"] for name in ("all", *FILES)} == {1.0}
     assert validated.values["val/errors"] == 0

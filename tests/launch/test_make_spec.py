@@ -68,7 +68,7 @@ def with_an_undeclared_column(config):
     return graph
 
 
-def learning_given_answers():
+def training_on_given_responses():
     return sft_pipeline()
 
 
@@ -252,7 +252,7 @@ GONE = ("reward.functions", "reward.num_workers", "custom_reward_function.path",
 def test_a_program_of_the_users_that_samples_nothing_learns_the_answers_of_the_rows(playground: Playground) -> None:
     playground.write_rows([{"prompt": f"{i}=", "solution": f"{i}"} for i in range(12)])
     pipeline = (f"~{key}" for key in GONE)
-    given = (*pipeline, *chosen("own_programs:learning_given_answers"), "data.response_key=solution")
+    given = (*pipeline, *chosen("own_programs:training_on_given_responses"), "data.response_key=solution")
     config, spec = playground.spec("sft", *given)
     assert config.dag.generates is None and spec.config.dag.generates is False and "generates: false" in spec.text
     assert spec.data.group_size == 1
@@ -262,7 +262,7 @@ def test_a_program_of_the_users_that_samples_nothing_learns_the_answers_of_the_r
 
 def test_what_is_said_of_a_program_goes_before_what_its_nodes_say(playground: Playground) -> None:
     given = ("dag.generates=true", "actor_rollout_ref.rollout.n=3", "~reward.functions", "~custom_reward_function.path")
-    spec = program_of(playground, "sft", "own_programs:learning_given_answers", *given, "~reward.num_workers")
+    spec = program_of(playground, "sft", "own_programs:training_on_given_responses", *given, "~reward.num_workers")
     assert spec.data.group_size == 3
 
 

@@ -79,7 +79,7 @@ def _metrics(step: int, num_steps: int) -> dict[str, float]:
         "actor/entropy": 2.0 - step / num_steps,
         "actor/grad_norm": math.nan if step == 3 else 0.5,
         "actor/pg_clipfrac": 0.1,
-        "reward/equal_groups": 1 - step / num_steps,
+        "reward/frac_reward_zero_std": 1 - step / num_steps,
         "memory/process/peak": 2.0**30 * (1 + step / num_steps),
         "rollout/avg_response_length": 10.0 + step,
         "timing_s/rollout": 0.5 + (0.1 if step % 2 else -0.1),

@@ -16,7 +16,7 @@ from distflow.data.sample import Sample
 from distflow.errors import UserError
 from distflow.graph import Drop, NodeOutput
 from distflow.pipelines.nodes import compute_reward, dynamic_sampling, greedy_baseline, train_actor, train_critic
-from distflow.pipelines.nodes.rollout_and_reward import generate, load_answers, reward_samples
+from distflow.pipelines.nodes.rollout_and_reward import generate, load_responses, reward_samples
 from distflow.pipelines.nodes.scoring import score_policy, score_proximal, take_off_kl
 from distflow.pipelines.nodes.updates import update
 from distflow.rewards.router import RewardOutcome
@@ -99,7 +99,7 @@ def test_an_answer_is_a_sample_of_the_row_with_what_the_engine_says_of_it() -> N
 
 def test_the_answer_of_the_data_is_one_sample_made_by_the_policy() -> None:
     group = new_group_of_three()
-    (sample,) = asyncio.run(load_answers(group, tiny_tokenizer()))
+    (sample,) = asyncio.run(load_responses(group, tiny_tokenizer()))
     group.samples = [sample]
     batch = group.batch()
     assert batch["response_ids"].tolist() == [[7, 8]] and batch["response_mask"].tolist() == [[1, 1]]
@@ -112,7 +112,7 @@ def test_the_text_of_a_conversation_keeps_the_tokens_that_tell_whose_turn_begins
         tokens = tiny_tokenizer().encode("!") + [eos] + tiny_tokenizer().encode("#$") + [eos]
         row = PromptRow(5, (4, 5), "4=", response_ids=tuple(tokens), turns=turns)
         group = new_group(PromptGroup(5, 0, 5, 3, 0), row, SamplingParams(4), seed=1)
-        group.samples = asyncio.run(load_answers(group, tiny_tokenizer()))
+        group.samples = asyncio.run(load_responses(group, tiny_tokenizer()))
         assert group.batch()["responses"] == [text]
 
 

@@ -148,7 +148,9 @@ def test_a_program_in_yaml() -> None:
 
 
 def test_a_marker_in_yaml_needs_no_function() -> None:
-    nodes = "[{id: load, func: 'distflow.pipelines.nodes:load_answers'}, {id: fence, type: barrier_sync, deps: [load]}]"
+    nodes = (
+        "[{id: load, func: 'distflow.pipelines.nodes:load_responses'}, {id: fence, type: barrier_sync, deps: [load]}]"
+    )
     chosen = config("sft", "~dag.pipeline", f"dag.nodes={nodes}")
     assert bind(chosen).node("fence").plane == "training"
     assert set(MARKERS) == {kind.name for kind in MARKER_TYPES}

@@ -214,7 +214,7 @@ def test_a_group_that_fails_by_no_fault_of_the_user_s_is_tried_again(monkeypatch
     monkeypatch.setattr("distflow.runtime.errors.users_place", lambda error: None)  # this file is no user's
     counted = coordinator(shuffle=False)
     assert asyncio.run(fill(plane_of(Failing()), LocalSampleQueue(counted, Waits()), 1)) == [[0, 2]]
-    assert Failing.attempts == {0: 3, 1: 3, 2: 1} and counted.checked_counts().dropped == {"quarantined": 1}
+    assert Failing.attempts == {0: 3, 1: 3, 2: 1} and counted.checked_counts().dropped == {"max_retries": 1}
 
 
 def test_a_program_that_always_fails_ends_with_the_reason() -> None:

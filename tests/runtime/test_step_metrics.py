@@ -32,7 +32,7 @@ def test_groups_whose_answers_all_scored_the_same_are_counted() -> None:
     groups = torch.tensor([4, 4, 7, 7, 9, 9, 2, 2])
     valid = torch.tensor([True, True, True, True, True, False, True, True])
     # 4 and 2 are equal, 7 is not, and of 9 one verdict alone is there.
-    assert equal_groups(values, valid, groups) == {"reward/equal_groups": 2 / 3}
+    assert equal_groups(values, valid, groups) == {"reward/frac_reward_zero_std": 2 / 3}
     assert equal_groups(values[:1], valid[:1], groups[:1]) == {}
 
 

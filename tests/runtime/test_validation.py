@@ -21,7 +21,7 @@ from distflow.runtime.resources import Resources
 from distflow.runtime.rollout_loop import RolloutLoop
 from distflow.runtime.spec import ValidationSet
 from distflow.runtime.step import compile_steps
-from distflow.runtime.validation import Answers, Validator, pass_at_k, validate, validation_loss
+from distflow.runtime.validation import ValidationResults, Validator, pass_at_k, validate, validation_loss
 from distflow.scheduling.groups import PromptGroup
 from tests.runtime.groups import bound, group, samples, waiting_group
 
@@ -59,7 +59,7 @@ def answers(score: Callable[[PromptGroup, int], float | None]) -> Callable[..., 
 def run(chosen: ValidationSet, answer: Callable[..., object]) -> tuple[dict[str, float], list[dict[str, object]]]:
     whole = asyncio.run(validate([chosen], answer, 7))  # type: ignore[arg-type]
     parts = [asyncio.run(validate([chosen], answer, 7, part, 2)) for part in range(2)]  # type: ignore[arg-type]
-    assert Answers.joined(parts).metrics() == whole.metrics()
+    assert ValidationResults.joined(parts).metrics() == whole.metrics()
     return whole.metrics(), whole.rows
 
 

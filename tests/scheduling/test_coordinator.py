@@ -188,7 +188,7 @@ def test_a_lost_group_has_three_attempts_under_one_ticket(tmp_path):
         seen += coordinator.take_groups()
     assert [(t.group_id, t.row, t.attempt) for t in seen] == [(2, first.row, n) for n in range(3)]
     assert not coordinator.retry(2), "it is dropped"
-    assert coordinator.checked_counts() == GroupCounts(issued=8, running=7, dropped={"quarantined": 1})
+    assert coordinator.checked_counts() == GroupCounts(issued=8, running=7, dropped={"max_retries": 1})
     assert numbers_of(coordinator.take_groups()) == [8], "its credit is free"
     ledger.close()
     assert verify(ledger.path) == coordinator.checked_counts()
@@ -332,7 +332,7 @@ def test_failures_before_the_cut_still_count_behind_it():
     resumed = streaming(snapshot=coordinator.snapshot())
     assert [t.attempt for t in resumed.take_groups() if t.group_id == 0] == [3]
     assert not resumed.retry(0)
-    assert resumed.checked_counts().dropped == {"quarantined": 1}
+    assert resumed.checked_counts().dropped == {"max_retries": 1}
 
 
 def test_a_lost_group_that_no_step_is_left_for_does_not_start_again():

@@ -402,8 +402,8 @@ class Run(RuleBasedStateMachine):
             assert position < (due - step + 1) * plan.consumer_batch
 
     def expected(self):
-        quarantined = {place_of(self.plan, number) for number in self.dropped}
-        return expected_steps(self.plan, self.dropped_rows | quarantined)
+        max_retries = {place_of(self.plan, number) for number in self.dropped}
+        return expected_steps(self.plan, self.dropped_rows | max_retries)
 
     def teardown(self):
         """From wherever it stands: once what runs has ended and what was sent has arrived, the next step forms, unless

@@ -59,9 +59,9 @@ def test_workers_and_attempts_of_groups_that_were_lost(tmp_path):
     assert [attempt.worker for attempt in first.attempts] == ["rank-0", "rank-1"]
     assert (second.group_id, len(second.attempts)) == (2, 1)
     (dropped,) = step_lineage(path, 1).dropped
-    assert (dropped.group_id, dropped.reason) == (1, "quarantined")
+    assert (dropped.group_id, dropped.reason) == (1, "max_retries")
     assert [attempt.worker for attempt in dropped.attempts] == ["rank-1", "rank-2", "rank-3"]
-    assert verify(path).dropped == {"quarantined": 1}
+    assert verify(path).dropped == {"max_retries": 1}
 
 
 def test_what_a_resume_took_back_is_no_part_of_it(tmp_path):

@@ -83,20 +83,21 @@ def compute_rollout_weights(
     divides them by their mean over the global batch, of tokens or of sequences as `level` counts (verl's
     `rollout_is_batch_normalize`); where that is 0 they stay. Weights carry no gradient and are 0 outside the mask.
     Statistics are over the global batch: mean and maximum before the correction, the share that it changed, the
-    effective sample size after it (0 where nothing is left), and the mean that it was divided by (`batch_norm_factor`).
+    effective sample size after it (0 where nothing is left), and the mean that it was divided by
+    (`rollout_is_batch_norm_factor`).
     Raises ValueError for an unknown level or mode, or bounds that make no sense.
     """
     raw, weights = Correction(level, mode, cap, floor).weights(old_log_probs, rollout_log_probs, loss_mask)
     stats = {
-        "weight_mean": float(masked_mean(raw, loss_mask, reduce)),
-        "weight_max": _global_max(raw, reduce),
-        "corrected_fraction": float(masked_mean((weights != raw).double(), loss_mask, reduce)),
-        "ess": float(_sample_size(weights, loss_mask, level, reduce)),
+        "rollout_is_mean": float(masked_mean(raw, loss_mask, reduce)),
+        "rollout_is_max": _global_max(raw, reduce),
+        "rollout_is_corrected_frac": float(masked_mean((weights != raw).double(), loss_mask, reduce)),
+        "rollout_is_eff_sample_size": float(_sample_size(weights, loss_mask, level, reduce)),
     }
     if batch_normalize:
         factor = float(_mean_weight(weights, loss_mask, level, reduce))
         weights = weights / factor if factor > _SMALLEST_MEAN else weights
-        stats["batch_norm_factor"] = factor if factor > _SMALLEST_MEAN else 1.0
+        stats["rollout_is_batch_norm_factor"] = factor if factor > _SMALLEST_MEAN else 1.0
     return weights.float(), stats
 
 

@@ -216,7 +216,7 @@ def _policy_loss(recorded: RecordedStep, batch: MiniBatch, outputs: Outputs) -> 
     loss = FORMULAS[actor.policy_loss](tokens, {**vars(actor), **known, **actor.policy_loss_kwargs})
     if "rollout_is_weights" in columns:
         loss = loss * columns["rollout_is_weights"]
-    elif "old_log_probs" not in columns and "correction/weight_mean" in recorded.metrics:
+    elif "old_log_probs" not in columns and "rollout_corr/rollout_is_mean" in recorded.metrics:
         # Switched on by a drift, and made within the loss.
         loss = loss * ratio_to(tokens.now.detach(), columns["rollout_log_probs"]).clamp(max=2.0)
     others = torch.zeros_like(loss)

@@ -110,7 +110,7 @@ class LiveChecks:
             self.tolerance,
             self.stops_on_mismatch,
             self.keeps_kv,
-            weighs=bool(metrics.get("correction/on")),
+            weighs=bool(metrics.get("rollout_corr/on")),
             reduce=reduce,
         )
 

@@ -46,7 +46,7 @@ class WorkerFailed(RuntimeError):
     """A worker raised before the run began, and nothing that the user gave is to blame."""
 
 
-def answer_of(ref: Any, number: int) -> Any:
+def reply_of(ref: Any, number: int) -> Any:
     """What the actor of a rank (or what stands in its place) answers. Raises WorkerDied where it is gone or silent."""
     try:
         return ray.get(ref, timeout=heartbeat.ANSWERS_WITHIN_S)

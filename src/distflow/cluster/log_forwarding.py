@@ -10,7 +10,7 @@ from typing import Any
 import ray
 
 from distflow.cluster.coordinator_actor import News
-from distflow.cluster.failures import answer_of
+from distflow.cluster.failures import reply_of
 from distflow.cluster.heartbeat import COORDINATOR
 from distflow.cluster.object_store import shortened
 from distflow.observe.writing.terminal import TerminalView
@@ -103,5 +103,5 @@ class Told:
         if not last and not ray.wait([self._asked], timeout=2 * _LOOKS_EVERY_S)[0]:
             return []  # whether it answers at all is told by its pulse
         asked, self._asked = self._asked, None
-        found: list[News] = answer_of(asked, COORDINATOR)
+        found: list[News] = reply_of(asked, COORDINATOR)
         return found

@@ -66,7 +66,7 @@ def shorten(error: BaseException) -> None:
         link = link.__cause__ or link.__context__
 
 
-def answer(ref: "ray.ObjectRef[Any]") -> Any:
+def reply(ref: "ray.ObjectRef[Any]") -> Any:
     """What the actor returned, or raise what it raised, as it raised it."""
     try:
         return ray.get(ref)

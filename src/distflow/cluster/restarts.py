@@ -11,7 +11,7 @@ import ray
 from ray.exceptions import RayActorError, RayTaskError
 
 from distflow.cluster import heartbeat
-from distflow.cluster.failures import WorkerDied, answer_of
+from distflow.cluster.failures import WorkerDied, reply_of
 from distflow.cluster.heartbeat import COORDINATOR
 from distflow.runtime.rank_info import Place
 
@@ -52,9 +52,9 @@ class Replacements:
     def begin(self, rank: int, why: str) -> None:
         """The worker's process is gone, or is to be taken as gone: its groups go to others, and another is started in
         its place. Raises WorkerDied."""
-        num_groups = answer_of(self._coordinator.lose.remote(self._places[rank].generator), COORDINATOR)
+        num_groups = reply_of(self._coordinator.lose.remote(self._places[rank].generator), COORDINATOR)
         self._check(rank, why)
-        number = answer_of(self._coordinator.join.remote(str(rank)), COORDINATOR)
+        number = reply_of(self._coordinator.join.remote(str(rank)), COORDINATOR)
         self._places[rank] = replace(self._places[rank], generator=number)
         worker = self._start(self._places[rank])
         self._coming[worker.build.remote()] = _Coming(rank, worker, time.monotonic() + heartbeat.STARTS_WITHIN_S)

@@ -11,7 +11,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from distflow.cluster.heartbeat import FIRST_JUDGE, name_of
-from distflow.cluster.object_store import answer, shortened
+from distflow.cluster.object_store import reply, shortened
 from distflow.cluster.placement import STARTS_WITHIN_S
 from distflow.errors import UserError
 from distflow.rewards.pool.domain_pools import StartPool
@@ -81,7 +81,7 @@ class RewardActorPool:
         self._under_way = [0] * len(judges)
         self.told: Told = lambda name, arguments, reward_result: None
         self.closed = False
-        started = [answer(each) for each in [judge.start.remote(settings) for judge in judges]]
+        started = [reply(each) for each in [judge.start.remote(settings) for judge in judges]]
         self._born = [born for born, _, _ in started]
         _, self.takes_groups, self.takes_batches = started[0]
 

@@ -9,7 +9,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
-from distflow.runtime.validation import Answers
+from distflow.runtime.validation import ValidationResults
 from distflow.scheduling.groups import Version
 
 
@@ -84,10 +84,10 @@ class Members:
             )
         return answers
 
-    def validate(self, step: int) -> list[Answers]:
+    def validate(self, step: int) -> list[ValidationResults]:
         """Each that serves the newest weights answers a part of the validation prompts; the part of one that dies is
         answered by another. Empty where none is left."""
-        num_parts, answers = len(self.serving()), dict[int, Answers]()
+        num_parts, answers = len(self.serving()), dict[int, ValidationResults]()
         while len(answers) < num_parts:
             left = [part for part in range(num_parts) if part not in answers]
             parts = dict(zip(workers := self.serving(), left, strict=False))
@@ -95,7 +95,7 @@ class Members:
                 break
             asked = {rank: workers[rank].validate.remote(step, part, num_parts) for rank, part in parts.items()}
             found = self.answers(asked, f"the validation after step {step}", None)
-            answers |= {parts[rank]: answer for rank, answer in found.items()}
+            answers |= {parts[rank]: reply for rank, reply in found.items()}
         if not answers or len(answers) < num_parts:
             self.note(f"no worker is there that could answer validation prompts: no validation after step {step}")
             return []

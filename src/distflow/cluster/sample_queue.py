@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from distflow.cluster.coordinator_actor import Page
-from distflow.cluster.object_store import GroupLost, GroupRef, answer, lost_among, shortened, to_batch, to_group
+from distflow.cluster.object_store import GroupLost, GroupRef, lost_among, reply, shortened, to_batch, to_group
 from distflow.data.batch import Batch
 from distflow.observe.metrics import Measured
 from distflow.rewards.call_counts import RewardCounts
@@ -94,16 +94,16 @@ class RaySampleQueue:
         assert wanted is None and deadline is None, "a loop of the user's own runs in one process"
         while True:
             with self._waits("training", f"step {step}", on="rollout"):
-                portion = answer(self._coordinator.take.remote(step, self._first + rank))
+                portion = reply(self._coordinator.take.remote(step, self._first + rank))
             if portion is None or isinstance(portion, NewWorkers):
                 return portion
             groups = [*portion.groups]
-            while more := answer(self._coordinator.rest.remote(self._first + rank)):
+            while more := reply(self._coordinator.rest.remote(self._first + rank)):
                 groups += more
             fault_injection.reach("edge.taken")
             batch, lost = _read(portion, groups)
             with self._waits("training", f"step {step}", on="other ranks"):
-                whole = answer(self._coordinator.read.remote(step, self._first + rank, lost))
+                whole = reply(self._coordinator.read.remote(step, self._first + rank, lost))
             if whole:
                 assert batch is not None, "nothing of it is lost"
                 return Share(portion.group_ids, batch, portion.metrics, portion.judged)
@@ -112,7 +112,7 @@ class RaySampleQueue:
         """See `SampleQueuePort`."""
         fault_injection.reach("release")
         with self._waits("training", f"release of step {step}", on="other ranks"):
-            end: Consumed[GroupRef] = answer(self._coordinator.release.remote(step, self._first + rank, published))
+            end: Consumed[GroupRef] = reply(self._coordinator.release.remote(step, self._first + rank, published))
         self._stop.wanted = end.stopping
         return Released(end.version, end.finished, end.group_counts, self._kept, end.domains)
 
@@ -121,9 +121,9 @@ class RaySampleQueue:
         return judged
 
     def _kept(self) -> Kept:
-        pages: list[Page] = [answer(self._coordinator.kept.remote(0))]
+        pages: list[Page] = [reply(self._coordinator.kept.remote(0))]
         while pages[-1].more:
-            pages.append(answer(self._coordinator.kept.remote(len(pages))))
+            pages.append(reply(self._coordinator.kept.remote(len(pages))))
         cut = pages[0].cut
         cut["live"] = [group for page in pages for group in page.cut["live"]]
         held = {}

@@ -18,7 +18,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from distflow import __version__
 from distflow.cluster.coordinator_actor import CoordinatorActor, Standing
-from distflow.cluster.failures import Blame, WorkerDied, answer_of, told_what_next
+from distflow.cluster.failures import Blame, WorkerDied, reply_of, told_what_next
 from distflow.cluster.heartbeat import COORDINATOR, ENDS_WITHIN_S, EXCHANGE, FIRST_JUDGE, Pulse
 from distflow.cluster.local_ray import gone
 from distflow.cluster.log_forwarding import Told
@@ -181,7 +181,7 @@ class RayRun:
             remove_weights(self._spec.run_dir)
 
     def _standing(self) -> Standing:
-        standing: Standing = answer_of(self._coordinator.standing.remote(), COORDINATOR)
+        standing: Standing = reply_of(self._coordinator.standing.remote(), COORDINATOR)
         return standing
 
     def _start_worker(self, place: Place) -> Any:
@@ -209,7 +209,7 @@ class RayRun:
         """All has been learned: those that generate leave. One that has died, or just come, has nothing to end."""
         leader, serving = self._learners[0], list[int]()
         with suppress(WorkerDied):
-            serving = answer_of(self._workers[leader].serving.remote(), leader)
+            serving = reply_of(self._workers[leader].serving.remote(), leader)
         self._coordinator.end.remote()
         for ref, rank in running.items():
             if rank not in self._others:

@@ -15,7 +15,7 @@ from distflow import __version__
 from distflow.cluster.coordinator_actor import Standing
 from distflow.cluster.failures import PeersLate
 from distflow.cluster.log_forwarding import RemoteView, Teller, remote_callbacks
-from distflow.cluster.object_store import answer, shorten
+from distflow.cluster.object_store import reply, shorten
 from distflow.cluster.process_groups import Collectives
 from distflow.cluster.reshard import RayReshard
 from distflow.cluster.reward_actors import pools_of
@@ -35,7 +35,7 @@ from distflow.runtime.resources import build_resources
 from distflow.runtime.run_setup import Start, note_early_end, note_resume, open_store, write_facts
 from distflow.runtime.spec import Spec
 from distflow.runtime.user_calls.sync_calls import Callbacks
-from distflow.runtime.validation import Answers
+from distflow.runtime.validation import ValidationResults
 from distflow.runtime.weight_sync.buckets import Sent
 from distflow.runtime.weight_sync.protocol import LocalWeights, WeightPort
 from distflow.runtime.weight_sync.receiver import Arrivals
@@ -102,7 +102,7 @@ class WorkerActor:
         leads.
         """
         spec, place = self._spec, self._place
-        standing: Standing = answer(self._coordinator.standing.remote())
+        standing: Standing = reply(self._coordinator.standing.remote())
         state = restore(start.checkpoint, self._resources)[0] if start.checkpoint else {}
         tell = Teller(self._coordinator)
         with Recorder(
@@ -171,9 +171,9 @@ class WorkerActor:
         """Append what all threads of this process are at."""
         write_stacks(path)
 
-    def validate(self, step: int, part: int, num_parts: int) -> Answers:
+    def validate(self, step: int, part: int, num_parts: int) -> ValidationResults:
         """See `ValidationRunner`."""
-        return self._entered.result().validation.answer(step, part, num_parts)
+        return self._entered.result().validation.validate_part(step, part, num_parts)
 
     def _ports(self, recorder: Recorder, sends: bool) -> Ports:
         place, waits, among = self._place, recorder.waits, self._among
@@ -216,7 +216,7 @@ class WorkerActor:
             self._exchange.fail.remote(error)
 
     def _note_end(self, recorder: Recorder, total_steps: int) -> None:
-        standing: Standing = answer(self._coordinator.standing.remote())
+        standing: Standing = reply(self._coordinator.standing.remote())
         if standing.finished and not self._stop.wanted:
             note_early_end(recorder, standing.group_counts, standing.version.step, total_steps)
         recorder.status = "stopped" if self._stop.wanted and not standing.finished else "finished"

@@ -38,7 +38,7 @@ from distflow.graph.nodes import Node
 from distflow.import_target import LoadError, load_function, load_modules
 from distflow.launch.devices import planes_threads
 from distflow.pipelines.nodes.objectives import may_derive_old
-from distflow.pipelines.nodes.rollout_and_reward import load_answers
+from distflow.pipelines.nodes.rollout_and_reward import load_responses
 from distflow.pipelines.nodes.scoring import score_policy, weigh_once_apart
 from distflow.pipelines.nodes.updates import train_unscored_actor, update
 from distflow.planning.plan import plan_local
@@ -96,7 +96,7 @@ def bound(graph: TaskGraph, config: Config) -> BoundPipeline:
 def generates(pipeline: BoundPipeline) -> bool:
     """Whether it learns from answers that are sampled, not from those of the rows: it uses the rollout engine, or
     judges what it makes, and does not load answers."""
-    if any(innermost(node.fn) is load_answers for node in pipeline.nodes):
+    if any(innermost(node.fn) is load_responses for node in pipeline.nodes):
         return False
     makes = (NodeRole.ROLLOUT, NodeRole.REWARD)
     return "rollout" in pipeline.engines or any(node.node_role in makes for node in pipeline.nodes)

@@ -44,9 +44,9 @@ METRICS = (
         "mean absolute log-ratio to the old policy over the updates of this step; the first update has 0",
         "nats",
     ),
-    Metric("actor/behav_kl", "mean", "decoupled PPO: mean log-prob by the engine less the proximal one", "nats"),
-    Metric("actor/behav_imp_weight", "mean", "decoupled PPO: mean weight of a token, after the cap"),
-    Metric("actor/behav_capped", "mean", "decoupled PPO: share of tokens whose weight is outside its bounds", "share"),
+    Metric("actor/behave_kl", "mean", "decoupled PPO: mean log-prob by the engine less the proximal one", "nats"),
+    Metric("actor/behave_imp_weight", "mean", "decoupled PPO: mean weight of a token, after the cap"),
+    Metric("actor/behave_capped", "mean", "decoupled PPO: share of tokens whose weight is outside its bounds", "share"),
     Metric("actor/rollout_is_weight", "mean", "mean weight of a token that the correction in the loss gives it"),
     Metric("actor/rollout_is_corrected", "mean", "share of tokens whose weight that correction changed", "share"),
     Metric("actor/entropy", "mean", "mean entropy of the next token: how undecided the policy is", "nats"),
@@ -72,14 +72,23 @@ METRICS = (
     Metric("sample_mask/long_errors/*", "mean", "the same of one domain", "share"),
     Metric("sample_mask/difficulty", "mean", "share left out because their prompt is too easy or too hard", "share"),
     Metric("sample_mask/difficulty/*", "mean", "the same of one domain", "share"),
-    Metric("correction/weight_max", "max", "largest weight of trainer over rollout policy, before the correction"),
-    Metric("correction/weight_mean", "mean", "mean of these weights, before the correction"),
-    Metric("correction/corrected_fraction", "mean", "share of tokens whose weight the correction changed", "share"),
     Metric(
-        "correction/ess", "mean", "effective sample size of the corrected weights, as a share of the draws", "share"
+        "rollout_corr/rollout_is_max", "max", "largest weight of trainer over rollout policy, before the correction"
     ),
-    Metric("correction/batch_norm_factor", "mean", "mean of the corrected weights, that they were divided by"),
-    Metric("correction/on", "last", "1 once rollout and trainer are apart: tokens are weighed from the next step on"),
+    Metric("rollout_corr/rollout_is_mean", "mean", "mean of these weights, before the correction"),
+    Metric(
+        "rollout_corr/rollout_is_corrected_frac", "mean", "share of tokens whose weight the correction changed", "share"
+    ),
+    Metric(
+        "rollout_corr/rollout_is_eff_sample_size",
+        "mean",
+        "effective sample size of the corrected weights, as a share of the draws",
+        "share",
+    ),
+    Metric(
+        "rollout_corr/rollout_is_batch_norm_factor", "mean", "mean of the corrected weights, that they were divided by"
+    ),
+    Metric("rollout_corr/on", "last", "1 once rollout and trainer are apart: tokens are weighed from the next step on"),
     Metric("rejection/*masked", "mean", "share of tokens (seq_masked: of sequences) that are left out", "share"),
     Metric("rejection/*", "mean", "mean of what the rejection measures"),
     Metric("critic/loss", "sum", "total loss of the value model"),
@@ -92,7 +101,10 @@ METRICS = (
     Metric("reward/mean_score", "mean", "mean score of the samples of this step that have a verdict"),
     Metric("reward/std", "mean", "standard deviation of the scores of this step"),
     Metric(
-        "reward/equal_groups", "mean", "share of groups whose answers all scored the same: they teach nothing", "share"
+        "reward/frac_reward_zero_std",
+        "mean",
+        "share of groups whose answers all scored the same: they teach nothing",
+        "share",
     ),
     Metric("reward/errors", "sum", "verdicts that were errors: out of every mean, never a score of 0", "samples"),
     Metric("reward/timeouts", "sum", "verdicts that ran into their time limit", "samples"),

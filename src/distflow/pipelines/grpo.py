@@ -23,14 +23,14 @@ def grpo_pipeline(config: Config | None = None) -> TaskGraph:
 
 def group_relative(pipeline: Pipeline, config: Config) -> TaskGraph:
     """The nodes of GRPO and of those that differ from it by numbers only."""
-    answer_and_judge(pipeline, config)
+    roll_out_and_score(pipeline, config)
     score(pipeline, config)
     estimate_advantages(pipeline, config)
     pipeline.add_node("actor_train", nodes.train_actor)
     return pipeline.build()
 
 
-def answer_and_judge(pipeline: Pipeline, config: Config) -> None:
+def roll_out_and_score(pipeline: Pipeline, config: Config) -> None:
     """The rollout loop: from a prompt to a judged, filtered group."""
     pipeline.add_node("rollout_actor", nodes.generate)
     pipeline.add_node("function_reward", nodes.compute_reward)

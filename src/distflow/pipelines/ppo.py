@@ -3,14 +3,14 @@
 from distflow.config import Config, preset_config
 from distflow.graph import Pipeline, TaskGraph
 from distflow.pipelines import nodes
-from distflow.pipelines.grpo import answer_and_judge, estimate_advantages, score
+from distflow.pipelines.grpo import estimate_advantages, roll_out_and_score, score
 
 
 def ppo_pipeline(config: Config | None = None) -> TaskGraph:
     """Answer, judge, score by trainer and critic, estimate advantages, update both. config: the preset's by default."""
     config = config or preset_config("ppo")
     pipeline = Pipeline("ppo_training_pipeline", "Proximal policy optimisation with a critic (arXiv:1707.06347)")
-    answer_and_judge(pipeline, config)
+    roll_out_and_score(pipeline, config)
     score(pipeline, config)
     pipeline.add_node("compute_value", nodes.compute_value, only_forward_compute=True)
     estimate_advantages(pipeline, config)

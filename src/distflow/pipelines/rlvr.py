@@ -4,7 +4,7 @@ from distflow.config import Config, preset_config
 from distflow.config.derived_settings import reads_values
 from distflow.graph import Pipeline, TaskGraph
 from distflow.pipelines import nodes
-from distflow.pipelines.grpo import answer_and_judge, estimate_advantages, score
+from distflow.pipelines.grpo import estimate_advantages, roll_out_and_score, score
 
 
 def rlvr_pipeline(config: Config | None = None) -> TaskGraph:
@@ -12,7 +12,7 @@ def rlvr_pipeline(config: Config | None = None) -> TaskGraph:
     run's or a domain's, reads values. config: that of the preset, if not given."""
     config = config or preset_config("rlvr")
     pipeline = Pipeline("rlvr_training_pipeline", "Verifiable rewards of several domains (arXiv:2506.06122)")
-    answer_and_judge(pipeline, config)
+    roll_out_and_score(pipeline, config)
     score(pipeline, config)
     if reads_values(config):
         pipeline.add_node("compute_value", nodes.compute_value, only_forward_compute=True)

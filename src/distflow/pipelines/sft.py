@@ -9,7 +9,7 @@ def sft_pipeline(config: Config | None = None) -> TaskGraph:
     """Read answers, update towards them; the same for every config."""
     return (
         Pipeline("sft_training_pipeline", "Supervised fine-tuning")
-        .add_node("load_answers", nodes.load_answers, node_type=NodeType.DATA_LOAD)
+        .add_node("load_responses", nodes.load_responses, node_type=NodeType.DATA_LOAD)
         .add_node("actor_train", nodes.train_sft)
         .build()
     )

@@ -17,7 +17,7 @@ from distflow.errors import UserError
 from distflow.import_target import load
 from distflow.observe.sanitize import visible
 from distflow.registry import CUSTOM_REWARD, REWARDS
-from distflow.rewards.score import RewardResult, Score, is_right, own_result
+from distflow.rewards.score import RewardResult, Score, is_right, own_reward_result
 
 
 def decoded(value: object) -> object:
@@ -134,7 +134,7 @@ async def _try(router: "RewardRouter", solution: Solution, free: asyncio.Semapho
         }
         for name in judging(router.functions_of(solution.domain)):
             reward_result = await router.pools.of(solution.domain).call(name, asked)
-            if not (isinstance(reward_result, Score) and is_right(own_result(reward_result))):
+            if not (isinstance(reward_result, Score) and is_right(own_reward_result(reward_result))):
                 return visible(f"{name}: {why(reward_result)}", _SHOWN, one_line=True)
         return ""
 
@@ -146,8 +146,8 @@ def why(reward_result: RewardResult) -> str:
     failed = reward_result.extra.get("failed")
     first = failed[0] if isinstance(failed, list) and failed else None
     if isinstance(first, dict) and "why" in first:
-        return f"{own_result(reward_result):g}, {first.get('case', '')}: {first['why']}"
-    return f"{own_result(reward_result):g}"
+        return f"{own_reward_result(reward_result):g}, {first.get('case', '')}: {first['why']}"
+    return f"{own_reward_result(reward_result):g}"
 
 
 def _is_python(text: str) -> bool:

@@ -22,7 +22,7 @@ from distflow.rewards.functions import PROMPT
 from distflow.rewards.known_solutions import why
 from distflow.rewards.math.reward import gold_answer, is_equal
 from distflow.rewards.pool.pool import RewardPool
-from distflow.rewards.score import RIGHT, RewardResult, Score, Timeout, is_right, own_result
+from distflow.rewards.score import RIGHT, RewardResult, Score, Timeout, is_right, own_reward_result
 
 OWN = "own response"
 FORMS: Mapping[str, str] = {
@@ -99,7 +99,7 @@ def _wrong_answers(answer: str, other: str | None) -> Iterator[tuple[str, str]]:
         yield "all choices", "A, B, C, D, E"
 
 
-def answer_of(ground_truth: object) -> str | None:
+def reply_of(ground_truth: object) -> str | None:
     """A row's answer as a text that may stand in a box; None where it is none, as the tests of a program are."""
     first = ground_truth[0] if isinstance(ground_truth, list | tuple) and ground_truth else ground_truth
     if isinstance(first, bool) or not isinstance(first, str | int | float):
@@ -180,7 +180,7 @@ async def try_reward(pool: RewardPool, name: str, rows: Sequence[Row], num_worke
     """Ask the pool's function `name`: right answers in each form, then wrong ones in the forms that it reads, and what
     is hostile. num_workers: of the pool; so many verdicts are waited for at a time, which is how each is timed."""
     trial, free = Trial(), asyncio.Semaphore(num_workers)
-    answers = [answer_of(row.ground_truth) for row in rows]
+    answers = [reply_of(row.ground_truth) for row in rows]
     known = [(row, answer) for row, answer in zip(rows, answers, strict=True) if answer is not None]
     trial.answers = len(known) or sum(row.response is not None for row in rows)
 
@@ -230,7 +230,7 @@ def _count(trial: Trial, answered: Iterable[tuple[Row, Response, RewardResult]])
 
 
 def _is_right(reward_result: RewardResult) -> bool:
-    return isinstance(reward_result, Score) and is_right(own_result(reward_result))
+    return isinstance(reward_result, Score) and is_right(own_reward_result(reward_result))
 
 
 def arguments_of(row: Row, response: str) -> dict[str, object]:
@@ -280,7 +280,7 @@ async def measure(
         for label, reward_result in zip(labels, reward_results, strict=True)
         if isinstance(reward_result, Score)
     ]
-    counts = Counter((label, own_result(reward_result) >= right_from) for label, reward_result in judged)
+    counts = Counter((label, own_reward_result(reward_result) >= right_from) for label, reward_result in judged)
     return Agreement(
         counts, [str(reward_result) for reward_result in reward_results if not isinstance(reward_result, Score)]
     )

@@ -75,10 +75,10 @@ def accuracy(parts: Mapping[str, Score], weights: Mapping[str, float]) -> float:
     """
     counted = [name for name in parts if weights[name] > 0] or list(parts)
     deciding = max(counted, key=lambda name: (-_kind(name, parts[name]), weights[name]))
-    return own_result(parts[deciding])
+    return own_reward_result(parts[deciding])
 
 
-def own_result(score: Score) -> float:
+def own_reward_result(score: Score) -> float:
     """What a function says of the answer: its `acc` where it has one, else its score."""
     said = score.extra.get(ACC)
     return said if isinstance(said, float) else score.value

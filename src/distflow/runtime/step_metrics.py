@@ -142,7 +142,7 @@ def equal_groups(values: Tensor, valid: Tensor, groups: Tensor) -> dict[str, flo
         judged = values[valid & (groups == group)]
         if judged.numel() > 1:
             equal.append(bool(judged.max() == judged.min()))
-    return {"reward/equal_groups": sum(equal) / len(equal)} if equal else {}
+    return {"reward/frac_reward_zero_std": sum(equal) / len(equal)} if equal else {}
 
 
 def part_metrics(parts: list[Mapping[str, float]]) -> dict[str, float]:

@@ -51,7 +51,7 @@ class Validator:
     seed: int
     say: Callable[[str], None]
 
-    async def run(self, step: int, part: int = 0, num_parts: int = 1) -> "Answers":
+    async def run(self, step: int, part: int = 0, num_parts: int = 1) -> "ValidationResults":
         """After `step` steps, on every `num_parts`-th prompt from number `part` on."""
         return await validate(self.sets, self._answer, step, part, num_parts)
 
@@ -72,7 +72,7 @@ Answer = Callable[[ValidationSet, PromptGroup, SamplingParams], Awaitable[Batch 
 
 
 @dataclass(frozen=True)
-class Answers:
+class ValidationResults:
     """What came of validation prompts. errors: answers without a verdict, which count as wrong."""
 
     greedy: Outcomes
@@ -81,11 +81,11 @@ class Answers:
     rows: SampleRows
 
     @staticmethod
-    def joined(parts: Sequence["Answers"]) -> "Answers":
+    def joined(parts: Sequence["ValidationResults"]) -> "ValidationResults":
         """Of parts of the same prompts."""
         greedy, sampled = _joined([part.greedy for part in parts]), _joined([part.sampled for part in parts])
         rows = [row for part in parts for row in part.rows]
-        return Answers(greedy, sampled, sum(part.errors for part in parts), rows)
+        return ValidationResults(greedy, sampled, sum(part.errors for part in parts), rows)
 
     def metrics(self) -> dict[str, float]:
         """`val_correct/*` and `val/errors`.
@@ -99,7 +99,7 @@ class Answers:
 
 async def validate(
     sets: Sequence[ValidationSet], answer: Answer, step: int, part: int = 0, num_parts: int = 1
-) -> Answers:
+) -> ValidationResults:
     """Answers every `num_parts`-th prompt from number `part` on."""
     rows: SampleRows = []
     greedy: Outcomes = {}
@@ -118,7 +118,7 @@ async def validate(
                 if isinstance(group, Batch):
                     kind = "greedy" if params.greedy else "sampled"
                     rows += [{**r, "set": chosen.name, "kind": kind} for r in sample_rows(group)]
-    return Answers(greedy, sampled, errors, rows)
+    return ValidationResults(greedy, sampled, errors, rows)
 
 
 async def _answer_all(
@@ -220,7 +220,7 @@ class ValidationRunner:
                 self._offload.only(("actor",))
                 metrics = validation_loss(self._spec.validation, self._resources.actor)
             elif answers := self._answers(step):
-                metrics = Answers.joined(answers).metrics()
+                metrics = ValidationResults.joined(answers).metrics()
             else:
                 return {}
         if self._spec.options.keep_best is not None:
@@ -229,7 +229,7 @@ class ValidationRunner:
             self._recorder.validation(step, metrics, ())
         return metrics
 
-    def answer(self, step: int, part: int, num_parts: int) -> Answers:
+    def validate_part(self, step: int, part: int, num_parts: int) -> ValidationResults:
         """Answer every `num_parts`-th validation prompt from number `part` on; on any thread."""
         fault_injection.reach("validate")
         answers = self._services.call(self._validator.run(step, part, num_parts))
@@ -237,13 +237,13 @@ class ValidationRunner:
         warn_of_errors(self._validator.plane.call_counts.take(VALIDATION), partial(self._recorder.note, "warning"))
         return replace(answers, rows=[])
 
-    def _answers(self, step: int) -> Sequence[Answers]:
+    def _answers(self, step: int) -> Sequence[ValidationResults]:
         """Of all workers that have an engine. None where others have them, and another rank asks."""
         self._offload.only(())
         if self._resources.rollout is None:
             return self._ports.validate(step)
         ranks = self._ports.collective
-        return ranks.gather(self.answer(step, ranks.rank, ranks.size))
+        return ranks.gather(self.validate_part(step, ranks.rank, ranks.size))
 
 
 def score(name: str, validated: Mapping[str, float]) -> float:

@@ -38,7 +38,9 @@ class ReshardPort(Protocol):
 
 
 if TYPE_CHECKING:
-    from distflow.runtime.validation import Answers
+    from distflow.runtime.validation import ValidationResults
+
+    pass
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ class Ports:
     data: Collective
     everyone: Collective
     abort: Callable[[BaseException], None]
-    validate: "Callable[[int], Sequence[Answers]]" = lambda step: ()
+    validate: "Callable[[int], Sequence[ValidationResults]]" = lambda step: ()
     reshard: ReshardPort | None = None
 
 

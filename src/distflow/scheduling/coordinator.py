@@ -154,11 +154,11 @@ class Coordinator:
         """A group was lost while the run goes on: with the engine or the process that worked on it.
 
         Returns whether it waits for `take_groups` to hand it out again. If not, this was its third attempt and it is
-        dropped as quarantined.
+        dropped as max_retries.
         """
         waits = self._edge.retry(number)
         if not waits:
-            self.drop(number, "quarantined")
+            self.drop(number, "max_retries")
         return waits
 
     @property

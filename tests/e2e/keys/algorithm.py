@@ -177,7 +177,7 @@ def weights_have_the_mean_one(before: Run, after: Run) -> None:
     mean = float((weights * mask).sum() / mask.sum())
     close(after.batch()["rollout_is_weights"] * mask, weights * mask / mean, 1e-6)
     differ(mean, 1.0, 1e-6)
-    close(after.steps[0]["correction/batch_norm_factor"], mean, 1e-6)
+    close(after.steps[0]["rollout_corr/rollout_is_batch_norm_factor"], mean, 1e-6)
 
 
 def the_rollouts_are_the_old_ones(before: Run, after: Run) -> None:

@@ -12,7 +12,7 @@ from distflow.observe.reading.run_reader import MetricsRecord, Timeline
 from distflow.observe.report.build import MAX_BYTES, report_data, write_report
 from distflow.observe.report.charts import choose_charts, series
 from distflow.observe.report.page import embed
-from distflow.observe.report.samples import before_and_after, cut_answer, evenly
+from distflow.observe.report.samples import before_and_after, cut_response, evenly
 from distflow.observe.report.summary import Accuracy, find_accuracy, learned, readable_s
 from distflow.observe.writing.folder_lock import RunFolderError
 from distflow.observe.writing.run_folder import RunFolder
@@ -264,7 +264,7 @@ def test_problems_are_matched_by_their_text_and_averaged(tmp_path: Path) -> None
 
 
 def test_long_texts_are_cut_in_the_middle() -> None:
-    row = cut_answer(
+    row = cut_response(
         {"response": "start" + "x" * 10_000 + "end", "secret": "not shown", "versions": [-1, 3, 3, 5]}, 100
     )
     assert (

@@ -195,7 +195,7 @@ def test_a_group_that_is_lost_is_tried_three_times_then_dropped_as_quarantined()
         if attempt < 2:
             (first,) = driven.issue()
     (replacement,) = driven.issue()
-    assert replacement.group_id == 2 and driven.coordinator.checked_counts().dropped == {"quarantined": 1}
+    assert replacement.group_id == 2 and driven.coordinator.checked_counts().dropped == {"max_retries": 1}
     driven.put(replacement)
     assert rows(driven.queue.take(0, 0)) == [1, 1, 2, 2]
 

@@ -177,7 +177,7 @@ def compute_decoupled_loss(
     difference = log_ratio(log_probs, prox_log_probs, loss_mask)
     behaviour = log_ratio(prox_log_probs, old_log_probs, loss_mask).detach()
     loss, stats = clipped_surrogate(difference.exp(), under_mask(advantages, loss_mask), low, high, clip_ratio_c)
-    stats |= {"ppo_kl": -difference.detach(), "behav_kl": -behaviour}
+    stats |= {"ppo_kl": -difference.detach(), "behave_kl": -behaviour}
     if behav_imp_weight_mode == "disabled":
         return loss, stats
     weight = behaviour.exp()
@@ -189,4 +189,4 @@ def compute_decoupled_loss(
         above = weight > behav_imp_weight_cap
         kept = torch.zeros_like(weight) if behav_imp_weight_mode == "mask" else weight.clamp(max=behav_imp_weight_cap)
         weight = torch.where(above, kept, weight)
-    return loss * weight, stats | {"behav_imp_weight": weight, "behav_capped": as_stat(above, weight)}
+    return loss * weight, stats | {"behave_imp_weight": weight, "behave_capped": as_stat(above, weight)}

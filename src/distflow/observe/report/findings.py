@@ -97,7 +97,7 @@ def no_answer_counts(steps: Steps) -> Finding | None:
 
 def equal_groups(steps: Steps) -> Finding | None:
     """Groups in which no answer was better than another. What `constant_reward` says is not said again."""
-    shares = known_values(steps, "reward/equal_groups")
+    shares = known_values(steps, "reward/frac_reward_zero_std")
     late = _mean(_last_quarter(shares)) if shares else 0.0
     highest, lowest = known_values(steps, "reward/max"), known_values(steps, "reward/min")
     if late < MANY_EQUAL or not highest or not lowest or max(highest) == min(lowest):

@@ -21,7 +21,7 @@ _TEXT_KEYS = ("response", "errors", "reward_parts")
 _KEYS = ("score", "acc", "advantage", "masked", "response_length", "finish_reason", "versions", "kind", "dropped")
 
 
-def cut_answer(row: Mapping[str, object], max_text: int = MAX_TEXT) -> dict[str, object]:
+def cut_response(row: Mapping[str, object], max_text: int = MAX_TEXT) -> dict[str, object]:
     """The keys that the report shows, with long texts cut in their middle (the end holds the answer).
 
     A score that stands for a missing verdict is left out, and so is what is empty.
@@ -63,7 +63,7 @@ _FAILED_FIRST = 2
 class SampleGroup(TypedDict):
     """The answers to one prompt in one step or validation: everything of it that the sample file held.
 
-    answers: what `cut_answer` keeps of each.
+    answers: what `cut_response` keeps of each.
     """
 
     step: int
@@ -141,7 +141,7 @@ def sample_groups(
             "truth": cut(answers[0].get("ground_truth"), max_text),
             "domain": cut(answers[0].get("domain"), 200),
             "prompt_length": cut(answers[0].get("prompt_length"), 200),
-            "answers": [cut_answer(answer, max_text) for answer in answers],
+            "answers": [cut_response(answer, max_text) for answer in answers],
         }
         for key, answers in groups.items()
     ]

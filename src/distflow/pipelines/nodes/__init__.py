@@ -14,7 +14,7 @@ from distflow.pipelines.nodes.rollout_and_reward import (
     dynamic_sampling,
     generate,
     greedy_baseline,
-    load_answers,
+    load_responses,
 )
 from distflow.pipelines.nodes.scoring import (
     apply_kl_penalty,
@@ -45,7 +45,7 @@ __all__ = [
     "dynamic_sampling",
     "generate",
     "greedy_baseline",
-    "load_answers",
+    "load_responses",
     "mend_mismatch",
     "normalize_advantages",
     "normalize_rewards",

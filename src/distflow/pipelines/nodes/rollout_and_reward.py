@@ -53,7 +53,7 @@ async def generate(group: Group, rollout: RolloutEngine, tokenizer: PreTrainedTo
 
 
 @node(writes=ANSWER_FIELDS, scope="group")
-async def load_answers(group: Group, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
+async def load_responses(group: Group, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
     """The data set's own answers in place of sampled ones (supervised fine-tuning).
 
     The text of a conversation keeps its special tokens: they tell where whose turn begins.

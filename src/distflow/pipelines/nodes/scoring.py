@@ -122,7 +122,7 @@ def weigh_mismatch(
         batch_normalize=batch_normalize,
         reduce=reduce,
     )
-    return NodeOutput({"rollout_is_weights": weights}, {f"correction/{k}": v for k, v in statistics.items()})
+    return NodeOutput({"rollout_is_weights": weights}, {f"rollout_corr/{k}": v for k, v in statistics.items()})
 
 
 @node(writes="rollout_is_weights", role=NodeRole.ACTOR)
@@ -188,7 +188,7 @@ def mending_weights(
     weights, statistics = compute_rollout_weights(
         trainer, rollout, loss_mask, level=MENDING.level, mode=MENDING.mode, cap=MENDING.cap, reduce=reduce
     )
-    return weights, {f"correction/{k}": v for k, v in statistics.items()}
+    return weights, {f"rollout_corr/{k}": v for k, v in statistics.items()}
 
 
 @node_factory

@@ -188,7 +188,7 @@ def update_unscored(
         weights, statistics = mending_weights(own, rollout, scored["loss_mask"], reduce)
         scored["rollout_is_weights"], metrics = weights, metrics | statistics
     ctx.state["on"] = loss is mended or are_apart(own, rollout, scored["response_mask"], limit, reduce)
-    return NodeOutput(scored, metrics | {"correction/on": float(ctx.state["on"])})
+    return NodeOutput(scored, metrics | {"rollout_corr/on": float(ctx.state["on"])})
 
 
 class Recorded:

@@ -10,7 +10,7 @@ from distflow.data.batch import Batch
 from distflow.graph import SCORE_FIELDS, Form, NodeOutput
 from distflow.graph.fields import Axis, is_async
 from distflow.rewards.functions import read_score
-from distflow.rewards.score import Score, own_result
+from distflow.rewards.score import Score, own_reward_result
 from distflow.runtime.errors import BadOutput
 
 _DERIVED = ("input_ids", "attention_mask", "loss_mask", "index", "data_source")
@@ -65,7 +65,7 @@ def _calls(
 
 
 def _columns(scores: list[Score]) -> dict[str, list[float]]:
-    return {"scores": [score.value for score in scores], "acc": [own_result(score) for score in scores]}
+    return {"scores": [score.value for score in scores], "acc": [own_reward_result(score) for score in scores]}
 
 
 def _score(i: int, answer: object) -> Score:

@@ -1,4 +1,4 @@
-"""RLVR whose answers are recorded: `distflow train examples/recorded_answers.yaml`."""
+"""RLVR whose answers are recorded: `distflow train examples/recorded_responses.yaml`."""
 
 from distflow import NodeRole, TaskGraph, node
 from distflow.config import Config
@@ -23,7 +23,7 @@ async def recite(group: Group, tokenizer) -> list[Sample]:
     return samples
 
 
-def recorded_answers(config: Config) -> TaskGraph:
+def recorded_responses(config: Config) -> TaskGraph:
     graph = rlvr_pipeline(config)
     graph.update_node("rollout_actor", func=recite)
     return graph
