@@ -3,12 +3,12 @@
 from distflow import NodeRole, TaskGraph, node
 from distflow.config import Config
 from distflow.data.sample import Sample, Segment
-from distflow.pipelines.nodes.rollout_and_reward import ANSWER_FIELDS
+from distflow.pipelines.nodes.rollout import RESPONSE_FIELDS
 from distflow.pipelines.rlvr import rlvr_pipeline
 from distflow.runtime.group import Group
 
 
-@node(writes=ANSWER_FIELDS, role=NodeRole.ROLLOUT, scope="group")
+@node(writes=RESPONSE_FIELDS, role=NodeRole.ROLLOUT, scope="group")
 async def recite(group: Group, tokenizer) -> list[Sample]:
     """The column `recorded` of the row, or else its answer: a text, or a list that the samples go round in."""
     recorded = (group.row.extra_info or {}).get("recorded", group.row.ground_truth)

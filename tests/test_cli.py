@@ -57,7 +57,7 @@ def test_explain_tells_description_bounds_default_value_and_origin(capsys: pytes
     assert [line.split() for line in out.splitlines()] == [
         ["algorithm.lam"],
         ["lambda", "of", "GAE"],
-        ["type", "a", "number"],
+        ["type", "float"],
         ["allowed", "≥", "0", "and", "≤", "1"],
         ["default", "0.95"],
         ["value", "0.9"],
@@ -86,7 +86,7 @@ def test_explain_of_no_key_names_the_nearest(capsys: pytest.CaptureFixture[str])
     assert (status, out) == (2, "") and "algorithm.gamma" in err
 
 
-def test_graph_draws_the_program_that_is_bound(capsys: pytest.CaptureFixture[str]) -> None:
+def test_graph_draws_the_pipeline_that_is_bound(capsys: pytest.CaptureFixture[str]) -> None:
     status, out, _ = run(capsys, "config", "grpo", *NEEDED, "--graph")
     assert status == 0 and out.splitlines()[1].startswith("●") and "rollout_actor" in out.splitlines()[1]
     _, mermaid, _ = run(capsys, "config", "grpo", *NEEDED, "--mermaid")

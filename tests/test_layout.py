@@ -1,8 +1,10 @@
 """The arrows of the design: imports go one way through the rooms, and the light ones load neither torch nor Ray."""
 
 import ast
+import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from graphlib import TopologicalSorter
@@ -30,6 +32,16 @@ LAYERS = (
     {"errors", "registry"},
 )
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
+MOST_FILES = 25
+MOST_IMPORTS = 20
+# Modules that import more of ours than others may, and how many: a debt, which may only shrink.
+MANY_IMPORTS = {
+    "cluster.worker_actor": 31,
+    "cluster.supervisor": 27,
+    "runtime.rollout_loop": 23,
+    "launch.run_options": 22,
+}
+MOST_ARROWS = 115
 WITHOUT_TORCH = ("graph", "config", "scheduling", "planning", "observe")
 
 
@@ -67,6 +79,44 @@ def test_imports_go_down_only(module: str) -> None:
         if other == room or other not in LEVEL:
             continue
         assert LEVEL[room] < LEVEL[other], f"{module} imports {name}: not downwards"
+
+
+def ours(module: str) -> set[str]:
+    """The modules that one imports, itself apart."""
+    known = modules()
+    packages = {name.removesuffix(".__init__") for name in known if name.endswith(".__init__")}
+    found = {name if name in {*known, *packages} else name.rpartition(".")[0] for name in imports(known[module])}
+    return {name for name in found if name and name != module}
+
+
+@pytest.mark.parametrize("module", sorted(modules()))
+def test_a_module_imports_few_others(module: str) -> None:
+    number = len(ours(module))
+    assert number <= MANY_IMPORTS.get(module, MOST_IMPORTS), f"{module} imports {number} modules of ours"
+
+
+def test_the_worker_is_wired_elsewhere() -> None:
+    assert len(ours("runtime.worker")) <= 17, "build what it is made of in launch.build_worker"
+
+
+def test_rooms_know_few_others() -> None:
+    arrows = {(room_of(module), room_of(name)) for module in modules() for name in ours(module)}
+    alone = {"__init__", "__main__", "cli", "errors", "registry", "import_target"}
+    between = {(a, b) for a, b in arrows if a != b and not {a, b} & alone}
+    assert len(between) <= MOST_ARROWS, sorted(between)
+
+
+def test_folders_are_small() -> None:
+    folders = Counter(path.parent for path in modules().values())
+    many = {folder.relative_to(SOURCE).as_posix(): number for folder, number in folders.items() if number > MOST_FILES}
+    assert not many, "a folder with more files holds more than one subject"
+
+
+def test_architecture_draws_the_rooms() -> None:
+    picture = (SOURCE.parents[1] / "docs" / "architecture.md").read_text().split("```")[1]
+    drawn = set(re.findall(r"[a-z_]+", re.sub(r"  +.*", "", picture.replace("then", ""), flags=re.MULTILINE)))
+    rooms = {room for rooms in LAYERS for room in rooms} - {"__main__"}
+    assert rooms <= drawn | {"errors", "registry", "import_target"}, rooms - drawn
 
 
 def test_no_cycle_of_modules() -> None:

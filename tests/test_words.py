@@ -31,7 +31,15 @@ RETIRED: dict[str, tuple[str, tuple[str, ...]]] = {
     "credit": ("rollout capacity", ()),
     "program": (
         "pipeline",
-        (*SANDBOX, "docs/rewards.md", "docs/rlvr.md", "src/distflow/data", "src/distflow/config", "src/distflow/launch"),
+        (
+            *SANDBOX,
+            "docs/rewards.md",
+            "docs/rlvr.md",
+            "docs/observe.md",
+            "src/distflow/data",
+            "src/distflow/config",
+            "src/distflow/launch",
+        ),
     ),
 }
 PLURALS = {f"{word}s": word for word in RETIRED}

@@ -1,4 +1,4 @@
-"""The command line: parses, runs one command of the table, and turns what it raises into a message and a status."""
+"""The command line: parses, runs a command, and turns what it raises into a message and an exit status."""
 
 import argparse
 import os
@@ -15,13 +15,13 @@ from distflow.runtime.stop import Interrupted, exit_status, interruptible, leave
 
 USER_FAULT, OUR_FAULT = 2, 1
 HYDRA_OPTIONS = ("config-path", "config-name", "config-dir", "multirun")
-"""Commands of systems whose pipelines are Hydra's have them."""
+"""Options of Hydra, which other systems' commands have."""
 
 
 class Command(NamedTuple):
     """help: one line. module: has `add_arguments(parser)` and `run(arguments) -> exit status`.
 
-    runs_code: of the user's; the other commands only look, at what somebody else may have handed over.
+    runs_code: whether it runs the user's code. The others only read, perhaps another person's files.
     """
 
     help: str
@@ -32,12 +32,14 @@ class Command(NamedTuple):
 COMMANDS: dict[str, Command] = {
     "train": Command("train by a preset or a YAML file", "distflow.commands.train", runs_code=True),
     "sft": Command("supervised fine-tuning", "distflow.commands.sft", runs_code=True),
-    "eval": Command("answer data.val_files and print the accuracy", "distflow.commands.eval", runs_code=True),
+    "eval": Command(
+        "generate responses to data.val_files and print the accuracy", "distflow.commands.eval", runs_code=True
+    ),
     "export": Command("write a checkpoint as a Hugging Face folder", "distflow.commands.export"),
     "config": Command("print the resolved config", "distflow.commands.config"),
     "reward": Command("try a reward on right and wrong answers", "distflow.commands.reward", runs_code=True),
     "doctor": Command("what this machine has, what extras would add, what is wrong", "distflow.commands.doctor"),
-    "sandbox": Command("run a pipeline as the code under test is run", "distflow.commands.sandbox"),
+    "sandbox": Command("run a Python file as the code under test is run", "distflow.commands.sandbox"),
     "selftest": Command("prove on this machine that each path gives the same numbers", "distflow.commands.selftest"),
     "replay": Command("run a saved non-finite update again, on the CPU", "distflow.commands.replay"),
     "why": Command("what a step was made of: its groups, and what was dropped", "distflow.commands.why"),
@@ -59,16 +61,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             number = err.number if isinstance(err, Interrupted) else signal.SIGINT
             print(f"distflow: ended by {signal.Signals(number).name}", file=sys.stderr)
             return exit_status(number)
-        except BrokenPipeError:  # whoever read our output has seen enough
+        except BrokenPipeError:  # the reader of our output has closed it
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return exit_status(signal.SIGPIPE)
-        except Exception as err:  # the process's edge: one message, a status, the traceback on request
+        except Exception as err:  # the top level: one message, a status, the traceback on request
             if arguments.debug:
                 traceback.print_exc()
             else:
                 print(f"distflow: {_message(err)}", file=sys.stderr)
             status = USER_FAULT if _is_users(err) else OUR_FAULT
-            _leave_what_hangs(err, status)
+            _leave_hanging_thread(err, status)
             return status
 
 
@@ -86,7 +88,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """key=value may stand before and after options; by itself argparse takes only those that stand together."""
+    """key=value may stand before and after options; argparse alone accepts only those in one place."""
     parser = make_parser()
     arguments, rest = parser.parse_known_args(argv)
     unknown = [word for word in rest if word.startswith("-") or not hasattr(arguments, "overrides")]
@@ -104,21 +106,21 @@ def _unrecognized(words: list[str], takes_keys: bool) -> str:
     if not (takes_keys and words[0].startswith("-") and name):
         return message
     if name in HYDRA_OPTIONS:
-        return f"{message}\n--{name} is Hydra's: leave it out; the config is the preset or file behind the command"
+        return f"{message}\n--{name} is Hydra's: leave it out; the config is the preset or file after the command"
     from distflow.config.compose.unknown_keys import suggest
     from distflow.config.keys.schema import schema_keys
 
     key = name.replace("-", "_")
-    told = f"write {key}={value or 'VALUE'}" if key in schema_keys() else suggest(key, schema_keys())
-    return f"{message}\nkeys of the config are written key=value, without dashes: {told}"
+    advice = f"write {key}={value or 'VALUE'}" if key in schema_keys() else suggest(key, schema_keys())
+    return f"{message}\nkeys of the config are written key=value, without dashes: {advice}"
 
 
 def _message(err: Exception) -> str:
     return str(err) if _is_users(err) else f"{type(err).__name__}: {err} (--debug shows where)"
 
 
-def _leave_what_hangs(err: BaseException, status: int) -> None:
-    """A thread that never ends would keep the process, which waits for it: it ends here."""
+def _leave_hanging_thread(err: BaseException, status: int) -> None:
+    """End the process here, where it would wait for a thread that never ends."""
     from distflow.runtime.loop_thread import LoopGivenUp
 
     if isinstance(err, LoopGivenUp):

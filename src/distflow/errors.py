@@ -1,9 +1,5 @@
-"""Errors of a user's mistake: the message says what was wrong, where, and what to do; the exit status is 2.
-
-Which line of the user's own code an error came from.
-
-Claims about a run that are checked while it runs: each file one claim.
-"""
+"""Errors for users: a mistake of the user's (exit status 2; the message says what, where and what to do) and a failed
+check of the run; helpers for their messages."""
 
 import functools
 import sys
@@ -21,16 +17,16 @@ _MAX_LISTED = 12
 
 
 class UserError(ValueError):
-    """A mistake in what the user gave (config, data, model folder, reward); never a fault of ours."""
+    """A mistake in the user's input (config, data, model folder, reward); never a fault of ours."""
 
     def _render_traceback_(self) -> list[str]:
-        """What IPython shows: the message, and not the way to where we found it."""
+        """What IPython shows: the message without our traceback."""
         return [f"{type(self).__name__}: {self}"]
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong with a config.
+    """One mistake in a config.
 
     places: what is involved, each as (what it is, where it was written), e.g. ("trainer.seed", "run.yaml:7").
     """
@@ -48,7 +44,7 @@ class Problem:
 
 
 class ConfigError(UserError):
-    """All that is wrong with a config, at once. `problems` holds the parts of the message."""
+    """All mistakes in a config at once. `problems` holds the parts of the message."""
 
     def __init__(self, problems: Sequence[Problem]):
         self.problems = tuple(problems)
@@ -64,7 +60,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def missing_path(path: Path) -> tuple[str, str]:
-    """That it is not there, and what may be meant: the nearest name beside it, or the first folder that is missing."""
+    """The message that it does not exist, and advice: the nearest name beside it, or the first missing folder."""
     if not path.parent.is_dir():
         absent = next(folder for folder in reversed(path.parents) if not folder.is_dir())
         looked = "" if path.is_absolute() else f" in {Path.cwd()}"
@@ -114,4 +110,4 @@ def _library_folders() -> tuple[str, ...]:
 
 
 class TrustError(RuntimeError):
-    """A claim about the run does not hold, so its results would be worthless. Names the evidence and likely causes."""
+    """A check of the run failed, so its results would be worthless. Names what was measured and likely causes."""

@@ -16,7 +16,7 @@ from distflow.errors import UserError, hint, nearest, users_place
 
 
 class LoadError(UserError):
-    """A name leads to nothing that can be used. The message has the name; callers put the key that named it before."""
+    """A name leads to nothing usable. The message has the name; callers prepend the key that it came from."""
 
 
 def load_function(path: str) -> Callable[..., object]:
@@ -34,7 +34,7 @@ def load_function(path: str) -> Callable[..., object]:
 
 
 def load(path: str) -> object:
-    """What `path` names, whatever it is: a function, a class, a constant. Raises LoadError as `load_function` does."""
+    """The object that `path` names: a function, a class, a constant. Raises LoadError as `load_function` does."""
     module_name, attributes = split_name(path)
     if not (module_name and attributes):
         raise LoadError(f"'{path}' names no function; write \"module:function\"")
@@ -62,7 +62,7 @@ def load_module(name: str) -> ModuleType:
         raise
     except ModuleNotFoundError as error:
         raise LoadError(_not_found(name, error.name or name)) from error
-    except Exception as error:  # the edge of a user's code
+    except Exception as error:  # a user's code
         place = f" (at {found})" if (found := users_place(error)) else ""
         raise LoadError(f"'{name}' cannot be imported: {type(error).__name__}: {error}{place}") from error
 
@@ -100,7 +100,7 @@ def _not_found(name: str, missing: str) -> str:
 
 
 def _siblings(name: str) -> list[str]:
-    """Modules beside the one that is not there."""
+    """Modules beside the missing one."""
     package, _, _ = name.rpartition(".")
     if not package:
         return [module.name for module in pkgutil.iter_modules() if not module.name.startswith("_")]
@@ -123,7 +123,7 @@ def _bound(owner: object, name: str, found: object, path: str) -> object:
     ]
     if required:
         raise LoadError(
-            f"'{path}' is a method, and {owner.__name__} needs {', '.join(required)} to be made; "
+            f"'{path}' is a method, and {owner.__name__} needs {', '.join(required)} to be constructed; "
             "make it a static method, or give the method of an instance"
         )
     return getattr(owner(), name)

@@ -45,9 +45,9 @@ class Reward(Entry):
     needs_answer: it compares with the row's answer, so every row must have one.
     scores_own_answer: the row's own answer, put into a box, must score 1. solutions: columns in which data sets have
     responses that it must call right. row_check: a function that is called with a row's answer and its columns, and
-    raises ValueError where the reward could give no verdict on any response to it. runs_programs: it runs what a policy
-    wrote, in the sandbox. prepare: "module:function" that loads what is too large to load twice, with the options of
-    the part; one process holds it and judges for all domains that name the same. reads_messages: it is shown the
+    raises ValueError where the reward could score no response to it. executes_response: it runs code of the response in
+    the sandbox. prepare: "module:function" that loads what is too large to load twice, with the options of
+    the part; one process holds it and scores for all domains that name the same. reads_messages: it is shown the
     prompt's chat messages.
     """
 
@@ -55,7 +55,7 @@ class Reward(Entry):
     scores_own_answer: bool = False
     solutions: tuple[str, ...] = ()
     row_check: str = ""
-    runs_programs: bool = False
+    executes_response: bool = False
     prepare: str = ""
     reads_messages: bool = False
 
@@ -81,7 +81,8 @@ class TrainEngineEntry(Entry):
 
 @dataclass(frozen=True)
 class RolloutEngineEntry(Entry):
-    """A rollout engine. in_flight: it takes new weights below running answers. sizes: as of a train engine."""
+    """A rollout engine. in_flight: it takes new weights below responses that are being generated. sizes: as of a train
+    engine."""
 
     in_flight: bool = False
     sizes: str = "d"
@@ -267,14 +268,14 @@ REWARDS: dict[str, Reward] = {
         "distflow.rewards.code.reward:compute_score",
         solutions=_SOLUTIONS,
         row_check="distflow.rewards.code.reward:check_row",
-        runs_programs=True,
+        executes_response=True,
     ),
     "code_share": Reward(
         "the share of the row's tests that the pipeline in the response passes",
         "distflow.rewards.code.reward:compute_share",
         solutions=_SOLUTIONS,
         row_check="distflow.rewards.code.reward:check_row",
-        runs_programs=True,
+        executes_response=True,
     ),
     "format": Reward("the response has the wanted form", "distflow.rewards.format_reward:compute_score"),
     "ifeval": Reward(

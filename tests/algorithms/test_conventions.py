@@ -68,7 +68,7 @@ def test_a_sample_whose_verdict_is_timeout_or_error(estimator: str) -> None:
     without, _ = fn(rewards[keep], torch.ones(3, 2), torch.zeros(3))
     assert torch.equal(whole[keep], without)
     assert whole[1].tolist() == [0.0, 0.0]
-    assert drop_reason(rewards.sum(-1)[:2], valid[:2]) == "too_few_verdicts"
+    assert drop_reason(rewards.sum(-1)[:2], valid[:2]) == "too_few_scores"
 
 
 def test_token_mean() -> None:

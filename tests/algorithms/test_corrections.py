@@ -133,7 +133,7 @@ def test_mismatch_statistics_by_hand() -> None:
     assert stats["max_abs"] == pytest.approx(0.5)
     w = [math.exp(0.5), math.exp(-0.2)]
     assert stats["k3"] == pytest.approx(((w[0] - 1.5) + (w[1] - 0.8)) / 2, rel=1e-6)
-    assert stats["rollout_is_eff_sample_size"] == pytest.approx(sum(w) ** 2 / (2 * (w[0] ** 2 + w[1] ** 2)), rel=1e-6)
+    assert stats["ess"] == pytest.approx(sum(w) ** 2 / (2 * (w[0] ** 2 + w[1] ** 2)), rel=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,9 @@ from distflow.algorithms.sample_filters import drop_reason, overlong_penalty
         ([0.1, 0.1], None, "all_equal"),
         ([1.0, 1.0, 0.0], [True, True, False], "all_equal"),
         ([1.0, 0.0, float("nan")], [True, True, False], None),
-        ([1.0, 0.0], [True, False], "too_few_verdicts"),
-        ([1.0, 0.0], [False, False], "too_few_verdicts"),
-        ([1.0], None, "too_few_verdicts"),
+        ([1.0, 0.0], [True, False], "too_few_scores"),
+        ([1.0, 0.0], [False, False], "too_few_scores"),
+        ([1.0], None, "too_few_scores"),
     ],
 )
 def test_groups_without_a_signal(metric: list[float], valid: list[bool] | None, reason: str | None) -> None:

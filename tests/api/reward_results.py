@@ -1,4 +1,4 @@
-"""Rewards that are given from Python. A file without torch: verifiers import it, each in a process of its own."""
+"""Reward functions that are passed from Python. A file without torch: reward processes import it."""
 
 import os
 import time

@@ -37,7 +37,7 @@ def opened(folder: Path, data: object = ROWS, should_accept: object = None, rewa
 
 @pytest.fixture
 def go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The file that ends the verdict for which `slow` waits."""
+    """The file that ends the reward call for which `slow` waits."""
     monkeypatch.setenv(HELD, str(tmp_path / "go on"))
     return tmp_path / "go on"
 
@@ -102,7 +102,7 @@ def test_a_loop_that_forgets_to_publish_is_told_so(tmp_path: Path, staleness: in
     with opened(tmp_path / "run", async__max_staleness=staleness) as rollouts:
         for _ in range(staleness + 1):
             assert len(rollouts.prepare_batch()) == 4
-        with pytest.raises(NothingToWaitFor, match=r"weights of version 0 .*others start after publish\(\)"):
+        with pytest.raises(NothingToWaitFor, match=r"weight version 0 .*others start after publish\(\)"):
             rollouts.prepare_batch()
         metrics = rollouts.publish()
         assert metrics["async/accepted"] == 2 * (staleness + 1)
@@ -121,7 +121,7 @@ def test_submitted_prompts_come_back_in_their_order(tmp_path: Path) -> None:
         assert prompts(first) == sorted(prompts(first)) and prompts(second) == sorted(prompts(second))
         assert set(first["ground_truth"]) == {begun[prompt] for prompt in prompts(first)}
         assert (rollouts.stats.enqueued, rollouts.stats.submitted) == (4, 4), "one batch may be a version ahead"
-        with pytest.raises(NothingToWaitFor, match="0 are finished; 0 run, 4 submitted ones wait"):
+        with pytest.raises(NothingToWaitFor, match="0 of .* are finished; 0 are running, 4 submitted ones wait"):
             rollouts.wait(1)
         rollouts.publish()
         batch = rollouts.wait(2)
@@ -129,7 +129,7 @@ def test_submitted_prompts_come_back_in_their_order(tmp_path: Path) -> None:
         assert set(batch.flat("versions").tolist()) == {1}
         learn(rollouts, batch)
         rollouts.publish()
-        with pytest.raises(NothingToWaitFor, match="2 are finished; .*submit more, or wait for those that there are"):
+        with pytest.raises(NothingToWaitFor, match="2 of .* are finished; .*submit more, or wait for fewer"):
             rollouts.wait(3)
         assert prompts(rollouts.wait(2)) == [row["prompt"] for row in OWN[6:]]
     assert verify(tmp_path / "run" / "ledger.jsonl").complete == 2, "the last two were taken, and no step consumed them"
@@ -152,7 +152,7 @@ def test_a_timeout_loses_nothing(tmp_path: Path, staleness: int, go_on: Path) ->
     with opened(tmp_path / "run", None, reward=slow, async__max_staleness=staleness) as rollouts:
         for row in OWN[:2]:
             rollouts.submit(row)
-        with pytest.raises(TimeoutError, match="of the 2 prompt groups that are waited for"):
+        with pytest.raises(TimeoutError, match="of 2 awaited prompt groups"):
             rollouts.wait(2, timeout=0.3)
         go_on.touch()
         batch = rollouts.wait(2, timeout=60)
@@ -177,7 +177,7 @@ def test_waiting_for_more_than_were_accepted_says_what_became_of_the_others(tmp_
     with opened(tmp_path / "run", None, should_accept=lambda group: group["ground_truth"][0] != "2") as rollouts:
         for row in OWN[:2]:
             rollouts.submit(row)
-        with pytest.raises(NothingToWaitFor, match="1 are finished; .* dropped so far: 1 rejected"):
+        with pytest.raises(NothingToWaitFor, match="1 of .* are finished; .* dropped so far: 1 rejected"):
             rollouts.wait(2)
         assert prompts(rollouts.wait(1)) == [OWN[1]["prompt"]]
         rollouts.publish()
@@ -214,7 +214,7 @@ def test_weights_that_the_engine_shares_are_not_changed_while_it_answers(tmp_pat
         rollouts.submit(OWN[0])
         with pytest.raises(TimeoutError):
             rollouts.wait(1, timeout=0.3)
-        with pytest.raises(UserError, match="1 prompt groups are still being answered"):
+        with pytest.raises(UserError, match="1 prompt groups are still being generated"):
             learn(rollouts, batch)
         go_on.touch()
         rollouts.wait(1)
@@ -293,7 +293,7 @@ def test_what_cannot_be_used_is_refused_where_it_is_given(tmp_path: Path) -> Non
     with opened(tmp_path / "run", None) as rollouts:
         for row, said in (
             ("1+1=", "submit takes a dict"),
-            ({"promt": "1+1=", "answer": "2"}, "no row of what was submitted has the column 'prompt'.*'promt'"),
+            ({"promt": "1+1=", "answer": "2"}, "no row of the submitted rows has the column 'prompt'.*'promt'"),
             ({"prompt": "1+" * 40, "answer": "2"}, "submitted prompt 1: the prompt has 80 tokens"),
         ):
             with pytest.raises(UserError, match=said):

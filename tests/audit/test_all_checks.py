@@ -83,20 +83,20 @@ def test_a_healthy_run_is_proven_and_silent(playground: Playground, name: str) -
     run = playground.run(*HEALTHY[name], *ALWAYS)
     assert run.notes("warning") == []
     assert [set(dict(event.fields["unproven"])) for event in audits(run)] == [NOT_PROVEN.get(name, set())] * 3
-    assert {"answers", "draws", "loss", "optimizer"} <= set(audits(run)[0].fields["proven"])
-    assert "3 steps were proven again" in (run.folder / "report.html").read_text()
+    assert {"responses", "draws", "loss", "optimizer"} <= set(audits(run)[0].fields["proven"])
+    assert "3 steps were audited" in (run.folder / "report.html").read_text()
 
 
 def test_supervised_steps_are_proven(playground: Playground) -> None:
     gone = ("reward.functions", "reward.num_workers", "custom_reward_function.path", "actor_rollout_ref.rollout.n")
     run = playground.run("sft", "data.response_key=answer", *ALWAYS, *(f"~{key}" for key in gone))
-    assert set(audits(run)[0].fields["proven"]) >= {"answers", "masks", "loss", "gradients", "optimizer"}
+    assert set(audits(run)[0].fields["proven"]) >= {"responses", "masks", "loss", "gradients", "optimizer"}
     assert run.notes("warning") == []
 
 
 def test_audits_at_start_and_once_in_so_many_steps(playground: Playground) -> None:
     run = playground.run("grpo", "trust.audit_freq=4", "trainer.total_training_steps=14", "trainer.save_freq=13")
-    assert [event.message.split(" was")[0] for event in audits(run)] == ["step 1", "step 2", "step 7"]
+    assert [event.message.split(":")[0] for event in audits(run)] == [f"audit of step {n}" for n in (1, 2, 7)]
     playground.run("grpo", "trust.audit_freq=4", "trainer.total_training_steps=14", "trainer.save_freq=13")
     assert len(audits(run)) == 3, "a finished run takes no step"
 
@@ -113,7 +113,7 @@ def test_a_verifier_that_contradicts_itself_is_told_once(playground: Playground,
     playground.write_reward(f"{head}\ndef compute_score(data_source, solution_str, ground_truth): return {value}\n")
     run = playground.run("grpo", *ALWAYS, "trust.check_rewards=false")
     (warning,) = run.notes("warning")
-    assert "verifier 'custom' is not deterministic: of sample" in warning
+    assert "reward function 'custom' is not deterministic: for sample" in warning
     assert dict(audits(run)[-1].fields["unproven"]).keys() == {"reward_results"}
 
 
@@ -249,7 +249,7 @@ def test_on_mismatch(playground: Playground, monkeypatch: pytest.MonkeyPatch, an
 def test_every_check_says_what_it_needs() -> None:
     assert len({check.name for check in CHECKS}) == len(CHECKS)
     for check in CHECKS:
-        assert isinstance(check, Check) and check.claim and check.needs and check.limit
+        assert isinstance(check, Check) and check.statement and check.needs and check.limit
 
 
 def test_the_docs_hold_the_table_as_it_is() -> None:

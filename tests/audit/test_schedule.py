@@ -1,4 +1,4 @@
-"""When a step is proven again, and for which versions weights are kept for it."""
+"""Which steps are audited, and for which versions weights are kept for the audit."""
 
 import pytest
 import torch

@@ -15,7 +15,7 @@ LENGTHS = (5, 1, 4, 6)
 def sampled_batch(version: int = 0, tool_tokens: int = 0) -> Batch:
     """Two groups of two samples, with log-probs that differ from token to token.
 
-    tool_tokens: that many tokens which no policy made stand in the middle of each answer.
+    tool_tokens: number of tokens in the middle of each response that are not the policy's.
     """
     generator = torch.Generator().manual_seed(3)
     samples = []

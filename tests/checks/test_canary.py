@@ -44,7 +44,7 @@ def make_canary(folder: Path, *, shares: bool = False, frequency: int = 1, exact
 def song_of(canary: Canary) -> Batch:
     async def sing() -> Batch:
         async with canary.rollout:  # type: ignore[attr-defined]
-            return await canary.answer()
+            return await canary.generate_responses()
 
     return asyncio.run(sing())
 

@@ -79,7 +79,7 @@ def test_a_mismatch_is_told_when_it_appears_and_when_it_has_doubled(tmp_path: Pa
 def test_a_node_that_rewrote_the_mask_after_the_edge_is_found(tmp_path: Path) -> None:
     checks, _ = make_checks(tmp_path)
     batch = sampled_batch()
-    checks.taken(batch, 0, None)
+    checks.step_taken(batch, 0, None)
     batch["response_mask"] = batch["response_mask"].roll(1, dims=-1)
     with pytest.raises(TrustError, match="response_mask is wrong"):
         checks.learned(batch, {}, step=0)

@@ -82,7 +82,7 @@ def test_what_somebody_put_among_the_bundles_stays(tmp_path: Path) -> None:
 def test_weights_that_are_not_finite_or_garbage_go_no_further(tmp_path: Path, value: float) -> None:
     broken = WeightsOnly(fine=torch.ones(2), broken=torch.tensor([1.0, value]))
     with pytest.raises(
-        TrustError, match=r"after an update in step 4 .*1 tensors, 'broken' holds .* first.*not published or saved"
+        TrustError, match=r"after an update in step 4 .*1 tensors, 'broken' holds .* first.*not synced or saved"
     ):
         check = NonFinite(tmp_path, 3, "", {"actor": {"broken": 0.5, "fine": 0.5}})
         check.updated("actor", broken, sampled_batch(), TAKEN, step=3)

@@ -14,7 +14,7 @@ import torch
 from ray._private.internal_api import get_memory_info_reply, get_state_from_address
 from torch import Tensor
 
-from distflow.cluster.rollout_workers import Members
+from distflow.cluster.rollout_workers import RolloutWorkers
 from distflow.cluster.weight_sync import Fleet, put_in_store
 from distflow.rollout.engine import Receipt
 from distflow.rollout.weights import copy_weights, stripe_hashes
@@ -94,15 +94,15 @@ def states(workers: Mapping[int, Any]) -> list[tuple[Version, dict[str, str]]]:
     return [ray.get(worker.state.remote())[1:] for worker in workers.values()]
 
 
-def members_of(workers: Mapping[int, Any], note: Callable[[str], None] = pytest.fail) -> Members:
-    members = Members(note)
+def rollout_workers_of(workers: Mapping[int, Any], note: Callable[[str], None] = pytest.fail) -> RolloutWorkers:
+    members = RolloutWorkers(note)
     for rank, worker in workers.items():
         members.join(rank, worker)
     return members
 
 
 def fleet_of(workers: Mapping[int, Any], carry: Carry = put_in_store) -> Fleet:
-    return Fleet(members_of(workers), carry, 60, Waits())
+    return Fleet(rollout_workers_of(workers), carry, 60, Waits())
 
 
 def carrier(name: str, run_dir: Path) -> Carry:

@@ -51,7 +51,7 @@ def first_difference(one: Run, other: Run) -> Difference | None:
         assert here.keys() == there.keys(), f"other prompts in step {step}"
         differing = [uid for uid in here if here[uid][1] != there[uid][1]]
         if differing:
-            return _judged(one, other, step, differing[0], here, there)
+            return _reward_counts(one, other, step, differing[0], here, there)
     return None
 
 
@@ -75,7 +75,7 @@ def _ids(text: object) -> list[int]:
     return found
 
 
-def _judged(
+def _reward_counts(
     one: Run, other: Run, step: int, uid: str, here: dict[str, Answered], there: dict[str, Answered]
 ) -> Difference:
     models = [_model(run, step - 1) for run in (one, other)]

@@ -1,4 +1,4 @@
-"""One of four gloo ranks that learn, in two teams: 1 and 2 of the plan compute layers together, 3 and 4 do not."""
+"""One of four gloo training ranks in two dp groups: 1 and 2 of the plan compute layers together, 3 and 4 do not."""
 
 import json
 import time
@@ -21,11 +21,11 @@ LAYOUTS = (
     Layout("critic", "fsdp", (3, 4), Sizes(data=2)),
 )
 PLAN = Plan("ppo", (), (), LAYOUTS, process_groups(LAYOUTS), ("gloo",))
-TEAMS = ((1, 2), (3, 4))
+DP_GROUPS = ((1, 2), (3, 4))
 
 
 def meet(is_late: bool, file: Path, resources: dict[str, object]) -> bool:
-    """At a barrier. Whether what the first of the team writes, late, is there once the other goes on."""
+    """At a barrier. Whether what the first of the dp group writes, late, is there once the other continues."""
     barrier = step(None, resources, node_type=NodeType.BARRIER_SYNC)
     if is_late:
         time.sleep(0.5)
@@ -37,7 +37,7 @@ def meet(is_late: bool, file: Path, resources: dict[str, object]) -> bool:
 def main(place: int, folder: Path) -> None:
     rank = place + 1
     assert backend_of(PLAN) == dist.get_backend()
-    groups, dp_group = ProcessGroups(PLAN, TEAMS, timedelta(minutes=5)), TEAMS[place // 2]
+    groups, dp_group = ProcessGroups(PLAN, DP_GROUPS, timedelta(minutes=5)), DP_GROUPS[place // 2]
     layout = dp_group_layout(PLAN, dp_group)
     data, tensor = layout.line("data", rank), layout.line("tensor", rank)
     assert groups.of(dp_group) is groups.of(tensor if dp_group == (1, 2) else data), "equal ranks are one group"

@@ -24,9 +24,9 @@ from tests.e2e.runs import Playground, Run
 pytestmark = [pytest.mark.slow, pytest.mark.faults]
 
 SEEDS = (3, 5, 16)
-GENERATES = ("build", "rollout.generate", "edge.put", "weights.take", "validate")
+GENERATES = ("build", "rollout.generate", "queue.put", "weights.take", "validate")
 LEARNS = (
-    *("build", "edge.taken", "train.update", "train.backward", "release"),
+    *("build", "queue.taken", "train.update", "train.backward", "release"),
     *("weights.begin", "weights.put", "weights.sent"),
 )
 LEADS = ("checkpoint.part rank_0", "checkpoint.manifest", "checkpoint.renamed", "checkpoint.latest")
@@ -88,7 +88,7 @@ def test_a_run_goes_on_or_ends_by_name_and_is_resumed(
     if goes_on:
         check_whole(Run(folder, config, launch_ray(spec)))
     else:
-        with pytest.raises(WorkerDied, match=rf"worker {fault.rank} .* The same command goes on from"):
+        with pytest.raises(WorkerDied, match=rf"worker {fault.rank} .* The same command resumes from"):
             launch_ray(spec)
     assert fault_injection.fired(fault_plan), (
         f"{fault} is not reached: something else came of it, or this seed tests nothing"

@@ -77,7 +77,7 @@ def test_a_worker_that_is_killed_ends_the_run_and_the_same_command_goes_on(groun
     with struck(folder, lambda: os.kill(workers()[victim], signal.SIGKILL)) as when, pytest.raises(WorkerDied) as told:
         launch_ray(spec)
     assert time.monotonic() - when[0] < heartbeat.ANSWERS_WITHIN_S
-    assert f"worker {victim} of 2" in str(told.value) and "goes on from step-" in str(told.value)
+    assert f"worker {victim} of 2" in str(told.value) and "resumes from step-" in str(told.value)
     assert notes(folder, "end") == ["the run failed"] and notes(folder, "error")
     assert all('"release of step 1"' in (folder / "spans" / f"learner{part}.jsonl").read_text() for part in ("", "-1"))
     wait_until(lambda: not workers() and not processes("ray::CoordinatorActor"), "no process is left")
@@ -98,7 +98,7 @@ def test_a_worker_that_is_stopped_is_named_within_the_deadline_and_others_leave_
     _, spec = ground.spec("grpo", *ENDLESS)
     with struck(folder, lambda: os.kill(workers()[1], signal.SIGSTOP)), pytest.raises(WorkerDied) as told:
         launch_ray(spec)
-    assert "worker 1 has not answered for 12 s" in str(told.value)
+    assert "worker 1 has not responded for 12 s" in str(told.value)
     assert "training_loop" in (folder / "stacks.txt").read_text()
     wait_until(lambda: not workers(), "no process is left, a stopped one neither")
 

@@ -13,7 +13,7 @@ import torch
 from ray.actor import ActorHandle
 from ray.exceptions import RayActorError
 
-from distflow.cluster.reshard import LITTLE_BYTES, ReshardActor, packed_metas
+from distflow.cluster.reshard import SMALL_BYTES, ReshardActor, packed_metas
 from distflow.data.batch import Batch
 from distflow.scheduling.reshard import Key, Readers, ReshardError
 from tests.cluster.exchange_worker import Peer, made
@@ -100,7 +100,7 @@ def test_a_put_beyond_the_bound_waits_until_the_step_before_it_is_read(
     ray.get(writer.make.remote(0, num_groups))
     ray.get(writer.put.remote(STEP, 0, 1))
     held = ray.get(exchange.held_bytes.remote())
-    assert (held > LITTLE_BYTES) == (num_groups > 2)
+    assert (held > SMALL_BYTES) == (num_groups > 2)
     second = writer.put.remote(NEXT, 0, 1)
     wait_until_it_waits(writer, f"room for {NEXT}")
     assert ray.wait([second], timeout=0) == ([], [second]) and ray.get(exchange.held_bytes.remote()) == held

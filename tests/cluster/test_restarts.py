@@ -77,7 +77,7 @@ def test_workers_killed_in_a_validation_and_with_groups_are_replaced_and_the_res
     ground: Playground, alone: Run, plan: Callable[..., None]
 ) -> None:
     """The second dies before the first is back: what it had made is made again, by newest weights."""
-    plan(Fault("rollout.generate", rank=1, call=4), Fault("edge.put", rank=0, call=2))
+    plan(Fault("rollout.generate", rank=1, call=4), Fault("queue.put", rank=0, call=2))
     found = run(ground, *TWO_GENERATE, *STEPS, *validating(ground), name="killed")
     assert generators(found) == [0, 1]
     check_whole(found)
@@ -91,10 +91,10 @@ def test_workers_killed_in_a_validation_and_with_groups_are_replaced_and_the_res
 def test_the_only_one_that_generates_comes_back_with_the_newest_weights(
     ground: Playground, alone: Run, plan: Callable[..., None]
 ) -> None:
-    plan(Fault("edge.put", rank=0, call=7))
+    plan(Fault("queue.put", rank=0, call=7))
     found = run(ground, *ONE_GENERATES, *STEPS, *validating(ground), name="only")
     check_whole(found)
-    assert "worker 0 is there again" in found.notes("warning")
+    assert "worker 0 runs again" in found.notes("warning")
     assert distance(found.weights(4), alone.weights(4)) < 1e-6
 
 
@@ -103,7 +103,7 @@ def test_groups_that_die_with_their_worker_between_their_step_and_its_reader_are
 ) -> None:
     """The trainer is stopped while it waits for the step; its answer comes, and who made the groups dies, before it is
     read."""
-    plan(Fault("edge.put", rank=0, call=8, action="SIGSTOP"))  # the last group of the second step
+    plan(Fault("queue.put", rank=0, call=8, action="SIGSTOP"))  # the last group of the second step
     journal = ground.folder / "lost" / "ledger.jsonl"
 
     def strike() -> None:
@@ -133,7 +133,7 @@ def is_stopped(pid: int) -> bool:
 
 def test_a_worker_that_dies_again_and_again_ends_the_run_by_name(ground: Playground, plan: Callable[..., None]) -> None:
     plan(Fault("rollout.generate", rank=0, again=True))
-    with pytest.raises(WorkerDied, match=r"worker 0 has died 4 times .* goes on from the start"):
+    with pytest.raises(WorkerDied, match=r"worker 0 has died 4 times .* resumes from the start"):
         run(ground, *ONE_GENERATES, *STEPS, name="again")
     assert "the run failed" in [*Run(ground.folder / "again", None, None).notes("end")]
 
@@ -142,8 +142,8 @@ def test_the_only_one_that_generates_and_cannot_be_started_again_ends_the_run_by
     ground: Playground, plan: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No process of torch is ready within a second."""
-    plan(Fault("edge.put", rank=0, call=7))
-    monkeypatch.setattr(restarts, "ray_pulse", SimpleNamespace(STARTS_WITHIN_S=1.0))  # for those that come later
+    plan(Fault("queue.put", rank=0, call=7))
+    monkeypatch.setattr(restarts, "heartbeat", SimpleNamespace(STARTS_WITHIN_S=1.0))  # for those that come later
     told = "no other process could be started as worker 0 within 1 s: .*no worker that generates is left"
     with pytest.raises(WorkerDied, match=told):
         run(ground, *ONE_GENERATES, *STEPS, name="without")
@@ -157,7 +157,7 @@ def test_a_worker_that_is_stopped_is_killed_and_replaced_and_streams_stay_within
     steps = ("trainer.total_training_steps=4", CONSTANT, "async.max_staleness=1")
     found = run(ground, *TWO_GENERATE, *steps, name="stopped")
     check_whole(found)
-    assert any("worker 1 has not answered for 12 s" in note for note in found.notes("warning"))
+    assert any("worker 1 has not responded for 12 s" in note for note in found.notes("warning"))
     assert max(step["async/version_diff/max"] for step in found.metrics()) <= 1
 
 
@@ -168,6 +168,6 @@ def test_a_receiver_killed_in_a_weight_update_is_replaced_and_nobody_serves_a_mi
     plan(Fault("weights.take", rank=1, call=3), Fault("weights.arrived", rank=0, call=2, action="flip"))
     found = run(ground, *TWO_GENERATE, *STEPS, *validating(ground), DISK, name="update")
     check_whole(found)
-    refused = "bucket 0 of the weights of step 1 was refused and is sent again (worker 0: its bytes"
+    refused = "bucket 0 of the weights of step 1 was rejected and is sent again (worker 0: its bytes"
     assert any(note.startswith(refused) for note in found.notes("warning"))
     assert distance(found.weights(4), alone.weights(4)) < 1e-6

@@ -95,7 +95,7 @@ FILTERED = ("algorithm.filter_groups.enable=true", "algorithm.filter_groups.when
 
 
 @pytest.mark.parametrize(("preset", "more"), [("ppo", KL_AND_CRITIC), ("dapo", FILTERED)])
-def test_figures_of_other_programs_are_those_of_one_process(
+def test_figures_of_other_pipelines_are_those_of_one_process(
     ground: Playground, preset: str, more: tuple[str, ...]
 ) -> None:
     common = (*STEPS, *validating(ground), *more)
@@ -137,7 +137,7 @@ def test_domains_have_their_shares_and_figures_over_two_workers(ground: Playgrou
 def test_three_domains_ahead_of_training_over_two_workers_killed_and_resumed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_ray: None, plan: Callable[..., None]
 ) -> None:
-    """All verifiers live, by the command; the worker that leads is killed in the third step."""
+    """All reward processes live, by the command; the leading worker is killed in the third step."""
     three_domains.write(tmp_path)
     monkeypatch.chdir(tmp_path)
     more = (RAY, "trainer.n_gpus_per_node=2", "async.max_staleness=1", "trainer.total_training_steps=4")
@@ -184,7 +184,7 @@ def test_in_which_order_the_coordinator_takes_calls_changes_nothing(
     assert [step for what, step in told if what == "save"] == [2, 4]
 
 
-def test_streams_stay_within_their_staleness_and_every_ticket_is_accounted_for(ground: Playground) -> None:
+def test_streams_stay_within_their_staleness_and_every_group_is_accounted_for(ground: Playground) -> None:
     found = run(ground, *STEPS, SPLIT, "async.max_staleness=1", name="stream")
     journal = found.folder / "ledger.jsonl"
     ledger.verify(journal)
@@ -276,7 +276,7 @@ if "pytest" not in sys.modules and not hasattr(WeightSender, "speaks"):  # in th
 def test_weights_that_are_not_sent_to_an_engine_elsewhere_are_named(ground: Playground) -> None:
     (ground.folder / "silent.py").write_text(SILENT)
     pipeline = ("dag.pipeline=null", f"dag.custom_pipeline_fn={ground.folder}/silent.py:silent")
-    with pytest.raises(TrustError, match="version 2 is published, but an engine serves 1: weights were not sent"):
+    with pytest.raises(TrustError, match="version 2 was sent, but an engine has 1: weights did not reach it"):
         run(ground, *STEPS, SPLIT, *pipeline, name="silent")
 
 

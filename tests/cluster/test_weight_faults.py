@@ -25,9 +25,9 @@ from tests.cluster.fleet import (
     Trainer,
     carrier,
     fleet_of,
-    members_of,
     pid_of,
     publisher,
+    rollout_workers_of,
     start_workers,
     states,
     weights,
@@ -45,7 +45,7 @@ class Sender:
     def publish(self, workers: dict[int, Any], way: str, run_dir: Path, version: Version) -> None:
         fault_injection.arm(TRAINS)
         publish.BUCKET_BYTES = BUCKET_BYTES
-        publisher(Trainer(version.step), fleet_of(workers, carrier(way, run_dir))).publish(version)
+        publisher(Trainer(version.step), fleet_of(workers, carrier(way, run_dir))).sync(version)
 
 
 @pytest.fixture(scope="module")
@@ -66,13 +66,13 @@ def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(publish, "BUCKET_BYTES", BUCKET_BYTES)
 
 
-_incarnations = iter(range(1, 1000))
+_restarts = iter(range(1, 1000))
 
 
 @pytest.fixture
 def workers(there: dict[int, Any]) -> dict[int, Any]:
     """That serve the first version of an restart of their own."""
-    publisher(Trainer(1), fleet_of(there)).publish(first := Version(next(_incarnations), 1))
+    publisher(Trainer(1), fleet_of(there)).sync(first := Version(next(_restarts), 1))
     assert states(there) == served(first) * 2
     return there
 
@@ -101,11 +101,11 @@ def test_a_flipped_bit_is_found_by_the_hash_and_the_bucket_comes_again(
     plan(*(Fault("weights.arrived", *at, action="flip") for at in ((2, 1), (2, 2), (5, 4))))
     arm(workers)
     notes, version = list[str](), after(newest(workers))
-    fleet = Fleet(members_of(workers, notes.append), carrier(way, tmp_path), 60, Waits())
-    publisher(Trainer(version.step), fleet).publish(version)
+    fleet = Fleet(rollout_workers_of(workers, notes.append), carrier(way, tmp_path), 60, Waits())
+    publisher(Trainer(version.step), fleet).sync(version)
     assert states(workers) == served(version) * 2
     refused = [
-        f"bucket {number} of the weights of step 2 was refused and is sent again (worker {rank}: "
+        f"bucket {number} of the weights of step 2 was rejected and is sent again (worker {rank}: "
         for number, rank in ((0, 2), (0, 2), (3, 5))
     ]
     assert [note.partition("its bytes")[0] for note in notes] == refused
@@ -118,11 +118,11 @@ def test_a_bucket_that_is_refused_every_time_ends_it_and_names_who_refused(
     plan(*(Fault("weights.arrived", 5, call, action="flip") for call in (2, 3, 4)))
     arm(workers)
     old = newest(workers)
-    fleet = Fleet(members_of(workers, lambda note: None), carrier(way, tmp_path), 60, Waits())
+    fleet = Fleet(rollout_workers_of(workers, lambda note: None), carrier(way, tmp_path), 60, Waits())
     with pytest.raises(
         TrustError, match=r"bucket 1 of the weights of step 2 was sent 3 times, .* \(worker 5: its bytes are not those"
     ):
-        publisher(Trainer(2), fleet).publish(after(old))
+        publisher(Trainer(2), fleet).sync(after(old))
     assert states(workers) == served(old) * 2, "none serves a part of it"
 
 
@@ -140,15 +140,15 @@ def test_who_dies_or_stops_in_a_weight_update_is_fenced_and_named_and_the_others
     stopped, everyone = pid_of(victims[4]), workers | victims
     arm(everyone)
     told, notes, version = list[Wait](), list[str](), after(newest(workers))
-    members = members_of(everyone, notes.append)
+    members = rollout_workers_of(everyone, notes.append)
     fleet = Fleet(members, carrier(way, tmp_path), 5.0, Waits(lambda wait, ended: told.append(wait)))
     sender = publisher(Trainer(version.step), fleet)
-    sender.publish(version)
+    sender.sync(version)
     assert notes == [
-        "worker 3 died before it had answered for the weights of step 2",
-        "worker 4 did not answer for the weights of step 2 within 5 s (actor_rollout_ref.rollout.timeout_s), and is "
+        "worker 3 died before it had replied for the weights of step 2",
+        "worker 4 did not reply for the weights of step 2 within 5 s (actor_rollout_ref.rollout.timeout_s), and is "
         "killed",
-        "worker 6 died before it had answered for the weights of step 2",
+        "worker 6 died before it had replied for the weights of step 2",
     ]
     assert {(wait.who, wait.what) for wait in told} == {("training", "weights of step 2")}
     asked = [wait.on for wait in told if wait.on != "storage"]
@@ -179,7 +179,7 @@ def test_a_trainer_that_is_killed_while_it_sends_leaves_all_with_what_they_had(
     remove_weights(tmp_path)  # as the next start does
     assert list(tmp_path.iterdir()) == []
     later = Version(old.restart, 3)
-    publisher(Trainer(later.step), fleet_of(workers, carrier(way, tmp_path))).publish(later)
+    publisher(Trainer(later.step), fleet_of(workers, carrier(way, tmp_path))).sync(later)
     assert states(workers) == served(later) * 2
 
 
@@ -223,8 +223,8 @@ def test_a_file_that_is_spoiled_on_the_disk_is_written_again(
     workers: dict[int, Any], tmp_path: Path, strike: Callable[[Path], None], why: str
 ) -> None:
     notes, version = list[str](), after(newest(workers))
-    fleet = Fleet(members_of(workers, notes.append), striking(tmp_path, strike), 60, Waits())
-    publisher(Trainer(version.step), fleet).publish(version)
+    fleet = Fleet(rollout_workers_of(workers, notes.append), striking(tmp_path, strike), 60, Waits())
+    publisher(Trainer(version.step), fleet).sync(version)
     assert states(workers) == served(version) * 2
     assert len(notes) == 1 and re.search(rf"bucket 1 .*\(worker 2: .*{why}.*; worker 5: .*{why}", notes[0])
     assert list(tmp_path.iterdir()) == []
@@ -238,18 +238,18 @@ def test_a_disk_that_hangs_is_named_after_the_deadline(workers: dict[int, Any], 
         pipe.write_bytes(b"")  # waits for a reader, as a network's file system does for its server
         return write_bucket(tmp_path, version, number, packed)
 
-    fleet = Fleet(members_of(workers), carry, 0.5, Waits())
+    fleet = Fleet(rollout_workers_of(workers), carry, 0.5, Waits())
     with pytest.raises(Stalled, match=r"bucket 0 of the weights of step 2 could not be put .* within 0\.5 s .*hangs"):
-        publisher(Trainer(2), fleet).publish(after(old))
+        publisher(Trainer(2), fleet).sync(after(old))
     assert states(workers) == served(old) * 2
     pipe.read_bytes()  # which lets the thread go
 
 
 def test_a_folder_that_a_worker_does_not_see_is_named(workers: dict[int, Any], tmp_path: Path) -> None:
     old = newest(workers)
-    fleet = Fleet(members_of(workers), striking(tmp_path, Path.unlink), 60, Waits())
+    fleet = Fleet(rollout_workers_of(workers), striking(tmp_path, Path.unlink), 60, Waits())
     with pytest.raises(
         UserError, match=r"bucket-00001.safetensors, .* is not there on .*\(trainer.default_local_dir\)"
     ):
-        publisher(Trainer(2), fleet).publish(after(old))
+        publisher(Trainer(2), fleet).sync(after(old))
     assert states(workers) == served(old) * 2

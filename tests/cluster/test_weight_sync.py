@@ -53,7 +53,7 @@ def test_a_version_arrives_at_all_bucket_by_bucket_and_leaves_nothing_behind(
     version = {"store": ONE, "disk": TWO}[way]
     trainer, before = Trainer(version.step, on_their_way), on_their_way()
     port = RayWeights(LocalWeights(Waits()), fleet_of(workers, carrier(way, tmp_path)))
-    publisher(trainer, port).publish(version)
+    publisher(trainer, port).sync(version)
     assert states(workers) == [(version, stripe_hashes(weights(version.step)))] * 2 and port.confirmed == version
     assert 0 < max(trainer.seen) - before < 2 * BUCKET_BYTES, "more than one bucket was on its way"
     within(lambda: on_their_way() <= before, "what all have read stays where it was")
@@ -67,12 +67,12 @@ def test_a_version_that_is_broken_off_is_served_by_nobody_and_is_no_part_of_the_
     first = {"store": 1, "disk": 4}[way]
     versions = [Version(1, first + i) for i in range(3)]
     fleet = fleet_of(workers, carrier(way, tmp_path))
-    publisher(Trainer(1), fleet).publish(versions[0])
+    publisher(Trainer(1), fleet).sync(versions[0])
     fleet.begin(versions[1])
     fleet.put(weights(7)[:2])
     fleet.put(weights(7)[2:3])
     assert states(workers) == [(versions[0], stripe_hashes(weights(1)))] * 2, "they serve on what they have"
-    publisher(Trainer(3), fleet).publish(versions[2])
+    publisher(Trainer(3), fleet).sync(versions[2])
     assert states(workers) == [(versions[2], stripe_hashes(weights(3)))] * 2 and fleet.confirmed == versions[2]
     assert list(tmp_path.iterdir()) == []
 
@@ -81,7 +81,7 @@ def test_buckets_of_two_versions_are_never_put_together(workers: dict[int, Any])
     worker, empty = workers[2], (put_in_store(THREE, 0, []), hash_of([]))
     took = ray.get(worker.state.remote())[1:]
     assert ray.get(worker.take.remote(Version(2, 1), 0, *empty)) is None
-    with pytest.raises(ValueError, match="bucket 1 of Version.*step=2.* came behind 1 buckets of Version.*step=1"):
+    with pytest.raises(ValueError, match="bucket 1 of Version.*step=2.* came after 1 buckets of Version.*step=1"):
         ray.get(worker.take.remote(Version(2, 2), 1, *empty))
     with pytest.raises(ValueError, match="1 buckets of .* came, not 2 of "):
         ray.get(worker.serve.remote(Version(2, 1), 2))
@@ -90,7 +90,7 @@ def test_buckets_of_two_versions_are_never_put_together(workers: dict[int, Any])
 
 def test_receipts_of_all_are_compared_by_the_name_of_the_worker(workers: dict[int, Any]) -> None:
     fleet = fleet_of(workers)
-    publisher(Trainer(1), fleet).publish(Version(3, 1))
+    publisher(Trainer(1), fleet).sync(Version(3, 1))
     fleet.alias(Version(3, 2), stripe_hashes(weights(1)))
     assert fleet.confirmed == Version(3, 2)
     ray.get(workers[5].spoil.remote())

@@ -64,7 +64,7 @@ def test_a_folder_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_what_would_hold_programs(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """The level, and what keeps the stronger one away; where there is none, what to install."""
-    told = "sandbox for pipelines under test: "
+    told = "sandbox for code under test: "
 
     def line() -> str:
         (found,) = [line for line in sections(capsys)["machine"] if line.startswith(told)]

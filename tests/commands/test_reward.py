@@ -25,7 +25,7 @@ def test_a_reward_without_and_one_with_faults(
         said = capsys.readouterr().out
         assert "answers found, of 4: box 0, phrase 0, hashes 4, alone 4" in said
         assert "another sign" in said and "8 false positives" in said and "'-128' for '128' got 1" in said
-        assert "verdict takes" in said and "no fault found" not in said
+        assert "call takes" in said and "no fault found" not in said
 
 
 @pytest.mark.parametrize(
@@ -79,11 +79,11 @@ def test_the_agreement_with_labels(tmp_path: Path, capsys: pytest.CaptureFixture
     # 8 of 10 alike; by chance 5/10 * 5/10 twice: (0.8 - 0.5) / 0.5
     said = capsys.readouterr().out
     assert "agrees on 80.0% of 10 labelled responses; Cohen's kappa 0.60" in said
-    assert "1 false negatives, 1 false positives" in said and "0 without a verdict" in said
+    assert "1 false negatives, 1 false positives" in said and "0 reward errors" in said
     assert main(["reward", "check", "length", *data, "--options", '{"at_least": 5}']) == 0
     assert "agrees on 80.0%" in capsys.readouterr().out
     assert main(["reward", "check", own, *data]) == 1
-    assert "10 without a verdict" in capsys.readouterr().out
+    assert "10 reward errors" in capsys.readouterr().out
 
 
 def test_labels_that_are_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""`distflow sandbox run`: a pipeline of a file, for people."""
+"""`distflow sandbox run`: a program of a file, for people."""
 
 from pathlib import Path
 
@@ -7,11 +7,11 @@ import pytest
 from distflow.cli import main
 
 
-def test_a_program_runs_and_its_end_is_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    pipeline, given = tmp_path / "program.py", tmp_path / "given.txt"
-    pipeline.write_text("import sys\nprint(sys.stdin.read().upper(), '\\x1b[31m')\nprint('said', file=sys.stderr)")
+def test_a_program_runs_and_its_end_is_reported(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    program, given = tmp_path / "program.py", tmp_path / "given.txt"
+    program.write_text("import sys\nprint(sys.stdin.read().upper(), '\\x1b[31m')\nprint('said', file=sys.stderr)")
     given.write_text("hello")
-    assert main(["sandbox", "run", str(pipeline), "--stdin", str(given)]) == 0
+    assert main(["sandbox", "run", str(program), "--stdin", str(given)]) == 0
     out, err = capfd.readouterr()
     assert out == "HELLO \\x1b[31m\n"
     said, last = err.splitlines()
@@ -20,9 +20,9 @@ def test_a_program_runs_and_its_end_is_told(tmp_path: Path, capfd: pytest.Captur
 
 
 def test_one_that_fails_and_one_that_is_not_there(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    pipeline = tmp_path / "program.py"
-    pipeline.write_text("import os\nos.fork()")
-    assert main(["sandbox", "run", str(pipeline)]) == 1
+    program = tmp_path / "program.py"
+    program.write_text("import os\nos.fork()")
+    assert main(["sandbox", "run", str(program)]) == 1
     err = capfd.readouterr().err
     assert "PermissionError" in err and "exit: exit status 1" in err
     assert main(["sandbox", "run", str(tmp_path / "no.py")]) == 2
@@ -32,8 +32,8 @@ def test_one_that_fails_and_one_that_is_not_there(tmp_path: Path, capfd: pytest.
 
 
 def test_long_output_is_cut_and_said_to_be(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    pipeline = tmp_path / "program.py"
-    pipeline.write_text("print('x' * 100_000)")
-    assert main(["sandbox", "run", str(pipeline)]) == 0
+    program = tmp_path / "program.py"
+    program.write_text("print('x' * 100_000)")
+    assert main(["sandbox", "run", str(program)]) == 0
     out, err = capfd.readouterr()
     assert out == "x" * 65_536 and "of each stream the first 65,536 bytes" in err

@@ -77,12 +77,12 @@ def test_groups_retries_drops_and_rewards(tmp_path: Path, capsys: pytest.Capture
     assert lines[0] == f"step 2 of {run_dir}: 2 groups, 2,006 tokens, staleness at most 0"
     assert lines[1].startswith("consumed 20") and lines[1].endswith("by restart 0; it made version 2 of the weights")
     start = lines.index("groups")
-    head = "group epoch row version stale worker attempts tokens samples failed verdicts score reward parts"
+    head = "group epoch row version stale worker attempts tokens samples reward errors score reward parts"
     assert " ".join(lines[start + 1].split()) == head
     lost, failed = lines[start + 2 : start + 4]
     assert lost.split()[:10] == ["2", "0", "2", "1", "0", "rank-1", "2", "1,002", "2", "0.250"]
     assert "math 0.500" in lost and "?" in lost
-    assert failed.split()[:10] == ["4", "0", "4", "1", "0", "rank-0", "1,004", "2", "1", "0.000"], "9 is no verdict"
+    assert failed.split()[:10] == ["4", "0", "4", "1", "0", "rank-0", "1,004", "2", "1", "0.000"], "9 is no score"
     (dropped,) = table(lines, "dropped meanwhile: 1 \\x1b]0;owned\\x07\\u202egnp⏎next")
     assert (dropped["group"], dropped["row"], dropped["worker"]) == ("3", "3", "rank-0")
     assert dropped["reason"] == "\\x1b]0;owned\\x07\\u202egnp⏎next"

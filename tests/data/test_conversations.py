@@ -209,8 +209,8 @@ def test_tokens_are_those_of_the_whole_conversation_at_once(family: str, message
 
 
 FAULTS = {
-    "a template that drops calls": (t.SMOLLM2, WITH_TOOLS, [], "the chat template knows no tool_calls"),
-    "a template that drops tools": (t.SMOLLM2, TALK, TOOLS, "the chat template knows no tools"),
+    "a template that drops calls": (t.SMOLLM2, WITH_TOOLS, [], "the chat template does not use tool_calls"),
+    "a template that drops tools": (t.SMOLLM2, TALK, TOOLS, "the chat template does not use tools"),
     "marks on the user": (t.MARKED_USER, TALK, [], "marks 'Hi' as generated, which no turn wrote"),
     "marks on nothing": (t.MARKED_NEVER, TALK, [], "marks nothing of it as generated"),
     "a template that raises": (t.GEMMA, TALK, [], "refuses the messages: no system role"),

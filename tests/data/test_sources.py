@@ -177,7 +177,7 @@ BAD_LINES = [
     (b'{"prompt": "a", "answer": "1"', "not JSON"),
     (b'{"prompt": "d\xe9", "answer": "1"}', "not UTF-8 (byte 14 of the line)"),
     (b'["prompt", "answer"]', "a JSON list, not an object"),
-    (b'{"prompt": 3, "answer": "1"}', "is int 3, neither a text nor a list of chat messages"),
+    (b'{"prompt": 3, "answer": "1"}', "is int 3, neither a str nor a list of chat messages"),
     (b'{"prompt": null, "answer": "1"}', "is missing"),
     (b'{"prompt": "", "answer": "1"}', "is empty"),
     (b'{"prompt": [], "answer": "1"}', "empty list"),

@@ -120,8 +120,8 @@ def counts_for_itself(ground: Playground, done: Run) -> None:
     for metrics in done.metrics():
         assert metrics.get("reward/error_rate", 0) == 0 and metrics["reward/errors"] == 0 == metrics["reward/timeouts"]
         assert metrics["timing_s/eval"] > 0
-    warned = [note for note in done.notes("warning") if "verdicts failed" in note]
-    assert warned and all("3 of 3 verdicts failed (100%) in a validation" in note for note in warned)
+    warned = [note for note in done.notes("warning") if "reward errors" in note]
+    assert warned and all("3 of 3 scores are reward errors (100%) in a validation" in note for note in warned)
     answers = list(evaluations(done))
     assert len(answers) == 4
     for step, rows in answers:

@@ -169,7 +169,7 @@ def make(config):
     grpo.roll_out_and_score(pipeline, config)
     if FAULT in NODES:
         pipeline.add_node("faulty", NODES[FAULT])
-    grpo.score(pipeline, config)
+    grpo.prepare_training_data(pipeline, config)
     grpo.estimate_advantages(pipeline, config)
     pipeline.add_node("actor_train", nodes.train_actor)
     return pipeline.build()

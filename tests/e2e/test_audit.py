@@ -406,7 +406,7 @@ FAULTS = {
     "gradients not cleared": Fault(uncleared, "gradients", TWO),
     "the last mini-batch dropped": Fault(attribute(context, "minibatches", last_dropped), "mini-batches", TWO),
     "a mini-batch taken twice": Fault(attribute(context, "minibatches", one_twice), "mini-batches", TWO),
-    "truncated counts as finished": Fault(finished_always, "answers"),
+    "truncated counts as finished": Fault(finished_always, "responses"),
     "one seed for the samples of a group": Fault(attribute(sequences, "sample_key", one_stream), "draws"),
     "one seed for all prompts": Fault(attribute(sequences, "sample_key", one_prompt_stream), "draws"),
     "old log-probs anew for each mini-batch": Fault(old_log_probs_anew, "mini-batches", (*TWO, *FAST)),
@@ -417,7 +417,7 @@ FAULTS = {
     "gradients doubled": Fault(twice_backward, "gradients"),
     "gradients not clipped": Fault(unclipped, "gradients", ("grpo", "actor_rollout_ref.actor.max_grad_norm=0.001")),
     "greedier than it says": Fault(greedy_rollout, "draws"),
-    "one row for all groups": Fault(other_rows, "answers"),
+    "one row for all groups": Fault(other_rows, "responses"),
     "a score on the first token": Fault(
         node("actor_old_log_prob", column("token_level_scores", lambda s: s.roll(1, dims=1))), "rewards", ("ppo",)
     ),

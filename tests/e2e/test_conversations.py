@@ -79,7 +79,7 @@ def test_loss_and_gradient_are_those_of_the_turns(ground: Playground, most_token
 def test_its_steps_are_proven(ground: Playground) -> None:
     run = ground.run("sft", *SFT)
     (proven, *_) = [event.fields["proven"] for event in read_events(run.folder) if event.kind == "audit"]
-    assert set(proven) >= {"answers", "masks", "loss", "gradients", "optimizer"} and run.notes("warning") == []
+    assert set(proven) >= {"responses", "masks", "loss", "gradients", "optimizer"} and run.notes("warning") == []
 
 
 def test_one_turn_trains_what_its_prompt_and_response_do(ground: Playground) -> None:

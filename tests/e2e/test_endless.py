@@ -97,7 +97,7 @@ LATE = "did not return within 0.4 s (reward.timeout_s for each sample)"
 CASES = {
     "by_sample": LATE,
     "by_batch": LATE,
-    "swallowing": f"{LATE}, swallows its cancellation and was left behind",
+    "swallowing": f"{LATE}, swallows its cancellation and was abandoned",
     "blocking": "an async function has kept everything else waiting for 0.4 s (at endless.py:",
     "tasks": LATE,
     "judging": LATE,
@@ -144,7 +144,7 @@ def test_a_validation_counts_it_and_goes_on(ground: Playground, builder: str) ->
     run = start(ground, "eval", builder, f"data.val_files={ground.folder}/rows.jsonl", "data.val_max_samples=2")
     assert run.status() == 0, run.said()
     assert "did not return within 0.1 s" in run.said() and "val/errors: 2.0000" in run.said()
-    assert "2 of 2 verdicts failed (100%) in a validation" in run.said()
+    assert "2 of 2 scores are reward errors (100%) in a validation" in run.said()
 
 
 @pytest.mark.slow

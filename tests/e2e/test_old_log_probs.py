@@ -15,7 +15,7 @@ from distflow.errors import TrustError
 from distflow.graph import BoundPipeline
 from distflow.launch import select_pipeline
 from distflow.pipelines.nodes import objectives
-from distflow.pipelines.nodes.scoring import score_policy
+from distflow.pipelines.nodes.log_probs import score_policy
 from distflow.training.scorer import TorchScorer
 from tests.e2e.runs import Playground, Run
 
@@ -117,7 +117,7 @@ def pipeline(config):
 
 def test_the_rollouts_own_may_be_taken(playground: Playground) -> None:
     run = playground.run("grpo", *KEPT, "algorithm.recompute_old_log_probs=false", f"{ACTOR}.ppo_mini_batch_size=2")
-    assert any("loss" in note.partition("not proven")[0] for note in run.notes("audit"))
+    assert any("loss" in note.partition("not checked")[0] for note in run.notes("audit"))
     batch = tokens(run, 2)
     assert torch.equal(batch.flat("old_log_probs"), batch.flat("rollout_log_probs"))
     scored = ~batch["trainer_log_probs"][:, 0].isnan()
@@ -146,7 +146,7 @@ def test_once_apart_each_token_is_weighed_from_the_next_step_on(
     made = batch.flat("loss_mask") > 0
     torch.testing.assert_close(weights[made].double(), ratio[made], rtol=1e-5, atol=1e-6)
     assert float((ratio[made] - 1).abs().max()) > 1e-2
-    assert all("loss" in note.partition("not proven")[0] for note in run.notes("audit"))
+    assert all("loss" in note.partition("not checked")[0] for note in run.notes("audit"))
 
 
 def test_weights_that_are_switched_on_and_do_nothing_are_found(

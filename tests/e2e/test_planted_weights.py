@@ -277,7 +277,7 @@ def test_versions_of_an_answer_s_begin(playground: Playground, monkeypatch: Patc
         original(self, token_id, rollout, sampling, first)
 
     monkeypatch.setattr(Sequence, "append", append)
-    with pytest.raises(TrustError, match=r"found \(versions\): .*those of the weights whose versions the tokens carry"):
+    with pytest.raises(TrustError, match=r"found \(versions\): .*those of the weights of the tokens' versions"):
         run(playground, "stream", *LONG)
     assert fired
 

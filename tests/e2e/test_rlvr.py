@@ -157,12 +157,12 @@ def test_domains_are_trained_while_the_next_answers_are_made(tmp_path: Path) -> 
     assert run.outcome.steps == 4
     metrics = run.metrics()
     assert any(each["async/version_diff/max"] > 0 for each in metrics)
-    assert metrics[-1]["async/dropped/too_few_verdicts"] > 0, "groups of words with a verdict that failed"
+    assert metrics[-1]["async/dropped/too_few_scores"] > 0, "groups of words with a verdict that failed"
     for step in range(1, 5):
         batch = batch_of(run, step)
         assert all(error is None for error in batch["reward_errors"]) and bool(batch["valid"].all())
         check_sums(batch)
-    told = [note for note in run.notes("warning") if "verdicts failed" not in note and "had no token" not in note]
+    told = [note for note in run.notes("warning") if "reward errors" not in note and "had no token" not in note]
     assert told == [], "the audit understands it all"
 
 

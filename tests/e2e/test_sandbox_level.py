@@ -58,4 +58,4 @@ def test_answers_of_groups_without_a_signal_are_in_the_report(tmp_path: Path) ->
     assert not [row for row in found.samples() if row["split"] == "dropped"]
     assert {row["uid"] for row in found.samples(split="dropped")} >= {row["uid"] for row in dropped}
     shown = [group for group in report_data(run.folder)["samples"]["groups"] if group["split"] == "dropped"]
-    assert shown and shown[0]["answers"][0]["dropped"]
+    assert shown and shown[0]["responses"][0]["dropped"]

@@ -160,10 +160,10 @@ def test_few_verdicts_that_fail_are_told_once_with_the_first_one_s_words(
     assert 0 < sum(shares) / len(shares) < 0.5
     counted = [values["reward/errors"] / values["reward/calls"] for values in records]
     assert shares == pytest.approx(counted), "each verdict counts once, also those of groups that were dropped"
-    told = [message for message in warned(ground) if "verdicts failed" in message]
+    told = [message for message in warned(ground) if "reward errors" in message]
     assert 1 <= len(told) < len([share for share in shares if share > 0.05])
     assert "custom: ValueError: \\x1b[2Jno luck (at reward.py:5) (domain 'default')" in told[0]
-    assert "custom_reward_function.path" in told[0] and "\x1b[2J" not in out and "verdicts failed" in out
+    assert "custom_reward_function.path" in told[0] and "\x1b[2J" not in out and "reward errors" in out
     assert "The reward function failed on" in (ground.folder / "run" / "report.html").read_text()
 
 
@@ -177,7 +177,7 @@ def test_above_the_limit_the_run_stops_before_it_learns(
     keys = (size, *SHORT[preset], "trainer.total_epochs=9", "reward.max_error_rate=0.2")
     assert train(ground, *keys, preset=preset) == 2
     err = capsys.readouterr().err
-    said = re.search(r"(\d+) of (\d+) verdicts failed .* at step (\d+), more than reward.max_error_rate=0.2", err)
+    said = re.search(r"(\d+) of (\d+) scores are reward errors .* at step (\d+), more than reward.max_error_rate=0.2", err)
     assert said, err
     failed, asked, step = map(int, said.groups())
     assert failed > 0.2 * asked and asked % 4 == 0
@@ -206,8 +206,8 @@ def test_errors_of_a_validation_are_told_and_end_nothing(ground: Playground) -> 
     (ground.folder / "held.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     keys = (f"data.val_files={ground.folder}/held.jsonl", "trainer.test_freq=1", "trainer.val_before_train=false")
     assert train(ground, *keys) == 0
-    told = [message for message in warned(ground) if "verdicts failed" in message]
-    assert told and all(message.startswith("3 of 3 verdicts failed (100%) in a validation") for message in told)
+    told = [message for message in warned(ground) if "reward errors" in message]
+    assert told and all(message.startswith("3 of 3 scores are reward errors (100%) in a validation") for message in told)
 
 
 @pytest.mark.usefixtures("nodes")

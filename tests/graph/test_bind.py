@@ -191,7 +191,7 @@ def test_a_registered_column_needs_no_second_declaration(config):
 
 @pytest.mark.parametrize("writes", [{"values": "sample"}, {"prompts": "sample"}, {"my_word": "samples"}])
 def test_a_declaration_that_cannot_be(writes):
-    with pytest.raises(ValueError, match="is already|is no axis; did you mean 'sample'"):
+    with pytest.raises(ValueError, match="is already|is not an axis; did you mean 'sample'"):
         node(writes=writes)
 
 

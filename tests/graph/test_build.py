@@ -79,7 +79,7 @@ def test_empty_graph():
 
 
 def test_id_given_twice():
-    assert "node 'a' is there already" in fails(Pipeline("p").add_node("a", nothing).add_node("a", nothing))
+    assert "node 'a' exists already" in fails(Pipeline("p").add_node("a", nothing).add_node("a", nothing))
 
 
 def test_unknown_dependency_names_the_nearest():
@@ -217,19 +217,19 @@ def test_arguments_of_other_systems_pass_with_their_defaults():
         ({"deps": 3}, "deps must be a list"),
         ({"deps": ["start", "start"]}, "'start' is named twice"),
         ({"node_type": "COMPUT"}, "did you mean 'COMPUTE'?"),
-        ({"node_type": 3}, "3 is no NodeType"),
+        ({"node_type": 3}, "3 is not a NodeType"),
         ({"node_role": "ACTR"}, "did you mean 'ACTOR'?"),
-        ({"node_role": NodeType.COMPUTE}, "is no NodeRole"),
+        ({"node_role": NodeType.COMPUTE}, "is not a NodeRole"),
         ({"scope": "groups"}, "did you mean 'group'?"),
-        ({"retry_limit": -1}, "retry_limit must be a whole number"),
-        ({"retry_limit": True}, "retry_limit must be a whole number"),
+        ({"retry_limit": -1}, "retry_limit must be an int"),
+        ({"retry_limit": True}, "retry_limit must be an int"),
         ({"only_forward_compute": 1}, "only_forward_compute must be True or False"),
         ({"config": 3}, "config must be a dotted key"),
         ({"engine": "acter"}, "did you mean 'actor'?"),
         ({"plane": "train"}, "did you mean 'training'?"),
-        ({"writes": 3}, "names wanted, 3 given"),
+        ({"writes": 3}, "expected names, got 3"),
         ({"writes": ("values", "values")}, "'values' is named twice"),
-        ({"agent_group": 3}, "'agent_group' is not there yet"),
+        ({"agent_group": 3}, "'agent_group' is not implemented yet"),
         ({"filter_plugin": nothing}, "a filter is a node of its own, whose function returns Drop(reason)"),
         ({"func": None}, "has no func"),
         ({"func": 3}, "cannot be called"),
@@ -278,13 +278,13 @@ def test_a_node_with_side_effects_is_not_retried():
 def test_decorator_checks_its_own_words():
     with pytest.raises(PipelineError, match="did you mean 'ADVANTAGE'"):
         node(role="ADVANTAG")
-    with pytest.raises(PipelineError, match="no scope"):
+    with pytest.raises(PipelineError, match="is not a scope"):
         node(scope="world")
 
 
 @pytest.mark.parametrize(
     ("names", "said"),
-    [(("values", "values"), "'values' is named twice"), ((3,), "names wanted, 3"), ("", "names wanted")],
+    [(("values", "values"), "'values' is named twice"), ((3,), "expected names, got 3"), ("", "expected names")],
 )
 @pytest.mark.parametrize("argument", ["reads", "writes"])
 def test_names_given_twice_or_empty(argument, names, said):

@@ -128,7 +128,7 @@ def test_a_key_that_a_factory_misses_names_the_node(config):
     assert message.startswith("node 'x': ") and "no_such_key" in message
 
 
-@pytest.mark.parametrize(("made", "said"), [(None, "returned None, which is no function"), (dict, "is a class")])
+@pytest.mark.parametrize(("made", "said"), [(None, "returned None, which is not a function"), (dict, "is a class")])
 def test_a_factory_that_makes_no_function(config, made, said):
     message = fails(one(factory_of(made)), config)
     assert message.startswith("node 'x': ") and said in message

@@ -92,7 +92,7 @@ def test_callables():
         ("graph_test_pkg.my_rewards:scor", "did you mean 'score'?"),
         ("graph_test_pkg.my_rewards.scor", "the module has no 'scor'; did you mean 'score'?"),
         ("graph_test_pkg.my_rewards:Rewards.methd", "'Rewards' has no 'methd'; did you mean 'method'?"),
-        ("graph_test_pkg.my_rewards:Needy.method", "Needy needs weight to be made"),
+        ("graph_test_pkg.my_rewards:Needy.method", "Needy needs weight to be constructed"),
         ("graph_test_pkg.my_rewards:Rewards", "is a class"),
         ("graph_test_pkg.my_rewards:number", "cannot be called"),
         ("graph_test_pkg.broken:f", "cannot be imported"),

@@ -57,9 +57,9 @@ def test_unknown_node_names_the_nearest(diamond):
 def test_adding(diamond):
     diamond.add_node(Node("e", nothing, ("d",)))
     assert diamond.get_topological_sort()[-1] == "e"
-    with pytest.raises(PipelineError, match="node 'e' is there already"):
+    with pytest.raises(PipelineError, match="node 'e' exists already"):
         diamond.add_node(Node("e", nothing))
-    with pytest.raises(PipelineError, match="a graph holds nodes, 'f' given: write Node"):
+    with pytest.raises(PipelineError, match="a graph holds nodes, not 'f': write Node"):
         diamond.add_node("f")
 
 

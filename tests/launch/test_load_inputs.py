@@ -110,7 +110,7 @@ def test_it_is_named_with_its_origin(preset: str, inert: str, given: tuple[str, 
 
 
 @pytest.mark.parametrize("inert", [f"{ROLLOUT}.kv_on_update=recompute", f"{ROLLOUT}.num_threads=1"])
-def test_what_matters_to_two_planes_at_once_is_refused_where_they_take_turns(inert: str) -> None:
+def test_what_matters_to_training_and_generation_at_once_is_refused_where_they_take_turns(inert: str) -> None:
     with pytest.raises(UserError, match=rf"{inert.partition('=')[0]} \(command line\): with async.max_staleness=0"):
         refuse("grpo", inert)
     refuse("grpo", inert, "async.max_staleness=1")
@@ -204,15 +204,15 @@ def with_node(config, fn):
 
 @pytest.fixture
 def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    (tmp_path / "own_inert_program.py").write_text(OWN_NODE)
+    (tmp_path / "own_inert_pipeline.py").write_text(OWN_NODE)
     monkeypatch.syspath_prepend(str(tmp_path))
-    with forgotten("own_inert_program"):
+    with forgotten("own_inert_pipeline"):
         yield
 
 
 def refuse_own(builder: str, *overrides: str) -> None:
-    chosen = ("~dag.pipeline", f"dag.custom_pipeline_fn=own_inert_program:{builder}")
-    refuse("grpo", "trainer.imports=[own_inert_program]", *chosen, *overrides)
+    chosen = ("~dag.pipeline", f"dag.custom_pipeline_fn=own_inert_pipeline:{builder}")
+    refuse("grpo", "trainer.imports=[own_inert_pipeline]", *chosen, *overrides)
 
 
 @pytest.mark.parametrize("key", ["algorithm.lam", "critic.cliprange_value", f"{ACTOR}.clip_ratio_low"])

@@ -46,7 +46,7 @@ def own(scores, response_mask):
     advantages = (scores - 0.5).unsqueeze(-1) * response_mask
     return advantages, advantages
 """
-OWN_PROGRAMS = """
+OWN_PIPELINES = """
 from dataclasses import replace
 
 from distflow import node
@@ -81,9 +81,9 @@ TWO_STEPS = ("trainer.total_training_steps=2", "trainer.save_freq=2")
 @pytest.fixture
 def playground(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Playground]:
     (tmp_path / "own_estimator.py").write_text(OWN_ESTIMATOR)
-    (tmp_path / "own_programs.py").write_text(OWN_PROGRAMS)
+    (tmp_path / "own_pipelines.py").write_text(OWN_PIPELINES)
     monkeypatch.syspath_prepend(str(tmp_path))
-    with forgotten("own_estimator", "own_programs"):
+    with forgotten("own_estimator", "own_pipelines"):
         yield Playground(tmp_path)
 
 
@@ -154,7 +154,7 @@ def test_other_data_in_the_same_folder_are_another_file(playground: Playground) 
     assert (spec.rows[0].prompt_text, other.rows[0].prompt_text) == ("ab0=", "0-")
 
 
-def test_keys_are_judged_before_any_file_is_opened(playground: Playground) -> None:
+def test_keys_are_checked_before_any_file_is_opened(playground: Playground) -> None:
     with pytest.raises(UserError, match="keys that do nothing"):
         playground.spec("grpo", "data.train_files=/nowhere/rows.jsonl", "critic.optim.lr=1e-3")
     assert not (playground.folder / "run").exists(), "nothing is left behind either"
@@ -188,15 +188,15 @@ def chosen(builder: str) -> tuple[str, ...]:
     return ("~dag.pipeline", f"dag.custom_pipeline_fn={builder}")
 
 
-def test_a_program_of_the_users_may_hold_what_does_not_pickle(playground: Playground) -> None:
+def test_a_pipeline_of_the_users_may_hold_what_does_not_pickle(playground: Playground) -> None:
     """Each worker builds it anew."""
-    _, spec = playground.spec("grpo", *chosen("own_programs:with_a_lambda"), *TWO_STEPS)
+    _, spec = playground.spec("grpo", *chosen("own_pipelines:with_a_lambda"), *TWO_STEPS)
     launch_local(pickle.loads(pickle.dumps(spec)))
     assert (playground.folder / "run" / "checkpoints" / "step-000002").exists()
 
 
 @pytest.mark.parametrize("module", ["__main__", "made_by_hand"])
-def test_a_program_that_no_worker_can_import(
+def test_a_pipeline_that_no_worker_can_import(
     playground: Playground, monkeypatch: pytest.MonkeyPatch, module: str
 ) -> None:
     by_hand = types.ModuleType(module)
@@ -238,35 +238,37 @@ def test_imports_that_no_worker_can_import(playground: Playground, monkeypatch: 
 
 def test_a_column_that_nobody_declared(playground: Playground) -> None:
     with pytest.raises(PipelineError, match="node 'odd' writes 'no_such_bonus', a column that is not declared"):
-        playground.spec("grpo", *chosen("own_programs:with_an_undeclared_column"))
+        playground.spec("grpo", *chosen("own_pipelines:with_an_undeclared_column"))
 
 
-def test_a_program_of_the_users_is_given_the_config_as_the_dataclass_that_it_is(playground: Playground) -> None:
-    _, spec = playground.spec("grpo", *chosen("own_programs:with_another_config"))
+def test_a_pipeline_of_the_users_is_given_the_config_as_the_dataclass_that_it_is(playground: Playground) -> None:
+    _, spec = playground.spec("grpo", *chosen("own_pipelines:with_another_config"))
     assert "kl_penalty" not in [node.node_id for node in spec.pipeline().nodes]
 
 
 GONE = ("reward.functions", "reward.num_workers", "custom_reward_function.path", "actor_rollout_ref.rollout.n")
 
 
-def test_a_program_of_the_users_that_samples_nothing_learns_the_answers_of_the_rows(playground: Playground) -> None:
+def test_a_pipeline_of_the_users_that_samples_nothing_trains_on_the_responses_of_the_rows(
+    playground: Playground,
+) -> None:
     playground.write_rows([{"prompt": f"{i}=", "solution": f"{i}"} for i in range(12)])
     pipeline = (f"~{key}" for key in GONE)
-    given = (*pipeline, *chosen("own_programs:training_on_given_responses"), "data.response_key=solution")
+    given = (*pipeline, *chosen("own_pipelines:training_on_given_responses"), "data.response_key=solution")
     config, spec = playground.spec("sft", *given)
     assert config.dag.generates is None and spec.config.dag.generates is False and "generates: false" in spec.text
     assert spec.data.group_size == 1
     assert spec.rows[0].response_ids is not None
-    assert program_of(playground, "grpo", "own_programs:with_another_config").config.dag.generates is None
+    assert spec_of(playground, "grpo", "own_pipelines:with_another_config").config.dag.generates is None
 
 
-def test_what_is_said_of_a_program_goes_before_what_its_nodes_say(playground: Playground) -> None:
+def test_what_is_said_of_a_pipeline_goes_before_what_its_nodes_say(playground: Playground) -> None:
     given = ("dag.generates=true", "actor_rollout_ref.rollout.n=3", "~reward.functions", "~custom_reward_function.path")
-    spec = program_of(playground, "sft", "own_programs:training_on_given_responses", *given, "~reward.num_workers")
+    spec = spec_of(playground, "sft", "own_pipelines:training_on_given_responses", *given, "~reward.num_workers")
     assert spec.data.group_size == 3
 
 
-def program_of(playground: Playground, preset: str, function: str, *given: str) -> Spec:
+def spec_of(playground: Playground, preset: str, function: str, *given: str) -> Spec:
     return playground.spec(preset, *chosen(function), *given)[1]
 
 
@@ -308,7 +310,7 @@ def test_what_waits_in_the_hosts_memory_is_what_the_config_says_and_nothing_on_a
     playground: Playground, monkeypatch: pytest.MonkeyPatch, keys: tuple[str, ...], offloads: dict[str, Offloads]
 ) -> None:
     if keys:
-        with pytest.raises(UserError, match=f"{keys[0].partition('=')[0]}.* lies in the host's memory already"):
+        with pytest.raises(UserError, match=f"{keys[0].partition('=')[0]}.* are in the host's memory already"):
             playground.spec("ppo", *SHARDED, *keys)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # where the plan is made; nothing runs
     _, spec = playground.spec("ppo", *SHARDED, *keys)

@@ -59,8 +59,8 @@ def test_rewards_are_those_of_the_domain_by_hand() -> None:
     scores = {uid: float((s["token_level_scores"] * (s["response_mask"] > 0)).sum()) for uid, s in before.items()}
     words = [s for s in before.values() if s["domain"] == "words"]
     shifted = {s["uid"]: 2 * (scores[s["uid"]] - 0.5) for s in words}
-    judged = [shifted[s["uid"]] for s in words if s["valid"]]
-    mean, scale = statistics.fmean(judged), statistics.stdev(judged) + 1e-5
+    scored = [shifted[s["uid"]] for s in words if s["valid"]]
+    mean, scale = statistics.fmean(scored), statistics.stdev(scored) + 1e-5
     for sample in samples_of(batch):
         reward, plain = sample["token_level_rewards"].double(), before[sample["uid"]]
         if not sample["valid"]:

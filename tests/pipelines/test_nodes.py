@@ -16,8 +16,10 @@ from distflow.data.sample import Sample
 from distflow.errors import UserError
 from distflow.graph import Drop, NodeOutput
 from distflow.pipelines.nodes import compute_reward, dynamic_sampling, greedy_baseline, train_actor, train_critic
-from distflow.pipelines.nodes.rollout_and_reward import generate, load_responses, reward_samples
-from distflow.pipelines.nodes.scoring import score_policy, score_proximal, take_off_kl
+from distflow.pipelines.nodes.advantages import subtract_kl
+from distflow.pipelines.nodes.log_probs import score_policy, score_proximal
+from distflow.pipelines.nodes.reward import reward_samples
+from distflow.pipelines.nodes.rollout import generate, load_responses
 from distflow.pipelines.nodes.updates import update
 from distflow.rewards.router import RewardOutcome
 from distflow.rewards.score import Error, RewardResult, Score, Timeout
@@ -44,7 +46,7 @@ class OneToken:
 
 
 class RewardCallCounts:
-    """A judge that gives the same verdicts whoever asks, and keeps what it was asked."""
+    """A reward function that gives the same scores whoever asks, and records its arguments."""
 
     def __init__(self, *reward_results: RewardResult) -> None:
         self.reward_results, self.asked = reward_results, list[Sequence[Sample]]()
@@ -74,7 +76,7 @@ def context(group: Group, validating: bool = False) -> NodeContext:
     )
 
 
-def judged(*reward_results: RewardResult, min_valid: int = 2, validating: bool = False) -> object:
+def rewarded(*reward_results: RewardResult, min_valid: int = 2, validating: bool = False) -> object:
     group = answered()
     ctx = context(group, validating)
     return asyncio.run(reward_samples(group.samples, RewardCallCounts(*reward_results), ctx, min_valid=min_valid))  # type: ignore[arg-type]
@@ -116,8 +118,8 @@ def test_the_text_of_a_conversation_keeps_the_tokens_that_tell_whose_turn_begins
         assert group.batch()["responses"] == [text]
 
 
-def test_a_verdict_for_each_sample_and_none_is_made_up() -> None:
-    written = judged(Score(1.0, {"why": "right"}), Error("crashed"), Score(0.5))
+def test_a_score_for_each_sample_and_none_is_made_up() -> None:
+    written = rewarded(Score(1.0, {"why": "right"}), Error("crashed"), Score(0.5))
     assert isinstance(written, dict)
     assert written["scores"] == written["acc"] == [1.0, 0.0, 0.5] and written["valid"] == [True, False, True]
     assert written["reward_parts"] == [{"custom": 1.0}, {}, {"custom": 0.5}]
@@ -125,15 +127,17 @@ def test_a_verdict_for_each_sample_and_none_is_made_up() -> None:
     assert written["reward_errors"][0] is None and "crashed" in written["reward_errors"][1]
 
 
-def test_a_group_with_too_few_verdicts_to_compare_is_dropped_and_says_why() -> None:
+def test_a_group_with_too_few_scores_to_compare_is_dropped_and_says_why() -> None:
     faults = (Score(1.0), Error("crashed"), Timeout(1.0))
-    dropped = judged(*faults)
-    assert isinstance(dropped, Drop) and dropped.reason == "too_few_verdicts" and "crashed" in dropped.detail
-    assert not isinstance(judged(*faults, min_valid=1), Drop), "an estimator that compares nothing takes it"
-    assert not isinstance(judged(*faults, validating=True), Drop), "a validation counts it as wrong"
+    dropped = rewarded(*faults)
+    assert isinstance(dropped, Drop) and dropped.reason == "too_few_scores" and "crashed" in dropped.detail
+    assert not isinstance(rewarded(*faults, min_valid=1), Drop), "an estimator that compares nothing takes it"
+    assert not isinstance(rewarded(*faults, validating=True), Drop), "a validation counts it as wrong"
 
 
-def judged_as(on_error: OnError, *reward_results: RewardResult, validating: bool = False, **domains: OnError) -> object:
+def rewarded_as(
+    on_error: OnError, *reward_results: RewardResult, validating: bool = False, **domains: OnError
+) -> object:
     group = answered()
     own = {name: (0, otherwise) for name, otherwise in domains.items()}
     work = reward_samples(
@@ -147,28 +151,28 @@ def judged_as(on_error: OnError, *reward_results: RewardResult, validating: bool
     return asyncio.run(work)
 
 
-def test_a_group_with_one_failed_verdict_is_dropped_where_the_config_says_so() -> None:
+def test_a_group_with_one_reward_error_is_dropped_where_the_config_says_so() -> None:
     faults = (Score(1.0), Error("crashed"), Score(0.0))
-    dropped = judged_as("drop", *faults)
-    assert isinstance(dropped, Drop) and dropped.reason == "too_few_verdicts" and "crashed" in dropped.detail
-    assert isinstance(judged_as("mask", *faults, sums="drop"), Drop), "by its domain"
-    assert not isinstance(judged_as("drop", *faults, sums="mask"), Drop)
-    assert not isinstance(judged_as("drop", Score(1.0), Score(0.0), Score(1.0)), Drop)
-    written = judged_as("drop", *faults, validating=True)
+    dropped = rewarded_as("drop", *faults)
+    assert isinstance(dropped, Drop) and dropped.reason == "too_few_scores" and "crashed" in dropped.detail
+    assert isinstance(rewarded_as("mask", *faults, sums="drop"), Drop), "by its domain"
+    assert not isinstance(rewarded_as("drop", *faults, sums="mask"), Drop)
+    assert not isinstance(rewarded_as("drop", Score(1.0), Score(0.0), Score(1.0)), Drop)
+    written = rewarded_as("drop", *faults, validating=True)
     assert isinstance(written, dict) and written["valid"] == [True, False, True], "a validation drops nothing"
 
 
-def test_a_sample_without_a_verdict_may_be_given_a_score_and_still_says_why() -> None:
+def test_a_sample_with_a_reward_error_may_be_given_a_score_and_still_says_why() -> None:
     faults = (Score(1.0), Error("crashed"), Timeout(1.0))
-    written = judged_as(-0.5, *faults)
+    written = rewarded_as(-0.5, *faults)
     assert isinstance(written, dict)
     assert written["scores"] == [1.0, -0.5, -0.5] and written["valid"] == [True] * 3
     assert written["acc"] == [1.0, 0.0, 0.0] and [bool(error) for error in written["reward_errors"]] == [0, 1, 1]
-    in_validation = judged_as(-0.5, *faults, validating=True)
+    in_validation = rewarded_as(-0.5, *faults, validating=True)
     assert isinstance(in_validation, dict) and in_validation["valid"] == [True, False, False]
 
 
-def test_a_filter_by_accuracy_compares_no_answer_whose_verdict_is_missing() -> None:
+def test_a_filter_by_accuracy_compares_no_response_with_a_reward_error() -> None:
     acc, errors = torch.tensor([1.0, 1.0, 0.0]), [None, None, "crashed"]
     valid, scores = torch.ones(3, dtype=torch.bool), torch.tensor([1.0, 1.0, -0.5])
     dropped = dynamic_sampling(acc, scores, valid, None, errors, metric="acc")
@@ -198,9 +202,9 @@ def test_a_domain_whose_estimator_reads_no_baseline_is_not_answered_greedily() -
 
 
 @pytest.mark.parametrize("fault", [Error("crashed"), Timeout(1.0)])
-def test_a_fault_of_the_verifier_is_no_baseline(fault: RewardResult) -> None:
+def test_a_reward_error_is_no_baseline(fault: RewardResult) -> None:
     dropped, *_ = run_baseline(fault)
-    assert isinstance(dropped, Drop) and dropped.reason == "too_few_verdicts"
+    assert isinstance(dropped, Drop) and dropped.reason == "too_few_scores"
 
 
 def test_a_text_has_no_special_tokens_and_its_tokens_keep_them() -> None:
@@ -218,12 +222,12 @@ def test_a_text_has_no_special_tokens_and_its_tokens_keep_them() -> None:
 
 
 @pytest.mark.parametrize(("estimator", "needed"), [("grpo", 2), ("reinforce_plus_plus", 0)])
-def test_how_many_verdicts_a_group_needs_is_the_estimator_s_to_say(estimator: str, needed: int) -> None:
+def test_how_many_scores_a_group_needs_is_the_estimator_s_to_say(estimator: str, needed: int) -> None:
     config = load_config("grpo", [f"algorithm.adv_estimator={estimator}"], complete=False).config
     assert compute_reward(config).keywords["min_valid"] == needed  # type: ignore[attr-defined]
 
 
-def test_a_group_of_one_is_never_dropped_for_too_few_verdicts() -> None:
+def test_a_group_of_one_is_never_dropped_for_too_few_scores() -> None:
     group = answered()
     work = reward_samples(group.samples[:1], RewardCallCounts(Error("crashed")), context(group), min_valid=2)  # type: ignore[arg-type]
     written = asyncio.run(work)
@@ -238,7 +242,7 @@ PARTS = [{"math": 1.0, "form": 0.3}, {"math": 0.0, "form": 0.3}, {"math": 1.0, "
     ("scores", "valid", "metric", "reason"),
     [
         ([0.5, 0.5, 0.5], [True, True, True], "score", "all_equal"),
-        ([0.5, 0.5, 0.9], [True, True, False], "score", "all_equal"),  # what has no verdict makes no difference
+        ([0.5, 0.5, 0.9], [True, True, False], "score", "all_equal"),  # a reward error makes no difference
         ([0.5, 0.7, 0.5], [True, True, True], "score", None),
         ([0.5, 0.7, 0.5], [True, True, True], "seq_reward", None),
         ([0.5, 0.5, 0.5], [True, True, True], "math", None),
@@ -246,10 +250,10 @@ PARTS = [{"math": 1.0, "form": 0.3}, {"math": 0.0, "form": 0.3}, {"math": 1.0, "
         ([0.5, 0.5, 0.5], [True, True, True], "acc", None),
         ([0.5, 0.7, 0.9], [True, False, True], "acc", "all_equal"),
         ([0.5, 0.7, 0.9], [True, True, True], "absent", "all_equal"),
-        ([0.5, 0.7, 0.9], [False, False, True], "score", "too_few_verdicts"),
+        ([0.5, 0.7, 0.9], [False, False, True], "score", "too_few_scores"),
     ],
 )
-def test_a_group_whose_judged_samples_do_not_differ_is_dropped(
+def test_a_group_whose_scored_samples_do_not_differ_is_dropped(
     scores: list[float], valid: list[bool], metric: str, reason: str | None
 ) -> None:
     drop = dynamic_sampling(torch.tensor(ACC), torch.tensor(scores), torch.tensor(valid), PARTS, metric=metric)
@@ -305,7 +309,7 @@ def test_the_coefficient_of_the_kl_moves_by_the_samples_of_all_ranks_and_is_told
     ctx = replace(context(answered()), state=state)
     coefficient = 0.5
     for _ in range(2):
-        made = take_off_kl(*arguments, ctx, TwoRanks(), **options)  # type: ignore[arg-type]
+        made = subtract_kl(*arguments, ctx, TwoRanks(), **options)  # type: ignore[arg-type]
         assert made.metrics["actor/kl_coef"] == pytest.approx(coefficient)
         assert made.batch["token_level_rewards"].tolist() == [[pytest.approx(-coefficient)] * 3] * 2  # type: ignore[index]
         coefficient *= 1 + 0.2 * 4 / 100

@@ -365,7 +365,7 @@ def test_other_keys_must_go_with_the_engines_of_the_allocation() -> None:
     with pytest.raises(ConfigError, match="the engine 'hf' cannot take weights below them"):
         follow_allocation(stale)
     megatron = Loaded(config(trainer__allocation="embedded:d1|megatron:d1"), {})
-    with pytest.raises(UserError, match="the engine 'megatron' is not there yet; choose from torch"):
+    with pytest.raises(UserError, match="the engine 'megatron' is not implemented yet; choose from torch"):
         follow_allocation(megatron)
 
 

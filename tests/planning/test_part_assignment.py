@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from distflow.errors import UserError
 from distflow.graph.wiring import ancestors
 from distflow.planning.cluster import Cluster, place
-from distflow.planning.part_assignment import Part, apportion, served, split
+from distflow.planning.part_assignment import Part, apportion, sort_parts, split
 
 Graph = tuple[dict[str, tuple[str, ...]], dict[str, tuple[str, ...]]]
 
@@ -88,9 +88,9 @@ def test_parts_are_whole_independent_and_irreducible(graph: Graph) -> None:
 
 def test_parts_are_served_by_size_and_then_by_length() -> None:
     small, long, large = Part(("a",), (), 1), Part(("b", "c"), (), 1), Part(("d",), (), 9)
-    assert served([small, long, large]) == [large, long, small]
+    assert sort_parts([small, long, large]) == [large, long, small]
     twin = Part(("e",), (), 1)
-    assert served([small, twin]) == [small, twin] and served([twin, small]) == [twin, small]
+    assert sort_parts([small, twin]) == [small, twin] and sort_parts([twin, small]) == [twin, small]
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,7 @@ def test_what_a_function_says_of_itself_is_a_number(acc: object) -> None:
 
 @pytest.mark.parametrize("acc", ["yes", float("nan"), [1.0]])
 def test_else_it_is_no_verdict(acc: object) -> None:
-    with pytest.raises(ValueError, match=r"it returned .* as 'acc', which is no "):
+    with pytest.raises(ValueError, match=r"it returned .* as 'acc', which is not "):
         read_score({"score": 1.0, "acc": acc})
 
 
@@ -99,7 +99,7 @@ def test_no_verdict_is_not_right(tmp_path: Path) -> None:
     settings = {"timeout_s": 20.0, "num_workers": 1, "max_response_length": 100}
     with RewardRouter({"default": [("math", 1.0), (f"{tmp_path}/own.py:odd", 0.1)]}, **settings) as router:  # type: ignore[arg-type]
         judgement = asyncio.run(router.score(answer(r"\boxed{5}", 1)))
-    assert judgement.accuracy == 0.0 and "'yes' as 'acc', which is no number" in str(judgement.reward_result)
+    assert judgement.accuracy == 0.0 and "'yes' as 'acc', which is not a number" in str(judgement.reward_result)
 
 
 def answer(text: str, num_tokens: int) -> Sample:

@@ -136,7 +136,7 @@ def test_what_it_raises_is_an_error_as_of_a_file(pool: RewardPool) -> None:
 def test_what_cannot_be_sent_is_named(tmp_path: Path) -> None:
     namespace = cells() | {"lock": threading.Lock()}
     exec("def locked(solution_str):\n    with lock:\n        return 1.0", namespace)
-    with pytest.raises(UserError, match="the reward locked .* its variable 'lock' .*functools.cache"):
+    with pytest.raises(UserError, match="the reward function locked .* its variable 'lock' .*functools.cache"):
         write_function(namespace["locked"], "", tmp_path / "reward.pkl")
     assert not (tmp_path / "reward.pkl").exists()
 
@@ -144,7 +144,7 @@ def test_what_cannot_be_sent_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("data", [b"", b"distflow reward abc\n", b"distflow reward abc\ngarbage"])
 def test_a_file_that_is_none_is_the_users_error(data: bytes, tmp_path: Path) -> None:
     (tmp_path / "reward.pkl").write_bytes(data)
-    with pytest.raises(LoadError, match="give the function again"):
+    with pytest.raises(LoadError, match="pass the function again"):
         read_function(tmp_path / "reward.pkl")
 
 

@@ -122,7 +122,7 @@ def test_no_number_is_no_score(tmp_path: Path) -> None:
     function = load_reward(target(folder))
     model_reward._loaded(str(folder), "", "float32", "cpu", 0).model.score.weight.data[:] = math.nan
     answers = judge("model", function, [asked("5"), asked("6")], 5.0)
-    assert ["no finite number" in str(answer["error"]) for answer in answers] == [True] * 2
+    assert ["not finite" in str(answer["error"]) for answer in answers] == [True] * 2
 
 
 def sample(domain: str, response: str) -> Sample:

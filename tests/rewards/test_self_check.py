@@ -8,7 +8,7 @@ import pytest
 
 from distflow.errors import UserError
 from distflow.registry import CUSTOM_REWARD, REWARDS
-from distflow.rewards import self_check as certify_module
+from distflow.rewards import self_check as self_check_module
 from distflow.rewards.router import RewardRouter
 from distflow.rewards.self_check import known_cases, run_self_check, self_check_faults, self_check_scores
 
@@ -31,7 +31,7 @@ def test_a_verifier_that_judges_wrongly_is_named(tmp_path, monkeypatch, body):
     cases = "from distflow.rewards.math.reward import CASES\n"
     (tmp_path / "broken.py").write_text(f"{cases}def compute_score(solution_str):\n    {body}\n")
     monkeypatch.setitem(REWARDS, "math", replace(REWARDS["math"], target=f"{tmp_path / 'broken.py'}:compute_score"))
-    refused = pytest.raises(RuntimeError, match="the verifier 'math' is not fit for use here")
+    refused = pytest.raises(RuntimeError, match="the reward function 'math' does not work here")
     with RewardRouter({"default": [("math", 1.0)]}, **SETTINGS) as router, refused:
         asyncio.run(run_self_check(router))
 
@@ -41,13 +41,13 @@ def test_a_hang_is_killed_at_its_deadline():
 
 
 def test_a_machine_where_the_hang_is_not_killed_is_named(monkeypatch):
-    monkeypatch.setattr(certify_module, "HANG_DEADLINE_S", 20.0)  # nothing hangs here
+    monkeypatch.setattr(self_check_module, "HANG_DEADLINE_S", 20.0)  # nothing hangs here
     score = "distflow.rewards.format_reward:compute_score"
-    monkeypatch.setitem(certify_module._PROBES, "hang", score)
+    monkeypatch.setitem(self_check_module._FAULTY, "hang", score)
     with pytest.raises(RuntimeError, match="was not killed"):
         asyncio.run(self_check_faults())
-    monkeypatch.setitem(certify_module._PROBES, "fail", score)
-    with pytest.raises(RuntimeError, match=r"a verifier that fails \(.*\) must give no verdict"):
+    monkeypatch.setitem(self_check_module._FAULTY, "fail", score)
+    with pytest.raises(RuntimeError, match=r"a reward function that fails \(.*\) must give no score"):
         asyncio.run(self_check_faults())
 
 

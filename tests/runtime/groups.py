@@ -31,7 +31,7 @@ def group(
 def samples(
     number: int = 0, lengths: tuple[int, ...] = (2, 4), valid: tuple[bool, ...] | None = None, version: int = 0
 ) -> list[Sample]:
-    """One sample for each response length, behind prompts of 3 tokens. version: of the weights of each token."""
+    """One sample for each response length, after prompts of 3 tokens. version: of the weights of each token."""
     made = []
     for i, length in enumerate(lengths):
         policy = Segment(
@@ -51,14 +51,14 @@ def prompt_group(number: int = 0, size: int = 2) -> PromptGroup:
 
 
 def waiting_group(of: PromptGroup | None = None) -> Group:
-    """A group without any answer yet."""
+    """A group without any response yet."""
     of = of or prompt_group()
     return new_group(of, PromptRow(of.row, (1, 2, 3), "p", "r0", "default", {"row": of.row}), PARAMS, seed=1)
 
 
-def answered_group(number: int = 0, lengths: tuple[int, ...] = (2, 4)) -> Group:
+def group_with_responses(number: int = 0, lengths: tuple[int, ...] = (2, 4)) -> Group:
     made = waiting_group(prompt_group(number, len(lengths)))
-    made.answer(samples(number, lengths))
+    made.set_samples(samples(number, lengths))
     return made
 
 

@@ -1,4 +1,4 @@
-"""What a node's `ctx` offers: verdicts on samples, and mini-batches that no number of ranks changes."""
+"""What a node's `ctx` offers: scores on samples, and mini-batches that no number of ranks changes."""
 
 import asyncio
 from collections.abc import Sequence
@@ -16,9 +16,9 @@ from distflow.runtime.context import Contexts, NodeContext
 from distflow.runtime.group import new_group
 from distflow.runtime.resources import Resources
 from distflow.scheduling.groups import PromptGroup
-from tests.runtime.groups import PARAMS, answered_group, context, group, waiting_group
+from tests.runtime.groups import PARAMS, context, group, group_with_responses, waiting_group
 
-TICKETS = (3, 4, 6, 7, 9)
+GROUP_IDS = (3, 4, 6, 7, 9)
 
 
 class Router:
@@ -27,37 +27,37 @@ class Router:
 
 
 def test_the_judge_is_asked_about_samples_or_a_batch_that_stands_for_all_of_the_group_s() -> None:
-    answered = answered_group(5)
+    answered = group_with_responses(5)
     ctx = context(group=answered, router=Router())
     assert asyncio.run(ctx.reward_fn(answered.samples[1:])) == ["5-1"]  # type: ignore[comparison-overlap]
     assert asyncio.run(ctx.reward_fn(answered.batch())) == ["5-0", "5-1"]  # type: ignore[comparison-overlap]
 
 
-@pytest.mark.parametrize("given", [{}, {"router": Router()}, {"group": answered_group()}])
-def test_without_verifiers_the_judge_says_how_to_get_some(given: dict[str, Any]) -> None:
+@pytest.mark.parametrize("given", [{}, {"router": Router()}, {"group": group_with_responses()}])
+def test_without_reward_functions_the_error_says_how_to_get_some(given: dict[str, Any]) -> None:
     with pytest.raises(UserError, match="a parameter `reward_fn`"):
         asyncio.run(context(**given).reward_fn([]))
 
 
 def parts(owned: Sequence[int], step: int = 0, epoch: int = 0) -> list[list[int]]:
     """The groups of each mini-batch of two groups, on a rank that has these groups."""
-    ctx = context(step, group_ids=TICKETS)
+    ctx = context(step, group_ids=GROUP_IDS)
     batch = Batch.concat([group(number) for number in owned])
     return [part["group_index"].tolist() for part in ctx.minibatches(batch, 2, epoch)]
 
 
 def test_the_mini_batches_of_all_ranks_together_are_those_of_one() -> None:
-    alone = parts(TICKETS)
+    alone = parts(GROUP_IDS)
     assert [len(part) for part in alone] == [4, 4, 2]
-    assert sorted(row for part in alone for row in part) == sorted(TICKETS * 2)
+    assert sorted(row for part in alone for row in part) == sorted(GROUP_IDS * 2)
     for one, other in (((3, 9), (4, 6, 7)), ((7,), (3, 4, 6, 9))):
         together = [sorted(a + b) for a, b in zip(parts(one), parts(other), strict=True)]
         assert together == [sorted(part) for part in alone]
 
 
 def test_each_epoch_and_step_has_an_order_of_its_own() -> None:
-    orders = [parts(TICKETS, step, epoch) for step in range(3) for epoch in range(3)]
-    assert len({str(order) for order in orders}) > 3 and parts(TICKETS) == orders[0]
+    orders = [parts(GROUP_IDS, step, epoch) for step in range(3) for epoch in range(3)]
+    assert len({str(order) for order in orders}) > 3 and parts(GROUP_IDS) == orders[0]
 
 
 def test_a_node_has_one_state_of_its_own_and_its_updates_are_told_by_role() -> None:
@@ -66,10 +66,10 @@ def test_a_node_has_one_state_of_its_own_and_its_updates_are_told_by_role() -> N
     actor, critic = object(), object()
     parts = Resources(None, (), {}, 0, actor=actor, critic=critic, reward_fn=Router())  # type: ignore[arg-type]
     contexts = Contexts(Config(), parts, state, lambda *update: update[-1], lambda *update: told.append(update))
-    ctx = contexts.for_training(4, TICKETS, "a")
+    ctx = contexts.for_training(4, GROUP_IDS, "a")
     ctx.state["n"] = 1
-    contexts.for_training(4, TICKETS, "b").state["n"] = 2
-    assert (ctx.step, ctx.group_ids, ctx.validating) == (4, TICKETS, False)
+    contexts.for_training(4, GROUP_IDS, "b").state["n"] = 2
+    assert (ctx.step, ctx.group_ids, ctx.validating) == (4, GROUP_IDS, False)
     batch = group(3)
     loss: Any = object()
     assert ctx.before_update(actor, batch, loss) is loss  # type: ignore[arg-type]
@@ -87,7 +87,7 @@ def test_a_node_has_one_state_of_its_own_and_its_updates_are_told_by_role() -> N
     assert contexts.for_rollout(waiting_group(), "c").state == {"n": 3}
 
 
-def test_where_several_workers_generate_none_keeps_anything_in_the_experience_plane() -> None:
+def test_where_several_workers_generate_none_keeps_anything_in_the_rollout_loop() -> None:
     parts = Resources(None, (), {}, 0)  # type: ignore[arg-type]
     state = {"saved": {"n": 1}}
     contexts = Contexts(Config(), parts, state, lambda *update: update[-1], lambda *update: None, keeps=False)
@@ -96,7 +96,7 @@ def test_where_several_workers_generate_none_keeps_anything_in_the_experience_pl
     for keep in (lambda: ctx.state.update(n=1), lambda: ctx.state.setdefault("n", 1)):
         with pytest.raises(UserError, match=r"node 'c' keeps ctx\.state\['n'\] on one of several"):
             keep()
-    with pytest.raises(UserError, match="'saved'"):  # by a run on one worker, which this one goes on from
+    with pytest.raises(UserError, match="'saved'"):  # by a run on one worker, which this one resumes from
         contexts.for_rollout(waiting_group(), "saved")
     contexts.for_training(0, (), "saved").state["n"] = 2
     assert state == {"saved": {"n": 2}}
@@ -106,7 +106,7 @@ def test_the_order_of_mini_batches_hangs_on_the_seed() -> None:
     orders = set()
     for seed in range(4):
         config = replace(Config(), trainer=replace(Config().trainer, seed=seed))
-        ctx = NodeContext(config, 0, None, group_ids=TICKETS)  # type: ignore[arg-type]
-        batch = Batch.concat([group(number) for number in TICKETS])
+        ctx = NodeContext(config, 0, None, group_ids=GROUP_IDS)  # type: ignore[arg-type]
+        batch = Batch.concat([group(number) for number in GROUP_IDS])
         orders.add(str([part["group_index"].tolist() for part in ctx.minibatches(batch, 2, 0)]))
     assert len(orders) > 1

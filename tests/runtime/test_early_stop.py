@@ -1,4 +1,4 @@
-"""A wave that ends when the step is full: in the engine's order, whatever verifiers do, and nothing is left behind."""
+"""A generation batch ends when its step is full: in the engine's order, whatever the rewards do, without leftovers."""
 
 import asyncio
 import threading
@@ -25,7 +25,7 @@ from tests.runtime.test_rollout_loop import Ends, fill
 
 
 class CountingEngine:
-    """Answers in the order of `lengths`, a token each turn of the loop; counts its tokens."""
+    """Responds in the order of `lengths`, a token each turn of the loop; counts its tokens."""
 
     version = Version(0, 0)
 
@@ -88,7 +88,7 @@ def counted(**changes: Any) -> Coordinator:
 
 
 def run(plane: RolloutLoop, coordinator: Coordinator, steps: int = 1) -> list[list[int]]:
-    """The groups of each step; nothing of the plane may live on."""
+    """The groups of each step; nothing of the loop may live on."""
 
     async def filled() -> list[list[int]]:
         taken = await asyncio.wait_for(fill(plane, LocalSampleQueue(coordinator, Waits()), steps), 60)
@@ -102,7 +102,7 @@ def run(plane: RolloutLoop, coordinator: Coordinator, steps: int = 1) -> list[li
 LENGTHS = {0: 60, 1: 5, 2: 50, 3: 4, 4: 3, 5: 2, **dict.fromkeys(range(6, 40), 30)}
 
 
-def test_those_that_are_answered_first_make_the_step_and_the_others_are_aborted() -> None:
+def test_those_that_are_generated_first_make_the_step_and_the_others_are_aborted() -> None:
     engine, counts = CountingEngine(LENGTHS), counted()
     plane = plane_of(engine)
     assert run(plane, counts) == [[1, 3, 4, 5]]
@@ -113,7 +113,7 @@ def test_those_that_are_answered_first_make_the_step_and_the_others_are_aborted(
 
 
 @pytest.mark.parametrize("slow", [(), (5,), (1, 3), (0, 2)])
-def test_what_verifiers_take_changes_nothing(slow: tuple[int, ...]) -> None:
+def test_what_reward_functions_take_changes_nothing(slow: tuple[int, ...]) -> None:
     @node(writes="scores", role="REWARD", scope="group", reads=("response_mask",))
     async def reward_fn(group: Group) -> Any:
         await asyncio.sleep(0.1 if group.prompt_group.group_id in slow else 0)
@@ -126,7 +126,7 @@ def test_what_verifiers_take_changes_nothing(slow: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("slow", [(), (8, 6)])
-def test_one_that_is_answered_when_the_step_is_full_is_asked_again_whatever_its_verdict(slow: tuple[int, ...]) -> None:
+def test_one_that_is_answered_when_the_step_is_full_is_asked_again_whatever_its_score(slow: tuple[int, ...]) -> None:
     @node(writes="scores", role="REWARD", scope="group", reads=("response_mask",))
     async def reward_fn(group: Group) -> Any:
         await asyncio.sleep(0.05 if group.prompt_group.group_id == 5 else 0)
@@ -137,7 +137,7 @@ def test_one_that_is_answered_when_the_step_is_full_is_asked_again_whatever_its_
     assert counts.checked_counts().dropped == {} and counts.checked_counts().aborted == 2
 
 
-def test_a_verifier_that_is_at_work_is_not_waited_for() -> None:
+def test_a_reward_function_that_is_at_work_is_not_waited_for() -> None:
     cancelled = []
 
     @node(writes="scores", role="REWARD", scope="group", reads=("response_mask",))
@@ -182,7 +182,7 @@ def test_no_plain_function_is_left_running() -> None:
 
 def test_a_group_that_asks_nothing_comes_first() -> None:
     @node(writes=("response_ids", "response_mask"), role="ROLLOUT", reads=("prompt_ids",))
-    async def some_answer(group: Group, rollout: Any) -> list[Sample]:
+    async def some_responses(group: Group, rollout: Any) -> list[Sample]:
         number = group.prompt_group.group_id
         if number not in (2, 4):
             await rollout.generate(GenerateRequest((1,), group.wanted, group.params, group.stream))
@@ -190,11 +190,11 @@ def test_a_group_that_asks_nothing_comes_first() -> None:
 
     engine = CountingEngine(LENGTHS)
     plane = plane_of(engine)
-    plane.steps = compile_steps([bound(some_answer)], {"rollout": plane.gate})
+    plane.steps = compile_steps([bound(some_responses)], {"rollout": plane.gate})
     assert run(plane, counted()) == [[2, 3, 4, 5]]
 
 
-def test_an_episode_of_several_requests_is_placed_by_its_first_answer() -> None:
+def test_an_episode_of_several_requests_is_placed_by_its_first_response() -> None:
     @node(writes=("response_ids", "response_mask"), role="ROLLOUT", reads=("prompt_ids",))
     async def two_turns(group: Group, rollout: Any) -> list[Sample]:
         request = GenerateRequest((1,), group.wanted, group.params, group.stream)

@@ -1,4 +1,4 @@
-"""The engine's deadline: whoever waits is told of a hang, with the stacks; slow, paused and stopped engines live on."""
+"""The engine's deadline: a hang is raised to all that wait, with stacks; slow, paused and stopped engines live on."""
 
 import asyncio
 import os
@@ -92,7 +92,7 @@ def use(session: Session, what: str) -> None:
     ("what", "told"),
     [
         ("generate", r"for 2 samples of row 7 \(train, epoch 2; a prompt of 3 tokens, up to 5 new ones\)"),
-        ("load_weights", "to take the weights of step 4"),
+        ("load_weights", "to load the weights of step 4"),
         ("pause", "to pause"),
         ("resume", "to resume"),
         ("hashes", "for hashes of its weights"),

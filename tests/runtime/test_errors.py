@@ -1,4 +1,4 @@
-"""When verdicts that fail are told, and when they end the run."""
+"""When reward errors are reported, and when they end the run."""
 
 import pytest
 
@@ -22,7 +22,10 @@ def test_a_share_is_told_when_it_begins_and_when_it_doubles() -> None:
         share.step(RewardCallCounts(100, failed, "it broke"), step)
         told.append(len(said))
     assert told == [0, 0, 1, 1, 1, 2, 3, 3, 3, 4]
-    assert said[0].startswith("6 of 100 verdicts failed (6%) at step 3; ") and "The first said: it broke" in said[0]
+    assert (
+        said[0].startswith("6 of 100 scores are reward errors (6%) at step 3; ")
+        and "The first said: it broke" in said[0]
+    )
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ def share(*prompt_groups: int) -> Batch:
     return batch
 
 
-def test_shares_are_joined_in_the_order_of_tickets(tmp_path: Path) -> None:
+def test_shares_are_joined_in_the_order_of_groups(tmp_path: Path) -> None:
     for part, own in enumerate((share(3, 3, 5), share(4, 4), share())):
         keep_groups(tmp_path, 7, own, part, num_parts=3)
     assert load_groups(tmp_path, 7)["uid"] == ["3-0", "3-1", "4-0", "4-1", "5-2"]

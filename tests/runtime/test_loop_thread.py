@@ -1,4 +1,4 @@
-"""The asyncio thread: what it owes an answer gets one, also where it dies."""
+"""The asyncio thread: every call gets a result, also if it dies."""
 
 import asyncio
 import gc
@@ -87,7 +87,7 @@ def test_what_waits_for_something_only_it_knows_is_not_collected() -> None:
     assert future.cancelled()
 
 
-def test_a_thread_that_dies_answers_all_that_wait_and_all_that_come() -> None:
+def test_a_thread_that_dies_fails_all_that_wait_and_all_that_come() -> None:
     """A task that raises SystemExit takes the loop with it; asyncio tells nobody."""
     with LoopThread("t") as thread:
         waiting = thread.start(for_ever())

@@ -31,7 +31,7 @@ def split(pipeline: BoundPipeline, *parts: tuple[Sequence[str], Sequence[str]]) 
 
 
 def run_ranks(spec: Spec) -> list[Resources]:
-    """All ranks of the plan in this process; the last one learns."""
+    """All ranks of the plan in this process; the last one trains."""
     spec.run_dir.mkdir(parents=True, exist_ok=True)
     resources = [build_resources(spec.factories, rank) for rank in spec.plan.ranks]
     ledger = Ledger(spec.run_dir / "ledger.jsonl")
@@ -48,9 +48,9 @@ def run_ranks(spec: Spec) -> list[Resources]:
             with workers[0] as worker:
                 worker.training_loop()
         else:
-            rollout, learner = workers
-            with rollout, learner:
-                learner.training_loop()
+            rollout, trainer = workers
+            with rollout, trainer:
+                trainer.training_loop()
     return resources
 
 
@@ -71,10 +71,10 @@ def test_generation_and_training_on_two_workers_are_the_run_of_one(tmp_path: Pat
     )
     spec = replace(spec, plan=Plan(pipeline.graph_id, split(pipeline, (rollout_nodes, []), ([], training_nodes)), ()))
     check_plan(spec.plan, pipeline)
-    rollout, learner = run_ranks(spec)
+    rollout, trainer = run_ranks(spec)
     assert rollout.actor is None and rollout.rollout is not None and rollout.reward_fn is not None
-    assert learner.rollout is None and learner.reward_fn is None and learner.ref is not None
-    ours, theirs = weights(learner), weights(one)
+    assert trainer.rollout is None and trainer.reward_fn is None and trainer.ref is not None
+    ours, theirs = weights(trainer), weights(one)
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 

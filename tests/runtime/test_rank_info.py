@@ -1,9 +1,9 @@
-"""What the sample queue is told of a team: its shares of a step, and the mini-batches that it trains on."""
+"""What the sample queue knows of a dp group: its shares of a step, and the mini-batches that it trains on."""
 
 from pathlib import Path
 
-from distflow.runtime.rank_info import edge_team
-from distflow.runtime.sample_queue.pending_groups import Team
+from distflow.runtime.rank_info import queue_dp_group
+from distflow.runtime.sample_queue.pending_groups import DpGroupShares
 from tests.e2e.runs import Playground
 
 RAY = ("trainer.launcher=ray", "trainer.n_gpus_per_node=2", "trainer.seed=3")
@@ -18,8 +18,8 @@ PASSES = (
 def test_mini_batches_of_all_passes_are_those_of_what_the_team_trains(tmp_path: Path) -> None:
     playground = Playground(tmp_path)
     _, spec = playground.spec("ppo", *RAY, *PASSES, name="together")
-    assert edge_team(spec, (0, 1)) == Team((0, 1), mini_batch=2, seed=3, epochs=2)
+    assert queue_dp_group(spec, (0, 1)) == DpGroupShares((0, 1), mini_batch=2, seed=3, epochs=2)
     apart = "trainer.allocation='embedded:d1|torch[actor]:d1|torch[ref]:d1+torch[critic]:d1'"
     _, spec = playground.spec("ppo", *RAY, *PASSES, "actor_rollout_ref.actor.use_kl_loss=true", apart, name="apart")
-    assert edge_team(spec, (0,)) == Team((0,), mini_batch=2, seed=3, epochs=2)
-    assert edge_team(spec, (1,)) == Team((0,), mini_batch=4, seed=3, epochs=3)
+    assert queue_dp_group(spec, (0,)) == DpGroupShares((0,), mini_batch=2, seed=3, epochs=2)
+    assert queue_dp_group(spec, (1,)) == DpGroupShares((0,), mini_batch=4, seed=3, epochs=3)

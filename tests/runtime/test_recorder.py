@@ -1,4 +1,4 @@
-"""What a run tells: kept groups, how it ended, and that telling never hides what went wrong."""
+"""What a run reports: kept groups, how it ended, and that reporting never hides what went wrong."""
 
 import errno
 import json
@@ -123,7 +123,7 @@ def test_a_report_that_cannot_be_written_hides_no_error(spec: Spec, tmp_path: Pa
     assert len(said) == 1 and said[0].startswith("the report cannot be written")
 
 
-def test_answers_of_groups_that_a_node_drops_are_kept_with_the_reason(spec: Spec, tmp_path: Path) -> None:
+def test_responses_of_groups_that_a_node_drops_are_kept_with_the_reason(spec: Spec, tmp_path: Path) -> None:
     with record(spec, tmp_path / "run") as recorder:
         for number in range(MAX_DROPPED + 3):
             recorder.group_dropped(prompt_group(number), "all_equal", group(number))

@@ -1,4 +1,4 @@
-"""What goes from team to team: read off the plan, for every rank the same."""
+"""What goes from one dp group to another: read off the plan, for every rank the same."""
 
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -6,24 +6,24 @@ from hypothesis import strategies as st
 from distflow.graph import BoundPipeline
 from distflow.planning.multi_device import plan_ray
 from distflow.planning.plan import Plan, check_plan, dp_groups_of, plan_local
-from distflow.runtime.reshard import ColumnReshard, handovers
+from distflow.runtime.reshard import ColumnReshard, resharded_columns
 from tests.planning.test_multi_device import devices, pipelines, ppo
 
 
-def test_what_a_team_reads_of_nodes_that_it_does_not_run_is_handed_over_once() -> None:
+def test_what_a_dp_group_reads_of_nodes_that_it_does_not_run_is_sent_once() -> None:
     pipeline = ppo()
     plan = plan_ray(pipeline, devices(4, trainer__allocation="embedded:d1+torch[critic]:d1+torch:d2"), "cpu", {})
-    assert dp_groups_of(plan) == ((2, 3), (1,)), "the policy's team leads"
-    found = [(each.source, each.target, each.writers, each.readers) for each in handovers(plan, pipeline)]
+    assert dp_groups_of(plan) == ((2, 3), (1,)), "the policy's dp group leads"
+    found = [(each.source, each.target, each.writers, each.readers) for each in resharded_columns(plan, pipeline)]
     assert found == [("value", "compare", (1,), (2, 3)), ("refer", "compare", (2, 3), (1,))]
-    assert str(next(handovers(plan, pipeline)).key(3)) == (
-        "step 3 of edge 'value to compare on ranks 2, 3' (version 3)"
+    assert str(next(resharded_columns(plan, pipeline)).key(3)) == (
+        "step 3 of queue 'value to compare on ranks 2, 3' (version 3)"
     )
 
 
 def test_one_team_hands_nothing_over() -> None:
     pipeline = ppo()
-    assert not [*handovers(plan_local(pipeline, "cpu"), pipeline)]
+    assert not [*resharded_columns(plan_local(pipeline, "cpu"), pipeline)]
     assert not ColumnReshard(plan_local(pipeline, "cpu"), pipeline, 0, None).waits_for("compare")
 
 
@@ -46,7 +46,7 @@ def allocated(draw: st.DrawFn) -> tuple[BoundPipeline, Plan]:
 def test_no_join_loses_an_input_wherever_its_engines_lie(case: tuple[BoundPipeline, Plan]) -> None:
     pipeline, plan = case
     check_plan(plan, pipeline)
-    over = [*handovers(plan, pipeline)]
+    over = [*resharded_columns(plan, pipeline)]
     assert len({(each.source, each.readers) for each in over}) == len(over), "what is there already is not sent again"
     order = [node.node_id for node in pipeline.training_nodes]
     for rank in plan.ranks:
@@ -64,9 +64,9 @@ def test_no_join_loses_an_input_wherever_its_engines_lie(case: tuple[BoundPipeli
 
 
 def check_that_all_end(plan: Plan, pipeline: BoundPipeline) -> None:
-    """Teams go through their nodes one by one, and wait before one for what is handed over to it."""
+    """Dp groups run their nodes one by one, and wait before one for the columns that it reads."""
     over, left = (
-        [*handovers(plan, pipeline)],
+        [*resharded_columns(plan, pipeline)],
         {dp_group: [*plan.ranks[dp_group[0]].training_nodes] for dp_group in dp_groups_of(plan)},
     )
     while any(left.values()):
@@ -75,7 +75,7 @@ def check_that_all_end(plan: Plan, pipeline: BoundPipeline) -> None:
             for dp_group, nodes in left.items()
             if nodes
             and not any(
-                each.source in left[team_of(left, each.writers[0])]
+                each.source in left[dp_group_of(left, each.writers[0])]
                 for each in over
                 if each.readers == dp_group and each.target == nodes[0]
             )
@@ -85,5 +85,5 @@ def check_that_all_end(plan: Plan, pipeline: BoundPipeline) -> None:
             left[dp_group].pop(0)
 
 
-def team_of(dp_groups: dict[tuple[int, ...], list[str]], rank: int) -> tuple[int, ...]:
+def dp_group_of(dp_groups: dict[tuple[int, ...], list[str]], rank: int) -> tuple[int, ...]:
     return next(dp_group for dp_group in dp_groups if rank in dp_group)

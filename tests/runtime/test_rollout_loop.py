@@ -1,4 +1,4 @@
-"""Waves of groups: submitted in group order, dropped one by one, cancelled without a trace."""
+"""Generation batches: submitted in group order, dropped one by one, cancelled without a trace."""
 
 import asyncio
 import random
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from distflow.algorithms.sample_filters import TOO_FEW_VERDICTS
+from distflow.algorithms.sample_filters import TOO_FEW_SCORES
 from distflow.audit.recorder import GroupRecords
 from distflow.data.sample import Sample
 from distflow.graph import BoundNode, Drop, NodeOutput, node
@@ -28,7 +28,7 @@ from tests.runtime.groups import PARAMS, bound, context, coordinator, samples, w
 
 
 class OrderedEngine:
-    """An engine that notes what it was asked in which order, and whether it was paused then; answers with delays."""
+    """An engine that notes what it was asked in which order, and whether it was paused then; responds with delays."""
 
     version = Version(0, 0)
 
@@ -92,7 +92,7 @@ def plane_of(engine: Any, *more: BoundNode) -> RolloutLoop:
 
 
 async def fill(plane: RolloutLoop, queue: LocalSampleQueue, steps: int) -> list[list[int]]:
-    """Learn nothing from each step; the groups of each. Raises what ends the plane."""
+    """Learn nothing from each step; the groups of each. Raises what ends the loop."""
     engine: Any = plane.gate._engine if plane.gate is not None else OrderedEngine()
     loop = asyncio.ensure_future(plane.loop(queue))
     loop.add_done_callback(
@@ -121,14 +121,14 @@ def test_a_wave_is_asked_of_a_paused_engine_that_then_resumes() -> None:
 
 def test_a_node_may_ask_in_tasks_of_its_own() -> None:
     @node(writes=("response_ids", "response_mask"), role="ROLLOUT", reads=("prompt_ids",))
-    async def answer_in_tasks(group: Group, rollout: Any) -> list[Sample]:
+    async def generate_in_tasks(group: Group, rollout: Any) -> list[Sample]:
         requests = [GenerateRequest((1,), (sample,), group.params, group.stream) for sample in group.wanted]
         await asyncio.gather(*(asyncio.wait_for(rollout.generate(request), 10) for request in requests))
         return samples(group.prompt_group.group_id, (1, 1), version=group.prompt_group.version)
 
     engine = OrderedEngine()
     gate = SubmissionGate(engine, GroupRecords())  # type: ignore[arg-type]
-    steps = compile_steps([bound(answer_in_tasks)], {"rollout": gate})
+    steps = compile_steps([bound(generate_in_tasks)], {"rollout": gate})
     plane = RolloutLoop(steps, waiting_group, context_of, gate, 10.0, Ends(), GroupRecords())
     queue = LocalSampleQueue(coordinator(consumer_batch=4), Waits())
     assert asyncio.run(asyncio.wait_for(fill(plane, queue, 2), 60)) == [[0, 1, 2, 3], [4, 5, 6, 7]]
@@ -187,7 +187,7 @@ def test_whatever_a_node_does_costs_its_own_group_only() -> None:
 
 @pytest.mark.parametrize("scores", [["high", "low"], 1.0])
 def test_a_column_that_is_none_costs_its_own_group_only(scores: Any) -> None:
-    """Nothing behind the last node may find out: that would end the plane."""
+    """Nothing after the last node may find out: that would end the loop."""
 
     @node(writes="scores", role="REWARD", scope="group", reads=("response_mask",))
     async def reward_fn(group: Group) -> Any:
@@ -226,15 +226,15 @@ def test_a_program_that_always_fails_ends_with_the_reason() -> None:
         asyncio.run(fill(plane_of(OrderedEngine(), bound(reward_fn)), LocalSampleQueue(coordinator(), Waits()), 1))
 
 
-def test_verdicts_that_are_always_missing_end_the_run_with_the_reason() -> None:
+def test_scores_that_are_always_missing_end_the_run_with_the_reason() -> None:
     @node(writes="scores", role="REWARD", scope="group", reads=("response_mask",))
     def reward_fn(group: Group) -> Any:
-        return Drop(TOO_FEW_VERDICTS, "the grader is down")
+        return Drop(TOO_FEW_SCORES, "the grader is down")
 
     plane = plane_of(OrderedEngine(), bound(reward_fn))
     with pytest.raises(UserNoProgress, match="the grader is down"):
         asyncio.run(fill(plane, LocalSampleQueue(coordinator(), Waits()), 1))
-    assert plane.ended[0] == f"{TOO_FEW_VERDICTS}: the grader is down"  # type: ignore[index]
+    assert plane.ended[0] == f"{TOO_FEW_SCORES}: the grader is down"  # type: ignore[index]
 
 
 def test_what_nodes_measured_of_a_group_goes_with_it() -> None:
@@ -283,7 +283,7 @@ def test_the_plane_of_a_worker_draws_by_the_run_s_seed_and_sampling_and_stops_at
     assert plane.timeout_s == 7.0 and plane.gate is not None
 
 
-def test_groups_that_ask_at_once_are_submitted_in_ticket_order() -> None:
+def test_groups_that_ask_at_once_are_submitted_in_group_order() -> None:
     @node(writes=("response_ids", "response_mask"), role="ROLLOUT", reads=("prompt_ids",))
     async def asks(group: Group, rollout: Any) -> list[Sample]:
         await rollout.generate(GenerateRequest((1,), group.wanted, group.params, group.stream))

@@ -57,7 +57,7 @@ def test_a_service_that_cannot_end_is_told_only_where_nothing_failed_before(
                 raise first
 
 
-def test_a_loop_that_dies_ends_the_session_and_answers_the_learner(ground: Playground) -> None:
+def test_a_loop_that_dies_ends_the_session_and_fails_the_trainer_s_call(ground: Playground) -> None:
     resources = resources_of(ground)
 
     async def exits() -> None:

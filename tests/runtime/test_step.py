@@ -18,7 +18,7 @@ from distflow.runtime.errors import NodeError, UserNodeError, node_error
 from distflow.runtime.group import Group
 from distflow.runtime.step import Step, compile_steps
 from distflow.runtime.user_calls.sync_calls import PlainCalls
-from tests.runtime.groups import answered_group, bound, context, group, samples, step, waiting_group
+from tests.runtime.groups import bound, context, group, group_with_responses, samples, step, waiting_group
 
 
 def learn(compiled: Step, batch: Batch | None = None) -> tuple[Batch, Measured]:
@@ -26,7 +26,7 @@ def learn(compiled: Step, batch: Batch | None = None) -> tuple[Batch, Measured]:
 
 
 def on_group(compiled: Step, on: Group | None = None, timeout_s: float = 10.0) -> tuple[Group, Drop | None]:
-    on = answered_group() if on is None else on
+    on = group_with_responses() if on is None else on
     return on, asyncio.run(compiled.on_group(on, context(group=on), PlainCalls(), timeout_s))
 
 
@@ -135,7 +135,7 @@ def test_an_entry_node_may_measure_too(weight: float | None, counts: float) -> N
 
 
 def test_samples_that_the_columns_written_so_far_do_not_fit_are_refused() -> None:
-    on = answered_group()
+    on = group_with_responses()
     on.write({"scores": [1.0, 2.0]})
 
     @node(reads=("response_ids",), writes=("response_ids",))
@@ -270,7 +270,7 @@ def test_a_plain_function_that_hangs_fails_at_the_deadline_of_its_samples_and_is
 
 
 def test_whose_fault_an_error_is() -> None:
-    """Code of the user's in the traceback makes it theirs, also behind a function of ours that calls it."""
+    """Code of the user's in the traceback makes it theirs, also under a function of ours that calls it."""
 
     def users() -> None:
         raise RuntimeError("mine")

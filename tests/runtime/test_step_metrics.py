@@ -1,4 +1,4 @@
-"""What is measured of a step: scores over samples with a verdict, lengths over all, ages in versions."""
+"""What is measured of a step: scores over samples with a score, lengths over all, staleness."""
 
 import pytest
 import torch
@@ -21,17 +21,17 @@ from distflow.training.collective import OneRank
 from tests.runtime.groups import group
 
 
-def test_scores_of_samples_without_a_verdict_are_left_out() -> None:
+def test_scores_of_samples_without_a_score_are_left_out() -> None:
     metrics = score_metrics(torch.tensor([1.0, 100.0, 3.0]), torch.tensor([True, False, True]))
     assert metrics == {"reward/mean_score": 2.0, "reward/std": 1.0, "reward/max": 3.0, "reward/min": 1.0}
     assert score_metrics(torch.tensor([1.0]), torch.tensor([False])) == {}
 
 
-def test_groups_whose_answers_all_scored_the_same_are_counted() -> None:
+def test_groups_whose_responses_all_scored_the_same_are_counted() -> None:
     values = torch.tensor([1.0, 1.0, 0.0, 1.0, 5.0, 2.0, 3.0, 3.0])
     groups = torch.tensor([4, 4, 7, 7, 9, 9, 2, 2])
     valid = torch.tensor([True, True, True, True, True, False, True, True])
-    # 4 and 2 are equal, 7 is not, and of 9 one verdict alone is there.
+    # 4 and 2 are equal, 7 is not, and of 9 only one score is there.
     assert equal_groups(values, valid, groups) == {"reward/frac_reward_zero_std": 2 / 3}
     assert equal_groups(values[:1], valid[:1], groups[:1]) == {}
 
@@ -95,7 +95,7 @@ def test_counters_and_ages() -> None:
     assert metrics["async/version_diff/max"] == 2 and metrics["async/version_diff/mean"] == 2
 
 
-def test_shares_of_tokens_by_how_many_versions_they_are_behind() -> None:
+def test_shares_of_tokens_by_staleness() -> None:
     shares = staleness_shares({0: 2, 2: 3})
     assert shares == {"async/staleness/0": 0.4, "async/staleness/1": 0.0, "async/staleness/2": 0.6}
 
@@ -109,7 +109,7 @@ def test_a_row_for_each_sample() -> None:
     assert rows[1]["response_length"] == 4 and rows[1]["versions"] == [0] and rows[1]["uid"] == "0-1"
 
 
-def test_what_has_no_verdict_is_shown_without_a_score() -> None:
+def test_what_has_no_score_is_shown_without_a_score() -> None:
     batch = group(lengths=(1, 1, 1))
     batch["token_level_scores"] = torch.tensor([[1.0], [0.0], [0.25]])
     batch["acc"], batch["valid"] = torch.tensor([1.0, 0.0, 0.0]), torch.tensor([True, False, True])
@@ -164,7 +164,7 @@ def test_two_things_never_share_a_metric() -> None:
             batch_metrics(Figures.of(batch))
 
 
-def test_the_share_of_an_answer_that_the_loss_leaves_out() -> None:
+def test_the_share_of_a_response_that_the_loss_leaves_out() -> None:
     batch = group(lengths=(2, 4, 1), valid=(True, True, False))
     assert "masked" not in sample_rows(batch)[0], "nothing was trained on yet"
     batch["advantages"] = torch.zeros(3, 4)

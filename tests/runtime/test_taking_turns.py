@@ -1,4 +1,4 @@
-"""An engine that computes on the thread of the session while that waits: the same answers, and nobody waits in vain."""
+"""An engine that computes on the waiting thread of the session: the same responses, and nobody waits in vain."""
 
 import asyncio
 import os
@@ -71,7 +71,7 @@ def test_it_computes_here_while_a_coroutine_or_a_function_is_waited_for(two_thre
     assert watched.threads == {(True, 2)}
 
 
-def test_with_a_plane_of_its_own_it_computes_there_with_its_own_threads(two_threads: None) -> None:
+def test_with_a_thread_of_its_own_it_computes_there_with_its_own_threads(two_threads: None) -> None:
     watched = Watched(takes_turns=False, num_threads=1)
     with watched.session as session:
         assert watched.ask() == expected()
@@ -212,7 +212,7 @@ def test_a_step_that_hangs_is_told_to_whoever_waits_though_it_hangs_here() -> No
             time.sleep(0.01)
 
     watched.does = hang
-    with pytest.raises(EngineHangs, match="neither answered anything"), watched.session as session:
+    with pytest.raises(EngineHangs, match="neither replied"), watched.session as session:
         session.wait_for(session.start(generate_all(session.resources.rollout, LONG)).result)
     watched.does = lambda: None
 

@@ -1,4 +1,4 @@
-"""What validation says: accuracies by data source, pass@k against counting, answers without a verdict."""
+"""What validation says: accuracies by domain, pass@k against counting, responses without a score."""
 
 import asyncio
 import itertools
@@ -38,14 +38,14 @@ def rows(*domains: str) -> list[Row]:
 
 
 @pytest.mark.parametrize("n", range(1, 7))
-def test_pass_at_k_is_the_share_of_draws_with_a_right_answer(n: int) -> None:
+def test_pass_at_k_is_the_share_of_draws_with_a_right_response(n: int) -> None:
     for right, k in itertools.product(range(n + 1), range(1, n + 1)):
         draws = list(itertools.combinations([True] * right + [False] * (n - right), k))
         assert pass_at_k(n, right, k) == pytest.approx(sum(map(any, draws)) / len(draws), abs=1e-12)
 
 
 def answers(score: Callable[[PromptGroup, int], float | None]) -> Callable[..., object]:
-    """Scores by group and sample; None: no verdict."""
+    """Scores by group and sample; None: no score."""
 
     async def answer(chosen: ValidationSet, prompt_group: PromptGroup, params: SamplingParams) -> Batch | Drop:
         found = [score(prompt_group, i) for i in range(prompt_group.group_size)]
@@ -63,7 +63,7 @@ def run(chosen: ValidationSet, answer: Callable[..., object]) -> tuple[dict[str,
     return whole.metrics(), whole.rows
 
 
-def test_greedy_and_sampled_answers_by_data_source() -> None:
+def test_greedy_and_sampled_responses_by_domain() -> None:
     right = {"val/val/greedy": {(0, 0), (2, 0)}, "val/val/sampled": {(0, 0), (0, 1), (2, 3)}}
     chosen = ValidationSet("val", rows("a", "a", "b"), GREEDY, SAMPLED, 4)  # type: ignore[arg-type]
     metrics, samples = run(chosen, answers(lambda t, i: float((t.group_id, i) in right[t.stream])))
@@ -88,7 +88,7 @@ def test_greedy_and_sampled_answers_by_data_source() -> None:
     assert [(s["set"], s["kind"]) for s in samples] == [("val", "greedy")] * 3 + [("val", "sampled")] * 12
 
 
-def test_sampled_answers_stand_in_where_none_is_greedy_and_powers_of_two_end_at_n() -> None:
+def test_sampled_responses_stand_in_where_none_is_greedy_and_powers_of_two_end_at_n() -> None:
     chosen = ValidationSet("val", rows("default"), None, SAMPLED, 3)  # type: ignore[arg-type]
     metrics, _ = run(chosen, answers(lambda t, i: float(i == 0)))
     assert metrics["val_correct/all/mean"] == pytest.approx(1 / 3)
@@ -96,7 +96,7 @@ def test_sampled_answers_stand_in_where_none_is_greedy_and_powers_of_two_end_at_
     assert "val_correct/default/mean" not in metrics
 
 
-def test_an_answer_without_a_verdict_is_not_right_and_is_counted() -> None:
+def test_a_response_without_a_score_is_not_right_and_is_counted() -> None:
     chosen = ValidationSet("val", rows("a", "a"), GREEDY)  # type: ignore[arg-type]
     metrics, samples = run(chosen, answers(lambda t, i: None if t.group_id else 1.0))
     assert metrics["val_correct/all/mean"] == 0.5 and metrics["val/errors"] == 1.0
@@ -109,7 +109,7 @@ def test_an_answer_without_a_verdict_is_not_right_and_is_counted() -> None:
     assert metrics["val_correct/all/mean"] == 0.0 and metrics["val/errors"] == 2.0 and samples == []
 
 
-def test_held_out_prompts_are_answered_as_they_are_to_be_by_the_nodes_that_validate() -> None:
+def test_validation_prompts_are_run_as_they_are_to_be_by_the_nodes_that_validate() -> None:
     asked: list[tuple[Group, bool]] = []
 
     @node(writes=("response_ids", "response_mask"), role="ROLLOUT", reads=("prompt_ids",))
@@ -143,7 +143,7 @@ def test_held_out_prompts_are_answered_as_they_are_to_be_by_the_nodes_that_valid
     ]
 
 
-def test_a_prompt_on_which_a_node_fails_costs_its_own_answers_only() -> None:
+def test_a_prompt_on_which_a_node_fails_costs_its_own_responses_only() -> None:
     @node(writes=("response_ids", "response_mask"), role="ROLLOUT", reads=("prompt_ids",))
     async def answer(group: Group) -> list[Sample]:
         return samples(group.prompt_group.group_id, (1,) * len(group))
@@ -165,7 +165,7 @@ def test_a_prompt_on_which_a_node_fails_costs_its_own_answers_only() -> None:
     assert len(said) == 1 and said[0].startswith("validation prompt 0 of 'own': ") and "division by zero" in said[0]
 
 
-def test_a_held_out_loss_is_a_mean_over_the_answers_tokens() -> None:
+def test_the_validation_loss_is_a_mean_over_the_responses_tokens() -> None:
     class Scorer:
         def forward(self, batch: Batch, wanted: tuple[str, ...]) -> Batch:
             assert wanted == ("log_probs",) and batch["response_ids"].tolist() == [[5, 0, 0], [6, 7, 8]]
@@ -178,7 +178,7 @@ def test_a_held_out_loss_is_a_mean_over_the_answers_tokens() -> None:
     assert validation_loss([chosen], Scorer()) == {"sft/val_loss": (5 + 6 + 7 + 8) / 4}  # type: ignore[arg-type]
 
 
-def test_a_verdict_that_is_not_one_is_not_right() -> None:
+def test_a_score_that_is_not_one_is_not_right() -> None:
     chosen = ValidationSet("val", rows("a", "a", "a"), GREEDY)  # type: ignore[arg-type]
     metrics, _ = run(chosen, answers(lambda t, i: (0.999, 1.0 - 1e-9, 1.5)[t.group_id]))
     assert metrics["val_correct/all/mean"] == pytest.approx(2 / 3)

@@ -1,4 +1,4 @@
-"""Every wait is known while it lasts and told when it ends."""
+"""Every wait is known while it lasts and reported when it ends."""
 
 import pytest
 

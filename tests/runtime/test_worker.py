@@ -99,7 +99,7 @@ def test_where_the_last_rows_are_all_dropped_the_run_ends_validated_and_saved(gr
 def test_metrics_are_written_before_the_checkpoint_of_their_step(
     ground: Playground, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A run killed right behind a save goes on from there: what it measured until then must be there."""
+    """A run killed right after a save resumes from there: what it measured until then must be there."""
     begin, seen = CheckpointStore.begin, []
 
     def checked(self: CheckpointStore, step: int) -> Writing:
@@ -112,7 +112,7 @@ def test_metrics_are_written_before_the_checkpoint_of_their_step(
     assert seen == [(1, 1), (2, 2), (3, 3)]
 
 
-def test_weights_are_published_at_the_start_and_behind_each_update_and_tokens_say_of_which_version_they_are(
+def test_weights_are_sent_at_the_start_and_after_each_update_and_tokens_say_of_which_version_they_are(
     ground: Playground,
 ) -> None:
     run = ground.run("grpo", *CHEAP, "trainer.total_epochs=1", "trainer.save_freq=1")
@@ -126,7 +126,7 @@ def test_weights_are_published_at_the_start_and_behind_each_update_and_tokens_sa
     assert len(notes(run.folder, "canary")) == 2, "and at the start of the resumed run"
 
 
-def test_weights_are_published_as_often_as_the_run_says(ground: Playground, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_are_sent_as_often_as_the_run_says(ground: Playground, monkeypatch: pytest.MonkeyPatch) -> None:
     published: list[tuple[int, bool]] = []
 
     def noted(self: WeightSender, version: Version, at_start: bool = False) -> dict[str, float]:
@@ -161,7 +161,7 @@ def ends_at(step: int) -> Callable[[Spec], Spec]:
     return lambda spec: replace(spec, data=replace(spec.data, total_steps=step))
 
 
-def test_a_fault_of_the_verifier_in_a_validation_is_none_of_the_next_step(ground: Playground) -> None:
+def test_a_fault_of_the_reward_function_in_a_validation_is_none_of_the_next_step(ground: Playground) -> None:
     ground.write_reward(
         "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
         "    if ground_truth == 'bad':\n"
@@ -225,7 +225,7 @@ def test_a_node_that_fails_is_named_and_its_status_says_so(ground: Playground, m
         assert list(worker.status.values())[-1] is NodeStatus.FAILED
 
 
-def test_an_experience_plane_that_ends_wakes_the_learner_with_its_reason(
+def test_a_rollout_loop_that_ends_wakes_the_trainer_with_its_reason(
     ground: Playground, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*arguments: Any, **more: Any) -> None:
@@ -236,11 +236,11 @@ def test_an_experience_plane_that_ends_wakes_the_learner_with_its_reason(
         worker.training_loop()
 
 
-def test_each_step_is_checked_before_a_node_gets_it_and_behind_the_last(
+def test_each_step_is_checked_before_a_node_gets_it_and_after_the_last(
     ground: Playground, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[tuple[str, bool]] = []
-    taken, learned = LiveChecks.taken, LiveChecks.learned
+    step_taken, learned = LiveChecks.step_taken, LiveChecks.learned
 
     def noted(check: Callable[..., Any]) -> Callable[..., Any]:
         def checks(self: LiveChecks, batch: Batch, *rest: Any) -> Any:
@@ -249,8 +249,8 @@ def test_each_step_is_checked_before_a_node_gets_it_and_behind_the_last(
 
         return checks
 
-    monkeypatch.setattr(LiveChecks, "taken", noted(taken))
+    monkeypatch.setattr(LiveChecks, "step_taken", noted(step_taken))
     monkeypatch.setattr(LiveChecks, "learned", noted(learned))
     with working(ground, "trainer.total_training_steps=1", "~trainer.total_epochs") as (worker, _):
         worker.training_loop()
-    assert told == [("taken", False), ("learned", True)]
+    assert told == [("step_taken", False), ("learned", True)]

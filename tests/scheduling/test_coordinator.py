@@ -233,7 +233,7 @@ def test_a_lost_group_does_not_start_again_on_an_engine_that_serves_older_weight
     coordinator.take_groups()
     for number in range(4, 8):
         coordinator.retry(number)
-    with pytest.raises(CountsError, match="serves version 0, but version 1 was served already"):
+    with pytest.raises(CountsError, match="serves version 0, but version 1 was served before"):
         coordinator.take_groups(served_step=0)
     assert [(t.group_id, t.version) for t in coordinator.take_groups(served_step=1)] == [(n, 1) for n in range(4, 8)]
 
@@ -249,7 +249,7 @@ def test_after_a_resume_an_engine_that_serves_the_initial_weights_is_found():
     coordinator = Coordinator(plan_of(max_staleness=2))
     reward_fn(coordinator, coordinator.take_groups())
     coordinator.release(0)
-    with pytest.raises(CountsError, match="serves version 0, but version 1 was served already"):
+    with pytest.raises(CountsError, match="serves version 0, but version 1 was served before"):
         Coordinator(plan_of(max_staleness=2), None, coordinator.snapshot()).take_groups(served_step=0)
 
 

@@ -41,7 +41,7 @@ def test_by_hand():
     _, known = curriculum.shares(3, shares)
     assert known["code"].mean_accuracy == 0.75 and known["code"].accuracy == 0
     seen = [[1, {"math": 0.5, "code": None}], [2, {"math": None, "code": 1}], [3, {"math": None, "code": 0}]]
-    assert curriculum.saved()["state"] == {"seen": seen}
+    assert curriculum.saved_curriculum()["state"] == {"seen": seen}
 
 
 def test_it_goes_on_from_what_it_saved():
@@ -49,11 +49,11 @@ def test_it_goes_on_from_what_it_saved():
     first.count("math", groups[0])
     first.shares(1, HALF)
     first.count("math", groups[1])
-    second = made("by_share", json.loads(json.dumps(first.saved())))
+    second = made("by_share", json.loads(json.dumps(first.saved_curriculum())))
     for each in (first, second):
         each.count("math", groups[2])
         each.count("code", groups[0])
-    assert first.shares(2, HALF) == second.shares(2, HALF) and first.saved() == second.saved()
+    assert first.shares(2, HALF) == second.shares(2, HALF) and first.saved_curriculum() == second.saved_curriculum()
 
 
 def test_the_order_in_which_groups_end_changes_nothing():
@@ -107,7 +107,7 @@ an_object, a_tuple, not_a_number = leaves({"a": object()}), leaves({"a": (1, 2)}
         ("fails", r"failed: ZeroDivisionError: division by zero \(at test_curriculum.py:\d+\)"),
         ("nothing", "returned None, no mapping"),
         ("listed", r"returned \[1, 2\], no mapping"),
-        ("unknown", "gave a weight to 'cod', which is no domain that is drawn from, did you mean code"),
+        ("unknown", "gave a weight to 'cod', which is not a domain of the run, did you mean code"),
         ("lacks", "gave no weight to 'code'; 0 leaves a domain out"),
         ("negative", "gave 'code' the weight -0.5, no finite number"),
         ("nan", "gave 'math' the weight nan"),
@@ -115,17 +115,17 @@ an_object, a_tuple, not_a_number = leaves({"a": object()}), leaves({"a": (1, 2)}
         ("text", "gave 'math' the weight '1'"),
         ("zero", "gave every domain the weight 0"),
         ("an_object", "left a state that JSON cannot hold: Object of type object"),
-        ("a_tuple", r"left a state that JSON would give back otherwise: {'a': \(1, 2\)}"),
+        ("a_tuple", r"left a state that JSON would change: {'a': \(1, 2\)}"),
         ("not_a_number", "left a state that JSON cannot hold"),
     ],
 )
 def test_what_it_may_not_do(function, said):
     curriculum = made(function)
     curriculum.count("math", Accuracy(1, 2))
-    before = curriculum.saved()
+    before = curriculum.saved_curriculum()
     with pytest.raises(UserError, match=rf"^data.curriculum.function=.*:{function}: after step 5 .*{said}") as found:
         curriculum.shares(5, HALF)
-    assert "start the same command again" in str(found.value) and curriculum.saved() == before
+    assert "start the same command again" in str(found.value) and curriculum.saved_curriculum() == before
 
 
 def test_one_that_is_not_there():

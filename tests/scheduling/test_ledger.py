@@ -209,7 +209,7 @@ def test_a_row_that_goes_out_under_two_tickets_is_found(tmp_path):
     issue(ledger, 0)
     ledger.append("issued", group_id=1, epoch=0, row=0, version=0, attempt=0)
     ledger.close()
-    with pytest.raises(CountsError, match="row 0 of epoch 0 went out twice, as groups 0 and 1"):
+    with pytest.raises(CountsError, match="row 0 of epoch 0 was issued twice, as groups 0 and 1"):
         verify(path)
 
 
@@ -247,5 +247,5 @@ def test_a_journal_that_lost_lines_of_its_checkpoint_is_refused(tmp_path):
 def test_a_file_that_is_no_ledger_is_refused(tmp_path):
     path = tmp_path / "ledger.jsonl"
     path.write_text("hello\nworld\n")
-    with pytest.raises(LedgerError, match="no ledger"):
+    with pytest.raises(LedgerError, match="not a ledger"):
         Ledger(path)

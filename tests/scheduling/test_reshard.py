@@ -232,7 +232,7 @@ def test_a_full_exchange_admits_the_oldest_step_of_each_edge_alone():
 def test_writers_and_readers_who_disagree_are_named():
     exchange: Reshard[str] = Reshard(100)
     exchange.reserve(STEP, 0, 1, 1)
-    with pytest.raises(ReshardError, match=r"writer 0 puts step 3 of edge 'rollout to actor' \(version 2\) twice"):
+    with pytest.raises(ReshardError, match=r"writer 0 puts step 3 of queue 'rollout to actor' \(version 2\) twice"):
         exchange.reserve(STEP, 0, 1, 1)
     with pytest.raises(ReshardError, match="has 1 writers, but 1 of 2 writes to it"):
         exchange.reserve(STEP, 1, 2, 1)
@@ -277,7 +277,7 @@ def test_a_sample_that_nobody_put_is_named():
     exchange: Reshard[Object] = Reshard(limit_bytes=0)
     exchange.reserve(STEP, 0, 1, 0)
     exchange.put(STEP, 0, metas([Row(0, 0, 1, 1)]), ())
-    with pytest.raises(ReshardError, match=r"step 3 of edge 'rollout to actor' \(version 2\) has no sample '7-0'"):
+    with pytest.raises(ReshardError, match=r"step 3 of queue 'rollout to actor' \(version 2\) has no sample '7-0'"):
         exchange.pick(STEP, 2, ["0-0", "7-0"])
     with pytest.raises(ReshardError, match="one of its readers says they are 3"):
         exchange.pick(STEP, 3, ["0-0"])

@@ -71,7 +71,7 @@ def exhausted_edge(num_complete, when_exhausted):
         if number < num_complete:
             queue.complete(number, 1)
         else:
-            queue.drop(number, "too_few_verdicts" if number == 5 else "equal_rewards")
+            queue.drop(number, "too_few_scores" if number == 5 else "equal_rewards")
     assert queue.ready(0) is None, "more may be drawn"
     return queue
 
@@ -79,7 +79,7 @@ def exhausted_edge(num_complete, when_exhausted):
 def test_exhausted_tickets_are_an_error_that_says_why_and_what_to_do():
     with pytest.raises(Exhausted) as caught:
         exhausted_edge(2, "error").ready(0, exhausted=True)
-    for part in ("step 0", "3 prompt groups", "6 drawn for it 2 are left", "3 equal_rewards, 1 too_few_verdicts",
+    for part in ("step 0", "3 prompt groups", "6 drawn for it 2 are left", "3 equal_rewards, 1 too_few_scores",
                  "max_num_gen_batches", "when_exhausted=continue"):  # fmt: skip
         assert part in str(caught.value)
 

@@ -34,8 +34,8 @@ def test_what_was_measured_last_counts():
     skips = Skips(SkipPlan(BAND))
     for right, reason in ((4, TOO_EASY), (0, TOO_HARD), (2, None), (0, TOO_HARD)):
         skips.judged("", 7, Accuracy(right, 4))
-        assert Skips(SkipPlan(BAND), json.loads(json.dumps(skips.saved()))).pass_over(7) == reason
-    assert skips.pass_over(7) == TOO_HARD and skips.saved() == {TOO_EASY: {}, TOO_HARD: {}}
+        assert Skips(SkipPlan(BAND), json.loads(json.dumps(skips.saved_skips()))).pass_over(7) == reason
+    assert skips.pass_over(7) == TOO_HARD and skips.saved_skips() == {TOO_EASY: {}, TOO_HARD: {}}
 
 
 def right_of(prompt_group):

@@ -14,7 +14,7 @@ from distflow.config import load_config
 from distflow.data.batch import Batch
 from distflow.selftest.figures import Figures, Step, is_update, step_of
 from distflow.selftest.reference_loop import RECORDED, Recorded, write_recorded
-from distflow.selftest.runs import PROGRAMS, REPLAYED, Lab
+from distflow.selftest.runs import PRESET_KEYS, REPLAYED, Lab
 from tests.e2e.reference_loop import ReferenceLoop, read_step
 
 NUM_STEPS, BATCH_SIZE = 8, 4
@@ -55,7 +55,7 @@ def record(folder: Path, preset: str) -> Recorded:
 
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
-        write_recorded(RECORDED, {preset: record(Path(folder), preset) for preset in PROGRAMS})
+        write_recorded(RECORDED, {preset: record(Path(folder), preset) for preset in PRESET_KEYS})
 
 
 if __name__ == "__main__":

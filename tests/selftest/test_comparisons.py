@@ -122,7 +122,7 @@ def test_a_wrong_figure_turns_the_command_red(
     reward_results = [line.split()[-1] for line in said.splitlines() if line.startswith("grpo ")]
     assert reward_results == ["FAILED", "ok", "out", "out", "out"]
     (kept,) = tmp_path.glob("distflow-selftest-*")
-    assert f"{kept}/PROGRAM/RUN" in said and (kept / "grpo" / "replayed" / "report.html").is_file()
+    assert f"{kept}/PIPELINE/RUN" in said and (kept / "grpo" / "replayed" / "report.html").is_file()
     assert "reference loop" in said.partition("FAILED: ")[2] and "they differ by more than the limit" in said
 
 
@@ -141,7 +141,7 @@ def test_a_run_that_begins_anew_was_not_resumed(tmp_path: Path, started_with: Pa
     """Though its numbers are those of the whole run."""
     started_with.write_text(BEGUN_ANEW)
     *_, killed = of_one_process("grpo", tmp_path / "runs")
-    assert not (found := killed()).ok and "did not go on from" in found.fault
+    assert not (found := killed()).ok and "did not resume from" in found.fault
 
 
 @pytest.mark.slow
@@ -151,8 +151,8 @@ def test_ranks_that_are_not_added_up_exactly_are_found(
     pipeline: str, fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In replicas and in shards."""
-    keys = (*runs.PROGRAMS[pipeline], f"trainer.imports=[tests.selftest.{fault}]")
-    monkeypatch.setitem(runs.PROGRAMS, pipeline, keys)
+    keys = (*runs.PRESET_KEYS[pipeline], f"trainer.imports=[tests.selftest.{fault}]")
+    monkeypatch.setitem(runs.PRESET_KEYS, pipeline, keys)
     (recorded,) = only(pipeline).values()
     lab = runs.Lab.of(tmp_path / "lab", pipeline, recorded)
     with own_ray(tmp_path / "ray", 2):

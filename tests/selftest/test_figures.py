@@ -58,7 +58,7 @@ def test_a_figure_that_is_no_number_is_found(other: Figures, kind: str) -> None:
     ("other", "what"),
     [
         (replace(FIGURES, steps=FIGURES.steps[:1]), "2 steps and 1"),
-        (with_step(answers=[[5, 8], [7]]), "other answers in step 2"),
+        (with_step(answers=[[5, 8], [7]]), "other responses in step 2"),
         (with_step(scores=[0.5, 0.25]), "other scores in step 2"),
         (with_step(updates={"actor/loss": 0.5}), "other losses in step 2"),
         (replace(FIGURES, weights={"critic.w": torch.ones(2)}), "other weights"),

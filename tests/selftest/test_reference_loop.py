@@ -9,7 +9,7 @@ import torch
 from distflow.selftest.comparisons import TOLERANCE
 from distflow.selftest.figures import Figures, differences
 from distflow.selftest.reference_loop import RECORDED, Recorded, read_recorded, write_recorded
-from distflow.selftest.runs import PROGRAMS, Lab
+from distflow.selftest.runs import PRESET_KEYS, Lab
 from tests.selftest.record import reference
 
 TRAINED = [("grpo", "actor"), ("ppo", "actor"), ("ppo", "critic")]
@@ -20,7 +20,7 @@ def recorded() -> dict[str, Recorded]:
     return read_recorded(RECORDED)
 
 
-@pytest.fixture(scope="module", params=PROGRAMS)
+@pytest.fixture(scope="module", params=PRESET_KEYS)
 def replayed(
     request: pytest.FixtureRequest, recorded: dict[str, Recorded], tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Lab, Recorded, Figures]:
@@ -30,8 +30,8 @@ def replayed(
     return lab, own, lab.replayed()
 
 
-def test_every_program_is_recorded(recorded: dict[str, Recorded]) -> None:
-    assert recorded.keys() == PROGRAMS.keys()
+def test_every_preset_is_recorded(recorded: dict[str, Recorded]) -> None:
+    assert recorded.keys() == PRESET_KEYS.keys()
     for pipeline in recorded.values():
         lengths = {len(answer) for step in pipeline.figures.steps for answer in step.answers}
         assert max(lengths) == 10 and len(lengths) > 5, "answers end early, and at the limit"

@@ -24,7 +24,7 @@ def kl_estimate(log_probs: Tensor, ref_log_prob: Tensor, kind: str) -> Tensor:
 
     kind: `kl` (k1, d), `abs` (|d|), `mse` (k2, d²/2), `low_var_kl` (k3, e^−d + d − 1 with d clamped to ±20 and the
     result to ±10), where d = log_probs − ref_log_prob; `full` reads the last dimension as whole log-distributions and
-    drops it. With a `+` behind, the value is the estimator's and the gradient that of k2, whose expectation is the
+    drops it. With a trailing `+` the value is the estimator's, and the gradient k2's, which is unbiased for the
     gradient of the KL. Raises ValueError for an unknown kind.
     """
     name = check_kl_type(kind)
@@ -41,7 +41,9 @@ def check_kl_type(kind: str) -> str:
     base = _ALIASES.get(base, base)
     if base not in KL_TYPES or base + plus == "full+":
         meant = f"; did you mean '{near}'?" if (near := nearest(base, KL_TYPES)) else ""
-        raise ValueError(f"KL type '{kind}' is none of {', '.join(KL_TYPES)}, all but full also with + behind{meant}")
+        raise ValueError(
+            f"KL type '{kind}' is none of {', '.join(KL_TYPES)}, all but full also with a trailing +{meant}"
+        )
     return base + plus
 
 
@@ -49,7 +51,7 @@ def check_token_kl_type(kind: str) -> str:
     """As `check_kl_type`, for places that hold the log-probs of the sampled tokens only; raises for `full`."""
     name = check_kl_type(kind)
     if name == "full":
-        raise ValueError("KL type 'full' needs whole distributions, which are never kept; use 'low_var_kl'")
+        raise ValueError("KL type 'full' needs whole distributions, which are never stored; use 'low_var_kl'")
     return name
 
 
@@ -91,12 +93,12 @@ class KLController(Protocol):
 
 @dataclass
 class FixedKLController:
-    """A coefficient that stays."""
+    """A constant coefficient."""
 
     value: float
 
     def update(self, current_kl: float, n_steps: int) -> None:
-        """Nothing moves it."""
+        """Does nothing."""
 
     def state(self) -> dict[str, float]:
         return {"value": self.value}
@@ -121,7 +123,7 @@ class AdaptiveKLController:
             raise ValueError(f"adaptive KL needs target_kl > 0 and horizon > 0, not {self.target_kl}, {self.horizon}")
 
     def update(self, current_kl: float, n_steps: int) -> None:
-        """current_kl: mean of the batch, see `mean_kl`; a non-finite one (that step is skipped) moves nothing."""
+        """current_kl: mean of the batch, see `mean_kl`; a non-finite one (that step is skipped) is ignored."""
         if not math.isfinite(current_kl):
             return
         error = min(max(current_kl / self.target_kl - 1.0, -0.2), 0.2)
@@ -161,8 +163,8 @@ def apply_kl_penalty(
 ) -> tuple[Tensor, float]:
     """(token_level_rewards, mean KL): scores − kl_coef · KL on each policy token; all `(bs, response_length)`.
 
-    The mean feeds the controller, see `mean_kl`. Rewards on tokens that no policy made are 0. Raises ValueError for an
-    unknown `kl_penalty`, or `full`.
+    The mean feeds the controller, see `mean_kl`. Rewards on tokens that are not the policy's are 0. Raises ValueError
+    for an unknown `kl_penalty`, or `full`.
     """
     kind = check_token_kl_type(kl_penalty)
     kl = kl_estimate(under_mask(old_log_probs, response_mask), under_mask(ref_log_prob, response_mask), kind)
@@ -175,7 +177,7 @@ def mean_kl(
     kl: Tensor, response_mask: Tensor, valid: Tensor | None, mean: KLMean, reduce: Reduce | None = None
 ) -> Tensor:
     """The mean KL of the global batch's valid samples, a scalar: over their tokens, or with `sequence` over the means
-    of the sequences, where as in verl one without a token counts as 0.
+    of the sequences, where, as in verl, a sequence without a token counts as 0.
 
     kl, response_mask: `(bs, response_length)`; valid: `(bs,)`.
     """

@@ -1,9 +1,8 @@
-"""Sums, means and whitening under a mask, over one rank or all. What stands outside the mask is never read.
+"""Sums, means and whitening under a mask, over one rank or all; values outside the mask are never read. Aggregation of
+per-token losses to one number.
 
-From a loss per token to one number, exact over a mini-batch however it is split into micro-batches and ranks.
-
-A mini-batch is one optimizer step. Its counts are summed over all its parts first; each part then weighs its own tokens
-by those counts, so the parts' losses and gradients add up to those of the whole.
+A mini-batch is one optimizer step. Its counts are first summed over all micro-batches and ranks; each part then weights
+its own tokens by these counts, so that losses and gradients add up exactly to those of the whole.
 """
 
 from collections.abc import Iterator, Mapping
@@ -148,7 +147,7 @@ def agg_loss(
 
 
 def check_scale(mode: str, scale: float | None) -> None:
-    """Raises ValueError where the mode needs a scale that does not hang on how the mini-batch is split."""
+    """Raises ValueError if the mode needs a scale that does not depend on how the mini-batch is split."""
     check_loss_agg_mode(mode)
     if scale is not None and not scale > 0:
         raise ValueError(f"loss_scale_factor must be positive, not {scale}")

@@ -1,4 +1,4 @@
-"""Claim: the rollout engine and the trainer mean the same policy: they give a token the same log-prob."""
+"""Check: the rollout engine and the trainer have the same policy: they give a token the same log-prob."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,8 +11,8 @@ from distflow.algorithms.rollout_correction import mismatch_statistics
 from distflow.data.batch import Batch
 from distflow.errors import TrustError
 
-SHIFT_EVIDENCE = 4.0
-"""Log-probs are called shifted where the gap to the neighbouring token's is this many times smaller."""
+SHIFT_FACTOR = 4.0
+"""Log-probs count as shifted if the gap to the neighbouring token's is this many times smaller."""
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Tolerance:
     """mean: above this mean |Δ log-prob| the user is warned. hold: above this the run is stopped.
 
     Measured on a healthy model of 135 M parameters: 1e-5 nats in float32; 0.02 (greedy) to 0.05 (sampled) in bfloat16,
-    where the engine holds rounded weights and the trainer computes in bfloat16 on float32 ones.
+    where the engine has rounded weights and the trainer computes in bfloat16 on float32 ones.
     """
 
     mean: float
@@ -33,13 +33,13 @@ class Tolerance:
 
 
 def causes(versions: Tensor, made: Tensor, step: int, keeps_kv: bool = True) -> dict[str, Tensor]:
-    """Why engine and trainer may give a token of `step` another log-prob, as masks `(bs, response_length)` that divide
-    the tokens under `made` among them.
+    """Reasons for different log-probs of engine and trainer at `step`, as masks `(bs, response_length)` that partition
+    the tokens under `made`.
 
-    `older_kv`: weights other than those of the tokens before it, whose keys and values it was made over (keeps_kv says
-    that an engine which gets new weights goes on over old ones). `older_version`: older weights. `same_version`: the
-    trainer's weights of this step, so that what is left is numerics. made: 1 on tokens that the policy made; what
-    stands between two runs of them was read by the engine anew, with all before it.
+    `older_kv`: keys and values of the tokens before it are of other weights (keeps_kv: the engine keeps them after a
+    weight sync). `older_version`: older weights. `same_version`: the trainer's weights of this step, so that only
+    numerics differ. made: 1 on tokens of the policy; tokens between two runs of them were prefilled again by the
+    engine, with all before them.
     """
     inside = made > 0
     begins = inside & ~torch.nn.functional.pad(inside[:, :-1], (1, 0))
@@ -52,7 +52,7 @@ def causes(versions: Tensor, made: Tensor, step: int, keeps_kv: bool = True) -> 
 
 
 def mismatch(rollout: Tensor, trainer: Tensor, mask: Tensor, reduce: Reduce | None = None) -> dict[str, float]:
-    """`mismatch_statistics` of log-probs as metrics; nothing where no token of the global batch is masked in."""
+    """`mismatch_statistics` of log-probs as metrics; empty if no token of the global batch is under the mask."""
     if not float(global_sum((mask > 0).sum().double(), reduce)):
         return {}
     statistics = mismatch_statistics(trainer, rollout, mask, reduce)
@@ -68,12 +68,12 @@ def check_mismatch(
     weighs: bool = False,
     reduce: Reduce | None = None,
 ) -> tuple[dict[str, float], str | None]:
-    """(metrics of the global batch, a warning or None). Raises TrustError where the two cannot be one policy.
+    """(metrics of the global batch, a warning or None). Raises TrustError if the two cannot be one policy.
 
-    The limits are those of tokens that the trainer's own version made: what others differ by is staleness.
-    stops: a warning stops the run as well. weighs: weights are on from the next step. keeps_kv: see `causes`.
-    The trainer's own are `trainer_log_probs` where the batch has them (NaN in samples that were not scored), else
-    `prox_log_probs` (`old_log_probs` are the engine's then).
+    The limits apply to tokens of the trainer's own version: others also differ by staleness. stops: a warning stops the
+    run as well. weighs: correction weights are on from the next step. keeps_kv: see `causes`. The trainer's own are
+    `trainer_log_probs` where the batch has them (NaN in samples that were not scored), else `prox_log_probs`
+    (`old_log_probs` are the engine's then).
     """
     own = next((name for name in ("trainer_log_probs", "prox_log_probs", "old_log_probs") if name in batch), None)
     if "rollout_log_probs" not in batch or own is None:
@@ -106,23 +106,23 @@ def check_mismatch(
             f"rollout engine and trainer disagree by {mean:.3g} nats a token on the same weights "
             f"(largest {metrics['mismatch/same_version/max_abs']:.3g}, limit of the mean {tolerance.hold:g}). Likely "
             "causes: misaligned log-probs or tokens, KV of old weights, another temperature, weights that did not "
-            "arrive, or, below float32, a model that makes much of rounding"
+            "arrive, or, below float32, a model that amplifies rounding"
         )
-    told = f"rollout and trainer log-probs differ by {mean:.3g} nats a token on average ({_cause(batch, metrics)})"
+    message = f"rollout and trainer log-probs differ by {mean:.3g} nats a token on average ({_cause(batch, metrics)})"
     if stops:
-        raise TrustError(f"{told}, above {tolerance.mean:g}, and trust.on_mismatch=stop")
+        raise TrustError(f"{message}, above {tolerance.mean:g}, and trust.on_mismatch=stop")
     if weighs or "rollout_is_weights" in batch:
-        return metrics, f"{told}; each token's loss is weighed by the ratio of the two from here on"
-    return metrics, f"{told}; algorithm.rollout_correction.level=token weighs it out"
+        return metrics, f"{message}; each token's loss is weighted by the ratio of the two from here on"
+    return metrics, f"{message}; algorithm.rollout_correction.level=token weighs it out"
 
 
 def _cause(batch: Batch, metrics: Mapping[str, float]) -> str:
-    told = "cause: numerics"
+    message = "cause: numerics"
     if not batch.flat("rollout_log_probs").equal(batch.flat("sampling_log_probs")):
-        told += "; and sampling is truncated or penalised, so another policy draws than is trained"
+        message += "; and sampling is truncated or penalised, so another policy draws than is trained"
     if metrics["mismatch/same_version/share"] < 1:
-        told += f"; tokens of older weights, which staleness lets differ, are not among them ({_others(metrics)})"
-    return told
+        message += f"; tokens of older weights, which staleness lets differ, are not among them ({_others(metrics)})"
+    return message
 
 
 def _others(metrics: Mapping[str, float]) -> str:
@@ -139,4 +139,4 @@ def _is_shifted(rollout: Tensor, trainer: Tensor, counted: Tensor) -> bool:
     direct = (trainer - rollout)[:, 1:][pairs].abs().mean()
     ahead, behind = trainer[:, 1:] - rollout[:, :-1], trainer[:, :-1] - rollout[:, 1:]
     nearest = min(ahead[pairs].abs().mean(), behind[pairs].abs().mean())
-    return bool(nearest * SHIFT_EVIDENCE < direct)
+    return bool(nearest * SHIFT_FACTOR < direct)

@@ -1,9 +1,7 @@
-"""Mean and variance of all values so far, over steps and ranks, in float64.
+"""Normalises rewards and advantages over the batch, their group or all values so far: `reward_norm` and `adv_norm`.
 
-Rewards and advantages normalised over the batch or their group: AReaL's `reward_norm` and `adv_norm`.
-
-The keys and the formula are those of `NormConfig` and `Normalization` of AReaL 1.0, exact over the ranks. The level
-"running" is ROLL's: the moments of all rewards so far.
+Keys and formula are those of `NormConfig` and `Normalization` of AReaL 1.0, exact over the ranks. The level "running"
+is ROLL's: `Moments` has mean and variance of all rewards so far, over steps and ranks, in float64.
 """
 
 import math
@@ -20,7 +18,7 @@ from distflow.algorithms.masked_reductions import Reduce, global_sum, under_mask
 
 @dataclass(frozen=True)
 class Moments:
-    """squares: sum of the squared differences to the mean, so that digits are kept where values are large."""
+    """squares: sum of the squared differences to the mean, to keep precision for large values."""
 
     count: float = 0.0
     mean: float = 0.0
@@ -63,9 +61,9 @@ Level = Literal["batch", "group", "running"]
 class Normalization:
     """(x − mean) / (std + eps), each over the global batch or the group; a level of None leaves it out.
 
-    mean_leave1out: a value is not in the mean that is taken off it. std_unbiased: over n − 1 values, and 1 where there
-    is one only. The standard deviation is that of the differences to this mean, also where the mean is of another
-    level, leaves the value out, or is 0 for want of one. group_size: a group is cut into runs of so many episodes.
+    mean_leave1out: a value is not in the mean that is subtracted from it. std_unbiased: over n − 1 values, and 1 where
+    there is one only. The standard deviation is of the differences to this mean, even if the mean is of another level,
+    leaves the value out, or is missing (0). group_size: a group is cut into runs of so many episodes.
 
     "running" is over all values so far, those at hand among them: their mean, and the standard deviation about it.
     """

@@ -1,8 +1,8 @@
-"""The clipped value loss of PPO (arXiv:1707.06347; clipping as in the original code), of squares or Huber's.
+"""The objectives of policy, critic and SFT: losses per token, aggregated exactly over the mini-batch, with their
+metrics.
 
-What an optimizer step minimises: losses per token, aggregated exactly over the mini-batch, with their metrics.
-
-These have the shape that train engines expect of a loss: `outputs`, `counts`, a call for each micro-batch, `finish`.
+They implement the train engines' `LossFn`: `outputs`, `counts`, a call for each micro-batch, `finish`. PPO's clipped
+value loss (arXiv:1707.06347; clipping as in the original code) is here too.
 """
 
 from collections.abc import Mapping
@@ -67,9 +67,9 @@ class PolicyObjective:
     """policy loss + kl_loss_coef · KL to the reference − entropy_coef · entropy.
 
     Metrics: `loss`, `pg_loss`, `entropy` (mean per token), `kl_loss`, the policy loss's statistics, `log_ratio_abs`
-    (mean |log ratio| to the policy that the loss is anchored at, where the batch has its log-probs: 0 before the first
-    update), and for each term that is on `loss_term/NAME`, the weighted sum of its absolute per-token values: one that
-    stays exactly 0 is dead.
+    (mean |log ratio| to the policy of the clip, if the batch has its log-probs: 0 before the first update), and for
+    each term that is on `loss_term/NAME`, the weighted sum of its absolute per-token values: exactly 0 means a dead
+    term.
     """
 
     outputs: tuple[str, ...] = ("log_probs", "entropy")
@@ -94,15 +94,15 @@ class PolicyObjective:
     ) -> None:
         """options: of the loss. kl_loss_type: None leaves the KL term out. weights_field: the column of rollout
         correction weights, None for none. weights_optional: a batch without the column is not corrected.
-        interpolates: `prox_log_probs` are no column, but made of `old_log_probs` and `prox_alpha` (see
+        interpolates: `prox_log_probs` are no column, but computed from `old_log_probs` and `prox_alpha` (see
         `algorithms/rollout_correction.py`). derives_old: a batch without `old_log_probs` takes the current ones,
-        detached, in their place. correction: weighs the loss by proximal (or current) log-probs over
+        detached, in their place. correction: weights the loss by proximal (or current) log-probs over
         `rollout_log_probs`.
         off_policy_mask_threshold: of `off_policy_sequence_mask`, None for none. actor: the numbers that a seed-style
         loss sees as its `config`.
 
-        Raises ValueError for an unknown loss, option, mode or KL type, an option without sense, or where the mode needs
-        `loss_scale_factor`.
+        Raises ValueError for an unknown loss, option, mode or KL type, an invalid option, or a missing
+        `loss_scale_factor` that the mode needs.
         """
         check_scale(loss_agg_mode, loss_scale_factor)
         self.loss = find_policy_loss(loss) if isinstance(loss, str) else loss
@@ -196,7 +196,7 @@ class PolicyObjective:
             sums: Sums = {_PER_TOKEN + name: value for name, value in stats.items()}
             sums |= {_PER_TOKEN + name: value.double().sum() for name, value in measured.items()}
             return loss, sums | {"loss_term/pg": loss.abs()}
-        # A user's loss need not mind what stands outside the mask.
+        # A user's loss may ignore the mask.
         current = under_mask(log_probs, mask)
         per_token, token_stats = self._per_token(current, fields)
         if correction is not None:
@@ -214,7 +214,7 @@ class PolicyObjective:
     def _weights(
         self, log_probs: Tensor, micro: Batch, fields: Mapping[str, Tensor]
     ) -> tuple[Tensor | None, dict[str, Tensor]]:
-        """(correction weights or None, statistics per token of those that are made here)."""
+        """(correction weights or None, statistics per token of weights computed here)."""
         field, mask = self.weights_field, fields["loss_mask"]
         if self.correction is not None:
             trainer = fields.get("prox_log_probs", log_probs)
@@ -243,7 +243,7 @@ class PolicyObjective:
                 )
 
     def _fields(self, micro: Batch, log_probs: Tensor, mask: Tensor) -> dict[str, Tensor]:
-        """The columns that the loss takes; those that are made of the current log-probs too."""
+        """The columns that the loss takes, including those computed from the current log-probs."""
         made = {"loss_mask": mask}
         if self.interpolates:
             given = (log_probs, micro["old_log_probs"], micro["prox_alpha"])
@@ -328,7 +328,7 @@ class SFTObjective:
 
 
 def _without_gradient(sums: Mapping[str, Tensor | float]) -> Sums:
-    """They are left where they are: whoever adds them up reads all of them at once."""
+    """The sums stay on their device: the caller reads all of them at once."""
     return {name: value.detach() if isinstance(value, Tensor) else value for name, value in sums.items()}
 
 

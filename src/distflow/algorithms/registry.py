@@ -1,6 +1,6 @@
-"""Advantage estimators and policy losses by name. A user's own is registered as the built-in ones are.
+"""Registry of advantage estimators and policy losses by name, built-in or user-defined.
 
-A built-in's module, which `registry.py` names, is imported when somebody asks for it.
+The module of a built-in is imported when it is first looked up.
 """
 
 import inspect
@@ -23,7 +23,7 @@ _NO_DEFAULT = inspect.Parameter.empty
 Fn = TypeVar("Fn", bound=Callable[..., object])
 Registered = TypeVar("Registered")
 
-# The signature of seed policy losses; the first four parameters tell it from ours.
+# The signature of verl's and siiRL's policy losses; the first four parameters distinguish it from ours.
 SEED_LOSS_PARAMETERS = ("old_log_prob", "log_prob", "advantages", "response_mask")
 SEED_LOSS_ARGUMENTS = (*SEED_LOSS_PARAMETERS, "loss_agg_mode", "config", "rollout_is_weights")
 
@@ -36,7 +36,7 @@ AdvantageEstimator = Enum(  # type: ignore[misc]  # mypy wants the names spelled
 
 @dataclass(frozen=True)
 class AdvEstimator:
-    """A registered estimator. `fn` is a node function: a graph can run it as it is.
+    """A registered estimator. `fn` is a node function: a pipeline can run it as it is.
 
     describe: called with the values of all its options by keyword, returns the formula that it computes.
     """
@@ -54,10 +54,10 @@ class AdvEstimator:
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """A registered loss, told by the names of its parameters.
+    """A registered loss, described by the names of its parameters.
 
-    reads, optional: batch columns it needs and takes where they are there; `log_probs` comes from the engine.
-    options: its options and their defaults. seed_style: it has the seed's signature and returns a scalar.
+    reads, optional: required and optional batch columns; `log_probs` comes from the engine.
+    options: its options and their defaults. seed_style: it has verl's and siiRL's signature and returns a scalar.
     check, selects, every_row: see `register_policy_loss`.
     """
 
@@ -73,12 +73,12 @@ class PolicyLoss:
 
     @property
     def selection_options(self) -> dict[str, object]:
-        """Options of `selects` and their defaults; a config gives them beside those of the loss."""
+        """Options of `selects` and their defaults; a config sets them together with those of the loss."""
         return {} if self.selects is None else _options(self.selects)
 
     def checked(self, given: Mapping[str, object]) -> dict[str, object]:
         """The options of the call itself. Raises ValueError for one that is unknown, missing, of another type than its
-        parameter says, or without sense."""
+        parameter, or invalid."""
         check_options(f"policy loss '{self.name}'", given, [*self.options, *self.selection_options])
         given = self._converted(given)
         own = {name: value for name, value in given.items() if name in self.options}
@@ -108,7 +108,7 @@ class PolicyLoss:
         return values
 
 
-# What is registered so far: the user's, and of the built-in ones those that were asked for.
+# Registered so far: the user's, and the built-in ones that were looked up.
 ADV_ESTIMATORS: dict[str, AdvEstimator] = {}
 POLICY_LOSSES: dict[str, PolicyLoss] = {}
 
@@ -121,8 +121,8 @@ def register_adv_est(
     """Register an advantage estimator `(token_level_rewards, response_mask, ...) -> (advantages, returns)`.
 
     Parameters are fields of the batch, keyword-only ones options; `**kwargs` is accepted. scope: which samples it must
-    see together ("sample", "group", "global"). describe: see `AdvEstimator`. A name that is taken gets the new
-    function, with a warning.
+    see together ("sample", "group", "global"). describe: see `AdvEstimator`. Registering a name again
+    replaces the function, with a warning.
     """
     key = str(name.value) if isinstance(name, Enum) else name
 
@@ -147,15 +147,15 @@ def register_policy_loss(
 
     - ours: `(log_probs, advantages, loss_mask, ..., *, options) -> (per-token loss (bs, response_length), statistics)`;
       parameters are fields of the batch, statistics are named per-token tensors;
-    - the seed's: `(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, rollout_is_weights) ->
-      (pg_loss, pg_clipfrac, ppo_kl, pg_clipfrac_lower)`, scalars.
+    - verl's and siiRL's: `(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config,
+      rollout_is_weights) -> (pg_loss, pg_clipfrac, ppo_kl, pg_clipfrac_lower)`, scalars.
 
-    check: called before the start with those options that it names; raises ValueError for one without sense.
+    check: called before the start with those options that it names; raises ValueError for an invalid one.
     selects: a node function that marks tokens of the whole step before its first update, as the column
     `selected_tokens` (see `algorithms/losses/covariance.py`). every_row: means over sequences count rows without a
     token.
 
-    A name that is taken gets the new function, with a warning. Raises ValueError if the parameters fit neither.
+    Registering a name again replaces the function, with a warning. Raises ValueError if the parameters fit neither.
     """
 
     def register(fn: Fn) -> Fn:
@@ -179,20 +179,20 @@ def find_policy_loss(name: str) -> PolicyLoss:
 
 
 def selects_tokens(name: str) -> bool:
-    """Whether the loss of that name chooses tokens of a step before its first update; no unknown one does."""
+    """Whether the loss of that name selects tokens of a step before its first update; False for unknown names."""
     _import_builtin(name, names.POLICY_LOSSES)
     return name in POLICY_LOSSES and POLICY_LOSSES[name].selects is not None
 
 
 def is_decoupled(name: str) -> bool:
-    """Whether the loss of that name reads the log-probs of a proximal policy; no unknown one does."""
+    """Whether the loss of that name reads the log-probs of a proximal policy; False for unknown names."""
     _import_builtin(name, names.POLICY_LOSSES)
     return name in POLICY_LOSSES and "prox_log_probs" in POLICY_LOSSES[name].reads
 
 
 def takes_weights(name: str) -> bool:
-    """Whether correction weights reach the loss of that name: one in the seed's form must ask for them; no unknown one
-    does."""
+    """Whether correction weights reach the loss of that name: one with verl's signature must have a parameter for them;
+    False for unknown names."""
     _import_builtin(name, names.POLICY_LOSSES)
     loss = POLICY_LOSSES.get(name)
     return loss is not None and (not loss.seed_style or "rollout_is_weights" in inspect.signature(loss.fn).parameters)
@@ -210,7 +210,7 @@ def describe_estimator(name: str, options: Mapping[str, object] | None = None) -
 
 
 def check_options(what: str, given: Iterable[str], known: Iterable[str]) -> None:
-    """Raises ValueError for an option that `what` does not take, with the nearest that it does."""
+    """Raises ValueError for an option that `what` does not take, with the nearest known one."""
     known = list(known)
     for key in given:
         if key not in known:
@@ -218,7 +218,7 @@ def check_options(what: str, given: Iterable[str], known: Iterable[str]) -> None
 
 
 def check_choices(what: str, fn: Callable[..., object], given: Mapping[str, object]) -> None:
-    """Raises ValueError for a value that is none of those which the annotation of its option lists."""
+    """Raises ValueError for a value that is not listed in the annotation of its option."""
     for name, parameter in inspect.signature(fn).parameters.items():
         choices = get_args(parameter.annotation) if get_origin(parameter.annotation) is Literal else ()
         if choices and name in given and given[name] not in choices:
@@ -226,7 +226,7 @@ def check_choices(what: str, fn: Callable[..., object], given: Mapping[str, obje
 
 
 def read_policy_loss(name: str, fn: Callable[..., object]) -> PolicyLoss:
-    """What the signature says. Raises ValueError if it is neither ours nor the seed's, or could not be called."""
+    """Reads the signature. Raises ValueError if it is neither ours nor verl's, or cannot be called."""
     parameters = _loss_parameters(name, fn)
     if all(wanted in parameters for wanted in SEED_LOSS_PARAMETERS):
         extra = [p.name for p in parameters.values() if _is_required(p) and p.name not in SEED_LOSS_ARGUMENTS]
@@ -251,7 +251,7 @@ def read_policy_loss(name: str, fn: Callable[..., object]) -> PolicyLoss:
 
 
 def _loss_parameters(name: str, fn: Callable[..., object]) -> Mapping[str, inspect.Parameter]:
-    """Raises ValueError for what is no plain function that can be called by keyword."""
+    """Raises ValueError for anything but a plain function that can be called by keyword."""
     try:
         parameters = inspect.signature(fn).parameters
     except (TypeError, ValueError):
@@ -275,12 +275,12 @@ def _refused_loss(name: str, fn: Callable[..., object], why: str) -> ValueError:
     return ValueError(
         f"policy loss '{name}' ({_shown(fn)}) cannot be called: {why}. Write "
         "def loss(log_probs, advantages, loss_mask, other_columns, *, options), which returns (loss per token, "
-        f"statistics by name), or the seed's def loss({', '.join(SEED_LOSS_ARGUMENTS)})"
+        f"statistics by name), or verl's def loss({', '.join(SEED_LOSS_ARGUMENTS)})"
     )
 
 
 def _shown(fn: Callable[..., object]) -> str:
-    """A function as a person would look for it."""
+    """Where a user finds the function."""
     module, name = getattr(fn, "__module__", None), getattr(fn, "__qualname__", None)
     return f"{module}.{name}" if module and name else repr(fn)
 
@@ -291,7 +291,7 @@ def _options(fn: Callable[..., object]) -> dict[str, object]:
 
 
 def _types(fn: Callable[..., object] | None) -> dict[str, object]:
-    """What a function says of its parameters' types; nothing where that cannot be read."""
+    """The types of a function's parameters; empty if they cannot be read."""
     try:
         return {} if fn is None else get_type_hints(fn)
     except (NameError, TypeError):
@@ -299,7 +299,7 @@ def _types(fn: Callable[..., object] | None) -> dict[str, object]:
 
 
 def _import_builtin(name: str, table: Mapping[str, Entry]) -> None:
-    """Import the built-in of that name, if there is one, so that it stands in the registry before a user's comes."""
+    """Import the built-in of that name, if there is one, so that it is registered before a user's of that name."""
     if name in table:
         load_module(split_name(table[name].target)[0])
 

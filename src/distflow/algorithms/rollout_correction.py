@@ -1,20 +1,13 @@
-"""Corrections for a rollout policy that is not the trainer's: importance weights, truncated or masked.
+"""Corrections for a rollout policy that differs from the trained one.
 
-Truncated weights per token: "Your efficient RL framework secretly brings you off-policy RL training" (Yao et al. 2025).
-A band outside of which tokens do not count: IcePop (Ling team, arXiv:2510.18855).
-
-Rejection masks: tokens or sequences on which trainer and rollout policy differ too much are left out of the loss.
-
-As verl's rollout correction (`rollout_rs`). The masks by token, by sequence and by geometric mean of other systems are
-its `token_k1`, `seq_sum_k1` and `seq_mean_k1`.
-
-Off-policy sequence masking (DeepSeek-V3.2, arXiv:2512.02556; `off_policy_mask_threshold` of TRL's GRPOTrainer).
-
-Proximal log-probs without a forward pass, for decoupled PPO on stale rollouts.
-
-Between the policy that made a token and the one that is trained now the log-prob is taken to move evenly from version
-to version (AReaL's `prox_logp_method=loglinear`, its `docs/algorithms/prox_approx.md`). AReaL 1.0 counts from a version
-before: the engine's version, which it takes for the current policy's, is still that of the policy before the update.
+- Importance weights per token, truncated ("Your efficient RL framework secretly brings you off-policy RL training",
+  Yao et al. 2025) or masked outside a band (IcePop, Ling team, arXiv:2510.18855).
+- Rejection masks: tokens or sequences with too large a difference are left out of the loss, as in verl's `rollout_rs`.
+  The masks of other systems by token, sequence and geometric mean are `token_k1`, `seq_sum_k1` and `seq_mean_k1`.
+- Off-policy sequence masking (DeepSeek-V3.2, arXiv:2512.02556; `off_policy_mask_threshold` of TRL's GRPOTrainer).
+- Proximal log-probs without a forward pass, for decoupled PPO on stale rollouts: the log-prob is assumed to move evenly
+  from version to version (AReaL's `prox_logp_method=loglinear`, its `docs/algorithms/prox_approx.md`). AReaL 1.0 is one
+  version off: it takes the engine's version for the current policy's, but that is still the one before the update.
 """
 
 import math
@@ -43,7 +36,7 @@ Mode = Literal["truncate", "mask"]
 
 @dataclass(frozen=True)
 class Correction:
-    """How weights are made: see `compute_rollout_weights`."""
+    """Options of the weights: see `compute_rollout_weights`."""
 
     level: Level
     mode: Mode = "truncate"
@@ -81,11 +74,11 @@ def compute_rollout_weights(
     level: the ratio of each token, the product over a sequence, or its geometric mean per token. mode: `truncate`
     lowers weights above `cap` to it; `mask` sets weights above `cap` or below `floor` to 0. batch_normalize: then
     divides them by their mean over the global batch, of tokens or of sequences as `level` counts (verl's
-    `rollout_is_batch_normalize`); where that is 0 they stay. Weights carry no gradient and are 0 outside the mask.
-    Statistics are over the global batch: mean and maximum before the correction, the share that it changed, the
-    effective sample size after it (0 where nothing is left), and the mean that it was divided by
+    `rollout_is_batch_normalize`); a mean of 0 changes nothing. Weights carry no gradient and are 0 outside the mask.
+    Statistics are over the global batch: mean and maximum before the correction, the share of weights that it changed,
+    the effective sample size after it (0 if nothing is left), and the mean of the normalisation
     (`rollout_is_batch_norm_factor`).
-    Raises ValueError for an unknown level or mode, or bounds that make no sense.
+    Raises ValueError for an unknown level or mode, or invalid bounds.
     """
     raw, weights = Correction(level, mode, cap, floor).weights(old_log_probs, rollout_log_probs, loss_mask)
     stats = {
@@ -147,7 +140,7 @@ def _mean_weight(weights: Tensor, mask: Tensor, level: str, reduce: Reduce | Non
 
 
 def _draws(weights: Tensor, mask: Tensor, level: str) -> tuple[Tensor, Tensor]:
-    """(weights, which of them count): one a token, or one a sequence: a long sequence is still one draw."""
+    """(weights, which of them count): one a token, or one a sequence: a long sequence is a single draw."""
     if level == "token":
         return weights, mask
     per_row = weights.sum(dim=-1) / (mask > 0).sum(dim=-1).clamp(min=1)
@@ -184,14 +177,14 @@ def compute_rejection_mask(
     bounds: Sequence[Bounds],
     reduce: Reduce | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
-    """(loss_mask less what is rejected, float32 `(bs, response_length)`; statistics over the global batch).
+    """(loss_mask without the rejected tokens, float32 `(bs, response_length)`; statistics over the global batch).
 
-    rollout_rs: what is measured: `token_`, `seq_sum_` and `seq_mean_` of k1, k2, k3, and `seq_max_` of k2, k3; a token
-    must pass all. With d = log π_trainer − log π_rollout within ±20: k1 = −d, k2 = d²/2, k3 = e^d − 1 − d.
-    bounds: (lower, upper) of each, inclusive: of k1 as ratios π_rollout / π_trainer, no lower one meaning 1 / upper;
-    of k2 and k3 the upper one alone. Statistics: for each the mean of what is measured and the share of tokens that it
-    rejects (`NAME_mean`, `NAME_masked`), and the shares of tokens and of sequences (whole or in part) that all reject.
-    Raises ValueError for an unknown name or bounds without sense.
+    rollout_rs: the divergences: `token_`, `seq_sum_` and `seq_mean_` of k1, k2, k3, and `seq_max_` of k2, k3; a token
+    must pass all. With d = log π_trainer − log π_rollout within ±20: k1 = −d, k2 = d²/2, k3 = e^d − 1 − d. bounds:
+    (lower, upper) of each, inclusive: for k1 as ratios π_rollout / π_trainer, with 1 / upper as the default lower
+    bound; for k2 and k3 only the upper one. Statistics: for each its mean and the share of tokens that it rejects
+    (`NAME_mean`, `NAME_masked`), and the shares of tokens and of sequences (whole or in part) that are rejected. Raises
+    ValueError for an unknown name or invalid bounds.
     """
     check_rejection(rollout_rs, bounds)
     difference = under_mask(old_log_probs.detach(), loss_mask) - under_mask(rollout_log_probs.detach(), loss_mask)
@@ -212,7 +205,7 @@ def compute_rejection_mask(
 
 
 def check_rejection(rollout_rs: Sequence[str], bounds: Sequence[Bounds]) -> None:
-    """Raises ValueError for an unknown name, or where not every one has bounds with something between them."""
+    """Raises ValueError for an unknown name, missing bounds, or an empty range."""
     for name in rollout_rs:
         if name not in ROLLOUT_RS:
             raise ValueError(f"rollout_rs '{name}' is unknown; choose from {', '.join(ROLLOUT_RS)}")
@@ -228,7 +221,7 @@ def check_rejection(rollout_rs: Sequence[str], bounds: Sequence[Bounds]) -> None
 
 
 def _measure(name: str, log_ratio: Tensor, inside: Tensor) -> Tensor:
-    """The divergence of each token, or that of its sequence on each of its tokens; `(bs, response_length)`."""
+    """The divergence of each token, or its sequence's on each of its tokens; `(bs, response_length)`."""
     level, _, estimator = name.rpartition("_")
     divergence = {
         "k1": -log_ratio,
@@ -256,8 +249,8 @@ def off_policy_sequence_mask(
 ) -> Tensor:
     """0 on tokens with A < 0 in sequences whose mean of log π_rollout − log π exceeds `threshold`, else 1.
 
-    All `(bs, response_length)`; π is the policy that is trained now, so a sequence may leave during a step. Carries no
-    gradient. The mean is over the tokens under the mask, in nats a token. What is masked stays in the denominators.
+    All `(bs, response_length)`; π is the current policy, so a sequence may become masked during a step. Carries no
+    gradient. The mean is over the tokens under the mask, in nats a token. Masked tokens stay in the denominators.
     """
     current = under_mask(log_probs.detach(), loss_mask)
     gap = (under_mask(rollout_log_probs, loss_mask) - current).double()
@@ -273,15 +266,15 @@ def check_threshold(threshold: float | None) -> None:
 
 
 register_field(
-    "prox_alpha", doc="where the proximal policy lies between the one that made the token (0) and the trained"
+    "prox_alpha", doc="position of the proximal policy between the one that generated the token (0) and the trained"
 )
 
 
 def proximal_position(versions: Tensor, step: int) -> Tensor:
     """α = (v_prox − v) / (v_θ − v) of each token, in [0, 1), float32 of the same shape.
 
-    versions: v, the version of the weights that made the token. step: v_prox, the trainer's version before the update;
-    what the update makes is v_θ = step + 1. 0 where no policy made a token, and for one of the proximal policy itself.
+    versions: v, the weight version of the token. step: v_prox, the trainer's version before the update;
+    after it v_θ = step + 1. 0 for tokens that are not the policy's, and for those of the proximal policy itself.
     """
     behind = torch.where(versions >= 0, step - versions, torch.zeros_like(versions)).clamp(min=0).float()
     return behind / (behind + 1.0)

@@ -1,10 +1,8 @@
-"""What is left out of training or punished for its length (DAPO, arXiv:2503.14476).
+"""Group filter and overlong penalty (DAPO, arXiv:2503.14476), and sample masks and weights by length and difficulty.
 
-Samples that are left out of the loss, or weigh more than others: by length, and by how hard their prompt is.
-
-Masks and weights are those of alibaba/ROLL (`get_sample_level_mask`, `compute_sample_weights`), but that how hard a
-prompt is is measured on the group's own answers, that invalid samples count in none of it, and that bounds and means
-are those of the batch of all ranks.
+Masks and weights are those of alibaba/ROLL (`get_sample_level_mask`, `compute_sample_weights`), except that difficulty
+is measured on the group's own responses, invalid samples never count, and bounds and means are over the batch of all
+ranks.
 """
 
 import torch
@@ -14,26 +12,26 @@ from distflow.algorithms.advantages.group_statistics import Groups
 from distflow.algorithms.masked_reductions import Reduce, global_sum, under_mask
 
 ALL_EQUAL = "all_equal"
-TOO_FEW_VERDICTS = "too_few_verdicts"
+TOO_FEW_SCORES = "too_few_scores"
 
 
 def drop_reason(metric: Tensor, valid: Tensor | None = None, min_valid: int = 2) -> str | None:
-    """Why one prompt's group teaches nothing, or None if it does.
+    """Why a group has zero advantage, or None if it has not.
 
-    metric: `(n,)`, one value a sample. A group with fewer than `min_valid` valid samples is `too_few_verdicts`; one
+    metric: `(n,)`, one value a sample. A group with fewer than `min_valid` valid samples is `too_few_scores`; one
     whose valid samples all have the same metric is `all_equal`.
     """
     judged = metric if valid is None else metric[valid.bool()]
     if judged.numel() < max(min_valid, 1):
-        return TOO_FEW_VERDICTS
+        return TOO_FEW_SCORES
     return ALL_EQUAL if bool(judged.max() == judged.min()) else None
 
 
 def overlong_penalty(lengths: Tensor, max_response_length: int, buffer_tokens: int, factor: float = 1.0) -> Tensor:
-    """Soft punishment of long answers, float32 `(bs,)`, from 0 down to −factor (DAPO, equation 13).
+    """Soft penalty for long responses, float32 `(bs,)`, from 0 down to −factor (DAPO, equation 13).
 
     lengths: response tokens. It grows linearly over the last `buffer_tokens` before `max_response_length` and is
-    clipped beyond it. With `buffer_tokens` 0 there is none. Raises ValueError if the buffer exceeds the limit.
+    clipped beyond it. `buffer_tokens` 0 turns it off. Raises ValueError if the buffer exceeds the limit.
     """
     if buffer_tokens < 0 or buffer_tokens > max_response_length:
         raise ValueError(f"the overlong buffer of {buffer_tokens} tokens must lie in 0..{max_response_length}")
@@ -58,13 +56,13 @@ def is_within(share: Tensor, band: Band) -> Tensor:
 
 
 def difficulty_weights(share: Tensor, band: Band) -> Tensor:
-    """From the first of the band where all are right to the second where none is. `(bs,)`."""
+    """From the band's first value if all samples are right to its second if none is. `(bs,)`."""
     return band[0] + (band[1] - band[0]) * (1.0 - share)
 
 
 def length_weights(lengths: Tensor, valid: Tensor, band: Band, reduce: Reduce | None = None) -> Tensor:
-    """From the first of the band for the batch's shortest valid answer to the second for its longest; the first where
-    all are as long. lengths, valid: `(bs,)`."""
+    """From the band's first value for the batch's shortest valid response to its second for the longest; the first if
+    all lengths are equal. lengths, valid: `(bs,)`."""
     lengths, counted = lengths.double(), valid.bool()
     lowest = torch.tensor([-torch.inf], dtype=torch.float64)
     ends = torch.stack([torch.cat([lowest, sign * lengths[counted]]).amax() for sign in (-1.0, 1.0)])
@@ -75,7 +73,7 @@ def length_weights(lengths: Tensor, valid: Tensor, band: Band, reduce: Reduce | 
 
 
 def with_mean_one(weights: Tensor, valid: Tensor, reduce: Reduce | None = None) -> Tensor:
-    """Over their mean over the batch's valid samples; 0 for the others. Both `(bs,)`."""
+    """Divide by the mean over the batch's valid samples; 0 for the others. Both `(bs,)`."""
     inside = under_mask(weights.double(), valid)
     total, count = global_sum(torch.stack([inside.sum(), valid.double().sum()]), reduce).unbind()
     return inside * (count / total) if total > 0 else inside

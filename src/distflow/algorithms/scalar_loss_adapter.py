@@ -1,4 +1,4 @@
-"""Runs a policy loss of the seed's signature, which returns scalars of a micro-batch, exactly over the mini-batch."""
+"""Runs a policy loss with verl's and siiRL's signature, which returns scalars of a micro-batch, over the mini-batch."""
 
 import inspect
 import warnings
@@ -42,8 +42,8 @@ class FrozenView(Mapping[str, object]):
 
 
 class SeedLoss:
-    """Adapts one seed-style loss. What it aggregates with our `agg_loss` is exact; a scalar made in another way counts
-    by the micro-batch's share of the tokens, with one warning."""
+    """Adapts one such loss. Losses aggregated with distflow's `agg_loss` are exact; a scalar computed in another way
+    is weighted by the micro-batch's share of the tokens, with one warning."""
 
     def __init__(self, loss: PolicyLoss, loss_agg_mode: str, scale: float | None, actor: Mapping[str, object]) -> None:
         self.loss, self.loss_agg_mode, self.scale = loss, loss_agg_mode, scale
@@ -72,7 +72,7 @@ class SeedLoss:
         mask = fields["loss_mask"]
         num_tokens = float((mask > 0).sum())
         if num_tokens == 0:
-            # Its own means would divide by nothing.
+            # Its own means would divide by zero.
             return zero_loss(log_probs), dict.fromkeys(SEED_RETURNS[1:], 0.0)
         pg_loss, means, aggregated = self._run(log_probs, fields, weights, counts)
         if not aggregated:
@@ -101,7 +101,7 @@ class SeedLoss:
         if not isinstance(result, tuple) or len(result) != len(SEED_RETURNS):
             raise UserError(
                 f"policy loss '{self.loss.name}' must return ({', '.join(SEED_RETURNS)}), {len(SEED_RETURNS)} scalars: "
-                "those that it does not measure may be torch.zeros(())"
+                "unused ones may be torch.zeros(())"
             )
         pg_loss, *means = result
         return pg_loss, dict(zip(SEED_RETURNS[1:], means, strict=True)), bound.used
@@ -110,12 +110,12 @@ class SeedLoss:
         if not self._warned:
             warnings.warn(
                 f"policy loss '{self.loss.name}' does not aggregate with distflow.algorithms.agg_loss: each "
-                "micro-batch counts by its tokens, so the loss may hang on how the batch is split",
+                "micro-batch counts by its tokens, so the loss may depend on how the batch is split",
                 stacklevel=2,
             )
         self._warned = True
 
 
 def _number(mean: Tensor | float) -> float:
-    """Seed losses return statistics as tensors, some of which still carry the gradient, or as plain numbers."""
+    """Such losses return statistics as tensors, some with gradient, or as plain numbers."""
     return float(mean.detach() if isinstance(mean, Tensor) else mean)

@@ -1,8 +1,5 @@
-"""Config keys given as Python values, as the lines `key=value` that the command line takes.
-
-Rows and a reward function given from Python: they become files of the run's folder, which its config names, so that
-a resumed run, its evaluation and its verifier processes find them there.
-"""
+"""Arguments of the Python API as config: keys become `key=value` lines, rows and a reward function become files of the
+run's folder, where a resumed run, its evaluation and its reward processes find them."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,11 +16,18 @@ from distflow.data.in_memory_rows import GivenRows, keep_rows
 from distflow.errors import UserError
 
 Overrides: TypeAlias = Mapping[str, object] | Sequence[str]
+Rows: TypeAlias = str | Path | GivenRows
+Reward: TypeAlias = Callable[..., object]
+
+# What the config names while it is checked, before anything is written.
+_ROWS_TO_COME = "builtin:arithmetic-rl"
+_REWARD_TO_COME = "distflow.rewards.format_reward"
+_HERE = "given in Python"
 _SPECIAL = re.compile(r"[\\()\[\]{}:=, \t]")
 
 
 def to_lines(overrides: Overrides) -> list[str]:
-    """Of a mapping, nested or with dotted keys, one line for each key; lines stay as they are.
+    """One line for each key of a mapping, nested or with dotted keys; lines are returned unchanged.
 
     Raises UserError for what is neither, and for a value that no config can hold.
     """
@@ -77,20 +81,11 @@ def _escaped(name: object) -> str:
     return _SPECIAL.sub(lambda match: f"\\{match[0]}", str(name))
 
 
-Rows: TypeAlias = str | Path | GivenRows
-Reward: TypeAlias = Callable[..., object]
-
-# What the config names while it is checked, before anything is written.
-_ROWS_TO_COME = "builtin:arithmetic-rl"
-_REWARD_TO_COME = "distflow.rewards.format_reward"
-_HERE = "given in Python"
-
-
 @dataclass(frozen=True)
-class Given:
-    """Each None where it was not given. A text in place of rows is what the key takes.
+class PythonInputs:
+    """Rows and reward given from Python, each None where it was not. A text in place of rows is the key's value.
 
-    Raises UserError for a reward that is none.
+    Raises UserError for a reward that is no function.
     """
 
     data: Rows | None = None
@@ -102,7 +97,7 @@ class Given:
             _check_reward(self.reward)
 
     def lines(self, others: Sequence[str]) -> list[str]:
-        """What is set for the check of the config. Raises UserError where `others` set the same."""
+        """The keys that are set for the check of the config. Raises UserError where `others` set the same."""
         lines = []
         for name, key in (("data", "data.train_files"), ("val_data", "data.val_files")):
             rows = getattr(self, name)
@@ -115,20 +110,20 @@ class Given:
         return lines
 
     def shown(self, what: str) -> str:
-        """A place of a problem, by the argument where it names what is set for the check."""
+        """The place of a problem, named by the argument where the key was set for the check."""
         key = what.partition(" = ")[0]
         if self.reward is not None and key == "custom_reward_function.path":
             return "reward"
         return what
 
     def named_in(self, loaded: Loaded) -> Loaded:
-        """The checked config with the files to come. Raises UserError for a reward that judges nothing."""
+        """The checked config with the files to come. Raises UserError for a reward that would score nothing."""
         from distflow.rewards.functions import name_of
 
         config, keys = loaded.config, list[str]()
         if self.reward is not None and not is_rl(config):
             raise UserError(
-                f"reward is given, and the pipeline {pipeline_name(config)} judges no answers: leave it out"
+                f"reward is given, and the pipeline {pipeline_name(config)} scores no responses: leave it out"
             )
         for key, file, _ in self._files(config):
             files: dict[str, Any] = {f"{key}_files": (str(file),)}
@@ -138,7 +133,7 @@ class Given:
             custom = replace(config.custom_reward_function, path=str(_reward_file(config)), name=name_of(self.reward))
             config = replace(config, custom_reward_function=custom)
             keys += ["custom_reward_function.path", "custom_reward_function.name"]
-        # Overrides were read as lines of a command line, which there is none of.
+        # Overrides were read as lines of a command line, but there is none.
         origins = {key: _HERE if where == COMMAND_LINE else where for key, where in loaded.origins.items()}
         origins |= dict.fromkeys(keys, _HERE)
         return replace(loaded, config=config, origins=origins)
@@ -153,7 +148,7 @@ class Given:
             name = "data" if key == "train" else "val_data"
             wanted = getattr(config.data, f"{key}_max_samples")
             if keep_rows(rows, file, name=name, wanted=wanted, resuming=resuming):
-                say(f"{name}: going on with the rows that the run began with, in {file}; what was given is not read")
+                say(f"{name}: resuming with the rows that the run began with, in {file}; the argument is not read")
         if self.reward is not None:
             write_function(self.reward, fingerprint_function(self.reward), _reward_file(config))
 

@@ -1,4 +1,4 @@
-"""`distflow.rollouts`: answered and judged prompts for a training loop of the user's own, with bounded staleness."""
+"""`distflow.rollouts`: generated and scored prompt groups for a user's own training loop, with bounded staleness."""
 
 import inspect
 import time
@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from distflow.api.arguments import Given, Overrides, Reward, Rows
+from distflow.api.arguments import Overrides, PythonInputs, Reward, Rows
 from distflow.api.run import Run
-from distflow.api.train import PresetOrConfig, make_spec_of, preset_and_lines, read, say, settings_kept
+from distflow.api.train import PresetOrConfig, make_spec_of, preset_and_lines, read, say, settings_restored
 from distflow.config import Config, Loaded, load_config, pipeline_name
 from distflow.config.derived_settings import is_rl
 from distflow.config.per_domain import train_files
@@ -39,16 +39,16 @@ def rollouts(
     should_accept: ShouldAccept | None = None,
     resume: str | None = None,
 ) -> "Rollouts":
-    """Prompts answered and judged while a loop of your own trains: enter it with `with`.
+    """Generate and score prompts while your own loop trains: enter it with `with`.
 
-    It is the run of `distflow.train` with the same arguments, of which you drive the steps. Of the config that is all
-    but the nodes behind the rollout loop, which run only in `Rollouts.train`.
+    It is the run of `distflow.train` with the same arguments, but you drive the steps. The config applies but for the
+    nodes after the rollout loop, which run only in `Rollouts.train`.
     data: rows for `prepare_batch`; without any, prompts come by `submit` alone, and `trainer.total_training_steps` says
     how many steps there are. should_accept: given the batch of a finished group, whether to train on it; a group that
     is not accepted is dropped as rejected, and another starts. It runs on a thread of its own.
-    Raises UserError or PipelineError for what is to be changed.
+    Raises UserError or PipelineError for a mistake of the user's.
     """
-    given = Given(data, val_data, reward)
+    given = PythonInputs(data, val_data, reward)
     has_data = data is not None or any(files for _, files in train_files(_peek(preset_or_config, overrides)))
     if not has_data:
         given = replace(given, data=_placeholders(_peek(preset_or_config, overrides)))
@@ -83,14 +83,16 @@ class RolloutStats:
 
 
 class Rollouts:
-    """What `distflow.rollouts` returns: a context manager. Called by one thread, the one that enters it.
+    """The context manager that `distflow.rollouts` returns. Only the thread that enters it may call it.
 
     A step is all the groups that were taken since the last `publish`, by `prepare_batch` or `wait`. No token of it is
     made by weights more than `async.max_staleness` steps older. Groups come by the step that must train on them at the
     latest, then in the order in which they were started. Leaving it ends everything, whatever the loop raised.
     """
 
-    def __init__(self, loaded: Loaded, given: Given, should_accept: ShouldAccept | None, *, has_data: bool) -> None:
+    def __init__(
+        self, loaded: Loaded, given: PythonInputs, should_accept: ShouldAccept | None, *, has_data: bool
+    ) -> None:
         self.config: Config = loaded.config
         self._loaded, self._given, self._should_accept, self._has_data = loaded, given, should_accept, has_data
         self._stack = ExitStack()
@@ -100,7 +102,7 @@ class Rollouts:
         self._num_submitted = 0
 
     def __enter__(self) -> "Rollouts":
-        """Build engines and verifiers, publish the first weights. Raises as `distflow.train`."""
+        """Build engines and reward processes, send the first weights. Raises as `distflow.train`."""
         from distflow.launch.data_sets import OwnRows
         from distflow.launch.local_launcher import open_local
         from distflow.runtime.user_calls.sync_calls import Callbacks
@@ -108,9 +110,9 @@ class Rollouts:
         if self._running is not None:
             raise UserError("these rollouts are entered already")
         with ExitStack() as stack:
-            stack.enter_context(settings_kept())
+            stack.enter_context(settings_restored())
             spec = self._spec()
-            self._program = spec.pipeline()
+            self._pipeline = spec.pipeline()
             self._rows = OwnRows(spec.rows)
             spec = replace(spec, rows=self._rows)
             self._spec_entered = spec
@@ -146,7 +148,7 @@ class Rollouts:
         self._refuse_domains("submit")
         running = self._entered
         tokenizer = running.worker.resources.tokenizer
-        encoded = encode_row(row, self._num_submitted + 1, self.config, self._program, tokenizer)
+        encoded = encode_row(row, self._num_submitted + 1, self.config, self._pipeline, tokenizer)
         self._num_submitted += 1
         running.intake.offer(lambda number: self._rows.add(number, encoded))
 
@@ -167,9 +169,9 @@ class Rollouts:
         return batch
 
     def train(self, batch: "Batch") -> dict[str, float]:
-        """Run the pipeline's learning nodes on a batch: score, compare, update. It has what they wrote afterwards.
+        """Run the pipeline's training nodes on a batch, which has the columns that they wrote afterwards.
 
-        Returns what they measured, which `publish` records.
+        Returns their metrics, which `publish` records.
         """
         from distflow.pipelines.nodes.objectives import may_derive_old
 
@@ -179,9 +181,9 @@ class Rollouts:
                 "train: this step has had its one update, after which the ratio is 1 no more. Set "
                 "algorithm.recompute_old_log_probs=true to train on a step in parts"
             )
-        learned, metrics = self._entered.worker.learn(sorted(set(batch["group_index"].tolist())), batch)
-        for name in learned.names:
-            batch[name] = learned.flat(name)
+        trained, metrics = self._entered.worker.learn(sorted(set(batch["group_index"].tolist())), batch)
+        for name in trained.names:
+            batch[name] = trained.flat(name)
         self._updates.append(metrics)
         return metrics
 
@@ -216,7 +218,7 @@ class Rollouts:
         return recorded
 
     def pause(self) -> None:
-        """No further group starts until `resume`; those that run go on."""
+        """No further group starts until `resume`; those that run continue."""
         self._entered.intake.hold(True)
 
     def resume(self) -> None:
@@ -225,7 +227,7 @@ class Rollouts:
 
     @property
     def version(self) -> int:
-        """Of the weights that were published last: the steps that are done."""
+        """The version of the weights that were sent last: the number of finished steps."""
         return self._entered.worker.step
 
     @property
@@ -263,7 +265,7 @@ class Rollouts:
 
     @property
     def run(self) -> Run:
-        """What is recorded, while it goes on and afterwards."""
+        """The record of the run, while it runs and afterwards."""
         return Run(self.config.trainer.run_dir)
 
     @property
@@ -273,13 +275,13 @@ class Rollouts:
         return self._running
 
     def _spec(self) -> "Spec":
-        """That of the run, in which steps are not proven again: what the loop does with them is not known."""
+        """The spec of the run, without audits: it is not known how the user's loop trains."""
         from distflow.launch.select_pipeline import accepting
 
         spec = make_spec_of(self._given, self._loaded)
         if not self._has_data:
             if spec.config.trainer.total_training_steps is None:
-                raise UserError("without data nothing tells how many steps there are: set trainer.total_training_steps")
+                raise UserError("without data the number of steps is unknown: set trainer.total_training_steps")
             spec = replace(spec, description={**spec.description, "data": "prompts that a loop submits"})
         spec = replace(spec, options=replace(spec.options, audit_freq=0))
         self.config = spec.config
@@ -293,9 +295,7 @@ class Rollouts:
         running = self._entered
         try:
             share = running.worker.take(wanted, None if timeout is None else time.monotonic() + timeout)
-        except (
-            KeyboardInterrupt
-        ):  # somebody may still wait in this call's place, and would take what is meant for later
+        except KeyboardInterrupt:  # a thread may still wait for this call, and would take groups meant for later
             running.ports.abort(UserError("a wait for groups was interrupted: leave the rollouts, and enter new ones"))
             raise
         if share is None:
@@ -306,7 +306,7 @@ class Rollouts:
     def _engine(self, name: str) -> Any:
         engine = getattr(self._entered.worker.resources, name)
         if engine is None:
-            raise UserError(f"the pipeline '{self._program.graph_id}' has no {name}: no node of it uses one")
+            raise UserError(f"the pipeline '{self._pipeline.graph_id}' has no {name}: no node of it uses one")
         return engine
 
     def _train_step(self, role: str, engine: "TrainEngine", batch: "Batch", loss: "LossFn") -> dict[str, float]:
@@ -320,7 +320,7 @@ class Rollouts:
         num_running = self._entered.intake.standing().group_counts.running
         if num_running and self._spec_entered.shares_weights:
             raise UserError(
-                f"{num_running} prompt groups are still being answered with the weights that this would change: wait "
+                f"{num_running} prompt groups are still being generated with the weights that this would change: wait "
                 "for them first, or set async.max_staleness=1, where the engine has weights of its own"
             )
 
@@ -366,7 +366,7 @@ def _peek(preset_or_config: PresetOrConfig, overrides: Overrides) -> Config:
 
 
 def _placeholders(config: Config) -> list[dict[str, object]]:
-    """Rows in place of data: a config is checked with some, and none of them is ever answered."""
+    """Rows in place of data: a config is checked with some, but none is ever used."""
     data = config.data
     domain = next(iter(config.reward.functions), "default")
     row: dict[str, object] = {data.prompt_key: "0", data.answer_key: "0", data.domain_key: domain}
@@ -377,7 +377,7 @@ def _check_should_accept(function: ShouldAccept) -> None:
     if not callable(function):
         raise UserError(f"should_accept is {function!r:.80}: give a function of a group's batch")
     if inspect.iscoroutinefunction(function):
-        raise UserError("should_accept is an async function, whose answer would never be awaited: make it a plain one")
+        raise UserError("should_accept is an async function, whose result would never be awaited: make it a plain one")
 
 
 def _mean(updates: list[dict[str, float]]) -> dict[str, float]:

@@ -1,9 +1,5 @@
-"""Rows of a run as a list of dicts, which a notebook shows as a table.
-
-A run as a notebook shows it: what it reached, its curve, where to look further.
-
-`distflow.load_run`: a run's folder as tables, while it is written and afterwards. Reads, and runs nothing.
-"""
+"""`distflow.load_run`: a run's folder as tables, while the run writes it and afterwards, and as HTML in a notebook.
+Only reads files, and runs nothing."""
 
 import html
 import math
@@ -32,7 +28,9 @@ from distflow.observe.writing.run_folder import DROPPED
 if TYPE_CHECKING:
     import pandas
 
+SPLITS = ("train", "val")
 _SHOWN_ROWS, _SHOWN_COLUMNS, _SHOWN_CHARACTERS = 20, 12, 200
+_WIDTH, _HEIGHT = 240, 40
 
 
 class Table(list[dict[str, object]]):
@@ -73,9 +71,6 @@ def _cell_text(text: str) -> str:
     return html.escape(visible(text[:_SHOWN_CHARACTERS], one_line=True))
 
 
-_WIDTH, _HEIGHT = 240, 40
-
-
 def run_html(
     status: str,
     accuracy: tuple[float | None, float | None],
@@ -83,7 +78,7 @@ def run_html(
     folder: Path,
     report: Path,
 ) -> str:
-    """A table of few rows; all text is text. accuracy: before and after. trained: the metrics of each step."""
+    """A table of few rows, with all text escaped. accuracy: before and after. trained: the metrics of each step."""
     before, after = accuracy
     rows = {"status": status}
     if after is not None:
@@ -115,16 +110,13 @@ def _text(text: str) -> str:
     return html.escape(visible(text, one_line=True))
 
 
-SPLITS = ("train", "val")
-
-
 def load_run(folder: str | Path) -> "Run":
     """The run in a folder. Raises UserError where there is none."""
     return Run(folder)
 
 
 class Run:
-    """A run by its folder. Everything is read when it is asked for, so that a run that goes on shows where it is."""
+    """A run by its folder. Everything is read on access, so that a run under way shows its current state."""
 
     def __init__(self, folder: str | Path) -> None:
         """Raises UserError where the folder is no run's."""
@@ -145,12 +137,12 @@ class Run:
 
     @property
     def facts(self) -> dict[str, JSON]:
-        """What the run was made of: versions, model, data, machine."""
+        """What the run was started with: versions, model, data, machine."""
         return read_json(self.folder, "run.json")
 
     def metrics(self, kind: str | None = None) -> Table:
         """A row for each step and kind ("train", "val"), with `step`, `kind`, `t` (seconds since the epoch) and the
-        metrics by their names. kind: only those. Steps that a resume took back are left out. Raises UserError for
+        metrics by their names. kind: only those. Steps that a resume rolled back are left out. Raises UserError for
         another kind."""
         _check_one_of("kind", kind)
         return Table(
@@ -160,9 +152,9 @@ class Run:
         )
 
     def samples(self, step: int | None = None, split: str | None = None) -> Table:
-        """A row for each answer, with `step`, `split`, `prompt`, `response`, `score` and what else was kept of it.
+        """A row for each response, with `step`, `split`, `prompt`, `response`, `score` and its other fields.
 
-        step: -1 for the last that has any, None for all. split: "train", "val"; None for both; "dropped" for answers
+        step: -1 for the last that has any, None for all. split: "train", "val"; None for both; "dropped" for responses
         that no step trained on. Raises UserError for another split, and for a step that is no number.
         """
         if split != DROPPED:
@@ -227,7 +219,7 @@ class Run:
         return export_checkpoint(checkpoint or self.folder, Path(to))
 
     def summary(self) -> list[str]:
-        """How it stands, in lines: what it reached, and where its report is."""
+        """The result of the run in lines: its accuracies, and where its report is."""
         before, after = self.accuracy_before, self.accuracy_after
         accuracy = [f"accuracy before RL: {before:.2f}"] if before is not None and after is not None else []
         accuracy += [f"accuracy after RL: {after:.2f}"] if accuracy else []

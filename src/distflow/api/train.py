@@ -1,7 +1,4 @@
-"""From what was given in Python to the spec of a run, as the command line would make it.
-
-`distflow.train`: a run from Python, otherwise the one that the command line would start.
-"""
+"""`distflow.train`: starts a run from Python, the same one that the command line would start."""
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from distflow import __version__
-from distflow.api.arguments import Given, Overrides, Reward, Rows, to_lines
+from distflow.api.arguments import Overrides, PythonInputs, Reward, Rows, to_lines
 from distflow.api.run import Run
 from distflow.config import ConfigError, Loaded, Problem, UserError, describe, load_config
 from distflow.config.compose.origins import COMMAND_LINE
@@ -24,13 +21,13 @@ from distflow.observe.writing.folder_lock import claimed
 from distflow.registry import LAUNCHERS
 
 if TYPE_CHECKING:
-    from distflow.runtime.spec import Spec
+    from distflow.runtime.spec import Launch, Spec
 
 PresetOrConfig = str | Path | Mapping[str, object]
 
 
-def read(preset_or_config: PresetOrConfig, overrides: Overrides, given: Given, resume: str | None) -> Loaded:
-    """The checked config, with the files of what was given in it. Raises UserError."""
+def read(preset_or_config: PresetOrConfig, overrides: Overrides, given: PythonInputs, resume: str | None) -> Loaded:
+    """The checked config, with the files of rows and reward in it. Raises UserError."""
     preset, lines = preset_and_lines(preset_or_config, overrides)
     say(f"distflow {__version__} · {preset}")
     loaded = given.named_in(_load(preset, [*lines, *given.lines(lines), *resume_override(resume)], given))
@@ -39,8 +36,8 @@ def read(preset_or_config: PresetOrConfig, overrides: Overrides, given: Given, r
     return loaded
 
 
-def make_spec_of(given: Given, loaded: Loaded) -> "Spec":
-    """Write what was given into the run's folder, and make the spec. Raises UserError or PipelineError."""
+def make_spec_of(given: PythonInputs, loaded: Loaded) -> "Spec":
+    """Write rows and reward into the run's folder, and make the spec. Raises UserError or PipelineError."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="IProgress not found")  # tqdm's, of a notebook without its widgets
         from distflow.launch.make_spec import make_spec
@@ -66,21 +63,21 @@ def preset_and_lines(config: str | Path | Mapping[str, object], overrides: Overr
     return presets[0], [*to_lines(values), *to_lines(overrides)]
 
 
-def _load(preset: str, lines: Sequence[str], given: Given) -> Loaded:
+def _load(preset: str, lines: Sequence[str], given: PythonInputs) -> Loaded:
     try:
         return load_config(preset, lines, needed=NEEDED_TO_TRAIN)
     except ConfigError as error:
         raise ConfigError([_in_python(problem, given) for problem in error.problems]) from None
 
 
-def _in_python(problem: Problem, given: Given) -> Problem:
-    """There is no command line here, and the files of what was given are still to come."""
+def _in_python(problem: Problem, given: PythonInputs) -> Problem:
+    """Name arguments in place of a command line, and of files that are not written yet."""
     places = tuple((given.shown(what), "given" if where == COMMAND_LINE else where) for what, where in problem.places)
     return replace(problem, places=places)
 
 
-def _keep(given: Given, loaded: Loaded) -> None:
-    """Write what was given into the run's folder."""
+def _keep(given: PythonInputs, loaded: Loaded) -> None:
+    """Write rows and reward into the run's folder."""
     from distflow.runtime.checkpoint.checkpoint import CheckpointStore
     from distflow.runtime.checkpoint.resume import CHECKPOINTS
     from distflow.runtime.errors import writing_to
@@ -92,8 +89,8 @@ def _keep(given: Given, loaded: Loaded) -> None:
 
 
 @contextmanager
-def settings_kept() -> Iterator[None]:
-    """What a run sets for the whole process is its caller's again behind it: random generators, threads of torch."""
+def settings_restored() -> Iterator[None]:
+    """Restore afterwards what a run sets for the whole process: random generators, threads of torch."""
     import torch
 
     threads = torch.get_num_threads()
@@ -106,10 +103,6 @@ def settings_kept() -> Iterator[None]:
 
 def say(line: str) -> None:
     print(visible(line), flush=True)
-
-
-if TYPE_CHECKING:
-    from distflow.runtime.spec import Launch
 
 
 def train(
@@ -125,26 +118,26 @@ def train(
     resume: str | None = None,
     allow_change: Sequence[str] = (),
 ) -> Run:
-    """Train to the end, or until Ctrl-C or a notebook's interrupt, which saves; the same call goes on from there.
+    """Train to the end, or until Ctrl-C or a notebook's interrupt, which saves; the same call resumes from there.
 
     preset_or_config: a preset's name, a YAML file, or a dict of keys, nested or dotted, which builds on the preset that
     it names as `defaults` (`grpo`, if it names none).
     overrides: a dict of the same kind, or lines "key=value" as the command line takes them.
     data, val_data: rows in place of `data.train_files` and `data.val_files`: a list of dicts, a `datasets.Dataset`, a
     pandas `DataFrame`, an iterator, a function that returns one of them; or, as a text, what the keys take.
-    reward: a function that judges answers: plain, async or batched (`docs/python.md`).
+    reward: a function that scores responses: sync, async or batched (`docs/python.md`).
     on_step, on_validation: called with (step, metrics by their names). on_save: with (step, folder of the checkpoint).
     resume, allow_change: as `--resume` and `--allow-change` of the command line.
-    Raises UserError or PipelineError for what is to be changed, with the message of the command line; TrustError where
-    a check fails; NodeError where a node does.
+    Raises UserError or PipelineError for a mistake of the user's, with the message of the command line; TrustError
+    where a check fails; NodeError where a node does.
     """
     from distflow.runtime.user_calls.sync_calls import Callbacks
 
     callbacks = Callbacks(on_step, on_validation, on_save)
-    given = Given(data, val_data, reward)
+    given = PythonInputs(data, val_data, reward)
     loaded = read(preset_or_config, overrides, given, resume)
     check_keys(allow_change)
-    with settings_kept():
+    with settings_restored():
         spec = make_spec_of(given, loaded)
         launch = cast("Launch", load(LAUNCHERS[spec.options.launcher].target))
         launch(spec, allow_change=tuple(allow_change), say=say, callbacks=callbacks, embedded=True)

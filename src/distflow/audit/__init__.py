@@ -1,6 +1,6 @@
-"""The auditor: proves a step again, from what was recorded first, by plain code that shares nothing with its path.
+"""The auditor: recomputes a step from recorded data, by plain code that shares nothing with the code it checks.
 
-`auditor.py` and `schedule.py` say when; `recorder.py` records; `recorded_data.py` is what was recorded, sample by
-sample. Each other file proves one thing about a step: what it needs, its limit and its message stand there, and
-`all_checks.py` lists them.
+`schedule.py` decides which steps are audited; `auditor.py` runs the checks; `recorder.py` records; `recorded_data.py`
+holds what was recorded, sample by sample. Most other files hold one or two checks, each with what it needs, its limit
+and its message; `all_checks.py` lists them.
 """

@@ -1,6 +1,6 @@
-"""The built-in estimators' formulas once more, by brute force: one sample after another, in float64.
+"""Check: advantages and returns follow the estimator's formula for the rewards of their own group.
 
-Claim: advantages and returns are what the estimator's formula makes of the rewards of their own group.
+The formulas are implemented again here, by brute force: one sample after another, in float64.
 """
 
 import math
@@ -22,15 +22,18 @@ Rows = list[tuple[list[float], list[float]]]
 """(advantage, return) of each token of each sample."""
 Options = Mapping[str, Any]
 
+LIMIT = 1e-3
+MOST_TOKENS = 2**20
+
 
 def expected_advantages(name: str, samples: Sequence[Sample], options: Options) -> Rows | None:
-    """Of every token; None where there is no formula of that name here."""
+    """(advantages, returns) of all samples; None if there is no formula of that name here."""
     formula = FORMULAS.get(name)
     return None if formula is None else formula(samples, options)
 
 
 def _tokens(sample: Sample) -> list[bool]:
-    """Which tokens count: the policy's, of a sample with a verdict."""
+    """Which tokens count: the policy's, of a sample with a score."""
     return [bool(sample["valid"]) and m > 0 for m in sample["response_mask"].tolist()]
 
 
@@ -51,7 +54,7 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _std(values: Sequence[float]) -> float:
-    """Unbiased; exactly 0 where all are equal, or there is one."""
+    """Unbiased; exactly 0 if all values are equal, or there is only one."""
     if len(values) < 2 or max(values) == min(values):
         return 0.0
     mean = _mean(values)
@@ -59,7 +62,7 @@ def _std(values: Sequence[float]) -> float:
 
 
 def _on_samples(samples: Sequence[Sample], value: Callable[[Sample, list[Sample]], float]) -> Rows:
-    """One number a sample, on each of its tokens; returns are the same."""
+    """One value a sample, on each of its tokens; returns are the same."""
     groups, rows = _groups(samples), []
     for sample in samples:
         number = value(sample, groups[int(sample["group_index"])]) if sample["valid"] else 0.0
@@ -80,7 +83,7 @@ def _to_go(sample: Sample, gamma: float) -> list[float]:
 
 
 def _whitened(rows: list[list[float]], samples: Sequence[Sample]) -> list[list[float]]:
-    """Over all tokens that count: centred, by the unbiased deviation; 1e-8 is added to the variance."""
+    """Whitened over all tokens that count, with the unbiased variance + 1e-8."""
     counted = [
         v for row, sample in zip(rows, samples, strict=True) for v, c in zip(row, _tokens(sample), strict=True) if c
     ]
@@ -101,7 +104,7 @@ def _grpo(samples: Sequence[Sample], options: Options) -> Rows:
 def _grpo_value(
     samples: Sequence[Sample], options: Options, score: Callable[[Sample], float]
 ) -> Callable[[Sample, list[Sample]], float]:
-    """What GRPO gives to a sample of a group for these scores."""
+    """GRPO's advantage of a sample of a group for these scores."""
     scale = options["scale_rewards"] or ("group" if options["norm_adv_by_std_in_grpo"] else "none")
     epsilon, of_batch = options["adv_epsilon"], _std([score(sample) for sample in samples if sample["valid"]])
 
@@ -175,7 +178,7 @@ def _passk(samples: Sequence[Sample], options: Options) -> Rows:
 
 
 def _gpg(samples: Sequence[Sample], options: Options) -> Rows:
-    judged = [sample for sample in samples if sample["valid"]]
+    scored = [sample for sample in samples if sample["valid"]]
     groups = _groups(samples)
 
     def counts(sample: Sample) -> bool:
@@ -185,7 +188,7 @@ def _gpg(samples: Sequence[Sample], options: Options) -> Rows:
         scores = [_score(other) for other in groups[int(sample["group_index"])]]
         return max(scores) != min(scores) or (len(scores) == 1 and scores[0] != 0)
 
-    alpha = len(judged) / max(sum(counts(sample) for sample in judged), 1)
+    alpha = len(scored) / max(sum(counts(sample) for sample in scored), 1)
 
     def value(sample: Sample, group: list[Sample]) -> float:
         centred = _score(sample) - _mean([_score(other) for other in group]) if len(group) > 1 else _score(sample)
@@ -254,14 +257,10 @@ FORMULAS: dict[str, Callable[[Sequence[Sample], Options], Rows]] = {
     "gae": _gae,
 }
 GLOBAL = ("gpg", "gdpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gae")
-"""Those that look at the whole step, on all ranks."""
+"""Estimators that need the whole step, on all ranks."""
 
 
-LIMIT = 1e-3
-MOST_TOKENS = 2**20
-
-
-def prove(recorded: RecordedStep) -> str | None:
+def audit_advantages(recorded: RecordedStep) -> str | None:
     if not recorded.is_ours("advantages"):
         return "the estimator is the user's" if recorded.is_written("advantages") else ""
     if sum(len(sample["response_ids"]) for sample in recorded.samples) > MOST_TOKENS:
@@ -274,29 +273,29 @@ def prove(recorded: RecordedStep) -> str | None:
     why_not = [
         why
         for domain, settings in algorithms(recorded.config)
-        if samples[domain] and (why := _prove(recorded, settings, samples[domain]))
+        if samples[domain] and (why := _check_samples(recorded, settings, samples[domain]))
     ]
     return why_not[0] if why_not else None
 
 
-def _prove(recorded: RecordedStep, settings: AlgorithmConfig, samples: list[Sample]) -> str | None:
-    """Of those that share the settings."""
+def _check_samples(recorded: RecordedStep, settings: AlgorithmConfig, samples: list[Sample]) -> str | None:
+    """For samples with the same settings."""
     name = settings.adv_estimator
     if recorded.parts.num_ranks > 1 and (name in GLOBAL or settings.scale_rewards == "batch"):
-        return f"'{name}' looks at the samples of all ranks"
+        return f"'{name}' needs the samples of all ranks"
     if recorded.partial and (name in GLOBAL or settings.scale_rewards == "batch"):
-        return f"'{name}' looks at the whole step"
+        return f"'{name}' needs the whole step"
     if is_on(settings.adv_norm) or is_on(settings.reward_norm):
-        return "the auditor has no formula of reward_norm and adv_norm"
+        return "the auditor has no formula for reward_norm and adv_norm"
     if settings.advantage_clip is not None or settings.difficulty_weight or settings.length_weight:
-        return "the auditor has no formula of advantage_clip, difficulty_weight and length_weight"
+        return "the auditor has no formula for advantage_clip, difficulty_weight and length_weight"
     if module_of(find_adv_est(name).fn).partition(".")[0] + "." != BUILTIN:
         return "the estimator is the user's"
     weights = {"weight_of": lambda sample, part: functions_of(recorded, sample).get(part, 1.0)}
     options = {"f_norm": 1.0, **vars(settings), **settings.adv_estimator_kwargs, **weights}
     rows = expected_advantages(name, samples, options)
     if rows is None:
-        return f"the auditor has no formula of '{name}'"
+        return f"the auditor has no formula for '{name}'"
     for sample, (advantages, returns) in zip(samples, rows, strict=True):
         _same(name, sample, "advantages", torch.tensor(advantages, dtype=torch.float64))
         _same(name, sample, "returns", torch.tensor(returns, dtype=torch.float64))
@@ -315,9 +314,9 @@ def _same(name: str, sample: Sample, column: str, expected: Tensor) -> None:
 
 CHECK = Check(
     "advantages",
-    "advantages and returns are what the estimator's formula, worked out by brute force in float64, makes of the "
-    "rewards of each sample's own group",
+    "advantages and returns are those of the estimator's formula, computed by brute force in float64 from the rewards "
+    "of each sample's own group",
     "a built-in estimator",
     f"{LIMIT:g} relative",
-    prove,
+    audit_advantages,
 )

@@ -1,4 +1,4 @@
-"""The auditor's checks, in the order in which they are made, and their table in `docs/trust.md`."""
+"""Lists the auditor's checks in the order in which they run, and makes their table in `docs/trust.md`."""
 
 from dataclasses import replace
 
@@ -12,23 +12,23 @@ from distflow.audit.log_probs import CHECK as LOG_PROBS
 from distflow.audit.log_probs import REFERENCE
 from distflow.audit.loss import CHECK as LOSS
 from distflow.audit.mini_batches import CHECK as MINIBATCHES
-from distflow.audit.mini_batches import taken_once
+from distflow.audit.mini_batches import audit_each_sample_once
 from distflow.audit.optimizer import CHECK as OPTIMIZER
-from distflow.audit.optimizer import right_rates
-from distflow.audit.responses import CHECK as ANSWERS
-from distflow.audit.reward_functions import CHECK as VERDICTS
+from distflow.audit.optimizer import audit_learning_rates
+from distflow.audit.responses import CHECK as RESPONSES
+from distflow.audit.reward_functions import CHECK as REWARD_RESULTS
 from distflow.audit.reward_sum import CHECK as REWARDS
 from distflow.audit.sampled_tokens import CHECK as DRAWS
 from distflow.audit.weight_versions import VERSIONS, WEIGHTS
 
 BEFORE: tuple[Check, ...] = (WEIGHTS, LOG_PROBS, VERSIONS, DRAWS, REFERENCE, BACKWARD)
-"""They run the models, as they were when the step was scored: before its first update."""
+"""Run before the step's first update, as they run the models with the weights that scored the step."""
 
 AFTER: tuple[Check, ...] = (
     GROUPS,
-    ANSWERS,
+    RESPONSES,
     MASKS,
-    VERDICTS,
+    REWARD_RESULTS,
     REWARDS,
     KL_CONTROL,
     CORRECTION,
@@ -39,23 +39,26 @@ AFTER: tuple[Check, ...] = (
     GRADIENTS,
     OPTIMIZER,
 )
-"""At the step's end."""
+"""Run at the step's end."""
 
 ON_ARRIVAL: tuple[Check, ...] = (WEIGHTS,)
-"""In steps that are not audited, while that is affordable: before the policy is scored."""
+"""Run before the policy is scored, in steps that are not audited, while the time budget allows it."""
 
-OF_EVERY_STEP: tuple[Check, ...] = (replace(MINIBATCHES, prove=taken_once), replace(OPTIMIZER, prove=right_rates))
-"""What is cheap enough to be looked at in every step: mini-batches and learning rates."""
+OF_EVERY_STEP: tuple[Check, ...] = (
+    replace(MINIBATCHES, run=audit_each_sample_once),
+    replace(OPTIMIZER, run=audit_learning_rates),
+)
+"""Cheap enough for every step: mini-batches and learning rates."""
 
 OF_A_FEW_GROUPS: tuple[Check, ...] = (MASKS, REWARDS, CORRECTION, ADVANTAGES)
-"""The same, of a few groups of the step."""
+"""Also run in steps that are not audited, on a few groups."""
 
 CHECKS = (*AFTER[:8], *BEFORE, *AFTER[8:])
-"""In the order of a step, for people."""
+"""All checks in the order of a step, for readers."""
 
 
 def markdown_table() -> str:
     """The table of checks as it stands in `docs/trust.md`."""
-    lines = ["| check | what is proven | needs; without it the report says so | limit |", "|---|---|---|---|"]
-    lines += [f"| {check.name} | {check.claim} | {check.needs} | {check.limit} |" for check in CHECKS]
+    lines = ["| check | what is checked | needs (if missing, the report says so) | limit |", "|---|---|---|---|"]
+    lines += [f"| {check.name} | {check.statement} | {check.needs} | {check.limit} |" for check in CHECKS]
     return "\n".join(lines) + "\n"

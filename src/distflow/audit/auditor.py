@@ -1,4 +1,4 @@
-"""Says when a step is proven again, gathers its evidence, and tells what was proven."""
+"""Decides whether a step is audited, records it, runs the checks and reports the result."""
 
 import random
 from collections.abc import Callable, Mapping, Sequence
@@ -19,13 +19,13 @@ from distflow.rollout.weights import stripe_hash
 from distflow.training.engine import LossFn, TrainEngine
 
 NUM_SCORED_AGAIN = 2
-"""Later mini-batches of a step before which the policy is run on a sample."""
+"""Number of later mini-batches of a step before which the policy is run on a sample."""
 
 NUM_FIRST_LOOKS = 32
-"""Steps of a process in which a few groups are looked at whatever it takes."""
+"""First steps of a process in which a few groups are checked whatever it costs."""
 
 NUM_GROUPS = 2
-"""That are looked at then."""
+"""Groups that are checked then."""
 
 LOOKED_AT = (
     *(
@@ -55,16 +55,16 @@ Note = Callable[..., None]
 
 
 class Auditor:
-    """Audits steps of one worker. Called on the learning thread, but for the group recorder.
+    """Audits steps of one worker. Called on the training thread, except for the group recorder.
 
-    A claim that does not hold ends the run with TrustError. A check that cannot be made, or that fails itself, is told
-    and costs nothing else.
+    A failed check ends the run with TrustError. A check that cannot be made, or that raises another error, is reported
+    and has no other effect.
     """
 
     def __init__(
         self, parts: Parts, groups: GroupRecords, schedule: AuditSchedule, state: dict[str, Any], note: Note
     ) -> None:
-        """groups: what is recorded of each. state: JSON values, saved with the run. note: tells of an event."""
+        """groups: records of each group. state: JSON values, saved with the run. note: records an event."""
         self._parts, self.groups, self._schedule, self._state, self._note = parts, groups, schedule, state, note
         self._kept = KeptWeights(parts.data.max_staleness + 1, parts.weight_dtype)
         self._served: int | None = None
@@ -78,12 +78,11 @@ class Auditor:
         self._watch: UpdateWatch | None = None
         self._seen: list[UpdateRecord] = []
         self._before: dict[str, int] = {}
-        self._told: set[str] = set()
+        self._said: set[str] = set()
         self._found: dict[str, str | None] = {}
 
     def took(self, step: int, group_ids: Sequence[int], batch: Batch, served: int | None) -> None:
-        """A step's groups have left the queue. served: the version that was published last, None where nothing
-        generates."""
+        """A step's groups have left the sample queue. served: the last synced version, None if nothing generates."""
         self._step, self._recorded, self._batch, self._seen = step, None, batch, []
         self._before = dict(self._updates)
         self._group_ids, self._served = group_ids, served
@@ -94,22 +93,22 @@ class Auditor:
             if served == step:
                 self._remember(step)
             if not self._due and self._looks:
-                self._prove(ON_ARRIVAL, self._recorded_of(batch))
+                self._run(ON_ARRIVAL, self._recorded_of(batch))
 
     def _remember(self, version: int) -> None:
-        """The policy was published as `version` right before this step."""
+        """The policy was synced as `version` right before this step."""
         actor, self._sent_hashes = self._parts.actor, {}
         if actor is None:
             return
         spread = isinstance(actor, OpenEngine) and is_spread(actor.model)
         if (self._parts.hashes is not None or spread) and (self._due or self._looks):
-            held = self._parts.hashes() if self._parts.hashes is not None else {}
-            self._sent_hashes = {n: stripe_hash(w, self._parts.weight_dtype) for n, w in actor.weights() if n in held}
+            engine = self._parts.hashes() if self._parts.hashes is not None else {}
+            self._sent_hashes = {n: stripe_hash(w, self._parts.weight_dtype) for n, w in actor.weights() if n in engine}
         if self._schedule.expects(version) and isinstance(actor, OpenEngine) and not spread:
             self._kept.keep(version, actor.model)
 
     def _decide(self, step: int) -> None:
-        """Whether the step is proven again, or what is cheap looked at: once, for all ranks alike, as clocks differ."""
+        """Whether to audit the step or only to run the cheap checks: decided once for all ranks, as clocks differ."""
         early = step - self._parts.first_step < NUM_FIRST_LOOKS
         looks = self._schedule.frequency > 0 and (early or self._schedule.is_affordable())
         agreed = self._parts.ranks.max({"due": float(self._schedule.is_due(step)), "looks": float(looks)})
@@ -120,7 +119,7 @@ class Auditor:
         self._batch = batch
 
     def before_update(self, role: str, engine: TrainEngine, batch: Batch, loss: LossFn) -> LossFn:
-        """The loss function to call in this optimizer step: `loss`, or one that is watched."""
+        """The loss function to call in this optimizer step: `loss`, or a recording wrapper."""
         first_of_its_kind = self._schedule.frequency > 0 and role not in self._updates
         with self._schedule.timed():
             if self._recorded is None and (self._due or first_of_its_kind):
@@ -151,9 +150,9 @@ class Auditor:
                 self._begin()
             if self._recorded is not None:
                 self._recorded.metrics = metrics
-                with random_streams.lent(random_streams.states()):  # what functions of the user draw leaves no trace
-                    self._found |= self._prove(AFTER, self._recorded)
-                self._tell()
+                with random_streams.lent(random_streams.states()):  # user functions may draw
+                    self._found |= self._run(AFTER, self._recorded)
+                self._report()
             elif self._schedule.frequency > 0 and self._batch is not None:
                 self._look(self._batch, metrics)
         if "actor/kl_coef" in metrics and self._batch is not None:
@@ -177,21 +176,20 @@ class Auditor:
         self._schedule.begins()
         self._parts.bring()
         self._recorded = self._recorded_of(_copied(self._batch))
-        self._found = self._prove(BEFORE, self._recorded)
+        self._found = self._run(BEFORE, self._recorded)
 
     def _look(self, batch: Batch, metrics: Mapping[str, float]) -> None:
-        """In every step what is cheap; a few drawn groups in the first steps, and while audits take less than their
-        share."""
+        """Run the cheap checks; also check a few random groups, in the first steps and while the time budget allows."""
         whole = self._recorded_of(batch)
         whole.updates, whole.metrics = self._seen, metrics
-        self._prove(OF_EVERY_STEP, whole)
+        self._run(OF_EVERY_STEP, whole)
         if self._looks and "response_mask" in batch and "advantages" in batch:
             groups = batch["group_index"].tolist()
             few = random.Random(self._step).sample(sorted(set(groups)), min(NUM_GROUPS, len(set(groups))))
             rows = [row for row, group in enumerate(groups) if group in few]
             part = self._recorded_of(batch.only(_present(batch)).select(rows))
             part.metrics, part.partial = metrics, True
-            self._prove(OF_A_FEW_GROUPS, part)
+            self._run(OF_A_FEW_GROUPS, part)
 
     def _recorded_of(self, batch: Batch) -> RecordedStep:
         return RecordedStep(
@@ -211,41 +209,41 @@ class Auditor:
             say=self._say,
         )
 
-    def _prove(self, checks: Sequence[Check], recorded: RecordedStep) -> dict[str, str | None]:
-        """What each check returned, by its name."""
+    def _run(self, checks: Sequence[Check], recorded: RecordedStep) -> dict[str, str | None]:
+        """The result of each check by its name."""
         found: dict[str, str | None] = {}
         for check in checks:
             try:
-                found[check.name] = check.prove(recorded)
+                found[check.name] = check.run(recorded)
             except Wrong as wrong:
                 raise TrustError(f"the audit of step {self._step + 1} found ({check.name}): {wrong}") from wrong
-            except Exception as err:  # the edge of a check: an auditor that fails must not end a healthy run
+            except Exception as err:  # an error in the auditor must not end a healthy run
                 found[check.name] = f"the check itself failed: {type(err).__name__}: {err}"
                 self._say(f"the audit could not make its check '{check.name}': {type(err).__name__}: {err}")
         self._parts.turns.finish()
         return found
 
-    def _tell(self) -> None:
-        """What is proven of the shares of all ranks, told by the first of them."""
+    def _report(self) -> None:
+        """Report the checks over all ranks, on the first of them."""
         every = self._parts.ranks.gather(self._found)
         found = {name: next((each[name] for each in every if each.get(name)), None) for name in self._found}
-        proven = [name for name, missing in found.items() if missing is None]
-        unproven = {name: missing for name, missing in found.items() if missing}
-        left = f"; not proven: {', '.join(unproven)}" if unproven else ""
-        message = f"step {self._step + 1} was proven again: {', '.join(proven)}{left}"
-        self._note("audit", message, proven=proven, unproven=unproven)
+        passed = [name for name, why_not in found.items() if why_not is None]
+        not_checked = {name: why_not for name, why_not in found.items() if why_not}
+        left = f"; not checked: {', '.join(not_checked)}" if not_checked else ""
+        message = f"audit of step {self._step + 1}: {len(passed)} checks passed: {', '.join(passed)}{left}"
+        self._note("audit", message, proven=passed, unproven=not_checked)
 
     def _say(self, message: str) -> None:
-        if message not in self._told:
-            self._told.add(message)
+        if message not in self._said:
+            self._said.add(message)
             self._note("warning", message)
 
 
 def _present(batch: Batch) -> list[str]:
-    """The columns that are looked at in every step."""
+    """The columns that the cheap checks read."""
     return [name for name in LOOKED_AT if name in batch]
 
 
 def _copied(batch: Batch) -> Batch:
-    """Its tensors as they are now, whatever is written into them later."""
+    """A copy: later writes to the batch do not change it."""
     return batch.select(range(len(batch)))

@@ -1,4 +1,4 @@
-"""Builds the auditor of a worker: what it may ask of the run, and where its state and its findings go."""
+"""Builds the auditor of a worker, with its access to the run, its state and its event log."""
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
@@ -31,11 +31,11 @@ def build_auditor(
     services: Session,
     bring: Callable[[], None],
 ) -> Auditor:
-    """Of a worker. bring: see `Parts`."""
+    """The auditor of a worker. bring: see `Parts`."""
     spec, groups, reward_fn = inputs.spec, GroupRecords(), services.resources.reward_fn
     if reward_fn is not None and spec.options.audit_freq > 0:
-        reward_fn.pools.tell(groups.judged)
-    first, warmup = inputs.version.step, spec.config.trainer.critic_warmup  # behind it the policy is trained first
+        reward_fn.pools.tell(groups.add_score)
+    first, warmup = inputs.version.step, spec.config.trainer.critic_warmup  # the policy is first trained after it
     return Auditor(
         _parts(inputs, pipeline, training_nodes, services, bring),
         groups,
@@ -68,7 +68,7 @@ def _parts(
         critic=resources.critic,
         ref=resources.ref,
         reward_fn=partial(_ask, services) if reward_fn is not None else None,
-        judged_in_groups=reward_fn.pools.takes_groups if reward_fn is not None else frozenset(),
+        scored_in_groups=reward_fn.pools.takes_groups if reward_fn is not None else frozenset(),
         hashes=partial(_engine_hashes, services) if resources.rollout is not None else None,
         weight_dtype=spec.weight_dtype,
         exact=spec.config.actor_rollout_ref.model.dtype == "float32",
@@ -83,24 +83,24 @@ def _parts(
 
 
 def _ask(services: Session, name: str, arguments: Mapping[str, object]) -> RewardResult:
-    assert services.resources.reward_fn is not None, "asked only where there is one"
+    assert services.resources.reward_fn is not None, "called only if there is one"
     return services.call(services.resources.reward_fn.pools.call(name, arguments))
 
 
 def _engine_hashes(services: Session) -> dict[str, str]:
-    assert services.resources.rollout is not None, "asked only where there is one"
+    assert services.resources.rollout is not None, "called only if there is one"
     return services.call(services.resources.rollout.hashes())
 
 
 def _estimate(inputs: WorkerInputs, estimator: Step, tokenizer: Any, batch: Batch) -> Inputs:
-    """The function that writes the advantages, and what it is called with; its state is a copy."""
+    """The function that writes the advantages, and its arguments, with a copy of its state."""
     state = copy.deepcopy(inputs.state.get(estimator.node.node_id, {}))
     ctx = NodeContext(inputs.spec.config, inputs.version.step, tokenizer, state)
     return estimator.fn, *estimator.inputs(batch, {"batch": batch, "ctx": ctx})
 
 
 def _note(recorder: Recorder) -> Note:
-    """Of a warning, or of what was audited."""
+    """The callback that records a warning or an audit event."""
 
     def note(kind: str, message: str, **fields: Any) -> None:
         if kind == "warning":
@@ -112,5 +112,5 @@ def _note(recorder: Recorder) -> Note:
 
 
 def _models(*engines: object) -> list[nn.Module]:
-    """Of those that show them."""
+    """The models of the engines that expose them."""
     return [model for engine in engines if isinstance(model := getattr(engine, "model", None), nn.Module)]

@@ -1,4 +1,4 @@
-"""What a check of the auditor is."""
+"""A check of the auditor, and the exception of a check that failed."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,20 +7,19 @@ from distflow.audit.recorded_data import RecordedStep
 
 
 class Wrong(Exception):
-    """What was seen is not what the claim says; the message is for the user."""
+    """The recorded step contradicts the check's statement; the message is for the user."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """One claim about a step.
+    """One statement about a step, and the function that checks it.
 
-    needs: without what it cannot be proven. limit: how far what is found may be from what is expected, in words.
-    prove: returns None where the claim is proven, "" where the pipeline has nothing that it is about, else why it
-    cannot be proven; raises Wrong where it does not hold.
+    needs: what the check cannot do without. limit: the tolerated difference, in words. run: returns None if the check
+    passed, "" if it does not apply to the pipeline, else why it could not be made; raises Wrong if it failed.
     """
 
     name: str
-    claim: str
+    statement: str
     needs: str
     limit: str
-    prove: Callable[[RecordedStep], str | None]
+    run: Callable[[RecordedStep], str | None]

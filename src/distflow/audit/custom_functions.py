@@ -1,4 +1,4 @@
-"""Claim: an estimator or loss of the user's is finite, reads nothing outside the mask, and keeps groups apart."""
+"""Check: a user's estimator or loss gives finite numbers, reads nothing outside the mask, and keeps groups apart."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -14,19 +14,19 @@ GARBAGE, WIDTH, LIMIT = 1e3, 3, 1e-4
 Call = Callable[[Sequence[object], Mapping[str, object]], tuple[Tensor, ...]]
 
 
-def prove(recorded: RecordedStep) -> str | None:
-    """What it sees is told, and the run goes on: a user may know better than these rules."""
+def audit_custom_functions(recorded: RecordedStep) -> str | None:
+    """Findings are warnings, and the run continues: a user may have reasons to break these rules."""
     estimator, losses = _estimator(recorded), _losses(recorded)
     if estimator is None and losses is None:
         return ""
-    told = [*(estimator or ()), *(losses or ())]
-    for message in told:
+    findings = [*(estimator or ()), *(losses or ())]
+    for message in findings:
         recorded.say(message)
-    return told[0] if told else None
+    return findings[0] if findings else None
 
 
 def _estimator(recorded: RecordedStep) -> list[str] | None:
-    """What is wrong with the user's estimator; None where there is none."""
+    """Findings about the user's estimator; None if there is none."""
     if recorded.is_ours("advantages") or recorded.parts.estimate is None:
         return None
     fn, positional, keyword = recorded.parts.estimate(recorded.batch)
@@ -37,25 +37,25 @@ def _estimator(recorded: RecordedStep) -> list[str] | None:
         return _tensors(fn(*positional, **keyword), mask)
 
     found = call(positional, keyword)
-    told = _not_finite(name, found, mask)
+    findings = _not_finite(name, found, mask)
     if not _equal(found, call(positional, keyword)):
         return [
-            *told,
-            f"{name} is not deterministic: called again with the same batch it gives other advantages; it cannot be "
+            *findings,
+            f"{name} is not deterministic: a second call with the same batch gives other advantages; it cannot be "
             "audited",
         ]
     if not _equal(found, _widened(call, positional, keyword, mask)):
-        told.append(
-            f"{name} reads outside the mask: with other numbers behind the answers' last tokens it gives other "
-            "advantages. What stands there depends on which samples share the batch; multiply by response_mask before "
+        findings.append(
+            f"{name} reads outside the mask: with other numbers after the responses' last tokens it gives other "
+            "advantages. The numbers there depend on which samples share the batch; multiply by response_mask before "
             "you sum"
         )
     elif _mixes_groups(recorded, call):
-        told.append(
+        findings.append(
             f"{name} mixes groups: for one group alone it gives other advantages than for the same group in the batch. "
-            'If that is meant, register it with scope="global"'
+            'If that is intended, register it with scope="global"'
         )
-    return told
+    return findings
 
 
 def _mixes_groups(recorded: RecordedStep, call: Call) -> bool:
@@ -75,7 +75,7 @@ def _mixes_groups(recorded: RecordedStep, call: Call) -> bool:
 
 
 def _losses(recorded: RecordedStep) -> list[str] | None:
-    """What is wrong with the user's loss; None where there is none of our own signature."""
+    """Findings about the user's loss; None if there is none with distflow's own signature."""
     for update in recorded.updates_of("actor")[:1]:
         loss = getattr(update.loss, "loss", None)
         fn = getattr(loss, "fn", None)
@@ -98,29 +98,30 @@ def _loss(update: UpdateRecord, fn: Callable[..., Any]) -> list[str]:
             return (fn(**keyword, **objective.options)[0],)
 
     found = call((), fields)
-    told = _not_finite(name, found, mask)
+    findings = _not_finite(name, found, mask)
     if not _equal(found, call((), fields)):
-        return [*told, f"{name} is not deterministic; it cannot be audited"]
+        return [*findings, f"{name} is not deterministic; it cannot be audited"]
     if not _equal(
         tuple(f * (mask > 0) for f in found), tuple(f * (mask > 0) for f in _widened(call, (), fields, mask))
     ):
-        told.append(
-            f"{name} reads outside the mask: with other numbers behind the answers' last tokens it gives tokens inside "
-            "another loss. What stands there depends on which samples share a micro-batch; multiply by loss_mask first"
+        findings.append(
+            f"{name} reads outside the mask: with other numbers after the responses' last tokens it gives tokens "
+            "inside another loss. The numbers there depend on which samples share a micro-batch; multiply by "
+            "loss_mask first"
         )
     gradient = micro.gradients.get("log_probs")
     if gradient is not None and bool(((mask == 0) & (gradient != 0)).any()):
-        told.append(f"{name} sends a gradient to tokens outside the mask")
+        findings.append(f"{name} sends a gradient to tokens outside the mask")
     advantages = batch["advantages"] if "advantages" in batch else None  # noqa: SIM401  a batch is no dict
     if gradient is not None and advantages is not None and not bool(gradient.any()) and bool((advantages * mask).any()):
-        told.append(f"{name} sends no gradient to any token, though advantages are not 0")
-    return told
+        findings.append(f"{name} sends no gradient to any token, though advantages are not 0")
+    return findings
 
 
 def _widened(
     call: Call, positional: Sequence[object], keyword: Mapping[str, object], mask: Tensor
 ) -> tuple[Tensor, ...]:
-    """The same with garbage outside the mask, and more of it behind; cut to the old width."""
+    """The same call with garbage outside the mask and in extra columns, cut to the old width."""
 
     def spoil(value: object, is_mask: bool) -> object:
         if not isinstance(value, Tensor) or value.shape != mask.shape:
@@ -145,7 +146,7 @@ def _widened(
 
 
 def _tensors(output: object, mask: Tensor) -> tuple[Tensor, ...]:
-    """What it returned, under the mask. Raises ValueError for another form."""
+    """The returned tensors under the mask. Raises ValueError if there are none."""
     output = getattr(output, "batch", output)
     if isinstance(output, Mapping):
         output = tuple(output.values())
@@ -164,7 +165,7 @@ def _not_finite(name: str, found: Sequence[Tensor], mask: Tensor) -> list[str]:
     inside = [tensor[:, : mask.shape[1]][mask > 0] for tensor in found]
     if all(bool(values.isfinite().all()) for values in inside):
         return []
-    return [f"{name} gives numbers that are not finite on tokens that the policy made"]
+    return [f"{name} gives non-finite numbers on tokens of the policy"]
 
 
 def _equal(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
@@ -174,9 +175,9 @@ def _equal(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
 
 CHECK = Check(
     "user_code",
-    "an estimator or loss of the user's gives finite numbers, reads nothing outside the mask, and, where its scope is "
-    "not global, keeps groups apart; what does not hold is told, and the run goes on",
-    "a function of ours or another system's signature that gives the same twice",
+    "a user's estimator or loss gives finite numbers, reads nothing outside the mask, and keeps groups apart unless "
+    "its scope is global; a failure is a warning, and the run continues",
+    "a deterministic function with a supported signature",
     f"{LIMIT:g}",
-    prove,
+    audit_custom_functions,
 )

@@ -1,7 +1,5 @@
-"""Claim: a gradient by log-probs reaches the weights through packed sequences as it does through padded ones.
-
-Claim: a mini-batch's gradient starts from zero, is the sum of what its micro-batches brought, clipped as asked.
-"""
+"""Checks: packed sequences give the same weight gradients as padded ones; a mini-batch's gradient starts from zero and
+is the sum of its micro-batches' gradients, clipped to max_grad_norm."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -17,13 +15,14 @@ from distflow.audit.recorder import OpenEngine, UpdateRecord, striped
 
 NUM_SAMPLES = 2
 EXACT, ROUNDED = 1e-3, 0.5
+LIMIT = 1e-3
 
 
 def audit_backward(recorded: RecordedStep) -> str | None:
     actor = recorded.parts.actor
     scorer = getattr(actor, "scorer", None)
     if not isinstance(actor, OpenEngine) or scorer is None:
-        return "the train engine does not show its inside"
+        return "the train engine does not expose its model"
     turns = recorded.parts.turns
     chosen = sorted(audited_samples(recorded), key=lambda sample: len(sample["response_ids"]))[:NUM_SAMPLES]
     if not chosen and not turns.is_spread(actor.model):
@@ -67,7 +66,7 @@ def _through_packing(
 def _through_padding(
     recorded: RecordedStep, actor: OpenEngine, chosen: Sequence[Sample], weights: Sequence[nn.Parameter]
 ) -> list[Tensor]:
-    """chosen: one sample, or none: then a token is sent through the model, and its gradient is 0."""
+    """chosen: one sample, or none: then one token runs through the model, with gradient 0."""
     tokens = [ids_of(sample) for sample in chosen] or [((0,), (0,))]
 
     def loss() -> Tensor:
@@ -87,26 +86,23 @@ def _at_once(model: nn.Module, **inputs: object) -> Any:
 
 
 def _cotangent(length: int) -> Tensor:
-    """Fixed numbers of both signs."""
+    """Fixed numbers of both signs, in place of a loss's gradient."""
     return torch.cos(torch.arange(length, dtype=torch.float32) + 1.0)
 
 
 BACKWARD = Check(
     "backward",
-    "a gradient by log-probs reaches the weights through the packed pass as through the model's own padded one",
-    "a train engine that shows its inside",
+    "a gradient by log-probs reaches the weights equally through the packed pass and the model's own padded one",
+    "a train engine that exposes its model",
     f"{EXACT:g} relative (bfloat16: {ROUNDED:g})",
     audit_backward,
 )
 
 
-LIMIT = 1e-3
-
-
 def audit_gradients(recorded: RecordedStep) -> str | None:
     seen = [update for update in recorded.updates if isinstance(update.engine, OpenEngine)]
     if not seen:
-        return "no update was seen of an engine that shows its inside"
+        return "no update of an engine that exposes its model was recorded"
     for update in seen:
         if update.leftover:
             raise Wrong(
@@ -135,15 +131,15 @@ def _clipped(recorded: RecordedStep, update: UpdateRecord, norm: float) -> None:
         gap = float((stripe.gradient - stripe.contributions * factor).norm())
         if not gap <= 10 * LIMIT * float(stripe.gradient.norm()) + 1e-7 * reported:
             raise Wrong(
-                f"the gradient of {name} that the {update.role}'s optimizer was given is not the sum of what the "
-                "micro-batches brought, times the clip's factor: some was left over, dropped or scaled"
+                f"the gradient of {name} that the {update.role}'s optimizer was given is not the sum of the "
+                "micro-batches' gradients times the clip factor: some was left over, dropped or scaled"
             )
 
 
 GRADIENTS = Check(
     "gradients",
     "a mini-batch's gradient starts from zero and is the sum of its micro-batches' gradients, clipped to max_grad_norm",
-    "a train engine that shows its inside",
+    "a train engine that exposes its model",
     f"{LIMIT:g} relative",
     audit_gradients,
 )

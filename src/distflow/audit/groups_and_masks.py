@@ -1,7 +1,5 @@
-"""Claim: a step holds the groups of its groups, whole; where groups are filtered, each has something to teach.
-
-Claim: every token that the policy made, its end token too, is trained on where its sample has a verdict.
-"""
+"""Checks: a step holds its groups, each complete, and no group that the filter should have dropped; the loss mask is on
+exactly the tokens that the policy generated, the end token included, of samples that have a score."""
 
 from collections import Counter
 
@@ -13,14 +11,15 @@ from distflow.config.per_domain import filters_groups, unfiltered_domains
 
 def audit_groups(recorded: RecordedStep) -> str | None:
     if recorded.parts.num_ranks > 1:
-        return "a step's groups lie on several ranks"
+        return "a step's groups are divided over several ranks"
     groups: dict[int, list[Sample]] = {}
     for sample in recorded.samples:
         groups.setdefault(int(sample["group_index"]), []).append(sample)
     if sorted(groups) != sorted(recorded.group_ids):
         missing = sorted(set(recorded.group_ids) ^ set(groups))
         raise Wrong(
-            f"the step is of {len(recorded.group_ids)} groups, but its samples of {len(groups)} ({missing[:4]} differ)"
+            f"the step has {len(recorded.group_ids)} groups, but its samples are of {len(groups)} ({missing[:4]} "
+            "differ)"
         )
     data, ours = recorded.parts.data, recorded.is_ours("responses")
     own = {domain.name: domain.group_size for domain in data.domains}
@@ -31,11 +30,11 @@ def audit_groups(recorded: RecordedStep) -> str | None:
     uids = Counter(str(sample["uid"]) for sample in recorded.samples)
     if uids and max(uids.values()) > 1:
         raise Wrong(f"sample {uids.most_common(1)[0][0]} is in the step {uids.most_common(1)[0][1]} times")
-    _teach(recorded, groups)
+    _check_filter(recorded, groups)
     return None
 
 
-def _teach(recorded: RecordedStep, groups: dict[int, list[Sample]]) -> None:
+def _check_filter(recorded: RecordedStep, groups: dict[int, list[Sample]]) -> None:
     settings = recorded.config.algorithm.filter_groups
     filters = any(node.node_id == "dynamic_sampling" for node in recorded.parts.pipeline.nodes)
     if not filters_groups(recorded.config) or not filters or settings.metric != "acc":
@@ -47,14 +46,14 @@ def _teach(recorded: RecordedStep, groups: dict[int, list[Sample]]) -> None:
         values = {float(sample["acc"]) for sample in group if sample["valid"] and not sample.get("reward_errors")}
         if len(values) < 2:
             raise Wrong(
-                f"group {number} was kept though all its samples have the accuracy {values}: it teaches nothing"
+                f"group {number} was kept though all its samples have the accuracy {values}: it has zero advantage"
             )
 
 
 GROUPS = Check(
     "groups",
-    "the step holds the groups of its groups, each with all its samples once; where groups are filtered by accuracy, "
-    "none whose samples all have the same",
+    "the step holds its groups, each with all its samples once; if groups are filtered by accuracy, no group has equal "
+    "accuracy on all samples",
     "one rank",
     "equal",
     audit_groups,
@@ -63,13 +62,13 @@ GROUPS = Check(
 
 def audit_masks(recorded: RecordedStep) -> str | None:
     if recorded.is_written("loss_mask") and not recorded.is_ours("loss_mask"):
-        return "a node of the user's writes loss_mask"
+        return "a user's node writes loss_mask"
     for sample in recorded.samples:
         made = (sample["versions"] >= 0).double()
         found = recorded.generation(sample)
         if found is not None and int(made.sum()) != len(found[1].token_ids):
             raise Wrong(
-                f"sample {sample['uid']}: {int(made.sum())} tokens count as the policy's, it made "
+                f"sample {sample['uid']}: {int(made.sum())} tokens are marked as the policy's, but it generated "
                 f"{len(found[1].token_ids)}"
             )
         for name, expected in (("response_mask", made), ("loss_mask", made * float(sample["valid"]))):
@@ -83,17 +82,17 @@ def audit_masks(recorded: RecordedStep) -> str | None:
                 token = int(wrong.nonzero()[0])
                 raise Wrong(
                     f"{name} is {float(sample[name][token]):g} at token {token} of {len(expected)} of sample "
-                    f"{sample['uid']}, and must be {float(expected[token]):g}: the token is "
+                    f"{sample['uid']}, but must be {float(expected[token]):g}: the token is "
                     f"{'the' if made[token] else 'not the'} policy's, the sample is "
-                    f"{'valid' if sample['valid'] else 'without a reward_result'}"
+                    f"{'valid' if sample['valid'] else 'without a score'}"
                 )
     return None
 
 
 MASKS = Check(
     "masks",
-    "loss_mask is on each token that the policy made, the end token included, and on no other",
-    "no node of the user's that writes loss_mask",
+    "loss_mask is on each token that the policy generated, the end token included, and on no other",
+    "no user's node that writes loss_mask",
     "equal",
     audit_masks,
 )

@@ -1,7 +1,5 @@
-"""Claim: the coefficient of the KL in the reward is the config's, or moves by the controller's rule.
-
-Claim: correction weights are the trainer's probability over the engine's, capped as the config says.
-"""
+"""Checks: the coefficient of the KL in the reward follows the config or the controller's rule; correction weights are
+the trainer's probability over the engine's, capped by the config."""
 
 import torch
 from torch import Tensor
@@ -11,6 +9,7 @@ from distflow.audit.recorded_data import RecordedStep, doubles
 from distflow.audit.reward_sum import kl
 
 KL_LIMIT = 1e-4
+CORRECTION_LIMIT = 1e-3
 
 
 def audit_kl_control(recorded: RecordedStep) -> str | None:
@@ -18,18 +17,18 @@ def audit_kl_control(recorded: RecordedStep) -> str | None:
     if not recorded.config.algorithm.use_kl_in_reward or not recorded.is_written("token_level_rewards"):
         return ""
     if recorded.config.algorithm.domains:
-        return "the auditor has no formula of coefficients by domain"
+        return "the auditor has no formula for coefficients by domain"
     _same_mean(recorded)
     found = recorded.metrics.get("actor/kl_coef")
     if found is None:
-        return "the pipeline does not tell its coefficient"
+        return "the pipeline does not report its coefficient"
     before = recorded.state.get("kl_control")
     if control.type == "fixed" or (before is None and recorded.step == 0):
         expected = control.kl_coef
     elif before is None or before["step"] != recorded.step - 1:
-        return "the step before was not seen"
+        return "the previous step was not recorded"
     else:
-        assert control.target_kl is not None and control.horizon is not None, "the config's rules see to it"
+        assert control.target_kl is not None and control.horizon is not None, "the config's rules ensure it"
         error = min(max(before["kl"] / control.target_kl - 1.0, -0.2), 0.2)
         expected = max(before["coefficient"] * (1.0 + error * before["samples"] / control.horizon), 0.0)
     if not abs(found - expected) <= KL_LIMIT * max(abs(expected), 1e-12):
@@ -40,7 +39,7 @@ def audit_kl_control(recorded: RecordedStep) -> str | None:
 
 
 def _same_mean(recorded: RecordedStep) -> None:
-    """The KL that the controller is fed: over tokens of valid samples, or the mean of samples' means."""
+    """The controller's input is the mean KL over the tokens of valid samples, or the mean of samples' means."""
     if recorded.parts.num_ranks > 1 or not recorded.is_ours("token_level_rewards"):
         return
     settings, of_samples = recorded.config.algorithm, list[Tensor]()
@@ -55,20 +54,17 @@ def _same_mean(recorded: RecordedStep) -> None:
     expected = float(means.mean() if settings.kl_ctrl.mean == "sequence" else tokens.mean() if len(tokens) else 0.0)
     found = recorded.metrics.get("actor/reward_kl_penalty")
     if found is not None and not abs(found - expected) <= 1e-3 * abs(expected) + 1e-6:
-        raise Wrong(f"the controller is fed a KL of {found:.6g}, but that of the step's tokens is {expected:.6g}")
+        raise Wrong(f"the controller was given a KL of {found:.6g}, but the KL of the step's tokens is {expected:.6g}")
 
 
 KL_CONTROL = Check(
     "kl_control",
-    "the coefficient of the KL in the reward is the config's, or what the adaptive controller makes of the last step's "
+    "the coefficient of the KL in the reward is the config's, or the adaptive controller's update from the last step's "
     "KL (arXiv:1909.08593)",
-    "a pipeline with the KL in the reward, and the step before in this process or its checkpoint",
+    "a pipeline with the KL in the reward, and the previous step in this process or its checkpoint",
     f"{KL_LIMIT:g} relative",
     audit_kl_control,
 )
-
-
-CORRECTION_LIMIT = 1e-3
 
 
 def audit_correction(recorded: RecordedStep) -> str | None:
@@ -76,9 +72,9 @@ def audit_correction(recorded: RecordedStep) -> str | None:
     if "rollout_is_weights" not in recorded.batch:
         return ""
     if not recorded.is_ours("rollout_is_weights"):
-        return "a node of the user's writes the weights"
+        return "a user's node writes the weights"
     if settings.rollout_is_batch_normalize:
-        return "the auditor has no formula of weights that are divided by their mean"
+        return "the auditor has no formula for weights that are divided by their mean"
     own = "prox_log_probs" if "prox_log_probs" in recorded.batch else "old_log_probs"
     level, floor = settings.level or "token", settings.floor or 0.0
     for sample in recorded.samples:
@@ -91,7 +87,7 @@ def audit_correction(recorded: RecordedStep) -> str | None:
         raw = gap.clamp(-20, 20).exp()
         kept = torch.where((raw > settings.cap) | (raw < floor), 0.0, raw)
         expected = (kept if settings.level and settings.mode == "mask" else raw.clamp(max=settings.cap)) * counted
-        # At a bound of the band rounding decides.
+        # At a bound of the band the result depends on rounding.
         near = ((raw - settings.cap).abs() < CORRECTION_LIMIT) | ((raw - floor).abs() < CORRECTION_LIMIT)
         wrong = ((doubles(sample["rollout_is_weights"]) - expected).abs() > CORRECTION_LIMIT * raw) & ~near
         if bool(wrong.any()):

@@ -1,7 +1,5 @@
-"""Claim: the trainer's log-probs, the reference's, and the critic's values are those of the models themselves.
-
-Claim: the reference does not move.
-"""
+"""Checks: the log-probs of trainer and reference and the critic's values are those of the models' own forward; the
+reference does not move."""
 
 import torch
 from torch import Tensor, nn
@@ -18,12 +16,12 @@ MOST_ENTRIES = 2**26  # of softmaxes in float64: about a second on one core
 EXACT, ROUNDED = (1e-4, 3e-3), (0.15, 5.0)
 
 
-def prove(recorded: RecordedStep) -> str | None:
+def audit_log_probs(recorded: RecordedStep) -> str | None:
     if not any(recorded.is_written(column) for column in ("old_log_probs", "ref_log_prob", "values")):
         return ""
     chosen = audited_samples(recorded)
     if not chosen:
-        return "no sample is short enough for the logits of all its tokens"
+        return "no sample is short enough to hold the logits of all its tokens"
     parts = recorded.parts
     own = "prox_log_probs" if recorded.is_written("prox_log_probs") else "old_log_probs"
     theirs = recorded.is_written("prox_alpha") or recorded.config.algorithm.recompute_old_log_probs == "false"
@@ -31,15 +29,15 @@ def prove(recorded: RecordedStep) -> str | None:
         _is_the_engines(recorded)
     elif own in recorded.batch and not recorded.parts.exact and recorded.is_ours(own) and _copied(recorded, own):
         raise Wrong(f"{own} are the engine's, bit for bit: they were copied, not computed by the trainer")
-    proven, tokens = [], [ids_of(sample) for sample in chosen]
+    passed, tokens = [], [ids_of(sample) for sample in chosen]
     if isinstance(parts.actor, OpenEngine):
         _score_policy(recorded, parts.actor.model, chosen)
         if own not in recorded.batch or (theirs and own == "old_log_probs"):
-            proven.append("what the loss is given, which is compared with the loss")
+            passed.append("the input of the loss, which the check of the loss compares")
         elif recorded.is_ours(own):
             for sample in chosen:
                 _same(recorded, sample, own, recorded.plain[sample["uid"]].log_probs)
-            proven.append(own)
+            passed.append(own)
     reference = getattr(parts.ref, "model", None)
     if isinstance(reference, nn.Module) and recorded.is_ours("ref_log_prob"):
         with (
@@ -52,35 +50,35 @@ def prove(recorded: RecordedStep) -> str | None:
                 _same(recorded, sample, "ref_log_prob", expected)
                 if recorded.fresh and sample["uid"] in recorded.plain:
                     _starts_equal(recorded, sample, expected)
-        proven.append("ref_log_prob")
+        passed.append("ref_log_prob")
     if isinstance(parts.critic, OpenEngine) and recorded.is_ours("values"):
         with torch.no_grad(), plainly(parts.critic.model, compute_dtype=dtype_of(parts.critic)):
             for values, sample in zip(logits_of(parts.turns.run, parts.critic.model, tokens), chosen, strict=True):
                 _same(recorded, sample, "values", values[:, 0])
-        proven.append("values")
-    return None if proven else "no built-in node scores by a model that shows its inside"
+        passed.append("values")
+    return None if passed else "no built-in node scores with a model that is exposed"
 
 
 def _is_the_engines(recorded: RecordedStep) -> None:
-    """Where the config says that nothing scores a step before its update."""
+    """For configs in which nothing scores a step before its update."""
     for sample in recorded.samples:
         if not torch.equal(sample["old_log_probs"], sample["rollout_log_probs"]):
-            raise Wrong(f"old_log_probs of sample {sample['uid']} must be the engine's, by the config")
+            raise Wrong(f"old_log_probs of sample {sample['uid']} must be the engine's, according to the config")
 
 
 def _copied(recorded: RecordedStep, own: str) -> bool:
-    """In low precision engine and trainer never round alike over a whole step."""
+    """In low precision, engine and trainer never round alike over a whole step."""
     ours, theirs = recorded.batch.flat(own), recorded.batch.flat("rollout_log_probs")
     return len(ours) >= 50 and torch.equal(ours, theirs)
 
 
 def audited_samples(recorded: RecordedStep) -> list[Sample]:
-    """Few: their tokens are a small share of the step's, but a few samples at least."""
+    """A few samples, with a small share of the step's tokens."""
     model = getattr(recorded.parts.actor, "model", None)
     total = sum(len(sample["response_ids"]) + len(sample["prompt_ids"]) for sample in recorded.samples)
     chosen: list[Sample] = []
     taken = entries = 0
-    for sample in recorded.proved(MOST):
+    for sample in recorded.some_samples(MOST):
         length = len(sample["response_ids"]) + len(sample["prompt_ids"])
         taken += length
         entries += len(sample["response_ids"]) * (vocabulary_of(model) if isinstance(model, nn.Module) else 0)
@@ -96,7 +94,7 @@ def without_adapter(scorer: object) -> bool:
 
 
 def dtype_of(engine: object) -> torch.dtype | None:
-    """What the engine's model computes in."""
+    """The dtype that the engine's model computes in."""
     dtype = getattr(getattr(engine, "scorer", engine), "compute_dtype", None)
     return dtype if isinstance(dtype, torch.dtype) else None
 
@@ -109,7 +107,7 @@ def _score_policy(recorded: RecordedStep, model: nn.Module, chosen: list[Sample]
 
 
 def score_before(recorded: RecordedStep, update: UpdateRecord) -> None:
-    """Run the policy on one sample of a later mini-batch: it has moved since the step was scored."""
+    """Run the policy on one sample of a later mini-batch, as it has moved since the step was scored."""
     actor = recorded.parts.actor
     chosen = {str(sample["uid"]): sample for sample in audited_samples(recorded)}
     uid = next((uid for uid in update.uids if uid in chosen), None)
@@ -122,7 +120,7 @@ def score_before(recorded: RecordedStep, update: UpdateRecord) -> None:
 
 
 def ids_of(sample: Sample) -> Ids:
-    """Its prompt and response."""
+    """The sample's prompt and response."""
     return sample["prompt_ids"].tolist(), sample["response_ids"].tolist()
 
 
@@ -135,7 +133,7 @@ def _same(recorded: RecordedStep, sample: Sample, column: str, expected: Tensor)
     if not (float(gap.mean()) <= mean and float(gap.max()) <= largest):
         raise Wrong(
             f"{column} of sample {sample['uid']} differs by {float(gap.mean()):.3g} on average and "
-            f"{float(gap.max()):.3g} at most from what the model gives in its own padded forward at the sampling "
+            f"{float(gap.max()):.3g} at most from the model's own padded forward at the sampling "
             f"temperature (limits {mean:g}, {largest:g}): a shift, another temperature, another model, or packed "
             "sequences that see each other"
         )
@@ -156,7 +154,7 @@ CHECK = Check(
     "sampling temperature; before the first update the reference is the policy",
     "samples whose logits fit into 1 GiB",
     f"mean {EXACT[0]:g}, largest {EXACT[1]:g} (bfloat16: {ROUNDED[0]:g}, {ROUNDED[1]:g})",
-    prove,
+    audit_log_probs,
 )
 
 
@@ -167,7 +165,7 @@ REFERENCE_EXACT, REFERENCE_ROUNDED = 3e-5, 0.02
 def audit_reference(recorded: RecordedStep) -> str | None:
     model = getattr(recorded.parts.ref, "model", None)
     if not isinstance(model, nn.Module):
-        return "" if recorded.parts.ref is None else "the reference does not show its inside"
+        return "" if recorded.parts.ref is None else "the reference's model is not exposed"
     now = _on_fixed_tokens(recorded, model)
     then = recorded.state.setdefault("reference", now.tolist())
     gap = float((now - torch.tensor(then, dtype=torch.float64)).abs().mean())
@@ -181,7 +179,7 @@ def audit_reference(recorded: RecordedStep) -> str | None:
 
 
 def _on_fixed_tokens(recorded: RecordedStep, model: nn.Module) -> Tensor:
-    """Log-probs of tokens from all over the vocabulary, float64."""
+    """Log-probs of tokens spread over the vocabulary, float64."""
     size = vocabulary_of(model)
     ids = [[(STRIDE * i + row) % size for i in range(NUM_TOKENS)] for row in range(NUM_ROWS)]
     reference = recorded.parts.ref
@@ -192,7 +190,7 @@ def _on_fixed_tokens(recorded: RecordedStep, model: nn.Module) -> Tensor:
 
 REFERENCE = Check(
     "reference",
-    "on fixed tokens the reference gives the log-probs that it gave at the start of the run",
+    "on fixed tokens the reference gives the same log-probs as at the start of the run",
     "a pipeline with a reference",
     f"mean {REFERENCE_EXACT:g} (bfloat16: {REFERENCE_ROUNDED:g})",
     audit_reference,

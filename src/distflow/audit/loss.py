@@ -1,4 +1,4 @@
-"""Claim: the loss is the sum of its terms, and its gradient by each token's log-prob is what the formula says."""
+"""Check: the loss is the sum of its terms, and its gradient by each token's log-prob is the formula's."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -36,8 +36,8 @@ Total = Callable[["MiniBatch", Outputs], Tensor]
 class MiniBatch:
     """All response tokens of a mini-batch, sample after sample, `(tokens,)` float64.
 
-    outputs: what the model gave. gradients: what came back. columns: what the nodes had written. counted: under the
-    loss mask. sample: which of `samples` a token belongs to.
+    outputs: of the model. gradients: by these outputs. columns: as the nodes wrote them. counted: tokens under the loss
+    mask. sample: each token's index in `samples`.
     """
 
     samples: Sequence[Sample]
@@ -48,10 +48,10 @@ class MiniBatch:
     sample: Tensor
 
 
-def prove(recorded: RecordedStep) -> str | None:
+def audit_loss(recorded: RecordedStep) -> str | None:
     if recorded.parts.num_ranks > 1:
-        return "a mini-batch lies on several ranks"
-    seen, why, tokens = 0, "no update was seen", 0
+        return "a mini-batch is divided over several ranks"
+    seen, why, tokens = 0, "no update was recorded", 0
     for update in recorded.updates:
         if update.metrics.get("skipped"):
             why = "the update was skipped"
@@ -68,7 +68,7 @@ def prove(recorded: RecordedStep) -> str | None:
         if isinstance(total, str):
             why = total
             continue
-        _prove_update(update, batch, total)
+        _check_update(update, batch, total)
         seen += 1
     return None if seen else why
 
@@ -86,34 +86,34 @@ def _formula(recorded: RecordedStep, update: UpdateRecord) -> Total | str:
         return f"the loss '{name}' is the user's"
     actor = config.actor_rollout_ref.actor
     if actor.off_policy_mask_threshold is not None or actor.policy_loss_kwargs.get("rejection_sampling"):
-        return "the auditor has no formula of the off-policy sequence mask and of AReaL's rejection"
+        return "the auditor has no formula for the off-policy sequence mask and AReaL's rejection"
     if name not in FORMULAS:
-        return f"the auditor has no formula of the loss '{name}'"
+        return f"the auditor has no formula for the loss '{name}'"
     return lambda batch, outputs: _policy_loss(recorded, batch, outputs)
 
 
 def _ratio_is_one(recorded: RecordedStep, batch: MiniBatch) -> None:
-    """Without old log-probs the loss takes its own for them, which only the first optimizer step of a step may."""
+    """Without old log-probs the loss uses the current ones, which is right in the first optimizer step only."""
     steps = [update for update in recorded.updates_of("actor") if not update.metrics.get("empty")]
     derived = recorded.is_written("old_log_probs") and "old_log_probs" not in batch.columns
     if derived and len(steps) > 1:
         raise Wrong(
-            f"the policy took {len(steps)} optimizer steps, but its ratio is taken to be 1 in all of them: nothing has "
+            f"the policy took {len(steps)} optimizer steps, but its ratio is taken to be 1 in all of them: nothing "
             "computed old_log_probs before the first"
         )
 
 
-def _prove_update(update: UpdateRecord, batch: MiniBatch, total: Total) -> None:
+def _check_update(update: UpdateRecord, batch: MiniBatch, total: Total) -> None:
     if not len(batch.sample):
         return
     loss, expected = _derived(total, batch, 0.0)
     found = float(update.metrics["loss"])
     if not abs(found - loss) <= LIMIT * abs(loss) + FLOOR * 10:
         raise Wrong(
-            f"the loss of a mini-batch of the {update.role} is {found:.6g}, but the sum of its terms as the config "
-            f"names them is {loss:.6g}"
+            f"the loss of a mini-batch of the {update.role} is {found:.6g}, but the sum of its terms by the config "
+            f"is {loss:.6g}"
         )
-    # Where the formula has a kink within rounding of a token's log-prob, either side may be right.
+    # If the formula has a kink within rounding of a token's log-prob, either side may be right.
     (_, above), (_, below) = _derived(total, batch, KINK), _derived(total, batch, -KINK)
     for name in update.loss.outputs:
         slack = (above[name] - below[name]).abs() + LIMIT * expected[name].abs() + FLOOR * expected[name].abs().max()
@@ -123,7 +123,7 @@ def _prove_update(update: UpdateRecord, batch: MiniBatch, total: Total) -> None:
 
 
 def _same_outputs(recorded: RecordedStep, batch: MiniBatch, plain: Mapping[str, PlainScores]) -> None:
-    """What the loss is given is what the policy's own forward gives at that moment, at the sampling temperature."""
+    """The input of the loss is the output of the policy's own forward at that moment, at the sampling temperature."""
     for number, sample in enumerate(batch.samples):
         scores = plain.get(str(sample["uid"]))
         for name, limit in (("log_probs", 0.15), ("entropy", 0.15)) if scores is not None else ():
@@ -133,12 +133,12 @@ def _same_outputs(recorded: RecordedStep, batch: MiniBatch, plain: Mapping[str, 
             if not gap <= (1e-3 if recorded.parts.exact else limit):
                 raise Wrong(
                     f"the {name} that the loss is given for sample {sample['uid']} differs by {gap:.3g} a token from "
-                    "what the policy's own forward gives at the sampling temperature"
+                    "the policy's own forward at the sampling temperature"
                 )
 
 
 def _derived(total: Total, batch: MiniBatch, moved: float) -> tuple[float, dict[str, Tensor]]:
-    """The loss, and its gradient by each output, where all outputs are moved by a little."""
+    """The loss, and its gradient by each output, with all outputs shifted by `moved`."""
     leaves = {name: (output + moved).requires_grad_() for name, output in batch.outputs.items()}
     loss = total(batch, leaves)
     if not loss.requires_grad:
@@ -151,13 +151,13 @@ def _derived(total: Total, batch: MiniBatch, moved: float) -> tuple[float, dict[
 def _message(update: UpdateRecord, name: str, batch: MiniBatch, expected: Tensor, place: int) -> str:
     found, want, number = float(batch.gradients[name][place]), float(expected[place]), int(batch.sample[place])
     token = place - int((batch.sample < number).sum())
-    hint = "another coefficient, mean, clip or term than the config names"
+    hint = "another coefficient, mean, clip or term than in the config"
     if not want:
-        hint = "a token outside the mask, or a sample without a verdict, is trained on"
+        hint = "a token outside the mask, or a sample without a score, is trained on"
     elif not found:
         hint = "a token that should be trained on is left out, or a term is off"
     elif found * want < 0:
-        hint = "its sign is turned"
+        hint = "its sign is flipped"
     return (
         f"the gradient of the {update.role}'s loss by {name} is {found:.4g} at token {token} of "
         f"{int((batch.sample == number).sum())} of sample {batch.samples[number]['uid']}, but the formula gives "
@@ -166,7 +166,7 @@ def _message(update: UpdateRecord, name: str, batch: MiniBatch, expected: Tensor
 
 
 def _mini_batch(recorded: RecordedStep, update: UpdateRecord) -> MiniBatch:
-    """Raises Wrong where the micro-batches are not exactly the mini-batch's samples."""
+    """Raises Wrong if the micro-batches are not exactly the mini-batch's samples."""
     known = {str(sample["uid"]): sample for sample in recorded.samples}
     taken = [uid for micro in update.micros for uid in micro.uids]
     if sorted(taken) != sorted(update.uids):
@@ -180,7 +180,7 @@ def _mini_batch(recorded: RecordedStep, update: UpdateRecord) -> MiniBatch:
     gradients: dict[str, list[Tensor]] = {name: [] for name in update.loss.outputs}
     of_all = iter(lengths)
     for micro in update.micros:
-        for place, length in zip(range(len(micro.uids)), of_all):  # noqa: B905  the lengths go on behind this one
+        for place, length in zip(range(len(micro.uids)), of_all):  # noqa: B905  the iterator of lengths continues with the next one
             for name, rows in micro.outputs.items():
                 came_back = micro.gradients.get(name, torch.zeros_like(rows))
                 outputs[name].append(rows[place, :length])
@@ -217,7 +217,7 @@ def _policy_loss(recorded: RecordedStep, batch: MiniBatch, outputs: Outputs) -> 
     if "rollout_is_weights" in columns:
         loss = loss * columns["rollout_is_weights"]
     elif "old_log_probs" not in columns and "rollout_corr/rollout_is_mean" in recorded.metrics:
-        # Switched on by a drift, and made within the loss.
+        # Weights that the loss itself computes, after a mismatch switched the correction on.
         loss = loss * ratio_to(tokens.now.detach(), columns["rollout_log_probs"]).clamp(max=2.0)
     others = torch.zeros_like(loss)
     if actor.entropy_coef:
@@ -254,8 +254,8 @@ def _scale(config: Config) -> float:
 
 
 def aggregate(loss: Tensor, batch: MiniBatch, mode: str, scale: float, every_row: bool = False) -> Tensor:
-    """One number of the losses of the tokens that count; samples without one are left out of means over samples, unless
-    every row counts."""
+    """Aggregate the losses of the tokens under the mask; means over samples leave out samples without one, unless every
+    row counts."""
     if not len(loss):
         return torch.zeros((), dtype=torch.float64)
     if mode == "token-mean":
@@ -272,8 +272,8 @@ def aggregate(loss: Tensor, batch: MiniBatch, mode: str, scale: float, every_row
 CHECK = Check(
     "loss",
     "the loss of each mini-batch is the sum of its terms, and its gradient by each token's log-prob, entropy and value "
-    "is what the formulas of the config say: mask, sign, mean, coefficient, clip",
-    "a built-in loss of which the auditor has the formula; one rank",
+    "is that of the config's formulas: mask, sign, mean, coefficient, clip",
+    "a built-in loss with a formula in the auditor; one rank",
     f"{LIMIT:g} relative",
-    prove,
+    audit_loss,
 )

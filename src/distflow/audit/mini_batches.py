@@ -1,4 +1,4 @@
-"""Claim: each pass of an update takes every sample of the step once, with the columns that were scored before it."""
+"""Check: each pass of an update takes every sample of the step once, with the columns scored before the update."""
 
 from collections import Counter
 from math import ceil
@@ -15,18 +15,18 @@ from distflow.config.derived_settings import algorithm_of, is_rl, takes_values
 COLUMNS = ("response_ids", "loss_mask", "advantages", "returns", "old_log_probs", "ref_log_prob", "values")
 
 
-def prove(recorded: RecordedStep) -> str | None:
+def audit_mini_batches(recorded: RecordedStep) -> str | None:
     if not recorded.updates and not _is_ours(recorded):
-        return "no update was seen"
+        return "no update was recorded"
     for role in sorted({update.role for update in recorded.updates}):
         _same_columns(recorded, recorded.updates_of(role))
-    return taken_once(recorded)
+    return audit_each_sample_once(recorded)
 
 
-def taken_once(recorded: RecordedStep) -> str | None:
-    """That every pass took every sample, in the order that is drawn. Looks at no column but the samples' names."""
+def audit_each_sample_once(recorded: RecordedStep) -> str | None:
+    """Every pass took every sample, in the order that is drawn. Reads no column but the samples' uids."""
     if not _is_ours(recorded):
-        return "a node of the user's chooses the mini-batches"
+        return "a user's node chooses the mini-batches"
     for role in sorted({update.role for update in recorded.updates} | _expected(recorded)):
         _each_once(recorded, role, recorded.updates_of(role))
     return None
@@ -38,7 +38,7 @@ def _is_ours(recorded: RecordedStep) -> bool:
 
 
 def _expected(recorded: RecordedStep) -> set[str]:
-    """Who is trained by the pipeline: the critic always, the policy once the critic has warmed up."""
+    """The roles that the pipeline trains: the critic always, the policy after the critic's warm-up."""
     names = {getattr(node.fn, "keywords", {}).get("name") for node in recorded.parts.training_nodes}
     roles = {"critic"} & names
     warm = recorded.step >= recorded.config.trainer.critic_warmup
@@ -63,13 +63,13 @@ def _each_once(recorded: RecordedStep, role: str, updates: list[UpdateRecord]) -
     if wrong:
         uid, count = wrong[0]
         raise Wrong(
-            f"sample {uid} (and {len(wrong) - 1} more) was in {count} mini-batches of the {role}, and should be in one "
+            f"sample {uid} (and {len(wrong) - 1} more) was in {count} mini-batches of the {role}, but should be in one "
             f"of each of {passes} passes"
         )
 
 
 def _rows(recorded: RecordedStep, role: str) -> list[int]:
-    """Those that the role learns from: a critic not from domains whose estimator reads no values."""
+    """Rows that the role trains on: a critic skips domains whose estimator reads no values."""
     domains = recorded.batch["domain"]
     if role != "critic" or not recorded.config.algorithm.domains:
         return list(range(len(domains)))
@@ -77,7 +77,7 @@ def _rows(recorded: RecordedStep, role: str) -> list[int]:
 
 
 def _in_order(recorded: RecordedStep, role: str, updates: list[UpdateRecord], passes: int, num_prompts: int) -> None:
-    """Groups go into mini-batches in the order of sorted raw Philox words, keyed by seed, step and pass."""
+    """Groups are put into mini-batches in the order of sorted raw Philox words, keyed by seed, step and pass."""
     if recorded.parts.num_ranks > 1 or not updates:
         return
     group_ids, wanted = list(recorded.group_ids), list[set[int]]()
@@ -86,18 +86,18 @@ def _in_order(recorded: RecordedStep, role: str, updates: list[UpdateRecord], pa
         words = np.random.Philox(key=key, counter=np.array([0, 0, recorded.step, epoch], np.uint64))
         order = np.argsort(words.random_raw(len(group_ids)), kind="stable")
         wanted += [{group_ids[i] for i in order[k : k + num_prompts]} for k in range(0, len(order), num_prompts)]
-    learnt = set(recorded.batch["group_index"][_rows(recorded, role)].tolist())
-    wanted = [groups & learnt for groups in wanted]
+    trained = set(recorded.batch["group_index"][_rows(recorded, role)].tolist())
+    wanted = [groups & trained for groups in wanted]
     for number, (update, groups) in enumerate(zip(updates, wanted, strict=False)):
         if set(update.batch["group_index"].tolist()) != groups:
             raise Wrong(
-                f"mini-batch {number + 1} of the {role} holds other groups than seed, step and pass draw: "
+                f"mini-batch {number + 1} of the {role} does not hold the groups that seed, step and pass draw: "
                 f"{sorted(groups)[:6]}"
             )
 
 
 def plan_of(config: Config, role: str) -> tuple[int, int]:
-    """Passes over a step, and prompts in a mini-batch, as the config names them."""
+    """Passes over a step, and prompts in a mini-batch, by the config."""
     actor, critic = config.actor_rollout_ref.actor, config.critic
     if role == "critic":
         return critic.ppo_epochs, critic.ppo_mini_batch_size or actor.ppo_mini_batch_size
@@ -113,13 +113,14 @@ def _same_columns(recorded: RecordedStep, updates: list[UpdateRecord]) -> None:
             for name in COLUMNS:
                 if name in sample and not _same(sample[name], known[sample["uid"]][name]):
                     raise Wrong(
-                        f"{name} of sample {sample['uid']} is another in mini-batch {number + 1} of the {update.role} "
-                        "than before the step's first update: it was made anew or rewritten between mini-batches"
+                        f"{name} of sample {sample['uid']} in mini-batch {number + 1} of the {update.role} differs "
+                        "from its value before the step's first update: it was recomputed or rewritten between "
+                        "mini-batches"
                     )
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
-    """Equal, where NaN is NaN."""
+    """Equal; NaN equals NaN."""
     return bool(((one == other) | ((one != one) & (other != other))).all())
 
 
@@ -129,5 +130,5 @@ CHECK = Check(
     "from before the first update",
     "the built-in update nodes",
     "equal",
-    prove,
+    audit_mini_batches,
 )

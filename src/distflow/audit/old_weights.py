@@ -1,4 +1,4 @@
-"""Copies of the policy's weights as they were published, for audits of tokens that older versions made."""
+"""Copies of the policy's weights at each sync, for audits of tokens that older versions generated."""
 
 from collections.abc import Mapping
 
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from distflow.rollout.weights import stripe_hashes
 
 Weights = Mapping[str, Tensor]
-"""What training changes, by the names of the model's parameters."""
+"""Trained weights by the names of the model's parameters."""
 
 
 class KeptWeights:
@@ -37,9 +37,9 @@ class KeptWeights:
         self.forget(version - self._most)
 
     def forget(self, version: int) -> None:
-        """No token of that version, or of an older one, will be audited any more."""
+        """Drop that version and older ones: their tokens will not be audited any more."""
         self._copies = {kept: copy for kept, copy in self._copies.items() if kept > version}
 
     def of(self, version: int) -> Weights | None:
-        """None where they were not kept."""
+        """The weights of a version, None if they were not kept."""
         return self._copies.get(version)

@@ -1,4 +1,4 @@
-"""Claim: the learning rate is the schedule's, and the optimizer makes of weight and gradient what its formula says."""
+"""Check: the learning rate follows the schedule, and the optimizer moves the weights by its formula."""
 
 import math
 from collections.abc import Iterator
@@ -15,16 +15,20 @@ from distflow.config.keys.engines import OptimConfig
 LIMIT = 1e-3
 
 
-def prove(recorded: RecordedStep) -> str | None:
+def audit_optimizer(recorded: RecordedStep) -> str | None:
     if not recorded.updates:
-        return "no update was seen"
+        return "no update was recorded"
     known = [_same_weights(update, settings, rate, taken) for update, settings, rate, taken in scheduled(recorded)]
-    return None if any(known) else "only the learning rate: the optimizer is neither adamw nor sgd, or shows nothing"
+    return (
+        None
+        if any(known)
+        else "only the learning rate: the optimizer is neither adamw nor sgd, or its engine does not expose it"
+    )
 
 
 def scheduled(recorded: RecordedStep) -> Iterator[tuple[UpdateRecord, OptimConfig, float, int]]:
-    """Each update that was not skipped, its optimizer's keys, its rate by the schedule, and how many were taken before.
-    Raises Wrong where it was taken at another rate."""
+    """Each update that was not skipped, its optimizer's config, its scheduled rate, and the number of updates before
+    it. Raises Wrong if it was made at another rate."""
     for role in sorted({update.role for update in recorded.updates}):
         taken = recorded.num_updates.get(role, 0)
         settings = (recorded.config.critic if role == "critic" else recorded.config.actor_rollout_ref.actor).optim
@@ -37,15 +41,15 @@ def scheduled(recorded: RecordedStep) -> Iterator[tuple[UpdateRecord, OptimConfi
             taken += 1
 
 
-def right_rates(recorded: RecordedStep) -> str | None:
-    """That the learning rate of each update is the schedule's."""
+def audit_learning_rates(recorded: RecordedStep) -> str | None:
+    """The learning rate of each update is the schedule's."""
     for _ in scheduled(recorded):
         pass
     return None
 
 
 def total_updates(recorded: RecordedStep, role: str) -> int:
-    """Optimizer steps of the whole run, for which the schedule is made."""
+    """Optimizer steps of the whole run: the schedule's length."""
     config = recorded.config
     passes, num_prompts = plan_of(config, role)
     steps = recorded.total_steps - (config.trainer.critic_warmup if role == "actor" and is_rl(config) else 0)
@@ -53,7 +57,7 @@ def total_updates(recorded: RecordedStep, role: str) -> int:
 
 
 def schedule(settings: OptimConfig, step: int, total: int) -> float:
-    """The factor of the rate at optimizer step `step`, from 0."""
+    """The factor of the rate at optimizer step `step`, counted from 0."""
     if settings.scheduler == "constant":
         return 1.0
     warmup = settings.lr_warmup_steps if settings.lr_warmup_steps >= 0 else int(settings.warmup_ratio * total)
@@ -71,11 +75,11 @@ def schedule(settings: OptimConfig, step: int, total: int) -> float:
 def _same_rate(update: UpdateRecord, rate: float) -> None:
     found = float(update.metrics["lr"])
     if not abs(found - rate) <= LIMIT * rate + 1e-15:
-        raise Wrong(f"the learning rate of the {update.role} is {found:.4g}, but the schedule gives {rate:.4g} here")
+        raise Wrong(f"the learning rate of the {update.role} is {found:.4g}, but the schedule gives {rate:.4g}")
 
 
 def _same_weights(update: UpdateRecord, settings: OptimConfig, rate: float, taken: int) -> bool:
-    """Whether there was a formula to compare with."""
+    """Whether there is a formula to compare with."""
     if settings.optimizer not in ("adamw", "sgd") or not update.stripes:
         return False
     for name, stripe in update.stripes.items():
@@ -87,19 +91,19 @@ def _same_weights(update: UpdateRecord, settings: OptimConfig, rate: float, take
         steps = int(stripe.moments.get("step", 0 if settings.optimizer == "adamw" else taken))
         if steps != taken:
             raise Wrong(
-                f"the optimizer of the {update.role} counts {steps} steps behind it, but {taken} were taken: its "
+                f"the optimizer of the {update.role} has counted {steps} steps, but {taken} were taken: its "
                 "moments were lost"
             )
         expected = _adamw(stripe, settings, rate) if settings.optimizer == "adamw" else _sgd(stripe, settings, rate)
         if not len(stripe.before):
-            continue  # no part of it lies on this rank
+            continue  # this rank has no part of it
         gap, moved = (stripe.after - expected).abs(), (expected - stripe.before).abs()
         rounding = 4e-7 * stripe.before.abs()
         if bool((gap > LIMIT * moved.max() + rounding + 1e-12).any()):
             raise Wrong(
                 f"{name} of the {update.role} moved by {float((stripe.after - stripe.before).abs().max()):.4g} at "
-                f"most, but {settings.optimizer} at the learning rate {rate:.4g} makes {float(moved.max()):.4g} of its "
-                "gradient, moments and weight decay"
+                f"most, but {settings.optimizer} at the learning rate {rate:.4g} gives {float(moved.max()):.4g} for "
+                "its gradient, moments and weight decay"
             )
     return True
 
@@ -122,9 +126,9 @@ def _sgd(stripe: Stripe, settings: OptimConfig, rate: float) -> Tensor:
 
 CHECK = Check(
     "optimizer",
-    "the learning rate is the schedule's at this optimizer step, and a stripe of several weights moved by what the "
-    "optimizer's formula makes of gradient, moments, rate and decay",
+    "the learning rate is the schedule's at this optimizer step, and sampled elements of several weights moved by the "
+    "optimizer's formula of gradient, moments, rate and decay",
     "adamw or sgd; for other optimizers the learning rate alone",
     f"{LIMIT:g} of the move",
-    prove,
+    audit_optimizer,
 )

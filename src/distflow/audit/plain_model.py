@@ -14,16 +14,17 @@ from distflow.models.lora import adapter_off
 from distflow.rollout.engine import SamplingParams
 
 MAX_LOGITS = 2**28
-"""Entries of logits that are held at a time: 1 GiB in float32. A longer sequence is not run."""
+"""Entries of logits in memory at a time: 1 GiB in float32. A longer sequence is not run."""
 
 MAX_DOUBLES = 2**24
-"""Entries of a distribution that are held at a time in float64: 128 MiB."""
+"""Entries of a distribution in memory at a time, in float64: 128 MiB."""
 
 
 @dataclass(frozen=True)
 class PlainScores:
-    """Of each response token, float64 `(tokens,)`: its log-prob and the policy's entropy at the temperature; the mass
-    of the tokens before it in the vocabulary and its own, under the law that it was drawn from."""
+    """For each response token, float64 `(tokens,)`: its log-prob and the policy's entropy at the temperature; `below`,
+    the mass of the tokens before it in the vocabulary, and its own `mass`, under the distribution that it was drawn
+    from."""
 
     log_probs: Tensor
     entropy: Tensor
@@ -33,7 +34,7 @@ class PlainScores:
 
 @contextmanager
 def plainly(model: nn.Module, *, adapter: bool = True, compute_dtype: torch.dtype | None = None) -> Iterator[None]:
-    """Inside, the model runs by itself: with the attention of its family in place of the packed one.
+    """Inside, the model runs without packing: with the attention of its family in place of the packed one.
 
     adapter: False switches a LoRA adapter off.
     """
@@ -66,7 +67,7 @@ Run = Callable[..., Any]
 
 def logits_of(run: Run, model: nn.Module, sequences: Sequence[Ids]) -> Iterator[Tensor]:
     """For each sequence, float32 logits `(response tokens, vocabulary)` that predict its response; a critic's are
-    `(response tokens, 1)`. Sequences are padded on the right, as many together as their logits may be held."""
+    `(response tokens, 1)`. Sequences are padded on the right, as many together as `MAX_LOGITS` allows."""
     longest = max(len(prompt) + len(response) for prompt, response in sequences)
     together = max(1, MAX_LOGITS // (longest * vocabulary_of(model)))
     for start in range(0, len(sequences), together):
@@ -83,7 +84,7 @@ def logits_of(run: Run, model: nn.Module, sequences: Sequence[Ids]) -> Iterator[
 
 
 def fits(model: nn.Module, num_tokens: int) -> bool:
-    """Whether the logits of a sequence of that length may be held."""
+    """Whether `MAX_LOGITS` allows a sequence of that length."""
     return num_tokens * vocabulary_of(model) <= MAX_LOGITS
 
 
@@ -108,11 +109,11 @@ def log_probs_of(logits: Tensor, token_ids: Sequence[int], temperature: float) -
 def _scores_of(logits: Tensor, token_ids: Tensor, params: SamplingParams) -> tuple[Tensor, ...]:
     policy = (logits.cpu().double() / params.temperature).log_softmax(-1)
     entropy = -(policy.exp() * policy).nan_to_num().sum(-1)
-    law = _truncated(policy.exp(), params)
-    law = law / law.sum(-1, keepdim=True)
+    drawn_from = _truncated(policy.exp(), params)
+    drawn_from = drawn_from / drawn_from.sum(-1, keepdim=True)
     own = token_ids[:, None]
-    before = torch.where(torch.arange(law.shape[-1]) < own, law, torch.zeros_like(law)).sum(-1)
-    return policy.gather(-1, own)[:, 0], entropy, before, law.gather(-1, own)[:, 0]
+    before = torch.where(torch.arange(drawn_from.shape[-1]) < own, drawn_from, 0.0).sum(-1)
+    return policy.gather(-1, own)[:, 0], entropy, before, drawn_from.gather(-1, own)[:, 0]
 
 
 def _truncated(masses: Tensor, params: SamplingParams) -> Tensor:

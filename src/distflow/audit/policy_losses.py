@@ -1,4 +1,4 @@
-"""The built-in policy losses' formulas once more, in float64, on the tokens that count; autograd derives them."""
+"""The formulas of the built-in policy losses, implemented again in float64; autograd gives their gradients."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -13,9 +13,9 @@ Options = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Tokens:
-    """The tokens of a mini-batch that count, one after another, `(tokens,)`.
+    """The tokens of a mini-batch under the loss mask, one after another, `(tokens,)`.
 
-    now: log-probs, with gradient. columns: what else is known of each token. sample: which sample it belongs to.
+    now: log-probs, with gradient. columns: other values of each token. sample: the index of its sample.
     """
 
     now: Tensor
@@ -28,7 +28,7 @@ class Tokens:
 
     @property
     def old(self) -> Tensor:
-        """Those of the policy itself, without gradient, in a pipeline that writes no others: the ratio is 1."""
+        """Old log-probs; without any in the pipeline the policy's own, without gradient: the ratio is 1."""
         return self.columns.get("old_log_probs", self.now.detach())
 
     def sum(self, values: Tensor) -> Tensor:
@@ -46,7 +46,7 @@ Formula = Callable[[Tokens, Options], Tensor]
 
 
 def bounds(options: Options) -> tuple[float, float]:
-    """How far the ratio may fall and rise."""
+    """How far the ratio may go below and above 1."""
     low, high = options["clip_ratio_low"], options["clip_ratio_high"]
     return (options["clip_ratio"] if low is None else low), (options["clip_ratio"] if high is None else high)
 
@@ -75,7 +75,7 @@ def _decoupled(tokens: Tokens, options: Options) -> Tensor:
     )
     loss = clipped(ratio_to(tokens.now, prox), tokens.advantages, options, dual=True)
     if options["correction"].level is not None:
-        # Recomputed ones are weighed by a column, as every loss is.
+        # With recomputed log-probs the weights are a column, as for every loss.
         return loss if options["prox"] == "recompute" else loss * _corrected(tokens, prox, options["correction"])
     mode, cap = options.get("behav_imp_weight_mode", "mask"), options.get("behav_imp_weight_cap", 5.0)
     if mode == "disabled":
@@ -89,7 +89,8 @@ def _decoupled(tokens: Tokens, options: Options) -> Tensor:
 
 
 def _interpolated(tokens: Tokens, step: int) -> Tensor:
-    """As far from the engine's log-prob to the current one as the step's version is from the token's to the next."""
+    """Between the engine's log-prob and the current one, at the position of the step's version between the token's
+    version and the next."""
     made = tokens.columns["versions"]
     share = (step - made) / (step + 1 - made)
     return (1 - share) * tokens.old + share * tokens.now.detach()

@@ -1,4 +1,4 @@
-"""What is known of an audited step, sample by sample: plain tensors of one sample each, never columns of many."""
+"""The data of an audited step, sample by sample: plain tensors of one sample each, never columns of many."""
 
 import hashlib
 import random
@@ -30,19 +30,19 @@ from distflow.training.engine import Scorer, TrainEngine
 BUILTIN = "distflow."
 Inputs = tuple[Callable[..., object], Sequence[object], Mapping[str, object]]
 Sample = Mapping[str, Any]
-"""One sample by the names of its columns: a tensor for each per-token column, a value for the others."""
+"""One sample, by column name: a tensor for each per-token column, a value for the others."""
 
 
 @dataclass(frozen=True)
 class Parts:
-    """What the run has to ask.
+    """The parts of the run that the auditor uses.
 
-    training_nodes: those of this worker. data: which row a group has. sampling_of: that of domains which have their
-    own. reward_fn: calls a reward function by its name, one sample at a time. judged_in_groups: names of those that
-    score all responses to a prompt at a time. hashes: of the tensors that the rollout engine computes with, None where
-    it is not here. weight_dtype: of those. exact: models compute in float32. estimate: the function that writes the
-    advantages, and what it is called with for a batch; None where there is none. turns: through which models are run.
-    bring: has them all on the device. ranks: those that train the same. first_step: the first of this process.
+    training_nodes: those of this worker. data: maps groups to rows. sampling_of: sampling parameters of domains that
+    have their own. reward_fn: calls a reward function by name, for one sample. scored_in_groups: names of reward
+    functions that score all responses to a prompt together. hashes: of the rollout engine's tensors, None if the
+    engine is on another worker. weight_dtype: of these tensors. exact: models compute in float32. estimate: returns
+    the function that writes the advantages, and its arguments for a batch; None if there is none. turns: runs the
+    models. bring: brings all models onto the device. ranks: the dp group. first_step: of this process.
     """
 
     config: Config
@@ -57,7 +57,7 @@ class Parts:
     critic: TrainEngine | None
     ref: Scorer | None
     reward_fn: Callable[[str, Mapping[str, object]], RewardResult] | None
-    judged_in_groups: Collection[str]
+    scored_in_groups: Collection[str]
     hashes: Callable[[], dict[str, str]] | None
     weight_dtype: torch.dtype
     exact: bool
@@ -72,15 +72,15 @@ class Parts:
 
 @dataclass
 class RecordedStep:
-    """A step, as it was before its first update, and its updates.
+    """A step as it was before its first update, and its updates.
 
-    records: by group, of groups that this worker made. groups: of the whole step. batch: columns as the nodes wrote
-    them; a copy. fresh: the policy was not trained before this step. served: the version that was published last, None
-    where nothing generates. published: hashes of its tensors, as in a receipt. kept: weights of older versions.
-    updates: in their order. num_updates: optimizer steps by role before this step. metrics: of the step. budget_s: what
-    asking verifiers may take. state: JSON values that live across audits and are in every checkpoint. say: tells the
-    user, once a message. partial: only a few groups of the step. plain: of samples that the policy was run on again.
-    drawn: the same by the weights that made each token, and which of its tokens were scored.
+    records: by group, of the groups that this worker generated. group_ids: of the whole step. batch: a copy of the
+    columns as the nodes wrote them. fresh: the policy was not trained before this step. served: the last synced weight
+    version, None if nothing generates. published: hashes of its tensors, as in a receipt. kept: weights of older
+    versions. updates: in order. num_updates: optimizer steps by role before this step. metrics: of the step. budget_s:
+    time for calling reward functions again. state: JSON values that persist across audits and are in every checkpoint.
+    say: warns the user, each message once. partial: only a few groups of the step. plain: scores of samples that the
+    policy was run on again. drawn: such scores by the weights that generated each token, and which tokens have one.
     """
 
     parts: Parts
@@ -111,13 +111,13 @@ class RecordedStep:
 
     @property
     def samples(self) -> list[Sample]:
-        """Every sample of the step on this rank."""
+        """All samples of the step on this rank."""
         if self._samples is None:
             self._samples = samples_of(self.batch)
         return self._samples
 
-    def proved(self, most: int) -> list[Sample]:
-        """At most so many samples, of as many groups as there are, drawn by the step."""
+    def some_samples(self, most: int) -> list[Sample]:
+        """At most `most` samples from as many groups as possible, drawn by the step number."""
         by_group: dict[int, list[Sample]] = {}
         for sample in self.samples:
             by_group.setdefault(int(sample["group_index"]), []).append(sample)
@@ -129,18 +129,18 @@ class RecordedStep:
         return order[:most]
 
     def generation(self, sample: Sample) -> tuple[GenerateRequest, Generation] | None:
-        """The request and the engine's answer that became this sample; None where this worker did not see them."""
+        """The request and the engine's generation behind this sample; None if this worker did not record them."""
         record = self.records.get(int(sample["group_index"]))
         for request, result in record.generated if record else ():
             if request.params.greedy and not self.parts.sampling.greedy:
-                continue  # a baseline's
+                continue  # of a baseline
             for made in result.generations:
                 if made.sample == index_of(sample):
                     return request, made
         return None
 
     def is_ours(self, column: str) -> bool:
-        """Whether what writes the column is built in, so that what it should hold is known."""
+        """Whether a built-in node writes the column, so that its expected content is known."""
         writers = [node for node in self.parts.pipeline.nodes if column in node.contract.writes]
         return bool(writers) and all(module_of(node.fn).startswith(BUILTIN) for node in writers)
 
@@ -149,12 +149,12 @@ class RecordedStep:
         return any(column in node.contract.writes for node in self.parts.pipeline.nodes)
 
     def sampling(self, sample: Sample) -> SamplingParams:
-        """How its tokens are to be drawn."""
+        """The sampling parameters of its domain."""
         return self.parts.sampling_of.get(str(sample["domain"]), self.parts.sampling)
 
     def place_of(self, prompt_group: PromptGroup) -> tuple[int, int]:
-        """Epoch and row that a group names by its number, of a domain by its position there: sorted raw Philox words,
-        keyed by the seed, the epoch and the domain's name."""
+        """Epoch and row of a group, by its number, or by its position in its domain: the order of sorted raw Philox
+        words, keyed by the seed, the epoch and the domain's name."""
         data, first, word = self.parts.data, 0, 0
         num_rows, position = data.num_rows, prompt_group.group_id
         if data.domains:
@@ -191,12 +191,12 @@ def samples_of(batch: Batch) -> list[Sample]:
 
 
 def index_of(sample: Sample) -> int:
-    """Its place in its group."""
+    """The sample's position in its group."""
     return int(str(sample["uid"]).split("-")[1])
 
 
 def module_of(fn: Callable[..., object]) -> str:
-    """Where the function is written, below what wraps it."""
+    """The module that defines the function, below any wrappers."""
     while hasattr(fn, "func"):
         fn = fn.func
     return str(getattr(fn, "__module__", ""))

@@ -1,7 +1,5 @@
-"""Records what the engine and the verifiers were asked for a prompt group, and what they answered, as it happens.
-
-Watches an optimizer step from outside: what the loss was given, what came back to it, what the weights became.
-"""
+"""Records requests to and results of the engine and the reward functions for each group, and optimizer steps: the
+inputs of the loss, the gradients by them, and samples of the weights before and after."""
 
 import math
 import random
@@ -21,56 +19,55 @@ from distflow.rollout.engine import GenerateRequest, GenerateResult
 from distflow.scheduling.groups import PromptGroup
 from distflow.training.engine import Counts, LossFn, Sums, TrainEngine
 
+STRIPE = 256
+NUM_STRIPES = 4
+MAX_STRIPED = 2**24
+
 
 @dataclass(frozen=True)
 class GroupRecord:
-    """generated: each request with its result. judged: the verifier's name, its arguments, its verdict."""
+    """generated: each request with its result. scored: the reward function's name, arguments and result."""
 
     prompt_group: PromptGroup
     generated: list[tuple[GenerateRequest, GenerateResult]] = field(default_factory=list)
-    judged: list[tuple[str, Mapping[str, object], RewardResult]] = field(default_factory=list)
+    scored: list[tuple[str, Mapping[str, object], RewardResult]] = field(default_factory=list)
 
 
 _current: ContextVar[GroupRecord | None] = ContextVar("group_record", default=None)
-"""The record of the group whose task is running; tasks that it starts inherit it. None in a validation."""
+"""The record of the running task's group; tasks that it starts inherit it. None in a validation."""
 
 
 class GroupRecords:
-    """Keeps the records of groups that wait for their step. What it keeps are references to what lives anyhow."""
+    """Keeps the records of groups until their step. It holds references only to objects that live anyway."""
 
     def __init__(self) -> None:
         self._kept: dict[int, GroupRecord] = {}
 
     def begin(self, prompt_group: PromptGroup) -> None:
-        """From here on the running task works for this group's group."""
+        """From here on the running task works for this group."""
         _current.set(GroupRecord(prompt_group))
 
     def generated(self, request: GenerateRequest, result: GenerateResult) -> None:
         if (record := _current.get()) is not None:
             record.generated.append((request, result))
 
-    def judged(self, name: str, arguments: Mapping[str, object], reward_result: RewardResult) -> None:
+    def add_score(self, name: str, arguments: Mapping[str, object], reward_result: RewardResult) -> None:
         if (record := _current.get()) is not None:
-            record.judged.append((name, arguments, reward_result))
+            record.scored.append((name, arguments, reward_result))
 
     def keep(self) -> None:
-        """The running task's group goes to the queue; records of groups that do not are forgotten with their tasks."""
+        """The running task's group enters the sample queue; records of other groups are dropped with their tasks."""
         if (record := _current.get()) is not None:
             self._kept[record.prompt_group.group_id] = record
 
     def take(self, group_ids: Iterable[int]) -> dict[int, GroupRecord]:
-        """The records of a step's groups, which are no longer kept; none for those of another worker or process."""
+        """Remove and return the records of a step's groups; groups of another worker or process have none."""
         return {number: self._kept.pop(number) for number in group_ids if number in self._kept}
-
-
-STRIPE = 256
-NUM_STRIPES = 4
-MAX_STRIPED = 2**24
 
 
 @runtime_checkable
 class OpenEngine(Protocol):
-    """A train engine that shows its inside."""
+    """A train engine that exposes its model and optimizer."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -78,8 +75,8 @@ class OpenEngine(Protocol):
 
 @dataclass
 class MicroRecord:
-    """One call of the loss: the samples, each output's values, and the gradient that came back to it, one row a sample
-    (`(bs, response_length)`, CPU). loss: the value that it returned."""
+    """One call of the loss: the samples, the values of each output and the gradient by it, `(bs, response_length)` on
+    the CPU. loss: the value that it returned."""
 
     uids: list[str]
     outputs: dict[str, Tensor]
@@ -89,11 +86,11 @@ class MicroRecord:
 
 @dataclass
 class Stripe:
-    """Elements of one weight around a step, float64 on the CPU: of this rank's part, where it lies over ranks.
+    """Sampled elements of one weight around a step, float64 on the CPU; of this rank's part if it is sharded.
 
-    contributions: the sum of the gradients that each backward pass brought; None where they are summed over ranks as
-    they come. gradient: what the optimizer was given.
-    moments: the optimizer's tensors of it before the step, and the number of steps it had taken.
+    contributions: the sum of the gradients of the backward passes; None if they are summed over ranks as they come.
+    gradient: the optimizer's input.
+    moments: the optimizer's tensors for the weight before the step, and its number of steps.
     """
 
     before: Tensor
@@ -106,8 +103,8 @@ class Stripe:
 @dataclass
 class UpdateRecord:
     """One optimizer step. leftover: weights that had a gradient before it began. norm: of the gradient that the
-    optimizer was given, None where it was not called. loss: the loss function, unwrapped. plain: of a sample, by the
-    model's own forward right before the step."""
+    optimizer was given, None if it was not called. loss: the loss function, unwrapped. plain: scores by sample, from
+    the model's own forward right before the step."""
 
     role: str
     engine: TrainEngine
@@ -126,7 +123,7 @@ class UpdateRecord:
 
 
 class WatchedLoss:
-    """A loss function that calls another, and records it."""
+    """A loss function that calls another and records the call."""
 
     def __init__(self, loss: LossFn, record: UpdateRecord) -> None:
         self._loss, self._record = loss, record
@@ -154,7 +151,7 @@ class UpdateWatch:
     """Watches one optimizer step, from before the engine is called until `end`."""
 
     def __init__(self, role: str, engine: TrainEngine, batch: Batch, loss: LossFn, turn: int) -> None:
-        """turn: chooses the weights that are watched."""
+        """turn: selects the weights that are watched."""
         self.record, self._turn = UpdateRecord(role, engine, loss, batch), turn
         self.loss = WatchedLoss(loss, self.record)
         self._handles: list[Any] = []
@@ -162,7 +159,7 @@ class UpdateWatch:
             self._open(engine)
 
     def end(self, metrics: Mapping[str, float]) -> UpdateRecord:
-        """The step is over."""
+        """Call after the step."""
         for handle in self._handles:
             handle.remove()
         self.record.metrics = dict(metrics)
@@ -189,7 +186,7 @@ class UpdateWatch:
 
 
 def striped(model: nn.Module, turn: int) -> Iterator[tuple[str, nn.Parameter]]:
-    """A few weights: the first, the last, and others in each turn."""
+    """A few weights: the first, the last, and random others by `turn`."""
     found = [(n, p) for n, p in model.named_parameters() if p.requires_grad and p.numel() <= MAX_STRIPED]
     ends = {0, len(found) - 1}
     between = [i for i in range(len(found)) if i not in ends]
@@ -198,7 +195,7 @@ def striped(model: nn.Module, turn: int) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def _stripe(tensor: Tensor) -> Tensor:
-    """At most `STRIPE` elements, evenly over the tensor, or over this rank's part of it."""
+    """At most `STRIPE` elements, evenly spaced over the tensor, or over this rank's part of it."""
     flat = own_part(tensor.detach()).reshape(-1)
     return flat[:: -(-flat.numel() // STRIPE) | 1].to("cpu", torch.float64, copy=True)
 

@@ -1,4 +1,5 @@
-"""Claim: the score is the weighted sum of its parts, on the sample's last token, and the reward is that less the KL."""
+"""Check: the score is the weighted sum of its parts, on the sample's last token; the reward is the score minus the
+KL."""
 
 import math
 
@@ -17,9 +18,9 @@ from distflow.rewards.score import Score
 LIMIT = 1e-4
 
 
-def prove(recorded: RecordedStep) -> str | None:
+def audit_reward_sum(recorded: RecordedStep) -> str | None:
     if not recorded.is_ours("scores"):
-        return "a node of the user's writes the scores" if recorded.is_written("scores") else ""
+        return "a user's node writes the scores" if recorded.is_written("scores") else ""
     for sample in recorded.samples:
         if not bool(sample["valid"]):
             continue
@@ -31,23 +32,23 @@ def prove(recorded: RecordedStep) -> str | None:
         _same(sample, "token_level_scores", expected)
         _same_baseline(recorded, sample)
         if _processes(algorithm_of(recorded.config, sample["domain"])):
-            continue  # the auditor has no formula of it
+            continue  # the auditor has no formula for it
         if recorded.is_ours("token_level_rewards"):
             _same(sample, "token_level_rewards", expected - _kl_penalty(recorded, sample))
         elif not recorded.is_written("token_level_rewards"):
             _same(sample, "token_level_rewards", expected)
     if any(_processes(algorithm) for _, algorithm in algorithms(recorded.config)):
-        return "the auditor has no formula of reward_norm, reward_shift, reward_scale, reward_clip and whiten_rewards"
+        return "the auditor has no formula for reward_norm, reward_shift, reward_scale, reward_clip and whiten_rewards"
     return None
 
 
 def _total(recorded: RecordedStep, sample: Sample) -> float:
-    """The weighted sum of its verdicts, or the score that a sample without one is given."""
+    """The weighted sum of the sample's scores, or the score that reward.on_error gives in their place."""
     if sample["reward_errors"] is not None:
-        given = on_error_of(recorded.config.reward, sample["domain"])
-        if not isinstance(given, float):
-            raise Wrong(f"sample {sample['uid']} has a score, but no verdict: {sample['reward_errors']}")
-        return given
+        fallback = on_error_of(recorded.config.reward, sample["domain"])
+        if not isinstance(fallback, float):
+            raise Wrong(f"sample {sample['uid']} has a score in spite of reward errors: {sample['reward_errors']}")
+        return fallback
     parts = (
         sample["reward_parts"].get(name, math.nan) * weight for name, weight in functions_of(recorded, sample).items()
     )
@@ -60,7 +61,7 @@ def _processes(algorithm: AlgorithmConfig) -> bool:
 
 
 def _same_baseline(recorded: RecordedStep, sample: Sample) -> None:
-    """ReMax's baseline is the score of the group's one greedy answer, as the verifiers gave it."""
+    """ReMax's baseline is the score of the group's one greedy response, by the reward functions."""
     record = recorded.records.get(int(sample["group_index"]))
     if "reward_baselines" not in sample or record is None or not recorded.is_ours("reward_baselines"):
         return
@@ -68,25 +69,27 @@ def _same_baseline(recorded: RecordedStep, sample: Sample) -> None:
         return
     found = [(request, result.generations[0]) for request, result in record.generated if request.params.greedy]
     if len(found) != 1:
-        raise Wrong(f"group {record.prompt_group.group_id} has {len(found)} greedy answers, and its baseline needs one")
+        raise Wrong(
+            f"group {record.prompt_group.group_id} has {len(found)} greedy responses, but its baseline needs one"
+        )
     request, made = found[0]
     if request.params.max_tokens != response_limit(recorded.config, sample["domain"]):
         raise Wrong(
-            f"the greedy answer of group {record.prompt_group.group_id} may have {request.params.max_tokens} tokens"
+            f"the greedy response of group {record.prompt_group.group_id} may have {request.params.max_tokens} tokens"
         )
     text = str(recorded.parts.tokenizer.decode(list(made.token_ids), skip_special_tokens=True))
     total = _overlong(recorded, sample["domain"], len(made.token_ids))
     for name, weight in functions_of(recorded, sample).items():
-        given = [v for asked, arguments, v in record.judged if asked == name and arguments["solution_str"] == text]
-        if not given or not isinstance(given[-1], Score):
+        results = [r for called, arguments, r in record.scored if called == name and arguments["solution_str"] == text]
+        if not results or not isinstance(results[-1], Score):
             raise Wrong(
-                f"the greedy answer of group {record.prompt_group.group_id} has no verdict of '{name}' to be a baseline"
+                f"the greedy response of group {record.prompt_group.group_id} has no score of '{name}' for its baseline"
             )
-        total += weight * given[-1].value
+        total += weight * results[-1].value
     if not abs(float(sample["reward_baselines"]) - total) <= LIMIT * max(abs(total), 1.0):
         raise Wrong(
-            f"the baseline of sample {sample['uid']} is {float(sample['reward_baselines']):g}, its greedy answer's "
-            f"{total:g}"
+            f"the baseline of sample {sample['uid']} is {float(sample['reward_baselines']):g}, its greedy response's "
+            f"score {total:g}"
         )
 
 
@@ -113,8 +116,8 @@ def _kl_penalty(recorded: RecordedStep, sample: Sample) -> Tensor:
 
 
 def kl(difference: Tensor, kind: str) -> Tensor:
-    """Estimates of the KL by d = log π − log π_ref (Schulman's k1, k2, k3), `|d|`; a + behind has the value of k2's
-    gradient and is left to who differentiates."""
+    """Estimates of the KL by d = log π − log π_ref (Schulman's k1, k2, k3), `|d|`. A trailing + changes the gradient
+    only, which is left to the caller."""
     match kind.removesuffix("+"):
         case "kl" | "k1":
             return difference
@@ -135,15 +138,15 @@ def _same(sample: Sample, column: str, expected: Tensor) -> None:
         token = int(wrong.nonzero()[0])
         raise Wrong(
             f"{column} of sample {sample['uid']} is {float(sample[column][token]):g} at token {token} of "
-            f"{len(expected)}, and should be {float(expected[token]):g}, by its verdicts {dict(sample['reward_parts'])}"
+            f"{len(expected)}, but should be {float(expected[token]):g}, by its scores {dict(sample['reward_parts'])}"
         )
 
 
 CHECK = Check(
     "rewards",
-    "a sample's score is the weighted sum of its own verdicts and the over-long penalty, on its last token; its "
-    "rewards are that less the KL penalty",
+    "a sample's score is the weighted sum of its own scores and the over-long penalty, on its last token; its rewards "
+    "are the score minus the KL penalty",
     "scores of the built-in reward node",
     f"{LIMIT:g} relative",
-    prove,
+    audit_reward_sum,
 )

@@ -1,4 +1,4 @@
-"""When a step is proven again: decided ahead, so that weights of older versions can be kept for it, and kept cheap."""
+"""Decides which steps are audited: ahead of time, so that weights of older versions are kept, and within a budget."""
 
 import hashlib
 import time
@@ -6,23 +6,22 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 
 MOST_SHARE = 0.02
-"""Of the run's time, that audits may take."""
+"""The share of the run's time that audits may take."""
 
 NUM_FIRST = 3
-"""Audits of a process that are made whatever they take."""
+"""The first audits of a process, which ignore the time budget."""
 
 
 class AuditSchedule:
-    """Audits the first step of a process, the one behind it (weights have moved once), the first that may hold tokens
-    of every age, and one in every `frequency` steps, at a drawn place, so that what goes wrong in every third step is
-    met.
+    """Audits the first step of a process, the second (weights have moved once), the first that may hold tokens of every
+    age, and one in every `frequency` steps, at a random position, so that a fault in every third step is found.
 
-    Behind the first few an audit waits until audits have taken less than their share of the run's time, unless every
-    step is asked for; where weights may be old, it is then made when those of all ages were kept for it.
+    After the first few, an audit waits until audits have taken less than their share of the run's time, unless every
+    step is audited. If weights may be stale, it then waits until weights of all ages were kept for it.
     """
 
     def __init__(self, frequency: int, first_step: int, max_staleness: int = 0, others: Collection[int] = ()) -> None:
-        """frequency: in steps; 0 never audits. first_step: of this process. others: steps that are audited besides."""
+        """frequency: in steps; 0 never audits. first_step: of this process. others: further steps to audit."""
         self._frequency, self._max_staleness = frequency, max_staleness
         self._always = {first_step, first_step + 1, first_step + max_staleness + 1, *others}
         self._waiting, self._planned = False, -1
@@ -34,7 +33,7 @@ class AuditSchedule:
         return self._frequency
 
     def is_due(self, step: int) -> bool:
-        """To be asked once a step, in their order."""
+        """Call once a step, in order."""
         if self._frequency <= 0:
             return False
         if self._is_named(step) or step == self._planned:
@@ -50,12 +49,12 @@ class AuditSchedule:
         return False
 
     def expects(self, step: int) -> bool:
-        """Whether an audit may come in the steps in which tokens that weights of `step` make may be consumed later."""
+        """Whether a later step that may train on tokens of the weights of `step` may be audited."""
         ahead = range(step + 1, step + self._max_staleness + 1)
         return self._frequency > 0 and any(self._is_named(s) or self._is_place(s) or s == self._planned for s in ahead)
 
     def begins(self) -> None:
-        """An audit is made now."""
+        """Call when an audit starts."""
         self._waiting, self._planned = False, -1
         self._num_made += 1
 
@@ -63,13 +62,13 @@ class AuditSchedule:
         return self._spent_s <= MOST_SHARE * (time.monotonic() - self._began)
 
     def budget_s(self, num_steps: int) -> float:
-        """Half of an audit's share of the time that passes between two. num_steps: that have begun."""
+        """Half of an audit's share of the time between two audits. num_steps: steps begun so far."""
         step_s = (time.monotonic() - self._began) / num_steps
         return max(MOST_SHARE / 2 * self._frequency * step_s, 0.05)
 
     @contextmanager
     def timed(self) -> Iterator[None]:
-        """Inside, time counts as the audit's."""
+        """Counts the time inside as audit time."""
         began = time.monotonic()
         try:
             yield
@@ -80,7 +79,7 @@ class AuditSchedule:
         return step in self._always or self._frequency == 1
 
     def _is_place(self, step: int) -> bool:
-        """Of the audit in the step's window."""
+        """Whether the step is the audited one of its window."""
         window = step // self._frequency
         place = int.from_bytes(hashlib.blake2b(f"audit {window}".encode(), digest_size=4).digest(), "little")
         return step % self._frequency == place % self._frequency

@@ -1,4 +1,4 @@
-"""Runs of models whose weights lie over ranks: all ranks make each one together, and each has its own to make."""
+"""Forward passes of sharded models for the audit: every rank takes part in each pass that one of them needs."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,19 +13,19 @@ from distflow.training.collective import Collective
 
 
 class Turns:
-    """What one rank asks of models, spread or whole.
+    """Runs one rank's passes over models, sharded or whole.
 
-    Before each pass over a spread one the ranks agree on which is next; who needs another, or none any more, sends a
-    token through it, so that its part of the weights is there. Whole models are run at once.
+    Before each pass over a sharded model the ranks agree on the next pass; a rank that needs another one, or none,
+    runs a single token, so that its shard of the weights is available. Whole models are run at once.
     """
 
     def __init__(self, group: Collective, models: Iterable[nn.Module]) -> None:
-        """group: the ranks that models lie over; all are given the same models in the same order."""
+        """group: the ranks that models are sharded over; all pass the same models in the same order."""
         self._group = group
         self._spread = [model for model in dict.fromkeys(models) if is_spread(model)]
 
     def run(self, model: nn.Module, **inputs: object) -> Any:
-        """The model's own forward, without gradient where it is spread."""
+        """The model's own forward; without gradient if it is sharded."""
         if model not in self._spread:
             return model(**inputs)
         self._wait_for(2 * self._spread.index(model) + 1)
@@ -33,10 +33,10 @@ class Turns:
             return model(**inputs)
 
     def gradients(self, model: nn.Module, weights: Sequence[nn.Parameter], loss: Callable[[], Tensor]) -> list[Tensor]:
-        """Of a number by some of the model's weights: of a spread model this rank's part, for the sum of what the ranks
-        give, which all ask for it as often. Gradients that are kept already stay as they are.
+        """Gradients of a scalar by some of the model's weights; for a sharded model this rank's part, of the sum of all
+        ranks' scalars; all ranks call it equally often. Existing `.grad`s stay as they are.
 
-        Raises RuntimeError where another rank does not take part, since it failed.
+        Raises RuntimeError if another rank failed and does not take part.
         """
         if model not in self._spread:
             found = torch.autograd.grad(loss(), weights, allow_unused=True)
@@ -51,13 +51,13 @@ class Turns:
         return model in self._spread
 
     def finish(self) -> None:
-        """This rank has no pass to make: wait until no other has, and lend it this part of the weights."""
+        """This rank has no more passes: take part in those of other ranks until they have none."""
         if self._spread:
             self._wait_for(0)
 
     def _wait_for(self, wanted: int) -> bool:
-        """Until it is the turn of that pass; whether all ranks make it then. A pass is 2 × the model's place + 1, with
-        gradient one more; 0 is none."""
+        """Wait until that pass is next; returns whether all ranks make it. A pass is numbered 2 × the model's index +
+        1, one more with gradient; 0 is none."""
         while True:
             turn = int(self._group.max(float(wanted)))
             num_takers = self._group.sum(float(turn == wanted))
@@ -74,7 +74,7 @@ class Turns:
 
 @contextmanager
 def _without_gradients(model: nn.Module) -> Iterator[None]:
-    """Inside, the model begins with none; behind it has those that it had."""
+    """Inside, the model starts without gradients; afterwards it has its old ones."""
     kept = {parameter: parameter.grad for parameter in model.parameters()}
     try:
         model.zero_grad(set_to_none=True)

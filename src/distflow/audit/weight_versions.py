@@ -1,7 +1,5 @@
-"""Claim: the rollout engine computes with the trainer's weights.
-
-Claim: a token's version is the one whose weights made it: they give it the log-prob that the engine gave.
-"""
+"""Checks: the rollout engine computes with the trainer's weights; the weights of a token's version give the log-prob
+that the engine reported for it."""
 
 from collections.abc import Sequence
 from itertools import groupby
@@ -28,19 +26,19 @@ def audit_weights(recorded: RecordedStep) -> str | None:
     if parts.hashes is None or parts.actor is None:
         return "the rollout engine is on another worker" if recorded.is_written("rollout_log_probs") else ""
     if not recorded.published:
-        return "no version was published, or an adapter is applied unmerged, on the trainer's own storage"
-    held = parts.hashes()
-    different = [name for name, own in recorded.published.items() if held.get(name) != own]
+        return "no weights were synced, or an adapter is applied unmerged, on the trainer's own storage"
+    engine_hashes = parts.hashes()
+    different = [name for name, own in recorded.published.items() if engine_hashes.get(name) != own]
     if different:
         raise Wrong(
             f"the rollout engine serves version {recorded.served}, but {len(different)} of its tensors are not the "
-            f"trainer's of that version ({', '.join(different[:4])}): they were not sent, or not taken"
+            f"trainer's of that version ({', '.join(different[:4])}): they were not sent, or not loaded"
         )
     return None
 
 
 def _scaled(recorded: RecordedStep) -> None:
-    """An adapter counts by alpha over rank."""
+    """An adapter is scaled by alpha over rank."""
     settings, model = recorded.config.actor_rollout_ref.model, getattr(recorded.parts.actor, "model", None)
     if not settings.lora_rank or model is None:
         return
@@ -53,17 +51,16 @@ def _scaled(recorded: RecordedStep) -> None:
 
 WEIGHTS = Check(
     "weights",
-    "the tensors that the rollout engine computes with are the trainer's of the version that it serves, cast to its "
-    "dtype",
+    "the tensors that the rollout engine computes with are the trainer's of the same version, cast to its dtype",
     "an engine on this worker; not an adapter that it applies unmerged",
-    "equal hashes of a stripe of each tensor",
+    "equal hashes of sampled elements of each tensor",
     audit_weights,
 )
 
 
 EXACT, ROUNDED = (1e-3, 3e-2), (0.15, 5.0)
 PRESENT: Weights = {}
-"""In the place of kept weights: those that the policy has."""
+"""Stands for the policy's present weights."""
 
 
 def audit_versions(recorded: RecordedStep) -> str | None:
@@ -71,16 +68,16 @@ def audit_versions(recorded: RecordedStep) -> str | None:
         return ""
     actor = recorded.parts.actor
     if not isinstance(actor, OpenEngine):
-        return "the train engine does not show its inside"
+        return "the train engine does not expose its model"
     with torch.no_grad(), plainly(actor.model, compute_dtype=dtype_of(actor)):
         for sample in audited_samples(recorded):
             recorded.drawn[sample["uid"]] = _scores(recorded, actor.model, sample)
     if not any(bool(known.any()) for _, known in recorded.drawn.values()):
         return "no token of the drawn samples is of weights that were kept"
     if not recorded.is_ours("rollout_log_probs"):
-        return "a node of the user's writes rollout_log_probs"
+        return "a user's node writes rollout_log_probs"
     if bool((recorded.batch.flat("versions") == recorded.step).all()):
-        return None  # where all are of the present weights, every batch is compared
+        return None  # tokens of the present weights are compared in every step
     for sample in recorded.samples:
         if sample["uid"] in recorded.drawn:
             _same(recorded, sample, *recorded.drawn[sample["uid"]])
@@ -88,7 +85,7 @@ def audit_versions(recorded: RecordedStep) -> str | None:
 
 
 def _scores(recorded: RecordedStep, model: nn.Module, sample: Sample) -> tuple[PlainScores, Tensor]:
-    """Of a sample's tokens by the weights of their versions, and which tokens these scores are of."""
+    """Scores of a sample's tokens by the weights of their versions, and a mask of the tokens that have one."""
     weights = [_weights_of(recorded, int(version)) for version in sample["versions"]]
     known = torch.tensor([one is not None for one in weights])
     (prompt, response), policy = ids_of(sample), sample["response_mask"] > 0
@@ -97,20 +94,20 @@ def _scores(recorded: RecordedStep, model: nn.Module, sample: Sample) -> tuple[P
     if recorded.config.actor_rollout_ref.rollout.kv_on_update == "recompute":
         logits = _over_own_keys(recorded.parts.turns, model, [*prompt, *response], weights)
     else:
-        known = known.cummin(0).values  # a token sees those before it as their weights saw them
+        known = known.cummin(0).values  # a token attends to keys and values of the earlier tokens' weights
         logits = _over_older_keys(recorded.parts.turns, model, [*prompt, *response], weights)
     return plain_scores(logits, response, recorded.sampling(sample)), known & policy
 
 
 def _weights_of(recorded: RecordedStep, version: int) -> Weights | None:
-    """The policy is the version that was published last only where that was right before this step."""
+    """The policy has the last synced version only if the sync was right before this step."""
     return PRESENT if version == recorded.served == recorded.step else recorded.kept.of(version)
 
 
 def _over_older_keys(turns: Turns, model: nn.Module, ids: Sequence[int], weights: Sequence[Weights | None]) -> Tensor:
-    """Logits `(tokens, vocabulary)` that each token was drawn from, where keys and values stay as they were made: those
-    of a position by the weights that drew the token behind it, those of the prompt by those of the first token. Zeros
-    from the first token on whose weights are unknown."""
+    """Logits `(tokens, vocabulary)` that each token was drawn from, if keys and values are kept over weight syncs:
+    those of a position are of the weights that drew the next token, those of the prompt of the first token's weights.
+    Zeros from the first token with unknown weights on."""
     found, cache = torch.zeros(len(weights), vocabulary_of(model)), DynamicCache(config=unwrapped(model).config)
     first, fed, done = len(ids) - len(weights) - 1, 0, 0
     for _, run in groupby(weights, key=id):
@@ -125,7 +122,7 @@ def _over_older_keys(turns: Turns, model: nn.Module, ids: Sequence[int], weights
 
 
 def _over_own_keys(turns: Turns, model: nn.Module, ids: Sequence[int], weights: Sequence[Weights | None]) -> Tensor:
-    """The same where new weights make all keys and values again."""
+    """The same if all keys and values are recomputed after a weight sync."""
     found, start = torch.zeros(len(weights), vocabulary_of(model)), len(ids) - len(weights) - 1
     for own in {id(one): one for one in weights if one is not None}.values():
         mine = torch.tensor([one is own for one in weights])
@@ -153,19 +150,19 @@ def _same(recorded: RecordedStep, sample: Sample, scores: PlainScores, known: Te
     places = known.nonzero()[:, 0]
     token = int(places[int(gap.argmax())])
     raise Wrong(
-        f"the log-probs that the engine gave with the tokens of sample {sample['uid']} differ by "
-        f"{float(gap.mean()):.3g} on average from those of the weights whose versions the tokens carry, by "
+        f"the engine's log-probs of the tokens of sample {sample['uid']} differ by "
+        f"{float(gap.mean()):.3g} on average from those of the weights of the tokens' versions, by "
         f"{float(gap.max()):.3g} at token {token} of version {int(sample['versions'][token])} (limits {mean:g}, "
-        f"{largest:g}; version {recorded.served} is served). Likely causes: weights that were not sent or not taken, a "
-        "version that is counted before or behind them, keys and values of other weights"
+        f"{largest:g}; the engine has version {recorded.served}). Likely causes: weights that were not sent or not "
+        "loaded, a version that changes before or after them, keys and values of other weights"
     )
 
 
 VERSIONS = Check(
     "versions",
-    "the log-prob that the engine gave with a token is that of the weights whose version it carries, over keys and "
-    "values of the versions that `kv_on_update` names: old ones are kept for the audit",
-    "tokens of the present weights, or of those that were kept",
+    "the engine's log-prob of a token is the one by the weights of its version, over keys and values of the versions "
+    "given by `kv_on_update`; old weights are kept for the audit",
+    "tokens of the present weights, or of weights that were kept",
     f"mean {EXACT[0]:g}, largest {EXACT[1]:g} (bfloat16: {ROUNDED[0]:g}, {ROUNDED[1]:g})",
     audit_versions,
 )

@@ -1,1 +1,1 @@
-"""Checks of every step of a run, each file one: `live.py` makes them."""
+"""Checks of every step of a run, one a file; `live.py` runs them."""

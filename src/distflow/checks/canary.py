@@ -1,4 +1,4 @@
-"""Claim: the engine serves the weights that the trainer has. Fixed prompts, greedy, through the normal path."""
+"""Check: the engine has the trainer's weights. It generates greedily for fixed prompts, by the normal path."""
 
 import asyncio
 from collections.abc import Sequence
@@ -17,9 +17,9 @@ from distflow.training.engine import TrainEngine
 
 @dataclass
 class Canary:
-    """Compares engine and trainer at the start, and after every `frequency` publishes (0: never).
+    """Compares engine and trainer at the start, and after every `frequency` weight syncs (0: never).
 
-    shares_weights: the engine computes on the trainer's own storage; there every batch is compared anyway, so only the
+    shares_weights: the engine computes on the trainer's own storage; every batch is compared there anyway, so only the
     start is checked.
     """
 
@@ -38,20 +38,20 @@ class Canary:
     _num_published: int = 0
 
     def is_due(self, at_start: bool) -> bool:
-        """Call once a publish."""
+        """Call once a weight sync."""
         if at_start or self.frequency == 0:
             return self.frequency > 0
         self._num_published += 1
         return not self.shares_weights and self._num_published % self.frequency == 0
 
-    def compare(self, answers: Batch, at_start: bool) -> dict[str, float]:
-        """Score the engine's tokens by the trainer. Raises TrustError where they mean different weights.
+    def compare(self, responses: Batch, at_start: bool) -> dict[str, float]:
+        """Score the engine's tokens by the trainer. Raises TrustError if the weights differ.
 
-        At the start the mean |Δ log-prob| may be what would hold the run anywhere. Later mean and maximum may be
-        `GROWTH` times those of the start; the mean at least the tolerance, the maximum ten times that.
+        At the start the limit of the mean |Δ log-prob| is the one that stops any run. Later the limits of mean and
+        maximum are `GROWTH` times those of the start, but at least the tolerance, and ten times it.
         """
-        scored = self.actor.forward(answers, ("log_probs",))
-        gap = mismatch(answers.flat("rollout_log_probs"), scored.flat("log_probs"), answers.flat("response_mask"))
+        scored = self.actor.forward(responses, ("log_probs",))
+        gap = mismatch(responses.flat("rollout_log_probs"), scored.flat("log_probs"), responses.flat("response_mask"))
         mean, largest = gap["mismatch/mean_abs"], gap["mismatch/max_abs"]
         if self._limits is None or at_start:
             limits = (self.tolerance.hold, float("inf"))
@@ -69,8 +69,8 @@ class Canary:
             )
         return {"canary/mean_abs": mean, "canary/max_abs": largest}
 
-    async def answer(self) -> Batch:
-        """The engine's greedy answers to the fixed prompts."""
+    async def generate_responses(self) -> Batch:
+        """The engine's greedy responses to the fixed prompts."""
         params = replace(self.sampling, max_tokens=min(self.NUM_TOKENS, self.sampling.max_tokens), greedy=True)
         requests = [
             GenerateRequest(prompt, (0,), params, Stream(0, "canary", 0, row))
@@ -82,7 +82,7 @@ class Canary:
 
 
 def make_canary(spec: Spec, resources: Resources) -> Canary:
-    """Of a worker that trains and generates."""
+    """The canary of a worker that trains and generates."""
     assert resources.rollout is not None and resources.actor is not None
     return Canary(
         resources.rollout,

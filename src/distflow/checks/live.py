@@ -1,4 +1,4 @@
-"""The checks of a running worker, at the points where their evidence appears."""
+"""Runs the checks of a worker at each point of a step where their data is available."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -17,16 +17,16 @@ from distflow.training.collective import Collective
 from distflow.training.engine import TrainEngine
 
 Note = Callable[[str, str], None]
-"""(kind, message): tells the user and the run's events."""
+"""(kind, message): reports to the user and the run's events."""
 
 
 @dataclass
 class LiveChecks:
-    """What is checked in every step. Failures raise TrustError; doubts are noted.
+    """The checks of every step. Failures raise TrustError; doubtful findings are noted.
 
     ratio_limit: mean |log ratio| that the first mini-batch may have against the trainer's own old log-probs.
-    movement: by role of the engine. keeps_kv: an engine that gets new weights goes on over keys and values of old ones.
-    samples: a node says with what log-probs answers were drawn; recorded answers have none to compare with.
+    movement: by role of the engine. keeps_kv: after a weight sync the engine continues with keys and values of the old
+    weights. samples: a node writes the log-probs of sampling; recorded responses have none to compare with.
     """
 
     note: Note
@@ -44,7 +44,7 @@ class LiveChecks:
 
     @staticmethod
     def of(spec: Spec, resources: Resources, note: Note) -> "LiveChecks":
-        """Those of a worker."""
+        """The checks of a worker."""
         options, trained = spec.options, resources.trained()
         start = {role: magnitudes(engine.state().trained_weights().items()) for role, engine in trained.items()}
         return LiveChecks(
@@ -60,9 +60,9 @@ class LiveChecks:
             any("rollout_log_probs" in node.contract.writes for node in spec.pipeline().nodes),
         )
 
-    def taken(self, batch: Batch, step: int, served: int | None) -> None:
-        """A step's groups have left the sample queue. served: the step of the weights that were published last, None
-        where nothing generates."""
+    def step_taken(self, batch: Batch, step: int, served: int | None) -> None:
+        """A step's groups have left the sample queue. served: the last synced weight version, None if nothing
+        generates."""
         check_alignment(batch)
         if served is not None:
             check_versions(batch, step, served, self.max_staleness)
@@ -75,7 +75,7 @@ class LiveChecks:
         if bundle is not None:
             self.note("warning", f"an update of the {role} was skipped: loss or gradient is not finite ({bundle})")
         if metrics.get("empty"):
-            self._tell_empty(role)
+            self._report_empty(role)
         still = self.movement[role].updated(engine, metrics)
         if still:
             self.note("finding", _unmoved(role, still, self.movement[role].after))
@@ -85,10 +85,10 @@ class LiveChecks:
     def learned(
         self, batch: Batch, metrics: dict[str, float], step: int, reduce: Collective | None = None
     ) -> dict[str, float]:
-        """All nodes of a step have run; more metrics, over all ranks. Raises TrustError where one rewrote a mask or a
-        group.
+        """All nodes of a step have run; returns more metrics, over all ranks. Raises TrustError if a node rewrote a
+        mask or a group.
 
-        A mismatch is told when it appears, and each time it has doubled.
+        A mismatch is reported when it appears, and each time it has doubled.
         """
         check_alignment(batch)
         found, warning = self._check_mismatch(batch, metrics, step, reduce) if self.samples else ({}, None)
@@ -114,16 +114,16 @@ class LiveChecks:
             reduce=reduce,
         )
 
-    def _tell_empty(self, role: str) -> None:
-        """When it appears, and each time there are twice as many."""
+    def _report_empty(self, role: str) -> None:
+        """Report empty mini-batches when the first appears, and each time the number has doubled."""
         self._num_empty[role] += 1
         number = self._num_empty[role]
         if number & (number - 1) == 0:
             what = "a mini-batch" if number == 1 else f"{number} mini-batches"
             self.note(
                 "warning",
-                f"{what} of the {role} had no token that counts (loss_mask is 0 throughout: no verdicts, or a node or "
-                "a rejection masked all): no optimizer step was taken, and the learning rate's schedule waited",
+                f"{what} of the {role} had no token that counts (loss_mask is 0 throughout: no scores, or a node or "
+                "a rejection masked all): no optimizer step was taken, and the learning rate schedule did not advance",
             )
 
     def _check_ratio(self, batch: Batch, metrics: dict[str, float]) -> None:
@@ -145,7 +145,7 @@ def _unmoved(role: str, names: list[str], after: int) -> str:
 
 def _dead_term(name: str, after: int) -> str:
     cause = {
-        "actor/loss_term/pg": "all advantages are 0: see whether the samples of a group all get the same reward",
-        "actor/loss_term/kl": "the policy does not leave the reference, or kl_loss_coef is 0",
+        "actor/loss_term/pg": "all advantages are 0: check whether the samples of a group all get the same reward",
+        "actor/loss_term/kl": "the policy does not move from the reference, or kl_loss_coef is 0",
     }.get(name, "its coefficient or its input is 0")
     return f"the loss term {name} is on but was exactly 0 in the first {after} steps: {cause}"

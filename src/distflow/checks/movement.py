@@ -1,4 +1,4 @@
-"""Claims: every trained tensor moves, and every loss term that is on contributes."""
+"""Checks: every trained tensor moves, and every loss term that is on contributes."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -17,8 +17,8 @@ _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 class Movement:
     """Finds trained tensors that no update moved, or that only weight decay moved.
 
-    after: updates with a gradient and a learning rate above 0 to wait for. While the rate still rises they do not
-    count: a step of a warm-up can be too small for float32 to show in a weight of 1.
+    after: updates with a gradient and a learning rate above 0 to wait for. Updates of the
+    warm-up do not count: such a step can be too small for float32 to change a weight of 1.
     """
 
     after: int
@@ -46,12 +46,12 @@ class Movement:
 
 
 def fingerprints(state: TrainState) -> dict[str, int]:
-    """A number for each trained tensor that hangs on every bit of it, of a sharded one of this rank's part."""
+    """A number for each trained tensor that depends on all its bits; for a sharded tensor on this rank's part."""
     return {name: _fingerprint(tensor) for name, tensor in state.trained_weights().items()}
 
 
 def _fingerprint(tensor: Tensor) -> int:
-    """Its bits as integers, weighed by odd numbers, so that changes of opposite sign do not cancel."""
+    """The sum of its bits as integers, weighted by odd numbers, so that changes of opposite sign do not cancel."""
     bits = own_part(tensor.detach()).contiguous().reshape(-1).view(_INTEGERS[tensor.element_size()])
     total = 0
     for chunk in bits.split(CHUNK):
@@ -61,7 +61,7 @@ def _fingerprint(tensor: Tensor) -> int:
 
 
 def _had_gradient(state: TrainState, name: str) -> bool:
-    """Whether a moment of this tensor (named "key/NAME") is not exactly 0; so where the optimizer keeps none."""
+    """Whether a moment of this tensor (named "key/NAME") is not exactly 0; true if the optimizer keeps no moments."""
     moments = [own_part(t) for key, t in state.tensors.items() if key.endswith(f"/{name}") and t.dim() > 0]
     return not moments or any(bool(t.any()) for t in moments)
 
@@ -70,7 +70,7 @@ def _had_gradient(state: TrainState, name: str) -> bool:
 class LossTerms:
     """Finds loss terms that are on and contribute exactly 0 in each of the first steps.
 
-    names: the metrics that hold what each term that is on contributed.
+    names: the metrics of the terms that are on.
     """
 
     names: tuple[str, ...]

@@ -1,5 +1,5 @@
-"""Claim: losses, gradients and weights are finite, and weights no garbage. An update that is not finite is skipped and
-can be run again elsewhere."""
+"""Check: losses, gradients and weights are finite, and weights have a plausible size. A non-finite update is skipped,
+and saved so that it can be replayed."""
 
 import json
 import os
@@ -28,8 +28,9 @@ KEPT_OBJECTS = ("uid", "prompts", "responses", "finish_reason")
 class NonFinite:
     """Saves a bundle for each skipped update and stops a run that only skips.
 
-    folder: where bundles go; the newest `limit` are kept. limit: skipped updates in a row of one engine that end the
-    run. config_yaml: kept in each bundle. start: by role, how large each trained weight was before the first update.
+    folder: of the bundles; the newest `limit` are kept. limit: consecutive skipped updates of one engine that end the
+    run. config_yaml: saved in each bundle. start: by role, the magnitude of each trained weight before the first
+    update.
     """
 
     folder: Path
@@ -43,10 +44,10 @@ class NonFinite:
     def updated(
         self, role: str, engine: TrainEngine, batch: Batch, metrics: dict[str, float], step: int
     ) -> Path | None:
-        """Call after each update; the bundle's folder where this one was skipped.
+        """Call after each update; returns the bundle's folder if the update was skipped.
 
-        Raises TrustError at the limit, and where an update left a weight that is not finite, or larger than training
-        makes one: such weights must not be published or saved.
+        Raises TrustError at the limit, and if an update left a weight that is not finite or implausibly large: such
+        weights must not be synced or saved.
         """
         if metrics.get("empty"):
             return None  # nothing was computed
@@ -69,7 +70,7 @@ class NonFinite:
         if wrong:
             raise TrustError(
                 f"after an update in step {step + 1} weights of the {role} are not finite or garbage ({len(wrong)} "
-                f"tensors, {wrong[0]} first); they were not published or saved. Lower the learning rate, or resume "
+                f"tensors, {wrong[0]} first); they were not synced or saved. Lower the learning rate, or resume "
                 "from the last checkpoint"
             )
 
@@ -91,7 +92,7 @@ class NonFinite:
         return bundle
 
     def _make_folder(self, role: str, step: int) -> Path:
-        """Under a name that nothing has: an earlier start, or another rank, may have saved one of this step."""
+        """Under an unused name: an earlier start, or another rank, may have saved one of this step."""
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         while True:
             self._num_saved += 1
@@ -101,7 +102,7 @@ class NonFinite:
                 return bundle
 
     def _remove_old(self) -> None:
-        """Of bundles the files that we write; what somebody put beside them stays."""
+        """Removes only files that distflow writes; other files in a bundle stay."""
         bundles = sorted(filter(_is_bundle, self.folder.iterdir()), key=_written)
         for old in bundles[: -self.limit]:
             for name in (BATCH, WEIGHTS, CONFIG, FACTS):

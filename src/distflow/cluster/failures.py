@@ -1,4 +1,4 @@
-"""Who ended a run that did not end well, as the user is told it, and what the next start does."""
+"""Finds which worker made a run fail, and says so to the user, with where the next start resumes."""
 
 import re
 import time
@@ -18,36 +18,36 @@ from distflow.runtime.engine_watch import STACKS
 from distflow.runtime.run_setup import open_store
 from distflow.runtime.spec import Spec
 
-_DEATHS_ARE_TOLD_WITHIN_S = 2.0
+_DEATH_IS_REPORTED_WITHIN_S = 2.0
 _STARVED_S = 10.0
-"""What a busy machine may need for the same, or to tell that others are late as well."""
+"""What a busy machine may need for the same, or to report that others are late as well."""
 _CAUSES = "killed from outside, out of memory, or crashed in native code."
 _THERE = (
     "If it is there for the process that starts the run: have it on every machine, at the same path or installed, "
     "modules on the PYTHONPATH with which Ray was started there"
 )
-_SAME = "What the process that starts the run has imported, it has not: have the same distflow on every machine"
+_SAME = "It lacks what the process that starts the run has imported: install the same distflow on every machine"
 _OF_IMPORTS = ("ModuleNotFoundError", "ImportError", "AttributeError")
 
 
 class WorkerDied(RuntimeError):
-    """A worker's process is gone: the run ends, and goes on from its last checkpoint when it is started again."""
+    """A worker's process is gone: the run ends, and resumes from its last checkpoint when it is started again."""
 
 
 class WorkerHangs(WorkerDied):
-    """A worker's process is there, and does not come to what all ranks do together."""
+    """A worker's process is alive, and does not reach the collective call that the other ranks wait in."""
 
 
 class PeersLate(RuntimeError):
-    """Another rank did not come to what all do together."""
+    """Another rank did not reach a collective call in time."""
 
 
 class WorkerFailed(RuntimeError):
-    """A worker raised before the run began, and nothing that the user gave is to blame."""
+    """A worker raised before the run began, and the user's input is not the cause."""
 
 
 def reply_of(ref: Any, number: int) -> Any:
-    """What the actor of a rank (or what stands in its place) answers. Raises WorkerDied where it is gone or silent."""
+    """The reply of the actor of a rank or service. Raises WorkerDied where it is gone or silent."""
     try:
         return ray.get(ref, timeout=heartbeat.ANSWERS_WITHIN_S)
     except (RayActorError, GetTimeoutError) as err:
@@ -55,14 +55,14 @@ def reply_of(ref: Any, number: int) -> Any:
 
 
 class Blame:
-    """What calls of a run's workers ended in."""
+    """Finds the cause of a failed call of a run's workers."""
 
     def __init__(
         self, spec: Spec, workers: Sequence[Any], trainers: Sequence[int], services: Mapping[int, Any]
     ) -> None:
-        """workers: by rank; whoever calls puts another in place of one that is gone. trainers: their ranks. services:
-        the actors that are no workers, by what stands in place of a rank."""
-        self._spec, self._workers, self._learners, self._services = spec, workers, trainers, services
+        """workers: by rank; the caller replaces one that is gone. trainers: their ranks. services: the actors that are
+        no workers, by the number that stands in place of a rank."""
+        self._spec, self._workers, self._training_ranks, self._services = spec, workers, trainers, services
 
     def result(self, ref: Any, rank: int, timeout_s: float | None = None) -> int:
         """What the worker's `run` returned. Raises what it raised, WorkerDied, WorkerFailed."""
@@ -73,22 +73,22 @@ class Blame:
         except RayActorError as err:
             raise self.died(rank, f"while the run was under way{self._in_step()}", err) from err
 
-    def behind(self, error: Exception, running: Mapping[Any, int]) -> WorkerDied | None:
-        """What a worker's error comes of, where that is another worker."""
-        return self._hanging(running) if isinstance(error, PeersLate) else self._death_behind(error, running)
+    def cause_of(self, error: Exception, running: Mapping[Any, int]) -> WorkerDied | None:
+        """The failure of another worker that a worker's error follows from, if there is one."""
+        return self._hanging(running) if isinstance(error, PeersLate) else self._death_causing(error, running)
 
-    def _death_behind(self, error: Exception, running: Mapping[Any, int]) -> WorkerDied | None:
-        """A worker's error may come of the death of one that it needs, which is told a moment later. What the user's
-        code raised mostly does not."""
+    def _death_causing(self, error: Exception, running: Mapping[Any, int]) -> WorkerDied | None:
+        """A worker's error may follow from the death of another, which Ray reports a moment later. An error of the
+        user's code mostly does not."""
         for number, actor in self._services.items():
             try:
-                ray.get(actor.alive.remote(), timeout=_DEATHS_ARE_TOLD_WITHIN_S)
+                ray.get(actor.alive.remote(), timeout=_DEATH_IS_REPORTED_WITHIN_S)
             except RayActorError as err:
                 return WorkerDied(f"{name_of(number)} has died ({_process_of(err)}): {_CAUSES}")
-            except GetTimeoutError:  # told by its pulse, if it is more than slow
+            except GetTimeoutError:  # its heartbeat reports it, if it is more than slow
                 continue
-        training_nodes = {ref: rank for ref, rank in running.items() if rank in self._learners}
-        within_s = _DEATHS_ARE_TOLD_WITHIN_S if isinstance(error, UserError) else _STARVED_S
+        training_nodes = {ref: rank for ref, rank in running.items() if rank in self._training_ranks}
+        within_s = _DEATH_IS_REPORTED_WITHIN_S if isinstance(error, UserError) else _STARVED_S
         until = time.monotonic() + within_s
         while training_nodes and time.monotonic() < until:
             done, _ = ray.wait(list(training_nodes), timeout=max(until - time.monotonic(), 0.0))
@@ -97,13 +97,13 @@ class Blame:
                     self.result(ref, training_nodes.pop(ref))
                 except WorkerDied as died:
                     return died
-                except Exception:  # it came of the same
+                except Exception:  # it has the same cause
                     continue
         return None
 
     def _hanging(self, running: Mapping[Any, int]) -> WorkerHangs | None:
-        """Those that did not come in time, told by one that waited for them; None where they have ended since."""
-        training_nodes = [ref for ref, rank in running.items() if rank in self._learners]
+        """Those that did not come in time for one that waited; None where they have ended since."""
+        training_nodes = [ref for ref, rank in running.items() if rank in self._training_ranks]
         if not training_nodes:
             return None
         _, late = ray.wait(training_nodes, num_returns=len(training_nodes), timeout=_STARVED_S)
@@ -118,14 +118,14 @@ class Blame:
             for ref, where in zip(late, asked[-len(late) :], strict=True)
         ]
         return WorkerHangs(
-            f"{' and '.join(places)}, and has not come to what all ranks do together within "
+            f"{' and '.join(places)}, and has not reached a collective call of all ranks within "
             f"{self._spec.options.peers_timeout_s:g} s (trainer.peers_timeout_s): a function or a lock that "
-            f"does not end, or a rank with much more to do. What it is at stands in {stacks}."
+            f"does not end, or a rank with much more to do. Its stacks are in {stacks}."
         )
 
     def died(self, rank: int, when: str, err: RayActorError) -> WorkerDied | WorkerFailed | UserError:
         """The worker's process is gone."""
-        if err.actor_init_failed:  # by an exception, which is all that Ray tells of it
+        if err.actor_init_failed:  # by an exception, which is all that Ray reports of it
             said = str(err).strip().splitlines()[-1]
             message = f"{self._who(rank, err)} could not be started: {said}"
             return UserError(f"{message}\n{_SAME}") if said.startswith(_OF_IMPORTS) else WorkerFailed(message)
@@ -147,8 +147,8 @@ class Blame:
     def _in_step(self) -> str:
         try:
             asked = self._services[COORDINATOR].standing.remote()
-            standing: Standing = ray.get(asked, timeout=_DEATHS_ARE_TOLD_WITHIN_S)
-        except (RayActorError, GetTimeoutError):  # which is told by itself
+            standing: Standing = ray.get(asked, timeout=_DEATH_IS_REPORTED_WITHIN_S)
+        except (RayActorError, GetTimeoutError):  # which is reported on its own
             return ""
         return f", in step {min(standing.version.step + 1, standing.total_steps)}"
 
@@ -165,13 +165,15 @@ def _process_of(err: RayActorError) -> str:
 
 
 @contextmanager
-def told_what_next(spec: Spec) -> Iterator[None]:
-    """A death that ends the run says where the next start begins. Where a process of Ray itself is gone or stopped, the
-    others died of that."""
+def with_resume_hint(spec: Spec) -> Iterator[None]:
+    """A death that ends the run reports where the next start resumes. Where a process of Ray itself is gone or stopped,
+    that is the cause."""
     try:
         yield
     except WorkerDied as died:
-        told = f"{what}, and the workers with it: {_CAUSES}" if (what := ailing()) else str(died)
+        message = f"{what}, and the workers with it: {_CAUSES}" if (what := ailing()) else str(died)
         store = open_store(spec)
-        where = store.load().path.name if store.exists() else "the start: nothing was saved yet (trainer.save_freq)"
-        raise type(died)(f"{told} The same command goes on from {where}") from died
+        where = (
+            store.load().path.name if store.exists() else "the start: there is no checkpoint yet (trainer.save_freq)"
+        )
+        raise type(died)(f"{message} The same command resumes from {where}") from died

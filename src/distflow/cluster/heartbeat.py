@@ -1,4 +1,4 @@
-"""Whether the processes of a run answer, and what is said of one that does not."""
+"""Checks that the processes of a run respond, and describes one that does not."""
 
 import time
 from collections.abc import Mapping
@@ -10,20 +10,20 @@ import ray
 ANSWERS_WITHIN_S = 60.0
 STARTS_WITHIN_S = 300.0
 ENDS_WITHIN_S = 20.0
-COORDINATOR, EXCHANGE, FIRST_JUDGE = -1, -2, -3
-"""In place of a rank; further judges have lower numbers."""
+COORDINATOR, EXCHANGE, FIRST_REWARD_ACTOR = -1, -2, -3
+"""In place of a rank; further reward actors have lower numbers."""
 _AWAY_S = 5.0
 
 
 def name_of(number: int) -> str:
     """number: a rank, or what stands in place of one."""
-    if number <= FIRST_JUDGE:
-        return f"actor {FIRST_JUDGE - number} of those that judge"
+    if number <= FIRST_REWARD_ACTOR:
+        return f"actor {FIRST_REWARD_ACTOR - number} of the reward actors"
     return {COORDINATOR: "the coordinator", EXCHANGE: "the exchange"}.get(number, f"worker {number}")
 
 
-class Pulse:
-    """Whether processes answer, asked one question after another on a thread that does nothing else."""
+class Heartbeat:
+    """Asks processes again and again whether they respond, on a thread of theirs that does nothing else."""
 
     def __init__(self, actors: Mapping[int, Any]) -> None:
         """actors: by rank."""
@@ -35,17 +35,17 @@ class Pulse:
             self.follow(rank, actor)
 
     def follow(self, rank: int, actor: Any) -> None:
-        """It is asked from now on."""
+        """Ask it from now on."""
         self._actors[rank] = actor
         self._asked[rank] = (actor.alive.remote(), time.monotonic())
 
     def forget(self, rank: int) -> None:
-        """It is asked no more."""
+        """Stop asking it."""
         self._actors.pop(rank, None)
         self._asked.pop(rank, None)
 
     def silent(self) -> int | None:
-        """The rank of one that has not answered for `limit_s`, if there is one."""
+        """The rank of one that has not responded for `limit_s`, if there is one."""
         now, before = time.monotonic(), self._looked
         self._looked = now
         if now - before > _AWAY_S:  # this process itself was stopped: answers are on their way
@@ -58,17 +58,17 @@ class Pulse:
                 return rank
         return None
 
-    def told(self, silent: int, stacks: Path) -> str:
-        """What is said of one that is silent, once every worker that still answers has written to `stacks` what its
-        threads are at."""
+    def describe_silence(self, silent: int, stacks: Path) -> str:
+        """The message about a silent process, after every worker that still responds has written its threads' stacks
+        to `stacks`."""
         workers = [actor for rank, actor in self._actors.items() if rank >= 0 and rank != silent]
         asked = [worker.write_stacks.remote(stacks) for worker in workers]
         ray.wait(asked, num_returns=len(asked), timeout=ENDS_WITHIN_S)
         return (
-            f"{name_of(silent)} has not answered for {self._limit_s(silent):g} s: its process is stopped, hangs in "
-            f"native code, or its machine is gone. What the others were at stands in {stacks}."
+            f"{name_of(silent)} has not responded for {self._limit_s(silent):g} s: its process is stopped, hangs in "
+            f"native code, or its machine is gone. The stacks of the others are in {stacks}."
         )
 
     def _limit_s(self, rank: int) -> float:
-        """How long it may take to answer. The first time it is on its way: it starts, and imports."""
+        """How long it may take to reply. The first time it still starts and imports."""
         return ANSWERS_WITHIN_S if rank in self._heard else STARTS_WITHIN_S

@@ -1,4 +1,4 @@
-"""A Ray of this process's own: started, looked after, and ended with all that runs there."""
+"""A Ray of this process's own: starts it, watches it, and ends it with all that runs there."""
 
 import logging
 import threading
@@ -29,9 +29,9 @@ class RayFailed(RuntimeError):
 def started(num_cpus: int) -> Iterator[None]:
     """A Ray of this machine with so many CPUs at least, which ends with the block."""
     try:
-        with _groups_apart():
+        with _own_process_groups():
             ray.init(
-                address="local",  # never one that somebody else has started here
+                address="local",  # never one that another process has started here
                 num_cpus=max(num_cpus, usable_cores()),
                 include_dashboard=False,
                 log_to_driver=False,
@@ -47,9 +47,9 @@ def started(num_cpus: int) -> Iterator[None]:
 
 
 @contextmanager
-def _groups_apart() -> Iterator[None]:
-    """What Ray starts inside is in no process group of ours: a signal to that, as `timeout` sends it, is for the run to
-    answer, which saves before its Ray ends."""
+def _own_process_groups() -> Iterator[None]:
+    """What Ray starts inside gets process groups of its own: a signal to ours, as `timeout` sends it, must reach the
+    run alone, which saves before its Ray ends."""
     popen = services.ConsolePopen
     services.ConsolePopen = partial(popen, process_group=0)  # type: ignore[misc,assignment]
     try:
@@ -59,17 +59,17 @@ def _groups_apart() -> Iterator[None]:
 
 
 def gone() -> str | None:
-    """Which process of this one's own Ray is not there any more, for people; None where all are, or it has none."""
+    """Names a process of this one's own Ray that has died; None where none has, or there is no such Ray."""
     return _named(_own_processes(), lambda process: process.poll() is not None, "has died")
 
 
 def ailing() -> str | None:
-    """The same, or which is stopped: what a worker that is gone may have died of."""
+    """The same, or one that is stopped: a worker may have died of it."""
     return gone() or _named(_own_processes(), _is_stopped, "is stopped")
 
 
 def _own_processes() -> dict[str, Process]:
-    """By what Ray calls them; only those that a run needs."""
+    """By Ray's names for them; only those that a run needs."""
     node = ray._private.worker._global_node
     found: Mapping[str, Sequence[Any]] = node.all_processes if node is not None else {}
     return {kind: info.process for kind in (_RAYLET, _GCS) for info in found.get(kind, ())}
@@ -87,7 +87,7 @@ def _is_stopped(process: Process) -> bool:
 
 
 def _end_own() -> None:
-    """Ray asks its processes to end. One that is stopped hears of it as little as of any other question."""
+    """Ray asks its processes to end; one that is stopped cannot, and is killed."""
     node = ray._private.worker._global_node
     found: Mapping[str, Sequence[Any]] = node.all_processes if node is not None else {}
     processes: list[Process] = [info.process for each in found.values() for info in each]

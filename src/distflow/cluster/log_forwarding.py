@@ -1,4 +1,4 @@
-"""What workers tell, on its way to the driver's screen and to the user's functions: their side of it, and its own."""
+"""Forwards what workers report to the driver's terminal and to the user's callbacks: both sides."""
 
 import secrets
 import threading
@@ -22,7 +22,7 @@ _LOOKS_EVERY_S = 0.5
 
 
 class Teller:
-    """Tells the driver by the coordinator, whose calls run on many threads: so each is numbered."""
+    """Sends messages to the driver through the coordinator. Its calls run on many threads, so messages are numbered."""
 
     def __init__(self, coordinator: Any) -> None:
         self._coordinator, self._sender, self._lock = coordinator, secrets.token_hex(8), threading.Lock()
@@ -35,7 +35,7 @@ class Teller:
             self._num_told += 1
 
     def end(self) -> None:
-        """All has arrived, or the coordinator's process is gone."""
+        """Wait until all has arrived, or the coordinator's process is gone."""
         with self._lock:
             self._wait()
 
@@ -45,7 +45,7 @@ class Teller:
 
 
 class RemoteView:
-    """The driver's `TerminalView`, of which a worker that does not lead shows what it notes alone."""
+    """The driver's `TerminalView`. A worker that does not lead shows its notes alone."""
 
     def __init__(self, tell: Teller, place: Place) -> None:
         self._tell, self._place = tell, place
@@ -66,7 +66,7 @@ class RemoteView:
 
 
 def remote_callbacks(tell: Teller) -> Callbacks:
-    """The user's functions live in the driver."""
+    """Callbacks that call the user's functions in the driver."""
 
     def on_step(step: int, metrics: dict[str, float]) -> None:
         tell("on_step", step, metrics)
@@ -80,8 +80,8 @@ def remote_callbacks(tell: Teller) -> Callbacks:
     return Callbacks(on_step, on_validation, on_save)
 
 
-class Told:
-    """What workers tell, on the driver's screen and to the user's functions."""
+class DriverOutput:
+    """Passes what workers report to the driver's terminal and to the user's callbacks."""
 
     def __init__(self, view: TerminalView, caller: Caller) -> None:
         self._view = view
@@ -93,7 +93,7 @@ class Told:
         self._asked: Any = None
 
     def show(self, coordinator: Any, last: bool = False) -> None:
-        """What was told since, or is within a moment. Raises WorkerDied where the coordinator's process is gone."""
+        """Show what has been reported since, or is within a moment. Raises WorkerDied where the coordinator is gone."""
         for method, arguments in self._news(coordinator, last):
             tell: Callable[..., None] = self._callers.get(method) or getattr(self._view, method)
             tell(*arguments)
@@ -101,7 +101,7 @@ class Told:
     def _news(self, coordinator: Any, last: bool) -> list[News]:
         self._asked = self._asked or coordinator.news.remote(0.0 if last else _LOOKS_EVERY_S)
         if not last and not ray.wait([self._asked], timeout=2 * _LOOKS_EVERY_S)[0]:
-            return []  # whether it answers at all is told by its pulse
+            return []  # whether it responds at all, its heartbeat reports
         asked, self._asked = self._asked, None
         found: list[News] = reply_of(asked, COORDINATOR)
         return found

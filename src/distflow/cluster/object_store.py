@@ -1,4 +1,4 @@
-"""Prompt groups on their way between processes: references, and the columns behind them as plain buffers."""
+"""Prompt groups in Ray's object store: references, and the columns that they refer to as plain buffers."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,34 +10,34 @@ from distflow.data.batch import Batch
 from distflow.data.buffers import from_buffers, gather, to_buffers
 
 GroupRef = tuple["ray.ObjectRef[Any]"]
-"""Of a group's buffers; in a tuple, so that Ray hands the reference on and not what it refers to."""
+"""Of a group's buffers; in a tuple, so that Ray passes the reference and not the object."""
 
 
 class GroupLost(RuntimeError):
-    """A group is gone with the process in whose memory it lay."""
+    """A group is gone with the process that held it in memory."""
 
 
 def to_group(batch: Batch) -> tuple[GroupRef, int]:
-    """Put the group's columns where every process of this machine reads them without a copy; their bytes."""
+    """Store the group's columns where every process of this machine reads them without a copy; returns their size."""
     buffers = to_buffers(batch)
     return (ray.put(buffers),), sum(column.nbytes for column in buffers.values())
 
 
 def to_batch(groups: Sequence[GroupRef], like: GroupRef) -> Batch:
-    """The rows of the groups, one behind another; like: a group that has the columns, where there are none. Raises
+    """The rows of the groups in order. like: a group that has the columns, where there are no groups. Raises
     GroupLost."""
     try:
         if not groups:
             return from_buffers(ray.get(like[0])).select([])
         parts = ray.get([group[0] for group in groups])
     except ObjectLostError as err:
-        raise GroupLost("a worker has died that held prompt groups") from err
+        raise GroupLost("a worker that held prompt groups has died") from err
     rows = [(part, row) for part, buffers in enumerate(parts) for row in range(buffers["lengths.prompt"].size // 8)]
     return gather(parts, rows)
 
 
 def lost_among(groups: Mapping[int, GroupRef]) -> list[int]:
-    """Which of them nobody can read any more."""
+    """Those that cannot be read any more."""
     return [number for number, group in groups.items() if _is_lost(group)]
 
 
@@ -50,16 +50,16 @@ def _is_lost(group: GroupRef) -> bool:
 
 
 MOST_TEXT = 2000
-"""Characters of a text that is told to the coordinator or the driver."""
+"""Characters of a text that is sent to the coordinator or the driver."""
 
 
 def shortened(text: str) -> str:
-    """Its beginning, where it is long."""
+    """The text, or its beginning where it is long."""
     return text if len(text) <= MOST_TEXT else f"{text[:MOST_TEXT]} ... ({len(text):,} characters)"
 
 
 def shorten(error: BaseException) -> None:
-    """The same of what an exception says, and those that led to it."""
+    """Shorten the message of an exception, and of its causes."""
     link: BaseException | None = error
     while link is not None:
         link.args = tuple(shortened(arg) if isinstance(arg, str) else arg for arg in link.args)
@@ -67,7 +67,7 @@ def shorten(error: BaseException) -> None:
 
 
 def reply(ref: "ray.ObjectRef[Any]") -> Any:
-    """What the actor returned, or raise what it raised, as it raised it."""
+    """Wait for the result of an actor's call. Raises what the actor raised."""
     try:
         return ray.get(ref)
     except RayTaskError as err:

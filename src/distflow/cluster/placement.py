@@ -1,4 +1,4 @@
-"""The Ray that a run's workers are on: connected to, or started and ended again; and the room they take there."""
+"""Connects to Ray or starts one, and reserves the resources of a run's workers there."""
 
 import logging
 import os
@@ -22,7 +22,7 @@ _WORKER_BYTES = 350e6
 """Of a worker that has imported everything and holds no model yet."""
 _WORKERS_A_CORE = 4
 _TOKEN_ADVICE = (
-    ". It wants a token: set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH to the file that holds the cluster's "
+    ". It requires a token: set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH to the file that holds the cluster's "
     "(docs/cluster.md), as it was set for `ray start`"
 )
 _SHARE_OF_STORE = 0.5
@@ -31,9 +31,9 @@ _MB = 10**6
 
 @contextmanager
 def connected(plan: Plan, say: Callable[[str], None], more_cpus: int = 0) -> Iterator[bool]:
-    """Inside, this process drives a Ray: the one that RAY_ADDRESS names or that it is connected to already, else one of
-    its own on loopback, which ends with the block, and all that runs there with it: whether it is that. more_cpus: of
-    its own, besides those of the workers."""
+    """Connect this process to the Ray that RAY_ADDRESS names or that it is connected to already, else to one of its own
+    on loopback, which ends with the block and all that runs there. Yields whether it is its own. more_cpus: for that
+    one, besides those of the workers."""
     if ray.is_initialized():
         yield False
         return
@@ -41,7 +41,7 @@ def connected(plan: Plan, say: Callable[[str], None], more_cpus: int = 0) -> Ite
         _check_reachable(address)
         try:
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
-        except (ConnectionError, RuntimeError, ValueError) as err:  # not there, no token, or other versions
+        except (ConnectionError, RuntimeError, ValueError) as err:  # not running, no token, or other versions
             token = _TOKEN_ADVICE if "InvalidAuthToken" in str(err.__cause__) else ""
             raise UserError(f"the Ray that RAY_ADDRESS={address} names cannot be used: {err}{token}") from err
         try:
@@ -60,7 +60,7 @@ def bundles_of(plan: Plan, each: WorkerNeeds, say: Callable[[str], None], ends: 
     """One bundle a node of the plan, with the CPUs, the device and the memory of each of its workers. Raises UserError
     where the cluster does not have them.
 
-    ends: they need not be given back, as this Ray ends with the run: it may be what has failed.
+    ends: this Ray ends with the run, so they are not released: Ray may be what has failed.
     """
     nodes = sorted({rank.node for rank in plan.ranks})
     wanted = [_needs([rank.device for rank in plan.ranks if rank.node == node], each) for node in nodes]
@@ -73,7 +73,7 @@ def bundles_of(plan: Plan, each: WorkerNeeds, say: Callable[[str], None], ends: 
         have = "; ".join(_counted(node["Resources"]) for node in ray.nodes() if node["Alive"])
         raise UserError(
             f"the plan needs {needs}, and the cluster has {have}: lower trainer.nnodes, trainer.n_gpus_per_node, "
-            "trainer.allocation, trainer.worker_cpus or trainer.worker_memory_mb, add machines, or end what else runs "
+            "trainer.allocation, trainer.worker_cpus or trainer.worker_memory_mb, add machines, or end other jobs "
             "there"
         ) from None
     try:
@@ -87,13 +87,12 @@ def _wait_for(group: PlacementGroup, say: Callable[[str], None], needs: str, tim
     """Raises GetTimeoutError."""
     ready = group.ready()
     if timeout_s and not ray.wait([ready], timeout=_SAYS_AFTER_S)[0]:
-        say(f"waiting up to {timeout_s:g} s for {needs}: others hold them now")
+        say(f"waiting up to {timeout_s:g} s for {needs}: other jobs use them now")
     ray.get(ready, timeout=timeout_s)
 
 
 def check_room(plan: Plan) -> None:
-    """Raises UserError for a plan that a Ray of this machine alone cannot hold, or only so that nothing would ever
-    come of it."""
+    """Raises UserError for a plan that does not fit on this machine alone, or would be hopelessly slow."""
     num_nodes = len({rank.node for rank in plan.ranks})
     if num_nodes > 1:
         raise UserError(
@@ -110,7 +109,7 @@ def check_room(plan: Plan) -> None:
 
 
 def _check_reachable(address: str) -> None:
-    """Raises UserError for a HOST:PORT where nobody listens: Ray itself tries for minutes, and says little."""
+    """Raises UserError for a HOST:PORT where nothing listens: Ray itself retries for minutes, with a vague message."""
     host, _, port = address.rpartition(":")
     if not port.isdigit() or "/" in host:  # "auto", or another kind of address
         return
@@ -131,7 +130,7 @@ def _needs(devices: Sequence[str], each: WorkerNeeds) -> dict[str, float]:
 
 
 def _fits(wanted: Sequence[Mapping[str, float]]) -> bool:
-    """Whether the machines have as much at all, used or not."""
+    """Whether the machines have that much at all, in use or not."""
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     free = list(nodes)
     for need in wanted:
@@ -143,7 +142,7 @@ def _fits(wanted: Sequence[Mapping[str, float]]) -> bool:
 
 
 def _counted(resources: Mapping[str, float]) -> str:
-    """For the user: memory is what Ray hands out, which is less than the machine has."""
+    """For the user: memory is what Ray offers, which is less than the machine has."""
     counts = [f"{int(resources[name])} {name}" for name in ("CPU", "GPU") if name in resources]
     return " and ".join([*counts, f"{resources.get('memory', 0) / 1e9:.1f} GB of memory"])
 

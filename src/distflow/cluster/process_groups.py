@@ -1,9 +1,5 @@
-"""The process groups of a worker that learns: those of the plan, each made once, in one order on every rank.
-
-Sums and maxima over ranks by `torch.distributed`.
-
-The process groups that a worker is in, and what it asks of the others through them.
-"""
+"""The `torch.distributed` process groups of a training worker, made once and in one order on every rank, and the
+collectives over them."""
 
 import hashlib
 import os
@@ -26,35 +22,35 @@ from distflow.training.collective import Collective, Named, OneRank, Plain, Redu
 
 
 def backend_of(plan: Plan) -> str:
-    """What `init_process_group` is given: gloo beside nccl carries what lies in the host's memory, objects among it."""
+    """The argument of `init_process_group`. gloo beside nccl carries host memory, pickled objects among it."""
     return "cpu:gloo,cuda:nccl" if plan.backends == ("nccl", "gloo") else plan.backends[0]
 
 
 class ProcessGroups:
-    """By their ranks, as the plan counts them."""
+    """The process groups of the plan, by their ranks."""
 
     def __init__(self, plan: Plan, dp_groups: Sequence[tuple[int, ...]], timeout: timedelta) -> None:
-        """teams: the ranks that learn, in the order of the group of all of them, in which this one is already. timeout:
-        that one may wait for the others. All of them call this."""
+        """dp_groups: the training ranks, in the order of the process group of all of them, which exists already.
+        timeout: how long one may wait for the others. All of them call this."""
         self._plan, self._timeout = plan, timeout
-        self._learners = [rank for dp_group in dp_groups for rank in dp_group]
-        planned = [group.ranks for group in plan.groups if set(group.ranks) <= set(self._learners)]
-        self._made = {
+        self._training_ranks = [rank for dp_group in dp_groups for rank in dp_group]
+        planned = [group.ranks for group in plan.groups if set(group.ranks) <= set(self._training_ranks)]
+        self._groups = {
             ranks: dist.new_group(self._places(ranks), timeout)
             for ranks in dict.fromkeys([*planned, *dp_groups])
             if len(ranks) > 1
         }
 
     def of(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
-        """Of this rank and others, or of this rank alone."""
-        if ranks not in self._made:
+        """The group of these ranks: this one and others, or this one alone."""
+        if ranks not in self._groups:
             assert len(ranks) == 1, f"no group of the plan has the ranks {ranks}"
-            self._made[ranks] = dist.new_group(self._places(ranks), self._timeout, use_local_synchronization=True)
-        return self._made[ranks]
+            self._groups[ranks] = dist.new_group(self._places(ranks), self._timeout, use_local_synchronization=True)
+        return self._groups[ranks]
 
     def mesh(self, dp_group: tuple[int, ...], layout: Layout, rank: int, device: str) -> DeviceMesh:
-        """Over which the models of a team are spread: of the data parallel dimension, or of the two that replicas make
-        of it, and of the tensor parallel one where layers are divided."""
+        """The mesh over which the models of a dp group are sharded: the data parallel dimension (two with replicas),
+        and the tensor parallel one where layers are divided."""
         data, tensor = layout.sizes.data, layout.sizes.tensor
         dimensions: dict[str, tuple[Axis | Part, int]] = {DATA: ("data", data)}
         if layout.shard is not None:
@@ -68,7 +64,7 @@ class ProcessGroups:
         return DeviceMesh.from_group(lines, device, mesh=places, mesh_dim_names=tuple(dimensions))
 
     def _places(self, ranks: Sequence[int]) -> list[int]:
-        return [self._learners.index(rank) for rank in ranks]
+        return [self._training_ranks.index(rank) for rank in ranks]
 
 
 class TorchCollective:
@@ -111,7 +107,8 @@ class TorchCollective:
         return {name: found[name] for name in values}
 
     def _check_names(self, names: list[str]) -> None:
-        """By a hash: tensors of unlike lengths would hang or mix up numbers, and names are sent only to be told."""
+        """By a hash: tensors of unlike lengths would hang or mix up numbers, and names are sent only for the
+        message."""
         digest = int.from_bytes(hashlib.blake2b("\n".join(names).encode(), digest_size=7).digest(), "little")
         largest, least = self._all_reduce(
             torch.tensor([digest, -digest], device=self._device), dist.ReduceOp.MAX
@@ -133,8 +130,8 @@ class TorchCollective:
 
 @dataclass(frozen=True)
 class Collectives:
-    """everyone: all that learn. team: those that learn the same. data: those of the team that have samples of their
-    own. mesh: of the team where weights are sharded, else None."""
+    """everyone: all training ranks. dp_group: this rank's. data: those of the dp group that have samples of their own.
+    mesh: of the dp group where weights are sharded, else None."""
 
     everyone: Collective
     dp_group: Collective
@@ -142,8 +139,8 @@ class Collectives:
     mesh: DeviceMesh | None
 
     @staticmethod
-    def joined(spec: Spec, place: Place, meeting: Path) -> "Collectives":
-        """All that learn call this, and wait for each other. meeting: a file over which they find each other."""
+    def join(spec: Spec, place: Place, meeting: Path) -> "Collectives":
+        """All training workers call this, and wait for each other. meeting: a file over which they find each other."""
         trainers = place.trainers
         shards = spec.config.actor_rollout_ref.actor.strategy == "fsdp"
         if not place.dp_group or (len(trainers) == 1 and not shards):
@@ -152,7 +149,7 @@ class Collectives:
         if len({rank.node for rank in spec.plan.ranks}) == 1:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # nobody else has to reach it
         device = torch.device(spec.plan.ranks[place.rank].device).type
-        # A file, not a port: who cannot read the run's folder cannot take part.
+        # A file, not a port: only who can read the run's folder can take part.
         store = dist.FileStore(str(meeting), len(trainers))
         timeout = timedelta(seconds=spec.options.peers_timeout_s)
         dist.init_process_group(

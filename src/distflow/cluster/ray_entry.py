@@ -1,4 +1,4 @@
-"""Where the Ray launcher is entered: what Ray reads when it is imported is set before."""
+"""Entry of the Ray launcher: sets the environment that Ray reads when it is imported."""
 
 import functools
 import importlib.util
@@ -43,8 +43,8 @@ def is_installed() -> bool:
 
 @contextmanager
 def own_ray(folder: Path, num_workers: int) -> Iterator[None]:
-    """A Ray of this machine for all runs inside that have at most so many workers, whatever RAY_ADDRESS names; the one
-    that this process is connected to already, if there is one."""
+    """A Ray on this machine for all runs inside with at most so many workers, whatever RAY_ADDRESS names; or the one
+    that this process is connected to already."""
     if _is_connected():
         yield
         return
@@ -62,13 +62,13 @@ def own_ray(folder: Path, num_workers: int) -> Iterator[None]:
 
 @contextmanager
 def _private_ray(folder: Path) -> Iterator[None]:
-    """A Ray that is started inside listens on loopback alone, and answers nobody without a token that only this user
-    can read, in `folder`. One that runs already has settings of its own."""
+    """A Ray that is started inside listens on loopback alone, and rejects clients without a token in `folder` that only
+    this user can read. One that runs already has its own settings."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     if "RAY_ADDRESS" in os.environ or _is_connected():
         yield
         return
-    # Despite its name: with it off, Ray keeps the address that it is given, be it loopback.
+    # Despite its name: with it off, Ray keeps the address that it gets, loopback included.
     os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     token = folder / _TOKEN
@@ -80,7 +80,7 @@ def _private_ray(folder: Path) -> Iterator[None]:
     guard = subprocess.Popen(
         [sys.executable, "-I", str(Path(__file__).with_name("reaper.py")), str(token), str(os.getpid())],
         stdin=subprocess.PIPE,
-        start_new_session=True,  # a signal to the driver's group is not for it
+        start_new_session=True,  # a signal to the driver's process group does not reach it
     )
     try:
         yield
@@ -95,7 +95,7 @@ def _private_ray(folder: Path) -> Iterator[None]:
 
 
 def _read_again() -> None:
-    """A Ray that was imported before has read its settings, and keeps them."""
+    """Make a Ray that was imported before read its settings again."""
     if "ray" in sys.modules:
         from ray import _raylet as compiled
 
@@ -105,7 +105,7 @@ def _read_again() -> None:
 
 @functools.cache
 def _secret() -> str:
-    """One for all that this process starts in turn: Ray reads it once, and a second one would be refused."""
+    """One token for every Ray of this process: Ray reads it once, and would reject a second one."""
     return secrets.token_hex(32)
 
 

@@ -1,4 +1,4 @@
-"""A process that outlives the driver of a Ray by moments, and leaves none of that Ray's processes behind.
+"""A process that outlives the driver of a Ray for a moment, and kills what is left of that Ray's processes.
 
 Ray ends its workers when their driver dies, but some of its own helpers look for their parent only now and then.
 """
@@ -11,15 +11,15 @@ from contextlib import suppress
 from pathlib import Path
 
 _LOOKS_EVERY_S = 0.5
-_PARENT, _STARTED = 1, 19  # fields of /proc/PID/stat behind the name
+_PARENT, _STARTED = 1, 19  # fields of /proc/PID/stat after the name
 
 Process = tuple[int, str]
-"""A pid and when it began: together they are never used again."""
+"""A pid and its start time: together they are unique."""
 
 
 def main(token: str, driver: int) -> None:
     """token: a file to be removed at the end. driver: pid of the process that holds the other end of standard input. It
-    says something there when all is well."""
+    writes a byte there when it has ended well."""
     others, known = descendants(driver), set[Process]()
     while not select.select([sys.stdin], [], [], _LOOKS_EVERY_S)[0]:
         known |= descendants(driver) - others
@@ -29,7 +29,7 @@ def main(token: str, driver: int) -> None:
 
 
 def kill_those(processes: set[Process]) -> None:
-    """As far as they are still there; this one lives on."""
+    """Kill those that still run, but not this process."""
     for pid, _ in processes & set(_processes()):
         if pid != os.getpid():
             with suppress(ProcessLookupError):
@@ -37,7 +37,7 @@ def kill_those(processes: set[Process]) -> None:
 
 
 def descendants(root: int) -> set[Process]:
-    """All below a process, it not included."""
+    """All descendants of a process, without itself."""
     children: dict[int, list[Process]] = {}
     for process, parent in _processes().items():
         children.setdefault(parent, []).append(process)

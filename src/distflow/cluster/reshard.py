@@ -1,9 +1,7 @@
-"""The exchange as an actor of Ray: it sees metadata and references alone. It loads no torch: it starts at once.
+"""Resharding between dp groups: a Ray actor that matches writers and readers, and a worker's client of it.
 
-A worker's way to put and get the batches of a step.
-
-A put is one object in the shared memory of the writer's node. Whoever reads its rows maps that object, where it is on
-the same node, and copies the rows out once; the exchange itself never sees them.
+A put is one object in the shared memory of the writer's node. A reader on the same node maps it and copies its rows
+once. The actor handles metadata and references alone.
 """
 
 import asyncio
@@ -21,10 +19,13 @@ from distflow.data.buffers import Buffers, gather, to_buffers
 from distflow.runtime.wait_log import Waits
 from distflow.scheduling.reshard import Key, Metas, Readers, Reshard, ReshardError, Select, Share
 
+SMALL_BYTES = 2**20
+"""A put of at most this size goes to shared memory before there is room for it, which saves a call."""
+
 
 @ray.remote(num_cpus=0)
 class ReshardActor:
-    """Drives the state machine on Ray's asyncio loop: who must wait costs no thread, and nobody polls.
+    """Drives the state machine on Ray's asyncio loop: waiting takes no thread and no polling.
 
     Each wait ends with its condition, with `timeout_s` (TimeoutError; None is for ever) or with `fail`. limit_bytes:
     see `Reshard`.
@@ -47,14 +48,14 @@ class ReshardActor:
         )
 
     async def put(self, key: Key, writer: int, metas: Metas, ref: Sequence[ObjectRef]) -> None:
-        """Of a writer that has reserved room. ref: one, in a list: Ray would replace a bare one by its object."""
+        """By a writer that has reserved room. ref: one, in a list: Ray would replace a bare one by its object."""
         self._exchange.put(key, writer, metas, ref[0])
         await self._wake()
 
     async def put_at_once(
         self, key: Key, writer: int, num_writers: int, num_bytes: int, metas: Metas, ref: Sequence[ObjectRef]
     ) -> None:
-        """Of one that has not, because it is little that lies there while he waits for room."""
+        """By a writer that has not reserved room: its object is small, and lies there while it waits for room."""
         await self.reserve(key, writer, num_writers, num_bytes)
         await self.put(key, writer, metas, ref)
 
@@ -79,13 +80,13 @@ class ReshardActor:
         await self._wake()
 
     async def alive(self) -> None:
-        """Answered whatever waits."""
+        """Replied to whatever waits."""
 
     async def held_bytes(self) -> int:
         return self._exchange.held_bytes
 
     async def fail(self, failure: BaseException) -> None:
-        """Raised on whoever waits or comes from here on. The first one counts; later ones follow from it."""
+        """Raise it in every waiting and later call. The first one counts; later ones follow from it."""
         self._failure = self._failure or failure
         await self._wake()
 
@@ -104,12 +105,8 @@ class ReshardActor:
             self._changed.notify_all()
 
 
-LITTLE_BYTES = 2**20
-"""A put of no more than this is in shared memory before there is room for it, which saves a question."""
-
-
 class RayReshard:
-    """What a worker puts and gets steps by; each call waits until it is done."""
+    """A worker's client: puts and gets the batches of steps; each call waits until it is done."""
 
     def __init__(self, actor: ActorHandle, waits: Waits) -> None:
         self._actor, self._waits = actor, waits
@@ -119,13 +116,13 @@ class RayReshard:
         """See `ReshardPort`.
 
         info: columns of numbers, one a sample, that a selection may see. Waits while the exchange is full. Raises
-        TypeError for an object that is no JSON value, TimeoutError, and ReshardError where this step cannot be.
+        TypeError for an object that is no JSON value, TimeoutError, and ReshardError where this step is impossible.
         """
         buffers = to_buffers(batch)
         num_bytes = sum(array.nbytes for array in buffers.values())
         metas = packed_metas(batch, self._node_id, info)
         with self._waits("exchange", f"room for {key}", on="readers"):
-            if num_bytes > LITTLE_BYTES:
+            if num_bytes > SMALL_BYTES:
                 _result(self._actor.reserve.remote(key, writer, num_writers, num_bytes))
                 _result(self._actor.put.remote(key, writer, metas, [ray.put(buffers)]))
                 return
@@ -149,12 +146,12 @@ class RayReshard:
         return self._fetched(key, rank, share)
 
     def _fetched(self, key: Key, rank: int, share: Share[ObjectRef]) -> Batch:
-        """In memory of its own; what it was handed may go."""
+        """Copy the rows into memory of its own, and release the objects."""
         try:
             parts: list[Buffers] = ray.get(list(share.refs))
         except ObjectLostError as lost:
             raise ReshardError(
-                f"samples of {key} are lost: of the writers {list(share.writers)} one has died that held them"
+                f"samples of {key} are lost: one of the writers {list(share.writers)} that held them has died"
             ) from lost
         batch = gather(parts, [(part, row) for part, row in share.rows.tolist()])
         self._actor.release.remote(key, rank)
@@ -162,7 +159,7 @@ class RayReshard:
 
 
 def packed_metas(batch: Batch, node_id: str, info: Sequence[str]) -> Metas:
-    """A batch without groups or uids, as of a pipeline of the user's own, is ordered by writer and row."""
+    """A batch without groups or uids, as a user's own pipeline may have, is ordered by writer and row."""
     num_samples = len(batch)
     return Metas(
         batch.lengths("prompt").numpy().astype(np.int32),
@@ -175,7 +172,7 @@ def packed_metas(batch: Batch, node_id: str, info: Sequence[str]) -> Metas:
 
 
 def _result(ref: ObjectRef) -> Any:
-    """What a method of the actor returned; what it raised is raised here, with the actor's traceback as its cause."""
+    """The result of an actor's method. Raises what it raised, with the actor's traceback as the cause."""
     try:
         return ray.get(ref)
     except RayTaskError as error:

@@ -1,4 +1,4 @@
-"""Workers that generate and do not learn, replaced when they die: with one is lost only what it was at."""
+"""Replaces rollout workers that die. Only the groups that one was generating are lost, and they are issued again."""
 
 import time
 from collections import deque
@@ -27,8 +27,8 @@ class _Coming:
 
 
 class Replacements:
-    """Of one run. A worker that dies for the fourth time within an hour is not replaced: that ends the run, and so does
-    one that cannot be started while no other is left."""
+    """Of one run. A worker that dies for the fourth time within an hour ends the run; so does one that cannot be
+    started while no other is left."""
 
     def __init__(
         self, places: Mapping[int, Place], start: Callable[[Place], Any], coordinator: Any, leader: Any
@@ -50,8 +50,8 @@ class Replacements:
         return rank in self._places
 
     def begin(self, rank: int, why: str) -> None:
-        """The worker's process is gone, or is to be taken as gone: its groups go to others, and another is started in
-        its place. Raises WorkerDied."""
+        """Start another worker in place of one that is gone or counts as gone; its groups go to others. Raises
+        WorkerDied."""
         num_groups = reply_of(self._coordinator.lose.remote(self._places[rank].generator), COORDINATOR)
         self._check(rank, why)
         number = reply_of(self._coordinator.join.remote(str(rank)), COORDINATOR)
@@ -61,7 +61,7 @@ class Replacements:
         self._say(f"{why} The {num_groups} prompt groups that it had are issued again; another is started in its place")
 
     def come(self) -> dict[int, Any]:
-        """Workers that are ready to run, by rank. Raises WorkerDied, and what one raised when it was built."""
+        """Workers that are ready to run, by rank. Raises WorkerDied, or what one raised when it was built."""
         ready = {}
         done, _ = ray.wait(list(self._coming), num_returns=len(self._coming), timeout=0) if self._coming else ([], [])
         for ref in done:
@@ -81,12 +81,12 @@ class Replacements:
         return ready
 
     def welcome(self, rank: int, worker: Any) -> None:
-        """It runs: it is to get weights, and then groups."""
+        """It runs: the leader sends it weights, and then it gets groups."""
         self._leader.join.remote(rank, worker)
-        self._say(f"worker {rank} is there again")
+        self._say(f"worker {rank} runs again")
 
     def kill(self) -> None:
-        """Those that were on their way."""
+        """Kill the workers that are starting."""
         for coming in self._coming.values():
             _kill(coming.worker)
 
@@ -109,8 +109,8 @@ class Replacements:
             "machine or its device may be gone"
         )
         if self._given_up == set(self._places[coming.rank].generators):
-            raise WorkerDied(f"{message}, and no worker that generates is left")
-        self._say(f"{message}; the run goes on without it")
+            raise WorkerDied(f"{message}, and no rollout worker is left")
+        self._say(f"{message}; the run continues without it")
 
     def _say(self, message: str) -> None:
         self._leader.note.remote("warning", message)

@@ -1,4 +1,4 @@
-"""Verifiers in actors of their own, which all workers of a run share, wherever the cluster has room."""
+"""Reward functions in Ray actors of their own, anywhere in the cluster, shared by all workers of a run."""
 
 import asyncio
 import os
@@ -10,7 +10,7 @@ from typing import Any, cast
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
-from distflow.cluster.heartbeat import FIRST_JUDGE, name_of
+from distflow.cluster.heartbeat import FIRST_REWARD_ACTOR, name_of
 from distflow.cluster.object_store import reply, shortened
 from distflow.cluster.placement import STARTS_WITHIN_S
 from distflow.errors import UserError
@@ -22,12 +22,12 @@ from distflow.runtime.rank_info import Home
 from distflow.runtime.spec import Spec
 
 _AT_ONCE = 10_000  # requests that may wait in an actor: its pools queue them by domain
-_PULSE = "pulse"
+_PULSE = "heartbeat"
 
 
 @ray.remote(concurrency_groups={_PULSE: 1})  # type: ignore[call-overload]  # Ray's types do not know it
 class RewardActor:
-    """Starts the pools that it is asked for, and judges in them: what hangs or crashes is a process of theirs."""
+    """Starts the pools that it is asked for, and calls reward functions in their processes, which may hang or crash."""
 
     def __init__(self, home: Home) -> None:
         os.umask(0o077)
@@ -36,7 +36,7 @@ class RewardActor:
         self._born = secrets.token_hex(8)
 
     async def start(self, settings: PoolSettings) -> tuple[str, frozenset[str], frozenset[str]]:
-        """A text of this start of the actor alone, functions that take groups, and those of them that take batches.
+        """A unique id of this start of the actor, the functions that take groups, and those of them that take batches.
 
         Raises UserError."""
         pool = await self._pool(settings)
@@ -45,8 +45,8 @@ class RewardActor:
     async def call(
         self, settings: PoolSettings, name: str, asked: Sequence[Mapping[str, object]], timeout_s: float | None
     ) -> tuple[str, list[RewardResult], int]:
-        """That text, the verdicts of the pool of these settings, and how many of them it asked for once more
-        because a process died. An actor that Ray has started again has no pool yet."""
+        """That id, the results of the pool of these settings, and the number of calls retried because a process died.
+        An actor that Ray has started again has no pool yet."""
         pool = await self._pool(settings)
         again: list[int] = []
         reward_results = await pool.score_group(name, asked, timeout_s, again.append)
@@ -54,11 +54,11 @@ class RewardActor:
 
     @ray.method(concurrency_group=_PULSE)
     async def alive(self) -> None:
-        """Answered whatever waits."""
+        """Replied to whatever waits."""
 
     @ray.method(max_task_retries=0)
     async def live(self) -> None:
-        """Ends with the process: whoever waits for it is told how."""
+        """Ends with the process; the error says how."""
         await asyncio.Event().wait()
 
     async def _pool(self, settings: PoolSettings) -> RewardPool:
@@ -73,15 +73,15 @@ class RewardActor:
 
 
 class RewardActorPool:
-    """A `Pool` in the actors: each request goes to the one that has the fewest of this worker's."""
+    """A `Pool` in the actors: each request goes to the one with the fewest open requests of this worker."""
 
-    def __init__(self, judges: Sequence[Any], settings: PoolSettings) -> None:
-        """Waits until each has started it. Raises UserError."""
-        self._judges, self._settings = judges, settings
-        self._under_way = [0] * len(judges)
+    def __init__(self, reward_actors: Sequence[Any], settings: PoolSettings) -> None:
+        """Waits until each actor has started the pool. Raises UserError."""
+        self._reward_actors, self._settings = reward_actors, settings
+        self._under_way = [0] * len(reward_actors)
         self.told: Told = lambda name, arguments, reward_result: None
         self.closed = False
-        started = [reply(each) for each in [judge.start.remote(settings) for judge in judges]]
+        started = [reply(each) for each in [reward_actor.start.remote(settings) for reward_actor in reward_actors]]
         self._born = [born for born, _, _ in started]
         _, self.takes_groups, self.takes_batches = started[0]
 
@@ -109,23 +109,21 @@ class RewardActorPool:
                 for reward_results in await asyncio.gather(*one_by_one)
                 for reward_result in reward_results
             ]
-        number = min(range(len(self._judges)), key=self._under_way.__getitem__)
+        number = min(range(len(self._reward_actors)), key=self._under_way.__getitem__)
         self._under_way[number] += 1
         known = self._born[number]
         reward_results: list[RewardResult]
         try:
-            born, reward_results, again = await self._judges[number].call.remote(
+            born, reward_results, again = await self._reward_actors[number].call.remote(
                 self._settings, name, [dict(arguments) for arguments in asked], timeout_s
             )
             if again := again + len(asked) * (born != known):
                 on_again(again)
             self._born[number] = born
         except RayActorError:
-            reward_results = [Error("the actor that judges has died, twice")] * len(asked)  # see `start_reward_actors`
+            reward_results = [Error("the reward actor has died, twice")] * len(asked)  # see `start_reward_actors`
         except RayTaskError as err:
-            reward_results = [Error(f"the actor that judges failed: {type(err.cause).__name__}: {err.cause}")] * len(
-                asked
-            )
+            reward_results = [Error(f"the reward actor failed: {type(err.cause).__name__}: {err.cause}")] * len(asked)
         finally:
             self._under_way[number] -= 1
         for arguments, reward_result in zip(asked, reward_results, strict=True):
@@ -133,7 +131,7 @@ class RewardActorPool:
         return reward_results
 
     def pids(self) -> list[int]:
-        """None of them is a process of this machine for sure."""
+        """Empty: the processes may be on other machines."""
         return []
 
     def close(self) -> None:
@@ -142,12 +140,12 @@ class RewardActorPool:
 
 
 class Deaths:
-    """Which of the actors have died, each death told once. Ray knows of one after a second or two: of a run that ends
-    before that, `reward/retried_calls` alone tells it."""
+    """Reports each death of an actor once. Ray notices one after a second or two; in a run that ends before that,
+    `reward/retried_calls` alone shows it."""
 
-    def __init__(self, judges: Sequence[Any]) -> None:
-        self._judges = judges
-        self._lives = {number: judge.live.remote() for number, judge in enumerate(judges)}
+    def __init__(self, reward_actors: Sequence[Any]) -> None:
+        self._reward_actors = reward_actors
+        self._lives = {number: reward_actor.live.remote() for number, reward_actor in enumerate(reward_actors)}
         self._coming: dict[int, Any] = {}
 
     def found(self) -> list[str]:
@@ -155,25 +153,25 @@ class Deaths:
         for number, ref in list(self._coming.items()):
             if ray.wait([ref], timeout=0)[0]:
                 del self._coming[number]
-                self._lives[number] = self._judges[number].live.remote()
-        told = []
+                self._lives[number] = self._reward_actors[number].live.remote()
+        deaths = []
         for number, ref in list(self._lives.items()):
             if ray.wait([ref], timeout=0)[0]:
-                told.append(
-                    f"{name_of(FIRST_JUDGE - number)} has died (killed, out of memory, or its machine is gone; Ray "
-                    f"says: {_why(ref)}) and is started again; its calls are made once more (reward/retried_calls)"
+                deaths.append(
+                    f"{name_of(FIRST_REWARD_ACTOR - number)} has died (killed, out of memory, or its machine is gone; "
+                    f"Ray says: {_why(ref)}) and is started again; its calls are retried (reward/retried_calls)"
                 )
                 self.forgive(number)
-        return told
+        return deaths
 
     def forgive(self, number: int) -> None:
-        """Nothing more is told of that one before it has come again."""
+        """Report nothing more of that one before it has started again."""
         self._lives.pop(number, None)
-        self._coming[number] = self._judges[number].alive.remote()
+        self._coming[number] = self._reward_actors[number].alive.remote()
 
 
 def _why(lived: "ray.ObjectRef[Any]") -> str:
-    """What Ray says of how the process ended, without its advice."""
+    """How the process ended, in Ray's words, without its advice."""
     try:
         ray.get(lived)
     except RayActorError as err:
@@ -184,10 +182,10 @@ def _why(lived: "ray.ObjectRef[Any]") -> str:
 
 
 def start_reward_actors(spec: Spec) -> list[Any]:
-    """The actors that the config asks for. One that dies is started again, and what it was at is asked for once more.
+    """The actors that the config asks for. One that dies is started again, and its calls are retried.
     Raises UserError where the cluster has no room for them."""
     needs = spec.options.worker
-    judges = [  # Ray's handles have no types
+    reward_actors = [  # Ray's handles have no types
         cast(Any, RewardActor)
         .options(
             num_cpus=needs.reward_cpus,
@@ -201,17 +199,17 @@ def start_reward_actors(spec: Spec) -> list[Any]:
         for _ in range(needs.num_reward_actors)
     ]
     try:
-        ray.get([judge.alive.remote() for judge in judges], timeout=STARTS_WITHIN_S)
+        ray.get([reward_actor.alive.remote() for reward_actor in reward_actors], timeout=STARTS_WITHIN_S)
     except GetTimeoutError:
-        for judge in judges:
-            ray.kill(judge)
+        for reward_actor in reward_actors:
+            ray.kill(reward_actor)
         raise UserError(
-            f"the cluster has no room for {needs.num_reward_actors} actors of {needs.reward_cpus} CPUs that judge, "
+            f"the cluster has no room for {needs.num_reward_actors} reward actors of {needs.reward_cpus} CPUs "
             "beside the workers: lower reward.num_actors or reward.actor_cpus, or add machines"
         ) from None
-    return judges
+    return reward_actors
 
 
-def pools_of(judges: Sequence[Any]) -> StartPool:
-    """What a worker starts its pools by, if there are such actors."""
-    return partial(RewardActorPool, judges)
+def pools_of(reward_actors: Sequence[Any]) -> StartPool:
+    """Starts a worker's pools in the reward actors."""
+    return partial(RewardActorPool, reward_actors)

@@ -1,4 +1,4 @@
-"""The workers of other processes that generate for a trainer: who is there, and which weights each has."""
+"""The rollout workers in other processes: which ones run, and which weights each has."""
 
 import threading
 import time
@@ -13,12 +13,12 @@ from distflow.runtime.validation import ValidationResults
 from distflow.scheduling.groups import Version
 
 
-class Members:
-    """By rank. Workers come on one thread, while another asks them; one that dies or does not answer in time is none
-    any more, and whoever started it sees that it is gone."""
+class RolloutWorkers:
+    """By rank. Workers join on one thread while another calls them. One that dies or does not reply in time is removed;
+    the supervisor sees that it is gone."""
 
     def __init__(self, note: Callable[[str], None]) -> None:
-        """note: told why one left, and what is wrong with another."""
+        """note: called with the reason why one was removed, and with other warnings."""
         self.note = note
         self._workers: dict[int, Any] = {}
         self._versions: dict[int, Version] = {}
@@ -31,34 +31,34 @@ class Members:
             self._versions.pop(rank, None)
 
     def took(self, rank: int, version: Version) -> None:
-        """It serves the version."""
+        """It has loaded the version."""
         with self._lock:
             if rank in self._workers:
                 self._versions[rank] = version
 
     def without(self, version: Version) -> dict[int, Any]:
-        """Those that serve another version, or none."""
+        """Those that have another version, or none."""
         with self._lock:
             return {rank: worker for rank, worker in self._workers.items() if self._versions.get(rank) != version}
 
-    def informed(self) -> dict[int, Any]:
+    def with_weights(self) -> dict[int, Any]:
         """Those that have weights at all."""
         with self._lock:
             return {rank: self._workers[rank] for rank in sorted(self._versions)}
 
     def serving(self) -> dict[int, Any]:
-        """Those that serve the newest version that any of them does."""
+        """Those that have the newest version that any of them has."""
         with self._lock:
             newest = max(self._versions.values(), default=None)
             return {rank: self._workers[rank] for rank in sorted(self._versions) if self._versions[rank] == newest}
 
-    def answers(self, asked: Mapping[int, Any], what: str, timeout_s: float | None) -> dict[int, Any]:
-        """Of those that answer. One that does not within `timeout_s` is killed: it may be between two states. Raises
+    def replies(self, asked: Mapping[int, Any], what: str, timeout_s: float | None) -> dict[int, Any]:
+        """Of those that reply. One that does not within `timeout_s` is killed: it may be between two states. Raises
         what a worker raised."""
         with self._lock:
             workers = dict(self._workers)
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        answers, waiting = {}, {ref: rank for rank, ref in asked.items()}
+        replies, waiting = {}, {ref: rank for rank, ref in asked.items()}
         while waiting:
             done, _ = ray.wait(
                 list(waiting), timeout=None if deadline is None else max(0.0, deadline - time.monotonic())
@@ -66,11 +66,11 @@ class Members:
             for ref in done:
                 rank = waiting.pop(ref)
                 try:
-                    answers[rank] = ray.get(ref)
+                    replies[rank] = ray.get(ref)
                 except RayTaskError as err:
                     raise err.cause from err
                 except RayActorError:
-                    self._leave(rank, workers[rank], f"worker {rank} died before it had answered for {what}")
+                    self._leave(rank, workers[rank], f"worker {rank} died before it had replied for {what}")
             if not done:
                 break
         for rank in waiting.values():
@@ -79,27 +79,27 @@ class Members:
             self._leave(
                 rank,
                 workers[rank],
-                f"worker {rank} did not answer for {what} within {timeout_s:g} s "
+                f"worker {rank} did not reply for {what} within {timeout_s:g} s "
                 "(actor_rollout_ref.rollout.timeout_s), and is killed",
             )
-        return answers
+        return replies
 
     def validate(self, step: int) -> list[ValidationResults]:
-        """Each that serves the newest weights answers a part of the validation prompts; the part of one that dies is
-        answered by another. Empty where none is left."""
-        num_parts, answers = len(self.serving()), dict[int, ValidationResults]()
-        while len(answers) < num_parts:
-            left = [part for part in range(num_parts) if part not in answers]
+        """Each that has the newest weights generates for a part of the validation prompts; another one takes over the
+        part of one that dies. Empty where none is left."""
+        num_parts, results = len(self.serving()), dict[int, ValidationResults]()
+        while len(results) < num_parts:
+            left = [part for part in range(num_parts) if part not in results]
             parts = dict(zip(workers := self.serving(), left, strict=False))
             if not parts:
                 break
             asked = {rank: workers[rank].validate.remote(step, part, num_parts) for rank, part in parts.items()}
-            found = self.answers(asked, f"the validation after step {step}", None)
-            answers |= {parts[rank]: reply for rank, reply in found.items()}
-        if not answers or len(answers) < num_parts:
-            self.note(f"no worker is there that could answer validation prompts: no validation after step {step}")
+            found = self.replies(asked, f"the validation after step {step}", None)
+            results |= {parts[rank]: reply for rank, reply in found.items()}
+        if len(results) < max(num_parts, 1):
+            self.note(f"no rollout worker is left: no validation after step {step}")
             return []
-        return [answers[part] for part in range(num_parts)]
+        return [results[part] for part in range(num_parts)]
 
     def _leave(self, rank: int, worker: Any, why: str) -> None:
         with self._lock:

@@ -1,4 +1,4 @@
-"""The sample queue of a worker that has a process of its own."""
+"""The sample queue as a worker in a process of its own sees it: a client of the coordinator actor."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -14,21 +14,21 @@ from distflow.observe.metrics import Measured
 from distflow.rewards.call_counts import RewardCounts
 from distflow.runtime import fault_injection
 from distflow.runtime.sample_queue.local import facts_of, live_of
-from distflow.runtime.sample_queue.pending_groups import Consumed, Held, Portion
-from distflow.runtime.sample_queue.protocol import Failure, Kept, NewWorkers, Released, Share
+from distflow.runtime.sample_queue.pending_groups import Consumed, PendingGroup, Portion
+from distflow.runtime.sample_queue.protocol import Failure, NewWorkers, Released, ResumePoint, Share
 from distflow.runtime.wait_log import Waits
 from distflow.scheduling.curriculum import Accuracy
 from distflow.scheduling.groups import PromptGroup
 
 
 class AgreedStop:
-    """A `Stop` that all ranks hear of with the release of the same step."""
+    """A `Stop` that all ranks get with the release of the same step."""
 
     wanted = False
 
 
 class RaySampleQueue:
-    """Asks the coordinator's actor, and moves the groups themselves from worker to worker."""
+    """Calls the coordinator actor, and moves the groups themselves from worker to worker."""
 
     def __init__(
         self,
@@ -39,12 +39,12 @@ class RaySampleQueue:
         stop: AgreedStop,
         ready: "Future[None] | None" = None,
     ) -> None:
-        """coordinator: the actor's handle. worker: this one's number among those that generate. first: the number of
-        the first rank of its team. ready: settled when its engine has weights, before which it asks for no group; None
+        """coordinator: the actor's handle. worker: this one's number among the rollout workers. first: the number of
+        the first rank of its dp group. ready: set when its engine has weights, before which it asks for no group; None
         where it has them from the start."""
         self._coordinator, self._worker, self._first, self._waits = coordinator, worker, first, waits
         self._stop, self._ready = stop, ready
-        self._judged = RewardCounts()  # of groups that end next
+        self._reward_counts = RewardCounts()  # of groups that end next
 
     async def prompt_groups(self, served: Callable[[], int | None]) -> AsyncIterator[list[PromptGroup]]:
         """See `SampleQueuePort`."""
@@ -62,10 +62,10 @@ class RaySampleQueue:
 
     def put(self, prompt_group: PromptGroup, batch: Batch, measured: Sequence[Measured]) -> None:
         """See `SampleQueuePort`."""
-        fault_injection.reach("edge.put")
+        fault_injection.reach("queue.put")
         facts, (group, num_bytes) = facts_of(batch), to_group(batch)
         facts = replace(facts, failure=_shortened(facts.failure), num_bytes=num_bytes)
-        self._coordinator.put.remote(prompt_group, group, facts, list(measured), self._take_judged())
+        self._coordinator.put.remote(prompt_group, group, facts, list(measured), self._take_reward_counts())
 
     def drop(
         self,
@@ -77,21 +77,19 @@ class RaySampleQueue:
         accuracy: Accuracy | None = None,
     ) -> None:
         """See `SampleQueuePort`."""
-        told = shortened(reason), _shortened(failure), lost, accuracy, self._take_judged()
-        self._coordinator.drop.remote(prompt_group, *told)
+        facts = shortened(reason), _shortened(failure), lost, accuracy, self._take_reward_counts()
+        self._coordinator.drop.remote(prompt_group, *facts)
 
     def count(self, judged: RewardCounts) -> None:
-        """See `SampleQueuePort`. It goes with the group: the actor, whose calls run on many threads, may take two of
-        them in any order."""
+        """See `SampleQueuePort`. It is sent with the next group: the actor may run two calls in any order."""
         calls = judged.calls._replace(first=shortened(judged.calls.first))
-        self._judged = RewardCounts.joined([self._judged, judged._replace(calls=calls)])
+        self._reward_counts = RewardCounts.joined([self._reward_counts, judged._replace(calls=calls)])
 
     def take(
         self, step: int, rank: int, wanted: int | None = None, deadline: float | None = None
     ) -> Share | NewWorkers | None:
-        """See `SampleQueuePort`; whole steps only. Groups that are gone with the worker that held them are made
-        again."""
-        assert wanted is None and deadline is None, "a loop of the user's own runs in one process"
+        """See `SampleQueuePort`; whole steps only. Groups that were lost with a worker are generated again."""
+        assert wanted is None and deadline is None, "a user's own loop runs in one process"
         while True:
             with self._waits("training", f"step {step}", on="rollout"):
                 portion = reply(self._coordinator.take.remote(step, self._first + rank))
@@ -100,12 +98,12 @@ class RaySampleQueue:
             groups = [*portion.groups]
             while more := reply(self._coordinator.rest.remote(self._first + rank)):
                 groups += more
-            fault_injection.reach("edge.taken")
+            fault_injection.reach("queue.taken")
             batch, lost = _read(portion, groups)
             with self._waits("training", f"step {step}", on="other ranks"):
                 whole = reply(self._coordinator.read.remote(step, self._first + rank, lost))
             if whole:
-                assert batch is not None, "nothing of it is lost"
+                assert batch is not None, "no group of it is lost"
                 return Share(portion.group_ids, batch, portion.metrics, portion.judged)
 
     def release(self, step: int, rank: int, published: bool) -> Released:
@@ -114,27 +112,27 @@ class RaySampleQueue:
         with self._waits("training", f"release of step {step}", on="other ranks"):
             end: Consumed[GroupRef] = reply(self._coordinator.release.remote(step, self._first + rank, published))
         self._stop.wanted = end.stopping
-        return Released(end.version, end.finished, end.group_counts, self._kept, end.domains)
+        return Released(end.version, end.finished, end.group_counts, self._checkpoint_state, end.domains)
 
-    def _take_judged(self) -> RewardCounts:
-        judged, self._judged = self._judged, RewardCounts()
+    def _take_reward_counts(self) -> RewardCounts:
+        judged, self._reward_counts = self._reward_counts, RewardCounts()
         return judged
 
-    def _kept(self) -> Kept:
-        pages: list[Page] = [reply(self._coordinator.kept.remote(0))]
+    def _checkpoint_state(self) -> ResumePoint:
+        pages: list[Page] = [reply(self._coordinator.checkpoint_page.remote(0))]
         while pages[-1].more:
-            pages.append(reply(self._coordinator.kept.remote(len(pages))))
+            pages.append(reply(self._coordinator.checkpoint_page.remote(len(pages))))
         cut = pages[0].cut
         cut["live"] = [group for page in pages for group in page.cut["live"]]
         held = {}
         for number, each in ((number, each) for page in pages for number, each in page.live.items()):
-            with suppress(GroupLost):  # who goes on from here has it made again
-                held[number] = Held(to_batch([each.group], each.group), each.num_tokens, each.measured)
-        return Kept(cut, live_of(held))
+            with suppress(GroupLost):  # a resumed run generates it again
+                held[number] = PendingGroup(to_batch([each.group], each.group), each.num_tokens, each.measured)
+        return ResumePoint(cut, live_of(held))
 
 
 def _read(portion: Portion[GroupRef], groups: Sequence[GroupRef]) -> tuple[Batch | None, list[int]]:
-    """The rows of the groups, or which of them are lost; of a portion without any, the step's first."""
+    """The rows of the groups, or the groups that are lost; for a portion without groups, the step's first."""
     try:
         return to_batch(groups, portion.like), []
     except GroupLost:

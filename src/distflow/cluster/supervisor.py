@@ -1,7 +1,4 @@
-"""The actors of a run, watched by the process that started them.
-
-The Ray launcher: one worker a device, each a process, and one that only starts them and watches.
-"""
+"""The Ray launcher: starts the actors of a run, one worker a device, and supervises them to the end."""
 
 import secrets
 import time
@@ -18,10 +15,10 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from distflow import __version__
 from distflow.cluster.coordinator_actor import CoordinatorActor, Standing
-from distflow.cluster.failures import Blame, WorkerDied, reply_of, told_what_next
-from distflow.cluster.heartbeat import COORDINATOR, ENDS_WITHIN_S, EXCHANGE, FIRST_JUDGE, Pulse
+from distflow.cluster.failures import Blame, WorkerDied, reply_of, with_resume_hint
+from distflow.cluster.heartbeat import COORDINATOR, ENDS_WITHIN_S, EXCHANGE, FIRST_REWARD_ACTOR, Heartbeat
 from distflow.cluster.local_ray import gone
-from distflow.cluster.log_forwarding import Told
+from distflow.cluster.log_forwarding import DriverOutput
 from distflow.cluster.placement import bound_of, bundles_of, connected
 from distflow.cluster.reshard import ReshardActor
 from distflow.cluster.restarts import Replacements
@@ -37,7 +34,7 @@ from distflow.planning.plan import RankPlan, dp_groups_of
 from distflow.planning.threads import share_threads, usable_cores
 from distflow.runtime.checkpoint.state import check_same_facts
 from distflow.runtime.engine_watch import STACKS
-from distflow.runtime.rank_info import Home, Place, edge_team
+from distflow.runtime.rank_info import Home, Place, queue_dp_group
 from distflow.runtime.recorder import reported
 from distflow.runtime.run_setup import Start, done_before, find_accuracies, model_line, starting
 from distflow.runtime.spec import Outcome, Spec
@@ -46,11 +43,11 @@ from distflow.runtime.user_calls.sync_calls import Callbacks, Caller
 from distflow.runtime.weight_sync.buckets import remove_weights
 
 _LOOKS_EVERY_S = 0.5
-_NUM_CALLS = 6  # of a worker that may wait at once: groups, a step, its end, news, the pulse
+_NUM_CALLS = 6  # of a worker that may wait at once: groups, a step, its end, news, the heartbeat
 
 
 def _threads(spec: Spec, rank: RankPlan, cores: int) -> int:
-    """Of torch, for all that a worker does; for its training loop, where its engine computes at the same time."""
+    """Threads of torch for a worker, or for its training loop where its engine computes at the same time."""
     trainer, rollout = spec.config.trainer.num_threads, spec.config.actor_rollout_ref.rollout.num_threads
     if spec.data.max_staleness and rank.training_nodes and "rollout" in rank.engines:
         return share_threads(cores, trainer, rollout)[0]
@@ -58,13 +55,13 @@ def _threads(spec: Spec, rank: RankPlan, cores: int) -> int:
 
 
 class RayRun:
-    """The actors of a run: made, watched to the end, and killed."""
+    """Starts the actors of a run, supervises them to the end, and kills them."""
 
     def __init__(self, spec: Spec, start: Start, allowed: tuple[str, ...], bundles: PlacementGroup) -> None:
         self._spec, self._start = spec, start
         ranks, max_held_bytes = spec.plan.ranks, bound_of(spec)
         spec = replace(spec, data=replace(spec.data, max_held_bytes=max_held_bytes))
-        self._judges = start_reward_actors(spec)  # first, as there may be no room for them
+        self._reward_actors = start_reward_actors(spec)  # first: there may be no room for them
         dp_groups = dp_groups_of(spec.plan)
         generators = tuple(rank.rank for rank in ranks if rank.rollout_nodes)
         for left in spec.run_dir.glob(".meeting-*"):  # by a driver that was killed: the folder is this one's now
@@ -79,7 +76,7 @@ class RayRun:
                 spec,
                 start,
                 allowed,
-                [edge_team(spec, dp_group) for dp_group in dp_groups],
+                [queue_dp_group(spec, dp_group) for dp_group in dp_groups],
                 [str(rank) for rank in generators],
             )
         )
@@ -93,22 +90,24 @@ class RayRun:
             number = generators.index(rank.rank) if rank.rank in generators else -1
             places.append(Place(rank.rank, dp_groups, generators, threads, Home.of_driver(), number))
         self._workers: list[Any] = [self._start_worker(place) for place in places]
-        self._learners = [rank for dp_group in dp_groups for rank in dp_group]
+        self._training_ranks = [rank for dp_group in dp_groups for rank in dp_group]
         self._services = {COORDINATOR: self._coordinator}
         if self._exchange is not None:
             self._services[EXCHANGE] = self._exchange
-        self._blame = Blame(self._spec, self._workers, self._learners, self._services)
-        others = {rank: places[rank] for rank in generators if rank not in self._learners}
-        leader = self._workers[self._learners[0]]
+        self._blame = Blame(self._spec, self._workers, self._training_ranks, self._services)
+        others = {rank: places[rank] for rank in generators if rank not in self._training_ranks}
+        leader = self._workers[self._training_ranks[0]]
         self._others = Replacements(others, self._start_worker, self._coordinator, leader)
-        judges = {FIRST_JUDGE - number: judge for number, judge in enumerate(self._judges)}
-        self._deaths = Deaths(self._judges)
-        self._pulse = Pulse({**dict(enumerate(self._workers)), **self._services, **judges})
+        reward_actors = {
+            FIRST_REWARD_ACTOR - number: reward_actor for number, reward_actor in enumerate(self._reward_actors)
+        }
+        self._deaths = Deaths(self._reward_actors)
+        self._heartbeat = Heartbeat({**dict(enumerate(self._workers)), **self._services, **reward_actors})
         self.finished = False
 
     def build(self, say: Callable[[str], None]) -> list[str]:
-        """Engines and services of all workers; what differs from the checkpoint without harm."""
-        with told_what_next(self._spec):
+        """Build engines and services of all workers; returns the harmless differences from the checkpoint."""
+        with with_resume_hint(self._spec):
             built: list[Built] = self._all([worker.build.remote() for worker in self._workers])
         for rank, each in enumerate(built):
             if each.version != __version__:
@@ -116,30 +115,30 @@ class RayRun:
                     f"worker {rank} has distflow {each.version}, and this process {__version__}: install the same on "
                     "every machine"
                 )
-        leader = built[self._learners[0]]
+        leader = built[self._training_ranks[0]]
         say(model_line(self._spec, leader.num_parameters))
         facts = {**self._spec.facts, **leader.facts}
         return check_same_facts(self._start.checkpoint, self._spec, facts) if self._start.checkpoint else []
 
     def watch(self, differences: list[str], callbacks: Callbacks, ends_process: bool) -> tuple[int, StopRequest]:
-        """Until the run has ended; the steps consumed in all. Raises what a worker raised first."""
+        """Supervise until the run has ended; returns the steps consumed in all. Raises what a worker raised first."""
         options = self._spec.options
-        with told_what_next(self._spec):
+        with with_resume_hint(self._spec):
             standing = self._standing()
         view = TerminalView(f"{options.project} / {options.experiment}", standing.total_steps)
-        told = Told(view, Caller(callbacks, lambda message: view.note("warning", message)))
+        output = DriverOutput(view, Caller(callbacks, lambda message: view.note("warning", message)))
 
         def asked_to_stop(name: str) -> None:
             view.note("info", f"{name}: finishing this step, then leaving; a second time leaves at once")
             self._coordinator.stop.remote()
 
-        with StopRequest(asked_to_stop, ends_process=ends_process) as stop, told_what_next(self._spec):
+        with StopRequest(asked_to_stop, ends_process=ends_process) as stop, with_resume_hint(self._spec):
             running = {self._run(rank, differences): rank for rank in range(len(self._workers))}
-            training_nodes = set(self._learners)
+            still_training = set(self._training_ranks)
             steps = 0
             try:
-                while training_nodes:
-                    told.show(self._coordinator)
+                while still_training:
+                    output.show(self._coordinator)
                     self._look_after()
                     done, _ = ray.wait(list(running), num_returns=len(running), timeout=0)
                     for ref in done:
@@ -149,28 +148,28 @@ class RayRun:
                         except WorkerDied as died:
                             if rank not in self._others:
                                 raise
-                            self._pulse.forget(rank)
+                            self._heartbeat.forget(rank)
                             self._others.begin(rank, str(died))
                         except Exception as error:
-                            if behind := self._blame.behind(error, running):
-                                raise behind from error
+                            if cause := self._blame.cause_of(error, running):
+                                raise cause from error
                             raise
-                        training_nodes.discard(rank)
+                        still_training.discard(rank)
                     for rank, worker in self._others.come().items():
                         self._workers[rank] = worker
-                        self._pulse.follow(rank, worker)
+                        self._heartbeat.follow(rank, worker)
                         running[self._run(rank, differences)] = rank
                         self._others.welcome(rank, worker)
                 self._end(running)
-                told.show(self._coordinator, last=True)
+                output.show(self._coordinator, last=True)
             finally:
                 view.close()
         return steps, stop
 
     def kill(self) -> None:
-        """No process of the run is left, and none holds its folder: the same command may follow at once."""
+        """End all processes of the run, and wait until none locks its folder: the same command may follow at once."""
         self._others.kill()
-        for actor in [*self._workers, *self._services.values(), *self._judges]:
+        for actor in [*self._workers, *self._services.values(), *self._reward_actors]:
             with suppress(Exception):  # it is gone already
                 ray.kill(actor)
         self._meeting.unlink(missing_ok=True)
@@ -197,17 +196,17 @@ class RayRun:
                 max_concurrency=_NUM_CALLS,
                 runtime_env={"env_vars": dict(needs.env)} if needs.env else None,
             )
-            .remote(self._spec, place, self._coordinator, self._meeting, self._exchange, self._judges)
+            .remote(self._spec, place, self._coordinator, self._meeting, self._exchange, self._reward_actors)
         )
 
     def _run(self, rank: int, differences: list[str]) -> Any:
-        leads = rank == self._learners[0]
+        leads = rank == self._training_ranks[0]
         others = {each: self._workers[each] for each in self._others.ranks} if leads else {}
         return self._workers[rank].run.remote(self._start, differences, others)
 
     def _end(self, running: Mapping[Any, int]) -> None:
-        """All has been learned: those that generate leave. One that has died, or just come, has nothing to end."""
-        leader, serving = self._learners[0], list[int]()
+        """Training has ended: the rollout workers leave. One that has died, or has just started, has nothing to end."""
+        leader, serving = self._training_ranks[0], list[int]()
         with suppress(WorkerDied):
             serving = reply_of(self._workers[leader].serving.remote(), leader)
         self._coordinator.end.remote()
@@ -220,35 +219,35 @@ class RayRun:
         self.finished = self._standing().finished
 
     def _look_after(self) -> None:
-        """Raises WorkerDied for a process that does not answer; one that can be replaced is killed: whatever it does
-        when it wakes, nobody hears of it."""
+        """Raises WorkerDied for a process that does not respond; one that can be replaced is killed, so that it does
+        nothing if it wakes."""
         _check_ray()
         for death in self._deaths.found():
-            self._workers[self._learners[0]].note.remote("warning", death)
-        silent = self._pulse.silent()
+            self._workers[self._training_ranks[0]].note.remote("warning", death)
+        silent = self._heartbeat.silent()
         if silent is None:
             return
-        message = self._pulse.told(silent, self._spec.run_dir / STACKS)
-        if silent <= FIRST_JUDGE:
-            judge = self._judges[FIRST_JUDGE - silent]
-            self._workers[self._learners[0]].note.remote("warning", f"{message} It is killed, and started again")
-            self._deaths.forgive(FIRST_JUDGE - silent)
-            ray.kill(judge, no_restart=False)
-            self._pulse.follow(silent, judge)
+        message = self._heartbeat.describe_silence(silent, self._spec.run_dir / STACKS)
+        if silent <= FIRST_REWARD_ACTOR:
+            reward_actor = self._reward_actors[FIRST_REWARD_ACTOR - silent]
+            self._workers[self._training_ranks[0]].note.remote("warning", f"{message} It is killed, and started again")
+            self._deaths.forgive(FIRST_REWARD_ACTOR - silent)
+            ray.kill(reward_actor, no_restart=False)
+            self._heartbeat.follow(silent, reward_actor)
             return
         if silent not in self._others:
             raise WorkerDied(message)
-        self._workers[self._learners[0]].note.remote("warning", f"{message} It is killed")
-        self._pulse.forget(silent)
+        self._workers[self._training_ranks[0]].note.remote("warning", f"{message} It is killed")
+        self._heartbeat.forget(silent)
         ray.kill(self._workers[silent])
 
     def _all(self, refs: Sequence[Any]) -> list[Any]:
-        """In order; what fails first is raised at once."""
+        """The results in order; the first failure is raised at once."""
         waiting, ranks = list(refs), {ref: rank for rank, ref in enumerate(refs)}
         while waiting:
             _check_ray()
-            if (silent := self._pulse.silent()) is not None:
-                raise WorkerDied(self._pulse.told(silent, self._spec.run_dir / STACKS))
+            if (silent := self._heartbeat.silent()) is not None:
+                raise WorkerDied(self._heartbeat.describe_silence(silent, self._spec.run_dir / STACKS))
             done, waiting = ray.wait(waiting, timeout=_LOOKS_EVERY_S)
             for ref in done:
                 try:
@@ -261,7 +260,7 @@ class RayRun:
 
 
 def _check_ray() -> None:
-    """Raises WorkerDied: without all of its Ray a run comes to no end."""
+    """Raises WorkerDied where a process of Ray itself is gone: the run would not end."""
     if what := gone():
         raise WorkerDied(what)
 

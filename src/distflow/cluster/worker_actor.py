@@ -1,4 +1,4 @@
-"""A worker as an actor: a process that runs its rank's part of the plan."""
+"""A worker as a Ray actor: the process that runs its rank's part of the plan."""
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,7 +19,7 @@ from distflow.cluster.object_store import reply, shorten
 from distflow.cluster.process_groups import Collectives
 from distflow.cluster.reshard import RayReshard
 from distflow.cluster.reward_actors import pools_of
-from distflow.cluster.rollout_workers import Members
+from distflow.cluster.rollout_workers import RolloutWorkers
 from distflow.cluster.sample_queue import AgreedStop, RaySampleQueue
 from distflow.cluster.weight_sync import Fleet, RayWeights, carrier_of
 from distflow.launch.build_worker import build_worker
@@ -36,7 +36,7 @@ from distflow.runtime.run_setup import Start, note_early_end, note_resume, open_
 from distflow.runtime.spec import Spec
 from distflow.runtime.user_calls.sync_calls import Callbacks
 from distflow.runtime.validation import ValidationResults
-from distflow.runtime.weight_sync.buckets import Sent
+from distflow.runtime.weight_sync.buckets import SentBucket
 from distflow.runtime.weight_sync.protocol import LocalWeights, WeightPort
 from distflow.runtime.weight_sync.receiver import Arrivals
 from distflow.runtime.weight_sync.streamed import StreamedWeights
@@ -44,12 +44,12 @@ from distflow.runtime.worker import Worker
 from distflow.runtime.worker_inputs import Ports, WorkerInputs
 from distflow.scheduling.groups import Version
 
-_OTHERS_ARE_LATE = "Timed out waiting"  # gloo's words
+_OTHERS_ARE_LATE = "Timed out waiting"  # from gloo's message
 
 
 @dataclass(frozen=True)
 class Built:
-    """What the resources of a worker turned out to be. version: of its distflow."""
+    """What a worker reports of its resources. version: of its distflow."""
 
     version: str
     facts: dict[str, object]
@@ -57,7 +57,7 @@ class Built:
 
 
 class WorkerActor:
-    """`build`, then `run`; what weights come meanwhile, on threads of their own."""
+    """`build`, then `run`. Weights arrive meanwhile, on other threads."""
 
     def __init__(
         self,
@@ -66,29 +66,30 @@ class WorkerActor:
         coordinator: Any,
         meeting: Path,
         exchange: Any = None,
-        judges: Sequence[Any] = (),
+        reward_actors: Sequence[Any] = (),
     ) -> None:
-        """coordinator, exchange, judges: handles of their actors; no exchange where nothing goes from team to team, no
-        judges where verifiers run beside the worker. meeting: a file over which those that learn find each other."""
+        """coordinator, exchange, reward_actors: handles of the actors. There is no exchange where dp groups send each
+        other nothing, and there are no reward actors where reward functions run beside the worker. meeting: a file
+        over which training workers find each other."""
         os.umask(0o077)
         place.home.enter()
         fault_injection.arm(place.rank)
         self._spec, self._place, self._coordinator, self._meeting = spec, place, coordinator, meeting
-        self._exchange, self._judges = exchange, judges
+        self._exchange, self._reward_actors = exchange, reward_actors
         self._stop, self._arrivals = AgreedStop(), Arrivals()
-        self._members = Members(partial(self.note, "warning"))
+        self._rollout_workers = RolloutWorkers(partial(self.note, "warning"))
         self._recorder: Future[Recorder] = Future()
         self._entered: Future[Worker] = Future()
 
     def build(self) -> Built:
-        """Engines and services. Raises UserError."""
+        """Build engines and services. Raises UserError."""
         fault_injection.reach("build")
         try:
-            self._spec.pipeline()  # which loads the modules of the user, and sets threads as if this were all of a run
+            self._spec.pipeline()  # loads the user's modules, and sets threads as for a run of one process
             torch.set_num_threads(self._place.threads)
-            self._among = among = Collectives.joined(self._spec, self._place, self._meeting)
+            self._among = among = Collectives.join(self._spec, self._place, self._meeting)
             own = self._spec.plan.ranks[self._place.rank]
-            start_pool = pools_of(self._judges) if self._judges else take_pool
+            start_pool = pools_of(self._reward_actors) if self._reward_actors else take_pool
             self._resources = build_resources(self._spec.factories, own, among.data, among.mesh, start_pool)
         except BaseException as err:
             shorten(err)
@@ -96,10 +97,9 @@ class WorkerActor:
         return Built(__version__, dict(self._resources.facts), self._resources.num_parameters)
 
     def run(self, start: Start, differences: list[str], others: Mapping[int, Any]) -> int:
-        """The whole run, as far as this worker has a part in it; the steps consumed in all.
+        """This worker's part of the whole run; returns the steps consumed in all.
 
-        differences: from the checkpoint. others: the workers that generate and do not learn, by rank, for the one that
-        leads.
+        differences: from the checkpoint. others: for the leading worker, the workers that only generate, by rank.
         """
         spec, place = self._spec, self._place
         standing: Standing = reply(self._coordinator.standing.remote())
@@ -123,7 +123,7 @@ class WorkerActor:
                         note_resume(recorder, start.checkpoint, differences)
                 self._recorder.set_result(recorder)
                 for rank, worker in others.items():
-                    self._members.join(rank, worker)
+                    self._rollout_workers.join(rank, worker)
                 ports = self._ports(recorder, sends=bool(others))
                 stop, version, store = self._stop, standing.version, open_store(spec)
                 entered = build_worker(
@@ -132,14 +132,14 @@ class WorkerActor:
             with entered:
                 set_generators(start.checkpoint, spec.options.seed, place.part)
                 self._entered.set_result(entered)
-                with self._telling_failure():
+                with self._report_failure():
                     steps = entered.training_loop() if place.dp_group else entered.serve()
             if place.leads:
                 self._note_end(recorder, standing.total_steps)
         tell.end()
         return steps
 
-    def take(self, version: Version, number: int, sent: Sent, wanted: str) -> str | None:
+    def take(self, version: Version, number: int, sent: SentBucket, wanted: str) -> str | None:
         """See `Arrivals`."""
         return self._arrivals.take(version, number, sent, wanted)
 
@@ -148,19 +148,19 @@ class WorkerActor:
         return self._arrivals.serve(version, num_buckets)
 
     def alive(self) -> None:
-        """Answered on a thread of its own, whatever the others are at."""
+        """Replied to on a thread of its own, whatever the others do."""
 
     def join(self, rank: int, worker: Any) -> None:
-        """A worker that generates has come in place of one that is gone."""
-        self._members.join(rank, worker)
+        """A rollout worker has started in place of one that is gone."""
+        self._rollout_workers.join(rank, worker)
         self._coordinator.tell_of_new_workers.remote()
 
     def serving(self) -> list[int]:
-        """Ranks of the other workers that serve the newest weights."""
-        return list(self._members.serving())
+        """Ranks of the other workers that have the newest weights."""
+        return list(self._rollout_workers.serving())
 
     def where(self) -> str:
-        """What its learning thread is at, for people."""
+        """Where its training thread is, for people."""
         return f"in step {self._entered.result().step + 1}, phase '{self._recorder.result().phases.now}'"
 
     def note(self, kind: str, message: str) -> None:
@@ -168,7 +168,7 @@ class WorkerActor:
         self._recorder.result().note(kind, message)
 
     def write_stacks(self, path: Path) -> None:
-        """Append what all threads of this process are at."""
+        """Append the stacks of all threads of this process."""
         write_stacks(path)
 
     def validate(self, step: int, part: int, num_parts: int) -> ValidationResults:
@@ -187,17 +187,17 @@ class WorkerActor:
         ports = Ports(queue, None, own, among.dp_group, among.data, among.everyone, self._abort, reshard=exchange)
         if not (place.leads and sends):
             return ports
-        fleet = Fleet(self._members, carrier_of(self._spec), self._spec.options.engine_timeout_s, waits)
-        return replace(ports, weights=RayWeights(own, fleet), validate=self._members.validate)
+        fleet = Fleet(self._rollout_workers, carrier_of(self._spec), self._spec.options.engine_timeout_s, waits)
+        return replace(ports, weights=RayWeights(own, fleet), validate=self._rollout_workers.validate)
 
     @contextmanager
-    def _telling_failure(self) -> Iterator[None]:
-        """Before this worker leaves, and so cancels what it has begun: others then wait no more."""
+    def _report_failure(self) -> Iterator[None]:
+        """Report a failure before this worker exits and cancels its work, so that others stop waiting."""
         try:
             yield
         except RuntimeError as err:
-            if _OTHERS_ARE_LATE in str(err):  # not told to them: the driver finds out who of them it is
-                raise PeersLate(f"worker {self._place.rank} has waited for the others in vain: {err}") from err
+            if _OTHERS_ARE_LATE in str(err):  # not reported to them: the driver finds out which one it is
+                raise PeersLate(f"worker {self._place.rank} timed out waiting for the others: {err}") from err
             self._fail(err)
             raise
         except BaseException as err:
@@ -205,7 +205,7 @@ class WorkerActor:
             raise
 
     def _abort(self, error: BaseException) -> None:
-        """What generates here has ended. A worker that cancels it is leaving, and had told why if it failed."""
+        """The rollout loop here has ended. A worker that cancels it is exiting, and has reported why if it failed."""
         if not isinstance(error, CancelledError):
             self._fail(error)
 

@@ -1,12 +1,12 @@
-"""The arguments of commands that read a config.
-
-How the commands that look at a run find its folder.
-"""
+"""Arguments that commands share: of those that read a config, and of those that find a run's folder."""
 
 import argparse
 from pathlib import Path
 
 from distflow.errors import UserError
+
+RUNS = Path("runs")
+LEDGER = "ledger.jsonl"
 
 
 def add_config_arguments(
@@ -19,12 +19,8 @@ def add_config_arguments(
 
 
 def add_trust_argument(parser: argparse.ArgumentParser, which: str) -> None:
-    """Without it a command that looks at files runs no Python code that they name."""
+    """Without it a command that reads files runs no Python code that they name."""
     parser.add_argument("--trust-code", action="store_true", help=f"run Python code that {which}")
-
-
-RUNS = Path("runs")
-LEDGER = "ledger.jsonl"
 
 
 def add_run_argument(parser: argparse.ArgumentParser) -> None:

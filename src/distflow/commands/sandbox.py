@@ -1,5 +1,5 @@
-"""`distflow sandbox run`: runs one program as the code under test is run, and says how it ended and what held it;
-`distflow sandbox serve`: runs them for other machines."""
+"""`distflow sandbox run`: runs one program as code under test, and reports how it ended and which isolation it had;
+`distflow sandbox serve`: runs programs for other machines."""
 
 import argparse
 import os
@@ -12,10 +12,12 @@ from distflow.errors import UserError, missing_path
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
-    action = actions.add_parser("run", help="run a Python file with the limits of a verdict")
+    action = actions.add_parser("run", help="run a Python file with the limits of a reward call")
     action.add_argument("file", metavar="FILE", help="the program")
     action.add_argument("--stdin", metavar="FILE", help="what it finds on standard input; nothing by default")
-    action = actions.add_parser("serve", help="run programs for verifiers of other machines, until it is stopped")
+    action = actions.add_parser(
+        "serve", help="run programs for reward functions on other machines, until it is stopped"
+    )
     action.add_argument(
         "--host", default="127.0.0.1", help="address to listen on; others than this machine's need a password"
     )
@@ -24,12 +26,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """What the action says; the exit status."""
+    """Run the action; returns the exit status."""
     return _serve(arguments) if arguments.action == "serve" else _run(arguments)
 
 
 def _serve(arguments: argparse.Namespace) -> int:
-    """Until it is interrupted or told to end."""
+    """Serve until it is interrupted or terminated."""
     from distflow.sandbox.remote import TOKEN
     from distflow.sandbox.sandbox import Sandbox
     from distflow.sandbox.server import Desk, Server
@@ -50,8 +52,8 @@ def _serve(arguments: argparse.Namespace) -> int:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    """0 where the program ended with exit status 0. What it printed goes where it printed it; the last line, on
-    standard error, is ours."""
+    """0 where the program ended with exit status 0. Its output goes to the same streams; the last line, on standard
+    error, is ours."""
     from distflow.sandbox.sandbox import Sandbox
 
     code = _read(arguments.file)
@@ -69,7 +71,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _read(name: str) -> str:
-    """Bytes that are no UTF-8 reach the program as they are. Raises UserError."""
+    """Bytes that are no UTF-8 reach the program unchanged. Raises UserError."""
     path = Path(name)
     try:
         return path.read_bytes().decode("utf-8", "surrogateescape")

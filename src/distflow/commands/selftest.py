@@ -1,4 +1,4 @@
-"""`distflow selftest`: on this machine, the same tiny run has the same numbers on each path that must give them."""
+"""`distflow selftest`: proves on this machine that a tiny run gives the same numbers on each path."""
 
 import argparse
 import shutil
@@ -10,7 +10,7 @@ from distflow import __version__
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """None of its own."""
+    """It has no arguments of its own."""
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -32,7 +32,7 @@ def run(arguments: argparse.Namespace) -> int:
             failed += [] if row.ok or row.left_out else [row]
     finally:
         if not failed:
-            shutil.rmtree(folder, ignore_errors=True)  # verifiers of a run that was interrupted may still be ending
+            shutil.rmtree(folder, ignore_errors=True)  # reward processes of an interrupted run may still be ending
     print(f"{time.monotonic() - started:.0f} s", flush=True)
     for text in (*left_out(rows), *(advice(failed, folder) if failed else ())):
         print(text)

@@ -19,22 +19,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_resume_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--resume", metavar="auto|never|PATH", help="where to go on from (default: auto)")
+    parser.add_argument("--resume", metavar="auto|never|PATH", help="where to resume from (default: auto)")
     parser.add_argument("--allow-change", action="append", default=[], metavar="KEY", help="may differ on resume")
 
 
 def say(line: str) -> None:
-    """At once, also where standard output is a file."""
+    """Print at once, also where standard output is a file."""
     print(line, flush=True)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from distflow.commands.prestart import importing, verifiers_ahead
+    from distflow.commands.prestart import importing, rewards_ahead
     from distflow.config import describe, load_config
     from distflow.config.compose.paths import NEEDED_TO_TRAIN
     from distflow.config.derived_settings import check_keys, resume_override
 
-    if arguments.command == "sft" and "=" in arguments.preset:  # it was left out, and this is the first override
+    if (
+        arguments.command == "sft" and "=" in arguments.preset
+    ):  # the preset was left out, and this is the first override
         arguments.preset, arguments.overrides = "sft", [arguments.preset, *arguments.overrides]
     say(f"distflow {__version__} · {arguments.preset}")
     overrides = [*arguments.overrides, *resume_override(arguments.resume)]
@@ -42,7 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
     for line in loaded.notes:
         say(line)
     check_keys(arguments.allow_change)
-    with verifiers_ahead(loaded.config):
+    with rewards_ahead(loaded.config):
         with importing():
             from distflow.launch.make_spec import make_spec
             from distflow.launch.trusted_code import named_code

@@ -1,4 +1,4 @@
-"""`distflow why`: which groups made a step, how each of them came to be, and what was dropped meanwhile."""
+"""`distflow why`: the groups of a step, how each was generated, and what was dropped meanwhile."""
 
 import argparse
 import time
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from distflow.observe.files import JSON
     from distflow.scheduling.lineage import Attempt, GroupLineage, StepLineage
 
-    Answers = Sequence[Mapping[str, JSON]]
+    Responses = Sequence[Mapping[str, JSON]]
 
 MAX_TEXT = 80
 
@@ -31,18 +31,18 @@ def run(arguments: argparse.Namespace) -> int:
 
     run_dir = find_run(arguments.run_dir)
     lineage = step_lineage(run_dir / LEDGER, arguments.step)
-    answers = _by_ticket(read_samples(run_dir, arguments.step))
+    responses = _by_group(read_samples(run_dir, arguments.step))
     lines = _head(lineage, run_dir)
-    if lineage.consumed_at is not None and not answers:
+    if lineage.consumed_at is not None and not responses:
         name = sample_file_name(arguments.step, "train")
         lines.append(f"scores and reward parts are not known: samples/{name} is missing, empty or rolled back")
-    lines += _table("groups", [_group_row(group, lineage, answers) for group in lineage.groups])
+    lines += _table("groups", [_group_row(group, lineage, responses) for group in lineage.groups])
     lines += _table(_dropped_title(lineage.dropped), [_dropped_row(group) for group in lineage.dropped])
     if lineage.aborted:
         group_ids = ", ".join(map(str, lineage.aborted))
-        lines += ["", f"aborted when the step had all it needs, to be asked again: groups {group_ids}"]
-        lines += [f"  {lineage.aborted_tokens:,} tokens that were drawn for them are thrown away"]
-    lines += _said(lineage.groups, answers)
+        lines += ["", f"aborted when the step was full, to be generated again: groups {group_ids}"]
+        lines += [f"  {lineage.aborted_tokens:,} tokens that were generated for them are discarded"]
+    lines += _said(lineage.groups, responses)
     lines += _restarts([*lineage.groups, *lineage.dropped])
     print("\n".join(lines))
     return 0
@@ -72,10 +72,10 @@ def _outcome(lineage: "StepLineage") -> str:
     return f"no weights were sent: version {lineage.step} is that of step {lineage.weights} under a new number"
 
 
-def _group_row(group: "GroupLineage", lineage: "StepLineage", answers: Mapping[int, "Answers"]) -> dict[str, str]:
-    own = answers.get(group.group_id, ())
-    judged = [answer for answer in own if not answer.get("errors")]
-    num_failed = len(own) - len(judged)
+def _group_row(group: "GroupLineage", lineage: "StepLineage", responses: Mapping[int, "Responses"]) -> dict[str, str]:
+    own = responses.get(group.group_id, ())
+    scored = [response for response in own if not response.get("errors")]
+    num_failed = len(own) - len(scored)
     stale = lineage.step - 1 - group.version if group.version is not None else None
     return {
         **_where(group),
@@ -84,9 +84,9 @@ def _group_row(group: "GroupLineage", lineage: "StepLineage", answers: Mapping[i
         **_who(group),
         "tokens": f"{group.tokens:,}" if group.tokens is not None else "",
         "samples": str(len(own)) if own else "",
-        "failed verdicts": str(num_failed) if num_failed else "",
-        "score": _mean(answer.get("score") for answer in judged),
-        "reward parts": _reward_parts(judged),
+        "reward errors": str(num_failed) if num_failed else "",
+        "score": _mean(response.get("score") for response in scored),
+        "reward parts": _reward_parts(scored),
     }
 
 
@@ -106,7 +106,7 @@ def _dropped_row(group: "GroupLineage") -> dict[str, str]:
 
 
 def _where(group: "GroupLineage") -> dict[str, str]:
-    """Of a group that another run's folder began, its row is not known."""
+    """The row is unknown where the group began in another run's folder."""
     places = {"epoch": group.epoch, "row": group.row}
     domain = {"domain": visible(group.domain, MAX_TEXT, one_line=True)} if group.domain else {}
     return {
@@ -125,9 +125,9 @@ def _who(group: "GroupLineage") -> dict[str, str]:
     }
 
 
-def _reward_parts(judged: "Answers") -> str:
-    """The mean of each over the samples that have a verdict."""
-    parts = [part for answer in judged if isinstance(part := answer.get("reward_parts"), Mapping)]
+def _reward_parts(scored: "Responses") -> str:
+    """The mean of each over the samples that have a score."""
+    parts = [part for response in scored if isinstance(part := response.get("reward_parts"), Mapping)]
     names = dict.fromkeys(name for part in parts for name in part)
     return ", ".join(
         f"{visible(name, MAX_TEXT, one_line=True)} {_mean(part.get(name) for part in parts) or '?'}" for name in names
@@ -145,40 +145,42 @@ def _restarts(groups: Sequence["GroupLineage"]) -> list[str]:
     return lines + [f"  group {group.group_id}: {', then '.join(map(_start, group.attempts))}" for group in tried]
 
 
-def _said(groups: Sequence["GroupLineage"], answers: Mapping[int, "Answers"]) -> list[str]:
-    """What the verifiers said of an answer of each group: of one without a verdict, else of the first wrong one."""
+def _said(groups: Sequence["GroupLineage"], responses: Mapping[int, "Responses"]) -> list[str]:
+    """The remarks of reward functions on a response of each group: on one with a reward error, else on the first wrong
+    one."""
     from distflow.observe.reading.reward_results import failure, in_short, is_right
 
     lines = []
     for group in groups:
         own = sorted(
-            answers.get(group.group_id, ()), key=lambda answer: (failure(answer) is None, is_right(answer) is True)
+            responses.get(group.group_id, ()),
+            key=lambda response: (failure(response) is None, is_right(response) is True),
         )
         if own and (said := in_short(own[0])):
             reward_result = failure(own[0]) or {True: "right", False: "wrong", None: ""}[is_right(own[0])]
             lines.append(f"  {visible(str(own[0].get('uid')), MAX_TEXT, one_line=True)} {reward_result:<7} {said}")
-    return ["", "what verifiers said", *lines] if lines else []
+    return ["", "what reward functions said", *lines] if lines else []
 
 
 def _start(attempt: "Attempt") -> str:
     worker = f" by {visible(attempt.worker, MAX_TEXT, one_line=True)}" if attempt.worker else ""
-    ended = ", aborted: its step had all it needs" if attempt.aborted else ""
+    ended = ", aborted: its step was full" if attempt.aborted else ""
     return f"{_moment(attempt.t)} at version {attempt.version}{worker} (restart {attempt.restart}{ended})"
 
 
-def _by_ticket(rows: "Answers") -> dict[int, list[Mapping[str, "JSON"]]]:
-    """A sample's uid is TICKET-NUMBER."""
-    answers: dict[int, list[Mapping[str, JSON]]] = {}
+def _by_group(rows: "Responses") -> dict[int, list[Mapping[str, "JSON"]]]:
+    """Responses by group id: a sample's uid is GROUP-NUMBER."""
+    responses: dict[int, list[Mapping[str, JSON]]] = {}
     for row in rows:
         group_id = str(row.get("uid", "")).partition("-")[0]
         if group_id.isdecimal():
-            answers.setdefault(int(group_id), []).append(row)
-    return answers
+            responses.setdefault(int(group_id), []).append(row)
+    return responses
 
 
 def _table(title: str, rows: Sequence[Mapping[str, str]]) -> list[str]:
-    """Without the columns that are empty in every row; numbers stand to the right, the last column, a text, to the
-    left. No more than its title where there are no rows."""
+    """Leaves out columns that are empty in every row. Numbers are aligned to the right, the last column, a text, to the
+    left. Only the title where there are no rows."""
     if not rows:
         return ["", title]
     names = [name for name in rows[0] if any(row[name] for row in rows)]

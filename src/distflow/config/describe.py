@@ -6,7 +6,7 @@ One key explained: what it means, what it may be, what it is here and who says s
 from distflow.config.compose.loaded import Loaded
 from distflow.config.compose.origins import COMMAND_LINE
 from distflow.config.compose.unknown_keys import suggest
-from distflow.config.compose.values import expected
+from distflow.config.compose.values import type_name
 from distflow.config.derived_settings import (
     CUSTOM,
     clip_range,
@@ -182,7 +182,7 @@ def _explain_key(info: KeyInfo, value: object, origin: str) -> str:
     lines = [
         info.name,
         f"  {info.spec.description}",
-        f"  type     {expected(info.annotation)}",
+        f"  type     {type_name(info.annotation)}",
         f"  allowed  {info.spec.allowed()}" if info.spec.allowed() else "",
         f"  default  {show_value(info, info.default)}",
         f"  value    {show_value(info, value)}",

@@ -1,4 +1,4 @@
-"""Settings of a domain, one source of prompts among several: `data.domains.NAME`."""
+"""Settings of one domain among several: `data.domains.NAME`."""
 
 import re
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ def _of_rollout(name: str) -> str:
 
 @dataclass(frozen=True)
 class DomainConfig:
-    """What a domain does otherwise than the rest of the run."""
+    """Settings in which a domain differs from the rest of the run."""
 
     train_files: tuple[str, ...] = key((), "data to train on, in the forms of data.train_files")
     val_files: tuple[str, ...] = key((), "data to validate on")
@@ -35,44 +35,44 @@ class DomainConfig:
     )
     reward: tuple[RewardPart, ...] = key(
         (),
-        "names or {name, weight}, as in reward.functions; null is what reward.functions says of it",
+        "names or {name, weight}, as in reward.functions; null is its entry in reward.functions",
         parse=lambda value: () if value is None else parse_parts("it", value),
         plain=plain_parts,
     )
     filter_groups: bool | None = key(None, "drop and refill groups without a signal; null is algorithm.filter_groups")
     prompt_key: str | None = key(None, f"column of the prompt; {_of_data('prompt_key')}")
-    answer_key: str | None = key(None, f"column of what the reward compares with; {_of_data('answer_key')}")
+    answer_key: str | None = key(None, f"column of the ground truth; {_of_data('answer_key')}")
     solution_key: str | None = key(None, f"column of reference solutions; {_of_data('solution_key')}")
-    response_key: str | None = key(None, f"column of the response to learn (sft); {_of_data('response_key')}")
+    response_key: str | None = key(None, f"column of the response to train on (sft); {_of_data('response_key')}")
     messages_key: str | None = key(None, f"column of conversations (sft); {_of_data('messages_key')}")
     tools_key: str | None = key(None, f"column of functions for the chat template; {_of_data('tools_key')}")
     prompt_format: str | None = key(None, _of_data("prompt_format"), choices=("text", "chat"))
-    prompt_template: str | None = key(None, f"text around a text prompt; {_of_data('prompt_template')}")
+    prompt_template: str | None = key(None, f"text around a str prompt; {_of_data('prompt_template')}")
     system_prompt: str | None = key(None, f"system message (chat); {_of_data('system_prompt')}")
-    enable_thinking: bool | None = key(None, f"handed to the chat template; {_of_data('enable_thinking')}")
+    enable_thinking: bool | None = key(None, f"passed to the chat template; {_of_data('enable_thinking')}")
     pass_rate: tuple[float, float] | None = key(
         None, f"measured pass rates of the rows to train on; {_of_data('pass_rate')}", parse=parse_band
     )
     pass_rate_key: str | None = key(None, f"column of that rate; {_of_data('pass_rate_key')}")
     skip_outside: tuple[float, float] | None = key(
         None,
-        f"shares of right answers outside of which a row is passed over; {_of_data('skip_outside')}, [0, 1] is off",
+        f"shares of correct responses outside of which a row is skipped; {_of_data('skip_outside')}, [0, 1] is off",
         parse=parse_share_band,
     )
     train_max_samples: int = key(-1, "use only the first rows of train_files; -1 means all", minimum=-1)
     val_max_samples: int = key(-1, "use only the first rows of val_files; -1 means all", minimum=-1)
     max_response_length: int | None = key(
-        None, f"longest response in tokens; {_of_data('max_response_length')}, the most it can be", minimum=1
+        None, f"longest response in tokens; {_of_data('max_response_length')}, which is also the maximum", minimum=1
     )
-    n: int | None = key(None, f"answers to a prompt; {_of_rollout('n')}", minimum=1)
+    n: int | None = key(None, f"responses a prompt; {_of_rollout('n')}", minimum=1)
     temperature: float | None = key(
-        None, f"of sampling, and of the policy that is trained on it; {_of_rollout('temperature')}", above=0
+        None, f"temperature of sampling and of the trained policy; {_of_rollout('temperature')}", above=0
     )
     top_p: float | None = key(None, _of_rollout("top_p"), above=0, maximum=1)
     top_k: int | None = key(None, _of_rollout("top_k"), minimum=-1)
     min_p: float | None = key(None, _of_rollout("min_p"), minimum=0, below=1)
     repetition_penalty: float | None = key(None, _of_rollout("repetition_penalty"), above=0)
-    stop: tuple[str, ...] | None = key(None, f"texts that end a response; {_of_rollout('stop')}")
+    stop: tuple[str, ...] | None = key(None, f"strings that end a response; {_of_rollout('stop')}")
 
 
 def domain_keys() -> dict[str, KeyInfo]:
@@ -106,7 +106,7 @@ def _name(name: object) -> str:
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise Mismatch(f"has a domain called {name!r}", "name it by letters, digits, '_', '-' and '.': metrics have it")
     if name in _TAKEN:
-        raise Mismatch(f"has a domain called '{name}', which stands for all of them", "call it otherwise")
+        raise Mismatch(f"has a domain called '{name}', which is reserved", "choose another name")
     return name
 
 

@@ -9,7 +9,7 @@ from itertools import takewhile
 from pathlib import Path
 
 from distflow.config.compose.origins import PRESETS, preset_names
-from distflow.config.compose.values import expected
+from distflow.config.compose.values import type_name
 from distflow.config.domains import domain_keys
 from distflow.config.keys.declare import KeyInfo
 from distflow.config.keys.schema import schema_keys
@@ -78,7 +78,7 @@ def render() -> str:
         ("Advantage estimators", ESTIMATORS),
         ("Policy losses", POLICY_LOSSES),
         ("Reward functions", REWARDS),
-        ("Programs", PIPELINES),
+        ("Pipelines", PIPELINES),
         ("Rollout engines", ROLLOUT_ENGINES),
         ("Train engines", TRAIN_ENGINES),
         ("Trackers", TRACKERS),
@@ -118,7 +118,7 @@ def _table(group: str, keys: Iterable[KeyInfo]) -> str:
     for info in keys:
         name = info.name.rpartition(".")[2]
         default = f"`{show_value(info, info.default)}`"
-        cells = [f"`{name}`", default, expected(info.annotation), info.spec.allowed(), info.spec.description]
+        cells = [f"`{name}`", default, f"`{type_name(info.annotation)}`", info.spec.allowed(), info.spec.description]
         lines.append("| " + " | ".join(_cell(cell) for cell in cells) + " |")
     return "\n".join(lines) + "\n"
 

@@ -93,7 +93,7 @@ class Batch:
         return self._lengths[Axis(axis)]
 
     def field(self, name: str) -> Field:
-        """What the column is. Raises KeyError if there is no such column."""
+        """The column's field. Raises KeyError if there is no such column."""
         name = ALIASES.get(name, name)
         if name in self._fields:
             return self._fields[name]
@@ -148,7 +148,7 @@ class Batch:
     def __setitem__(self, name: str, value: Written) -> None:
         """Write a column: flat or padded tensor, `(bs,)` tensor, or a list of objects.
 
-        Raises ValueError where the shape does not fit. The axis of a name that was never registered is told by the
+        Raises ValueError if the shape does not fit. The axis of a name that was never registered follows from the
         shape, where that fits exactly one.
         """
         name = ALIASES.get(name, name)
@@ -172,7 +172,7 @@ class Batch:
         return out
 
     def to(self, device: torch.device | str) -> "Batch":
-        """The same samples with their tensors on `device`; lengths stay on the CPU, where they are counted with."""
+        """The same samples with their tensors on `device`; lengths stay on the CPU, where they are used."""
         out = self.only(self.names)
         where = torch.device(device)
         out._columns = {name: c if isinstance(c, list) else send(c, where) for name, c in self._columns.items()}
@@ -196,7 +196,7 @@ class Batch:
         return out
 
     def merge(self, other: "Batch") -> "Batch":
-        """All columns of both; where both have one, the other's.
+        """All columns of both batches; if both have one, the other's.
 
         Raises ValueError if the samples differ in length, or a column in dtype or axis.
         """
@@ -228,7 +228,7 @@ class Batch:
         return out
 
     def save(self, path: Path) -> None:
-        """Write to one safetensors file. Raises TypeError for an object that is no JSON value."""
+        """Write to one safetensors file. Raises TypeError for an object that is not a JSON value."""
         save_file(self.to_tensors(), path, metadata=_SAVED)
 
     @staticmethod
@@ -246,9 +246,9 @@ class Batch:
         return Batch.from_tensors(load_file(path))
 
     def to_tensors(self) -> dict[str, Tensor]:
-        """The whole batch as tensors by name; objects, and what the columns are, as JSON in bytes.
+        """The whole batch as tensors by name; objects and fields as JSON in bytes.
 
-        Raises TypeError for an object that is no JSON value.
+        Raises TypeError for an object that is not a JSON value.
         """
         tensors = {"lengths.prompt": self._lengths[Axis.PROMPT], "lengths.response": self._lengths[Axis.RESPONSE]}
         header = []
@@ -263,7 +263,7 @@ class Batch:
 
     @staticmethod
     def from_tensors(tensors: Mapping[str, Tensor]) -> "Batch":
-        """The batch behind what `to_tensors` gave."""
+        """The batch from the result of `to_tensors`."""
         columns: list[tuple[Field, Column]] = []
         for name, dtype, axis in _from_json_bytes(tensors["fields"]):
             column: Column = tensors[f"column.{name}"]
@@ -276,7 +276,7 @@ class Batch:
     def from_columns(
         prompt_lengths: Tensor, response_lengths: Tensor, columns: Iterable[tuple[Field, Column]]
     ) -> "Batch":
-        """A batch of columns as another one stored them: nothing is guessed, copied or checked."""
+        """A batch of another batch's stored columns, without guesses, copies or checks."""
         batch = Batch(prompt_lengths, response_lengths)
         for field, column in columns:
             batch._columns[field.name], batch._fields[field.name] = column, field
@@ -290,7 +290,7 @@ class Batch:
             return values
         try:
             tensor = torch.as_tensor(value).to(getattr(torch, field.dtype)).detach()
-        except (TypeError, ValueError, RuntimeError) as err:  # texts, None, ragged lists
+        except (TypeError, ValueError, RuntimeError) as err:  # str, None, ragged lists
             raise ValueError(f"column '{field.name}' takes numbers: {err}") from err
         if field.axis is Axis.SAMPLE:
             if tensor.shape != (len(self),):
@@ -311,7 +311,7 @@ class Batch:
         )
 
     def _shapes(self) -> Shapes:
-        """What a column of each axis may look like: padded or flat where it has tokens."""
+        """The possible shapes of a column of each axis: padded or flat if it has tokens."""
         masks = {axis: self.mask(axis) for axis in TOKEN_AXES}
         tokens = {axis: (tuple(mask.shape), (int(mask.sum()),)) for axis, mask in masks.items()}
         return {Axis.SAMPLE: ((len(self),),), **tokens}
@@ -324,7 +324,7 @@ class Batch:
         return starts[index].repeat_interleave(picked) + offsets
 
     def _padded_places(self, axis: Axis, device: torch.device) -> Tensor:
-        """Where each token of a flat column stands in the flattened padded one: int64 `(tokens,)`, made once."""
+        """Position of each token of a flat column in the flattened padded one: int64 `(tokens,)`, computed once."""
         if (axis, device) not in self._places:
             self._places[axis, device] = send(self.mask(axis).reshape(-1).nonzero()[:, 0], device)
         return self._places[axis, device]
@@ -338,7 +338,7 @@ class Batch:
         return torch.cat([prompt, response])[send(source, prompt.device)]
 
     def response_positions(self) -> Tensor:
-        """Where each response token stands in the flat `sequence` columns: int64 `(response tokens,)`."""
+        """Position of each response token in the flat `sequence` columns: int64 `(response tokens,)`."""
         prompts, responses = self._lengths[Axis.PROMPT], self._lengths[Axis.RESPONSE]
         sequences = self._lengths[Axis.SEQUENCE]
         starts = sequences.cumsum(0) - sequences + prompts
@@ -354,9 +354,9 @@ class Batch:
         return mask * valid.to(mask.dtype).repeat_interleave(lengths, output_size=len(mask))
 
     def _placed_scores(self) -> Tensor:
-        """The one score of a sample, on the last token that the policy made: flat `(response tokens,)`.
+        """The score of a sample, on the last token of the policy: flat `(response tokens,)`.
 
-        Not on a tool's or environment's token behind it: estimators read rewards of the policy's tokens only.
+        Not on a later token of a tool or environment: estimators read rewards of the policy's tokens only.
         """
         mask: Tensor = self.flat("response_mask")
         lengths = send(self._lengths[Axis.RESPONSE], mask.device)

@@ -1,4 +1,4 @@
-"""A batch as plain bytes: what travels between processes, and how rows of several such batches become one again.
+"""A batch as plain bytes for transfer between processes, and a batch from rows of several such batches.
 
 A buffer holds one column, its rows one behind another, so that whoever carries buffers needs to know nothing about
 tokens, dtypes or texts, and rows are picked by copying bytes.
@@ -28,9 +28,9 @@ _to_json = json.JSONEncoder(ensure_ascii=False).encode
 
 
 def to_buffers(batch: Batch) -> dict[str, Bytes]:
-    """The batch's own memory seen as bytes, nothing copied that is on the CPU; objects as JSON.
+    """The batch's own memory as bytes, without copies of CPU tensors; objects as JSON.
 
-    Raises TypeError for an object that is no JSON value. As with any JSON, a tuple comes back as a list.
+    Raises TypeError for an object that is not a JSON value. As with any JSON, a tuple comes back as a list.
     """
     buffers = {name: _as_bytes(batch.lengths(axis)) for axis, name in _LENGTHS.items()}
     fields = [batch.field(name) for name in batch.names]
@@ -47,7 +47,7 @@ def to_buffers(batch: Batch) -> dict[str, Bytes]:
 
 
 def from_buffers(buffers: Buffers) -> Batch:
-    """The batch behind what `to_buffers` gave, in memory of its own."""
+    """The batch from the result of `to_buffers`, in its own memory."""
     num_samples = buffers[_LENGTHS[Axis.PROMPT]].view(np.int64).size
     return gather([buffers], [(0, row) for row in range(num_samples)])
 
@@ -55,7 +55,7 @@ def from_buffers(buffers: Buffers) -> Batch:
 def gather(parts: Sequence[Buffers], picks: Sequence[tuple[int, int]]) -> Batch:
     """The batch of the rows `picks`, each as (part, row), in that order, of several batches.
 
-    Each byte is copied once, out of what may be read-only memory that others share. Raises ValueError where parts that
+    Each byte is copied once, from memory that may be read-only and shared. Raises ValueError where parts that
     rows are picked from differ in the name, dtype or axis of a column.
     """
     used = sorted({part for part, _ in picks}) or [0]
@@ -85,7 +85,7 @@ def gather(parts: Sequence[Buffers], picks: Sequence[tuple[int, int]]) -> Batch:
 
 
 class _Layout:
-    """Where the rows of one part's columns begin and end."""
+    """Start and end of the rows of one part's columns."""
 
     def __init__(self, buffers: Buffers) -> None:
         lengths = {axis: buffers[name].view(np.int64) for axis, name in _LENGTHS.items()}
@@ -106,12 +106,12 @@ class _Layout:
         return self._known[field.axis, itemsize]
 
     def even_ends(self, itemsize: int) -> list[int]:
-        """Of a column with one entry a row."""
+        """Ends of a column with one entry per row."""
         return list(range(0, (self._lengths[Axis.PROMPT].size + 1) * itemsize, itemsize))
 
 
 def _runs(picks: Sequence[tuple[int, int]]) -> list[tuple[int, int, int]]:
-    """Rows that lie side by side are copied at once: (part, first row, row behind the last)."""
+    """Runs of adjacent rows, which are copied at once: (part, first row, end row)."""
     runs: list[tuple[int, int, int]] = []
     for part, row in picks:
         if runs and (part, row) == (runs[-1][0], runs[-1][2]):

@@ -1,4 +1,4 @@
-"""Runs chat templates in a process that can be killed: a template is foreign code, which may never end."""
+"""Runs chat templates in a process that can be killed: a template is foreign code that may never end."""
 
 import json
 import multiprocessing
@@ -18,7 +18,7 @@ from distflow.errors import UserError
 from distflow.observe.files import JSON
 
 RENDERS_WITHIN_S = 10.0
-"""Each prompt; it takes a millisecond."""
+"""Timeout for each prompt; it usually takes a millisecond."""
 MAX_CHARACTERS = 10_000_000
 MORE_MEMORY_BYTES = 2 * 2**30
 TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")
@@ -36,7 +36,7 @@ class Refused(str):
 def render_all(
     rows: Sequence[Row], render: Callable[[Row], Rendered], tokenizer: PreTrainedTokenizerBase
 ) -> Iterator[Rendered | Refused]:
-    """One entry a row, in order: what `render` makes of it, which JSON can hold.
+    """One entry per row, in order: the result of `render`, a JSON value.
 
     render: calls the tokenizer's template; what it raises is a `Refused`. It runs in a fork of this process, which has
     the tokenizer as it is. Raises UserError naming the template's file where a row takes longer than
@@ -48,7 +48,7 @@ def render_all(
     ours, theirs = forks.Pipe(duplex=False)
     process = forks.Process(target=_serve, args=(theirs, rows, render), name="chat-template", daemon=True)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # that there are threads: none of theirs is needed there
+        warnings.simplefilter("ignore", DeprecationWarning)  # about other threads, which the fork does not need
         process.start()
     theirs.close()
     try:
@@ -62,7 +62,7 @@ def render_all(
 
 
 def template_of(tokenizer: PreTrainedTokenizerBase) -> str:
-    """The chat template, by the file that it stands in."""
+    """The chat template, named by its file."""
     folder = Path(str(tokenizer.name_or_path))
     for name in TEMPLATE_FILES:
         if (folder / name).is_file() and "chat_template" in name + (folder / name).read_text("utf-8", "replace"):
@@ -85,7 +85,7 @@ def _next(channel: Connection, what: str) -> tuple[str, Any]:
 
 
 def _serve(channel: Connection, rows: Sequence[Row], render: Callable[[Row], JSON]) -> None:
-    """In the fork: answer each row, until the first that fails."""
+    """In the fork: render each row, until the first that fails."""
     _limit_memory()
     for row in rows:
         kind, value = _rendered(row, render)
@@ -104,7 +104,7 @@ def _rendered(row: Row, render: Callable[[Row], JSON]) -> tuple[str, JSON]:
         return "refused", str(error)
     except jinja2.TemplateError as error:
         return "refused", f"{_REFUSES}: {error}"[:1000]
-    except Exception as error:  # the edge of foreign code
+    except Exception as error:  # foreign code
         return "refused", f"{_REFUSES}: {type(error).__name__}: {error}"[:1000]
     if characters > MAX_CHARACTERS:
         return "fails", f"a prompt becomes {characters:,} characters"
@@ -112,7 +112,7 @@ def _rendered(row: Row, render: Callable[[Row], JSON]) -> tuple[str, JSON]:
 
 
 def _limit_memory() -> None:
-    """To what the process has, and a bit; where the system does not say what it has, not at all."""
+    """Limit memory to a little more than the process has; no limit if the system does not report it."""
     try:
         status = Path("/proc/self/status").read_text()
     except OSError:

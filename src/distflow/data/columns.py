@@ -1,6 +1,4 @@
-"""What a column is that nobody registered, and whether columns of two batches are the same.
-
-Tensors on their way to a device, and numbers on their way back.
+"""Fields of unregistered columns, and transfers between host and device.
 
 A device works through a queue. A copy from plain memory and every number that is read wait until the queue is empty; a
 copy from pinned memory waits for nothing, and many numbers that are read together wait once.
@@ -21,9 +19,9 @@ Shapes = Mapping[Axis, tuple[tuple[int, ...], ...]]
 
 
 def guess_field(name: str, value: Written, shapes: Shapes) -> Field:
-    """The field of a column that was never registered: told by its shape, or plain objects where it has none.
+    """The field of an unregistered column, inferred from its shape; plain objects if it has none.
 
-    shapes: what a column of each axis may look like. Raises ValueError where the shape fits none or several.
+    shapes: possible shapes by axis. Raises ValueError if the shape fits none or several.
     """
     if not isinstance(value, Tensor | np.ndarray):
         return Field(name, "object", Axis.OBJECT)
@@ -32,15 +30,15 @@ def guess_field(name: str, value: Written, shapes: Shapes) -> Field:
     fitting = [axis for axis, wanted in shapes.items() if shape in wanted]
     if len(fitting) == 1:
         return Field(name, str(tensor.dtype).removeprefix("torch."), fitting[0])
-    told = "; ".join(f"{axis.value}: {' or '.join(map(str, shapes[axis]))}" for axis in fitting or shapes)
+    found = "; ".join(f"{axis.value}: {' or '.join(map(str, shapes[axis]))}" for axis in fitting or shapes)
     raise ValueError(
-        f"column '{name}' of shape {shape} fits {'more than one' if fitting else 'no'} axis of this batch ({told}): "
+        f"column '{name}' of shape {shape} fits {'more than one' if fitting else 'no'} axis of this batch ({found}): "
         f"say what it is, once, by register_field('{name}', dtype=..., axis=...)"
     )
 
 
 def check_same_fields(ours: Mapping[str, Field], theirs: Mapping[str, Field]) -> None:
-    """Raises ValueError where a column that both have differs in dtype or axis."""
+    """Raises ValueError if a column that both have differs in dtype or axis."""
     different = [name for name in ours if name in theirs and ours[name] != theirs[name]]
     if different:
         name = different[0]
@@ -51,14 +49,14 @@ def check_same_fields(ours: Mapping[str, Field], theirs: Mapping[str, Field]) ->
 
 
 def send(tensor: Tensor, device: torch.device) -> Tensor:
-    """The tensor on `device`; from the host to a CUDA device by pinned memory, without waiting for it."""
+    """The tensor on `device`; from the host to a CUDA device through pinned memory, without waiting."""
     if device.type == "cuda" and tensor.device.type == "cpu":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
 
 
 def read_numbers(values: Sequence[Tensor | float]) -> list[float]:
-    """Scalars of any devices and types as numbers, in their order: one transfer for all that a device has."""
+    """Scalars of any devices and types as numbers, in their order: one transfer per device."""
     numbers = [0.0 if isinstance(value, Tensor) else float(value) for value in values]
     places: dict[torch.device, list[int]] = {}
     for place, value in enumerate(values):

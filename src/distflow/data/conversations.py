@@ -1,4 +1,4 @@
-"""Which part of a conversation is learnt: each turn of the assistant, from what the template prompts it with to the
+"""Which part of a conversation is trained on: each turn of the assistant, from the template's prompt for it to the
 token that ends it.
 
 A template that marks what is generated (`{% generation %}`, as TRL has them) is taken at its word. Of any other a turn
@@ -20,19 +20,19 @@ from distflow.data.messages import ASSISTANT, Messages, RowError
 from distflow.observe.files import JSON
 
 Turn = tuple[int, int, int]
-"""Which of the assistant's turns it is, from 1; where it begins and ends in the text."""
+"""(number of the assistant's turn, from 1; its start and end in the text)."""
 Rendered = tuple[str, list[Turn]]
-"""A conversation as text, with the turns that are learnt in it."""
+"""A conversation as text, with the turns that are trained on."""
 
 _MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _SHOWN = 40
 _WINDOW, _NEAR = 64, 8
-"""Tokens before a turn that are tokenised alone, and the last of them, which must come out the same."""
+"""Tokens before a turn that are tokenised separately, and how many of the last ones must be the same."""
 
 
 @dataclass(frozen=True)
 class Chat:
-    """What one row hands to the chat template."""
+    """What one row passes to the chat template."""
 
     messages: Messages
     tools: list[JSON] = field(default_factory=list)
@@ -40,22 +40,22 @@ class Chat:
 
 
 class ChatTemplate:
-    """A tokenizer's template, filled with what a row hands to it."""
+    """A tokenizer's template, filled with a row's values."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer: Any = tokenizer
 
     def check(self, chat: Chat) -> None:
-        """Raises RowError where the row has tools, or calls of some, that the template would leave out."""
+        """Raises RowError if the row has tools or tool calls that the template would leave out."""
         for name, used in (("tools", chat.tools), ("tool_calls", any("tool_calls" in m for m in chat.messages))):
             if used and not re.search(rf"\b{name}\b", self._text(chat)):
                 raise RowError(
-                    f"the chat template knows no {name}, and the row has some: use a model whose template does"
+                    f"the chat template does not use {name}, and the row has some: use a model whose template does"
                     + ("" if name == "tool_calls" else ", or name another column by data.tools_key")
                 )
 
     def render(self, chat: Chat, num_messages: int | None = None, *, prompts: bool) -> str:
-        """The text of the first messages. prompts: with what asks the assistant for the next one."""
+        """The text of the first messages. prompts: with the prompt for the assistant's next message."""
         return str(
             self._tokenizer.apply_chat_template(
                 chat.messages[:num_messages],
@@ -70,7 +70,7 @@ class ChatTemplate:
         return bool(_MARK.search(self._text(chat)))
 
     def render_marked(self, chat: Chat) -> tuple[str, list[tuple[int, int]]]:
-        """The whole conversation, and where in it stands what the template marks as generated."""
+        """The whole conversation, and the parts of it that the template marks as generated."""
         made: Any = render_jinja_template(
             [chat.messages],
             tools=chat.tools or None,  # type: ignore[arg-type]  # declared as a list of any mappings
@@ -86,9 +86,9 @@ class ChatTemplate:
 
 
 def render_turns(chat: Chat, template: ChatTemplate, ends: Sequence[str]) -> list[Rendered]:
-    """The conversation with its turns; several texts where the template writes a turn otherwise once others follow.
+    """The conversation with its turns; several texts if the template writes a turn differently once others follow.
 
-    ends: texts of the tokens that end a turn. Raises RowError where it cannot be told what is to be learnt.
+    ends: texts of the tokens that end a turn. Raises RowError if the trained part cannot be determined.
     """
     places = [place for place, message in enumerate(chat.messages) if message["role"] == ASSISTANT]
     prompts = [template.render(chat, place, prompts=True) for place in places]
@@ -104,7 +104,7 @@ def render_turns(chat: Chat, template: ChatTemplate, ends: Sequence[str]) -> lis
 def encode_turns(
     rendered: Rendered, tokenizer: PreTrainedTokenizerBase, end_ids: Collection[int]
 ) -> tuple[list[int], list[tuple[int, int]]]:
-    """Token ids up to the end of the last turn, and where each turn stands in them.
+    """Token ids up to the end of the last turn, and each turn's position in them.
 
     They are those of the whole text at once. Raises RowError where a turn would not follow the tokens that the model is
     prompted by, which are those of the text before it alone.
@@ -118,7 +118,7 @@ def encode_turns(
         if not _is_prompted(text[:start], ids[:first], begins, tokenizer):
             raise RowError(
                 f"turn {number} of the assistant begins inside a token, between {text[:start][-_SHOWN:]!r} and "
-                f"{text[start:][:_SHOWN]!r}, so that the model would learn what it is not asked for: take white "
+                f"{text[start:][:_SHOWN]!r}, which would train on tokens that the model does not generate: take white "
                 "space off the turn, or use a template that puts none there"
             )
         if ids[behind - 1] not in end_ids:
@@ -128,8 +128,8 @@ def encode_turns(
 
 
 def _is_prompted(text: str, ids: list[int], begins: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether these are the tokens of the text alone. What follows a text changes tokens at its end, so most often that
-    is seen there, and long conversations cost no more than their length."""
+    """Whether these are the tokens of the text alone. Text that follows mostly changes tokens at the end, so the end
+    is compared first, and long conversations cost no more than their length."""
     near = _ids(tokenizer, text[begins[max(len(ids) - _WINDOW, 0)] :])
     last = ids[-_NEAR:]
     return near[-len(last) :] == last or _ids(tokenizer, text) == ids
@@ -141,12 +141,12 @@ def _ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 
 
 def _behind(prompt: str, text: str, number: int, ends: Sequence[str]) -> Turn:
-    """The turn at the end of the text, which the prompt asks for."""
+    """The turn at the end of the text, for which the prompt asks."""
     if not text.startswith(prompt):
         same = len(commonprefix([prompt, text]))
         raise RowError(
             f"the chat template prompts turn {number} of the assistant by {prompt[same:][:_SHOWN]!r}, and then writes "
-            f"{text[same:][:_SHOWN]!r} there, so that the model would learn what it is not asked for: set "
+            f"{text[same:][:_SHOWN]!r} there, which would train on tokens that the model does not generate: set "
             "data.enable_thinking=true where rows hold thinking (or in a row's chat_template_kwargs), leave out what "
             "the template moves, like a system message, or use a template that marks the turns by {% generation %}"
         )
@@ -154,7 +154,7 @@ def _behind(prompt: str, text: str, number: int, ends: Sequence[str]) -> Turn:
 
 
 def _joined(turns: list[tuple[str, Turn]]) -> list[Rendered]:
-    """As few texts as hold each turn behind the very text that it follows: the last one, and what begins otherwise."""
+    """The fewest texts in which each turn follows its own prefix: the last one, and those with another beginning."""
     rendered: list[Rendered] = []
     while turns:
         text, _ = turns[-1]
@@ -165,7 +165,7 @@ def _joined(turns: list[tuple[str, Turn]]) -> list[Rendered]:
 
 
 def _marked(text: str, blocks: Sequence[tuple[int, int]], prompts: Sequence[str], ends: Sequence[str]) -> Rendered:
-    """The turns by the template's own marks, without what a prompt says already, and with the token that ends them."""
+    """The turns by the template's own marks, without the prompt, and with the token that ends them."""
     begun = [(number, len(prompt)) for number, prompt in enumerate(prompts, 1) if text.startswith(prompt)]
     turns: list[Turn] = []
     for start, stop in blocks:
@@ -181,7 +181,7 @@ def _marked(text: str, blocks: Sequence[tuple[int, int]], prompts: Sequence[str]
 
 
 def _end(text: str, start: int, stop: int, number: int, ends: Sequence[str]) -> int:
-    """Where the turn of text[start:stop] ends: behind the first token that ends it, at the latest the one at `stop`."""
+    """End of the turn in text[start:stop]: after the first token that ends it, at the latest the one at `stop`."""
     place, end = _next_end(text, start, ends) or (len(text) + 1, 0)
     if place > stop:
         raise RowError(
@@ -196,7 +196,7 @@ def _end(text: str, start: int, stop: int, number: int, ends: Sequence[str]) -> 
         rest = rest.replace(other, "")
     if rest.strip():
         raise RowError(
-            f"turn {number} of the assistant goes on behind {text[place:end]!r}, which ends it, by "
+            f"turn {number} of the assistant continues after {text[place:end]!r}, which ends it, with "
             f"{rest.strip()[:_SHOWN]!r}: take such a token out of the text, or use a tokenizer whose template writes "
             "none within a turn"
         )
@@ -204,5 +204,5 @@ def _end(text: str, start: int, stop: int, number: int, ends: Sequence[str]) -> 
 
 
 def _next_end(text: str, start: int, ends: Sequence[str]) -> tuple[int, int] | None:
-    """From where to where the first token that ends a turn stands."""
+    """Start and end of the first token that ends a turn."""
     return min(((at, at + len(end)) for end in ends if (at := text.find(end, start)) >= 0), default=None)

@@ -1,7 +1,5 @@
-"""Arrow files in a run's folder: written whole or not at all, for their owner alone.
-
-Encoded rows in the run's folder: written once, and mapped into memory by every process that needs some.
-"""
+"""Encoded rows as Arrow files in the run's folder: written atomically, readable by the owner only, and mapped into
+memory by every process that needs them."""
 
 import json
 import zlib
@@ -21,11 +19,11 @@ if TYPE_CHECKING:
     import pyarrow
 
 CHUNK_ROWS = 1000
-"""Rows of a record batch: few enough to be read for one of them."""
+"""Rows of a record batch, which is read whole for any of them."""
 
 
 def write_arrow(file: Path, schema: "pyarrow.Schema", batches: "Iterable[pyarrow.RecordBatch]") -> None:
-    """Whole or not at all. Raises OSError."""
+    """Write atomically. Raises OSError."""
     import pyarrow
 
     file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -35,7 +33,7 @@ def write_arrow(file: Path, schema: "pyarrow.Schema", batches: "Iterable[pyarrow
 
 
 def metadata_of(file: Path) -> Mapping[bytes, bytes]:
-    """What the file's schema says of it; nothing where the file is missing, torn or no Arrow file."""
+    """Metadata of the file's schema; empty if the file is missing, torn or not an Arrow file."""
     import pyarrow
 
     try:
@@ -47,14 +45,14 @@ def metadata_of(file: Path) -> Mapping[bytes, bytes]:
 
 _FORMAT = "prompts 2"
 _IDS = pyarrow.list_(pyarrow.int32())
-# What is neither ids nor checksum is one JSON text: exact, whatever its types.
+# All but ids and checksum is one JSON text, which keeps values exactly.
 _SCHEMA = pyarrow.schema(
     {"prompt_ids": _IDS, "response_ids": _IDS, "rest": pyarrow.string(), "crc32": pyarrow.uint32()}
 )
 
 
 def write_encoded(prompts: PromptSet, run_folder: Path, name: str) -> Path:
-    """The file `data/NAME-FINGERPRINT.arrow` of the run, written unless it is there already. Raises OSError."""
+    """The file `data/NAME-FINGERPRINT.arrow` of the run, written unless it exists. Raises OSError."""
     fingerprint = prompts.fingerprint()
     file = run_folder / "data" / f"{name}-{fingerprint[:12]}.arrow"
     header = json.dumps([_FORMAT, fingerprint, len(prompts), prompts.domains]).encode()
@@ -66,9 +64,9 @@ def write_encoded(prompts: PromptSet, run_folder: Path, name: str) -> Path:
 
 
 class EncodedRows(Sequence[PromptRow]):
-    """The rows of a `PromptSet` that `write_encoded` wrote, each decoded when it is asked for.
+    """The rows of a `PromptSet` that `write_encoded` wrote, each decoded when it is read.
 
-    It is pickled as its path. Raises UserError where the file is not one of `write_encoded`, and where a row is asked
+    It is pickled as its path. Raises UserError if the file is not one of `write_encoded`, and if a row is read
     for that is not as it was written.
     """
 
@@ -110,7 +108,7 @@ class EncodedRows(Sequence[PromptRow]):
         return list(self._domains)
 
     def fingerprint(self) -> str:
-        """That of the `PromptSet`."""
+        """The fingerprint of the `PromptSet`."""
         return str(self._fingerprint)
 
     def _row(self, index: int) -> PromptRow:
@@ -124,7 +122,7 @@ class EncodedRows(Sequence[PromptRow]):
         return PromptRow(index, prompt_ids, text, answer, domain, extra_info, response_ids, origin, turns)
 
     def _batch(self, number: int) -> pyarrow.RecordBatch:
-        """Its offsets are checked before anything is read through them."""
+        """Read a record batch, after checking its offsets."""
         if number not in self._checked:
             try:
                 batch = self._reader.get_batch(number)
@@ -157,7 +155,7 @@ def _batches(prompts: PromptSet, schema: pyarrow.Schema) -> Iterator[pyarrow.Rec
         yield pyarrow.record_batch(arrays, schema=schema)
 
 
-# Arrays are made of their buffers, and read from them: `pyarrow.array` and `to_numpy` import pandas.
+# Arrays are created from and read as buffers: `pyarrow.array` and `to_numpy` import pandas.
 
 
 def _ids_of(values: pyarrow.Array) -> tuple[int, ...]:
@@ -189,13 +187,13 @@ def _offsets(lengths: Iterable[int]) -> pyarrow.Buffer:
 
 
 def _present(rows: Sequence[object]) -> pyarrow.Buffer:
-    """One bit a row, the first row's the lowest of the first byte."""
+    """One bit per row, the first row's is the lowest of the first byte."""
     bits = sum(1 << i for i, row in enumerate(rows) if row is not None)
     return pyarrow.py_buffer(bits.to_bytes(-(-len(rows) // 8), "little"))
 
 
 def _crc32(prompt_ids: Sequence[int], response_ids: Sequence[int] | None, rest: str) -> int:
-    """Of a row's content. The number of prompt ids starts it off, so that no id can change sides."""
+    """Checksum of a row's content. It starts with the number of prompt ids, so that no id can move to the response."""
     ids = array("i", (*prompt_ids, *(response_ids or ())))
     return zlib.crc32(rest.encode(), zlib.crc32(ids.tobytes(), len(prompt_ids)))
 

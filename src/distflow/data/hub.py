@@ -1,4 +1,4 @@
-"""Whether the Hugging Face hub can be reached, told within seconds: its client tries again for most of a minute."""
+"""Checks within seconds whether the Hugging Face hub can be reached: its client retries for most of a minute."""
 
 import functools
 import socket
@@ -11,9 +11,9 @@ REACHED_WITHIN_S = 4.0
 
 @functools.cache
 def unreachable() -> str | None:
-    """Why the hub cannot be reached from here; None where it can be. Asked once.
+    """Why the hub cannot be reached from here; None if it can. Checked once.
 
-    Where it cannot be, the libraries that read from it are put offline: what they have in their cache still loads.
+    If not, the libraries that read from it are set to offline mode: cached data still load.
     """
     from huggingface_hub import constants
 
@@ -30,7 +30,7 @@ def unreachable() -> str | None:
 
 
 def _connects(host: str, port: int) -> str | None:
-    """Why not. Looking a name up has no deadline of its own: it is left behind on its thread."""
+    """Why it cannot be reached. A name look-up has no timeout: it is left running on its thread."""
     outcome: list[str | None] = []
 
     def connect() -> None:

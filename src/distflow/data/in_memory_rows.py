@@ -1,4 +1,4 @@
-"""Rows given from Python: written to the run's folder as JSON lines, so that a resumed run reads the same."""
+"""Rows passed from Python: written to the run's folder as JSON lines, so that a resumed run reads the same."""
 
 import itertools
 import json
@@ -16,12 +16,12 @@ GivenRows = Iterable[object] | Callable[[], Iterable[object]]
 
 
 def keep_rows(given: GivenRows, file: Path, *, name: str, wanted: int, resuming: bool) -> bool:
-    """Write the rows to `file`; returns whether those that it holds already are used in their place.
+    """Write the rows to `file`; returns whether the rows already in it are used instead.
 
     given: a list of mappings, a `datasets.Dataset`, a `DataFrame`, an iterator, or a function that returns one of them.
     name: what messages call it. wanted: rows that are needed, -1 for all. resuming: a checkpoint was made with the rows
     of the file. An iterator is then not read, for it may give other rows each time; others must hold the same ones.
-    Raises UserError for what are no rows, and for other rows than those of the checkpoint.
+    Raises UserError if they are not rows, or differ from the checkpoint's.
     """
     if resuming and file.is_file() and not hasattr(given, "__len__"):
         return True
@@ -34,7 +34,7 @@ def keep_rows(given: GivenRows, file: Path, *, name: str, wanted: int, resuming:
     data = "".join(f"{text}\n" for text in texts).encode()
     if resuming and file.is_file() and file.read_bytes() != data:
         raise UserError(
-            f"{name}: these are other rows than those that the run began with, which are in {file}. Give the same to "
+            f"{name}: these are other rows than those that the run began with, which are in {file}. Pass the same to "
             'go on, or start anew with resume="never" or in another trainer.default_local_dir'
         )
     write_atomically(file, data)
@@ -42,7 +42,7 @@ def keep_rows(given: GivenRows, file: Path, *, name: str, wanted: int, resuming:
 
 
 def json_lines(rows: object, *, source: str, key: str, wanted: int = -1, max_rows: int = MAX_ROWS) -> list[str]:
-    """Each row as one JSON text. wanted: stop after so many; -1 takes all, of which there may be `max_rows`.
+    """Each row as one JSON text. wanted: stop after so many; -1 takes all, at most `max_rows`.
 
     Raises UserError for what cannot be iterated over or gives more, and for rows that are no mappings.
     """
@@ -66,7 +66,7 @@ def json_lines(rows: object, *, source: str, key: str, wanted: int = -1, max_row
 
 
 def _iterable(given: Any, name: str) -> object:
-    """Something that gives rows. Raises UserError for tables that are given as a whole or by splits."""
+    """An iterable of rows. Raises UserError for whole tables and for splits."""
     if isinstance(given, Mapping):
         splits = [key for key, value in given.items() if hasattr(value, "column_names")]
         what = f"the splits {', '.join(map(str, splits))}" if splits else f"a {type(given).__name__}"
@@ -76,7 +76,7 @@ def _iterable(given: Any, name: str) -> object:
         raise UserError(f"{name} is of type {type(given).__name__}, no rows: give a list of rows, each a dict")
     if callable(given) and not hasattr(given, "__iter__"):
         given = given()
-    if hasattr(given, "notna") and hasattr(given, "to_dict"):  # pandas, whose cells without a value are NaN
+    if hasattr(given, "notna") and hasattr(given, "to_dict"):  # pandas, whose empty cells are NaN
         return given.astype(object).where(given.notna(), None).to_dict("records")
     return given
 

@@ -1,6 +1,6 @@
-"""What a row hands to the chat template: messages, tools and further arguments, checked and as templates expect them.
+"""What a row passes to the chat template: messages, tools and further arguments, checked and as templates expect them.
 
-Entries that are null count as absent: files with typed columns fill them in where other rows have a value.
+Entries that are null count as absent: files with typed columns have them where other rows have a value.
 """
 
 import json
@@ -17,16 +17,16 @@ _ROLES_ELSEWHERE = {"human": "user", **dict.fromkeys(("gpt", "bot", "ai", "model
 
 
 class RowError(ValueError):
-    """What is wrong with a row."""
+    """A row is bad; the message says why."""
 
 
 def read_prompt(found: JSON, name: str) -> str | Messages:
-    """A text, or chat messages. name: of the column. Raises RowError."""
+    """A str, or chat messages. name: of the column. Raises RowError."""
     what = f"the prompt (column '{name}')"
     if isinstance(found, list):
         return _messages(found, what)
     if not isinstance(found, str):
-        raise RowError(f"{what} is {kind(found)}, neither a text nor a list of chat messages")
+        raise RowError(f"{what} is {kind(found)}, neither a str nor a list of chat messages")
     if not found:
         raise RowError(f"{what} is empty")
     check_unicode(found, what)
@@ -42,7 +42,7 @@ def read_conversation(found: JSON, name: str) -> Messages:
     messages = _messages(found, what)
     roles = [message["role"] for message in messages]
     if ASSISTANT not in roles:
-        raise RowError(f"{what} has no turn of the {ASSISTANT}, so there is nothing to learn")
+        raise RowError(f"{what} has no turn of the {ASSISTANT}, so there is nothing to train on")
     if roles[-1] != ASSISTANT:
         raise RowError(
             f"{what} ends with a message of the {roles[-1]}, which nothing answers: end it with the {ASSISTANT}'s turn"
@@ -51,12 +51,12 @@ def read_conversation(found: JSON, name: str) -> Messages:
         raise RowError(f"{what} begins with the {ASSISTANT}'s turn, which answers nothing: put a message before it")
     for number, message in enumerate(messages, 1):
         if message["role"] == ASSISTANT and not message.get("content") and "tool_calls" not in message:
-            raise RowError(f"message {number} of {what} is empty, so there is nothing to learn")
+            raise RowError(f"message {number} of {what} is empty, so there is nothing to train on")
     return messages
 
 
 def read_tools(found: JSON, name: str) -> list[JSON]:
-    """Functions as JSON schemas, given as a list or its JSON text; none is []. name: of the column. Raises RowError."""
+    """Functions as JSON schemas, as a list or its JSON text; none is []. name: of the column. Raises RowError."""
     what = f"the tools (column '{name}')"
     found = _without_nulls(_parsed(found, what)) if found else []
     if not isinstance(found, list) or not all(isinstance(tool, dict) for tool in found):
@@ -66,7 +66,7 @@ def read_tools(found: JSON, name: str) -> list[JSON]:
 
 
 def read_template_kwargs(found: JSON, name: str) -> dict[str, JSON]:
-    """Further arguments of the chat template, given as a mapping or its JSON text. Raises RowError."""
+    """Further arguments of the chat template, as a mapping or its JSON text. Raises RowError."""
     what = f"the arguments of the chat template (column '{name}')"
     found = _without_nulls(_parsed(found, what)) if found else {}
     if not isinstance(found, dict):
@@ -86,7 +86,7 @@ def check_unicode(value: JSON, what: str) -> None:
 
 
 def kind(value: object) -> str:
-    """A value for messages: its type and how it begins."""
+    """A value in an error message: its type and how it begins."""
     return "missing" if value is None else f"{type(value).__name__} {value!r:.40}"
 
 
@@ -106,7 +106,7 @@ def _message(message: JSON, what: str) -> dict[str, JSON]:
         )
     role = message.get("role")
     if not isinstance(role, str):
-        raise RowError(f"{what} needs the texts 'role' and 'content'")
+        raise RowError(f"{what} needs the str values 'role' and 'content'")
     if role not in ROLES:
         meant = _ROLES_ELSEWHERE.get(role.lower())
         raise RowError(f"{what} has the role '{role}'" + (f"; did you mean '{meant}'?" if meant else hint(role, ROLES)))
@@ -116,15 +116,15 @@ def _message(message: JSON, what: str) -> dict[str, JSON]:
             del message["tool_calls"]
     content = message.get("content")
     if isinstance(content, list):
-        raise RowError(f"{what} has a list of parts as its content: make one text of it (only texts can be learnt)")
+        raise RowError(f"{what} has a list of parts as its content: make one str of it (only text can be trained on)")
     if not isinstance(content, str) and (content is not None or "tool_calls" not in message):
-        raise RowError(f"{what} needs the texts 'role' and 'content'; its content is {kind(content)}")
+        raise RowError(f"{what} needs the str values 'role' and 'content'; its content is {kind(content)}")
     check_unicode(message, what)
     return message
 
 
 def _tool_calls(found: JSON, what: str) -> list[JSON]:
-    """Calls with their arguments as an object, which is how templates write them; OpenAI's have them as JSON text."""
+    """Tool calls with arguments as an object, as templates expect; OpenAI's have JSON text."""
     calls: list[JSON] = []
     for call in found if isinstance(found, list) else [found]:
         call = _without_nulls(call)
@@ -139,7 +139,7 @@ def _tool_calls(found: JSON, what: str) -> list[JSON]:
 
 
 def _parsed(value: JSON, what: str) -> JSON:
-    """What a JSON text holds; anything else as it is."""
+    """The value of a JSON text; anything else unchanged."""
     if not isinstance(value, str):
         return value
     try:

@@ -1,4 +1,4 @@
-"""A prompt, ready for an engine, and sets of them."""
+"""Prompts, ready for an engine, and sets of them."""
 
 import hashlib
 import json
@@ -25,7 +25,7 @@ PROMPT_FIELDS = (
     "episode_index",
     "agent",
 )
-"""The fields that exist before any node ran."""
+"""The fields that exist before any node has run."""
 
 Ids = NDArray[np.int32]
 Turns = tuple[tuple[int, int], ...]
@@ -51,7 +51,7 @@ class PromptRow:
     turns: Turns | None = None
 
     def answer(self, version: int) -> list[Segment]:
-        """The response: what is learnt as made by the policy of that version, what stands between by others."""
+        """The response: trained segments as written by the policy of that version, those between by others."""
         ids = self.response_ids or ()
         segments, done = [], 0
         for start, end in self.turns or ((0, len(ids)),):
@@ -67,13 +67,13 @@ class PromptRow:
 class PromptOptions:
     """The keys of `data` that turn a row into a prompt; lengths in tokens.
 
-    prompt_format: "text", or "chat" where a text prompt becomes one user message. Lists of messages are chat always.
-    prompt_template: text around a text prompt, with `{prompt}` in it, plain braces doubled.
-    system_prompt: chat only; a row's own wins.
-    template_kwargs: for the chat template; a row's own win.
-    keep_messages: a chat's messages go along in the row's extra information, for rewards that read them.
-    num_workers: threads that tokenise; 0 does it in the calling thread. The result is the same.
-    pass_rate: [low, high] of the rows that are wanted, None for all. group: of the config keys, for messages.
+    prompt_format: "text", or "chat": a str prompt becomes one user message. Lists of messages are always chat.
+    prompt_template: text around a str prompt, with `{prompt}` in it, plain braces doubled.
+    system_prompt: chat only; a row's own takes precedence.
+    template_kwargs: for the chat template; a row's own take precedence.
+    keep_messages: keep a chat's messages in the row's extra info, for reward functions that read them.
+    num_workers: threads that tokenise; 0 uses the calling thread. The result is the same.
+    pass_rate: [low, high] of the rows to use, None for all. group: of the config keys, for messages.
     """
 
     max_prompt_length: int
@@ -93,7 +93,7 @@ class PromptOptions:
 
 @dataclass(frozen=True)
 class PromptReport:
-    """What became of the rows. num_turns: of the assistant, to learn. num_texts_more: of conversations with several."""
+    """Counts of the rows. num_turns: assistant turns to train on. num_texts_more: extra texts of conversations."""
 
     num_rows: int
     num_bad: int
@@ -106,7 +106,7 @@ class PromptReport:
     num_outside: int = 0
 
     def lines(self) -> list[str]:
-        """For people: what is used, and what is left out and why."""
+        """Lines on what is used, and what is left out and why."""
         counts = {
             "turns of the assistant to learn": self.num_turns,
             "rows more, of turns that the chat template writes otherwise once others follow": self.num_texts_more,
@@ -121,14 +121,14 @@ class PromptReport:
 
     @staticmethod
     def joined(parts: Sequence["PromptReport"]) -> "PromptReport":
-        """Of several sets as one."""
+        """Sum over several sets."""
         sums = {item.name: sum(getattr(part, item.name) for part in parts) for item in fields(PromptReport)}
         return PromptReport(**{**sums, "longest_prompt_tokens": max(part.longest_prompt_tokens for part in parts)})
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """What a row became; token ids."""
+    """An encoded row; token ids."""
 
     text: str
     ids: Sequence[int]
@@ -174,7 +174,7 @@ class PromptSet(Sequence[PromptRow]):
 
     @staticmethod
     def joined(sets: Sequence["PromptSet"]) -> "PromptSet":
-        """One behind the other."""
+        """Several sets, concatenated."""
         if len(sets) == 1:
             return sets[0]
         rows = [row for each in sets for row in each._rows]
@@ -193,7 +193,7 @@ class PromptSet(Sequence[PromptRow]):
 
     @property
     def has_messages(self) -> bool:
-        """Whether a prompt was given as chat messages."""
+        """Whether a prompt is chat messages."""
         return any(not isinstance(row.prompt, str) for row in self._rows)
 
     @property
@@ -201,7 +201,7 @@ class PromptSet(Sequence[PromptRow]):
         return self._responses is not None
 
     def fingerprint(self) -> str:
-        """A hash of everything in the rows that a run can see: tokens, texts, answers, domains, extra information."""
+        """A hash of everything in the rows that affects a run: tokens, texts, ground truths, domains, extra info."""
         digest = hashlib.sha256()
         for part in (self._prompts, self._responses):
             digest.update(part.bytes() if part is not None else b"no responses")

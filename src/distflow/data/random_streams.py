@@ -1,11 +1,11 @@
-"""The process's global random generators, of `random`, numpy and torch: they belong to the user's functions.
+"""The process's global random generators, of `random`, numpy and torch: they belong to user functions.
 
-Nothing in this package draws from them: samples, shuffles and initial weights have generators of their own. In the
+Nothing in this package uses them: samples, shuffles and initial weights have generators of their own. In the
 training loop, where one function runs after another, what a function of the user draws and seeds lasts, and is in
 every checkpoint. In the rollout loop and in the verifiers' processes calls run in no fixed order: each has
 generators of its own, seeded by whom it works for, and leaves no trace.
 
-Imports neither numpy nor torch by itself: a verifier's process may never need them.
+Imports neither numpy nor torch by itself: a reward worker may not need them.
 """
 
 import hashlib
@@ -16,11 +16,11 @@ from contextlib import contextmanager
 from typing import Any
 
 States = Mapping[str, Any]
-"""By generator, in its own form."""
+"""State by generator, in its own form."""
 
 
 def loaded() -> tuple[str, ...]:
-    """Those that there are in this process, for they are made when their module is imported."""
+    """The generators in this process; each exists once its module is imported."""
     return tuple(name for name in ("random", "numpy.random", "torch") if name in sys.modules)
 
 
@@ -38,7 +38,7 @@ def seed(*identity: object) -> None:
 
 
 def states() -> States:
-    """What all that are loaded stand at."""
+    """State of all loaded generators."""
     found: dict[str, Any] = {"random": random.getstate()}
     if numpy := sys.modules.get("numpy"):
         found["numpy"] = numpy.random.get_state()
@@ -50,7 +50,7 @@ def states() -> States:
 
 
 def put_back(found: States) -> None:
-    """Make them stand at what `states` gave."""
+    """Restore the result of `states`."""
     random.setstate(found["random"])
     if "numpy" in found:
         sys.modules["numpy"].random.set_state(found["numpy"])
@@ -62,7 +62,7 @@ def put_back(found: States) -> None:
 
 @contextmanager
 def lent(own: States) -> Iterator[None]:
-    """Inside they stand at `own`; behind it at what they stood at before."""
+    """Inside, the generators have the state `own`; afterwards the one from before."""
     before = states()
     put_back(own)
     try:
@@ -72,7 +72,7 @@ def lent(own: States) -> Iterator[None]:
 
 
 def seeded(*identity: object) -> States:
-    """What they stand at when they are seeded so; they themselves stay as they are."""
+    """The state after such a seed; the generators themselves do not change."""
     before = states()
     seed(*identity)
     own = states()

@@ -1,8 +1,7 @@
 """Rows of the procedural data sets of the package `reasoning-gym`: `reasoning-gym:NAME?size=100&seed=7&min_terms=2`.
 
-They are made in a process of their own, `python -P -m distflow.data.reasoning_gym NAME SETTINGS`, whose hashes of texts
-do not vary: some of the data sets depend on them, and the same seed is to give the same rows.
-"""
+They are generated in a separate process, `python -P -m distflow.data.reasoning_gym NAME SETTINGS`, whose hashes of
+texts do not vary: some of the data sets depend on them, and the same seed is to give the same rows."""
 
 import ast
 import dataclasses
@@ -17,16 +16,16 @@ from distflow.errors import UserError, hint
 
 PREFIX = "reasoning-gym:"
 COLUMN = "reasoning_gym"
-"""Where a row keeps what its verifier needs: the data set's name and settings, and its own entry."""
+"""Column with what the reward function needs: the data set's name and settings, and the row's entry."""
 MISSING = "needs the package reasoning-gym: pip install 'distflow[reasoning-gym]'"
 _SIZE, _SEED = 500, 0
 
 
 def read_records(source: str, key: str, wanted: int = -1) -> Iterator[Record]:
-    """The rows that `source` names, the first `wanted` of them where that is not negative.
+    """The rows of `source`, the first `wanted` of them if that is not negative.
 
     A row has the columns prompt, answer, data_source (`reasoning-gym/NAME`) and `COLUMN`.
-    Raises UserError, naming the config's `key`, for a package, a data set or a setting that there is not.
+    Raises UserError, naming the config's `key`, if a package, a data set or a setting does not exist.
     """
     if importlib.util.find_spec("reasoning_gym") is None:
         raise UserError(f"{key}: '{source}' {MISSING}")
@@ -40,7 +39,7 @@ def read_records(source: str, key: str, wanted: int = -1) -> Iterator[Record]:
 
 
 def read_entry(text: str) -> dict[str, object]:
-    """An entry as its data set made it. Raises ValueError where it is none."""
+    """An entry of the data set. Raises ValueError if it is invalid."""
     try:
         entry = ast.literal_eval(text)
     except (ValueError, SyntaxError):
@@ -51,7 +50,7 @@ def read_entry(text: str) -> dict[str, object]:
 
 
 def write_entry(entry: Mapping[str, object]) -> str:
-    """As a literal of Python, which keeps tuples and keys that are no texts; else as JSON."""
+    """As a Python literal, which keeps tuples and keys that are not str; else as JSON."""
     text = repr(entry)
     try:
         same = ast.literal_eval(text) == entry
@@ -61,7 +60,7 @@ def write_entry(entry: Mapping[str, object]) -> str:
 
 
 def make_dataset(name: str, settings: Mapping[str, object]) -> "object":
-    """Raises UserError for a name or a setting that there is not, or that the data set refuses."""
+    """Raises UserError for an unknown name or setting, or one that the data set refuses."""
     from reasoning_gym.factory import DATASETS, create_dataset
 
     if name not in DATASETS:
@@ -71,13 +70,13 @@ def make_dataset(name: str, settings: Mapping[str, object]) -> "object":
         raise UserError(f"'{name}' has no setting '{unknown[0]}'{hint(unknown[0], known)}")
     try:
         return create_dataset(name, **settings)
-    except Exception as error:  # the edge of a foreign library, whose checks are assertions
+    except Exception as error:  # another library, whose checks are assertions
         reason = " ".join(str(error).split()) or type(error).__name__
         raise UserError(f"'{name}' refuses its settings {json.dumps(dict(settings))}: {reason}") from error
 
 
 def main(name: str, settings: str, wanted: str) -> None:
-    """Print a row a line, or why there are none."""
+    """Print one row per line, or an error."""
     given = json.loads(settings)
     try:
         dataset = make_dataset(name, given)

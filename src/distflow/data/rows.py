@@ -1,4 +1,4 @@
-"""Rows of a data set before tokenisation: which columns mean what, which rows are bad, and what they are told."""
+"""Rows of a data set before tokenisation: the meaning of columns, and bad rows."""
 
 import math
 import re
@@ -30,7 +30,7 @@ _USUAL_NAMES = {
     "data.pass_rate_key": ("pass_rate", "difficulty", "solve_rate", "accuracy", "success_rate"),
     "data.messages_key": ("conversations", "conversation", "dialog", "chat"),
 }
-"""What data sets call these columns."""
+"""Usual names of these columns in data sets."""
 
 TEMPLATE_KWARGS_COLUMN = "chat_template_kwargs"
 
@@ -61,7 +61,7 @@ class Columns:
 
 @dataclass(frozen=True)
 class Record:
-    """One row as it was found. `bad` says why it cannot be read; `values` is then empty."""
+    """One row as read. `bad` says why it cannot be read; `values` is then empty."""
 
     origin: str
     values: Mapping[str, object] = field(default_factory=dict)
@@ -72,8 +72,8 @@ class Record:
 class RawRow:
     """A good row. `origin` is its file and line.
 
-    tools, template_kwargs: for the chat template. is_conversation: the assistant's turns of `prompt` are to be learnt.
-    pass_rate: None where it is not asked for.
+    tools, template_kwargs: for the chat template. is_conversation: the assistant's turns of `prompt` are trained on.
+    pass_rate: None if it is not used.
     """
 
     origin: str
@@ -90,7 +90,7 @@ class RawRow:
 
 @dataclass
 class BadRows:
-    """What to do at a bad row: collect it and go on to report all of them together, or count it and skip it.
+    """What to do with a bad row: collect it to report all of them together, or count and skip it.
 
     policy: "error" or "skip" (data.bad_rows). broken: rows that could be read, and are left out since no answer to
     them could be judged.
@@ -113,7 +113,7 @@ class BadRows:
 
 
 def listed(reasons: Sequence[str], what: str, which: str = "") -> str:
-    """How many rows there are of a kind, and the first of them with the reason, a line each."""
+    """The number of such rows, and the first of them with the reason, one per line."""
     shown = "".join(f"\n  {reason}" for reason in reasons[:_MAX_SHOWN])
     more = f"\n  and {len(reasons) - _MAX_SHOWN} more" if len(reasons) > _MAX_SHOWN else ""
     return f"{len(reasons)} {what}{'s' if len(reasons) > 1 else ''}{' ' if which else ''}{which}:{shown}{more}"
@@ -122,7 +122,7 @@ def listed(reasons: Sequence[str], what: str, which: str = "") -> str:
 def read_rows(records: Iterator[Record], columns: Columns, bad_rows: BadRows, source: str) -> Iterator[RawRow]:
     """The good rows of one source; the bad ones go to `bad_rows`.
 
-    Raises UserError where no row has a column that is required: the prompt's, and others as `columns` says.
+    Raises UserError if no row has a required column: the prompt's, and others by `columns`.
     """
     seen: set[str] = set()
     missing = _required(columns)
@@ -150,7 +150,7 @@ def read_rows(records: Iterator[Record], columns: Columns, bad_rows: BadRows, so
 
 
 def find(values: Mapping[str, object], name: str) -> object:
-    """The value of a column, or None; a name that is no column is tried as a dotted path."""
+    """The value of a column, or None; a name that is not a column is tried as a dotted path."""
     if name in values:
         return values[name]
     value: object = values
@@ -173,7 +173,7 @@ def _required(columns: Columns) -> dict[str, str]:
 
 
 def _is_conversation(values: Mapping[str, object], columns: Columns) -> bool:
-    """Whether its turns are learnt: it has messages, and is not a prompt with its response."""
+    """Whether its turns are trained on: it has messages, and is not a prompt with its response."""
     if columns.messages is None or columns.response is None or find(values, columns.messages) is None:
         return False
     return find(values, columns.prompt) is None or find(values, columns.response) is None

@@ -33,7 +33,7 @@ class Sample:
 
     uid: "<group number>-<sample index>". group_index: the group number. episode: which of the group's episodes it
     belongs to; a conversation that branches, or has several agents, leaves several samples, whose prompts may differ.
-    agent: whose turns it holds. valid: False once its verdict is a timeout or an error.
+    agent: the one with these turns. valid: False once it has a reward error.
     """
 
     uid: str

@@ -98,7 +98,7 @@ def _lines(name: str, settings: Mapping[str, object], wanted: int) -> Iterator[d
         raise UserError("the taskset has no end: set data.train_max_samples (of a domain, its own)")
     for task in taskset if wanted < 0 else taskset.take(wanted):
         if fault := find_fault(name, taskset, task):
-            raise UserError(f"task {task.data.idx} needs {fault}, which is not there yet: one answer must be all")
+            raise UserError(f"task {task.data.idx} needs {fault}, which is not implemented yet: one answer must be all")
         yield _row(name, settings, task)
 
 

@@ -1,4 +1,4 @@
-"""Programs as graphs: fields, nodes, contracts, the pipeline builder, and what `bind` makes of them. No torch here."""
+"""Pipelines as graphs: fields, nodes, contracts, the pipeline builder, and `bind`. No torch here."""
 
 from distflow.graph.bound_pipeline import BoundNode, BoundPipeline
 from distflow.graph.contract import REQUIRED, Form

@@ -1,7 +1,4 @@
-"""Options of node functions: which a function takes, and their values under a config.
-
-From a graph, a config and the data's columns to the frozen pipeline.
-"""
+"""Binds a graph to a config and the data's columns: options of node functions, fields, and the frozen pipeline."""
 
 import functools
 from collections.abc import Iterable, Mapping
@@ -14,7 +11,7 @@ from distflow.errors import hint
 from distflow.graph.bound_pipeline import BoundNode, BoundPipeline
 from distflow.graph.contract import REQUIRED, Contract, Declared, Form, canonical, read_contract
 from distflow.graph.fields import Axis, Field, MissingColumn, PipelineError, find_field
-from distflow.graph.nodes import Node, made, node_scope
+from distflow.graph.nodes import Node, node_scope, resolve_factory
 from distflow.graph.wiring import Vertex, Wiring
 
 _PLAIN_TYPES = {t.__name__: t for t in (bool, int, float, str)}
@@ -22,13 +19,14 @@ _PLAIN_TYPES = {t.__name__: t for t in (bool, int, float, str)}
 
 @dataclass(frozen=True)
 class ConfigGroup:
-    """What a node receives of the config. `key` is its dotted key: "" for all, None if it is the node's own."""
+    """The part of the config that a node receives. `key` is its dotted key: "" for all, None if it is the node's
+    own."""
 
     value: object
     key: str | None
 
     def has(self, name: str) -> bool:
-        return name in dir(self.value)  # asked by name alone: looking at the value would count as using the key
+        return name in dir(self.value)  # by name only: reading the value would count as using the key
 
     def names(self) -> list[str]:
         return [name for name in dir(self.value) if not name.startswith("_")]
@@ -56,7 +54,7 @@ def group_of(node: Node, config: object) -> ConfigGroup:
 
 _SETTINGS = tuple(item.name for item in fields(Node) if item.init and item.name != "options")
 _NOT_HERE = {
-    "agent_group": "is not there yet: it will come with several agents in one pipeline",
+    "agent_group": "is not implemented yet: it will come with several agents in one pipeline",
     "filter_plugin": "has no meaning here: a filter is a node of its own, whose function returns Drop(reason) for a "
     "prompt group",
 }
@@ -64,7 +62,7 @@ _NOT_HERE = {
 
 
 def check_options(node: Node, contract: Contract) -> None:
-    """Raises PipelineError for an option that the function does not take or whose type it does not have."""
+    """Raises PipelineError for an option that the function does not take or that has another type."""
     for name, value in node.options.items():
         if name in contract.options or contract.open_options:
             _check_type(node, contract, name, value)
@@ -89,7 +87,7 @@ def check_own_config(node: Node, contract: Contract) -> None:
 def resolve_options(node: Node, contract: Contract, group: ConfigGroup) -> dict[str, object]:
     """Values of all options.
 
-    `add_node` and what a `functools.partial` sets go before the group, and that before the function's default.
+    `add_node` and a `functools.partial` take precedence over the group, and that over the function's default.
 
     Raises PipelineError for an option without a value.
     """
@@ -123,7 +121,7 @@ def _check_type(node: Node, contract: Contract, name: str, value: object) -> Non
 
 
 def _plain_types(node: Node, name: str) -> tuple[type, ...]:
-    """bool, int, float, str as the parameter is annotated; empty where it says something else."""
+    """bool, int, float, str by the parameter's annotation; empty for another one."""
     try:
         parameter = signature(node.fn).parameters.get(name)
     except (ValueError, TypeError):
@@ -144,7 +142,7 @@ DataFields = Iterable[str] | Mapping[str, Field]
 
 @dataclass(frozen=True)
 class _Settled:
-    """A node whose function is known, and what it receives of the config."""
+    """A node with a known function, and its part of the config."""
 
     node: Node
     group: ConfigGroup
@@ -174,19 +172,19 @@ def bind_pipeline(graph_id: str, nodes: tuple[Node, ...], config: object, data_f
 
 
 def bind_alone(node: Node, config: object) -> BoundNode:
-    """A node outside of a graph: whoever calls it sees to its columns. Raises PipelineError as `bind_pipeline` does."""
+    """A node outside of a graph: the caller provides its columns. Raises PipelineError as `bind_pipeline` does."""
     settled = _settle(node, config)
     contract = read_contract(settled.node.fn, _declared(settled, frozenset()))
     return _bind_node(Wiring({node.node_id: Vertex(settled.node, contract, ())}), settled)
 
 
 def _settle(node: Node, config: object) -> _Settled:
-    node = made(node, config)
+    node = resolve_factory(node, config)
     return _Settled(node, group_of(node, config))
 
 
 def _contracts(settled: Mapping[str, _Settled], loaded: frozenset[str]) -> dict[str, Contract]:
-    """Twice, since what a node may read as a field depends on what the others write."""
+    """Settle contracts twice, since the fields that a node may read depend on what the others write."""
 
     def all_with(known: frozenset[str]) -> dict[str, Contract]:
         return {key: read_contract(s.node.fn, _declared(s, known)) for key, s in settled.items()}
@@ -219,7 +217,7 @@ def _check_reads(wiring: Wiring, settled: Mapping[str, _Settled], loaded: frozen
 
 
 def _missing(wiring: Wiring, reader: _Settled, name: str, loaded: frozenset[str]) -> str:
-    """Says that a field is not there, and the likeliest reason."""
+    """Message that a field is missing, with the likeliest reason."""
     said = f"{reader.node.where} reads '{name}', "
     before = [wiring.vertices[other] for other in wiring.order if other in wiring.before[reader.node.node_id]]
     known = {*loaded, *(written for vertex in before for written in vertex.writes), *reader.group.names()}
@@ -234,7 +232,7 @@ def _may_write(contract: Contract) -> bool:
 
 
 def _written(wiring: Wiring) -> dict[str, Field]:
-    """What each written column is. Raises PipelineError for one that nobody declared."""
+    """The field of each written column. Raises PipelineError for an undeclared one."""
     written: dict[str, Field] = {}
     for name, writers in wiring.writers.items():
         field = find_field(name)

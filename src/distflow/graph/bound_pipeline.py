@@ -40,7 +40,7 @@ class BoundNode:
 class BoundPipeline:
     """The nodes in one deterministic topological order, and what they use.
 
-    fields: what each column is that a node writes or the data have. engines, services: those that some node uses.
+    fields: the field of each column that a node writes or the data have. engines, services: those that some node uses.
     """
 
     graph_id: str
@@ -68,7 +68,7 @@ class BoundPipeline:
         raise PipelineError(f"pipeline '{self.graph_id}' has no node '{node_id}'{hint(node_id, ids)}")
 
     def to_json(self) -> list[dict[str, object]]:
-        """Each node as plain data: what it is, behind what it runs, what it reads and writes."""
+        """Each node as plain data: its kind, dependencies, and what it reads and writes."""
         return [
             {
                 "name": node.node_id,
@@ -84,11 +84,11 @@ class BoundPipeline:
         ]
 
     def to_mermaid(self) -> str:
-        """The pipeline as a Mermaid flowchart with its planes; an edge shows the fields that go along it."""
+        """The pipeline as a Mermaid flowchart with its planes; an edge shows the fields that it carries."""
         return flowchart(self._boxes())
 
     def to_text(self) -> str:
-        """The same drawn with characters, for a terminal."""
+        """The same as text, for a terminal."""
         return text_drawing(self._boxes())
 
     def _boxes(self) -> list[Box]:

@@ -17,7 +17,7 @@ RESERVED = ("batch", "samples", "group", "ctx", "engine", "config", "reduce")
 
 
 class Form(StrEnum):
-    """How a function wants to be called.
+    """How a function is called.
 
     WIRED: fields, options, engines, services and reserved names by parameter.
     BATCH_REWARD: `(batch, config, **kwargs)`, called by keyword; options are the kwargs.
@@ -42,13 +42,13 @@ REQUIRED = _Required()
 
 @dataclass(frozen=True)
 class Contract:
-    """What a function takes and gives. Field names are spelled as the function spells them; see `canonical`.
+    """What a function takes and returns. Field names are spelled as in the function; see `canonical`.
 
-    reads, optional: fields that must be there, and those that may be missing.
+    reads, optional: required fields, and those that may be missing.
     by_keyword, by_position: the fields among them that are passed, and how; the others come in `batch`.
-    writes: fields it gives back.
+    writes: fields it returns.
     engines, services: the parameters that receive one. reserved: those of `RESERVED` that it has.
-    options: default of each option; REQUIRED where it has none. open_options: it also takes options it does not name.
+    options: default of each option; REQUIRED if it has none. open_options: it also takes options that it does not name.
     """
 
     form: Form
@@ -67,15 +67,15 @@ class Contract:
 
 
 def canonical(name: str) -> str:
-    """The field's own name behind an alias: `index` is `group_index`."""
+    """The field's own name for an alias: `index` is `group_index`."""
     return ALIASES.get(name, name)
 
 
 @dataclass(frozen=True)
 class Declared:
-    """What the surroundings of a function say about it.
+    """What is declared about a function outside of its signature.
 
-    spec: `@node`, with what `add_node` said in its place. scope: the graph's own, whatever the function says.
+    spec: `@node`, overridden by `add_node`. scope: the graph's own, which takes precedence.
     is_field: whether a field of that name is known. is_option: whether an option of that name has a value at hand; it
         decides about a positional parameter that is no known field.
     """
@@ -89,7 +89,7 @@ class Declared:
 
 
 def read_contract(fn: Callable[..., object], declared: Declared) -> Contract:
-    """The contract of a function. Raises PipelineError if its signature does not tell what it reads."""
+    """The contract of a function. Raises PipelineError if its signature does not say what it reads."""
     parameters = _parameters(fn, declared.where)
     form = form_of(parameters)
     fields = _fields(form, parameters, declared)
@@ -114,7 +114,7 @@ def read_contract(fn: Callable[..., object], declared: Declared) -> Contract:
 
 
 def late_contract(declared: Declared) -> Contract:
-    """That of a factory's node, before there is a config: what its role says, and nothing of the function."""
+    """The contract of a factory's node without a config: by its role only."""
     return Contract(
         form=Form.WIRED,
         reads=(),
@@ -141,7 +141,7 @@ class _Fields:
 
 
 def _parameters(fn: Callable[..., object], where: str) -> list[Parameter] | None:
-    """None where the callable cannot be inspected (some builtins)."""
+    """None if the callable cannot be inspected (some builtins)."""
     if isinstance(fn, functools.partial) and (inner := _parameters(fn.func, where)) is not None:
         names = [p.name for p in inner]
         unknown = [name for name in fn.keywords if name not in names]
@@ -154,7 +154,7 @@ def _parameters(fn: Callable[..., object], where: str) -> list[Parameter] | None
 
 
 def form_of(parameters: list[Parameter] | None) -> Form:
-    """Told by the exact names of the parameters."""
+    """Recognised by the exact names of the parameters."""
     names = [p.name for p in parameters or ()]
     if names[:2] == ["batch", "config"] and [p.kind for p in parameters or ()][2:] == [Parameter.VAR_KEYWORD]:
         return Form.BATCH_REWARD
@@ -181,7 +181,7 @@ def _is_special(parameter: Parameter) -> bool:
 
 
 def _role_of(parameter: Parameter, declared: Declared) -> Literal["field", "optional", "option", "special", "rest"]:
-    """What a parameter stands for where `reads` does not say."""
+    """The meaning of a parameter that `reads` does not name."""
     if parameter.kind in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD):
         return "rest"
     if _is_special(parameter):
@@ -199,12 +199,12 @@ def _role_of(parameter: Parameter, declared: Declared) -> Literal["field", "opti
 def _signature_fields(parameters: list[Parameter] | None, declared: Declared) -> _Fields:
     if parameters is None:
         raise PipelineError(
-            f"{declared.where}: its function cannot be inspected; say what it reads by @node(reads=...)"
+            f"{declared.where}: its function cannot be inspected; declare what it reads by @node(reads=...)"
         )
     named_only = declared.role is NodeRole.ADVANTAGE  # estimators get their named parameters only
     for p in parameters:
         if p.kind is Parameter.VAR_POSITIONAL or (p.kind is Parameter.VAR_KEYWORD and not named_only):
-            raise PipelineError(f"{declared.where}: '{p}' does not tell what it reads; say so by @node(reads=...)")
+            raise PipelineError(f"{declared.where}: '{p}' does not say what it reads; declare it by @node(reads=...)")
     by_role: dict[str, list[Parameter]] = {"field": [], "optional": [], "option": [], "special": [], "rest": []}
     for p in parameters:
         by_role[_role_of(p, declared)].append(p)

@@ -10,7 +10,7 @@ from distflow.graph.fields import DERIVED
 
 @dataclass(frozen=True)
 class Box:
-    """A node as it is drawn. Boxes of one plane stand together; None is no plane."""
+    """A node as it is drawn. Boxes of one plane are grouped; None is no plane."""
 
     node_id: str
     role: str
@@ -37,10 +37,10 @@ def flowchart(boxes: Sequence[Box]) -> str:
 
 
 def text_drawing(boxes: Sequence[Box]) -> str:
-    """Rails on the left, from each node (●) down to those that run behind it; beside them the nodes, in their order,
-    and below each what it reads, of which node."""
+    """Rails on the left lead from each node (●) down to those that run after it; beside them are the nodes in order,
+    and below each what it reads from which node."""
     by_id, last_use = {box.node_id: box for box in boxes}, {dep: box.node_id for box in boxes for dep in box.deps}
-    rails: list[str | None] = []  # by column, whose rail runs there
+    rails: list[str | None] = []  # node of the rail in each column
     lines: list[tuple[str, str]] = []
     plane = None
     for box in boxes:
@@ -60,7 +60,7 @@ def _rails(rails: Sequence[str | None]) -> str:
 
 
 def _joint(rails: list[str | None], box: Box, last_use: Mapping[str, str]) -> str:
-    """The node's mark with the rails of its dependencies led to it; changes `rails` to those that go on below."""
+    """The node's mark joined with the rails of its dependencies; changes `rails` to those that continue below."""
     joined = {i for i, rail in enumerate(rails) if rail in box.deps}
     ended = {i for i in joined if last_use[str(rails[i])] == box.node_id}
     own = min([*ended, *(i for i, rail in enumerate(rails) if rail is None), len(rails)])
@@ -96,9 +96,9 @@ def _arrow(start: Box, end: Box) -> str:
 
 
 def _passed(start: Box, end: Box) -> list[str]:
-    """The fields that go along an edge."""
+    """The fields that an edge carries."""
     read = [canonical(name) for name in (*end.contract.reads, *end.contract.optional)]
-    for name in read:  # grows: what a derived column is made of is passed too
+    for name in read:  # grows: the sources of a derived column are passed too
         read += (source for source in DERIVED.get(name, ()) if source not in read)
     return [name for name in map(canonical, start.contract.writes) if name in read]
 

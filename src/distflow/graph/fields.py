@@ -1,9 +1,5 @@
-"""The error of this room.
-
-The callable behind a node's `func`: itself, or what its name leads to.
-
-The columns of a batch: their names, dtypes and axes. Programs add their own with `register_field`.
-"""
+"""Errors of pipelines, the callable of a node's `func`, and the columns of a batch: their names, dtypes and axes.
+Pipelines add their own with `register_field`."""
 
 import functools
 import inspect
@@ -29,9 +25,9 @@ class MissingColumn(PipelineError):
 
 
 def resolve_func(func: object, where: str) -> Callable[..., object]:
-    """The callable behind a node's `func`; a text is a name as `load_function` takes it.
+    """The callable of a node's `func`; a str is a name for `load_function`.
 
-    Raises PipelineError, opened by `where`, if it leads to nothing that can be called.
+    Raises PipelineError, beginning with `where`, if it cannot be called.
     """
     if isinstance(func, str):
         try:
@@ -39,9 +35,9 @@ def resolve_func(func: object, where: str) -> Callable[..., object]:
         except LoadError as err:
             raise PipelineError(f"{where}: {err}") from err
     if isinstance(func, type):
-        raise PipelineError(f"{where}: func {func!r} is a class; name one of its methods or give an instance")
+        raise PipelineError(f"{where}: func {func!r} is a class; name one of its methods or pass an instance")
     if not callable(func):
-        raise PipelineError(f'{where}: func {func!r} cannot be called; give a function or "module:function"')
+        raise PipelineError(f'{where}: func {func!r} cannot be called; pass a function or "module:function"')
     return func
 
 
@@ -74,7 +70,7 @@ TOKEN_AXES = (Axis.PROMPT, Axis.RESPONSE, Axis.SEQUENCE)
 class Field:
     """A column. `dtype` is torch's name of it ("float32", "int64", "bool"), or "object" for plain Python values.
 
-    Fields are equal where name, dtype and axis are.
+    Fields are equal if name, dtype and axis are.
     """
 
     name: str
@@ -100,7 +96,7 @@ STANDARD_FIELDS: dict[str, Field] = _table(
     Field("extra_info", "object", Axis.OBJECT, "the rest of the data set's row"),
     Field("reward_parts", "object", Axis.OBJECT, "score of each reward function by name"),
     Field("reward_extra", "object", Axis.OBJECT, "what else verifiers say of the sample"),
-    Field("reward_errors", "object", Axis.OBJECT, "why a sample has no verdict, or None"),
+    Field("reward_errors", "object", Axis.OBJECT, "reward error of a sample, or None"),
     Field("finish_reason", "object", Axis.OBJECT, "stop or length"),
     Field("prompt_ids", "int64", Axis.PROMPT, "token ids of the prompt"),
     Field("response_ids", "int64", Axis.RESPONSE, "token ids after the prompt"),
@@ -123,16 +119,16 @@ STANDARD_FIELDS: dict[str, Field] = _table(
     Field("returns", "float32", Axis.RESPONSE, "return from each response token"),
     Field("group_index", "int64", Axis.SAMPLE, "group number: the samples of one prompt share it"),
     Field("episode_index", "int64", Axis.SAMPLE, "which of its group's episodes the sample belongs to"),
-    Field("scores", "float32", Axis.SAMPLE, "the verifiers' score of the sample"),
-    Field("acc", "float32", Axis.SAMPLE, "the verifier's own verdict, without weights and penalties: 1 is right"),
-    Field("valid", "bool", Axis.SAMPLE, "False where the verdict is a timeout or an error"),
+    Field("scores", "float32", Axis.SAMPLE, "the reward functions' score of the sample"),
+    Field("acc", "float32", Axis.SAMPLE, "accuracy by the reward function, without weights or penalties; 1 is right"),
+    Field("valid", "bool", Axis.SAMPLE, "False for a reward error"),
     Field("truncated", "bool", Axis.SAMPLE, "the response ended at the length limit"),
     Field("reward_baselines", "float32", Axis.SAMPLE, "score of a greedy sample of the same prompt"),
 )
 
 ALIASES = {"index": "group_index", "data_source": "domain"}
 
-# Columns that are derived where no node writes them, and what from.
+# Columns that are derived if no node writes them, and their sources.
 DERIVED = {
     "input_ids": ("prompt_ids", "response_ids"),
     "attention_mask": ("prompt_ids", "response_ids"),
@@ -147,7 +143,7 @@ _registered: dict[str, Field] = {}
 
 
 def register_field(name: str, dtype: str = "float32", axis: Axis | str = Axis.RESPONSE, doc: str = "") -> Field:
-    """Add a pipeline's own column. Raises ValueError if the name is a standard one or was given another meaning."""
+    """Add a pipeline's own column. Raises ValueError if the name is a standard one or already has another meaning."""
     wanted = Field(name, dtype, Axis(axis), doc)
     known = find_field(name)
     if known is not None and known != wanted:

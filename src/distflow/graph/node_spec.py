@@ -1,4 +1,4 @@
-"""The `@node` decorator: what a node function says of itself beyond its signature."""
+"""The `@node` decorator: what a node function declares beyond its signature."""
 
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,7 +15,7 @@ Names = str | Sequence[str]
 
 @dataclass(frozen=True)
 class NodeSpec:
-    """What `@node` says of a function beyond its signature. See `node`."""
+    """What `@node` declares beyond the signature. See `node`."""
 
     writes: tuple[str, ...] | None = None
     role: NodeRole | None = None
@@ -34,20 +34,20 @@ def node(
     scope: Scope | None = None,
     reads: Names | None = None,
 ) -> Callable[[_Fn], _Fn]:
-    """Say of a node function what its signature cannot.
+    """Declare what a node function's signature cannot say.
 
     writes: the fields it writes; a role may have a default. A mapping declares float32 columns of the pipeline's own by
         the axis of each, e.g. {"bonus": "sample"}; see `register_field` for other types.
-    role: the role of nodes made of it, where `add_node` names none.
+    role: the role of its nodes, if `add_node` names none.
     scope: which samples it must see together: one, a whole group, or all of all ranks.
-    reads: the fields it reads, where the parameters do not tell; "?name" is optional.
-    Raises PipelineError for an unknown role or scope, ValueError for a column that means something else already.
+    reads: the fields it reads, if the parameters do not say; "?name" is optional.
+    Raises PipelineError for an unknown role or scope, ValueError for a column that already means something else.
     """
     if isinstance(writes, Mapping):
         for name, axis in writes.items():
             known = [member.value for member in Axis]
             if axis not in known:
-                raise PipelineError(f"@node: writes: '{axis}' of column '{name}' is no axis{hint(axis, known)}")
+                raise PipelineError(f"@node: writes: '{axis}' of column '{name}' is not an axis{hint(axis, known)}")
             register_field(name, "object" if axis == Axis.OBJECT.value else "float32", axis)
     spec = NodeSpec(
         writes=None
@@ -61,7 +61,7 @@ def node(
 
 
 def node_factory(fn: _Fn) -> _Fn:
-    """Mark a function of the config that returns the node function: for nodes whose columns hang on the config.
+    """Mark a function of the config that returns the node function: for nodes whose columns depend on the config.
 
     `TaskGraph.bind` calls it. It may carry `@node(role=...)` for its nodes' role.
     """
@@ -74,7 +74,7 @@ def is_factory(fn: Callable[..., object]) -> bool:
 
 
 def spec_of(fn: Callable[..., object]) -> NodeSpec:
-    """What `@node` said of the function, looked up through `functools.partial` and `__call__`."""
+    """The `@node` declaration of the function, looked up through `functools.partial` and `__call__`."""
     spec = getattr(fn, _ATTRIBUTE, None)
     if spec is None and isinstance(fn, functools.partial):
         return spec_of(fn.func)
@@ -102,7 +102,7 @@ def as_member(kind: type[_Member], value: object, where: str) -> _Member:
     name = value.removeprefix(f"{kind.__name__}.").upper() if isinstance(value, str) else ""
     if name in kind.__members__:
         return kind[name]
-    raise PipelineError(f"{where}: {value!r} is no {kind.__name__}{hint(str(value), kind.__members__)}")
+    raise PipelineError(f"{where}: {value!r} is not a {kind.__name__}{hint(str(value), kind.__members__)}")
 
 
 def check_scope(scope: str | None, where: str) -> Scope | None:
@@ -112,15 +112,15 @@ def check_scope(scope: str | None, where: str) -> Scope | None:
     for known in SCOPES:
         if scope == known:
             return known
-    raise PipelineError(f"{where}: {scope!r} is no scope{hint(str(scope), SCOPES)}")
+    raise PipelineError(f"{where}: {scope!r} is not a scope{hint(str(scope), SCOPES)}")
 
 
 def as_names(value: object, where: str) -> tuple[str, ...]:
-    """A name or a sequence of names as a tuple. Raises PipelineError for anything else and for a name given twice."""
+    """A name or a sequence of names as a tuple. Raises PipelineError for anything else and for a repeated name."""
     names = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, Iterable) else (value,)
     for name in names:
         if not isinstance(name, str) or not name:
-            raise PipelineError(f"{where}: names wanted, {name!r} given")
+            raise PipelineError(f"{where}: expected names, got {name!r}")
         if names.count(name) > 1:
             raise PipelineError(f"{where}: '{name}' is named twice")
     return names

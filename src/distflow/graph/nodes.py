@@ -26,7 +26,7 @@ from distflow.graph.roles import (
 class NodeOutput:
     """What a node function may return: the batch (or a mapping of columns) and metrics of this call.
 
-    weight: what the metrics are means over; the samples that the node got, if not given.
+    weight: number of values that the metrics are means over; by default the node's samples.
     """
 
     batch: object
@@ -38,7 +38,7 @@ class NodeOutput:
 class Drop:
     """Returned by a node of the rollout loop: the group leaves the run; a new one may start.
 
-    reason: a short name that is counted (`async/dropped/REASON`). detail: what happened to this group, for people.
+    reason: a short name that is counted (`async/dropped/REASON`). detail: what happened to this group, in words.
     """
 
     reason: str
@@ -46,43 +46,42 @@ class Drop:
 
 
 _ASK_FOR_NOTHING: list[tuple[str, object]] = [("agent_group", 0), ("filter_plugin", None)]
-"""Arguments of other systems' `add_node` that are not here: their defaults mean nothing, so they pass."""
+"""Arguments of other systems' `add_node` that do not exist here: their defaults are accepted."""
 
 _T = TypeVar("_T")
 
 
 def same_batch(batch: _T) -> _T:
-    """The function of a node that marks an exchange: whether there is one is the plan's to say, and rows stay those
-    that they are."""
+    """The function of a node that marks a reshard: the plan decides whether there is one; rows do not change."""
     return batch
 
 
 def all_arrived(*, reduce: Any) -> None:
-    """The function of a barrier: returns once all ranks that run the node have come to it. reduce: over all of them."""
+    """The function of a barrier: returns once all ranks that run the node have reached it. reduce: over all of them."""
     reduce.sum(0.0)
 
 
 @dataclass(frozen=True)
 class Node:
-    """One function of a graph, and what `add_node` said about it.
+    """One function of a graph, with the arguments of `add_node`.
 
-    node_id: its name. func: the function or where it is; None for markers.
-    deps: the nodes that must have run besides those that write what it reads.
-    node_type: told by the engines of the function if not given. node_role: that of `@node` if not given, else DEFAULT.
+    node_id: its name. func: the function or its name; None for markers.
+    deps: nodes that must have run, besides those that write what it reads.
+    node_type: by default inferred from the function's engines. node_role: by default that of `@node`, else DEFAULT.
     only_forward_compute: it computes with a train engine but changes no weights.
-    retry_limit: how often it runs again after a failure. options: values for the function's options.
+    retry_limit: how often it is retried after a failure. options: values for the function's options.
     The others have defaults by role (`ROLE_DEFAULTS`) and go before what `@node` says:
-    config: what it receives of the config: a dotted key, or a mapping of its own.
-    engine: the one that it uses where its type says so and no parameter does. writes: the fields that it writes.
-    scope: which samples it must see together. plane: where it must run. phase: what its time is called.
-    validates: whether a validation runs it as well.
+    config: the part of the config that it receives: a dotted key, or a mapping.
+    engine: the one that it uses if its type says so and no parameter does. writes: the fields that it writes.
+    scope: which samples it must see together. plane: where it must run. phase: the name of its time metric.
+    validates: whether validation runs it too.
     Raises PipelineError if an argument has a wrong type or the function is not found.
     """
 
     node_id: str
     func: str | Callable[..., object] | None = None
     deps: tuple[str, ...] = ()
-    node_type: NodeType = None  # type: ignore[assignment]  # settled below, as node_role
+    node_type: NodeType = None  # type: ignore[assignment]  # set in __post_init__, like node_role
     node_role: NodeRole = None  # type: ignore[assignment]  # likewise
     only_forward_compute: bool = False
     config: str | Mapping[str, object] | None = None
@@ -127,7 +126,7 @@ class Node:
         if self.func is None and self.node_type in MARKER_TYPES:
             return all_arrived if self.node_type is NodeType.BARRIER_SYNC else same_batch
         if self.func is None:
-            raise PipelineError(f'{self.where} has no func; give a function or "module:function"')
+            raise PipelineError(f'{self.where} has no func; pass a function or "module:function"')
         return resolve_func(self.func, self.where)
 
     def _settle_role_and_type(self) -> None:
@@ -157,10 +156,10 @@ class Node:
             )
 
 
-def made(node: Node, config: object) -> Node:
-    """The node itself, or with the function that its factory makes of the config.
+def resolve_factory(node: Node, config: object) -> Node:
+    """The node itself, or with the function that its factory returns for the config.
 
-    Raises PipelineError for what the factory finds wrong with the config, or if it returns no function.
+    Raises PipelineError if the factory raises or does not return a function.
     """
     if not is_factory(node.fn):
         return node
@@ -169,9 +168,9 @@ def made(node: Node, config: object) -> Node:
     except (ValueError, LookupError, AttributeError) as error:
         raise PipelineError(f"{node.where}: {error}") from error
     if not callable(fn) or is_factory(fn):
-        raise PipelineError(f"{node.where}: its factory returned {fn!r}, which is no function")
+        raise PipelineError(f"{node.where}: its factory returned {fn!r}, which is not a function")
     role: NodeRole | None = None if node.spec.role is None and node.node_role is NodeRole.DEFAULT else node.node_role
-    result = replace(node, func=fn, node_role=role)  # type: ignore[arg-type]  # settled anew
+    result = replace(node, func=fn, node_role=role)  # type: ignore[arg-type]  # resolved again
     said = {item.name: getattr(result.spec, item.name) for item in fields(result.spec)}
     early = {item.name: getattr(node.spec, item.name) for item in fields(node.spec)}
     merged = NodeSpec(**{name: early[name] if value is None else value for name, value in said.items()})
@@ -180,7 +179,7 @@ def made(node: Node, config: object) -> Node:
 
 
 def engines_of(node: Node, contract: Contract) -> tuple[str, ...]:
-    """The engines that the node uses: those its function names, else its own or its role's, where its type says that it
+    """The engines that the node uses: those its function names, else its own or its role's, if its type says that it
     uses one or its function has a parameter `engine`."""
     own = node.engine or node.by_role.engine
     if "engine" in contract.reserved:
@@ -190,9 +189,9 @@ def engines_of(node: Node, contract: Contract) -> tuple[str, ...]:
 
 
 def early_contract(node: Node, fields: frozenset[str]) -> Contract:
-    """The contract as far as it is known before a config is. fields: names known to be fields, beside the registered.
+    """The contract as far as it is known without a config. fields: names of fields, besides the registered ones.
 
-    Of a factory's node only what its role says is known.
+    Of a factory's node only its role's defaults are known.
     """
     declared = Declared(
         where=node.where,
@@ -206,28 +205,28 @@ def early_contract(node: Node, fields: frozenset[str]) -> Contract:
 
 
 def node_scope(node: Node) -> Scope | None:
-    """The scope that the graph sets, whatever the function says: markers stand for all ranks."""
+    """The scope that the graph sets, whatever the function declares: markers are for all ranks."""
     return "global" if node.node_type in MARKER_TYPES else node.scope
 
 
 def _check_arguments(node: Node) -> None:
     if not isinstance(node.node_id, str) or not node.node_id.strip():
-        raise PipelineError(f"node_id must be a text that is not empty, {node.node_id!r} given")
+        raise PipelineError(f"node_id must be a str that is not empty, not {node.node_id!r}")
     where = node.where
     if isinstance(node.deps, str) or not all(isinstance(dep, str) for dep in _iterable(node.deps)):
-        raise PipelineError(f'{where}: deps must be a list of node ids such as ["rollout_actor"], {node.deps!r} given')
+        raise PipelineError(f'{where}: deps must be a list of node ids such as ["rollout_actor"], not {node.deps!r}')
     as_names(node.deps, f"{where}: deps")
     check_scope(node.scope, f"{where}: scope")
     if not isinstance(node.only_forward_compute, bool):
-        raise PipelineError(f"{where}: only_forward_compute must be True or False, {node.only_forward_compute!r} given")
+        raise PipelineError(f"{where}: only_forward_compute must be True or False, not {node.only_forward_compute!r}")
     if not isinstance(node.retry_limit, int) or isinstance(node.retry_limit, bool) or node.retry_limit < 0:
-        raise PipelineError(f"{where}: retry_limit must be a whole number from 0, {node.retry_limit!r} given")
+        raise PipelineError(f"{where}: retry_limit must be an int from 0, not {node.retry_limit!r}")
     if not (node.config is None or isinstance(node.config, str | Mapping)):
-        raise PipelineError(f"{where}: config must be a dotted key of the config or a mapping, {node.config!r} given")
+        raise PipelineError(f"{where}: config must be a dotted key of the config or a mapping, not {node.config!r}")
     if not (node.phase is None or isinstance(node.phase, str)):
-        raise PipelineError(f"{where}: phase must be a text, {node.phase!r} given")
+        raise PipelineError(f"{where}: phase must be a str, not {node.phase!r}")
     if not (node.validates is None or isinstance(node.validates, bool)):
-        raise PipelineError(f"{where}: validates must be True or False, {node.validates!r} given")
+        raise PipelineError(f"{where}: validates must be True or False, not {node.validates!r}")
     for name, value, known in (
         ("engine", node.engine, ENGINES),
         ("plane", node.plane, ("rollout", "training")),

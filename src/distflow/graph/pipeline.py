@@ -1,4 +1,4 @@
-"""Compiling a bound node: what its function is called with, closed over everything that does not change.
+"""The pipeline builder, and the arguments with which a bound node's function is called.
 
 The builder of task graphs, in Python (`Pipeline`) and from a config file (`pipeline_from_config`).
 """
@@ -17,7 +17,7 @@ from distflow.graph.task_graph import TaskGraph
 
 
 class Columns(Protocol):
-    """What a node reads from: a batch, or a prompt group on its way to one."""
+    """What a node reads from: a batch, or a prompt group before it is one."""
 
     def __contains__(self, name: object) -> bool: ...
 
@@ -26,16 +26,16 @@ class Columns(Protocol):
 
 Arguments = tuple[list[object], dict[str, object]]
 Inputs = Callable[[Columns, Mapping[str, object]], Arguments]
-"""(columns, what this call has of `batch`, `samples`, `group`, `ctx`) → positional and keyword arguments."""
+"""(columns, this call's `batch`, `samples`, `group`, `ctx`) → positional and keyword arguments."""
 
 
 def compile_inputs(node: BoundNode, resources: Mapping[str, object]) -> Inputs:
-    """The arguments of the node's function, from its columns. Its engines, services and options are looked up now.
+    """The arguments of the node's function, from its columns. Engines, services and options are looked up now.
 
     resources: engines and services by name; `reduce`, over the ranks that have samples of their own; for a barrier
     `dp_group`, over all that run the node. The function itself is not called here, so that a stack shows it right below
     the loop over nodes.
-    Raises PipelineError where the node needs an engine or a service that this worker has not.
+    Raises PipelineError if the node needs an engine or a service that this worker does not have.
     """
     contract = node.contract
     fixed = {name: _resource(node, name, resources) for name in (*contract.engines, *contract.services)}
@@ -65,7 +65,7 @@ def _present(columns: Columns, name: str) -> object:
 def _resource(node: BoundNode, name: str, resources: Mapping[str, object]) -> object:
     if name not in resources:
         raise PipelineError(
-            f"node '{node.node_id}' needs '{name}', which the worker that runs it has not{hint(name, resources)}"
+            f"node '{node.node_id}' needs '{name}', which its worker does not have{hint(name, resources)}"
         )
     return resources[name]
 
@@ -74,7 +74,7 @@ NODE_SETTINGS = tuple(item.name for item in fields(Node) if item.init and item.n
 
 
 class Pipeline:
-    """Builds a TaskGraph, one chained `add_node` a node."""
+    """Builds a TaskGraph with one chained `add_node` per node."""
 
     def __init__(self, pipeline_id: str, description: str = "") -> None:
         self.pipeline_id = pipeline_id
@@ -100,9 +100,9 @@ class Pipeline:
         retry_limit: int = 0,
         **options: object,
     ) -> "Pipeline":
-        """Add a node that runs `func` behind the nodes that write what it reads, and those of `deps`.
+        """Add a node that runs `func` after the nodes that write what it reads, and those of `deps`.
 
-        What the arguments mean: see `Node`. Further keywords are values for options of `func`, and go before those of
+        The arguments are those of `Node`. Further keywords are options of `func`, and take precedence over those of
         the config. Nothing is looked up or checked before `build`.
         """
         settings: dict[str, object] = {
@@ -124,7 +124,7 @@ class Pipeline:
         return self
 
     def build(self) -> TaskGraph:
-        """The checked graph. Raises PipelineError for whatever is wrong with its structure."""
+        """The checked graph. Raises PipelineError if its structure is wrong."""
         graph = TaskGraph(self.pipeline_id, self.description)
         for make in self._nodes:
             graph.add_node(make())
@@ -147,7 +147,7 @@ def pipeline_from_config(pipeline_id: str, nodes: Sequence[Mapping[str, Any]]) -
     for i, entry in enumerate(nodes):
         where = f"entry {i + 1} of the nodes"
         if not isinstance(entry, Mapping):
-            raise PipelineError(f"{where} must be a mapping of id, func, deps, ..., {entry!r} given")
+            raise PipelineError(f"{where} must be a mapping of id, func, deps, ..., not {entry!r}")
         if not entry.get("id"):
             raise PipelineError(f"{where} has no id")
         where += f" ({entry['id']!r})"
@@ -162,10 +162,10 @@ def pipeline_from_config(pipeline_id: str, nodes: Sequence[Mapping[str, Any]]) -
 def _options_of(entry: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     options = entry.get("options") or {}
     if not isinstance(options, Mapping):
-        raise PipelineError(f"{where}: options must be a mapping of names to values, {options!r} given")
+        raise PipelineError(f"{where}: options must be a mapping of names to values, not {options!r}")
     if not all(isinstance(name, str) for name in options):
-        raise PipelineError(f"{where}: options must be named by texts, {options!r} given")
+        raise PipelineError(f"{where}: names of options must be str, not {options!r}")
     reserved = [name for name in options if name in _ENTRY_KEYS.values()]
     if reserved:
-        raise PipelineError(f"{where}: '{reserved[0]}' is no option; give it beside id and func")
+        raise PipelineError(f"{where}: '{reserved[0]}' is not an option; write it beside id and func")
     return options

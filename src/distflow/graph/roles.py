@@ -9,9 +9,9 @@ class NodeType(Enum):
     """What kind of work a node does.
 
     `MODEL_INFERENCE` and `MODEL_TRAIN` use an engine: those that the function names, else the one of the node's role.
-    `BARRIER_SYNC` is a barrier over the ranks that run the node. `PUT_TO_BUFFER` and `GET_FROM_BUFFER` mark an exchange
-    and change nothing: there is one wherever the plan needs it. The three need no function, and run in the learning
-    plane.
+    `BARRIER_SYNC` is a barrier over the ranks that run the node. `PUT_TO_BUFFER` and `GET_FROM_BUFFER` mark a reshard
+    and change nothing: the plan decides where one is needed. These three need no function, and run in the training
+    loop.
     """
 
     COMPUTE = "COMPUTE"
@@ -26,7 +26,7 @@ class NodeType(Enum):
 
 
 class NodeRole(Enum):
-    """Whom a node works for: it decides what the node has where it says nothing itself, see `ROLE_DEFAULTS`."""
+    """The role of a node, which gives its defaults: see `ROLE_DEFAULTS`."""
 
     DEFAULT = "DEFAULT"
     ACTOR = "ACTOR"
@@ -39,7 +39,7 @@ class NodeRole(Enum):
 
 
 class NodeStatus(Enum):
-    """How far a node is in one step. Kept by the worker, never in the graph."""
+    """State of a node in a step; kept by the worker, not in the graph."""
 
     PENDING = "PENDING"
     READY = "READY"
@@ -59,14 +59,14 @@ ENGINE_TYPES = (NodeType.MODEL_INFERENCE, NodeType.MODEL_TRAIN)
 TRAIN_ENGINES = ("actor", "critic", "ref", "reward_model")
 ENGINES = (*TRAIN_ENGINES, "rollout")
 SERVICES = ("reward_fn", "tokenizer")
-"""What a worker has besides engines, and hands to the parameter of that name."""
+"""What a worker has besides engines, and passes to the parameter of that name."""
 
 SCORE_FIELDS = ("token_level_scores", "token_level_rewards")
 
 
 @dataclass(frozen=True)
 class RoleDefaults:
-    """What a node has where it says nothing itself; `Node` has a field of each name, which goes before."""
+    """Defaults of a node's fields; a field that is set in `Node` takes precedence."""
 
     config: str
     engine: str | None = None

@@ -26,15 +26,15 @@ class TaskGraph:
         self.nodes: dict[str, Node] = {}
 
     def add_node(self, node: Node) -> None:
-        """Raises PipelineError for what is no node, and if the id is taken."""
+        """Add a node. Raises PipelineError if it is not a node, or its id is taken."""
         if not isinstance(node, Node):
-            raise PipelineError(f"a graph holds nodes, {node!r} given: write Node(node_id, func, deps)")
+            raise PipelineError(f"a graph holds nodes, not {node!r}: write Node(node_id, func, deps)")
         if node.node_id in self.nodes:
-            raise PipelineError(f"node '{node.node_id}' is there already; node ids must be unique")
+            raise PipelineError(f"node '{node.node_id}' exists already; node ids must be unique")
         self.nodes[node.node_id] = node
 
     def remove_node(self, node_id: str) -> Node:
-        """Take a node out; its dependents inherit its deps. Raises PipelineError if it is not there."""
+        """Remove a node; its dependents inherit its deps. Raises PipelineError if it does not exist."""
         removed = self.get_node(node_id)
         del self.nodes[node_id]
         for other in self.nodes.values():
@@ -44,9 +44,9 @@ class TaskGraph:
         return removed
 
     def update_node(self, node_id: str, /, **changes: Any) -> Node:
-        """Change what `add_node` said of a node; other names are options of its function, added to those it has.
+        """Change arguments of a node; other names are options of its function, added to the present ones.
 
-        Raises PipelineError if the node is not there or a value does not fit.
+        Raises PipelineError if the node does not exist or a value does not fit.
         """
         node = self.get_node(node_id)
         if "node_id" in changes:
@@ -57,7 +57,7 @@ class TaskGraph:
         return self.nodes[node_id]
 
     def get_node(self, node_id: str) -> Node:
-        """Raises PipelineError if it is not there."""
+        """The node. Raises PipelineError if it does not exist."""
         if node_id not in self.nodes:
             raise PipelineError(f"graph '{self.graph_id}' has no node '{node_id}'{hint(node_id, self.nodes)}")
         return self.nodes[node_id]
@@ -100,7 +100,7 @@ class TaskGraph:
         return True, None
 
     def check(self) -> None:
-        """Raises PipelineError for whatever is wrong with the structure, as far as it can be seen without a config."""
+        """Raises PipelineError if the structure is wrong, as far as can be checked without a config."""
         check_edges(self._deps())
         contracts = self._early_contracts()
         for node in self.nodes.values():
@@ -109,7 +109,7 @@ class TaskGraph:
         self._wiring(contracts).check()
 
     def copy(self) -> "TaskGraph":
-        """A graph that can be changed without changing this one."""
+        """A copy that can be changed independently."""
         graph = TaskGraph(self.graph_id, self.description)
         graph.nodes = dict(self.nodes)
         return graph
@@ -118,7 +118,7 @@ class TaskGraph:
         """The frozen pipeline under this config, over data that have these columns.
 
         config: any object with the config groups as attributes. data_fields: what the loader delivers.
-        Raises PipelineError for whatever does not fit: see `bind_pipeline`.
+        Raises PipelineError if something does not fit: see `bind_pipeline`.
         """
         self.check()
         return bind_pipeline(self.graph_id, tuple(self.nodes.values()), config, data_fields)
@@ -140,7 +140,7 @@ class TaskGraph:
         )
 
     def _all_deps(self) -> dict[str, tuple[str, ...]]:
-        """Those that were given, and those that follow from what nodes read. Raises PipelineError, as `check_edges`."""
+        """The explicit deps, and those that follow from what nodes read. Raises PipelineError, as `check_edges`."""
         check_edges(self._deps())
         return self._wiring(self._early_contracts()).deps
 

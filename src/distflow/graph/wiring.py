@@ -1,7 +1,5 @@
-"""Order in a graph given as node id → ids it depends on: topological order, cycles, ancestors.
-
-The checks of a graph's wiring: who writes what others read, in which order, in which plane.
-"""
+"""Order in a graph (topological order, cycles, ancestors), and checks of its wiring: who writes what others read, in
+which order and plane."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +17,7 @@ Edges = Mapping[str, Sequence[str]]
 
 
 def topological_order(deps: Edges) -> list[str]:
-    """Kahn's order; of the nodes that are ready, the one added first comes first. Wants no cycle."""
+    """Kahn's order; of the nodes that are ready, the one added first comes first. The graph must have no cycle."""
     rank = {node_id: i for i, node_id in enumerate(deps)}
     names = list(deps)
     waits_for = {node_id: len(set(ids)) for node_id, ids in deps.items()}
@@ -87,7 +85,7 @@ class Vertex:
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """Every field it reads, under the fields' own names."""
+        """Every field it reads, by the fields' own names."""
         return tuple(canonical(name) for name in (*self.contract.reads, *self.contract.optional))
 
     @property
@@ -125,7 +123,7 @@ class Wiring:
 
     A node runs behind all that write what it reads, unless its deps say otherwise; one that updates a field (reads and
     writes it) behind those that make it.
-    deps: by node id, those that were given and those that follow. order: node ids, topological. planes: by node id.
+    deps: by node id, explicit and inferred ones. order: node ids, topological. planes: by node id.
     writers: field → ids of the nodes that write it, in order.
     """
 
@@ -145,7 +143,7 @@ class Wiring:
         self.planes = {node_id: self._plane(node_id) for node_id in self.order}
 
     def check(self) -> None:
-        """Raises PipelineError where writers, readers and planes do not fit together."""
+        """Raises PipelineError if writers, readers and planes do not fit together."""
         self._check_writers()
         for node_id in self.order:
             self._check_plane(node_id)
@@ -159,7 +157,7 @@ class Wiring:
         }
 
     def _writers_before(self, node_id: str, given: Mapping[str, frozenset[str]]) -> Iterator[str]:
-        """Who writes what the node reads, where the given deps do not order the two."""
+        """Writers of what the node reads, if the explicit deps do not order the two."""
         own = set(self.vertices[node_id].writes)
         for name in self._sources(node_id):
             for writer in self.writers.get(name, ()):
@@ -169,7 +167,7 @@ class Wiring:
                 yield writer
 
     def _sources(self, node_id: str) -> Iterator[str]:
-        """The fields that it reads, derived ones that nobody else writes by what they are derived from."""
+        """The fields that it reads; derived ones that no node writes are replaced by their sources."""
         names = list(self.vertices[node_id].reads)
         for name in names:  # grows
             others = [writer for writer in self.writers.get(name, ()) if writer != node_id]
@@ -183,7 +181,7 @@ class Wiring:
         return one in self.before[other] or other in self.before[one]
 
     def has(self, node_id: str, name: str, loaded: frozenset[str]) -> bool:
-        """Whether the field is there when the node runs: written before, loaded with the data, or derived."""
+        """Whether the field exists when the node runs: written before, loaded with the data, or derived."""
         there = {*loaded, *(written for other in self.before[node_id] for written in self.vertices[other].writes)}
         while missing := [n for n, sources in DERIVED.items() if n not in there and there.issuperset(sources)]:
             there.update(missing)
@@ -204,7 +202,7 @@ class Wiring:
         return "training" if node_id in self._training_because else "rollout"
 
     def _check_plane(self, node_id: str) -> None:
-        """Some things exist in the rollout loop only: a node that needs them must not be in the other."""
+        """A node that needs something that exists only in the rollout loop must not be in the training loop."""
         needs = _why_rollout(self.vertices[node_id])
         if needs and self.planes[node_id] == "training":
             raise PipelineError(
@@ -213,7 +211,7 @@ class Wiring:
             )
 
     def _reason(self, node_id: str) -> str:
-        """Why a node is in the training loop, back to the node where it began."""
+        """Why a node is in the training loop, traced back to the first such node."""
         because = self._training_because[node_id]
         first = next((dep for dep in self.deps[node_id] if because == f"it comes after '{dep}'"), None)
         return because if first is None else f"{because} ({self._reason(first)})"
@@ -228,7 +226,7 @@ class Wiring:
                     )
 
     def _is_late(self, node_id: str) -> bool:
-        """Whether a factory will make its function: what it reads is not known before the config is."""
+        """Whether a factory returns its function, so that what it reads is not known without a config."""
         return is_factory(self.vertices[node_id].node.fn)
 
     def _check_read(self, node_id: str, name: str) -> None:
@@ -236,19 +234,19 @@ class Wiring:
         if any(writer in self.before[node_id] for writer in writers):
             return
         for writer in writers:
-            if name not in self.vertices[writer].reads:  # one that updates the field needs it to be there already
+            if name not in self.vertices[writer].reads:  # one that updates the field needs it to exist already
                 raise PipelineError(
                     f"node '{node_id}'{self._in_plane(node_id, writer)} reads '{name}' before '{writer}'"
-                    f"{self._in_plane(writer, node_id)} writes it; put '{node_id}' behind '{writer}'"
+                    f"{self._in_plane(writer, node_id)} writes it; put '{node_id}' after '{writer}'"
                 )
 
     def _in_plane(self, node_id: str, other: str) -> str:
-        """Names the plane where it explains the error."""
+        """The plane, if it explains the error."""
         return "" if self.planes[node_id] == self.planes[other] else f" ({self.planes[node_id]} loop)"
 
 
 def _why_rollout(vertex: Vertex) -> str | None:
-    """Why a node can run in the rollout loop only; None where it can run in either."""
+    """Why a node can run in the rollout loop only; None if it can run in either."""
     if "rollout" in vertex.engines:
         return "uses the rollout engine"
     if vertex.contract.is_async:

@@ -1,4 +1,4 @@
-"""Engines and services, built on the worker that uses them from the plain values that their factories carry."""
+"""Builds engines and services on the worker that uses them, from the plain values of their factories."""
 
 import copy
 from collections.abc import Callable, Mapping
@@ -49,7 +49,7 @@ class ScheduleOptions(TypedDict):
 
 
 class Optim(TypedDict):
-    """How an engine takes its steps."""
+    """Optimizer and learning rate schedule of an engine."""
 
     optimizer: OptimizerOptions
     schedule: ScheduleOptions
@@ -65,14 +65,14 @@ class ScorerOptions(TypedDict):
 
 
 class Spread(NamedTuple):
-    """How a model lies over ranks, beside their mesh: see `Sharding`."""
+    """How a model is sharded over ranks, besides their mesh: see `Sharding`."""
 
     compute_dtype: torch.dtype
     on_host: bool
 
 
 def build_alone(get: Get, device: torch.device, make: Callable[[], object]) -> object:
-    """A part that is made of no other."""
+    """A part that needs no other."""
     return make()
 
 
@@ -81,7 +81,7 @@ def build_reward_router(get: Get, device: torch.device, make: Callable[..., Rewa
 
 
 def build_policy(get: Get, device: torch.device, source: Source, lora: Lora | None, spread: Spread | None) -> nn.Module:
-    """Sharded where it is trained; what only generates has it whole."""
+    """Sharded where it is trained, whole where it only generates."""
     if spread is None or not get.planned("actor"):
         return load_adapted(source, lora, device)
     sharding = _sharding(get, spread)
@@ -97,7 +97,7 @@ def _sharding(get: Get, spread: Spread) -> Sharding:
     mesh: DeviceMesh | None = get("mesh")
     if mesh is None:
         raise UserError(
-            "actor.strategy=fsdp spreads weights over the processes that train, and this run has one: set "
+            "actor.strategy=fsdp shards weights over the training processes, and this run has one: set "
             "trainer.launcher=ray, or actor.strategy=torch"
         )
     return Sharding(mesh, spread.compute_dtype, spread.on_host)
@@ -141,7 +141,7 @@ def _train_engine(get: Get, model: nn.Module, engine: str, optim: Optim, options
 def build_reference(
     get: Get, device: torch.device, source: Source, spread: Spread | None, options: ScorerOptions
 ) -> TorchScorer:
-    """The policy as it was before training."""
+    """The initial policy."""
     if spread is None:
         model: nn.Module = load_model(**source, device=device)
     else:
@@ -150,7 +150,7 @@ def build_reference(
 
 
 def build_adapted_reference(get: Get, device: torch.device, options: ScorerOptions) -> TorchScorer:
-    """The policy with its adapter switched off, which is what it was before training."""
+    """The policy with its adapter switched off, which is the initial policy."""
     return TorchScorer(get("policy"), without_adapter=True, group=get("collective"), **options)
 
 

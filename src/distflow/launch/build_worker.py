@@ -1,4 +1,4 @@
-"""Builds a worker of its parts: the one place that knows what stands behind each of them."""
+"""Builds a worker from its parts: the one place that knows the implementation of each."""
 
 from functools import partial
 
@@ -72,7 +72,7 @@ def build_worker(inputs: WorkerInputs) -> Worker:
             ValidationRunner(inputs, resources, services, validator, offload),
             WeightSync(inputs, resources, services, updates, offload, canary),
             offload,
-            Saver(inputs.store, ports.everyone, recorder.saved, waits=recorder.waits, warn=warn),
+            Saver(inputs.store, ports.everyone, recorder.checkpoint_saved, waits=recorder.waits, warn=warn),
             ErrorShare(spec.options.max_error_rate, warn, recorder.view.reward_failed),
             reward_counts,
         )

@@ -18,7 +18,7 @@ _ADVICE = "Put it into a file beside your script or on the PYTHONPATH, say my_co
 
 
 def check_importable(config: Config) -> None:
-    """Raises UserError naming a module or function that a worker could not import."""
+    """Raises UserError naming a module or function that a worker cannot import."""
     for name in config.trainer.imports:
         if not _can_be_imported(name):
             raise UserError(
@@ -46,7 +46,7 @@ def check_pickles(spec: Spec) -> None:
 
 
 def _users_functions(config: Config) -> Iterator[tuple[str, Callable[..., object]]]:
-    """(key that chose it, function) of what is found by name."""
+    """(key that names it, function) for all functions that are found by name."""
     if config.dag.custom_pipeline_fn:
         yield "dag.custom_pipeline_fn", load_function(config.dag.custom_pipeline_fn)
     for node in config.dag.nodes:
@@ -64,6 +64,6 @@ def _can_be_imported(module: str) -> bool:
         return False
     try:
         found = importlib.util.find_spec(module)
-    except (ImportError, ValueError):  # a module without a spec was made by hand
+    except (ImportError, ValueError):  # a module without a spec was created at run time
         return False
     return found is not None and found.origin is not None

@@ -1,9 +1,5 @@
-"""What a run draws from its data, as the config says it.
-
-From the config's files to prompts, for training and for validation.
-
-Prompts of the user's own, beside those of the data set: read and encoded as these are.
-"""
+"""The data of a run: its plan of steps and epochs, the sources of training and validation prompts, and prompts that a
+user submits."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -34,8 +30,8 @@ from distflow.scheduling.data_plan import DataPlan, DomainPlan
 
 
 def data_plan(config: Config, rows: Mapping[str, int]) -> DataPlan:
-    """What the run draws from its data. total_training_steps may cut the epochs short, or go on beyond them. Of domains
-    an epoch is as many groups as there are rows in all.
+    """How the run uses its data. total_training_steps may end before or after total_epochs. With domains, an epoch is
+    as many groups as there are rows in all.
 
     rows: how many there are by domain, in their order, "" of one source.
     """
@@ -69,7 +65,7 @@ def data_plan(config: Config, rows: Mapping[str, int]) -> DataPlan:
 
 
 def _curriculum(config: Config) -> CurriculumPlan | None:
-    """Raises UserError where its function is not there."""
+    """Raises UserError where its function does not exist."""
     settings = config.data.curriculum
     if settings.function is None:
         return None
@@ -89,7 +85,7 @@ def _skips(config: Config, domains: Iterable[str]) -> SkipPlan | None:
 
 
 def num_rows_of(config: Config, prompts: PromptSet) -> dict[str, int]:
-    """By domain in the order of the rows, or of the one source, ""."""
+    """By domain in the order of the rows; "" where there is one source."""
     if not config.data.domains:
         return {"": len(prompts)}
     return dict(Counter(row.domain for row in prompts))
@@ -100,9 +96,9 @@ Rows = tuple[list[RawRow], BadRows]
 
 @dataclass(frozen=True)
 class DataSource:
-    """Where rows come from and how they become prompts. key: that of the config which names the files. domain: "" of
-    rows that say theirs themselves. rewards: by domain, where rows on which these can give no verdict are left out, or
-    are an error as `broken_tests` says; None keeps them."""
+    """A source of rows, and how they become prompts. key: of the config, which names the files. domain: "" where rows
+    name their own. rewards: by domain; rows that these cannot score are left out, or are an error, as `broken_tests`
+    says. None keeps them."""
 
     key: str
     files: tuple[str, ...]
@@ -124,9 +120,9 @@ class DataSource:
             max_samples=self.max_samples,
             run_folder=run_dir,
         )
-        return (rows if self.rewards is None else self._judgeable(rows, bad), bad)
+        return (rows if self.rewards is None else self._without_broken_tests(rows, bad), bad)
 
-    def _judgeable(self, rows: list[RawRow], bad: BadRows) -> list[RawRow]:
+    def _without_broken_tests(self, rows: list[RawRow], bad: BadRows) -> list[RawRow]:
         assert self.rewards is not None
         good = []
         for row in rows:
@@ -148,11 +144,12 @@ class DataSource:
         return encode_rows(raw, tokenizer, self.options, bad, end_token_ids(tokenizer))
 
 
-def train_sources(config: Config, judged: bool) -> list[DataSource]:
-    """One, or one for each domain that is drawn from. judged: the rows' answers go to verifiers."""
+def train_sources(config: Config, scored: bool) -> list[DataSource]:
+    """One, or one for each domain that is drawn from. scored: whether there are reward functions, which need the rows'
+    answers."""
     data = config.data
     if not data.domains:
-        found = [_source(config, "data.train_files", data.train_files, data.train_max_samples, judged, trains=True)]
+        found = [_source(config, "data.train_files", data.train_files, data.train_max_samples, scored, trains=True)]
     else:
         found = [
             _source(
@@ -160,25 +157,25 @@ def train_sources(config: Config, judged: bool) -> list[DataSource]:
                 f"data.domains.{name}.train_files",
                 domain.train_files,
                 domain.train_max_samples,
-                judged,
+                scored,
                 name,
                 trains=True,
             )
             for name, domain in data.domains.items()
             if domain.weight
         ]
-    if not judged:
+    if not scored:
         return found
     return [replace(each, rewards=reward_functions(config), broken_tests=data.broken_tests) for each in found]
 
 
-def validation_sources(config: Config, judged: bool) -> list[DataSource]:
-    """As many as name files."""
+def validation_sources(config: Config, scored: bool) -> list[DataSource]:
+    """One for each key that names files."""
     data = config.data
     if data.val_files:
-        return [_source(config, "data.val_files", data.val_files, data.val_max_samples, judged)]
+        return [_source(config, "data.val_files", data.val_files, data.val_max_samples, scored)]
     return [
-        _source(config, f"data.domains.{name}.val_files", domain.val_files, domain.val_max_samples, judged, name)
+        _source(config, f"data.domains.{name}.val_files", domain.val_files, domain.val_max_samples, scored, name)
         for name, domain in data.domains.items()
         if domain.val_files
     ]
@@ -189,16 +186,16 @@ def _source(
     key: str,
     files: tuple[str, ...],
     max_samples: int,
-    judged: bool,
+    scored: bool,
     domain: str = "",
     trains: bool = False,
 ) -> DataSource:
-    """trains: rows may be chosen by how hard they are; what validates is as it is."""
-    data, learns_answers = config.data, not is_rl(config)
+    """trains: rows may be selected by difficulty; validation rows are not."""
+    data, is_sft = config.data, not is_rl(config)
     settings = data.domains.get(domain) if domain else None
 
     def own(name: str) -> Any:
-        """What the domain says, or else `data`."""
+        """The domain's setting, or else that of `data`."""
         value = getattr(settings, name, None)
         return getattr(data, name) if value is None else value
 
@@ -209,9 +206,9 @@ def _source(
         prompt=own("prompt_key"),
         answer=own("answer_key"),
         domain=None if domain else data.domain_key,
-        response=own("response_key") if learns_answers else None,
-        answer_required=judged and any(reward.needs_answer for reward in rewards),
-        messages=own("messages_key") if learns_answers else None,
+        response=own("response_key") if is_sft else None,
+        answer_required=scored and any(reward.needs_answer for reward in rewards),
+        messages=own("messages_key") if is_sft else None,
         tools=own("tools_key"),
         is_chat=own("prompt_format") == "chat",
         only_domain=domain or DEFAULT_DOMAIN,
@@ -228,7 +225,7 @@ def _source(
         template_kwargs=data.apply_chat_template_kwargs,
         filter_overlong=data.filter_overlong_prompts,
         truncation=data.truncation,
-        keep_messages=judged and any(reward.reads_messages for reward in rewards),
+        keep_messages=scored and any(reward.reads_messages for reward in rewards),
         num_workers=data.num_loader_workers,
         pass_rate=pass_rate,
         group=group,
@@ -237,15 +234,15 @@ def _source(
 
 
 def _rewards(config: Config, domain: str) -> list[Reward]:
-    """The built-in ones that judge the domain, or any where there is one source: of a user's own nothing is known."""
+    """The built-in reward functions of the domain, or all where there is one source. A user's own are unknown."""
     functions = reward_functions(config)
     parts = functions.get(domain, ()) if domain else [part for own in functions.values() for part in own]
     return [REWARDS[part.name] for part in parts if part.name in REWARDS]
 
 
 class OwnRows(Sequence[PromptRow]):
-    """The rows of a data set, and behind them those that were added. Its length is that of the data set; what is added
-    on one thread may be read on another."""
+    """The rows of a data set, followed by submitted rows, which its length does not count. A row that is added on one
+    thread may be read on another."""
 
     def __init__(self, rows: Sequence[PromptRow]) -> None:
         self._rows = rows
@@ -271,20 +268,20 @@ class OwnRows(Sequence[PromptRow]):
 def encode_row(
     values: object, number: int, config: Config, pipeline: BoundPipeline, tokenizer: PreTrainedTokenizerBase
 ) -> PromptRow:
-    """A row of Python as a prompt; its columns are those of the data set. number: for messages, from 1.
+    """A row from Python as a prompt, with the columns of the data set. number: for messages, from 1.
 
-    Raises UserError for one that cannot be used, or whose domain nothing judges.
+    Raises UserError for an unusable one, or one of a domain without a reward function.
     """
     if not isinstance(values, Mapping):
         raise UserError(f"submit takes a dict such as {{'prompt': ..., 'answer': ...}}, not a {type(values).__name__}")
-    judged = "reward_fn" in pipeline.services
-    (source,) = train_sources(config, judged)
+    scored = "reward_fn" in pipeline.services
+    (source,) = train_sources(config, scored)
     record = Record(f"submitted prompt {number}", {str(key): plain(value) for key, value in values.items()})
     bad = BadRows("error")
-    rows = list(read_rows(iter([record]), source.columns, bad, "what was submitted"))
+    rows = list(read_rows(iter([record]), source.columns, bad, "the submitted rows"))
     bad.check()
     options = replace(source.options, num_workers=0, filter_overlong=False)
     (row,) = encode_rows(rows, tokenizer, options, bad, end_token_ids(tokenizer))
-    if judged:
+    if scored:
         check_domains(reward_functions(config), [row.domain])
     return row

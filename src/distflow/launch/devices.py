@@ -1,4 +1,4 @@
-"""What of this machine a run computes on: its device, and cores for either plane."""
+"""The hardware that a run computes on: its device, and its cores for training and generation."""
 
 import torch
 
@@ -17,17 +17,17 @@ def choose_device(config: Config) -> torch.device:
 
 
 def refuse_offload_here(config: Config, device: torch.device) -> None:
-    """Raises UserError for a key that has something wait in the host's memory where that is the device's."""
+    """Raises UserError for a key that offloads to the host's memory where the device is the host."""
     if device.type == "cpu" and (keys := offload_keys(config)):
         raise UserError(
-            f"{', '.join(keys)}: what is on a CPU lies in the host's memory already (trainer.device="
+            f"{', '.join(keys)}: a CPU's data are in the host's memory already (trainer.device="
             f"{config.trainer.device} is a CPU here): leave {'it' if len(keys) == 1 else 'them'} out"
         )
 
 
-def planes_threads(config: Config) -> tuple[int | None, int | None]:
-    """Threads of (training, generation) in each worker. None: as many as torch takes by itself, or a worker's share of
-    its machine; and those of the thread that trains, which generates while it waits."""
+def threads_of(config: Config) -> tuple[int | None, int | None]:
+    """Threads of (training, generation) in each worker. None for training: torch's default, or a worker's share of
+    its machine. None for generation: the training thread generates while it waits."""
     if not is_rl(config) or config.async_.max_staleness == 0:
         return config.trainer.num_threads, None
     trainer, rollout = config.trainer.num_threads, config.actor_rollout_ref.rollout.num_threads

@@ -1,5 +1,5 @@
-"""From the config to factories of engines and services. The config is read here, once; what a factory carries is plain
-values and functions of modules, so that it can be sent to the worker that builds the part."""
+"""From the config to factories of engines and services. The config is read here, once; a factory holds plain values and
+module-level functions, so that it can be sent to the worker that builds the part."""
 
 from collections.abc import Callable, Collection
 from functools import partial
@@ -30,7 +30,7 @@ from distflow.launch.build_engines import (
     build_rollout,
     build_stop_token_ids,
 )
-from distflow.launch.devices import choose_device, planes_threads
+from distflow.launch.devices import choose_device, threads_of
 from distflow.launch.model_sources import critic_source, policy_adapter, policy_source, tokenizer_loader
 from distflow.models.cpu_kernels import build as native
 from distflow.registry import ROLLOUT_ENGINES, TRAIN_ENGINES
@@ -53,7 +53,7 @@ class Trainer(TypedDict):
 def make_factories(
     config: Config, engines: Collection[str], services: Collection[str], steps: int
 ) -> dict[str, Factory]:
-    """Of these, and of what they are made of. steps: training steps of the whole run."""
+    """Factories of these and of their parts. steps: training steps of the whole run."""
     factories: dict[str, Factory] = {
         "policy": partial(
             build_policy, source=policy_source(config), lora=policy_adapter(config), spread=_spread(config, "actor")
@@ -88,12 +88,13 @@ def make_factories(
 
 
 def compute_dtype(config: Config) -> torch.dtype:
-    """What models compute in; weights that are trained are float32 always."""
+    """The dtype that models compute in; trained weights are always float32."""
     return DTYPES[config.actor_rollout_ref.model.dtype]
 
 
 def engine_dtype(config: Config) -> torch.dtype:
-    """Of the rollout engine's weights: what it computes in, unless it casts them as the trainer does."""
+    """The dtype of the rollout engine's weights: the one that it computes in, unless it casts them as the trainer
+    does."""
     return torch.float32 if _engine_casts(config) else compute_dtype(config)
 
 
@@ -183,7 +184,7 @@ def _rollout_factory(config: Config) -> Factory:
         taken -= _AT_ONCE
     options = {name: getattr(settings, name) for name in sorted(taken)}
     if "num_threads" in options:
-        options["num_threads"] = planes_threads(config)[1]
+        options["num_threads"] = threads_of(config)[1]
     if _engine_casts(config):
         options["compute_dtype"] = compute_dtype(config)
     return partial(

@@ -1,4 +1,4 @@
-"""`distflow eval`: the validation of a run, without a run."""
+"""`distflow eval`: validation without a run."""
 
 from collections.abc import Callable
 from typing import NoReturn
@@ -23,7 +23,7 @@ from distflow.scheduling.groups import Version
 def evaluate(spec: Spec, say: Callable[[str], None]) -> dict[str, float]:
     """The metrics of `data.val_files` under the model as it is. Raises UserError where no file is named.
 
-    say: told why a prompt has no verdict.
+    say: called with the reason why a prompt has no score.
     """
     if not spec.validation:
         raise UserError("nothing to evaluate on: set data.val_files")
@@ -33,22 +33,22 @@ def evaluate(spec: Spec, say: Callable[[str], None]) -> dict[str, float]:
     assert actor is not None, "a pipeline trains something"
     if resources.rollout is None:
         return validation_loss(spec.validation, actor)
-    session = Session.of(spec, resources, stacks=None)  # the folder of an evaluation goes away with it
+    session = Session.of(spec, resources, stacks=None)  # the folder of an evaluation is temporary
     resources, rollout = session.resources, session.resources.rollout
-    assert rollout is not None, "as was just seen"
+    assert rollout is not None, "checked above"
     contexts = Contexts(spec.config, resources, {}, _no_update, _no_update)
     nodes = [pipeline.node(name) for name in rank.rollout_nodes]
-    plane = RolloutLoop.of(spec, nodes, resources, contexts, GroupRecords(), GroupEvents(_ignore))
-    validator = Validator(spec.validation, contexts, plane, resources.stop_token_ids, spec.options.seed, say)
+    rollout_loop = RolloutLoop.of(spec, nodes, resources, contexts, GroupRecords(), GroupEvents(_ignore))
+    validator = Validator(spec.validation, contexts, rollout_loop, resources.stop_token_ids, spec.options.seed, say)
     with session:
         weights = LocalWeights(Waits())
         weights.attach(WeightReceiver(rollout, session))
         canary = make_canary(spec, resources)
         sends, dtype = spec.sends_weights, spec.weight_dtype
-        publisher = WeightSender(actor, weights, dtype, sends=sends, canary=canary, session=session)
-        publisher.sync(Version(0, 0), at_start=True)
+        sender = WeightSender(actor, weights, dtype, sends=sends, canary=canary, session=session)
+        sender.sync(Version(0, 0), at_start=True)
         metrics = session.call(validator.run(0)).metrics()
-        warn_of_errors(plane.call_counts.take(VALIDATION), say)
+        warn_of_errors(rollout_loop.call_counts.take(VALIDATION), say)
     return metrics
 
 
@@ -57,4 +57,4 @@ def _no_update(*arguments: object) -> NoReturn:
 
 
 def _ignore(*arguments: object) -> None:
-    """No account is kept of groups that nobody trains on."""
+    """Groups that are not trained on are not counted."""

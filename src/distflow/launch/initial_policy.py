@@ -1,8 +1,5 @@
-"""`distflow export`: a checkpoint as a Hugging Face folder, which says in `distflow.json` what it was made from.
-
-Runs as models: a run that begins from another's policy keeps a copy of it, so that it can go on whatever becomes of
-that run.
-"""
+"""Policies of checkpoints: exported as a Hugging Face folder (`distflow.json` names the source), and copied into the
+run that starts from one, so that it can resume without the other run."""
 
 import hashlib
 from collections.abc import Callable
@@ -26,17 +23,18 @@ from distflow.runtime.checkpoint.resume import CHECKPOINTS, described, is_of_a_r
 from distflow.training.engine import TrainState
 
 NOTE = "distflow.json"
+MODELS = "models"
 
 Say = Callable[[str], None]
 
 
 def export_checkpoint(source: Path, target: Path, *, trust_code: bool = False, say: Say = lambda line: None) -> Path:
     """Write the policy of a run's folder (its latest checkpoint) or of one checkpoint; adapters are merged. Where the
-    target holds just that already, nothing is done.
+    target holds the same already, nothing is done.
 
-    trust_code: Python code that came with the model may run, where the run's config let it; `say` is told which, and
-    which step it is.
-    Raises UserError where there is no whole checkpoint, the target is taken, or such code is not trusted.
+    trust_code: Python code that came with the model may run, where the run's config let it; `say` is called with that
+    code, and with the step. Raises UserError where there is no whole checkpoint, the target is taken, or such code is
+    not trusted.
     """
     checkpoint = policy_checkpoint(source)
     note = {"run": str(source), "step": checkpoint.step, "checkpoint": identity(checkpoint)}
@@ -60,7 +58,7 @@ def export_checkpoint(source: Path, target: Path, *, trust_code: bool = False, s
 
 
 def identity(checkpoint: Checkpoint) -> str:
-    """Tells a checkpoint from any other: its manifest has the checksums of all that it holds."""
+    """Identifies a checkpoint: its manifest has the checksums of all its parts."""
     return hashlib.sha256((checkpoint.path / MANIFEST).read_bytes()).hexdigest()
 
 
@@ -80,14 +78,11 @@ def _fits(own: Tensor | None, stored: Tensor) -> bool:
     return own is not None and own.shape == stored.shape
 
 
-MODELS = "models"
-
-
 def with_models_of_runs(loaded: Loaded, say: Say) -> Loaded:
     """The config with a model's folder, `models/...` of the run's own, in place of each run or checkpoint that it names
     as a model.
 
-    A run that goes on takes the copy that it began from; what it is is told by `say`. Raises UserError as
+    A resumed run uses the copy that it began from. `say` is called with a description. Raises UserError as
     `export_checkpoint`.
     """
     config, settings = loaded.config, loaded.config.actor_rollout_ref

@@ -1,7 +1,4 @@
-"""Keys that were set and that nothing read while the run was built: each would be a silent mistake.
-
-What a config says, and what the files hold that it names.
-"""
+"""Reads a config and the files that it names, fits the config to them, and rejects keys that nothing reads."""
 
 from dataclasses import dataclass
 
@@ -18,27 +15,28 @@ from distflow.graph import BoundPipeline
 from distflow.launch.check_serializable import check_importable
 from distflow.launch.data_sets import DataSource, train_sources, validation_sources
 from distflow.launch.model_sources import load_policy_tokenizer, policy_context
+from distflow.launch.process_setup import make_process_ready
 from distflow.launch.run_options import run_options, sampling_params, spec_settings, validation_params
-from distflow.launch.select_pipeline import bind, generates, import_user_modules, make_process_ready
+from distflow.launch.select_pipeline import bind, generates, import_user_modules
 from distflow.runtime.errors import is_ours
 
-_WAITS = "with async.max_staleness=0 the trainer's thread generates, and no answer runs while weights change"
+_WAITS = "with async.max_staleness=0 the trainer's thread generates, and nothing is generated while weights change"
 _REASONS = {
     **{f"actor_rollout_ref.rollout.{name}": _WAITS for name in ("kv_on_update", "num_threads")},
     "actor_rollout_ref.actor.weight_update_mode": "every worker that generates trains as well, and weights stay in its "
     "process; trainer.allocation can have some that only generate",
 }
-# Of terms that a pipeline may leave out: 0 says the same as leaving it out.
+# Of loss terms that a pipeline may leave out: 0 is the same as leaving it out.
 _COEFFICIENTS = ("algorithm.kl_ctrl.kl_coef", "actor_rollout_ref.actor.kl_loss_coef")
 
 
 def refuse_inert_keys(loaded: Loaded, reads: set[str], pipeline: BoundPipeline) -> list[str]:
-    """Raises UserError with the keys and where they were set. Those of a preset of ours are no mistake of whoever took
-    another pipeline than it was made for: they are returned, as they are shown.
+    """Raises UserError with the keys and where they were set. Keys of a built-in preset are not the user's mistake
+    where another pipeline was chosen: they are returned, with their origins.
 
-    A function of the user's that is handed a group of the config, or the context, may read keys when it runs: of that
-    group (of its role's), and of groups that users registered. Of other groups it should name a key as an option.
-    The presets that spell out verl's defaults may have more of them than a pipeline reads.
+    A user's function that gets a group of the config, or the context, may read keys when it runs: of that group (of its
+    role's), and of groups that users registered. For keys of other groups it should name options.
+    The presets that spell out verl's defaults may have more keys than a pipeline reads.
     """
     handed = [node for node in pipeline.nodes if not is_ours(node) and {"ctx", "config"} & set(node.contract.reserved)]
     groups = {*loaded.config.user_groups, *(node.config_key for node in handed if node.config_key)} if handed else ()
@@ -54,15 +52,15 @@ def refuse_inert_keys(loaded: Loaded, reads: set[str], pipeline: BoundPipeline) 
         shown = "\n".join(f"  {line}" for line in users)
         raise UserError(
             f"keys that do nothing in pipeline '{pipeline.graph_id}':\n{shown}\n"
-            "Take them out, or choose a pipeline, estimator or loss that uses them; make what only "
-            "a node of your own reads an option of its function"
+            "Take them out, or choose a pipeline, estimator or loss that uses them; make a key that "
+            "only your own node reads an option of its function"
         )
     return list(inert.values())
 
 
 @dataclass(frozen=True)
 class Reading:
-    """What the config alone says. unused: keys of a preset that the pipeline does not take, as they are shown."""
+    """What is known from the config alone. unused: keys of a preset that the pipeline does not read, for people."""
 
     pipeline: BoundPipeline
     unused: list[str]
@@ -72,8 +70,8 @@ class Reading:
 
 @dataclass(frozen=True)
 class Data:
-    """What the files hold, as tokens; held out by the domain that has the files, "" where none has. broken: training
-    rows that were left out since no answer to them could be judged, and why."""
+    """The files' prompts as tokens. validation: by the domain that has the files, "" where none has. broken: training
+    rows that were left out because no response to them could be scored, and why."""
 
     tokenizer: PreTrainedTokenizerBase
     train: PromptSet
@@ -82,16 +80,16 @@ class Data:
 
 
 def read_config(loaded: Loaded) -> Reading:
-    """Bind the pipeline, and read every key that the run uses. Raises UserError for one that was set and is not read.
+    """Bind the pipeline, and read every key that the run uses. Raises UserError for one that is set and not read.
 
-    The rest of a spec is made twice, here to see what it reads, before any file is opened.
+    The rest of a spec is built here a first time, to see what it reads before any file is opened.
     """
     config, reads = watch(loaded.config)
     make_process_ready(config)
     import_user_modules(config)
     pipeline = bind(config)
-    judged = "reward_fn" in pipeline.services
-    train, validation = train_sources(config, judged), validation_sources(config, judged)
+    scored = "reward_fn" in pipeline.services
+    train, validation = train_sources(config, scored), validation_sources(config, scored)
     settings = spec_settings(config, pipeline, num_rows={source.domain: 1 for source in train})
     run_options(config, pipeline, settings["plan"])
     validation_params(config, sampling_params(config))
@@ -103,19 +101,19 @@ def read_config(loaded: Loaded) -> Reading:
 
 
 def follow_pipeline(loaded: Loaded) -> Loaded:
-    """The config of a pipeline of the user's that generates nothing says so. Raises ConfigError where other keys do not
-    go with that."""
+    """Set `dag.generates` to false for a user's pipeline that generates nothing. Raises ConfigError where other keys
+    contradict that."""
     config = loaded.config
     if pipeline_name(config) != CUSTOM or config.dag.generates is not None:
         return loaded
     import_user_modules(config)
     if generates(bind(config)):
         return loaded
-    return with_changes(loaded, [("dag.generates", False, "no node of the pipeline samples or judges answers")])
+    return with_changes(loaded, [("dag.generates", False, "no node of the pipeline samples or scores responses")])
 
 
 def fit_to_files(loaded: Loaded) -> Loaded:
-    """The config that a run would have, made to fit its model and data. Starts none. Raises as `make_spec` does."""
+    """The config that a run would have, fitted to its model and data. Starts no run. Raises as `make_spec` does."""
     loaded = follow_pipeline(loaded)
     return fitted_to_files(loaded, read_config(loaded))[0]
 
@@ -128,14 +126,14 @@ def fitted_to_files(loaded: Loaded, reading: Reading) -> tuple[Loaded, Reading, 
     return loaded, reading, data
 
 
-def _fitted(loaded: Loaded, reading: Reading, room: RunLimits) -> tuple[Loaded, Reading]:
-    """The config in that room, read again where it became another. Raises ConfigError where something does not fit."""
-    fitted = fit_to(loaded, room)
+def _fitted(loaded: Loaded, reading: Reading, limits: RunLimits) -> tuple[Loaded, Reading]:
+    """The config within these limits, read again where it changed. Raises ConfigError where something does not fit."""
+    fitted = fit_to(loaded, limits)
     return (loaded, reading) if fitted is loaded else (fitted, read_config(fitted))
 
 
 def _read_data(config: Config, reading: Reading) -> Data:
-    """All files are read before anything is loaded. What validates comes first: `eval` trains on nothing else."""
+    """All files are read before anything is loaded. Validation comes first: `eval` has nothing else."""
     run_dir = config.trainer.run_dir
     validation_rows = [source.read(run_dir) for source in reading.validation]
     rows = [source.read(run_dir) for source in reading.train]

@@ -65,7 +65,7 @@ def launch_local(
 
 @contextmanager
 def open_local(spec: Spec, say: Callable[[str], None], callbacks: Callbacks) -> Iterator["Running"]:
-    """The same run, driven by whoever enters it in place of `Worker.training_loop`. Signals are his own."""
+    """The same run, driven by the caller in place of `Worker.training_loop`. Signals are left to the caller."""
     with (
         starting(spec, ()) as start,
         _running(spec, start, _build(spec, start, say), (), say, callbacks, _never_stopped, own_loop=True) as running,
@@ -91,7 +91,7 @@ class Running:
 
 @dataclass(frozen=True)
 class _Built:
-    """Engines and services, and what differs from the checkpoint without harm."""
+    """Engines and services, and the harmless differences from the checkpoint."""
 
     resources: Resources
     differences: list[str]
@@ -116,9 +116,9 @@ def _running(
     make_stop: Callable[[Recorder], AbstractContextManager[StopRequest]],
     own_loop: bool = False,
 ) -> Iterator[Running]:
-    """Inside, the worker is entered. What is recorded of the end is written when it is left.
+    """Enters the worker, and records the end when it exits.
 
-    own_loop: no row of the data set is wanted yet.
+    own_loop: no row of the data set is needed yet.
     """
     checkpoint, resources = start.checkpoint, built.resources
     start.set_aside(spec, say)
@@ -149,7 +149,7 @@ def _running(
 
 
 def _never_stopped(recorder: Recorder) -> AbstractContextManager[StopRequest]:
-    """Signals do what they do elsewhere in the user's pipeline."""
+    """Signals keep the handlers of the user's script."""
     return nullcontext(StopRequest(lambda name: None))
 
 
@@ -160,14 +160,14 @@ def local_ports(
     num_ranks: int = 1,
     changed: Callable[[GroupCounts], None] = lambda group_counts: None,
 ) -> Ports:
-    """Ports for workers of this process. changed: told how many groups are where whenever that changes."""
-    edge = LocalSampleQueue(coordinator, waits, num_ranks, live, changed)
-    return Ports(edge, edge.shared, LocalWeights(waits), OneRank(), OneRank(), OneRank(), edge.shared.fail)
+    """Ports for workers of this process. changed: called with the counts by state whenever they change."""
+    queue = LocalSampleQueue(coordinator, waits, num_ranks, live, changed)
+    return Ports(queue, queue.shared, LocalWeights(waits), OneRank(), OneRank(), OneRank(), queue.shared.fail)
 
 
 def _stopping(spec: Spec, waits: Waits) -> str:
-    """What the first signal leads to, and what the run waits for meanwhile, if that lasts."""
+    """What follows the first signal, and what the run waits for meanwhile, if that lasts."""
     saving = "saving" if spec.options.save_freq > 0 else "not saving (trainer.save_freq is off)"
-    longest = {wait.who: wait for wait in reversed(waits.now()) if wait.on != "training"}  # which goes on by itself
+    longest = {wait.who: wait for wait in reversed(waits.now()) if wait.on != "training"}  # which continues by itself
     lasting = [f"; {wait}" for wait in longest.values() if wait.seconds() >= LASTING_S]
     return f"finishing this step, {saving}, then leaving; a second time leaves at once{''.join(lasting)}"

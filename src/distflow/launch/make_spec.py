@@ -1,4 +1,4 @@
-"""From a config to the spec of a run. Whatever can be wrong with a run is found here, the cheap things first."""
+"""From a config to the spec of a run. All that can be wrong with a run is checked here, the cheap things first."""
 
 from collections.abc import Callable
 from functools import partial
@@ -14,7 +14,7 @@ from distflow.launch.load_inputs import Data, fitted_to_files, follow_pipeline, 
 from distflow.launch.run_fingerprint import description, facts
 from distflow.launch.run_options import run_options, sampling_params, spec_settings, validation_sets
 from distflow.launch.select_pipeline import rebuild
-from distflow.launch.startup_messages import told
+from distflow.launch.startup_messages import startup_lines
 from distflow.observe.writing.folder_lock import claimed
 from distflow.planning.allocation import follow_allocation
 from distflow.planning.plan import check_plan
@@ -25,15 +25,17 @@ Say = Callable[[str], None]
 
 
 def make_spec(loaded: Loaded, say: Say) -> Spec:
-    """say: told one line at a time what is being loaded. Raises UserError or PipelineError."""
+    """say: called with a line for each thing that is loaded. Raises UserError or PipelineError."""
     loaded = follow_pipeline(follow_allocation(loaded))
     reading = read_config(loaded)
-    with claimed(loaded.config.trainer.run_dir):  # first: rows from Python code are kept there; it may be somebody's
+    with claimed(
+        loaded.config.trainer.run_dir
+    ):  # first: rows from Python code are stored there, and another run may use it
         loaded = with_models_of_runs(loaded, say)
         if loaded.config.trainer.resume_mode == "never":
             forget_rows(loaded.config.trainer.run_dir)
         loaded, reading, data = fitted_to_files(loaded, reading)
-        for line in told(loaded, reading, data):
+        for line in startup_lines(loaded, reading, data):
             say(line)
         with writing_to(loaded.config.trainer.run_dir):
             spec = _spec(loaded, reading.pipeline, data)

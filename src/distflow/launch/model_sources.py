@@ -68,7 +68,7 @@ def model_sizes(config: Config, engines: Collection[str]) -> dict[str, int]:
 
     Raises UserError naming the key.
     """
-    said, models = config.dag.model_sizes, sorted(set(engines) - {"rollout"})  # which serves the actor's weights
+    said, models = config.dag.model_sizes, sorted(set(engines) - {"rollout"})  # which has the actor's weights
     with blaming("dag.model_sizes"):
         if unknown := [role for role in said if role not in models]:
             raise UserError(f"the pipeline has no model '{unknown[0]}'{hint(unknown[0], models)}")
@@ -105,7 +105,7 @@ def critic_source(config: Config) -> Source:
     path = config.critic.model.path
     if path is None:
         return policy_source(config)
-    # What is said of the actor's file, commit and weights does not hold for another model.
+    # File, commit and init of the actor do not apply to another model.
     return {**_source(config, path), "gguf_file": None, "revision": None, "init": "pretrained"}
 
 
@@ -177,7 +177,7 @@ def _load_tokenizer(
 
 @contextmanager
 def blaming(key: str) -> Iterator[None]:
-    """Say which key it was that named what cannot be loaded."""
+    """Name the key in errors of what it names."""
     try:
         yield
     except UserError as err:

@@ -29,8 +29,8 @@ ROLES = ("actor", "critic")
 
 
 def replay_bundle(bundle: Path, *, trust_code: bool = False) -> Iterator[str]:
-    """Lines for people: non-finite columns and weights, the update's metrics, and each sample that is non-finite by
-    itself.
+    """Lines for people: non-finite columns and weights, the update's metrics, and each sample that is non-finite
+    alone.
 
     trust_code: modules that the run imported, and code that came with its model, may run here; a line says which.
     Raises UserError where the folder is no bundle or damaged, holds weights of another model than its config names, or
@@ -47,9 +47,9 @@ def replay_bundle(bundle: Path, *, trust_code: bool = False) -> Iterator[str]:
             raise ValueError(f"{FACTS} names the role {role!r}")
         batch = Batch.load(bundle / BATCH)
         weights = load_file(bundle / WEIGHTS)
-    code, said = replayed_code(config), list[str]()
-    only_if_trusted(code, trust_code, said.append)
-    yield from said
+    code, notes = replayed_code(config), list[str]()
+    only_if_trusted(code, trust_code, notes.append)
+    yield from notes
     if code:
         load_modules(config.trainer.imports)  # they register losses, and groups of the config
         config = config_from_dict(keys, judge=False)
@@ -70,12 +70,12 @@ def replay_bundle(bundle: Path, *, trust_code: bool = False) -> Iterator[str]:
 
 @contextmanager
 def _reading(bundle: Path) -> Iterator[None]:
-    """Turns what files raise that are not those of a bundle."""
+    """Turns errors of damaged or foreign files into a UserError."""
     try:
         yield
     except UserError:
         raise
-    except Exception as error:  # whatever somebody's files lead to
+    except Exception as error:  # foreign files may raise anything
         raise UserError(
             f"{bundle} is damaged, or the bundle of another version of distflow: {type(error).__name__}: {error}"
         ) from error
@@ -146,7 +146,7 @@ def _objective(config: Config, role: str, batch: Batch) -> LossFn:
 
 
 def _load_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Raises UserError for a weight that the model does not have: the update would be another."""
+    """Raises UserError for a weight that the model does not have: it would be another update."""
     own = dict(model.named_parameters())
     unknown = [name for name, tensor in weights.items() if name not in own or own[name].shape != tensor.shape]
     if unknown:

@@ -1,7 +1,4 @@
-"""What a config says differently from the preset that it builds on.
-
-What is kept of a run: what one that goes on must share with it, and how the report names it.
-"""
+"""The fingerprint that a resumed run must match, the head of the report, and the changes from the preset."""
 
 import hashlib
 import json
@@ -20,7 +17,7 @@ from distflow.config.compose.origins import PRESETS, preset_names
 from distflow.config.keys.schema import schema_keys
 from distflow.config.per_domain import reward_functions
 from distflow.config.serialize import diff, show_value
-from distflow.launch.devices import choose_device, planes_threads, worker_cores
+from distflow.launch.devices import choose_device, threads_of, worker_cores
 from distflow.launch.load_inputs import Data
 from distflow.models.cpu_kernels import build as native
 from distflow.models.weight_checks import identity
@@ -52,7 +49,7 @@ def changes(loaded: Loaded) -> tuple[str, list[dict[str, str]]]:
 
 
 def _preset(loaded: Loaded) -> str:
-    """Of the presets that set a key the one that builds on the others."""
+    """The preset that builds on all others that set a key."""
     set_by = [
         name for name in preset_names() if any(o.startswith(f"presets/{name}.yaml:") for o in loaded.origins.values())
     ]
@@ -60,7 +57,7 @@ def _preset(loaded: Loaded) -> str:
 
 
 def _chain(name: str) -> list[str]:
-    """The preset behind those that it builds on."""
+    """The presets that it builds on, and then itself."""
     return [*(part for base in _read(name).get("defaults", []) if base != "_self_" for part in _chain(base)), name]
 
 
@@ -78,10 +75,10 @@ def _read(name: str) -> DictConfig:
 
 
 def description(loaded: Loaded, data: Data) -> dict[str, object]:
-    """The head of the report, and what it says about the config."""
+    """The head of the report, with the changes from the preset."""
     config, (preset, changed) = loaded.config, changes(loaded)
     counts = {
-        "held out": sum(map(len, data.validation.values())),
+        "for validation": sum(map(len, data.validation.values())),
         "left out, with broken tests": len(data.broken),
     }
     return {
@@ -114,7 +111,7 @@ def facts(config: Config, data: Data) -> dict[str, object]:
 
 def _threads(config: Config) -> str:
     """For people."""
-    trainer, rollout = planes_threads(config)
+    trainer, rollout = threads_of(config)
     of = "threads of a worker" if config.trainer.launcher == "ray" else "threads"
     if rollout is not None:
         return f"{of}: {trainer} to train, {rollout} to generate"
@@ -123,19 +120,19 @@ def _threads(config: Config) -> str:
 
 
 def _rollout_facts(config: Config) -> dict[str, object]:
-    """What is a plane of its own has threads of its own."""
-    threads = planes_threads(config)[1]
+    """Where generation and training run at once, generation has threads of its own."""
+    threads = threads_of(config)[1]
     return {} if threads is None else {"rollout_threads": threads}
 
 
 def _native_facts(config: Config) -> dict[str, object]:
-    """The code that a CPU runs in place of torch's operations."""
+    """The native code that replaces torch's operations on a CPU."""
     return {"native_code": native.name()} if choose_device(config).type == "cpu" else {}
 
 
 def _users_facts(config: Config) -> dict[str, object]:
-    """The code of the user's reward functions and curriculum, and what holds the pipelines that a verifier runs here:
-    all may change on resume, and are then told."""
+    """The code of the user's reward functions and curriculum, and the isolation of code that a reward function
+    runs here. All may change on resume, and are then reported."""
     custom, curriculum = verifiers_of(config).custom, config.data.curriculum.function
     parts = [part for parts in reward_functions(config).values() for part in parts]
     own = sorted({part.name for part in parts if part.name == CUSTOM_REWARD or part.name not in REWARDS})
@@ -143,14 +140,15 @@ def _users_facts(config: Config) -> dict[str, object]:
     if curriculum is not None and curriculum not in CURRICULA:
         facts["code_of_curriculum"] = fingerprint_target(curriculum)
     if any(
-        part.name in REWARDS and REWARDS[part.name].runs_programs and not part.options.get("sandbox") for part in parts
+        part.name in REWARDS and REWARDS[part.name].executes_response and not part.options.get("sandbox")
+        for part in parts
     ):
         facts["sandbox"] = probe().name
     return {**facts, **_reward_models(config)}
 
 
 def _reward_models(config: Config) -> dict[str, object]:
-    """Which ones judge, by domain; their options name them. Raises UserError where there is none."""
+    """The reward models by domain; their options name them. Raises UserError where one is missing."""
     models = {
         domain: part.options
         for domain, parts in sorted(reward_functions(config).items())

@@ -1,9 +1,5 @@
-"""The fields of a spec that need nothing but the config and the number of rows.
-
-How prompts are answered, those that are trained on and those held out.
-
-How a run goes, from the config: what the worker is told besides its pipeline, its data and its parts.
-"""
+"""From the config to fields of the spec: plan, factories and tolerances, sampling of training and validation prompts,
+and the options of the run."""
 
 import math
 from collections.abc import Mapping
@@ -87,7 +83,7 @@ def _trains_by_policy_loss(pipeline: BoundPipeline) -> bool:
 
 
 def sampling_params(config: Config, domain: str = "") -> SamplingParams:
-    """Of prompts that are trained on; the domain's own where it has some."""
+    """For training prompts; the domain's own where it has some."""
     own = config.data.domains.get(domain)
     longest = response_limit(config, domain)
     if not is_rl(config):
@@ -121,7 +117,7 @@ def validation_sets(config: Config, validation: Mapping[str, PromptSet]) -> tupl
 def validation_params(
     config: Config, sampling: SamplingParams
 ) -> tuple[SamplingParams | None, SamplingParams | None, int]:
-    """How `rollout.val_kwargs` wants validation prompts answered: greedily, by sampling, how often."""
+    """How `rollout.val_kwargs` generates for validation prompts: greedily, by sampling, how often."""
     if not validates(config) or not is_rl(config):
         return None, None, 0
     settings = config.actor_rollout_ref.rollout.val_kwargs
@@ -135,7 +131,7 @@ def validation_params(
 
 
 def run_options(config: Config, pipeline: BoundPipeline, plan: Plan) -> RunOptions:
-    """What means nothing in this run is looked at without being read, so that it is refused where it was set."""
+    """Keys without meaning in this run are peeked at, not read, so that they are rejected where they are set."""
     trainer, trust = config.trainer, config.trust
     goes_elsewhere = any("rollout" in rank.engines and not rank.training_nodes for rank in plan.ranks)
     has_val = validates(config)
@@ -145,7 +141,7 @@ def run_options(config: Config, pipeline: BoundPipeline, plan: Plan) -> RunOptio
         update_frequency=config.actor_rollout_ref.actor.model_update_frequency if "rollout" in pipeline.engines else 1,
         weight_update_mode=(config if goes_elsewhere else peek(config)).actor_rollout_ref.actor.weight_update_mode,
         val_before_train=trainer.val_before_train,
-        # Off is always understood; a frequency means something only where there is something to validate on.
+        # Off is always accepted; a frequency has a meaning only where there is validation data.
         test_freq=trainer.test_freq if has_val or peek(trainer).test_freq <= 0 else 0,
         save_freq=trainer.save_freq,
         keep_last=trainer.keep_last if trainer.save_freq > 0 else None,
@@ -159,7 +155,7 @@ def run_options(config: Config, pipeline: BoundPipeline, plan: Plan) -> RunOptio
         project=trainer.project_name,
         experiment=trainer.experiment_name,
         enable_perf=config.dag.enable_perf,
-        worker=_worker_needs(config if trainer.launcher == "ray" else peek(config), _is_judged(pipeline)),
+        worker=_worker_needs(config if trainer.launcher == "ray" else peek(config), _is_scored(pipeline)),
         max_held_mb=(trainer if trainer.launcher == "ray" else peek(trainer)).max_held_mb,
         peers_timeout_s=(trainer if trainer.launcher == "ray" else peek(trainer)).peers_timeout_s,
         timeout_s=config.reward.timeout_s if _has_deadline(pipeline) else peek(config).reward.timeout_s,
@@ -171,7 +167,7 @@ def run_options(config: Config, pipeline: BoundPipeline, plan: Plan) -> RunOptio
         on_mismatch=trust.on_mismatch if "rollout" in pipeline.engines else "warn",
         run_self_check=run_self_check,
         solution_columns=_solution_columns(config) if run_self_check else {},
-        max_error_rate=(config if _is_judged(pipeline) else peek(config)).reward.max_error_rate,
+        max_error_rate=(config if _is_scored(pipeline) else peek(config)).reward.max_error_rate,
         max_skipped=trust.max_skipped_updates,
         unmoved_after=trust.unmoved_after,
         offloads=_offloads(config, pipeline) if is_sharded(config) else {},
@@ -187,15 +183,15 @@ def _solution_columns(config: Config) -> dict[str, tuple[str | None, str]]:
     return found
 
 
-def _worker_needs(config: Config, is_judged: bool) -> WorkerNeeds:
+def _worker_needs(config: Config, is_scored: bool) -> WorkerNeeds:
     trainer, reward = config.trainer, config.reward
     env = {name: str(value) for name, value in trainer.worker_env.items()}
     needs = WorkerNeeds(trainer.worker_cpus, trainer.worker_memory_mb, env)
-    return replace(needs, num_reward_actors=reward.num_actors, reward_cpus=reward.actor_cpus) if is_judged else needs
+    return replace(needs, num_reward_actors=reward.num_actors, reward_cpus=reward.actor_cpus) if is_scored else needs
 
 
 def _offloads(config: Config, pipeline: BoundPipeline) -> dict[str, Offloads]:
-    """Of what is trained, by role. What stays on the host always is not moved."""
+    """For trained models, by role. What always stays on the host is not moved."""
     settings = {"actor": config.actor_rollout_ref.actor.fsdp_config, "critic": config.critic.fsdp_config}
     found = {
         role: Offloads(weights=own.param_offload, moments=own.optimizer_offload)
@@ -209,13 +205,13 @@ def _has_deadline(pipeline: BoundPipeline) -> bool:
     return any(not (node.contract.is_async and is_ours(node)) for node in pipeline.rollout_nodes)
 
 
-def _is_judged(pipeline: BoundPipeline) -> bool:
+def _is_scored(pipeline: BoundPipeline) -> bool:
     return any(node.node_role is NodeRole.REWARD for node in pipeline.rollout_nodes)
 
 
 def _canary_freq(config: Config, pipeline: BoundPipeline) -> int:
-    """On shared weights the engine is compared at the start only, so that the number means nothing beyond on or off."""
+    """On shared weights the engine is compared at the start only, so that the number only means on or off."""
     if "rollout" not in pipeline.engines:
         return 0
-    plain = peek(config).trust.canary_freq
-    return 1 if plain > 0 and shares_weights(config) else config.trust.canary_freq
+    canary_freq = peek(config).trust.canary_freq
+    return 1 if canary_freq > 0 and shares_weights(config) else config.trust.canary_freq

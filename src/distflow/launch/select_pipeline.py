@@ -1,21 +1,11 @@
-"""The heap of this process, where its C library is glibc.
+"""The pipeline of a config: selects a built-in one, the user's function, or nodes in YAML, and binds it to the config,
+here and on a worker."""
 
-Which pipeline a config runs: a built-in one by name, the user's function, or nodes given in YAML.
-
-A run whose finished prompt groups a function of the user's accepts or rejects, as one more node of its pipeline.
-
-The pipeline of a config, bound to it, here and on a worker.
-"""
-
-import ctypes
 import inspect
-import os
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import cast
-
-import torch
 
 from distflow.algorithms.objective import PolicyObjective
 from distflow.config import Config
@@ -36,29 +26,18 @@ from distflow.graph import (
 from distflow.graph.fields import MissingColumn, innermost
 from distflow.graph.nodes import Node
 from distflow.import_target import LoadError, load_function, load_modules
-from distflow.launch.devices import planes_threads
+from distflow.launch.process_setup import make_process_ready
+from distflow.pipelines.nodes.log_probs import score_policy
 from distflow.pipelines.nodes.objectives import may_derive_old
-from distflow.pipelines.nodes.rollout_and_reward import load_responses
-from distflow.pipelines.nodes.scoring import score_policy, weigh_once_apart
+from distflow.pipelines.nodes.rollout import load_responses
+from distflow.pipelines.nodes.rollout_correction import weigh_after_drift
 from distflow.pipelines.nodes.updates import train_unscored_actor, update
 from distflow.planning.plan import plan_local
-from distflow.planning.threads import own_cores
 from distflow.registry import PIPELINES
 from distflow.runtime.errors import is_ours
 from distflow.runtime.spec import Spec
 
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # mallopt(3)
-_LARGEST_THRESHOLD = 2**25  # in bytes; of more glibc takes none
-
-
-def keep_freed_memory() -> None:
-    """What is freed stays with this process, but for blocks of 32 MiB and more. By itself glibc gives the end of its
-    heap back to the system whenever that is free, and gets it anew in the next micro-batch, a page fault for every
-    4 KiB: 2 to 6 % of a step on a CPU. The peak is the same."""
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(_TRIM_THRESHOLD, -1)  # never
-        mallopt(_MMAP_THRESHOLD, _LARGEST_THRESHOLD)
+REJECTED = "rejected"
 
 
 _WRITERS = {
@@ -68,22 +47,27 @@ _WRITERS = {
     "advantages": "compute_advantage writes it",
     "token_level_scores": "compute_reward writes it",
 }
-"""What writes a column of the standard nodes, for a pipeline that lacks it."""
+"""The standard node that writes a column, for a pipeline that lacks it."""
+
+_AS_ONE = (
+    ": add the nodes of all to one graph; parts of it that have nothing to do with one another run side by side, on "
+    "devices of their own (docs/planning.md)"
+)
 
 
 def select_pipeline(config: Config) -> TaskGraph:
     """The pipeline of `config`. Raises PipelineError or UserError where the user's own cannot be built."""
     name = pipeline_name(config)
     if name != CUSTOM:
-        return cast(TaskGraph, _made(load_function(PIPELINES[name].target), config))
+        return cast(TaskGraph, _call_pipeline_function(load_function(PIPELINES[name].target), config))
     if config.dag.custom_pipeline_fn:
         return _custom(config.dag.custom_pipeline_fn, config)
     return pipeline_from_config("yaml_pipeline", [dict(entry) for entry in config.dag.nodes])
 
 
 def bound(graph: TaskGraph, config: Config) -> BoundPipeline:
-    """The pipeline with the config's options and the columns of data sets. Raises PipelineError, which says of a column
-    that nothing writes which of the standard nodes would."""
+    """The pipeline with the config's options and the columns of data sets. Raises PipelineError, which names the
+    standard node that would write a missing column."""
     try:
         pipeline = graph.bind(config, PROMPT_FIELDS)
         return _unscored(graph, pipeline, config) if may_derive_old(config) else pipeline
@@ -94,8 +78,8 @@ def bound(graph: TaskGraph, config: Config) -> BoundPipeline:
 
 
 def generates(pipeline: BoundPipeline) -> bool:
-    """Whether it learns from answers that are sampled, not from those of the rows: it uses the rollout engine, or
-    judges what it makes, and does not load answers."""
+    """Whether it trains on sampled responses, not on those of the rows: it uses the rollout engine or has a reward
+    node, and does not load responses."""
     if any(innermost(node.fn) is load_responses for node in pipeline.nodes):
         return False
     makes = (NodeRole.ROLLOUT, NodeRole.REWARD)
@@ -105,15 +89,15 @@ def generates(pipeline: BoundPipeline) -> bool:
 def _unscored(graph: TaskGraph, pipeline: BoundPipeline, config: Config) -> BoundPipeline:
     """The pipeline without the forward pass for old log-probs, where the built-in update alone reads them.
 
-    A function of the user's that is handed the whole batch may read them.
+    A user's function that gets the whole batch may read them.
     """
-    scoring = [node for node in pipeline.nodes if innermost(node.fn) in (score_policy, weigh_once_apart)]
+    scoring = [node for node in pipeline.nodes if innermost(node.fn) in (score_policy, weigh_after_drift)]
     updates = [node for node in pipeline.nodes if innermost(node.fn) is update and _takes_policy_loss(node)]
     columns = {"old_log_probs", "rollout_is_weights"}
     for node in pipeline.nodes:
-        is_handed = not is_ours(node) and "batch" in node.contract.reserved and node.plane == "training"
+        gets_batch = not is_ours(node) and "batch" in node.contract.reserved and node.plane == "training"
         reads = columns & {*node.contract.reads, *node.contract.optional}
-        if node not in scoring and node not in updates and (reads or is_handed):
+        if node not in scoring and node not in updates and (reads or gets_batch):
             return pipeline
     if not scoring or len(updates) != 1:
         return pipeline
@@ -134,10 +118,10 @@ def _custom(path: str, config: Config) -> TaskGraph:
         raise UserError(f"dag.custom_pipeline_fn: {err}") from err
     _check_parameters(make_graph, path)
     try:
-        graph = _made(make_graph, config)
+        graph = _call_pipeline_function(make_graph, config)
     except PipelineError:
         raise
-    except Exception as err:  # the edge of a user's code
+    except Exception as err:  # a user's code
         place = users_place(err) or "unknown place"
         raise UserError(f"dag.custom_pipeline_fn={path} raised {type(err).__name__}: {err} (at {place})") from err
     if not isinstance(graph, TaskGraph):
@@ -163,19 +147,13 @@ def _check_parameters(make_graph: Callable[..., object], path: str) -> None:
         )
 
 
-def _made(make_graph: Callable[..., object], config: Config) -> object:
+def _call_pipeline_function(make_graph: Callable[..., object], config: Config) -> object:
     """A pipeline's function may take the config, or nothing."""
     return make_graph(config) if inspect.signature(make_graph).parameters else make_graph()
 
 
-_AS_ONE = (
-    ": add the nodes of all to one graph; parts of it that have nothing to do with one another run side by side, on "
-    "devices of their own (docs/planning.md)"
-)
-
-
-def _are_graphs(made: object) -> bool:
-    return isinstance(made, list | tuple) and any(isinstance(each, TaskGraph) for each in made)
+def _are_graphs(returned: object) -> bool:
+    return isinstance(returned, list | tuple) and any(isinstance(each, TaskGraph) for each in returned)
 
 
 def _kind(graph: object) -> str:
@@ -184,11 +162,8 @@ def _kind(graph: object) -> str:
     return "a Pipeline that is not built" if isinstance(graph, Pipeline) else type(graph).__name__
 
 
-REJECTED = "rejected"
-
-
 def accepting(spec: Spec, should_accept: Callable[[Batch], object]) -> Spec:
-    """The same run, with this node behind all others of the rollout loop. It does not leave this process."""
+    """The same run, with this node after all others of the rollout loop. It cannot be sent to another process."""
 
     def accept(batch: Batch) -> Drop | None:
         return None if should_accept(batch) else Drop(REJECTED)
@@ -198,13 +173,10 @@ def accepting(spec: Spec, should_accept: Callable[[Batch], object]) -> Spec:
     graph.add_node(Node("should_accept", accept, before, writes=(), scope="group", plane="rollout", validates=False))
     pipeline = bound(graph, spec.config)
 
-    def made() -> BoundPipeline:
+    def accepting_pipeline() -> BoundPipeline:
         return pipeline
 
-    return replace(spec, pipeline=made, plan=plan_local(pipeline, spec.plan.ranks[0].device))
-
-
-_MAX_THREADS = 1024
+    return replace(spec, pipeline=accepting_pipeline, plan=plan_local(pipeline, spec.plan.ranks[0].device))
 
 
 def bind(config: Config) -> BoundPipeline:
@@ -213,29 +185,14 @@ def bind(config: Config) -> BoundPipeline:
 
 
 def rebuild(config: Config) -> BoundPipeline:
-    """The same on a worker, which is to be made ready and has the user's modules to import first."""
+    """The same on a worker, after preparing its process and importing the user's modules."""
     make_process_ready(config)
     import_user_modules(config)
     return bind(config)
 
 
-def make_process_ready(config: Config) -> None:
-    """Its heap, and its threads before any of them starts: results are bit-equal for one number of threads only.
-    Raises UserError for more than can be meant."""
-    keep_freed_memory()
-    trainer, rollout = planes_threads(config)
-    for key, threads in (("trainer", trainer), ("actor_rollout_ref.rollout", rollout)):
-        if (threads or 0) > _MAX_THREADS:
-            most = f"set it to at most the cores of this machine, {os.cpu_count()}"
-            raise UserError(f"{key}.num_threads={threads}: {most}")
-    if trainer is None and "OMP_NUM_THREADS" not in os.environ:  # which is meant
-        trainer = min(torch.get_num_threads(), own_cores())  # torch does not look at a container's share of time
-    if trainer is not None:
-        torch.set_num_threads(trainer)
-
-
 def import_user_modules(config: Config) -> None:
-    """Those of `trainer.imports`, which register estimators, losses, columns."""
+    """Import the modules of `trainer.imports`, which register estimators, losses, columns."""
     try:
         load_modules(config.trainer.imports)
     except LoadError as err:

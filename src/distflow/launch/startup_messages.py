@@ -1,4 +1,4 @@
-"""What a run says before it starts: what it starts from, and what was probably not meant."""
+"""The messages of a run before it starts: its data and settings, and notes on probable mistakes."""
 
 from collections.abc import Iterator
 
@@ -10,17 +10,17 @@ from distflow.data.rows import TEMPLATE_KWARGS_COLUMN, listed
 from distflow.errors import hint
 from distflow.graph import BoundPipeline, NodeRole
 from distflow.launch.data_sets import num_rows_of
-from distflow.launch.devices import planes_threads
+from distflow.launch.devices import threads_of
 from distflow.launch.load_inputs import Data, Reading
 from distflow.pipelines.nodes.by_domain import options_of
 from distflow.planning.threads import own_cores
 from distflow.rewards.router import check_domains
 
-_NUM_LOOKED_AT = 100  # rows
+_NUM_ROWS_CHECKED = 100  # rows
 
 
-def told(loaded: Loaded, reading: Reading, data: Data) -> Iterator[str]:
-    """What the run starts from. Raises UserError for a domain that nothing judges."""
+def startup_lines(loaded: Loaded, reading: Reading, data: Data) -> Iterator[str]:
+    """The data and settings of the run. Raises UserError for a domain without a reward function."""
     config = loaded.config
     named = {"train": data.train}
     named |= {f"validation{' ' if name else ''}{name}": found for name, found in data.validation.items()}
@@ -44,9 +44,9 @@ def told(loaded: Loaded, reading: Reading, data: Data) -> Iterator[str]:
 
 
 def _notes(loaded: Loaded, reading: Reading, data: Data) -> Iterator[str]:
-    """What runs, and is probably not what was meant."""
+    """Notes on settings that are valid, but probably a mistake."""
     config, cores = loaded.config, own_cores()
-    trainer, rollout = planes_threads(config)
+    trainer, rollout = threads_of(config)
     if (trainer or 0) + (rollout or 0) > cores:
         beside = f" beside actor_rollout_ref.rollout.num_threads={rollout}" if rollout else ""
         yield (
@@ -56,21 +56,21 @@ def _notes(loaded: Loaded, reading: Reading, data: Data) -> Iterator[str]:
     staleness = config.async_.max_staleness if is_rl(config) else 0
     if staleness and not _weighs_staleness(config):
         yield (
-            f"note: answers are up to {staleness} steps old, and are trained on as if the policy of today had given "
-            "them: actor_rollout_ref.actor.policy_loss=decoupled weighs them"
+            f"note: responses are up to {staleness} steps off-policy, and are trained on as if the current policy had "
+            "written them: actor_rollout_ref.actor.policy_loss=decoupled weighs them"
         )
     is_default = loaded.origin("data.prompt_format") == "default"
     has_template = bool(getattr(data.tokenizer, "chat_template", None))
     if is_default and has_template and is_rl(config) and not data.train.has_messages:
         yield (
-            "note: the model has a chat template, and prompts go to it as plain text: an instruction-tuned model wants "
+            "note: the model has a chat template, and prompts go to it as plain text: an instruction-tuned model needs "
             "data.prompt_format=chat"
         )
     is_text = config.data.prompt_format == "text" and not data.train.has_messages
     for name in (config.data.tools_key, TEMPLATE_KWARGS_COLUMN) if is_text else ():
-        if any(name in (row.extra_info or {}) for row in data.train[:_NUM_LOOKED_AT]):
+        if any(name in (row.extra_info or {}) for row in data.train[:_NUM_ROWS_CHECKED]):
             yield (
-                f"note: rows have the column '{name}', which only a chat template is handed, and prompts are plain "
+                f"note: rows have the column '{name}', which only a chat template gets, and prompts are plain "
                 "text: see data.prompt_format"
             )
     known = {domain for found in (data.train, *data.validation.values()) for domain in found.domains}
@@ -85,7 +85,7 @@ def _notes(loaded: Loaded, reading: Reading, data: Data) -> Iterator[str]:
 
 
 def _weighs_staleness(config: Config) -> bool:
-    """Whether the loss knows of the policy that drew the tokens."""
+    """Whether the loss uses the policy that sampled the tokens."""
     algorithm, loss = config.algorithm, config.actor_rollout_ref.actor.policy_loss
     corrects = algorithm.rollout_correction.level or algorithm.recompute_old_log_probs == "false"
     return bool(corrects) or loss == "decoupled"

@@ -1,5 +1,5 @@
-"""Python code that a config names. Commands that run a config of the user's say it; those that look at what a run left
-behind, which somebody else may have handed over, run it only when they are asked to."""
+"""Python code that a config names. Commands that run the user's config report it; those that read a run's folder, which
+may be another person's, run it only when asked to."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -17,11 +17,11 @@ def named_code(config: Config) -> list[str]:
     """Everything that a run imports or calls, as `key: name`."""
     custom = config.custom_reward_function
     reward = [f"custom_reward_function: {custom.path}:{custom.name}"] if custom.path else []
-    return [*program_code(config), *reward, *_reward_code(config), *_data_code(config), *model_code(config)]
+    return [*pipeline_code(config), *reward, *_reward_code(config), *_data_code(config), *model_code(config)]
 
 
-def program_code(config: Config) -> list[str]:
-    """The part that the pipeline is made of."""
+def pipeline_code(config: Config) -> list[str]:
+    """The code of the pipeline."""
     code = _imports(config)
     if config.dag.custom_pipeline_fn:
         code.append(f"dag.custom_pipeline_fn: {config.dag.custom_pipeline_fn}")
@@ -30,12 +30,12 @@ def program_code(config: Config) -> list[str]:
 
 
 def replayed_code(config: Config) -> list[str]:
-    """The part that registers losses, or comes with the models."""
+    """The code that registers losses, or comes with the models."""
     return [*_imports(config), *model_code(config)]
 
 
 def model_code(config: Config) -> list[str]:
-    """That of models and tokenizers, where `trust_remote_code` lets it run."""
+    """The code of models and tokenizers, where `trust_remote_code` lets it run."""
     model = config.actor_rollout_ref.model
     if not model.trust_remote_code:
         return []
@@ -44,7 +44,7 @@ def model_code(config: Config) -> list[str]:
 
 
 def only_if_trusted(code: list[str], trusted: bool, say: Callable[[str], None]) -> None:
-    """Say what is about to run. Raises UserError with the same where nobody asked for it."""
+    """Report what is about to run. Raises UserError with the same where nobody asked for it."""
     lines = "".join(f"\n  {line}" for line in code)
     if code and not trusted:
         raise UserError(
@@ -67,7 +67,7 @@ def _imports(config: Config) -> list[str]:
 
 
 def _reward_code(config: Config) -> Iterator[str]:
-    """Verifiers that are named by place: module:function, file.py:function."""
+    """Reward functions that are named by their place: module:function, file.py:function."""
     parts = [(f"reward.functions.{name}", each) for name, each in config.reward.functions.items()]
     parts += [(f"data.domains.{name}.reward", each.reward) for name, each in config.data.domains.items()]
     for key, named in parts:

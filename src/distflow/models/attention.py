@@ -1,19 +1,15 @@
-"""Moving rows of a tensor by index, with a backward pass that knows which rows repeat.
+"""Attention over packed sequences: each sequence to itself, at the cost of its own length, on any device.
 
-Autograd's own backward of `index_select` must assume that all do: additions in no fixed order on a GPU.
+It is registered with `transformers` under a name; a forward without `packing` is exactly its `sdpa`. The file also has
 
-Causal attention of short sequences on a CPU, as batched products of matrices: in float64, and where there is no
-native code (`native/attend.py`).
-
-The processor's fused kernel goes through a sequence in pieces that are small products: below some hundred tokens these
-cost more than the half of the matrix that they leave out, and two threads hardly halve them. Here a batched product
-has all query heads of a key-value head as one matrix, for as many sequences at a time as stay in the cache.
-
-Attention of one token a row whose result does not depend on how much memory lies behind the row's position.
-
-Attention over packed sequences: each sequence to itself, at the cost of its own length, on any device.
-
-Registered with `transformers` under a name; a forward without `packing` is exactly its `sdpa`.
+- `take_rows` and others: rows by index, with a backward pass that knows which rows repeat. Autograd's backward of
+  `index_select` must assume that all do: additions in no fixed order on a GPU.
+- `attend_short`: causal attention of short sequences on a CPU as batched matrix products, in float64, and without
+  native code (`cpu_kernels/attention.py`). The processor's fused kernel splits a sequence into small products: below
+  some hundred tokens these cost more than the half of the matrix that they skip, and two threads hardly halve the time.
+  Here a batched product has all query heads of a key-value head as one matrix, for as many sequences as fit into the
+  cache.
+- `attend_in_blocks`: attention of one token a row; its result does not depend on the memory after the row's position.
 """
 
 import math
@@ -120,7 +116,7 @@ def attend_short(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Ten
     return mixed.view(query.shape)
 
 
-class _Saved(Protocol):
+class _SavedForBackward(Protocol):
     """What a forward pass keeps for its backward pass."""
 
     scale: float
@@ -136,7 +132,7 @@ class _ShortAttention(Function):
     """Queries `(matrices, heads of each · tokens, head_dim)`, keys and values `(matrices, tokens, head_dim)`."""
 
     @staticmethod
-    def forward(ctx: _Saved, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+    def forward(ctx: _SavedForBackward, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
         rows, tokens = queries.shape[1], keys.shape[1]
         unseen = keys.new_full((tokens, tokens), float("-inf")).triu_(1).repeat(rows // tokens, 1)
         kept = keys.new_empty(len(keys), rows, tokens) if any(ctx.needs_input_grad) else None
@@ -151,7 +147,7 @@ class _ShortAttention(Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: _Saved, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+    def backward(ctx: _SavedForBackward, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         """With P = softmax(S), O = P V: dS = P (dO Vᵀ − ⟨dO, O⟩) (arXiv 2205.14135, appendix B)."""
         queries, keys, values, kept, mixed = ctx.saved_tensors
         of_queries, of_keys, of_values = (torch.empty_like(x) for x in (queries, keys, values))

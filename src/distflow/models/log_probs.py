@@ -30,7 +30,7 @@ def log_probs_of(logits: Tensor, targets: Tensor, with_entropy: bool) -> tuple[T
     return chosen, entropy
 
 
-class _Saved(Protocol):
+class _SavedForBackward(Protocol):
     """What a forward pass keeps for its backward pass."""
 
     needs_input_grad: tuple[bool, ...]
@@ -45,7 +45,9 @@ class _Saved(Protocol):
 
 class _LogProbs(Function):
     @staticmethod
-    def forward(ctx: _Saved, logits: Tensor, targets: Tensor, with_entropy: bool) -> tuple[Tensor, Tensor | None]:
+    def forward(
+        ctx: _SavedForBackward, logits: Tensor, targets: Tensor, with_entropy: bool
+    ) -> tuple[Tensor, Tensor | None]:
         kept = logits.detach() if ctx.needs_input_grad[0] else None
         chosen = logits.new_empty(len(logits))
         entropy = logits.new_empty(len(logits)) if with_entropy else None
@@ -62,7 +64,9 @@ class _LogProbs(Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: _Saved, of_chosen: Tensor | None, of_entropy: Tensor | None) -> tuple[Tensor | None, None, None]:
+    def backward(
+        ctx: _SavedForBackward, of_chosen: Tensor | None, of_entropy: Tensor | None
+    ) -> tuple[Tensor | None, None, None]:
         """With p the probabilities and H the entropy: d log p_t / dz = 1_t − p, dH / dz = −p (log p + H)."""
         grad, targets, entropy = ctx.saved_tensors
         if of_chosen is None:

@@ -1,16 +1,14 @@
-"""A packed row's way through a decoder by native code. In float32 a layer is three operations in place of some fifty,
-whose parts stay in the processor's cache; of a larger one, and in bfloat16, products are torch's, and what stands
-between them is ours. For models and machines where there is none, `transformers` computes.
+"""Packed forwards: sequences one after the other in one row, no padding, no attention mask, no cache.
 
-Packed forwards: sequences one after the other in one row, no padding, no attention mask, no cache.
+With a cache or a mask of ones `transformers` silently lets packed sequences attend to each other, so every model is
+checked before use: each packed sequence against itself alone, through the model's own forward.
 
-With a cache or a mask of ones `transformers` lets packed sequences see each other without a word, so every model is
-checked before it is used: each packed sequence against itself alone, through the model's own forward.
+The whole pass, embedding to log-probs, is one method of the model: a wrapper that gathers or moves weights around a
+forward (such as FSDP2's `register_fsdp_forward_method`) sees one call that uses all of them, output head included.
 
-A model's whole pass over packed sequences, embedding to log-probs, as one method of the model.
-
-What wraps a model to gather or move its weights around a forward (FSDP2's `register_fsdp_forward_method`, say) sees one
-call that uses all of them, the output head included.
+On a CPU a decoder's layers run by native code (`packed_layers`). In float32 a layer is three operations in place of
+some fifty, which stay in the processor's cache; in a larger layer, and in bfloat16, torch computes the products and
+native code the rest. `transformers` computes models and machines without native code.
 """
 
 from dataclasses import dataclass
@@ -36,13 +34,13 @@ from distflow.models.model_runner import FAMILIES
 from distflow.models.shared_prefixes import Sharing, shared_prefixes
 
 LARGEST = 2**19
-"""Numbers of a matrix of a gated MLP in float32: of more the cache no longer holds what a thread works with, and
-torch's products gain on ours."""
+"""Numbers of a matrix of a gated MLP in float32: above it the cache no longer holds a thread's data, and
+torch's products are faster than ours."""
 
 
 def runs_natively(decoder: Any) -> bool:
     """Whether `packed_layers` computes what the decoder does, as it is now: under autocast to bfloat16 or none, with
-    its weights in float32 on a CPU, and nothing in it that is another's than `transformers`'."""
+    its weights in float32 on a CPU, and only modules of `transformers`."""
     config = decoder.config
     if config.model_type not in FAMILIES or not native.is_there():
         return False
@@ -141,8 +139,8 @@ def packed_hidden_states(
             input_ids=input_ids[None],
             position_ids=send(position_ids, input_ids.device)[None],
             use_cache=False,
-            # A mask of four dimensions `transformers` hands on as it is; for none it would look for the bounds of the
-            # sequences in their positions, which waits for the device, and build one of (tokens, tokens).
+            # `transformers` passes a mask of four dimensions on as it is; without one it would find the bounds of the
+            # sequences by their positions, which waits for the device, and build one of (tokens, tokens).
             attention_mask=torch.empty(1, 1, 1, 1, dtype=torch.bool, device=input_ids.device),
             packing=packing,
         ).last_hidden_state[0]
@@ -212,7 +210,7 @@ def packed_error(model: nn.Module) -> tuple[float, float]:
 
 
 def _candidates(config: PreTrainedConfig) -> tuple[str, ...]:
-    """Ours knows plain causal attention only; a window or a soft cap is left to the family's own code."""
+    """Ours supports plain causal attention only; a window or a soft cap is left to the family's own code."""
     layer_types = set(getattr(config, "layer_types", None) or ("full_attention",))
     windowed = layer_types != {"full_attention"} or getattr(config, "sliding_window", None) is not None
     if getattr(config, "attn_logit_softcapping", None) is not None:

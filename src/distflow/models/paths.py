@@ -1,7 +1,6 @@
-"""Where a model lies: a local folder, a Hugging Face hub id, one that ships with us (`builtin:NAME`) or with another
-Python package (`package:NAME`).
-
-Python code that comes with a model's folder, which `transformers` runs where it is trusted.
+"""Resolves model paths: a local folder, a Hugging Face hub id, a model that ships with distflow (`builtin:NAME`) or
+with another Python package (`package:NAME`). Also finds Python code in a model's folder, which `transformers` runs if
+trusted.
 """
 
 import importlib.util
@@ -54,7 +53,7 @@ def is_local(resolved: str) -> bool:
 
 
 def why_not_loaded(resolved: str, reason: str) -> str:
-    """What to tell the user of a model that could not be loaded. reason: what the library that tried says."""
+    """The message for a model that could not be loaded. reason: the library's error."""
     if is_local(resolved):
         return reason
     no_folder = f"there is no folder '{resolved}' in {Path.cwd()}"

@@ -1,6 +1,5 @@
-"""Divides the layers of a model over ranks that compute them together, by the plan that its family carries.
-
-Spreads a model's weights over ranks by FSDP2, in the way that losses over exact global counts need.
+"""Shards a model over ranks: tensor parallelism by the plan of its family, and FSDP2 with summed gradients, as losses
+over exact global counts need.
 """
 
 import re

@@ -1,8 +1,8 @@
-"""Tokens that packed sequences begin with alike, computed once: a causal model's state of a token hangs on what stands
-before it alone.
+"""Computes shared prefixes of packed sequences once: a causal model's state of a token depends only on the tokens
+before it.
 
-The answers to one prompt share its tokens, and whatever they begin with alike; all prompts share a template's head.
-What is left out is the tokens' way through every layer but for attention, where each sequence is whole.
+The responses to one prompt share its tokens, and any common prefix; all prompts share a template's head.
+Shared tokens pass through every layer once, except for attention, where each sequence is whole.
 """
 
 from dataclasses import dataclass

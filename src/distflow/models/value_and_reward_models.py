@@ -1,6 +1,5 @@
-"""Critics: a decoder with one linear output a token, stored as a `transformers` token classifier with one label.
-
-Reward models: `transformers` sequence classifiers with one label, and what they score.
+"""Critics: decoders with one linear output a token, stored as `transformers` token classifiers with one label. Reward
+models: `transformers` sequence classifiers with one label.
 """
 
 from collections.abc import Iterator, Sequence
@@ -86,7 +85,7 @@ HEAD = "score"
 def load_reward_model(
     path: str | Path, *, dtype: torch.dtype, device: torch.device | str, revision: str | None = None
 ) -> PreTrainedModel:
-    """A sequence classifier with one label, to be asked by `score_ids`; its head is float32 always.
+    """A sequence classifier with one label, for `score_ids`; its head is always float32.
 
     path: as `resolve_path` takes it. Only safetensors are read, and no code that comes with the model is run.
     Raises UserError for a model that cannot be found or read, that has another head or none (a language model, say).
@@ -126,7 +125,7 @@ def _config(source: ModelSource) -> PreTrainedConfig:
 def score_ids(model: PreTrainedModel, ids: Sequence[Sequence[int]], pad_id: int, max_tokens: int) -> list[float]:
     """The score of each text.
 
-    ids: its tokens, none empty. pad_id: of what fills up the shorter ones; it may be a token of theirs too. max_tokens:
+    ids: its tokens, none empty. pad_id: the padding token; it may occur in the texts too. max_tokens:
     of a forward, padding counted; a longer text has one of its own.
     """
     scores = [0.0] * len(ids)

@@ -1,6 +1,5 @@
-"""Which model it is, for a run's folder: a path alone does not say so, for what lies there may change.
-
-Weights that no training gives: not finite, or finite garbage, such as the 1e30 of a flipped bit.
+"""Identifies a model by a fingerprint, as the files of a path may change, and finds weights that are not finite or
+implausibly large, such as the 1e30 of a flipped bit.
 """
 
 import hashlib
@@ -24,7 +23,7 @@ def identity(path: str, revision: str | None = None) -> dict[str, str]:
     """`path`, `revision` and `fingerprint`: of a hub id its commit; of a folder a hash of its files' names and sizes,
     of all that small ones hold and of pieces from all over the weights, which training changes everywhere.
 
-    Raises UserError for a folder that there is not, and where the hub does not have the model.
+    Raises UserError for a missing folder, and for a model that is not on the hub.
     """
     source = resolve_path(path)
     if is_local(source):

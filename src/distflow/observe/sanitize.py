@@ -1,6 +1,6 @@
 """The one way out for text of models, data, files and users: it can move no cursor, nor hide or turn a line around.
 
-Three media, one function each: `visible` for lines that people read, `Harmless` for whole streams (the process's
+Three media, one function each: `visible` for lines that people read, `SanitizedStream` for whole streams (the process's
 standard output and error, whoever prints there), `escaped_json` for JSON in files and pages.
 
 Lines of libraries that whoever reads them can do nothing about. Errors, and what user code warns of, are shown.
@@ -39,7 +39,7 @@ def escaped_json(text: str) -> str:
     return text if text.isascii() and "\x7f" not in text else _OBEYED.sub(_json_escape, text)
 
 
-class Harmless(io.TextIOBase):
+class SanitizedStream(io.TextIOBase):
     """A stream that writes what `visible` makes of the text, in the encoding of the one below.
 
     It is no terminal to those who ask, so that libraries leave colours and redrawing out; `below` may be one. A write
@@ -47,7 +47,7 @@ class Harmless(io.TextIOBase):
     """
 
     def __init__(self, below: TextIO) -> None:
-        self.below: TextIO = below.below if isinstance(below, Harmless) else below
+        self.below: TextIO = below.below if isinstance(below, SanitizedStream) else below
 
     @property
     def encoding(self) -> str:  # type: ignore[override]  # read-only here
@@ -73,9 +73,9 @@ class Harmless(io.TextIOBase):
 
 @contextmanager
 def harmless_output() -> Iterator[None]:
-    """Standard output and error are `Harmless` inside."""
+    """Standard output and error are `SanitizedStream` inside."""
     out, err = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = Harmless(out), Harmless(err)
+    sys.stdout, sys.stderr = SanitizedStream(out), SanitizedStream(err)
     try:
         yield
     finally:

@@ -1,1 +1,1 @@
-"""The built-in pipelines and their nodes, and the assembly of a run from a config: where everything meets."""
+"""The built-in pipelines and their nodes."""

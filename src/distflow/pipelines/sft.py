@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: the same loop, with the data set's answers in place of sampled ones."""
+"""Supervised fine-tuning: the same loop, with the data set's responses in place of sampled ones."""
 
 from distflow.config import Config
 from distflow.graph import NodeType, Pipeline, TaskGraph
@@ -6,7 +6,7 @@ from distflow.pipelines import nodes
 
 
 def sft_pipeline(config: Config | None = None) -> TaskGraph:
-    """Read answers, update towards them; the same for every config."""
+    """Load responses, update towards them; the same for every config."""
     return (
         Pipeline("sft_training_pipeline", "Supervised fine-tuning")
         .add_node("load_responses", nodes.load_responses, node_type=NodeType.DATA_LOAD)

@@ -83,12 +83,12 @@ def parse_sizes(text: str) -> Sizes:
 
 
 def require_engines(allocation: Allocation) -> None:
-    """Raises UserError for an engine that is known and not there yet."""
+    """Raises UserError for an engine that is known and not implemented yet."""
     for part in allocation.parts:
         if not _ENGINES[part.engine].target:
             table = ROLLOUT_ENGINES if part.engine in ROLLOUT_ENGINES else TRAIN_ENGINES
             there = ", ".join(name for name, entry in table.items() if entry.target)
-            allocation.refuse(part.at, f"the engine '{part.engine}' is not there yet; choose from {there}")
+            allocation.refuse(part.at, f"the engine '{part.engine}' is not implemented yet; choose from {there}")
 
 
 class _Parser:
@@ -232,9 +232,8 @@ _ROLLOUT = "actor_rollout_ref.rollout"
 def follow_allocation(loaded: Loaded) -> Loaded:
     """The config in which what nobody set says what the allocation says; `check_agreement` judges the rest.
 
-    Raises UserError for what is no allocation or names an engine that is not there yet, ConfigError where other keys
-    do not go with its engines.
-    """
+    Raises UserError for what is no allocation or names an engine that is not implemented yet, ConfigError where other
+    keys do not go with its engines."""
     if not loaded.config.trainer.allocation:
         return loaded
     allocation = parse_allocation(loaded.config.trainer.allocation)

@@ -30,8 +30,8 @@ def split(deps: Edges, holds: Mapping[str, Collection[str]]) -> list[tuple[str, 
     closures = [{exit_, *before[exit_]} for exit_ in deps if not behind[exit_]]
     parts: list[set[str]] = []
     for nodes in closures:
-        held = _held(nodes, holds)
-        joined = [part for part in parts if held & _held(part, holds)]
+        held = _held_by(nodes, holds)
+        joined = [part for part in parts if held & _held_by(part, holds)]
         for part in joined[1:]:
             parts.remove(part)
         if joined:
@@ -54,15 +54,15 @@ def pipeline_parts(pipeline: BoundPipeline, sizes: Mapping[str, str | float]) ->
         return [_part(pipeline, [node.node_id for node in pipeline.nodes], sizes)]
     deps = {n.node_id: tuple(dep for dep in n.deps if dep not in rollout_nodes) for n in pipeline.training_nodes}
     found = split(deps, holds)
-    trained = [nodes for nodes in found if _held(nodes, holds)] or found[:1]
+    trained = [nodes for nodes in found if _held_by(nodes, holds)] or found[:1]
     idle = {node for nodes in found if nodes not in trained for node in nodes}
-    parts = served([_part(pipeline, (*rollout_nodes, *nodes), sizes) for nodes in trained])
+    parts = sort_parts([_part(pipeline, (*rollout_nodes, *nodes), sizes) for nodes in trained])
     first = {*parts[0].nodes, *idle}
     return [_part(pipeline, [n.node_id for n in pipeline.nodes if n.node_id in first], sizes), *parts[1:]]
 
 
-def served(parts: Sequence[Part]) -> list[Part]:
-    """In the order in which they get devices: by size, then by length; equal ones as they come."""
+def sort_parts(parts: Sequence[Part]) -> list[Part]:
+    """Parts in the order in which they get devices: by size, then by number of nodes; the sort is stable."""
     return sorted(parts, key=lambda part: (-part.size, -len(part.nodes)))
 
 
@@ -101,9 +101,9 @@ def _quotas(weights: list[Fraction], num_devices: int) -> list[Fraction]:
 
 def _part(pipeline: BoundPipeline, node_ids: Sequence[str], sizes: Mapping[str, str | float]) -> Part:
     engines = dict.fromkeys(engine for node_id in node_ids for engine in pipeline.node(node_id).engines)
-    models = [engine for engine in engines if engine != "rollout"]  # which serves the actor's weights
+    models = [engine for engine in engines if engine != "rollout"]  # it uses the actor's weights
     return Part(tuple(node_ids), tuple(engines), sum(parse_size(sizes.get(model, 0)) for model in models))
 
 
-def _held(nodes: Collection[str], holds: Mapping[str, Collection[str]]) -> set[str]:
+def _held_by(nodes: Collection[str], holds: Mapping[str, Collection[str]]) -> set[str]:
     return {held for node in nodes for held in holds.get(node, ())}

@@ -1,4 +1,4 @@
-"""How many verdicts were asked for, and how many failed: counted where they happen, whatever becomes of the group."""
+"""Counts of scored samples and of reward errors, whatever happens to their groups afterwards."""
 
 import threading
 from collections import Counter, defaultdict
@@ -9,12 +9,12 @@ from typing import NamedTuple
 
 TRAINING, VALIDATION = "training", "validation"
 counted_for: ContextVar[str] = ContextVar("counted_for", default=TRAINING)
-"""Whose verdicts the running task asks for; tasks that it starts inherit it. Both may go on at the same time."""
+"""What the running task scores samples for; tasks that it starts inherit it. Both may run at the same time."""
 
 
 @contextmanager
 def validating() -> Iterator[None]:
-    """Inside, verdicts are a validation's."""
+    """Inside, scores are counted for validation."""
     token = counted_for.set(VALIDATION)
     try:
         yield
@@ -23,7 +23,7 @@ def validating() -> Iterator[None]:
 
 
 class RewardCallCounts(NamedTuple):
-    """asked, failed: numbers of samples. first: whose verdict was the first that failed, and why."""
+    """asked, failed: numbers of samples. first: the first reward error."""
 
     asked: int = 0
     failed: int = 0
@@ -31,19 +31,19 @@ class RewardCallCounts(NamedTuple):
 
     @property
     def share(self) -> float:
-        """Of those asked for, the part that failed."""
+        """Share of the samples that failed."""
         return self.failed / self.asked if self.asked else 0.0
 
 
 class RewardCounts(NamedTuple):
-    """What a worker's verdicts came to: of rewards, and of the verifiers the counts that are metrics."""
+    """A worker's counts: of samples, and those of the reward functions that are metrics."""
 
     calls: RewardCallCounts = RewardCallCounts()
     counts: Mapping[str, float] = {}
 
     @staticmethod
     def joined(parts: Sequence["RewardCounts"]) -> "RewardCounts":
-        """Of several workers together."""
+        """Sum over several workers."""
         counts = Counter[str]()
         for part in parts:
             counts.update(part.counts)
@@ -51,7 +51,7 @@ class RewardCounts(NamedTuple):
 
 
 def joined(parts: Iterable[RewardCallCounts]) -> RewardCallCounts:
-    """Of several scopes or workers together."""
+    """Sum over several scopes or workers."""
     known = list(parts)
     first = next((part.first for part in known if part.first), "")
     return RewardCallCounts(sum(part.asked for part in known), sum(part.failed for part in known), first)
@@ -65,7 +65,7 @@ class CallCounts:
         self._lock = threading.Lock()
 
     def add(self, asked: int, failed: int, first: str = "") -> None:
-        """first: told where some failed."""
+        """first: the first reward error, if any."""
         with self._lock:
             scope = counted_for.get()
             self._counted[scope] = joined(

@@ -14,12 +14,12 @@ CASES = (
 def compute_score(data_source: str, solution_str: str, ground_truth: object, extra_info: object = None) -> float:
     """1.0 or 0.0. The answer is the last box, else what follows the last `####`, else the whole response.
 
-    ground_truth: a text or number, or a list of accepted ones. Raises ValueError where there is none.
+    ground_truth: str or a number, or a list of accepted ones. Raises ValueError if there is none.
     """
     golds = ground_truth if isinstance(ground_truth, list | tuple) else [ground_truth]
     if not golds or any(gold is None or isinstance(gold, dict) for gold in golds):
         raise ValueError(
-            f"the ground truth is {ground_truth!r}: 'exact_match' needs a text or a number (data.answer_key)"
+            f"the ground truth is {ground_truth!r}: 'exact_match' needs a str or a number (data.answer_key)"
         )
     return float(_answer(solution_str) in {_answer(str(gold)) for gold in golds})
 

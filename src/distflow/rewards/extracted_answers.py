@@ -1,8 +1,7 @@
 """Finding the final answer in a text: the last complete box, what follows the last `####`, or an "answer is" phrase.
 
-Boxes side by side are one answer, a list: whoever boxes two answers has not decided.
-
-Each search takes time linear in the text: it is the policy who writes it.
+Adjacent boxes are one answer, a list: a response that boxes two answers has not decided. Each search takes time linear
+in the text, as the policy writes it.
 """
 
 import re
@@ -32,9 +31,9 @@ def last_box(text: str) -> str | None:
 
 
 def boxed_answer(text: str) -> str | None:
-    r"""The last box, with those right before it that nothing but "and", "or" or punctuation parts from it, as a list.
+    r"""The last box, with those right before it that only "and", "or" or punctuation separates from it, as a list.
 
-    The same box twice is one; one of them empty leaves no answer, which is ''.
+    Equal boxes count once; if one is empty, the answer is ''.
     """
     boxes = _boxes(text)
     if not boxes:
@@ -67,13 +66,13 @@ def after_hashes(text: str) -> str | None:
 
 
 def marked_answer(text: str) -> str | None:
-    """The answer that the text marks as such, by a box or by `####`; None where it marks none."""
+    """The answer that the text marks as such, by a box or by `####`; None if it marks none."""
     box = boxed_answer(text)
     return box if box is not None else after_hashes(text)
 
 
 def bare_answer(text: str) -> str:
-    """A data set's answer without its mark: of a worked solution what it marks, else all of it."""
+    """A data set's answer without its mark: the marked answer of a worked solution, else the whole text."""
     marked = marked_answer(text)
     return (text if marked is None else marked).strip()
 
@@ -90,8 +89,8 @@ def phrased_answer(text: str) -> str | None:
 def last_mathematics(prose: str, is_answer: bool = False) -> tuple[str, str] | None:
     """The last formula between delimiters, or the last number; and the word or sign after the number.
 
-    Neighbouring formulas that a comma, "and" or "or" joins are one answer, and so are numbers that an "or" joins; where
-    the prose is said to be the answer, also those that a comma or "and" joins.
+    Neighbouring formulas that a comma, "and" or "or" joins are one answer, and so are numbers that an "or" joins; if
+    the prose is the answer, also those that a comma or "and" joins.
     """
     formulas, numbers = list(_FORMULA.finditer(prose)), list(_EXPRESSION.finditer(prose))
     if formulas and (not numbers or formulas[-1].end() > numbers[-1].end()):
@@ -107,7 +106,7 @@ def last_mathematics(prose: str, is_answer: bool = False) -> tuple[str, str] | N
 
 
 def _end(number: re.Match[str]) -> int:
-    """Behind its unit; "or" is none."""
+    """End of the number with its unit; "or" is not a unit."""
     return number.start(1) if (number[1] or "").strip() in _CONJUNCTIONS else number.end()
 
 
@@ -122,7 +121,7 @@ def _joined(prose: str, formulas: list[re.Match[str]]) -> Iterator[str]:
 
 
 def _boxes(text: str) -> list[tuple[int, int, str]]:
-    """(start, end, content) of those that are complete and in no other."""
+    """(start, end, content) of the boxes that are complete and not in another."""
     found = list(_BOX.finditer(text))
     ends = _closing_braces(text) if found else {}
     boxes: list[tuple[int, int, str]] = []
@@ -139,7 +138,7 @@ def _boxes(text: str) -> list[tuple[int, int, str]]:
 
 
 def _closing_braces(text: str) -> dict[int, int]:
-    r"""Where each brace that is closed opens: where it closes; `\{` and `\}` do not count."""
+    r"""Position of each opening brace → that of its closing one; `\{` and `\}` do not count."""
     ends: dict[int, int] = {}
     opened: list[int] = []
     for match in _BRACE.finditer(text):

@@ -1,4 +1,4 @@
-"""What tells one reward function from another: for files what they hold, for functions their code and its constants."""
+"""Fingerprints of reward functions: of a file its content, of a function its code and constants."""
 
 import functools
 import hashlib
@@ -18,13 +18,13 @@ _PLAIN = (int, float, complex, bool, str, bytes, type(None))
 
 
 def fingerprint_target(target: str) -> str:
-    """Of the file behind a reward's "module:function" or "file:function"; empty where there is none to read."""
+    """Fingerprint of the file of a "module:function" or "file:function"; empty if it cannot be read."""
     path = split_name(target)[0]
     files = [Path(path)] if path.endswith((".py", SUFFIX)) else _files_of(path)
     read = read_fingerprint if path.endswith(SUFFIX) else _digest_of
     try:
         return next((read(file) for file in files if file.is_file()), "")
-    except OSError:  # told where it is loaded
+    except OSError:  # reported when it is loaded
         return ""
 
 
@@ -35,8 +35,7 @@ def _files_of(module: str) -> list[Path]:
 
 
 def fingerprint_function(function: Callable[..., object]) -> str:
-    """The same for the same code and constants, in whatever cell or line it stands; with the helpers of its own module,
-    without what it imports."""
+    """Independent of the cell or line that the code is in; includes helpers of the same module, but not imports."""
     return _digest("\n".join(_Lines(str(innermost(function).__module__)).of(function)).encode("utf-8", "surrogatepass"))
 
 
@@ -49,7 +48,7 @@ def _digest(data: bytes) -> str:
 
 
 class _Lines:
-    """Lines that say what a value is. module: of another one's functions and classes only the names are told."""
+    """Lines that describe a value. module: functions and classes of other modules are described by name only."""
 
     def __init__(self, module: str) -> None:
         self._module = module
@@ -68,7 +67,7 @@ class _Lines:
                 yield from self.of(part)
 
     def _parts(self, value: object) -> Iterator[object]:
-        """An object that says nothing stable of itself has none."""
+        """The parts of a value; none for an object without a stable description."""
         if isinstance(value, tuple | list):
             yield from value
         elif isinstance(value, frozenset | set):

@@ -1,4 +1,4 @@
-"""`format`: does the response keep the form that was asked for?"""
+"""`format`: does the response have the required format?"""
 
 import re
 from collections.abc import Mapping
@@ -21,8 +21,8 @@ def compute_score(
 ) -> float:
     r"""1.0 where the response has a complete, non-empty `\boxed{...}`, else 0.0.
 
-    A row whose extra_info holds `format_regex` is judged by that expression instead, which must match the whole
-    response ("." matches line ends too). Raises ValueError where the expression is none.
+    If a row's extra_info has `format_regex`, that expression must match the whole response instead ("." also matches
+    line ends). Raises ValueError if it is not a valid expression.
     """
     pattern = (extra_info or {}).get(PATTERN_KEY)
     if pattern is None:

@@ -1,11 +1,7 @@
-"""Reward functions given from Python: written into the run's folder, for verifiers are processes of their own.
+"""Reward functions: loading by name, calling, reading what they return, pickling those passed from Python.
 
-A function of an importable module is written as its name; one of a notebook, a script or another function with its code
-and with what it refers to there. Such a file is a program like a `.py` file: read only where a config names it.
-
-What a verifier says of a sample besides its score, within bounds: it is kept with the sample, for people.
-
-Which function a reward's name means, how it is called, how its answer is read. Imports none by itself.
+A pickle holds the name of a function of an importable module, else its code and what that refers to. Like a `.py` file
+it is executable code, and is loaded only if a config names it.
 """
 
 import functools
@@ -33,36 +29,36 @@ _HEAD = b"distflow reward "
 
 
 def write_function(function: Callable[..., object], fingerprint: str, file: Path) -> None:
-    """A line with the fingerprint, then the pickle. Raises UserError naming what it holds that no other process can
-    have, e.g. a lock or an open connection."""
+    """Write a line with the fingerprint, then the pickle. Raises UserError naming what cannot be pickled, e.g. a lock
+    or an open connection."""
     try:
         data = _pickled(function)
-    except Exception as error:  # the queue: whatever an object of the user's raises when it is pickled
+    except Exception as error:  # a user's object may raise anything when it is pickled
         raise UserError(
-            f"the reward {name_of(function)} runs in a process of its own, and what it refers to cannot be sent there: "
-            f"{_culprit(function) or error}. Make it inside the function, once, in a function of its own under "
-            "@functools.cache; or put the reward into a .py file and set custom_reward_function.path"
+            f"the reward function {name_of(function)} runs in another process, and what it refers to cannot be sent "
+            f"there: {_culprit(function) or error}. Make it inside the function, once, in a function of its own under "
+            "@functools.cache; or put the function into a .py file and set custom_reward_function.path"
         ) from error
     write_atomically(file, _HEAD + fingerprint.encode() + b"\n" + data)
 
 
 def read_function(file: Path) -> Callable[..., object]:
-    """Raises LoadError where it cannot be read here: a module that it needs is missing, say."""
+    """Unpickle the function. Raises LoadError if that fails, e.g. because a module is missing."""
     try:
         return cast(Callable[..., object], pickle.loads(file.read_bytes().partition(b"\n")[2]))
-    except Exception as error:  # the edge of a user's code
+    except Exception as error:  # user code
         raise LoadError(
-            f"'{file}' cannot be read ({type(error).__name__}: {error}): give the function again"
+            f"'{file}' cannot be read ({type(error).__name__}: {error}): pass the function again"
         ) from error
 
 
 def read_fingerprint(file: Path) -> str:
-    """Without running anything. Raises OSError."""
+    """The fingerprint in the file, read without running any code. Raises OSError."""
     return file.read_bytes().partition(b"\n")[0].removeprefix(_HEAD).decode(errors="replace")
 
 
 def name_of(function: Callable[..., object]) -> str:
-    """Its own, that of what it wraps, or its class's."""
+    """Name of the function, of the function it wraps, or of its class."""
     plain = inspect.unwrap(function)
     while isinstance(plain, functools.partial):
         plain = plain.func
@@ -88,7 +84,7 @@ def _cached(function: Callable[..., object], parameters: dict[str, Any]) -> Call
 
 
 def _culprit(function: Callable[..., object]) -> str:
-    """The variable of the function that cannot be written, where it is one that it names itself."""
+    """The variable of the function that cannot be pickled, if the function itself names it."""
     for name, value in _variables(inspect.unwrap(function)):
         try:
             _pickled(value)
@@ -104,25 +100,25 @@ def _variables(function: Callable[..., object]) -> Iterator[tuple[str, object]]:
 
 
 MAX_TEXT = 4000
-"""Characters of one text; of a longer one both ends are kept."""
+"""Characters of one text; a longer one keeps both ends."""
 MAX_IN_ALL = 20_000
-"""Characters of all that a verifier says of one sample."""
+"""Characters of all extra values that a reward function returns for one sample."""
 _MAX_ENTRIES, _MAX_DEPTH = 50, 6
 _LEFT_OUT = "… left out"
 
 
 def bounded(remarks: Mapping[object, object]) -> dict[str, JSON]:
-    """What JSON can hold of it, long texts without their middle, and what comes behind `MAX_IN_ALL` left out."""
-    return _Room().mapping(remarks, 0)
+    """The remarks as JSON: long texts are cut in the middle, and everything after `MAX_IN_ALL` is left out."""
+    return _SizeLimit().mapping(remarks, 0)
 
 
 def shortened(text: str, most: int = MAX_TEXT) -> str:
-    """At most `most` characters of a text and a word on what is missing between its ends."""
+    """At most `most` characters of a text, with a note on what is missing in the middle."""
     half = most // 2
     return text if len(text) <= most else f"{text[:half]}\n[… {len(text) - 2 * half:,} characters …]\n{text[-half:]}"
 
 
-class _Room:
+class _SizeLimit:
     def __init__(self) -> None:
         self._left = MAX_IN_ALL
 
@@ -167,32 +163,32 @@ class _Room:
 
 PARAMETERS = ("data_source", "solution_str", "ground_truth", "extra_info")
 PROMPT, PROMPTS = "prompt", "prompts"
-"""The prompt's text, for an async function that names it; those of all answers, for a batched one."""
+"""The prompt's text, for an async function with this parameter; those of all responses, for a batched one."""
 FAILS, FAILS_TARGET = "(a probe that fails)", "distflow.rewards.self_check:fail"
-"""A function of every pool that must give no verdict, for the auditor to ask."""
+"""A function of every pool that must return a reward error; the auditor calls it."""
 
 _OPTIONS = "?"
 BATCHED = {"data_sources": "data_source", "solution_strs": "solution_str"} | {
     "ground_truths": "ground_truth",
     "extra_infos": "extra_info",
 }
-"""What a batched reward takes, as verl's do: lists with an entry for each answer."""
+"""Parameters of a batched reward function, as in verl: lists with an entry for each response."""
 
 Parts = Sequence[tuple[str, float] | tuple[str, float, Mapping[str, object]]]
-"""(name, weight), and the part's options where it has some."""
+"""(name, weight), and the part's options if it has any."""
 Functions = Mapping[str, Parts]
 """The parts by domain."""
 
 
 def with_options(target: str, options: Mapping[str, object]) -> str:
-    """A target whose function is called with these besides; `load_reward` reads it."""
+    """A target with the options of its function, for `load_reward`."""
     return f"{target}{_OPTIONS}{json.dumps(options, sort_keys=True)}" if options else target
 
 
 def find_targets(parts: Parts, custom: tuple[str, str] | None) -> dict[str, str]:
-    """What a pool loads for them, by name. custom: path and name of the user's function, for the name "custom".
+    """The targets that a pool loads, by name. custom: path and name of the user's function, for the name "custom".
 
-    Raises UserError for a name that means no function.
+    Raises UserError for an unknown name.
     """
     targets = {name: with_options(target_of(name, custom), given[0] if given else {}) for name, _, *given in parts}
     return {**targets, FAILS: FAILS_TARGET}
@@ -206,11 +202,11 @@ def custom_target(path: str, name: str) -> str:
 
 
 def load_reward(target: str) -> Callable[..., object]:
-    """The function that "module:function" or "/path/file.py:function" names, or that a run was given from Python, with
-    the options that a "?" and a JSON object behind it give.
+    """The function that "module:function" or "/path/file.py:function" names, or that was passed from Python, with
+    the options of a "?" and a JSON object after it.
 
-    What a built-in needs besides is loaded too. Raises LoadError where there is none, or it takes other parameters than
-    a reward does, or other options; UserError where what it needs cannot be loaded.
+    Also loads what a built-in needs. Raises LoadError if there is no such function or its parameters or options do not
+    match; UserError if what it needs cannot be loaded.
     """
     target, _, options = target.partition(_OPTIONS)
     path = split_name(target)[0]
@@ -226,7 +222,7 @@ def load_reward(target: str) -> Callable[..., object]:
 
 
 def _fault_of_options(function: Callable[..., object], given: Mapping[str, object]) -> str:
-    """What of the options of a part is none of the function's: a parameter with a default, of the default's type."""
+    """Which option the function does not take: options are parameters with a default, of the default's type."""
     known = {
         name: parameter.default
         for name, parameter in inspect.signature(function).parameters.items()
@@ -242,11 +238,11 @@ def _fault_of_options(function: Callable[..., object], given: Mapping[str, objec
 
 
 def find_fault(function: Callable[..., object]) -> str:
-    """What of its parameters no reward has; empty where they are those of one."""
+    """Why its parameters are not those of a reward function; empty if they are."""
     try:
         parameters = inspect.signature(function).parameters
     except ValueError:
-        return "does not say what it takes: wrap it into a function of Python"
+        return "has no signature: wrap it in a Python function"
     required = [
         name
         for name, parameter in parameters.items()
@@ -257,23 +253,24 @@ def find_fault(function: Callable[..., object]) -> str:
     if all(name in wanted for name in required) and _accepted(function, wanted):
         return ""
     return (
-        f"takes ({', '.join(required)}): a reward takes some of ({', '.join(PARAMETERS)}), or, for all answers to a "
-        f"prompt at once, of ({', '.join(BATCHED)}); one over columns of a batch is a node of a custom pipeline"
+        f"takes ({', '.join(required)}): a reward function takes some of ({', '.join(PARAMETERS)}), or, for all "
+        f"responses to a prompt at once, of ({', '.join(BATCHED)}); one over columns of a batch is a node of a custom "
+        "pipeline"
     )
 
 
 def is_batched(function: Callable[..., object]) -> bool:
-    """Whether it takes lists, an entry for each answer to a prompt."""
+    """Whether it takes lists, with an entry for each response to a prompt."""
     return any(name in BATCHED for name in inspect.signature(function).parameters)
 
 
 def takes_groups(function: Callable[..., object]) -> bool:
-    """Whether it is handed all answers to a prompt at a time: batched, or async, of which many wait together."""
+    """Whether it gets all responses to a prompt at once: it is batched, or async, so that they wait together."""
     return is_batched(function) or is_async(function)
 
 
 def call(function: Callable[..., object], arguments: Mapping[str, object]) -> object:
-    """Call it by keyword with those of `PARAMETERS` that it takes, and with the prompt where it names that and there is
+    """Call it by keyword with those of `PARAMETERS` that it takes, and with the prompt if it takes it and there is
     one."""
     given = {name: arguments[name] for name in _accepted(function, PARAMETERS)}
     if PROMPT in arguments and PROMPT in inspect.signature(function).parameters:
@@ -290,18 +287,20 @@ def call_batched(function: Callable[..., object], asked: Sequence[Mapping[str, o
 
 
 def split_batch(returned: object, length: int) -> list[object]:
-    """The entries of what a batched reward returned. Raises ValueError unless it is a sequence of that length."""
+    """The entries that a batched reward function returned. Raises ValueError unless it is a sequence of that length."""
     if callable(tolist := getattr(returned, "tolist", None)):
         returned = tolist()  # tensors and arrays
     if not isinstance(returned, list | tuple) or len(returned) != length:
         what = f"{len(returned)} scores" if isinstance(returned, list | tuple) else f"{returned!r:.80}"
-        raise ValueError(f"it returned {what} for {length} answers: a batched reward returns a list of as many")
+        raise ValueError(
+            f"it returned {what} for {length} responses: a batched reward function returns a list of as many"
+        )
     return list(returned)
 
 
 def read_score(returned: object) -> tuple[float, dict[str, JSON]]:
-    """The score, and within bounds what else a dictionary held: nothing but `acc` is computed from it. Raises
-    ValueError for a score or an `acc` that is no finite number."""
+    """The score, and the other entries of a dictionary within bounds (only `acc` is used). Raises ValueError for a
+    score or an `acc` that is not a finite number."""
     extra: dict[str, JSON] = {}
     if isinstance(returned, dict):
         if "score" not in returned:
@@ -316,17 +315,17 @@ def read_score(returned: object) -> tuple[float, dict[str, JSON]]:
 
 
 def _number(value: object, where: str = "") -> float:
-    """Of a number, a truth value, or a scalar of numpy or torch. Raises ValueError for anything else."""
+    """float of a number, bool, or numpy or torch scalar. Raises ValueError for anything else."""
     if not isinstance(value, numbers.Real) and callable(item := getattr(value, "item", None)):
         value = item()  # those with more than one element raise here
     if not isinstance(value, numbers.Real):
-        raise ValueError(f"it returned {value!r:.80}{where}, which is no number")
+        raise ValueError(f"it returned {value!r:.80}{where}, which is not a number")
     try:
         number = float(value)
     except OverflowError:
         raise ValueError(f"it returned{where} a number that is too large for a float") from None
     if not math.isfinite(number):
-        raise ValueError(f"it returned {number}{where}, which is no finite number")
+        raise ValueError(f"it returned {number}{where}, which is not finite")
     return number
 
 

@@ -1,9 +1,4 @@
-"""Columns of a row that a verifier reads.
-
-A data set's own reference solutions, judged as a policy's answers are before a run learns from them.
-
-Rows of which a reward could judge no response: their tests are no Python, their instructions unknown.
-"""
+"""A data set's reference solutions, scored before a run like a policy's responses, and rows with broken tests."""
 
 import ast
 import asyncio
@@ -21,7 +16,7 @@ from distflow.rewards.score import RewardResult, Score, is_right, own_reward_res
 
 
 def decoded(value: object) -> object:
-    """What a column means that holds a list or a mapping as JSON, as some data sets write them; any other as it is."""
+    """The list or mapping of a column that holds JSON, as in some data sets; any other value unchanged."""
     if not isinstance(value, str) or not value.lstrip().startswith(("{", "[")):
         return value
     try:
@@ -38,7 +33,8 @@ _SHOWN = 200
 
 
 class Solution(NamedTuple):
-    """A response that is right, says the data set. origin: file and line of its row. column: where it stands there."""
+    """A response that is right according to the data set. origin: file and line of its row. column: where it is
+    from."""
 
     origin: str
     domain: str
@@ -51,11 +47,11 @@ class Solution(NamedTuple):
 def find_solution(
     names: Iterable[str], key: str | None, answer_key: str, ground_truth: object, row: Mapping[str, object], prompt: str
 ) -> tuple[str, str] | None:
-    """(column, response): the row's reference solution, None where it has none.
+    """(column, response): the row's reference solution; None if it has none.
 
-    names: of the rewards that judge it. key: the column, "" for none, None for those that their rewards know, of which
-    only a text of several lines, or an indented one, is taken for one. Of a list it is the first. ground_truth: the
-    column `answer_key`, and `row` the others; prompt: what the solution continues where it is the rest of a program.
+    names: of its reward functions. key: the column, "" for none, None for those that the reward functions know, where
+    only a text of several lines, or an indented one, counts. Of a list it is the first. ground_truth: the column
+    `answer_key`, and `row` the others; prompt: what the solution continues if it is the rest of a program.
     """
     known = [column for name in names if name in REWARDS for column in REWARDS[name].solutions]
     known = known if key is None else [key] if key else []
@@ -68,8 +64,8 @@ def find_solution(
 
 
 def whole(solution: str, row: Mapping[str, object], prompt: str) -> str:
-    """The solution behind the prompt where it is the rest of that program (HumanEval), and the row does not have what
-    it continues in a column `prompt`."""
+    """The solution, after the prompt if it is the rest of that program (HumanEval) and the row has no column `prompt`
+    with the beginning."""
     continues = "prompt" not in row and _is_rest(solution) and _is_python(prompt + solution)
     return prompt + solution if continues else solution
 
@@ -80,8 +76,8 @@ def _is_rest(solution: str) -> bool:
 
 
 def judging(functions: Sequence[tuple[str, float]]) -> Iterator[str]:
-    """Those of the functions (name, weight) that must call a solution right: which compare with the row's answer,
-    know columns of solutions, or are the user's."""
+    """The functions (name, weight) that must score a solution as right: those that compare with the ground truth, know
+    columns of solutions, or are the user's."""
     for name, weight in functions:
         entry = REWARDS.get(name)
         if weight > 0 and (entry is None or name == CUSTOM_REWARD or entry.needs_answer or entry.solutions):
@@ -89,16 +85,16 @@ def judging(functions: Sequence[tuple[str, float]]) -> Iterator[str]:
 
 
 async def try_solutions(router: "RewardRouter", solutions: Sequence[Solution], seconds: float) -> list[str]:
-    """What to warn of: by domain and column, which solutions are not judged right, and why. None are begun after these
-    seconds. Raises UserError where most of a domain's fail."""
+    """Warnings: by domain and column, the solutions that are not scored as right, and why. None is started after these
+    seconds. Raises UserError if most of a domain's fail."""
     deadline = time.monotonic() + seconds
     free = {
         domain: asyncio.Semaphore(router.pools.patience(domain).num_workers)
         for domain in {solution.domain for solution in solutions}
     }
-    told = await asyncio.gather(*(_try(router, each, free[each.domain], deadline) for each in solutions))
+    reasons = await asyncio.gather(*(_try(router, each, free[each.domain], deadline) for each in solutions))
     groups: dict[tuple[str, str], list[tuple[Solution, str]]] = {}
-    for solution, why in zip(solutions, told, strict=True):
+    for solution, why in zip(solutions, reasons, strict=True):
         if why is not None:
             groups.setdefault((solution.domain, solution.column), []).append((solution, why))
     warnings = []
@@ -111,18 +107,18 @@ async def try_solutions(router: "RewardRouter", solutions: Sequence[Solution], s
         more = f"\n  and {len(failed) - _SHOWN_ROWS} more" if len(failed) > _SHOWN_ROWS else ""
         if 2 * len(failed) > len(tried):
             raise UserError(
-                f"{found}{lines}{more}\nsee data.answer_key and reward.functions; where the column holds no solutions, "
-                "name another by data.solution_key, or none: data.solution_key=''"
+                f"{found}{lines}{more}\nsee data.answer_key and reward.functions; if the column holds no solutions, "
+                "name another one with data.solution_key, or none: data.solution_key=''"
             )
         warnings.append(
-            f"{found}{lines}{more}\nsuch rows may punish right answers; `distflow reward check` with --response-key "
+            f"{found}{lines}{more}\nsuch rows may punish right responses; `distflow reward check` with --response-key "
             f"{column} and --rows 0 tries all rows"
         )
     return warnings
 
 
 async def _try(router: "RewardRouter", solution: Solution, free: asyncio.Semaphore, deadline: float) -> str | None:
-    """Why it is not right; empty where it is, None where no time was left."""
+    """Why it is not right; empty if it is, None if no time was left."""
     async with free:
         if time.monotonic() > deadline:
             return None
@@ -140,7 +136,7 @@ async def _try(router: "RewardRouter", solution: Solution, free: asyncio.Semapho
 
 
 def why(reward_result: RewardResult) -> str:
-    """What a verdict says for people: the score, and the first case that failed where the reward tells of one."""
+    """A reward result in words: the score, and the first failed case if the reward function reports one."""
     if not isinstance(reward_result, Score):
         return str(reward_result)
     failed = reward_result.extra.get("failed")
@@ -162,8 +158,8 @@ Check = Callable[[object, Mapping[str, object]], None]
 
 
 def find_broken(names: Iterable[str], ground_truth: object, extra_info: Mapping[str, object]) -> str:
-    """Why one of these rewards can give no verdict on the row, whatever is answered; empty where all can. Runs no
-    code of the row."""
+    """Why one of these reward functions cannot score any response to the row; empty if all can. Runs no code of the
+    row."""
     for name in names:
         check = _check_of(name)
         try:

@@ -1,4 +1,4 @@
-"""`length`: is the response neither shorter nor longer than wanted?
+"""`length`: is the response's length within limits?
 
 In characters or words; DAPO's penalty in tokens, before `data.max_response_length`, is `reward.overlong`.
 """
@@ -15,8 +15,8 @@ _UNITS = {"characters": len, "words": lambda text: len(text.split())}
 def compute_score(
     solution_str: str, at_least: int = 1, at_most: int = 2**31, slope: int = 0, unit: str = "characters"
 ) -> float:
-    """1.0 from `at_least` to `at_most`, 0.0 where it misses them by more than `slope`, linear between; in `unit`, which
-    is "characters" or "words" (parted by white space).
+    """1.0 from `at_least` to `at_most`, 0.0 if it misses them by more than `slope`, linear between; in `unit`, which
+    is "characters" or "words" (separated by white space).
 
     Raises ValueError for limits that leave no length, or another unit.
     """

@@ -1,7 +1,7 @@
-"""`model`: a reward model in Hugging Face format says how good the response is.
+"""`model`: a reward model in Hugging Face format scores the response.
 
-Prompt and response are written anew for it, from their messages by its own tokenizer and chat template: it may be of
-another family than the policy. One process holds it and judges for all domains that name it so.
+Prompt and response are encoded from their messages with its own tokenizer and chat template, as it may be of another
+family than the policy. One process holds it and scores for all domains that use it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,7 +19,7 @@ from distflow.registry import DTYPES, PROMPT_MESSAGES
 from distflow.rewards.score import CUT, Case
 
 CASES: tuple[Case, ...] = ()
-"""None are known: what a model says is its own."""
+"""No known cases: a model's scores are its own."""
 
 
 def compute_score(
@@ -33,22 +33,21 @@ def compute_score(
     max_length: int = 0,
     max_tokens: int = 16384,
 ) -> list[dict[str, object]]:
-    """The model's score of each response, any finite number, and how many tokens were cut off where some were.
+    """The model's score of each response, any finite number, and how many tokens were cut off, if any.
 
-    path, revision: a folder or a hub id, with its commit. dtype: to compute in; the head is float32. device: "auto" is
-    the first CUDA device that the process sees, else the CPU. max_length: tokens that it reads, from the end; 0 is as
-    many as it can. max_tokens: of a forward, padding counted.
-    Raises UserError as `prepare`, ValueError for a text without a token.
-    """
-    judge = _loaded(path, revision, dtype, device, max_length)
+    path, revision: a folder or a hub id, with its commit. dtype: of the computation; the head is float32. device:
+    "auto" is the first CUDA device that the process sees, else the CPU. max_length: tokens that it reads, from the end;
+    0 is as many as it can. max_tokens: of a forward, padding counted. Raises UserError as `prepare`, ValueError for a
+    text without a token."""
+    reward_model = _loaded(path, revision, dtype, device, max_length)
     texts = [
-        judge.encode(_messages(extra, prompts[i] if prompts else ""), _whole(response))
+        reward_model.encode(_messages(extra, prompts[i] if prompts else ""), _whole(response))
         for i, (response, extra) in enumerate(zip(solution_strs, extra_infos, strict=True))
     ]
     if not all(ids for ids, _ in texts):
         raise ValueError("neither prompt nor response has a token: there is nothing to score")
-    pad_id = judge.tokenizer.pad_token_id
-    scores = score_ids(judge.model, [ids for ids, _ in texts], 0 if pad_id is None else pad_id, max_tokens)
+    pad_id = reward_model.tokenizer.pad_token_id
+    scores = score_ids(reward_model.model, [ids for ids, _ in texts], 0 if pad_id is None else pad_id, max_tokens)
     return [{"score": score, **({CUT: cut} if cut else {})} for score, (_, cut) in zip(scores, texts, strict=True)]
 
 
@@ -60,14 +59,14 @@ def prepare(
     max_length: int = 0,
     max_tokens: int = 16384,
 ) -> None:
-    """Load the model, for `compute_score` with the same options. Raises UserError where that cannot be done."""
+    """Load the model, for `compute_score` with the same options. Raises UserError if that fails."""
     if max_length < 0 or max_tokens < 1:
         raise UserError("the reward 'model': max_length is 0 or more, max_tokens 1 or more")
     _loaded(path, revision, dtype, device, max_length)
 
 
 @dataclass(frozen=True)
-class _Judge:
+class _RewardModel:
     """max_length: in tokens; None where nothing says how many the model can read. is_encoder: it reads all of the text,
     not only what is before a token, and was shown prompt and response as a pair."""
 
@@ -101,7 +100,7 @@ class _Judge:
 
 
 @cache
-def _loaded(path: str, revision: str, dtype: str, device: str, max_length: int) -> _Judge:
+def _loaded(path: str, revision: str, dtype: str, device: str, max_length: int) -> _RewardModel:
     if not path:
         raise UserError("the reward 'model' has no path: write {name: model, options: {path: DIR}}")
     if dtype not in DTYPES:
@@ -112,7 +111,7 @@ def _loaded(path: str, revision: str, dtype: str, device: str, max_length: int) 
     if longest is not None and max_length > longest:
         raise UserError(f"the reward 'model' reads {longest} tokens at most, not {max_length} (max_length)")
     is_encoder = not isinstance(getattr(model, HEAD, None), torch.nn.Linear)
-    return _Judge(model, tokenizer, max_length or longest, is_encoder)
+    return _RewardModel(model, tokenizer, max_length or longest, is_encoder)
 
 
 def _device(name: str) -> torch.device:
@@ -128,13 +127,13 @@ def _device(name: str) -> torch.device:
 
 
 def _longest(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """Tokens that the model can read, as its config and its tokenizer say; the latter says 1e30 where it knows none."""
+    """Tokens that the model can read, by its config and its tokenizer; the latter has 1e30 if it knows none."""
     said = [getattr(model.config.get_text_config(), "max_position_embeddings", None), tokenizer.model_max_length]
     return min((int(each) for each in said if each is not None and 0 < each < 2**31), default=None)
 
 
 def _messages(extra: Mapping[str, object] | None, prompt: str) -> list[Mapping[str, object]]:
-    """A prompt that is plain text is one message of the user."""
+    """A prompt that is plain text is one user message."""
     found = (extra or {}).get(PROMPT_MESSAGES)
     return list(found) if isinstance(found, list) else [{"role": "user", "content": _whole(prompt)}]
 

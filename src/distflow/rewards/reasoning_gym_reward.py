@@ -1,7 +1,7 @@
-"""`reasoning_gym`: what a data set of the package `reasoning-gym` says of the answer to its own row.
+"""`reasoning_gym`: the score by a data set of the package `reasoning-gym` for its own row.
 
-Answers are text of a model. Some of that package's functions evaluate them as Python, directly or by sympy: here they
-are read as literals, and as arithmetic of a few names, instead.
+Some of that package's functions evaluate the answer, a model's text, as Python, directly or by sympy: here it is read
+as a literal, or as arithmetic with a few names, instead.
 """
 
 import ast
@@ -26,7 +26,7 @@ EXPRESSIONS = (
     *("countdown", "puzzle24", "polynomial_multiplication"),
     *("simple_integration", "intermediate_integration"),
 )
-"""Data sets that hand an answer to sympy's parser, which evaluates it."""
+"""Data sets that pass an answer to sympy's parser, which evaluates it."""
 _NAMES = {"sin", "cos", "tan", "exp", "log", "ln", "sqrt", "pi", "asin", "acos", "atan", "sinh", "cosh", "tanh"}
 _ARITHMETIC = re.compile(r"(?:[A-Za-z]+|\d+(?:\.\d+)?|[-+*/^(),\s])*")
 _LONGEST = 1000
@@ -45,10 +45,10 @@ CASES = (
 
 
 def compute_score(solution_str: str, extra_info: Mapping[str, object] | None = None) -> dict[str, object]:
-    """The data set's score, from 0.0 to 1.0, of what stands between the last <answer> and </answer>; only 1.0 is right
-    (`acc`). `answer` is what was read.
+    """The data set's score, from 0.0 to 1.0, of the text between the last <answer> and </answer>; only 1.0 is right
+    (`acc`). `answer` is that text.
 
-    An answer that the data set cannot read scores 0.0, as none does.
+    An answer that the data set cannot read scores 0.0, like none.
     Raises ValueError for a row of another data set, UserError for one that this version of the package does not know.
     """
     made = (extra_info or {}).get(COLUMN)
@@ -61,7 +61,7 @@ def compute_score(solution_str: str, extra_info: Mapping[str, object] | None = N
 
 
 def is_readable(name: str, answer: str | None) -> bool:
-    """Whether nothing but arithmetic is evaluated where the data set of that name evaluates an answer."""
+    """Whether the answer is only arithmetic, if the data set of that name evaluates it."""
     if name not in EXPRESSIONS or answer is None:
         return True
     if len(answer) > _LONGEST or not _ARITHMETIC.fullmatch(answer):
@@ -70,18 +70,18 @@ def is_readable(name: str, answer: str | None) -> bool:
 
 
 def _score(dataset: Any, answer: str | None, entry: dict[str, object]) -> float:
-    """One that fails with an answer, and not without one, cannot read it."""
+    """If scoring raises, the answer cannot be read and counts as none."""
     try:
         return float(dataset.score_answer(answer, entry))
     except MemoryError:
         raise
-    except Exception:  # the edge of a foreign library
+    except Exception:  # of another library
         return float(dataset.score_answer(None, entry))
 
 
 @cache
 def _dataset(name: str, settings: str) -> Any:
     dataset = make_dataset(name, json.loads(settings))
-    if name in EVALUATED:  # a module's own names go before the built-in ones
+    if name in EVALUATED:  # a module's own names come before the built-in ones
         vars(sys.modules[type(dataset).__module__])["eval"] = ast.literal_eval
     return dataset

@@ -1,4 +1,4 @@
-"""`repetition`: how much of the response says again what it has said?
+"""`repetition`: how much does the response repeat itself?
 
 1 - distinct n-grams / n-grams, of words in lower case (Yeo et al. 2025, "Demystifying Long Chain-of-Thought Reasoning
 in LLMs", arXiv 2502.03373, appendix C.2; there and in open-r1 times a negative maximum, here the part's weight).
@@ -14,9 +14,9 @@ CASES = (
 
 
 def compute_score(solution_str: str, n: int = 3, unit: str = "words") -> float:
-    """From 0.0, where no n-gram comes twice or the response has none, to almost 1.0, where it is one over and over.
+    """From 0.0, if no n-gram occurs twice or the response has none, to almost 1.0, if it repeats one all the time.
 
-    n: length of an n-gram, in `unit`: "words" (parted by white space) or "characters" (for scripts that write none).
+    n: length of an n-gram, in `unit`: "words" (separated by white space) or "characters" (for scripts without it).
     Raises ValueError for an n below 1 or another unit.
     """
     if n < 1:

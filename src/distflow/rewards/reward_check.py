@@ -1,12 +1,8 @@
-"""Responses of which it is known whether they are right: a row's own answer as answers are written, and wrong ones.
+"""The reward check: a reward function is called with responses that are known to be right or wrong.
 
-What `math` calls equal to the row's answer is not taken for a wrong one: `1/2` beside `\frac{1}{2}`.
-
-A reward is tried on responses of which it is known whether they are right: what it calls otherwise, and how long.
-
-A form in which it finds more than half of the answers is one that it reads; only in those it is asked for more.
-
-How far a reward agrees with people who have said of responses whether they are right.
+Right ones are a row's ground truth in every form (box, phrase, ...), wrong ones are variations that `math` does not
+call equal to it. Forms of which the function reads at most half are not tried further. Also measures how far a reward
+agrees with people's labels.
 """
 
 import asyncio
@@ -31,7 +27,7 @@ FORMS: Mapping[str, str] = {
     "hashes": "That makes it.\n#### {}",
     "alone": "{}",
 }
-"""How an answer is written down, by name."""
+"""Forms of writing an answer, by name."""
 
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 _MEASURE = re.compile(r"(-?\d[\d,.]*)\s*(?:\\text\s*\{\s*)?([A-Za-z]{2,})\s*\}?")
@@ -50,11 +46,11 @@ HOSTILE: tuple[str, ...] = (
     r"\boxed{}" * 1000,
     "#### " * 10_000,
 )
-"""Responses that are wrong whatever was asked: huge, deep, costly to compute, no text."""
+"""Responses that are wrong for any prompt: huge, deeply nested, costly to compute, not text."""
 
 
 class Response(NamedTuple):
-    """kind: what was done to the answer. form: how it is written down, '' where it is not."""
+    """kind: what was done to the answer. form: how it is written, '' if it is not."""
 
     kind: str
     form: str
@@ -63,7 +59,7 @@ class Response(NamedTuple):
 
 
 def right_responses(answer: str | None, response: str | None) -> Iterator[Response]:
-    """The row's answer in every form; and its own response; where it has them."""
+    """The row's answer in every form, and its own response, if it has them."""
     for form, template in FORMS.items() if answer is not None else ():
         yield Response("right answer", form, template.format(answer), is_right=True)
     if response is not None:
@@ -71,7 +67,7 @@ def right_responses(answer: str | None, response: str | None) -> Iterator[Respon
 
 
 def wrong_responses(answer: str, others: Sequence[str], form: str) -> Iterator[Response]:
-    """Wrong answers in that form. others: answers to other rows."""
+    """Wrong answers in that form. others: answers of other rows."""
     template = FORMS[form]
     other = next((text for text in others if not are_same(answer, text)), None)
     for kind, text in _wrong_answers(answer, other):
@@ -100,7 +96,7 @@ def _wrong_answers(answer: str, other: str | None) -> Iterator[tuple[str, str]]:
 
 
 def reply_of(ground_truth: object) -> str | None:
-    """A row's answer as a text that may stand in a box; None where it is none, as the tests of a program are."""
+    """A row's ground truth as text that fits into a box; None if it is not text, like the tests of a program."""
     first = ground_truth[0] if isinstance(ground_truth, list | tuple) and ground_truth else ground_truth
     if isinstance(first, bool) or not isinstance(first, str | int | float):
         return None
@@ -108,10 +104,10 @@ def reply_of(ground_truth: object) -> str | None:
 
 
 def are_same(answer: str, other: str) -> bool:
-    """Also where they are only equal to mathematics."""
+    """Whether two answers are the same, also mathematically."""
     try:
         return is_equal(gold_answer(answer), other)
-    except (ValueError, RecursionError):  # no answer to `math`
+    except (ValueError, RecursionError):  # not an answer for `math`
         return answer.split() == other.split()
 
 
@@ -120,7 +116,7 @@ _NEIGHBOURS = 5
 
 
 class Row(NamedTuple):
-    """response: of the data set, known to be right; or None."""
+    """response: the data set's, known to be right; or None."""
 
     origin: str
     domain: str
@@ -131,7 +127,7 @@ class Row(NamedTuple):
 
 
 class Fault(NamedTuple):
-    """origin: file and line of the row. said: the verdict."""
+    """origin: file and line of the row. said: the score or reward error."""
 
     origin: str
     ground_truth: object
@@ -141,7 +137,7 @@ class Fault(NamedTuple):
 
 @dataclass
 class Kind:
-    """What became of the responses of one kind. wrong: called right though they are wrong, or the other way round."""
+    """Results for the responses of one kind. wrong: wrong ones scored as right, or the other way round."""
 
     is_right: bool
     asked: int = 0
@@ -156,9 +152,9 @@ class Kind:
 
 @dataclass
 class Trial:
-    """answers: rows whose answer can be written down. read: by form, how many of them were found.
+    """answers: rows with an answer that can be written. read: how many of them were found, by form.
 
-    kinds: by name. seconds: of each verdict.
+    kinds: by name. seconds: of each call.
     """
 
     answers: int = 0
@@ -167,7 +163,7 @@ class Trial:
     seconds: list[float] = field(default_factory=list)
 
     def forms(self) -> list[str]:
-        """Those that the reward reads."""
+        """The forms that the reward function reads."""
         return [form for form in self.read if 2 * self.read[form] > self.answers]
 
     @property
@@ -177,8 +173,8 @@ class Trial:
 
 
 async def try_reward(pool: RewardPool, name: str, rows: Sequence[Row], num_workers: int) -> Trial:
-    """Ask the pool's function `name`: right answers in each form, then wrong ones in the forms that it reads, and what
-    is hostile. num_workers: of the pool; so many verdicts are waited for at a time, which is how each is timed."""
+    """Call the pool's function `name` with right answers in each form, then with wrong ones in the forms that it reads
+    and with hostile texts. num_workers: of the pool; as many calls run at a time, so that each can be timed."""
     trial, free = Trial(), asyncio.Semaphore(num_workers)
     answers = [reply_of(row.ground_truth) for row in rows]
     known = [(row, answer) for row, answer in zip(rows, answers, strict=True) if answer is not None]
@@ -234,7 +230,7 @@ def _is_right(reward_result: RewardResult) -> bool:
 
 
 def arguments_of(row: Row, response: str) -> dict[str, object]:
-    """What a pool is asked about that response to the row."""
+    """Arguments of a call of a pool for that response to the row."""
     return {
         PROMPT: row.prompt,
         "data_source": row.domain,
@@ -245,14 +241,14 @@ def arguments_of(row: Row, response: str) -> dict[str, object]:
 
 
 class Agreement(NamedTuple):
-    """counts: of (said by people, said by the reward). failed: why there was no verdict, of those without."""
+    """counts: of (people's label, the reward's). failed: the reward errors."""
 
     counts: Counter[tuple[bool, bool]]
     failed: list[str]
 
     @property
     def share(self) -> float:
-        """Of the responses with a verdict, those on which both say the same."""
+        """Share of the scored responses on which both agree."""
         return (self.counts[True, True] + self.counts[False, False]) / max(self.counts.total(), 1)
 
     @property
@@ -267,8 +263,8 @@ class Agreement(NamedTuple):
 async def measure(
     pool: RewardPool, name: str, rows: Sequence[Row], labels: Sequence[bool], right_from: float = RIGHT
 ) -> Agreement:
-    """Ask the pool's function `name` for a verdict on each row's own response. labels: whether it is right, which the
-    reward says by a verdict of `right_from` or more."""
+    """Score each row's own response with the pool's function `name`. labels: whether it is right, which the reward says
+    by a score of `right_from` or more."""
 
     async def ask(row: Row) -> RewardResult:
         assert row.response is not None

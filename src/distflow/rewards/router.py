@@ -1,4 +1,4 @@
-"""Which reward functions judge a sample: those of its domain, weighted, each verdict kept by name."""
+"""The reward router: scores a sample by the weighted reward functions of its domain."""
 
 import asyncio
 import threading
@@ -26,11 +26,11 @@ _KINDS = ("calls", "errors", "timeouts")
 
 TAKEN = {
     "all": "val_correct/all/mean is over all domains",
-    "cut": "reward/cut/PART counts texts that were cut",
+    "cut": "reward/cut/PART counts inputs that were cut",
     "errors": "reward/errors/PART counts errors of a part",
-    "timeouts": "reward/timeouts/PART counts those out of time",
+    "timeouts": "reward/timeouts/PART counts timeouts of a part",
 }
-"""What a domain may not be called, and why."""
+"""Names that a domain may not have, and why."""
 
 
 class Overlong(NamedTuple):
@@ -42,10 +42,9 @@ class Overlong(NamedTuple):
 
 @dataclass(frozen=True)
 class RewardOutcome:
-    """The verdict on a sample, and those of its parts by name, unweighted.
+    """The result for a sample, and the unweighted results of its parts by name.
 
-    accuracy: how right the answer is, 1 being right, whatever the verdict pays for it (see `correctness.py`); 0 where
-    there is no verdict.
+    accuracy: 1 is correct, whatever the score (see `score.accuracy`); 0 if there is no score.
     """
 
     reward_result: RewardResult
@@ -53,16 +52,16 @@ class RewardOutcome:
     accuracy: float = 0.0
 
     def scores(self) -> dict[str, float]:
-        """The parts that have a score."""
+        """Scores of the parts that have one."""
         return {name: part.value for name, part in self.parts.items() if isinstance(part, Score)}
 
     def remarks(self) -> dict[str, JSON]:
-        """What else the parts that have a score say, as PART/KEY."""
+        """Further values of the parts that have a score, as PART/KEY."""
         return _remarks(self.parts)
 
 
 class RewardRouter:
-    """Judges samples by the functions of their domain, in processes that can be killed. A context manager."""
+    """Scores samples by the functions of their domain, in processes that can be killed. A context manager."""
 
     def __init__(
         self,
@@ -80,13 +79,13 @@ class RewardRouter:
         memory_bytes: int = MEMORY_BYTES,
         start: StartPool = take_pool,
     ) -> None:
-        """functions: domain → (name, weight[, options]) of its parts; "default" serves domains that are not named.
-        timeout_s, num_workers, retries, backoff_s: see `Patience`; domains: that of those with one of their own.
+        """functions: domain → (name, weight[, options]) of its parts; "default" is for domains that are not named.
+        timeout_s, num_workers, retries, backoff_s: see `Patience`; domains: of those that differ.
         start: see `Pools`.
-        max_response_length: in tokens, for the overlong penalty; response_limits: that of domains with their own.
+        max_response_length: in tokens, for the overlong penalty; response_limits: of domains that differ.
 
-        A name is a built-in one, "custom" (then `custom` is the path and the name of the user's function) or
-        "module:function". Starts a verifier process for each domain; raises UserError where a function is
+        A name is built-in, "custom" (then `custom` is the path and the name of the user's function) or
+        "module:function". Starts a worker process for each domain; raises UserError if a function is
         unknown or cannot be loaded.
         """
         if not functions or not all(functions.values()):
@@ -111,17 +110,17 @@ class RewardRouter:
         self.close()
 
     def close(self) -> None:
-        """Kill the verifier processes."""
+        """Kill the worker processes."""
         self.pools.close()
 
     def functions_of(self, domain: str) -> Sequence[tuple[str, float]]:
-        """Names and weights that judge the domain. Raises UserError where none do."""
+        """Names and weights of the domain's functions. Raises UserError if it has none."""
         return functions_of(self._functions, domain)
 
     async def __call__(self, samples: Sequence[Sample]) -> list[RewardOutcome]:
-        """What the parameter `judge` of a node is called for: a judgement on each sample, in their order.
+        """Score samples, in order; this is the parameter `judge` of a node.
 
-        Raises UserError for a domain that no function judges.
+        Raises UserError for a domain without a reward function.
         """
         asked: dict[tuple[str, str], list[int]] = {}
         for i, sample in enumerate(samples):
@@ -134,15 +133,15 @@ class RewardRouter:
         for ((_, name), of_these), reward_results in zip(asked.items(), answered, strict=True):
             for i, reward_result in zip(of_these, reward_results, strict=True):
                 parts[i][name] = reward_result
-        return [self._judgement(sample, found) for sample, found in zip(samples, parts, strict=True)]
+        return [self._outcome(sample, found) for sample, found in zip(samples, parts, strict=True)]
 
     async def score(self, sample: Sample) -> RewardOutcome:
-        """The same for one."""
-        (judgement,) = await self([sample])
-        return judgement
+        """The same for one sample."""
+        (outcome,) = await self([sample])
+        return outcome
 
     async def _ask(self, domain: str, name: str, samples: Sequence[Sample]) -> list[RewardResult]:
-        """Of one function, on each sample of the domain; those that fail are asked for again, as it may be patient."""
+        """Results of one function for samples of the domain; failed calls are retried as its `Patience` allows."""
         pool, patience = self.pools.of(domain, name), self.pools.patience(domain)
         asked = [_arguments(sample) for sample in samples]
         if name in pool.takes_groups:
@@ -155,7 +154,7 @@ class RewardRouter:
                 break
             self._count_again("reward/retries", len(failed))
             await asyncio.sleep(patience.backoff_s * 2**attempt)
-            if name in pool.takes_batches:  # judges them beside each other
+            if name in pool.takes_batches:  # it scores them together
                 again = await pool.score_group(name, asked, patience.timeout_s, on_again)
                 reward_results = max(reward_results, again, key=_num_scores)
             else:
@@ -164,22 +163,22 @@ class RewardRouter:
                     reward_results[i] = reward_result
         return reward_results
 
-    def _judgement(self, sample: Sample, parts: dict[str, RewardResult]) -> RewardOutcome:
-        """The weighted sum of the parts and the overlong penalty. A part without a score leaves the sample without."""
+    def _outcome(self, sample: Sample, parts: dict[str, RewardResult]) -> RewardOutcome:
+        """The weighted sum of the parts and the overlong penalty. If a part has no score, the sample has none."""
         weights = dict(self.functions_of(sample.domain))
         scores = {name: part for name, part in parts.items() if isinstance(part, Score)}
         right = accuracy(scores, weights) if len(scores) == len(parts) else 0.0
         if self._overlong.buffer_tokens > 0:
             parts[OVERLONG] = Score(self._length_penalty(sample))
             weights[OVERLONG] = 1.0
-        judgement = RewardOutcome(_combine(parts, weights), parts, right)
+        outcome = RewardOutcome(_combine(parts, weights), parts, right)
         self._count(parts, sample.domain)
-        failed = not isinstance(judgement.reward_result, Score)
-        self.call_counts.add(1, int(failed), f"{judgement.reward_result} (domain '{sample.domain}')" if failed else "")
-        return judgement
+        failed = not isinstance(outcome.reward_result, Score)
+        self.call_counts.add(1, int(failed), f"{outcome.reward_result} (domain '{sample.domain}')" if failed else "")
+        return outcome
 
     def take_counts(self) -> dict[str, float]:
-        """Metrics of training since the last call: verdicts, and those that failed, in all, by part and by domain."""
+        """Metrics of training since the last call: calls and reward errors, in total, by part and by domain."""
         with self._lock:
             counts, self._counts = self._counts, Counter()
         totals = {f"reward/{kind}": 0.0 for kind in _KINDS}
@@ -225,14 +224,14 @@ def _num_scores(reward_results: Sequence[RewardResult]) -> int:
 
 
 def check_domains(functions: Functions, domains: Iterable[str]) -> None:
-    """Raises UserError for the first domain that no function judges, or whose metrics would be taken for others; for
-    before the run starts."""
+    """Check domains before the run starts. Raises UserError for the first without a reward function, or with a name
+    that other metrics use."""
     for domain in sorted(set(domains)):
         functions_of(functions, domain)
         if domain.partition("/")[0] in TAKEN:
             raise UserError(
-                f"a domain of the data is called '{domain}', and metrics of that name are something else "
-                f"({TAKEN[domain.partition('/')[0]]}): call it otherwise, in data.domains or in the rows' column "
+                f"a domain of the data is called '{domain}', and metrics of that name mean something else "
+                f"({TAKEN[domain.partition('/')[0]]}): rename it in data.domains or in the rows' column "
                 "(data.domain_key)"
             )
 

@@ -1,12 +1,7 @@
-"""What a verifier answers: a score, or why there is none. A timeout or an error is never a score of 0.
+"""Results of reward functions: a score or a reward error (never a score of 0), accuracy, known cases, deadlines.
 
-Which answers are right: what validation counts and DAPO's filter compares.
-
-An answer is as right as its verifier says, whatever it is paid: weights, penalties, a bonus for the form are rewards.
-
-Known answers, beside the reward that must judge them rightly.
-
-Until when the verdict that a verifier process is giving must be there, for verifiers that can stop in time.
+Accuracy, which validation counts and DAPO's filter compares, is what the reward function says about the response,
+without weights, penalties and format bonuses.
 """
 
 import math
@@ -21,12 +16,12 @@ from distflow.observe.reading.reward_results import TIMED_OUT
 from distflow.registry import CUSTOM_REWARD, REWARDS
 
 CUT = "cut_tokens"
-"""What a verifier calls the number of tokens that it did not read, beside its score."""
+"""Key of a reward function's result: how many tokens it did not read."""
 
 
 @dataclass(frozen=True)
 class Score:
-    """A finite score; `extra` holds whatever else the verifier wants shown beside it, and is no part of the verdict."""
+    """A finite score; `extra` holds further values to show; it is not part of the score."""
 
     value: float
     extra: dict[str, JSON] = field(default_factory=dict, compare=False)
@@ -34,7 +29,7 @@ class Score:
 
 @dataclass(frozen=True)
 class Timeout:
-    """The verifier was killed at its deadline. part: of the reward, where several are told apart."""
+    """The reward function was killed at its deadline. part: its name, where a reward has several."""
 
     after_s: float
     part: str = field(default="", compare=False)
@@ -45,7 +40,7 @@ class Timeout:
 
 @dataclass(frozen=True)
 class Error:
-    """The verifier raised, crashed or answered something that is no finite number."""
+    """The reward function raised, crashed or returned something that is not a finite number."""
 
     reason: str
 
@@ -57,21 +52,21 @@ RewardResult = Score | Timeout | Error
 
 
 ACC = "acc"
-"""What a function that returns a mapping calls its own verdict, apart from its `score` (as in verl)."""
+"""Key under which a function that returns a mapping reports accuracy, apart from its `score` (as in verl)."""
 RIGHT = 1.0 - 1e-6
 
 
 def is_right(accuracy: float) -> bool:
-    """Whether a verifier's own verdict says that the answer is right: it is 1, or more."""
+    """Whether this accuracy means that the response is correct: it is 1 or more."""
     return accuracy >= RIGHT
 
 
 def accuracy(parts: Mapping[str, Score], weights: Mapping[str, float]) -> float:
-    """The verdict, unweighted, of the one part that decides whether the answer is right.
+    """Unweighted accuracy by the one part that decides whether the response is correct.
 
-    That is the first kind there is of: a function that says `acc`, a built-in that compares with the row's answer, a
-    function of the user, any other. Of several the one with the largest weight, then the first. A part whose weight is
-    not above 0 penalises, or is only measured: it decides nothing, unless there is no other.
+    In this order of preference: a function that returns `acc`, a built-in that compares with the ground truth, a user
+    function, any other; among several the one with the largest weight, then the first. A part with a weight of 0 or
+    less (a penalty, or only measured) decides nothing unless there is no other.
     """
     counted = [name for name in parts if weights[name] > 0] or list(parts)
     deciding = max(counted, key=lambda name: (-_kind(name, parts[name]), weights[name]))
@@ -79,7 +74,7 @@ def accuracy(parts: Mapping[str, Score], weights: Mapping[str, float]) -> float:
 
 
 def own_reward_result(score: Score) -> float:
-    """What a function says of the answer: its `acc` where it has one, else its score."""
+    """A function's own accuracy: its `acc` if it has one, else its score."""
     said = score.extra.get(ACC)
     return said if isinstance(said, float) else score.value
 
@@ -112,7 +107,7 @@ _due: ContextVar[float] = ContextVar("due", default=math.inf)
 
 @contextmanager
 def due_within(seconds: float) -> Iterator[None]:
-    """Inside, verdicts are due that soon."""
+    """Inside, a score is due within so many seconds."""
     token = _due.set(time.monotonic() + seconds)
     try:
         yield

@@ -1,6 +1,6 @@
-"""Verifiers are certified before a run starts: good answers score high, bad ones low, and a hang is killed.
+"""Self-check of reward functions before a run: known responses get their scores, faulty functions give reward errors.
 
-What a verifier pool is certified with: functions that give no verdict, each in a way of its own.
+The faulty functions, which raise, return nonsense, exit or hang, are at the end of this file.
 """
 
 import asyncio
@@ -19,29 +19,29 @@ from distflow.rewards.extracted_answers import bare_answer
 from distflow.rewards.pool.pool import RewardPool
 from distflow.rewards.score import Case, Error, RewardResult, Score, Timeout
 
-if TYPE_CHECKING:  # it loads torch; this does not, so that it can begin before
+if TYPE_CHECKING:  # it loads torch; this module does not, so that the check can start earlier
     from distflow.rewards.router import RewardRouter
 
 HANG_DEADLINE_S = 0.5
 _FAILURES = ("fail", "fail_by_key", "not_a_number", "nothing", "a_text", "leave")
-"""Probes that must give no score: an error or, where the machine is too busy to say so in time, a timeout."""
+"""Functions that must give no score: an error or, on a busy machine, a timeout."""
 
-_PROBES = {name: f"distflow.rewards.self_check:{name}" for name in (*_FAILURES, "hang")}
+_FAULTY = {name: f"distflow.rewards.self_check:{name}" for name in (*_FAILURES, "hang")}
 
 
 async def run_self_check(router: "RewardRouter") -> None:
-    """Judge the `CASES` of every built-in that the router uses, and see a hang killed at its deadline.
+    """Score the `CASES` of every built-in that the router uses, and check that a hang is killed at its deadline.
 
-    Raises RuntimeError naming the verifier, the case and the verdict: the machine's installation is at fault, not the
-    user's data. Functions of the user have no known cases, nor have those that are given options.
+    Raises RuntimeError naming the reward function, the case and the result: the installation is at fault, not the
+    user's data. User functions, and built-ins with options, have no known cases.
     """
     for name in (name for name in router.names if name not in router.configured):
         for case in known_cases(name):
             reward_result = await router.pools.call(name, _arguments(case.response, case.ground_truth, case.extra_info))
             if not isinstance(reward_result, Score) or reward_result.value != case.expected:
                 raise RuntimeError(
-                    f"the verifier '{name}' is not fit for use here: {case.response!r} against {case.ground_truth!r} "
-                    f"should score {case.expected}, it got {reward_result}; reinstall distflow and what it stands on, "
+                    f"the reward function '{name}' does not work here: {case.response!r} against {case.ground_truth!r} "
+                    f"should score {case.expected}, it got {reward_result}; reinstall distflow and its dependencies, "
                     "or set trust.check_rewards=false"
                 )
     await asyncio.wrap_future(self_check_once())
@@ -49,8 +49,8 @@ async def run_self_check(router: "RewardRouter") -> None:
 
 @cache
 def self_check_once() -> "Future[None]":
-    """`self_check_faults` once a process, whose machine it is that is tried: it runs from the first call on."""
-    thread = ThreadPoolExecutor(1, thread_name_prefix="distflow-certify")
+    """`self_check_faults`, once per process; it starts with the first call."""
+    thread = ThreadPoolExecutor(1, thread_name_prefix="distflow-self-check")
     try:
         return thread.submit(asyncio.run, self_check_faults())
     finally:
@@ -58,7 +58,7 @@ def self_check_once() -> "Future[None]":
 
 
 def known_cases(name: str) -> tuple[Case, ...]:
-    """The `CASES` in the file of a built-in reward; none for a function of the user."""
+    """The `CASES` in the file of a built-in reward; none for a user function."""
     entry = REWARDS.get(name)
     if entry is None or not entry.target:
         return ()
@@ -66,9 +66,9 @@ def known_cases(name: str) -> tuple[Case, ...]:
 
 
 async def self_check_faults() -> None:
-    """Raises RuntimeError unless a function that raises, gives no finite number or ends its process gives no score, and
-    one that hangs in C code is killed at its deadline."""
-    pool = await asyncio.to_thread(RewardPool, _PROBES, num_workers=1, timeout_s=HANG_DEADLINE_S)
+    """Raises RuntimeError unless a function that raises, returns no finite number or ends its process gives no score,
+    and one that hangs in C code is killed at its deadline."""
+    pool = await asyncio.to_thread(RewardPool, _FAULTY, num_workers=1, timeout_s=HANG_DEADLINE_S)
     try:
         failed = {name: await pool.call(name, _arguments("", None, {})) for name in _FAILURES}
         hung = await pool.call("hang", _arguments("", None, {}))
@@ -77,17 +77,20 @@ async def self_check_faults() -> None:
     for name, reward_result in failed.items():
         if isinstance(reward_result, Score):
             raise RuntimeError(
-                f"a verifier that fails ({_PROBES[name]}) must give no verdict, but it gave {reward_result}"
+                f"a reward function that fails ({_FAULTY[name]}) must give no score, but it gave {reward_result}"
             )
     if not isinstance(hung, Timeout):
-        raise RuntimeError(f"a verifier that hangs was not killed after {HANG_DEADLINE_S} s on this machine: {hung}")
+        raise RuntimeError(
+            f"a reward function that hangs was not killed after {HANG_DEADLINE_S} s on this machine: {hung}"
+        )
 
 
 async def self_check_scores(router: "RewardRouter", rows: Iterable[tuple[str, object, Mapping[str, object]]]) -> None:
-    """Each row's own answer, put into a box, must score 1: a wrong data.answer_key would else be a reward of 0 for all.
+    """Each row's own answer, put into a box, must score 1: else a wrong data.answer_key would give a reward of 0 to
+    all.
 
-    rows: (domain, ground truth, extra info) of some rows. Raises UserError naming the first answer that fails where
-    more than half of its domain's do.
+    rows: (domain, ground truth, extra info) of some rows. Raises UserError naming the first answer that fails if
+    more than half of its domain's fail.
     """
     failures: dict[str, list[tuple[object, RewardResult]]] = {}
     totals: dict[str, int] = {}
@@ -123,7 +126,7 @@ def _arguments(response: str, ground_truth: object, extra_info: Mapping[str, obj
 
 
 def hang(solution_str: str, extra_info: object = None) -> float:
-    """Backtracks for ages inside the C code of `re`, holding the interpreter."""
+    """Backtracks practically forever in the C code of `re`, holding the interpreter lock."""
     return float(re.match(r"(a|aa)+$", "a" * 200 + "b") is not None)
 
 

@@ -1,4 +1,4 @@
-"""`verifiers`: the rewards of a task of the package `verifiers`, of an answer to it as the only turn."""
+"""`verifiers`: the rewards of a task of the package `verifiers`, for a response as the only turn."""
 
 import json
 from collections.abc import Mapping
@@ -14,22 +14,22 @@ except ImportError as error:
     raise ImportError(f"the reward 'verifiers' {MISSING}") from error
 
 CASES: tuple[Case, ...] = ()
-"""None are known: each taskset has its own."""
+"""No known cases: each taskset has its own."""
 
 
 async def compute_score(solution_str: str, extra_info: Mapping[str, object] | None = None) -> dict[str, object]:
     """The weighted sum of the task's rewards, as the package adds them up, and each of them (`rewards`, `metrics`).
 
-    Raises ValueError for a row of other data and for a reward that gave nothing, and what the rewards raise.
+    Raises ValueError for a row of other data and for a reward that returned None, and what the rewards raise.
     """
-    made = (extra_info or {}).get(COLUMN)
-    if not isinstance(made, Mapping):
+    task_column = (extra_info or {}).get(COLUMN)
+    if not isinstance(task_column, Mapping):
         raise ValueError(f"the row has no column '{COLUMN}': its data must be verifiers:ID")
-    task = _task(str(made["name"]), json.dumps(made["settings"]), json.dumps(made["task"]))
+    task = _task(str(task_column["name"]), json.dumps(task_column["settings"]), json.dumps(task_column["task"]))
     trace = _trace(task, solution_str)
     await task.score(trace)
     if missing := [name for name, reward in trace.rewards.items() if reward is None]:
-        raise ValueError(f"the task's reward '{missing[0]}' gave nothing")
+        raise ValueError(f"the task's reward '{missing[0]}' returned None")
     rewards = {name: reward.score for name, reward in trace.rewards.items()}
     return {"score": trace.reward, "rewards": rewards, "metrics": dict(trace.metrics)}
 
@@ -39,14 +39,14 @@ def _task(name: str, settings: str, data: str) -> Any:
     return read_task(name, json.loads(settings), json.loads(data))
 
 
-def _trace(task: Any, answer: str) -> Any:
-    """A conversation that the answer ended, as the package records them."""
+def _trace(task: Any, response: str) -> Any:
+    """A conversation that the response ended, as the package records it."""
     prompt = task.data.prompt
     messages = [vf.UserMessage(content=prompt)] if isinstance(prompt, str) else list(prompt)
     if task.data.system_prompt is not None:
         messages.insert(0, vf.SystemMessage(content=task.data.system_prompt))
     nodes = [vf.MessageNode(parent=i - 1 if i else None, message=message) for i, message in enumerate(messages)]
-    last = vf.MessageNode(parent=len(nodes) - 1, message=vf.AssistantMessage(content=answer), sampled=True)
+    last = vf.MessageNode(parent=len(nodes) - 1, message=vf.AssistantMessage(content=response), sampled=True)
     about = vf.TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash)
     agent = vf.AgentInfo(config=vf.AgentConfig())
     return vf.Trace(

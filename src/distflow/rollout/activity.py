@@ -1,19 +1,19 @@
-"""What an engine did, and when: stretches of decoding, from which a run's spans are made."""
+"""Log of an engine's activity: stretches of decoding, which become the run's spans."""
 
 import threading
 from collections import deque
 from dataclasses import dataclass, replace
 from typing import Final
 
-_MOST_KEPT: Final = 10_000  # of an engine whose activity nobody takes
+_MOST_KEPT: Final = 10_000  # if nobody reads the log
 
 
 @dataclass(frozen=True)
 class Activity:
     """A stretch in which one lane was decoded under one version, and its slots were never empty.
 
-    t0, t1: `time.time()`. One that goes straight on where another ended (a version or a lane later) has its `t1` as its
-    `t0`: taking weights in between counts to the one before. version: the step whose weights drew the `tokens`.
+    t0, t1: `time.time()`. One that directly follows another (with a new version or lane) starts at its `t1`: the time
+    of a weight sync counts to the one before. version: the step whose weights drew the `tokens`.
     """
 
     t0: float
@@ -24,7 +24,7 @@ class Activity:
 
 
 class ActivityLog:
-    """Written by the thread that decodes, taken by any."""
+    """Written by the decoding thread, read by any."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -40,7 +40,7 @@ class ActivityLog:
                 return
             if last is not None:
                 self._end(replace(last, t1=t0))
-                t0 = t0 if last.tokens else last.t0  # one that was just taken ends where this begins
+                t0 = t0 if last.tokens else last.t0  # one that was just read ends where this begins
             self._open = Activity(t0, t1, version, lane, tokens)
 
     def stopped(self) -> None:
@@ -51,7 +51,7 @@ class ActivityLog:
             self._open = None
 
     def take(self) -> list[Activity]:
-        """All since it was taken last; a stretch that goes on is cut here."""
+        """All since the last call; a stretch that continues is cut here."""
         with self._lock:
             if self._open is not None:
                 self._end(self._open)
@@ -61,11 +61,11 @@ class ActivityLog:
             return taken
 
     def _end(self, activity: Activity) -> None:
-        if activity.tokens > 0:  # else it was taken already
+        if activity.tokens > 0:  # else it was read already
             self._ended.append(activity)
 
 
 def take_activity(engine: object) -> list[Activity]:
-    """What an engine did since it was asked last; nothing of one that keeps no account."""
+    """An engine's activity since the last call; empty for an engine without a log."""
     take = getattr(engine, "take_activity", None)
     return take() if take is not None else []

@@ -10,11 +10,11 @@ from torch import Tensor
 from distflow.scheduling.groups import Version
 
 FinishReason = Literal["stop", "length", "abort"]
-"""A stop token or text; the last token that it may have; or new weights ended it (`KVOnUpdate`), as far as it was."""
+"""A stop token or text; the maximum length; or aborted by new weights (`KVOnUpdate`)."""
 
 KVOnUpdate = Literal["keep", "recompute", "abort"]
-"""What new weights mean for sequences that have begun: they go on over the old keys and values; these are made again;
-the sequences end."""
+"""Effect of new weights on begun sequences: they continue with the old keys and values; these are recomputed; the
+sequences end."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,8 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class Stream:
-    """The random stream of a group: with the sample index and the number of tokens drawn before it fixes every draw."""
+    """The random stream of a group: with the sample index and the number of tokens drawn before it determines every
+    draw."""
 
     seed: int
     name: str
@@ -52,7 +53,7 @@ class Stream:
 class GenerateRequest:
     """One prompt with the sample indices wanted, e.g. `samples=(0, 1, 2, 3)` for a whole group of four.
 
-    num_drawn: tokens that the policy drew in earlier turns of the episode. The random stream goes on behind them.
+    num_drawn: tokens that the policy drew in earlier turns of the episode. The random stream continues after them.
     """
 
     prompt_ids: tuple[int, ...]
@@ -67,7 +68,7 @@ class Generation:
     """One sample. All lists have one entry a token, the stop token included.
 
     rollout_log_probs: under softmax(logits / T), before truncations and penalties.
-    sampling_log_probs: under the distribution that was really drawn from.
+    sampling_log_probs: under the distribution that tokens were drawn from.
     versions: the step of the weights that produced each token.
     """
 
@@ -90,8 +91,8 @@ class GenerateResult:
 class Receipt:
     """What an engine holds after a weight update: for each tensor a hash of a stripe of it.
 
-    shared: the engine computes on the trainer's own storage, so nothing was copied. alias: no weights came, those that
-    it holds have a new number; there are no hashes then.
+    shared: the engine computes on the trainer's own storage, so nothing was copied. alias: no weights were sent, those
+    that it has get a new version; there are no hashes then.
     """
 
     version: Version
@@ -128,9 +129,9 @@ class Hosted(Protocol):
 class RolloutEngine(Protocol):
     """Generates token ids. An async context manager: entering starts it, leaving ends its threads and processes.
 
-    One that counts its tokens while it draws them in `num_generated_tokens` shows by it that a long request goes on;
-    without it an engine must answer some request within `actor_rollout_ref.rollout.timeout_s`. One that keeps account
-    of what it decoded when has `take_activity` (see `activity.py`).
+    An engine that counts its tokens in `num_generated_tokens` shows that a long request makes progress; without it an
+    engine must complete some request within `actor_rollout_ref.rollout.timeout_s`. An engine with an activity log has
+    `take_activity` (see `activity.py`).
     """
 
     @property

@@ -1,8 +1,5 @@
-"""What every engine refuses before it starts to generate.
-
-When a generation ends: a stop token, a stop string, or the last token it may have.
-
-Uniform numbers by counter: what a sample draws depends on who it is, never on the batch it sits in.
+"""What all engines share: checks of requests, the end of a generation (stop token, stop string or length), and random
+numbers by counter, which depend on the sample and never on its batch.
 """
 
 import hashlib
@@ -57,7 +54,7 @@ CONTEXT_TOKENS = 4  # decoded before the part that could hold the stop string: s
 def finish_reason(
     token_ids: list[int], params: SamplingParams, tokenizer: PreTrainedTokenizerBase
 ) -> FinishReason | None:
-    """Judge after each token; token_ids: the response so far. None: it goes on."""
+    """Call after each token; token_ids: the response so far. None: it continues."""
     if token_ids[-1] in params.stop_token_ids:
         return "stop"
     if params.stop and ends_with_stop_string(token_ids, params.stop, tokenizer):
@@ -66,7 +63,7 @@ def finish_reason(
 
 
 def ends_with_stop_string(token_ids: list[int], stop: tuple[str, ...], tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether the last token completes a stop string (it may go on behind it).
+    """Whether the last token completes a stop string (the token may extend beyond it).
 
     Only the tail is decoded: a token holds at least one byte, so a string of b bytes ends within the last b tokens.
     """

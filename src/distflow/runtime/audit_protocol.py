@@ -1,4 +1,4 @@
-"""What a run tells its checks and its audit, and when: one protocol each. `launch` builds what stands behind them."""
+"""Protocols of a run's checks and audit: what they are called with, and when. `launch` builds the implementations."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,51 +13,50 @@ from distflow.training.collective import Collective
 from distflow.training.engine import LossFn, TrainEngine
 
 AUDIT_STATE = "trust.audit"
-"""The place of the audit's state among what nodes keep: no node's id has a dot."""
+"""Key of the audit's state in the node state: no node's id has a dot."""
 
 
 class GroupRecorder(Protocol):
-    """Records what the engine was asked for a prompt group, and what it returned, in the task of that group."""
+    """Records the requests to the engine for a prompt group and their results, in the task of that group."""
 
     def begin(self, prompt_group: PromptGroup) -> None:
-        """From here on the running task works for this group."""
+        """The running task works for this group from here on."""
 
     def generated(self, request: GenerateRequest, result: GenerateResult) -> None:
         """The engine has returned a result."""
 
     def keep(self) -> None:
-        """The running task's group goes to the sample queue; records of all others are forgotten with their tasks."""
+        """The running task's group goes to the sample queue. Records of all others are discarded with their tasks."""
 
 
 class StepChecks(Protocol):
-    """What is checked in every step. Failures raise TrustError; doubts are noted."""
+    """The checks of every step. Failures raise TrustError; doubts are noted."""
 
-    def taken(self, batch: Batch, step: int, served: int | None) -> None:
-        """A step has left the sample queue. served: the step of the weights that were sent last, None where nothing
-        generates."""
+    def step_taken(self, batch: Batch, step: int, served: int | None) -> None:
+        """A step has left the sample queue. served: the last synced weight version, None if nothing generates."""
 
     def updated(
         self, role: str, engine: TrainEngine, batch: Batch, metrics: dict[str, float], step: int, first: bool
     ) -> None:
-        """An optimizer step was taken or skipped; `first` of its training step."""
+        """An optimizer step was taken or skipped. first: whether it is the first of its training step."""
 
     def learned(
         self, batch: Batch, metrics: dict[str, float], step: int, reduce: Collective | None = None
     ) -> dict[str, float]:
-        """All nodes of a step have run; returns more metrics, over all ranks."""
+        """All nodes of a step have run. Returns more metrics, over all ranks."""
 
 
 class StepAuditor(Protocol):
-    """Proves some steps again from what was recorded of them. Raises TrustError where one was computed wrongly."""
+    """Proves some steps again from recorded data. Raises TrustError if one was computed wrongly."""
 
     def took(self, step: int, group_ids: Sequence[int], batch: Batch, served: int | None) -> None:
-        """A step has left the sample queue; see `StepChecks.taken`. group_ids: of all ranks."""
+        """A step has left the sample queue; see `StepChecks.step_taken`. group_ids: of all ranks."""
 
     def scored(self, batch: Batch) -> None:
         """A node of the training loop has run."""
 
     def before_update(self, role: str, engine: TrainEngine, batch: Batch, loss: LossFn) -> LossFn:
-        """The loss function to call in this optimizer step: `loss`, or one that is watched."""
+        """The loss function to call in this optimizer step: `loss`, or a wrapper that records its calls."""
 
     def after_update(self, role: str, metrics: Mapping[str, float]) -> None:
         """An optimizer step was taken or skipped."""
@@ -68,9 +67,9 @@ class StepAuditor(Protocol):
 
 @dataclass
 class Updates:
-    """What is done before and after each optimizer step, whoever takes it.
+    """Runs checks and audit before and after each optimizer step, whoever takes it.
 
-    It holds no worker, which so goes with its last user.
+    It references no worker, so that the worker is freed with its last user.
     """
 
     checks: StepChecks
@@ -79,7 +78,7 @@ class Updates:
     _num_unsent: int = 0
 
     def before(self, role: str, engine: TrainEngine, batch: Batch, loss: LossFn) -> LossFn:
-        """The loss that the step is to compute."""
+        """The loss function that the step is to call."""
         fault_injection.reach("train.update")
         with self.phases("audit"):
             return fault_injection.in_backward(self.auditor.before_update(role, engine, batch, loss))
@@ -94,6 +93,6 @@ class Updates:
             self.auditor.after_update(role, metrics)
 
     def since_sent(self) -> bool:
-        """Whether the policy was updated since this was asked last."""
+        """Whether the policy was updated since the last call."""
         unsent, self._num_unsent = self._num_unsent, 0
         return unsent > 0

@@ -1,4 +1,4 @@
-"""What a node may ask about the run besides the columns, engines and options that its signature names."""
+"""The context of a node: the run, besides the columns, engines and options that its signature names."""
 
 from collections import UserDict
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
@@ -19,33 +19,33 @@ from distflow.scheduling.data_order import minibatches
 from distflow.training.engine import LossFn, TrainEngine
 
 Updated = Callable[[TrainEngine, Batch, dict[str, float], bool], None]
-"""(engine, mini-batch, metrics, whether it was the first of this step): told of each optimizer step."""
+"""(engine, mini-batch, metrics, whether it was the first of this step): called after each optimizer step."""
 
 Watched = Callable[[TrainEngine, Batch, LossFn], LossFn]
-"""(engine, mini-batch, loss function) → the loss function to call: that one, or one that records what it is given."""
+"""(engine, mini-batch, loss function) → the loss function to call: that one, or one that records its arguments."""
 
 NodeState = dict[str, dict[str, Any]]
-"""JSON values of each node by its id: they live across steps and are in every checkpoint."""
+"""JSON values of each node by its id: they persist across steps and are in every checkpoint."""
 
 
-async def judged(router: RewardRouter, samples: Sequence[Sample]) -> list[RewardOutcome]:
-    """What the parameter `reward_fn` of a node is called for. The verifiers have deadlines of their own."""
+async def score_samples(router: RewardRouter, samples: Sequence[Sample]) -> list[RewardOutcome]:
+    """Implements the parameter `reward_fn` of a node. The reward functions have deadlines of their own."""
     with ours():
         return await router(samples)
 
 
 @dataclass(frozen=True)
 class NodeContext:
-    """Handed to nodes that name `ctx`.
+    """Passed to nodes that name `ctx`.
 
-    step: the learning step, from 0; in the rollout loop the one that the group's group was issued in.
-    state: the node's own JSON values; they live across steps and are in every checkpoint. A node of the experience
-    plane has none where another worker generates, or trains.
-    before_update: gives the loss function to call in an optimizer step, so that the step can be proven again.
-    after_update: to be told of each optimizer step of an engine, so that it is checked.
-    groups: of the whole step, over all ranks, in order; mini-batches follow from them. Empty in the rollout loop.
-    group: in the rollout loop only. validating: a validation set is being answered. router: the verifiers behind
-    `reward_fn`; None in the training loop, and where the pipeline starts none.
+    step: the training step, from 0; in the rollout loop the one in which the group was issued.
+    state: the node's own JSON values; they persist across steps and are in every checkpoint. A node of the rollout loop
+    has none if another worker generates, or trains.
+    before_update: returns the loss function to call in an optimizer step, so that the step can be proven again.
+    after_update: to be called after each optimizer step of an engine, so that it is checked.
+    group_ids: of the whole step, over all ranks, in order; they determine the mini-batches. Empty in the rollout loop.
+    group: in the rollout loop only. validating: the group is of a validation set. router: the reward functions of
+    `reward_fn`; None in the training loop, and if the pipeline starts none.
     """
 
     config: Config
@@ -62,7 +62,7 @@ class NodeContext:
     def minibatches(self, batch: Batch, num_prompts: int, epoch: int) -> Iterator[Batch]:
         """This rank's part of each mini-batch of one pass over the step, of `num_prompts` whole groups each.
 
-        Decided over the groups of all ranks, so that the parts of all ranks together are the same for any number.
+        Decided over the groups of all ranks, so that the mini-batches are the same for any number of ranks.
         """
         order = minibatches(
             len(self.group_ids), self.group_ids, num_prompts, self.config.trainer.seed, self.step, epoch
@@ -74,16 +74,16 @@ class NodeContext:
             yield batch.select(sorted(row for place in places for row in rows.get(self.group_ids[place], ())))
 
     async def reward_fn(self, samples: Sequence[Sample] | Batch) -> list[RewardOutcome]:
-        """Verdicts of the reward functions on samples; a batch of the group stands for all of its samples.
+        """Scores of the reward functions on samples; a batch of the group stands for all of its samples.
 
-        Raises UserError where the pipeline starts no verifiers.
+        Raises UserError if the pipeline starts no reward functions.
         """
         if self.router is None or self.group is None:
             raise UserError(
-                "ctx.reward_fn has no verifiers to ask: they run beside the rollout loop of pipelines in which a node "
+                "ctx.reward_fn has no reward functions: they run beside the rollout loop of pipelines in which a node "
                 "has a parameter `reward_fn`. Add it to your function, and call `await reward_fn(samples)`"
             )
-        return await judged(self.router, self.group.samples if isinstance(samples, Batch) else samples)
+        return await score_samples(self.router, self.group.samples if isinstance(samples, Batch) else samples)
 
 
 @dataclass(frozen=True)
@@ -91,8 +91,8 @@ class Contexts:
     """Makes the contexts of one worker's nodes.
 
     watched: (role, engine, mini-batch, loss function) → the loss function to call.
-    updated: (role, engine, mini-batch, metrics, step, whether the first of the step), told of each optimizer step.
-    keeps: whether nodes of the rollout loop may keep something: where all groups and all checkpoints are of this
+    updated: (role, engine, mini-batch, metrics, step, whether the first of the step), called after each optimizer
+    step. keeps: whether nodes of the rollout loop may keep state: only if all groups and checkpoints are of this
     worker.
     """
 
@@ -104,7 +104,7 @@ class Contexts:
     keeps: bool = True
 
     def for_training(self, step: int, group_ids: Sequence[int], node_id: str) -> NodeContext:
-        """Of a learning-plane node in a step."""
+        """Of a node of the training loop in a step."""
 
         def before_update(engine: TrainEngine, batch: Batch, loss: LossFn) -> LossFn:
             return self.watched(self._role(engine), engine, batch, loss)
@@ -120,7 +120,7 @@ class Contexts:
         return "critic" if engine is self.resources.critic else "actor"
 
     def for_rollout(self, group: Group, node_id: str, validating: bool = False) -> NodeContext:
-        """Of a node of the rollout that works for a group."""
+        """Of a node of the rollout loop that works on a group."""
         return NodeContext(
             self.config,
             group.prompt_group.version,
@@ -133,7 +133,7 @@ class Contexts:
 
 
 class _NoState(UserDict[str, Any]):
-    """Each worker would keep its own, and no checkpoint would hold them all. Raises UserError for what is kept."""
+    """Raises UserError on writes: each worker would have its own state, and no checkpoint would hold them all."""
 
     def __init__(self, node_id: str, restored: dict[str, Any]) -> None:
         self._node_id = node_id
@@ -141,7 +141,6 @@ class _NoState(UserDict[str, Any]):
 
     def __setitem__(self, name: str, value: object) -> None:
         raise UserError(
-            f"node '{self._node_id}' keeps ctx.state['{name}'] on one of several workers: what it keeps for the groups "
-            "that it generates the others do not see, and no checkpoint holds it. Keep it in a node of the learning "
-            "plane, or let one worker generate and train"
+            f"node '{self._node_id}' keeps ctx.state['{name}'] on one of several workers: the others do not see it, "
+            "and no checkpoint holds it. Keep it in a node of the training loop, or let one worker generate and train"
         )

@@ -1,8 +1,8 @@
-"""A deadline for rollout engines: one that was asked for something and gives no sign of life for too long is given up.
+"""A deadline for rollout engines: one with an open request and no sign of life for too long is abandoned.
 
-A sign of life is an answer, or a token where the engine counts them (`num_generated_tokens`), so that a long request
-is no hang. Time is counted in looks, each after a short sleep: a process that is stopped, or a machine that is
-suspended or overloaded, does not use the deadline up. Neither does a debugger's prompt.
+A sign of life is a reply, or a token if the engine counts them (`num_generated_tokens`), so that a long request is no
+hang. Time is counted in polls, each after a short sleep: a process that is stopped, or a machine that is suspended or
+overloaded, does not use up the deadline. Neither does a debugger's prompt.
 """
 
 import faulthandler
@@ -26,18 +26,18 @@ from distflow.runtime.loop_thread import LoopGivenUp
 from distflow.scheduling.groups import Version
 
 STACKS: Final = "stacks.txt"
-_LOOKS_EVERY_S: Final = 0.5
+_POLL_S: Final = 0.5
 _DEBUGGERS: Final = ("bdb", "pydevd", "_pydevd_bundle", "debugpy")
 
 
 class EngineHangs(LoopGivenUp):
-    """A rollout engine was asked for something and does not answer."""
+    """A rollout engine has an open request and does not reply."""
 
 
 @dataclass(frozen=True)
 class Deadline:
-    """timeout_s: how long an engine may give no sign of life. stacks: the file to which those of all threads are
-    appended then; None is standard error."""
+    """timeout_s: how long an engine may give no sign of life. stacks: the file to which the stacks of
+    all threads are then appended; None is standard error."""
 
     timeout_s: float
     stacks: Path | None
@@ -45,7 +45,7 @@ class Deadline:
 
 @dataclass(frozen=True, eq=False)
 class _Asked:
-    """What an engine was asked, and when (`time.time()`). while_paused: a paused engine answers it, too."""
+    """A request to an engine, and its time (`time.time()`). while_paused: a paused engine replies to it, too."""
 
     what: str
     since: float
@@ -53,16 +53,16 @@ class _Asked:
 
 
 class WatchedEngine:
-    """A `RolloutEngine` that passes everything on to another, and watches it from entering to leaving.
+    """A `RolloutEngine` that forwards to another, and watches it while entered.
 
-    hangs: told on a thread of its own, once.
+    hangs: called on a thread of its own, once.
     """
 
     def __init__(self, engine: RolloutEngine, deadline: Deadline, hangs: Callable[[EngineHangs], None]) -> None:
         self._engine, self._deadline, self._hangs = engine, deadline, hangs
-        # Changed by the asyncio thread alone; `list()` of a set is one step for the thread that looks.
+        # Changed by the asyncio thread alone; for the polling thread, `list()` of a set is atomic.
         self._asked: set[_Asked] = set()
-        self._num_answers = 0
+        self._num_replies = 0
         self._paused = False
         self._left = threading.Event()
 
@@ -72,7 +72,7 @@ class WatchedEngine:
 
     @property
     def num_generated_tokens(self) -> int:
-        """As the engine counts them; 0 of one that does not."""
+        """As the engine counts them; 0 for one that does not."""
         return getattr(self._engine, "num_generated_tokens", 0)
 
     async def __aenter__(self) -> "WatchedEngine":
@@ -118,12 +118,12 @@ class WatchedEngine:
 
     async def load_weights(self, version: Version, weights: Iterable[tuple[str, Tensor]] | None) -> Receipt:
         """See `RolloutEngine`."""
-        what = "to take the weights of" if weights is not None else "to call its weights those of"
+        what = "to load the weights of" if weights is not None else "to number its weights as"
         with self._asking(f"{what} step {version.step}"):
             return await self._engine.load_weights(version, weights)
 
     def take_activity(self) -> list[Activity]:
-        """What the engine decoded since this was called last; empty where it keeps no account."""
+        """What the engine decoded since the last call; empty if it does not record it."""
         return take_activity(self._engine)
 
     @contextmanager
@@ -132,16 +132,16 @@ class WatchedEngine:
         self._asked.add(asked)
         try:
             yield
-            self._num_answers += 1
-        except Exception:  # an answer as well; that nobody waits any more is none
-            self._num_answers += 1
+            self._num_replies += 1
+        except Exception:  # a reply as well; a cancellation is none
+            self._num_replies += 1
             raise
         finally:
             self._asked.discard(asked)
 
     def _watch(self) -> None:
         timeout_s = self._deadline.timeout_s
-        looks_every_s = min(_LOOKS_EVERY_S, timeout_s / 4)
+        looks_every_s = min(_POLL_S, timeout_s / 4)
         silent_s, seen = 0.0, self._signs_of_life()
         while not self._left.wait(looks_every_s):
             waiting, now = self._waiting(), self._signs_of_life()
@@ -155,12 +155,12 @@ class WatchedEngine:
             silent_s = 0.0
 
     def _waiting(self) -> list[_Asked]:
-        """What the engine owes an answer, the oldest first."""
+        """The open requests, the oldest first."""
         owed = [asked for asked in list(self._asked) if asked.while_paused or not self._paused]
         return sorted(owed, key=lambda asked: asked.since)
 
     def _signs_of_life(self) -> tuple[int, int]:
-        return self._num_answers, self.num_generated_tokens
+        return self._num_replies, self.num_generated_tokens
 
     def _given_up(self, waiting: list[_Asked]) -> EngineHangs:
         oldest, more = waiting[0], len(waiting) - 1
@@ -168,8 +168,8 @@ class WatchedEngine:
         others = f" and {more} more requests" if more else ""
         return EngineHangs(
             f"the rollout engine {type(self._engine).__name__} hangs: it was asked {oldest.what} at {since}{others}, "
-            f"and for {self._deadline.timeout_s:g} s has neither answered anything nor drawn a token. What every "
-            f"thread was at stands in {write_stacks(self._deadline.stacks)}. If it is only slow, raise "
+            f"and for {self._deadline.timeout_s:g} s has neither replied nor generated a token. The stacks "
+            f"of all threads are in {write_stacks(self._deadline.stacks)}. If it is only slow, raise "
             "actor_rollout_ref.rollout.timeout_s"
         )
 
@@ -183,7 +183,7 @@ def _described(request: GenerateRequest) -> str:
 
 
 def _is_debugged() -> bool:
-    """Whether a thread is in a debugger, at whose prompt a person may think as long as it takes."""
+    """Whether a thread is in a debugger, where a person may take any time at the prompt."""
     modules = {
         str(frame.f_globals.get("__name__")).partition(".")[0]
         for top in sys._current_frames().values()
@@ -193,10 +193,10 @@ def _is_debugged() -> bool:
 
 
 def write_stacks(path: Path | None) -> str:
-    """Append those of all threads, below their names; returns where they stand."""
+    """Append the stacks of all threads, below their names; returns where they are."""
     names = "".join(f"Thread 0x{thread.ident or 0:016x}: {thread.name}\n" for thread in threading.enumerate())
     head = f"{time.strftime('%Y-%m-%d %H:%M:%S')}, process {os.getpid()}\n{names}\n".encode()
-    with suppress(OSError):  # a full disk must not keep the hang from being told
+    with suppress(OSError):  # a full disk must not keep the hang from being reported
         descriptor = os.dup(2) if path is None else os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
         try:
             os.write(descriptor, head)

@@ -1,7 +1,7 @@
-"""Faults on purpose: places in the code at which tests have real processes killed, stopped or held up.
+"""Fault injection for tests: points in the code at which processes are killed, stopped or delayed.
 
-Off unless the environment variable DISTFLOW_FAULTS names a file when a worker starts: a JSON list of faults. Then each
-place counts how often it is reached, and a fault whose turn has come writes that it fires, and strikes this process.
+Off unless the environment variable DISTFLOW_FAULTS names a file when a worker starts: a JSON list of faults. Each point
+then counts how often it is reached; a fault that is due records that it fires, and strikes this process.
 """
 
 import errno
@@ -27,9 +27,9 @@ _LONG_S: Final = 3600.0
 
 @dataclass(frozen=True)
 class Fault:
-    """point: what `reach` is given there. rank: of the worker that it strikes. call: at which time that the point is
-    reached, from 1. action: a signal, a long sleep, a full disk, or a flipped bit in the bytes that are there. again:
-    also in each process that comes in the place of one that it struck."""
+    """point: the argument of `reach` there. rank: of the worker that it strikes. call: which time the point is reached,
+    from 1. action: a signal, a long sleep, a full disk, or a flipped bit in the bytes at the point. again: also in each
+    process that replaces one that it struck."""
 
     point: str
     rank: int
@@ -73,13 +73,13 @@ def arm(rank: int) -> None:
 
 
 def reach(point: str, data: memoryview | None = None) -> None:
-    """This process is there now. data: bytes that it has there."""
+    """This process has reached the point. data: bytes at the point."""
     if _armed is not None:
         _armed.reach(point, data)
 
 
 def in_backward(loss: LossFn) -> LossFn:
-    """The loss, in whose backward pass `train.backward` is reached where there are faults."""
+    """The loss; if there are faults, its backward pass reaches `train.backward`."""
     return loss if _armed is None else _Watched(loss)
 
 

@@ -1,4 +1,4 @@
-"""A prompt group on its way through the rollout loop: samples, until the queue makes columns of them."""
+"""A prompt group in the rollout loop: samples, until the queue makes columns of them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -16,10 +16,10 @@ from distflow.scheduling.groups import PromptGroup
 
 @dataclass
 class Group:
-    """What is to be answered, the answers, and what nodes found out about them.
+    """A prompt, its responses, and the results of nodes.
 
-    wanted: indices of the samples. params, stream: how they are drawn. samples: empty until a node has answered.
-    written: what later nodes wrote, by column. measured: by each node.
+    wanted: indices of the samples. params, stream: how they are drawn. samples: empty until a node has generated.
+    written: the columns of later nodes, by name. measured: metrics of each node.
     """
 
     prompt_group: PromptGroup
@@ -37,11 +37,11 @@ class Group:
         return len(self.wanted)
 
     def greedy(self) -> "Group":
-        """The same prompt, to be answered once by the most likely tokens."""
+        """The same prompt with one response, of the most likely tokens."""
         return Group(self.prompt_group, self.row, replace(self.params, greedy=True), self.stream, wanted=(0,))
 
     def sample(self, index: int, segment: Segment | None, text: str, finish_reason: str) -> Sample:
-        """The prompt with one answer (None: with none yet). text: its tokens decoded, without special tokens."""
+        """The prompt with one response (None: none yet). text: its tokens decoded, without special tokens."""
         row, prompt_group = self.row, self.prompt_group
         prompt = Segment("prompt", tuple(row.prompt_ids))
         return Sample(
@@ -61,11 +61,11 @@ class Group:
         return name in self.batch()
 
     def __getitem__(self, name: str) -> object:
-        """A column as the node that names it gets it: `(n,)`, padded `(n, longest)`, or a list."""
+        """A column as a node gets it: `(n,)`, padded `(n, longest)`, or a list."""
         return self.batch()[name]
 
     def write(self, columns: Mapping[str, Written]) -> None:
-        """Keep what a node wrote. Raises ValueError where a column does not fit the group."""
+        """Store the columns of a node. Raises ValueError if a column does not fit the group."""
         if not columns:
             return
         before = self.written
@@ -76,15 +76,15 @@ class Group:
             self.written, self._batch = before, None
             raise
 
-    def answer(self, samples: list[Sample]) -> None:
-        """These are the group's samples. Raises ValueError where what was written before does not fit them."""
+    def set_samples(self, samples: list[Sample]) -> None:
+        """Set the group's samples. Raises ValueError if earlier columns do not fit them."""
         self.samples, self._columns, self._batch = samples, None, None
         self.batch()
 
     def batch(self) -> Batch:
-        """The group as columns, with its one score a sample on the last token that the policy made.
+        """The group as columns, with the score of each sample on the last token of the policy.
 
-        Made once for what the group then is; who gets it may add columns of his own.
+        Cached until the group changes; callers may add columns of their own.
         """
         if self._columns is None:
             samples = self.samples or [self.sample(i, None, "", "stop") for i in self.wanted]
@@ -95,7 +95,7 @@ class Group:
 
 
 def new_group(prompt_group: PromptGroup, row: PromptRow, params: SamplingParams, seed: int) -> Group:
-    """The group of a group, not answered yet."""
+    """A group without responses yet."""
     stream = Stream(seed, prompt_group.stream, prompt_group.epoch, prompt_group.row)
     return Group(prompt_group, row, params, stream, tuple(range(prompt_group.group_size)))
 
@@ -110,5 +110,5 @@ def _with_scores(columns: Batch, written: Mapping[str, Written]) -> Batch:
         batch["acc"] = batch["scores"]
     for name in ("token_level_scores", "token_level_rewards"):
         if name in batch:
-            batch[name] = batch.flat(name)  # kept, so that it is derived once
+            batch[name] = batch.flat(name)  # stored, so that it is derived once
     return batch

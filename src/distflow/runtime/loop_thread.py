@@ -1,4 +1,4 @@
-"""The asyncio thread of a process: the rollout loop lives there, the training loop on the main thread."""
+"""The asyncio thread of a process: the rollout loop runs there, the training loop on the main thread."""
 
 import asyncio
 import concurrent.futures
@@ -15,29 +15,28 @@ from distflow.errors import UserError, users_place_of
 
 T = TypeVar("T")
 
-
 LEAVES_WITHIN_S = 5.0
-_LOOKS_EVERY_S = 0.25
+_POLL_S = 0.25
 
 
 class LoopEnded(RuntimeError):
-    """The thread ended while something ran there, or was to run: nobody would ever answer."""
+    """The thread ended while something ran there, or was to run: no result would ever come."""
 
 
 class LoopGivenUp(LoopEnded):
-    """The thread, or what it waits for, does not end: it is left behind, and the process must end around it."""
+    """The thread, or what it waits for, does not end: it is abandoned, and the process must end without it."""
 
 
 class LoopBlocked(LoopGivenUp, UserError):
-    """A function of the user runs on the thread without an end, and lets nothing else run there."""
+    """A function of the user blocks the thread, so that nothing else runs there."""
 
 
 class LoopThread:
     """Runs coroutines on a thread of its own. A context manager; leaving cancels what still runs there, and waits for
-    what swallows that no longer than `LEAVES_WITHIN_S`.
+    tasks that swallow the cancellation no longer than `LEAVES_WITHIN_S`.
 
-    Should the thread end by itself (a task that raises SystemExit takes its loop with it), whatever it owed an answer
-    fails with LoopEnded; should code of the user hold it up for `blocked_after_s`, with LoopBlocked.
+    If the thread ends by itself (a task that raises SystemExit ends its loop), all open calls fail with LoopEnded; if
+    code of the user blocks it for `blocked_after_s`, with LoopBlocked.
     """
 
     def __init__(self, name: str, blocked_after_s: float = math.inf) -> None:
@@ -46,8 +45,8 @@ class LoopThread:
         self._blocked_after_s = blocked_after_s
         self._lock = threading.Lock()
         self._ended: LoopEnded | None = None
-        # What runs for each answer: asyncio holds its tasks weakly, and one that waits for what only it knows would be
-        # collected in mid-wait. Changed by whichever thread asks or answers: each change of a dict is one step.
+        # By each result's future, what computes it: asyncio holds its tasks weakly, and a waiting one that nothing else
+        # references would be collected. Changed by any thread: each change of a dict is atomic.
         self._owed: dict[concurrent.futures.Future[Any], concurrent.futures.Future[Any]] = {}
 
     def __enter__(self) -> "LoopThread":
@@ -58,7 +57,7 @@ class LoopThread:
 
     def __exit__(self, *exception: object) -> None:
         self.cancel_all()
-        with suppress(RuntimeError):  # closed already, where the thread ended by itself
+        with suppress(RuntimeError):  # closed already if the thread ended by itself
             self._loop.call_soon_threadsafe(self._loop.stop)
         if not isinstance(self._ended, LoopGivenUp):
             self._thread.join()
@@ -69,16 +68,16 @@ class LoopThread:
 
     def start(self, work: Coroutine[object, object, T]) -> "concurrent.futures.Future[T]":
         """Begin and return at once."""
-        with self._lock:  # or the thread could end between the question and the submission: nobody would answer
+        with self._lock:  # or the thread could end between the check and the submission: no result would come
             if self._ended is not None:
                 work.close()
                 raise self._ended
             done = asyncio.run_coroutine_threadsafe(work, self._loop)
-            answer: concurrent.futures.Future[T] = concurrent.futures.Future()
-            self._owed[answer] = done
-        answer.add_done_callback(self._owed.pop)
-        done.add_done_callback(partial(_answer, answer))
-        return answer
+            result: concurrent.futures.Future[T] = concurrent.futures.Future()
+            self._owed[result] = done
+        result.add_done_callback(self._owed.pop)
+        done.add_done_callback(partial(_settle, result))
+        return result
 
     def cancel_all(self) -> None:
         """Cancel everything that runs there, and wait until it has ended."""
@@ -86,7 +85,7 @@ class LoopThread:
             self.call(self._cancel_all())
 
     def give_up(self, error: LoopGivenUp) -> None:
-        """Nobody waits for the thread any more: what it owes an answer, and what is asked of it later, fails."""
+        """Nobody waits for the thread any more: open and later calls fail."""
         self._end(error)
 
     def _run(self) -> None:
@@ -95,7 +94,7 @@ class LoopThread:
         cause = "it was stopped"
         try:
             self._loop.run_forever()
-        except BaseException as err:  # the edge of the thread: whoever waits is told
+        except BaseException as err:  # the border of the thread: whoever waits gets the error
             cause = f"{type(err).__name__}: {err}"
         self._end(LoopEnded(f"the thread '{self._thread.name}' has ended ({cause})"))
         for task in asyncio.all_tasks(self._loop):
@@ -110,21 +109,21 @@ class LoopThread:
                 future.set_exception(self._ended)
 
     def _watch(self) -> None:
-        """Until the thread ends: ask it to tick. One that does not, while it runs the user's code, is given up.
+        """Ask the thread to tick until it ends. One that does not, while it runs the user's code, is abandoned.
 
-        Time is counted in looks: a process that is stopped meanwhile does not use it up.
+        Time is counted in polls: a process that is stopped meanwhile does not use it up.
         """
         assert self._thread.ident is not None
         while self._ended is None:
             ticked, blocked_s = threading.Event(), 0.0
             with suppress(RuntimeError):  # closed
                 self._loop.call_soon_threadsafe(ticked.set)
-            while not ticked.wait(_LOOKS_EVERY_S) and self._ended is None:
+            while not ticked.wait(_POLL_S) and self._ended is None:
                 place = users_place_of(self._thread.ident)
-                blocked_s = blocked_s + _LOOKS_EVERY_S if place is not None else 0.0  # what runs is ours, and ends
+                blocked_s = blocked_s + _POLL_S if place is not None else 0.0  # what runs is ours, and ends
                 if place is not None and blocked_s > self._blocked_after_s:
                     self.give_up(LoopBlocked(_blocked(place, self._blocked_after_s)))
-            time.sleep(_LOOKS_EVERY_S)
+            time.sleep(_POLL_S)
 
     async def _cancel_all(self) -> None:
         others = {task for task in asyncio.all_tasks() if task is not asyncio.current_task()}
@@ -135,32 +134,31 @@ class LoopThread:
 
 
 def _keep_to_one_core() -> None:
-    """Of this thread alone: PyTorch's own call would tell later threads as well.
+    """For this thread alone: PyTorch's own call would affect later threads as well.
 
-    A second thread that computes on all cores has a second pool of them, and where pools have more threads than there
-    are cores, OpenMP lets those of each sleep between two operations: a decode step of few rows took three times as
-    long.
+    A second thread that computes on all cores has a second OpenMP pool, and if pools have more threads than there are
+    cores, OpenMP lets their threads sleep between two operations: a decode step of few rows took three times as long.
     """
-    import torch  # here: the command line reads this module for its errors, and waits for no import
+    import torch  # here: the command line imports this module for its errors, and must start fast
     from threadpoolctl import threadpool_limits
 
-    torch.get_num_threads()  # sets this thread's number where nothing has yet, and would do so later
+    torch.get_num_threads()  # sets this thread's number if nothing has yet, and would do so later
     threadpool_limits(1, user_api="openmp")
 
 
-def _answer(answer: "concurrent.futures.Future[T]", done: "concurrent.futures.Future[T]") -> None:
-    """Hand on how it ended, unless nobody waits any more."""
+def _settle(result: "concurrent.futures.Future[T]", done: "concurrent.futures.Future[T]") -> None:
+    """Forward the outcome, unless nobody waits any more."""
     with suppress(concurrent.futures.InvalidStateError):
         if done.cancelled():
-            answer.cancel()
+            result.cancel()
         elif (error := done.exception()) is not None:
-            answer.set_exception(error)
+            result.set_exception(error)
         else:
-            answer.set_result(done.result())
+            result.set_result(done.result())
 
 
 def _leave(task: "asyncio.Task[Any]") -> None:
-    """It swallows its cancellation. Never freed: that would run its code once more, and when the process ends."""
+    """For a task that swallows its cancellation. It is never freed: that would run its code again at process exit."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(task))
 
 

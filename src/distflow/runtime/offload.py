@@ -1,5 +1,4 @@
-"""Which train engines are on the device: what the config offloads of one waits in the host's memory while another, or
-generation, has the device."""
+"""Offloading of train engines to host memory, as the config says, while another engine or generation runs."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -9,14 +8,14 @@ from distflow.training.engine import TrainEngine
 
 @dataclass(frozen=True)
 class Offloads:
-    """What of an engine waits in the host's memory while it is not used."""
+    """The parts of an engine that are in host memory while it is not used."""
 
     weights: bool
     moments: bool
 
 
 class Offload:
-    """Moves engines as they are needed. Those of which nothing is offloaded are never asked."""
+    """Moves engines as they are needed. Engines of which nothing is offloaded are not touched."""
 
     def __init__(self, engines: Mapping[str, TrainEngine], offloads: Mapping[str, Offloads]) -> None:
         """engines: by role, all on the device. offloads: by role."""

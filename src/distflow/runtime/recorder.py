@@ -1,13 +1,5 @@
-"""`tokens/` of a run's folder: every column of the samples of a step, a file for each worker that trained on some.
-
-Peak memory by phase: resident memory of this process, and what torch allocated on the accelerator.
-
-Peaks are read and reset at every border of a phase. Linux keeps that of resident memory (`VmHWM`), and forgets it when
-5 is written to `/proc/self/clear_refs` (proc(5)); where that is refused, or there is no such file, no peak can be told
-from an earlier phase's, and only that of the whole process is given. Verifiers are processes of their own and are not
-in it; pages shared with other processes are.
-
-What a run tells: to its folder, to the terminal, to trackers. Nothing here can end a run.
+"""What a run reports: to its folder (with `tokens/`, all columns of a step), to the terminal, to trackers, and its peak
+memory by phase. Nothing here can end a run.
 """
 
 import resource
@@ -40,39 +32,45 @@ from distflow.scheduling.groups import GroupCounts, PromptGroup, Version
 
 TOKENS = "tokens"
 
+MAX_TRACEBACK = 10_000
+MAX_DROPPED = 16
+"""Dropped groups of a step whose responses are written."""
+
+_STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+
 
 def keep_groups(run_dir: Path, step: int, batch: Batch, part: int = 0, num_parts: int = 1) -> None:
-    """Write a worker's share. part: its number among the `num_parts` of the run. The first removes what another start,
-    with more workers, left of the step."""
+    """Write a worker's share of a step, one file for each worker. part: its number among the `num_parts` of the run.
+    The first removes files of the step from another start with more workers."""
     folder = run_dir / TOKENS
     folder.mkdir(mode=0o700, exist_ok=True)
     with replacing(folder / f"{step:06d}{f'.{part}' if part else ''}.safetensors") as aside:
         batch.save(aside)
     if part == 0:
-        for path in _saved(folder, f"{step:06d}.*.safetensors"):
+        for path in _saved_files(folder, f"{step:06d}.*.safetensors"):
             if int(path.name.split(".")[1]) >= num_parts:
                 path.unlink(missing_ok=True)
 
 
 def forget_groups(run_dir: Path, num_steps: int) -> None:
-    """Remove what was kept of all steps but the last `num_steps`."""
-    steps = [list(files) for _, files in groupby(_saved(run_dir / TOKENS, "*.safetensors"), _step)]
+    """Remove the files of all steps but the last `num_steps`."""
+    steps = [list(files) for _, files in groupby(_saved_files(run_dir / TOKENS, "*.safetensors"), _step)]
     for path in (path for files in steps[:-num_steps] for path in files):
         path.unlink(missing_ok=True)
 
 
 def load_groups(run_dir: Path, step: int) -> Batch:
-    """A step as its workers kept it, in the order of groups. Raises FileNotFoundError, and ValueError where workers
-    run other nodes and so have other columns."""
+    """A step as its workers wrote it, in the order of groups. Raises FileNotFoundError, and ValueError if workers run
+    different nodes and so have different columns."""
     folder = run_dir / TOKENS
     first = folder / f"{step:06d}.safetensors"
-    shares = [Batch.load(path) for path in (first, *_saved(folder, f"{step:06d}.*.safetensors"))]
+    shares = [Batch.load(path) for path in (first, *_saved_files(folder, f"{step:06d}.*.safetensors"))]
     batch = Batch.concat([share for share in shares if len(share)] or shares[:1])
     return batch.select(batch["group_index"].argsort(stable=True))
 
 
-def _saved(folder: Path, pattern: str) -> list[Path]:
-    """Of those that fit, the files that we wrote, by step."""
+def _saved_files(folder: Path, pattern: str) -> list[Path]:
+    """The matching files that we wrote, by step."""
     return sorted(filter(Batch.is_saved, folder.glob(pattern)), key=lambda path: (_step(path), path.name))
 
 
@@ -80,11 +78,15 @@ def _step(path: Path) -> str:
     return path.name.split(".")[0]
 
 
-_STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
-
-
 class MemoryPeaks:
-    """`charge` at the end of each phase, `finish_step` once a step. Bytes."""
+    """Peak memory in bytes by phase: resident memory of this process, and torch's allocations on the accelerator. Call
+    `charge` at the end of each phase, `finish_step` once a step.
+
+    Peaks are read and reset at every end of a phase. Linux keeps the peak of resident memory (`VmHWM`), and resets it
+    when 5 is written to `/proc/self/clear_refs` (proc(5)); if that is refused, or there is no such file, peaks of
+    phases are unknown, and only the peak of the whole process is reported. Reward functions are processes of their own
+    and are not included; pages shared with other processes are.
+    """
 
     def __init__(self) -> None:
         self._phases: dict[str, float] = {}
@@ -92,7 +94,7 @@ class MemoryPeaks:
         self._by_phase = _forget_peak()
 
     def charge(self, phase: str) -> None:
-        """The phase, or a part of it, is over: the peaks since the last call were its own."""
+        """The phase, or a part of it, is over: the peaks since the last call are its own."""
         if self._by_phase:
             self._seen("process", phase, float(_peak_rss()))
             _forget_peak()
@@ -115,7 +117,7 @@ class MemoryPeaks:
 
 
 def _peak_rss() -> int:
-    """Since it was last forgotten."""
+    """Since the last reset."""
     with suppress(OSError):
         for line in _STATUS.read_text().splitlines():
             if line.startswith("VmHWM:"):
@@ -124,7 +126,7 @@ def _peak_rss() -> int:
 
 
 def _forget_peak() -> bool:
-    """Whether the system allows it."""
+    """Returns whether the system allows it."""
     try:
         _CLEAR.write_text("5")
     except OSError:
@@ -132,15 +134,10 @@ def _forget_peak() -> bool:
     return True
 
 
-MAX_TRACEBACK = 10_000
-MAX_DROPPED = 16
-"""Groups of a step whose answers are kept although they were dropped."""
-
-
 class Recorder:
-    """Owns the run's folder while the run is alive. A context manager.
+    """Owns the run's folder during the run. A context manager.
 
-    status: "finished" or "stopped", set by whoever runs; "failed" until then.
+    status: "finished" or "stopped", set by the caller; "failed" until then.
     """
 
     def __init__(
@@ -155,9 +152,9 @@ class Recorder:
         speaks: bool = True,
         share: tuple[int, int] | None = (0, 1),
     ):
-        """part: this one's number among the run's processes; 0 leads, and tells what is true of all. view: None makes
-        one here. speaks: False where another process notes the same. share: which of a step's samples are here, of how
-        many shares; None where another process has the same, and keeps them.
+        """part: this one's number among the run's processes; 0 leads, and reports for all. view: None makes one here.
+        speaks: False if another process notes the same. share: which of a step's samples are here, of how many shares;
+        None if another process has the same samples, and writes them.
         """
         self._options = options = spec.options
         self._leads, self._speaks, self._share = part == 0, speaks, share
@@ -191,24 +188,24 @@ class Recorder:
             self.folder.close()
         except OSError:
             if error is None:
-                raise  # else the disk is what failed, or it comes second: the first error is the one to tell
+                raise  # else the disk is what failed, or it comes second: the first error is the one to report
 
     def note(self, kind: str, message: str, **fields: object) -> None:
-        """Something that happened: shown, and kept in events.jsonl."""
+        """Something that happened: shown, and written to events.jsonl."""
         if not self._speaks:
             return
         self.folder.event(kind, message, step=self._step, **fields)
         self.view.note(kind, message)
 
     def audited(self, message: str, proven: Sequence[str], unproven: Mapping[str, str]) -> None:
-        """The step under way was proven again. unproven: what of it could not be, and why."""
+        """The current step was proven again. unproven: what of it could not be, and why."""
         if not self._speaks:
             return
         self.folder.event("audit", message, proven=proven, unproven=unproven)
         self.view.audited(self._step + 1, len(proven), len(proven) + len(unproven))
 
     def group_ended(self, prompt_group: PromptGroup, outcome: str, started: float, ended: float) -> None:
-        """A span for each prompt group; why it was dropped, where it was."""
+        """A span for each prompt group, with the reason if it was dropped."""
         self.folder.span(
             "rollout",
             started,
@@ -221,7 +218,7 @@ class Recorder:
         )
 
     def group_dropped(self, prompt_group: PromptGroup, reason: str, batch: Batch) -> None:
-        """Keeps the answers of the first groups that nodes drop of those that begin in a step."""
+        """Writes the responses of the first groups of a step that nodes drop."""
         step = prompt_group.version + 1
         if self._num_dropped[step] < MAX_DROPPED:
             self._num_dropped[step] += 1
@@ -229,11 +226,11 @@ class Recorder:
             self.folder.samples(step, rows, split=DROPPED, append=True)
 
     def queue_changed(self, group_counts: GroupCounts) -> None:
-        """What the sample queue holds now. From any thread; it costs next to nothing."""
+        """The current counts of the sample queue. From any thread; it costs next to nothing."""
         self.view.queue(group_counts.running, group_counts.complete, sum(group_counts.dropped.values()))
 
     def serves(self, version: Version) -> None:
-        """What the engine serves from now on. From any thread."""
+        """The engine has this version from now on. From any thread."""
         self.view.serves(version.step)
 
     def decoded(self, stretches: Sequence[Activity]) -> None:
@@ -244,13 +241,13 @@ class Recorder:
             )
 
     def started(self, step: int, compared: Mapping[str, float]) -> None:
-        """How engine and trainer compared before this start went on behind `step` steps. No metric of the run: a run
-        that was never interrupted has it once."""
+        """The comparison of engine and trainer at a start after `step` steps. It is no metric of the run: a run that
+        was never interrupted has it once."""
         if compared and self._leads:
             self.folder.event("canary", "engine and trainer were compared at the start", step=step, **compared)
 
     def training_step(self, step: int, metrics: Mapping[str, float], batch: Batch) -> None:
-        """A finished step, counted from 1. metrics: of all ranks. batch: this one's share."""
+        """A finished step, counted from 1. metrics: of all ranks. batch: this rank's share."""
         self._step = step
         if self._share is not None:
             self.folder.samples(step, sample_rows(batch))
@@ -263,7 +260,7 @@ class Recorder:
         self._callbacks.step(step, metrics)
 
     def validation(self, step: int, metrics: Mapping[str, float], rows: Sequence[Mapping[str, object]]) -> None:
-        """Validation problems after `step` steps. metrics: of all ranks. rows: this one's."""
+        """Validation after `step` steps. metrics: of all ranks. rows: this rank's."""
         if rows:
             self.folder.samples(step, rows, split="val")
         if not metrics or not self._leads:
@@ -272,13 +269,13 @@ class Recorder:
         self._trackers.log(step, metrics)
         self._callbacks.validation(step, metrics)
 
-    def saved(self, step: int, path: Path) -> None:
+    def checkpoint_saved(self, step: int, path: Path) -> None:
         """The checkpoint of the weights after `step` steps."""
         self.folder.event("checkpoint", f"saved {path.name}", step=step)
         self._callbacks.save(step, path)
 
     def keep_groups(self, step: int, batch: Batch) -> None:
-        """Keep all columns of this worker's share of a step, where `trainer.save_groups` says so."""
+        """Write all columns of this worker's share of a step, if `trainer.save_groups` says so."""
         options, run_dir = self._options, self.folder.path
         if options.save_groups == "none" or self._share is None:
             return
@@ -305,20 +302,20 @@ class Recorder:
 
 @contextmanager
 def reported(run_dir: Path, say: Callable[[str], None]) -> Iterator[None]:
-    """Writes the report of a run that fails inside, and says where. One that ends well has its `Recorder.report`."""
+    """Writes the report of a run that fails inside, and says where. After success `Recorder.report` writes it."""
     try:
         yield
     except BaseException:
         try:
             say(f"report of the failed run: {write_report(run_dir)}")
-        except Exception as failure:  # whatever hinders the report, what the run failed of is the error to tell
+        except Exception as failure:  # whatever prevents the report, the error to report is the one that ended the run
             say(f"the report cannot be written: {failure}")
         raise
 
 
 def _raised(error: BaseException) -> dict[str, str]:
-    """raised: the error's type, where that is one of ours, whose message needs no type before it. traceback: the way
-    that it came; none of a mistake in what the user gave, but of one in code of the user's."""
+    """raised: the error's type, if it is one of ours, since the message then needs no type before it. traceback: none
+    for wrong input of the user, but for an error in the user's code."""
     fields = {"raised": type(error).__name__} if type(error).__module__.startswith("distflow.") else {}
     if not isinstance(error, UserError) or error.__cause__ is not None:
         fields["traceback"] = "".join(traceback.format_exception(error))[-MAX_TRACEBACK:]

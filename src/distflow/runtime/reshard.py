@@ -1,5 +1,4 @@
-"""Columns between teams: what a node of one team writes and a node of another reads, handed over while the step is
-under way."""
+"""Columns between dp groups: a node of one dp group writes them and a node of another reads them in the same step."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,13 +11,13 @@ from distflow.runtime.worker_inputs import ReshardPort
 from distflow.scheduling.reshard import Key
 
 _NAMES = ("uid", "group_index")
-"""Columns by which samples are found again, and which both teams have."""
+"""Columns that identify samples, and that both dp groups have."""
 
 
 @dataclass(frozen=True)
 class ReshardedColumns:
-    """What one team writes and all ranks of another read. source: the node that writes. target: the first of the
-    other team's that waits for it."""
+    """Columns that one dp group writes and all ranks of another read. source: the node that writes. target: the first
+    node of the other dp group that waits for it."""
 
     source: str
     target: str
@@ -26,13 +25,13 @@ class ReshardedColumns:
     readers: tuple[int, ...]
 
     def key(self, step: int) -> Key:
-        """In a step, which learns by the weights of the version of that number."""
+        """For a step, which trains the weights of the version with the same number."""
         ranks = ", ".join(map(str, self.readers))
         return Key(f"{self.source} to {self.target} on ranks {ranks}", step, step)
 
 
-def handovers(plan: Plan, pipeline: BoundPipeline) -> Iterator[ReshardedColumns]:
-    """Of all teams, in the order of the pipeline. Where several teams run a node, the first has what it wrote."""
+def resharded_columns(plan: Plan, pipeline: BoundPipeline) -> Iterator[ReshardedColumns]:
+    """Of all dp groups, in the order of the pipeline. If several dp groups run a node, the first sends its columns."""
     dp_groups = dp_groups_of(plan)
     training_nodes = [node.node_id for node in pipeline.training_nodes]
     runs = [set(plan.ranks[dp_group[0]].training_nodes) for dp_group in dp_groups]
@@ -46,25 +45,25 @@ def handovers(plan: Plan, pipeline: BoundPipeline) -> Iterator[ReshardedColumns]
 
 
 class ColumnReshard:
-    """Of one rank: what it hands over behind a node, and what it waits for before one.
+    """The columns that one rank sends after a node, and those that it waits for before one.
 
-    Every team runs its nodes in the order of the pipeline, and a step is kept until all of its readers have it, so that
-    no two teams ever wait for each other.
+    Every dp group runs its nodes in the order of the pipeline, and a step is kept until all of its readers have it, so
+    that no two dp groups ever wait for each other.
     """
 
     def __init__(self, plan: Plan, pipeline: BoundPipeline, rank: int, port: ReshardPort | None) -> None:
-        found = [*handovers(plan, pipeline)]
+        found = [*resharded_columns(plan, pipeline)]
         self._rank, self._port = rank, port
         self._out = [each for each in found if rank in each.writers]
         self._in = [each for each in found if rank in each.readers]
-        assert port is not None or not (self._out or self._in), "who hands over has an exchange"
+        assert port is not None or not (self._out or self._in), "a rank that reshards has a port"
 
     def waits_for(self, node: str) -> bool:
-        """Whether the node needs columns of another team."""
+        """Whether the node needs columns of another dp group."""
         return any(each.target == node for each in self._in)
 
-    def taken(self, node: str, batch: Batch, step: int) -> Batch:
-        """The batch with what other teams wrote for the node: the rows of this rank's own samples."""
+    def receive(self, node: str, batch: Batch, step: int) -> Batch:
+        """The batch with the columns of other dp groups for the node, in the rows of this rank's own samples."""
         for each in self._in:
             if each.target == node:
                 assert self._port is not None
@@ -73,12 +72,12 @@ class ColumnReshard:
                 batch = batch.merge(theirs.only(name for name in theirs.names if name not in _NAMES))
         return batch
 
-    def gives(self, node: str) -> bool:
-        """Whether another team waits for what the node writes."""
+    def sends(self, node: str) -> bool:
+        """Whether another dp group waits for columns of the node."""
         return any(each.source == node for each in self._out)
 
-    def given(self, node: str, before: Batch, after: Batch, step: int) -> None:
-        """Hands over what the node wrote, to each team that waits for it."""
+    def send(self, node: str, before: Batch, after: Batch, step: int) -> None:
+        """Sends the columns that the node wrote to each dp group that waits for them."""
         for each in self._out:
             if each.source == node:
                 assert self._port is not None

@@ -25,9 +25,9 @@ from distflow.training.engine import Scorer, TrainEngine
 
 @dataclass(frozen=True)
 class Resources:
-    """Those that the plan does not give this worker are None and were never built.
+    """Engines and services that the plan does not assign to this worker are None and were never built.
 
-    stop_token_ids: tokens that end an answer. facts, num_parameters: of the model as it was loaded.
+    stop_token_ids: tokens that end a response. facts, num_parameters: of the model as it was loaded.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -41,7 +41,7 @@ class Resources:
     reward_fn: RewardRouter | None = None
 
     def by_name(self) -> dict[str, object]:
-        """What a node's parameters may name."""
+        """The engines and services that a node's parameters may name."""
         names = ("tokenizer", "actor", "critic", "ref", "rollout", "reward_fn")
         return {name: part for name in names if (part := getattr(self, name)) is not None}
 
@@ -58,10 +58,10 @@ def build_resources(
     mesh: DeviceMesh | None = None,
     start_pool: StartPool = take_pool,
 ) -> Resources:
-    """collective: of the ranks that train together. mesh: of the same ranks, where their weights are to be sharded.
-    start_pool: where verifiers run.
+    """collective: of the ranks that train together. mesh: of the same ranks, if their weights are to be sharded.
+    start_pool: starts the pool of reward functions.
 
-    Raises UserError where a part cannot be built, naming the key.
+    Raises UserError if a part cannot be built, naming the key.
     """
     get = _Builder(factories, rank, {"collective": collective or OneRank(), "mesh": mesh, "start_pool": start_pool})
     policy: nn.Module = get("policy")
@@ -77,12 +77,12 @@ def build_resources(
 
 
 class _Builder:
-    """Parts by name, each built once, when it is first asked for."""
+    """Parts by name, each built once, on first use."""
 
-    def __init__(self, factories: Mapping[str, Factory], rank: RankPlan, given: Mapping[str, object]) -> None:
+    def __init__(self, factories: Mapping[str, Factory], rank: RankPlan, ready: Mapping[str, object]) -> None:
         self._factories, self._rank = factories, rank
         self._device = torch.device(rank.device)
-        self._built: dict[str, object] = dict(given)
+        self._built: dict[str, object] = dict(ready)
 
     def __call__(self, name: str) -> Any:
         if name not in self._built:
@@ -94,9 +94,9 @@ class _Builder:
 
 
 def _fingerprint(model: nn.Module) -> str:
-    """The reference and an adapter's base are the model as it was loaded, whatever a checkpoint holds.
+    """Of the model as it was loaded: the reference and an adapter's base are this model, whatever a checkpoint holds.
 
-    The same however the weights are spread: each is gathered for it in turn.
+    Independent of the sharding: the weights are gathered one by one.
     """
     weights = ((name, whole(parameter.detach())) for name, parameter in model.named_parameters())
     hashes = sorted(stripe_hashes(weights).items())

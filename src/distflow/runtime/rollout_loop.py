@@ -1,4 +1,4 @@
-"""The rollout loop: asyncio tasks, one for each prompt group, from group to judged and filtered group."""
+"""The rollout loop: asyncio tasks, one for each prompt group, from the prompt to the scored and filtered group."""
 
 import asyncio
 import time
@@ -7,7 +7,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from distflow.algorithms.sample_filters import TOO_FEW_VERDICTS
+from distflow.algorithms.sample_filters import TOO_FEW_SCORES
 from distflow.data.batch import Batch
 from distflow.data.sample import Sample
 from distflow.errors import UserError
@@ -17,7 +17,7 @@ from distflow.rewards.router import RewardOutcome, RewardRouter
 from distflow.rollout.engine import GenerateRequest, GenerateResult, RolloutEngine
 from distflow.runtime import fault_injection
 from distflow.runtime.audit_protocol import GroupRecorder
-from distflow.runtime.context import Contexts, NodeContext, judged
+from distflow.runtime.context import Contexts, NodeContext, score_samples
 from distflow.runtime.early_stop import EarlyStop
 from distflow.runtime.errors import NodeError
 from distflow.runtime.group import Group, new_group
@@ -35,23 +35,22 @@ MakeContext = Callable[[Group, str], NodeContext]
 OnGroup = Callable[[PromptGroup, str, float, float], None]
 """(group, "complete" or why it was dropped, started, ended), in `time.time()`."""
 OnDropped = Callable[[PromptGroup, str, Batch], None]
-"""(group, why a node dropped it, what the group then was)."""
+"""(group, why a node dropped it, its columns then)."""
 
 _group_task: ContextVar[asyncio.Task[None] | None] = ContextVar("group_task", default=None)
 """The task of the group that is running; tasks that a node starts (`gather`, `wait_for`) inherit it."""
 
 
-class PlaneFailed(RuntimeError):
-    """Something other than a node failed in the rollout loop: groups would be waited for that nobody makes."""
+class RolloutLoopFailed(RuntimeError):
+    """Something other than a node failed in the rollout loop, so that groups would never come."""
 
 
 class SubmissionGate:
-    """Stands in front of the rollout engine and knows which groups of a wave have handed it their request, or ended
-    without one.
+    """A wrapper of the rollout engine that knows which groups of a generation batch have sent it their request, or
+    ended without one.
 
-    The steps of the plane are compiled with the gate in the engine's place: nodes have its `generate`, `pause` and
-    `resume`. Between waves it only passes on. All of it runs on the asyncio thread, so nothing changes between two
-    awaits and it needs no lock.
+    The nodes of the rollout loop are compiled with the gate in the engine's place, and have its `generate`, `pause` and
+    `resume`. Between generation batches it only forwards. It runs on the asyncio thread alone, so it needs no lock.
     """
 
     def __init__(self, engine: RolloutEngine, group_recorder: GroupRecorder) -> None:
@@ -61,16 +60,16 @@ class SubmissionGate:
         self._early_stop: EarlyStop | None = None
 
     def expect(self, tasks: Collection[asyncio.Task[None]], early_stop: EarlyStop | None = None) -> None:
-        """Begin a wave of these group tasks. None of them has run yet: they were created without an await since.
-        early_stop: told of every answer."""
+        """Begin a generation batch of these group tasks. None of them has run yet: they were created without an await
+        since. early_stop: informed of every response."""
         self._waiting, self._early_stop = set(tasks), early_stop
         self._all_in = asyncio.Event()
         for task in tasks:
             task.add_done_callback(self.arrived)  # one that ends without a request must not be waited for
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
-        """The engine's `generate`; its request is in the engine's queue before this yields for the first time. Answers
-        that a weight update cut off are begun again."""
+        """The engine's `generate`; its request is in the engine's queue before this yields for the first time.
+        Responses that a weight update cut off are generated again."""
         with ours():
             fault_injection.reach("rollout.generate")
             result = await self._ask(request)
@@ -91,28 +90,28 @@ class SubmissionGate:
 
         task.add_done_callback(end)  # of a request that nobody waits for any more, by a task that its group started
         try:
-            await asyncio.sleep(0)  # `pending` runs to its first await, behind which its request is queued
+            await asyncio.sleep(0)  # `pending` runs to its first await, after which its request is queued
             self.arrived(task)
             result = await pending
             if self._early_stop is not None:
-                self._early_stop.answered(task, sum(len(made.token_ids) for made in result.generations))
+                self._early_stop.responded(task, sum(len(made.token_ids) for made in result.generations))
             return result
         finally:
             task.remove_done_callback(end)
-            pending.cancel()  # nothing to one that is done; else this group was cancelled, and its request with it
+            pending.cancel()  # no effect if it is done; else this group was cancelled, and its request with it
 
     async def all_in(self) -> None:
-        """Wait until every group of the wave has arrived."""
+        """Wait until every group of the generation batch has arrived."""
         if self._waiting:
             await self._all_in.wait()
 
     @property
     def version(self) -> Version:
-        """Of the engine's weights."""
+        """The version of the engine's weights."""
         return self._engine.version
 
     async def num_generated_tokens(self) -> int:
-        """Drawn so far, and none from now on for what was cancelled before. 0 of an engine that does not count them."""
+        """Generated so far, none of them later for cancelled requests. 0 for an engine that does not count them."""
         await self._engine.pause()
         number = getattr(self._engine, "num_generated_tokens", 0)
         await self._engine.resume()
@@ -125,20 +124,20 @@ class SubmissionGate:
         await self._engine.resume()
 
     def arrived(self, task: asyncio.Task[None] | None) -> None:
-        """The group has handed in its request, or needs none."""
+        """The group has sent its request, or needs none."""
         self._waiting.discard(task)
         if not self._waiting:
             self._all_in.set()
 
 
-async def _judged(router: RewardRouter, waits: Waits, samples: Sequence[Sample]) -> list[RewardOutcome]:
+async def _score_samples(router: RewardRouter, waits: Waits, samples: Sequence[Sample]) -> list[RewardOutcome]:
     with waits("reward", "scores", on="reward functions"):
-        return await judged(router, samples)
+        return await score_samples(router, samples)
 
 
 @dataclass(frozen=True)
 class GroupEvents:
-    """Who is told what of prompt groups. waits: of how long each waits for its rewards."""
+    """Callbacks for events of prompt groups. waits: logs how long each waits for its rewards."""
 
     ended: OnGroup
     dropped: OnDropped = lambda prompt_group, reason, batch: None
@@ -147,14 +146,14 @@ class GroupEvents:
 
 @dataclass
 class RolloutLoop:
-    """Runs steps on groups.
+    """Runs the compiled nodes of the rollout loop on groups.
 
-    make_group: the group of a training group, not answered yet. gate: in front of the rollout engine, None where the
-    pipeline generates nothing. group recorder: records what engine and verifiers did for each group. timeout_s: what a
-    plain function may take for each sample. ended: told of every group, before the queue is. in_waves: groups start
-    together, and the next ones when these have ended. stops_early: those of a wave that are left when the step has all
-    that it needs are aborted. call_counts: of the verdicts on all groups, whatever became of them. dropped: told of the
-    groups that a node drops.
+    make_group: makes the group of a prompt group, without responses yet. gate: wraps the rollout engine, None if the
+    pipeline generates nothing. group_recorder: records what engine and reward functions did for each group. timeout_s:
+    limit of a sync function for each sample. ended: called for every group, before the queue has it. in_batches: groups
+    start together as a generation batch, and the next ones when these have ended. stops_early: the groups of a
+    generation batch that are left when the step is full are aborted. call_counts: of reward calls on all groups, also
+    dropped ones. dropped: called for the groups that a node drops.
     """
 
     steps: Sequence[Step]
@@ -164,7 +163,7 @@ class RolloutLoop:
     timeout_s: float
     ended: OnGroup
     group_recorder: GroupRecorder
-    in_waves: bool = True
+    in_batches: bool = True
     stops_early: bool = False
     plain_calls: PlainCalls = field(default_factory=PlainCalls)
     call_counts: CallCounts = field(default_factory=CallCounts)
@@ -183,7 +182,7 @@ class RolloutLoop:
         gate = SubmissionGate(resources.rollout, group_recorder) if resources.rollout is not None else None
         parts = {**resources.by_name(), **({"rollout": gate} if gate else {})}
         if resources.reward_fn is not None:
-            parts["reward_fn"] = partial(_judged, resources.reward_fn, events.waits)
+            parts["reward_fn"] = partial(_score_samples, resources.reward_fn, events.waits)
         ends = resources.stop_token_ids
         sampling = replace(spec.sampling, stop_token_ids=ends)
         sampling_of = {name: replace(own, stop_token_ids=ends) for name, own in spec.sampling_of.items()}
@@ -200,14 +199,14 @@ class RolloutLoop:
             spec.options.timeout_s,
             events.ended,
             group_recorder,
-            in_waves=spec.data.max_staleness == 0,
+            in_batches=spec.data.max_staleness == 0,
             stops_early=spec.data.oversampling > 0,
             call_counts=resources.reward_fn.call_counts if resources.reward_fn is not None else CallCounts(),
             dropped=events.dropped,
         )
 
     async def run(self, group: Group, steps: Sequence[Step], context: MakeContext) -> Drop | None:
-        """The group through the steps; `Drop` where one of them dropped it. Raises NodeError."""
+        """Runs the steps on the group; `Drop` if one of them dropped it. Raises NodeError."""
         for step in steps:
             ctx = context(group, step.node.node_id)
             try:
@@ -222,32 +221,32 @@ class RolloutLoop:
         return None
 
     def _count(self, step: Step, group: Group, drop: Drop | None) -> None:
-        """Count the verdicts of a reward that is a node; the verifiers that one asks count theirs themselves."""
+        """Count the scores of a reward that is a node itself; `reward_fn` counts its own calls."""
         node = step.node
         if node.node_role is not NodeRole.REWARD or "reward_fn" in node.contract.services:
             return
         batch = group.batch()
         num_failed, errors = int((~batch["valid"]).sum()), []
-        if drop is not None and drop.reason == TOO_FEW_VERDICTS:
+        if drop is not None and drop.reason == TOO_FEW_SCORES:
             num_failed, errors = len(batch), [drop.detail]
         elif "reward_errors" in batch:
             errors = batch["reward_errors"]
-        first = next(filter(None, errors), "no verdict")
+        first = next(filter(None, errors), "no score")
         self.call_counts.add(len(batch), num_failed, f"{first} (node '{node.node_id}')")
 
     async def loop(self, queue: SampleQueuePort) -> None:
-        """consumes groups · waits for credits · unblocked by released steps and ended groups · produces groups
+        """consumes prompt groups · waits for capacity · unblocked by released steps and ended groups · produces groups
 
-        At staleness 0 what the queue hands out at once is a wave: submitted in group order to a paused engine that then
-        resumes, so that what shares a decode step never depends on timing, and ended before the next is asked for.
-        Else it is a stream: groups start as their credits open. Raises PlaneFailed, or the user's error.
+        At staleness 0 the groups that the queue hands out at once are a generation batch: submitted in group order to a
+        paused engine that then resumes, so that the requests of a decode step never depend on timing, and ended before
+        the next is fetched. Else groups start as capacity allows. Raises RolloutLoopFailed, or the user's error.
         """
         running = set[asyncio.Task[None]]()
         try:
             async with asyncio.TaskGroup() as groups:  # a task that fails ends them all: no step waits for its group
-                async for prompt_groups in queue.prompt_groups(self._served):
-                    if self.in_waves:
-                        await self._wave(prompt_groups, queue)
+                async for prompt_groups in queue.prompt_groups(self._served_step):
+                    if self.in_batches:
+                        await self._run_batch(prompt_groups, queue)
                     else:
                         started = {
                             groups.create_task(self._run_group(prompt_group, queue)) for prompt_group in prompt_groups
@@ -259,12 +258,12 @@ class RolloutLoop:
             first = failures.exceptions[0]
             if isinstance(first, UserError):
                 raise first from None
-            raise PlaneFailed(f"the rollout loop has failed: {type(first).__name__}: {first}") from first
+            raise RolloutLoopFailed(f"the rollout loop has failed: {type(first).__name__}: {first}") from first
 
-    async def _wave(self, prompt_groups: Sequence[PromptGroup], queue: SampleQueuePort) -> None:
+    async def _run_batch(self, prompt_groups: Sequence[PromptGroup], queue: SampleQueuePort) -> None:
         if self.stops_early:
-            assert isinstance(queue, StoppingSampleQueue), "oversampling is of a run in one process"
-            await self._wave_that_stops(prompt_groups, queue)
+            assert isinstance(queue, StoppingSampleQueue), "oversampling is for runs in one process"
+            await self._run_oversampled_batch(prompt_groups, queue)
             return
         if self.gate is not None:
             await self.gate.pause()
@@ -279,8 +278,8 @@ class RolloutLoop:
             for task in tasks:
                 task.cancel()
 
-    async def _wave_that_stops(self, prompt_groups: Sequence[PromptGroup], queue: StoppingSampleQueue) -> None:
-        """The same, of more groups than the step may need."""
+    async def _run_oversampled_batch(self, prompt_groups: Sequence[PromptGroup], queue: StoppingSampleQueue) -> None:
+        """The same, with more groups than the step may need."""
         gate, stop = self.gate, EarlyStop(queue)
         before = 0
         if gate is not None:
@@ -306,15 +305,14 @@ class RolloutLoop:
             for task in tasks:
                 task.cancel()
 
-    def _served(self) -> int | None:
-        """The step whose weights the engine serves."""
+    def _served_step(self) -> int | None:
+        """The step of the engine's weights."""
         return self.gate.version.step if self.gate is not None else None
 
     async def _run_group(
         self, prompt_group: PromptGroup, queue: SampleQueuePort, stop: EarlyStop | None = None
     ) -> None:
-        """Whatever a node does costs its own group only, and is recorded. stop: cancels it where its step needs it no
-        more."""
+        """A failing node costs its own group only, and is recorded. stop: cancels the group if it is not needed."""
         _group_task.set(asyncio.current_task())
         self.group_recorder.begin(prompt_group)
         started, group = time.time(), self.make_group(prompt_group)
@@ -335,20 +333,20 @@ class RolloutLoop:
             self.ended(prompt_group, f"error: {err}", started, time.time())
             queue.drop(prompt_group, "error", Failure(str(err), users), lost=not users)
             return
-        detail = f": {drop.detail}" if drop is not None and drop.reason == TOO_FEW_VERDICTS else ""
+        detail = f": {drop.detail}" if drop is not None and drop.reason == TOO_FEW_SCORES else ""
         self.ended(prompt_group, "complete" if drop is None else f"{drop.reason}{detail}", started, time.time())
         if drop is not None:
             self.dropped(prompt_group, f"{drop.reason}{detail}", batch)
         if drop is None:
             self.group_recorder.keep()
             queue.put(prompt_group, batch, group.measured)
-        elif drop.reason == TOO_FEW_VERDICTS:
+        elif drop.reason == TOO_FEW_SCORES:
             queue.drop(prompt_group, drop.reason, Failure(drop.detail, users=True))
         else:
             queue.drop(prompt_group, drop.reason, accuracy=accuracy_of(batch))
 
     async def _turn(self, stop: EarlyStop | None, accepted: bool) -> None:
-        """Wait until the group may tell the queue."""
+        """Wait until the group may report to the queue."""
         if stop is not None:
             if self.gate is not None:
                 self.gate.arrived(_group_task.get())

@@ -1,9 +1,7 @@
-"""A thread that waits, and computes for others meanwhile.
+"""The asyncio thread of a worker with its reward functions and its rollout engine: entered together, left together.
 
-A process in which training and generation take turns needs one OpenMP pool, that of the thread that trains: a second
-one slows the first down (see `rollout/embedded/engine_loop.py`).
-
-The asyncio thread of a worker with its services and its rollout engine: entered together, left together.
+If training and generation take turns, the engine computes on the waiting thread: a process then needs one OpenMP pool;
+a second one slows the first down (see `rollout/embedded/engine_loop.py`).
 """
 
 import concurrent.futures
@@ -29,16 +27,21 @@ from distflow.runtime.resources import Resources
 from distflow.runtime.spec import Spec
 from distflow.runtime.stop import leave_at_once
 
+NUM_CHECKED_ROWS = 16
+NUM_SOLUTIONS = 200
+SOLUTIONS_WITHIN_S = 20.0
+
 T = TypeVar("T")
+Warn = Callable[[str], None]
 
 
 class Abandoned(BaseException):
-    """Raised in the thread by another: what it computes does not end, and nobody waits for that any more."""
+    """Raised in the thread by another: its computation does not end, and nobody waits for it any more."""
 
 
 @dataclass(eq=False)
 class _Loan:
-    """taken: the thread has computed it, or a part; set before `ended`. abandoned: it was told to leave it."""
+    """A computation for the waiting thread. taken: begun there; set before `ended`. abandoned: interrupted."""
 
     stretch: Stretch
     taken: bool = False
@@ -47,15 +50,15 @@ class _Loan:
 
 
 class HostThread:
-    """A `Host`: the thread that makes it.
+    """A `Host`: the thread that creates it, which computes for others while it waits.
 
-    It computes only inside `wait`, and no longer than what it waits for lasts, but for one decode step: so nobody ever
-    waits for a thread that does something else.
+    It computes only inside `wait`, and at most one decode step longer than what it waits for, so that nobody waits for
+    a thread that does something else.
     """
 
     def __init__(self) -> None:
         self._ident = threading.get_ident()
-        self._lock = threading.Lock()  # guards the three below: which loans are taken, and what may be abandoned
+        self._lock = threading.Lock()  # guards the three below: which loans are taken, and which may be abandoned
         self.waits = False
         self._asked = set[_Loan]()
         self._loan: _Loan | None = None
@@ -97,7 +100,7 @@ class HostThread:
         return loan.taken
 
     def abandon(self, within_s: float) -> bool:
-        """Interrupt what it computes. False where that has not ended `within_s` seconds later: only Python code can be
+        """Interrupt its computation. False if that has not ended after `within_s` seconds: only Python code can be
         interrupted."""
         with self._lock:
             loan = self._loan
@@ -114,37 +117,31 @@ class HostThread:
             with self._lock:
                 self._loan, loan.taken = loan, True
             loan.stretch(future.done)
-        except Abandoned:  # who did it has told those who wait
+        except Abandoned:  # the thread that raised it has informed those who wait
             pass
         finally:
             with self._lock:
                 self._loan = None
                 if loan.abandoned:
-                    # One that comes too late. Not where there is none: from then on this thread looks for exceptions
+                    # Clears one that came too late. Not if there is none: this thread would then check for exceptions
                     # at every call, and a profiler or debugger never gets past the first one (CPython 3.11).
                     self._interrupt(None)
             loan.ended.set()
 
     def _interrupt(self, error: type[BaseException] | None) -> None:
-        """Have it raise the error, or no longer one that it was to raise."""
+        """Make the thread raise the error; None clears a pending one."""
         ident = ctypes.c_ulong(self._ident)
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(error) if error is not None else None)
 
 
-NUM_CERTIFIED_ROWS = 16
-NUM_SOLUTIONS = 200
-SOLUTIONS_WITHIN_S = 20.0
-Warn = Callable[[str], None]
-
-
 class Session:
-    """A context manager. While it is entered, coroutines run on its thread. For one other thread, which makes it and
+    """A context manager. While it is entered, coroutines run on its thread. For one other thread, which creates and
     enters it.
 
-    The engine's and the verifiers' futures and events belong to that thread's loop: they are entered, awaited and left
-    there only, while the other thread waits in `call`.
+    The futures and events of engine and reward functions belong to that thread's loop: they are entered, awaited and
+    left there only, while the other thread waits in `call`.
 
-    resources: those that were given, with the engine watched.
+    resources: the arguments, with the engine watched.
     """
 
     def __init__(
@@ -157,11 +154,11 @@ class Session:
         warn: Warn | None = None,
         find_solutions: Callable[[], Sequence[Solution]] = tuple,
     ) -> None:
-        """self_check_on: rows whose answers the verifiers are tried on before they are used; None trusts them.
-        find_solutions: what they are tried on besides, where somebody is to be warned.
-        blocked_after_s: how long a function of the user may hold the thread up. engine_deadline: None waits for the
-        rollout engine as long as it takes. takes_turns: the thread that enters only waits while the engine generates,
-        so the engine computes there, if it is one that can.
+        """self_check_on: rows on whose ground truths the reward functions are tested before use; None skips the test.
+        find_solutions: reference solutions for the same test, if there is a `warn`. blocked_after_s: how long a
+        function of the user may block the thread. engine_deadline: None waits for the rollout engine without limit.
+        takes_turns: the thread that enters only waits while the engine generates, so the engine computes there, if it
+        can.
         """
         self._thread = LoopThread("rollout", blocked_after_s)
         engine = resources.rollout
@@ -171,22 +168,22 @@ class Session:
             engine.host = self._host
         if engine is not None and engine_deadline is not None:
             resources = replace(resources, rollout=WatchedEngine(engine, engine_deadline, self._give_up))
-        self.resources, self._certify_on = resources, self_check_on
+        self.resources, self._self_check_on = resources, self_check_on
         self._warn, self._find_solutions = warn, find_solutions
         self._stack = AsyncExitStack()
 
     @staticmethod
     def of(spec: Spec, resources: Resources, stacks: Path | None, warn: Warn | None = None) -> "Session":
-        """That of a worker, whose verifiers are tried on its first rows where `trust.check_rewards` is on.
+        """The session of a worker. If `trust.check_rewards` is on, its reward functions are tested on its first rows.
 
-        stacks: see `Deadline`. warn: told which reference solutions of the data fail; None tries none.
+        stacks: see `Deadline`. warn: called for reference solutions of the data that fail; None tests none.
         """
         options = spec.options
-        self_check_on = _first_rows(spec, NUM_CERTIFIED_ROWS) if options.run_self_check else None
+        self_check_on = _first_rows(spec, NUM_CHECKED_ROWS) if options.run_self_check else None
         timeout_s = options.engine_timeout_s
         deadline = Deadline(timeout_s, stacks) if timeout_s is not None else None
         blocked_after_s = options.timeout_s * max(each.group_size or spec.data.group_size for each in spec.data.sources)
-        # By the config: the selftest has the engine of a run at some staleness, and an edge at none.
+        # By the config: the selftest has the engine of a run with staleness, and a sample queue without.
         takes_turns = spec.config.async_.max_staleness == 0
         solutions = partial(_first_solutions, spec, resources)
         return Session(resources, self_check_on, blocked_after_s, deadline, takes_turns, warn, solutions)
@@ -195,17 +192,17 @@ class Session:
         self._thread.__enter__()
         try:
             self.call(self._enter())
-        except BaseException as err:  # Python calls no `__exit__` for what fails here: services may run already
+        except BaseException as err:  # Python calls no `__exit__` if this fails: services may run already
             self.__exit__(type(err), err)
             raise
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *rest: object) -> None:
-        """Cancel what runs, then leave the services. Their failure to end is told only where nothing failed before."""
+        """Cancel what runs, then leave the services. Their failure to end is raised only if nothing failed before."""
         try:
             self._thread.cancel_all()
             self.call(self._stack.aclose())
-        except Exception as failure:  # the queue: a service that cannot end, or the thread that had ended by itself
+        except Exception as failure:  # a service that cannot end, or the thread that had ended by itself
             if isinstance(failure, LoopGivenUp) and self.resources.reward_fn is not None:
                 self.resources.reward_fn.close()  # its processes must not outlive the run
             if error is None:
@@ -222,16 +219,16 @@ class Session:
         return self._thread.start(work)
 
     def wait_for(self, blocking: Callable[[], T]) -> T:
-        """What a function returns that waits for others, or raises what it raised. It is called on a thread of its own,
-        which ends with it, where this one has an engine to compute for meanwhile."""
+        """Call a function that waits for others. It runs on a thread of its own if this thread has an engine to compute
+        for meanwhile."""
         return blocking() if self._host is None else self._wait(lambda: on_a_thread(blocking))
 
     def _wait(self, begin: "Callable[[], concurrent.futures.Future[T]]") -> T:
         return begin().result() if self._host is None else self._host.wait(begin)
 
     def _give_up(self, error: EngineHangs) -> None:
-        """Whoever waits is told. The thread that entered may itself be where the engine hangs, and not in Python code:
-        then nothing but the end of the process gets it out."""
+        """Everyone who waits gets the error. The engine may hang on the thread that entered, and not in Python code:
+        then only the end of the process helps."""
         self._thread.give_up(error)
         if self._host is not None and not self._host.abandon(LEAVES_WITHIN_S):
             os.write(2, f"distflow: {error}\n".encode())
@@ -241,9 +238,9 @@ class Session:
         reward_fn, rollout = self.resources.reward_fn, self.resources.rollout
         if reward_fn is not None:
             self._stack.enter_context(reward_fn)
-            if self._certify_on is not None:
+            if self._self_check_on is not None:
                 await run_self_check(reward_fn)
-                rows = [(row.domain, row.ground_truth, row.extra_info or {}) for row in self._certify_on]
+                rows = [(row.domain, row.ground_truth, row.extra_info or {}) for row in self._self_check_on]
                 await self_check_scores(reward_fn, rows)
                 if self._warn is not None:
                     for warning in await try_solutions(reward_fn, self._find_solutions(), SOLUTIONS_WITHIN_S):
@@ -253,13 +250,13 @@ class Session:
 
 
 def on_a_thread(blocking: Callable[[], T]) -> "concurrent.futures.Future[T]":
-    """Call it on a thread of its own. One that is left waiting there does not keep the process."""
+    """Call it on a daemon thread of its own, which does not keep the process alive."""
     future: concurrent.futures.Future[T] = concurrent.futures.Future()
 
     def wait() -> None:
         try:
             result = blocking()
-        except BaseException as err:  # the edge of the thread: whoever waits gets it
+        except BaseException as err:  # the border of the thread: whoever waits gets it
             future.set_exception(err)
         else:
             future.set_result(result)
@@ -269,7 +266,7 @@ def on_a_thread(blocking: Callable[[], T]) -> "concurrent.futures.Future[T]":
 
 
 def _first_rows(spec: Spec, number: int) -> list[PromptRow]:
-    """The first of each source, about so many in all."""
+    """The first rows of each source, about `number` in all."""
     rows, first, sources = list[PromptRow](), 0, spec.data.sources
     for source in sources:
         rows += spec.rows[first : first + min(source.num_rows, max(1, number // len(sources)))]
@@ -280,7 +277,7 @@ def _first_rows(spec: Spec, number: int) -> list[PromptRow]:
 def _first_solutions(spec: Spec, resources: Resources) -> list[Solution]:
     """The reference solutions of the first rows that have some."""
     reward_fn, found = resources.reward_fn, list[Solution]()
-    assert reward_fn is not None, "there is something to certify"
+    assert reward_fn is not None, "there are reward functions to test"
     for row in _first_rows(spec, NUM_SOLUTIONS):
         names = [name for name, _ in reward_fn.functions_of(row.domain)]
         known, columns = spec.options.solution_columns, row.extra_info or {}

@@ -1,4 +1,4 @@
-"""What every launcher does around a run: what it goes on from, what the folder is told, what came of it."""
+"""What every launcher does around a run: where it resumes, what it writes to the folder, and its outcome."""
 
 import platform
 from collections.abc import Callable, Iterator, Mapping
@@ -18,11 +18,11 @@ from distflow.runtime.checkpoint.checkpoint import Checkpoint, CheckpointStore
 from distflow.runtime.checkpoint.resume import (
     CHECKPOINTS,
     LEDGER,
+    done_message,
     find_checkpoint,
-    goes_on_here,
     is_done,
     remaining,
-    told_done,
+    resumes_here,
 )
 from distflow.runtime.checkpoint.state import check_same_config
 from distflow.runtime.errors import writing_to
@@ -39,11 +39,11 @@ FROM_THE_START = -1
 
 @dataclass(frozen=True)
 class Start:
-    """Where a run begins: behind a checkpoint, or at its start. goes_on: the folder's account is its own."""
+    """Where a run begins: after a checkpoint, or at its start. resumes: the folder's records are its own."""
 
     store: CheckpointStore
     checkpoint: Checkpoint | None
-    goes_on: bool
+    resumes: bool
 
     @property
     def resumed_at(self) -> int:
@@ -51,7 +51,7 @@ class Start:
 
     def set_aside(self, spec: Spec, say: Callable[[str], None]) -> None:
         """Move what another run left in the folder out of the way."""
-        if not self.goes_on and (moved := set_aside(spec.run_dir)):
+        if not self.resumes and (moved := set_aside(spec.run_dir)):
             say(f"the run that was in {spec.run_dir} is in {moved} now")
 
 
@@ -68,7 +68,7 @@ def starting(spec: Spec, allow_change: tuple[str, ...]) -> Iterator[Start]:
         checkpoint = find_checkpoint(store, mode)
         if checkpoint:
             check_same_config(checkpoint, spec, allow_change)
-        yield Start(store, checkpoint, goes_on_here(checkpoint, mode, spec.run_dir))
+        yield Start(store, checkpoint, resumes_here(checkpoint, mode, spec.run_dir))
 
 
 def open_store(spec: Spec) -> CheckpointStore:
@@ -83,10 +83,10 @@ def open_store(spec: Spec) -> CheckpointStore:
 
 
 def done_before(spec: Spec, start: Start, say: Callable[[str], None]) -> Outcome | None:
-    """What came of a run of which no step is left; None where there is one. Raises UserError where it is another's."""
+    """The outcome of a run without steps left; None if there are some. Raises UserError if the run is another one."""
     if start.checkpoint is None or not is_done(start.checkpoint, spec):
         return None
-    say(told_done(start.checkpoint, spec, start.goes_on))
+    say(done_message(start.checkpoint, spec, start.resumes))
     return Outcome(start.checkpoint.step, None, False, write_report(spec.run_dir), *find_accuracies(spec.run_dir))
 
 
@@ -96,21 +96,21 @@ def model_line(spec: Spec, num_parameters: int) -> str:
 
 
 def note_resume(recorder: Recorder, checkpoint: Checkpoint, differences: list[str]) -> None:
-    """Tell what is gone on from, and what of it is not as it was."""
+    """Report the checkpoint that the run resumes from, and what differs."""
     recorder.note("info", f"resumed from {checkpoint.path.name}")
     for warning in filter(None, [checkpoint.message, *differences, *read_damage(recorder.folder.path)]):
         recorder.note("warning", warning)
 
 
 def note_early_end(recorder: Recorder, group_counts: GroupCounts, done: int, planned: int) -> None:
-    """Groups that were dropped leave their steps to others, and so a run may have fewer than were planned."""
+    """Dropped groups are replaced by later ones, so a run may have fewer steps than planned."""
     if done < planned:
         dropped = ", ".join(f"{n} {reason}" for reason, n in group_counts.dropped.items())
         recorder.note("info", f"the data ended after {done} of {planned} steps: groups were dropped ({dropped})")
 
 
 def begin_ledger(spec: Spec, checkpoint: Checkpoint | None, allowed: tuple[str, ...]) -> tuple[Coordinator, Ledger]:
-    """The coordinator and its journal, as they stood. allowed: config keys that may differ from the checkpoint's."""
+    """The coordinator and its ledger, as of the checkpoint. allowed: config keys that may differ from it."""
     path = spec.run_dir / LEDGER
     if checkpoint is None:
         ledger = Ledger(path)
@@ -125,7 +125,7 @@ def begin_ledger(spec: Spec, checkpoint: Checkpoint | None, allowed: tuple[str, 
 
 
 def write_facts(spec: Spec, model_facts: Mapping[str, object], recorder: Recorder, total_steps: int) -> None:
-    """What the folder says of the run as a whole."""
+    """Write the files that describe the run as a whole."""
     facts: Mapping[str, object] = {
         "distflow": __version__,
         "python": platform.python_version(),

@@ -1,4 +1,4 @@
-"""What travels to a worker: plain data and picklable factories, no live object. `pipelines` makes it of the config."""
+"""The spec that is sent to workers: plain data and picklable factories, no live objects. Made from the config."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,14 +19,14 @@ from distflow.scheduling.coordinator import DataPlan
 
 
 class Get(Protocol):
-    """Gives a part of the worker that is being built by its name; builds it where it is not there yet."""
+    """Returns a part of the worker that is being built, by name; builds it on first use."""
 
-    def __call__(self, name: str) -> Any:  # each name stands for a type of its own
-        """Raises KeyError where there is no such part, UserError where it cannot be built."""
+    def __call__(self, name: str) -> Any:  # each name has a type of its own
+        """Raises KeyError if there is no such part, UserError if it cannot be built."""
         ...
 
     def planned(self, name: str) -> bool:
-        """Whether the plan gives this worker that engine."""
+        """Whether the plan assigns that engine to this worker."""
         ...
 
 
@@ -37,7 +37,7 @@ partials of other such functions, so that it pickles."""
 
 @dataclass(frozen=True)
 class ValidationSet:
-    """Validation prompts, how each is answered greedily (None: is not), and how by sampling, `num_samples` times."""
+    """Validation prompts, and the parameters of greedy responses (None: none) and of `num_samples` sampled ones."""
 
     name: str
     rows: Sequence[PromptRow]
@@ -48,8 +48,8 @@ class ValidationSet:
 
 @dataclass(frozen=True)
 class WorkerNeeds:
-    """What each worker's process takes of its machine, and its environment variables. memory_mb: None is what one takes
-    that holds no model yet. num_reward_actors, reward_cpus: actors that hold verifiers, and what each of them takes."""
+    """Resources of each worker's process, and its environment variables. memory_mb: None is the need of a worker
+    without a model. num_reward_actors, reward_cpus: actors that run reward functions, and the CPUs of each."""
 
     cpus: int = 1
     memory_mb: int | None = None
@@ -60,18 +60,18 @@ class WorkerNeeds:
 
 @dataclass(frozen=True)
 class RunOptions:
-    """The keys of `trainer`, `trust` and the like that steer a run. A frequency of 0 or less is never.
+    """The keys of `trainer`, `trust` and the like that control a run. A frequency of 0 or less is never.
 
-    test_freq, save_freq, update_frequency: in steps; the last is of weights that are sent to the engine.
-    weight_update_mode: "store" or "disk", how they go to workers that only generate. canary_freq: in such sends.
+    test_freq, save_freq, update_frequency: in steps; the last is of weight syncs. weight_update_mode: "store" or
+    "disk", the transport to workers that only generate. canary_freq: in weight syncs.
     audit_freq: in steps. on_mismatch: "correct", "stop" or "warn". keep_last: checkpoints, None for all. keep_best: the
-    metric of which the best one is kept besides.
+    metric by which the best one is kept in addition.
     max_held_mb: of groups and columns that wait in Ray's object store, in all; None for half of the smallest store.
-    save_groups_last: steps whose groups are kept where `save_groups` is "last_k". timeout_s: of a plain node function
-    of the rollout loop, for each sample. engine_timeout_s: how long a rollout engine that was asked for something
-    may give no sign of life; None is for ever. certify: verifiers are tried on known answers first. solution_columns:
-    by domain, "" for all others: that of reference solutions (None where the rewards know it) and that of answers.
-    max_error_rate: of a step's verdicts, above which the run ends. max_skipped: updates that are not finite in a row
+    save_groups_last: number of last steps written if `save_groups` is "last_k". timeout_s: of a sync node function of
+    the rollout loop, for each sample. engine_timeout_s: how long a rollout engine with an open request may give no sign
+    of life; None is for ever. run_self_check: reward functions are tested on known solutions first. solution_columns:
+    by domain, "" for all others: the columns of reference solutions (None if the rewards know it) and ground truths.
+    max_error_rate: share of a step's reward errors above which the run ends. max_skipped: non-finite updates in a row
     before the run ends. unmoved_after: updates after which a weight must have moved. offloads: by role of the engine.
     """
 
@@ -110,10 +110,10 @@ class RunOptions:
 
 @dataclass(frozen=True)
 class Outcome:
-    """steps: consumed in all. signal: the number of the one that asked the run to end, None where none came. stopped:
+    """steps: consumed in all. signal: the number of the signal that asked the run to end, None if none came. stopped:
     by it, before the end. report: the run's report.
 
-    accuracy_before, accuracy_after: on validation problems, before the first step and at the end, where measured.
+    accuracy_before, accuracy_after: on validation problems, before the first step and at the end, if measured.
     """
 
     steps: int
@@ -130,13 +130,13 @@ class Spec:
 
     text: the resolved config as YAML. pipeline: builds and binds the pipeline. factories: of engines and services by
     name; a worker calls those that its part of the plan needs. plan: which rank runs which nodes with which engines.
-    rows, validation: encoded in the run's folder, read where they are needed. sampling: without the stop tokens, which
-    the worker's model and tokenizer name. sampling_of: the same of domains. weight_dtype: of the rollout engine's
-    weights. shares_weights: the engine may compute on the trainer's own storage, where it is on the same worker.
-    sends_weights: False where it then needs no tensor (an adapter is applied unmerged). tolerance: how far engine
+    rows, validation: encoded in the run's folder, read on use. sampling: without the stop tokens, which the worker's
+    model and tokenizer define. sampling_of: the same by domain. weight_dtype: of the rollout engine's
+    weights. shares_weights: the engine may compute on the trainer's own storage, if it is on the same worker.
+    sends_weights: False if it then needs no tensor (an adapter is applied unmerged). tolerance: how far engine
     and trainer may differ in log-probs. ratio_limit: mean |log ratio| allowed before a step's first update. loss_terms:
-    metrics that hold what each loss term that is on contributes. facts: what a resumed run must share with its
-    checkpoint. description: the head of the report.
+    metrics of the contribution of each active loss term. facts: what a resumed run must share with its checkpoint.
+    description: the head of the report.
     """
 
     config: Config
@@ -165,7 +165,7 @@ class Spec:
 
 
 class Launch(Protocol):
-    """What a launcher is."""
+    """The interface of a launcher."""
 
     def __call__(
         self,
@@ -178,10 +178,10 @@ class Launch(Protocol):
     ) -> Outcome:
         """Run to the end, or to the first signal.
 
-        Where from, `spec.options.resume` says. allow_change: config keys that may differ from the checkpoint's.
-        say: told one line at a time what is being loaded. embedded: in a process that goes on afterwards, a notebook's
-        say, which a second signal must not end: it raises KeyboardInterrupt.
+        `spec.options.resume` says where it starts. allow_change: config keys that may differ from the checkpoint's.
+        say: called with progress messages, one line each. embedded: in a process that continues afterwards, such as a
+        notebook's, which a second signal must not end: it raises KeyboardInterrupt.
         Raises UserError for a checkpoint that does not fit, for a folder that another run uses or that cannot be
-        written; TrustError where a check fails; NoProgress, NodeError.
+        written; TrustError if a check fails; NoProgress, NodeError.
         """
         ...

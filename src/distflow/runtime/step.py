@@ -1,4 +1,4 @@
-"""A node closed over everything that does not change: running a plane is a loop over its steps."""
+"""A node compiled with everything that does not change: a training or rollout loop iterates over such steps."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,17 +26,17 @@ from distflow.runtime.user_calls.sync_calls import DeadlinePassed, PlainCalls
 
 @dataclass(frozen=True)
 class Step:
-    """fn: the node's function in our own form. inputs: what it is called with."""
+    """fn: the node's function in our own form. inputs: its arguments."""
 
     node: BoundNode
     fn: Callable[..., object]
     inputs: Inputs
 
     def __call__(self, batch: Batch, ctx: NodeContext) -> tuple[Batch, Measured]:
-        """In the training loop: the batch with what the node wrote, and what it measured. Raises NodeError.
+        """In the training loop: the batch with the node's columns, and its metrics. Raises NodeError.
 
-        A node that fails runs again as often as its `retry_limit` says; what a check or the user's config raises is
-        no failure of the node and passes through.
+        A node that fails is retried up to its `retry_limit`; errors of a check or of the user's config are no failure
+        of the node and pass through.
         """
         for retries_left in range(self.node.retry_limit, -1, -1):
             try:
@@ -45,7 +45,7 @@ class Step:
                 break
             except (NodeError, TrustError, UserError):
                 raise
-            except Exception as err:  # the edge of a user's code
+            except Exception as err:  # the border to user code
                 if not retries_left:
                     raise self._error(err) from err
         with self._fitting():
@@ -53,9 +53,9 @@ class Step:
             return _merged(batch, columns), measured
 
     async def on_group(self, group: Group, ctx: NodeContext, plain_calls: PlainCalls, timeout_s: float) -> Drop | None:
-        """In the rollout loop: the group keeps what the node wrote and measured. Raises NodeError.
+        """In the rollout loop: the group stores the node's columns and metrics. Raises NodeError.
 
-        A function of the user, and any plain one, may take `timeout_s` for each sample.
+        A function of the user, and any sync one, may take `timeout_s` for each sample.
         """
         for retries_left in range(self.node.retry_limit, -1, -1):
             try:
@@ -63,7 +63,7 @@ class Step:
                 break
             except (NodeError, UserError):
                 raise
-            except (Exception, SystemExit, KeyboardInterrupt) as err:  # the edge of a user's code
+            except (Exception, SystemExit, KeyboardInterrupt) as err:  # the border to user code
                 if not retries_left:
                     raise self._error(err) from err
         with self._fitting():
@@ -80,7 +80,7 @@ class Step:
         try:
             if not is_async(self.fn):
                 return await plain_calls.run(partial(self.fn, *positional, **keyword), deadline_s, *identity)
-            if is_ours(self.node):  # waits for engine and verifiers, which end by themselves
+            if is_ours(self.node):  # waits for engine and reward functions, which end by themselves
                 return await self.fn(*positional, **keyword)
             work = partial(self.fn, *positional, **keyword)
             return await run_async(work, deadline_s, plain_calls.turn, *identity)
@@ -93,7 +93,7 @@ class Step:
             return output
         made = output.batch if isinstance(output, NodeOutput) else output
         if isinstance(made, list) and made and all(isinstance(sample, Sample) for sample in made):
-            group.answer(made)
+            group.set_samples(made)
             output = NodeOutput(None, output.metrics, output.weight) if isinstance(output, NodeOutput) else None
         columns, measured = self._read(output, len(group))
         group.write(_changed(group.batch(), columns) if isinstance(columns, Batch) else columns)
@@ -101,7 +101,7 @@ class Step:
         return None
 
     def _read(self, output: object, num_samples: int) -> tuple[Batch | Mapping[str, Written], Measured]:
-        """(columns, what was measured) of what the function returned."""
+        """(columns, metrics) of what the function returned."""
         measured: Measured = ({}, float(num_samples))
         if isinstance(output, NodeOutput):
             weight = float(num_samples) if output.weight is None else output.weight
@@ -123,7 +123,7 @@ class Step:
 
     @contextmanager
     def _fitting(self) -> Iterator[None]:
-        """What the node returned is at fault for what is raised inside."""
+        """Errors inside are due to what the node returned."""
         try:
             yield
         except (ValueError, TypeError) as err:
@@ -134,12 +134,12 @@ class Step:
 
 
 def compile_steps(nodes: Sequence[BoundNode], resources: Mapping[str, object]) -> tuple[Step, ...]:
-    """resources: engines and services by name, and `reduce`. Raises PipelineError for one that is missing."""
+    """resources: engines and services by name, and `reduce`. Raises PipelineError if one is missing."""
     return tuple(Step(node, adapted(node.fn, node.contract.form), compile_inputs(node, resources)) for node in nodes)
 
 
 def _written(columns: Mapping[str, object]) -> dict[str, Written]:
-    """Raises ValueError for what can be no column."""
+    """Raises ValueError for a value that cannot be a column."""
     found: dict[str, Written] = {}
     for name, value in columns.items():
         if not isinstance(value, Tensor | np.ndarray | Sequence):
@@ -161,7 +161,7 @@ def _changed(before: Batch, after: Batch) -> dict[str, Written]:
     """The columns that a node added to its batch or replaced."""
     if len(before) != len(after) or not bool((before.lengths("sequence") == after.lengths("sequence")).all()):
         raise ValueError(
-            "it is over other samples than the group's; a node that makes answers returns a list of samples "
+            "it is over other samples than the group's; a node that makes responses returns a list of samples "
             "(distflow.data.sample.Sample)"
         )
     return {name: after.flat(name) for name in after.names if name not in before or not _same(before, after, name)}

@@ -1,4 +1,4 @@
-"""What is measured of every step's batch, and each sample's row in the samples file."""
+"""The metrics of every step's batch, and each sample's row in the samples file."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,10 +18,10 @@ from distflow.training.collective import Collective
 
 @dataclass(frozen=True)
 class Figures:
-    """What a step's metrics are made of: one value a sample, of one rank or of several joined.
+    """The inputs of a step's metrics: one value for each sample, of one rank or of several joined.
 
-    scores, valid: None where nothing judges. parts: of the reward. versions: how many of the policy's tokens each
-    version made. num_tokens: prompts included.
+    scores, valid: None if nothing scores. parts: of the reward. versions: how many of the policy's tokens each version
+    generated. num_tokens: prompts included.
     """
 
     prompt_lengths: Tensor
@@ -37,15 +37,15 @@ class Figures:
 
     @staticmethod
     def of(batch: Batch) -> "Figures":
-        judged, versions = "token_level_scores" in batch, batch.flat("versions")
+        is_scored, versions = "token_level_scores" in batch, batch.flat("versions")
         return Figures(
             batch.lengths("prompt"),
             batch.lengths("response"),
             batch["truncated"],
             batch["group_index"],
             batch["domain"],
-            scores(batch) if judged else None,
-            batch["valid"] if judged else None,
+            scores(batch) if is_scored else None,
+            batch["valid"] if is_scored else None,
             batch["reward_parts"] if "reward_parts" in batch else None,  # noqa: SIM401  no dict
             Counter(versions[versions >= 0].tolist()),
             int(batch.lengths("sequence").sum()),
@@ -71,7 +71,7 @@ class Figures:
 
 
 def batch_metrics(figures: Figures) -> dict[str, float]:
-    """Scores over samples with a verdict, lengths over all."""
+    """Scores over samples without a reward error, lengths over all."""
     lengths = figures.response_lengths.double()
     metrics = {
         "rollout/avg_response_length": float(lengths.mean()),
@@ -90,7 +90,7 @@ def batch_metrics(figures: Figures) -> dict[str, float]:
 
 
 def _joined(metrics: dict[str, float], others: dict[str, float]) -> dict[str, float]:
-    """Raises UserError where two things have one name, as a part called `mean` of a domain called like another part."""
+    """Raises UserError if two metrics have one name, such as a part `mean` of a domain named like another part."""
     if clash := min(metrics.keys() & others.keys(), default=None):
         raise UserError(
             f"the metric '{clash}' would stand for two things: call that part of the reward, or that domain, otherwise"
@@ -115,33 +115,33 @@ def domain_metrics(figures: Figures) -> dict[str, float]:
 
 
 def scores(batch: Batch) -> Tensor:
-    """The verifiers' score of each sample: `(bs,)`."""
+    """The score of each sample: `(bs,)`."""
     return sample_scores(batch["token_level_scores"], batch["response_mask"])
 
 
 def score_metrics(values: Tensor, valid: Tensor) -> dict[str, float]:
-    """Over the samples with a verdict; none where no sample has one. values, valid: `(bs,)`."""
-    judged = values[valid].double()
-    if not judged.numel():
+    """Over the samples without a reward error; none if all have one. values, valid: `(bs,)`."""
+    valid_scores = values[valid].double()
+    if not valid_scores.numel():
         return {}
     return {
-        "reward/mean_score": float(judged.mean()),
-        "reward/std": float(judged.std(correction=0)),
-        "reward/max": float(judged.max()),
-        "reward/min": float(judged.min()),
+        "reward/mean_score": float(valid_scores.mean()),
+        "reward/std": float(valid_scores.std(correction=0)),
+        "reward/max": float(valid_scores.max()),
+        "reward/min": float(valid_scores.min()),
     }
 
 
 def equal_groups(values: Tensor, valid: Tensor, groups: Tensor) -> dict[str, float]:
-    """The share of groups whose answers all scored the same, of those with two verdicts or more; none without such.
+    """The share of groups with equal scores, among those with two scores or more; none without such.
 
-    Compared within the group they have no advantage and teach nothing. values, valid, groups: `(bs,)`.
+    Compared within the group their responses have no advantage and teach nothing. values, valid, groups: `(bs,)`.
     """
     equal = []
     for group in groups.unique().tolist():
-        judged = values[valid & (groups == group)]
-        if judged.numel() > 1:
-            equal.append(bool(judged.max() == judged.min()))
+        valid_scores = values[valid & (groups == group)]
+        if valid_scores.numel() > 1:
+            equal.append(bool(valid_scores.max() == valid_scores.min()))
     return {"reward/frac_reward_zero_std": sum(equal) / len(equal)} if equal else {}
 
 
@@ -158,9 +158,9 @@ def part_means(parts: Sequence[Mapping[str, float]]) -> Iterator[tuple[str, floa
 
 
 def group_metrics(group_counts: GroupCounts, versions: Mapping[int, int], step: int) -> dict[str, float]:
-    """Counters of prompt groups since the start of the run, and the age of this step's tokens in versions.
+    """Counts of prompt groups since the start of the run, and the staleness of this step's tokens.
 
-    versions: how many tokens each made.
+    versions: how many tokens each generated.
     """
     metrics = {
         "async/enqueued": float(group_counts.issued),
@@ -195,26 +195,26 @@ def group_metrics(group_counts: GroupCounts, versions: Mapping[int, int], step: 
 
 
 def curriculum_metrics(domains: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-    """`domains/<domain>/share` of the step's places, and what the curriculum was told of its answers."""
+    """`domains/<domain>/share` of the step's places, and the curriculum's statistics of its responses."""
     return {f"domains/{domain}/{name}": value for domain, own in domains.items() for name, value in own.items()}
 
 
-def staleness_shares(behind: Mapping[int, int]) -> dict[str, float]:
-    """`async/staleness/N`, the share of tokens that are N versions behind, for each N up to the largest.
+def staleness_shares(staleness: Mapping[int, int]) -> dict[str, float]:
+    """`async/staleness/N`, the share of tokens with staleness N, for each N up to the largest.
 
-    behind: number of tokens by the versions that they are behind, of one token or more.
+    staleness: number of tokens by their staleness, of one token or more.
     """
     counts = Counter[int]()
-    for age, count in behind.items():
-        counts[max(age, 0)] += count
-    return {f"async/staleness/{age}": counts[age] / counts.total() for age in range(max(counts) + 1)}
+    for steps, count in staleness.items():
+        counts[max(steps, 0)] += count
+    return {f"async/staleness/{steps}": counts[steps] / counts.total() for steps in range(max(counts) + 1)}
 
 
 def over_ranks(measured: Sequence[Measured], collective: Collective) -> dict[str, float]:
-    """What nodes measured, over all ranks: means by their weights, but for a maximum. Where two of a rank measure one
-    thing the later counts; what some ranks did not measure is of the others.
+    """The metrics of nodes over all ranks: weighted means, except for maxima. If two nodes of a rank have the same
+    metric, the later counts; a metric that some ranks lack is of the others.
 
-    A number that is the same on every rank (of an update, say) stays what it is.
+    A number that is the same on every rank (of an update, say) is unchanged.
     """
     own = {name: (value, weight) for metrics, weight in measured for name, value in metrics.items()}
     if collective.size == 1:
@@ -237,9 +237,9 @@ def _is_maximum(name: str) -> bool:
 
 
 def sample_rows(batch: Batch) -> list[dict[str, object]]:
-    """One row a sample, for people: texts, verdicts, the advantage (its mean over the policy's tokens), and which share
-    of these tokens is left out of the loss. What has no verdict has no score there, unless `reward.on_error` gave it
-    one, and is neither right nor wrong."""
+    """One row for each sample, for people: texts, scores, the advantage (its mean over the policy's tokens), and the
+    share of these tokens that is left out of the loss. A sample with a reward error has no score there, unless
+    `reward.on_error` set one, and is neither right nor wrong."""
     score = scores(batch).tolist() if "token_level_scores" in batch else [None] * len(batch)
     accuracy = batch["acc"].tolist() if "acc" in batch else [None] * len(batch)
     errors = batch["reward_errors"] if "reward_errors" in batch else [None] * len(batch)  # noqa: SIM401  no dict

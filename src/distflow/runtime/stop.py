@@ -1,8 +1,8 @@
-"""Signals that ask a run to end: Ctrl-C, SIGTERM, the terminal's hang-up. Once finishes the step, saves and leaves;
-twice leaves at once. Whatever was saved, a process that was asked to end exits with 128 + the signal's number.
+"""Signals that ask a run to end: Ctrl-C, SIGTERM, the terminal's hang-up. The first finishes the step, saves and exits;
+the second exits at once. Whatever was saved, the exit status is 128 + the signal's number.
 
-A hang-up never counts as the second: whoever closes a terminal causes two, of the shell and of the system, and systemd
-sends one behind its SIGTERM.
+A hang-up never counts as the second: closing a terminal causes two, from the shell and from the system, and systemd
+sends one after its SIGTERM.
 """
 
 import os
@@ -19,7 +19,7 @@ SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Interrupted(KeyboardInterrupt):
-    """A signal came where there is nothing to save. number: which."""
+    """A signal came while there is nothing to save. number: of the signal."""
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
@@ -27,14 +27,14 @@ class Interrupted(KeyboardInterrupt):
 
 
 def exit_status(number: int) -> int:
-    """Of a process that a signal asked to end, as shells have it."""
+    """Of a process that a signal asked to end, as in shells."""
     return 128 + number
 
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """While it is entered, the first signal raises `Interrupted` in the main thread, so that what is open is closed,
-    and the second ends the process."""
+    """While it is entered, the first signal raises `Interrupted` in the main thread, so that resources are closed, and
+    the second ends the process."""
     came: list[int] = []
 
     def interrupt(number: int) -> None:
@@ -50,7 +50,7 @@ def interruptible() -> Iterator[None]:
 
 
 class Stop(Protocol):
-    """Asked between two steps."""
+    """Checked between two steps."""
 
     @property
     def wanted(self) -> bool:
@@ -59,12 +59,12 @@ class Stop(Protocol):
 
 
 class StopRequest:
-    """While it is entered, the first signal is kept in `signal`, and the second ends the process. On another thread
-    than the main one, which alone may handle signals, it hears of none.
+    """While it is entered, the first signal is stored in `signal`, and the second ends the process. It gets signals
+    only on the main thread, which alone may handle them.
 
-    ends_process: else the second signal raises KeyboardInterrupt, and the process goes on.
-    on_first: told the signal's name, on a thread of its own: a handler interrupts the main thread anywhere, also where
-    it holds the lock that writing a message needs.
+    ends_process: if False, the second signal raises KeyboardInterrupt, and the process continues.
+    on_first: called with the signal's name, on a thread of its own: a handler interrupts the main thread anywhere, also
+    while it holds the lock that writing a message needs.
     """
 
     def __init__(self, on_first: Callable[[str], None], ends_process: bool = True) -> None:
@@ -108,7 +108,7 @@ class StopRequest:
 
 
 def leave_at_once(status: int) -> None:
-    """No lock is taken and nothing is waited for; verifier processes die with this one."""
+    """Exit without locks or waiting; reward processes die with this one."""
     if os.isatty(1):
         os.write(1, SHOW_CURSOR)  # the live view had hidden it
     os._exit(status)
@@ -116,8 +116,8 @@ def leave_at_once(status: int) -> None:
 
 @contextmanager
 def _handled(handler: Callable[[int], None]) -> Iterator[None]:
-    """Inside, the signals are told to `handler`. A hang-up that is ignored stays so: that is what `nohup` asks for.
-    Only the main thread may set handlers: in another nothing changes."""
+    """Inside, `handler` is called for signals. A hang-up that is ignored stays ignored, as `nohup` requests. Only the
+    main thread may set handlers: in another nothing changes."""
 
     def handle(number: int, frame: FrameType | None) -> None:
         if number == signal.SIGHUP:
@@ -138,7 +138,7 @@ def _handled(handler: Callable[[int], None]) -> Iterator[None]:
 
 
 def _leave_dead_terminals() -> None:
-    """What is still said to a terminal that is gone would raise, and take the run with it before it has saved."""
+    """Output to a terminal that is gone would raise, and end the run before it has saved."""
     for descriptor in (1, 2):
         with suppress(OSError):
             if stat.S_ISCHR(os.fstat(descriptor).st_mode) and not os.isatty(descriptor):

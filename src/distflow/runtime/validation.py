@@ -1,7 +1,4 @@
-"""Answers validation prompts and says how many answers are right, by data source.
-
-Validation prompts, answered by all workers that have an engine; or the validation loss, where none has.
-"""
+"""Validation: accuracy by domain, on all workers that have an engine, or the validation loss if none has."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -31,49 +28,49 @@ from distflow.scheduling.groups import PromptGroup
 from distflow.training.engine import Scorer
 
 SampleRows = list[dict[str, object]]
-"""One row a sample, see `sample_rows`, and beside it its `set` and `kind` ("greedy" or "sampled")."""
+"""One row for each sample, see `sample_rows`, with its `set` and `kind` ("greedy" or "sampled")."""
 
 Outcomes = dict[str, list[list[bool]]]
-"""By domain, for each prompt whether each of its answers is right."""
+"""By domain, for each prompt whether each of its responses is right."""
 
 
 @dataclass(frozen=True)
 class Validator:
-    """Runs the nodes of a pipeline that validate on validation prompts. Its groups take no credit.
+    """Runs the nodes of a pipeline that validate on validation prompts. Its groups need no rollout capacity.
 
-    say: told why a prompt has no verdict where a node failed on it; such a prompt costs its own answers only.
+    say: called if a node failed on a prompt; only the responses to that prompt are then errors.
     """
 
     sets: Sequence[ValidationSet]
     contexts: Contexts
-    plane: RolloutLoop
+    rollout_loop: RolloutLoop
     stop_token_ids: tuple[int, ...]
     seed: int
     say: Callable[[str], None]
 
     async def run(self, step: int, part: int = 0, num_parts: int = 1) -> "ValidationResults":
         """After `step` steps, on every `num_parts`-th prompt from number `part` on."""
-        return await validate(self.sets, self._answer, step, part, num_parts)
+        return await validate(self.sets, self._respond, step, part, num_parts)
 
-    async def _answer(self, chosen: ValidationSet, prompt_group: PromptGroup, params: SamplingParams) -> Batch | Drop:
+    async def _respond(self, chosen: ValidationSet, prompt_group: PromptGroup, params: SamplingParams) -> Batch | Drop:
         params = replace(params, stop_token_ids=self.stop_token_ids)
         group = new_group(prompt_group, chosen.rows[prompt_group.row], params, self.seed)
-        steps = [step for step in self.plane.steps if step.node.validates]
+        steps = [step for step in self.rollout_loop.steps if step.node.validates]
         try:
             with validating():
-                drop = await self.plane.run(group, steps, partial(self.contexts.for_rollout, validating=True))
+                drop = await self.rollout_loop.run(group, steps, partial(self.contexts.for_rollout, validating=True))
         except NodeError as err:
             self.say(f"validation prompt {prompt_group.row} of '{chosen.name}': {err}")
             return Drop("error", str(err))
         return group.batch() if drop is None else drop
 
 
-Answer = Callable[[ValidationSet, PromptGroup, SamplingParams], Awaitable[Batch | Drop]]
+Respond = Callable[[ValidationSet, PromptGroup, SamplingParams], Awaitable[Batch | Drop]]
 
 
 @dataclass(frozen=True)
 class ValidationResults:
-    """What came of validation prompts. errors: answers without a verdict, which count as wrong."""
+    """Results on validation prompts. errors: responses without a score, which count as wrong."""
 
     greedy: Outcomes
     sampled: Outcomes
@@ -90,17 +87,17 @@ class ValidationResults:
     def metrics(self) -> dict[str, float]:
         """`val_correct/*` and `val/errors`.
 
-        `mean` is the share of greedy answers that their verifier calls right (of sampled ones where none is greedy);
-        `mean@n` and `pass@k` are estimated from the n sampled answers of each prompt.
+        `mean` is the share of greedy responses that are right (of sampled ones if none is greedy); `mean@n` and
+        `pass@k` are estimated from the n sampled responses to each prompt.
         """
         shares = _accuracy(self.greedy or self.sampled) | _at_k(self.sampled)
         return shares | {"val/errors": float(self.errors)}
 
 
 async def validate(
-    sets: Sequence[ValidationSet], answer: Answer, step: int, part: int = 0, num_parts: int = 1
+    sets: Sequence[ValidationSet], respond: Respond, step: int, part: int = 0, num_parts: int = 1
 ) -> ValidationResults:
-    """Answers every `num_parts`-th prompt from number `part` on."""
+    """Responds to every `num_parts`-th prompt from number `part` on."""
     rows: SampleRows = []
     greedy: Outcomes = {}
     sampled: Outcomes = {}
@@ -110,7 +107,7 @@ async def validate(
         for params, count, into in ((chosen.greedy, 1, greedy), (chosen.sampled, chosen.num_samples, sampled)):
             if params is None or count == 0:
                 continue
-            groups = await _answer_all(chosen, numbers, params, count, answer, step)
+            groups = await _respond_to_all(chosen, numbers, params, count, respond, step)
             for number, group in zip(numbers, groups, strict=True):
                 right = _right(group, count)
                 errors += sum(1 for r in right if r is None)
@@ -121,12 +118,12 @@ async def validate(
     return ValidationResults(greedy, sampled, errors, rows)
 
 
-async def _answer_all(
-    chosen: ValidationSet, numbers: range, params: SamplingParams, count: int, answer: Answer, step: int
+async def _respond_to_all(
+    chosen: ValidationSet, numbers: range, params: SamplingParams, count: int, respond: Respond, step: int
 ) -> list[Batch | Drop]:
     kind = "greedy" if params.greedy else "sampled"
     prompt_groups = [PromptGroup(i, step, i, count, step, stream=f"val/{chosen.name}/{kind}") for i in numbers]
-    return await asyncio.gather(*(answer(chosen, prompt_group, params) for prompt_group in prompt_groups))
+    return await asyncio.gather(*(respond(chosen, prompt_group, params) for prompt_group in prompt_groups))
 
 
 def _joined(parts: Sequence[Outcomes]) -> Outcomes:
@@ -138,7 +135,7 @@ def _joined(parts: Sequence[Outcomes]) -> Outcomes:
 
 
 def _right(group: Batch | Drop, count: int) -> list[bool | None]:
-    """Whether each answer is right; None where it has no verdict."""
+    """Whether each response is right; None if it has no score."""
     if isinstance(group, Drop):
         return [None] * count
     return [
@@ -155,7 +152,7 @@ def _accuracy(outcomes: Outcomes) -> dict[str, float]:
 
 
 def _at_k(sampled: Outcomes) -> dict[str, float]:
-    """`pass@k` for the powers of two up to n and for n, the number of answers a prompt; `mean@n`."""
+    """`pass@k` for the powers of two up to n and for n, the number of responses to a prompt; `mean@n`."""
     metrics = {}
     for name, groups in _everything_and_each(sampled).items():
         n = len(groups[0])
@@ -166,7 +163,7 @@ def _at_k(sampled: Outcomes) -> dict[str, float]:
 
 
 def _everything_and_each(outcomes: Outcomes) -> Outcomes:
-    """Under "all" those of every domain, and each domain's own where rows name any."""
+    """Under "all" those of every domain, and each domain's own if rows name any."""
     everything = [group for groups in outcomes.values() for group in groups]
     if not everything:
         return {}
@@ -174,26 +171,26 @@ def _everything_and_each(outcomes: Outcomes) -> Outcomes:
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
-    """Unbiased chance that one of k answers is right: 1 − C(n − c, k) / C(n, k) (arXiv:2107.03374, equation 1)."""
+    """Unbiased chance that one of k responses is right: 1 − C(n − c, k) / C(n, k) (arXiv:2107.03374, equation 1)."""
     return 1.0 - comb(num_samples - num_correct, k) / comb(num_samples, k)
 
 
 def validation_loss(sets: Sequence[ValidationSet], actor: Scorer) -> dict[str, float]:
-    """Mean negative log-likelihood a token of the data's own answers (`sft/val_loss`)."""
+    """Mean negative log-likelihood of a token of the data's own responses (`sft/val_loss`)."""
     total = tokens = 0.0
     for chosen in sets:
         samples = []
         for i, row in enumerate(chosen.rows):
             samples.append(Sample(f"{i}-0", i, [Segment("prompt", tuple(row.prompt_ids)), *row.answer(0)]))
         batch = Batch.from_samples(samples)
-        learnt = batch.flat("response_mask") > 0
-        total -= float(actor.forward(batch, ("log_probs",)).flat("log_probs").double()[learnt].sum())
-        tokens += float(learnt.sum())
+        trained = batch.flat("response_mask") > 0
+        total -= float(actor.forward(batch, ("log_probs",)).flat("log_probs").double()[trained].sum())
+        tokens += float(trained.sum())
     return {"sft/val_loss": total / max(tokens, 1.0)}
 
 
 class ValidationRunner:
-    """A worker's part in the validation. step: of the last one."""
+    """A worker's part in the validation. step: of the last validation."""
 
     def __init__(
         self,
@@ -209,7 +206,7 @@ class ValidationRunner:
         self.step = inputs.version.step
 
     def validate(self, step: int) -> dict[str, float]:
-        """The metrics, on the rank that leads; none where there is nothing to validate on."""
+        """The metrics, on the rank that leads; none if there is nothing to validate on."""
         self.step = step
         if not self._spec.validation:
             return {}
@@ -219,8 +216,8 @@ class ValidationRunner:
                     return {}
                 self._offload.only(("actor",))
                 metrics = validation_loss(self._spec.validation, self._resources.actor)
-            elif answers := self._answers(step):
-                metrics = ValidationResults.joined(answers).metrics()
+            elif results := self._results(step):
+                metrics = ValidationResults.joined(results).metrics()
             else:
                 return {}
         if self._spec.options.keep_best is not None:
@@ -230,15 +227,16 @@ class ValidationRunner:
         return metrics
 
     def validate_part(self, step: int, part: int, num_parts: int) -> ValidationResults:
-        """Answer every `num_parts`-th validation prompt from number `part` on; on any thread."""
+        """Validate on every `num_parts`-th prompt from number `part` on; on any thread."""
         fault_injection.reach("validate")
-        answers = self._services.call(self._validator.run(step, part, num_parts))
-        self._recorder.validation(step, {}, answers.rows)
-        warn_of_errors(self._validator.plane.call_counts.take(VALIDATION), partial(self._recorder.note, "warning"))
-        return replace(answers, rows=[])
+        results = self._services.call(self._validator.run(step, part, num_parts))
+        self._recorder.validation(step, {}, results.rows)
+        counts = self._validator.rollout_loop.call_counts.take(VALIDATION)
+        warn_of_errors(counts, partial(self._recorder.note, "warning"))
+        return replace(results, rows=[])
 
-    def _answers(self, step: int) -> Sequence[ValidationResults]:
-        """Of all workers that have an engine. None where others have them, and another rank asks."""
+    def _results(self, step: int) -> Sequence[ValidationResults]:
+        """Of all workers that have an engine. None if others have them, and another rank asks."""
         self._offload.only(())
         if self._resources.rollout is None:
             return self._ports.validate(step)

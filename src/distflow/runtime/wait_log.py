@@ -1,4 +1,4 @@
-"""Who waits in this process, for what and for whom, since when."""
+"""A log of waits in this process: who waits, for what, on whom and since when."""
 
 import threading
 import time
@@ -24,14 +24,14 @@ class Wait:
 
 
 OnWait = Callable[[Wait, float], None]
-"""(wait, when it ended): told of every wait."""
+"""(wait, when it ended): called for every wait."""
 
 
 class Waits:
     """Every wait of a loop goes through it: `with waits("training", "step 3", on="rollout"): ...`.
 
-    on_end: told of each wait on the thread that waited. It may take its time, and runs outside the lock: nobody who
-    only begins to wait is kept by it.
+    on_end: called for each wait on the thread that waited. It may be slow: it runs outside the lock, and does not delay
+    others that begin to wait.
     """
 
     def __init__(self, on_end: OnWait = lambda wait, ended: None) -> None:
@@ -52,6 +52,6 @@ class Waits:
             self._on_end(wait, time.time())
 
     def now(self) -> list[Wait]:
-        """The waits that last, the longest first."""
+        """The current waits, the longest first."""
         with self._lock:
             return sorted(self._now, key=lambda wait: wait.since)

@@ -1,5 +1,5 @@
-"""One process of a run: what its rank's plan names, with the rollout loop on an asyncio thread and the learning
-plane on this one."""
+"""One process of a run: the nodes and engines of its rank, with the rollout loop on an asyncio thread and the training
+loop on the main thread."""
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,7 +14,7 @@ from distflow.graph import NodeStatus
 from distflow.observe.metrics import Measured
 from distflow.rewards.call_counts import RewardCounts
 from distflow.rollout.activity import take_activity
-from distflow.runtime.checkpoint.state import as_it_stands, joined, part_of_rank, saved_parts
+from distflow.runtime.checkpoint.state import copy_of_state, joined, part_of_rank, saved_parts
 from distflow.runtime.context import NodeContext
 from distflow.runtime.resources import Resources
 from distflow.runtime.sample_queue.protocol import NewWorkers, Released, Share
@@ -29,7 +29,7 @@ from distflow.training.engine import LossFn, TrainEngine
 
 
 class Worker:
-    """Runs its part of a pipeline. A context manager: entered, its rollout loop answers what the queue hands out."""
+    """Runs its part of a pipeline. A context manager: while entered, its rollout loop runs the groups of the queue."""
 
     def __init__(self, parts: WorkerParts) -> None:
         inputs = parts.inputs
@@ -41,7 +41,7 @@ class Worker:
         self.status = {step.node.node_id: NodeStatus.PENDING for step in parts.training_nodes}
 
     def __enter__(self) -> "Worker":
-        """Start services and engine, publish the first version, validate if asked, let the rollout loop run."""
+        """Start services and engine, send the first weights, validate if asked, start the rollout loop."""
         with ExitStack() as stack, self._recorder.phases("start"):
             stack.enter_context(self._parts.services)
             stack.enter_context(self._parts.saver)
@@ -77,25 +77,24 @@ class Worker:
                 break
             step = _TrainingStep(share.group_ids, share.batch)
             for node, ctx in self._nodes(step):
-                step.went_on(*node(step.batch, ctx))
+                step.update(*node(step.batch, ctx))
             self.finish(step.batch, {**share.metrics, **self._measured(step), **judged})
         return self.step
 
     def serve(self) -> int:
-        """For a worker that does not learn: until the queue has nothing more to hand out. Returns the version that it
-        served last."""
+        """For a worker that only generates: returns its last weight version when the queue hands out no more groups."""
         self._generating.result()
-        assert self._parts.resources.rollout is not None, "who only serves has an engine"
+        assert self._parts.resources.rollout is not None, "a worker that only generates has an engine"
         return self._parts.resources.rollout.version.step
 
     @property
     def step(self) -> int:
-        """Steps consumed in all: the step that is to be consumed next."""
+        """Steps consumed in all: the number of the step to be consumed next."""
         return self._released.version.step if self._released is not None else self._version.step
 
     @property
     def validation(self) -> ValidationRunner:
-        """Validates, and answers validation prompts for other workers."""
+        """Validates, also on prompts for other workers."""
         return self._parts.validation
 
     @property
@@ -104,8 +103,7 @@ class Worker:
         return self._parts.resources
 
     def take(self, wanted: int | None = None, deadline: float | None = None) -> Share | None:
-        """This rank's share of the next step, or of a part of it: see `SampleQueuePort.take`. None where there is
-        none."""
+        """This rank's share of the next step or of a part of it, None if there is none: see `SampleQueuePort.take`."""
         try:
             with self._recorder.phases("rollout"):
                 self._parts.offload.only(())
@@ -118,24 +116,24 @@ class Worker:
         if share is not None:
             served = self._parts.weight_sync.step if self._spec.plan.generates else None
             with self._recorder.phases("check"):
-                self._parts.checks.taken(share.batch, self.step, served)
+                self._parts.checks.step_taken(share.batch, self.step, served)
             with self._recorder.phases("audit"):
                 self._parts.auditor.took(self.step, share.group_ids, share.batch, served)
         return share
 
     def judged(self, share: Share | None = None) -> dict[str, float]:
-        """Metrics of the verdicts of all workers since this was asked last. Raises TooManyErrors, on every rank."""
+        """Metrics of the reward calls of all workers since the last call. Raises TooManyErrors, on every rank."""
         with self._recorder.phases("check"):
             own = RewardCounts.joined([self._parts.reward_counts(), *([share.judged] if share is not None else [])])
             every = RewardCounts.joined(self._ports.collective.gather(own))
             return {**self._parts.errors.step(every.calls, self.step + 1), **every.counts}
 
     def learn(self, group_ids: Sequence[int], batch: Batch) -> tuple[Batch, dict[str, float]]:
-        """Run the training loop on this rank's share of a step, for whoever has a loop of his own. groups: of all
-        ranks. Returns the batch with what nodes wrote, and what they measured, over all ranks."""
+        """Run the training nodes on this rank's share of a step, for a training loop of the user's own. group_ids: of
+        all ranks. Returns the batch with the nodes' columns, and their metrics over all ranks."""
         step = _TrainingStep(group_ids, batch)
         for node, ctx in self._nodes(step):
-            step.went_on(*node(step.batch, ctx))
+            step.update(*node(step.batch, ctx))
         return step.batch, self._measured(step)
 
     def train_step(self, role: str, engine: TrainEngine, batch: Batch, loss: LossFn) -> dict[str, float]:
@@ -147,8 +145,8 @@ class Worker:
         return metrics
 
     def finish(self, batch: Batch, metrics: Mapping[str, float]) -> dict[str, float]:
-        """The step is trained on: publish its weights, release it, then validate, record and save as is due. All of its
-        metrics."""
+        """After training on a step: send its weights, release it, then validate, record and save as is due. Returns all
+        of its metrics."""
         step, metrics = self.step, dict(metrics)
         with self._recorder.phases("save"):
             self._parts.saver.check()
@@ -168,8 +166,8 @@ class Worker:
         return metrics
 
     def _nodes(self, step: "_TrainingStep") -> Iterator[tuple[Step, NodeContext]]:
-        """The training loop, one node after another, each to be run before the next is asked for. Keeps its status,
-        and its time in seconds (`perf/NODE`) where `dag.enable_perf` is on."""
+        """The training nodes one after another, each to be run before the next is requested. Updates its status, and
+        its time in seconds (`perf/NODE`) if `dag.enable_perf` is on."""
         self.status = dict.fromkeys(self.status, NodeStatus.PENDING)
         for compiled in self._parts.training_nodes:
             name, started = compiled.node.node_id, time.perf_counter()
@@ -177,17 +175,17 @@ class Worker:
             try:
                 if self._parts.reshard.waits_for(name):
                     with self._recorder.phases("exchange"):
-                        step.batch = self._parts.reshard.taken(name, step.batch, self.step)
+                        step.batch = self._parts.reshard.receive(name, step.batch, self.step)
                 before = step.batch
                 with self._recorder.phases(compiled.node.phase):
                     self._parts.offload.only(compiled.node.engines)
                     yield compiled, self._parts.contexts.for_training(self.step, step.group_ids, name)
                 with self._recorder.phases("audit"):
                     self._parts.auditor.scored(step.batch)
-                if self._parts.reshard.gives(name):
+                if self._parts.reshard.sends(name):
                     with self._recorder.phases("exchange"):
-                        self._parts.reshard.given(name, before, step.batch, self.step)
-            except BaseException:  # GeneratorExit, where the node raised
+                        self._parts.reshard.send(name, before, step.batch, self.step)
+            except BaseException:  # GeneratorExit if the node raised
                 self.status[name] = NodeStatus.FAILED
                 raise
             self.status[name] = NodeStatus.COMPLETED
@@ -195,7 +193,7 @@ class Worker:
                 step.times[f"perf/{name}"] = time.perf_counter() - started
 
     def _measured(self, step: "_TrainingStep") -> dict[str, float]:
-        """What the nodes of all teams measured, over their ranks; where several teams ran one, of the first."""
+        """Metrics of the nodes of all dp groups, over their ranks; if several dp groups ran one, of the first."""
         with self._recorder.phases("record"):
             measured, everyone = over_ranks(step.measured, self._ports.data), self._ports.everyone
             if everyone.size > self._ports.collective.size:
@@ -203,10 +201,10 @@ class Worker:
             return {**measured, **step.times}
 
     def _after_step(self, released: Released, batch: Batch, metrics: dict[str, float]) -> None:
-        """Validate, record and save a step; nothing is generated meanwhile, so that a validation has the engine to
-        itself. Recorded before it is saved: a run resumed from here has the metrics of all its steps.
+        """Validate, record and save a step; nothing else is generated meanwhile. The step is recorded before it is
+        saved, so that a resumed run has the metrics of all its steps.
 
-        A stop saves, if saving is not off, and validates only where that was due anyhow.
+        A stop saves, if saving is not off, and validates only if that was due anyhow.
         """
         options, step, finished = self._spec.options, released.version.step, released.finished
         compares = options.keep_best is not None and _is_due(step, options.save_freq, finished)
@@ -226,7 +224,7 @@ class Worker:
             self._save(released, validated, last)
 
     def _end(self, step: int) -> None:
-        """No group of the last rows came through, so that the step before, the run's `step`-th, had been the last."""
+        """No group of the last rows succeeded, so that the step before, the run's `step`-th, was the last."""
         options = self._spec.options
         validated = self.validation.validate(step) if options.test_freq > 0 and self.validation.step < step else {}
         if options.save_freq > 0 and self._saved_at < step:
@@ -234,18 +232,17 @@ class Worker:
             self._save(self._released, validated, last=True)
 
     def _rollout_ended(self, rollout_nodes: "Future[None]") -> None:
-        """Whatever ends that plane must wake the trainer, which else waits for groups that nobody makes.
+        """Whatever ends the rollout loop must wake the trainer, which else waits for groups that never come.
 
-        Called on the asyncio thread, or by whoever ends it: `abort` may be called on any. A loop that was told of a
-        failure ends without one; it has nothing to tell.
+        Called on the asyncio thread, or by the thread that ends it: `abort` may be called on any. A loop that ends due
+        to a failure elsewhere has none itself, and reports nothing.
         """
         error = CancelledError() if rollout_nodes.cancelled() else rollout_nodes.exception()
         if error is not None:
             self._ports.abort(error)
 
     def _save(self, released: Released, validated: Mapping[str, float], last: bool) -> None:
-        """validated: the metrics of these very weights, of which `keep_best` compares one. last: wait until it is
-        whole."""
+        """validated: the metrics of these weights, for `keep_best`. last: wait until the checkpoint is complete."""
         if self._parts.saver.is_busy:
             with self._recorder.phases("save_wait"):
                 self._parts.saver.finish()
@@ -254,7 +251,7 @@ class Worker:
         metric = score(best, validated) if best is not None and validated else None
         everyone = self._ports.everyone
         with self._recorder.phases("save"):
-            state = joined(everyone.gather(as_it_stands(self._parts.inputs.state)))
+            state = joined(everyone.gather(copy_of_state(self._parts.inputs.state)))
             parts = saved_parts(self._spec, self._parts.resources, released, state, everyone.rank)
             others = [part_of_rank(rank) for rank in range(1, everyone.size)]
             self._parts.saver.save(step, parts, others, metric, wait=last)
@@ -262,15 +259,15 @@ class Worker:
 
 @dataclass
 class _TrainingStep:
-    """On its way through the nodes. groups: of all ranks. times: of nodes, in seconds."""
+    """A step that the nodes work on. group_ids: of all ranks. times: of nodes, in seconds."""
 
     group_ids: Sequence[int]
     batch: Batch
     measured: list[Measured] = field(default_factory=list)
     times: dict[str, float] = field(default_factory=dict)
 
-    def went_on(self, batch: Batch, measured: Measured) -> None:
-        """What a node made of it."""
+    def update(self, batch: Batch, measured: Measured) -> None:
+        """Store the result of a node."""
         self.batch = batch
         self.measured.append(measured)
 

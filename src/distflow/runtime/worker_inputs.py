@@ -1,4 +1,4 @@
-"""What a launcher gives a worker: its ports to the world around its process, and what it works on."""
+"""The inputs of a worker from its launcher: its ports to other processes, and what it works on."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,20 +19,21 @@ from distflow.training.collective import Collective
 
 
 class ReshardPort(Protocol):
-    """Between nodes of one dp group and those of another that read what they wrote."""
+    """Between nodes of one dp group and nodes of another that read their columns."""
 
     def put(self, key: Key, batch: Batch, writer: int, num_writers: int) -> None:
-        """This writer's samples of a step, none too: the step is complete once all `num_writers` have put theirs.
+        """This writer's samples of a step, possibly none: the step is complete after all `num_writers` have put theirs.
 
-        Waits while too much is held. Raises ReshardError where this step cannot be, and whatever ended another rank.
+        Waits while too much is stored. Raises ReshardError if this step is invalid, and the error that ended another
+        rank.
         """
         ...
 
     def pick(self, key: Key, rank: int, num_ranks: int, uids: Sequence[str]) -> Batch:
         """The samples of these uids, in that order, in memory of its own; each of `num_ranks` picks its own.
 
-        Waits until the step is complete. Raises ReshardError where it cannot be completed any more, and whatever ended
-        another rank.
+        Waits until the step is complete. Raises ReshardError if it cannot be completed any more, and the error that
+        ended another rank.
         """
         ...
 
@@ -40,16 +41,14 @@ class ReshardPort(Protocol):
 if TYPE_CHECKING:
     from distflow.runtime.validation import ValidationResults
 
-    pass
-
 
 @dataclass(frozen=True)
 class Ports:
-    """The ports of one worker. collective: of the ranks that learn the same. data: of those among them that have
-    samples of their own, one for each share of a step. everyone: of all that learn. intake: for a training loop of the
-    user's own, where the queue is of this process. abort: tells every other part of the run that this one is gone.
-    validate: has the workers answer validation prompts that have an engine, for one that has none. reshard: None where
-    no column goes from one dp group to another."""
+    """The ports of one worker. collective: of the ranks of its dp group. data: of those among them that have samples of
+    their own, one for each share of a step. everyone: of all ranks that train. intake: for a training loop of the
+    user's own, if the queue is of this process. abort: informs every other part of the run that this one has failed.
+    validate: validates on the workers with an engine, for one without. reshard: None if no column goes from one dp
+    group to another."""
 
     queue: SampleQueuePort
     intake: IntakePort | None
@@ -64,8 +63,7 @@ class Ports:
 
 @dataclass(frozen=True)
 class WorkerInputs:
-    """What a worker is built of. state: what nodes keep across steps. version: of the weights that the resources
-    hold."""
+    """The inputs of a worker. state: of nodes, across steps. version: of the weights in the resources."""
 
     spec: Spec
     rank: int

@@ -1,4 +1,4 @@
-"""What a worker is made of: `launch/build_worker.py` makes these parts of `WorkerInputs`."""
+"""The parts of a worker, which `launch/build_worker.py` builds from `WorkerInputs`."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,8 +21,8 @@ from distflow.runtime.worker_inputs import WorkerInputs
 
 @dataclass(frozen=True)
 class WorkerParts:
-    """What a worker calls. training_nodes: compiled, in their order. resources: with the engine watched.
-    reward_counts: of this worker's reward calls since it was asked last."""
+    """What a worker calls. training_nodes: compiled, in order. resources: with the engine watched. reward_counts: of
+    this worker's reward calls since the last call."""
 
     inputs: WorkerInputs
     services: Session

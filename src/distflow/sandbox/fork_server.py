@@ -65,8 +65,8 @@ from distflow.sandbox.inside.server import main
 main(int(sys.argv[2]), int(sys.argv[3]))
 """
 _ENVIRONMENT = {"PYTHONHASHSEED": "0", "LD_BIND_NOW": "1"}
-"""Sets have one order, so that a program has one verdict; functions of libraries are looked up once, and not by each
-program. Programs find no environment at all."""
+"""Sets have one order, so that a program always behaves the same; functions of libraries are looked up once, and not by
+each program. Programs find no environment at all."""
 # Where memory runs short, the kernel ends what runs here before anything else.
 _SHELL = 'echo 1000 2>/dev/null >/proc/self/oom_score_adj; exec "$@"'
 

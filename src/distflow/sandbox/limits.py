@@ -29,7 +29,7 @@ class Broken(Exception):
 
 
 class SandboxFault(RuntimeError):
-    """The sandbox itself does not work: a fault of the machine, and no verdict on a program."""
+    """The sandbox itself does not work: a fault of the machine, not a result of a program."""
 
 
 class Limits(NamedTuple):

@@ -1,4 +1,5 @@
-"""A sandbox on another machine, `distflow sandbox serve`, by its URL. What fails on the way is a fault, no verdict."""
+"""A sandbox on another machine, `distflow sandbox serve`, by its URL. Errors of the connection are faults, not
+results."""
 
 import http.client
 import json
@@ -44,16 +45,16 @@ class RemoteSandbox:
     def run(self, code: str, stdin: str = "", limits: Limits | None = None) -> Ran:
         """As `Sandbox.run`."""
         asked = {"code": code, "stdin": stdin, "limits": (limits or self.limits)._asdict()}
-        return _made(Ran, self.ask("run", asked, (limits or self.limits).wall_s, again=True).get("ran"))
+        return _decode(Ran, self.ask("run", asked, (limits or self.limits).wall_s, again=True).get("ran"))
 
     def open(self, code: str, limits: Limits | None = None) -> "RemoteSession":
         """As `Sandbox.open`."""
         chosen = limits or self.limits
-        told = self.ask("open", {"code": code, "limits": chosen._asdict()}, chosen.wall_s, again=True)
-        _raise(told)
-        if not isinstance(told.get("session"), str):
+        reply = self.ask("open", {"code": code, "limits": chosen._asdict()}, chosen.wall_s, again=True)
+        _raise(reply)
+        if not isinstance(reply.get("session"), str):
             raise SandboxFault(f"the sandbox at {self.url} answers nonsense: it names no program")
-        return RemoteSession(self, told["session"], chosen)
+        return RemoteSession(self, reply["session"], chosen)
 
     def ask(
         self, action: str, asked: Mapping[str, object], seconds: float = 0.0, again: bool = False
@@ -63,7 +64,7 @@ class RemoteSandbox:
         began, attempt = time.monotonic(), 0
         while True:
             try:
-                status, told = self._exchange(action, asked, seconds + _SLACK_S)
+                status, reply = self._exchange(action, asked, seconds + _SLACK_S)
             except (OSError, http.client.HTTPException) as error:
                 self._connection.close()
                 if not again or attempt == len(_WAITS_S):
@@ -77,12 +78,12 @@ class RemoteSandbox:
                 time.sleep(_WAITS_S[0])
                 continue
             break
-        self.waited_s += max(time.monotonic() - began - float(told.get("seconds", 0.0)), 0.0)
+        self.waited_s += max(time.monotonic() - began - float(reply.get("seconds", 0.0)), 0.0)
         if status != http.HTTPStatus.OK:
-            said = str(told.get("fault", ""))[:_SHOWN]
+            said = str(reply.get("fault", ""))[:_SHOWN]
             hint = f" (see {TOKEN})" if status == http.HTTPStatus.UNAUTHORIZED else ""
             raise SandboxFault(f"the sandbox at {self.url} answers {status}: {said}{hint}")
-        return told
+        return reply
 
     def close(self) -> None:
         """Idempotent."""
@@ -100,12 +101,12 @@ class RemoteSandbox:
         if len(read) > _MAX_BYTES:
             raise http.client.HTTPException("its answer is too long")
         try:
-            told = json.loads(read)
+            reply = json.loads(read)
         except ValueError:
-            told = None
-        if not isinstance(told, dict):
+            reply = None
+        if not isinstance(reply, dict):
             raise http.client.HTTPException(f"it answers {answer.status} and no JSON: it is no sandbox")
-        return answer.status, told
+        return answer.status, reply
 
     def __enter__(self) -> Self:
         return self
@@ -125,16 +126,16 @@ class RemoteSession:
     def call(self, name: str, args: Sequence[object] = (), kwargs: Mapping[str, object] = MappingProxyType({})) -> Any:
         """As `Session.call`."""
         question = to_text([name, list(args), dict(kwargs)])
-        told = self._sandbox.ask("call", {"session": self._name, "question": question}, self._limits.wall_s)
-        self.stdout, self.stderr = str(told.get("stdout", "")), str(told.get("stderr", ""))
-        _raise(told)
+        reply = self._sandbox.ask("call", {"session": self._name, "question": question}, self._limits.wall_s)
+        self.stdout, self.stderr = str(reply.get("stdout", "")), str(reply.get("stderr", ""))
+        _raise(reply)
         try:
-            return from_text(told["value"])
+            return from_text(reply["value"])
         except (KeyError, TypeError, ValueError) as error:
             raise SandboxFault(f"the sandbox at {self._sandbox.url} answers nonsense: {error}") from None
 
     def close(self) -> None:
-        """Idempotent. A server that cannot be told ends what is left alone by itself."""
+        """Idempotent. A server that cannot be reached ends an idle session by itself."""
         if not self._closed:
             self._closed = True
             with suppress(SandboxFault):
@@ -147,16 +148,16 @@ class RemoteSession:
         self.close()
 
 
-def _raise(told: Mapping[str, Any]) -> None:
-    """What the server says that the program did."""
-    if "raised" in told:
-        raise _made(Raised, told["raised"])
-    if "broken" in told:
-        raise _made(Broken, told["broken"])
+def _raise(reply: Mapping[str, Any]) -> None:
+    """Raise what the server reports of the program."""
+    if "raised" in reply:
+        raise _decode(Raised, reply["raised"])
+    if "broken" in reply:
+        raise _decode(Broken, reply["broken"])
 
 
-def _made(kind: Any, told: Any) -> Any:
+def _decode(kind: Any, fields: Any) -> Any:
     try:
-        return kind(**told)
+        return kind(**fields)
     except TypeError as error:
         raise SandboxFault(f"a sandbox answers nonsense: {error}") from None

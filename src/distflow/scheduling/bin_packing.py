@@ -1,6 +1,6 @@
-"""Packs items into bins of bounded size: micro-batches bounded by tokens. First-fit decreasing, then evened out.
+"""Bin packing of samples by tokens: into micro-batches of bounded size, and evenly over ranks.
 
-Spreads samples over ranks by tokens: the better of Karmarkar-Karp and a sorted greedy, whichever evens out more.
+Micro-batches by first-fit decreasing, then evened out; ranks by the better of Karmarkar-Karp and a sorted greedy.
 """
 
 import heapq
@@ -14,7 +14,7 @@ def pack(lengths: Sequence[int], max_tokens: int, min_bins: int = 1) -> Bins:
     """Bins of indices into `lengths`, each of at most `max_tokens`, as few as first-fit decreasing needs.
 
     An item longer than `max_tokens` is never cut: it is a bin of its own. There are at least `min_bins` bins, empty
-    ones included where items are too few, so that all ranks can run the same number. Loads are evened out over the
+    ones included if items are too few, so that all ranks can run the same number. Loads are evened out over the
     bins, which keeps the peak of memory and the wait between ranks low. Indices ascend within a bin, bins by their
     first index, empty ones last. The same arguments always give the same bins.
     """
@@ -102,7 +102,7 @@ def partition(lengths: Sequence[int], num_parts: int, groups: Sequence[int] | No
     """Exactly `num_parts` lists of indices into `lengths` whose sums are as even as two heuristics make them.
 
     Neither wins everywhere: differencing is ahead on plain lengths, the greedy on a few long ones. The result's
-    heaviest part is the lighter of the two results'. Parts are empty where items are too few.
+    heaviest part is the lighter of the two results'. Parts are empty if items are too few.
     groups: the group of each item, if groups must stay whole. Indices ascend within a part, parts by their first
     index, empty ones last; the same arguments always give the same parts.
     """
@@ -123,12 +123,11 @@ def partition(lengths: Sequence[int], num_parts: int, groups: Sequence[int] | No
 
 
 def divide_step(lengths: Sequence[int], passes: Sequence[Sequence[Sequence[int]]], num_parts: int) -> Parts:
-    """The items of a step over ranks, so that no optimizer step waits for a rank that has more of its mini-batch than
-    others.
+    """Divide the items of a step over ranks so that no optimizer step waits for a rank with more of its mini-batch.
 
-    passes: the mini-batches of each pass over the step, of indices into `lengths`, each in one of them. Those of a
-    single pass are each as even as `partition` makes it; those of several, drawn anew in each while the items stay
-    where they are, as even as a sorted greedy makes all of them together.
+    passes: the mini-batches of each pass over the step, of indices into `lengths`, each in one of them. In a single
+    pass each mini-batch is as even as `partition` makes it; several passes draw new mini-batches of items that stay on
+    their ranks, and a sorted greedy evens out all of them together.
     """
     if len(passes) == 1:
         return _divide_pass(lengths, passes[0], num_parts)
@@ -149,7 +148,7 @@ def divide_step(lengths: Sequence[int], passes: Sequence[Sequence[Sequence[int]]
 
 
 def _divide_pass(lengths: Sequence[int], mini_batches: Sequence[Sequence[int]], num_parts: int) -> Parts:
-    """What is heaviest in a mini-batch goes to the part that was lightest before it."""
+    """The heaviest share of a mini-batch goes to the part that was lightest before it."""
     parts: Parts = [[] for _ in range(num_parts)]
     loads = [0] * num_parts
     for mini_batch in mini_batches:

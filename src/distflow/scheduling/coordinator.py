@@ -1,4 +1,4 @@
-"""The coordinator: hands out groups on credits, knows where every group is, and says when a step may be consumed."""
+"""The coordinator: issues groups, knows the state of every group, and decides when a step may be consumed."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -16,41 +16,49 @@ from distflow.scheduling.ledger_record import inherited_fields, issued_fields
 from distflow.scheduling.next_groups import Counts, NextGroups
 from distflow.scheduling.rollout_capacity import Admission
 from distflow.scheduling.sample_queue import SampleQueue, still_consumable
-from distflow.scheduling.snapshot import SavedMark, Snapshot, at_start, check_resumable, restored, saved, saved_plan
+from distflow.scheduling.snapshot import (
+    SavedMark,
+    Snapshot,
+    at_start,
+    check_resumable,
+    restored,
+    saved_group,
+    saved_plan,
+)
 
 LOST = "lost"
-"""Why a group of an offered row is dropped: its process ended before it did, and the row with it."""
+"""Why a group of an offered row is dropped: its process ended, and the row is gone with it."""
 
 
 class Coordinator:
-    """Metadata only, with no task and no lock of its own: threads share it under a lock, processes through an actor.
+    """Metadata only, without threads or locks of its own: threads share it under a lock, processes through an actor.
 
-    A group goes take_groups → complete | drop | retry | abort; a step goes ready → release, which makes its groups
-    consumed and ends in a new version. Every move is journaled; one that cannot be made raises CountsError naming
-    the group. At staleness 0 every step consumes all that was drawn for it, so a release leaves nothing behind (but
-    what a run of more staleness had begun, and what was aborted), and a run that goes on from one repeats what an
-    uninterrupted run would do. Otherwise groups stay in the queue, and the cut lists them.
+    A group goes take_groups → complete | drop | retry | abort; a step goes ready → release, which consumes
+    its groups and ends in a new version. Every move is written to the ledger; an impossible one raises CountsError
+    naming the group. At staleness 0 every step consumes all groups that were issued for it, so the queue is empty after
+    a release (except for aborted groups, and those of an earlier run with more staleness), and a resumed run repeats
+    what an uninterrupted run would do. Otherwise groups stay in the queue, and the snapshot lists them.
 
-    Of several domains each has its own order, epoch and position, and its places in every step (`flow.quotas`): a new
-    group is of the domain whose next place without a group comes first, so that what takes the place of a dropped one
-    is of its domain.
+    Each of several domains has its own order, epoch and position, and its slots in every step (`domain_quotas`): a new
+    group is of the domain with the first slot without a group, so that a dropped group is replaced by one of its
+    domain.
 
-    Groups are of rows of the data set, and of rows that somebody offers: these have the row numbers behind the data
-    set's, and go first (`NextGroups`).
+    Groups are made of rows of the data set and of offered rows: these have row numbers after the data set's, and come
+    first (`NextGroups`).
 
-    Versions here are steps: version v are the weights after v steps, or those before under a new number where nothing
-    was updated. A step that sent no weights although it changed them leaves the engines where they were.
+    Versions here are steps: version v is the weights after v steps, or the previous weights under a new number if
+    nothing was updated. A step that changed weights without a weight sync leaves the engines at their version.
     """
 
     def __init__(self, plan: DataPlan, ledger: Ledger | None = None, snapshot: Snapshot | None = None) -> None:
-        """snapshot: goes on from it, with a ledger that was rolled back to `mark_of(snapshot)`. Groups that were
-        complete at its cut are complete (whoever calls has their batches), those that ran then are handed out first,
-        and those drawn after it are drawn again, all under the same groups. Being killed with the process is no
-        failure of a group: of its three attempts it uses up none.
+        """snapshot: resume from it, with a ledger that was rolled back to `mark_of(snapshot)`. Groups that were
+        complete in it are complete (the caller has their batches), those that ran then are issued first, and those
+        issued after it are issued again, all with the same group ids. A group that died with its process has not
+        failed: it uses up none of its three attempts.
 
-        Staleness and batch size may be others than the snapshot's: complete groups that no step can consume in time any
-        more are dropped as stale, and `holds` is false of them. Raises UserError where the data or their order are not
-        those of the snapshot.
+        Staleness and batch size may differ from the snapshot's: complete groups that no step can consume in time are
+        dropped as stale, and `holds` is false for them. Raises UserError if the data or their order are not those of
+        the snapshot.
         """
         start = snapshot or at_start(plan)
         check_resumable(plan, start)
@@ -58,12 +66,12 @@ class Coordinator:
         self._ledger = ledger
         self._restart = ledger.restart if ledger else start["restart"] + 1
         self.version = Version(self._restart, start["step"])
-        self.weights_step = start["step"]  # a run that goes on begins by sending what it goes on from
+        self.weights_step = start["step"]  # a resumed run first sends the weights that it resumes from
         self._counts = Counts(start)
         self.prompt_groups = NextGroups(plan, self._counts, start.get("offered", 0))
         self.shares = DomainShares(plan, start)
         self._skips = Skips(plan.skips, start.get("skips"))
-        self._edge = SampleQueue(
+        self._queue = SampleQueue(
             plan.consumer_batch,
             max_staleness=plan.max_staleness,
             next_step=self.step,
@@ -72,10 +80,10 @@ class Coordinator:
             domains=[source.name for source in plan.sources],
             oversampling=plan.oversampling,
         )
-        self._admission = Admission(plan, self._edge)
+        self._admission = Admission(plan, self._queue)
         quotas = {"quotas": self.shares.shown()} if plan.domains else {}
         self._journal("plan", max_staleness=plan.max_staleness, consumer_batch=plan.consumer_batch, **quotas)
-        for change in self.shares.saved()[1:]:
+        for change in self.shares.saved_shares()[1:]:
             self._journal("shares", **change)
         if ledger and ledger.inherits:
             self._journal("inherited", **inherited_fields(start, self._counts.domains))
@@ -86,29 +94,30 @@ class Coordinator:
 
     @property
     def step(self) -> int:
-        """The step to be consumed next."""
+        """The step that is consumed next."""
         return self.version.step
 
     @property
     def finished(self) -> bool:
-        """Whether no step is left: all were consumed, or the data ended and nothing of it is left in the queue."""
-        return self.step >= self.plan.total_steps or (self._edge.closed and not self._edge.num_live)
+        """Whether no step is left: all were consumed, or the data ended and the queue is empty."""
+        return self.step >= self.plan.total_steps or (self._queue.closed and not self._queue.num_live)
 
     def take_groups(self, served_step: int | None = None) -> list[PromptGroup]:
-        """The groups to start now: those that were lost and wait for another attempt, then new ones, each in group
-        order. At staleness 0 they come in waves, empty while the last one runs or the step is full.
+        """The groups to start now: lost ones that wait for another attempt, then new ones, each by group id. At
+        staleness 0 they come in waves; none while the last wave runs or the step is full.
 
-        served_step: the lowest version that an engine serves, None for that of the last release. One whose step is not
-        released yet counts as the one before. Raises CountsError where versions go backwards, or ahead of the
-        steps.
+        served_step: the lowest version of any engine, None for that of the last release. A version whose step is not
+        released yet counts as the one before. Raises CountsError if versions go backwards, or ahead of the steps.
         """
         served = self._admission.see(self.step if served_step is None else served_step)
         if self.finished:
             return []
-        num_capacity = self._admission.credits(served)
+        num_capacity = self._admission.rollout_capacity(served)
         prompt_groups = [self._reissue(number, served) for number in self._admission.waiting(served, num_capacity)]
-        # Lost ones are a wave of their own; with oversampling, where every step begins with some, they open one.
-        num_open = num_capacity - len(prompt_groups) if self.plan.oversampling else self._admission.credits(served)
+        # Lost groups are a wave of their own; with oversampling, where every step begins with some, part of one.
+        num_open = (
+            num_capacity - len(prompt_groups) if self.plan.oversampling else self._admission.rollout_capacity(served)
+        )
         for source in self._admission.new(served, num_open, self.prompt_groups.num_left):
             if (new := self._issue_next(source, served)) is None:
                 break
@@ -118,45 +127,45 @@ class Coordinator:
         return prompt_groups
 
     def assign(self, number: int, worker: str) -> None:
-        """`worker` works on the group from now on: it is journaled, and nothing else follows from it."""
+        """Record in the ledger that `worker` works on the group from now on."""
         self._journal("assigned", group_id=number, worker=worker)
 
     def offer(self) -> int:
-        """Somebody has a row of his own to be answered; the number that its group will name it by. Not of a run with
-        domains, which have all places."""
+        """Add a row that is not in the data set; returns its number. Not in a run with domains, which have all
+        slots."""
         row = self.prompt_groups.offer()
-        self._edge.close(False)
+        self._queue.close(False)
         return row
 
     def complete(self, number: int, num_tokens: int, version: int | None = None) -> None:
-        """A group has passed its rewards and filters. num_tokens: of all its samples, prompts included. version: the
-        lowest of any of their tokens, None for that of its group."""
-        group = self._edge.complete(number, num_tokens, version)
+        """Note that a group has its rewards and passed all filters. num_tokens: of all its samples, prompts included.
+        version: the lowest of any of their tokens, None for the group's."""
+        group = self._queue.complete(number, num_tokens, version)
         self._journal("complete", group_id=number, tokens=num_tokens, version=group.version)
 
     def weigh(self, number: int, num_bytes: int) -> None:
-        """What a complete group takes of the memory that `plan.max_held_bytes` bounds: known to who holds it alone."""
-        self._admission.room.weigh(number, num_bytes)
+        """Note the size of a complete group, for `plan.max_held_bytes`."""
+        self._admission.memory.weigh(number, num_bytes)
 
     def drop(self, number: int, reason: str) -> None:
-        """A group leaves without being trained on. Its group is spent, its credit comes back."""
-        group = self._edge.drop(number, reason)
+        """Drop a group without training on it: its id is used up, its rollout capacity is free again."""
+        group = self._queue.drop(number, reason)
         self._journal("dropped", group_id=number, reason=reason)
         self._counts.drop(group.prompt_group, reason)
 
     def judged(self, prompt_group: PromptGroup, accuracy: Accuracy) -> None:
-        """A group has its verdicts, whatever becomes of it: told before that is."""
+        """Note the accuracy of a group's responses, before it is completed or dropped."""
         domain = domain_of(prompt_group.stream)
         self._skips.judged(domain, prompt_group.row, accuracy)
         self.shares.judged(domain, accuracy)
 
     def retry(self, number: int) -> bool:
-        """A group was lost while the run goes on: with the engine or the process that worked on it.
+        """A group was lost during the run, with the engine or the process that worked on it.
 
-        Returns whether it waits for `take_groups` to hand it out again. If not, this was its third attempt and it is
+        Returns whether it waits for `take_groups` to issue it again. If not, this was its third attempt and it is
         dropped as max_retries.
         """
-        waits = self._edge.retry(number)
+        waits = self._queue.retry(number)
         if not waits:
             self.drop(number, "max_retries")
         return waits
@@ -164,62 +173,62 @@ class Coordinator:
     @property
     def is_full(self) -> bool:
         """See `SampleQueue.is_full`."""
-        return self._edge.is_full
+        return self._queue.is_full
 
     def has_place(self, number: int) -> bool:
         """See `SampleQueue.has_place`."""
-        return self._edge.has_place(number)
+        return self._queue.has_place(number)
 
     def abort(self, numbers: Sequence[int], num_tokens: int) -> None:
-        """Groups that run are not needed any more: they were ended, and wait to be handed out again. num_tokens: drawn
-        for them and thrown away."""
-        groups = [self._edge.abort(number) for number in numbers]
+        """Running groups that are no longer needed were aborted, and wait to be issued again. num_tokens: generated for
+        them and discarded."""
+        groups = [self._queue.abort(number) for number in numbers]
         self._journal("aborted", group_ids=list(numbers), tokens=num_tokens)
         self._counts.abort((group.prompt_group for group in groups), num_tokens)
 
     def lose(self, number: int) -> None:
-        """What was made of a complete group that no step has taken is gone with the process that held it: the group
-        waits to be handed out again, and of its three attempts this uses up none."""
-        self._edge.lose(number)
+        """The samples of a complete group that no step has taken are gone with the process that had them: the group
+        waits to be issued again, and this uses up none of its three attempts."""
+        self._queue.lose(number)
         self._journal("lost", group_id=number)
 
     def ready(self, step: int) -> tuple[int, ...] | None:
-        """Numbers of the groups that form `step`, ascending, or None while it waits for groups; see
-        `SampleQueue.ready` for short steps. Raises Exhausted, and CountsError where a group of it is staler than
+        """Ids of the groups that form `step`, ascending, or None while it waits for groups; see
+        `SampleQueue.ready` for short steps. Raises Exhausted, and CountsError if one of its groups is staler than
         the plan allows."""
-        numbers = self._edge.ready(step, exhausted=self._admission.is_spent(self.weights_step))
+        numbers = self._queue.ready(step, exhausted=self._admission.is_spent(self.weights_step))
         if numbers is None and self._admission.is_stuck(self.weights_step):
             raise CountsError(
-                f"step {step} can get no groups: the weights that are served are of version {self._admission.served}, "
+                f"step {step} can get no groups: the engines have weights of version {self._admission.served}, "
                 f"max_staleness is {self.plan.max_staleness}, and no later version was sent"
             )
         return numbers
 
     def part(self, step: int, wanted: int) -> tuple[int, ...] | None:
-        """Numbers of `wanted` more groups of a step that is taken in parts, ascending; see `SampleQueue.part`.
+        """Ids of `wanted` more groups of a step that is taken in parts, ascending; see `SampleQueue.part`.
 
-        A step that is taken so must have taken all that it owes (`num_owed`) when it is released.
+        Such a step must have taken all groups that it owes (`num_owed`) when it is released.
         """
-        exhausted = self._edge.num_taken == 0 and self._admission.is_spent(self.weights_step)
-        return self._edge.part(step, wanted, exhausted)
+        exhausted = self._queue.num_taken == 0 and self._admission.is_spent(self.weights_step)
+        return self._queue.part(step, wanted, exhausted)
 
     def untake(self) -> None:
-        """The step that is formed could not be read: its groups wait again, and those that are gone can be lost."""
-        self._edge.untake()
+        """The step that was formed could not be read: its groups wait again, and missing ones can be marked as lost."""
+        self._queue.untake()
 
     def num_owed(self) -> int:
         """See `SampleQueue.num_owed`."""
-        return self._edge.num_owed()
+        return self._queue.num_owed()
 
     @property
     def num_untaken(self) -> int:
         """Complete groups that no step has taken yet."""
-        return self._edge.num_untaken
+        return self._queue.num_untaken
 
     @property
     def untaken(self) -> list[int]:
         """See `SampleQueue.untaken`."""
-        return self._edge.untaken
+        return self._queue.untaken
 
     @property
     def stalled(self) -> bool:
@@ -227,21 +236,21 @@ class Coordinator:
         return self._admission.is_stalled(self.prompt_groups.num_left)
 
     def holds(self, number: int) -> bool:
-        """Whether the group is complete and waits for its step: its batch is to be kept."""
-        return self._edge.holds(number)
+        """Whether the group is complete and waits for its step, so that its batch must be kept."""
+        return self._queue.holds(number)
 
     def release(self, step: int, published: bool = True) -> Version:
-        """The step is consumed and ends in a new version, on the disk when this returns. The account is checked.
+        """Consume the step, which ends in a new version, on disk when this returns. Counts are checked.
 
-        published: whether new weights were sent; if not, the version is an alias of the last ones that were, or the
-        engines go on serving an older one. What they serve then is told to `take_groups`; whoever gives them the alias
-        does so before this. Raises UserError, and changes nothing, where a curriculum fails.
+        published: whether new weights were sent; if not, the version is an alias of the last ones that were sent, or
+        the engines keep an older one. `take_groups` gets their version; the caller sets the alias before this call.
+        Raises UserError, and changes nothing, if a curriculum fails.
         """
         self.ready(step)
         if change := self.shares.change(step):
             self._journal("shares", **change)
-        groups = self._edge.release(step)
-        left = self._edge.num_live - self._edge.num_waiting
+        groups = self._queue.release(step)
+        left = self._queue.num_live - self._queue.num_waiting
         assert self.plan.max_staleness or not left, "at staleness 0 a step leaves nothing behind that has started"
         numbers = [group.prompt_group.group_id for group in groups]
         self._counts.consume(group.prompt_group for group in groups)
@@ -257,23 +266,23 @@ class Coordinator:
         return self.version
 
     def checked_counts(self) -> GroupCounts:
-        return self._counts.group_counts(self._edge.num_running, self._edge.num_complete)
+        return self._counts.group_counts(self._queue.num_running, self._queue.num_complete)
 
     def snapshot(self) -> Snapshot:
-        """JSON to go on from. The cut is the last release (or the start), whatever has happened since."""
+        """JSON to resume from: the state at the last release (or the start), whatever has happened since."""
         return self._cut
 
     def _close_at_end(self) -> None:
         if self.prompt_groups.data_open and self.prompt_groups.num_left == 0:
-            self._edge.close()
+            self._queue.close()
 
     def _issue_next(self, source: int, served: int) -> PromptGroup | None:
-        """The next of the source that is not passed over; None where the data end before. Where a whole round would be,
-        the row behind it is taken: no source runs empty."""
+        """The source's next group that is not skipped; None if the data end before. If all rows of an epoch would be
+        skipped, the row after them is taken: no source runs empty."""
         num_left = self.plan.sources[source].num_rows
         while self.prompt_groups.num_left != 0:
             prompt_group = self.prompt_groups.make(source, served)
-            self._edge.issue(prompt_group)
+            self._queue.issue(prompt_group)
             self._counts.issue(prompt_group)
             self._journal("issued", **issued_fields(prompt_group))
             reason = self._skips.pass_over(prompt_group.row)
@@ -284,9 +293,9 @@ class Coordinator:
         return None
 
     def _reissue(self, number: int, served: int) -> PromptGroup:
-        if self._edge.was_aborted(number):
-            self._admission.issued([*self._edge.lanes.values()].index(self._edge.lane_of(number)), served)
-        prompt_group = self._edge.reissue(number, served)
+        if self._queue.was_aborted(number):
+            self._admission.issued([*self._queue.domain_queues.values()].index(self._queue.queue_of(number)), served)
+        prompt_group = self._queue.reissue(number, served)
         self._journal("issued", **issued_fields(prompt_group))
         return prompt_group
 
@@ -301,7 +310,7 @@ class Coordinator:
         running = [group for group in groups if not group.complete]
         lost = [group for group in running if group.prompt_group.row >= self.plan.num_rows]
         for group in [*fit, *(group for group in running if group not in lost)]:
-            self._edge.restore(group)
+            self._queue.restore(group)
         for group, reason in [*((group, STALE) for group in stale), *((group, LOST) for group in lost)]:
             self._journal("dropped", group_id=group.prompt_group.group_id, reason=reason)
             self._counts.drop(group.prompt_group, reason)
@@ -316,7 +325,7 @@ class Coordinator:
             "offered": self.prompt_groups.num_offered,
             "consumed": counts.consumed,
             "dropped": dict(counts.dropped),
-            "live": [saved(group) for group in self._edge.live],
+            "live": [saved_group(group) for group in self._queue.live],
             "ledger": cast(SavedMark, asdict(self._ledger.mark())) if self._ledger else None,
         }
         if counts.aborted:
@@ -324,9 +333,9 @@ class Coordinator:
         if self.plan.domains:
             described["domains"] = counts.saved_domains(self.shares.lags())
         if self.plan.skips:
-            described["skips"] = self._skips.saved()
+            described["skips"] = self._skips.saved_skips()
         if (curriculum := self.shares.curriculum) is not None:
-            described["shares"], described["curriculum"] = self.shares.saved(), curriculum
+            described["shares"], described["curriculum"] = self.shares.saved_shares(), curriculum
         return described
 
     def _journal(self, kind: str, **fields: object) -> None:
@@ -341,5 +350,5 @@ class Coordinator:
 
 
 def mark_of(snapshot: Snapshot) -> Mark | None:
-    """Where the ledger stood at the snapshot's cut: what a `Ledger` is to be rolled back to."""
+    """The ledger's position at the snapshot, to which a `Ledger` is rolled back."""
     return Mark(**snapshot["ledger"]) if snapshot["ledger"] else None

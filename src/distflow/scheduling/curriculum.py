@@ -1,6 +1,6 @@
-"""The curriculum: shares of domains as a function of how many answers are right, and what it keeps of that.
+"""The curriculum (shares of domains as a function of accuracy) and the difficulty filter (rows that are skipped).
 
-Which rows are passed over for a while: those whose answers were right too often, or too seldom, when last judged.
+A row is skipped for some epochs if the share of correct responses was too high or too low when it was last used.
 """
 
 import json
@@ -16,15 +16,14 @@ from distflow.import_target import LoadError, load_function
 from distflow.registry import CURRICULA
 
 PARTS = 10**6
-"""Shares are whole parts of these, so that what a domain is behind stays a fraction of few digits however often they
-change."""
+"""Shares are multiples of 1/PARTS, so that a domain's lag stays a short fraction however often they change."""
 
 _KEY = "data.curriculum.function"
 
 
 @dataclass(frozen=True)
 class Accuracy:
-    """Of the answers of a group: how many are right, of those that have a verdict."""
+    """Of a group's responses: how many are correct, and how many have a score."""
 
     num_right: int
     num_judged: int
@@ -32,8 +31,8 @@ class Accuracy:
 
 @dataclass(frozen=True)
 class CurriculumPlan:
-    """function: a name of `CURRICULA`, "module:function" or "file.py:function". every: in steps. smoothing: what of a
-    moving mean stays each time."""
+    """function: a name of `CURRICULA`, "module:function" or "file.py:function". every: in steps. smoothing: decay of
+    the moving means."""
 
     function: str
     every: int = 1
@@ -42,12 +41,12 @@ class CurriculumPlan:
 
 @dataclass(frozen=True)
 class Progress:
-    """What is known of a domain, of groups that were dropped too.
+    """What is known of a domain, dropped groups included.
 
-    weight: as the config has it. share: of the places that were given out last. accuracy: share of right answers, of
-    those judged since weights were asked for last; None where none was. learnability: mean of p · (1 - p) over its
-    groups, p being a group's share of right answers. mean_accuracy, mean_learnability: moving means of them, of the
-    times that there was one; None before the first. num_judged: answers since the run began.
+    weight: of the config. share: the present one. accuracy: share of correct responses among those scored since the
+    last call; None if there was none. learnability: mean of p · (1 - p) over its groups, p being a group's share of
+    correct responses. mean_accuracy, mean_learnability: moving means of these; None before the first value.
+    num_judged: scored responses since the run began.
     """
 
     weight: float
@@ -60,11 +59,11 @@ class Progress:
 
 
 CurriculumFunction = Callable[[Mapping[str, Progress], int, dict[str, Any]], Mapping[str, float]]
-"""(what is known by domain, steps done, state) → weights by domain, relative to each other. state: empty at the start;
-what the function leaves there, which JSON must be able to hold, it finds again the next time, in a resumed run too."""
+"""(progress by domain, steps done, state) → relative weights by domain. state: empty at the start; the function may
+write JSON values to it and finds them again at the next call, also in a resumed run."""
 
 
-class _Kept(TypedDict):
+class SavedProgress(TypedDict):
     num_right: int
     num_judged: int
     num_groups: int
@@ -75,15 +74,15 @@ class _Kept(TypedDict):
 
 
 class SavedCurriculum(TypedDict):
-    """domains: counts since weights were asked for last, and means. state: the function's own."""
+    """domains: counts since the last call, and means. state: the function's own."""
 
-    domains: dict[str, _Kept]
+    domains: dict[str, SavedProgress]
     state: dict[str, Any]
 
 
 @dataclass
 class _Measured:
-    """Exact sums, so that the order in which groups end changes nothing. learnability: p · (1 - p), of each group."""
+    """Exact sums, independent of the order in which groups end. learnability: sum of each group's p · (1 - p)."""
 
     num_right: int = 0
     num_judged: int = 0
@@ -101,8 +100,8 @@ class _Measured:
             self.num_groups += 1
             self.learnability += share * (1 - share)
 
-    def told(self, weight: float, share: Fraction, smoothing: float) -> tuple[Progress, "_Measured"]:
-        """What is known now, and what is counted on from there."""
+    def progress(self, weight: float, share: Fraction, smoothing: float) -> tuple[Progress, "_Measured"]:
+        """The progress up to now, and fresh counts for the next call."""
         accuracy = learnability = None
         after = _Measured(0, 0, 0, Fraction(0), self.mean_accuracy, self.mean_learnability)
         if self.num_judged:
@@ -115,77 +114,78 @@ class _Measured:
 
 
 class Curriculum:
-    """Counts what is judged, and asks a function for the shares of the domains."""
+    """Counts scored groups, and calls a function for the shares of the domains."""
 
     def __init__(
         self, plan: CurriculumPlan, weights: Mapping[str, float], saved: SavedCurriculum | None = None
     ) -> None:
-        """weights: of the config, by domain. Raises UserError where there is no such function."""
+        """weights: of the config, by domain. Raises UserError if there is no such function."""
         self._plan, self._weights = plan, weights
         self._function = load_curriculum(plan.function)
-        kept = saved["domains"] if saved else {}
+        domains = saved["domains"] if saved else {}
         self._measured = {
-            name: _Measured(**cast(Any, {**kept[name], "learnability": Fraction(kept[name]["learnability"])}))
-            if name in kept
+            name: _Measured(**cast(Any, {**domains[name], "learnability": Fraction(domains[name]["learnability"])}))
+            if name in domains
             else _Measured()
             for name in weights
         }
         self._state = json.dumps(saved["state"] if saved else {})
 
     def count(self, domain: str, group: Accuracy) -> None:
-        """A group of the domain was judged."""
+        """Count a scored group of the domain."""
         self._measured[domain].count(group)
 
     def is_due(self, step: int) -> bool:
-        """Whether shares are asked for when that many steps are done."""
+        """Whether new shares are due after that many steps."""
         return step % self._plan.every == 0
 
     def shares(self, step: int, before: Iterable[Fraction]) -> tuple[list[Fraction], dict[str, Progress]]:
-        """New ones, in the domains' order, and what was known. step: that many are done. before: the shares given out
-        last. Raises UserError, and has counted nothing, where the function fails or returns what are no weights."""
-        told = {
-            name: self._measured[name].told(weight, share, self._plan.smoothing)
+        """New shares in the domains' order, and the progress. step: steps done. before: the present shares. Raises
+        UserError, and changes nothing, if the function fails or returns no valid weights."""
+        measured = {
+            name: self._measured[name].progress(weight, share, self._plan.smoothing)
             for (name, weight), share in zip(self._weights.items(), before, strict=True)
         }
-        progress = {name: known for name, (known, _) in told.items()}
+        progress = {name: known for name, (known, _) in measured.items()}
         state = json.loads(self._state)
         who = f"{_KEY}={self._plan.function}: after step {step} the curriculum"
         try:
             returned = self._function(progress, step, state)
         except UserError:
             raise
-        except Exception as err:  # the edge of a user's code
+        except Exception as err:  # user code
             place = f" (at {found})" if (found := users_place(err)) else ""
             raise UserError(f"{who} failed: {type(err).__name__}: {err}{place}. {_GO_ON}") from err
         shares = _shares(_weights(returned, list(self._weights), who))
         self._state = _as_json(state, who)
-        self._measured = {name: after for name, (_, after) in told.items()}
+        self._measured = {name: after for name, (_, after) in measured.items()}
         return shares, progress
 
-    def saved(self) -> SavedCurriculum:
-        kept = {name: {**asdict(each), "learnability": str(each.learnability)} for name, each in self._measured.items()}
-        return {"domains": cast(dict[str, _Kept], kept), "state": json.loads(self._state)}
+    def saved_curriculum(self) -> SavedCurriculum:
+        domains = {
+            name: {**asdict(each), "learnability": str(each.learnability)} for name, each in self._measured.items()
+        }
+        return {"domains": cast(dict[str, SavedProgress], domains), "state": json.loads(self._state)}
 
 
-_GO_ON = "What was saved is whole: mend the function and start the same command again"
+_GO_ON = "The checkpoint is intact: fix the function and start the same command again"
 
 
 def load_curriculum(name: str) -> CurriculumFunction:
-    """A built-in, or the user's. Raises UserError."""
+    """A built-in or user function. Raises UserError."""
     try:
         return cast(CurriculumFunction, load_function(CURRICULA[name].target if name in CURRICULA else name))
     except LoadError as err:
-        raise UserError(f"{_KEY}: {err}; there are {', '.join(CURRICULA)}, or a function of yours") from err
+        raise UserError(f"{_KEY}: {err}; there are {', '.join(CURRICULA)}, or a function of your own") from err
 
 
 def learnability(progress: Mapping[str, Progress], step: int, state: dict[str, Any]) -> dict[str, float]:
-    """The config's weights times the moving mean of p · (1 - p) over the prompts of a domain, the variance of a right
-    answer: what all of a group's answers get right or wrong teaches nothing (Foster et al. 2025, *Learning to Reason at
+    """The config's weights times the moving mean of p · (1 - p) over the prompts of a domain, the variance of a correct
+    response: a prompt that all responses get right or wrong teaches nothing (Foster et al. 2025, *Learning to Reason at
     the Frontier of Learnability*, arXiv:2502.12272; Tzannetos et al. 2023, arXiv:2304.12877).
 
-    At least a fifth of the most that there can be, 1/4, so that each domain goes on being measured. One that was not
-    measured yet counts as 1/4.
-    """
+    At least a fifth of the maximum, 1/4, so that each domain continues to be measured. A domain that was not measured
+    yet counts as 1/4."""
 
     def worth(known: Progress) -> float:
         return 0.25 if known.mean_learnability is None else max(known.mean_learnability, 0.05)
@@ -198,13 +198,13 @@ def _moved(before: float | None, now: float, smoothing: float) -> float:
 
 
 def _weights(returned: object, names: list[str], who: str) -> list[Fraction]:
-    """In the order of the names. Raises UserError."""
+    """The weights in the order of the names. Raises UserError."""
     if not isinstance(returned, Mapping):
         raise UserError(f"{who} returned {_shown(returned)}, no mapping of domains to weights. {_GO_ON}")
     for name in returned:
         if name not in names:
             meant = f", did you mean {near}" if (near := nearest(str(name), names)) else ""
-            raise UserError(f"{who} gave a weight to {name!r}, which is no domain that is drawn from{meant}. {_GO_ON}")
+            raise UserError(f"{who} gave a weight to {name!r}, which is not a domain of the run{meant}. {_GO_ON}")
     if missing := [name for name in names if name not in returned]:
         raise UserError(f"{who} gave no weight to '{missing[0]}'; 0 leaves a domain out. {_GO_ON}")
     for name in names:
@@ -218,7 +218,7 @@ def _weights(returned: object, names: list[str], who: str) -> list[Fraction]:
 
 
 def _shares(weights: list[Fraction]) -> list[Fraction]:
-    """In whole `PARTS`, by largest remainders, then by order."""
+    """Shares in multiples of 1/PARTS, by largest remainders, then by order."""
     exact = [weight / sum(weights) * PARTS for weight in weights]
     parts = [math.floor(share) for share in exact]
     by_rest = sorted(range(len(parts)), key=lambda number: parts[number] - exact[number])
@@ -234,7 +234,7 @@ def _as_json(state: dict[str, Any], who: str) -> str:
         raise UserError(f"{who} left a state that JSON cannot hold: {err}. {_GO_ON}") from err
     if json.loads(text) != state:
         raise UserError(
-            f"{who} left a state that JSON would give back otherwise: {_shown(state)}. Use texts as keys, and lists, "
+            f"{who} left a state that JSON would change: {_shown(state)}. Use str as keys, and lists, "
             f"not tuples. {_GO_ON}"
         )
     return text
@@ -246,23 +246,23 @@ def _shown(value: object) -> str:
 
 
 TOO_EASY, TOO_HARD = "too_easy", "too_hard"
-"""Why the group of a row that is passed over is dropped."""
+"""Why the group of a skipped row is dropped."""
 
 SavedSkips = dict[str, dict[str, int]]
-"""By reason, then by row: how many times it is still passed over."""
+"""By reason, then by row: how many times it is still skipped."""
 
 
 @dataclass(frozen=True)
 class SkipPlan:
-    """outside: by domain, the share of right answers from and up to which a row is wanted. epochs: how many times one
-    is passed over before it is tried again."""
+    """outside: by domain, the range of the share of correct responses in which a row is used. epochs: how many times
+    another row is skipped before it is used again."""
 
     outside: Mapping[str, tuple[float, float]]
     epochs: int = 1
 
 
 class Skips:
-    """Counts the times that a row is still to be passed over."""
+    """Counts how many times each row is still skipped."""
 
     def __init__(self, plan: SkipPlan | None, saved: SavedSkips | None = None) -> None:
         self._plan = plan
@@ -272,7 +272,7 @@ class Skips:
         }
 
     def judged(self, domain: str, row: int, accuracy: Accuracy) -> None:
-        """The answers to a row. What was known of it before no longer counts."""
+        """Note the accuracy of the responses to a row, in place of what was known before."""
         if self._plan is None or domain not in self._plan.outside or not accuracy.num_judged:
             return
         low, high = self._plan.outside[domain]
@@ -283,7 +283,7 @@ class Skips:
                 self._left[reason][row] = self._plan.epochs
 
     def pass_over(self, row: int) -> str | None:
-        """Whether the row is passed over, and why: it then is so once less."""
+        """Why the row is skipped this time, or None; counts the skip."""
         for reason, left in self._left.items():
             if row in left:
                 left[row] -= 1
@@ -292,5 +292,5 @@ class Skips:
                 return reason
         return None
 
-    def saved(self) -> SavedSkips:
+    def saved_skips(self) -> SavedSkips:
         return {reason: {str(row): left[row] for row in sorted(left)} for reason, left in self._left.items()}

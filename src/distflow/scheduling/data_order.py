@@ -1,6 +1,6 @@
-"""The order of the data: which row of which epoch a group names. A pure function of the seed, on any machine.
+"""The order of the data (epoch and row of each group) and the split of a step into mini-batches.
 
-Splits a step into mini-batches, one optimizer step each: decided globally, the same for any number of ranks.
+Both are pure functions of the seed: the same on any machine and for any number of ranks.
 """
 
 import hashlib
@@ -11,17 +11,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 EPOCHS, MINI_BATCHES = 0, 1
-"""Streams of `keyed_permutation`: one a purpose, so that equal seeds and counts never give equal orders."""
+"""Streams of `keyed_permutation`: one per purpose, so that equal seeds and counts never give equal orders."""
 
 _WORD = (1 << 64) - 1
 
 
 def keyed_permutation(num_items: int, seed: int, stream: int, *words: int) -> NDArray[np.int64]:
-    """A permutation of `range(num_items)` drawn by counter: only the arguments decide it, nothing drawn before.
+    """A permutation of `range(num_items)` drawn by counter: it depends only on the arguments.
 
-    It sorts raw 64-bit Philox words (Salmon et al. 2011). Numpy promises those on every platform and in every
-    version; it promises no such thing of `Generator.permutation`.
-    At most two `words` tell draws of one stream apart. `(num_items,)` int64.
+    It sorts raw 64-bit Philox words (Salmon et al. 2011). Numpy guarantees those on every platform and in every
+    version, but not `Generator.permutation`.
+    At most two `words` distinguish draws of one stream. `(num_items,)` int64.
     """
     assert num_items >= 0 and len(words) <= 2, "the counter has room for two words besides the drawing one"
     key = np.array([seed & _WORD, stream], dtype=np.uint64)
@@ -31,8 +31,8 @@ def keyed_permutation(num_items: int, seed: int, stream: int, *words: int) -> ND
 
 @lru_cache(maxsize=16)
 def epoch_order(num_rows: int, seed: int, epoch: int, shuffle: bool, domain: str = "") -> NDArray[np.int64]:
-    """The rows of one pass over the data, or over those of a domain, in the order in which groups name them:
-    `(num_rows,)` int64, read-only."""
+    """The rows of one pass over the data, or over a domain's, in the order of the groups: `(num_rows,)` int64,
+    read-only."""
     words = (epoch, domain_word(domain)) if domain else (epoch,)
     rows = keyed_permutation(num_rows, seed, EPOCHS, *words) if shuffle else np.arange(num_rows, dtype=np.int64)
     rows.flags.writeable = False
@@ -40,13 +40,13 @@ def epoch_order(num_rows: int, seed: int, epoch: int, shuffle: bool, domain: str
 
 
 def domain_word(domain: str) -> int:
-    """What tells the orders of domains apart: 8 bytes of BLAKE2b, so that others may come and go beside it."""
+    """Distinguishes the orders of domains: 8 bytes of BLAKE2b, independent of the other domains."""
     return int.from_bytes(hashlib.blake2b(domain.encode(), digest_size=8).digest(), "little")
 
 
 def place(number: int, num_rows: int, seed: int, shuffle: bool, domain: str = "") -> tuple[int, int]:
-    """Epoch and row of group `number`, for a data set of `num_rows` rows; of a domain the group's position in it, and
-    the row among its own."""
+    """Epoch and row of group `number`, for a data set of `num_rows` rows. For a domain, number and row are counted
+    within it."""
     assert number >= 0 and num_rows > 0
     epoch, position = divmod(number, num_rows)
     return epoch, int(epoch_order(num_rows, seed, epoch, shuffle, domain)[position])
@@ -62,8 +62,8 @@ def minibatches(
 ) -> list[list[int]]:
     """Sample indices of each mini-batch of `mini_batch_prompts` prompt groups; the last may be short.
 
-    groups: the group of each sample, over samples in the order of their groups, which must not depend on who
-    produced them; None where each sample is a group of its own.
+    groups: the group of each sample, with samples in the order of their groups, which must not depend on the worker
+    that produced them; None if each sample is a group of its own.
     epoch: the pass of the update over this step's samples, from 0. The order of the groups is drawn from
     (seed, step, epoch); groups stay whole, and indices ascend within a mini-batch.
     """
@@ -73,9 +73,9 @@ def minibatches(
     members: dict[int, list[int]] = {}
     for sample in range(num_samples):
         members.setdefault(sample if groups is None else int(groups[sample]), []).append(sample)
-    in_ticket_order = list(members.values())
-    order = keyed_permutation(len(in_ticket_order), seed, MINI_BATCHES, step, epoch)
+    in_group_order = list(members.values())
+    order = keyed_permutation(len(in_group_order), seed, MINI_BATCHES, step, epoch)
     return [
-        sorted(sample for group in order[start : start + mini_batch_prompts] for sample in in_ticket_order[group])
+        sorted(sample for group in order[start : start + mini_batch_prompts] for sample in in_group_order[group])
         for start in range(0, len(order), mini_batch_prompts)
     ]

@@ -1,4 +1,4 @@
-"""What a run draws from its data."""
+"""The data plan: what a run draws from its data, in which sizes, and when it ends."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,8 +10,8 @@ from distflow.scheduling.curriculum import CurriculumPlan, SkipPlan
 
 @dataclass(frozen=True)
 class DomainPlan:
-    """A domain that is drawn from. weight: relative to the others', above 0, taken as the decimal that it is written
-    as. group_size: samples a prompt, None for those of the run."""
+    """A domain that is drawn from. weight: relative to the others', above 0, read as an exact decimal. group_size:
+    samples per prompt, None for the run's."""
 
     name: str
     num_rows: int
@@ -21,17 +21,16 @@ class DomainPlan:
 
 @dataclass(frozen=True)
 class DataPlan:
-    """What a run draws from its data, and when it ends: after `total_groups` or `total_steps`, what comes first.
-    Without `total_groups` the data go round as often as the steps take.
+    """What a run draws from its data, and when it ends: after `total_groups` or `total_steps`, whichever comes first.
+    Without `total_groups` the data are repeated as often as the steps need.
 
-    group_size: samples a prompt. consumer_batch: prompt groups a step.
-    max_staleness: steps by which weights that made a token may be older than the step that trains on it.
-    max_concurrent: groups that may run at once, None for as many as staleness allows. max_num_gen_batches: bound on
-    the groups drawn for a step, in batches. oversampling: groups that run besides those that a step lacks, as a part
-    of these; at staleness 0 alone. max_held_bytes: of groups that wait for their step or are trained on, None for no
-    bound. domains: in the order of their rows, none for one source; each goes round by itself, so that with them
-    `total_groups` is None. curriculum: how their shares change, None where they stay. skips: which rows are passed
-    over, None for none.
+    group_size: samples per prompt. consumer_batch: prompt groups per step.
+    max_staleness: largest age of a token's weights in steps when it is trained on.
+    max_concurrent: groups that may run at once, None for as many as staleness allows. max_num_gen_batches: generation
+    budget of a step, in batches. oversampling: extra groups that run, as a fraction of those that the step lacks; only
+    at staleness 0. max_held_bytes: of groups that wait for their step or are trained on, None for no bound. domains: in
+    the order of their rows, none for one source; each repeats by itself, so that with them `total_groups` is None.
+    curriculum: how their shares change, None if they stay. skips: which rows are skipped, None for none.
     """
 
     num_rows: int
@@ -60,11 +59,11 @@ class DataPlan:
 
     @property
     def sources(self) -> tuple[DomainPlan, ...]:
-        """The domains, or the one source that there is, without a name."""
+        """The domains, or the only source, without a name."""
         return self.domains or (DomainPlan("", self.num_rows),)
 
     @property
     def shares(self) -> Sequence[Fraction]:
-        """Of each source, exact, 1 in all."""
+        """Share of each source, exact; they sum to 1."""
         weights = [Fraction(str(source.weight)) for source in self.sources]
         return [weight / sum(weights) for weight in weights]

@@ -1,4 +1,4 @@
-"""A lane of the sample queue: the groups of one domain, by the last step that may train on them."""
+"""A domain queue, part of the sample queue: the groups of one domain, by the last step that may train on them."""
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
@@ -10,15 +10,15 @@ from distflow.scheduling.domain_quotas import Quotas
 from distflow.scheduling.groups import CountsError, PromptGroup
 
 MAX_ABORTS = 3
-"""Times that a group is aborted: after them its place in the step is kept, and the step waits for it."""
+"""Times that a group may be aborted: then its slot in the step is reserved, and the step waits for it."""
 
 
 @dataclass
 class Group:
-    """A prompt group in the queue: running until complete; one that was lost waits until it is issued again.
+    """A prompt group in the queue: running until complete; a lost one waits until it is issued again.
 
-    num_tokens: of all its samples, prompts included. failures: times that it was lost while the run went on.
-    version: the lowest that a token of it has, known once it is complete. num_aborts: times that it was aborted.
+    num_tokens: of all its samples, prompts included. failures: times that it was lost during the run.
+    version: the lowest of its tokens, known once it is complete. num_aborts: times that it was aborted.
     """
 
     prompt_group: PromptGroup
@@ -29,7 +29,8 @@ class Group:
     num_aborts: int = 0
 
     def due(self, max_staleness: int) -> int:
-        """The last step that may train on it. Weights older than the group's are a fault, and make it due earlier."""
+        """The last step that may train on it. Tokens of weights older than the group's are a fault, and make it due
+        earlier."""
         version = self.prompt_group.version
         return max_staleness + (version if self.version is None else min(version, self.version))
 
@@ -44,10 +45,10 @@ class _Due:
 
 
 class DomainQueue:
-    """What of one domain is in the queue. A pure state machine; `SampleQueue` sees to it that moves can be made.
+    """The groups of one domain in the queue. A pure state machine; `SampleQueue` checks that moves are possible.
 
-    num_live: running, complete or waiting to be issued again. formed: groups that the next step has taken. kept: those
-    that run, and were aborted too often before.
+    num_live: running, complete or waiting to be issued again. formed: groups that the next step has taken. protected:
+    running groups that may not be aborted again.
     """
 
     def __init__(
@@ -58,12 +59,12 @@ class DomainQueue:
         max_staleness: int,
         oversampling: Fraction = Fraction(0),  # noqa: B008  immutable
     ) -> None:
-        """groups: of all lanes by group. domain: its number in `quotas`. oversampling: see `DataPlan`."""
+        """groups: of all domain queues, by id. domain: its number in `quotas`. oversampling: see `DataPlan`."""
         self._groups, self._quotas, self._domain, self._max_staleness = groups, quotas, domain, max_staleness
         self._oversampling = oversampling
         self._due: dict[int, _Due] = {}
         self.num_live = self.num_complete = 0
-        self.waiting, self.kept = set[int](), set[int]()
+        self.waiting, self.protected = set[int](), set[int]()
         self.formed: tuple[int, ...] = ()
 
     @property
@@ -73,28 +74,27 @@ class DomainQueue:
 
     @property
     def num_wanted(self) -> int:
-        """Places of the next step that it has not taken a group for."""
+        """Slots of the next step for which it has not taken a group."""
         return self._quotas.up_to(self._domain, self._quotas.next_step) - len(self.formed)
 
     @property
     def last_due(self) -> int | None:
-        """The last step that a group which was issued is due by; None without any."""
+        """The last due step of any issued group; None without any."""
         return max(self._due, default=None)
 
     @property
     def num_lacking(self) -> int:
-        """Places of the next step for which no group is complete."""
+        """Slots of the next step for which no group is complete."""
         return self.num_wanted - self.num_untaken
 
     @property
     def num_extra(self) -> int:
-        """Groups that may run beyond the places of the next step, which are not needed once it has all that it lacks.
-        Of the places that it lacks, so that a few that are left do not call for a batch."""
+        """Extra groups that may run beyond the slots of the next step; a fraction of the slots that it lacks, so that
+        a few missing ones do not start a whole batch."""
         return ceil(self._oversampling * max(0, self.num_lacking))
 
     def room(self, step: int) -> int:
-        """Places up to that step for which no group is in the queue, and groups beyond them; negative where there are
-        too many."""
+        """Slots up to that step without a group in the queue, plus extra groups; negative if there are too many."""
         return self._quotas.up_to(self._domain, step) + self.num_extra - self.num_live
 
     def issue(self, group: Group) -> None:
@@ -110,7 +110,7 @@ class DomainQueue:
             self.waiting.add(group.prompt_group.group_id)
 
     def wait(self, group: Group) -> None:
-        """One that ran or was complete is to be issued again."""
+        """Let a running or complete group wait to be issued again."""
         self._leave(group)
         self.num_complete -= group.complete
         group.complete, group.num_tokens, group.version = False, 0, None
@@ -120,7 +120,7 @@ class DomainQueue:
         self.waiting.remove(group.prompt_group.group_id)
         group.prompt_group = replace(group.prompt_group, version=version, attempt=group.prompt_group.attempt + 1)
         if group.num_aborts >= MAX_ABORTS:
-            self.kept.add(group.prompt_group.group_id)
+            self.protected.add(group.prompt_group.group_id)
         self._enter(group)
 
     def complete(self, group: Group, num_tokens: int, version: int | None) -> None:
@@ -135,7 +135,7 @@ class DomainQueue:
         self.num_live -= 1
 
     def take(self, numbers: Sequence[int]) -> None:
-        """By the next step."""
+        """Take groups for the next step."""
         for number in numbers:
             self._leave(self._groups[number])
         self.formed += tuple(numbers)
@@ -146,15 +146,14 @@ class DomainQueue:
         self.formed = ()
 
     def consume(self, step: int) -> None:
-        """The step is consumed."""
+        """Forget the groups of a consumed step."""
         self.num_live -= len(self.formed)
         self.num_complete -= len(self.formed)
         self.formed = ()
         self._due = {due: members for due, members in self._due.items() if due > step or members.num_live}
 
     def num_owed(self) -> int:
-        """Groups that the next step must take besides those that it has, so that none of what it leaves behind gets
-        too old."""
+        """Groups that the next step must still take so that none of the remaining ones gets too old."""
         owed = num_left = 0
         for due in sorted(self._due):
             num_left += self._due[due].num_live
@@ -162,9 +161,8 @@ class DomainQueue:
         return owed
 
     def first(self, step: int, wanted: int) -> list[int] | None:
-        """The first complete groups by due step, then by group; None where they would leave too many behind that are
-        due by some step, more than the steps up to there take and further parts of this one, so that what runs must be
-        waited for."""
+        """The first complete groups by due step, then by id; None if too many groups due by some step would remain,
+        more than the steps up to there and further parts of this one take, so that running ones must be waited for."""
         num_later = max(0, self.num_wanted - wanted)
         chosen: list[int] = []
         num_left = num_running = 0
@@ -186,16 +184,16 @@ class DomainQueue:
         return self._check(step, chosen)
 
     def dropped(self) -> Counter[str]:
-        """Groups that were dropped, by reason, of those due by steps that are not consumed."""
+        """Dropped groups by reason, of those due by steps that are not consumed."""
         return sum((members.dropped for members in self._due.values()), Counter[str]())
 
     def _later(self, due: int) -> int:
-        """Groups that the steps behind the next one take, up to that step."""
+        """Groups that the steps after the next one take, up to that step."""
         step = self._quotas.next_step
         return max(0, self._quotas.up_to(self._domain, due) - self._quotas.up_to(self._domain, step))
 
     def _check(self, step: int, numbers: Collection[int]) -> list[int]:
-        """Those, once none of them would break the bound on staleness."""
+        """The numbers, checked against the bound on staleness."""
         for number in numbers:
             version = self._groups[number].version
             assert version is not None, "it is complete"
@@ -216,5 +214,5 @@ class DomainQueue:
         members = self._due[group.due(self._max_staleness)]
         members.num_live -= 1
         members.complete.discard(group.prompt_group.group_id)
-        self.kept.discard(group.prompt_group.group_id)
+        self.protected.discard(group.prompt_group.group_id)
         return members

@@ -1,4 +1,4 @@
-"""Quotas: which domain each place of each step belongs to. A pure function of the weights, exact over time."""
+"""Quotas: which domain each slot of each step belongs to. A pure function of the weights, exact over time."""
 
 import math
 import sys
@@ -9,23 +9,23 @@ from fractions import Fraction
 from math import lcm
 
 Shares = Sequence[Fraction]
-"""Of each domain, 1 in all."""
+"""Share of each domain; they sum to 1."""
 
 
 class Quotas:
-    """The places of the steps from the next one on, `consumer_batch` a step, numbered from its first place.
+    """The slots of the steps from the next one on, `consumer_batch` per step, numbered from that step's first slot.
 
-    After every place each domain has had its share of all of them, to within less than one place. Places go by deadline
-    (earliest first, then by the domains' order) among the domains that are not ahead of their share: the windows of
-    proportionate fairness (Baruah et al. 1996), which so are always met. What a domain is behind, its lag, is all that
-    has to be known to go on.
+    After every slot each domain has had its share of all slots, to within less than one. Slots are assigned by deadline
+    (earliest first, then in the domains' order) among the domains that are not ahead of their share: the windows of
+    proportionate fairness (Baruah et al. 1996), which are always met this way. A domain's lag behind its share is all
+    the state that is needed to continue.
 
-    Where shares change between steps, what a domain is due is their sum over all places. No rule that does not know the
-    changes to come can keep every domain within one place of that; where one has fallen behind by a place or more,
-    places go to the one that is most behind. So none is ever ahead by a place, nor behind by more than
-    `most_behind` (Adler et al. 2003, *A Proportionate Fair Scheduling Rule with Good Worst-case Performance*).
+    If shares change between steps, a domain is due the sum of its shares over all slots. No rule that does not know
+    future changes can keep every domain within one slot of that; if a domain lags by a slot or more, the domain that
+    lags most gets the slot. So none is ever ahead by a slot, nor behind by more than `most_behind` (Adler et al. 2003,
+    *A Proportionate Fair Scheduling Rule with Good Worst-case Performance*).
 
-    One domain has all places.
+    A single domain has all slots.
     """
 
     def __init__(
@@ -35,36 +35,36 @@ class Quotas:
         weights: Sequence[Fraction] = (Fraction(1),),
         lags: Sequence[Fraction] | None = None,
     ) -> None:
-        """weights: relative, one above 0. lags: in places, by which each domain is behind its share at the next
+        """weights: relative, at least one above 0. lags: slots by which each domain is behind its share at the next
         step."""
         assert consumer_batch > 0 and all(weight >= 0 for weight in weights)
         shares = [weight / sum(weights) for weight in weights]
         lags = lags or [Fraction(0)] * len(shares)
-        self._whole = lcm(*(each.denominator for each in (*shares, *lags)))  # counts as one place
+        self._whole = lcm(*(each.denominator for each in (*shares, *lags)))  # units of one slot
         self._shares = [int(share * self._whole) for share in shares]
-        self._lag = [int(lag * self._whole) for lag in lags]  # behind the last step that was made
+        self._lag = [int(lag * self._whole) for lag in lags]  # after the last step that was computed
         self._batch, self.next_step, self._num_made = consumer_batch, next_step, next_step
-        self._lags = deque[list[int]]()  # before each step that was made
-        self._changes = deque[tuple[int, Shares]]([(next_step, shares)])  # from which step on; the first is past
+        self._lags = deque[list[int]]()  # before each computed step
+        self._changes = deque[tuple[int, Shares]]([(next_step, shares)])  # the first is past
         self._places: list[list[int]] = [[] for _ in shares]
         self._num_consumed = [0] * len(shares)
 
     @property
     def lags(self) -> list[Fraction]:
-        """At the next step."""
+        """Lag of each domain at the next step."""
         lags = self._lags[0] if self._lags else self._lag
         return [Fraction(lag, self._whole) for lag in lags]
 
     @property
     def changes(self) -> list[tuple[int, Shares]]:
-        """The shares of the next step, and those that follow: from which step on."""
+        """(first step, shares) of the next step and of all later changes."""
         past = [shares for step, shares in self._changes if step <= self.next_step]
         return [(self.next_step, past[-1]), *(change for change in self._changes if change[0] > self.next_step)]
 
     def change(self, step: int, shares: Shares) -> None:
-        """From that step on, which is not formed yet, these are the shares, whatever was to follow."""
+        """Set the shares from that step on, which is not formed yet; later changes are discarded."""
         assert step >= self.next_step and sum(shares) == 1 and min(shares) >= 0
-        if step < self._num_made:  # made to see which domain would come first
+        if step < self._num_made:  # computed ahead to see which domain comes first
             self._lag, self._num_made = self._lags[step - self.next_step], step
             while len(self._lags) > step - self.next_step:
                 self._lags.pop()
@@ -75,19 +75,19 @@ class Quotas:
         self._changes.append((step, shares))
 
     def up_to(self, domain: int, step: int) -> int:
-        """Places of the domain in the steps from the next one to this one."""
+        """Slots of the domain from the next step to this one."""
         if step < self.next_step:
             return 0
         self._make(step)
         return bisect_left(self._places[domain], (step + 1) * self._batch)
 
     def in_all(self, domain: int, step: int) -> int:
-        """The same from the first step on that this object knew."""
+        """The same from the first step of this object on."""
         return self._num_consumed[domain] + self.up_to(domain, step)
 
     def place(self, domain: int, number: int) -> int:
-        """Where the domain's place of that number is, from 0 at the next step on; behind all others where it may never
-        have so many."""
+        """Position of the domain's slot of that number, counted from 0 at the next step; after all others if it may
+        never have so many."""
         last, shares = self._changes[-1]
         if shares[domain] == 0:
             return self._place_before(domain, number, max(last, self.next_step))
@@ -100,7 +100,7 @@ class Quotas:
         return self._places[domain][number] if number < num_places else sys.maxsize
 
     def consume(self) -> None:
-        """The next step is consumed."""
+        """Note that the next step is consumed."""
         self._make(self.next_step)
         for domain, places in enumerate(self._places):
             number = self.up_to(domain, self.next_step)
@@ -120,7 +120,7 @@ class Quotas:
             self._num_made += 1
 
     def _set_shares(self, step: int) -> None:
-        """Those of a step, in parts of a place; more parts where they are finer than any before."""
+        """Set the shares of a step in units of a slot; smaller units if they are finer than before."""
         shares = [shares for first, shares in self._changes if first <= step][-1]
         finer = lcm(self._whole, *(share.denominator for share in shares)) // self._whole
         self._whole *= finer
@@ -129,7 +129,7 @@ class Quotas:
         self._shares = [int(share * self._whole) for share in shares]
 
     def _take(self) -> int:
-        """The domain of one more place."""
+        """The domain of one more slot."""
         self._lag = [lag + share for lag, share in zip(self._lag, self._shares, strict=True)]
         most = max(range(len(self._lag)), key=self._lag.__getitem__)
         overdue = self._lag[most] >= self._whole
@@ -141,18 +141,17 @@ class Quotas:
         return [domain for domain, lag in enumerate(self._lag) if lag > 0]
 
     def _deadline(self, domain: int) -> tuple[float, int]:
-        """Places until it is due. One without a share never is, and goes by what it is owed."""
+        """Slots until the domain is due. One without a share never is, and is ordered by its lag."""
         if self._shares[domain] == 0:
             return math.inf, -self._lag[domain]
         return -((self._lag[domain] - self._whole) // self._shares[domain]), 0
 
 
 def most_behind(num_domains: int) -> Fraction:
-    """Places that a domain may be behind where shares change: 1 + 1/2 + ... + 1/num_domains.
+    """Slots that a domain may be behind if shares change: 1 + 1/2 + ... + 1/num_domains.
 
-    After every place the j domains most behind are so by at most j · (1 + 1/(j + 1) + ... + 1/num_domains) in all. That
-    stays true where none is behind by a place before one is given out, as then none is after. Else it goes to the one
-    most behind: if that is still one of the j, they gained a place at most and lost one; if not, the j + 1 that it was
-    one of had (j + 1) · (1 + 1/(j + 2) + ...) + 1 between them, and it no less than each other.
-    """
+    After every slot the j domains most behind are so by at most j · (1 + 1/(j + 1) + ... + 1/num_domains) in all. That
+    stays true if none is behind by a slot before one is assigned, as then none is after. Else the one most behind gets
+    it: if that is still one of the j, they gained a slot at most and lost one; if not, the j + 1 that it was one of had
+    (j + 1) · (1 + 1/(j + 2) + ...) + 1 between them, and it no less than each other."""
     return sum((Fraction(1, number) for number in range(1, num_domains + 1)), Fraction(0))

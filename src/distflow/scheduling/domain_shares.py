@@ -1,4 +1,4 @@
-"""The shares of a run's domains as they stand and as they will be: their places, and the curriculum that moves them."""
+"""The present and future shares of a run's domains: their slots, and the curriculum that changes them."""
 
 from collections.abc import Mapping
 from fractions import Fraction
@@ -11,8 +11,8 @@ from distflow.scheduling.snapshot import SavedShares, Snapshot
 
 
 class DomainShares:
-    """quotas: which domain each place belongs to. figures: of each domain of the step that was released last, its share
-    and what is known of its answers; empty where shares stay. A run without domains has one source, with all places."""
+    """quotas: which domain each slot belongs to. figures: share and accuracy of each domain at the last release; empty
+    if shares stay. A run without domains has one source, with all slots."""
 
     def __init__(self, plan: DataPlan, start: Snapshot) -> None:
         self._plan = plan
@@ -33,13 +33,13 @@ class DomainShares:
             self._curriculum = Curriculum(plan.curriculum, weights, start.get("curriculum"))
 
     def judged(self, domain: str, accuracy: Accuracy) -> None:
-        """The answers to a row of the domain."""
+        """Count the responses to a row of the domain."""
         if self._curriculum:
             self._curriculum.count(domain, accuracy)
 
     def change(self, step: int) -> SavedShares | None:
-        """The step is about to be consumed, and shares are asked for: those of the first step for which no group can
-        have been issued yet. None where they are not due. Raises UserError where the curriculum fails."""
+        """Before the step is consumed: new shares for the first step for which no group can have been issued yet, None
+        if they are not due. Raises UserError if the curriculum fails."""
         if not self._curriculum:
             return None
         changes = self.quotas.changes
@@ -52,15 +52,15 @@ class DomainShares:
             measured = {"accuracy": progress.accuracy, "learnability": progress.learnability}
             figures[name] |= {what: value for what, value in measured.items() if value is not None}
         self.quotas.change(step + 1 + self._plan.max_staleness, shares)
-        return self.saved()[-1]
+        return self.saved_shares()[-1]
 
     @property
     def curriculum(self) -> SavedCurriculum | None:
-        """What it goes on from; None where shares stay."""
-        return self._curriculum.saved() if self._curriculum else None
+        """State of the curriculum for a snapshot; None if shares stay."""
+        return self._curriculum.saved_curriculum() if self._curriculum else None
 
-    def saved(self) -> list[SavedShares]:
-        """The shares of the next step, and those to come."""
+    def saved_shares(self) -> list[SavedShares]:
+        """The shares of the next step and of later changes."""
         names = [source.name for source in self._plan.sources]
         return [
             {"step": step, "shares": {name: str(share) for name, share in zip(names, shares, strict=True)}}
@@ -68,11 +68,11 @@ class DomainShares:
         ]
 
     def lags(self) -> dict[str, str]:
-        """Of each domain, as a snapshot has them."""
+        """Lag of each domain, as in a snapshot."""
         return {domain.name: str(lag) for domain, lag in zip(self._plan.domains, self.quotas.lags, strict=True)}
 
     def shown(self) -> dict[str, Quota]:
-        """As a record has them."""
+        """Share and lag of each domain, as in a record."""
         shares = dict(zip(self.lags(), self.quotas.changes[0][1], strict=True))
         return {name: {"share": str(shares[name]), "lag": lag} for name, lag in self.lags().items()}
 

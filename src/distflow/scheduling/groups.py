@@ -1,7 +1,4 @@
-"""Groups name the prompt groups of a run; versions name the weights that produced their tokens.
-
-The account of groups: every one that was issued runs, waits, was consumed or was dropped for a reason.
-"""
+"""Prompt groups, weight versions, and counts: every issued group runs, waits, was consumed or was dropped."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,7 +8,7 @@ TRAIN = "train"
 
 @dataclass(frozen=True, order=True)
 class Version:
-    """Weights as of the end of a step, ordered lexicographically: each resume raises the restart."""
+    """The weights after a step, ordered lexicographically: each resume raises the restart number."""
 
     restart: int
     step: int
@@ -22,12 +19,12 @@ class PromptGroup:
     """The identity of one prompt group: numbered globally, independent of the number of workers.
 
     group_id: position in the run's data order, from 0.
-    epoch, row: which row of the data set, in which pass over it.
-    group_size: samples to draw for the prompt.
-    version: the step whose weights were served when the group was issued.
-    attempt: raised each time that the group starts again, after a crash or because it was aborted.
+    epoch, row: the row of the data set, and the pass over it.
+    group_size: samples of the prompt.
+    version: of the engine's weights when the group was issued.
+    attempt: raised each time that the group restarts, after a crash or an abort.
     stream: "train", "train/<domain>", or "val/<set>".
-    position: in the order of its domain, from 0; 0 of a run without domains, where `group_id` says it.
+    position: in the order of its domain, from 0; always 0 in a run without domains.
     """
 
     group_id: int
@@ -41,22 +38,22 @@ class PromptGroup:
 
 
 def stream_of(domain: str) -> str:
-    """What a training group of the domain has; "" is that of a run without."""
+    """The stream of a domain's training groups; domain "" is a run without domains."""
     return f"{TRAIN}/{domain}" if domain else TRAIN
 
 
 def domain_of(stream: str) -> str:
-    """The inverse."""
+    """The inverse of `stream_of`."""
     return stream.partition("/")[2]
 
 
 class CountsError(RuntimeError):
-    """A group was lost, doubled, or moved in a way that no run makes. A fault of ours; the message names it."""
+    """A group was lost, doubled, or moved in an impossible way: a bug. The message names the group."""
 
 
 @dataclass(frozen=True)
 class DomainCounts:
-    """Of one domain: groups that were issued, consumed, and dropped by reason. aborted: times, as in `GroupCounts`."""
+    """Counts of one domain: issued, consumed, and dropped (by reason) groups. aborted: as in `GroupCounts`."""
 
     issued: int = 0
     consumed: int = 0
@@ -66,9 +63,9 @@ class DomainCounts:
 
 @dataclass(frozen=True)
 class GroupCounts:
-    """How many groups are where. dropped: counts by reason. aborted: times that a group was ended because its step had
-    all that it needs, so that it waits to be issued again; aborted_tokens: what had been drawn for those. domains: of
-    each that a group was issued for, empty of a run without them."""
+    """How many groups are in which state. dropped: counts by reason. aborted: times that a group was aborted because
+    its step was full, so that it waits to be issued again; aborted_tokens: tokens generated for these. domains: of each
+    with an issued group; empty without domains."""
 
     issued: int = 0
     running: int = 0
@@ -80,7 +77,7 @@ class GroupCounts:
     domains: Mapping[str, DomainCounts] = field(default_factory=dict)
 
     def check(self) -> None:
-        """Raises CountsError where a group is nowhere or in two places."""
+        """Raises CountsError if a group is in no state or in two."""
         known = self.running + self.complete + self.consumed + sum(self.dropped.values())
         if self.issued != known:
             raise CountsError(f"{self.issued} groups were issued, but {known} are accounted for: {self}")

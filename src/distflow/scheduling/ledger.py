@@ -2,26 +2,27 @@
 
 One JSON object a line: {"t": seconds since 1970, "restart": restart, "kind": ..., ...}. The kinds that count groups:
 
-    opened      ledger (its id)                                the first line
-    plan        max_staleness, consumer_batch, quotas          of the run from here on: at its start and each resume;
-                                                               quotas: of domains, share and lag at the next step
-    shares      step, shares                               of domains from that step on, in place of those before
-    issued      group, epoch, row, version, attempt, domain   version: the step whose weights were served; domain: if
-                                                               the run has any
-    assigned    group, worker                                 who works on it from here on, where several could
-    complete    group, tokens, version                        version: the lowest of any of its tokens
-    lost        group                                         it was complete, and is to be issued again
-    aborted     groups, tokens                                they ran and their step needs them no more: they are to
-                                                               be issued again; tokens: drawn for them, thrown away
-    dropped     group, reason                                 consumed    step, groups, tokens
-    version     step, weights (the step that made them: less than `step` where none were sent)
-    inherited   step, issued, consumed, dropped, live, domains the account of a checkpoint from another folder; live:
-                                                               group, attempt, complete, version, domain of groups on
-                                                               the queue, if any; domains: issued, consumed, dropped,
-                                                               aborted; aborted, aborted_tokens: if any were
-    rolled_back to (a byte offset)                             a resume: the records since `to` no longer hold
+    opened      ledger (its id)                          the first line
+    plan        max_staleness, consumer_batch, quotas    of the run from here on: at its start and resumes; quotas:
+                                                         share and lag of each domain at the next step
+    shares      step, shares                             of domains from that step on
+    issued      group_id, epoch, row, version, attempt,  version: of the engine's weights; domain: if there are any
+                domain
+    assigned    group_id, worker                         the worker that runs it, if there are several
+    complete    group_id, tokens, version                version: the lowest of any of its tokens
+    lost        group_id                                 it was complete, and is to be issued again
+    aborted     group_ids, tokens                        no longer needed by their step, to be issued again; tokens:
+                                                         generated for them and discarded
+    dropped     group_id, reason
+    consumed    step, group_ids, tokens
+    version     step, weights                            weights: the step that made them, less than `step` if none
+                                                         were sent
+    inherited   step, issued, consumed, dropped, live,   counts of a checkpoint from another folder; live: group_id,
+                domains, aborted, aborted_tokens         attempt, complete, version, domain of groups in the queue;
+                                                         domains: issued, consumed, dropped, aborted
+    rolled_back to (a byte offset)                       a resume: the records since `to` no longer hold
 
-Nothing is ever rewritten. Records of other kinds may be added by anyone; readers pass over what they do not know.
+Nothing is ever rewritten. Records of other kinds may be added; readers skip kinds that they do not know.
 """
 
 import json
@@ -42,7 +43,7 @@ from distflow.scheduling.ledger_record import Record
 
 @dataclass(frozen=True)
 class Mark:
-    """A place in a ledger, for a checkpoint to come back to. offset: bytes."""
+    """A position in a ledger, to which a resume rolls back. offset: bytes."""
 
     ledger: str
     offset: int
@@ -54,43 +55,43 @@ class LedgerError(UserError):
 
 
 class Ledger:
-    """The one writer of a journal. Each record reaches the operating system at once, the disk at `sync`.
+    """The only writer of a ledger. Each record reaches the operating system at once, the disk at `sync`.
 
-    mark: where the checkpoint that the run goes on from was cut, None for a run from the start. An existing journal
-    is rolled back to it. If it belongs to another journal, this one starts empty and `inherits` is True.
+    mark: of the checkpoint that the run resumes from, None for a new run. An existing ledger is rolled back to it. If
+    it belongs to another ledger, this one starts empty and `inherits` is True.
     """
 
     def __init__(self, path: Path, mark: Mark | None = None) -> None:
         self.path = path
         self.restart = mark.restart + 1 if mark else 0
-        self._tally = LedgerCounts()
+        self._counts = LedgerCounts()
         if _holds_nothing(path):
             self._start(mark)
         else:
             try:
                 self._reopen(mark)
             except (KeyError, TypeError, AttributeError, OverflowError, MemoryError) as err:
-                raise LedgerError(f"{path} is damaged: it holds what no run records ({err!r}). Move it away") from err
+                raise LedgerError(f"{path} is damaged: it has an impossible record ({err!r}). Move it away") from err
 
     @property
     def group_counts(self) -> GroupCounts:
-        """Counted from the records, independently of whoever wrote them."""
-        return self._tally.group_counts
+        """Counts from the records, independent of the writer's own."""
+        return self._counts.group_counts
 
     def append(self, kind: str, **fields: object) -> None:
-        """Raises CountsError, and writes nothing, where the record moves a group as no run can."""
+        """Append a record. Raises CountsError, and writes nothing, if it moves a group in an impossible way."""
         record = cast(Record, {"t": round(time.time(), 3), "restart": self.restart, "kind": kind, **fields})
-        self._tally.apply(record)
+        self._counts.apply(record)
         self._file.write(json.dumps(record, separators=(",", ":")).encode() + b"\n")
         self._file.flush()
 
     def sync(self) -> None:
-        """Returns when all records are on the disk."""
+        """Return when all records are on disk."""
         self._file.flush()
         os.fsync(self._file.fileno())
 
     def mark(self) -> Mark:
-        """The place behind the last record."""
+        """The position after the last record."""
         return Mark(self.id, self._file.tell(), self.restart)
 
     def close(self) -> None:
@@ -101,7 +102,7 @@ class Ledger:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *rest: object) -> None:
-        """That the disk does not take the last records is told only where nothing failed before."""
+        """A failure to write the last records is raised only if nothing failed before."""
         try:
             self.close()
         except OSError:
@@ -122,13 +123,13 @@ class Ledger:
                 self.id = str(record.get("ledger"))
             last = max(last, record["restart"])
         if last < 0:
-            raise LedgerError(f"{self.path} is no ledger: its first line is no record. Move it away")
+            raise LedgerError(f"{self.path} is not a ledger: its first line is not a record. Move it away")
         self.restart = max(self.restart, last + 1)
         self.inherits = mark is not None and mark.ledger != self.id
         to = mark.offset if mark and not self.inherits else 0
         if to > self.path.stat().st_size:
             raise LedgerError(
-                f"{self.path} ends before byte {to}, where the checkpoint was cut: lines were taken from it. "
+                f"{self.path} ends before byte {to}, where the checkpoint was taken: lines were removed. "
                 "Resume into an empty folder (trainer.default_local_dir), which starts a new ledger"
             )
         self._file = self.path.open("ab")
@@ -137,11 +138,11 @@ class Ledger:
         self.append("rolled_back", to=to)
         self.sync()
         for _, record in timeline(self.path):
-            self._tally.apply(record)
+            self._counts.apply(record)
 
 
 def ledger_id(path: Path) -> str | None:
-    """The id that a journal's first line gives it; None where there is no such line."""
+    """The id in a ledger's first line; None if there is no such line."""
     if not path.is_file():
         return None
     with path.open("rb") as file:
@@ -150,9 +151,9 @@ def ledger_id(path: Path) -> str | None:
 
 
 def timeline(path: Path) -> Iterator[tuple[int, Record]]:
-    """(byte offset, record) of the records that hold: those that no later `rolled_back` took back.
+    """(byte offset, record) of the valid records: those that no later `rolled_back` took back.
 
-    A torn line where a writer was killed is passed over. Raises LedgerError for any other damage.
+    A torn line where a writer was killed is skipped. Raises LedgerError for any other damage.
     """
     rollbacks = list(_rollbacks(path))
     end = path.stat().st_size
@@ -170,17 +171,17 @@ def timeline(path: Path) -> Iterator[tuple[int, Record]]:
 
 
 def replay(path: Path) -> GroupCounts:
-    """The account of the surviving timeline. Raises CountsError naming a group that it moves as no run can,
-    such as one consumed twice."""
-    tally = LedgerCounts()
+    """Counts of the surviving timeline. Raises CountsError naming a group with an impossible move, e.g. one consumed
+    twice."""
+    counts = LedgerCounts()
     for _, record in timeline(path):
-        tally.apply(record)
-    return tally.group_counts
+        counts.apply(record)
+    return counts.group_counts
 
 
 def verify(path: Path) -> GroupCounts:
-    """`replay`, and that each row of an epoch was issued under one group only, each step ended in a version, no group
-    was staler than the plan in force allowed, versions never went backwards, and each domain had its share.
+    """`replay`, and check that each row of an epoch was issued as one group only, each step ended in a version, no
+    group was staler than the plan allowed, versions never went backwards, and each domain had its share.
 
     Raises CountsError.
     """
@@ -194,7 +195,7 @@ def verify(path: Path) -> GroupCounts:
             where = (record["epoch"], record["row"])
             if owner.setdefault(where, record["group_id"]) != record["group_id"]:
                 raise CountsError(
-                    f"row {where[1]} of epoch {where[0]} went out twice, as groups {owner[where]} and "
+                    f"row {where[1]} of epoch {where[0]} was issued twice, as groups {owner[where]} and "
                     f"{record['group_id']}"
                 )
         staleness.apply(record)
@@ -207,7 +208,7 @@ def verify(path: Path) -> GroupCounts:
 
 
 def _records(path: Path) -> Iterator[tuple[int, Record]]:
-    """All records with their offsets. A line that is none may only be the last, or the last before a rollback."""
+    """All records with their offsets. Only the last line, or the last before a rollback, may be invalid."""
     offset, torn = 0, None
     with path.open("rb") as file:
         for line in file:
@@ -215,7 +216,7 @@ def _records(path: Path) -> Iterator[tuple[int, Record]]:
             if record is None:
                 torn = offset if torn is None else torn
             elif torn is not None and record["kind"] != "rolled_back":
-                raise LedgerError(f"{path} is damaged at byte {torn}: a line in its middle is no record")
+                raise LedgerError(f"{path} is damaged at byte {torn}: a line in the middle is not a record")
             else:
                 torn = None
                 yield offset, record
@@ -223,7 +224,7 @@ def _records(path: Path) -> Iterator[tuple[int, Record]]:
 
 
 def _rollbacks(path: Path) -> Iterator[tuple[int, int]]:
-    """(offset, to) of each rollback. Other lines are not parsed: it costs a tenth of a reading."""
+    """(offset, to) of each rollback. Other lines are not parsed, which takes a tenth of the time."""
     offset = 0
     with path.open("rb") as file:
         for line in file:
@@ -234,7 +235,7 @@ def _rollbacks(path: Path) -> Iterator[tuple[int, int]]:
 
 def _parse(line: bytes) -> Record | None:
     try:
-        record = json.loads(line.decode())  # faster than of bytes, whose encoding it would guess
+        record = json.loads(line.decode())  # faster than bytes, for which json guesses the encoding
     except (ValueError, RecursionError):
         return None
     is_record = (
@@ -244,7 +245,7 @@ def _parse(line: bytes) -> Record | None:
 
 
 def _holds_nothing(path: Path) -> bool:
-    """Whether a journal is missing, empty, or was killed within its first line."""
+    """Whether a ledger is missing, empty, or ends within its first line."""
     if not path.exists():
         return True
     with path.open("rb") as file:

@@ -1,8 +1,6 @@
-"""Counts groups from journal records alone: the second bookkeeping, which the coordinator's must equal.
+"""Counts groups, and audits staleness, the order of versions and the shares of domains, from ledger records alone.
 
-Audits staleness and the order of versions from journal records alone.
-
-Audits the shares of domains from journal records alone.
+The counts must equal the coordinator's own.
 """
 
 from collections import Counter
@@ -16,7 +14,7 @@ from distflow.scheduling.groups import CountsError, DomainCounts, GroupCounts
 from distflow.scheduling.ledger_record import Record
 
 STALE = "stale"
-"""Why a complete group is dropped: the run goes on with a bound that it would break."""
+"""Why a complete group is dropped: the run resumes with a bound that it would exceed."""
 
 
 class _State(IntEnum):
@@ -26,12 +24,12 @@ class _State(IntEnum):
     CONSUMED = 3
     DROPPED = 4
     SETTLED = 5
-    """Consumed or dropped in another run's journal, of which only the counts were inherited."""
+    """Consumed or dropped in another run's ledger; only the counts were inherited."""
 
 
 @dataclass
 class _Domain:
-    """As `DomainCounts`."""
+    """Mutable `DomainCounts`."""
 
     issued: int = 0
     consumed: int = 0
@@ -40,9 +38,9 @@ class _Domain:
 
 
 class LedgerCounts:
-    """Applies the records of one surviving timeline in order. One byte a group.
+    """Applies the records of one surviving timeline in order. Uses one byte per group.
 
-    Records that concern no training group are passed over.
+    Other records are skipped.
     """
 
     def __init__(self) -> None:
@@ -82,7 +80,7 @@ class LedgerCounts:
         )
 
     def apply(self, record: Record) -> None:
-        """Raises CountsError naming the group that the record moves as no run can."""
+        """Raises CountsError naming the group if the record moves it in an impossible way."""
         apply = self._apply.get(record["kind"])
         if apply is not None:
             apply(record)
@@ -128,7 +126,7 @@ class LedgerCounts:
 
     def _inherited(self, record: Record) -> None:
         if self._states:
-            raise CountsError(f"an account was inherited after {len(self._states)} groups had been issued")
+            raise CountsError(f"counts were inherited after {len(self._states)} groups had been issued")
         self.next_step = record["step"]
         self._states = bytearray([_State.SETTLED]) * record["issued"]
         self._counts = Counter({_State.CONSUMED: record["consumed"]})
@@ -161,10 +159,10 @@ class LedgerCounts:
 
 
 class StalenessAudit:
-    """Applies the records of one surviving timeline in order. That groups move as they may is `LedgerCounts`'s to say.
+    """Applies the records of one surviving timeline in order. `LedgerCounts` checks the groups' moves.
 
-    The staleness of a group is the step that consumed it less the lowest version of its tokens. Earlier releases wrote
-    no `plan`, which leaves staleness without a bound, and no version of complete groups, which then is the group's.
+    The staleness of a group is the step that consumed it minus the lowest version of its tokens. Older ledgers have no
+    `plan`, so that staleness has no bound, and no version of complete groups, which then is the group's.
     """
 
     def __init__(self) -> None:
@@ -226,8 +224,8 @@ class StalenessAudit:
         step, weights = record["step"], record["weights"]
         if step != self._next_step or not self._weights <= weights <= step:
             raise CountsError(
-                f"version {step} with the weights of step {weights} was made, but step {self._next_step} ended and the "
-                f"weights of step {self._weights} were there before: versions never go backwards"
+                f"version {step} with the weights of step {weights} was recorded, but step {self._next_step} ended and "
+                f"the weights of step {self._weights} were there before: versions never go backwards"
             )
         self._weights = weights
 
@@ -240,11 +238,11 @@ _Shares = dict[str, Fraction]
 
 
 class QuotaAudit:
-    """Applies the records of one surviving timeline in order. That groups move as they may is `LedgerCounts`'s to say.
+    """Applies the records of one surviving timeline in order. `LedgerCounts` checks the groups' moves.
 
-    After each step a domain has had its share of all places to within less than one, and the groups by which steps
-    were short; where shares have changed, the sum of its shares over all places, behind it by `most_behind` at most. A
-    plan says where it goes on from; in one folder that is where the one before it stood.
+    After each step a domain has had its share of all slots to within less than one, plus the groups by which steps were
+    short; if shares have changed, it is at most `most_behind` behind the sum of its shares over all slots. A plan has
+    the lags to continue from; within one folder these must be the previous ones.
     """
 
     def __init__(self) -> None:
@@ -274,7 +272,7 @@ class QuotaAudit:
         quotas = record.get("quotas", {})
         lags = {name: Fraction(quota["lag"]) for name, quota in quotas.items()}
         if self._lags and not self._num_missing and lags != self._lags:
-            raise CountsError(f"the domains were behind their shares by {self._lags}, and went on from {lags}")
+            raise CountsError(f"the domains were behind their shares by {self._lags}, but continued from {lags}")
         shares = {name: Fraction(quota["share"]) for name, quota in quotas.items()}
         self._changed |= bool(self._shares) and shares != self._shares
         self._changed |= any(abs(lag) >= 1 for lag in lags.values())
@@ -284,7 +282,7 @@ class QuotaAudit:
     def _change(self, record: Record) -> None:
         shares = {name: Fraction(share) for name, share in record["shares"].items()}
         if shares.keys() != self._shares.keys() or sum(shares.values()) != 1 or min(shares.values()) < 0:
-            raise CountsError(f"the shares from step {record['step']} on are no shares of the domains: {shares}")
+            raise CountsError(f"the shares from step {record['step']} on are not shares of the domains: {shares}")
         self._to_come = [change for change in self._to_come if change[0] < record["step"]]
         self._to_come.append((record["step"], shares))
 

@@ -1,4 +1,4 @@
-"""A line of the journal."""
+"""The records of the ledger as types."""
 
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -9,7 +9,7 @@ from distflow.scheduling.snapshot import Snapshot, restored
 
 
 class InheritedGroup(TypedDict):
-    """A group that was in the queue of another run. domain: missing in a run without any."""
+    """A group from the queue of another run. domain: missing in a run without domains."""
 
     group_id: int
     attempt: int
@@ -19,7 +19,7 @@ class InheritedGroup(TypedDict):
 
 
 class InheritedDomain(TypedDict):
-    """What became of a domain's groups in another run."""
+    """Counts of a domain's groups in another run."""
 
     issued: int
     consumed: int
@@ -28,14 +28,14 @@ class InheritedDomain(TypedDict):
 
 
 class Quota(TypedDict):
-    """A domain's share of all places, and by how many it is behind it at the next step: fractions as texts."""
+    """A domain's share of all slots, and its lag in slots at the next step: fractions as str."""
 
     share: str
     lag: str
 
 
 class Record(TypedDict, total=False):
-    """The fields of all kinds that count groups; `Ledger` lists which kind has which. Other kinds have others."""
+    """Fields of all kinds of records that count groups; `ledger.py` lists which kind has which."""
 
     t: float
     restart: int
@@ -68,7 +68,7 @@ class Record(TypedDict, total=False):
 
 
 def issued_fields(group_id: PromptGroup) -> dict[str, Any]:
-    """Of a record that the group was handed out."""
+    """Fields of a record that the group was issued."""
     fields = {
         "group_id": group_id.group_id,
         "epoch": group_id.epoch,
@@ -81,7 +81,7 @@ def issued_fields(group_id: PromptGroup) -> dict[str, Any]:
 
 
 def inherited_fields(start: Snapshot, domains: Mapping[str, DomainCounts]) -> dict[str, Any]:
-    """Of a record that a run goes on from the snapshot of another, whose journal it does not have."""
+    """Fields of a record that a run continues from another run's snapshot, without its ledger."""
     live = [
         {
             "group_id": group.prompt_group.group_id,

@@ -1,4 +1,4 @@
-"""What a step was made of, from the ledger alone: its groups, what became of each, and what was dropped meanwhile."""
+"""The lineage of a step, from the ledger alone: its groups, their attempts, and what was dropped meanwhile."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -11,8 +11,8 @@ from distflow.scheduling.ledger_record import InheritedGroup, Record
 
 @dataclass(frozen=True)
 class Attempt:
-    """A start of a group. version: the step whose weights were served then. worker: None where only one could work on
-    it. t: seconds since 1970. restart: of the run. aborted: it was ended because its step had all that it needs."""
+    """A start of a group. version: of the engine's weights then. worker: None if only one could work on it. t: seconds
+    since 1970. restart: of the run. aborted: because its step was full."""
 
     version: int
     worker: str | None
@@ -25,9 +25,8 @@ class Attempt:
 class GroupLineage:
     """A prompt group.
 
-    epoch, row: None of one that was begun in another run's folder. version: the lowest of any of its tokens, None of
-    one that is not complete. tokens: of all its samples. reason: why it was dropped, None where it was not. domain:
-    None in a run without any.
+    epoch, row: None if it began in another run's folder. version: the lowest of any of its tokens, None until complete.
+    tokens: of all its samples. reason: why it was dropped, or None. domain: None in a run without domains.
     """
 
     group_id: int
@@ -44,11 +43,10 @@ class GroupLineage:
 class StepLineage:
     """A step, counted from 1, as files and metrics count.
 
-    groups: those that it trained on; of one that was not consumed those on the sample queue. dropped: since the step
-    before was consumed. consumed_at: seconds since 1970, None of one that the journal does not see consumed. weights:
-    the step whose weights are served after it, None where the journal ends before. max_staleness: None of a run
-    whose journal does not say. aborted: groups of groups that ran for it and were not needed; aborted_tokens: drawn
-    for them.
+    groups: those that it trained on; before it is consumed, those in the sample queue. dropped: since the previous step
+    was consumed. consumed_at: seconds since 1970, None if the ledger has not consumed it. weights: version of the
+    engines after it, None if the ledger ends before. max_staleness: None if the ledger does not say. aborted: ids of
+    groups that ran for it and were not needed; aborted_tokens: generated for them.
     """
 
     step: int
@@ -63,9 +61,9 @@ class StepLineage:
 
 
 def step_lineage(path: Path, step: int) -> StepLineage:
-    """One pass over the surviving timeline, up to the step; what is kept of it are the groups in the queue.
+    """Reads the surviving timeline once, up to the step, and keeps only the groups in the queue.
 
-    Raises UserError where there is no journal or no such step in it, LedgerError where it is damaged.
+    Raises UserError if there is no ledger or no such step in it, LedgerError if it is damaged.
     """
     if not path.is_file():
         raise UserError(f"there is no {path}: the run in {path.parent} trains no prompt groups, or has not begun to")
@@ -73,7 +71,7 @@ def step_lineage(path: Path, step: int) -> StepLineage:
     try:
         found = reader.read(record for _, record in timeline(path))
     except (KeyError, TypeError, AttributeError) as err:
-        raise LedgerError(f"{path} is damaged: it holds what no run records ({err!r})") from err
+        raise LedgerError(f"{path} is damaged: it has an impossible record ({err!r})") from err
     if found is None:
         raise UserError(f"{path} has no step {step}: {reader.steps()}")
     return found
@@ -93,7 +91,7 @@ class _Reader:
         self._aborted: list[Record] = []
 
     def read(self, records: Iterable[Record]) -> StepLineage | None:
-        """None where they have no such step."""
+        """The step's lineage; None if the records have no such step."""
         remaining = iter(records)
         for record in remaining:
             kind = record["kind"]
@@ -121,10 +119,10 @@ class _Reader:
         return None
 
     def steps(self) -> str:
-        """Which there are, in words."""
+        """The steps that the ledger has, in words."""
         first, last = self._first_step, self._next_step - 1
         if self._step < first and first > 1:
-            return f"those before {first} are in the folder of the run that it goes on from"
+            return f"those before {first} are in the folder of the run that it resumes from"
         return f"it has steps {first} to {last}, counted from 1" if last >= first else "none was consumed yet"
 
     def _pass(self, record: Record) -> None:
@@ -158,7 +156,7 @@ class _Reader:
         attempts = _attempts(records)
         inherited = self._inherited.get(group_id)
         version = inherited.get("version") if inherited and inherited["complete"] else None
-        if complete:  # earlier releases wrote no version of complete groups: theirs is the group's
+        if complete:  # older ledgers have no version of complete groups: it is the group's
             version = complete.get("version", attempts[-1].version if attempts else None)
         return GroupLineage(
             group_id,
@@ -186,11 +184,11 @@ def _attempts(records: Sequence[Record]) -> tuple[Attempt, ...]:
 
 def _whole(value: object) -> int:
     if not isinstance(value, int):
-        raise TypeError(f"{value!r} is no whole number")
+        raise TypeError(f"{value!r} is not an int")
     return value
 
 
 def _number(value: object) -> float:
     if not isinstance(value, int | float):
-        raise TypeError(f"{value!r} is no number")
+        raise TypeError(f"{value!r} is not a number")
     return value

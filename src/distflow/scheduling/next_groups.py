@@ -1,7 +1,4 @@
-"""What has become of the groups of a run, in all and by domain.
-
-The next group: of a row of the data set, in its order, or of one that somebody offers, which goes first.
-"""
+"""Counts of a run's groups, in total and by domain, and the next group: of an offered row, else of the data set."""
 
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping
@@ -15,7 +12,7 @@ from distflow.scheduling.snapshot import SavedDomain, Snapshot
 
 
 class Counts:
-    """The coordinator's own bookkeeping, which that of the journal (`LedgerCounts`) must equal. Fields are as in
+    """The coordinator's own counts, which those of the ledger (`LedgerCounts`) must equal. Fields are as in
     `GroupCounts`."""
 
     def __init__(self, start: Snapshot) -> None:
@@ -29,7 +26,7 @@ class Counts:
         }
 
     def issue(self, prompt_group: PromptGroup) -> None:
-        """One that was not issued before."""
+        """Count a group that was not issued before."""
         self.issued += 1
         if name := domain_of(prompt_group.stream):
             self.domains[name] = replace(self.of(name), issued=self.of(name).issued + 1)
@@ -47,7 +44,7 @@ class Counts:
             self.domains[name] = replace(self.of(name), dropped={**before, reason: before.get(reason, 0) + 1})
 
     def abort(self, prompt_groups: Iterable[PromptGroup], num_tokens: int) -> None:
-        """num_tokens: of all of them."""
+        """num_tokens: of all these groups."""
         self.aborted_tokens += num_tokens
         for prompt_group in prompt_groups:
             self.aborted += 1
@@ -85,18 +82,17 @@ class Counts:
 
 
 class NextGroups:
-    """num_offered: groups that rows on offer had. data_open: whether there are groups of the data set;
-    they may not be wanted yet."""
+    """num_offered: groups of offered rows so far. data_open: whether the data set still has groups."""
 
     def __init__(self, plan: DataPlan, counts: Counts, num_offered: int) -> None:
-        """counts: those of the run; who issues a group sees to it that it is counted before the next is made."""
+        """counts: of the run; the caller counts each group before it makes the next."""
         self._plan, self._counts = plan, counts
         self._num_known = self.num_offered = num_offered
-        self._offered = deque[int]()  # rows that wait for a credit
+        self._offered = deque[int]()  # rows that wait for rollout capacity
         self.data_open = True
 
     def offer(self) -> int:
-        """The number of a row that is not of the data set. Not of a run with domains, which have all places."""
+        """A number for a row that is not in the data set. Not in a run with domains, which have all slots."""
         assert not self._plan.domains
         row = self._plan.num_rows + self._num_known
         self._num_known += 1
@@ -110,7 +106,7 @@ class NextGroups:
 
     @property
     def num_left(self) -> int | None:
-        """Groups that there still may be, None for no bound."""
+        """Groups that may still be made; None for no bound."""
         if not self.data_open:
             return len(self._offered)
         if self._plan.total_groups is None:
@@ -118,7 +114,7 @@ class NextGroups:
         return len(self._offered) + max(0, self._plan.total_groups - self._num_drawn)
 
     def make(self, source: int, served: int) -> PromptGroup:
-        """The next new one of the source. served: the version that it names."""
+        """The next new group of the source. served: its version."""
         plan, number = self._plan, self._counts.issued
         if self._offered:
             self.num_offered += 1
@@ -137,5 +133,5 @@ class NextGroups:
 
     @property
     def _num_drawn(self) -> int:
-        """Groups of rows of the data set."""
+        """Number of groups made of rows of the data set."""
         return self._counts.issued - self.num_offered

@@ -1,6 +1,6 @@
-"""Divides the samples of a step over the ranks that read it: even by tokens first, near where they lie second.
+"""Divides the samples of a step over the ranks that read it, and tracks who wrote and who reads which of them.
 
-The exchange: who wrote which samples of a step, and which rank reads which of them. It sees metadata alone.
+The division is first even by tokens, then local to nodes. Only metadata is handled here.
 """
 
 from collections import defaultdict
@@ -23,10 +23,9 @@ def divide(
 ) -> Parts:
     """The samples of each rank, ascending. Every sample has one rank, and the same arguments give the same ranks.
 
-    groups: of each sample, if groups must stay whole. homes: the node on which each sample lies; nodes: that of each
-    rank. Where both are given, samples (or groups) of equal token counts change places so that as many as can be are
-    at home; no rank's tokens change by it. A group is at home where its first sample lies.
-    """
+    groups: of each sample, if groups must stay whole. homes: the node on which each sample is; nodes: that of each
+    rank. If both are given, samples (or groups) of equal token counts are swapped so that as many as possible stay on
+    their node; no rank's tokens change. A group's node is that of its first sample."""
     if num_ranks == 1:
         return [list(range(len(tokens)))]
     parts = partition(tokens, num_ranks, groups)
@@ -44,7 +43,7 @@ def divide(
 
 
 def _units(part: Sequence[int], groups: Sequence[int] | None) -> list[list[int]]:
-    """What moves as one: samples, or groups."""
+    """Units that move together: samples, or groups."""
     units: defaultdict[int, list[int]] = defaultdict(list)
     for sample in part:
         units[sample if groups is None else groups[sample]].append(sample)
@@ -54,8 +53,8 @@ def _units(part: Sequence[int], groups: Sequence[int] | None) -> list[list[int]]
 def _at_home(
     units: Sequence[tuple[int, list[int]]], homes: Sequence[str], nodes: Sequence[str]
 ) -> list[tuple[int, list[int]]]:
-    """The same units over the same ranks, as many on their node as can be."""
-    free: defaultdict[str, list[int]] = defaultdict(list)  # ranks of the places on a node, the first last
+    """The same units over the same ranks, as many as possible on their node."""
+    free: defaultdict[str, list[int]] = defaultdict(list)  # ranks of a node's slots, in reverse
     for rank, _ in reversed(units):
         free[nodes[rank]].append(rank)
     placed: list[tuple[int, list[int]]] = []
@@ -74,23 +73,24 @@ Ref = TypeVar("Ref")
 
 
 class ReshardError(RuntimeError):
-    """A step that cannot be handed over. The message says which, and who is to blame."""
+    """A step that cannot be resharded. The message names it, and who is to blame."""
 
 
 class Key(NamedTuple):
-    """A step of an edge, as made by the weights of `version`. An edge has one consumer."""
+    """A step of a queue, generated with the weights of `version`. A queue has one consumer."""
 
     queue: str
     step: int
     version: int
 
     def __str__(self) -> str:
-        return f"step {self.step} of edge '{self.queue}' (version {self.version})"
+        return f"step {self.step} of queue '{self.queue}' (version {self.version})"
 
 
 @dataclass(frozen=True)
 class SampleInfo:
-    """What a selection sees of a sample. Lengths in tokens; node_id: where it lies; dict_info: its numbers by name."""
+    """What a selection sees of a sample. Lengths in tokens; node_id: where it is; dict_info: further numbers by
+    name."""
 
     sum_tokens: int
     prompt_length: int
@@ -105,10 +105,9 @@ Select = Callable[[SampleInfo], bool]
 
 @dataclass(frozen=True)
 class Metas:
-    """What is known of the samples of one put, as columns `(samples,)`; lengths in tokens.
+    """Metadata of the samples of one put, as columns `(samples,)`; lengths in tokens.
 
-    groups: whose samples belong together, -1 for one that belongs to none. node_id: where they all lie. info: further
-    numbers that a selection may see.
+    groups: group of each sample, -1 for none. node_id: where they all are. info: further numbers for a selection.
     """
 
     prompt_lengths: NDArray[np.int32]
@@ -139,9 +138,9 @@ class Metas:
 
 @dataclass(frozen=True)
 class Readers:
-    """Those that read an edge together, who must all say the same.
+    """The ranks that read a queue together; all must pass the same.
 
-    whole_groups: samples of a group go to one rank. nodes: where each rank runs, empty where that does not matter.
+    whole_groups: samples of a group go to one rank. nodes: where each rank runs, empty if that does not matter.
     """
 
     num_ranks: int
@@ -153,7 +152,7 @@ class Readers:
 class Share(Generic[Ref]):
     """What one rank reads of a step: each sample as (index into `refs`, row of that object), in group order.
 
-    writers: who put each of `refs`. Where a rank has no sample, one object is named for its columns.
+    writers: who put each of `refs`. A rank without samples has one object, for its columns.
     """
 
     refs: tuple[Ref, ...]
@@ -164,47 +163,47 @@ class Share(Generic[Ref]):
 
 @dataclass
 class _Step(Generic[Ref]):
-    """From the first reservation to the last rank's release."""
+    """State of a step from the first reservation to the last rank's release."""
 
     num_writers: int
     reserved: dict[int, int] = field(default_factory=dict)  # bytes by writer
     puts: dict[int, tuple[Metas, Ref]] = field(default_factory=dict)
     readers: Readers | None = None
     shares: list[Share[Ref]] = field(default_factory=list)
-    places: dict[str, tuple[int, int]] = field(default_factory=dict)  # (writer, row) by uid, once somebody picks
+    places: dict[str, tuple[int, int]] = field(default_factory=dict)  # (writer, row) by uid, after the first pick
     released: set[int] = field(default_factory=set)
 
 
 class Reshard(Generic[Ref]):
-    """A pure state machine; who waits for it is told by whoever drives it.
+    """A pure state machine; its driver notifies those who wait.
 
-    Each of a step's writers first reserves room for its samples and then puts them, one object each, empty ones too.
-    The step is complete once all have, and is then divided over the ranks that read it: samples even by tokens, groups
-    whole where wanted, and of equal divisions one that moves little between nodes. The division depends on the samples
-    alone, not on who came first. Where the ranks share their steps already, each names its samples instead (`pick`).
-    Once every rank has released its share, the step is forgotten and its room is free.
+    Each of a step's writers first reserves memory for its samples and then puts them, as one object, which may be
+    empty. The step is complete once all have, and is then divided over the ranks that read it: evenly by tokens, with
+    whole groups if wanted, and with few moves between nodes. The division depends only on the samples, not on the order
+    of puts. If the ranks have divided their steps already, each names its samples instead (`pick`). Once every rank has
+    released its share, the step is forgotten and its memory is free.
 
-    Samples are ordered by group, then by uid, whoever wrote them: a step that comes through a chain of edges of other
-    widths keeps its order.
+    Samples are ordered by group, then by uid, whoever wrote them: a step keeps its order through a chain of queues with
+    other numbers of ranks.
 
-    Nothing is searched: put and take cost the same however many steps are held.
+    Nothing is searched: put and take cost the same for any number of steps.
 
-    limit_bytes: of all samples reserved and not released. The oldest step of an edge is admitted even beyond it, so
-    that what somebody waits for is never kept out by what comes behind it.
-    """
+    limit_bytes: of all samples reserved and not released. The oldest step of a queue is admitted even beyond it, so
+    that later steps never block a step that is waited for."""
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes
         self._held_bytes = 0
-        self._edges: defaultdict[str, dict[Key, _Step[Ref]]] = defaultdict(dict)  # steps in the order of their opening
+        self._queues: defaultdict[str, dict[Key, _Step[Ref]]] = defaultdict(dict)  # steps in the order of their opening
 
     @property
     def held_bytes(self) -> int:
         return self._held_bytes
 
     def reserve(self, key: Key, writer: int, num_writers: int, num_bytes: int) -> bool:
-        """Whether the writer may put so many bytes now. Raises ReshardError where it did, or says other sizes."""
-        steps = self._edges[key.queue]
+        """Whether the writer may put so many bytes now. Raises ReshardError if it already did, or passes other
+        sizes."""
+        steps = self._queues[key.queue]
         step = steps.get(key)
         if step is not None and (step.num_writers != num_writers or not 0 <= writer < num_writers):
             raise ReshardError(f"{key} has {step.num_writers} writers, but {writer} of {num_writers} writes to it")
@@ -220,14 +219,14 @@ class Reshard(Generic[Ref]):
         return True
 
     def put(self, key: Key, writer: int, metas: Metas, ref: Ref) -> None:
-        """The samples of a writer that has reserved room for them."""
-        step = self._edges[key.queue][key]
+        """Put the samples of a writer that has reserved memory for them."""
+        step = self._queues[key.queue][key]
         assert writer in step.reserved and writer not in step.puts
         step.puts[writer] = (metas, ref)
 
     def missing(self, key: Key) -> str | None:
-        """What the step waits for, None once it is complete."""
-        step = self._edges[key.queue].get(key)
+        """What the step waits for; None once it is complete."""
+        step = self._queues[key.queue].get(key)
         if step is None:
             return "none of its writers has put any"
         writers = [writer for writer in range(step.num_writers) if writer not in step.puts]
@@ -236,10 +235,10 @@ class Reshard(Generic[Ref]):
     def take(self, key: Key, rank: int, readers: Readers, select: Select | None = None) -> Share[Ref]:
         """The share of a rank in a complete step, the same one until it is released.
 
-        select: which samples are read at all; the others are let go with the step. The first rank's decides, as all
-        run the same pipeline. Raises ReshardError where ranks disagree on who reads.
+        select: which samples are read at all; the others are freed with the step. The first rank's is used, as all run
+        the same pipeline. Raises ReshardError if ranks disagree on the readers.
         """
-        step = self._edges[key.queue][key]
+        step = self._queues[key.queue][key]
         assert self.missing(key) is None
         if step.readers is None:
             step.shares = _divided(step.puts, readers, select)
@@ -251,10 +250,10 @@ class Reshard(Generic[Ref]):
     def pick(self, key: Key, num_ranks: int, uids: Sequence[str]) -> Share[Ref]:
         """The samples of these uids in a complete step, in that order, for one of `num_ranks` that each pick theirs.
 
-        What several writers have put alike, as ranks of a tensor-parallel group do, is the first one's. Raises
-        ReshardError for a sample that is not there, and where ranks disagree on how many they are.
+        Of a sample that several writers put, as ranks of a tensor-parallel group do, the first one's is used. Raises
+        ReshardError for a missing sample, and if ranks disagree on their number.
         """
-        step = self._edges[key.queue][key]
+        step = self._queues[key.queue][key]
         assert self.missing(key) is None
         if step.readers is None:
             step.readers = Readers(num_ranks)
@@ -269,13 +268,13 @@ class Reshard(Generic[Ref]):
         return _share([(order[writer], row) for writer, row in map(step.places.__getitem__, uids)], objects)
 
     def release(self, key: Key, rank: int) -> None:
-        """The rank has its samples; what it was handed may go."""
-        step = self._edges[key.queue][key]
+        """Note that the rank has its samples; they may be freed."""
+        step = self._queues[key.queue][key]
         assert step.readers is not None
         step.released.add(rank)
         if len(step.released) == step.readers.num_ranks:
             self._held_bytes -= sum(step.reserved.values())
-            del self._edges[key.queue][key]
+            del self._queues[key.queue][key]
 
 
 def _places(puts: Mapping[int, tuple[Metas, Ref]]) -> dict[str, tuple[int, int]]:
@@ -287,7 +286,7 @@ def _places(puts: Mapping[int, tuple[Metas, Ref]]) -> dict[str, tuple[int, int]]
 
 
 def _divided(puts: Mapping[int, tuple[Metas, Ref]], readers: Readers, select: Select | None) -> list[Share[Ref]]:
-    """One share a rank."""
+    """One share for each rank."""
     writers = sorted(puts)
     metas = [puts[writer][0] for writer in writers]
     samples = _in_order([(part, row) for part, put in enumerate(metas) for row in _selected(put, select)], metas)
@@ -310,7 +309,7 @@ def _selected(metas: Metas, select: Select | None) -> Sequence[int]:
 
 
 def _in_order(samples: list[tuple[int, int]], metas: Sequence[Metas]) -> list[tuple[int, int]]:
-    """By group, then by uid, numbers in it as numbers where those before are the same: "7-2" before "7-10"."""
+    """Samples by group, then by length and text of the uid: "7-2" before "7-10"."""
     groups = [put.groups.tolist() for put in metas]
 
     def place(sample: tuple[int, int]) -> tuple[int, int, str]:
@@ -322,7 +321,7 @@ def _in_order(samples: list[tuple[int, int]], metas: Sequence[Metas]) -> list[tu
 
 
 def _share(samples: Sequence[tuple[int, int]], objects: Sequence[tuple[int, Ref]]) -> Share[Ref]:
-    """Only what holds a sample of the rank is named, so that no rank fetches what it does not read."""
+    """A share that names only objects with samples of the rank, so that no rank fetches what it does not read."""
     used = sorted({part for part, _ in samples}) or [0]
     places = {part: place for place, part in enumerate(used)}
     rows = np.array([(places[part], row) for part, row in samples], dtype=np.int32).reshape(-1, 2)

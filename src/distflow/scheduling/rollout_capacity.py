@@ -1,10 +1,6 @@
-"""Credits: how many prompt groups may start now. Staleness is bounded here, by admission, not by dropping later.
+"""Admission: which prompt groups may start now, by rollout capacity, slots of the steps, generation budget and memory.
 
-Draws: how many groups may be issued for each step (`max_num_gen_batches`), where a filter drops most of them.
-
-How many more groups there is room for, where the groups that wait for their step take memory that others need.
-
-Admission: which groups may start now, by credits, by places in the steps, by draws and by memory.
+Staleness is bounded here, by admission, not by dropping groups later.
 """
 
 from collections.abc import Callable
@@ -20,10 +16,10 @@ from distflow.scheduling.sample_queue import SampleQueue
 def capacity(
     max_concurrent: int, running: int, max_staleness: int, version: int, consumer_batch: int, accepted: int
 ) -> int:
-    """Groups that may still start (AReaL, arXiv 2505.24298, its rule for bounded staleness). It may be negative.
+    """Groups that may still start (AReaL, arXiv 2505.24298, its rule for bounded staleness); may be negative.
 
-    version: the lowest step that an engine which may take the group serves, not the trainer's.
-    accepted: `consumer_batch` for each consumed step, short or not, plus the complete groups not yet consumed.
+    version: the lowest of the engines that may run the group, not the trainer's.
+    accepted: `consumer_batch` for each consumed step, short or not, plus the complete groups that are not consumed.
     """
     consumer_batch = max(1, consumer_batch)
     admitted = (max_staleness + version + 1) * consumer_batch - (accepted + running)
@@ -34,8 +30,8 @@ def capacity(
 class RolloutCapacity:
     """The admission rule of a run.
 
-    max_concurrent: groups that may run at once. consumer_batch: groups of a step.
-    max_staleness: steps by which weights that made a token may be older than the step that trains on it.
+    max_concurrent: groups that may run at once. consumer_batch: groups per step.
+    max_staleness: largest age of a token's weights in steps when it is trained on.
     """
 
     max_concurrent: int
@@ -43,10 +39,10 @@ class RolloutCapacity:
     consumer_batch: int
 
     def open(self, running: int, version: int, accepted: int) -> int:
-        """Credits to give out now, with the lost groups that wait to be issued again not counted in `running`.
+        """Groups that may start now; `running` does not count lost groups that wait to be issued again.
 
-        At staleness 0 they open in waves: none while a group of the last wave runs. What shares a batch in the
-        engine is then decided by the ledger alone, never by who finished first, and a resumed run repeats it.
+        At staleness 0 groups start in waves: none while a group of the last wave runs. Which groups share a batch in
+        the engine then depends on the ledger alone, not on which finished first, and a resumed run repeats it.
         """
         if self.max_staleness == 0 and running:
             return 0
@@ -56,34 +52,33 @@ class RolloutCapacity:
 
 
 class GenerationBudget:
-    """Counts the groups of a class, which are those with the same due step.
+    """Counts the groups of a class: those with the same due step.
 
-    A class covers the steps behind the last class up to its own due step, the first one all from `next_step` on, and
-    may have `per_place` groups for each place of those. At staleness 0 each step is a class of its own.
-    """
+    A class covers the steps after the previous class up to its own due step (the first one all from `next_step` on),
+    and may have `per_slot` groups for each slot of these steps. At staleness 0 each step is a class of its own."""
 
-    def __init__(self, per_place: int, next_step: int, places: Callable[[int], int]) -> None:
-        """places: those of all steps from `next_step` up to the given one."""
-        self._per_place, self._places = per_place, places
+    def __init__(self, per_slot: int, next_step: int, slots: Callable[[int], int]) -> None:
+        """slots: number of slots of all steps from `next_step` to the given one."""
+        self._per_slot, self._slots = per_slot, slots
         self._due = next_step - 1
         self._num_covered = self._left = 0
 
     def room(self, due: int) -> int:
         """Groups with this due step that may still be issued."""
-        return self._per_place * (self._places(due) - self._num_covered) if due > self._due else self._left
+        return self._per_slot * (self._slots(due) - self._num_covered) if due > self._due else self._left
 
     def issue(self, due: int) -> None:
-        """A group is issued: the first one of a class begins it."""
-        self._left = self.room(due) - 1  # below 0 where those that were aborted before are more than it may have
+        """Count an issued group; the first one of a class begins it."""
+        self._left = self.room(due) - 1  # below 0 if more groups were aborted before than it may have
         self._due = max(self._due, due)
-        self._num_covered = max(self._num_covered, self._places(due))
+        self._num_covered = max(self._num_covered, self._slots(due))
 
 
 class MemoryLimit:
-    """Counts the bytes of complete groups, and takes those that run to become as large as those before them were.
+    """Counts the bytes of complete groups, and estimates running ones by the mean of earlier groups.
 
-    limit_bytes: of all of them, None for no limit. Before any group is known, there is room for none: whoever asks
-    admits what is waited for in any case.
+    limit_bytes: of all groups, None for no limit. Before any group is known, there is room for none: the caller admits
+    the groups that the next step waits for in any case.
     """
 
     def __init__(self, limit_bytes: int | None) -> None:
@@ -96,17 +91,17 @@ class MemoryLimit:
         return sum(self._held.values())
 
     def weigh(self, number: int, num_bytes: int) -> None:
-        """The group of that group is complete."""
+        """Note the size of a complete group."""
         self._held[number] = num_bytes
         self._num_weighed += 1
         self._num_bytes += num_bytes
 
     def keep(self, holds: Callable[[int], bool]) -> None:
-        """Forget the groups that are not held any more."""
+        """Forget groups that are no longer in the queue."""
         self._held = {number: num_bytes for number, num_bytes in self._held.items() if holds(number)}
 
     def left(self, num_running: int) -> int | None:
-        """Groups that may start beside those that run, None for any number."""
+        """Groups that may start besides those that run, None for any number."""
         if self._limit_bytes is None:
             return None
         if not self._num_bytes:
@@ -115,98 +110,107 @@ class MemoryLimit:
 
 
 class Admission:
-    """Looks at the queue and starts nothing. Sources are numbered as in `plan.sources`.
+    """Decides by the state of the queue; starts nothing. Sources are numbered as in `plan.sources`.
 
-    served: in all methods, the version to issue groups with. num_left: groups that there still may be, None for no
-    bound. weights_step: the last version that was sent.
+    In all methods, served is the version to issue groups with, num_left the groups that may still be made (None for no
+    bound), weights_step the last version that was sent.
     """
 
     def __init__(self, plan: DataPlan, queue: SampleQueue) -> None:
-        self._plan, self._edge = plan, queue
+        self._plan, self._queue = plan, queue
         all_at_once = ceil((plan.max_staleness + 1) * plan.consumer_batch * (1 + plan.oversampling)) + len(plan.sources)
-        max_concurrent = plan.max_concurrent or all_at_once  # what is beyond the places is rounded up by source
-        self._credits = RolloutCapacity(max_concurrent, plan.max_staleness, plan.consumer_batch)
+        max_concurrent = plan.max_concurrent or all_at_once  # oversampling is rounded up by source
+        self._capacity = RolloutCapacity(max_concurrent, plan.max_staleness, plan.consumer_batch)
         batches = plan.max_num_gen_batches
         sources = range(0 if batches is None else len(plan.sources))
-        self._draws = [
+        self._budgets = [
             GenerationBudget(batches or 0, queue.next_step, partial(queue.quotas.in_all, number)) for number in sources
         ]
-        self.room = MemoryLimit(plan.max_held_bytes)
-        self.served = queue.next_step  # as it was last told
-        self._asked = False  # for groups, since the last release
+        self.memory = MemoryLimit(plan.max_held_bytes)
+        self.served = queue.next_step  # as last reported
+        self._asked = False  # whether groups were requested since the last release
 
     def see(self, served_step: int) -> int:
-        """Take note of the version that is served now; the one to issue groups with."""
-        step = self._edge.next_step
+        """Note the version that the engines have now; returns the version to issue groups with."""
+        step = self._queue.next_step
         if not self.served <= served_step <= step + 1:
             raise CountsError(
-                f"an engine serves version {served_step}, but version {self.served} was served already and step "
+                f"an engine serves version {served_step}, but version {self.served} was served before and step "
                 f"{step} is the next one: versions never go backwards, nor ahead of the steps"
             )
         self.served, self._asked = served_step, True
         return min(served_step, step)
 
     def released(self) -> None:
-        """A step was consumed."""
-        self.room.keep(self._edge.holds)
+        """Note that a step was consumed."""
+        self.memory.keep(self._queue.holds)
         self._asked = False
 
-    def credits(self, served: int) -> int:
-        """Groups that may start beside those that run."""
-        return self._open(self._edge.num_running - self._edge.num_waiting, served)
+    def rollout_capacity(self, served: int) -> int:
+        """Groups that may start besides those that run."""
+        return self._open(self._queue.num_running - self._queue.num_waiting, served)
 
     def waiting(self, served: int, num_capacity: int) -> list[int]:
-        """Groups of groups that wait for another attempt and may start now."""
-        if not num_capacity or not self._edge.num_waiting:
+        """Ids of groups that wait for another attempt and may start now."""
+        if not num_capacity or not self._queue.num_waiting:
             return []
-        room = {lane: lane.room(self._last_step(served)) + len(lane.waiting) for lane in self._edge.lanes.values()}
+        room = {
+            queue: queue.room(self._last_step(served)) + len(queue.waiting)
+            for queue in self._queue.domain_queues.values()
+        }
         started = list[int]()
-        for number in self._edge.waiting[: None if self._plan.domains else num_capacity]:
-            lane = self._edge.lane_of(number)
-            if room[lane] > 0 and len(started) < num_capacity:
-                room[lane] -= 1
+        for number in self._queue.waiting[: None if self._plan.domains else num_capacity]:
+            queue = self._queue.queue_of(number)
+            if room[queue] > 0 and len(started) < num_capacity:
+                room[queue] -= 1
                 started.append(number)
         return started
 
     def new(self, served: int, num_capacity: int, num_left: int | None) -> list[int]:
-        """Groups to issue now, each by its source. Where memory is full these are the ones that the next step waits
-        for, and no other."""
-        lanes = list(self._edge.lanes.values())
-        room = [lane.room(self._last_step(served)) for lane in lanes]
-        if self._draws:
+        """Sources of the groups to issue now. If memory is full, only groups that the next step waits for."""
+        domain_queues = list(self._queue.domain_queues.values())
+        room = [queue.room(self._last_step(served)) for queue in domain_queues]
+        if self._budgets:
             due = served + self._plan.max_staleness
-            room = [min(own, draws.room(due)) for own, draws in zip(room, self._draws, strict=True)]
+            room = [min(own, budget.room(due)) for own, budget in zip(room, self._budgets, strict=True)]
         room = [max(0, own) for own in room]
         bounds = [num_capacity, sum(room)]
-        if (free := self.room.left(self._edge.num_running)) is not None:
-            bounds.append(max(free, sum(max(0, lane.room(self._edge.next_step)) for lane in lanes)))
+        if (free := self.memory.left(self._queue.num_running)) is not None:
+            bounds.append(max(free, sum(max(0, queue.room(self._queue.next_step)) for queue in domain_queues)))
         if num_left is not None:
             bounds.append(num_left)
-        return self._by_place([lane.num_live for lane in lanes], room, min(bounds))
+        return self._by_slot([queue.num_live for queue in domain_queues], room, min(bounds))
 
     def issued(self, source: int, served: int) -> None:
-        """A group counts among those drawn for its step: a new one, or one that was aborted and is tried for another
-        step than before."""
-        if self._draws:
-            self._draws[source].issue(served + self._plan.max_staleness)
+        """Count a group in its step's generation budget: a new one, or an aborted one that now runs for another
+        step."""
+        if self._budgets:
+            self._budgets[source].issue(served + self._plan.max_staleness)
 
     def is_stalled(self, num_left: int | None) -> bool:
         """Whether no group runs, and none will start before a step is released or a row is offered."""
-        served = min(self.served, self._edge.next_step)
-        return self._asked and not self._edge.num_running and not self.new(served, self._open(0, served), num_left)
+        served = min(self.served, self._queue.next_step)
+        return self._asked and not self._queue.num_running and not self.new(served, self._open(0, served), num_left)
 
     def is_spent(self, weights_step: int) -> bool:
-        """Whether no group can be drawn before the next step is consumed, of a source that it lacks groups of: all
-        were that may be at the version served, and no later version is on its way."""
-        if not self._draws or not self._knows(weights_step):
+        """Whether the generation budget is used up before the next step is consumed, for the sources that it lacks
+        groups of, and no later version is on its way."""
+        if not self._budgets or not self._knows(weights_step):
             return False
-        due, lanes = min(self.served, self._edge.next_step) + self._plan.max_staleness, self._edge.lanes.values()
-        lacking = [draws for draws, lane in zip(self._draws, lanes, strict=True) if lane.num_untaken < lane.num_wanted]
-        return all(draws.room(due) <= 0 for draws in lacking or self._draws)
+        due, domain_queues = (
+            min(self.served, self._queue.next_step) + self._plan.max_staleness,
+            self._queue.domain_queues.values(),
+        )
+        lacking = [
+            budget
+            for budget, queue in zip(self._budgets, domain_queues, strict=True)
+            if queue.num_untaken < queue.num_wanted
+        ]
+        return all(budget.room(due) <= 0 for budget in lacking or self._budgets)
 
     def is_stuck(self, weights_step: int) -> bool:
-        """Whether nothing runs and nothing may start before the next step is consumed, for want of newer weights."""
-        if self._edge.num_running or self._edge.closed or not self._knows(weights_step):
+        """Whether nothing runs and nothing may start before the next step is consumed, for lack of newer weights."""
+        if self._queue.num_running or self._queue.closed or not self._knows(weights_step):
             return False
         return self._open(0, self.served) == 0
 
@@ -215,26 +219,26 @@ class Admission:
         return self._asked and self.served >= weights_step
 
     def _last_step(self, served: int) -> int:
-        """The last that groups which start now may be for."""
+        """The last step that groups which start now may be for."""
         return min(served + self._plan.max_staleness, self._plan.total_steps - 1)
 
     def _open(self, running: int, served: int) -> int:
-        """Credits: none for steps that the run does not have."""
+        """Rollout capacity; none for steps that the run does not have."""
         version = self._last_step(served) - self._plan.max_staleness
-        accepted = self._edge.next_step * self._plan.consumer_batch + self._edge.num_complete
-        return self._credits.open(
-            running, version, accepted - sum(lane.num_extra for lane in self._edge.lanes.values())
+        accepted = self._queue.next_step * self._plan.consumer_batch + self._queue.num_complete
+        return self._capacity.open(
+            running, version, accepted - sum(queue.num_extra for queue in self._queue.domain_queues.values())
         )
 
-    def _by_place(self, filled: list[int], room: list[int], count: int) -> list[int]:
-        """The sources of the first `count` places without a group. filled, room: by source, places with one, and more
-        that may have one."""
+    def _by_slot(self, filled: list[int], room: list[int], count: int) -> list[int]:
+        """The sources of the first `count` slots without a group. filled, room: by source, slots with a group, and
+        slots that may still get one."""
         if len(filled) == 1:
             return [0] * count
         last = [full + more for full, more in zip(filled, room, strict=True)]
         chosen = list[int]()
         while len(chosen) < count:
             open_ones = (source for source, full in enumerate(filled) if full < last[source])
-            chosen.append(min(open_ones, key=lambda source: self._edge.quotas.place(source, filled[source])))
+            chosen.append(min(open_ones, key=lambda source: self._queue.quotas.place(source, filled[source])))
             filled[chosen[-1]] += 1
         return chosen

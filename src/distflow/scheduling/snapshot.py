@@ -1,4 +1,4 @@
-"""What a coordinator goes on from: JSON, cut at the last release."""
+"""The state from which a coordinator resumes: JSON, as of the last release."""
 
 from typing import NotRequired, TypedDict, cast
 
@@ -23,10 +23,10 @@ class SavedGroupStart(TypedDict):
 
 
 class SavedGroup(TypedDict):
-    """A group that was in the queue at the cut: complete ones keep their batch, the others start again.
+    """A group that was in the queue at the snapshot: complete ones keep their batch, the others start again.
 
-    num_tokens: 0 until complete. failures: times that it was lost and tried again. version: the lowest of its tokens,
-    None until complete. aborts: times that it was aborted, missing where it never was.
+    num_tokens: 0 until complete. failures: times that it was lost and retried. version: the lowest of its tokens, None
+    until complete. aborts: times that it was aborted, missing for 0.
     """
 
     prompt_group: SavedGroupStart
@@ -38,7 +38,7 @@ class SavedGroup(TypedDict):
 
 
 class SavedDomain(TypedDict):
-    """How far a domain is. lag: places by which it is behind its share at the next step, as a fraction."""
+    """Counts of a domain. lag: slots by which it is behind its share at the next step, as a fraction."""
 
     issued: int
     consumed: int
@@ -55,7 +55,7 @@ class SavedShares(TypedDict):
 
 
 class SavedPlan(TypedDict):
-    """What of a `DataPlan` a run that goes on may not change. domains: their rows, in order; missing without any."""
+    """What of a `DataPlan` a resumed run may not change. domains: their rows, in order; missing without any."""
 
     num_rows: int
     seed: int
@@ -72,10 +72,10 @@ class SavedMark(TypedDict):
 
 
 class Snapshot(TypedDict):
-    """issued, consumed, dropped, aborted, aborted_tokens: as in `GroupCounts`. offered: issued for rows that are not of
-    the data set. live: groups in the queue, in group order. ledger: where it stood, None without one. domains: by name,
-    missing without any. shares, curriculum: missing where shares stay; those of the next step, then those to come.
-    skips: missing where no row is passed over."""
+    """issued, consumed, dropped, aborted, aborted_tokens: as in `GroupCounts`. offered: issued for rows that are not in
+    the data set. live: groups in the queue, by group id. ledger: its position, None without one. domains: by name,
+    missing without any. shares (of the next step, then later changes), curriculum: missing if shares stay. skips:
+    missing if no row is skipped."""
 
     plan: SavedPlan
     restart: int
@@ -95,7 +95,7 @@ class Snapshot(TypedDict):
 
 
 def at_start(plan: DataPlan) -> Snapshot:
-    """Of a run that has done nothing yet."""
+    """The snapshot of a run that has done nothing yet."""
     return {
         "plan": saved_plan(plan),
         "restart": -1,
@@ -115,7 +115,7 @@ def saved_plan(plan: DataPlan) -> SavedPlan:
     return saved
 
 
-def saved(group: Group) -> SavedGroup:
+def saved_group(group: Group) -> SavedGroup:
     """A group in the queue as JSON."""
     live: SavedGroup = {
         "prompt_group": cast(SavedGroupStart, dict(vars(group.prompt_group))),
@@ -128,9 +128,9 @@ def saved(group: Group) -> SavedGroup:
 
 
 def restored(group: SavedGroup) -> Group:
-    """The inverse of `saved`."""
+    """The inverse of `saved_group`."""
     prompt_group = PromptGroup(**group["prompt_group"])
-    # Checkpoints of earlier releases do not have it; they were synchronous.
+    # Older checkpoints do not have it; they were synchronous.
     version = group.get("version", prompt_group.version if group["complete"] else None)
     return Group(
         prompt_group, group["complete"], group["num_tokens"], group["failures"], version, group.get("aborts", 0)
@@ -138,7 +138,7 @@ def restored(group: SavedGroup) -> Group:
 
 
 def check_resumable(plan: DataPlan, snapshot: Snapshot) -> None:
-    """Raises UserError where the plan is not one that can go on from the snapshot."""
+    """Raises UserError if a run with this plan cannot resume from the snapshot."""
     before, now = snapshot["plan"], saved_plan(plan)
     for key, then, wanted, option in (
         ("domains", _shown(before), _shown(now), "data.domains"),

@@ -1,1 +1,1 @@
-"""What `distflow selftest` proves: the same numbers, to a tolerance or to the bit, on the paths that must give them."""
+"""`distflow selftest`: proves that different paths give the same numbers, to a tolerance or to the bit."""

@@ -1,7 +1,4 @@
-"""The pairs that must be equal, each a row of the table.
-
-What `distflow selftest` prints, in lines that can be shown as soon as they are known.
-"""
+"""The pairs of runs that `distflow selftest` compares, and the table that it prints row by row."""
 
 import functools
 import random
@@ -16,11 +13,11 @@ from distflow.selftest.reference_loop import Recorded
 from distflow.selftest.runs import Lab
 
 TOLERANCE = 5e-6
-"""For what adds up in another order: the reference loop, whose figures may be those of another processor, and several
-workers. With the vector instructions of several kinds of processors at most 1.2e-6 was found."""
+"""For sums in another order: the reference loop, which may have run on another processor, and several workers. With the
+vector instructions of several kinds of processors at most 1.2e-6 was found."""
 
 _MOST_WORKERS = 2
-
+_LINE = "{:<7}{:<45}{:>5}{:>9}{:>11}{:>10}{:>9}{:>8}  {}"
 
 Run = Callable[[], Figures]
 
@@ -37,7 +34,8 @@ class Pair:
 
 @dataclass(frozen=True)
 class Row:
-    """A pair that was compared. found: None where it could not be, and `fault` says why. left_out: why nobody tried."""
+    """A compared pair. found: None where it could not be compared, and `fault` says why. left_out: why it was
+    skipped."""
 
     pipeline: str
     pair: str
@@ -53,7 +51,7 @@ class Row:
 
 
 def compare_all(recorded: dict[str, Recorded], folder: Path) -> Iterator[Row]:
-    """A row as soon as its pair is compared. folder: where the runs go, PROGRAM/RUN."""
+    """A row as soon as its pair is compared. folder: where the runs go, PIPELINE/RUN."""
     with ExitStack() as stack:
         start_ray = functools.cache(lambda: stack.enter_context(own_ray(folder, _MOST_WORKERS)))
         for pipeline, found in recorded.items():
@@ -66,12 +64,12 @@ def compare_all(recorded: dict[str, Recorded], folder: Path) -> Iterator[Row]:
 
 def of_paths(lab: Lab, reference: Figures, sync: Run) -> list[Pair]:
     """Of one process. sync: a synchronous run."""
-    behind = _some_step(lab)
-    killed = functools.partial(lab.killed, behind)
+    step = _some_step(lab)
+    killed = functools.partial(lab.killed, step)
     return [
-        Pair("reference loop = synchronous, on its answers", TOLERANCE, lambda: reference, lab.replayed),
+        Pair("reference loop = synchronous, on its responses", TOLERANCE, lambda: reference, lab.replayed),
         Pair("synchronous = asynchronous path, staleness 0", 0.0, sync, lab.asynchronous),
-        Pair(f"synchronous = killed behind step {behind}, resumed", 0.0, sync, killed),
+        Pair(f"synchronous = killed after step {step}, resumed", 0.0, sync, killed),
     ]
 
 
@@ -99,7 +97,7 @@ def compare(lab: Lab, pair: Pair) -> Row:
     row = functools.partial(Row, lab.preset, pair.name, len(lab.prompts), pair.limit)
     try:
         return row(differences(pair.one(), pair.other()))
-    except Exception as err:  # the edge of a pair: whatever stops its runs is what it has to tell
+    except Exception as err:  # whatever ends its runs is the result of the pair
         return row(None, f"{type(err).__name__}: {err}")
 
 
@@ -110,11 +108,8 @@ def leave_out(lab: Lab, pair: Pair) -> Row:
 
 
 def _some_step(lab: Lab) -> int:
-    """Steps are left to be killed in."""
+    """A random step, with steps left after it to be killed in."""
     return random.randint(1, len(lab.prompts) - 4)
-
-
-_LINE = "{:<7}{:<45}{:>5}{:>9}{:>11}{:>10}{:>9}{:>8}  {}"
 
 
 def head() -> str:
@@ -125,12 +120,12 @@ def head() -> str:
 
 def line(row: Row) -> str:
     found = map(_short, astuple(row.found)) if row.found else ("-",) * 4
-    reward_result = "left out" if row.left_out else "ok" if row.ok else "FAILED"
-    return _LINE.format(row.pipeline, row.pair, row.num_steps, *found, _short(row.limit), reward_result)
+    result = "left out" if row.left_out else "ok" if row.ok else "FAILED"
+    return _LINE.format(row.pipeline, row.pair, row.num_steps, *found, _short(row.limit), result)
 
 
 def left_out(rows: Sequence[Row]) -> Iterator[str]:
-    """What was not tried, and why."""
+    """Which pairs were skipped, and why."""
     for why in dict.fromkeys(row.left_out for row in rows if row.left_out):
         count = sum(row.left_out == why for row in rows)
         yield f"{count} of {len(rows)} pairs are left out, and not proven here. {why}"
@@ -140,10 +135,10 @@ def advice(failed: Sequence[Row], folder: Path) -> Iterator[str]:
     """What failed, and what can be done about it."""
     for row in failed:
         yield f"FAILED: {row.pipeline}, {row.pair}: {row.fault or 'they differ by more than the limit'}"
-    yield f"the runs are kept: {folder}/PROGRAM/RUN, with report.html in each, and PROGRAM/killed.log"
+    yield f"the runs are kept: {folder}/PIPELINE/RUN, with report.html in each, and PIPELINE/killed.log"
     yield (
-        "Trust no result of this machine before this is explained: see what `distflow doctor` finds wrong, install "
-        "distflow and the torch that it asks for afresh, and if it stays, report it with this table and that folder"
+        "Trust no result of this machine before this is explained: run `distflow doctor`, reinstall distflow and the "
+        "torch that it requires, and if the failure stays, report it with this table and that folder"
     )
 
 

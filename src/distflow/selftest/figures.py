@@ -1,4 +1,4 @@
-"""The numbers of a run that another one must have as well, and how far two of them are apart."""
+"""The numbers of a run that another run must reproduce, and the differences between two runs."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,14 +17,14 @@ _LOSS, _NORM = "/loss", "/grad_norm"
 
 
 class Unlike(Exception):
-    """Two runs differ in what has no distance: other tokens, other steps."""
+    """Two runs differ in more than numbers: in tokens or in steps."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """One training step. answers: token ids of each sample. sampled, log_probs: of these tokens, by the engine that
-    drew them, and by the trainer before the step. scores: of each sample. updates: loss and gradient norm by the run's
-    names, means over the step's updates."""
+    """One training step. answers: token ids of each response. sampled, log_probs: of these tokens, by the engine that
+    sampled them, and by the trainer before the step. scores: of each sample. updates: loss and gradient norm by the
+    run's names, means over the step's updates."""
 
     answers: Sequence[Sequence[int]]
     sampled: Sequence[Sequence[float]]
@@ -51,12 +51,12 @@ class Differences:
     weight: float
 
     def within(self, limit: float) -> bool:
-        """Not so where one is no number."""
+        """False where one is NaN."""
         return all(found <= limit for found in (self.loss, self.grad_norm, self.log_prob, self.weight))
 
 
 def figures_of(run_dir: Path) -> Figures:
-    """What a finished run left in its folder; it kept all groups, and its last checkpoint."""
+    """The figures of a finished run's folder, which has all groups and the last checkpoint."""
     steps = []
     for record in read_metrics(run_dir):
         if record.kind == "train":
@@ -92,12 +92,12 @@ def step_of(batch: Batch, log_probs: Tensor, updates: Mapping[str, float]) -> St
 
 
 def differences(one: Figures, other: Figures) -> Differences:
-    """Raises Unlike where the runs have not the same steps, answers, scores and weights to be compared."""
+    """Raises Unlike where the runs differ in steps, responses, scores or the names of weights."""
     if len(one.steps) != len(other.steps):
         raise Unlike(f"{len(one.steps)} steps and {len(other.steps)}")
     _same("weights", one.weights.keys(), other.weights.keys())
     for number, (a, b) in enumerate(zip(one.steps, other.steps, strict=True), start=1):
-        _same(f"answers in step {number}", a.answers, b.answers)
+        _same(f"responses in step {number}", a.answers, b.answers)
         _same(f"scores in step {number}", a.scores, b.scores)
         _same(f"losses in step {number}", a.updates.keys(), b.updates.keys())
     return Differences(

@@ -1,7 +1,7 @@
-"""`reference.json`: what the plain reference loop found, and the groups that it trained on.
+"""`reference.json`: the figures of the plain reference loop, and the groups that it trained on.
 
-Sampled answers may differ from processor to processor, so the groups are part of the record; weights are float32, their
-bytes in base64.
+Sampled responses may differ from processor to processor, so the groups are part of the record; weights are float32,
+their bytes in base64.
 """
 
 import base64
@@ -21,7 +21,7 @@ RECORDED = Path(__file__).with_name("reference.json")
 
 @dataclass(frozen=True)
 class Recorded:
-    """Of one pipeline. prompts: of each step, in order; a step's answers are those of its prompts, in order."""
+    """Of one pipeline. prompts: of each step, in order; a step's responses follow the order of its prompts."""
 
     prompts: list[list[str]]
     figures: Figures
@@ -49,7 +49,7 @@ def _encoded(recorded: Recorded) -> dict[str, object]:
 
 
 def _digits(samples: Sequence[Sequence[float]]) -> list[list[float]]:
-    """The nine that tell any two numbers of float32 apart."""
+    """Nine digits, which distinguish any two float32 numbers."""
     return [[float(f"{value:.9g}") for value in sample] for sample in samples]
 
 

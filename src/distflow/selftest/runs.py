@@ -1,12 +1,5 @@
-"""The tiny policy and critic. Their weights are the same bits on every machine: torch draws by the processor's own
-vector instructions, Python's generator does not.
-
-The built-in pipelines with recorded answers in place of sampled ones; everything behind the rollout is theirs.
-
-The reward of the selftest. Alone in its file, so that the processes that judge load nothing else.
-
-The runs that are compared: the same tiny one on each path, in a folder of its own.
-"""
+"""The runs that the selftest compares: the same tiny run on each path, in a folder of its own, with its models, its
+reward function, and the built-in pipelines with recorded responses in place of sampled ones."""
 
 import json
 import os
@@ -40,7 +33,7 @@ from distflow.models.loading import quiet_transformers
 from distflow.models.paths import resolve_path
 from distflow.observe.reading.run_reader import read_timeline
 from distflow.pipelines.grpo import grpo_pipeline
-from distflow.pipelines.nodes.rollout_and_reward import ANSWER_FIELDS
+from distflow.pipelines.nodes.rollout import RESPONSE_FIELDS
 from distflow.pipelines.ppo import ppo_pipeline
 from distflow.runtime.checkpoint.resume import CHECKPOINTS
 from distflow.runtime.group import Group
@@ -62,18 +55,19 @@ _SPREAD = 0.4  # large enough that neighbouring tokens matter: a leak between se
 
 
 def write_models(folder: Path) -> None:
-    """`folder`/policy and `folder`/critic, as Hugging Face folders without a tokenizer."""
+    """Write `folder`/policy and `folder`/critic as Hugging Face folders without a tokenizer. Their weights have the
+    same bits on every machine: they come from Python's generator, as torch's depends on the processor."""
     config = AutoConfig.from_pretrained(resolve_path(TOKENIZER), **_SIZES)
     policy = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     config.num_labels = 1
     critic = AutoModelForTokenClassification.from_config(config, dtype=torch.float32)
     with quiet_transformers():
-        _drawn(policy, "policy").save_pretrained(folder / "policy")
-        _drawn(critic, "critic").save_pretrained(folder / "critic")
+        _draw_weights(policy, "policy").save_pretrained(folder / "policy")
+        _draw_weights(critic, "critic").save_pretrained(folder / "critic")
 
 
-def _drawn(model: PreTrainedModel, seed: str) -> PreTrainedModel:
-    """Matrices around 0, norms (of one axis) around 1."""
+def _draw_weights(model: PreTrainedModel, seed: str) -> PreTrainedModel:
+    """Draw matrices around 0, norms (of one axis) around 1."""
     with torch.no_grad():
         for name, weight in model.named_parameters():
             draw = random.Random(f"{seed} {name}")
@@ -93,9 +87,9 @@ def replayed(config: Config) -> TaskGraph:
     return graph
 
 
-@node(writes=ANSWER_FIELDS, role=NodeRole.ROLLOUT, scope="group")
+@node(writes=RESPONSE_FIELDS, role=NodeRole.ROLLOUT, scope="group")
 async def replay(group: Group, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
-    """Answer the group as its row says."""
+    """The recorded responses of the group's row."""
     recorded: Mapping[str, Any] = group.row.extra_info or {}
     samples = []
     for index, (ids, sampled) in enumerate(zip(recorded[ANSWERS], recorded[SAMPLED], strict=True)):
@@ -108,14 +102,14 @@ async def replay(group: Group, tokenizer: PreTrainedTokenizerBase) -> list[Sampl
 
 
 def graded(solution_str: str) -> float:
-    """Deaf to meaning: what matters is that the answers of a group differ."""
+    """A score without meaning: it only has to differ between the responses of a group."""
     return sum(map(ord, solution_str)) % 7 / 6
 
 
 _DEADLINE_S = 300.0
 _STEP_S = 0.05  # about what one takes
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
-PROGRAMS = {
+PRESET_KEYS = {
     "grpo": (f"{_ROLLOUT}.n=4", f"{_ACTOR}.kl_loss_coef=0.1", f"{_ACTOR}.entropy_coef=0.01"),
     "ppo": (
         f"{_ROLLOUT}.n=2",
@@ -128,10 +122,10 @@ PROGRAMS = {
 """Keys of each preset: every step has two updates, and every term of the loss counts."""
 
 REPLAYED = ("dag.custom_pipeline_fn=distflow.selftest.runs:replayed", "trust.audit_freq=0")
-"""The auditor would miss the engine that was never asked; the reference loop proves each step instead."""
+"""The audit needs the engine's requests, and there are none; the reference loop checks each step instead."""
 
 _SHARDED, _UNAUDITED = f"{_ACTOR}.strategy=fsdp", "trust.audit_freq=0"
-"""The auditor wants whole weights, which no rank then has."""
+"""The audit needs whole weights, which no rank has then."""
 
 AHEAD = ("async.max_staleness=1", f"{_ROLLOUT}.num_threads=1")
 
@@ -150,7 +144,7 @@ class Lab:
 
     @staticmethod
     def of(folder: Path, preset: str, recorded: Recorded) -> "Lab":
-        """Write what the runs are made of."""
+        """Write the models and data of the runs."""
         folder.mkdir()
         write_models(folder)
         rows = [
@@ -191,15 +185,15 @@ class Lab:
             "reward.functions={default: ['distflow.selftest.runs:graded']}",
             "reward.num_workers=1",
             *([f"critic.model.path={self.folder / 'critic'}"] if self.preset == "ppo" else []),
-            *PROGRAMS[self.preset],
+            *PRESET_KEYS[self.preset],
         ]
 
     def replayed(self) -> Figures:
-        """A synchronous run of the recorded answers."""
+        """A synchronous run on the recorded responses."""
         return self._run(self._spec("replayed", *REPLAYED))
 
     def sync(self) -> Figures:
-        """A synchronous run that answers itself."""
+        """A synchronous run that samples its responses."""
         return self._run(self._spec("sync"))
 
     def asynchronous(self) -> Figures:
@@ -213,14 +207,14 @@ class Lab:
         return self._run(self._spec(f"workers-{count}", *_over_ray(count)), launch_ray)
 
     def resharded(self, saved_at: int) -> Figures:
-        """Two workers over Ray with half of each weight, and one process that goes on from their checkpoint of step
+        """Two workers over Ray with half of each weight, and one process that resumes from their checkpoint of step
         `saved_at`."""
         self._run(self._spec("resharded", *_over_ray(2), _SHARDED, _UNAUDITED), launch_ray)
         saved = self.folder / "resharded" / CHECKPOINTS / f"step-{saved_at:06d}"
         return self._run(self._spec("resharded", _UNAUDITED, f"trainer.resume_mode={saved}"))
 
     def killed(self, after: int) -> Figures:
-        """The same in a process that is killed somewhere in the step behind `after`, gone on with by another one."""
+        """The same in a process that is killed somewhere in the step after `after`, and resumed by another one."""
         folder = self.folder / "killed"
         with self._process() as process:
             while process.poll() is None and not (folder / CHECKPOINTS / f"step-{after:06d}").exists():
@@ -234,12 +228,12 @@ class Lab:
         if process.returncode != 0:
             raise Died(f"the resumed run ended with status {process.returncode}; see killed.log")
         if max(read_timeline(folder).kept_until.values(), default=0) < after:
-            raise Died(f"the second process did not go on from a checkpoint of step {after} or later")
+            raise Died(f"the second process did not resume from a checkpoint of step {after} or later")
         return figures_of(folder)
 
     @contextmanager
     def _process(self) -> Iterator["subprocess.Popen[bytes]"]:
-        """`distflow train` in a process of its own, which is gone behind it. It imports what this one does."""
+        """`distflow train` in a process of its own, which is killed afterwards. It imports what this one does."""
         paths = os.pathsep.join(os.path.abspath(path) for path in sys.path if path)
         with (
             (self.folder / "killed.log").open("ab") as log,
@@ -261,7 +255,7 @@ class Lab:
         return make_spec(load_config(self.preset, [*self.keys(name), *more]), say=lambda line: None)
 
     def _run(self, spec: Spec, launch: Launch = launch_local) -> Figures:
-        """To the end."""
+        """Run to the end."""
         outcome = launch(spec)
         if outcome.signal is not None:
             raise Interrupted(outcome.signal)

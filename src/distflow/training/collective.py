@@ -1,4 +1,4 @@
-"""What the ranks of a group compute together."""
+"""Collective operations over the ranks of a group."""
 
 from typing import Protocol, TypeVar
 
@@ -6,13 +6,13 @@ from torch import Tensor
 
 Named = dict[str, float]
 
-# What goes in comes out: a tensor, a number, or numbers by name.
+# The result has the argument's type: a tensor, a number, or numbers by name.
 Reducible = TypeVar("Reducible", Tensor, float, Named)
 Plain = TypeVar("Plain")
 
 
 class Collective(Protocol):
-    """Sums and maxima over the ranks of a group, elementwise, and what each gave; the result is the same on every rank.
+    """Sums and maxima over the ranks of a group, elementwise, and a gather; the result is the same on every rank.
 
     All ranks make the same calls in the same order, with tensors of one shape and numbers of the same names. The
     argument is left as it is.
@@ -33,7 +33,7 @@ class Collective(Protocol):
     def max(self, value: Reducible) -> Reducible: ...
 
     def gather(self, value: Plain) -> list[Plain]:
-        """What every rank gave, in their order: plain data and small tensors."""
+        """The values of all ranks, in order: plain data and small tensors."""
         ...
 
 

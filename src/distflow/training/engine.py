@@ -10,7 +10,7 @@ from distflow.data.batch import Batch
 
 Counts = dict[str, float]
 Sums = Mapping[str, Tensor | float]
-"""Scalars by name; tensors may still be on their way."""
+"""Scalars by name; tensors may not be computed yet."""
 
 
 class LossFn(Protocol):
@@ -30,8 +30,8 @@ class LossFn(Protocol):
         """The micro-batch's share of the loss under the whole mini-batch's counts (shares add up to the loss),
         and sums of statistics that add in the same way. `outputs` are padded `(bs, response_length)` tensors.
 
-        A statistic that is left a tensor on the device is read once all micro-batches are through; a number that is
-        taken from it here has the device finish its work first."""
+        A statistic that stays a tensor on the device is read after all micro-batches; converting it to a number here
+        waits for the device."""
         ...
 
     def finish(self, sums: Counts, counts: Counts) -> dict[str, float]:
@@ -45,10 +45,10 @@ OPTIMIZER_PREFIX = "optimizer."
 
 @dataclass(frozen=True)
 class TrainState:
-    """All that a train engine needs to go on: tensors by name, and plain data that JSON can hold.
+    """All that a train engine needs to resume: tensors by name, and plain data that JSON can hold.
 
     The names of weights that are trained begin with `MODEL_PREFIX`, those of the optimizer's entries for a weight are
-    `OPTIMIZER_PREFIX`, the entry, "/" and the weight. Tensors that lie over ranks are DTensors.
+    `OPTIMIZER_PREFIX`, the entry, "/" and the weight. Sharded tensors are DTensors.
     """
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
@@ -59,8 +59,8 @@ class TrainState:
         return {n.removeprefix(MODEL_PREFIX): t for n, t in self.tensors.items() if n.startswith(MODEL_PREFIX)}
 
     def layout(self, name: str) -> Tensor | None:
-        """A tensor that lies over the ranks as the one of that name does: an optimizer's entries lie as their weight,
-        before the first step too, when there are none."""
+        """A tensor sharded like the one of that name: an optimizer's entries are sharded like their weight, even before
+        the first step, when there are none."""
         weight = MODEL_PREFIX + name.partition("/")[2] if name.startswith(OPTIMIZER_PREFIX) else name
         return self.tensors.get(weight)
 

@@ -1,7 +1,4 @@
-"""Divides a batch into micro-batches bounded by tokens.
-
-From a micro-batch to what a model is given: the one place where inputs other than tokens join.
-"""
+"""Divides a batch into micro-batches bounded by tokens, and makes model inputs of a micro-batch."""
 
 import torch
 from torch import Tensor
@@ -15,16 +12,16 @@ from distflow.training.collective import Collective
 
 
 def tokens_at_once(device: torch.device) -> int:
-    """Of a micro-batch, where nobody says how many. On a CPU the matrices of so few stay in the allocator's hands:
-    larger ones it gets from the kernel each time, page by page, which took a tenth to a third of an update."""
+    """The default size of a micro-batch. On a CPU the allocator reuses the matrices of so few tokens: it gets larger
+    ones from the kernel each time, page by page, which took a tenth to a third of an update."""
     return 4096 if device.type == "cpu" else 16384
 
 
 def micro_batches(batch: Batch, max_tokens: int, group: Collective) -> list[Tensor]:
     """Indices of each micro-batch's samples, int64; deterministic, every sample once.
 
-    At most `max_tokens` tokens (prompt and response) in each, but for a longer sample, which is one by itself and
-    never cut. Neighbours with the same prompt stay together as far as they fit: their prompt is computed once. Every
+    At most `max_tokens` tokens (prompt and response) in each, except for a longer sample, which is alone and never
+    cut. Neighbours with the same prompt stay together as far as they fit: their prompt is computed once. Every
     rank of `group` gets as many as the one that needs most, empty ones where it has fewer samples.
     """
     families = _families(batch, max_tokens)
@@ -56,10 +53,10 @@ def _families(batch: Batch, max_tokens: int) -> list[list[int]]:
 def model_inputs(micro: Batch) -> ModelInputs:
     """Response token t of a sequence is predicted from the position before it, prompt length + t − 1.
 
-    A micro-batch without tokens becomes one token that nothing is predicted from: every rank runs the model as often,
-    which a model whose weights lie spread over ranks needs, and the gradient of nothing is 0.
-    What samples beside each other begin with alike is told where the micro-batch lies on the CPU: to read it from
-    another device would mean to wait for that.
+    A micro-batch without tokens becomes one token that nothing is predicted from: every rank must run a
+    sharded model equally often, and the gradient is 0.
+    Shared prefixes of neighbouring samples are found only if the micro-batch is on the CPU: reading it from another
+    device would wait for that device.
     Raises ValueError for a sample without a prompt: nothing predicts its first token.
     """
     _refuse_empty_prompts(micro)

@@ -1,9 +1,5 @@
-"""Optimizers by name, over float32 parameters.
-
-An optimizer's state as named tensors and plain data, and back, bit for bit.
-
-Learning-rate schedules: pure functions from the number of optimizer steps taken to a factor of the rate.
-"""
+"""Optimizers by name, their state as named tensors and plain data (and back, bit for bit), and learning-rate
+schedules."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -100,13 +96,13 @@ def load_optimizer_state(
 
 
 def move_optimizer_state(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-    """Everything but the step counters, which lie on the CPU whatever the parameters' device."""
+    """Everything but the step counters, which are on the CPU whatever the parameters' device."""
     for entries in optimizer.state.values():
         entries.update({key: v.to(device) for key, v in entries.items() if isinstance(v, Tensor) and v.dim() > 0})
 
 
 def _beside(parameter: nn.Parameter, tensor: Tensor) -> Tensor:
-    """A copy of one of the parameter's moments where its step takes place, spread as it is; counters on the CPU."""
+    """A copy of one of the parameter's moments on the parameter's device, sharded alike; counters on the CPU."""
     if isinstance(parameter, DTensor) and not isinstance(tensor, DTensor) and tensor.shape == parameter.shape:
         spread = torch.empty_like(parameter, dtype=tensor.dtype)
         fill(spread, tensor)

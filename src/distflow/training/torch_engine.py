@@ -1,8 +1,5 @@
-"""Gradients over the ranks that share a mini-batch: their sum, their norm, clipping.
-
-Activation checkpointing: keep each layer's input, compute the layer again in the backward pass.
-
-The train engine: packed micro-batches, exact accumulation, one optimizer step a mini-batch.
+"""The train engine: packed micro-batches, exact gradient accumulation, one optimizer step a mini-batch; with gradient
+sum and clipping over ranks, and activation checkpointing.
 """
 
 import math
@@ -32,7 +29,7 @@ AnyTensor = TypeVar("AnyTensor", bound=Tensor)
 
 
 def sum_gradients(parameters: Iterable[nn.Parameter], group: Collective) -> None:
-    """Add up over the ranks what each has. Those of sharded weights were added as the backward pass went."""
+    """Sum the gradients over the ranks. Those of sharded weights were summed during the backward pass."""
     for parameter in parameters:
         grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         parameter.grad = grad if isinstance(parameter, DTensor) else group.sum(grad)
@@ -41,8 +38,8 @@ def sum_gradients(parameters: Iterable[nn.Parameter], group: Collective) -> None
 def clip_gradients(parameters: Collection[nn.Parameter], max_norm: float | None) -> Tensor:
     """Scale the gradients down to `max_norm` where they are above it; returns their norm before, a scalar.
 
-    It is that of all parts of sharded ones: the same on every rank. Nothing waits for it: where it is not finite the
-    gradients are not either, before and after, and the caller drops them.
+    It includes all shards: the same on every rank. Nothing waits for it: if it is not finite the gradients are not
+    either, before and after, and the caller drops them.
     """
     norm = _norm([p.grad for p in parameters if p.grad is not None])
     if max_norm is not None:
@@ -52,13 +49,13 @@ def clip_gradients(parameters: Collection[nn.Parameter], max_norm: float | None)
 
 
 def _norm(gradients: list[Tensor]) -> Tensor:
-    """Those that lie alike share one reduction."""
+    """Gradients with the same layout share one reduction."""
     norms = [whole(get_total_norm(alike)) for alike in _alike(gradients)]
     return norms[0] if len(norms) == 1 else get_total_norm(norms)
 
 
 def _alike(tensors: Iterable[AnyTensor]) -> list[list[AnyTensor]]:
-    """By the mesh that they lie over, and how."""
+    """Grouped by mesh and placement."""
     found: dict[object, list[AnyTensor]] = {}
     for tensor in tensors:
         how = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
@@ -72,7 +69,7 @@ def checkpoint_activations(model: nn.Module) -> None:
     Raises UserError if the family has none.
     """
     causal = unwrapped(model)
-    # transformers renamed it in 5.x, and warns of the old name
+    # transformers renamed it in 5.x, and warns about the old name
     enable = getattr(causal, "activation_checkpointing_enable", None) or causal.gradient_checkpointing_enable
     try:
         enable({"use_reentrant": False})
@@ -127,7 +124,7 @@ class TorchTrainEngine:
         self.num_steps = 0
         self._device = self.scorer.device
         self._trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self._is_on_host = next(model.parameters()).device.type != self._device.type  # always, but for its buffers
+        self._is_on_host = next(model.parameters()).device.type != self._device.type  # always, except for its buffers
         self._base_lrs = [float(group["lr"]) for group in optimizer.param_groups]
         _refuse_low_precision(self._trainable)
         if gradient_checkpointing:
@@ -175,15 +172,15 @@ class TorchTrainEngine:
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """The weights by their Hugging Face names, tied ones once, LoRA merged; else the model's own storage.
 
-        One that is spread over ranks is gathered when it is asked for, on all of them: they go on together.
+        A sharded weight is gathered when it is read, by all ranks together.
         """
         return ((name, whole(tensor)) for name, tensor in named_weights(self.model))
 
     def state(self) -> TrainState:
         """All that changes by training: trainable weights, the optimizer's state, the number of steps taken.
 
-        The tensors are the live ones: copy or write them before the next step. Where weights are spread over ranks
-        they are `DTensor`s, of which each rank has its part.
+        The tensors are the live ones: copy or write them before the next step. Sharded ones are `DTensor`s, of
+        which each rank has its part.
         """
         tensors = {MODEL_PREFIX + name: p.detach() for name, p in self._trainable.items()}
         moments, meta = optimizer_state(self.optimizer, self._trainable)
@@ -191,9 +188,9 @@ class TorchTrainEngine:
         return TrainState(tensors, {"num_steps": self.num_steps, "optimizer": meta})
 
     def load_state(self, state: TrainState) -> None:
-        """Go on, bit for bit, from what `state` gave. Rates and other options stay those of this engine.
+        """Resume, bit for bit, from the result of `state`. Rates and other options stay those of this engine.
 
-        Where weights are spread over ranks, tensors are spread in the same way, or whole: each rank takes its part.
+        For a sharded model, tensors are sharded in the same way, or whole: each rank takes its part.
         Raises ValueError, with nothing changed, if the weights' names or shapes or the optimizer differ.
         """
         weights = state.trained_weights()
@@ -231,7 +228,7 @@ class TorchTrainEngine:
 
 
 def _read(shares: list[Sums], norm: Tensor) -> tuple[Counts, float]:
-    """What the micro-batches add up to, and the gradient's norm: the only time that a step waits for its device."""
+    """The sums over the micro-batches, and the gradient's norm: the only wait of a step for its device."""
     names = [name for share in shares for name in share]
     *values, grad_norm = read_numbers([*(value for share in shares for value in share.values()), norm])
     sums: Counts = {"loss": 0.0}

@@ -97,7 +97,7 @@ def test_a_group_of_the_users_own(my_custom):
     [
         ("my_custom.feature_threshold=2", "≥ 0 and ≤ 1"),
         ("my_custom.feature_thresold=0.5", "did you mean my_custom.feature_threshold?"),
-        ("my_custom.enable_feature=maybe", "true or false"),
+        ("my_custom.enable_feature=maybe", "write true or false"),
         ("my_custom.inner.depth=0", "≥ 1"),
     ],
 )

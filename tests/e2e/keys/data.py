@@ -105,7 +105,7 @@ def threads_and_rows(lab: Lab, base: str, changes: Sequence[str]) -> tuple[set[s
     config = lab.config(base, changes)
     workers = config.data.num_loader_workers
     tokenizer = WatchedTokenizer(load_tokenizer(config.actor_rollout_ref.model.path or ""), max(workers, 1))
-    (source,) = train_sources(config, judged=True)
+    (source,) = train_sources(config, scored=True)
     prompts = source.encode(source.read(lab.folder), tokenizer)  # type: ignore[arg-type]
     return tokenizer.threads, [row.prompt_ids for row in prompts]
 

@@ -222,8 +222,8 @@ class Lab:
         config = self.config(base, changes)
         tokenizer = load_tokenizer(config.actor_rollout_ref.model.path or "")
         folder = self.folder / "prompts"
-        (train,) = train_sources(config, judged=True)
-        held_out = validation_sources(config, judged=True)
+        (train,) = train_sources(config, scored=True)
+        held_out = validation_sources(config, scored=True)
         return (
             train.encode(train.read(folder), tokenizer),
             held_out[0].encode(held_out[0].read(folder), tokenizer) if held_out else None,

@@ -32,7 +32,7 @@ def scores_are_half(before: Run, after: Run) -> None:
 
 def some_time_out(before: Run, after: Run) -> None:
     assert before.column("reward/timeouts") == [0.0] and after.column("reward/timeouts")[0] > 0
-    assert after.column("async/dropped/too_few_verdicts")[0] > 0
+    assert after.column("async/dropped/too_few_scores")[0] > 0
 
 
 def failed_are_given_a_score(before: Run, after: Run) -> None:

@@ -13,7 +13,7 @@ from distflow.observe.report.build import MAX_BYTES, report_data, write_report
 from distflow.observe.report.charts import choose_charts, series
 from distflow.observe.report.page import embed
 from distflow.observe.report.samples import before_and_after, cut_response, evenly
-from distflow.observe.report.summary import Accuracy, find_accuracy, learned, readable_s
+from distflow.observe.report.summary import Accuracy, describe_learning, find_accuracy, readable_s
 from distflow.observe.writing.folder_lock import RunFolderError
 from distflow.observe.writing.run_folder import RunFolder
 
@@ -45,8 +45,8 @@ def rewards(*values: float) -> dict[int, dict[str, float]]:
     ],
 )
 def test_whether_it_learned_by_accuracy(found: Accuracy, tone: str, words: str) -> None:
-    assert learned(found, {})[0] == tone
-    assert re.search(words, learned(found, {})[1])
+    assert describe_learning(found, {})[0] == tone
+    assert re.search(words, describe_learning(found, {})[1])
 
 
 @pytest.mark.parametrize(
@@ -60,16 +60,16 @@ def test_whether_it_learned_by_accuracy(found: Accuracy, tone: str, words: str) 
     ],
 )
 def test_whether_it_learned_by_reward_alone(values: tuple[float, ...], tone: str) -> None:
-    found, sentence = learned(None, rewards(*values))
+    found, sentence = describe_learning(None, rewards(*values))
     assert found == tone and ("validation" in sentence) == (tone != "unknown")
 
 
 def test_whether_it_learned_by_the_loss_of_sft() -> None:
-    assert learned(None, {step: {"sft/loss": 1 / (1 + step)} for step in range(20)})[0] == "good"
+    assert describe_learning(None, {step: {"sft/loss": 1 / (1 + step)} for step in range(20)})[0] == "good"
 
 
 def test_one_validation_only_falls_back_to_the_reward() -> None:
-    assert learned(accuracy((0, 0.4)), rewards(0.1, 0.1, 0.9, 0.9))[1].startswith("The reward rose")
+    assert describe_learning(accuracy((0, 0.4)), rewards(0.1, 0.1, 0.9, 0.9))[1].startswith("The reward rose")
 
 
 def test_accuracy_is_found_and_its_start_named_honestly() -> None:
@@ -89,7 +89,7 @@ def test_the_report_of_a_run(make_run: Callable[..., Path]) -> None:
     first, second, audited, third = (sentence["text"] for sentence in data["sentences"])
     assert first.startswith("It learned: accuracy on validation problems (20 problems) was 0.20 before RL and is 0.80")
     assert "1 warning" in second and "actor/grad_norm, actor/kl_loss" in second
-    assert audited.startswith("No step was proven again")
+    assert audited.startswith("No step was audited")
     assert third == "12 steps took 12.0 s: rollout 50%, train_step 25%, other 25%."
     assert data["status"]["word"] == "finished" and data["title"] == "<b>tiny</b> & co"
     tiles = {tile["label"]: (tile["value"], tile["note"]) for tile in data["tiles"]}
@@ -99,7 +99,7 @@ def test_the_report_of_a_run(make_run: Callable[..., Path]) -> None:
     assert tiles["steps"] == ("12", "in 12.0 s")
     compare = data["compare"]
     assert (compare["num_better"], compare["num_worse"], compare["num_same"]) == (12, 0, 8)
-    assert compare["examples"][0]["before"] == {"response": "answer 4 of 0", "score": 0.0, "num_answers": 1}
+    assert compare["examples"][0]["before"] == {"response": "answer 4 of 0", "score": 0.0, "num_responses": 1}
     assert data["series"]["y"]["actor/grad_norm"][3] == "NaN" and data["series"]["y"]["actor/kl_loss"][5] == "Infinity"
     assert data["series"]["y"]["actor/kl_loss"][0] is None, "no training at step 0: not measured, not 0"
 
@@ -121,8 +121,8 @@ def test_the_file_is_whole_and_its_data_cannot_leave_its_tag(make_run: Callable[
     [
         ([], False, "No end is recorded after 3 of 9 steps: it still runs, or it was killed."),
         (["finished"], True, "The reward"),
-        (["stopped"], True, "It was stopped by SIGTERM after 3 of 9 steps; the same command goes on from there."),
-        (["stopped"], False, "It was stopped by SIGTERM after 3 of 9 steps; that step was not saved."),
+        (["stopped"], True, "It was stopped by SIGTERM after 3 of 9 steps; the same command resumes from there."),
+        (["stopped"], False, "It was stopped by SIGTERM after 3 of 9 steps; that step has no checkpoint."),
         (["failed"], False, "It failed after 3 of 9 steps:"),
     ],
 )
@@ -142,7 +142,7 @@ def test_how_a_run_ended_is_said_first(tmp_path: Path, ends: list[str], saved: b
     data = report_data(tmp_path)
     assert data["sentences"][0]["text"].startswith(words)
     assert data["failure"] == ({"message": "9 of 9\nRepair it", "traceback": ""} if "failed" in ends else None)
-    assert not data["problems"], "what it failed of is told once"
+    assert not data["problems"], "what it failed of is reported once"
 
 
 def test_a_failure_is_that_of_the_last_start(tmp_path: Path) -> None:
@@ -189,7 +189,7 @@ def test_a_large_run_stays_within_the_size_and_says_what_is_left_out(tmp_path: P
     steps = {group["step"] for group in samples["groups"]}
     assert (samples["all_files"], samples["num_files"]) == (120, 40) and steps >= {0, 119} and len(steps) == 40
     assert len(samples["groups"]) < samples["num_groups"] == 40 * 8
-    assert all(len(group["answers"]) == 8 for group in samples["groups"]), "groups are whole"
+    assert all(len(group["responses"]) == 8 for group in samples["groups"]), "groups are whole"
     assert 0.5 * MAX_BYTES < write_report(tmp_path).stat().st_size < 1.1 * MAX_BYTES
 
 
@@ -256,7 +256,7 @@ def test_problems_are_matched_by_their_text_and_averaged(tmp_path: Path) -> None
         run.samples(9, [{**row, "errors": "no luck" if row["prompt"] == "failed" else None} for row in after], "val")
     found = before_and_after(tmp_path, Timeline())
     assert found is not None
-    assert [found[f"num_{how}"] for how in ("better", "worse", "same", "unjudged")] == [1, 1, 1, 2]
+    assert [found[f"num_{how}"] for how in ("better", "worse", "same", "unscored")] == [1, 1, 1, 2]
     assert [e["prompt"] for e in found["examples"]] == ["up", "down", "same"] and found["lengths"] == [10, 10]
     assert found["examples"][0]["before"]["score"] == 0.5
     (tmp_path / "samples" / "val-000009.jsonl").unlink()

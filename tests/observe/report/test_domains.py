@@ -1,4 +1,4 @@
-"""The report of a run with several domains: whose each curve is, sums by domain, which groups of answers it holds."""
+"""The report of a run with several domains: whose each curve is, sums by domain, which groups of responses it holds."""
 
 from pathlib import Path
 from typing import Any
@@ -52,7 +52,9 @@ def test_each_curve_says_which_domain_and_part_it_is() -> None:
         "reward/lab/calc/mean_score": "lab/calc",
         "reward/math/mean_score": "math",
     }
-    assert charts["Of which problems is one of k answers correct?"] == {"val_correct/math/pass@16": "math pass@16"}
+    assert charts["For how many problems is one of k responses correct?"] == {
+        "val_correct/math/pass@16": "math pass@16"
+    }
     assert charts["Which groups were dropped, by domain?"] == {"domains/math/dropped/all_equal": "math: all_equal"}
     # What would only be the reward of the domain again is no chart.
     assert not [question for question in charts if "reward of lab/calc" in question]
@@ -86,10 +88,10 @@ def test_a_part_called_mean_of_all_domains_is_a_part() -> None:
 
 def test_the_row_of_a_domain() -> None:
     calc, math = domain_table(STEPS)
-    assert (calc["name"], calc["groups"], calc["share"], calc["verdicts"], calc["accuracy"]) == (
+    assert (calc["name"], calc["groups"], calc["share"], calc["calls"], calc["accuracy"]) == (
         "lab/calc", 4, 0.25, None, None,
     )  # fmt: skip
-    assert (math["groups"], math["share"], math["verdicts"], math["errors"], math["timeouts"]) == (
+    assert (math["groups"], math["share"], math["calls"], math["errors"], math["timeouts"]) == (
         12,
         0.75,
         48,
@@ -114,16 +116,16 @@ def test_of_many_groups_each_domain_and_some_failures_are_there(tmp_path: Path) 
         for step in range(1, 61):
             rows = [sample(f"{g}-{i}", response="x" * 300) for g in range(100) for i in range(4)]
             rows[200]["errors"] = "judge: down"
-            rows[300]["errors"] = "no verdict within 10 s"
+            rows[300]["errors"] = "no score within 10 s"
             for row in rows[40:60]:
                 row["domain"] = "rare"
             run.samples(step, rows)
     found = thin_samples(tmp_path / "run", Timeline(), 400_000)
-    assert (found["num_groups"], found["num_answers"], found["num_files"], found["all_files"]) == (
+    assert (found["num_groups"], found["num_responses"], found["num_files"], found["all_files"]) == (
         4_000, 16_000, 40, 60,
     )  # fmt: skip
-    answers = [answer for group in found["groups"] for answer in group["answers"]]
-    assert {answer.get("failure") for answer in answers} == {None, "error", "timeout"}
+    responses = [response for group in found["groups"] for response in group["responses"]]
+    assert {response.get("failure") for response in responses} == {None, "error", "timeout"}
     assert {group["domain"] for group in found["groups"]} == {"a", "rare"}
     kinds = {group["step"] for group in found["groups"]}
     assert len(kinds) == 40 and {1, 60} <= kinds
@@ -138,7 +140,7 @@ def test_what_was_said_is_told_by_part() -> None:
     }
     assert remarks(row) == {"lib/mine.py:judge": {"why": "x"}, "math": {"extracted": None, "wanted": "7"}}
     assert in_short(row) == "math: no answer, wanted 7" and is_right(row) is False and failure(row) is None
-    assert failure({"errors": "no verdict within 2 s"}) == "timeout" and failure({"errors": ["judge: x"]}) == "error"
+    assert failure({"errors": "no score within 2 s"}) == "timeout" and failure({"errors": ["judge: x"]}) == "error"
     assert in_short({"errors": "judge:\n\x1b[2J"}) == "judge:⏎\\x1b[2J"
     case = {"case": "f(1)", "why": "it returned 2", "printed": ""}
     assert in_short({"extra": {"code/failed": [case]}}) == "code: f(1): it returned 2"

@@ -10,10 +10,10 @@ from distflow.observe.reading.run_reader import Timeline
 from distflow.observe.report.build import report_data
 from distflow.observe.report.findings import (
     Finding,
+    accuracy_counts_nothing,
     constant_reward,
     equal_groups,
     findings,
-    no_answer_counts,
     truncation,
 )
 from distflow.observe.writing.run_folder import RunFolder
@@ -37,9 +37,9 @@ def texts(sentences: list[dict[str, str]]) -> str:
 @pytest.mark.parametrize(
     ("shares", "tone", "words"),
     [
-        ((0.97,) * 8, "bad", "97% of answers were cut off at 64 tokens before they ended, over the last 2 steps"),
-        ((0.0,) * 6 + (0.2, 0.3), "flat", "25% of answers"),
-        ((0.8, 0.6, 0.2, 0.0), "good", "80% of answers were cut off at first, 0% in the last step"),
+        ((0.97,) * 8, "bad", "97% of responses were truncated at 64 tokens, over the last 2 steps"),
+        ((0.0,) * 6 + (0.2, 0.3), "flat", "25% of responses"),
+        ((0.8, 0.6, 0.2, 0.0), "good", "80% of responses were truncated at first, 0% in the last step"),
         ((0.05,) * 8, "", ""),
         ((), "", ""),
     ],
@@ -48,19 +48,19 @@ def test_truncation_is_judged_by_how_the_run_ended(shares: tuple[float, ...], to
     found = truncation(steps(rollout__truncated=shares), {"data": {"max_response_length": 64}})
     assert (found.tone if found else "") == tone and words in (found.text if found else "")
     if tone in ("bad", "flat"):
-        assert found is not None and "raise data.max_response_length (now 64)" in found.advice
+        assert found is not None and "Raise data.max_response_length (now 64)" in found.advice
 
 
 def test_truncation_of_a_run_without_its_config_names_the_key_alone() -> None:
     found = truncation(steps(rollout__truncated=(1.0,)), {})
-    assert found is not None and "raise data.max_response_length, or" in found.advice
+    assert found is not None and "Raise data.max_response_length, or" in found.advice
 
 
 @pytest.mark.parametrize(
     ("low", "high", "words"),
     [
-        ((0.0, 0.0), (0.0, 0.0), r"The reward was 0 for every answer of all 2 steps: .* \(my\.py\) does not see"),
-        ((0.5,), (0.5,), r"The reward was 0\.5 for every answer of 1 step: .*Nothing tells a better"),
+        ((0.0, 0.0), (0.0, 0.0), r"The reward was 0 for every response of all 2 steps: .* \(my\.py\) does not see"),
+        ((0.5,), (0.5,), r"The reward was 0\.5 for every response of 1 step: .*It cannot tell better"),
         ((0.1 + 0.2,), (0.3,), r"The reward was 0\.3 "),
         ((-1.0, -1.0), (-1.0, -1.0), r"The reward was -1 "),
         ((0.0, 0.0), (0.0, 1.0), ""),
@@ -76,7 +76,7 @@ def test_a_reward_that_never_moved(low: tuple[float, ...], high: tuple[float, ..
     assert found is None or (found.hinders and found.tone == "bad" and re.search(words, f"{found.text} {found.advice}"))
 
 
-@pytest.mark.parametrize(("reward", "advice"), [(0.9, "harder prompts"), (0.1, "easier prompts, or more answers")])
+@pytest.mark.parametrize(("reward", "advice"), [(0.9, "harder prompts"), (0.1, "easier prompts, or more responses")])
 def test_groups_that_teach_nothing_are_counted_and_an_advice_given(reward: float, advice: str) -> None:
     spread = {"reward__min": (0.0,) * 4, "reward__max": (1.0,) * 4, "reward__mean_score": (reward,) * 4}
     found = equal_groups(steps(reward__frac_reward_zero_std=(0.1, 0.2, 0.3, 0.78), **spread))
@@ -86,17 +86,17 @@ def test_groups_that_teach_nothing_are_counted_and_an_advice_given(reward: float
 
 
 def test_an_accuracy_that_cannot_count_is_not_called_0() -> None:
-    found = no_answer_counts(steps(**{"val_correct__all__mean": (0.0, 0.0), "reward__max": (0.5, 0.86)}))
+    found = accuracy_counts_nothing(steps(**{"val_correct__all__mean": (0.0, 0.0), "reward__max": (0.5, 0.86)}))
     assert found is not None and "the highest was 0.86" in found.text
-    assert no_answer_counts(steps(**{"val_correct__all__mean": (0.0,), "reward__max": (1.0,)})) is None
-    assert no_answer_counts(steps(**{"val_correct__all__mean": (0.1,), "reward__max": (0.5,)})) is None
+    assert accuracy_counts_nothing(steps(**{"val_correct__all__mean": (0.0,), "reward__max": (1.0,)})) is None
+    assert accuracy_counts_nothing(steps(**{"val_correct__all__mean": (0.1,), "reward__max": (0.5,)})) is None
 
 
 def row(uid: str, **values: object) -> Mapping[str, object]:
     return {"uid": uid, "prompt": "p", "response": "r", "score": 0.0, "acc": 0.0, **values}
 
 
-def test_verdicts_that_failed_are_told_with_their_exception(tmp_path: Path) -> None:
+def test_reward_errors_are_shown_with_their_exception(tmp_path: Path) -> None:
     with RunFolder(tmp_path, 0) as run:
         for step in (1, 2):
             run.metrics(step, "train", {"reward/calls": 100.0, "reward/error_rate": 0.03, "reward/errors": 2.0})
@@ -107,11 +107,14 @@ def test_verdicts_that_failed_are_told_with_their_exception(tmp_path: Path) -> N
         run.metrics(2, "val", {"val/errors": 1.0, "val_correct/all/mean": 0.0})
         run.samples(2, [row("0-0", errors="custom: ValueError: no")], "val")
     said = texts(report_data(tmp_path)["sentences"])
-    assert "The reward function failed on 6 of 200 answers in training, which are left out, and on 1 answer" in said
+    assert (
+        "The reward function failed on 6 of 200 responses in training, which are left out, and on 1 validation response"
+        in said
+    )
     assert "“custom: KeyError: 'answer' (at r.py:3)” (4 times in the samples)" in said
 
 
-def test_sampled_answers_stand_beside_greedy_ones(tmp_path: Path) -> None:
+def test_sampled_responses_stand_beside_greedy_ones(tmp_path: Path) -> None:
     config = "actor_rollout_ref:\n  rollout:\n    temperature: 1.0\n    val_kwargs:\n      temperature: 0.6\n"
     with RunFolder(tmp_path, 0) as run:
         run.write_text("config.yaml", config)
@@ -119,7 +122,7 @@ def test_sampled_answers_stand_beside_greedy_ones(tmp_path: Path) -> None:
         run.samples(1, [row("0-0", acc=1.0), row("0-1"), row("0-2"), row("0-3", errors="down")])
         run.metrics(1, "val", {"val_correct/all/mean": 0.5})
     said = texts(report_data(tmp_path)["sentences"])
-    assert "Answers sampled at temperature 1 in training were right in 0.33 (the 1 step up to 1), greedy" in said
+    assert "Responses sampled at temperature 1 in training were correct in 0.33 (the 1 step up to 1), greedy" in said
     with RunFolder(tmp_path / "both", 0) as run:
         run.write_text("config.yaml", config)
         at_k = {"val_correct/all/mean@4": 0.25, "val_correct/all/pass@1": 0.25, "val_correct/all/pass@4": 0.75}
@@ -127,8 +130,8 @@ def test_sampled_answers_stand_beside_greedy_ones(tmp_path: Path) -> None:
         run.samples(7, [row("0-0", kind="greedy"), row("0-0", kind="sampled")], "val")
     said = texts(report_data(tmp_path / "both")["sentences"])
     assert (
-        "At step 7, greedy answers to validation problems were right in 0.50, sampled ones at temperature 0.6 in 0.25; "
-        "0.75 of the problems had a right one among 4." in said
+        "At step 7, greedy responses to validation problems were correct in 0.50, sampled ones at temperature 0.6 in "
+        "0.25; 0.75 of the problems had a correct one among 4." in said
     )
 
 

@@ -191,10 +191,10 @@ def test_groups_are_sorted_filtered_and_opened_by_keyboard(browser: Any, make_ru
     assert browser.script("document.querySelector('.count').textContent") == "1 to 12 of 12"
     browser.script("document.querySelector('tr.sample .open').focus()")
     press(browser, "Enter")
-    answers = browser.script("[...document.querySelectorAll('tr.more .one')].map((a) => a.textContent)")
-    # All answers of the group, each with its reward and its advantage.
-    assert len(answers) == 4 and all("reward " in text and "advantage " in text for text in answers)
-    assert [text.split("the answer is ")[1] for text in answers] == ["12", "13", "14", "15"]
+    responses = browser.script("[...document.querySelectorAll('tr.more .one')].map((a) => a.textContent)")
+    # All responses of the group, each with its reward and its advantage.
+    assert len(responses) == 4 and all("reward " in text and "advantage " in text for text in responses)
+    assert [text.split("the answer is ")[1] for text in responses] == ["12", "13", "14", "15"]
     browser.script("document.querySelector('.plot').focus()")
     press(browser, "Home")
     assert "step 0" in browser.script("document.querySelector('.chart .at').textContent")
@@ -226,7 +226,7 @@ def test_groups_are_chosen_by_what_their_rewards_tell(browser: Any, tmp_path: Pa
     found = {name: set(browser.script(shown.replace("{}", name))) for name in ("mixed", "equal", "failed", "cut")}
     assert found["mixed"] == {"mixed", "cut"} and found["equal"] == {"equal"}
     assert found["failed"] == {"failed"} and found["cut"] == {"cut"}
-    # A verdict that failed is no 0: the mean is over the other answer, and its square is hollow.
+    # A reward error is no 0: the mean is over the other response, and its square is hollow.
     browser.script(shown.replace("{}", "failed"))
     assert browser.script("document.querySelector('tr.sample .score').textContent") == "1"
     assert browser.script("document.querySelectorAll('tr.sample .dots i.none').length") == 1
@@ -252,7 +252,7 @@ def test_nothing_moves_when_the_cursor_does(browser: Any, make_run: Callable) ->
     assert len(read) > 4, "the cursor did read several steps"
 
 
-def test_what_is_constant_is_told_in_a_line_and_bytes_are_gib(browser: Any, make_run: Callable) -> None:
+def test_what_is_constant_is_shown_in_a_line_and_bytes_are_gib(browser: Any, make_run: Callable) -> None:
     browser.open(write_report(make_run()).as_uri())
     constants = browser.script("[...document.querySelectorAll('.constants div')].map((d) => d.textContent)")
     assert "actor/pg_clipfrac0.1 share" in constants
@@ -288,15 +288,15 @@ def test_a_step_is_drawn_as_a_graph_and_a_time_line(browser: Any, make_run: Call
 
 
 @pytest.mark.parametrize(("width", "theme"), [(1280, "light"), (400, "dark")])
-def test_both_planes_are_drawn_with_staleness_versions_and_publishes(
+def test_rollout_and_training_are_drawn_with_staleness_versions_and_weight_syncs(
     browser: Any, tmp_path: Path, width: int, theme: str
 ) -> None:
     browser.open(write_report(write_asynchronous_run(tmp_path / "run")).as_uri(), width=width, height=3000, theme=theme)
     lanes = browser.script("[...document.querySelectorAll('#timeline .lane-name')].map((n) => n.textContent)")
     assert lanes[:4] == ["training", "rollout: groups", "rollout decodes: train", "rollout decodes: eval"]
     said = browser.script("[...document.querySelectorAll('#timeline .legend .swatch')].map((n) => n.textContent)")
-    assert said == ["2 steps stale", "weights published", "validation"]
-    assert browser.script("document.querySelectorAll('#timeline .track:first-of-type line.publish').length") == 10
+    assert said == ["2 steps stale", "weight sync", "validation"]
+    assert browser.script("document.querySelectorAll('#timeline .track:first-of-type line.sync').length") == 10
     titles = browser.script("[...document.querySelectorAll('#timeline g title')].map((n) => n.textContent)")
     assert "complete 0.5 s, then 1 s until its step, 2 steps stale" in titles
     assert "train, weights of version 11, 1 s" in titles

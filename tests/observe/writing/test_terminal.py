@@ -64,7 +64,7 @@ def test_plain_lines_are_few_and_stand_under_one_another() -> None:
     assert steps == [1, 6, 11, 16, 21, 26, 31, 36, 41, 46, 50, *range(51, 200, 5), 200]
     rest = [line for line in lines if "accuracy" not in line]
     assert len(rest) == len(lines) - 1
-    assert len({(line.index("reward"), line.index("cut off"), line.index(" s")) for line in rest}) == 1
+    assert len({(line.index("reward"), line.index("truncated"), line.index(" s")) for line in rest}) == 1
 
 
 def test_the_last_step_has_a_line_however_the_run_ends() -> None:
@@ -75,7 +75,7 @@ def test_the_last_step_has_a_line_however_the_run_ends() -> None:
     view.close()
     view.close()
     assert [line[:8] for line in out.getvalue().splitlines()] == ["step 1/9", "step 3/9"]
-    assert "2 verdicts failed" in out.getvalue()
+    assert "reward errors 2" in out.getvalue()
 
 
 def test_output_that_cannot_hold_the_text_is_escaped_not_raised() -> None:
@@ -202,14 +202,14 @@ def test_a_number_stays_at_its_place(columns: int, monkeypatch: pytest.MonkeyPat
         (label, number, line.index(label))
         for frame in frames_of(terminal.seen())
         for number, line in enumerate(frame[2:] if "now" in frame[1] else frame[1:])
-        for label in ("reward", "grad norm", "cut off", "accuracy")
+        for label in ("reward", "grad norm", "truncated", "accuracy")
         if label in line
     }
-    assert {label for label, *_ in places} == {"reward", "grad norm", "cut off", "accuracy"}
+    assert {label for label, *_ in places} == {"reward", "grad norm", "truncated", "accuracy"}
     assert len(places) == 4, places
 
 
-def test_a_curve_stands_beside_its_range_and_verdicts_that_fail_beside_why(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_curve_stands_beside_its_range_and_reward_errors_beside_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.delenv("NO_COLOR", raising=False)
     terminal = Terminal(100, 40)
@@ -222,12 +222,12 @@ def test_a_curve_stands_beside_its_range_and_verdicts_that_fail_beside_why(monke
     view.close()
     last = "\n".join(frames_of(terminal.seen())[-1])
     assert re.search(r"reward +0\.500 +▁█▅ +0\.250…0\.750", last)
-    assert "3 of 64 failed: ValueError: \\x1b[2J" in last
-    assert "15 of 17 proven again at step 3 · 1 warning" in last
+    assert "3 of 64 reward calls: ValueError: \\x1b[2J" in last
+    assert "audit of step 3: 15 of 17 checks passed · 1 warning" in last
 
 
 def test_the_queue_is_shown_between_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Told by several threads at once, as often as groups end."""
+    """Called by several threads at once, as often as groups end."""
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.delenv("NO_COLOR", raising=False)
     terminal = Terminal(80, 24)
@@ -242,7 +242,7 @@ def test_the_queue_is_shown_between_steps(monkeypatch: pytest.MonkeyPatch) -> No
     view.log(1, {"async/version_diff/mean": 1.25, "async/version_diff/max": 3.0})
     view.close()
     last = frames_of(terminal.seen())[-1]
-    assert any(re.search(r"queue +1,234 groups running +16 waiting +3 dropped", line) for line in last), last
+    assert any(re.search(r"rollouts +1,234 running, +16 queued, +3 dropped", line) for line in last), last
     assert any("engine    serves version 12; trained on 1.2 steps stale, 3 at most" in line for line in last), last
 
 

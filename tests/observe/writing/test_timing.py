@@ -41,13 +41,13 @@ def test_phases_add_up_to_the_step() -> None:
     assert phases.finish_step() == {"timing_s/save": 1, "timing_s/other": 3, "timing_s/step": 4}
 
 
-def test_each_part_of_a_phase_is_told_at_its_border() -> None:
-    told: list[str] = []
-    phases = PhaseTimer(on_charge=told.append)
+def test_each_part_of_a_phase_is_reported_at_its_border() -> None:
+    charged: list[str] = []
+    phases = PhaseTimer(on_charge=charged.append)
     with phases("train_step"), phases("audit"):
         pass
     phases.finish_step()
-    assert told == ["other", "train_step", "audit", "train_step", "other"]
+    assert charged == ["other", "train_step", "audit", "train_step", "other"]
 
 
 def test_a_phase_that_raises_is_charged() -> None:

@@ -30,7 +30,7 @@ class Recorder:
         self.closed = True
 
 
-def told() -> tuple[list[tuple[str, str]], Callable[[str, str], None]]:
+def collect_events() -> tuple[list[tuple[str, str]], Callable[[str, str], None]]:
     events: list[tuple[str, str]] = []
     return events, lambda kind, message: events.append((kind, message))
 
@@ -49,7 +49,7 @@ def test_all_get_copies_in_order() -> None:
 
 @pytest.mark.parametrize("where", ["build", "log", "exit"])
 def test_one_that_fails_is_named_once_and_the_others_go_on(where: str) -> None:
-    events, on_failure = told()
+    events, on_failure = collect_events()
     good = Recorder()
 
     def build() -> Recorder:
@@ -68,7 +68,7 @@ def test_one_that_fails_is_named_once_and_the_others_go_on(where: str) -> None:
 
 
 def test_one_that_hangs_neither_blocks_nor_fills_the_memory() -> None:
-    events, on_failure = told()
+    events, on_failure = collect_events()
     gate = threading.Event()
     stuck = Recorder(gate=gate)
     trackers = Trackers([], {"stuck": lambda: stuck}, on_failure, close_timeout_s=0.05)
@@ -81,7 +81,7 @@ def test_one_that_hangs_neither_blocks_nor_fills_the_memory() -> None:
 
 
 def test_one_that_does_not_finish_is_left_behind() -> None:
-    events, on_failure = told()
+    events, on_failure = collect_events()
     gate = threading.Event()
     trackers = Trackers([], {"slow": lambda: Recorder(gate=gate)}, on_failure, close_timeout_s=0.05)
     trackers.log(1, {"x": 1.0})

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from distflow.rewards.code.execution import Box, Stopped, run_streams
+from distflow.rewards.code.execution import Stopped, TimedSandbox, run_streams
 from distflow.rewards.code.reward import compute_score, compute_share
 from distflow.rewards.code.reward import judge as judge_in
 from distflow.rewards.code.test_formats import StreamTests
@@ -99,7 +99,7 @@ def test_who_fails_is_told_which_case_why_and_what_was_printed():
         }
     ]
     assert compute_score("", "```cpp\nint f();\n```", FEW)["failed"][0]["why"] == (
-        "not passed: the answer has no program in Python"
+        "not passed: the response has no program in Python"
     )
 
 
@@ -252,13 +252,15 @@ def test_a_sandbox_that_does_not_work_is_an_error():
     sandbox = Sandbox()
     sandbox.close()
     with pytest.raises(SandboxFault):
-        list(run_streams(Box(sandbox, 5.0), "print(3)", StreamTests(("",), ("3",))))
+        list(run_streams(TimedSandbox(sandbox, 5.0), "print(3)", StreamTests(("",), ("3",))))
 
 
 def test_no_case_goes_on_when_the_program_has_used_up_the_time():
     with Sandbox() as sandbox:
         asleep = StreamTests(("", "x"), ("", ""))
-        outcomes = run_streams(Box(sandbox, 3.0), "import sys, time\nif sys.stdin.read(): time.sleep(60)", asleep)
+        outcomes = run_streams(
+            TimedSandbox(sandbox, 3.0), "import sys, time\nif sys.stdin.read(): time.sleep(60)", asleep
+        )
         assert next(outcomes).why == ""
         with pytest.raises(Stopped, match="ran out of time"):
             next(outcomes)
@@ -277,7 +279,7 @@ def test_a_verdict_that_ran_short_takes_nothing_from_the_next():
 
 def test_a_time_that_is_up_without_the_program_having_used_it_is_no_wrong_answer():
     with Sandbox() as sandbox, pytest.raises(TimeoutError, match="raise reward.timeout_s"):
-        list(run_streams(Box(sandbox, 0.0), "print(3)", StreamTests(("",), ("3",))))
+        list(run_streams(TimedSandbox(sandbox, 0.0), "print(3)", StreamTests(("",), ("3",))))
 
 
 def test_the_order_of_the_cases_is_the_same_for_the_same_program():

@@ -122,7 +122,7 @@ def test_a_verdict_that_is_judged_again_is_counted(tmp_path):
         ("huge number", "too large for a float"),
         ("none", "None"),
         ("text", "'1.0'"),
-        ("complex", "no number"),
+        ("complex", "not a number"),
         ("dict without score", "without 'score'"),
         ("dict with nan", "nan"),
         ("raises", "KeyError: 'what is missing' (at faulty_verifiers.py:"),

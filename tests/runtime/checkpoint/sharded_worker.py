@@ -28,7 +28,7 @@ from distflow.runtime.checkpoint.saver import Saver
 from distflow.runtime.checkpoint.shards import own_shards
 from distflow.runtime.checkpoint.state import part_of_rank, restore, saved_parts, set_generators
 from distflow.runtime.resources import build_resources
-from distflow.runtime.sample_queue.protocol import Kept, Live, Released
+from distflow.runtime.sample_queue.protocol import Live, Released, ResumePoint
 from distflow.runtime.spec import Spec
 from distflow.scheduling.coordinator import Coordinator
 from distflow.scheduling.groups import Version
@@ -132,7 +132,7 @@ def full(tensor: Tensor) -> Tensor:
 
 def released(spec: Spec, step: int) -> Released:
     coordinator = Coordinator(spec.data)
-    kept = Kept(coordinator.snapshot(), Live(None, {}))
+    kept = ResumePoint(coordinator.snapshot(), Live(None, {}))
     return Released(Version(0, step), False, coordinator.checked_counts(), lambda: kept)
 
 
@@ -141,7 +141,7 @@ def draws() -> list[float]:
 
 
 def save(job: Job) -> None:
-    """Step 1 behind the run, which goes on before anything is written; step 2 at once."""
+    """Step 1 in the background: the run continues before anything is written; step 2 at once."""
     set_generators(None, SEED, job.rank)
     went_on = threading.Event()
     job.at["part " + shard_name("odd", job.rank)] = lambda: went_on.wait(60) or os._exit(3)
@@ -160,7 +160,7 @@ def save(job: Job) -> None:
 
 
 def reshard(job: Job) -> None:
-    """Go on from step 1, and save that again."""
+    """Resume from step 1, and save that again."""
     checkpoint = job.store.load(1)
     restore(checkpoint, job.resources)
     job.keep_state("loaded")

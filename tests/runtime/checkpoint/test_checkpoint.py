@@ -230,7 +230,7 @@ def test_half_a_part_is_no_part(tmp_path):
     assert sorted(store.load().parts) == ["actor", "coordinator"]
 
 
-def test_a_process_that_is_killed_behind_its_part_costs_nothing(tmp_path):
+def test_a_process_that_is_killed_after_its_part_costs_nothing(tmp_path):
     store, parts = CheckpointStore(tmp_path), parts_of(2)
     writing = store.begin(2)
     assert in_a_process(write_a_part, tmp_path, 2, "actor", parts["actor"], "part actor") == -signal.SIGKILL
@@ -482,7 +482,7 @@ def test_a_damaged_newest_checkpoint_is_passed_over_and_the_user_told(tmp_path, 
     checkpoint = store.load()
     assert_whole(checkpoint, 2)
     assert "step-000003 is damaged" in checkpoint.message and name in checkpoint.message
-    assert "going on from step 2" in checkpoint.message
+    assert "resuming from step 2" in checkpoint.message
     with pytest.raises(CheckpointError, match="step-000003 is damaged.*step-000002"):
         store.load(tmp_path / "step-000003")
 

@@ -1,4 +1,4 @@
-"""Starting where a run was: it is done, it is another, it starts anew, it goes on from elsewhere."""
+"""Starting where a run was: it is done, it is another, it starts anew, it resumes from elsewhere."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Saves of one process, which go on behind the run: what they hold, when they are told of, and what a failure does."""
+"""Saves of one process in the background: what they hold, when they are reported, and what a failure does."""
 
 import multiprocessing
 import os

@@ -80,7 +80,7 @@ def copy_of_two(on_two: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(on_two / "checkpoints", tmp_path / "checkpoints"))
 
 
-def test_two_ranks_save_behind_the_run_and_one_process_goes_on(on_two: Path, spec: Path) -> None:
+def test_two_ranks_save_during_the_run_and_one_process_resumes(on_two: Path, spec: Path) -> None:
     loaded = pickle.loads(spec.read_bytes())
     resources = build_resources(loaded.factories, loaded.plan.ranks[0])
     assert resources.actor is not None
@@ -184,7 +184,7 @@ def test_a_rank_that_is_killed_within_a_save_is_named_and_the_one_before_is_whol
 
 
 @pytest.mark.parametrize(("rank", "point", "step"), [(1, "part rank_1", 4), (0, "manifest", 2), (0, "latest", 4)])
-def test_a_kill_behind_the_parts_of_all_leaves_what_latest_says(
+def test_a_kill_after_the_parts_of_all_leaves_what_latest_says(
     copy_of_two: Path, spec: Path, tmp_path: Path, rank: int, point: str, step: int
 ) -> None:
     codes = (0, -signal.SIGKILL) if rank == 1 else (-signal.SIGKILL, 0)

@@ -12,7 +12,7 @@ from distflow.runtime.audit_protocol import AUDIT_STATE
 from distflow.runtime.checkpoint.checkpoint import CheckpointStore
 from distflow.runtime.checkpoint.state import check_same_facts, joined, restore, saved_parts, set_generators
 from distflow.runtime.resources import build_resources
-from distflow.runtime.sample_queue.protocol import Kept, Live, Released
+from distflow.runtime.sample_queue.protocol import Live, Released, ResumePoint
 from distflow.scheduling.coordinator import Coordinator
 from tests.e2e.runs import Playground
 from tests.runtime.groups import group
@@ -25,7 +25,7 @@ def draws() -> tuple[list[float], list[float], list[float], list[float]]:
 
 
 def released_with(coordinator: Coordinator, live: Live) -> Released:
-    kept = Kept(coordinator.snapshot(), live)
+    kept = ResumePoint(coordinator.snapshot(), live)
     return Released(coordinator.version, False, coordinator.checked_counts(), lambda: kept)
 
 

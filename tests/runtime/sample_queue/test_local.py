@@ -1,4 +1,4 @@
-"""The sample queue of one process: waves, shares and releases, and nobody waits for a thread that is gone."""
+"""The sample queue of one process: generation batches, shares, releases, and no waiting for a dead thread."""
 
 import asyncio
 import threading
@@ -24,7 +24,7 @@ LOST = Failure("node 'rollout' raised MemoryError", users=False)
 
 
 class Driven:
-    """An edge whose groups are handed out here, as the rollout loop would."""
+    """A queue whose groups are handed out here, as the rollout loop would."""
 
     def __init__(self, num_ranks: int = 1, **changes: Any) -> None:
         self.coordinator: Coordinator = coordinator(**changes)
@@ -43,7 +43,7 @@ class Driven:
         for prompt_group in self.issue():
             self.put(prompt_group)
 
-    def fail_all(self, reason: str = "too_few_verdicts", failure: Failure | None = BROKEN) -> None:
+    def fail_all(self, reason: str = "too_few_scores", failure: Failure | None = BROKEN) -> None:
         for prompt_group in self.issue():
             self.queue.drop(prompt_group, reason, failure)
 
@@ -73,7 +73,7 @@ def rows(share: Any) -> list[int]:
     return share.batch["group_index"].tolist()
 
 
-def test_a_step_is_taken_in_ticket_order_whatever_order_its_groups_end_in() -> None:
+def test_a_step_is_taken_in_group_order_whatever_order_its_groups_end_in() -> None:
     driven = Driven()
     first, second = driven.issue()
     thread, outcome = on_thread(lambda: driven.queue.take(0, 0))
@@ -84,13 +84,13 @@ def test_a_step_is_taken_in_ticket_order_whatever_order_its_groups_end_in() -> N
     assert ended(thread) and outcome[0].group_ids == (0, 1) and rows(outcome[0]) == [0, 0, 1, 1]
 
 
-def test_tickets_are_handed_out_only_while_a_step_is_waited_for() -> None:
+def test_groups_are_handed_out_only_while_a_step_is_waited_for() -> None:
     """Nothing generates while the trainer updates, validates or saves."""
 
     async def run() -> None:
         driven = Driven()
-        queue, waves = driven.queue, driven.queue.prompt_groups(lambda: None)
-        early = asyncio.ensure_future(anext(waves))
+        queue, batches = driven.queue, driven.queue.prompt_groups(lambda: None)
+        early = asyncio.ensure_future(anext(batches))
         for _ in range(5):
             await asyncio.sleep(0)
         assert not early.done() and driven.coordinator.checked_counts().issued == 0
@@ -99,7 +99,7 @@ def test_tickets_are_handed_out_only_while_a_step_is_waited_for() -> None:
             driven.put(prompt_group)
         assert rows(await taking) == [0, 0, 1, 1]
         queue.release(0, 0, published=True)
-        second = asyncio.ensure_future(anext(waves))
+        second = asyncio.ensure_future(anext(batches))
         for _ in range(5):
             await asyncio.sleep(0)
         assert not second.done(), "a validation may have the engine now"
@@ -109,15 +109,15 @@ def test_tickets_are_handed_out_only_while_a_step_is_waited_for() -> None:
         with pytest.raises(RuntimeError, match="end"):
             await taking
         with pytest.raises(StopAsyncIteration):
-            await anext(waves)
+            await anext(batches)
 
     asyncio.run(run())
 
 
-def test_with_staleness_tickets_are_handed_out_before_any_step_is_waited_for() -> None:
+def test_with_staleness_groups_are_handed_out_before_any_step_is_waited_for() -> None:
     async def run() -> list[int]:
-        waves = Driven(max_staleness=1).queue.prompt_groups(lambda: None)
-        return [prompt_group.group_id for prompt_group in await anext(waves)]
+        batches = Driven(max_staleness=1).queue.prompt_groups(lambda: None)
+        return [prompt_group.group_id for prompt_group in await anext(batches)]
 
     assert asyncio.run(run())
 
@@ -185,7 +185,7 @@ def test_metrics_of_groups_are_means_by_their_weights() -> None:
     assert share is not None and share.metrics == {"mine": pytest.approx((2 + 5 + 9) / 6), "other": 4.0}
 
 
-def test_a_group_that_is_lost_is_tried_three_times_then_dropped_as_quarantined() -> None:
+def test_a_group_that_is_lost_is_tried_three_times_then_dropped_after_max_retries() -> None:
     driven = Driven()
     first, second = driven.issue()
     driven.put(second)
@@ -226,7 +226,7 @@ def test_groups_of_later_steps_are_in_the_checkpoint_and_go_on_from_it() -> None
         live.batch is not None and live.batch["group_index"].tolist() == [2, 2, 3, 3] and set(live.measured) == {2, 3}
     )
     sizes = [saved["num_tokens"] for saved in released.kept().cut["live"]]
-    assert sizes == [2 * 3 + 2 + 4] * 2, "of prompts and answers"
+    assert sizes == [2 * 3 + 2 + 4] * 2, "of prompts and responses"
     resumed = Coordinator(driven.coordinator.plan, None, released.kept().cut)
     share = LocalSampleQueue(resumed, Waits(), live=live).take(1, 0)
     assert rows(share) == [2, 2, 3, 3] and share is not None and share.metrics == {"mine": 2.5}
@@ -286,14 +286,14 @@ def test_a_failure_of_the_other_side_wakes_who_waits() -> None:
         driven.queue.take(0, 0)
 
 
-def test_a_failure_of_the_learner_wakes_the_experience_plane() -> None:
+def test_a_failure_of_the_trainer_wakes_the_rollout_loop() -> None:
     async def run() -> None:
         driven = Driven()
-        wave = asyncio.ensure_future(anext(driven.queue.prompt_groups(lambda: None)))
+        first = asyncio.ensure_future(anext(driven.queue.prompt_groups(lambda: None)))
         await asyncio.sleep(0)
         threading.Thread(target=driven.queue.shared.fail, args=(RuntimeError("gone"),)).start()
         with pytest.raises(StopAsyncIteration):
-            await asyncio.wait_for(wave, 10)
+            await asyncio.wait_for(first, 10)
         assert driven.waits == [("rollout", "capacity", "training")]
 
     asyncio.run(run())
@@ -312,10 +312,10 @@ def test_two_steps_of_failures_in_a_row_end_the_run_with_advice() -> None:
     driven.fail_all()
     thread, outcome = on_thread(lambda: driven.queue.take(0, 0))
     third, fourth = driven.issue()
-    driven.queue.drop(third, "too_few_verdicts", BROKEN)
+    driven.queue.drop(third, "too_few_scores", BROKEN)
     thread.join(0.05)
     assert thread.is_alive()
-    driven.queue.drop(fourth, "too_few_verdicts", BROKEN)
+    driven.queue.drop(fourth, "too_few_scores", BROKEN)
     assert ended(thread) and isinstance(outcome[0], UserNoProgress) and isinstance(outcome[0], UserError)
     message = str(outcome[0])
     assert "the last 4 prompt groups all failed" in message and "reward.py:3" in message
@@ -352,7 +352,7 @@ def test_failures_are_told_before_exhaustion() -> None:
         driven.queue.take(0, 0)
 
 
-def test_groups_of_one_without_a_verdict_are_trained_masked_but_not_for_ever() -> None:
+def test_groups_of_one_without_a_score_are_trained_masked_but_not_for_ever() -> None:
     """PPO has groups of one: nothing drops them, and a reward that is down would go unnoticed."""
     driven = Driven()
     for step in range(2):

@@ -1,4 +1,4 @@
-"""The edge of several teams and workers: what each rank takes of a step, when a step is over, who leaves and comes."""
+"""The queue of several dp groups and workers: the shares of a step, its release, and workers that leave and come."""
 
 import threading
 from collections.abc import Callable
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from distflow.runtime.sample_queue.pending_groups import Facts, Held, Portion, Team
+from distflow.runtime.sample_queue.pending_groups import DpGroupShares, Facts, PendingGroup, Portion
 from distflow.runtime.sample_queue.protocol import NewWorkers
 from distflow.runtime.sample_queue.shared import SharedSampleQueue
 from distflow.runtime.wait_log import Waits
@@ -19,7 +19,7 @@ from tests.runtime.groups import coordinator
 TOKENS = (40, 10, 30, 20, 25, 5)
 
 
-def queue(*dp_groups: Team) -> SharedSampleQueue[str]:
+def queue(*dp_groups: DpGroupShares) -> SharedSampleQueue[str]:
     counted = coordinator(consumer_batch=len(TOKENS))
     made = SharedSampleQueue[str](counted, Waits(), dp_groups)
     for prompt_group in counted.take_groups():
@@ -34,7 +34,7 @@ def taken(shared: SharedSampleQueue[str], rank: int) -> list[int]:
 
 
 def test_ranks_that_compute_layers_together_take_the_same_share_and_release_together() -> None:
-    shared = queue(Team((0, 0, 1, 1)))
+    shared = queue(DpGroupShares((0, 0, 1, 1)))
     shares = [taken(shared, rank) for rank in range(4)]
     assert shares[0] == shares[1] and shares[2] == shares[3]
     assert sorted(shares[0] + shares[2]) == list(range(len(TOKENS)))
@@ -54,7 +54,7 @@ def test_ranks_that_compute_layers_together_take_the_same_share_and_release_toge
 
 
 def test_every_team_has_the_whole_step_and_divides_its_own_mini_batches() -> None:
-    shared = queue(Team((0, 1), mini_batch=2, seed=7), Team((0,)))
+    shared = queue(DpGroupShares((0, 1), mini_batch=2, seed=7), DpGroupShares((0,)))
     first, second, alone = (taken(shared, rank) for rank in range(3))
     assert sorted(first + second) == alone == list(range(len(TOKENS)))
     for mini_batch in minibatches(len(TOKENS), range(len(TOKENS)), 2, 7, 0, 0):
@@ -62,7 +62,7 @@ def test_every_team_has_the_whole_step_and_divides_its_own_mini_batches() -> Non
 
 
 def test_mini_batches_of_later_passes_are_divided_too() -> None:
-    shared = queue(Team((0, 1), mini_batch=2, seed=7, epochs=3))
+    shared = queue(DpGroupShares((0, 1), mini_batch=2, seed=7, epochs=3))
     passes = [minibatches(len(TOKENS), range(len(TOKENS)), 2, 7, 0, epoch) for epoch in range(3)]
     shares = [taken(shared, rank) for rank in range(2)]
     assert shares == divide_step(TOKENS, passes, 2) != divide_step(TOKENS, passes[:1], 2)
@@ -72,11 +72,11 @@ FACTS = Facts(5, None, None)
 
 
 class Shared:
-    """An edge of streams with two workers; groups are their groups."""
+    """A queue without generation batches, with two workers."""
 
     def __init__(self, num_ranks: int = 1, may_be_lost: bool = False, **changes: Any) -> None:
         self.coordinator = coordinator(max_staleness=1, **changes)
-        dp_groups = (Team(tuple(range(num_ranks))),)
+        dp_groups = (DpGroupShares(tuple(range(num_ranks))),)
         self.queue = SharedSampleQueue[PromptGroup](
             self.coordinator, Waits(), dp_groups, ("0", "1"), may_be_lost=may_be_lost
         )
@@ -161,13 +161,13 @@ def test_complete_groups_whose_batch_a_checkpoint_does_not_have_are_made_again()
     numbers = [prompt_group.group_id for prompt_group in counted.take_groups()]
     for number in numbers:
         counted.complete(number, 5)
-    kept = Held(None, 5, ())
+    kept = PendingGroup(None, 5, ())
     SharedSampleQueue[None](counted, Waits(), live=dict.fromkeys(numbers[:-1], kept))
     assert counted.untaken == numbers[:-1] and counted.checked_counts().running == 1
     assert [prompt_group.group_id for prompt_group in counted.take_groups()][0] == numbers[-1]
 
 
-def test_a_worker_that_comes_gets_no_ticket_before_it_asks() -> None:
+def test_a_worker_that_comes_gets_no_group_before_it_asks() -> None:
     shared = Shared()
     shared.prompt_groups(0)
     shared.prompt_groups(1)

@@ -11,11 +11,11 @@ from distflow.graph import NodeOutput, node
 from distflow.runtime.errors import UserNodeError
 from distflow.runtime.group import Group
 from distflow.runtime.user_calls.sync_calls import PlainCalls
-from tests.runtime.groups import answered_group, context, group, step
+from tests.runtime.groups import context, group, group_with_responses, step
 
 
 def judged(function: Any, **settings: Any) -> Group:
-    on = answered_group()
+    on = group_with_responses()
     asyncio.run(step(function, node_role="REWARD", **settings).on_group(on, context(group=on), PlainCalls(), 10.0))
     return on
 
@@ -43,7 +43,7 @@ def test_the_reward_of_one_sample(function: Any) -> None:
     assert batch["token_level_scores"].tolist() == batch["token_level_rewards"].tolist()
 
 
-def test_the_reward_of_one_sample_in_the_learning_plane() -> None:
+def test_the_reward_of_one_sample_in_the_training_loop() -> None:
     out, _ = step(compute_score, node_role="REWARD")(group(), context())
     assert out["scores"].tolist() == [1.0, 2.0]
     assert out["token_level_rewards"].tolist() == [[0, 1, 0, 0], [0, 0, 0, 2]]
@@ -115,7 +115,7 @@ def test_an_async_reward_of_a_batch_is_awaited() -> None:
 
 
 @pytest.mark.parametrize(("returned", "right"), [({"score": 0.3, "acc": True}, 1.0), ({"score": 0.3}, 0.3), (0.5, 0.5)])
-def test_how_right_an_answer_is_where_a_reward_says_so_and_else_its_score(returned: Any, right: float) -> None:
+def test_how_right_a_response_is_where_a_reward_says_so_and_else_its_score(returned: Any, right: float) -> None:
     def compute_score(data_source, solution_str, ground_truth):  # type: ignore[no-untyped-def]
         return returned
 

@@ -49,7 +49,7 @@ def test_hangs_keep_no_place_and_no_one_waits_for_their_threads() -> None:
 
 
 def test_the_deadline_runs_from_the_start_of_the_call() -> None:
-    """Calls that queue behind others must not time out for that."""
+    """Calls that queue after others must not time out for that."""
     pause = threading.Event()
 
     async def run(deadline_s: float) -> list[bool | BaseException]:

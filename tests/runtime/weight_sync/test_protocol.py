@@ -1,4 +1,4 @@
-"""The weight edge of one process: whole versions only, and what arrives is what was sent."""
+"""The weight sync of one process: whole versions only, and what arrives is what was sent."""
 
 from typing import Any
 
@@ -43,7 +43,7 @@ def push(queue: LocalWeights, version: Version) -> None:
     queue.commit(HASHES)
 
 
-def edge_to(*receivers: Any) -> LocalWeights:
+def port_to(*receivers: Any) -> LocalWeights:
     queue = LocalWeights(Waits())
     for receive in receivers:
         queue.attach(receive)
@@ -52,7 +52,7 @@ def edge_to(*receivers: Any) -> LocalWeights:
 
 def test_every_engine_gets_each_version_whole_and_once() -> None:
     engines = Engine(), Engine()
-    queue = edge_to(*engines)
+    queue = port_to(*engines)
     queue.begin(ONE)
     queue.put(tensors("a", "b"))
     assert all(engine.served == [] for engine in engines), "nobody serves part of a version"
@@ -65,7 +65,7 @@ def test_every_engine_gets_each_version_whole_and_once() -> None:
 
 def test_what_was_put_before_a_version_was_broken_off_is_no_part_of_the_next() -> None:
     engine = Engine()
-    queue = edge_to(engine)
+    queue = port_to(engine)
     queue.begin(ONE)
     queue.put(tensors("left over"))
     push(queue, TWO)
@@ -77,32 +77,32 @@ def test_an_engine_that_refuses_holds_the_run_with_its_reason() -> None:
         raise ValueError("no tensor 'c' here")
 
     with pytest.raises(TrustError, match="refused the weights of version 1: no tensor 'c' here"):
-        push(edge_to(refuses), ONE)
+        push(port_to(refuses), ONE)
 
 
-def test_an_alias_leaves_the_engine_with_the_trainer_s_weights() -> None:
+def test_unchanged_weights_leave_the_engine_with_the_trainer_s_weights() -> None:
     engine = Engine(hashes=HASHES, alias=True)
-    edge_to(engine).alias(TWO, HASHES)
+    port_to(engine).alias(TWO, HASHES)
     assert engine.served == [(TWO, {})]
     others = HASHES | {"b": "of an older version"}
     with pytest.raises(TrustError, match="serve the weights that it has as version 2, .* tensors that differ: b"):
-        edge_to(Engine(hashes=others, alias=True)).alias(TWO, HASHES)
+        port_to(Engine(hashes=others, alias=True)).alias(TWO, HASHES)
 
 
 @pytest.mark.parametrize("hashes", [{}, {**stripe_hashes(tensors("a", "b")), "c": "other"}])
 def test_a_tensor_that_did_not_arrive_whole_is_named(hashes: dict[str, str]) -> None:
     with pytest.raises(TrustError, match=r"version 1 did not arrive whole; tensors that differ: .*c$"):
-        push(edge_to(Engine(hashes=hashes)), ONE)
+        push(port_to(Engine(hashes=hashes)), ONE)
 
 
 def test_a_receipt_for_another_version_is_no_receipt() -> None:
     with pytest.raises(TrustError, match="the engine's receipt is for .*step=7"):
-        push(edge_to(Engine(version=Version(0, 7), shared=True)), ONE)
+        push(port_to(Engine(version=Version(0, 7), shared=True)), ONE)
 
 
 def test_shared_storage_needs_no_hashes() -> None:
     engine = Engine(hashes={}, shared=True)
-    push(edge_to(engine), ONE)
+    push(port_to(engine), ONE)
     assert len(engine.served) == 1
 
 

@@ -44,9 +44,9 @@ def test_garbage_is_not_served(value: float, dtype: torch.dtype) -> None:
             return iter([("w0", torch.ones(3)), ("w1", torch.tensor([0.0, value]))])
 
     port: Any = Port()
-    publisher = WeightSender(Broken(), port, dtype, sends=True, canary=None, session=None)  # type: ignore[arg-type]
+    weight_sender = WeightSender(Broken(), port, dtype, sends=True, canary=None, session=None)  # type: ignore[arg-type]
     with pytest.raises(TrustError, match=r"version 3 must not be served: 'w1' holds"):
-        publisher.sync(Version(0, 3))
+        weight_sender.sync(Version(0, 3))
     assert "commit" not in port.log
 
 
@@ -87,11 +87,11 @@ class Canary:
     def is_due(self, at_start: bool) -> bool:
         return at_start
 
-    async def answer(self) -> str:
+    async def generate_responses(self) -> str:
         return "song"
 
-    def compare(self, answers: str, at_start: bool) -> dict[str, float]:
-        assert answers == "song"
+    def compare(self, responses: str, at_start: bool) -> dict[str, float]:
+        assert responses == "song"
         return {"canary/mean_abs": float(at_start)}
 
 
@@ -106,25 +106,25 @@ class Session:
         raise AssertionError("it waited")
 
 
-def publisher(port: Port, *, sends: bool = True, canary: Any = None) -> WeightSender:
+def weight_sender(port: Port, *, sends: bool = True, canary: Any = None) -> WeightSender:
     return WeightSender(Actor(), port, torch.bfloat16, sends=sends, canary=canary, session=Session())  # type: ignore[arg-type]
 
 
 def test_a_version_is_pushed_in_buckets_of_the_engine_s_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sender, "BUCKET_BYTES", 4)
     port = Port()
-    assert publisher(port).sync(Version(0, 3)) == {}
+    assert weight_sender(port).sync(Version(0, 3)) == {}
     assert port.log == [("begin", 3), [("w0", torch.bfloat16)], [("w1", torch.bfloat16)], "commit"]
 
 
 def test_an_engine_on_the_trainer_s_storage_is_only_told() -> None:
     port = Port()
-    publisher(port, sends=False).sync(Version(0, 3))
+    weight_sender(port, sends=False).sync(Version(0, 3))
     assert port.log == [("begin", 3), "commit"]
 
 
 def test_the_canary_sings_when_it_is_due() -> None:
-    made = publisher(Port(), canary=Canary())
+    made = weight_sender(Port(), canary=Canary())
     assert made.sync(Version(0, 0), at_start=True) == {"canary/mean_abs": 1.0}
     assert made.sync(Version(0, 1)) == {}
 
@@ -166,9 +166,9 @@ def test_an_engine_that_claims_what_it_does_not_hold_is_refused(engine: Engine) 
         receive_from(engine)(Version(0, 2), weights(1, 2))
 
 
-def test_versions_are_published_in_their_order() -> None:
-    made = publisher(Port())
+def test_versions_are_sent_in_their_order() -> None:
+    made = weight_sender(Port())
     made.sync(Version(1, 3))
     for older in (Version(0, 4), Version(1, 3), Version(1, 2)):
-        with pytest.raises(TrustError, match="are to be published behind those of"):
+        with pytest.raises(TrustError, match="weight version went backwards"):
             made.sync(older)

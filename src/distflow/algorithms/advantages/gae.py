@@ -1,6 +1,7 @@
-"""Recursions from the last token to the first. Tokens that no policy made carry the running value over.
+"""Generalised advantage estimation (Schulman et al. 2016, arXiv:1506.02438), and its recursions from last token to
+first.
 
-Generalised advantage estimation (Schulman et al. 2016, arXiv:1506.02438).
+Tokens that are not the policy's pass the running value on.
 """
 
 import torch
@@ -43,7 +44,7 @@ def last_value(values: Tensor, mask: Tensor) -> Tensor:
 def _describe(gamma: float, lam: float, bootstrap_truncated: bool, whiten: bool) -> str:
     end = "the last value" if bootstrap_truncated else "0"
     whitened = ", whitened over the batch" if whiten else ""
-    return f"GAE with gamma {gamma:g}, lambda {lam:g}, value after a truncated answer {end}{whitened}"
+    return f"GAE with gamma {gamma:g}, lambda {lam:g}, value after a truncated response {end}{whitened}"
 
 
 @register_adv_est("gae", scope="global", describe=_describe)
@@ -63,10 +64,10 @@ def compute_gae_advantage(
     """A_t = Σ (γλ)^k δ_(t+k), δ_t = r_t + γ v_(t+1) − v_t, over the policy's tokens. Returns are A + v.
 
     token_level_rewards, response_mask, values: `(bs, response_length)`; valid, truncated: `(bs,)`. Tokens between the
-    policy's carry value and accumulator over. The value after the last token is 0, or with `bootstrap_truncated` the
-    last known one where the answer was cut off. Advantages are whitened over the global batch of valid samples, unless
+    policy's pass value and accumulator on. The value after the last token is 0, or with `bootstrap_truncated` the
+    last known one if the response was truncated. Advantages are whitened over the global batch of valid samples, unless
     `whiten` is off.
-    Raises ValueError if `bootstrap_truncated` is on and the batch does not say what was truncated.
+    Raises ValueError if `bootstrap_truncated` is on and the batch has no `truncated`.
     """
     mask = counted_tokens(response_mask, valid)
     rewards, values = under_mask(token_level_rewards.double(), mask), under_mask(values.double(), mask)

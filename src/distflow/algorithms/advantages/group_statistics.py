@@ -1,6 +1,6 @@
-"""The algebra of group estimators: (reward − baseline) / scale within the samples of one prompt.
+"""Group estimators: (reward − baseline) / scale within the samples of one prompt.
 
-GRPO, Dr.GRPO, RLOO, OPO and others are points of it, see `GroupRule`.
+`GroupRule` describes GRPO, Dr.GRPO, RLOO, OPO and others.
 """
 
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from distflow.algorithms.masked_reductions import Reduce, masked_var, under_mask
 
 @dataclass(frozen=True)
 class GroupRule:
-    """A point of the algebra.
+    """The choice of baseline and scale.
 
     baseline: the mean reward of the group, plain or weighted by response lengths.
     leave_one_out: a sample's own reward is not in its baseline.
@@ -29,9 +29,9 @@ class GroupRule:
     epsilon: float = 1e-6
 
     def __str__(self) -> str:
-        whose = "the others of its group" if self.leave_one_out else "its group"
+        baseline_of = "the others of its group" if self.leave_one_out else "its group"
         mean = "mean" if self.baseline == "mean" else "length-weighted mean"
-        difference = f"reward − {mean} of {whose}"
+        difference = f"reward − {mean} of {baseline_of}"
         if self.scale == "none":
             return difference
         return f"({difference}) / (std of {'its group' if self.scale == 'std' else 'the batch'} + {self.epsilon:g})"

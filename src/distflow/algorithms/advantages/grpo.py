@@ -1,16 +1,11 @@
-"""Group-relative advantages: GRPO (arXiv:2402.03300), and Dr.GRPO (arXiv:2503.20783) without the standard deviation.
+"""GRPO (arXiv:2402.03300) and its variants, all relative to the rewards of a group.
 
-Or scaled by the standard deviation of the batch (Liu et al. 2025, arXiv:2508.08221), as TRL's `scale_rewards`.
-
-CPGD (Liu et al. 2025, arXiv:2505.12504) takes GRPO's advantages; what is its own is the loss of that name.
-
-GSPO (Zheng et al. 2025, arXiv:2507.18071) takes GRPO's advantages; what is its own is the loss of that name.
-
-GDPO (Liu et al. 2026, arXiv:2601.05242): every part of the reward is normalised by itself before they are summed.
-
-Group policy gradient (Chu et al. 2025, arXiv:2504.02546).
-
-Policy gradient for pass@k: only the best answer of a group learns (arXiv:2503.19595).
+- Dr.GRPO (arXiv:2503.20783): without the standard deviation; or with that of the batch (Liu et al. 2025,
+  arXiv:2508.08221; TRL's `scale_rewards`). CPGD (arXiv:2505.12504) and GSPO (arXiv:2507.18071) use GRPO's advantages
+  with losses of their own.
+- GDPO (Liu et al. 2026, arXiv:2601.05242): each part of the reward is normalised before they are summed.
+- GPG: group policy gradient (Chu et al. 2025, arXiv:2504.02546).
+- Policy gradient for pass@k: only the best response of a group has an advantage (arXiv:2503.19595).
 """
 
 from collections.abc import Mapping, Sequence
@@ -36,7 +31,7 @@ ScaleRewards = Literal["group", "batch", "none"]
 def grpo_rule(
     norm_adv_by_std_in_grpo: bool = True, adv_epsilon: float = 1e-6, scale_rewards: ScaleRewards | None = None
 ) -> GroupRule:
-    """GRPO's point of the algebra. scale_rewards: None goes by `norm_adv_by_std_in_grpo`, "group" or "none"."""
+    """GRPO as a `GroupRule`. scale_rewards: None means "group" or "none", by `norm_adv_by_std_in_grpo`."""
     match scale_rewards or ("group" if norm_adv_by_std_in_grpo else "none"):
         case "group":
             return GroupRule(scale="std", epsilon=adv_epsilon)
@@ -111,9 +106,9 @@ def compute_gdpo_advantage(
     """Σ_k weight_k · GRPO's advantage of part k, whitened over the global batch; returns are the same.
 
     response_mask: `(bs, response_length)`; group_index, valid: `(bs,)`. reward_parts: scores of a sample by name,
-    unweighted; one that a sample lacks adds 0 to it and is in no mean. reward_weights: by domain (else "default") and
-    name, 1 where nothing is said. Whitening is over the policy's tokens, as in NVIDIA's verl and in verl, or over
-    samples, as in NVIDIA's TRL. The sum of the rewards, and a KL in them, is not read.
+    unweighted; a missing part adds 0 and is in no mean. reward_weights: by domain (else "default") and name, 1 if
+    missing. Whitening is over the policy's tokens, as in NVIDIA's verl and in verl, or over
+    samples, as in NVIDIA's TRL. The summed rewards, and a KL in them, are not read.
     """
     summed = torch.zeros(len(response_mask), dtype=torch.float64, device=response_mask.device)
     judged = torch.ones_like(summed, dtype=torch.bool) if valid is None else valid.bool()
@@ -159,8 +154,8 @@ def compute_gpg_advantage(
 ) -> tuple[Tensor, Tensor]:
     """α · (reward − mean of its group) / f_norm on every policy token; returns are the same.
 
-    The quotient is equation 6 of the paper (ICLR 2026); α = B / (B − M), equations 7 and 8, makes up for the M of B
-    samples that teach nothing because all of their group have the same reward. B and M count valid samples of the
+    The quotient is equation 6 of the paper (ICLR 2026); α = B / (B − M), equations 7 and 8, compensates for the M of B
+    samples with zero advantage, whose group has equal rewards. B and M count valid samples of the
     global batch. With `alpha_counts="rewards"` B − M is the number of samples with a reward other than 0, as in verl.
     token_level_rewards, response_mask: `(bs, response_length)`; group_index, valid: `(bs,)`. A group of one keeps its
     reward, times α.

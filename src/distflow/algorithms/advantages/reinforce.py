@@ -1,14 +1,10 @@
-"""REINFORCE (Williams 1992): the discounted reward to go, without a baseline.
+"""REINFORCE and its variants, by their baseline.
 
-REINFORCE++ (Hu et al. 2025, arXiv:2501.03262): the reward to go, whitened over the batch.
-
-REINFORCE++ with a group baseline (Hu et al. 2025, arXiv:2501.03262).
-
-ReMax (Li et al. 2024, arXiv:2310.10505): the reward less that of a greedy answer to the same prompt.
-
-REINFORCE leave-one-out (Ahmadian et al. 2024, arXiv:2402.14740).
-
-On-policy RL with an optimal baseline (Hao et al. 2025, arXiv:2505.23585).
+- REINFORCE (Williams 1992): the discounted reward to go, without a baseline.
+- REINFORCE++ (Hu et al. 2025, arXiv:2501.03262): whitened over the batch, with or without a group baseline.
+- ReMax (Li et al. 2024, arXiv:2310.10505): minus the reward of a greedy response to the same prompt.
+- RLOO: REINFORCE leave-one-out (Ahmadian et al. 2024, arXiv:2402.14740).
+- OPO: on-policy RL with an optimal baseline (Hao et al. 2025, arXiv:2505.23585).
 """
 
 from torch import Tensor
@@ -40,8 +36,8 @@ def compute_reinforce_advantage(
 ) -> tuple[Tensor, Tensor]:
     """Reward to go of each policy token; returns are the same.
 
-    token_level_rewards, response_mask: `(bs, response_length)`; valid: `(bs,)`. Tokens between the policy's carry it
-    over and discount nothing.
+    token_level_rewards, response_mask: `(bs, response_length)`; valid: `(bs,)`. Tokens between the policy's pass it
+    on without discount.
     """
     returns = rewards_to_go(token_level_rewards, counted_tokens(response_mask, valid), gamma).float()
     return returns, returns.clone()

@@ -1,15 +1,11 @@
-"""PPO's clipped loss (arXiv:1707.06347) with clip-higher (DAPO, arXiv:2503.14476) and dual clip (arXiv:1912.09729).
+"""PPO's clipped loss (arXiv:1707.06347) with clip-higher (DAPO, arXiv:2503.14476) and dual clip (arXiv:1912.09729), and
+its relatives.
 
-CISPO: a clipped, gradient-free importance weight on every token's log-prob (MiniMax 2025, arXiv:2506.13585).
-
-Group sequence policy optimisation: one ratio a sequence (Zheng et al. 2025, arXiv:2507.18071).
-
-Geometric-mean policy optimisation (Zhao et al. 2025, arXiv:2507.20673).
-
-Divergence PPO: a token is left out where the policy moved too far in probability, not in ratio (arXiv:2602.04879).
-
-The binary approximations of the divergence, as verl's `dppo_tv` and `dppo_kl`. The clip options are bounds of the
-divergence here.
+- CISPO: a clipped, gradient-free importance weight on every token's log-prob (MiniMax 2025, arXiv:2506.13585).
+- GSPO: one ratio a sequence (Zheng et al. 2025, arXiv:2507.18071).
+- GMPO: geometric mean of the ratios (Zhao et al. 2025, arXiv:2507.20673).
+- DPPO: a token is left out if the policy moved too far in probability, not in ratio (arXiv:2602.04879); the binary
+  approximations of the divergence, as verl's `dppo_tv` and `dppo_kl`. The clip options bound the divergence.
 """
 
 import torch
@@ -191,7 +187,7 @@ def compute_dppo_kl_loss(
 
 
 def _probabilities(log_probs: Tensor, old_log_probs: Tensor | None, loss_mask: Tensor) -> tuple[Tensor, Tensor]:
-    """(policy, old policy) of each token without gradient, at most 1 whatever rounding says; 1 outside the mask."""
+    """(policy, old policy) of each token without gradient, at most 1 despite rounding; 1 outside the mask."""
     policy = under_mask(log_probs.detach(), loss_mask).clamp(max=0.0).exp()
     return policy, policy if old_log_probs is None else under_mask(old_log_probs, loss_mask).clamp(max=0.0).exp()
 

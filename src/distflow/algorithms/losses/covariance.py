@@ -1,16 +1,9 @@
-"""Which tokens of a step lower the policy's entropy most, and how a few of them are chosen alike on any ranks.
+"""Clip-Cov and KL-Cov: special treatment of the tokens that lower the entropy most ("The entropy mechanism of RL", Cui
+et al. 2025, arXiv:2505.22617), by the covariance of log-prob and advantage.
 
-The covariance of log-prob and advantage: "The entropy mechanism of RL" (Cui et al. 2025, arXiv:2505.22617).
-
-Clip-Cov: a few of the tokens that lower the entropy most get no gradient (Cui et al. 2025, arXiv:2505.22617).
-
-Options as in verl and the authors' code (PRIME-RL/Entropy-Mechanism-of-RL). These choose anew in each micro-batch, by
-the policy of that moment; here the choice is made once for the whole step, by the policy before its first update.
-
-KL-Cov: the tokens that lower the entropy most are pulled to the old policy (Cui et al. 2025, arXiv:2505.22617).
-
-Options as in verl and the authors' code (PRIME-RL/Entropy-Mechanism-of-RL); when the tokens are chosen differs, see
-`clip_cov.py`.
+Clip-Cov gives a few of these tokens no gradient; KL-Cov pulls them to the old policy. Options are as in verl and the
+authors' code (PRIME-RL/Entropy-Mechanism-of-RL). These select tokens in each micro-batch, by the policy of that moment;
+here they are selected once for the whole step, by the policy before its first update, and equally on any ranks.
 """
 
 import hashlib
@@ -26,7 +19,7 @@ from distflow.algorithms.registry import register_policy_loss
 from distflow.graph.fields import register_field
 from distflow.graph.node_spec import node
 
-register_field("selected_tokens", doc="1 on tokens that the policy loss treats apart, chosen before the update")
+register_field("selected_tokens", doc="1 on tokens that the policy loss treats specially, selected before the update")
 
 
 def token_covariance(
@@ -41,7 +34,7 @@ def token_covariance(
 
 
 def check_share(name: str, share: float) -> None:
-    """Raises ValueError for an option that is no share of the tokens."""
+    """Raises ValueError if it is no share of the tokens."""
     if not 0 < share <= 1:
         raise ValueError(f"{name} is a share of the tokens, above 0 and at most 1, not {share}")
 
@@ -53,7 +46,7 @@ def num_selected(share: float, loss_mask: Tensor, reduce: Reduce | None = None) 
 
 
 def token_draws(uid: Sequence[str], loss_mask: Tensor) -> Tensor:
-    """A number in 0..1 for each token, float64 `(bs, response_length)`: its sample's uid and its position decide it."""
+    """A random number in 0..1 for each token, float64 `(bs, response_length)`, by its sample's uid and its position."""
     length = loss_mask.shape[-1]
     rows = [_random_bits(name, length) for name in uid]
     bits = np.stack(rows) if rows else np.zeros((0, length), dtype=np.uint64)
@@ -66,9 +59,9 @@ def _random_bits(uid: str, length: int) -> "np.ndarray[tuple[int], np.dtype[np.u
 
 
 def largest(values: Tensor, ties: Tensor, among: Tensor, count: int, reduce: Reduce | None = None) -> Tensor:
-    """bool: the `count` largest values of all ranks under `among` (all of them where there are no more).
+    """bool: the `count` largest values of all ranks under `among` (all of them if there are no more).
 
-    Of equal values at the queue those with the larger `ties`. values, ties: float64.
+    Of equal values at the threshold those with the larger `ties`. values, ties: float64.
     """
     cut = _cut(values, among, count, reduce)
     above, at = among & (_ordered(values) > cut), among & (_ordered(values) == cut)
@@ -95,7 +88,7 @@ def _ordered(values: Tensor) -> Tensor:
 
 
 def check_selection(clip_cov_ratio: float, clip_cov_lb: float, clip_cov_ub: float) -> None:
-    """Raises ValueError for a share outside 0..1 or bounds with nothing between them."""
+    """Raises ValueError for a share outside 0..1 or an empty range of bounds."""
     check_share("clip_cov_ratio", clip_cov_ratio)
     if not clip_cov_lb < clip_cov_ub:
         raise ValueError(f"clip_cov_lb must be below clip_cov_ub, not {clip_cov_lb} and {clip_cov_ub}")
@@ -116,7 +109,7 @@ def select_clip_cov(
     """1 on `clip_cov_ratio` of the step's tokens (at least one), drawn from those with a covariance within the bounds.
 
     `(bs, response_length)`, float32; fewer where fewer are within. uid: names the samples for the draws.
-    Raises ValueError for options without sense.
+    Raises ValueError for invalid options.
     """
     check_selection(clip_cov_ratio, clip_cov_lb, clip_cov_ub)
     covariance = token_covariance(advantages, old_log_probs, loss_mask, reduce)

@@ -1,10 +1,6 @@
-"""AReaL's `rejection_sampling`: which tokens or sequences of a stale rollout decoupled PPO still learns from, how much.
-
-As `RejectionSamplingConfig` and `apply_rejection_sampling` of AReaL 1.0 (arXiv:2505.24298).
-
-Decoupled PPO: clip against a recent policy, weigh by the one that sampled (Hilton et al. 2022, arXiv:2110.00641).
-
-As AReaL uses it for stale rollouts (arXiv:2505.24298).
+"""Decoupled PPO: clip against a recent policy, weight by the one that sampled (Hilton et al. 2022, arXiv:2110.00641),
+as AReaL uses it for stale rollouts (arXiv:2505.24298), with its `rejection_sampling` of tokens or sequences
+(`RejectionSamplingConfig` and `apply_rejection_sampling` of AReaL 1.0).
 """
 
 from collections.abc import Mapping
@@ -38,11 +34,11 @@ _CHOICES = {
 
 @dataclass(frozen=True)
 class RejectionSampling:
-    """What is measured of the proximal policy over the one that sampled, and what happens outside lower..upper.
+    """The divergence of the proximal policy from the one that sampled, and the action outside lower..upper.
 
     level: each token by itself, or sequences as a whole. action: `mask` gives loss 0, `clamp` the weight at the bound.
     metric: with d = prox − old, `ratio` e^d, `kl_k1` d, `kl_k2` d²/2, `kl_k3` e^−d + d − 1. agg: of the tokens of a
-    sequence; a ratio's are taken of its log, so that `mean` is the geometric mean. Bounds are inclusive.
+    sequence; a ratio is aggregated by its log, so that `mean` is the geometric mean. Bounds are inclusive.
     """
 
     level: str = "token"
@@ -54,7 +50,7 @@ class RejectionSampling:
 
     @staticmethod
     def of(given: Mapping[str, object]) -> "RejectionSampling":
-        """Raises ValueError for an unknown name, or bounds or choices without sense."""
+        """Raises ValueError for an unknown name, or invalid bounds or choices."""
         if not isinstance(given, Mapping):
             raise ValueError(f"rejection_sampling is a mapping, e.g. {{metric: kl_k3, upper: 0.1}}, not {given!r}")
         known = [f.name for f in fields(RejectionSampling)]
@@ -65,7 +61,7 @@ class RejectionSampling:
                 raise ValueError(f"rejection_sampling.{name} '{value}' is none of {', '.join(_CHOICES[name])}")
             if name in ("upper", "lower") and not _is_bound(name, value):
                 raise ValueError(f"rejection_sampling.{name} must be a number, not {value!r}")
-        made = RejectionSampling(**given)  # type: ignore[arg-type]  # looked at one by one above
+        made = RejectionSampling(**given)  # type: ignore[arg-type]  # checked one by one above
         made._check()
         return made
 
@@ -92,8 +88,8 @@ def _is_bound(name: str, value: object) -> bool:
 def behaviour_weights(behaviour: Tensor, loss_mask: Tensor, rule: RejectionSampling) -> tuple[Tensor, Tensor]:
     """(weight of each token, bool: outside the bounds), both `(bs, response_length)`.
 
-    behaviour: prox − old log-probs, unclamped, 0 outside the mask. The weight is the token's ratio; for the ratio of a
-    sequence its geometric mean. With `mask` it is 0 outside the bounds, with `clamp` within them.
+    behaviour: prox − old log-probs, unclamped, 0 outside the mask. The weight is the token's ratio, or
+    the geometric mean for the ratio of a sequence. With `mask` it is 0 outside the bounds, with `clamp` within them.
     """
     inside = loss_mask > 0
     count = inside.sum(dim=-1, keepdim=True).clamp(min=1)
@@ -139,7 +135,7 @@ def _aggregate(measured: Tensor, inside: Tensor, count: Tensor, agg: str) -> Ten
 def check_options(
     clip_ratio_c: float | None, behav_imp_weight_mode: str, rejection_sampling: Mapping[str, object] | None
 ) -> None:
-    """Raises ValueError for options without sense."""
+    """Raises ValueError for invalid options."""
     check_dual_clip(clip_ratio_c)
     if behav_imp_weight_mode not in ("mask", "clamp", "disabled"):
         raise ValueError(f"behav_imp_weight_mode must be mask, clamp or disabled, not '{behav_imp_weight_mode}'")
@@ -169,8 +165,8 @@ def compute_decoupled_loss(
 
     old_log_probs: of the policy that sampled. Tokens whose weight is above the cap get loss 0 and stay in the
     denominator, or with mode `clamp` the cap as their weight; None means no cap. `rejection_sampling`, a mapping of the
-    names of `RejectionSampling`, decides in place of cap and mode. Mode `disabled` weighs nothing, where another
-    correction does. Raises ValueError for bad options.
+    names of `RejectionSampling`, replaces cap and mode. Mode `disabled` gives no weights, if another correction
+    does. Raises ValueError for bad options.
     """
     check_options(clip_ratio_c, behav_imp_weight_mode, rejection_sampling)
     low, high = clip_range(clip_ratio, clip_ratio_low, clip_ratio_high)

@@ -1,22 +1,15 @@
-"""Group policy gradient: the plain −logπ·A (Chu et al. 2025, arXiv:2504.02546, equation 5 as numbered at ICLR 2026).
+"""Policy-gradient losses without PPO's clip: GPG, CPGD, DRO, TOPR and SAPO.
 
-The paper's mean is `token-mean`; its α and F_norm are in its advantage, the estimator `gpg`.
-
-Clipped policy gradient with policy drift: the log-prob itself is clipped (Liu et al. 2025, arXiv:2505.12504).
-
-The drift is the term of siiRL's actor (`policy_drift_coeff`).
-
-Direct reward optimisation: a quadratic pull to the old policy in place of a clip.
-
-Richemond et al. 2024 (arXiv:2405.19107) and Kimi k1.5 (arXiv:2501.12599); per token as Tinker's `dro` and ROLL's
-`kimi15`.
-
-Tapered off-policy REINFORCE: good answers unweighted, bad ones by a ratio of at most 1.
-
-Le Roux et al. 2025, arXiv:2503.14286, eq. 8: Σ_{T+} μ(τ) R(τ) ∇log π(τ) + Σ_{T−} μ(τ) [π(τ)/μ(τ)]₀¹ R(τ) ∇log π(τ),
-whose ratio is that of the whole answer τ. ROLL takes it per token.
-
-Soft adaptive policy optimisation: a smooth gate in place of the clip (Gao et al. 2025, arXiv:2511.20347).
+- GPG: the plain −logπ·A (Chu et al. 2025, arXiv:2504.02546, equation 5 as numbered at ICLR 2026). The paper's mean is
+  `token-mean`; its α and F_norm are in its advantage, the estimator `gpg`.
+- CPGD: the log-prob itself is clipped (Liu et al. 2025, arXiv:2505.12504); the drift is the term of siiRL's actor
+  (`policy_drift_coeff`).
+- DRO: a quadratic pull to the old policy (Richemond et al. 2024, arXiv:2405.19107; Kimi k1.5, arXiv:2501.12599); per
+  token as in Tinker's `dro` and ROLL's `kimi15`.
+- TOPR: good responses unweighted, bad ones weighted by a ratio of at most 1 (Le Roux et al. 2025, arXiv:2503.14286,
+  eq. 8: Σ_{T+} μ(τ) R(τ) ∇log π(τ) + Σ_{T−} μ(τ) [π(τ)/μ(τ)]₀¹ R(τ) ∇log π(τ)). The paper's ratio is of the whole
+  response τ; ROLL takes it per token.
+- SAPO: a smooth gate in place of the clip (Gao et al. 2025, arXiv:2511.20347).
 """
 
 import math

@@ -10,9 +10,9 @@ from distflow.config.keys.declare import KeyInfo
 from distflow.config.migration.tables import find_value
 from distflow.errors import nearest
 
-# YAML 1.1 reads 1e-6 (no dot) as a text; people mean the number.
+# YAML 1.1 reads 1e-6 (no dot) as a string; people mean the number.
 _EXPONENT = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+")
-_WORDS: dict[object, str] = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
+_SCALARS = (bool, int, float, str)
 
 
 class Mismatch(ValueError):
@@ -34,13 +34,13 @@ def convert(value: object, annotation: object) -> object:
         return _convert_union(value, annotation)
     if origin is Literal and value in get_args(annotation):
         return value
-    if annotation in _WORDS:
+    if annotation in _SCALARS:
         return _convert_scalar(value, annotation)
     if origin in (tuple, list) or annotation in (tuple, list):
         return _convert_sequence(value, annotation)
     if (origin or annotation) is dict:
         return _convert_mapping(value, annotation)
-    raise Mismatch(f"is {show(value)}, not {expected(annotation)}")
+    raise Mismatch(f"is {show(value)}, not of type {type_name(annotation)}")
 
 
 def can_convert(annotation: object) -> bool:
@@ -48,39 +48,40 @@ def can_convert(annotation: object) -> bool:
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Literal:
         return True
-    known = annotation in (*_WORDS, Any, object, type(None), list, tuple, dict)
+    known = annotation in (*_SCALARS, Any, object, type(None), list, tuple, dict)
     return known or (
         origin in (Union, types.UnionType, list, tuple, dict)
         and all(argument is Ellipsis or can_convert(argument) for argument in arguments)
     )
 
 
-def expected(annotation: object) -> str:
-    """The type in words."""
+def type_name(annotation: object) -> str:
+    """The type as Python writes it, e.g. `list[str] | None`; a tuple, which YAML writes as a list, is one."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin in (Union, types.UnionType):
-        return " or ".join(dict.fromkeys(expected(argument) for argument in arguments))
+        return " | ".join(dict.fromkeys(type_name(argument) for argument in arguments))
+    if annotation in _SCALARS:
+        return annotation.__name__
     if annotation is type(None):
-        return "null"
+        return "None"
     if origin is Literal:
-        return " or ".join(show(choice) for choice in arguments)
+        return " | ".join(show(choice) for choice in arguments)
+    if origin is tuple and Ellipsis not in arguments:
+        return f"[{', '.join(type_name(argument) for argument in arguments)}]"
     if origin in (tuple, list) or annotation in (tuple, list):
-        if origin is tuple and Ellipsis not in arguments:
-            return f"a list of {len(arguments)} numbers"
-        of = arguments[0] if arguments else object
-        return "a list of texts" if of is str else "a list of numbers" if of in (int, float) else "a list"
+        return f"list[{type_name(arguments[0])}]" if arguments and arguments[0] in _SCALARS else "list"
     if (origin or annotation) is dict:
-        return "a mapping"
-    return _WORDS.get(annotation, "a value")
+        return f"dict[{', '.join(map(type_name, arguments))}]" if set(arguments[1:]) & set(_SCALARS) else "dict"
+    return "any"
 
 
 def check_bounds(value: object, info: KeyInfo) -> Iterator[Mismatch]:
-    """What is wrong with a value of the right type by itself: choices, bounds, parts that are not there yet."""
+    """What is wrong with a value of the right type by itself: choices, bounds, parts that are not implemented yet."""
     spec = info.spec
     if value is None or value == info.default:
         return
     if spec.later is True:
-        yield Mismatch(f"is {show(value)}, which is not there yet", f"leave it at {show(info.default)}")
+        yield Mismatch(f"is {show(value)}, which is not implemented yet", f"leave it at {show(info.default)}")
     elif spec.choices and not spec.open_names:
         for name in value if isinstance(value, tuple) else (value,):
             yield from _check_choice(name, info)
@@ -116,12 +117,14 @@ def _check_choice(name: object, info: KeyInfo) -> Iterator[Mismatch]:
     later = spec.later if isinstance(spec.later, tuple) else ()
     if name in later:
         there = [choice for choice in spec.choices if choice not in later]
-        yield Mismatch(f"is {show(name)}, which is not there yet", f"choose from {', '.join(there)}")
+        yield Mismatch(f"is {show(name)}, which is not implemented yet", f"choose from {', '.join(there)}")
     elif name not in spec.choices:
         guess = find_value(info.name, name) or nearest(str(name), spec.choices)
         meant = f"did you mean {guess}? " if guess else ""
         more = f". {spec.advice}" if spec.advice else ""
-        yield Mismatch(f"is {show(name)}, which is no choice", f"{meant}the choices are {spec.allowed()}{more}")
+        yield Mismatch(
+            f"is {show(name)}, which is not a valid choice", f"{meant}the choices are {spec.allowed()}{more}"
+        )
 
 
 def _inside(value: float, info: KeyInfo) -> bool:
@@ -146,7 +149,8 @@ def _convert_union(value: object, annotation: object) -> object:
             mismatches.append(error)
     if len(mismatches) == 1:
         raise mismatches[0]
-    raise Mismatch(f"is {show(value)}, not {expected(annotation)}", f"write {expected(annotation)}")
+    wanted = type_name(annotation)
+    raise Mismatch(f"is {show(value)}, not of type {wanted}", f"write a value of type {wanted}")
 
 
 def _convert_scalar(value: object, wanted: object) -> object:
@@ -160,7 +164,7 @@ def _convert_scalar(value: object, wanted: object) -> object:
         return int(value)
     if wanted in (int, float) and isinstance(value, str) and _EXPONENT.fullmatch(value):
         return _convert_scalar(float(value), wanted)
-    raise Mismatch(f"is {show(value)}, not {_WORDS[wanted]}", _advise(value, wanted))
+    raise Mismatch(f"is {show(value)}, not of type {type_name(wanted)}", _advise(value, wanted))
 
 
 def _advise(value: object, wanted: object) -> str:
@@ -170,24 +174,25 @@ def _advise(value: object, wanted: object) -> str:
         return f'put it in quotes: "{value}"; on the command line \'key="{value}"\''
     if isinstance(value, str) and re.fullmatch(r"[+-]?[\d.]+", value):
         return "write it without quotes"
-    return f"write {_WORDS[wanted]}"
+    return f"write a value of type {type_name(wanted)}"
 
 
 def _convert_sequence(value: object, annotation: object) -> object:
-    made = get_origin(annotation) or annotation
+    kind = get_origin(annotation) or annotation
     arguments = get_args(annotation)
     if value is None:
         value = ()
     if isinstance(value, str) and arguments[:1] == (str,):
         value = (value,)
     if not isinstance(value, list | tuple):
-        raise Mismatch(f"is {show(value)}, not {expected(annotation)}", f"write {expected(annotation)}, e.g. [a, b]")
-    if made is tuple and arguments and Ellipsis not in arguments:
+        wanted = type_name(annotation)
+        raise Mismatch(f"is {show(value)}, not of type {wanted}", "write a list, e.g. [a, b]")
+    if kind is tuple and arguments and Ellipsis not in arguments:
         if len(value) != len(arguments):
-            raise Mismatch(f"has {len(value)} entries, not {len(arguments)}", f"write {expected(annotation)}")
+            raise Mismatch(f"has {len(value)} entries, not {len(arguments)}", f"write {type_name(annotation)}")
         return tuple(convert(item, argument) for item, argument in zip(value, arguments, strict=True))
     items = [convert(item, arguments[0]) if arguments else item for item in value]
-    return tuple(items) if made is tuple else items
+    return tuple(items) if kind is tuple else items
 
 
 def _convert_mapping(value: object, annotation: object) -> dict[object, object]:
@@ -200,7 +205,7 @@ def _convert_mapping(value: object, annotation: object) -> dict[object, object]:
 
 
 def parse_band(value: object) -> object:
-    """[low, high], or nothing. Raises Mismatch."""
+    """[low, high], or None. Raises Mismatch."""
     band = convert(value, tuple[float, float] | None)
     if band is not None and not band[0] <= band[1]:  # type: ignore[index]  # just made one
         raise Mismatch(f"is {show(value)}, which holds no number", "write e.g. [0.1, 0.9]")
@@ -208,8 +213,8 @@ def parse_band(value: object) -> object:
 
 
 def parse_share_band(value: object) -> object:
-    """[low, high] within 0..1, or nothing. Raises Mismatch."""
+    """[low, high] within 0..1, or None. Raises Mismatch."""
     band = convert(value, tuple[float, float] | None)
     if band is not None and not 0 <= band[0] < band[1] <= 1:  # type: ignore[index]  # just made one
-        raise Mismatch(f"is {show(value)}, which is no part of 0..1", "write e.g. [0.1, 0.95]")
+        raise Mismatch(f"is {show(value)}, which is no range within 0..1", "write e.g. [0.1, 0.95]")
     return band

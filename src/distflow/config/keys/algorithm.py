@@ -20,12 +20,12 @@ def parse_statistics(value: object) -> object:
 
 
 def parse_switch(value: object) -> object:
-    """A word, or YAML's true and false as such. Raises Mismatch."""
+    """A string; YAML's true and false become 'true' and 'false'. Raises Mismatch."""
     return str(value).lower() if isinstance(value, bool) else convert(value, str)
 
 
 def parse_bounds(value: object) -> tuple[Bounds, ...]:
-    """`upper` or `[lower, upper]` for each statistic; also verl's text, e.g. "0.5_2.0,0.1". Raises Mismatch."""
+    """`upper` or `[lower, upper]` for each statistic; also verl's string, e.g. "0.5_2.0,0.1". Raises Mismatch."""
     if value is None:
         return ()
     entries = value.split(",") if isinstance(value, str) else value if isinstance(value, list | tuple) else [value]
@@ -47,12 +47,12 @@ def _parse_bound(entry: object) -> Bounds:
 
 
 def plain_bounds(bounds: Sequence[Bounds]) -> list[object]:
-    """What `parse_bounds` would read again. A band is no text: YAML would read 1_2 as 12."""
+    """What `parse_bounds` would read again. A band is no string: YAML would read 1_2 as 12."""
     return [upper if lower is None else [lower, upper] for lower, upper in bounds]
 
 
 def spread(bounds: tuple[Bounds, ...], count: int) -> tuple[Bounds, ...]:
-    """One bound alone serves all statistics."""
+    """A single bound holds for all statistics."""
     return bounds * count if len(bounds) == 1 else bounds
 
 
@@ -63,32 +63,34 @@ LEVELS = ("batch", "group", "running")
 class KLControlConfig:
     """The coefficient of the KL penalty in the reward."""
 
-    type: str = key("fixed", "whether the coefficient stays or follows a target", choices=("fixed", "adaptive"))
-    kl_coef: float = key(0.001, "coefficient of the penalty; where it starts if adaptive", minimum=0)
+    type: str = key("fixed", "fixed, or adapted to target_kl", choices=("fixed", "adaptive"))
+    kl_coef: float = key(0.001, "coefficient of the penalty; its initial value if adaptive", minimum=0)
     target_kl: float | None = key(None, "KL per token that the adaptive controller aims at", above=0)
     horizon: int | None = key(None, "samples over which the adaptive controller closes the gap", minimum=1)
     mean: str = key(
         "token",
-        "KL that the adaptive controller is shown: mean over tokens, or of the means of sequences (verl)",
+        "KL that the adaptive controller uses: mean over tokens, or mean of the sequences' means (verl)",
         choices=("token", "sequence"),
     )
 
 
 @dataclass(frozen=True)
 class NormConfig:
-    """A normalisation over the batch or the groups (AReaL), or by the moments of all rewards so far (ROLL); off where
-    both levels are null."""
+    """Normalisation over the batch or the groups (AReaL), or by the moments of all rewards so far (ROLL); off if both
+    levels are null."""
 
-    mean_level: str | None = key(None, "what the mean that is taken off is over", choices=LEVELS)
-    mean_leave1out: bool = key(False, "leave a value out of the mean that is taken off it")
-    std_level: str | None = key(None, "what the standard deviation that divides is over", choices=LEVELS)
-    std_unbiased: bool = key(True, "the standard deviation is the unbiased one")
+    mean_level: str | None = key(None, "what the subtracted mean is computed over; null subtracts none", choices=LEVELS)
+    mean_leave1out: bool = key(False, "exclude a value from the mean that is subtracted from it")
+    std_level: str | None = key(
+        None, "what the standard deviation is computed over; null does not divide", choices=LEVELS
+    )
+    std_unbiased: bool = key(True, "use the unbiased standard deviation")
     eps: float = key(1e-5, "added to the standard deviation", above=0)
-    group_size: int | None = key(None, "samples of a group that count together; null is rollout.n", minimum=2)
+    group_size: int | None = key(None, "samples that are normalised together; null is rollout.n", minimum=2)
 
 
 def is_on(norm: NormConfig) -> bool:
-    """Whether it takes off a mean or divides by a standard deviation."""
+    """Whether it subtracts a mean or divides by a standard deviation."""
     return norm.mean_level is not None or norm.std_level is not None
 
 
@@ -115,7 +117,7 @@ class RolloutCorrectionConfig:
     )
     rollout_rs_threshold: tuple[Bounds, ...] = key(
         (),
-        "bound of each: upper, or of a k1 [lower, upper] of rollout over trainer; one entry alone serves all",
+        "bound of each: upper, or [lower, upper] of rollout over trainer for a k1; a single entry holds for all",
         parse=parse_bounds,
         plain=plain_bounds,
     )
@@ -123,22 +125,22 @@ class RolloutCorrectionConfig:
 
 @dataclass(frozen=True)
 class FilterGroupsConfig:
-    """Dynamic sampling: groups whose samples are all as right as each other are dropped and replaced."""
+    """Dynamic sampling: groups in which all samples are equally correct are dropped and replaced."""
 
     enable: bool = key(False, "drop groups without a signal and refill the batch")
     metric: str = key(
         "acc",
-        "what must differ in a group: acc, the verifier's verdict; score (seq_reward), penalties too; or the name of a "
+        "what must differ within a group: acc, without penalties; score (seq_reward), with penalties; or the name of a "
         "reward function",
     )
-    max_num_gen_batches: int = key(10, "at most so many batches of prompts are tried for one step", minimum=1)
+    max_num_gen_batches: int = key(10, "batches of prompts that are tried for one step at most", minimum=1)
     when_exhausted: str = key(
-        "error", "when those are used up: stop, or go on with the groups there are", choices=("error", "continue")
+        "error", "when those are used up: stop, or continue with the groups there are", choices=("error", "continue")
     )
     oversampling: float = key(
         0.0,
-        "prompts in flight besides those that a step lacks, as a part of these: 0.5 is half as many more; what is left "
-        "when the step is full is aborted, and asked again first in the next one",
+        "extra prompts in flight, as a fraction of those that the step still lacks; those still running when "
+        "the step is full are aborted and come first in the next one",
         minimum=0,
     )
 
@@ -149,7 +151,7 @@ DIFFERING = (
     *("bootstrap_truncated", "use_kl_in_reward", "kl_penalty", "kl_ctrl", "mask_truncated", "difficulty_mask"),
     *("difficulty_weight", "length_weight", "mask_long_errors", "whiten_rewards"),
 )
-"""Keys of `algorithm` that a domain may have otherwise."""
+"""Keys of `algorithm` that a domain may override."""
 
 
 def parse_domains(value: object) -> Differing:
@@ -181,32 +183,32 @@ class AlgorithmConfig:
     )
     adv_epsilon: float = key(1e-6, "added to that standard deviation", above=0)
     reward_shift: float = key(0.0, "added to the score of each sample, before anything else")
-    reward_scale: float = key(1.0, "what that is then multiplied by", above=0)
+    reward_scale: float = key(1.0, "factor that the score is then multiplied by", above=0)
     reward_norm: NormConfig = group(NormConfig)
-    reward_clip: float | None = key(None, "bound of |reward| of a sample, behind reward_norm", above=0)
+    reward_clip: float | None = key(None, "bound of a sample's |reward|, applied after reward_norm", above=0)
     whiten_rewards: bool = key(
-        False, "whiten the rewards of tokens over the batch, behind the KL that is taken off them, before the estimator"
+        False, "whiten the token rewards over the batch, after the KL penalty and before the estimator"
     )
     adv_norm: NormConfig = group(NormConfig)
-    advantage_clip: float | None = key(None, "bound of |advantage| of a token, behind adv_norm", above=0)
-    mask_truncated: bool = key(False, "leave answers that were cut off at the length limit out of the loss")
+    advantage_clip: float | None = key(None, "bound of a token's |advantage|, applied after adv_norm", above=0)
+    mask_truncated: bool = key(False, "leave responses that were cut off at the length limit out of the loss")
     mask_long_errors: int | None = key(
-        None, "leave answers of so many tokens or more that are not right out of the loss", minimum=1
+        None, "leave incorrect responses of at least this many tokens out of the loss", minimum=1
     )
     difficulty_mask: tuple[float, float] | None = key(
         None,
-        "[low, high]: leave out of the loss the groups whose share of right answers is not above low and below high",
+        "[low, high]: leave groups out of the loss unless low < share of correct responses < high",
         parse=parse_share_band,
     )
     difficulty_weight: tuple[float, float] | None = key(
-        None, "[easiest, hardest]: weight of advantages, linear in the group's share of wrong answers"
+        None, "[easiest, hardest]: weight of advantages, linear in the group's share of incorrect responses"
     )
     length_weight: tuple[float, float] | None = key(
-        None, "[shortest, longest]: weight of advantages, linear in the answer's length between those of the batch"
+        None, "[shortest, longest]: weight of advantages, linear in the response's length within the batch's range"
     )
     domains: Differing = key(
         {},
-        "domain → keys of algorithm that differ there; each such domain is processed and whitened by itself",
+        "domain → keys of algorithm that differ there; such a domain is normalised and whitened by itself",
         parse=parse_domains,
         plain=nested,
     )
@@ -214,13 +216,13 @@ class AlgorithmConfig:
     bootstrap_truncated: bool = key(
         False, "GAE continues a truncated response with the critic's last value, not with 0"
     )
-    use_kl_in_reward: bool = key(False, "subtract the KL to the reference from the rewards of tokens")
+    use_kl_in_reward: bool = key(False, "subtract the KL to the reference from the token rewards")
     kl_penalty: str = key("kl", "estimator of the KL in the reward", choices=KL_TYPES, advice=NO_FULL_KL)
     kl_ctrl: KLControlConfig = group(KLControlConfig)
     recompute_old_log_probs: str = key(
         "auto",
-        "a forward pass of the trainer before the update gives the old log-probs; auto leaves it out where the ratio "
-        "is 1 anyhow; false takes the rollout's",
+        "compute the old log-probs by a forward pass of the trainer before the update; auto skips it where the ratio "
+        "is 1 anyway; false takes the rollout engine's",
         choices=("auto", "true", "false"),
         parse=parse_switch,
     )

@@ -1,4 +1,4 @@
-"""How a key of the config is declared: `key(default, description, ...)` in a dataclass, and the walk over all keys."""
+"""How a key of the config is declared, `key(default, description, ...)` in a dataclass, and the walk over all keys."""
 
 import types
 from collections.abc import Callable, Iterator, Mapping
@@ -17,9 +17,9 @@ class KeySpec:
     """What is known of a key besides its type and default.
 
     choices: the values there are. open_names: user modules may add to them (checked against the registry later).
-    later: choices whose part is not there yet; True means any value but the default.
+    later: choices that are not implemented yet; True means any value but the default.
     minimum, maximum: inclusive bounds; above, below: exclusive ones.
-    parse: makes the value from plain data, where the type alone does not say how; plain: the way back.
+    parse: converts plain data to the value, where the type alone does not say how; plain: the inverse.
     advice: what to do about a value that is not allowed, where the bound or the choices alone do not say it.
     """
 
@@ -36,12 +36,12 @@ class KeySpec:
     advice: str = ""
 
     def allowed(self) -> str:
-        """The bounds or choices in words; empty where there are none."""
+        """The bounds or choices as text; empty if there are none."""
         if self.later is True:
             return "only the default so far"
         if self.choices:
             absent = self.later or ()
-            listed = [f"{choice} (not there yet)" if choice in absent else choice for choice in self.choices]
+            listed = [f"{choice} (not implemented yet)" if choice in absent else choice for choice in self.choices]
             return ", ".join(listed) + (", or a name of trainer.imports" if self.open_names else "")
         bounds = (("≥", self.minimum), (">", self.above), ("≤", self.maximum), ("<", self.below))
         return " and ".join(f"{sign} {bound:g}" for sign, bound in bounds if bound is not None)
@@ -58,7 +58,7 @@ class KeyInfo:
 
     @property
     def is_map(self) -> bool:
-        """Whether its value is a mapping with names of the user's own."""
+        """Whether its value is a mapping with the user's own names."""
         arms = get_args(self.annotation) if _is_union(self.annotation) else (self.annotation,)
         return any(isinstance(base := get_origin(arm) or arm, type) and issubclass(base, dict) for arm in arms)
 

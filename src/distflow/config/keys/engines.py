@@ -1,14 +1,4 @@
-"""Keys of `actor_rollout_ref.model`: the model that is trained.
-
-Keys of `actor_rollout_ref.actor.fsdp_config`, `critic.fsdp_config` and `actor_rollout_ref.ref.fsdp_config`: how the
-weights of `actor.strategy=fsdp` lie over ranks, and what of them waits in the host's memory. The names are verl's.
-
-Keys of `actor_rollout_ref.actor` and `.ref`: the policy's loss and its optimizer.
-
-Keys of `critic`: the value model of PPO.
-
-Keys of `actor_rollout_ref.rollout`: how responses are generated.
-"""
+"""Keys of `actor_rollout_ref` (model, actor, rollout, ref) and of `critic`. The names of `fsdp_config` are verl's."""
 
 from dataclasses import dataclass
 
@@ -32,19 +22,21 @@ from distflow.registry import (
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Where the model comes from, and what of it is trained."""
+    """Where the model comes from, and which of its weights are trained."""
 
     path: str | None = key(None, "folder or hub id of the model, builtin:NAME, or package:NAME of a Python package")
     tokenizer_path: str | None = key(None, "folder or hub id of the tokenizer; null is the model's")
     gguf_file: str | None = key(None, "name of a GGUF file in that folder to load the weights from")
     revision: str | None = key(None, "revision of a hub id; a commit hash pins it")
     trust_remote_code: bool = key(False, "run Python code that comes with the model; local or pinned models only")
-    model_type: str | None = key(None, "family of the model where its folder does not say", later=True)
+    model_type: str | None = key(None, "family of the model if its folder does not say", later=True)
     init: str = key(
         "pretrained", "random: fresh weights by trainer.seed from config.json", choices=("pretrained", "random")
     )
     dtype: str = key("bfloat16", "dtype to compute in", choices=DTYPES)
-    enable_gradient_checkpointing: bool = key(False, "compute activations twice instead of keeping them")
+    enable_gradient_checkpointing: bool = key(
+        False, "recompute activations in the backward pass instead of storing them"
+    )
     lora_rank: int = key(0, "rank of LoRA adapters; 0 trains all weights", minimum=0)
     lora_alpha: float = key(16, "scale of the adapters, divided by the rank", above=0)
     target_modules: str | tuple[str, ...] = key("all-linear", "modules that get an adapter: all-linear or their names")
@@ -52,31 +44,31 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class TrainedFsdpConfig:
-    """A model that is trained."""
+    """Offloading of a model that is trained with actor.strategy=fsdp."""
 
-    param_offload: bool = key(False, "weights wait in the host's memory while nothing uses them")
-    optimizer_offload: bool = key(False, "the optimizer's moments wait in the host's memory, but for updates")
+    param_offload: bool = key(False, "keep weights in host memory while they are not in use")
+    optimizer_offload: bool = key(False, "keep the optimizer's moments in host memory between updates")
     offload_policy: bool = key(
         False,
-        "weights, gradients and moments stay in the host's memory: a layer is copied to the device when it runs, and "
+        "keep weights, gradients and moments in host memory: a layer is copied to the device when it runs, and "
         "the optimizer computes on the host",
     )
 
 
 @dataclass(frozen=True)
 class ActorFsdpConfig(TrainedFsdpConfig):
-    """The policy; how it lies over ranks holds for critic and reference too."""
+    """Sharding and offloading of the policy; fsdp_size holds for critic and reference too."""
 
     fsdp_size: int = key(
-        -1, "data parallel ranks that share one copy of all weights, others hold replicas of it; -1 is all", minimum=-1
+        -1, "data-parallel ranks that shard one copy of all weights; further ranks hold replicas; -1 is all", minimum=-1
     )
 
 
 @dataclass(frozen=True)
 class RefFsdpConfig:
-    """The frozen reference."""
+    """Offloading of the frozen reference."""
 
-    param_offload: bool = key(False, "weights stay in the host's memory: a layer is copied to the device when it runs")
+    param_offload: bool = key(False, "keep weights in host memory: a layer is copied to the device when it runs")
 
 
 @dataclass(frozen=True)
@@ -89,9 +81,13 @@ class OptimConfig:
     betas: tuple[float, float] = key((0.9, 0.999), "decay of Adam's first and second moments, each in [0, 1)")
     eps: float = key(1e-8, "Adam's epsilon", above=0)
     scheduler: str = key("cosine_with_warmup", "shape of the learning rate", choices=SCHEDULERS)
-    warmup_ratio: float = key(0.1, "share of all optimizer steps over which it rises", minimum=0, maximum=1)
-    lr_warmup_steps: int = key(-1, "optimizer steps over which it rises; -1 goes by warmup_ratio", minimum=-1)
-    min_lr_ratio: float = key(0.0, "what is left of it at the end, as a share of lr", minimum=0, maximum=1)
+    warmup_ratio: float = key(
+        0.1, "share of all optimizer steps over which the learning rate rises", minimum=0, maximum=1
+    )
+    lr_warmup_steps: int = key(
+        -1, "optimizer steps over which the learning rate rises; -1 goes by warmup_ratio", minimum=-1
+    )
+    min_lr_ratio: float = key(0.0, "learning rate at the end, as a share of lr", minimum=0, maximum=1)
 
 
 @dataclass(frozen=True)
@@ -107,7 +103,7 @@ class ActorConfig:
         "current ones by version",
         choices=("recompute", "interpolate"),
     )
-    loss_agg_mode: str = key("token-mean", "how losses of tokens become one number", choices=LOSS_AGG_MODES)
+    loss_agg_mode: str = key("token-mean", "how token losses are aggregated", choices=LOSS_AGG_MODES)
     loss_scale_factor: float | None = key(
         None, "divisor of seq-mean-token-sum-norm; null is data.max_response_length", above=0
     )
@@ -117,7 +113,7 @@ class ActorConfig:
     clip_ratio_c: float | None = key(3.0, "dual clip: bound of the ratio where the advantage is negative", above=1)
     off_policy_mask_threshold: float | None = key(
         None,
-        "sequences whose mean log π_rollout − log π is above it get no loss where A < 0; null is off",
+        "a sequence with A < 0 gets no loss if its mean log π_rollout − log π is above this; null is off",
         above=0,
     )
     entropy_coef: float = key(0.01, "coefficient of the entropy bonus; 0 is off")
@@ -128,15 +124,15 @@ class ActorConfig:
     ppo_mini_batch_size: int = key(256, "prompts an optimizer step", minimum=1)
     ppo_max_token_len_per_gpu: int | None = key(
         None,
-        "tokens in one micro-batch; a longer sample is one of its own; null is 16384, on a CPU 4096, whose matrices "
-        "its allocator keeps",
+        "tokens in one micro-batch; a longer sample is a micro-batch of its own; null is 16384, on a CPU 4096 (its "
+        "allocator keeps the memory)",
         minimum=1,
     )
     max_grad_norm: float = key(1.0, "gradients are clipped to this norm", above=0)
-    model_update_frequency: int = key(1, "publish weights to the rollout every so many steps", minimum=1)
+    model_update_frequency: int = key(1, "sync weights to the rollout engines every so many steps", minimum=1)
     weight_update_mode: str = key(
         "store",
-        "how they go to workers that only generate (launcher=ray): through Ray's object store, or as files of "
+        "weight sync to workers that only generate (launcher=ray): through Ray's object store, or as files in "
         "the run's folder",
         choices=WEIGHT_UPDATE_MODES,
     )
@@ -146,7 +142,7 @@ class ActorConfig:
 
 @dataclass(frozen=True)
 class RefConfig:
-    """The frozen reference policy; built only where a KL term is on."""
+    """The frozen reference policy; built only if a KL term is on."""
 
     log_prob_max_token_len_per_gpu: int | None = key(
         None, "tokens in one micro-batch of its log-probs; null is the actor's", minimum=1
@@ -166,10 +162,10 @@ class CriticConfig:
     """How the critic is updated."""
 
     model: CriticModelConfig = group(CriticModelConfig)
-    value_loss: str = key("mse", "loss of a value: half its squared error, or Huber's", choices=VALUE_LOSSES)
+    value_loss: str = key("mse", "value loss: half the squared error, or Huber's", choices=VALUE_LOSSES)
     huber_delta: float = key(10.0, "error from which Huber's loss grows linearly", above=0)
     cliprange_value: float = key(0.5, "how far a value may move from the old one", above=0)
-    loss_agg_mode: str = key("token-mean", "how losses of tokens become one number", choices=LOSS_AGG_MODES)
+    loss_agg_mode: str = key("token-mean", "how token losses are aggregated", choices=LOSS_AGG_MODES)
     ppo_epochs: int = key(1, "passes over a batch", minimum=1)
     ppo_mini_batch_size: int | None = key(None, "prompts an optimizer step; null is the actor's", minimum=1)
     ppo_max_token_len_per_gpu: int | None = key(None, "tokens in one micro-batch; null is the actor's", minimum=1)
@@ -178,16 +174,16 @@ class CriticConfig:
     fsdp_config: TrainedFsdpConfig = group(TrainedFsdpConfig)
 
 
-_NO_ZERO = "greedy answers belong to validation: actor_rollout_ref.rollout.val_kwargs.greedy=true"
+_NO_ZERO = "greedy responses belong to validation: actor_rollout_ref.rollout.val_kwargs.greedy=true"
 
 
 @dataclass(frozen=True)
 class ValKwargsConfig:
     """Generation in validation."""
 
-    greedy: bool = key(True, "one greedy answer a prompt")
-    n: int = key(0, "sampled answers a prompt besides it, for pass@k and mean@k", minimum=0)
-    temperature: float = key(0.6, "temperature of those", above=0, advice=_NO_ZERO)
+    greedy: bool = key(True, "generate one greedy response a prompt")
+    n: int = key(0, "sampled responses a prompt in addition, for pass@k and mean@k", minimum=0)
+    temperature: float = key(0.6, "temperature of the sampled ones", above=0, advice=_NO_ZERO)
     top_p: float = key(1.0, "smallest set of tokens with this mass; 1 is off", above=0, maximum=1)
     top_k: int = key(-1, "the most likely tokens; -1 is off", minimum=-1)
 
@@ -203,32 +199,33 @@ class RolloutConfig:
     top_p: float = key(1.0, "smallest set of tokens with this mass; 1 is off", above=0, maximum=1)
     top_k: int = key(-1, "the most likely tokens; -1 is off", minimum=-1)
     min_p: float = key(0.0, "least probability as a share of the largest; 0 is off", minimum=0, below=1)
-    repetition_penalty: float = key(1.0, "penalty on tokens that occurred; 1 is off", above=0)
-    stop: tuple[str, ...] = key((), "texts that end a response: one or a list")
+    repetition_penalty: float = key(1.0, "penalty on tokens that already occurred; 1 is off", above=0)
+    stop: tuple[str, ...] = key((), "strings that end a response: one or a list")
     max_num_seqs: int = key(256, "responses generated at the same time", minimum=1)
     kv_on_update: str = key(
         "keep",
-        "answers that run when new weights come (async.max_staleness > 0) go on over their old keys and values, over "
-        "recomputed ones, or are ended and asked for again",
+        "for running responses at a weight sync (async.max_staleness > 0): continue with their old keys and values, "
+        "recompute these, or abort and generate the response again",
         choices=KV_ON_UPDATE,
     )
     num_threads: int | None = key(
         None,
-        "threads that generate while the trainer trains (async.max_staleness > 0); null is half of the cores, or what "
+        "threads of generation while the trainer trains (async.max_staleness > 0); null is half of the cores, or what "
         "trainer.num_threads leaves",
         minimum=1,
     )
     batch_invariant: bool = key(
         False,
-        "the bits of an answer depend on its own request alone, not on what is generated beside it nor on when: about "
-        "half as fast",
+        "make a response bit for bit independent of what else is generated and when; about half as fast",
     )
     enforce_eager: bool = key(
         False,
-        "each operation of a decode step is launched on its own: no CUDA graphs, and on a CPU none of the native code "
-        "by which a decode step is one, where there is a C compiler",
+        "launch each operation of a decode step separately: no CUDA graphs, and on a CPU no natively compiled decode "
+        "step",
     )
     timeout_s: float | None = key(
-        1800.0, "the run ends where the engine answers nothing and draws no token for so long; null is never", above=0
+        1800.0,
+        "stop the run if the engine returns nothing and samples no token for so many seconds; null is never",
+        above=0,
     )
     val_kwargs: ValKwargsConfig = group(ValKwargsConfig)

@@ -17,8 +17,8 @@ Differing = dict[str, dict[str, Any]]
 
 
 def parse_differing(value: object, keys: Mapping[str, KeyInfo], allowed: Collection[str], form: str) -> Differing:
-    """From plain data, nested or dotted. keys: of the group, by their dotted names; allowed: of these, or of the groups
-    below it, those that may differ. form: an example. Raises Mismatch."""
+    """Overrides from plain data, nested or dotted. keys: the group's, by dotted name; allowed: the keys or groups that
+    may differ. form: an example. Raises Mismatch."""
     if not isinstance(value, Mapping):
         raise Mismatch("is not a mapping from domains to their settings", form)
     known = {name: info for name, info in keys.items() if name in allowed or name.partition(".")[0] in allowed}

@@ -33,15 +33,15 @@ _OF_SIIRL = {
     "dependencies": "deps",
     "executable_ref": "func",
 }
-"""Keys of a node in siiRL's files, and what they are called here."""
+"""Keys of a node in siiRL's files, with their names here."""
 
 MARKERS = ("PUT_TO_BUFFER", "GET_FROM_BUFFER", "BARRIER_SYNC")
 """Types of nodes that have no func."""
 
 
 def parse_nodes(value: object) -> tuple[dict[str, object], ...]:
-    """The nodes of a pipeline given in YAML, each with an id and, unless it is a marker, a func. Raises Mismatch naming
-    the entry."""
+    """The nodes of a pipeline written in YAML, each with an id and, unless it is a marker, a func. Raises Mismatch
+    naming the entry."""
     if value is None:
         return ()
     if not isinstance(value, list | tuple):
@@ -58,7 +58,7 @@ def _check_node(place: int, node: object, seen: set[str]) -> None:
     renamed = [name for name in node if name in _OF_SIIRL]
     if renamed:
         names = ", ".join(f"'{name}' is {_OF_SIIRL[name]}" for name in renamed)
-        raise Mismatch(f"has an entry {place} in the words of siiRL", f"{names} here")
+        raise Mismatch(f"has an entry {place} in siiRL's words", f"{names} here")
     for name in ("id", "func"):
         if not isinstance(node.get(name), str) and not (name == "func" and _is_marker(node)):
             raise Mismatch(f"has an entry {place} without '{name}'", "every node has an id and a func: module:function")
@@ -79,7 +79,7 @@ def _is_marker(node: Mapping[str, object]) -> bool:
 
 @dataclass(frozen=True)
 class DagConfig:
-    """The pipeline: `custom_pipeline_fn` or `nodes` come before `pipeline`."""
+    """The pipeline: `custom_pipeline_fn` and `nodes` take precedence over `pipeline`."""
 
     pipeline: str | None = key(
         None, "built-in pipeline; null goes by algorithm.workflow_type and adv_estimator", choices=tuple(PIPELINES)
@@ -89,11 +89,11 @@ class DagConfig:
         (), f"a pipeline as a list of nodes ({', '.join(NODE_KEYS)})", parse=parse_nodes
     )
     generates: bool | None = key(
-        None, "whether a pipeline of your own generates what it learns from; null goes by what its nodes use"
+        None, "whether your own pipeline generates its training data; null infers it from its nodes"
     )
     enable_perf: bool = key(False, "time each node in the metrics")
     backend_threshold: int = key(
-        32, "ranks from which objects have a gloo group of their own beside nccl (launcher=ray)", minimum=1
+        32, "number of ranks from which objects use a separate gloo group beside nccl (launcher=ray)", minimum=1
     )
     apportion_strategy: str = key(
         "param_aware",
@@ -102,8 +102,8 @@ class DagConfig:
     )
     model_sizes: dict[str, str | float] = key(
         {},
-        "parameters of a role's model by which param_aware shares out, e.g. {actor: 70B, critic: 500M}; what is not "
-        "said is counted from the model's config.json",
+        "parameter counts for param_aware by role, e.g. {actor: 70B, critic: 500M}; a missing one is computed from "
+        "the model's config.json",
     )
-    consider_node_cohesion: bool = key(True, "a part that fits on one machine is on one machine")
-    consider_node_load: bool = key(True, "of machines that suit a part alike, the one with fewer busy devices")
+    consider_node_cohesion: bool = key(True, "place a part that fits on one machine on one machine")
+    consider_node_load: bool = key(True, "of machines that suit a part equally, take the one with fewer busy devices")

@@ -9,7 +9,7 @@ from distflow.config.keys.declare import collect, group, key
 from distflow.config.keys.named_overrides import Differing, parse_differing
 
 OnError: TypeAlias = Literal["mask", "drop"] | float
-"""What becomes of a sample without a verdict: out of the loss, its group out of the run, or a score."""
+"""What happens to a sample with a reward error: left out of the loss, its group dropped, or a score instead."""
 Option: TypeAlias = bool | int | float | str
 _FORM = "write e.g. {default: [math], code: [{name: format, weight: 0.1}, {name: repetition, options: {n: 4}}]}"
 _PART = {"name", "weight", "options"}
@@ -18,7 +18,7 @@ _PART = {"name", "weight", "options"}
 class RewardPart(NamedTuple):
     """One reward function of a domain; the score of a sample is the weighted sum of its parts.
 
-    options: what the function is called with besides, by name: numbers, texts, truth values.
+    options: further keyword arguments of the function: int, float, str, bool.
     """
 
     name: str
@@ -26,7 +26,7 @@ class RewardPart(NamedTuple):
     options: Mapping[str, Option] = {}
 
     def plain(self) -> object:
-        """As short as it may be written in a config."""
+        """The shortest form that a config may have."""
         weight = {} if self.weight == 1.0 else {"weight": self.weight}
         options = {"options": dict(self.options)} if self.options else {}
         return {"name": self.name, **weight, **options} if weight or options else self.name
@@ -51,12 +51,13 @@ def plain_parts(parts: Sequence[RewardPart]) -> list[object]:
 
 def _domain(name: object) -> str:
     if not isinstance(name, str):
-        raise Mismatch(f"has the domain {name!r}, which is not a text", "put the name of the domain in quotes")
+        raise Mismatch(f"has the domain {name!r}, which is not a str", "put the name of the domain in quotes")
     return name
 
 
 def parse_parts(whose: str, value: object) -> tuple[RewardPart, ...]:
-    """Those of one domain, from a name, {name, weight} or a list of such. whose: for messages. Raises Mismatch."""
+    """Reward functions of one domain, from a name, {name, weight} or a list of such. whose: for messages. Raises
+    Mismatch."""
     entries = value if isinstance(value, list | tuple) else [value]
     if not entries:
         raise Mismatch(f"has no reward function for {whose}", _FORM)
@@ -86,7 +87,7 @@ def _parse_options(name: str, value: object) -> dict[str, Option]:
         raise Mismatch(f"has options of '{name}' that are no mapping of names", "write e.g. options: {n: 4}")
     wrong = [key for key, option in value.items() if not isinstance(option, bool | int | float | str)]
     if wrong:
-        raise Mismatch(f"has an option '{wrong[0]}' of '{name}' that is no number, text or truth value", "")
+        raise Mismatch(f"has an option '{wrong[0]}' of '{name}' that is not of type bool, int, float or str", "")
     return dict(value)
 
 
@@ -106,7 +107,7 @@ def plain_on_error(value: OnError) -> object:
 
 _PATIENCE = ("timeout_s", "num_workers", "retries", "backoff_s")
 JUDGED_BY_DOMAIN = (*_PATIENCE, "on_error")
-"""Keys of `reward` that a domain may have otherwise."""
+"""Keys of `reward` that a domain may override."""
 
 
 def parse_domains(value: object) -> Differing:
@@ -133,7 +134,7 @@ class OverlongConfig:
 
 @dataclass(frozen=True)
 class RewardConfig:
-    """Reward functions by domain; `default` serves the domains that are not named."""
+    """Reward functions by domain; `default` holds for the domains that are not named."""
 
     functions: dict[str, tuple[RewardPart, ...]] = key(
         {"default": (RewardPart("math"),)},
@@ -142,33 +143,33 @@ class RewardConfig:
         parse=parse_functions,
         plain=plain_functions,
     )
-    timeout_s: float = key(10.0, "seconds that one verdict may take", above=0)
+    timeout_s: float = key(10.0, "seconds that one call of a reward function may take", above=0)
     max_error_rate: float = key(
-        0.5, "share of a step's verdicts that may fail before the run stops; 1 never stops", minimum=0, maximum=1
+        0.5, "stop the run if the share of reward errors in a step is higher; 1 never stops", minimum=0, maximum=1
     )
     num_workers: int = key(
-        2, "processes that judge, of each domain of functions and domains; 1 of a reward model", minimum=1
+        2, "worker processes of each domain in functions and domains; a reward model has 1", minimum=1
     )
     num_actors: int = key(
         0,
-        "actors that hold the verifiers of all workers, wherever the cluster has room (launcher=ray); 0: they run "
+        "actors that run the reward functions of all workers, anywhere in the cluster (launcher=ray); 0: they run "
         "beside each worker",
         minimum=0,
     )
-    actor_cpus: int = key(1, "CPUs that each of these takes of its machine", minimum=1)
-    retries: int = key(0, "how often a verdict that failed is asked for again", minimum=0)
-    backoff_s: float = key(1.0, "seconds before it is, doubled each time", above=0)
+    actor_cpus: int = key(1, "CPUs that each of these actors takes of its machine", minimum=1)
+    retries: int = key(0, "how often a call that failed is retried", minimum=0)
+    backoff_s: float = key(1.0, "seconds before the first retry, doubled each time", above=0)
     on_error: OnError = key(
         "mask",
-        "a sample without a verdict: mask leaves it out of baselines and the loss, drop its whole group out of the "
-        "run; {score: x} trains it with that score",
+        "for a sample with a reward error: mask leaves it out of baselines and the loss, drop drops its whole group, "
+        "{score: x} uses that score",
         parse=parse_on_error,
         plain=plain_on_error,
     )
     domains: Differing = key(
         {},
-        "domain → timeout_s, num_workers, retries, backoff_s, on_error where they differ there; such a domain has "
-        "processes of its own",
+        "domain → timeout_s, num_workers, retries, backoff_s, on_error where they differ; such a domain has "
+        "worker processes of its own",
         parse=parse_domains,
         plain=plain_domains,
     )
@@ -177,18 +178,18 @@ class RewardConfig:
 
 @dataclass(frozen=True)
 class CustomRewardConfig:
-    """The function behind the reward named `custom`."""
+    """The function of the reward named `custom`."""
 
-    path: str | None = key(None, "Python file or module that holds it")
-    name: str = key("compute_score", "its name there")
+    path: str | None = key(None, "Python file or module of the function")
+    name: str = key("compute_score", "name of the function in it")
 
 
 def patience_of(reward: RewardConfig, domain: str) -> dict[str, Any]:
-    """What the domain's verdicts may cost, by name."""
+    """Timeout, workers and retries of the domain's reward functions, by key."""
     own = reward.domains.get(domain, {})
     return {name: own.get(name, getattr(reward, name)) for name in _PATIENCE}
 
 
 def on_error_of(reward: RewardConfig, domain: str) -> OnError:
-    """What becomes of a sample of that domain without a verdict."""
+    """What happens to a sample of that domain with a reward error."""
     return cast(OnError, reward.domains.get(domain, {}).get("on_error", reward.on_error))

@@ -68,7 +68,7 @@ def patience(config: Config) -> Iterator[Finding]:
             if settings["backoff_s"] != default:
                 yield Finding(
                     (f"{where}.backoff_s", "reward.retries"),
-                    "no verdict is asked for again",
+                    "no call is retried",
                     "set reward.retries=3, or remove it",
                 )
     functions = reward_functions(config)

@@ -1,5 +1,5 @@
-"""Causal attention of packed sequences in float32 on a CPU, by native code: each sequence to itself, over whatever it
-shares with others as well, without padding and without a matrix that is kept for the way back."""
+"""Native code for causal attention of packed sequences in float32 on a CPU: each sequence to itself, shared prefixes
+included, without padding and without a matrix that is saved for the backward pass."""
 
 import ctypes
 from dataclasses import dataclass
@@ -45,7 +45,7 @@ class _Packing(ctypes.Structure):
     ]
 
 
-class _Saved(Protocol):
+class _SavedForBackward(Protocol):
     """What a forward pass keeps for its backward pass."""
 
     sequences: Sequences
@@ -67,7 +67,7 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, sequences: Sequences, 
 class _Attention(Function):
     @staticmethod
     def forward(
-        ctx: _Saved, queries: Tensor, keys: Tensor, values: Tensor, sequences: Sequences, scale: float
+        ctx: _SavedForBackward, queries: Tensor, keys: Tensor, values: Tensor, sequences: Sequences, scale: float
     ) -> Tensor:
         mixed, log_sums = torch.empty_like(queries), queries.new_empty(queries.shape[:2])
         _run("attend", sequences, scale, queries, keys, values, mixed, log_sums)
@@ -77,7 +77,7 @@ class _Attention(Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: _Saved, of_mixed: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+    def backward(ctx: _SavedForBackward, of_mixed: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         queries, keys, values, mixed, log_sums = ctx.saved_tensors
         sequences, of_mixed = ctx.sequences, of_mixed.contiguous()
         added = [keys.new_empty(len(sequences.place), *keys.shape[1:]) for _ in range(2)]

@@ -1,6 +1,5 @@
-"""Draws from softmax(logits / temperature) by native code, a row at a time.
-
-A decode step of a Llama-like decoder by native code: one call in place of some hundred operations.
+"""Native code for a decode step of a Llama-like decoder, one call in place of some hundred operations, and for draws
+from softmax(logits / temperature), a row at a time.
 """
 
 import ctypes
@@ -71,7 +70,7 @@ class NativeStep:
         self._seen = []
 
     def follow(self) -> bool:
-        """See to it that the copies are those of the model as it is. False: it has become one that is torch's."""
+        """Update the copies of the weights. False: the model has changed, and only torch can compute it."""
         now = seen(self._causal)
         if now != self._seen:
             try:

@@ -1,6 +1,6 @@
-"""What stands between the products of a decoder layer on a CPU, by native code, forward and backward: each reads what
-it takes, and writes what it makes, once. Products take and make bfloat16 or float32. Of bfloat16 it rounds where
-autocast does forward, and less often backward."""
+"""Native code for the operations between the matrix products of a decoder layer on a CPU, forward and backward: each
+reads its inputs and writes its outputs once. Products are in bfloat16 or float32. With bfloat16, forward rounds where
+autocast does, and backward less often."""
 
 import ctypes
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ class _Heads(ctypes.Structure):
     _fields_ = [("norms", Norm * 2), ("heads", COUNT * 3), ("head_dim", COUNT)]
 
 
-class _Saved(Protocol):
+class _SavedForBackward(Protocol):
     """What a forward pass keeps for its backward pass."""
 
     needs_input_grad: tuple[bool, ...]
@@ -66,7 +66,7 @@ def gate(gate_up: Tensor) -> Tensor:
 class _AddNorm(Function):
     @staticmethod
     def forward(
-        ctx: _Saved, x: Tensor, added: Tensor | None, weight: Tensor, epsilon: float, dtype: torch.dtype
+        ctx: _SavedForBackward, x: Tensor, added: Tensor | None, weight: Tensor, epsilon: float, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
         made, normed = torch.empty_like(x), torch.empty_like(x, dtype=dtype)
         norm = norm_of(weight, None, epsilon)
@@ -77,7 +77,7 @@ class _AddNorm(Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: _Saved, of_made: Tensor, of_normed: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _SavedForBackward, of_made: Tensor, of_normed: Tensor) -> tuple[Tensor | None, ...]:
         made, weight = ctx.saved_tensors
         of_x, of_weight = torch.empty_like(made), torch.empty_like(weight)
         of_added = torch.empty_like(of_normed) if ctx.needs_input_grad[1] else None
@@ -90,7 +90,7 @@ class _AddNorm(Function):
 class _SplitHeads(Function):
     @staticmethod
     def forward(
-        ctx: _Saved,
+        ctx: _SavedForBackward,
         projected: Tensor,
         cos: Tensor,
         sin: Tensor,
@@ -110,7 +110,7 @@ class _SplitHeads(Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: _Saved, *of_made: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _SavedForBackward, *of_made: Tensor) -> tuple[Tensor | None, ...]:
         projected, cos, sin, *norms = ctx.saved_tensors
         rows, dim = cos.shape
         of_norms = [None if norm is None else torch.empty_like(norm) for norm in norms]
@@ -142,7 +142,7 @@ def _addresses(tensors: Sequence[Tensor]) -> Any:
 
 class _Gate(Function):
     @staticmethod
-    def forward(ctx: _Saved, gate_up: Tensor) -> Tensor:
+    def forward(ctx: _SavedForBackward, gate_up: Tensor) -> Tensor:
         rows, size = len(gate_up), gate_up.shape[1] // 2
         gated = gate_up.new_empty(rows, size)
         _run("gate_rows", gate_up, COUNT(rows), COUNT(size), _halves(gated), gated)
@@ -151,7 +151,7 @@ class _Gate(Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: _Saved, of_gated: Tensor) -> Tensor:
+    def backward(ctx: _SavedForBackward, of_gated: Tensor) -> Tensor:
         (gate_up,) = ctx.saved_tensors
         rows, size = of_gated.shape
         of_gate_up = torch.empty_like(gate_up)

@@ -1,6 +1,6 @@
-"""A decoder layer but for its attention, in float32 on a CPU, by native code: what stands before attention (norm,
-projections, rotation) and what stands after it (output, norm, gated MLP and residuals), as one operation each, forward
-and backward. What lies between stays in the processor's cache."""
+"""Native code for a decoder layer without its attention, in float32 on a CPU: the part before attention (norm,
+projections, rotation) and the part after it (output, norm, gated MLP and residuals), as one operation each, forward and
+backward. Intermediate results stay in the processor's cache."""
 
 import ctypes
 from collections.abc import Sequence
@@ -50,7 +50,7 @@ class _After(ctypes.Structure):
     ]
 
 
-class _Saved(Protocol):
+class _SavedForBackward(Protocol):
     """What a forward pass keeps for its backward pass."""
 
     head_dim: int
@@ -64,7 +64,7 @@ class _Saved(Protocol):
 
 def before_attention(layer: Any, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Rotated queries `(rows, heads, head_dim)`, rotated keys and values `(rows, kv_heads, head_dim)`, of a layer that
-    `packing.check` has nothing against.
+    `weight_layout.check` accepts.
 
     x: float32 `(rows, hidden)`. cos, sin: `(rows, head_dim)`, as the model makes them. Differentiable once.
     """
@@ -87,8 +87,8 @@ def before_attention(layer: Any, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[T
 
 
 def after_attention(layer: Any, x: Tensor, mixed: Tensor) -> Tensor:
-    """What the layer makes, `(rows, hidden)`, where attention makes `mixed`, `(rows, heads, head_dim)`, of what it was
-    given. Differentiable once."""
+    """The layer's output, `(rows, hidden)`, from its input `x` and the output of attention, `mixed`, `(rows, heads,
+    head_dim)`. Differentiable once."""
     norm, mlp = layer.post_attention_layernorm, layer.mlp
     weights = [
         weight
@@ -109,7 +109,14 @@ def after_attention(layer: Any, x: Tensor, mixed: Tensor) -> Tensor:
 class _BeforeAttention(Function):
     @staticmethod
     def forward(
-        ctx: _Saved, x: Tensor, cos: Tensor, sin: Tensor, head_dim: int, epsilon: float, norm: Tensor, *weights: Tensor
+        ctx: _SavedForBackward,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        head_dim: int,
+        epsilon: float,
+        norm: Tensor,
+        *weights: Tensor,
     ) -> tuple[Tensor, ...]:
         made = [x.new_empty(len(x), len(weight)) for weight in weights[::3]]
         projected = [
@@ -127,7 +134,7 @@ class _BeforeAttention(Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: _Saved, *of_made: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _SavedForBackward, *of_made: Tensor) -> tuple[Tensor | None, ...]:
         x, _, _, norm, *others = ctx.saved_tensors
         of_x, of_weights = torch.empty_like(x), [_like(weight) for weight in (norm, *others[:9])]
         job, given = _before(ctx, ctx.saved_tensors, of_weights), [each.contiguous() for each in of_made]
@@ -138,7 +145,7 @@ class _BeforeAttention(Function):
         return of_x, None, None, None, None, *of_weights
 
 
-def _before(ctx: _Saved, saved: Sequence[Any], of_weights: Sequence[Tensor | None]) -> Any:
+def _before(ctx: _SavedForBackward, saved: Sequence[Any], of_weights: Sequence[Tensor | None]) -> Any:
     x, cos, sin, norm, *others = saved
     weights, projected = others[:9], others[9:]
     of_norm, *of_others = of_weights
@@ -155,7 +162,7 @@ def _before(ctx: _Saved, saved: Sequence[Any], of_weights: Sequence[Tensor | Non
 class _AfterAttention(Function):
     @staticmethod
     def forward(
-        ctx: _Saved, x: Tensor, mixed: Tensor, epsilon: float, keeps: bool, norm: Tensor, *weights: Tensor
+        ctx: _SavedForBackward, x: Tensor, mixed: Tensor, epsilon: float, keeps: bool, norm: Tensor, *weights: Tensor
     ) -> Tensor:
         attended, made = torch.empty_like(x), torch.empty_like(x)
         stride = library().gates_stride(COUNT(len(weights[2])))
@@ -170,7 +177,7 @@ class _AfterAttention(Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: _Saved, of_made: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _SavedForBackward, of_made: Tensor) -> tuple[Tensor | None, ...]:
         mixed, attended, _, _, *weights = ctx.saved_tensors
         of_x, of_mixed, of_weights = torch.empty_like(attended), torch.empty_like(mixed), [_like(w) for w in weights]
         job, of_made = _after(ctx, ctx.saved_tensors, of_weights), of_made.contiguous()
@@ -179,7 +186,7 @@ class _AfterAttention(Function):
         return of_x, of_mixed, None, None, *of_weights
 
 
-def _after(ctx: _Saved, saved: Sequence[Any], of_weights: Sequence[Tensor | None]) -> Any:
+def _after(ctx: _SavedForBackward, saved: Sequence[Any], of_weights: Sequence[Tensor | None]) -> Any:
     mixed, attended, gates, ups, norm, *weights = saved
     of_norm, *of_others = of_weights
     job = _After(norm=norm_of(norm, of_norm, ctx.epsilon), rows=len(attended))

@@ -1,7 +1,7 @@
-"""Linear maps in bfloat16 on a CPU whose weights wait in the layout that products want.
+"""Linear maps in bfloat16 on a CPU with weights in the layout of oneDNN's products.
 
-oneDNN brings a weight into its own layout before each product, which of few rows takes as long as the product itself.
-Here that layout is kept beside the weight, at the cost of as much memory again, and made anew when the weight changes.
+oneDNN brings a weight into its own layout before each product, which takes as long as a product of few rows.
+Here a copy in that layout is kept, for as much memory again, and updated when the weight changes.
 """
 
 import torch

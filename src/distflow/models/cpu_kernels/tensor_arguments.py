@@ -1,4 +1,4 @@
-"""What C functions of this folder are called with."""
+"""Arguments for the C functions of this folder."""
 
 import ctypes
 

@@ -1,12 +1,12 @@
-"""What the verifiers of a sample said of it, from its row in the samples file: by part, and in a line."""
+"""What the reward functions reported on a sample, from its row in the samples file: by part, and in one line."""
 
 from collections.abc import Mapping
 from typing import Literal
 
 from distflow.observe.sanitize import visible
 
-TIMED_OUT = "no verdict within"
-"""How the text of a verdict begins that ran into its time limit."""
+TIMED_OUT = "no score within"
+"""How the text of a reward error begins that is a timeout."""
 RIGHT = 1.0 - 1e-6
 
 
@@ -24,7 +24,7 @@ def remarks(row: Mapping[str, object]) -> dict[str, dict[str, object]]:
 
 
 def failure(row: Mapping[str, object]) -> Literal["error", "timeout"] | None:
-    """Why the row has no verdict; None where it has one."""
+    """Why the row has no score; None where it has one."""
     errors = row.get("errors")
     if not errors:
         return None
@@ -33,17 +33,17 @@ def failure(row: Mapping[str, object]) -> Literal["error", "timeout"] | None:
 
 
 def is_right(row: Mapping[str, object]) -> bool | None:
-    """Whether the answer counts as right; None where nobody says."""
+    """Whether the response counts as correct; None if that is unknown."""
     accuracy = row.get("acc") if row.get("acc") is not None else row.get("score")
     return accuracy >= RIGHT if isinstance(accuracy, int | float) and not row.get("errors") else None
 
 
 def in_short(row: Mapping[str, object], most: int = 160) -> str:
-    """What to look at first, in a line for the terminal; empty where the verifiers said nothing more."""
+    """What to look at first, in one line for the terminal; empty if the reward functions reported only a score."""
     if errors := row.get("errors"):
         return visible(str(errors[0] if isinstance(errors, list) else errors), most, one_line=True)
-    told = [f"{part}: {said}" for part, own in remarks(row).items() if (said := _short(own))]
-    return visible("; ".join(told), most, one_line=True)
+    shown = [f"{part}: {said}" for part, own in remarks(row).items() if (said := _short(own))]
+    return visible("; ".join(shown), most, one_line=True)
 
 
 def _short(said: Mapping[str, object]) -> str:
@@ -54,6 +54,6 @@ def _short(said: Mapping[str, object]) -> str:
         broken = [str(name) for name, kept in followed.items() if not kept]
         return f"not followed: {', '.join(broken)}" if broken else f"all {len(followed)} followed"
     if "extracted" in said:
-        answer = said["extracted"]
-        return f"{'no answer' if answer is None else answer}, wanted {said.get('wanted')}"
+        found = said["extracted"]
+        return f"{'no answer' if found is None else found}, wanted {said.get('wanted')}"
     return str(said["reason"]) if said.get("reason") else ""

@@ -30,7 +30,7 @@ from distflow.observe.report.charts import (
     unit_of,
 )
 from distflow.observe.report.domains import Domain, domain_charts, domain_docs, domain_table
-from distflow.observe.report.findings import Finding, findings, idle_planes, no_answer_counts
+from distflow.observe.report.findings import Finding, accuracy_counts_nothing, findings, idle_sides
 from distflow.observe.report.page import page, tiles
 from distflow.observe.report.pipeline import DrawnNode, pipeline_graph
 from distflow.observe.report.samples import Samples, before_and_after, num_problems, thin_samples
@@ -39,18 +39,18 @@ from distflow.observe.report.summary import (
     EventGroup,
     Steps,
     Tone,
+    describe_audits,
+    describe_learning,
     ending,
     failure,
     find_accuracy,
     group_events,
     has_audits,
-    learned,
     problems,
-    proven,
     status,
     time_sentence,
 )
-from distflow.observe.report.timeline import StepTimeline, error_bars, read_planes, timelines
+from distflow.observe.report.timeline import StepTimeline, error_bars, read_activity, timelines
 from distflow.observe.writing.folder_lock import RunFolderError, is_ours
 
 MAX_BYTES = 1_300_000
@@ -96,7 +96,7 @@ class ReportData(TypedDict):
 
 
 def write_report(run_dir: Path) -> Path:
-    """Write `report.html` into the run's folder and return its path; works while the run goes on and after a crash.
+    """Write `report.html` into the run's folder and return its path; works while the run is going and after a crash.
 
     What is missing in it is missing in the report, and said. Raises RunFolderError if there is no such folder, or it is
     somebody's; UserError for a file that may not be read.
@@ -128,9 +128,9 @@ def report_data(run_dir: Path) -> ReportData:
         *choose_charts(columns["y"], domain_charts(columns["y"])), columns["y"]
     )
     run, config = read_json(run_dir, "run.json"), read_config(run_dir)
-    planes = read_planes(run_dir)
-    judged = [*findings(run_dir, timeline, steps, config), *idle_planes(planes, config)]
-    counted = None if no_answer_counts(steps) else accuracy
+    activity = read_activity(run_dir)
+    found = [*findings(run_dir, timeline, steps, config), *idle_sides(activity, config)]
+    counted = None if accuracy_counts_nothing(steps) else accuracy
     written = max([event.t for event in events[-1:]] + [record.t for record in records[-1:]], default=0.0)
     end = ending(events, failed, steps, run.get("total_steps"), written)
     data: ReportData = {
@@ -140,7 +140,7 @@ def report_data(run_dir: Path) -> ReportData:
         "status": status(events),
         "written": time.strftime("%Y-%m-%d %H:%M"),
         "failure": {"message": failed["message"], "traceback": failed["traceback"]} if failed else None,
-        "sentences": [*_sentences(end, judged, counted, groups, steps, events), *_damage(run_dir)],
+        "sentences": [*_sentences(end, found, counted, groups, steps, events), *_damage(run_dir)],
         "tiles": tiles(counted, steps),
         "problems": groups,
         "log": [_log_line(event) for event in events if event.kind not in ("warning", "error", "finding")][-_MAX_LOG:],
@@ -155,7 +155,7 @@ def report_data(run_dir: Path) -> ReportData:
         "docs": describe(columns["y"]) | domain_docs(columns["y"]),
         "histograms": histograms(run_dir, timeline),
         "pipeline": pipeline_graph(run_dir, steps),
-        "timelines": timelines(planes, records),
+        "timelines": timelines(activity, records),
         "preset": str(run.get("preset", "")),
         "changed": _changed(run),
         "config": _config_text(run_dir, run),
@@ -167,7 +167,7 @@ def report_data(run_dir: Path) -> ReportData:
 
 def _sentences(
     end: tuple[Tone, str],
-    judged: Sequence[Finding],
+    found: Sequence[Finding],
     accuracy: Accuracy | None,
     groups: Sequence[EventGroup],
     steps: Steps,
@@ -178,12 +178,12 @@ def _sentences(
     if not steps:
         said.append(Finding("unknown", "No step has been recorded yet."))
     else:
-        hindered = [finding for finding in judged if finding.hinders]
-        others = [finding for finding in judged if not finding.hinders]
+        hindered = [finding for finding in found if finding.hinders]
+        others = [finding for finding in found if not finding.hinders]
         # Of a reward that never moved `hindered` says more than "no clear change"; only validation problems add to
         # that.
-        outcome = [Finding(*learned(accuracy, steps))] if accuracy or not hindered else []
-        rest = [Finding(*problems(groups, steps)), Finding(*proven(events))]
+        outcome = [Finding(*describe_learning(accuracy, steps))] if accuracy or not hindered else []
+        rest = [Finding(*problems(groups, steps)), Finding(*describe_audits(events))]
         if end[0] == "bad":  # beside a failure it is no matter what did not go wrong, or was not begun
             outcome = [finding for finding in outcome if finding.tone != "unknown"]
             rest = [finding for finding, counts in zip(rest, (groups, has_audits(events)), strict=True) if counts]

@@ -1,6 +1,6 @@
-"""The charts of the report: each asks one question, and takes the metrics that answer it.
+"""The charts of the report: each asks one question, and shows the metrics that settle it.
 
-Histograms of what the answers of training looked like, at the start of a run and at its end.
+Also histograms of the training responses at the start of a run and at its end.
 """
 
 import math
@@ -66,20 +66,20 @@ class Series(TypedDict):
 
 
 CHARTS = (
-    Chart("Does it answer more validation problems correctly?", (r"val_correct/.*",), unit="share correct"),
+    Chart("Does it solve more validation problems?", (r"val_correct/.*",), unit="share correct"),
     Chart("Does the reward rise?", (r"reward/mean_score", r"reward/.*/mean", r"reward/(max|min)"), unit="score"),
     Chart("Does the loss fall?", (r"sft/.*loss", r"loss"), unit="loss"),
     Chart("How far has it moved from the reference?", (r"actor/kl_loss", r"actor/reward_kl_penalty"), unit="nats"),
     Chart("How far does one step move it?", (r"actor/ppo_kl",), unit="nats"),
     Chart("Does it still explore?", (r"actor/entropy",), unit="entropy, nats"),
     Chart("Do responses get longer?", (r"rollout/avg_response_length", r"rollout/response_length/.*"), unit="tokens"),
-    Chart("How many responses are cut off?", (r"rollout/truncated",), unit="share"),
-    Chart("How many groups teach nothing?", (r"reward/frac_reward_zero_std",), unit="share"),
+    Chart("How many responses are truncated?", (r"rollout/truncated",), unit="share"),
+    Chart("How many groups carry no gradient?", (r"reward/frac_reward_zero_std",), unit="share"),
     Chart("Are the gradients healthy?", (r"(actor|critic|sft)/grad_norm",), unit="norm"),
     Chart("How much of an update is clipped?", (r"actor/pg_clipfrac(_lower)?",), unit="share of tokens"),
     Chart("Does the value model fit?", (r"critic/vf_loss",), unit="loss"),
     Chart("Do engine and trainer agree?", (r"mismatch/(mean|max)_abs", r"canary/.*"), unit="nats"),
-    Chart("Were all answers judged?", (r"reward/(errors|timeouts|calls)",), unit="samples"),
+    Chart("Were there reward errors?", (r"reward/(errors|timeouts|calls)",), unit="samples"),
     Chart("How old is the data?", (r"async/version_diff/.*",), unit="versions"),
     Chart(
         "Where does the time of a step go?",
@@ -92,20 +92,20 @@ CHARTS = (
     Chart("How much memory does it take?", (rf"memory/process/{_LARGE}", r"memory/(?!cuda/).*"), unit="GiB"),
 )
 
-_BEHIND = 2
+_NUM_FIRST = 2
 
 
 def choose_charts(names: Iterable[str], by_domain: Sequence[ChosenChart] = ()) -> tuple[list[ChosenChart], list[str]]:
     """The charts that have data, and the names that no chart shows.
 
     A metric is in the first chart that takes it; a chart has at most 8 lines (a stack has all). by_domain: charts that
-    were chosen before; they stand behind those of the accuracy and the reward.
+    were chosen before; they come after those of the accuracy and the reward.
     """
     taken_before = {name for chart in by_domain for name in chart["names"]}
     left = sorted(set(names) - taken_before)
     charts: list[ChosenChart] = []
     for position, chart in enumerate(CHARTS):
-        if position == _BEHIND:
+        if position == _NUM_FIRST:
             charts += by_domain
         taken = [name for pattern in chart.patterns for name in left if re.fullmatch(pattern, name)]
         taken = list(dict.fromkeys(taken))
@@ -224,7 +224,7 @@ _STALENESS = "staleness of the oldest token"
 
 
 class Part(TypedDict):
-    """name: which answers. number: how many. shares: of them, in each bin."""
+    """name: which responses. number: how many. shares: of them, in each bin."""
 
     name: str
     number: int
@@ -232,7 +232,7 @@ class Part(TypedDict):
 
 
 class Histogram(TypedDict):
-    """bins: what each holds, in words; parts: early and late answers, over the same bins."""
+    """bins: what each holds, in words; parts: early and late responses, over the same bins."""
 
     title: str
     unit: str
@@ -241,15 +241,15 @@ class Histogram(TypedDict):
 
 
 def histograms(run_dir: Path, timeline: Timeline) -> list[Histogram]:
-    """Of the lengths and of the rewards in training, and of the staleness where any answer is stale, over the first and
-    the last tenth of the steps, at most 5 each."""
+    """Of the lengths and the rewards in training, and of the staleness if any response is stale, over the first and the
+    last tenth of the steps, at most 5 each."""
     ends = _ends(run_dir, timeline)
     lengths = {name: _numbers(rows, "response_length") for name, rows in ends.items()}
-    judged = {name: [row for row in rows if not row.get("errors")] for name, rows in ends.items()}
-    rewards = {name: _numbers(rows, "score") for name, rows in judged.items()}
+    scored = {name: [row for row in rows if not row.get("errors")] for name, rows in ends.items()}
+    rewards = {name: _numbers(rows, "score") for name, rows in scored.items()}
     stale = {name: _numbers(rows, _STALENESS) for name, rows in ends.items()}
     asked = (
-        ("How long are the answers?", "tokens", lengths),
+        ("How long are the responses?", "tokens", lengths),
         ("Which rewards do they get?", "reward", rewards),
         ("How stale are they when trained on?", "steps", stale if any(map(any, stale.values())) else {}),
     )
@@ -297,7 +297,7 @@ def _range(start: float, width: float, whole: bool) -> str:
 
 
 def _ends(run_dir: Path, timeline: Timeline) -> dict[str, list[dict[str, JSON]]]:
-    """The answers of the first and of the last steps, by the name of those steps; of all where there are few."""
+    """The responses of the first and of the last steps, by the name of those steps; of all where there are few."""
     steps = sample_steps(run_dir)
     size = min(max(len(steps) // 10, 1), _MAX_STEPS)
     chosen = [steps[:size], steps[-size:]] if len(steps) > size else [steps]

@@ -1,4 +1,4 @@
-"""How the domains of a run did: a row for each, and curves that say which domain and which part of the reward is meant.
+"""The domains of a run: a row for each, and curves labelled by domain and by part of the reward.
 
 `reward/PART/mean` is a part over all domains, `reward/DOMAIN/PART` that part in one: where a domain is called like a
 part only the labels tell them apart.
@@ -18,8 +18,8 @@ _SCORE = "mean_score"
 
 class Domain(TypedDict):
     """What came of a domain. share: of all groups that were trained on. reward: over the first and the last tenth of
-    the steps; accuracy, best: at the first and the last validation, `best` being pass@k of the largest k. verdicts,
-    errors, timeouts: asked for in training, and those that failed. dropped: groups by reason. None: not measured."""
+    the steps; accuracy, best: at the first and the last validation, `best` being pass@k of the largest k. calls:
+    of reward functions in training; errors, timeouts: of these. dropped: groups by reason. None: not measured."""
 
     name: str
     groups: int | None
@@ -28,7 +28,7 @@ class Domain(TypedDict):
     accuracy: list[float] | None
     k: int
     best: list[float] | None
-    verdicts: int | None
+    calls: int | None
     errors: int
     timeouts: int
     dropped: dict[str, int]
@@ -53,17 +53,17 @@ def domain_table(steps: Steps) -> list[Domain]:
 
 
 def domain_charts(columns: Mapping[str, Column]) -> list[ChosenChart]:
-    """One for each question that domains answer differently, of at most `MAX_LINES` lines; none without two domains."""
+    """One for each question on which domains differ, of at most `MAX_LINES` lines; none without two domains."""
     names = _find(columns)
     domains = names.domains
     asked: list[tuple[str, str, dict[str, str]]] = [
         (
-            "Which domains are answered more often correctly?",
+            "In which domains does the accuracy rise?",
             "share correct",
             {f"val_correct/{domain}/mean": domain for domain in domains},
         ),
         (
-            "Of which problems is one of k answers correct?",
+            "For how many problems is one of k responses correct?",
             "pass@k",
             {name: f"{domain} {k}" for domain in domains for name, k in _at_k(domain, columns)},
         ),
@@ -84,7 +84,7 @@ def domain_charts(columns: Mapping[str, Column]) -> list[ChosenChart]:
             {f"domains/{domain}/groups": domain for domain in domains},
         ),
         (
-            "Which verdicts failed, by domain?",
+            "How many reward errors are there, by domain?",
             "samples",
             {f"domains/{d}/{kind}": f"{d} {kind}" for d in domains for kind in ("errors", "timeouts")},
         ),
@@ -163,7 +163,7 @@ def _dropped(domain: str, names: Iterable[str]) -> list[tuple[str, str]]:
 def _row(domain: str, steps: Steps) -> Domain:
     names = {name for values in steps.values() for name in values}
     at_k = _at_k(domain, names)
-    verdicts = known_values(steps, f"domains/{domain}/calls")
+    calls = known_values(steps, f"domains/{domain}/calls")
     groups = known_values(steps, f"domains/{domain}/groups")
     return {
         "name": domain,
@@ -173,7 +173,7 @@ def _row(domain: str, steps: Steps) -> Domain:
         "accuracy": _ends(known_values(steps, f"val_correct/{domain}/mean")),
         "k": int(at_k[0][1].removeprefix("pass@")) if at_k else 0,
         "best": _ends(known_values(steps, at_k[0][0])) if at_k else None,
-        "verdicts": round(sum(verdicts)) if verdicts else None,
+        "calls": round(sum(calls)) if calls else None,
         "errors": round(sum(known_values(steps, f"domains/{domain}/errors"))),
         "timeouts": round(sum(known_values(steps, f"domains/{domain}/timeouts"))),
         "dropped": {

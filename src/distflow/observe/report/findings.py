@@ -1,6 +1,6 @@
-"""What the numbers of a run mean for its user, judged, in words: what to look at first, and which key to change.
+"""What a run's numbers mean for its user, in words: what to look at first, and which key to change.
 
-Which plane waits for the other where both may work at once.
+Also which side waits for the other when rollout and training overlap.
 """
 
 import math
@@ -12,7 +12,7 @@ from typing import NamedTuple
 from distflow.observe.files import JSON
 from distflow.observe.reading.run_reader import Timeline, read_samples, sample_splits, sample_steps
 from distflow.observe.report.summary import REWARD, Steps, Tone, joined, known_values
-from distflow.observe.report.timeline import Planes
+from distflow.observe.report.timeline import RunActivity
 
 
 class Finding(NamedTuple):
@@ -31,10 +31,10 @@ _MAX_SHOWN = 300
 
 
 def findings(run_dir: Path, timeline: Timeline, steps: Steps, config: Mapping[str, JSON]) -> list[Finding]:
-    """The judgements that apply; none where nothing is remarkable. config: as in config.yaml, empty if unknown."""
+    """The findings that apply; none if nothing is remarkable. config: as in config.yaml, empty if unknown."""
     found = [
         constant_reward(steps, config),
-        no_answer_counts(steps),
+        accuracy_counts_nothing(steps),
         truncation(steps, config),
         equal_groups(steps),
         reward_errors_of(run_dir, timeline, steps),
@@ -44,7 +44,7 @@ def findings(run_dir: Path, timeline: Timeline, steps: Steps, config: Mapping[st
 
 
 def truncation(steps: Steps, config: Mapping[str, JSON]) -> Finding | None:
-    """Answers that were cut off at the length limit, over the run's last quarter."""
+    """Responses truncated at the length limit, over the run's last quarter."""
     shares = known_values(steps, "rollout/truncated")
     if not shares:
         return None
@@ -55,48 +55,48 @@ def truncation(steps: Steps, config: Mapping[str, JSON]) -> Finding | None:
     if late >= MANY_CUT:
         return Finding(
             "bad" if late >= 0.5 else "flat",
-            f"{late:.0%} of answers were cut off{at} before they ended, {_over(shares)}.",
-            f"The rest of them was never judged: raise data.max_response_length{now}, or ask for shorter answers.",
+            f"{late:.0%} of responses were truncated{at}, {_over(shares)}.",
+            f"Raise data.max_response_length{now}, or prompt for shorter responses.",
         )
     if overall >= MANY_CUT:
-        return Finding("good", f"{shares[0]:.0%} of answers were cut off at first, {late:.0%} {_over(shares)}.")
+        return Finding("good", f"{shares[0]:.0%} of responses were truncated at first, {late:.0%} {_over(shares)}.")
     return None
 
 
 def constant_reward(steps: Steps, config: Mapping[str, JSON]) -> Finding | None:
-    """A reward that was the same for every answer of the run."""
+    """A reward that was the same for every response of the run."""
     highest, lowest = known_values(steps, "reward/max"), known_values(steps, "reward/min")
     if not highest or not lowest or max(highest) - min(lowest) > 1e-9 * max(1.0, abs(max(highest))):
         return None
     value = max(highest)
     path = _at(config, "custom_reward_function", "path")
     function = f"the reward function ({path})" if path else "the reward function"
-    everything = f"every answer of {'all ' if len(highest) > 1 else ''}{_count(len(highest), 'step')}"
-    advice = f"Nothing tells a better answer from a worse one: look at what {function} returns for the answers below."
+    everything = f"every response of {'all ' if len(highest) > 1 else ''}{_count(len(highest), 'step')}"
+    advice = f"It cannot tell better responses from worse ones: look at what {function} returns for those below."
     if value == 0:
         advice = (
-            "Either the model never answers right: take easier prompts, a stronger model, or fine-tune it first. Or "
-            f"{function} does not see it: compare a few answers below with their ground truth."
+            "Either the model never solves a prompt: take easier prompts, a stronger model, or fine-tune it first. Or "
+            f"{function} does not see it: compare a few responses below with their ground truth."
         )
     text = f"The reward was {value:.4g} for {everything}: there was nothing to learn from."
     return Finding("bad", text, advice, hinders=True)
 
 
-def no_answer_counts(steps: Steps) -> Finding | None:
-    """An accuracy of 0 that says nothing: the rewards tell answers apart, but none is a full 1."""
+def accuracy_counts_nothing(steps: Steps) -> Finding | None:
+    """An accuracy of 0 that says nothing: the rewards tell responses apart, but none is a full 1."""
     accuracies, highest = known_values(steps, "val_correct/all/mean"), known_values(steps, "reward/max")
     if not accuracies or max(accuracies) > 0 or not highest or not 0 < max(highest) < _RIGHT:
         return None
     return Finding(
         "flat",
-        "The accuracy says nothing here: it counts answers with a reward of 1, and the highest was "
+        "The accuracy says nothing here: it counts responses with a reward of 1, and the highest was "
         f"{max(highest):.3g}.",
-        'A reward function that returns {"score": ..., "acc": 0 or 1} says which answers are right.',
+        'A reward function that returns {"score": ..., "acc": 0 or 1} says which responses are correct.',
     )
 
 
 def equal_groups(steps: Steps) -> Finding | None:
-    """Groups in which no answer was better than another. What `constant_reward` says is not said again."""
+    """Groups in which no response was better than another. What `constant_reward` says is not said again."""
     shares = known_values(steps, "reward/frac_reward_zero_std")
     late = _mean(_last_quarter(shares)) if shares else 0.0
     highest, lowest = known_values(steps, "reward/max"), known_values(steps, "reward/min")
@@ -104,41 +104,39 @@ def equal_groups(steps: Steps) -> Finding | None:
         return None
     reward = _mean(_last_quarter(known_values(steps, REWARD)))
     is_easy = reward > (max(highest) + min(lowest)) / 2
-    advice = "harder prompts" if is_easy else "easier prompts, or more answers to each (actor_rollout_ref.rollout.n)"
+    advice = "harder prompts" if is_easy else "easier prompts, or more responses to each (actor_rollout_ref.rollout.n)"
     return Finding(
         "flat",
-        f"In {late:.0%} of the groups all answers got the same reward, {_over(shares)}: such groups teach nothing.",
+        f"In {late:.0%} of the groups all responses got the same reward, {_over(shares)}: they carry no gradient.",
         f"Take {advice}, or let algorithm.filter_groups.enable=true put others in their place.",
     )
 
 
 def reward_errors_of(run_dir: Path, timeline: Timeline, steps: Steps) -> Finding | None:
-    """Answers whose reward function failed, with what it said most."""
+    """Responses whose reward function failed, with what it said most."""
     errors = {step: n for step, values in steps.items() if (n := _failed(values))}
-    held_out = {step: n for step, values in steps.items() if (n := _finite(values.get("val/errors", 0.0)))}
-    if not errors and not held_out:
+    validation = {step: n for step, values in steps.items() if (n := _finite(values.get("val/errors", 0.0)))}
+    if not errors and not validation:
         return None
     asked = sum(known_values(steps, "reward/calls"))
     said = Counter(_messages(run_dir, timeline, "train", errors))
     for split in sample_splits(run_dir):
         if split != "train":
-            said.update(_messages(run_dir, timeline, split, held_out))
+            said.update(_messages(run_dir, timeline, split, validation))
     of = f" of {asked:,.0f}" if asked else ""
-    end = "," if held_out else ""
-    parts = [f"on {sum(errors.values()):,.0f}{of} answers in training, which are left out{end}"] if errors else []
-    parts += (
-        [f"on {sum(held_out.values()):,.0f} answers to validation problems, which count as wrong"] if held_out else []
-    )
+    end = "," if validation else ""
+    parts = [f"on {sum(errors.values()):,.0f}{of} responses in training, which are left out{end}"] if errors else []
+    parts += [f"on {sum(validation.values()):,.0f} validation responses, which count as wrong"] if validation else []
     kinds = [f"“{message}” ({number:,} times in the samples)" for message, number in said.most_common(2)]
     share = sum(errors.values()) / asked if asked else 1.0
     return Finding(
-        "bad" if share > 0.05 or held_out else "flat",
+        "bad" if share > 0.05 or validation else "flat",
         f"The reward function failed {joined(parts)}." + (f" It said {joined(kinds)}." if kinds else ""),
     )
 
 
 def greedy_and_sampled(run_dir: Path, timeline: Timeline, steps: Steps, config: Mapping[str, JSON]) -> Finding | None:
-    """How often sampled answers are right beside greedy ones; with nothing sampled there, training's stand in."""
+    """How often sampled responses are correct beside greedy ones; with nothing sampled there, training's stand in."""
     validated = {step: values for step, values in steps.items() if "val_correct/all/mean" in values}
     if not validated:
         return None
@@ -148,14 +146,14 @@ def greedy_and_sampled(run_dir: Path, timeline: Timeline, steps: Steps, config: 
     if at_k:
         k = max(at_k)
         heat = _temperature(config, "val_kwargs")
-        text = f"At step {last}, answers sampled to validation problems{heat} were right in {values[at_k[k]]:.2f}"
+        text = f"At step {last}, responses sampled for validation problems{heat} were correct in {values[at_k[k]]:.2f}"
         if _has_greedy(run_dir, timeline, last):
             text = (
-                f"At step {last}, greedy answers to validation problems were right in "
+                f"At step {last}, greedy responses to validation problems were correct in "
                 f"{values['val_correct/all/mean']:.2f}, sampled ones{heat} in {values[at_k[k]]:.2f}"
             )
         best = values.get(f"val_correct/all/pass@{k}")
-        among = f"; {best:.2f} of the problems had a right one among {k}" if best is not None and k > 1 else ""
+        among = f"; {best:.2f} of the problems had a correct one among {k}" if best is not None and k > 1 else ""
         return Finding("unknown", f"{text}{among}.")
     sampled = [step for step in sample_steps(run_dir) if step <= last][-5:]
     right = [value for step in sampled for value in _correct(read_samples(run_dir, step, "train", timeline))]
@@ -164,8 +162,8 @@ def greedy_and_sampled(run_dir: Path, timeline: Timeline, steps: Steps, config: 
     heat = _temperature(config)
     return Finding(
         "unknown",
-        f"Answers sampled{heat} in training were right in {_mean(right):.2f} (the {_count(len(sampled), 'step')} up to "
-        f"{last}), greedy answers to validation problems in {values['val_correct/all/mean']:.2f}.",
+        f"Responses sampled{heat} in training were correct in {_mean(right):.2f} (the {_count(len(sampled), 'step')} "
+        f"up to {last}), greedy responses to validation problems in {values['val_correct/all/mean']:.2f}.",
     )
 
 
@@ -175,7 +173,7 @@ def _temperature(config: Mapping[str, JSON], *group: str) -> str:
 
 
 def _correct(rows: Sequence[Mapping[str, JSON]]) -> list[float]:
-    """1 or 0 for each answer that has a verdict of its correctness."""
+    """1 or 0 for each response whose correctness is known."""
     return [
         float(accuracy >= _RIGHT)
         for row in rows
@@ -191,7 +189,7 @@ def _has_greedy(run_dir: Path, timeline: Timeline, step: int) -> bool:
 def _messages(
     run_dir: Path, timeline: Timeline, split: str, steps: Iterable[int], max_files: int = 10
 ) -> Iterable[str]:
-    """What the verdicts of some steps said that failed."""
+    """The reward errors of some steps."""
     for step in sorted(steps)[:max_files]:
         for row in read_samples(run_dir, step, split, timeline):
             errors = row.get("errors")
@@ -201,7 +199,7 @@ def _messages(
 
 
 def _failed(values: Mapping[str, float]) -> float:
-    """Verdicts of a step, also those on groups that were dropped where that was written down."""
+    """Reward errors of a step; those on dropped groups too, where that was recorded."""
     if "reward/error_rate" in values:
         return round(_finite(values["reward/error_rate"] * values.get("reward/calls", 0.0)))
     return _finite(values.get("reward/errors", 0.0)) + _finite(values.get("reward/timeouts", 0.0))
@@ -238,46 +236,46 @@ def _count(number: int, noun: str) -> str:
 
 MANY_STEPS = 8
 MUCH, LITTLE = 0.3, 0.15
-"""Shares of the time from which on idleness is told, and up to which it is none."""
+"""Shares of the time above which idleness is reported, and below which it counts as none."""
 
 
-def idle_planes(planes: Planes, config: Mapping[str, JSON]) -> list[Finding]:
+def idle_sides(activity: RunActivity, config: Mapping[str, JSON]) -> list[Finding]:
     """Over the last quarter of the steps, four at least, in which groups were still begun: at the end of a run none is
-    left to generate. Nothing of a synchronous run, where one plane always waits."""
+    left to generate. Nothing of a synchronous run, where one side always waits."""
     edge = config.get("async")
     staleness = edge.get("max_staleness") if isinstance(edge, dict) else None
-    begun = max((s.start for part in planes.spans.values() for s in part if s.kind == "group"), default=0.0)
-    times = sorted(t for t in planes.taken.values() if t <= begun)
-    if not isinstance(staleness, int) or staleness < 1 or not planes.decodes or len(times) < MANY_STEPS:
+    begun = max((s.start for part in activity.spans.values() for s in part if s.kind == "group"), default=0.0)
+    times = sorted(t for t in activity.taken.values() if t <= begun)
+    if not isinstance(staleness, int) or staleness < 1 or not activity.decodes or len(times) < MANY_STEPS:
         return []
     part = times[-max(len(times) // 4, MANY_STEPS // 2) - 1 :]
-    ran = planes.ran(part[0], part[-1])
+    ran = activity.ran(part[0], part[-1])
     if ran <= 0:
         return []
-    waited = min(planes.waited(part[0], part[-1]) / ran, 1.0)
-    idle = max(1 - planes.decoded(part[0], part[-1]) / ran, 0.0)
-    judged = _judged(waited, idle, staleness)
-    if judged is None:
+    waited = min(activity.waited(part[0], part[-1]) / ran, 1.0)
+    idle = max(1 - activity.decoded(part[0], part[-1]) / ran, 0.0)
+    found = _slower_side(waited, idle, staleness)
+    if found is None:
         return []
-    slower, advice = judged
+    slower, advice = found
     text = f"The trainer waited for groups {waited:.0%} of the time and the engine was idle {idle:.0%} of it"
     return [Finding("flat", f"{text}, over the last {len(part) - 1} steps: {slower}.", advice)]
 
 
-def _judged(waited: float, idle: float, staleness: int) -> tuple[str, str] | None:
+def _slower_side(waited: float, idle: float, staleness: int) -> tuple[str, str] | None:
     """What is slow, and what to change."""
     if waited >= MUCH and idle <= LITTLE:
-        return "generation is the slower plane", (
+        return "generation is the slower side", (
             "Give it more threads (actor_rollout_ref.rollout.num_threads); more staleness would not make it faster."
         )
     if waited <= LITTLE and idle >= MUCH:
         lower = (
             f"; a lower async.max_staleness (now {staleness}) may do as well, on fresher data" if staleness > 1 else ""
         )
-        return "training is the slower plane", f"Give it more threads (trainer.num_threads){lower}."
+        return "training is the slower side", f"Give it more threads (trainer.num_threads){lower}."
     if waited >= MUCH and idle >= MUCH:
         return "both wait for something else", (
-            "Where verifiers take that time, give them more processes (reward.num_workers); else let more groups run: "
+            "If reward functions take that time, give them more processes (reward.num_workers); else run more groups: "
             f"async.max_staleness (now {staleness}), async.max_concurrent_rollouts."
         )
     return None

@@ -24,7 +24,7 @@ SCRIPTS = (
     "step.js",
     "timeline.js",
     "domains.js",
-    "verdicts.js",
+    "reward_results.js",
     "samples.js",
     "report.js",
 )

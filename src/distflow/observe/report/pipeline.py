@@ -1,4 +1,4 @@
-"""The pipeline of a run as a graph to draw, from plan.json: which node runs behind which."""
+"""The pipeline of a run as a graph to draw, from plan.json: which node runs after which."""
 
 from collections.abc import Mapping, Sequence
 from graphlib import CycleError, TopologicalSorter

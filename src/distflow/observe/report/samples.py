@@ -1,9 +1,4 @@
-"""One answer as the report shows it: what was said of it by part of the reward, long texts without their middle.
-
-The samples that the report carries, whole groups of answers thinned to fit.
-
-Validation problems before and after training, matched.
-"""
+"""The samples in the report: responses with long texts cut, whole groups thinned to fit; validation compared."""
 
 import math
 from collections import Counter
@@ -22,12 +17,12 @@ _KEYS = ("score", "acc", "advantage", "masked", "response_length", "finish_reaso
 
 
 def cut_response(row: Mapping[str, object], max_text: int = MAX_TEXT) -> dict[str, object]:
-    """The keys that the report shows, with long texts cut in their middle (the end holds the answer).
+    """The keys that the report shows, with long texts cut in their middle (the end holds the final answer).
 
-    A score that stands for a missing verdict is left out, and so is what is empty.
+    The score of a reward error is left out, and so is what is empty.
     """
     shown = {key: cut(row.get(key), max_text if key in _TEXT_KEYS else 200) for key in (*_TEXT_KEYS, *_KEYS)}
-    shown |= {"told": cut(remarks(row), max_text), "failure": failure(row)}
+    shown |= {"remarks": cut(remarks(row), max_text), "failure": failure(row)}
     if isinstance(versions := row.get("versions"), list):
         known = [v for v in versions if isinstance(v, int) and v >= 0]
         shown["versions"] = sorted({min(known), max(known)}) if known else []
@@ -61,9 +56,9 @@ _FAILED_FIRST = 2
 
 
 class SampleGroup(TypedDict):
-    """The answers to one prompt in one step or validation: everything of it that the sample file held.
+    """The responses to one prompt in one step or validation: everything of it that the sample file held.
 
-    answers: what `cut_response` keeps of each.
+    responses: what `cut_response` keeps of each.
     """
 
     step: int
@@ -73,39 +68,39 @@ class SampleGroup(TypedDict):
     truth: object
     domain: object
     prompt_length: object
-    answers: list[dict[str, object]]
+    responses: list[dict[str, object]]
 
 
 class Samples(TypedDict):
-    """Whole groups for the table. num_groups, num_answers: those in the files that were looked into, of `all_files`
+    """Whole groups for the table. num_groups, num_responses: those in the files that were looked into, of `all_files`
     files."""
 
     groups: list[SampleGroup]
     num_groups: int
-    num_answers: int
+    num_responses: int
     num_files: int
     all_files: int
 
 
 def thin_samples(run_dir: Path, timeline: Timeline, max_bytes: int) -> Samples:
-    """Whole groups of answers.
+    """Whole groups of responses.
 
     From at most `MAX_STEPS` steps of each split, evenly chosen with the first and the last, as many groups of each as
-    fit into its share of `max_bytes`, the texts of large ones cut for that: a few with verdicts that failed, then
-    evenly chosen ones of each domain.
+    fit into its share of `max_bytes`, the texts of large ones cut for that: a few with reward errors, then evenly
+    chosen ones of each domain.
     """
     splits = [*sample_splits(run_dir), DROPPED]
     files = [(split, step) for split in splits for step in sample_steps(run_dir, split)]
     chosen = [(split, step) for split in splits for step in evenly(sample_steps(run_dir, split), MAX_STEPS)]
     shown: list[SampleGroup] = []
-    num_groups = num_answers = 0
+    num_groups = num_responses = 0
     left_bytes = max_bytes
     for position, (split, step) in enumerate(chosen):
         rows = read_samples(run_dir, step, split, timeline)
         share = left_bytes // (len(chosen) - position)
         groups = sample_groups(rows, step, split)
         num_groups += len(groups)
-        num_answers += len(rows)
+        num_responses += len(rows)
         sizes = [len(encode(group)) for group in groups]
         if max(sizes, default=0) > share:
             groups = sample_groups(rows, step, split, max(MAX_TEXT * share // max(sizes), _LEAST_TEXT))
@@ -116,7 +111,7 @@ def thin_samples(run_dir: Path, timeline: Timeline, max_bytes: int) -> Samples:
     return {
         "groups": shown,
         "num_groups": num_groups,
-        "num_answers": num_answers,
+        "num_responses": num_responses,
         "num_files": len(chosen),
         "all_files": len(files),
     }
@@ -125,7 +120,7 @@ def thin_samples(run_dir: Path, timeline: Timeline, max_bytes: int) -> Samples:
 def sample_groups(
     rows: Sequence[Mapping[str, object]], step: int, split: str, max_text: int = MAX_TEXT
 ) -> list[SampleGroup]:
-    """The rows of a file by prompt group, as their `uid` says ("17-3" is answer 3 of group 17), else by prompt."""
+    """The rows of a file by prompt group, as their `uid` says ("17-3" is response 3 of group 17), else by prompt."""
     groups: dict[tuple[str, ...], list[Mapping[str, object]]] = {}
     for row in rows:
         name, dash, number = str(row.get("uid", "")).rpartition("-")
@@ -137,20 +132,20 @@ def sample_groups(
             "step": step,
             "split": split,
             "name": key[1] if len(key) == 2 else "",
-            "prompt": cut(answers[0].get("prompt"), max_text),
-            "truth": cut(answers[0].get("ground_truth"), max_text),
-            "domain": cut(answers[0].get("domain"), 200),
-            "prompt_length": cut(answers[0].get("prompt_length"), 200),
-            "answers": [cut_response(answer, max_text) for answer in answers],
+            "prompt": cut(responses[0].get("prompt"), max_text),
+            "truth": cut(responses[0].get("ground_truth"), max_text),
+            "domain": cut(responses[0].get("domain"), 200),
+            "prompt_length": cut(responses[0].get("prompt_length"), 200),
+            "responses": [cut_response(response, max_text) for response in responses],
         }
-        for key, answers in groups.items()
+        for key, responses in groups.items()
     ]
 
 
 def _chosen(groups: Sequence[SampleGroup], sizes: Sequence[int], max_bytes: int) -> list[int]:
     """Positions of groups that fit together, ascending: failures are rare, and would seldom be among evenly chosen."""
     by_domain = sorted(range(len(groups)), key=lambda i: str(groups[i]["domain"]))
-    failed = [i for i in by_domain if any("failure" in answer for answer in groups[i]["answers"])][:_FAILED_FIRST]
+    failed = [i for i in by_domain if any("failure" in response for response in groups[i]["responses"])][:_FAILED_FIRST]
     if sum(sizes[i] for i in failed) > max_bytes // 2:
         failed = []
     others = [i for i in by_domain if i not in failed]
@@ -178,18 +173,18 @@ def evenly(items: Sequence[int], number: int) -> list[int]:
 def before_and_after(run_dir: Path, timeline: Timeline, num_examples: int = 6) -> dict[str, object] | None:
     """The same validation problems at the first and the last validation that kept samples; None without two.
 
-    Problems are matched by prompt and ground truth; a problem with several answers has the mean score of those with a
-    verdict; one without any, then or now, is neither better nor worse (`num_unjudged`). Examples are
-    improved ones first, then worse ones, then unchanged ones, so that one of each is among them if there is one.
+    Problems are matched by prompt and ground truth; a problem with several responses has the mean of their scores; one
+    without any score, then or now, is neither better nor worse (`num_unscored`). Examples: improved ones first, then
+    worse and unchanged ones, so that one of each is among them if there is one.
     """
     splits = [split for split in sample_splits(run_dir) if split.startswith("val")]
-    ends = [(split, steps[0], steps[-1]) for split in splits if len(steps := _kept_steps(run_dir, split, timeline)) > 1]
+    ends = [(split, steps[0], steps[-1]) for split in splits if len(steps := _end_steps(run_dir, split, timeline)) > 1]
     if not ends:
         return None
     better: list[dict[str, object]] = []
     worse: list[dict[str, object]] = []
     same: list[dict[str, object]] = []
-    num_unjudged = 0
+    num_unscored = 0
     lengths: tuple[list[float], list[float]] = ([], [])
     for split, first, last in ends:
         old, new = (_by_problem(read_samples(run_dir, step, split, timeline)) for step in (first, last))
@@ -197,13 +192,13 @@ def before_and_after(run_dir: Path, timeline: Timeline, num_examples: int = 6) -
             if key in new:
                 pair = {
                     "split": split,
-                    "before": _answer(old[key]),
-                    "after": _answer(new[key]),
+                    "before": _response(old[key]),
+                    "after": _response(new[key]),
                     **_problem(old[key][0]),
                 }
                 then, now = _mean_score(old[key]), _mean_score(new[key])
                 if then is None or now is None:
-                    num_unjudged += 1
+                    num_unscored += 1
                 else:
                     (better if now > then else worse if now < then else same).append(pair)
                 for rows, kept in zip((old[key], new[key]), lengths, strict=True):
@@ -215,7 +210,7 @@ def before_and_after(run_dir: Path, timeline: Timeline, num_examples: int = 6) -
         "num_better": len(better),
         "num_worse": len(worse),
         "num_same": len(same),
-        "num_unjudged": num_unjudged,
+        "num_unscored": num_unscored,
         "lengths": [sum(kept) / len(kept) for kept in lengths] if all(lengths) else None,
         "examples": examples,
     }
@@ -225,7 +220,7 @@ def num_problems(run_dir: Path, timeline: Timeline) -> dict[str, int]:
     """How many different problems the first validation that kept samples had: in "all", and of each domain."""
     counts: Counter[str] = Counter()
     for split in sample_splits(run_dir):
-        steps = _kept_steps(run_dir, split, timeline) if split.startswith("val") else []
+        steps = _end_steps(run_dir, split, timeline) if split.startswith("val") else []
         if steps:
             problems = _by_problem(read_samples(run_dir, steps[0], split, timeline)).values()
             counts.update(str(rows[0].get("domain", "")) for rows in problems)
@@ -233,7 +228,7 @@ def num_problems(run_dir: Path, timeline: Timeline) -> dict[str, int]:
     return dict(counts)
 
 
-def _kept_steps(run_dir: Path, split: str, timeline: Timeline) -> list[int]:
+def _end_steps(run_dir: Path, split: str, timeline: Timeline) -> list[int]:
     """The first and the last step of a split whose samples survive."""
     steps = sample_steps(run_dir, split)
     first = next((step for step in steps if read_samples(run_dir, step, split, timeline)), None)
@@ -249,9 +244,9 @@ def _by_problem(rows: Sequence[dict[str, JSON]]) -> dict[tuple[str, str], list[d
 
 
 def _mean_score(rows: Sequence[Mapping[str, object]]) -> float | None:
-    """How right the answers are, penalties apart; in a folder without that their scores. None without a verdict."""
-    judged = [row for row in rows if not row.get("errors")]
-    scores = [score for row in judged if isinstance(score := row.get("acc", row.get("score")), float)]
+    """How correct the responses are, without penalties (`acc`), else their scores. None without a score."""
+    scored = [row for row in rows if not row.get("errors")]
+    scores = [score for row in scored if isinstance(score := row.get("acc", row.get("score")), float)]
     return sum(scores) / len(scores) if scores else None
 
 
@@ -259,5 +254,5 @@ def _problem(row: Mapping[str, object]) -> dict[str, object]:
     return {key: cut(row.get(key), 1200) for key in ("prompt", "ground_truth", "domain") if row.get(key) is not None}
 
 
-def _answer(rows: Sequence[Mapping[str, object]]) -> dict[str, object]:
-    return {"response": cut(rows[0].get("response"), 2000), "score": _mean_score(rows), "num_answers": len(rows)}
+def _response(rows: Sequence[Mapping[str, object]]) -> dict[str, object]:
+    return {"response": cut(rows[0].get("response"), 2000), "score": _mean_score(rows), "num_responses": len(rows)}

@@ -91,7 +91,7 @@ def find_accuracy(records: Sequence[MetricsRecord], num_problems: int | None) ->
     return Accuracy(name, points, before, num_problems)
 
 
-def learned(accuracy: Accuracy | None, steps: Steps) -> tuple[Tone, str]:
+def describe_learning(accuracy: Accuracy | None, steps: Steps) -> tuple[Tone, str]:
     """Whether the run learned, by validation accuracy if there is one, else by the reward, else by the loss."""
     if accuracy and len(accuracy.points) > 1:
         return _learned_by_accuracy(accuracy)
@@ -130,8 +130,8 @@ def _learned_by_curve(values: Sequence[float], word: str, sign: int, steps: Step
     spread = sum((v - before) ** 2 for v in first) + sum((v - after) ** 2 for v in last)
     noise = 2 * math.sqrt(spread / max(2 * size - 2, 1) * 2 / size)
     moved = f"the {word} was {before:.3g} over the first {size} steps and is {after:.3g} over the last {size}"
-    held_out = any(name.startswith("val_correct/") for values in steps.values() for name in values)
-    caveat = " Nothing was measured on validation problems." if word == "reward" and not held_out else ""
+    has_validation = any(name.startswith("val_correct/") for values in steps.values() for name in values)
+    caveat = " Nothing was measured on validation problems." if word == "reward" and not has_validation else ""
     if abs(after - before) <= noise:
         return "flat", f"No clear change: {moved}.{caveat}"
     if (after - before) * sign < 0:
@@ -163,24 +163,24 @@ def problems(groups: Sequence[EventGroup], steps: Steps) -> tuple[Tone, str]:
     return tone, f"Worth a look: {joined(counts)}."
 
 
-def proven(events: Sequence[Event]) -> tuple[Tone, str]:
-    """Which claims the auditor proved again, in how many steps, and which it could not prove, with the reason."""
+def describe_audits(events: Sequence[Event]) -> tuple[Tone, str]:
+    """Which checks the audits passed, in how many steps, and which they could not make, with the reason."""
     audits = _audits(events)
     if not audits:
-        return "flat", "No step was proven again: trust.audit_freq is 0, or the run ended before its first audit."
+        return "flat", "No step was audited: trust.audit_freq is 0, or the run ended before its first audit."
     names = _names(fields.get("proven") for fields in audits)
     left: dict[str, JSON] = {}
     for fields in audits:
         if isinstance(unproven := fields.get("unproven"), dict):
             left.update(unproven)
     reasons = "; ".join(f"{name} ({reason})" for name, reason in left.items())
-    counted = f"{len(audits):,} step{'s were' if len(audits) > 1 else ' was'} proven again from what was recorded first"
-    text = f"{counted}: {', '.join(names)}." + (f" Not proven, or not in all: {reasons}." if reasons else "")
+    counted = f"{len(audits):,} step{'s were' if len(audits) > 1 else ' was'} audited; these checks passed"
+    text = f"{counted}: {', '.join(names)}." + (f" Not checked, or not in every audit: {reasons}." if reasons else "")
     return "flat" if reasons else "good", text
 
 
 def has_audits(events: Sequence[Event]) -> bool:
-    """Whether any step was proven again."""
+    """Whether any step was audited."""
     return bool(_audits(events))
 
 
@@ -282,11 +282,14 @@ def ending(
         signals = [found[1] for event in events if (found := re.match(r"(SIG[A-Z]+): ", event.message))]
         by = f" by {signals[-1]}" if signals else ""
         saved = any(event.kind == "checkpoint" and event.step == done for event in events)
-        then = "the same command goes on from there" if saved else "that step was not saved"
+        then = "the same command resumes from there" if saved else "that step has no checkpoint"
         return "flat", f"It was stopped{by} {after}; {then}."
     if word == "no end yet":
         last = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(written))
-        return "flat", f"No end is recorded {after}: it still runs, or it was killed. Last it wrote at {last}."
+        return (
+            "flat",
+            f"No end is recorded {after}: it still runs, or it was killed. Its last record is of {last}.",
+        )
     return "good", ""
 
 

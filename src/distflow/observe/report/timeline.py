@@ -1,8 +1,6 @@
-"""What the two planes of a run did, from the spans and the ledger of its folder.
+"""What rollout loop and training loop did and waited for, from a run's spans and ledger: timelines of its steps.
 
-How sure a share is: error bars of accuracies.
-
-The time line of a step, or of several: what trainer and rollout loop did and waited for.
+Also the error bars of accuracies.
 """
 
 import math
@@ -23,9 +21,9 @@ _STEP = re.compile(r"step (\d+)")
 
 
 @dataclass(frozen=True)
-class Planes:
-    """spans: by actor. trained_at: the step (from 0) that trained on a group. oldest: the lowest version of a token of
-    a group's group. taken: when a step was taken off the sample queue. decodes: whether decoding was recorded."""
+class RunActivity:
+    """spans: by side. trained_at: the step (from 0) that trained on a group. oldest: the lowest weight version of a
+    group's tokens. taken: when a step was taken off the sample queue. decodes: whether decoding was recorded."""
 
     spans: Mapping[str, Sequence[Span]]
     trained_at: Mapping[int, int]
@@ -54,14 +52,14 @@ class Planes:
         return sum(_covered(spans, start, end) for spans in engines) / max(len(engines), 1)
 
     def ran(self, start: float, end: float) -> float:
-        """The seconds in which the run went on, without those of validations and saves, when neither plane is to
-        work."""
+        """The seconds in which the run went on, without those of validations and saves, when both sides
+        rest."""
         phases = [s for s in self.spans.get("training", ()) if s.kind == "phase"]
         idle = (s for s in phases if s.what in ("eval", "save", "save_wait"))
         return _covered(phases, start, end) - _covered(idle, start, end)
 
 
-def read_planes(run_dir: Path) -> Planes:
+def read_activity(run_dir: Path) -> RunActivity:
     """Of as much of the run as the ends of its files hold."""
     spans = read_spans(run_dir)
     waits = [s for s in spans.get("training", ()) if s.kind == "wait"]
@@ -74,7 +72,7 @@ def read_planes(run_dir: Path) -> Planes:
             case {"kind": "complete", "group_id": int(group_id), "version": int(version)}:
                 oldest[group_id] = version
     decodes = any(span.kind == "decode" for part in spans.values() for span in part)
-    return Planes(spans, trained_at, oldest, taken, decodes)
+    return RunActivity(spans, trained_at, oldest, taken, decodes)
 
 
 def _covered(spans: Iterable[Span], start: float, end: float) -> float:
@@ -106,7 +104,7 @@ def error_bars(
 ) -> dict[str, list[list[float] | None]]:
     """An interval for each value of the columns `val_correct/DOMAIN/...`, None where there is no share.
 
-    trials: the validation problems of each domain, "all" among them. Several answers to a problem are no more trials.
+    trials: the validation problems of each domain, "all" among them. Several responses to a problem are one trial.
     """
     bars: dict[str, list[list[float] | None]] = {}
     for name, values in columns.items():
@@ -141,8 +139,8 @@ class Lane(TypedDict):
 
 
 class StepTimeline(TypedDict):
-    """first, last: its steps. why: what makes them ones to look at. steps, published: when each step ended, and when
-    weights were published, with the number of their step. paused: when validations ran. notes: sentences on it."""
+    """first, last: its steps. why: what makes them ones to look at. steps, synced: when each step ended, and when
+    weights were synced, with the number of their step. paused: when validations ran. notes: sentences on it."""
 
     first: int
     last: int
@@ -150,7 +148,7 @@ class StepTimeline(TypedDict):
     seconds: float
     lanes: list[Lane]
     steps: list[tuple[float, int]]
-    published: list[tuple[float, int]]
+    synced: list[tuple[float, int]]
     paused: list[tuple[float, float]]
     notes: list[str]
 
@@ -162,30 +160,30 @@ class _Step(NamedTuple):
     restart: int
 
 
-def timelines(planes: Planes, records: Sequence[MetricsRecord]) -> list[StepTimeline]:
+def timelines(activity: RunActivity, records: Sequence[MetricsRecord]) -> list[StepTimeline]:
     """Of the last steps together, of a usual step, the slowest one and the last one; none where nothing was timed.
 
     records: that survive.
     """
-    steps = _timed(planes, records)
+    steps = _timed(activity, records)
     if not steps:
         return []
     by_length = sorted(steps, key=lambda step: step.end - step.start)
     chosen: dict[tuple[int, int], tuple[str, list[_Step]]] = {}
     for why, part in (
-        ("the last steps", _last(planes, steps)),
+        ("the last steps", _last(activity, steps)),
         ("a usual step", [by_length[len(by_length) // 2]]),
         ("the slowest step", [by_length[-1]]),
         ("the last step", [steps[-1]]),
     ):
         if part:
             chosen.setdefault((part[0].number, part[-1].number), (why, part))
-    found = [_timeline(planes, why, part) for why, part in chosen.values()]
+    found = [_timeline(activity, why, part) for why, part in chosen.values()]
     return [line for line in found if line["lanes"]]
 
 
-def _timed(planes: Planes, records: Sequence[MetricsRecord]) -> list[_Step]:
-    earliest = min((span.start for part in planes.spans.values() for span in part), default=float("inf"))
+def _timed(activity: RunActivity, records: Sequence[MetricsRecord]) -> list[_Step]:
+    earliest = min((span.start for part in activity.spans.values() for span in part), default=float("inf"))
     timed = [(record, seconds) for record in records if (seconds := record.values.get("timing_s/step", 0.0)) > 0]
     return [
         _Step(record.step, record.t - seconds, record.t, record.restart)
@@ -195,19 +193,19 @@ def _timed(planes: Planes, records: Sequence[MetricsRecord]) -> list[_Step]:
     ]
 
 
-def _last(planes: Planes, steps: Sequence[_Step]) -> list[_Step]:
+def _last(activity: RunActivity, steps: Sequence[_Step]) -> list[_Step]:
     """As many as their groups can be drawn of, at least two and at most `MAX_STEPS`, since the run was last resumed."""
     part = [step for step in steps if step.restart == steps[-1].restart][-MAX_STEPS:]
-    starts = [span.start for spans in planes.spans.values() for span in spans if span.kind == "group"]
+    starts = [span.start for spans in activity.spans.values() for span in spans if span.kind == "group"]
     while len(part) > 2 and sum(part[0].start <= start < part[-1].end for start in starts) > MAX_SPANS:
         part = part[1:]
     return part if len(part) > 1 else []
 
 
-def _timeline(planes: Planes, why: str, part: Sequence[_Step]) -> StepTimeline:
+def _timeline(activity: RunActivity, why: str, part: Sequence[_Step]) -> StepTimeline:
     start, end = part[0].start, part[-1].end
-    learner = [span for span in planes.spans.get("training", ()) if start < span.end and span.start < end]
-    lanes, notes = _lanes(planes, start, end)
+    training = [span for span in activity.spans.get("training", ()) if start < span.end and span.start < end]
+    lanes, notes = _lanes(activity, start, end)
     return {
         "first": part[0].number,
         "last": part[-1].number,
@@ -215,34 +213,34 @@ def _timeline(planes: Planes, why: str, part: Sequence[_Step]) -> StepTimeline:
         "seconds": round(end - start, 4),
         "lanes": lanes,
         "steps": [(round(step.end - start, 4), step.number) for step in part[:-1]],
-        "published": [
+        "synced": [
             (round(span.end - start, 4), span.step + 1)
-            for span in learner
+            for span in training
             if span.what == "update_weights" and span.step is not None and span.end <= end
         ],
         "paused": [
             (round(max(span.start, start) - start, 4), round(min(span.end, end) - start, 4))
-            for span in learner
+            for span in training
             if span.what == "eval"
         ],
-        "notes": [*_shares(planes, start, end), *notes],
+        "notes": [*_shares(activity, start, end), *notes],
     }
 
 
-def _shares(planes: Planes, start: float, end: float) -> list[str]:
-    if not planes.decodes:
+def _shares(activity: RunActivity, start: float, end: float) -> list[str]:
+    if not activity.decodes:
         return []
-    waited, decoded = planes.waited(start, end) / (end - start), planes.decoded(start, end) / (end - start)
+    waited, decoded = activity.waited(start, end) / (end - start), activity.decoded(start, end) / (end - start)
     return [f"The trainer waited for groups {waited:.0%} of this time; the engine decoded {decoded:.0%} of it."]
 
 
-def _lanes(planes: Planes, start: float, end: float) -> tuple[list[Lane], list[str]]:
+def _lanes(activity: RunActivity, start: float, end: float) -> tuple[list[Lane], list[str]]:
     """With sentences on what is left out."""
     lanes: list[Lane] = []
     left_out, notes = 0, []
-    for actor, spans in planes.spans.items():
+    for actor, spans in activity.spans.items():
         for (kind, name), own in _by_lane(actor, spans).items():
-            inside = [span for span in own if _until(planes, span) > start and span.start < end]
+            inside = [span for span in own if _until(activity, span) > start and span.start < end]
             if kind == "wait":
                 inside = _idle(inside, spans)
             if kind == "group":
@@ -251,7 +249,7 @@ def _lanes(planes: Planes, start: float, end: float) -> tuple[list[Lane], list[s
             else:
                 drawn = _longest(inside, _LEAST_SHARE * (end - start))
                 left_out += len(inside) - len(drawn)
-            bars = [_bar(planes, span, start, end) for span in drawn]
+            bars = [_bar(activity, span, start, end) for span in drawn]
             if bars:
                 lanes.append({"name": name, "kind": kind, "spans": bars})
     order = ("phase", "group", "decode", "wait")
@@ -289,15 +287,15 @@ def _longest(spans: Sequence[Span], least_s: float) -> list[Span]:
     return sorted(seen[:MAX_SPANS], key=lambda span: (span.start, -span.end))
 
 
-def _until(planes: Planes, span: Span) -> float:
+def _until(activity: RunActivity, span: Span) -> float:
     """When a group left the sample queue to be trained on; of other spans their end."""
     is_done = span.kind == "group" and span.what == "complete"
-    step = planes.trained_at.get(span.group_id) if is_done and span.group_id is not None else None
-    return max(span.end, planes.taken.get(step, span.end)) if step is not None else span.end
+    step = activity.trained_at.get(span.group_id) if is_done and span.group_id is not None else None
+    return max(span.end, activity.taken.get(step, span.end)) if step is not None else span.end
 
 
-def _bar(planes: Planes, span: Span, start: float, end: float) -> Bar:
-    level = {"group": planes.staleness(span), "decode": span.version}.get(span.kind)
-    until = round(min(_until(planes, span), end) - start, 4) if span.kind == "group" else None
+def _bar(activity: RunActivity, span: Span, start: float, end: float) -> Bar:
+    level = {"group": activity.staleness(span), "decode": span.version}.get(span.kind)
+    until = round(min(_until(activity, span), end) - start, 4) if span.kind == "group" else None
     begin, finish = max(span.start, start), max(min(span.end, end), start)
     return (round(begin - start, 4), round(finish - start, 4), span.what, level, until)

@@ -23,8 +23,7 @@ _TWO_ABREAST = 96
 
 
 class Queue(NamedTuple):
-    """Prompt groups of the sample queue: that run, that are complete and wait for a step, and those dropped since
-    the start."""
+    """Numbers of groups: those running, those complete in the sample queue, and those dropped since the start."""
 
     running: int
     complete: int
@@ -72,7 +71,7 @@ class Panel:
     def render(self, now: float, columns: int, rows: int) -> RenderableType:
         """At most `rows` lines, the least important left out."""
         top = self._progress(now)
-        urgent = self._verdicts()
+        urgent = self._reward_errors()
         numbers = self._numbers(columns)[: max(rows - len(top) - len(urgent), 0)]
         below = [*self._queue(), *self._checks(), *self._times()]
         below += [_row(kind, message, style=TONES[kind]) for kind, message in self.notes]
@@ -80,7 +79,7 @@ class Panel:
             below.append(_row("", f"and {self.num_notes - len(self.notes)} earlier ones, in events.jsonl", style="dim"))
         if self.sample:
             prompt, response, score = self.sample
-            below += [_row("prompt", prompt), _row("answer", response, f"  score {score}")]
+            below += [_row("prompt", prompt), _row("response", response, f"  score {score}")]
         lines = [*top, *numbers, *urgent, *below]
         return Group(*lines[: max(rows, 1)])
 
@@ -122,21 +121,21 @@ class Panel:
             cell.append(f" {_range(line, shown):<{span}}", "dim")
         return cell
 
-    def _verdicts(self) -> list[RenderableType]:
-        """How many verdicts of the last step failed, and what the last of them said."""
+    def _reward_errors(self) -> list[RenderableType]:
+        """How many reward errors the last step had, and what the last one said."""
         if "reward/calls" not in self.values:
             return []
-        asked, share = int(self.values["reward/calls"]), self.values.get("reward/error_rate", 0.0)
-        if not share:
-            return [_row("verdicts", f"{asked:,}, none failed")]
-        return [_row("verdicts", f"{round(share * asked):,} of {asked:,} failed: {self.failure}", style="red")]
+        calls, rate = int(self.values["reward/calls"]), self.values.get("reward/error_rate", 0.0)
+        if not rate:
+            return [_row("errors", f"0 of {calls:,} reward calls")]
+        return [_row("errors", f"{round(rate * calls):,} of {calls:,} reward calls: {self.failure}", style="red")]
 
     def _queue(self) -> list[RenderableType]:
         """What the sample queue holds; the weights that the engine serves, and how stale the last step was."""
         rows = []
         if self.queue is not None:
             running, complete, dropped = self.queue
-            rows.append(_row("queue", f"{running:>4,} groups running {complete:>5,} waiting {dropped:>5,} dropped"))
+            rows.append(_row("rollouts", f"{running:>4,} running, {complete:>5,} queued, {dropped:>5,} dropped"))
         if self.served is not None:
             stale = ""
             if mean := self.values.get("async/version_diff/mean", 0.0):

@@ -17,7 +17,7 @@ from rich.panel import Panel as Frame
 from rich.text import Text
 
 from distflow.observe.metrics import headlines
-from distflow.observe.sanitize import Harmless, visible
+from distflow.observe.sanitize import SanitizedStream, visible
 from distflow.observe.writing.live_panel import TONES, Panel, Queue, duration
 
 _REDRAWS_PER_S = 4
@@ -43,7 +43,7 @@ class TerminalView:
         live: bool | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
-        self._out = Harmless(cast(TextIO, file or sys.stdout))
+        self._out = SanitizedStream(cast(TextIO, file or sys.stdout))
         screen = self._out.below  # of which only the live view, which writes what is harmless, makes use itself
         self._title = visible(title, 60, one_line=True)
         self._clock = clock
@@ -53,7 +53,7 @@ class TerminalView:
         self._console = Console(file=screen, force_terminal=True, highlight=False, markup=False, emoji=False)
         self._live: Live | None = None
         self._plain_at: float | None = None  # when the last plain line of a step was written
-        self._unsaid = ""  # the line of the last step, where it came too soon
+        self._unwritten = ""  # the line of the last step, where it came too soon
         if can_redraw(screen) if live is None else live:
             self._fit()
             self._live = Live(
@@ -64,7 +64,10 @@ class TerminalView:
             )
             self._live.start()
             # It has put proxies there for what others print, which would obey escapes; it takes them away again.
-            sys.stdout, sys.stderr = cast(TextIO, Harmless(sys.stdout)), cast(TextIO, Harmless(sys.stderr))
+            sys.stdout, sys.stderr = (
+                cast(TextIO, SanitizedStream(sys.stdout)),
+                cast(TextIO, SanitizedStream(sys.stderr)),
+            )
 
     def phase(self, name: str, done: int | None = None, total: int | None = None) -> None:
         """Say what the run is doing now, e.g. `phase("rollout", 12, 64)`; shown only by the live view."""
@@ -87,12 +90,12 @@ class TerminalView:
             self._write(line)
         elif self._plain_at is None or now - self._plain_at >= _PLAIN_EVERY_S or step >= self._panel.total_steps:
             self._write(line)
-            self._plain_at, self._unsaid = now, ""
+            self._plain_at, self._unwritten = now, ""
         else:
-            self._unsaid = line
+            self._unwritten = line
 
     def reward_failed(self, reason: str) -> None:
-        """Why the last verdict that failed did."""
+        """The last reward error."""
         with self._lock:
             self._panel.failure = visible(reason, 300, one_line=True)
 
@@ -109,14 +112,14 @@ class TerminalView:
         self._panel.served = version
 
     def audited(self, step: int, num_proven: int, num_checks: int) -> None:
-        """A step was proven again."""
+        """A step was audited."""
         with self._lock:
-            self._panel.audit = f"{num_proven} of {num_checks} proven again at step {step} · "
+            self._panel.audit = f"audit of step {step}: {num_proven} of {num_checks} checks passed · "
 
     def sample(self, prompt: str, response: str, score: float | None) -> None:
         """Show one sample of the step in the live view."""
         with self._lock:
-            shown = "no verdict" if score is None else f"{score:g}"
+            shown = "none" if score is None else f"{score:g}"
             self._panel.sample = (visible(prompt, 200, one_line=True), visible(response, 400, one_line=True), shown)
 
     def note(self, kind: str, message: str) -> None:
@@ -136,9 +139,9 @@ class TerminalView:
         if live:
             self._panel.ended = self._clock()
             live.stop()
-        if self._unsaid:
-            self._write(self._unsaid)
-            self._unsaid = ""
+        if self._unwritten:
+            self._write(self._unwritten)
+            self._unwritten = ""
         for line in summary:
             self._write(visible(line))
 
@@ -177,7 +180,7 @@ def step_line(step: int, total_steps: int, values: Mapping[str, float], eta_s: f
     parts = [f"step {step:>{len(str(total_steps))}}/{total_steps}"]
     parts += [f"{line.label} {line.text(value)}" for line, value in headlines(values).items()]
     if failed := round(values.get("reward/error_rate", 0.0) * values.get("reward/calls", 0.0)):
-        parts.append(f"{failed} verdicts failed")
+        parts.append(f"reward errors {failed}")
     if "timing_s/step" in values:
         parts.append(f"{values['timing_s/step']:5.1f} s")
     if eta_s is not None:

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-# Told of every phase when it ends: its start and end as `time.time()`, and its name.
+# Called for every phase when it ends: its start and end as `time.time()`, and its name.
 OnPhase = Callable[[float, float, str], None]
 
 
@@ -13,8 +13,8 @@ class PhaseTimer:
     """Times the phases of one thread: `with phases("rollout"): ...`, then `finish_step()` once a step.
 
     A phase inside another is taken out of the outer one, so the phases and `timing_s/other` add up to `timing_s/step`;
-    time between two steps belongs to the next one. on_charge: told, at each border of a phase, which one ran until
-    then ("other" where none did).
+    time between two steps belongs to the next one. on_charge: called at each border of a phase with the one that ran
+    until then ("other" where none did).
     """
 
     def __init__(

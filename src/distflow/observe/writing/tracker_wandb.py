@@ -52,7 +52,7 @@ def _mode() -> Any:
 
 
 def _run_id(run_dir: Path) -> str:
-    """The same for every incarnation: kept in the run's folder, made from its path and time at the first start."""
+    """The same for every restart: stored in the run's folder, derived from its path and time at the first start."""
     kept = run_dir / "wandb.json"
     if kept.exists():
         return str(json.loads(kept.read_bytes())["id"])

@@ -15,7 +15,7 @@ from distflow.errors import UserError, hint
 from distflow.import_target import load
 from distflow.registry import TRACKERS
 
-# Told once of each tracker that fails: the kind of the event ("warning"), and what happened.
+# Called once for each tracker that fails: the kind of the event ("warning"), and what happened.
 OnFailure = Callable[[str, str], None]
 
 _QUEUE_LENGTH = 256
@@ -92,7 +92,7 @@ class _TrackerThread:
         self._on_failure = on_failure
         self._queue: queue.Queue[tuple[int, dict[str, float]] | None] = queue.Queue(_QUEUE_LENGTH)
         self._failed = threading.Event()
-        self._told = False
+        self._has_reported = False
         self._thread = threading.Thread(target=self._run, name=f"tracker-{name}", daemon=True)
         self._thread.start()
 
@@ -122,8 +122,8 @@ class _TrackerThread:
             self._tell(f"failed and is off for the rest of the run ({type(error).__name__}: {error})")
 
     def _tell(self, what: str) -> None:
-        if not self._told:
-            self._told = True
+        if not self._has_reported:
+            self._has_reported = True
             self._on_failure("warning", f"tracker {self._name} {what}")
 
 

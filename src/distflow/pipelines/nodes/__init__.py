@@ -1,52 +1,39 @@
-"""The standard nodes of the built-in pipelines: each is one verb of the story that a pipeline tells."""
+"""The standard nodes of the built-in pipelines; each does one part of a step, which its name says."""
 
-from distflow.pipelines.nodes.normalizing import (
+from distflow.pipelines.nodes.advantages import (
+    apply_kl_penalty,
     clip_advantages,
     clip_rewards,
+    compute_advantage,
     mask_samples,
     normalize_advantages,
     normalize_rewards,
+    select_tokens,
     weigh_samples,
     whiten_rewards,
 )
-from distflow.pipelines.nodes.rollout_and_reward import (
-    compute_reward,
-    dynamic_sampling,
-    generate,
-    greedy_baseline,
-    load_responses,
-)
-from distflow.pipelines.nodes.scoring import (
-    apply_kl_penalty,
-    compute_advantage,
-    compute_old_log_prob,
-    compute_ref_log_prob,
-    compute_value,
-    correct_mismatch,
-    mend_mismatch,
-    reject_mismatch,
-    select_tokens,
-)
+from distflow.pipelines.nodes.log_probs import compute_old_log_prob, compute_ref_log_prob, compute_value
+from distflow.pipelines.nodes.reward import compute_reward, dynamic_sampling, greedy_baseline
+from distflow.pipelines.nodes.rollout import generate, load_responses
+from distflow.pipelines.nodes.rollout_correction import correct_drift, correct_mismatch, reject_mismatch
 from distflow.pipelines.nodes.updates import train_actor, train_critic, train_sft
 
 __all__ = [
-    "weigh_samples",
-    "whiten_rewards",
-    "mask_samples",
-    "clip_rewards",
-    "clip_advantages",
     "apply_kl_penalty",
+    "clip_advantages",
+    "clip_rewards",
     "compute_advantage",
     "compute_old_log_prob",
     "compute_ref_log_prob",
     "compute_reward",
     "compute_value",
+    "correct_drift",
     "correct_mismatch",
     "dynamic_sampling",
     "generate",
     "greedy_baseline",
     "load_responses",
-    "mend_mismatch",
+    "mask_samples",
     "normalize_advantages",
     "normalize_rewards",
     "reject_mismatch",
@@ -54,4 +41,6 @@ __all__ = [
     "train_actor",
     "train_critic",
     "train_sft",
+    "weigh_samples",
+    "whiten_rewards",
 ]

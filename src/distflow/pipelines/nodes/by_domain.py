@@ -1,4 +1,4 @@
-"""A node of which some domains have another than the rest: each on its own rows, merged back in the batch's order."""
+"""A node with other settings for some domains: each runs on its own rows, and results are merged in batch order."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -21,10 +21,10 @@ Factory = Callable[[Config], Callable[..., object]]
 
 
 def by_domain(config: Config, make: Factory, is_on: Callable[[AlgorithmConfig], bool]) -> Callable[..., object]:
-    """What `make` makes of the config where no domain differs, else the node function that runs for the rows of each
-    domain of `algorithm.domains` what it makes of that domain's, and for all other rows what it makes of the run's.
+    """The function that `make` returns for the config where no domain differs. Else a node function that runs, on the
+    rows of each domain of `algorithm.domains`, the one for its settings, and on all other rows the one for the run's.
 
-    is_on: whether the node does anything under such settings; where not it leaves its columns as they are.
+    is_on: whether the node does anything under such settings; else it leaves its columns unchanged.
     """
     if not config.algorithm.domains:
         return make(config)
@@ -43,9 +43,8 @@ def by_domain(config: Config, make: Factory, is_on: Callable[[AlgorithmConfig], 
 def in_domains(
     batch: Batch, ctx: NodeContext, reduce: Collective, *, parts: Mapping[str | None, BoundNode | None]
 ) -> NodeOutput:
-    """parts: by domain, None for all others: what runs on these rows. Every rank runs all of them, in this order, also
-    on no row: they may sum over the ranks. A part's metrics are over all ranks and end in its domain; each part has a
-    state of its own."""
+    """parts: the function by domain, None for all others. Every rank runs all of them, in this order, even on no row:
+    they may sum over the ranks. A part's metrics are over all ranks and end in its domain; each has its own state."""
     writes = next(part.contract.writes for part in parts.values() if part is not None)
     rows: dict[str | None, list[int]] = {domain: [] for domain in parts}
     for row, domain in enumerate(batch["domain"]):
@@ -69,7 +68,7 @@ def in_domains(
 
 
 def options_of(bound: BoundNode, domain: str | None) -> dict[str, object]:
-    """Those that the function has which runs for the domain, None for all without settings of their own."""
+    """The options of the function that runs for the domain. domain: None for all without settings of their own."""
     parts = bound.options.get("parts")
     part = parts.get(domain) if isinstance(parts, Mapping) else bound
     return dict(part.options) if part is not None else {}
@@ -86,7 +85,7 @@ def _call(part: BoundNode, batch: Batch, ctx: NodeContext, reduce: Collective) -
 
 
 def _columns(output: object, writes: Sequence[str]) -> dict[str, Written]:
-    """Of what a node function returned, by name."""
+    """The columns that a node function returned, by name."""
     if isinstance(output, Batch):
         return {name: output.flat(name) for name in writes}
     if isinstance(output, Mapping):

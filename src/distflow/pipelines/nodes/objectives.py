@@ -1,4 +1,4 @@
-"""From the config's numbers to what an optimizer step minimises."""
+"""From the config to the losses that an optimizer step minimises."""
 
 from distflow.algorithms.objective import PolicyObjective, SFTObjective, ValueObjective
 from distflow.algorithms.registry import PolicyLoss, check_options, find_policy_loss, is_decoupled, takes_weights
@@ -7,18 +7,22 @@ from distflow.config import Config
 from distflow.config.compose.key_usage import plain
 from distflow.config.derived_settings import clip_range, is_rl
 
-MENDING = Correction("token", cap=2.0)
+DRIFT_CORRECTION = Correction("token", cap=2.0)
 """The weights that are switched on when rollout and trainer drift apart."""
 
 
-def policy_objective(config: Config, derives_old: bool = False, mended: bool = False) -> PolicyObjective:
-    """The actor's loss. derives_old: the old log-probs are those that it is given, see `may_derive_old`. mended: it is
-    weighed as it is where rollout and trainer have drifted apart, by weights that are made within it.
+def policy_objective(config: Config, derives_old: bool = False, corrected: bool = False) -> PolicyObjective:
+    """The actor's loss. derives_old: the old log-probs are the loss's own, see `may_derive_old`. corrected: it is
+    weighed as after drift of rollout and trainer, by weights that are computed within it.
 
     Raises ValueError for an unknown loss or option.
     """
     actor = config.actor_rollout_ref.actor
-    loss, mends, interpolates = find_policy_loss(actor.policy_loss), mends_mismatch(config), interpolates_prox(config)
+    loss, corrects_on_drift, interpolates = (
+        find_policy_loss(actor.policy_loss),
+        corrects_drift(config),
+        interpolates_prox(config),
+    )
     corrects = config.algorithm.rollout_correction.level is not None
     return PolicyObjective(
         loss,
@@ -28,11 +32,13 @@ def policy_objective(config: Config, derives_old: bool = False, mended: bool = F
         entropy_coef=actor.entropy_coef,
         kl_loss_type=actor.kl_loss_type if actor.use_kl_loss else None,
         kl_loss_coef=actor.kl_loss_coef if actor.use_kl_loss else 0.0,
-        weights_field="rollout_is_weights" if (corrects and not interpolates) or (mends and not derives_old) else None,
-        weights_optional=mends,
+        weights_field="rollout_is_weights"
+        if (corrects and not interpolates) or (corrects_on_drift and not derives_old)
+        else None,
+        weights_optional=corrects_on_drift,
         interpolates=interpolates,
         derives_old=derives_old,
-        correction=MENDING if mended else correction(config) if corrects and interpolates else None,
+        correction=DRIFT_CORRECTION if corrected else correction(config) if corrects and interpolates else None,
         off_policy_mask_threshold=actor.off_policy_mask_threshold,
         actor={**plain(actor), **actor.policy_loss_kwargs} if loss.seed_style else None,
     )
@@ -53,7 +59,7 @@ def takes_rollouts(config: Config) -> bool:
 
 def may_derive_old(config: Config) -> bool:
     """Whether every optimizer step is of the policy that sampled: one mini-batch a step, of samples of this version.
-    The log-probs that the loss is given are the old ones then."""
+    The log-probs of the loss are the old ones then."""
     actor = config.actor_rollout_ref.actor
     if not is_rl(config) or is_decoupled(actor.policy_loss) or config.algorithm.recompute_old_log_probs != "auto":
         return False
@@ -62,18 +68,18 @@ def may_derive_old(config: Config) -> bool:
 
 
 def is_anchored(config: Config) -> bool:
-    """Whether the ratio of a step's first update is 1, because the trainer's own log-probs are what it is taken to."""
+    """Whether the ratio of a step's first update is 1, because it is relative to the trainer's own log-probs."""
     return not is_rl(config) or not (interpolates_prox(config) or takes_rollouts(config))
 
 
 def correction(config: Config) -> Correction:
-    """How the config makes weights of the trainer's policy over the one that sampled."""
+    """The config's weights of the trainer's policy over the one that sampled."""
     settings = config.algorithm.rollout_correction
     return Correction(settings.level, settings.mode, settings.cap, settings.floor)  # type: ignore[arg-type]  # the config checks them
 
 
-def mends_mismatch(config: Config) -> bool:
-    """Whether weights are switched on when rollout and trainer drift apart: where none are on anyhow, and the loss can
+def corrects_drift(config: Config) -> bool:
+    """Whether weights are switched on when rollout and trainer drift apart: where none are on already, and the loss can
     be weighed. The decoupled loss has weights of its own; a ratio to the rollout's policy needs none."""
     name = config.actor_rollout_ref.actor.policy_loss
     if config.algorithm.rollout_correction.level or is_decoupled(name) or takes_rollouts(config):
@@ -102,7 +108,7 @@ def value_objective(config: Config) -> ValueObjective:
 
 
 def sft_objective(config: Config) -> SFTObjective:
-    """Negative log-likelihood of the data's answers."""
+    """Negative log-likelihood of the data's responses."""
     return SFTObjective()
 
 
@@ -112,7 +118,7 @@ def _loss_options(loss: PolicyLoss, config: Config) -> dict[str, object]:
     names = [name for name in loss.options if name in dir(actor)]
     own: dict[str, object] = {}
     if {"clip_ratio", "clip_ratio_low", "clip_ratio_high"} <= set(names):
-        names.remove("clip_ratio")  # with both ends given nothing reads it
+        names.remove("clip_ratio")  # nothing reads it where both ends are set
         own["clip_ratio_low"], own["clip_ratio_high"] = clip_range(config)
     own |= {name: getattr(actor, name) for name in names if name not in own}
     if config.algorithm.rollout_correction.level and "behav_imp_weight_mode" in loss.options:

@@ -14,14 +14,14 @@ from distflow.data.batch import Batch
 from distflow.graph import NodeOutput, NodeRole, node, node_factory
 from distflow.graph.fields import register_field
 from distflow.pipelines.nodes.objectives import (
+    corrects_drift,
     interpolates_prox,
-    mends_mismatch,
     policy_objective,
     sft_objective,
     takes_rollouts,
     value_objective,
 )
-from distflow.pipelines.nodes.scoring import are_apart, mending_weights
+from distflow.pipelines.nodes.rollout_correction import drift_weights, has_drifted
 from distflow.runtime.context import NodeContext
 from distflow.training.collective import Collective
 from distflow.training.engine import Counts, LossFn, Sums, TrainEngine
@@ -49,13 +49,14 @@ def train_actor(config: Config) -> Callable[..., object]:
 @node_factory
 @node(role=NodeRole.ACTOR)
 def train_unscored_actor(config: Config) -> Callable[..., object]:
-    """What `train_actor` is where a step has one optimizer step, of the policy that sampled, and nothing scores it."""
+    """`train_actor` where a step has one optimizer step, of the policy that sampled, and no node computes old
+    log-probs."""
     objective = policy_objective(config, derives_old=True)
     closed = partial(
         update_unscored,
         name="actor",
         objective=objective,
-        mended=policy_objective(config, derives_old=True, mended=True) if mends_mismatch(config) else None,
+        corrected=policy_objective(config, derives_old=True, corrected=True) if corrects_drift(config) else None,
         limit=Tolerance.of(exact=config.actor_rollout_ref.model.dtype == "float32").mean,
         num_prompts=config.actor_rollout_ref.actor.ppo_mini_batch_size,
         warmup=config.trainer.critic_warmup,
@@ -73,7 +74,7 @@ def train_unscored_actor(config: Config) -> Callable[..., object]:
 @node_factory
 @node(role=NodeRole.CRITIC)
 def train_critic(config: Config) -> Callable[..., object]:
-    """Update the critic towards the returns, those of domains whose estimator reads values."""
+    """Update the critic towards the returns, of domains whose estimator reads values."""
     critic, objective = config.critic, value_objective(config)
     num_prompts = critic.ppo_mini_batch_size or config.actor_rollout_ref.actor.ppo_mini_batch_size
     trains = {domain: takes_values(each) for domain, each in algorithms(config)} if config.algorithm.domains else None
@@ -84,7 +85,7 @@ def train_critic(config: Config) -> Callable[..., object]:
 @node_factory
 @node(role=NodeRole.ACTOR)
 def train_sft(config: Config) -> Callable[..., object]:
-    """Update the policy towards the data set's answers."""
+    """Update the policy towards the data set's responses."""
     objective, num_prompts = sft_objective(config), config.actor_rollout_ref.actor.ppo_mini_batch_size
     return _update((*_READS, *objective.reads), "sft", objective, 1, num_prompts)
 
@@ -127,9 +128,9 @@ def update(
 ) -> NodeOutput:
     """One optimizer step for each mini-batch of `num_prompts` groups in each epoch, from step `warmup` on.
 
-    Metrics are means over the mini-batches in which a token counts, named `name/...`; `skipped` and `empty` are
-    numbers of mini-batches. records: the column to write what the first one was scored with, NaN in other samples.
-    learns: by domain, None for the others, whether it learns from these samples; None is from all.
+    Metrics are means over the mini-batches with a token that counts, named `name/...`; `skipped` and `empty` are
+    numbers of mini-batches. records: the column for the log-probs of the first update, NaN in other samples.
+    trains: by domain, None for the others, whether it trains on these samples; None is on all.
     """
     if trains is not None:
         batch = batch.select([row for row, each in enumerate(batch["domain"]) if trains.get(each, trains[None])])
@@ -137,7 +138,7 @@ def update(
     for epoch in range(epochs if ctx.step >= warmup else 0):
         for mini_batch in ctx.minibatches(batch, num_prompts, epoch):
             loss = ctx.before_update(engine, mini_batch, objective)
-            metrics = engine.train_step(mini_batch, Recorded(loss, rows) if records and unmoved else loss)
+            metrics = engine.train_step(mini_batch, RecordingLoss(loss, rows) if records and unmoved else loss)
             ctx.after_update(engine, mini_batch, metrics, unmoved)
             updates.append(metrics)
             unmoved = unmoved and bool(metrics.get("empty"))
@@ -157,22 +158,22 @@ def update_unscored(
     *,
     name: str,
     objective: LossFn,
-    mended: LossFn | None,
+    corrected: LossFn | None,
     limit: float,
     num_prompts: int,
     warmup: int,
 ) -> NodeOutput:
-    """The one optimizer step of a step that nothing scored before: its own forward pass does.
+    """The one optimizer step of a step without old log-probs: they come from its own forward pass.
 
-    The ratio is 1 by construction, so that the log-probs that the loss is given are the old ones too; they are written
-    as such behind the update. mended: the loss once engine and trainer have drifted apart by more than `limit` in a
-    step, from the next one on; None where nothing is to be weighed then.
+    The ratio is 1 by construction, so that the log-probs of the loss are the old ones too; they are written after the
+    update. corrected: the loss from the step on after engine and trainer have drifted apart by more than `limit`; None
+    where nothing is weighed then.
     """
-    loss = mended if mended is not None and ctx.state.get("on") else objective
+    loss = corrected if corrected is not None and ctx.state.get("on") else objective
     rows, updates, unmoved = dict[str, Tensor](), list[dict[str, float]](), True
     for mini_batch in ctx.minibatches(batch, num_prompts, 0) if ctx.step >= warmup else ():
-        watched = ctx.before_update(engine, mini_batch, loss)
-        updates.append(engine.train_step(mini_batch, Recorded(watched, rows) if unmoved else watched))
+        checked = ctx.before_update(engine, mini_batch, loss)
+        updates.append(engine.train_step(mini_batch, RecordingLoss(checked, rows) if unmoved else checked))
         ctx.after_update(engine, mini_batch, updates[-1], unmoved)
         unmoved = unmoved and bool(updates[-1].get("empty"))
     metrics = {f"{name}/{metric}": value for metric, value in _over(updates).items()}
@@ -181,18 +182,18 @@ def update_unscored(
         scored["old_log_probs"] = engine.forward(batch, ("log_probs",)).flat("log_probs")
     else:
         scored["old_log_probs"] = _by_sample(rows, batch)
-    if mended is None:
+    if corrected is None:
         return NodeOutput(scored, metrics)
     own, rollout = scored["old_log_probs"], scored["rollout_log_probs"]
-    if loss is mended:
-        weights, statistics = mending_weights(own, rollout, scored["loss_mask"], reduce)
+    if loss is corrected:
+        weights, statistics = drift_weights(own, rollout, scored["loss_mask"], reduce)
         scored["rollout_is_weights"], metrics = weights, metrics | statistics
-    ctx.state["on"] = loss is mended or are_apart(own, rollout, scored["response_mask"], limit, reduce)
+    ctx.state["on"] = loss is corrected or has_drifted(own, rollout, scored["response_mask"], limit, reduce)
     return NodeOutput(scored, metrics | {"rollout_corr/on": float(ctx.state["on"])})
 
 
-class Recorded:
-    """A loss function that keeps the log-probs which it is given, in `rows` by the samples' uid."""
+class RecordingLoss:
+    """A loss function that records the log-probs that it gets, in `rows` by the samples' uid."""
 
     def __init__(self, loss: LossFn, rows: dict[str, Tensor]) -> None:
         self.outputs, self._loss, self._rows = loss.outputs, loss, rows
@@ -212,7 +213,7 @@ class Recorded:
 
 def _by_sample(rows: Mapping[str, Tensor], batch: Batch) -> Tensor:
     """The rows of all samples one after another on the CPU, NaN for those without one."""
-    if not len(batch):  # this rank's share of a step that others have
+    if not len(batch):  # other ranks have all samples of the step
         return torch.empty(0)
     device = next((row.device for row in rows.values()), None)
     missing = [torch.full((length,), torch.nan, device=device) for length in batch.lengths("response").tolist()]
@@ -220,7 +221,7 @@ def _by_sample(rows: Mapping[str, Tensor], batch: Batch) -> Tensor:
 
 
 def _over(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Metrics of a step; none where no optimizer step was to be taken."""
+    """Metrics of a step; empty where there was no optimizer step."""
     rows: dict[str, list[float]] = defaultdict(list)
     for update in [update for update in updates if not update.get("empty")] or updates:
         for metric, value in update.items():

@@ -1,14 +1,9 @@
-"""Assertions that hold nothing but literals and one call of the program: they need no process to run in.
+"""Splits a data set's assertions into cases, which run apart from the program that they test.
 
-`assert f([1, 2], x=3) == (4,)` is most of what MBPP and HumanEval have; what it asks and expects can be read off it.
-
-A data set's assertions, told apart, and run away from the program that they test.
-
-Those of literals alone need not be run (`code_literals.py`). The others run in a sandbox of their own, whose process
-holds no program: names that they do not define stand for functions of the program, and a call of one leaves that
-process as a question. The program's process is asked by who judges, and gets names and plain arguments only; its
-answer, a plain value, is what the assertion then sees.
-"""
+Most assertions of MBPP and HumanEval, like `assert f([1, 2], x=3) == (4,)`, hold only literals and one call, which can
+be read off without running them. The others run in a sandbox of their own without the program: names that they do not
+define stand for functions of the program. A call of one is passed to the program's process, with plain arguments only,
+and the assertion sees the plain value that it returns."""
 
 import ast
 import builtins
@@ -22,7 +17,7 @@ from distflow.rewards.code.test_formats import AssertTests, parse
 
 
 class Literal(NamedTuple):
-    """A call, and whether what it returned, a plain value, is right."""
+    """A call, and whether a returned plain value is right."""
 
     name: str
     args: list[Any]
@@ -31,8 +26,8 @@ class Literal(NamedTuple):
 
 
 def read_literal(statements: Sequence[ast.stmt], names: Mapping[str, str]) -> Literal | None:
-    """Of a case's statements, the last its assertion; None where it has to be run. names: what stands
-    for a function of the program → that function's."""
+    """Read a case's statements, of which the last is its assertion; None if it has to be run. names: name in the tests
+    → function of the program."""
     *before, assertion = statements
     if not isinstance(assertion, ast.Assert) or not all(map(_is_idle, before)):
         return None
@@ -40,7 +35,7 @@ def read_literal(statements: Sequence[ast.stmt], names: Mapping[str, str]) -> Li
         return None
     try:
         return _read(assertion.test, names)
-    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):  # as `literal_eval` says of what is none
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):  # raised by `literal_eval`
         return None
 
 
@@ -64,7 +59,7 @@ def _read(test: ast.expr, names: Mapping[str, str]) -> Literal | None:
 
 
 def _is_idle(statement: ast.stmt) -> bool:
-    """Whether it only gives a name to a literal, or is a text."""
+    """Whether it only assigns a literal to a name, or is a string."""
     if isinstance(statement, ast.Expr | ast.Assign):
         try:
             ast.literal_eval(statement.value)
@@ -77,8 +72,8 @@ def _is_idle(statement: ast.stmt) -> bool:
 _SHOWN = 200
 _CANDIDATE = "candidate"
 
-# Runs in the sandbox. A call that has no answer yet ends the run of the assertion, which is run again from its start
-# when there is one: so nothing has to wait in there. What it draws is the same each time.
+# Runs in the sandbox. A call without an answer ends the run of the assertion, which runs again from its start when
+# there is one, so that nothing waits in there. Its random numbers are the same each time.
 HARNESS = """
 import builtins, random
 
@@ -132,10 +127,10 @@ def go_on(answer):
 
 
 class Assertions(NamedTuple):
-    """cases: whole modules, each with what goes before its assertion. shown: the assertions, for people.
+    """cases: whole modules, each with the statements before its assertion. shown: the assertions, for people.
 
-    names: what in them stands for a function of the program: name → that function's.
-    literals: what the cases come to that hold only literals, and None for those that must be run.
+    names: name in the tests → function of the program.
+    literals: of each case that holds only literals; None for those that must be run.
     """
 
     cases: tuple[str, ...]
@@ -144,11 +139,11 @@ class Assertions(NamedTuple):
     literals: tuple[Literal | None, ...]
 
 
-@lru_cache(maxsize=64)  # the answers to a prompt have the same tests
+@lru_cache(maxsize=64)  # the responses to a prompt have the same tests
 def tell_apart(tests: AssertTests) -> Assertions:
-    """Each assertion at the top level (or in that of HumanEval's `check`) is a case, with all that stands before it but
-    the other assertions. Where some stand in loops or the like, all are one case. Raises ValueError for tests that are
-    no Python, or test nothing.
+    """Each assertion at the top level (or in that of HumanEval's `check`) is a case, with all that precedes it except
+    the other assertions. If some are in loops or the like, all are one case. Raises ValueError for tests that are no
+    Python, or test nothing.
     """
     setup, module = parse(tests.setup, "their setup"), parse(tests.code, "their code")
     check = _check_of(module) if tests.entry else None
@@ -215,8 +210,8 @@ def _asserts(statement: ast.stmt) -> bool:
 
 
 def _names(case: str, entry: str) -> list[str]:
-    """What the code reads and nobody defines. A built-in is the program's only where nothing else is: a program that
-    defines `abs` must not change what the tests mean by it."""
+    """Names that the code reads but does not define. A built-in is the program's only if nothing else is: a program
+    that defines `abs` must not change its meaning in the tests."""
     try:
         table = symtable.symtable(case, "tests.py", "exec")
     except SyntaxError as error:
@@ -233,7 +228,7 @@ def _names(case: str, entry: str) -> list[str]:
 
 
 def _modules(tests: ast.Module, names: list[str]) -> list[str]:
-    """Those that the tests use without importing them, as the program does: of the standard library, by attribute."""
+    """Modules of the standard library that the tests use by attribute without importing them, as the program does."""
     owners = {node.value.id for node in ast.walk(tests) if isinstance(node, ast.Attribute) and _is_name(node.value)}
     called = {node.func.id for node in ast.walk(tests) if isinstance(node, ast.Call) and _is_name(node.func)}
     return [name for name in names if name in owners - called and name in sys.stdlib_module_names]

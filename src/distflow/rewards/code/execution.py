@@ -1,11 +1,8 @@
-"""Whether what a program printed or returned is what was wanted.
+"""Runs a program's cases one by one in the sandbox, and compares what it prints or returns with what is wanted.
 
-A program's cases, run one by one in the sandbox: which fail, and why.
-
-Expected values stay here: a program gets its input or arguments, and nothing else. It meets its cases either each in a
-fresh process, or at least `SHUFFLED_FROM` of them shuffled in one: who remembers an order of answers has no use of it.
-Of a case that calls often, in a loop say, as many calls are each to a fresh process, and the rest to one.
-"""
+Expected values stay outside: a program gets only its input or arguments. Cases run either each in a new process, or at
+least `SHUFFLED_FROM` of them shuffled in one, so that a memorised order of answers is useless. Of a case that calls
+often, e.g. in a loop, that many calls each go to a new process, and the rest to one."""
 
 import random
 import re
@@ -21,21 +18,21 @@ from distflow.sandbox.interface import AnySandbox, AnySession, Ran
 from distflow.sandbox.limits import Broken, Limits, Raised
 
 TOLERANCE = 1e-6
-"""Of a number that is wanted with a decimal point or an exponent, relative to it, or absolute below 1."""
+"""Tolerance for a wanted number with a decimal point or exponent: relative, or absolute below 1."""
 _NUMBER = re.compile(r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d{1,3})?", re.ASCII)
 _MAX_NUMBER_CHARACTERS = 400
 
 
 def same_output(printed: str, wanted: str) -> bool:
-    """Line by line, white space at their ends and empty lines at the end apart; word by word in a line, numbers by
-    value: `2.50` is `2.5`, and within `TOLERANCE` where the number that is wanted is no whole one."""
+    """Compare lines, without white space at their ends and empty lines at the end, word by word; numbers by value:
+    `2.50` is `2.5`, and within `TOLERANCE` if the wanted number is not an integer."""
     found, expected = _lines(printed), _lines(wanted)
     return len(found) == len(expected) and all(map(_same_line, found, expected))
 
 
 def same_value(returned: Any, wanted: Any) -> bool:
-    """As JSON has them: a tuple is a list, a key of a dict is text; otherwise what Python calls equal. What is wanted
-    may be the only entry of a list, as APPS has it."""
+    """Equal in Python, after conversion to JSON (a tuple is a list, a key of a dict is a str). The wanted value may be
+    the only entry of a list, as in APPS."""
     value = _as_json(returned)
     return bool(value == wanted) or (isinstance(wanted, list) and len(wanted) == 1 and bool(value == wanted[0]))
 
@@ -80,14 +77,14 @@ def _as_json(value: Any) -> Any:
 
 SHUFFLED_FROM = 8
 MAX_CALLS = 1000
-"""Of the program, in one case."""
+"""Calls of the program in one case."""
 _SHOWN = 200
 _START_S = 0.1
-_NOT_PLAIN = "the test hands the program what is no plain value"
+_NOT_PLAIN = "the test passes the program a value that is not plain"
 
 
 class Outcome(NamedTuple):
-    """why: empty where the program passed. printed: the end of what it wrote."""
+    """why: empty if the program passed. printed: the end of its output."""
 
     case: str
     why: str
@@ -95,11 +92,11 @@ class Outcome(NamedTuple):
 
 
 class Stopped(Exception):
-    """No further case can be run: the program cannot be loaded, or it or the verdict has no time left."""
+    """No further case can be run: the program cannot be loaded, or it or the scoring has no time left."""
 
 
-class Box:
-    """A sandbox, and what is left of a verdict's time in it."""
+class TimedSandbox:
+    """A sandbox, and the time that is left for scoring a response in it."""
 
     def __init__(self, sandbox: AnySandbox, seconds: float) -> None:
         self._sandbox = sandbox
@@ -112,7 +109,7 @@ class Box:
         return self._sandbox.level.name
 
     def seconds(self) -> float:
-        """By the clock, since it was made."""
+        """Wall-clock seconds since its creation."""
         return round(time.monotonic() - self._began, 3)
 
     def open(self, code: str) -> AnySession:
@@ -120,13 +117,13 @@ class Box:
         return self._sandbox.open(code, self._bounded(self._sandbox.limits))
 
     def run(self, code: str, stdin: str) -> Ran:
-        """All that it prints is kept. Raises as `_bounded`."""
+        """Run a program and keep all of its output. Raises as `_bounded`."""
         limits = self._sandbox.limits
         return self._sandbox.run(code, stdin, self._bounded(limits._replace(output_bytes=limits.printed_bytes)))
 
     @contextmanager
-    def used_by_pipeline(self) -> Iterator[None]:
-        """Inside, it is the program under test that takes its time, but for the start of its process."""
+    def used_by_program(self) -> Iterator[None]:
+        """Inside, time counts as used by the program under test, except for the start of its process."""
         began, waited_s = time.monotonic(), self._sandbox.waited_s
         try:
             yield
@@ -135,8 +132,8 @@ class Box:
             self._used_s += max(time.monotonic() - began - waited_s - _START_S, 0.0)
 
     def _bounded(self, limits: Limits) -> Limits:
-        """With no more time by the clock than is left. Raises Stopped, and TimeoutError where the time went by without
-        the program having used the most of it: then it is no fault of the program's."""
+        """Limits with at most the time that is left. Raises Stopped, or TimeoutError if the program used less than half
+        of the time that passed: then it is not the program's fault."""
         now = time.monotonic()
         if now >= self._end and 2 * self._used_s < now - self._began:
             raise TimeoutError(f"{now - self._began:.1f} s were too short for its cases here: raise reward.timeout_s")
@@ -145,10 +142,10 @@ class Box:
         return limits._replace(wall_s=min(limits.wall_s, self._end - now))
 
 
-class Tested:
-    """The program under test: a process that is made when it is asked something, and anew where it broke."""
+class ProgramUnderTest:
+    """The program under test: a process that starts at the first call, and again after it broke."""
 
-    def __init__(self, box: Box, code: str) -> None:
+    def __init__(self, box: TimedSandbox, code: str) -> None:
         self._box, self.code = box, code
         self._session: AnySession | None = None
         self._num_answers = 0
@@ -156,13 +153,13 @@ class Tested:
         self.was_asked = False
 
     def call(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Raises Raised, Broken, Stopped. A process that breaks after other calls of its may have used up what they
-        left: the call has another try in a fresh one."""
+        """Raises Raised, Broken, Stopped. A process that breaks after earlier calls may have used up its limits: the
+        call is repeated in a new one."""
         self.was_asked = True
         while True:
             session = self._process()
             try:
-                with self._box.used_by_pipeline():
+                with self._box.used_by_program():
                     value = session.call(name, args, kwargs)
             except Raised:
                 self._num_answers += 1
@@ -182,11 +179,11 @@ class Tested:
                 return value
 
     def printed(self) -> str:
-        """The end of what it wrote, by the process that was asked last."""
+        """The end of the output of the process that was called last."""
         return _printed(self._session) if self._session else self._printed
 
     def leave(self) -> None:
-        """The next call is to a fresh process."""
+        """The next call goes to a new process."""
         if self._session:
             self._session.close()
         self._session, self._num_answers = None, 0
@@ -195,7 +192,7 @@ class Tested:
         if self._session is None:
             self._printed = ""
             try:
-                with self._box.used_by_pipeline():
+                with self._box.used_by_program():
                     self._session = self._box.open(self.code)
             except Raised as error:
                 raise Stopped(f"it raised {error}") from None
@@ -204,10 +201,10 @@ class Tested:
         return self._session
 
 
-def run_streams(box: Box, code: str, tests: StreamTests) -> Iterator[Outcome]:
-    """Raises Stopped where the rest is not run."""
+def run_streams(box: TimedSandbox, code: str, tests: StreamTests) -> Iterator[Outcome]:
+    """Raises Stopped if the rest is not run."""
     for given, wanted in zip(tests.inputs, tests.outputs, strict=True):
-        with box.used_by_pipeline():
+        with box.used_by_program():
             ran = box.run(code, given)
         shown = f"stdin {_short(given)}"
         printed = (ran.stdout[-_SHOWN:] + ran.stderr[-_SHOWN:]).strip()
@@ -222,8 +219,8 @@ def run_streams(box: Box, code: str, tests: StreamTests) -> Iterator[Outcome]:
             yield Outcome(shown, "")
 
 
-def run_calls(program: Tested, tests: CallTests) -> Iterator[Outcome]:
-    """Raises Stopped where the rest is not run."""
+def run_calls(program: ProgramUnderTest, tests: CallTests) -> Iterator[Outcome]:
+    """Raises Stopped if the rest is not run."""
     for i in _order(program, len(tests.inputs)):
         shown = f"{tests.name}({', '.join(map(_short, tests.inputs[i]))})"[:_SHOWN]
         try:
@@ -238,17 +235,17 @@ def run_calls(program: Tested, tests: CallTests) -> Iterator[Outcome]:
             yield Outcome(shown, why, "" if same else program.printed())
 
 
-def run_assertions(box: Box, program: Tested, tests: Assertions) -> Iterator[Outcome]:
-    """Raises Stopped where the rest is not run; ValueError where the tests are at fault."""
-    with Bench(box) as bench:
+def run_assertions(box: TimedSandbox, program: ProgramUnderTest, tests: Assertions) -> Iterator[Outcome]:
+    """Raises Stopped if the rest is not run; ValueError if the tests are at fault."""
+    with AssertionRunner(box) as bench:
         for i in _order(program, len(tests.cases)):
             literal = tests.literals[i]
             why = _why_literal_fails(program, literal) if literal else _why_fails(bench, program, tests, i)
             yield Outcome(tests.shown[i], why, program.printed() if why else "")
 
 
-def _why_literal_fails(program: Tested, case: Literal) -> str:
-    """Empty where it passes."""
+def _why_literal_fails(program: ProgramUnderTest, case: Literal) -> str:
+    """Why it fails; empty if it passes."""
     try:
         value = program.call(case.name, case.args, case.kwargs)
     except Raised as error:
@@ -258,10 +255,10 @@ def _why_literal_fails(program: Tested, case: Literal) -> str:
     return "" if case.holds(value) else f"it returned {_short(value)}"
 
 
-class Bench:
-    """Where assertions run, without the program."""
+class AssertionRunner:
+    """A sandbox in which assertions run, without the program."""
 
-    def __init__(self, box: Box) -> None:
+    def __init__(self, box: TimedSandbox) -> None:
         self._box = box
         self._session: AnySession | None = None
 
@@ -293,8 +290,8 @@ class Bench:
         self.close()
 
 
-def _order(program: Tested, num_cases: int) -> Iterator[int]:
-    """Of the cases, the same for the same program; with a fresh process for each where they are few."""
+def _order(program: ProgramUnderTest, num_cases: int) -> Iterator[int]:
+    """Order of the cases, the same for the same program; each gets a new process if they are few."""
     shuffled = num_cases >= SHUFFLED_FROM
     generator = random.Random(program.code.encode("utf-8", "surrogatepass"))
     for i in generator.sample(range(num_cases), num_cases) if shuffled else range(num_cases):
@@ -303,8 +300,8 @@ def _order(program: Tested, num_cases: int) -> Iterator[int]:
         yield i
 
 
-def _why_fails(bench: Bench, program: Tested, tests: Assertions, i: int) -> str:
-    """Empty where the case passes."""
+def _why_fails(bench: AssertionRunner, program: ProgramUnderTest, tests: Assertions, i: int) -> str:
+    """Why the case fails; empty if it passes."""
     step = _first_step(bench, program, tests, i)
     num_fresh = SHUFFLED_FROM if len(tests.cases) < SHUFFLED_FROM else 0
     for number in range(MAX_CALLS):
@@ -320,7 +317,7 @@ def _why_fails(bench: Bench, program: Tested, tests: Assertions, i: int) -> str:
             return error.reason
         try:
             step = bench.go_on(answer)
-        except NotPlain as error:  # it just came through, and is no longer plain among other values
+        except NotPlain as error:  # plain by itself, but not together with other values
             return f"its answer is {error}"
         except Broken as error:
             if error.cause == "value":
@@ -329,13 +326,13 @@ def _why_fails(bench: Bench, program: Tested, tests: Assertions, i: int) -> str:
         if step[0] == "passed":
             return ""
         if step[0] == "failed":
-            is_told = step[1] == "AssertionError" or answer[0] == "raised"
-            return said if is_told else f"{said}, and the test raised {': '.join(step[1:])}"
+            is_clear = step[1] == "AssertionError" or answer[0] == "raised"
+            return said if is_clear else f"{said}, and the test raised {': '.join(step[1:])}"
     return f"the test called it more than {MAX_CALLS} times"
 
 
-def _first_step(bench: Bench, program: Tested, tests: Assertions, i: int) -> list[Any]:
-    """The first call of the program. What goes wrong before is the tests' fault: raises ValueError."""
+def _first_step(bench: AssertionRunner, program: ProgramUnderTest, tests: Assertions, i: int) -> list[Any]:
+    """The first call of the program. An error before it is the tests' fault: raises ValueError."""
     try:
         step = bench.begin(tests.cases[i], list(tests.names))
         if step[0] == "call":

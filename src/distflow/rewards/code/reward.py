@@ -1,6 +1,6 @@
-"""Finding the program in an answer. Takes time linear in the text: it is the policy who writes it.
+"""`code`: does the program in the response pass the row's tests? It runs in the sandbox (docs/sandbox.md).
 
-`code`: does the program in the answer pass the row's tests? It runs in the sandbox (docs/sandbox.md).
+Finding the program takes time linear in the response, as the policy writes it.
 """
 
 import atexit
@@ -11,7 +11,15 @@ from functools import cache
 
 from distflow.observe.files import JSON
 from distflow.rewards.code.assertions import Assertions, tell_apart
-from distflow.rewards.code.execution import Box, Outcome, Stopped, Tested, run_assertions, run_calls, run_streams
+from distflow.rewards.code.execution import (
+    Outcome,
+    ProgramUnderTest,
+    Stopped,
+    TimedSandbox,
+    run_assertions,
+    run_calls,
+    run_streams,
+)
 from distflow.rewards.code.test_formats import AssertTests, CallTests, StreamTests, Tests, read_tests
 from distflow.rewards.functions import shortened
 from distflow.rewards.score import Case, left_s
@@ -24,14 +32,14 @@ _PYTHON = ("python", "python3", "py", "py3")
 _THOUGHT_END = "</think>"
 
 
-def find_program(answer: str, names: Sequence[str] = ()) -> str | None:
-    """The program, or None where the answer shows code of other languages only.
+def find_program(response: str, names: Sequence[str] = ()) -> str | None:
+    """The program, or None if the response shows only code of other languages.
 
-    What is thought before the last `</think>` does not count. Of the fenced blocks those marked as Python count, or,
-    where none is, those without a mark; the last of them that defines one of `names` is the program, else the last. A
-    block that is never closed ends with the answer. An answer without a fence is a program as a whole.
+    Text before the last `</think>` does not count. Of the fenced blocks those marked as Python count or, if there are
+    none, those without a mark; the last of them that defines one of `names` is the program, else the last. A block that
+    is never closed ends with the response. A response without a fence is a program as a whole.
     """
-    text = answer.rpartition(_THOUGHT_END)[2]
+    text = response.rpartition(_THOUGHT_END)[2]
     blocks = _fenced(text)
     if not blocks:
         return text
@@ -67,11 +75,11 @@ def defines(program: str, name: str) -> bool:
 
 
 LONGEST_S = 60.0
-"""Of a verdict outside of a pool, by the clock."""
+"""Wall-clock seconds for a score outside of a pool."""
 _SHARE_OF_TIME = 0.8
 _NUM_SHOWN = 3
 _SHOWN = 500
-# What the judges of function-call tasks import for a program, as their prompts take it for granted.
+# Imports that graders of function-call tasks add to a program, as their prompts assume them.
 _IMPORTS = (
     "import bisect, collections, functools, heapq, itertools, math, operator, random, re, string; "
     "from typing import *; from bisect import *; from collections import *; from functools import *; "
@@ -102,12 +110,12 @@ def compute_score(
     extra_info: Mapping[str, object] | None = None,
     sandbox: str = "",
 ) -> dict[str, JSON]:
-    """1.0 where the program passes all tests, else 0.0.
+    """1.0 if the program passes all tests, else 0.0.
 
-    Of what is returned `share` is the part that it passes, `failed` the first that it does not, why, and what it
-    printed; `program` what was run, `seconds` how long that took. sandbox: the URL of one on another machine
-    (`distflow sandbox serve`). Raises ValueError where the tests are broken, UserError where nothing would hold a
-    program, SandboxFault.
+    In the result `share` is the part of the tests that it passes, `failed` the first that it fails, why, and what it
+    printed; `program` is the code that ran, `seconds` how long that took. sandbox: the URL of one on another machine
+    (`distflow sandbox serve`). Raises ValueError if the tests are broken, UserError if nothing would confine a program,
+    SandboxFault.
     """
     return judge(_sandbox(sandbox), solution_str, ground_truth, extra_info or {})
 
@@ -135,11 +143,11 @@ def judge(sandbox: AnySandbox, answer: str, ground_truth: object, row: Mapping[s
     """The same, in a sandbox of the caller's, which nobody else uses meanwhile."""
     tests = read_tests(ground_truth, row)
     plan = tell_apart(tests) if isinstance(tests, AssertTests) else tests
-    box = Box(sandbox, min(LONGEST_S, _SHARE_OF_TIME * left_s()))
+    box = TimedSandbox(sandbox, min(LONGEST_S, _SHARE_OF_TIME * left_s()))
     outcomes, stopped = list[Outcome](), ""
     program = find_program(answer, _names(plan))
     if program is None:
-        stopped = "the answer has no program in Python"
+        stopped = "the response has no program in Python"
     else:
         try:
             for outcome in _outcomes(box, _whole(program, tests, plan), plan):
@@ -147,13 +155,13 @@ def judge(sandbox: AnySandbox, answer: str, ground_truth: object, row: Mapping[s
         except Stopped as reason:
             stopped = str(reason)
     num_cases = len(plan.cases if isinstance(plan, Assertions) else plan.inputs)
-    told = _told(outcomes, stopped, num_cases)
-    return {**told, "program": program and shortened(program), "sandbox": box.level, "seconds": box.seconds()}
+    summary = _summary(outcomes, stopped, num_cases)
+    return {**summary, "program": program and shortened(program), "sandbox": box.level, "seconds": box.seconds()}
 
 
 @cache
 def _sandbox(url: str) -> AnySandbox:
-    """One for all verdicts of this process. url: "" for one of this machine."""
+    """One sandbox for all calls in this process. url: "" for one of this machine."""
     sandbox = RemoteSandbox(url) if url else Sandbox()
     atexit.register(sandbox.close)
     return sandbox
@@ -167,7 +175,7 @@ def _names(plan: "StreamTests | CallTests | Assertions") -> list[str]:
 
 
 def _whole(program: str, tests: Tests, plan: "StreamTests | CallTests | Assertions") -> str:
-    """The program with what its tests take for granted before it, and its method as a function after it."""
+    """The program, after the imports that its tests assume, with its method as a function."""
     if isinstance(tests, StreamTests):
         return program
     methods = "".join(_METHOD.format(name) for name in _names(plan))
@@ -182,18 +190,18 @@ def _whole(program: str, tests: Tests, plan: "StreamTests | CallTests | Assertio
     return (tests.prompt or _TYPING) + "\n" + program + methods
 
 
-def _outcomes(box: Box, code: str, plan: "StreamTests | CallTests | Assertions") -> Iterator[Outcome]:
+def _outcomes(box: TimedSandbox, code: str, plan: "StreamTests | CallTests | Assertions") -> Iterator[Outcome]:
     if isinstance(plan, StreamTests):
         yield from run_streams(box, code, plan)
         return
-    program = Tested(box, code)
+    program = ProgramUnderTest(box, code)
     try:
         yield from run_calls(program, plan) if isinstance(plan, CallTests) else run_assertions(box, program, plan)
     finally:
         program.leave()
 
 
-def _told(outcomes: list[Outcome], stopped: str, num_cases: int) -> dict[str, JSON]:
+def _summary(outcomes: list[Outcome], stopped: str, num_cases: int) -> dict[str, JSON]:
     failed: list[JSON] = []
     for case, why, printed in [outcome for outcome in outcomes if outcome.why][:_NUM_SHOWN]:
         failed.append({"case": case, "why": why[:_SHOWN], "printed": printed})

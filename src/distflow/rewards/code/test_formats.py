@@ -1,4 +1,4 @@
-"""The tests of a row: what APPS, TACO, LiveCodeBench, HumanEval, MBPP and their like call them."""
+"""Reads the tests of a row in the formats of APPS, TACO, LiveCodeBench, HumanEval, MBPP and similar data sets."""
 
 import ast
 import json
@@ -16,7 +16,7 @@ _METHOD = re.compile(r"(?:Solution\(\)\.)?([A-Za-z_]\w*)")
 
 @dataclass(frozen=True)
 class StreamTests:
-    """What a program is given on standard input, and what it must print."""
+    """Standard inputs of a program, and what it must print."""
 
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
@@ -24,7 +24,7 @@ class StreamTests:
 
 @dataclass(frozen=True)
 class CallTests:
-    """What a function (or a method of `Solution`) is called with, and what it must return, as JSON has it."""
+    """Arguments of a function (or a method of `Solution`), and what it must return, as JSON values."""
 
     name: str
     inputs: tuple[list[Any], ...]
@@ -35,7 +35,7 @@ class CallTests:
 class AssertTests:
     """Python code that asserts. entry: the function of the program that HumanEval's `check` is to get, or empty.
 
-    prompt: code that the answer continues, or defines again; empty where there is none.
+    prompt: code that the response continues, or defines again; empty if there is none.
     """
 
     code: str
@@ -48,7 +48,7 @@ Tests = StreamTests | CallTests | AssertTests
 
 
 def read_tests(ground_truth: object, row: Mapping[str, object]) -> Tests:
-    """Of the row's answer, where that holds some, else of its columns. Raises ValueError where they mean nothing."""
+    """The tests in the row's ground truth, else in its columns. Raises ValueError if they cannot be read."""
     given = decoded(ground_truth)
     if isinstance(given, list) and given and all(isinstance(entry, Mapping) for entry in given):
         given = _from_pairs(given)
@@ -71,7 +71,7 @@ def read_tests(ground_truth: object, row: Mapping[str, object]) -> Tests:
     if kind == "test":
         return _read_check(columns)
     raise ValueError(
-        "'code' needs tests in the row's answer or columns: 'inputs' and 'outputs' (and 'fn_name'), a list of "
+        "'code' needs tests in the row's ground truth or columns: 'inputs' and 'outputs' (and 'fn_name'), a list of "
         "assertions 'test_list', or 'test' with 'entry_point'"
     )
 
@@ -98,7 +98,7 @@ def _read_pairs(columns: Mapping[str, object]) -> StreamTests | CallTests:
 
 
 def _stream(value: object) -> str:
-    """A text, or the lines of one."""
+    """A str, or the list of its lines."""
     if isinstance(value, list) and all(isinstance(line, str) for line in value):
         return "\n".join(value)
     if not isinstance(value, str):
@@ -107,7 +107,7 @@ def _stream(value: object) -> str:
 
 
 def _arguments(value: object) -> list[Any]:
-    """A list of them, or JSON of one on each line."""
+    """A list of arguments, or JSON of one on each line."""
     if isinstance(value, list):
         return value
     if not isinstance(value, str):
@@ -138,19 +138,19 @@ def _read_list(columns: Mapping[str, object]) -> AssertTests:
     tests = decoded(columns["test_list"])
     imports = decoded(columns.get("test_imports") or [])
     if not isinstance(tests, list) or not all(isinstance(test, str) for test in tests):
-        raise ValueError(f"'test_list' is {_short(tests)}, and no list of texts")
+        raise ValueError(f"'test_list' is {_short(tests)}, and no list of str")
     if not isinstance(imports, list) or not all(isinstance(line, str) for line in imports):
-        raise ValueError(f"'test_imports' is {_short(imports)}, and no list of texts")
+        raise ValueError(f"'test_imports' is {_short(imports)}, and no list of str")
     setup = columns.get("test_setup_code") or ""
     if not isinstance(setup, str):
-        raise ValueError(f"'test_setup_code' is {_short(setup)}, and no text")
+        raise ValueError(f"'test_setup_code' is {_short(setup)}, and no str")
     return AssertTests("\n".join(tests), "\n".join([*imports, setup]))
 
 
 def _read_check(columns: Mapping[str, object]) -> AssertTests:
     test, entry, prompt = columns["test"], columns.get("entry_point"), columns.get("prompt")
     if not isinstance(test, str):
-        raise ValueError(f"'test' is {_short(test)}, and no text")
+        raise ValueError(f"'test' is {_short(test)}, and no str")
     if entry is None or entry == "":
         return AssertTests(test)
     name = _function(entry)

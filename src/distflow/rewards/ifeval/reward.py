@@ -1,4 +1,4 @@
-"""`ifeval`: does the response follow the instructions of its prompt that a program can check?
+"""`ifeval`: does the response follow the machine-checkable instructions of its prompt?
 
 Zhou et al. 2023, arXiv:2311.07911; as google-research's `evaluation_lib.py`, strict and loose.
 """
@@ -28,40 +28,40 @@ CASES = (
 def compute_score(
     data_source: str, solution_str: str, ground_truth: object, extra_info: Mapping[str, object] | None = None
 ) -> dict[str, JSON]:
-    """1.0 where the response follows all instructions, else 0.0 (the paper's prompt-level strict accuracy).
+    """1.0 if the response follows all instructions, else 0.0 (the paper's prompt-level strict accuracy).
 
-    ground_truth: a mapping with `instruction_id_list` and `kwargs`, or JSON of one; where it is none, the row's columns
-    of these names count. `followed` of what is returned tells of each instruction whether it was followed.
-    Raises ValueError for an instruction that is unknown, or whose arguments mean nothing.
+    ground_truth: a mapping with `instruction_id_list` and `kwargs`, or JSON of one; else the row's columns of these
+    names. `followed` in the result says of each instruction whether it was followed.
+    Raises ValueError for an instruction that is unknown, or has invalid arguments.
     """
-    return _verdict([solution_str], _instructions(ground_truth, extra_info))
+    return _follow_all([solution_str], _instructions(ground_truth, extra_info))
 
 
 def compute_loose_score(
     data_source: str, solution_str: str, ground_truth: object, extra_info: Mapping[str, object] | None = None
 ) -> dict[str, JSON]:
-    """The same, where an instruction is followed if the response without its first line, its last line, both, or
-    without asterisks follows it (prompt-level loose accuracy)."""
-    return _verdict(_variants(solution_str), _instructions(ground_truth, extra_info))
+    """As `compute_score`, but an instruction also counts as followed if the response without its first line, its last
+    line, both, or asterisks follows it (prompt-level loose accuracy)."""
+    return _follow_all(_variants(solution_str), _instructions(ground_truth, extra_info))
 
 
 def compute_share(
     data_source: str, solution_str: str, ground_truth: object, extra_info: Mapping[str, object] | None = None
 ) -> dict[str, JSON]:
-    """As `compute_score`, paid by the share of instructions that are followed (instruction-level strict accuracy);
-    right (`acc`) is still only who follows all."""
-    reward_result = _verdict([solution_str], _instructions(ground_truth, extra_info))
+    """The share of instructions that are followed (instruction-level strict accuracy); a response is still correct
+    (`acc`) only if it follows all."""
+    reward_result = _follow_all([solution_str], _instructions(ground_truth, extra_info))
     followed = reward_result["followed"]
     assert isinstance(followed, dict)
     return {**reward_result, "score": sum(map(bool, followed.values())) / len(followed)}
 
 
 def check_row(ground_truth: object, extra_info: Mapping[str, object]) -> None:
-    """Raises ValueError where no response to the row can be judged."""
+    """Raises ValueError if no response to the row can be scored."""
     _instructions(ground_truth, extra_info)
 
 
-def _verdict(variants: list[str], instructions: list[tuple[str, dict[str, Any]]]) -> dict[str, JSON]:
+def _follow_all(variants: list[str], instructions: list[tuple[str, dict[str, Any]]]) -> dict[str, JSON]:
     followed: dict[str, JSON] = {}
     for name, arguments in instructions:
         found = any(follows(text, name, arguments) for text in variants)
@@ -73,8 +73,8 @@ def _verdict(variants: list[str], instructions: list[tuple[str, dict[str, Any]]]
 
 def _variants(response: str) -> list[str]:
     lines = response.split("\n")
-    kept = [response, *("\n".join(part).strip() for part in (lines[1:], lines[:-1], lines[1:-1]))]
-    return list(dict.fromkeys([*kept, *(text.replace("*", "") for text in kept)]))
+    variants = [response, *("\n".join(part).strip() for part in (lines[1:], lines[:-1], lines[1:-1]))]
+    return list(dict.fromkeys([*variants, *(text.replace("*", "") for text in variants)]))
 
 
 def _instructions(ground_truth: object, row: Mapping[str, object] | None) -> list[tuple[str, dict[str, Any]]]:
@@ -83,7 +83,7 @@ def _instructions(ground_truth: object, row: Mapping[str, object] | None) -> lis
     source = given if isinstance(given, Mapping) and IDS in given else row or {}
     names, kwargs = decoded(source.get(IDS)), decoded(source.get(KWARGS))
     if not isinstance(names, list | tuple) or not isinstance(kwargs, list | tuple) or not names:
-        raise ValueError(f"'ifeval' needs a row with a list '{IDS}' and a list '{KWARGS}', or both in its answer")
+        raise ValueError(f"'ifeval' needs a row with a list '{IDS}' and a list '{KWARGS}', or both in its ground truth")
     if len(names) != len(kwargs):
         raise ValueError(f"{len(names)} entries in '{IDS}' and {len(kwargs)} in '{KWARGS}'")
     return [(name, _arguments(name, given)) for name, given in zip(_known(names), kwargs, strict=True)]

@@ -1,4 +1,4 @@
-"""What a judge has answered and what that cost, in one SQLite file that all verifier processes and later runs share."""
+"""Cache of a judge's answers and its costs, in one SQLite file that all worker processes and later runs share."""
 
 import sqlite3
 from pathlib import Path
@@ -12,15 +12,15 @@ _BUSY_S = 30.0
 
 
 class BudgetSpent(ValueError):
-    """No more calls or tokens may be spent: there is no verdict."""
+    """The budget of calls or tokens is spent: there is no score."""
 
 
 class JudgeCache:
-    """Answers by what was asked; calls and tokens of all that use the file."""
+    """Answers by request; calls and tokens of all that use the file."""
 
     def __init__(self, file: str) -> None:
-        """file: made where it is not there; "" keeps everything in this process alone. Raises ValueError for a file
-        that is damaged or cannot be written, as all of its methods do."""
+        """file: created if missing; "" keeps everything in memory. All methods raise ValueError for a file that is
+        damaged or cannot be written."""
         if file:
             Path(file).expanduser().parent.mkdir(parents=True, exist_ok=True)
         self._file = str(Path(file).expanduser()) if file else ":memory:"
@@ -31,7 +31,7 @@ class JudgeCache:
             raise self._unusable(error) from None
 
     def find(self, key: str) -> str | None:
-        """The answer to what has that key."""
+        """The answer to the request with that key."""
         row = self._do("SELECT content FROM answers WHERE key = ?", key).fetchone()
         return None if row is None else str(row[0])
 
@@ -39,7 +39,7 @@ class JudgeCache:
         self._do("INSERT OR REPLACE INTO answers VALUES (?, ?)", key, content)
 
     def spend_call(self, max_calls: int, max_tokens: int) -> None:
-        """Count a call that is about to be made; 0 is no bound. Raises BudgetSpent where there is none left."""
+        """Count a call that is about to be made; 0 is no bound. Raises BudgetSpent if none is left."""
         changed = self._do(
             "UPDATE spent SET calls = calls + 1 WHERE (? = 0 OR calls < ?) AND (? = 0 OR tokens < ?)",
             *(max_calls, max_calls, max_tokens, max_tokens),
@@ -68,5 +68,5 @@ class JudgeCache:
     def _unusable(self, error: sqlite3.Error) -> ValueError:
         return ValueError(
             f"the judge's store '{self._file}' cannot be used ({error}): repair it, or name another file as option "
-            "'store', which begins without answers and with a new budget"
+            "'store', which starts empty and with a new budget"
         )

@@ -1,6 +1,6 @@
-r"""What an answer may cost to compare, decided before anything is evaluated: the policy writes it.
+r"""Bounds on the cost of comparing an answer, checked before anything is evaluated, as the policy writes it.
 
-A number like `9^{9^{9}}` or `\binom{10^9}{10^8}` would take all time and memory, be it right or wrong.
+A number like `9^{9^{9}}` or `\binom{10^9}{10^8}` would take all time and memory, right or wrong.
 """
 
 import math
@@ -55,7 +55,7 @@ class _Reader:
         return self.position < len(self.tokens)
 
     def sequence(self) -> float:
-        """Up to a closing bracket, which is taken: bits of a sum and of a product are at most the sum of bits."""
+        """Up to and including a closing bracket: bits of a sum and of a product are at most the sum of bits."""
         total = 0.0
         while self.has_more():
             if self.tokens[self.position] in _CLOSING:
@@ -101,7 +101,7 @@ class _Reader:
         return _BITS_OF_A_LETTER if token in _VALUES or token.isalpha() else 0.0
 
     def _next(self, *expected: str) -> str:
-        """The next token, where it is one of the expected ones or none are named; else ''."""
+        """The next token if it is one of the expected ones or none are named; else ''."""
         if self.has_more() and (not expected or self.tokens[self.position] in expected):
             self.position += 1
             return self.tokens[self.position - 1]
@@ -125,16 +125,16 @@ def _factorial(bits: float) -> float:
 
 @contextmanager
 def limited_time(seconds: float = CPU_LIMIT_S) -> Iterator[None]:
-    """Raises OutOfTime after so many seconds of this process's own CPU time: a busy machine changes no verdict.
+    """Raises OutOfTime after so many seconds of this process's own CPU time: a busy machine changes no score.
 
-    Works in the main thread only, as signals do; elsewhere there is no limit. It is the verifiers' processes that need
-    one, and their pool has a deadline of its own for what holds the interpreter in C code.
+    Works in the main thread only, like signals; elsewhere there is no limit. The reward workers need it; their pool has
+    its own deadline for C code that holds the interpreter lock.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     previous = signal.signal(signal.SIGVTALRM, _raise_out_of_time)
-    signal.setitimer(signal.ITIMER_VIRTUAL, seconds, _REPEAT_S)  # again and again: a destructor swallows what it raises
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds, _REPEAT_S)  # repeated: a destructor swallows what it raises
     try:
         yield
     finally:

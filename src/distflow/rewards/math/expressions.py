@@ -1,8 +1,6 @@
-"""Plain decimal numbers, compared exactly or as roundings of one another.
+"""Compares two formulas with math-verify, and numbers exactly or as roundings of one another.
 
-Two formulas, parsed and compared by math-verify; what it rounds is compared exactly.
-
-By itself it rounds at the sixth decimal, so that 1e-7 equals 2e-7 to it, and takes 2^{2017} for 2^{2017} - 1.
+math-verify alone rounds at the sixth decimal, so that 1e-7 equals 2e-7, and takes 2^{2017} for 2^{2017} - 1.
 """
 
 import logging
@@ -69,14 +67,14 @@ def plain_number(text: str) -> Decimal | None:
         return None
 
 
-_NO_VERDICT = (MemoryError, RecursionError)
+_NOT_SWALLOWED = (MemoryError, RecursionError)
 _SWALLOWED = tuple(
     kind
-    for base, left_out in ((Exception, (*_NO_VERDICT, RuntimeError)), (RuntimeError, _NO_VERDICT))
+    for base, left_out in ((Exception, (*_NOT_SWALLOWED, RuntimeError)), (RuntimeError, _NOT_SWALLOWED))
     for kind in base.__subclasses__()
     if kind not in left_out
 )
-# What they name `Exception` in their handlers, which take a full memory for two sides that differ.
+# Replaces `Exception` in their handlers, which would take a full memory for two sides that differ.
 for _module in (grader, latex2sympy2):
     setattr(_module, "Exception", _SWALLOWED)  # noqa: B010  no attribute that it has
 
@@ -91,10 +89,10 @@ _SMALL, _SMALL_GAP, _RELATIVE_TOLERANCE = 1e-3, 1e-9, 1e-6
 
 
 def expressions_equal(gold: str, answer: str) -> bool:
-    """Both affordable (`math_bounds`). What does not parse, or makes sympy raise, equals nothing.
+    """Both must be affordable (`math.bounds`). What does not parse, or makes sympy raise, equals nothing.
 
-    Raises MemoryError and RecursionError: they say nothing about the answer, but that it could not be compared; one
-    that cannot even be read or evaluated by itself for its depth equals nothing.
+    Raises MemoryError and RecursionError if the answer could not be compared; one that is too deep to be parsed or
+    evaluated by itself equals nothing.
     """
     first = _parse(gold)
     try:
@@ -117,7 +115,7 @@ def expressions_equal(gold: str, answer: str) -> bool:
         if _is_endless(second) and not _is_endless(first):
             return False
         raise
-    except Exception:  # sympy raises all sorts on nonsense, which is no answer
+    except Exception:  # sympy raises all kinds of errors on nonsense, which is no answer
         return False
 
 

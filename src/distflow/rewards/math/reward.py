@@ -1,8 +1,8 @@
 r"""`math`: is the final answer mathematically equal to the ground truth?
 
-The last box wins, else what follows `####`, else what is called the answer, else the last formula or number. Whatever
-a policy writes gets a verdict: what is too costly to compare, or makes the comparison raise, is a wrong answer. Only a
-full memory and a full stack give none.
+The answer is the last box, else what follows `####`, else what the text calls the answer, else the last formula or
+number. Every response gets a score: an answer that is too costly to compare, or makes the comparison raise, is wrong.
+Only a full memory and a full stack are reward errors.
 """
 
 import math
@@ -32,9 +32,9 @@ CASES = (
 
 
 def compute_score(data_source: str, solution_str: str, ground_truth: object, extra_info: object = None) -> float:
-    """1.0 where the answer equals the ground truth (or one of them, where it is a list), else 0.0.
+    """1.0 if the answer equals the ground truth (or one of them, if it is a list), else 0.0.
 
-    Raises ValueError where there is no ground truth to compare with.
+    Raises ValueError if there is no ground truth.
     """
     return 1.0 if compute_result(data_source, solution_str, ground_truth, extra_info)["score"] else 0.0
 
@@ -42,8 +42,8 @@ def compute_score(data_source: str, solution_str: str, ground_truth: object, ext
 def compute_result(
     data_source: str, solution_str: str, ground_truth: object, extra_info: object = None
 ) -> dict[str, JSON]:
-    """The same as `score`, with what was compared: `extracted` from the response, None where it gives no answer, and
-    `wanted`, what that equals, or where it equals none all that it might have."""
+    """The same as `score`, with what was compared: `extracted` from the response, None if it has no answer, and
+    `wanted`, the ground truth that it equals, else all of them."""
     alternatives = ground_truth if isinstance(ground_truth, list | tuple) else [ground_truth]
     golds = [gold_answer(gold) for gold in alternatives]
     if not golds:
@@ -59,7 +59,7 @@ def compute_result(
 def gold_answer(ground_truth: object) -> str:
     """The bare answer of a data set's row: a number, LaTeX, or a worked solution that marks its answer."""
     if isinstance(ground_truth, bool) or not isinstance(ground_truth, int | float | str):
-        raise ValueError(f"the ground truth is {ground_truth!r}: 'math' needs a number or a text (data.answer_key)")
+        raise ValueError(f"the ground truth is {ground_truth!r}: 'math' needs a number or a str (data.answer_key)")
     if isinstance(ground_truth, float) and ground_truth.is_integer():
         ground_truth = int(ground_truth)
     if isinstance(ground_truth, float) and not math.isfinite(ground_truth):
@@ -74,11 +74,10 @@ def gold_answer(ground_truth: object) -> str:
 
 
 def is_equal(gold: str, answer: str) -> bool:
-    """gold: as `gold_answer` gives it. answer: what stood in the box or after the mark.
+    """gold: from `gold_answer`. answer: the text in the box or after the mark.
 
-    What takes too long or has numbers beyond Python's is wrong, not a fault of ours: who writes it could else escape a
-    verdict. A fault in the code (TypeError, ...), a full memory (MemoryError) and a full stack (RecursionError) are
-    raised.
+    An answer that takes too long or has numbers beyond Python's is wrong, not a reward error: else a policy could avoid
+    a score of 0. A bug (TypeError, ...), a full memory (MemoryError) and a full stack (RecursionError) are raised.
     """
     try:
         with limited_time():
@@ -88,7 +87,7 @@ def is_equal(gold: str, answer: str) -> bool:
 
 
 def _unmarked(text: str, is_text: bool) -> str | None:
-    """What the text may mean by its answer, or None. is_text: the ground truth is words; else a formula or number."""
+    """The unmarked answer of the text, or None. is_text: the ground truth is words; else a formula or number."""
     phrase = phrased_answer(text)
     bare = (text if phrase is None else phrase).strip().strip("*").strip()
     if is_text or (phrase is not None and _ALONE.fullmatch(bare)):

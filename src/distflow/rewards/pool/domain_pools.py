@@ -1,7 +1,4 @@
-"""A pool of verifiers for each domain: what hangs in one takes no place from another.
-
-From the config to the verifiers of a run: which there are, and what their verdicts may cost.
-"""
+"""A pool of reward workers for each domain, so that a hang in one does not block another, and their settings."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,7 +21,7 @@ LARGE_START_TIMEOUT_S = 1800.0
 
 
 class Pool(Protocol):
-    """What judges for a domain, here as a `RewardPool` or elsewhere; see there."""
+    """A domain's reward workers, here as a `RewardPool` or elsewhere; see there."""
 
     told: Told
     takes_groups: frozenset[str]
@@ -55,14 +52,14 @@ class Pool(Protocol):
 
 
 StartPool = Callable[[PoolSettings], Pool]
-"""Raises UserError where a function cannot be loaded."""
+"""Raises UserError if a function cannot be loaded."""
 
 
 class Patience(NamedTuple):
-    """What the verdicts of a domain may cost.
+    """Time, workers and retries of a domain's reward functions.
 
-    timeout_s: one verdict. num_workers: processes. retries: how often one that failed is asked for again; backoff_s:
-    the wait before the first of these, doubled before each further one.
+    timeout_s: of one call. num_workers: processes. retries: of a failed call; backoff_s: the wait before the first
+    retry, doubled before each further one.
     """
 
     timeout_s: float
@@ -72,7 +69,7 @@ class Patience(NamedTuple):
 
 
 def functions_of(functions: Mapping[str, Sequence[_Part]], domain: str) -> Sequence[_Part]:
-    """The parts that judge the domain. Raises UserError where none do."""
+    """The reward functions of the domain. Raises UserError if it has none."""
     parts = functions.get(domain) or functions.get(DEFAULT_DOMAIN)
     if parts is None:
         raise UserError(
@@ -89,8 +86,8 @@ def pool_settings(
     custom: tuple[str, str] | None,
     memory_bytes: int = MEMORY_BYTES,
 ) -> dict[str, PoolSettings]:
-    """What `Pools` starts: by domain, and by target what is too large to load twice. Raises UserError for a name that
-    means no function."""
+    """The pools to start, by domain, or by target for what is too large to load twice. Raises UserError for an unknown
+    name."""
     settings: dict[str, PoolSettings] = {}
     for domain, each in _patience_by_domain(functions, patience, domains).items():
         targets = find_targets(functions_of(functions, domain), custom)
@@ -103,12 +100,12 @@ def pool_settings(
 
 
 def is_large(name: str) -> bool:
-    """Whether one process is all that may hold what the function of that name loads."""
+    """Whether only one process may load the function of that name."""
     return name in REWARDS and bool(REWARDS[name].prepare)
 
 
 def alone(name: str, target: str, timeout_s: float) -> PoolSettings:
-    """One process for it, which takes the memory and the time that it needs."""
+    """A pool of one process without limits of memory and start time."""
     return PoolSettings({name: target, FAILS: FAILS_TARGET}, 1, timeout_s, 0, LARGE_START_TIMEOUT_S)
 
 
@@ -119,8 +116,8 @@ def _patience_by_domain(
 
 
 class Pools:
-    """One `RewardPool` for each entry of `functions`, and for each domain with a patience of its own; domains that
-    neither names share that of "default". What is too large to load twice has one for all domains."""
+    """One `RewardPool` for each entry of `functions`, and for each domain with its own `Patience`; other domains share
+    that of "default". What is too large to load twice has one pool for all domains."""
 
     def __init__(
         self,
@@ -131,8 +128,8 @@ class Pools:
         memory_bytes: int = MEMORY_BYTES,
         start: StartPool = take_pool,
     ) -> None:
-        """start: of what is not too large to load twice. Waits for the first process of each. Raises UserError where a
-        function is unknown or cannot be loaded."""
+        """start: starts pools of functions that may be loaded twice. Waits for the first process of each. Raises
+        UserError if a function is unknown or cannot be loaded."""
         self._patience = _patience_by_domain(functions, patience, domains or {})
         settings = pool_settings(functions, patience, domains or {}, custom, memory_bytes)
         self._targets = {
@@ -146,7 +143,7 @@ class Pools:
         self._pools = _start(settings, {name: take_pool if name in large else start for name in settings})
 
     def of(self, domain: str, name: str = "") -> Pool:
-        """The pool that judges the domain, by the function of that name. Raises KeyError where none does."""
+        """The pool of the domain's function of that name. Raises KeyError if there is none."""
         place = self._place(domain)
         return self._pools[self._targets.get((place, name), place)]
 
@@ -154,8 +151,8 @@ class Pools:
         return self._patience[self._place(domain)]
 
     async def call(self, name: str, arguments: Mapping[str, object]) -> RewardResult:
-        """What function `name` says once, in the pool of the domain `data_source`; where that domain has no such
-        function, in any that has."""
+        """Call function `name` once, in the pool of the domain `data_source`, or, if that has no such function, in any
+        pool that has."""
         domain = self._place(str(arguments["data_source"]))
         place = self._targets.get((domain, name), domain)
         if name not in self._functions.get(place, ()):
@@ -163,17 +160,17 @@ class Pools:
         return await self._pools[place].call(name, arguments)
 
     def tell(self, told: Told) -> None:
-        """Have `told` called with every verdict, see `RewardPool`."""
+        """Have `told` called with every result, see `RewardPool`."""
         for pool in self._pools.values():
             pool.told = told
 
     @property
     def takes_groups(self) -> frozenset[str]:
-        """Functions that are handed all answers to a prompt at a time."""
+        """Functions that get all responses to a prompt at once."""
         return frozenset[str]().union(*(pool.takes_groups for pool in self._pools.values()))
 
     def pids(self) -> list[int]:
-        """Of the processes that are up."""
+        """Process ids of the running workers."""
         return sorted(pid for pool in self._pools.values() for pid in pool.pids())
 
     def close(self) -> None:
@@ -185,7 +182,7 @@ class Pools:
 
 
 def _start(settings: Mapping[str, PoolSettings], start: Mapping[str, StartPool]) -> dict[str, Pool]:
-    """All at once: each waits for a process that loads its functions."""
+    """Start all at once: each waits for a process that loads its functions."""
     with ThreadPoolExecutor(len(settings), thread_name_prefix="distflow-pools") as threads:
         starting = {name: threads.submit(start[name], each) for name, each in settings.items()}
     failure = next((error for each in starting.values() if (error := each.exception())), None)
@@ -202,8 +199,8 @@ def _close(pools: Iterable[Pool]) -> None:
 
 
 class Verifiers(NamedTuple):
-    """The first arguments of `pool_settings`. domains: those with a patience of their own. custom: where the user's
-    function is, as (path, name)."""
+    """The first arguments of `pool_settings`. domains: those with their own `Patience`. custom: (path, name) of the
+    user's function."""
 
     functions: Functions
     patience: Patience
@@ -212,7 +209,7 @@ class Verifiers(NamedTuple):
 
 
 def verifiers_of(config: Config) -> Verifiers:
-    """Loads none of them, nor torch."""
+    """The reward functions of a config; loads neither them nor torch."""
     settings, custom = config.reward, config.custom_reward_function
     return Verifiers(
         reward_functions(config),

@@ -1,4 +1,4 @@
-"""JSON messages between the run and its verifiers: 4 bytes of length, then UTF-8. No pickle; sizes are capped."""
+"""JSON messages between the run and its reward workers: 4 bytes of length, then UTF-8. No pickle; sizes are capped."""
 
 import json
 import socket
@@ -30,15 +30,15 @@ class Channel:
 
     def __init__(self, connected: socket.socket) -> None:
         self._socket = connected
-        # What came behind the last message: one look at the socket may bring several. Each look gives up the
-        # interpreter's lock, and while another thread computes it takes up to 5 ms to have it again.
+        # Bytes after the last message: one recv may return several. Each recv releases the interpreter lock, and while
+        # another thread computes it takes up to 5 ms to get it back.
         self._received = bytearray()
 
     def close(self) -> None:
         self._socket.close()
 
     def send(self, frames: bytes | bytearray, timeout_s: float | None = None) -> None:
-        """Raises TimeoutError where the peer does not read in time, PeerGone where it is no more."""
+        """Raises TimeoutError if the peer does not read in time, PeerGone if it is gone."""
         self._socket.settimeout(timeout_s)
         try:
             self._socket.sendall(frames)
@@ -50,7 +50,7 @@ class Channel:
     def receive(self, timeout_s: float | None = None) -> dict[str, JSON]:
         """The next message. Raises TimeoutError unless all of it came in time, PeerGone, ValueError for nonsense.
 
-        What is there is read, however late this process comes to it: it may have been stopped, or starved.
+        What has arrived is read even after the deadline: this process may have been stopped or starved.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         (size,) = _HEADER.unpack(self._take(_HEADER.size, deadline))

@@ -1,4 +1,4 @@
-"""Verifiers in processes that can be killed: a hang, a crash or a full memory costs one verdict, never the run."""
+"""Reward functions in processes that can be killed: a hang, a crash or a full memory costs one score, never the run."""
 
 import asyncio
 import queue
@@ -14,20 +14,20 @@ from distflow.rewards.score import Error, RewardResult, Timeout
 MEMORY_BYTES = 4 * 2**30
 START_TIMEOUT_S = 60.0
 Told = Callable[[str, Mapping[str, object], RewardResult], None]
-"""(function's name, arguments, verdict)."""
+"""(name of the function, arguments, result)."""
 OnAgain = Callable[[int], None]
-"""Called with how many verdicts were asked for once more because the process that was at them died."""
-_CLOSING = "the run was closing its verifiers"
+"""Called with the number of calls that were repeated because their process died."""
+_CLOSING = "the run was closing its reward workers"
 
 
 class RewardPool:
-    """`num_workers` processes, each with the same functions loaded, each judging one answer at a time; by a function in
-    `takes_groups` (one that is batched or async) several; `takes_batches` are those of them that are batched.
+    """`num_workers` processes, each with the same functions loaded. A process scores one response at a time, or several
+    by a function in `takes_groups` (batched or async); `takes_batches` are the batched ones.
 
-    The deadline of a verdict runs from the moment its process takes it, not while it queues: n hangs cost at most
-    (1 + n / num_workers) · timeout_s. A process that crashed or ran out of memory is replaced and the answer judged
-    once more; one that passed its deadline is replaced and its answer is a `Timeout`. What happens to a process happens
-    to all that it was asked at once, whose deadline is that of one times their number.
+    The deadline of a call runs from when its process takes it, not while it queues: n hangs cost at most
+    (1 + n / num_workers) · timeout_s. A process that crashed or ran out of memory is replaced and the call repeated
+    once; one that passed its deadline is replaced and the result is a `Timeout`. Responses that are scored in one call
+    share its fate and the sum of their deadlines.
     """
 
     def __init__(
@@ -41,8 +41,8 @@ class RewardPool:
     ) -> None:
         """functions: name → "module:function" or "file.py:function". memory_bytes: of one process, 0 for no limit.
 
-        `told` is called with every verdict, on the loop that asked for it.
-        Waits for the first process and raises UserError where a function cannot be loaded.
+        `told` is called with every result, on the caller's event loop.
+        Waits for the first process and raises UserError if a function cannot be loaded.
         """
         assert num_workers > 0 and timeout_s > 0 and functions
         self.timeout_s = timeout_s
@@ -54,11 +54,11 @@ class RewardPool:
         self._num_workers = num_workers
         # Processes are started by these threads only: Linux kills a child when the thread that started it ends.
         self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="distflow-verifier")
-        self._idle: queue.LifoQueue[RewardProcess | None] = queue.LifoQueue()  # one that is up comes first
+        self._idle: queue.LifoQueue[RewardProcess | None] = queue.LifoQueue()  # running processes come first
         # Changed by those threads, copied by `close`: `add`, `discard` and `list()` of a set are one step each.
         self._living: set[RewardProcess] = set()
         for _ in range(num_workers):
-            self._idle.put(None)  # a place whose process is started when it is first needed
+            self._idle.put(None)  # a slot whose process is started when it is first needed
         try:
             self._threads.submit(self._start_first).result()
         except BaseException:
@@ -78,7 +78,7 @@ class RewardPool:
 
     @property
     def closed(self) -> bool:
-        """Whether it was closed: no verdict will come any more."""
+        """Whether it was closed: no result will come any more."""
         return self._closed
 
     async def score_group(
@@ -114,7 +114,7 @@ class RewardPool:
         return reward_results
 
     def close(self) -> None:
-        """Kill all processes, at once; verdicts under way, and those that queue, become errors."""
+        """Kill all processes at once; running and queued calls become errors."""
         self._closed = True
         for process in list(self._living):
             process.kill()
@@ -123,11 +123,11 @@ class RewardPool:
             self._retire(process)
 
     def pids(self) -> list[int]:
-        """Of the processes that are up."""
+        """Process ids of the running workers."""
         return sorted(process.pid for process in self._living)
 
     def _add_threads(self, serving: set[asyncio.Future[None]], left: deque[Request], timeout_s: float) -> None:
-        """As many as there are places and requests; none any more once the pool is closed."""
+        """As many as there are free slots and requests; none once the pool is closed."""
         loop = asyncio.get_running_loop()
         try:
             for _ in range(min(self._num_workers - len(serving), len(left))):
@@ -140,8 +140,8 @@ class RewardPool:
                 self._fail(at.popleft(), None, left)
 
     def _serve(self, left: deque[Request], timeout_s: float) -> None:
-        """Have what is left answered, as far as no other thread takes it, in one process as long as that one lives.
-        What it did not come to is left to all threads again."""
+        """Send the requests that no other thread takes to one process, as long as it lives. The others are left to all
+        threads again."""
         at: deque[Request] = deque()
         if not take(left, at):
             return
@@ -152,22 +152,22 @@ class RewardPool:
                 process = self._start(process)
             process.answer(at, left, timeout_s)
         except StartFailed as error:
-            failure = Error(f"no verifier process could be started: {error}")
+            failure = Error(f"no reward worker could be started: {error}")
         except TimeoutError:
             failure = Timeout(timeout_s * at[0].num_asked)
         except PeerGone:
             assert process is not None
             failure = _crashed(at[0], process.cause_of_death())
         except ValueError as error:
-            failure = _crashed(at[0], f"the verifier process answered nonsense: {error}")
+            failure = _crashed(at[0], f"the reward worker returned nonsense: {error}")
         finally:
             self._idle.put(process if process is not None and self._keep(process) else None)
         if at:
             self._fail(at.popleft(), failure, left)
-            left.extendleft(reversed(at))  # what was sent ahead had no part in it
+            left.extendleft(reversed(at))  # requests that were sent ahead did not cause it
 
     def _fail(self, request: Request, failure: RewardResult | None, left: deque[Request]) -> None:
-        """None: it is asked once more. What fails while the pool closes fails because of that."""
+        """failure: None repeats the request. A failure while the pool closes is due to the closing."""
         if self._closed:
             failure = Error(_CLOSING)
         if failure is None:
@@ -176,7 +176,7 @@ class RewardPool:
             request.reward_results = [failure] * request.num_asked
 
     def _keep(self, process: "RewardProcess") -> bool:
-        """Whether it may serve again: it is in step, having answered what it was asked."""
+        """Whether it can be used again: it is alive and has answered all requests."""
         if process.in_step and process.is_alive():
             return True
         self._retire(process)
@@ -186,7 +186,9 @@ class RewardPool:
         try:
             process = self._start(self._idle.get())
         except StartFailed as error:
-            users = [target for name, target in self._settings[0].items() if not name.startswith("(")]  # no probe
+            users = [
+                target for name, target in self._settings[0].items() if not name.startswith("(")
+            ]  # not the faulty one of the self-check
             raise UserError(
                 f"the reward functions ({', '.join(users)}; see custom_reward_function.path and "
                 f"reward.functions) cannot be loaded: {error}"
@@ -203,7 +205,7 @@ class RewardPool:
             raise StartFailed(str(error)) from None
         self._living.add(process)
         try:
-            if self._closed:  # asked after the process is known to `close`: one of the two kills it
+            if self._closed:  # checked once `close` knows the process: one of the two kills it
                 raise StartFailed(_CLOSING)
             self.takes_groups, self.takes_batches = process.load(functions, start_timeout_s)
         except StartFailed:
@@ -217,15 +219,15 @@ class RewardPool:
 
 
 def _request(name: str, asked: Sequence[Mapping[str, object]], timeout_s: float) -> Request:
-    """One that cannot be sent has its answer already."""
+    """A request that cannot be sent has its result already."""
     try:
         frame = encode({"name": name, "asked": [dict(arguments) for arguments in asked], "timeout_s": timeout_s})
     except (TypeError, ValueError) as error:
-        return Request(b"", len(asked), [Error(f"the sample cannot be sent to a verifier: {error}")] * len(asked))
+        return Request(b"", len(asked), [Error(f"the sample cannot be sent to a reward worker: {error}")] * len(asked))
     return Request(frame, len(asked))
 
 
 def _crashed(request: Request, reason: str) -> Error | None:
-    """Worth one more try in a fresh process."""
+    """None after the first crash: the request is repeated in a new process."""
     request.crashes += 1
     return Error(f"{reason}, twice") if request.crashes > 1 else None

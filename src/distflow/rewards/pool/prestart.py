@@ -1,4 +1,4 @@
-"""Verifiers that are started before a run asks for them: their processes load while it imports torch."""
+"""Reward workers that are started early: their processes load functions while the run imports torch."""
 
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -10,7 +10,7 @@ from distflow.rewards.pool.pool import MEMORY_BYTES, START_TIMEOUT_S, RewardPool
 
 
 class PoolSettings(NamedTuple):
-    """What a pool is made of; see `RewardPool`."""
+    """Arguments of a `RewardPool`."""
 
     functions: Mapping[str, str]
     num_workers: int
@@ -19,7 +19,7 @@ class PoolSettings(NamedTuple):
     start_timeout_s: float = START_TIMEOUT_S
 
     def start(self) -> RewardPool:
-        """Raises UserError where a function cannot be loaded."""
+        """Raises UserError if a function cannot be loaded."""
         return RewardPool(**self._asdict())
 
 
@@ -28,7 +28,7 @@ _started: list[tuple[PoolSettings, "Future[RewardPool]"]] = []
 
 @contextmanager
 def started_ahead(settings: PoolSettings) -> Iterator[None]:
-    """Start that pool in the background, for the first `take_pool` inside; one that nobody takes is closed."""
+    """Start that pool in the background, for the first `take_pool` inside; one that is not taken is closed."""
     thread = ThreadPoolExecutor(1, thread_name_prefix="distflow-ahead")
     _started.append((settings, thread.submit(settings.start)))
     try:
@@ -41,9 +41,9 @@ def started_ahead(settings: PoolSettings) -> Iterator[None]:
 
 
 def take_pool(settings: PoolSettings) -> RewardPool:
-    """The pool of these settings that was started ahead, or a new one; to be closed by whoever took it.
+    """The pool of these settings that was started ahead, or a new one; to be closed by the caller.
 
-    Raises UserError where a function cannot be loaded.
+    Raises UserError if a function cannot be loaded.
     """
     return _take(settings) or settings.start()
 
@@ -55,5 +55,5 @@ def _take(settings: PoolSettings) -> RewardPool | None:
     _started.remove(entry)
     try:
         return entry[1].result()
-    except UserError:  # the run may have imported what it lacked; else the next attempt says the same
+    except UserError:  # an import may have registered what was missing; else the next attempt raises the same
         return None

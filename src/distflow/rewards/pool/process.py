@@ -1,4 +1,4 @@
-"""One verifier process, and our end of its socket."""
+"""One reward worker process, and our end of its socket."""
 
 import os
 import signal
@@ -19,7 +19,7 @@ from distflow.rewards.pool.worker import EXIT_OUT_OF_MEMORY
 from distflow.rewards.score import Error, RewardResult, Score, Timeout
 
 _SHOWN_STDERR_BYTES = 300
-_QUICK_S = 0.005  # sent ahead of less than this: to wake a process takes about 0.1 ms, which most verdicts take too
+_QUICK_S = 0.005  # calls faster than this are sent ahead: waking a process takes about 0.1 ms, like most calls
 _MOST_AHEAD, _AHEAD_BYTES = 8, 2**13  # they fit into a socket together: nobody waits for the process to read
 
 
@@ -29,7 +29,7 @@ class StartFailed(Exception):
 
 @dataclass(eq=False)
 class Request:
-    """What one process is asked at once, and the verdicts once there are any. crashes: of processes that were at it."""
+    """Calls that one process gets at once, and their results when there are any. crashes: of processes that had it."""
 
     frame: bytes
     num_asked: int
@@ -46,7 +46,7 @@ def take(left: deque[Request], at: deque[Request]) -> bool:
 
 
 class RewardProcess:
-    """One verifier process and our end of its socket. Used by one thread at a time, but `kill` by any."""
+    """One worker process and our end of its socket. Used by one thread at a time, except `kill`."""
 
     def __init__(self, memory_bytes: int) -> None:
         ours, theirs = socket.socketpair()
@@ -70,7 +70,7 @@ class RewardProcess:
                     "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
                     "OMP_NUM_THREADS": "1",
                 },
-                start_new_session=True,  # Ctrl-C goes to the run alone, and what a verifier starts dies with it
+                start_new_session=True,  # Ctrl-C reaches the run only; its own children die with it
             )
         self.pid = self._popen.pid
         self.in_step = True
@@ -78,7 +78,7 @@ class RewardProcess:
         self._killed = False
 
     def load(self, functions: Mapping[str, str], timeout_s: float) -> tuple[frozenset[str], frozenset[str]]:
-        """Returns those that take groups, and those of them that judge these as one batch."""
+        """Returns the functions that take groups, and those of them that are batched."""
         due = time.monotonic() + timeout_s
         try:
             self._channel.send(encode({"functions": dict(functions)}), timeout_s)
@@ -92,11 +92,11 @@ class RewardProcess:
         return frozenset(cast(list[str], answer["ready"])), frozenset(cast(list[str], answer["batched"]))
 
     def answer(self, at: deque[Request], left: deque[Request], timeout_s: float) -> None:
-        """Have it answer the request in `at`, and then those that are left. timeout_s: of each verdict, from when it
-        has answered the one before.
+        """Have it process the request in `at`, and then those that are left. timeout_s: of each call, from the end of
+        the one before.
 
-        Raises TimeoutError, PeerGone, and ValueError for nonsense, all of the first in `at`; behind it may stand others
-        that were sent ahead. The process is then out of step and must go.
+        Raises TimeoutError, PeerGone, and ValueError for nonsense, all about the first in `at`; others after it may
+        have been sent ahead. The process is then out of step and must be discarded.
         """
         self.in_step = False
         self._stderr.truncate(0)
@@ -116,8 +116,8 @@ class RewardProcess:
         self.in_step = True
 
     def _send_ahead(self, at: deque[Request], left: deque[Request], due: float) -> None:
-        """due: when the first in `at` must be answered. A process that has ended by now may have answered it before:
-        which request it died of is seen where an answer is missing."""
+        """due: of the first in `at`. A process that has ended by now may have answered it before: the first request
+        without an answer is the one that killed it."""
         before, ahead = len(at), bytearray()
         while self._is_quick and len(at) <= _MOST_AHEAD and take(left, at):
             if len(at[-1].frame) > _AHEAD_BYTES:
@@ -135,12 +135,12 @@ class RewardProcess:
         return self._popen.poll() is None
 
     def cause_of_death(self) -> str:
-        """How it ended, with the last of what it wrote. Waits for it: its socket is closed already."""
+        """How it ended, with the end of its stderr. Waits for it: its socket is closed already."""
         with suppress(subprocess.TimeoutExpired):
             self._popen.wait(5)
         status = self._popen.returncode
         if status == EXIT_OUT_OF_MEMORY:
-            return "the verifier ran out of memory"
+            return "the reward worker ran out of memory"
         how = (
             f"was killed by {signal.Signals(-status).name}"
             if status is not None and status < 0
@@ -148,17 +148,17 @@ class RewardProcess:
         )
         self._stderr.seek(0)
         said = self._stderr.read()[-_SHOWN_STDERR_BYTES:].decode(errors="replace").strip()
-        return f"the verifier process {how}" + (f" ({said})" if said else "")
+        return f"the reward worker {how}" + (f" ({said})" if said else "")
 
     def kill(self) -> None:
-        """End the process and all that it started. Idempotent; whoever waits for its answer gets PeerGone."""
+        """End the process and all that it started. Idempotent; who waits for its answer gets PeerGone."""
         if not self._killed:
             self._killed = True  # once: later the number may be another process group's
             with suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
 
     def discard(self) -> None:
-        """Kill it, reap it and give back what it held here."""
+        """Kill it, reap it and release its resources here."""
         self.kill()
         self._popen.wait()
         self._channel.close()

@@ -1,7 +1,5 @@
-"""Calls of a reward function in its verifier process: one answer, several that wait together, or a batch of them.
-
-The process that runs verifiers: reads one request at a time from its socket and answers it. Imports no torch
-by itself.
+"""The process that runs reward functions: reads one request at a time from its socket and answers it. It scores one
+response, several at once (async), or a batch of them. Imports no torch by itself.
 
 Started by `pool.py` as `python -P -m distflow.rewards.pool.worker FD PARENT_PID MEMORY_BYTES`.
 """
@@ -45,7 +43,7 @@ Answer: TypeAlias = dict[str, JSON]
 
 
 def judge(name: str, function: Callable[..., object], asked: Sequence[Arguments], timeout_s: float) -> list[Answer]:
-    """An answer to each of the asked. Raises MemoryError: the heap of this process is then no longer to be trusted."""
+    """An answer for each of the asked. Raises MemoryError: the heap of this process can then no longer be trusted."""
     with due_within(timeout_s * len(asked)):
         return _judge(name, function, asked, timeout_s)
 
@@ -59,12 +57,12 @@ def _judge(name: str, function: Callable[..., object], asked: Sequence[Arguments
         return [_answer(_called(partial(call, function, each), name, sorted(each.items()))) for each in asked]
     except MemoryError:
         raise
-    except Exception as error:  # the edge of the process: an error is an answer
+    except Exception as error:  # errors are sent as answers
         return [{"error": describe(error)}] * len(asked)
 
 
 def describe(error: Exception) -> str:
-    """The kind, the message, and the place nearest to where it was raised."""
+    """The type, the message, and the line that raised it."""
     place = _innermost(error.__traceback__)
     return f"{type(error).__name__}: {error}"[:_SHOWN_ERROR_CHARACTERS] + f" (at {place})"
 
@@ -82,7 +80,7 @@ def _batched(function: Callable[..., object], asked: Sequence[Arguments]) -> obj
 async def _judge_at_once(
     name: str, function: Callable[..., object], asked: Sequence[Arguments], timeout_s: float
 ) -> list[Answer]:
-    """Each with a deadline of its own; one that computes without awaiting holds up the others, until it is killed."""
+    """Each has its own deadline; one that computes without awaiting blocks the others until it is killed."""
     import asyncio
 
     async def score_one(arguments: Arguments) -> Answer:
@@ -101,16 +99,16 @@ async def _judge_at_once(
 
 @cache
 def _loop() -> "asyncio.Runner":
-    """One for all calls: what an async function keeps open belongs to it."""
-    import asyncio  # most functions are plain, and their processes start sooner without it
+    """One event loop for all calls: what an async function keeps open belongs to it."""
+    import asyncio  # most functions are sync, and their processes start faster without it
 
     return asyncio.Runner()
 
 
 def _called(function: Callable[[], object], *identity: object) -> object:
-    """What the function draws follows from what it is asked, not from what else this process was asked.
+    """Call the function with random generators seeded by its arguments, not by earlier calls.
 
-    A call that itself imports numpy or torch, whose generators could not be seeded before, is made once more.
+    A call that imports numpy or torch, whose generators could not be seeded before, is repeated.
     """
     while True:
         loaded = random_streams.loaded()
@@ -123,7 +121,7 @@ def _called(function: Callable[[], object], *identity: object) -> object:
 def _answer(returned: object) -> Answer:
     try:
         score, extra = read_score(returned)
-    except ValueError as error:  # said of what it returned: no line of ours is to blame
+    except ValueError as error:  # about the returned value: no line raised it
         return {"error": str(error)}
     return {"score": score, "extra": extra}
 
@@ -138,7 +136,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
-    """Serve until the run closes its end of the socket."""
+    """Process requests until the run closes its end of the socket."""
     descriptor, parent_pid, memory_bytes = (int(argument) for argument in sys.argv[1:4])
     _die_with(parent_pid)
     _limit_memory(memory_bytes)
@@ -153,8 +151,8 @@ def main() -> None:
 
 
 def serve(channel: Channel) -> None:
-    """First the functions to load ({name: target}), then requests ({name, asked, timeout_s}), each with an answer to
-    each of the asked, which are the arguments of one."""
+    """Receive the functions to load ({name: target}), then requests ({name, asked, timeout_s}); asked are the arguments
+    of each call, and the reply has an answer for each."""
     try:
         targets = _entries(channel.receive(), "functions")
         functions = {name: load_reward(str(target)) for name, target in targets.items()}
@@ -171,7 +169,7 @@ def serve(channel: Channel) -> None:
 
 
 def _entries(message: Mapping[str, JSON], key: str) -> dict[str, JSON]:
-    """Raises ValueError where the message holds no object there."""
+    """Raises ValueError if the message has no object there."""
     found = message.get(key)
     if not isinstance(found, dict):
         raise ValueError(f"a message without '{key}'")
@@ -187,7 +185,7 @@ def _answers(name: str, function: Callable[..., object], asked: list[Mapping[str
 
 
 def _die_with(parent_pid: int) -> None:
-    """Be killed when the run dies, even inside C code. Elsewhere than on Linux the closed socket has to do."""
+    """Be killed when the run dies, even inside C code. Outside of Linux only the closed socket ends the process."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:  # it died before the call above

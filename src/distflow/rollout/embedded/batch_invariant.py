@@ -1,17 +1,16 @@
-"""Batch-invariant steps of the embedded engine: a row's bits depend on its own request alone.
+"""Decode steps of the embedded engine on the host, plain or batch-invariant: then a row's bits depend on its own
+request alone.
 
-A product of matrices rounds by its shape, so every product here has a shape that a row's batch has no say in:
+The rounding of a matrix product depends on its shape, so every batch-invariant product has a fixed shape:
 
-- Decoding goes by tiles of as many slots, the last one filled up with rows that mean nothing. Attention goes by blocks
+- Decoding runs in batch tiles of a fixed number of slots, the last one padded. Attention runs in blocks
   of the keys (`models/attention.py`), so the length of a row's neighbours does not matter.
 - A prompt is prefilled alone.
-- Tokens are drawn by tiles of rows with one law.
-- An answer that lost its keys and values gets its prompt prefilled and its tokens decoded once more, as they were.
+- Tokens are drawn in tiles of rows with the same sampling parameters.
+- A response that lost its keys and values gets its prompt prefilled and its tokens decoded again in the same way.
 
-That a row comes out the same in each place of a tile is tried with the model at the start; where it does not, tiles are
-made smaller, down to single rows.
-
-Steps whose tokens the next one needs on the host: schedule, run, sample.
+At the start the engine tests with the model that a row's result is the same at each position of a tile; if not, it
+makes tiles smaller, down to single rows.
 """
 
 import itertools
@@ -31,13 +30,13 @@ from distflow.rollout.embedded.scheduler import Prefill, SamplingLaw, Sequence, 
 
 LARGEST = 32
 _TRIED_LAYERS = 64
-"""Layers that are tried in all: the fewer a model has, the more different rows."""
+"""Layers that are tested in all: a model with fewer layers is tested with more rows."""
 Feed = Callable[[Sequence], tuple[int, int]]
 """The token that a sequence gives the model next, and its position."""
 
 
 class Tiles:
-    """The steps of an engine, by tiles of `size` rows."""
+    """The steps of an engine, in batch tiles of `size` rows."""
 
     def __init__(self, decoder: DecoderView) -> None:
         self._decoder = decoder
@@ -46,7 +45,7 @@ class Tiles:
             self.size //= 2
 
     def draw(self, lane: RequestLane, work: Work, weights: object) -> Draws:
-        """The next token of each of the work's sequences. weights: names those that the decoder holds."""
+        """The next token of each of the work's sequences. weights: identifies the decoder's weights."""
         hidden = self._prefill(lane, work, weights) if work.prefills else self._decode(lane, _last)
         return self._sample(self._logits(hidden), work.sequences)
 
@@ -66,8 +65,8 @@ class Tiles:
         return torch.where(begun[:, None], self._decode_again(lane)[work.first_slot :], hidden)
 
     def _decode_again(self, lane: RequestLane) -> Tensor:
-        """All tokens that running sequences have drawn. One that has none, or no more, writes what its next step
-        writes again."""
+        """Decode again all tokens that running sequences have drawn. A sequence with none, or no more, writes what its
+        next step overwrites."""
         for index in range(max(len(sequence.token_ids) for sequence in lane.scheduler.running)):
             hidden = self._decode(lane, partial(_drawn, index))
         return hidden
@@ -76,7 +75,7 @@ class Tiles:
         """One token of each running sequence; `(rows, hidden)` in the order of the slots."""
         running, device = lane.scheduler.running, self._decoder.device
         fed = [feed(sequence) for sequence in running]
-        fed += [(0, 0)] * (-len(fed) % self.size)  # into slots that nobody has
+        fed += [(0, 0)] * (-len(fed) % self.size)  # into unused slots
         extents = [self._extent(fed[start : start + self.size]) for start in range(0, len(fed), self.size)]
         keys, values = lane.slots.window(len(fed), max(extents), max(len(fed), lane.scheduler.num_wanted))
         parts = []
@@ -116,7 +115,7 @@ class Tiles:
 
     @torch.inference_mode()
     def _is_same_in_each_place(self) -> bool:
-        """Whether the same row in all places of a tile comes out with the same bits, of layers and of logits."""
+        """Whether the same row gives the same bits at all positions of a tile, in layers and logits."""
         decoder, slots = self._decoder, KVSlots()
         for step in range(max(4, _TRIED_LAYERS // decoder.num_layers)):
             prompt = tuple((7 * index + 3 + step) % decoder.vocab_size for index in range(1 + step % (BLOCK - 1)))
@@ -145,7 +144,7 @@ def _drawn(index: int, sequence: Sequence) -> tuple[int, int]:
 
 
 def step_here(lane: RequestLane, decoder: DecoderView, tiles: Tiles | None, weights: object) -> Drawn:
-    """The lane's next step. weights: names those that the decoder holds."""
+    """The lane's next step. weights: identifies the decoder's weights."""
     work = lane.scheduler.schedule()
     if tiles is not None:
         draws = tiles.draw(lane, work, weights)

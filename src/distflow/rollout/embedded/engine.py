@@ -41,8 +41,8 @@ class _Pending:
 class EmbeddedEngine:
     """A `RolloutEngine` over the module that the trainer holds, or over a copy of it.
 
-    Each draw is fixed by the request's stream, the sample index and the number of tokens drawn before it. Where the
-    arithmetic of a row depends on its batch (rounding), bit-equality needs the same batches: when no request is left
+    Each draw is determined by the request's stream, the sample index and the number of tokens drawn before it. If the
+    rounding of a row depends on its batch, bit-equality needs the same batches: when no request is left
     all slots and caches are dropped, so the same requests submitted in the same order while paused, and then resumed,
     give the same bits, whatever ran before.
 
@@ -70,14 +70,13 @@ class EmbeddedEngine:
         """Raises UserError for a model that `DecoderView` cannot run.
 
         tokenizer: for stop strings. max_num_seqs: sequences of a lane decoded together. shares_weights: `model` is the
-        trainer's, so `load_weights` copies nothing. kv_on_update: with new weights, begun sequences go on over the old
-        keys and values, get those of the new weights, or end (finish reason "abort"). num_threads: of torch, where the
-        engine computes on a thread of its own; None leaves them as they are. batch_invariant: see `Tiles`, which says
-        what it promises. max_prefill_tokens: of one step.
-        prompt_cache_tokens: prefilled prompt tokens that a lane keeps while it has work. enforce_eager: no CUDA graphs,
-        and no native code. compute_dtype: see `DecoderView`.
-        on_device: have steps chained on the device (`device/`); None: where it is one of CUDA's, and the engine is not
-        `batch_invariant`.
+        trainer's, so `load_weights` copies nothing. kv_on_update: with new weights, begun sequences continue with the
+        old keys and values, get those of the new weights, or end (finish reason "abort"). num_threads: of torch, where
+        the engine computes on a thread of its own; None leaves them as they are. batch_invariant: see `Tiles`, which
+        says what it promises. max_prefill_tokens: of one step. prompt_cache_tokens: prefilled prompt tokens that a lane
+        keeps while it has work. enforce_eager: no CUDA graphs, and no native code. compute_dtype: see `DecoderView`.
+        on_device: run decode steps asynchronously on the device (`cuda/`); None: if it is a CUDA device, and the engine
+        is not `batch_invariant`.
         """
         if max_num_seqs < 1:
             raise ValueError(f"max_num_seqs must be at least 1, got {max_num_seqs}")
@@ -93,10 +92,10 @@ class EmbeddedEngine:
         self._shares_weights = shares_weights
         self._kv_on_update = kv_on_update
         self._activity = ActivityLog()
-        # The step loop's own, down to `_pending`: asyncio's thread only posts what is to be done with them. The numbers
-        # alone it draws itself, and nobody else does.
+        # Down to `_pending` only the step loop's thread uses these: asyncio's thread posts commands. Only the request
+        # numbers are drawn by asyncio's thread alone.
         self._is_whole = True  # False: a copy failed in the middle
-        self._num_loads = 0  # names the weights, whatever number they have: an alias changes their version alone
+        self._num_loads = 0  # identifies the weights: an alias changes only their version
         if on_device is None and self._decoder.device.type == "cuda" and not batch_invariant:
             on_device = DeviceOptions(graphs=not enforce_eager)
         self._chain = Chain(self._decoder, model, 2 * max_num_seqs, on_device) if on_device is not None else None
@@ -166,8 +165,8 @@ class EmbeddedEngine:
         return await self._loop.call(lambda: stripe_hashes(self._model.named_parameters(remove_duplicate=False)))
 
     async def load_weights(self, version: Version, weights: Iterable[tuple[str, Tensor]] | None) -> Receipt:
-        """Take weights between two steps, all or nothing; a pause is not needed. Cached prompts are dropped, and what
-        is with begun sequences says `kv_on_update`. None: an alias, see `RolloutEngine`; nothing is dropped.
+        """Load weights between two steps, all or nothing; no pause is needed. Cached prompts are dropped;
+        `kv_on_update` decides about begun sequences. None: an alias, see `RolloutEngine`; nothing is dropped.
 
         Raises ValueError when the version goes back, when names or shapes do not fit, or, on shared storage, when a
         sent tensor is not the module's own.
@@ -175,7 +174,7 @@ class EmbeddedEngine:
         return await self._loop.call(partial(self._take_weights, version, weights))
 
     def take_activity(self) -> list[Activity]:
-        """What it decoded since this was called last; from any thread."""
+        """Its activity since the last call; from any thread."""
         return self._activity.take()
 
     @torch.inference_mode()
@@ -183,7 +182,7 @@ class EmbeddedEngine:
         """Schedule, run, sample. Called by the thread that computes."""
         t0 = time.time()
         if not self._is_whole:
-            raise RuntimeError("the rollout engine took a part of its last weights only, and does not serve them")
+            raise RuntimeError("the rollout engine took a part of its last weights only, and does not use them")
         if self._model.training:
             self._model.eval()
         lane = next(lane for lane in self._lanes if lane.can_step)
@@ -201,12 +200,12 @@ class EmbeddedEngine:
         self._finish(lane, finished)
 
     def _settle(self) -> None:
-        """Read all that was launched: what follows changes what its tokens would be recorded as, or what they cost."""
+        """Read the tokens of all launched steps, before a change of weights or memory."""
         try:
             for lane in self._lanes:
                 while isinstance(lane, CudaRequestLane) and (drawn := lane.read()) is not None:
                     self._take(lane, drawn, time.time())
-        except Exception as error:  # a step's failure, seen late: every waiting request gets it
+        except Exception as error:  # a step's failure, detected late: every waiting request gets it
             self._fail(error)
 
     def _has_work(self) -> bool:
@@ -224,7 +223,7 @@ class EmbeddedEngine:
         return finished
 
     def _finish(self, lane: RequestLane | CudaRequestLane, finished: list[Sequence]) -> None:
-        """Free their slots, and answer the requests that have no other sequence left, those that came first before."""
+        """Free their slots, and return the requests with no other sequence left, in order of submission."""
         self._leave(lane, finished)
         for number in sorted({sequence.request for sequence in finished}):
             sequences = self._pending[number].sequences
@@ -247,13 +246,13 @@ class EmbeddedEngine:
         pending.lane.scheduler.add(pending.sequences)
 
     def _abort(self, number: int) -> None:
-        """Nothing to do where the request was answered, or failed, before its caller's cancel arrived."""
+        """Does nothing if the request was done, or failed, before its caller's cancel arrived."""
         pending = self._pending.pop(number, None)
         if pending is not None:
             self._leave(pending.lane, pending.sequences)
 
     def _fail(self, error: Exception) -> None:
-        """Answer all waiting requests with `error`, and start afresh: the next requests are served again."""
+        """Fail all waiting requests with `error`, and reset: later requests run normally."""
         pending, self._pending = list(self._pending.values()), {}
         for lane in self._lanes:
             self._leave(lane, [*lane.scheduler.waiting, *lane.scheduler.running])
@@ -287,13 +286,13 @@ class EmbeddedEngine:
         return Receipt(version, hashes, self._shares_weights)
 
     def _look_at_weights(self) -> None:
-        """Copies of them, and their places, are no longer trusted."""
+        """Copies of the weights, and their addresses, are no longer valid."""
         self._decoder.follow_weights()
         if self._chain is not None:
             self._chain.graphs.follow_weights()
 
     def _follow_update(self) -> None:
-        """What the old weights left behind is dropped, or kept where that is wanted."""
+        """Drop keys and values of the old weights, or keep them, by `kv_on_update`."""
         for lane in self._lanes:
             lane.prompts.clear()
             if self._kv_on_update == "recompute":

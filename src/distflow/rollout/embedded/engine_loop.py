@@ -1,9 +1,9 @@
 """The thread of the embedded engine: it steps while there is work, and runs everything else between two steps.
 
 OpenMP keeps a pool of threads for each thread that ever computed, for as long as that one lives, and two pools on the
-same cores slow each other down even when one of them is idle (measured: 25 k tokens/s alone, 15 k beside the idle
-pool of the main thread). So what computes is a thread that has a pool already and nothing else to do, where a host
-lends one, or else one that lives only while there is work.
+same cores slow each other down even when one of them is idle (measured: 25 k tokens/s alone, 15 k beside the idle pool
+of the main thread). So the loop computes on an idle thread with a pool that a host lends, or else on a thread that
+lives only while there is work.
 """
 
 import asyncio
@@ -32,8 +32,8 @@ class StepLoop:
         fail: Callable[[Exception], None],
         num_threads: int | None = None,
     ) -> None:
-        """fail: told the exception of a step or a posted command; the loop goes on after it. num_threads: of torch,
-        where no host lends a thread; None leaves them as they are."""
+        """fail: called with the exception of a step or a posted command; the loop continues after it. num_threads: of
+        torch, where no host lends a thread; None leaves them as they are."""
         self.paused = False
         self._step = step
         self._has_work = has_work
@@ -57,7 +57,7 @@ class StepLoop:
         return self._thread.is_alive() and not self._stopping
 
     def post(self, command: Callable[[], None]) -> None:
-        """Run `command` between two steps; nobody waits for it, so what it raises is treated as a step's failure."""
+        """Run `command` between two steps; nobody waits for it, so its exception is treated as a step's failure."""
         if not self.running:
             raise RuntimeError("the rollout engine is not running: use it inside `async with engine:`")
         self._commands.put(command)
@@ -80,7 +80,7 @@ class StepLoop:
         return await future
 
     async def stop(self) -> None:
-        """End after the step that runs; commands posted meanwhile are still done, so that none waits for ever."""
+        """End after the step that runs; commands posted meanwhile are still run, so that none waits forever."""
 
         def end() -> None:
             self._stopping = True
@@ -112,7 +112,7 @@ class StepLoop:
             torch.set_num_threads(self._num_threads)  # of this thread
         try:
             self._work(lambda: self._host is not None and self._host.waits)
-        except BaseException as error:  # the thread's edge: what ends it must not leave requests without an answer
+        except BaseException as error:  # the thread's edge: what ends it must not leave requests without a result
             self.paused = False
             self._fail(RuntimeError(f"{type(error).__name__}: {error}"))
 
@@ -133,7 +133,7 @@ class StepLoop:
         except Exception as error:  # the thread's edge: every waiting request gets it
             self._fail(error)
         except BaseException:  # the thread itself is interrupted, or ended
-            self.paused = True  # what it was at is half done: nothing goes on from there
+            self.paused = True  # its work is half done: nothing can continue from there
             raise
 
 

@@ -10,17 +10,16 @@ from distflow.models.model_runner import PromptKV
 from distflow.rollout.embedded.scheduler import Move
 
 EXTENT_BLOCK = 32
-FIRST_EXTENT = 128  # room from the start, for those who may need it: to grow costs more than what is not read
+FIRST_EXTENT = 128  # initial extent, if sequences may need it: growing costs more than unused room
 
 
 class KVSlots:
     """`keys`, `values`: `(layers, slots, kv_heads, extent, head_dim)`.
 
-    They are as long as the longest sequence asks for, and hold whoever is served or waits for it: what attention reads
-    lies together then. They grow with need, without the slots that nobody needs any more, and shrink to nothing at
-    `reset`. Memory that was never written is zero: attention masks it, but a NaN in it would still spread. The tensors
-    are made in inference mode and may be written in it only, and aborts move slots outside of any step: hence the
-    decorators.
+    They have the extent of the longest sequence, and slots for running and waiting sequences, so that attention reads
+    contiguous memory. They grow as needed, drop unused slots, and shrink to nothing at `reset`. Memory that was never
+    written is zero: attention masks it, but a NaN in it would still spread. The tensors are made in inference mode and
+    may be written in it only, and aborts move slots outside of any step: hence the decorators.
     """
 
     def __init__(self) -> None:
@@ -34,8 +33,8 @@ class KVSlots:
     def fill(
         self, prompts: PromptKV, rows: list[int], first_slot: int, num_wanted: int, num_tokens_at_most: int = 0
     ) -> None:
-        """Copy the prompts' rows into consecutive slots. num_wanted: slots that will be needed soon, as far as is
-        known. num_tokens_at_most: of one of these sequences, at its end."""
+        """Copy the prompts' rows into consecutive slots. num_wanted: slots that will be needed soon, as far
+        as known. num_tokens_at_most: of one of these sequences, at its end."""
         longest, end = prompts.keys.shape[-2], first_slot + len(rows)
         if self.keys.numel() == 0:
             num_layers, _, num_kv_heads, _, head_dim = prompts.keys.shape
@@ -99,7 +98,7 @@ class PromptCache:
     def rows(
         self, version: object, contexts: list[tuple[int, ...]], prefill: Callable[[list[tuple[int, ...]]], PromptKV]
     ) -> list[tuple[PromptKV, int]]:
-        """Where each context lies; those that are not there are prefilled together and kept."""
+        """The place of each context; missing ones are prefilled together and kept."""
         missing = [context for context in contexts if (version, context) not in self._rows]
         made: dict[tuple[int, ...], tuple[PromptKV, int]] = {}
         if missing:

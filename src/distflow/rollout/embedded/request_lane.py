@@ -1,4 +1,4 @@
-"""Sequences that are served together: their queue, slots and cached prompts."""
+"""A request lane: sequences that are decoded together, with their queue, slots and cached prompts."""
 
 from collections.abc import Collection
 from typing import NamedTuple
@@ -17,7 +17,7 @@ class Drawn(NamedTuple):
 
 
 class RequestLane:
-    """Shares nothing with another lane, so that what is served there leaves no trace in the batches here."""
+    """Shares nothing with another lane, so that requests there do not affect the batches here."""
 
     def __init__(self, name: str, max_num_seqs: int, max_prefill_tokens: int, prompt_cache_tokens: int) -> None:
         self.name = name

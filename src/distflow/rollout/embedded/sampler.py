@@ -18,7 +18,7 @@ from distflow.rollout.embedded.scheduler import SamplingLaw, Sequence
 from distflow.rollout.requests import uniforms
 
 BLOCK = 256  # the CDF is searched by blocks of this many tokens first; float64 is needed for one block a row only
-TILE_NUMBERS = 2**18  # of rows that are drawn together on a CPU: what is made of them stays in its cache
+TILE_NUMBERS = 2**18  # of rows that are drawn together on a CPU: intermediate results stay in its cache
 TOP_P_CANDIDATES = 1024  # the nucleus is looked for among so many tokens before the whole vocabulary is sorted
 
 NOT_FINITE = "the model's logits are not finite: its weights hold NaN or inf, or it overflowed"
@@ -83,7 +83,8 @@ def sample(logits: Tensor, sequences: Rows[Sequence]) -> Draws:
 
 
 def _draw_tiles(logits: Tensor, sequences: Rows[Sequence], uniform: Tensor) -> Draws:
-    """All rows have the same law. Few at a time where the vocabulary is large: five times as fast at 151,936."""
+    """All rows have the same sampling parameters. A batch tile at a time if the vocabulary is large: five times as fast
+    at 151,936."""
     on_cpu = logits.device.type == "cpu"
     size = max(1, TILE_NUMBERS // logits.shape[-1]) if on_cpu else len(sequences)
     tiles = [slice(first, first + size) for first in range(0, len(sequences), size)]
@@ -107,7 +108,7 @@ def _draw_rows(logits: Tensor, sequences: Rows[Sequence], uniform: Tensor) -> Dr
 
 
 def _is_plain(law: SamplingLaw, vocab_size: int) -> bool:
-    """Whether it is the policy itself that is drawn from."""
+    """Whether tokens are drawn from the policy itself."""
     truncates = 0 < law.top_k < vocab_size or law.top_p < 1.0 or law.min_p > 0.0
     return not (law.greedy or truncates or law.repetition_penalty != 1.0)
 
@@ -125,9 +126,9 @@ def draw_by_law(
     seen: Tensor | None,
     candidates: tuple[int, ...],
 ) -> Draws:
-    """One token a row. seen: bool `(rows, vocab)`, tokens in prompt or response, where the law has a penalty for them;
-    candidates: among how many tokens the nucleus is looked for, one number after the other. With a single number, and
-    whatever the logits are (NaN too), nothing waits for the device, and every index is in its bounds."""
+    """One token a row. seen: bool `(rows, vocab)`, tokens in prompt or response, if there is a penalty for them;
+    candidates: the numbers of tokens among which the nucleus is searched, one after the other. With a single number,
+    and whatever the logits are (NaN too), nothing waits for the device, and every index is in its bounds."""
     drawn_from = policy
     if seen is not None:
         drawn_from = Distribution(_penalised(logits, seen, law.repetition_penalty) / law.temperature)

@@ -1,6 +1,4 @@
-"""One sample on its way: its prompt, what it has drawn so far, and how it ends.
-
-Who runs next: pure decisions over waiting and running sequences, without a tensor.
+"""The scheduler of a request lane: which waiting and running sequences run next, decided without tensors.
 
 A step either prefills or decodes. Running sequence number i sits in slot i, so the slots in use are always the first
 ones and a decode step computes nothing for an empty slot; when a sequence leaves, the last ones move into the gaps.
@@ -16,7 +14,7 @@ from distflow.rollout.requests import sample_key
 
 
 class SamplingLaw(NamedTuple):
-    """The part of `SamplingParams` that shapes the distribution: rows with equal ones are drawn together."""
+    """The part of `SamplingParams` that shapes the distribution: rows with equal parameters are drawn together."""
 
     temperature: float
     top_p: float
@@ -46,7 +44,7 @@ class Sequence:
 
     @property
     def context(self) -> tuple[int, ...]:
-        """All tokens that the next one depends on."""
+        """Prompt and response so far."""
         return (*self.prompt_ids, *self.token_ids)
 
     @property
@@ -117,7 +115,7 @@ class Scheduler:
         num_fitting: Callable[[Iterable[Sequence], int], int] | None = None,
     ) -> None:
         """max_prefill_tokens: the most prompt tokens of one step (a single longer prompt runs alone). num_fitting: how
-        many of the first of these memory has room for now, as many as the number at most; None: for all."""
+        many of the first of these fit into memory now, at most the number; None: all."""
         self.max_num_seqs = max_num_seqs
         self._num_fitting = num_fitting
         self.max_prefill_tokens = max_prefill_tokens
@@ -130,7 +128,7 @@ class Scheduler:
 
     @property
     def num_wanted(self) -> int:
-        """Slots that those who are here will need at once."""
+        """Slots that all current sequences will need at once."""
         return min(self.max_num_seqs, len(self.running) + len(self.waiting))
 
     def add(self, sequences: Iterable[Sequence]) -> None:
@@ -169,7 +167,7 @@ class Scheduler:
         return Work(prefills, admitted, first_slot)
 
     def _num_free(self) -> int:
-        """Slots for those that wait."""
+        """Slots for waiting sequences."""
         free = self.max_num_seqs - len(self.running)
         return free if self._num_fitting is None else self._num_fitting(self.waiting, free)
 
@@ -193,7 +191,7 @@ class Scheduler:
         return moves
 
     def begun(self) -> list[Sequence]:
-        """Those that have drawn tokens, and want more."""
+        """Unfinished sequences that have drawn tokens."""
         return [seq for seq in (*self.running, *self.waiting) if seq.token_ids]
 
     def preempt(self) -> None:

@@ -1,4 +1,4 @@
-"""Checkpoints: whole or not there. A kill at any point, a full disk or a flipped bit leaves one that loads.
+"""Checkpoints: complete or absent. After a kill at any point, a full disk or a flipped bit one is left that loads.
 
 FOLDER/step-000012/   one file a part, or one for each rank that has shards of it, and manifest.json with their sizes
                       and checksums
@@ -34,9 +34,9 @@ _MAX_NAME = 256
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint that was found whole.
+    """A checkpoint that was verified.
 
-    files: by part. message: what to tell the user where it is not the one that was asked for.
+    files: by part. message: what to tell the user if it is not the requested one.
     """
 
     step: int
@@ -52,9 +52,9 @@ class Checkpoint:
     def load(self, part: str, layout: Layout | None = None) -> Any:
         """Tensors by name, or the JSON value.
 
-        layout: how the tensors are to lie over the ranks, each of which reads its own shards alone, however they lay
-        when they were saved. Without it they are whole. Raises KeyError where the checkpoint has no such part,
-        CheckpointError where the part is of another kind than its name says.
+        layout: how the tensors are to be sharded over the ranks, each of which reads only its own shards, whatever the
+        sharding at the save. Without it they are whole. Raises KeyError if the checkpoint has no such part,
+        CheckpointError if the part is of another kind than its name says.
         """
         files = self.files[part]
         try:
@@ -64,7 +64,7 @@ class Checkpoint:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Turns what a checkpoint raises inside that is whole and holds something else into CheckpointError."""
+        """Turns errors inside, caused by a complete checkpoint with unexpected content, into CheckpointError."""
         try:
             yield
         except UserError:
@@ -78,7 +78,7 @@ class Checkpoint:
 
 
 class CheckpointStore:
-    """The checkpoints of one run. One process begins a checkpoint and commits it, any may write parts of it.
+    """The checkpoints of one run. One process begins and commits a checkpoint; any may write parts of it.
 
     keep_last, keep_best: see `Retention`. on_point: see `Writing`.
     """
@@ -99,9 +99,9 @@ class CheckpointStore:
         self._on_point = on_point
 
     def begin(self, step: int) -> Writing:
-        """Begin a checkpoint beside the others; what an earlier one that was not committed left is removed.
+        """Begin a checkpoint beside the others; the leftovers of one that was not committed are removed.
 
-        Raises CheckpointError where the folder cannot be written.
+        Raises CheckpointError if the folder cannot be written.
         """
         with or_give_up(step, self.folder):
             partial = make_partial(self.folder, step)
@@ -109,21 +109,21 @@ class CheckpointStore:
         return Writing(step, partial, self._retention, self._on_point)
 
     def writing(self, step: int) -> Writing:
-        """Join the checkpoint that another process began. Raises CheckpointError where there is none."""
+        """Join the checkpoint that another process began. Raises CheckpointError if there is none."""
         partial = partial_of(self.folder, step)
         if partial is None:
             raise CheckpointError(
-                f"no checkpoint of step {step} is being written to {self.folder}: where a run has several machines, "
+                f"no checkpoint of step {step} is being written to {self.folder}: if a run has several machines, "
                 "all must see that folder (trainer.default_local_dir)"
             )
         return Writing(step, partial, self._retention, self._on_point)
 
     def load(self, which: Literal["latest"] | int | Path = LATEST) -> Checkpoint:
-        """A checkpoint verified against its checksums: the latest, that of a step, or that in a folder.
+        """A checkpoint verified against its checksums: the latest, the one of a step, or the one in a folder.
 
-        A folder is a checkpoint's own, or a store's, of which the latest is taken. A damaged latest one is passed
-        over for the newest whole one, and the checkpoint's `message` says so. Raises CheckpointError where there is
-        none, or the one that was named is damaged.
+        A folder is a checkpoint's own, or a store's, of which the latest is loaded. If the latest is damaged, the
+        newest complete one is loaded, and the checkpoint's `message` says so. Raises CheckpointError if there is none,
+        or the one that was named is damaged.
         """
         if which == LATEST:
             return self._load_latest()
@@ -148,17 +148,19 @@ class CheckpointStore:
             raise CheckpointError(f"the checkpoint {path} is damaged: {err}. {self._listing()}") from err
 
     def exists(self) -> bool:
-        """Whether anything was ever saved here, whole or damaged."""
+        """Whether anything was ever saved here, complete or damaged."""
         return bool(checkpoints_in(self.folder))
 
     def remove_leftovers(self) -> None:
-        """Remove what a killed save or removal left. For the process that commits, when it starts.
+        """Remove the leftovers of a killed save or removal. For the process that commits, when it starts.
 
-        Raises CheckpointError where the next save could not become the latest.
+        Raises CheckpointError if the next save could not become the latest.
         """
         remove_leftovers(self.folder)
         if (self.folder / LATEST).is_dir():
-            raise CheckpointError(f"{self.folder / LATEST} is a folder where the newest's name is kept: move it away")
+            raise CheckpointError(
+                f"{self.folder / LATEST} is a folder, but should be the file that names the newest: move it away"
+            )
 
     def _load_latest(self) -> Checkpoint:
         newest_first = sorted(checkpoints_in(self.folder), key=serial_of, reverse=True)
@@ -172,12 +174,12 @@ class CheckpointStore:
                 faults.append(f"{path} is damaged ({err})")
                 continue
             if faults:
-                return replace(checkpoint, message=f"{'; '.join(faults)}: going on from step {checkpoint.step} instead")
+                return replace(checkpoint, message=f"{'; '.join(faults)}: resuming from step {checkpoint.step} instead")
             return checkpoint
         if faults:
             raise CheckpointError(
                 f"no checkpoint in {self.folder} is whole: {'; '.join(faults)}. Start anew with --resume never, "
-                "or go on from a copy with --resume PATH"
+                "or resume from a copy with --resume PATH"
             )
         raise CheckpointError(f"there is no checkpoint in {self.folder} (trainer.default_local_dir)")
 

@@ -19,7 +19,7 @@ FORMAT = 1
 
 
 class DamagedError(Exception):
-    """A checkpoint's files are not those that were written. For `CheckpointStore`, which falls back on it."""
+    """A checkpoint's files are not those that were written. `CheckpointStore` then falls back on another."""
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,8 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint folder holds. serial: orders checkpoints by when they were made, which steps do not after a
-    rollback. metric: what `keep_best` compares, more is better. files: by name; see `part_of`."""
+    """The content of a checkpoint folder. serial: orders checkpoints by their time of creation, as steps do not after a
+    rollback. metric: what `keep_best` compares, higher is better. files: by name; see `part_of`."""
 
     step: int
     serial: int
@@ -40,10 +40,10 @@ class Manifest:
 
 
 def write_part(folder: Path, name: str, part: object) -> None:
-    """Write a part to its file and the disk; a kill leaves no half of it under its name.
+    """Write a part to its file and the disk; after a kill there is no partial file under its name.
 
-    part: tensors by name (a mapping of nothing else, and not empty), a rank's shards of such, or a value that JSON can
-    hold, whose keys are strings. Tensors may share storage or be strided; each is stored whole.
+    part: tensors by name (a mapping of nothing else, and not empty), a rank's shards of such, or a JSON value with
+    string keys. Tensors may share storage or be strided; each is stored whole.
     """
     is_tensors = isinstance(part, Shards) or is_all_tensors(part)
     with replacing(folder / f"{name}{'.safetensors' if is_tensors else '.json'}") as aside:
@@ -60,7 +60,7 @@ def is_all_tensors(part: object) -> TypeGuard[Mapping[str, Tensor]]:
 
 
 def shard_name(part: str, rank: int) -> str:
-    """What a rank writes its shards of a part as."""
+    """The name under which a rank writes its shards of a part."""
     return f"{part}-rank{rank}"
 
 
@@ -70,8 +70,7 @@ def part_of(file: str) -> str:
 
 
 def read_part(files: Sequence[Path], layout: Layout | None = None) -> object:
-    """The part in its files. layout: how its tensors are to lie over the ranks; without it they are whole, on the
-    CPU."""
+    """The part in its files. layout: the sharding of its tensors; without it they are whole, on the CPU."""
     if files[0].suffix == ".json":
         return json.loads(files[0].read_text())
     if layout is None and files[0].stem == part_of(files[0].name):
@@ -90,7 +89,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Raises DamagedError where it is missing or was changed."""
+    """Raises DamagedError if it is missing or was changed."""
     try:
         body = json.loads((folder / MANIFEST).read_bytes())
         digest = body.pop("sha256")
@@ -109,7 +108,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def verify(folder: Path) -> Manifest:
-    """The manifest, once every file has been found to be as it says. Raises DamagedError naming the file."""
+    """The manifest, after every file was checked against it. Raises DamagedError naming the file."""
     manifest = read_manifest(folder)
     for name, entry in manifest.files.items():
         path = folder / name
@@ -125,7 +124,7 @@ def verify(folder: Path) -> Manifest:
 
 
 def separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Contiguous tensors that share no storage, as safetensors wants them; tied ones become copies."""
+    """Contiguous tensors that share no storage, as safetensors requires; tied ones become copies."""
     seen: set[int] = set()
     out = {}
     for name, tensor in tensors.items():

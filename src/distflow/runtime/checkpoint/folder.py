@@ -1,7 +1,7 @@
-"""A folder of checkpoints: which there are, how old they are, what a kill left. Readers and writers agree here.
+"""A folder of checkpoints: which there are, their order, leftovers of a kill. For readers and writers.
 
-Other files may lie in it. Only what is ours is ever removed: the files that a manifest of ours names, and those of a
-save that was killed, whose folder holds the mark that `make_partial` put there.
+Other files may be in it. Only our own files are removed: those that a manifest of ours names, and those of a killed
+save, in a folder with the mark that `make_partial` put there.
 """
 
 import os
@@ -30,7 +30,7 @@ class CheckpointError(UserError):
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
-    """Whole or damaged ones, by name."""
+    """Complete and damaged ones, by name."""
     return sorted(_folders(folder, ""))
 
 
@@ -40,7 +40,7 @@ def by_age(folder: Path) -> list[Path]:
 
 
 def serial_of(path: Path) -> int:
-    """When a checkpoint was made among the others; -1 where its manifest cannot be read."""
+    """A checkpoint's place in the order of creation; -1 if its manifest cannot be read."""
     try:
         return read_manifest(path).serial
     except DamagedError:
@@ -48,12 +48,12 @@ def serial_of(path: Path) -> int:
 
 
 def next_serial(folder: Path) -> int:
-    """Of the checkpoint that is written next."""
+    """The serial of the checkpoint that is written next."""
     return max(map(serial_of, checkpoints_in(folder)), default=-1) + 1
 
 
 def make_partial(folder: Path, step: int) -> Path:
-    """A folder for the checkpoint of `step` while it is written, under a name that nothing has. Raises OSError."""
+    """A folder for the checkpoint of `step` while it is written, under an unused name. Raises OSError."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     remove_leftovers(folder)
     plain = f"step-{step:06d}"
@@ -66,7 +66,7 @@ def make_partial(folder: Path, step: int) -> Path:
 
 
 def partial_of(folder: Path, step: int) -> Path | None:
-    """Where a checkpoint of `step` is being written; `make_partial` sees to it that there is one at most."""
+    """The folder in which a checkpoint of `step` is being written; `make_partial` ensures that there is one at most."""
     partials = (path for path in _folders(folder, PARTIAL) if (path / BEGUN).exists())
     return next((path for path in partials if path.name.split("-")[1].removesuffix(PARTIAL) == f"{step:06d}"), None)
 
@@ -77,7 +77,7 @@ def parts_in(partial: Path) -> list[Path]:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove what a killed save or removal left."""
+    """Remove the leftovers of a killed save or removal."""
     for path in _folders(folder, PARTIAL):
         remove_partial(path)
     for path in _folders(folder, REMOVED):
@@ -89,7 +89,7 @@ def remove_leftovers(folder: Path) -> None:
 
 
 def remove_partial(partial: Path) -> None:
-    """Remove a checkpoint that was not committed. What is not ours stays. Another process that still writes to it
+    """Remove a checkpoint that was not committed. Files that are not ours stay. Another process that still writes to it
     fails, and adds nothing."""
     if not _is_begun(partial):
         remove_checkpoint(partial)
@@ -99,8 +99,8 @@ def remove_partial(partial: Path) -> None:
 
 
 def remove_checkpoint(path: Path) -> None:
-    """Remove a checkpoint: the files that its manifest names, last the manifest. What is not ours stays, and so does
-    what only a link leads to."""
+    """Remove a checkpoint: the files that its manifest names, last the manifest. Files that are not ours stay, and so
+    do the targets of links."""
     if path.is_symlink():
         return
     with suppress(DamagedError):
@@ -131,7 +131,7 @@ def _unlink(paths: Iterable[Path]) -> None:
 
 
 def _folders(folder: Path, end: str) -> list[Path]:
-    """Those that are named as a checkpoint is, with `end` behind it."""
+    """Folders named like a checkpoint, followed by `end`."""
     named = (path for path in _entries(folder) if path.name.endswith(end))
     return [path for path in named if _CHECKPOINT.fullmatch(path.name.removesuffix(end)) and path.is_dir()]
 

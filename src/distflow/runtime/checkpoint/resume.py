@@ -1,7 +1,5 @@
-"""Where a run begins: at its start, behind a checkpoint, or nowhere because it is done.
-
-A run's folder, or a checkpoint's, where a model is wanted: which checkpoint's policy that is.
-"""
+"""Where a run begins: at its start, after a checkpoint, or nowhere because it is done; and which checkpoint's policy a
+run's folder stands for as a model."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -22,9 +20,11 @@ from distflow.scheduling.snapshot import Snapshot
 CHECKPOINTS = "checkpoints"
 LEDGER = "ledger.jsonl"
 
+_WANTED = "give a run's folder (runs/PROJECT/EXPERIMENT) or one of its checkpoints (.../checkpoints/step-000010)"
+
 
 def find_checkpoint(store: CheckpointStore, mode: str) -> Checkpoint | None:
-    """store: of the run's own folder. mode: as `Launch` takes it. Raises CheckpointError."""
+    """store: of the run's own folder. mode: `spec.options.resume`. Raises CheckpointError."""
     if mode == "never":
         return None
     if mode == "auto":
@@ -33,8 +33,8 @@ def find_checkpoint(store: CheckpointStore, mode: str) -> Checkpoint | None:
     return store.load(path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path)
 
 
-def goes_on_here(checkpoint: Checkpoint | None, mode: str, run_dir: Path) -> bool:
-    """Whether what the folder tells of earlier starts belongs to this run: it is no other's account."""
+def resumes_here(checkpoint: Checkpoint | None, mode: str, run_dir: Path) -> bool:
+    """Whether the folder's records of earlier starts belong to this run, and not to another."""
     if mode == "auto":
         return True
     if checkpoint is None:
@@ -45,13 +45,14 @@ def goes_on_here(checkpoint: Checkpoint | None, mode: str, run_dir: Path) -> boo
 
 
 def is_done(checkpoint: Checkpoint, spec: Spec) -> bool:
-    """Whether no step of the run is left behind a checkpoint."""
+    """Whether no step of the run is left after a checkpoint."""
     snapshot = _snapshot(checkpoint)
     return Coordinator(remaining(spec.data, snapshot), None, snapshot).finished
 
 
 def remaining(plan: DataPlan, snapshot: Snapshot) -> DataPlan:
-    """Epochs that were raised go on behind a step that was short because they had ended: that takes a step more."""
+    """The plan after a snapshot. Raised epochs continue after a step that was short because the data had ended, which
+    takes one more step."""
     if plan.total_groups is None:
         return plan
     drawn = snapshot["issued"] - snapshot.get("offered", 0)
@@ -59,18 +60,18 @@ def remaining(plan: DataPlan, snapshot: Snapshot) -> DataPlan:
     return replace(plan, total_steps=snapshot["step"] + -(-prompt_groups // plan.consumer_batch))
 
 
-def told_done(checkpoint: Checkpoint, spec: Spec, goes_on: bool) -> str:
-    """For the user. goes_on: the run that is done is the folder's own; raises UserError where it is another."""
+def done_message(checkpoint: Checkpoint, spec: Spec, resumes: bool) -> str:
+    """For the user. resumes: the run that is done is the folder's own; raises UserError if it is another."""
     by_steps = spec.data.total_groups is None
     longer = f"trainer.total_training_steps={2 * checkpoint.step}" if by_steps else _more_epochs(spec)
-    ways = as_list({"to go on": longer, **ways_to_start(spec)})
-    if not goes_on:
+    ways = as_list({"to continue": longer, **ways_to_start(spec)})
+    if not resumes:
         raise UserError(f"{checkpoint.path} is the end of its run, and nothing is left to do.\n{ways}")
     return f"{spec.run_dir} is done: step {checkpoint.step} was the last. Nothing is trained again.\n{ways}"
 
 
 def ways_to_start(spec: Spec) -> dict[str, str]:
-    """What to write where a run's folder is taken, by what it leads to."""
+    """Options to use if a run's folder is in use, by their effect."""
     beside = "trainer.default_local_dir=FOLDER"
     if spec.config.trainer.default_local_dir is None:
         beside = "trainer.experiment_name=NAME"
@@ -95,7 +96,7 @@ def _snapshot(checkpoint: Checkpoint) -> Snapshot:
 
 
 def is_of_a_run(path: str | Path) -> bool:
-    """Whether a path is the folder of a run, of its checkpoints or of one of them, and no model's."""
+    """Whether a path is the folder of a run, of its checkpoints or of one of them, and not of a model."""
     folder = Path(path).expanduser()
     if not folder.is_dir() or (folder / "config.json").is_file():
         return False
@@ -105,7 +106,7 @@ def is_of_a_run(path: str | Path) -> bool:
 
 
 def policy_checkpoint(source: Path) -> Checkpoint:
-    """The newest whole checkpoint of a run's folder, or the one that is named. Raises UserError where there is none."""
+    """The newest complete checkpoint of a run's folder, or the one that is named. Raises UserError if there is none."""
     folder = source.expanduser()
     if not folder.exists():
         raise UserError(f"there is no folder {source}: {_WANTED}")
@@ -118,7 +119,7 @@ def policy_checkpoint(source: Path) -> Checkpoint:
 
 
 def described(checkpoint: Checkpoint, source: Path) -> str:
-    """Which step was taken, and where the best one is if that is another; a line for people."""
+    """A line for the user: which step was loaded, and where the best one is if that is another."""
     line = f"step {checkpoint.step} of {source}"
     if checkpoint.path.resolve() == source.expanduser().resolve():
         return line
@@ -129,8 +130,5 @@ def described(checkpoint: Checkpoint, source: Path) -> str:
 
 def _best(store: Path) -> Path | None:
     """The one that `trainer.keep_best` kept."""
-    judged = [(metric, path) for path in by_age(store) if (metric := read_manifest(path).metric) is not None]
-    return max(judged)[1] if judged else None
-
-
-_WANTED = "give a run's folder (runs/PROJECT/EXPERIMENT) or one of its checkpoints (.../checkpoints/step-000010)"
+    measured = [(metric, path) for path in by_age(store) if (metric := read_manifest(path).metric) is not None]
+    return max(measured)[1] if measured else None

@@ -1,7 +1,7 @@
-"""Saves of one worker, made together with the other ranks: each writes what it holds, the first begins and commits.
+"""Saves of one worker, together with the other ranks: each writes its own parts, the first begins and commits.
 
-A save goes on behind the run: the learning thread takes a copy in memory, a thread of its own writes it. At most one is
-under way. Where the run waits for a save anyhow, as at its end, nothing is copied.
+A save is asynchronous: the training thread makes a copy in memory, a separate thread writes it. At most one save is in
+progress. If the run waits for a save anyhow, as at its end, nothing is copied.
 """
 
 import copy
@@ -32,7 +32,7 @@ T = TypeVar("T")
 Parts = Iterable[tuple[str, object]]
 
 DEADLINE_S: Final = 300.0
-"""How long the rank that commits waits for the parts of the others once its own are written."""
+"""How long the rank that commits waits for the parts of the others after its own are written."""
 
 _POLL_S: Final = 0.02
 _WHOLE, _WRITING, _FAILED = range(3)
@@ -45,17 +45,17 @@ class _UnderWay:
 
     @property
     def at(self) -> int:
-        """`_WHOLE`, `_WRITING` or `_FAILED`: of several ranks the highest counts."""
+        """`_WHOLE`, `_WRITING` or `_FAILED`; over several ranks the highest counts."""
         if not self.path.done():
             return _WRITING
         return _WHOLE if self.path.exception() is None else _FAILED
 
 
 class Saver:
-    """A context manager: left in peace, it finishes the save under way; left by an error, it waits for its own thread
-    and for no other rank.
+    """A context manager: on a normal exit it finishes the save in progress; on an error it waits for its own thread and
+    for no other rank.
 
-    All ranks make the same calls in the same order, on their learning threads. Where one fails, all raise
+    All ranks make the same calls in the same order, on their training threads. If one fails, all raise
     CheckpointError.
     """
 
@@ -68,9 +68,9 @@ class Saver:
         waits: Waits | None = None,
         warn: Callable[[str], None] = lambda message: None,
     ) -> None:
-        """on_saved: told, on the rank that commits and its learning thread, of each checkpoint that is whole.
-        deadline_s: see `DEADLINE_S`. waits: where it is told that this rank waits; None for nowhere. warn: told why the
-        save under way failed where another error ends the run."""
+        """on_saved: called for each complete checkpoint, on the training thread of the rank that commits. deadline_s:
+        see `DEADLINE_S`. waits: logs the waits of this rank; None logs none. warn: called with the reason if the save
+        in progress failed while another error ends the run."""
         self._waits = waits or Waits()
         self._store, self._ranks, self._on_saved, self._deadline_s = store, ranks, on_saved, deadline_s
         self._warn = warn
@@ -89,17 +89,16 @@ class Saver:
                 self.finish()
         finally:
             self._let_go.set()
-            self._thread.shutdown()  # nothing writes to the folder once the run has left it
-            self._tell_alone()
+            self._thread.shutdown()  # nothing writes to the folder after the run has left it
+            self._report_alone()
 
     def save(
         self, step: int, parts: Parts, awaited: Collection[str], metric: float | None = None, *, wait: bool
     ) -> None:
-        """Save the parts of this rank. What was under way is finished first.
+        """Save the parts of this rank. A save in progress is finished first.
 
-        awaited: the names of parts of other ranks without which the checkpoint is not whole. metric: see
-        `Writing.commit`. wait: the same on all ranks: return when it is whole; else the parts are copied before this
-        returns.
+        awaited: the names of parts of other ranks that a complete checkpoint needs. metric: see `Writing.commit`. wait,
+        the same on all ranks: return when the checkpoint is complete; else the parts are copied before this returns.
         """
         self.finish()
         writing = self._begin(step)
@@ -112,17 +111,16 @@ class Saver:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a save is under way; the same on all ranks."""
+        """Whether a save is in progress; the same on all ranks."""
         return self._under_way is not None
 
     def check(self) -> None:
-        """Once a step: tell of the save under way where it is whole by now, raise what it has failed with where it
-        has."""
+        """Once a step: report the save in progress if it is complete by now, raise its error if it has failed."""
         if self._under_way is not None and self._ranks.max(float(self._under_way.at)) != _WRITING:
             self.finish()
 
     def finish(self) -> None:
-        """Wait for the save under way, if there is one."""
+        """Wait for the save in progress, if there is one."""
         if self._under_way is None:
             return
         saved = self._under_way
@@ -134,13 +132,13 @@ class Saver:
         if path is not None:
             self._on_saved(saved.step, path)
 
-    def _tell_alone(self) -> None:
-        """What became of the save under way, on this rank, once nobody may be waited for."""
+    def _report_alone(self) -> None:
+        """Report the outcome of the save in progress on this rank, without waiting for others."""
         saved, self._under_way = self._under_way, None
         if saved is None:
             return
         error = saved.path.exception()
-        with suppress(OSError):  # the error that ends the run is the one to tell
+        with suppress(OSError):  # the error that ends the run is the one to report
             if error is None and (path := saved.path.result()) is not None:
                 self._on_saved(saved.step, path)
             elif error is not None and not isinstance(error, GivenUp):
@@ -151,7 +149,7 @@ class Saver:
         return self._together(step, _settled(lambda: self._store.writing(step)))
 
     def _write(self, writing: Writing, parts: Parts, awaited: Collection[str], metric: float | None) -> Path | None:
-        """On any thread. Returns the folder of the checkpoint that is whole, on the rank that commits it."""
+        """On any thread. Returns the folder of the complete checkpoint on the rank that commits it."""
         names = []
         for name, part in parts:
             writing.write(name, part)
@@ -164,33 +162,33 @@ class Saver:
         )
 
     def _together(self, step: int, outcome: "Future[T]") -> T:
-        """What this rank did, once all have done theirs. Raises CheckpointError where one of them failed."""
+        """The result of this rank, after all have finished. Raises CheckpointError if one of them failed."""
         if self._ranks.size == 1:
             return outcome.result()
         error = outcome.exception()
         try:
             with self._waits("training", f"checkpoint of step {step}", on="other ranks"):
-                told = [why for why in self._ranks.gather(_told(error)) if why is not None]
+                failures = [why for why in self._ranks.gather(_failure_text(error)) if why is not None]
         except Exception:
             if error is not None:
                 raise error from error.__cause__  # it may say why the others are gone
             raise
         if error is not None and not isinstance(error, GivenUp):
             raise error
-        if told:
-            raise CheckpointError(next(filter(None, told), str(error))) from error
+        if failures:
+            raise CheckpointError(next(filter(None, failures), str(error))) from error
         return outcome.result()
 
 
-def _told(error: BaseException | None) -> str | None:
-    """To the other ranks: None where nothing failed, nothing ("") where another one knows why."""
+def _failure_text(error: BaseException | None) -> str | None:
+    """For the other ranks: None if nothing failed, empty if another rank knows why."""
     if error is None:
         return None
     return "" if isinstance(error, GivenUp) else str(error)
 
 
 def _settled(call: Callable[[], T]) -> "Future[T]":
-    """The outcome of a call that is made here and now."""
+    """The outcome of a call that is made at once."""
     future: Future[T] = Future()
     try:
         future.set_result(call())
@@ -200,13 +198,13 @@ def _settled(call: Callable[[], T]) -> "Future[T]":
 
 
 def _copied(part: object) -> object:
-    """As it stands, in memory of its own; tensors on the CPU."""
+    """The current state in memory of its own; tensors on the CPU."""
     if isinstance(part, Shards):
         return replace(part, tensors=_copies(part.tensors))
     return _copies(part) if is_all_tensors(part) else copy.deepcopy(part)
 
 
 def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """As they are written: the thread that writes them computes nothing."""
+    """In the form that is written: the thread that writes them computes nothing."""
     cpu, packed = torch.device("cpu"), torch.contiguous_format
     return {name: tensor.detach().to(cpu, copy=True, memory_format=packed) for name, tensor in tensors.items()}

@@ -1,4 +1,4 @@
-"""Tensors that are spread over ranks: each rank writes its own shards, and whoever loads them reads what it needs.
+"""Tensors sharded over ranks: each rank writes its own shards, and a reader loads those that it needs.
 
 The files are those of `torch.distributed.checkpoint`'s Hugging Face storage: safetensors, with the place of each shard
 in its whole tensor beside them. That package plans what is written and read, without a process group.
@@ -21,12 +21,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 Layout = Callable[[str], Tensor | None]
-"""By a tensor's name: one that lies over the ranks as it is to lie; None where every rank wants the whole."""
+"""By a tensor's name: one with the wanted sharding; None if every rank wants the whole."""
 
 
 @dataclass(frozen=True)
 class Shards:
-    """What one rank holds of a part's tensors. offsets: of each shard's first element in the whole tensor."""
+    """One rank's shards of a part's tensors. offsets: of each shard's first element in the whole tensor."""
 
     tensors: Mapping[str, Tensor]
     offsets: Mapping[str, Sequence[int]]
@@ -39,7 +39,7 @@ class Shards:
 
 
 def is_sharded(tensors: Mapping[str, Tensor]) -> bool:
-    """Whether any of them is spread over ranks."""
+    """Whether any of them is sharded."""
     return any(isinstance(tensor, DTensor) for tensor in tensors.values())
 
 
@@ -60,9 +60,9 @@ def own_shards(tensors: Mapping[str, Tensor], leads: bool) -> Shards:
 
 
 def read_shards(files: Sequence[Path], layout: Layout) -> dict[str, Tensor]:
-    """The tensors of all these files, on the CPU or, of those that are to lie over ranks, this rank's shards in place.
+    """The tensors of all these files, on the CPU; of those that are to be sharded, this rank's shards in place.
 
-    No rank waits for another. Raises ValueError where a tensor's shards are not all there.
+    No rank waits for another. Raises ValueError if shards of a tensor are missing.
     """
     reader = dcp.HuggingFaceStorageReader(str(files[0].parent))
     reader.fs = _Files(files)
@@ -85,7 +85,7 @@ def read_shards(files: Sequence[Path], layout: Layout) -> dict[str, Tensor]:
 
 
 class _Files(FileSystem):
-    """The storage reads whatever safetensors its folder has; here only the files of one part."""
+    """Only the files of one part: the storage would read all safetensors in its folder."""
 
     def __init__(self, files: Sequence[Path]) -> None:
         self._files = files
@@ -104,7 +104,7 @@ def _is_written_here(tensor: Tensor, leads: bool) -> bool:
 
 
 def _is_first(mesh: DeviceMesh) -> bool:
-    """Along the dimensions that a mesh was sliced out of: tensors that lie over the slice are the same on each."""
+    """Along the dimensions that a mesh was sliced out of: tensors sharded over the slice are the same on each."""
     root = mesh._get_root_mesh()
     places = zip(root.mesh_dim_names or (), root.get_coordinate() or (), strict=False)
     return all(place == 0 for name, place in places if name not in (mesh.mesh_dim_names or ()))

@@ -1,4 +1,4 @@
-"""What a checkpoint holds besides weights, and how a run goes on from it."""
+"""The parts of a checkpoint, and how a run resumes from them."""
 
 import copy
 import random
@@ -31,9 +31,9 @@ def saved_parts(
 ) -> Iterator[tuple[str, object]]:
     """The parts of a checkpoint that one rank writes, by name: tensors, shards of them, or values that JSON can hold.
 
-    state: of all nodes. rank: among those that learn. Of tensors that lie over ranks each writes its own; the first
-    rank that trains a model writes what all of them have, and the first of all what is the run's. Each has random
-    generators of its own, whose part comes last: with it, what the rank writes is whole.
+    state: of all nodes. rank: among those that train. Each rank writes its own shards of sharded tensors; the first
+    rank that trains a model writes the tensors that all of them have, and the first of all the parts of the run. The
+    last part holds the random generators of the rank: with it, what the rank writes is complete.
     """
     for role, engine in resources.trained().items():
         saved, leads = engine.state(), rank == _first_with(role, spec)
@@ -62,12 +62,12 @@ def check_same_config(checkpoint: Checkpoint, spec: Spec, allowed: tuple[str, ..
         return
     shown = "\n".join(f"  {key}: {then!r} then, {now!r} now" for key, then, now in changed)
     flags = " ".join(f"--allow-change {key}" for key, *_ in changed)
-    ways = {"to go on as before": "set them back", "to go on with the change": flags, **ways_to_start(spec)}
+    ways = {"to resume as before": "set them back", "to resume with the change": flags, **ways_to_start(spec)}
     raise UserError(f"{checkpoint.path} was made with another config:\n{shown}\n{as_list(ways)}")
 
 
 def check_same_facts(checkpoint: Checkpoint, spec: Spec, facts: Mapping[str, object]) -> list[str]:
-    """What differs without harm, as lines for the user. Raises UserError naming what must not."""
+    """Harmless differences, as lines for the user. Raises UserError naming what must not differ."""
     with checkpoint.reading():
         before_facts = dict(checkpoint.load("run")["facts"])
     notes = []
@@ -78,18 +78,18 @@ def check_same_facts(checkpoint: Checkpoint, spec: Spec, facts: Mapping[str, obj
         if name.endswith("fingerprint"):
             raise UserError(
                 f"{checkpoint.path} was made with another {name.removesuffix('_fingerprint')}: rows, tokens or "
-                f"the reference would not be the same.\n{as_list({'to go on': 'restore it', **ways_to_start(spec)})}"
+                f"the reference would not be the same.\n{as_list({'to resume': 'restore it', **ways_to_start(spec)})}"
             )
         notes.append(f"{name} was {before} in the checkpoint and is {now} now: the run is not bit-equal from here on")
     return notes
 
 
 def restore(checkpoint: Checkpoint, resources: Resources) -> tuple[NodeState, Live]:
-    """Load weights and optimizer state; returns what the nodes keep, and the groups in the queue.
+    """Load weights and optimizer state; returns the state of the nodes, and the groups in the queue.
 
-    Where an engine's state lies over ranks, each loads its own shards, however many ranks saved them.
+    If an engine's state is sharded, each rank loads its own shards, however many ranks saved them.
 
-    Raises CheckpointError where it holds something else, or weights that training does not make of the model's own.
+    Raises CheckpointError for unexpected content, or weights that training cannot make of the model's own.
     """
     with checkpoint.reading():
         run = checkpoint.load("run")
@@ -103,7 +103,7 @@ def restore(checkpoint: Checkpoint, resources: Resources) -> tuple[NodeState, Li
 
 
 def load_live(checkpoint: Checkpoint) -> Live:
-    """The groups that were in the queue. Raises CheckpointError where it holds something else."""
+    """The groups that were in the queue. Raises CheckpointError for unexpected content."""
     with checkpoint.reading():
         batch = Batch.from_tensors(checkpoint.load("live")) if "live" in checkpoint.parts else None
         saved = checkpoint.load("run")["live_measured"]
@@ -111,11 +111,11 @@ def load_live(checkpoint: Checkpoint) -> Live:
 
 
 def set_generators(checkpoint: Checkpoint | None, seed: int, rank: int = 0) -> None:
-    """Give the global random generators the states that this rank saved; at a run's start those of its seed.
+    """Set the global random generators to the states that this rank saved, or to the seed at a run's start.
 
-    rank: among those that learn. One that the checkpoint does not know, as the run had fewer, is seeded by the run's
-    seed, the step and its number. Last of all before the run goes on: modules and pipelines of the user may seed them
-    while they are loaded.
+    rank: among those that train. One that the checkpoint does not have, as the run had fewer, is seeded by the run's
+    seed, the step and its number. Called last before the run continues: modules and pipelines of the user may seed the
+    generators while they are loaded.
     """
     random_streams.seed("run", seed, *((checkpoint.step if checkpoint else 0, rank) if rank else ()))
     if checkpoint is None or (rank and part_of_rank(rank) not in checkpoint.parts):
@@ -133,7 +133,7 @@ def set_generators(checkpoint: Checkpoint | None, seed: int, rank: int = 0) -> N
 
 
 def _first_with(role: str, spec: Spec) -> int:
-    """The first of the ranks that learn which trains this model."""
+    """The first of the training ranks that trains this model."""
     trainers = [rank for dp_group in dp_groups_of(spec.plan) for rank in dp_group]
     return next(place for place, rank in enumerate(trainers) if role in spec.plan.ranks[rank].engines)
 
@@ -172,7 +172,7 @@ def _refuse_garbage(checkpoint: Checkpoint, role: str, now: TrainState, saved: T
     if wrong:
         raise CheckpointError(
             f"the checkpoint {checkpoint.path} holds garbage: of the {role}'s weights {wrong[0]}, {len(wrong)} tensors "
-            "in all. Go on from an earlier one with --resume PATH, or start anew with --resume never"
+            "in all. Resume from an earlier one with --resume PATH, or start anew with --resume never"
         )
 
 
@@ -182,8 +182,8 @@ def _numpy_state() -> list[object]:
 
 
 def joined(states: Sequence[NodeState]) -> NodeState:
-    """What all nodes keep, given that of each rank's; of a node that several run what the first has. The audit keeps a
-    count of each model's updates, which only the ranks that train it have."""
+    """The state of all nodes from the states of each rank; for a node that several ranks run, the state of the first.
+    The audit's count of each model's updates is only on the ranks that train that model."""
     found = {node: kept for state in reversed(states) for node, kept in state.items()}
     if audits := [state[AUDIT_STATE] for state in reversed(states) if AUDIT_STATE in state]:
         found[AUDIT_STATE] = {name: kept for audit in audits for name, kept in audit.items()}
@@ -193,8 +193,8 @@ def joined(states: Sequence[NodeState]) -> NodeState:
     return found
 
 
-def as_it_stands(state: NodeState) -> NodeState:
-    """A copy. Nodes of the rollout loop may run meanwhile; what one of them is just changing is copied again."""
+def copy_of_state(state: NodeState) -> NodeState:
+    """A copy. Nodes of the rollout loop may run meanwhile; a state that changes during the copy is copied again."""
     while True:
         try:
             return copy.deepcopy(state)

@@ -1,4 +1,4 @@
-"""A checkpoint while it is written: each process writes its own parts, one commits them all."""
+"""A checkpoint while it is written: each process writes its own parts, one process commits them all."""
 
 import errno
 import math
@@ -33,19 +33,19 @@ _FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class GivenUp(CheckpointError):
-    """Another process could not write its part, and knows why."""
+    """Another process could not write its part, and reports why."""
 
     def __init__(self, step: int, folder: Path) -> None:
         super().__init__(
             f"the checkpoint of step {step} was not written to {folder}: another process could not write its part of "
-            "it, and says why. Those before it are whole"
+            "it, and reports why. Earlier ones are complete"
         )
 
 
 @dataclass(frozen=True)
 class Retention:
-    """Which checkpoints stay. keep_last: how many of the newest, None for all. keep_best: how many of those with the
-    highest metric besides."""
+    """Which checkpoints are kept. keep_last: how many of the newest, None for all. keep_best: in addition, how many
+    with the highest metric."""
 
     keep_last: int | None = None
     keep_best: int = 0
@@ -55,7 +55,7 @@ class Retention:
 class Writing:
     """A checkpoint that `CheckpointStore.begin` began, in the folder `partial`.
 
-    on_point: called with the name of each point that has been reached, to inject faults there.
+    on_point: called with the name of each point that is reached, to inject faults there.
     """
 
     step: int
@@ -64,12 +64,12 @@ class Writing:
     on_point: Callable[[str], None]
 
     def write(self, name: str, part: object) -> None:
-        """One part: tensors by name, this rank's shards of them, or a value that JSON can hold. It is on the disk when
-        this returns.
+        """Write one part: tensors by name, this rank's shards of them, or a JSON value. It is on the disk when this
+        returns.
 
         name: also the file's; no two processes write the same, and `shard_name` makes it for shards. Raises
-        CheckpointError where the disk is full or cannot be written, or another process gave the checkpoint up: it is
-        given up, and those before it are still there.
+        CheckpointError if the disk is full or cannot be written, or another process abandoned the checkpoint: it is
+        abandoned, and earlier ones are still there.
         """
         assert name != "manifest" and _NAME.fullmatch(name), f"a part's name becomes a file's: {name!r}"
         with or_give_up(self.step, self.partial.parent, self._given_up):
@@ -82,11 +82,11 @@ class Writing:
         metric: float | None = None,
         keep_waiting: Callable[[], bool] = lambda: False,
     ) -> Path:
-        """Make it the latest checkpoint, then let old ones go. For one process, when the others have written.
+        """Make it the latest checkpoint, then remove old ones. For one process, after the others have written.
 
         expected: the names of all parts. metric: higher is better; one that is not finite counts as none.
-        keep_waiting: asked again and again while parts of other processes are missing; it takes its time to answer.
-        Returns its folder once it is on the disk. Raises CheckpointError where a part is missing, or as `write`: then
+        keep_waiting: called repeatedly, and blocks for a while, as long as parts of other processes are missing.
+        Returns its folder once it is on the disk. Raises CheckpointError if a part is missing, or as `write`: then
         nothing is committed.
         """
         with or_give_up(self.step, self.partial.parent):
@@ -116,7 +116,7 @@ class Writing:
                 remove_partial(self.partial)
             raise CheckpointError(
                 f"the checkpoint of step {self.step} was not written to {self.partial.parent}: {', '.join(missing)} "
-                "missing, as the process that was to write it failed or is gone. Those before it are whole"
+                "missing, as the process that was to write it failed or is gone. Earlier ones are complete"
             )
         return {path.name: describe(path) for path in parts_in(self.partial)}
 
@@ -124,11 +124,11 @@ class Writing:
         return sorted(set(expected) - {path.stem for path in parts_in(self.partial)})
 
     def _given_up(self) -> bool:
-        """Whether a process that could not write took the checkpoint away."""
+        """Whether a process that could not write removed the checkpoint."""
         return not (self.partial / BEGUN).exists()
 
     def _retain(self, folder: Path) -> None:
-        """Only the newest few and the best few stay. The newest, which was just written, always does."""
+        """Keep only the newest few and the best few. The newest, which was just written, always stays."""
         if self.retention.keep_last is None:
             return
         paths = by_age(folder)
@@ -146,24 +146,24 @@ class Writing:
 
 @contextmanager
 def or_give_up(step: int, folder: Path, given_up: Callable[[], bool] = lambda: False) -> Iterator[None]:
-    """A write that fails takes what was written of its checkpoint with it, which also frees the disk.
+    """If a write fails, remove what was written of its checkpoint, which also frees the disk.
 
-    given_up: whether another process did so already, on whose failure the write failed.
+    given_up: whether another process did so already, which made this write fail.
     """
     try:
         yield
     except (OSError, SafetensorError) as err:
         failure = GivenUp(step, folder) if given_up() else CheckpointError(_failure(step, folder, err))
-        with suppress(OSError):  # the failure of the write itself is the one to tell
+        with suppress(OSError):  # the failure of the write itself is the one to report
             remove_leftovers(folder)
         raise failure from err
 
 
 def _failure(step: int, folder: Path, err: Exception) -> str:
-    # safetensors tells the system's errors by their text alone
+    # safetensors reports the system's errors by their text alone
     full = getattr(err, "errno", None) in _FULL or any(os.strerror(number) in str(err) for number in _FULL)
     cause = "the disk is full" if full else str(err)
     return (
-        f"the checkpoint of step {step} could not be written to {folder}: {cause}. Those before it "
-        "are whole. Free space, or set trainer.default_local_dir to another folder; then start again"
+        f"the checkpoint of step {step} could not be written to {folder}: {cause}. Earlier ones "
+        "are complete. Free space, or set trainer.default_local_dir to another folder; then start again"
     )

@@ -1,19 +1,19 @@
-"""The workers that generate: which prompt groups each has, and who gets the next."""
+"""The workers that generate: which prompt groups each has, and which worker gets the next."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from distflow.scheduling.groups import PromptGroup
 
-_MOST_TICKETS = 1000
-"""In one answer: 40 kB, where they go to another process."""
+_MAX_GROUPS = 1000
+"""In one reply: 40 kB, if it goes to another process."""
 
 
 @dataclass
 class Generator:
-    """One of them. served: the lowest step that its engine serves, as it said last. given: groups that are to be
-    fetched. running: the groups that it has, by number, those included. holds: complete groups that lie with it. takes:
-    False before one that came later has asked first, and of one that is gone."""
+    """One worker. served: the lowest weight version of its engine, as last reported. given: groups assigned to it and
+    not fetched yet. running: all its prompt groups, by id, including those. holds: ids of complete groups stored with
+    it. takes: False for a later worker before its first request, and for one that is gone."""
 
     name: str
     served: int | None
@@ -25,27 +25,27 @@ class Generator:
 
 
 class Generators:
-    """Counted in the order in which they came. Whoever has them guards them."""
+    """Numbered in order of arrival. The owner locks them."""
 
     def __init__(self, names: Sequence[str], served: int) -> None:
         self._all = [Generator(name, served) for name in names]
-        self._working_on: dict[int, Generator] = {}  # by group
-        self._taken_away = set[PromptGroup]()  # from those that are gone
+        self._working_on: dict[int, Generator] = {}  # by group id
+        self._taken_away = set[PromptGroup]()  # from workers that are gone
 
     def is_gone(self, number: int) -> bool:
         return self._all[number].gone
 
     def is_passed_over(self, prompt_group: PromptGroup) -> bool:
-        """It was taken from one that is gone: what still comes of it does not count."""
+        """It was reassigned from a worker that is gone, whose late results do not count."""
         return prompt_group in self._taken_away
 
     def ask(self, number: int, served: int | None) -> int | None:
-        """One wants groups, and serves that step. The oldest that any of them serves, None where none does."""
+        """A worker with this weight version requests groups. Returns the lowest version of all workers, or None."""
         self._all[number].served, self._all[number].takes = served, True
         return min((each.served for each in self._all if each.served is not None), default=None)
 
     def give(self, prompt_group: PromptGroup) -> str:
-        """To the one that has the fewest groups, the first of such; its name."""
+        """Assign to the worker with the fewest groups, the first of such; returns its name."""
         chosen = min((each for each in self._all if each.takes), key=lambda each: len(each.running))
         chosen.given.append(prompt_group)
         chosen.running[prompt_group.group_id] = prompt_group
@@ -53,13 +53,13 @@ class Generators:
         return chosen.name
 
     def fetch(self, number: int) -> list[PromptGroup]:
-        """What was given to it, no more than go into one answer."""
+        """The groups assigned to a worker, at most as many as fit into one reply."""
         mine = self._all[number]
-        prompt_groups, mine.given = mine.given[:_MOST_TICKETS], mine.given[_MOST_TICKETS:]
+        prompt_groups, mine.given = mine.given[:_MAX_GROUPS], mine.given[_MAX_GROUPS:]
         return prompt_groups
 
     def end(self, prompt_group: PromptGroup, complete: bool) -> None:
-        """Its group runs no more. complete: it lies with who made it. One that somebody else handed out is nobody's."""
+        """The group no longer runs. complete: it is stored with its worker. Groups assigned elsewhere are ignored."""
         worked = self._working_on.pop(prompt_group.group_id, None)
         if worked is not None:
             worked.running.pop(prompt_group.group_id)
@@ -67,14 +67,14 @@ class Generators:
                 worked.holds.add(prompt_group.group_id)
 
     def take(self, numbers: Iterable[int]) -> dict[int, Generator]:
-        """A step takes these groups: with whom each lies, if with any."""
+        """A step takes these groups. Returns the worker that stores each, if any does."""
         holders = {number: each for each in self._all for number in each.holds.intersection(numbers)}
         for number, each in holders.items():
             each.holds.discard(number)
         return holders
 
     def lose(self, number: int) -> tuple[str, list[PromptGroup], list[int]]:
-        """It is gone: its name, the groups that it had, and the numbers of the complete groups that lay with it."""
+        """A worker is gone. Returns its name, its prompt groups, and the ids of the complete groups stored with it."""
         gone = self._all[number]
         prompt_groups, holds = list(gone.running.values()), list(gone.holds)
         for prompt_group in prompt_groups:
@@ -84,6 +84,6 @@ class Generators:
         return gone.name, prompt_groups, holds
 
     def join(self, name: str) -> int:
-        """One comes in place of another; its number. It gets groups once it has asked."""
+        """Add a replacement; returns its number. It gets groups after its first request."""
         self._all.append(Generator(name, None, takes=False))
         return len(self._all) - 1

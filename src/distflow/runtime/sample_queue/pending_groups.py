@@ -1,7 +1,5 @@
-"""Prompt groups as a shared edge holds and hands them out, whatever they are held as.
-
-Prompt groups that fail one after another: once nothing can progress, the run ends instead of spending its data.
-"""
+"""Complete groups in a shared sample queue and their division among ranks, however they are stored; and groups that
+fail one after another, after which the run ends instead of spending its data."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,8 +21,8 @@ T = TypeVar("T")
 @dataclass(frozen=True)
 class Facts:
     """What the queue knows of a complete group. num_tokens: of all its samples, prompts included. version: the lowest
-    of any of their tokens, None where there is none. failure: why it has no verdict at all. num_bytes: that it takes
-    where groups are held, where that is bounded. accuracy: of its answers, None where nothing judges them."""
+    of any of their tokens, None if there is none. failure: why it has no score at all. num_bytes: its size in storage,
+    if that is bounded. accuracy: of its responses, None if they are not scored."""
 
     num_tokens: int
     version: int | None
@@ -34,12 +32,12 @@ class Facts:
 
 
 @dataclass(frozen=True)
-class Team:
-    """Ranks that learn the same, together, from every step.
+class DpGroupShares:
+    """Ranks that train the same nodes on every step.
 
     shares: by rank, which part of a step it takes, from 0; ranks that hold parts of the same tensors take the same.
-    mini_batch: groups of an optimizer step, drawn by `seed` in each pass; None where a step has one. epochs: passes
-    over a step.
+    mini_batch: groups of an optimizer step, drawn by `seed` in each pass; None if a step has one. epochs: passes over a
+    step.
     """
 
     shares: tuple[int, ...] = (0,)
@@ -49,7 +47,7 @@ class Team:
 
 
 @dataclass(frozen=True)
-class Held(Generic[T]):
+class PendingGroup(Generic[T]):
     """A group that waits for its step. measured: by its nodes."""
 
     group: T
@@ -59,8 +57,8 @@ class Held(Generic[T]):
 
 @dataclass(frozen=True)
 class Portion(Generic[T]):
-    """One rank's part of a step: see `Share`. own, groups: its own groups and their groups, whole, in group order.
-    like: the step's first, for where it has none."""
+    """One rank's part of a step: see `Share`. own, groups: ids and data of its own groups, whole, in order. like: the
+    step's first group, in case the rank has none."""
 
     group_ids: tuple[int, ...]
     own: tuple[int, ...]
@@ -72,7 +70,7 @@ class Portion(Generic[T]):
 
 @dataclass(frozen=True)
 class Consumed(Generic[T]):
-    """How the run stands once all ranks have trained on a step: see `Released`. live: groups that no step has taken.
+    """The state of the run after all ranks have trained on a step: see `Released`. live: groups that no step has taken.
     domains: see `DomainShares`."""
 
     version: Version
@@ -80,12 +78,12 @@ class Consumed(Generic[T]):
     stopping: bool
     group_counts: GroupCounts
     cut: Snapshot
-    live: Mapping[int, Held[T]]
+    live: Mapping[int, PendingGroup[T]]
     domains: Mapping[str, Mapping[str, float]]
 
 
-def places(dp_group: Team, loads: Sequence[int], numbers: Sequence[int], step: int) -> Iterator[list[int]]:
-    """Of each rank of the team, which of the step's groups it takes."""
+def places(dp_group: DpGroupShares, loads: Sequence[int], numbers: Sequence[int], step: int) -> Iterator[list[int]]:
+    """For each rank of the dp group, which of the step's groups it takes."""
     size = dp_group.mini_batch or len(numbers)
     passes = [minibatches(len(numbers), numbers, size, dp_group.seed, step, epoch) for epoch in range(dp_group.epochs)]
     parts = divide_step(loads, passes, max(dp_group.shares) + 1)
@@ -93,7 +91,7 @@ def places(dp_group: Team, loads: Sequence[int], numbers: Sequence[int], step: i
 
 
 class FailuresInARow:
-    """With no group between them that came through. consumer_batch: groups of a step."""
+    """Failures without a successful group between them. consumer_batch: groups of a step."""
 
     def __init__(self, consumer_batch: int) -> None:
         self._consumer_batch = consumer_batch
@@ -101,12 +99,11 @@ class FailuresInARow:
 
     @property
     def last(self) -> str | None:
-        """What the last one said."""
+        """The message of the last failure."""
         return self._failures[-1].message if self._failures else None
 
     def count(self, failure: Failure | None) -> None:
-        """None is a group that came through, and those before it are forgotten. Raises NoProgress for two steps of
-        failures."""
+        """None is a successful group, which resets the failures. Raises NoProgress after two steps of failures."""
         if failure is None:
             self._failures.clear()
             return
@@ -114,7 +111,7 @@ class FailuresInARow:
         self.refuse(of_steps=2)
 
     def refuse(self, of_steps: int) -> None:
-        """Raises NoProgress where they would have filled so many steps."""
+        """Raises NoProgress if the failures would have filled this number of steps."""
         if len(self._failures) < of_steps * self._consumer_batch:
             return
         first = self._failures[0]

@@ -1,7 +1,5 @@
-"""The sample queue: where complete groups wait until a step takes them. One file a wire implements it.
-
-What a training loop of the user's own steers of the rollout loop. One file a wire implements it.
-"""
+"""Protocols of the sample queue, in which complete groups wait until a step takes them, and of what a training loop of
+the user's own controls of the rollout loop. One file for each transport implements them."""
 
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,16 +15,16 @@ from distflow.scheduling.snapshot import Snapshot
 
 
 class NoProgress(RuntimeError):
-    """Every group fails: going on would only spend the data."""
+    """Every group fails: continuing would only spend the data."""
 
 
 class UserNoProgress(NoProgress, UserError):
-    """The same, where it is the user's functions or their time limit that fail every group."""
+    """The same, if the user's functions or their time limit fail every group."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """What a group came to grief on. users: it is for the user to mend."""
+    """Why a group failed. users: it is for the user to repair."""
 
     message: str
     users: bool
@@ -34,8 +32,8 @@ class Failure:
 
 @dataclass(frozen=True)
 class Share:
-    """One rank's part of a step. groups: of the whole step, over all ranks, ascending. metrics: those that the step's
-    groups measured, over all ranks. judged: by workers which do not learn, since the last step, for one of the
+    """One rank's part of a step. group_ids: of the whole step, over all ranks, ascending. metrics: of the step's
+    groups, over all ranks. judged: reward counts since the last step of workers that do not train, for one of the
     ranks."""
 
     group_ids: tuple[int, ...]
@@ -46,21 +44,21 @@ class Share:
 
 @dataclass(frozen=True)
 class NewWorkers:
-    """In place of a share: engines of other processes have come that have no weights yet. All ranks are told it at the
-    same place, send what they have, and ask for the step again."""
+    """In place of a share: new engines of other processes have no weights yet. All ranks get it at the same point, send
+    their weights, and request the step again."""
 
 
 @dataclass(frozen=True)
 class Live:
-    """Complete groups that no step has taken yet, for a checkpoint. measured: by their nodes, by group."""
+    """Complete groups that no step has taken yet, for a checkpoint. measured: by their nodes, by group id."""
 
     batch: Batch | None
     measured: Mapping[int, Sequence[Measured]]
 
 
 @dataclass(frozen=True)
-class Kept:
-    """What a checkpoint goes on from, beside weights."""
+class ResumePoint:
+    """What a run resumes from, besides weights."""
 
     cut: Snapshot
     live: Live
@@ -68,32 +66,32 @@ class Kept:
 
 @dataclass(frozen=True)
 class Released:
-    """How the run stands once a step is trained on by all ranks.
+    """The state of the run after all ranks have trained on a step.
 
-    version: of the weights that it ended in. finished: no step is left. kept: fetches what a checkpoint of this moment
-    goes on from; to be asked by the rank that leads, before it takes the next step. domains: figures of each, where a
-    curriculum changes their shares.
+    version: of the weights after it. finished: no step is left. kept: fetches what a checkpoint of this moment saves;
+    to be called by the rank that leads, before it takes the next step. domains: metrics of each, if a curriculum
+    changes their shares.
     """
 
     version: Version
     finished: bool
     group_counts: GroupCounts
-    kept: Callable[[], Kept]
+    kept: Callable[[], ResumePoint]
     domains: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
 
 class SampleQueuePort(Protocol):
-    """Between the workers that fill it and those that learn from it."""
+    """Between the workers that fill it and those that train from it."""
 
     def prompt_groups(self, served: Callable[[], int | None]) -> AsyncIterator[list[PromptGroup]]:
-        """consumes credits · waits for released steps and dropped groups · produces groups to start together
+        """consumes capacity · waits for released steps and dropped groups · produces groups to start together
 
-        served: the lowest step whose weights an engine of this worker serves; None where it has none.
+        served: the lowest weight version of this worker's engines; None if it has none.
         """
         ...
 
     def put(self, prompt_group: PromptGroup, batch: Batch, measured: Sequence[Measured]) -> None:
-        """A group has passed the rollout loop. measured: by its nodes."""
+        """A group has completed the rollout loop. measured: by its nodes."""
         ...
 
     def drop(
@@ -105,15 +103,15 @@ class SampleQueuePort(Protocol):
         lost: bool = False,
         accuracy: Accuracy | None = None,
     ) -> None:
-        """A group leaves without being trained on; its credit opens another.
+        """A group is dropped without being trained on; another may start in its place.
 
-        failure: where that was no choice. lost: not by the group's own fault, so that it is tried again, three times in
-        all. accuracy: of its answers, where they were judged.
+        failure: if it failed. lost: through no fault of the group, so that it is retried, three times in all. accuracy:
+        of its responses, if they were scored.
         """
         ...
 
     def count(self, judged: RewardCounts) -> None:
-        """By a worker that does not learn, before it puts or drops the group: whoever takes a step has its verdicts."""
+        """By a worker that does not train, before it puts or drops the group: the next step reports the counts."""
         ...
 
     def take(
@@ -121,37 +119,38 @@ class SampleQueuePort(Protocol):
     ) -> Share | NewWorkers | None:
         """consumes this step's groups · waits until they are complete · produces this rank's share, in group order
 
-        rank: among those that learn. wanted: groups of a step that is taken in parts, None for the whole step.
-        deadline: by `time.monotonic()`. None where the data has ended. Raises NoProgress, Exhausted, TimeoutError,
-        which takes nothing, NothingToWaitFor for a part that could never come, and whatever ended the rollout loop.
+        rank: among those that train. wanted: groups of a step that is taken in parts, None for the whole step.
+        deadline: by `time.monotonic()`. None after the end of the data. Raises NoProgress, Exhausted, TimeoutError,
+        which takes nothing, NothingToWaitFor for a part that could never come, and the error that ended the rollout
+        loop.
         """
         ...
 
     def release(self, step: int, rank: int, published: bool) -> Released:
         """This rank has trained on its share. Waits until all ranks have.
 
-        published: whether new weights were sent; if not, the version is an alias of the last ones that were.
+        published: whether new weights were sent; if not, the version has the weights that were sent last.
         """
         ...
 
 
 @runtime_checkable
 class StoppingSampleQueue(SampleQueuePort, Protocol):
-    """One that more groups run for than its steps have places, so that some are ended early. Of one process: what comes
-    first is decided where it is made, by the order in which the engine answers."""
+    """A queue for more running groups than a step has places, some of which are ended early. Of one process: which come
+    first is decided by the order in which the engine responds."""
 
     def has_place(self, prompt_group: PromptGroup) -> bool:
-        """Whether the step that is being made has a place for a group that runs."""
+        """Whether the current step has a place for a running group."""
         ...
 
     def is_full(self) -> bool:
-        """Whether the step has all groups that it needs."""
+        """Whether the current step has all groups that it needs."""
         ...
 
     def abort(self, prompt_groups: Sequence[PromptGroup], num_tokens: int) -> None:
-        """Groups that ran were ended because the step is full. Each is handed out again, before any new one.
+        """Running groups were ended because the step is full. Each is handed out again, before any new one.
 
-        num_tokens: drawn for them and thrown away.
+        num_tokens: generated for them and discarded.
         """
         ...
 
@@ -162,8 +161,8 @@ class NothingToWaitFor(UserError):
 
 @dataclass(frozen=True)
 class Standing:
-    """How the prompt groups stand. num_offered: rows that wait for a credit. num_owed: groups that must still be taken
-    before the step may be released."""
+    """The state of the prompt groups. num_offered: rows that wait for capacity. num_owed: groups that must still be
+    taken before the step may be released."""
 
     group_counts: GroupCounts
     num_offered: int
@@ -171,21 +170,21 @@ class Standing:
 
 
 class IntakePort(Protocol):
-    """Between that loop and the coordinator."""
+    """Between a training loop of the user's own and the coordinator."""
 
     def open_data(self) -> None:
-        """From now on groups of the data set start whenever there is a credit."""
+        """From now on groups of the data set start whenever there is capacity."""
         ...
 
     def offer(self, keep: Callable[[int], None]) -> None:
-        """A row of the caller's own waits for its credit. keep: told the number that its group will name it by, before
-        anybody can look for it."""
+        """A row of the caller's own waits for capacity. keep: called with the number by which its group will name it,
+        before anybody can look it up."""
         ...
 
     def hold(self, held: bool) -> None:
-        """While held no further group starts; those that run go on."""
+        """While held no further group starts; running ones continue."""
         ...
 
     def standing(self) -> Standing:
-        """At this moment."""
+        """The current state."""
         ...

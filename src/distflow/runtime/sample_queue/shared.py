@@ -1,5 +1,5 @@
-"""The sample queue as threads share it, whatever the groups are held as: batches in one process, references to them
-where workers have processes of their own."""
+"""The sample queue shared by threads, however groups are stored: as batches in one process, as references to them if
+workers have processes of their own."""
 
 import threading
 import time
@@ -12,7 +12,15 @@ from distflow.errors import UserError
 from distflow.observe.metrics import Measured, combine
 from distflow.rewards.call_counts import RewardCounts
 from distflow.runtime.sample_queue.generator_states import Generator, Generators
-from distflow.runtime.sample_queue.pending_groups import Consumed, Facts, FailuresInARow, Held, Portion, Team, places
+from distflow.runtime.sample_queue.pending_groups import (
+    Consumed,
+    DpGroupShares,
+    Facts,
+    FailuresInARow,
+    PendingGroup,
+    Portion,
+    places,
+)
 from distflow.runtime.sample_queue.protocol import Failure, NewWorkers, NoProgress, NothingToWaitFor, Standing
 from distflow.runtime.wait_log import Waits
 from distflow.scheduling.coordinator import Coordinator
@@ -25,11 +33,11 @@ T = TypeVar("T")
 
 @dataclass
 class _Reading(Generic[T]):
-    """A step between its division and the moment in which all ranks have it. groups: all of them, by group. holders:
-    with whom they lie, where that may die. judged: told with it. ranks: that have not said yet what they miss. whole:
-    None until all have."""
+    """A step from its division until all ranks have it. groups: all of them, by group id. holders: the workers that
+    store them, if these may die. judged: the reward counts sent with it. ranks: that have not reported yet what they
+    miss. whole: None until all have."""
 
-    groups: dict[int, Held[T]] = field(default_factory=dict)
+    groups: dict[int, PendingGroup[T]] = field(default_factory=dict)
     holders: dict[int, Generator] = field(default_factory=dict)
     judged: RewardCounts = RewardCounts()
     ranks: set[int] = field(default_factory=set)
@@ -38,54 +46,54 @@ class _Reading(Generic[T]):
 
 
 class SharedSampleQueue(Generic[T]):
-    """The coordinator decides; this object only guards it with a lock, holds the groups, and wakes who waits.
+    """The coordinator decides; this object only guards it with a lock, stores the groups, and wakes waiting threads.
 
-    Any method may be called on any thread; `take`, `release` and `wait_for_groups` wait. Learners wait on the lock's
-    condition; whoever must not block asks `prompt_groups` again when he is woken.
+    Any method may be called on any thread; `take`, `release` and `wait_for_groups` wait. Trainers wait on the lock's
+    condition; callers that must not block call `prompt_groups` again when woken.
 
-    A failure on either side is raised on the other, so that nobody waits for what is gone. Groups that fail one after
-    another, with none between them that came through, end the run when they would have filled two steps, or one where
-    the data end.
+    A failure on either side is raised on the other, so that nobody waits for a dead process. Groups that fail one after
+    another, without a successful one between them, end the run when they would have filled two steps, or one at the end
+    of the data.
 
     At staleness 0 groups are handed out only while every rank waits for a step: nothing generates while a trainer
-    updates, validates or saves. Else they are handed out whenever there is a credit. A group goes to the worker that
-    has the fewest groups.
+    updates, validates or saves. Else they are handed out whenever there is capacity. A group goes to the worker with
+    the fewest groups.
     """
 
     def __init__(
         self,
         coordinator: Coordinator,
         waits: Waits,
-        dp_groups: Sequence[Team] = (Team(),),
+        dp_groups: Sequence[DpGroupShares] = (DpGroupShares(),),
         workers: Sequence[str] = ("",),
-        live: Mapping[int, Held[T]] | None = None,
+        live: Mapping[int, PendingGroup[T]] | None = None,
         changed: Callable[[GroupCounts], None] = lambda group_counts: None,
         wake: Callable[[], None] = lambda: None,
         may_be_lost: bool = False,
     ) -> None:
-        """teams: every one learns from every step, its ranks share it; ranks are counted through all teams. workers:
-        names of those that generate, empty for the one of a run that has no others. live: the groups that the
-        coordinator's snapshot holds as complete. Those that it has dropped since are left out, those that are missing
-        here are made again. changed: told how many groups are where, from any thread, inside the lock. wake: called
-        when `prompt_groups` may have another answer. may_be_lost: between `take` and the moment in which a rank has its
-        groups, so that each tells with `read` what became of them.
+        """dp_groups: every one trains on every step, its ranks share it; ranks are numbered through all dp groups.
+        workers: names of those that generate, empty if there is only one. live: the complete groups of the
+        coordinator's snapshot. Those that it has dropped since are left out, missing ones are generated again. changed:
+        called with the counts, from any thread, inside the lock. wake: called when `prompt_groups` may have another
+        result. may_be_lost: groups may be lost between `take` and their arrival at a rank, so that each rank reports
+        them with `read`.
         """
         self._coordinator, self._waits, self._changed = coordinator, waits, changed
-        self._teams, self._num_ranks = dp_groups, sum(len(dp_group.shares) for dp_group in dp_groups)
-        self._wake_tickets = wake
+        self._dp_groups, self._num_ranks = dp_groups, sum(len(dp_group.shares) for dp_group in dp_groups)
+        self._wake_loop = wake
         self._groups = {number: held for number, held in (live or {}).items() if coordinator.holds(number)}
         for number in coordinator.untaken:
             if number not in self._groups:
                 coordinator.lose(number)
-        # One lock guards the coordinator, the groups, and all down to `_outcome`. Who learns and who generates wait
-        # apart: each of the latter asks the coordinator when woken, which is news to the former alone.
+        # One lock guards the coordinator, the groups, and all down to `_outcome`. Trainers and generating workers wait
+        # on separate conditions: each of the latter asks the coordinator when woken, which concerns the former alone.
         lock = threading.RLock()
         self._lock, self._askers = threading.Condition(lock), threading.Condition(lock)
         self._failure: BaseException | None = None
         self._failures = FailuresInARow(coordinator.plan.consumer_batch)
         self._generators = Generators(workers, coordinator.step)
         self._newcomers = False  # workers wait for weights
-        self._telling = set[int]()  # ranks that are still to hear of them
+        self._telling = set[int]()  # ranks that are still to be informed of them
         self._divided_step = -1
         self._num_waiting = 0  # trainers inside `take`
         self._num_wakes = 0
@@ -98,14 +106,13 @@ class SharedSampleQueue(Generic[T]):
         self._outcome: Consumed[T] | None = None  # of the last step that all ranks have released
 
     def prompt_groups(self, worker: int, served: int | None) -> list[PromptGroup] | None:
-        """The groups that this worker is to start now; None where the run has failed. served: the lowest step whose
-        weights its engine serves; None where it has none."""
+        """The groups that this worker is to start now; None if the run has failed. served: the lowest weight version of
+        its engine; None if it has none."""
         with self._lock:
             return None if self._is_over(worker) else self._hand_out(worker, served)
 
     def wait_for_groups(self, worker: int, served: int | None) -> list[PromptGroup] | None:
-        """The same, once there are any or something has changed that the worker may know better, such as what it
-        serves."""
+        """The same, but waits until there are any, or the worker should call again, perhaps with another version."""
         with self._lock:
             num_wakes = self._num_wakes
             while not self._is_over(worker):
@@ -116,11 +123,11 @@ class SharedSampleQueue(Generic[T]):
             return None
 
     def put(self, prompt_group: PromptGroup, group: T, facts: Facts, measured: Sequence[Measured]) -> None:
-        """See `SampleQueuePort`. A group without any verdict counts among those that fail."""
+        """See `SampleQueuePort`. A group without any score counts as a failure."""
         with self._lock:
             if self._generators.is_passed_over(prompt_group):
                 return
-            self._groups[prompt_group.group_id] = Held(group, facts.num_tokens, measured)
+            self._groups[prompt_group.group_id] = PendingGroup(group, facts.num_tokens, measured)
             if facts.accuracy is not None:
                 self._coordinator.judged(prompt_group, facts.accuracy)
             self._coordinator.complete(prompt_group.group_id, facts.num_tokens, facts.version)
@@ -129,7 +136,7 @@ class SharedSampleQueue(Generic[T]):
             self._count(facts.failure)
             self._tell()
             self._askers.notify_all()
-        self._wake_tickets()
+        self._wake_loop()
 
     def drop(
         self,
@@ -153,7 +160,7 @@ class SharedSampleQueue(Generic[T]):
             self._generators.end(prompt_group, complete=False)
             self._tell()
             self._askers.notify_all()
-        self._wake_tickets()
+        self._wake_loop()
 
     def has_place(self, prompt_group: PromptGroup) -> bool:
         """See `StoppingSampleQueue`."""
@@ -173,7 +180,7 @@ class SharedSampleQueue(Generic[T]):
                 self._generators.end(prompt_group, complete=False)
             self._tell()
             self._askers.notify_all()
-        self._wake_tickets()
+        self._wake_loop()
 
     def count(self, judged: RewardCounts) -> None:
         """See `SampleQueuePort`."""
@@ -181,8 +188,8 @@ class SharedSampleQueue(Generic[T]):
             self._judged = RewardCounts.joined([self._judged, judged])
 
     def lose(self, worker: int) -> int:
-        """A worker is gone, and what it made that no step has taken: its groups are handed out again, and what still
-        comes of it is passed over. Returns how many they are."""
+        """A worker is gone, with its groups that no step has taken: they are handed out again, and its late results are
+        ignored. Returns their number."""
         with self._lock:
             name, prompt_groups, holds = self._generators.lose(worker)
             for prompt_group in prompt_groups:
@@ -196,13 +203,13 @@ class SharedSampleQueue(Generic[T]):
         return len(prompt_groups) + len(holds)
 
     def join(self, name: str) -> int:
-        """A worker comes in place of one that is gone; its number. It gets groups once it has asked."""
+        """A worker replaces one that is gone; returns its number. It gets groups after its first request."""
         with self._lock:
             return self._generators.join(name)
 
     def tell_of_new_workers(self) -> None:
-        """Engines that have come since wait for weights: all ranks that learn hear of it where none has a part of the
-        next step yet, so that they can send together what they have."""
+        """New engines wait for weights: all training ranks are informed when none has a part of the next step yet, so
+        that they can send their weights together."""
         with self._lock:
             self._newcomers = True
             self._lock.notify_all()
@@ -215,7 +222,7 @@ class SharedSampleQueue(Generic[T]):
             while True:
                 if self._failure is not None:
                     raise self._failure
-                if self._tells(rank):
+                if self._hears_of_new_workers(rank):
                     return NewWorkers()
                 if rank in self._portions:
                     return self._portions.pop(rank)
@@ -233,10 +240,11 @@ class SharedSampleQueue(Generic[T]):
                     raise TimeoutError(f"not in time: {self._so_far(wanted)}")
 
     def read(self, step: int, rank: int, lost: Collection[int]) -> bool:
-        """The rank has all groups of its portion but those that are lost. Waits until all ranks have told; whether the
-        step is whole on all of them. If not, what is lost is made again, and all are to ask for the step again."""
+        """The rank has all groups of its portion but the lost ones. Waits until all ranks have reported; returns
+        whether the step is complete on all of them. If not, lost groups are generated again, and all request the step
+        again."""
         reading = self._reading
-        assert reading is not None, "groups of this edge may be lost"
+        assert reading is not None, "groups of this queue may be lost"
         with self._lock:
             reading.missing |= {number for number in lost if number in reading.groups}
             reading.ranks.discard(rank)
@@ -257,7 +265,7 @@ class SharedSampleQueue(Generic[T]):
             if len(self._released) == self._num_ranks:
                 try:
                     self._outcome = self._release(step, published)
-                except UserError as err:  # of a curriculum: all ranks end by it
+                except UserError as err:  # of a curriculum: all ranks end with it
                     self.fail(err)
                     raise
                 self._released.clear()
@@ -295,25 +303,25 @@ class SharedSampleQueue(Generic[T]):
             return Standing(coordinator.checked_counts(), coordinator.prompt_groups.num_waiting, coordinator.num_owed())
 
     def stop(self) -> None:
-        """The run is to end with the step under way, on all ranks alike."""
+        """The run is to end after the current step, on all ranks."""
         with self._lock:
             self._stopping = True
 
     def fail(self, failure: BaseException) -> None:
-        """One side is gone: the other is told. The first failure counts; later ones follow from it."""
+        """One side has failed: the other gets the error. The first failure counts; later ones follow from it."""
         with self._lock:
             self._failure = self._failure or failure
             self._lock.notify_all()
         self._wake()
 
     def _tell(self) -> None:
-        """Inside the lock: trainers look again, and people see how many groups are where."""
+        """Inside the lock: trainers check again, and the counts are shown."""
         self._lock.notify_all()
         self._changed(self._coordinator.checked_counts())
 
     @contextmanager
     def _waiting(self, step: int) -> Iterator[None]:
-        """A step is waited for: groups may be handed out. Inside the lock, which waiting gives back meanwhile."""
+        """A rank waits for a step: groups may be handed out. Inside the lock, which is released while waiting."""
         self._num_waiting += 1
         self._wake()
         try:
@@ -325,13 +333,13 @@ class SharedSampleQueue(Generic[T]):
     def _is_over(self, worker: int) -> bool:
         return self._failure is not None or self._generators.is_gone(worker)
 
-    def _tells(self, rank: int) -> bool:
-        """Whether this rank is to hear of newcomers now. Inside the lock."""
+    def _hears_of_new_workers(self, rank: int) -> bool:
+        """Whether this rank is to be informed of new workers now. Inside the lock."""
         if self._newcomers and self._divided_step < self._coordinator.step:
             self._newcomers, self._telling = False, set(range(self._num_ranks))
-        told = rank in self._telling
+        hears = rank in self._telling
         self._telling.discard(rank)
-        return told
+        return hears
 
     def _hand_out(self, worker: int, served: int | None) -> list[PromptGroup]:
         """Inside the lock."""
@@ -346,13 +354,13 @@ class SharedSampleQueue(Generic[T]):
         return prompt_groups
 
     def _divided(self, step: int, numbers: tuple[int, ...]) -> dict[int, Portion[T]]:
-        """The groups of a step over the ranks, whole, each mini-batch evened out by tokens."""
+        """The groups of a step divided among the ranks, whole, each mini-batch balanced by tokens."""
         held = [self._groups.pop(number) for number in numbers]
         holders = self._generators.take(numbers)
         metrics = combine([part for each in held for part in each.measured])
         groups = [each.group for each in held]
         loads = [each.num_tokens for each in held]
-        owned = [own for dp_group in self._teams for own in places(dp_group, loads, numbers, step)]
+        owned = [own for dp_group in self._dp_groups for own in places(dp_group, loads, numbers, step)]
         judged = [self._take_judged() for _ in owned]
         if self._reading is not None:
             waiting = dict(zip(numbers, held, strict=True))
@@ -370,7 +378,7 @@ class SharedSampleQueue(Generic[T]):
         }
 
     def _take_back(self, reading: "_Reading[T]", step: int) -> None:
-        """All ranks have told. Inside the lock."""
+        """All ranks have reported. Inside the lock."""
         if not reading.whole:
             self._coordinator.untake()
             self._divided_step = step - 1
@@ -411,16 +419,17 @@ class SharedSampleQueue(Generic[T]):
             raise
 
     def _stalled(self) -> bool:
-        """Whether no group runs and none will start while this is waited for."""
+        """Whether no group runs and none will start during the wait."""
         return self._coordinator.stalled if not self._held else not self._coordinator.checked_counts().running
 
     def _so_far(self, wanted: int | None) -> str:
         group_counts, num_offered = self._coordinator.checked_counts(), self._coordinator.prompt_groups.num_waiting
         dropped = ", ".join(f"{count} {reason}" for reason, count in group_counts.dropped.items())
+        awaited = wanted or self._coordinator.plan.consumer_batch
         return (
-            f"of the {wanted or self._coordinator.plan.consumer_batch} prompt groups that are waited for "
-            f"{self._coordinator.num_untaken} are finished; {group_counts.running} run, {num_offered} submitted ones "
-            f"wait to start{f', dropped so far: {dropped}' if dropped else ''}"
+            f"{self._coordinator.num_untaken} of {awaited} awaited prompt groups are finished; "
+            f"{group_counts.running} are running, {num_offered} submitted ones wait to start"
+            f"{f', dropped so far: {dropped}' if dropped else ''}"
         )
 
     def _why_stalled(self, wanted: int) -> str:
@@ -428,10 +437,10 @@ class SharedSampleQueue(Generic[T]):
         if self._held:
             why = "groups start again after resume()"
         elif not self._coordinator.prompt_groups.data_open and not self._coordinator.prompt_groups.num_waiting:
-            why = "submit more, or wait for those that there are"
+            why = "submit more, or wait for fewer"
         else:
             why = (
-                f"as many as may run ahead have been started with the weights of version {self._coordinator.step} "
+                f"all groups that staleness allows have been started with weight version {self._coordinator.step} "
                 f"(async.max_staleness={plan.max_staleness}, data.train_batch_size={plan.consumer_batch}, "
                 f"{plan.total_steps} steps in all), and others start after publish()"
             )
@@ -439,15 +448,15 @@ class SharedSampleQueue(Generic[T]):
         return f"this would wait for ever: {so_far}: {why}{failed}"
 
     def _wake(self) -> None:
-        """Have those who want groups look again; from any thread."""
+        """Have waiting workers check again; from any thread."""
         with self._lock:
             self._num_wakes += 1
             self._askers.notify_all()
-        self._wake_tickets()
+        self._wake_loop()
 
     def _count(self, failure: Failure | None) -> None:
-        """What then ends the run is raised in `take`: here, on the asyncio thread, it would end one group's task and
-        nobody would hear of it."""
+        """The error that then ends the run is raised in `take`: here, on the asyncio thread, it would only end one
+        group's task."""
         try:
             self._failures.count(failure)
         except NoProgress as err:

@@ -1,8 +1,8 @@
 """Calls of a user's async functions: each with a deadline, and with random generators of its own.
 
-Such a function runs on the asyncio thread, between two awaits of whatever else runs there. So the deadline is one of
-the time in which it waits for nothing of ours (an answer of the engine may take long), and its generators are lent to
-it whenever it runs, and taken back when it awaits.
+Such a function runs on the asyncio thread, between two awaits of others there. So the deadline excludes the time in
+which it waits for us (a response of the engine may take long), and its generators are set whenever it runs, and reset
+when it awaits.
 """
 
 import asyncio
@@ -22,13 +22,13 @@ from distflow.runtime.user_calls.sync_calls import DeadlinePassed
 T = TypeVar("T")
 Work = Coroutine[Any, Any, T]
 
-_LOOKS_FOR_ITS_END, _EACH_S = 20, 0.05
-_LOOKS_EVERY_S = 0.02
-"""At most: how often a call is looked after whose time is nearly over while it waits for us."""
+_NUM_END_POLLS, _END_POLL_S = 20, 0.05
+_MIN_POLL_S = 0.02
+"""Shortest interval between two checks of a call that is near its deadline while it waits for us."""
 
 
 class _Clock:
-    """Counts the time of a call. Of one thread."""
+    """Counts the time of a call. For one thread."""
 
     def __init__(self) -> None:
         self._since, self._spent_s, self._num_stops = time.monotonic(), 0.0, 0
@@ -47,10 +47,10 @@ class _Clock:
 
 
 class _Strand:
-    """A task of a call: each has random generators of its own, so that it is no matter which of two goes on first.
+    """A task of a call: each has random generators of its own, so that the order in which two continue does not matter.
 
-    turn: without it nobody may draw, nor seed. identity: of the call, and which child of which child it is. clock,
-    tasks: of the call. drawn: what its generators stand at; None until it runs.
+    turn: needed to draw or seed. identity: of the call, and the path of child numbers to this task. clock, tasks: of
+    the call. drawn: the state of its generators; None until it runs.
     """
 
     def __init__(
@@ -66,14 +66,14 @@ class _Strand:
 
 
 _strand: ContextVar[_Strand | None] = ContextVar("strand", default=None)
-"""What runs now, where that is the user's; tasks that it starts (`gather`, `wait_for`) are its children."""
+"""The task that runs now, if it is the user's; tasks that it starts (`gather`, `wait_for`) are its children."""
 
 
 async def run_async(
     function: Callable[[], Awaitable[T]], deadline_s: float, turn: asyncio.Lock, *identity: object
 ) -> T:
-    """What the function returns or raises. Raises DeadlinePassed; whatever it then does, nobody waits for it any more.
-    Where it is cancelled, so are all tasks that the function has started.
+    """Returns or raises what the function does. After DeadlinePassed nobody waits for it any more. If it is cancelled,
+    so are all tasks that the function has started.
 
     turn: of `PlainCalls`. identity: of the call, by which its random generators are seeded.
     """
@@ -84,11 +84,11 @@ async def run_async(
     task = loop.create_task(_awaited(function), context=context)
     try:
         while not task.done() and (left_s := deadline_s - clock.spent_s()) > 0:
-            await asyncio.wait((task,), timeout=max(left_s, _LOOKS_EVERY_S))
+            await asyncio.wait((task,), timeout=max(left_s, _MIN_POLL_S))
         if not task.done():
             task.cancel()
             await _until_ended((task,))
-            raise DeadlinePassed("" if task.done() else ", swallows its cancellation and was left behind")
+            raise DeadlinePassed("" if task.done() else ", swallows its cancellation and was abandoned")
         returned = task.result()
     except asyncio.CancelledError:
         left = [each for each in tasks if not each.done()]
@@ -108,15 +108,16 @@ async def run_async(
 
 
 async def _until_ended(cancelled: "Sequence[asyncio.Task[Any]]") -> None:
-    """For a second at most, counted in looks: whoever was stopped, or starved, meanwhile swallows nothing."""
-    for _ in range(_LOOKS_FOR_ITS_END):
-        if not (await asyncio.wait(cancelled, timeout=_EACH_S))[1]:
+    """For a second at most, counted in polls, so that a stopped or starved process is not taken for a task that
+    swallows its cancellation."""
+    for _ in range(_NUM_END_POLLS):
+        if not (await asyncio.wait(cancelled, timeout=_END_POLL_S))[1]:
             return
 
 
 @contextmanager
 def ours() -> Iterator[None]:
-    """Around what a user's function awaits of us: meanwhile its clock stands still, and tasks are not its own."""
+    """Around what a user's function awaits of us: meanwhile its clock is stopped, and new tasks are not its own."""
     strand = _strand.get()
     if strand is None:
         yield
@@ -131,7 +132,7 @@ def ours() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Exit:
-    """Returned in place of what a task must not raise: it would take the loop with it."""
+    """Returned in place of an exception that a task must not raise, as it would end the loop."""
 
     error: SystemExit | KeyboardInterrupt
 
@@ -144,13 +145,13 @@ async def _awaited(function: Callable[[], Awaitable[T]]) -> T | _Exit:
 
 
 def _heard(task: "asyncio.Task[Any]") -> None:
-    """Its exception is nobody's any more; asyncio would complain that it was never asked for."""
+    """Retrieve an exception that nobody waits for; asyncio would complain otherwise."""
     if not task.cancelled():
         task.exception()
 
 
 def _task(loop: asyncio.AbstractEventLoop, work: Any, **options: Any) -> "asyncio.Task[Any]":
-    """How the loop makes tasks: those of a user's call are strands of it."""
+    """The loop's task factory: tasks of a user's call become strands of it."""
     context = options.pop("context", None) or copy_context()
     parent = context.get(_strand)
     if parent is not None:
@@ -172,13 +173,13 @@ async def _with_its_draws(work: Work[T], strand: _Strand) -> T:
 
 @coroutine
 def _steps(work: Work[T], strand: _Strand) -> Generator[Any, Any, T]:
-    """Runs the work from await to await. Whenever it runs it has the turn, and its generators."""
+    """Runs the work from await to await. While it runs it has the turn, and its generators."""
     resume = partial(work.send, None)
     while True:
         try:
             with strand.clock.stopped():
                 yield from strand.turn.acquire().__await__()
-        except asyncio.CancelledError as err:  # is the work's, when it has its turn
+        except asyncio.CancelledError as err:  # for the work, when it has its turn
             resume = partial(work.throw, err)
             continue
         try:

@@ -1,4 +1,4 @@
-"""Rewards in the signatures of other systems, adapted to node functions at the door: one adapter a form."""
+"""Adapters from reward functions with the signatures of other systems to node functions: one for each form."""
 
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import replace
@@ -34,7 +34,7 @@ def _score_each(
     **options: object,
 ) -> dict[str, list[float]]:
     """`compute_score(data_source, solution_str, ground_truth[, extra_info])`: one number, or a dict with `score` and,
-    where that is not how right the answer is, `acc`."""
+    if that is not the accuracy of the response, `acc`."""
     calls = _calls(data_source, responses, ground_truth, extra_info, options)
     return _columns([_score(i, fn(**call)) for i, call in enumerate(calls)])
 
@@ -68,9 +68,9 @@ def _columns(scores: list[Score]) -> dict[str, list[float]]:
     return {"scores": [score.value for score in scores], "acc": [own_reward_result(score) for score in scores]}
 
 
-def _score(i: int, answer: object) -> Score:
+def _score(i: int, result: object) -> Score:
     try:
-        return Score(*read_score(answer))
+        return Score(*read_score(result))
     except ValueError as err:
         raise BadOutput(f"was asked to score sample {i} of its group: {err}") from None
 
@@ -78,36 +78,36 @@ def _score(i: int, answer: object) -> Score:
 def _score_batch(fn: Callable[..., object], batch: Batch, config: object, **options: object) -> NodeOutput:
     """`compute_custom_reward(batch, config, **kwargs)`, called by keyword with a mapping of all columns.
 
-    Scores of the attention mask's shape are one score a sample, wherever in the row they were put.
+    Scores of the attention mask's shape are one score for each sample, at any place in the row.
     """
-    given = _given(batch)
-    return _written(fn(batch=dict(given), config=config, **options), batch, given)
+    columns = _all_columns(batch)
+    return _written(fn(batch=dict(columns), config=config, **options), batch, columns)
 
 
 async def _score_batch_async(
     fn: Callable[..., Awaitable[object]], batch: Batch, config: object, **options: object
 ) -> NodeOutput:
-    given = _given(batch)
-    return _written(await fn(batch=dict(given), config=config, **options), batch, given)
+    columns = _all_columns(batch)
+    return _written(await fn(batch=dict(columns), config=config, **options), batch, columns)
 
 
-def _given(batch: Batch) -> dict[str, object]:
+def _all_columns(batch: Batch) -> dict[str, object]:
     return {**batch.to_mapping(), **{name: batch[name] for name in _DERIVED}}
 
 
-def _written(output: object, batch: Batch, given: Mapping[str, object]) -> NodeOutput:
-    """The columns that the function made or replaced. given: what it was called with."""
-    given_back = output if isinstance(output, NodeOutput) else NodeOutput(output)
-    columns = given_back.batch
+def _written(output: object, batch: Batch, before: Mapping[str, object]) -> NodeOutput:
+    """The columns that the function added or replaced. before: the columns that it was called with."""
+    returned = output if isinstance(output, NodeOutput) else NodeOutput(output)
+    columns = returned.batch
     if isinstance(columns, Batch):
         columns = columns.to_mapping()
     if not isinstance(columns, Mapping):
         raise BadOutput(f"returned {type(columns).__name__}, not its batch")
-    written = {name: value for name, value in columns.items() if value is not given.get(name)}
+    written = {name: value for name, value in columns.items() if value is not before.get(name)}
     wide = tuple(batch.mask(Axis.SEQUENCE).shape)
     if all(isinstance(value := written.get(name), Tensor) and tuple(value.shape) == wide for name in SCORE_FIELDS):
         scores, rewards = (written.pop(name).sum(-1) for name in SCORE_FIELDS)
         if not scores.equal(rewards):
             raise BadOutput("returned other token_level_rewards than token_level_scores; return one score a sample")
         written["scores"] = scores
-    return replace(given_back, batch=written)
+    return replace(returned, batch=written)

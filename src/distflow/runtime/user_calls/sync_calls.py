@@ -1,7 +1,5 @@
-"""Calls of plain functions from the asyncio thread, each with a deadline that a hang cannot outlive.
-
-Functions of the user's that hear of a run while it runs. They cannot end it, nor move its random generators.
-"""
+"""Calls of sync functions from the asyncio thread, each with a deadline, and of the user's callbacks, which can neither
+end a run nor change its random generators."""
 
 import asyncio
 import contextvars
@@ -22,16 +20,16 @@ T = TypeVar("T")
 
 
 class DeadlinePassed(TimeoutError):
-    """A function did not return in time; a TimeoutError that it raised itself is not this. Its text goes on from that
-    with what else was seen."""
+    """A function did not return in time; a TimeoutError that it raised itself is not this. Its text continues the
+    message with further observations."""
 
 
 class PlainCalls:
     """Runs each call on a daemon thread of its own: one that hangs does not keep the process alive.
 
-    turn: held while a call runs. One runs at a time, for the global random generators are the process's: while a call
-    has its own there, no other function of the user's may draw. The deadline of a call runs from when it has its turn.
-    caller: the task whose call runs.
+    turn: held while a call runs. One runs at a time, since the global random generators are the process's: while a call
+    has its own there, no other function of the user's may draw. The deadline of a call starts when it has its turn.
+    caller: the task of the running call.
     """
 
     def __init__(self) -> None:
@@ -39,7 +37,7 @@ class PlainCalls:
         self.caller: asyncio.Task[object] | None = None
 
     async def run(self, function: Callable[[], T], deadline_s: float, *identity: object) -> T:
-        """What the function returns or raises. Raises DeadlinePassed, and leaves the thread alone.
+        """Returns or raises what the function does. Raises DeadlinePassed, and abandons the thread.
 
         identity: of the call, by which its random generators are seeded.
         """
@@ -65,12 +63,12 @@ async def _in_a_thread(function: Callable[[], T], deadline_s: float) -> T:
         outcome: Callable[[], None]
         try:
             outcome = partial(future.set_result, context.run(function))
-        except StopIteration as err:  # no future takes one
+        except StopIteration as err:  # a future rejects it
             outcome = partial(future.set_exception, RuntimeError(f"StopIteration: {err}"))
         except (SystemExit, KeyboardInterrupt) as err:
-            told = RuntimeError(f"it asked to exit ({err!r})").with_traceback(err.__traceback__)  # names the place
-            outcome = partial(future.set_exception, told)
-        except Exception as err:  # the edge of a user's code
+            error = RuntimeError(f"it asked to exit ({err!r})").with_traceback(err.__traceback__)  # names the place
+            outcome = partial(future.set_exception, error)
+        except Exception as err:  # the border to user code
             outcome = partial(future.set_exception, err)
         if not loop.is_closed():  # a future is its loop's own: only the loop's thread may settle it
             loop.call_soon_threadsafe(settle, outcome)
@@ -82,12 +80,12 @@ async def _in_a_thread(function: Callable[[], T], deadline_s: float) -> T:
             raise DeadlinePassed
         return future.result()
     finally:
-        future.cancel()  # nothing to one that is done
+        future.cancel()  # no effect if it is done
 
 
 @dataclass(frozen=True)
 class Callbacks:
-    """Each is called on the thread that trains, which waits for it.
+    """Each is called on the training thread, which waits for it.
 
     on_step, on_validation: with the step, counted from 1 (0: before training), and its metrics by their flat names.
     on_save: with the step and the folder of its checkpoint.
@@ -100,14 +98,13 @@ class Callbacks:
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            function, given = getattr(self, field.name), "checkpoint" if field.name == "on_save" else "metrics"
+            function, second = getattr(self, field.name), "checkpoint" if field.name == "on_save" else "metrics"
             if function is not None and not _takes_two(function):
-                raise UserError(f"{field.name} must be a plain function that is called with (step, {given})")
+                raise UserError(f"{field.name} must be a plain function that is called with (step, {second})")
 
 
 class Caller:
-    """Calls them; what one raises is told with its name, and the run goes on. warn: told so. timed: entered around each
-    call."""
+    """Calls them; an error in one becomes a warning, and the run continues. timed: entered around each call."""
 
     def __init__(
         self,
@@ -132,10 +129,10 @@ class Caller:
         try:
             with self._timed(), random_streams.lent(random_streams.states()):
                 function(*arguments)
-        except Exception as error:  # the edge of a user's code
+        except Exception as error:  # the border to user code
             place = f" (at {found})" if (found := users_place(error)) else ""
             own = getattr(function, "__name__", type(function).__name__)
-            self._warn(f"{name}: {own} raised {type(error).__name__}: {error}{place}; the run goes on")
+            self._warn(f"{name}: {own} raised {type(error).__name__}: {error}{place}; the run continues")
 
 
 def _takes_two(function: object) -> bool:
@@ -145,6 +142,6 @@ def _takes_two(function: object) -> bool:
         inspect.signature(function).bind(0, {})
     except TypeError:
         return False
-    except ValueError:  # a function of C says nothing of its parameters
+    except ValueError:  # a C function may have no signature
         return True
     return True

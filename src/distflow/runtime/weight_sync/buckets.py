@@ -1,9 +1,7 @@
-"""A bucket of weights on its way to other processes: its bytes, a hash of all of them, and who carries it.
+"""Buckets of weights for other processes: their bytes, a hash, and their transport as files of the run's folder.
 
-Buckets of weights as files of the run's folder: one a bucket, in a folder for each version, gone once all have it.
-
-A file has its name when it is whole and on the disk. Of a run that is killed files are left, for the next start to
-remove.
+There is one file for each bucket, in a folder for each version, removed when all engines have it. A file gets its name
+when it is complete and on the disk. A killed run leaves files, which the next start removes.
 """
 
 import hashlib
@@ -34,17 +32,23 @@ from distflow.scheduling.groups import Version
 Packed = list[tuple[str, str, tuple[int, ...], NDArray[np.uint8]]]
 """Of each tensor its name, dtype and shape, and its bytes."""
 
+WEIGHTS: Final = ".weights"
+APPEARS_WITHIN_S = 3.0
+
+_VERSION: Final = re.compile(r"\d+-\d{6,}")
+_BUCKET: Final = re.compile(r"bucket-\d{5,}\.safetensors")
+
 
 class Spoiled(ValueError):
-    """What has arrived is not what was sent."""
+    """The received bucket is not the one that was sent."""
 
 
-class Sent(Protocol):
-    """A bucket where it was put for others: small, and it pickles."""
+class SentBucket(Protocol):
+    """A reference to a bucket that was put for others: small and picklable."""
 
     def get(self) -> list[tuple[str, Tensor]]:
-        """On the CPU, in memory of their own, in any order. Raises Spoiled where it cannot be read as it was put,
-        UserError where it cannot be seen from here at all."""
+        """The tensors on the CPU, in memory of their own, in any order. Raises Spoiled if it cannot be read as it was
+        put, UserError if it is not visible from here at all."""
         ...
 
     def drop(self) -> None:
@@ -52,12 +56,12 @@ class Sent(Protocol):
         ...
 
 
-Carry = Callable[[Version, int, Packed], Sent]
+Carry = Callable[[Version, int, Packed], SentBucket]
 """Puts a bucket of a version, by its number from 0, where other processes can read it."""
 
 
 def pack(weights: Bucket) -> Packed:
-    """Their own memory seen as bytes, where it is the CPU's."""
+    """The tensors as bytes, on their own memory if it is the CPU's."""
     return [
         (name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), _bytes(tensor))
         for name, tensor in weights
@@ -65,12 +69,12 @@ def pack(weights: Bucket) -> Packed:
 
 
 def unpack(packed: Packed) -> list[tuple[str, Tensor]]:
-    """On the memory of the bytes."""
+    """Tensors on the memory of the bytes."""
     return [(name, _tensor(getattr(torch, dtype), shape, values)) for name, dtype, shape, values in packed]
 
 
 def hash_of(packed: Packed) -> str:
-    """Of all names, dtypes, shapes and bytes, in whatever order they come; by as many threads as torch has."""
+    """A hash of all names, dtypes, shapes and bytes, independent of their order; with as many threads as torch has."""
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
         hashes = sorted(pool.map(_hash_of_tensor, packed))
     return hashlib.sha256(" ".join(hashes).encode()).hexdigest()
@@ -89,16 +93,9 @@ def _bytes(tensor: Tensor) -> NDArray[np.uint8]:
 
 
 def _tensor(dtype: torch.dtype, shape: tuple[int, ...], values: NDArray[np.uint8]) -> Tensor:
-    if not len(values):  # which torch gives strides that no other dtype can have
+    if not len(values):  # its strides in torch do not fit other dtypes
         return torch.empty(shape, dtype=dtype)
     return torch.from_numpy(values).view(dtype).view(shape)
-
-
-WEIGHTS: Final = ".weights"
-APPEARS_WITHIN_S = 3.0
-
-_VERSION: Final = re.compile(r"\d+-\d{6,}")
-_BUCKET: Final = re.compile(r"bucket-\d{5,}\.safetensors")
 
 
 @dataclass(frozen=True)
@@ -109,10 +106,10 @@ class InFile:
     num_bytes: int
 
     def get(self) -> list[tuple[str, Tensor]]:
-        """See `Sent`."""
+        """See `SentBucket`."""
         self._wait()
         try:
-            found = self.path.stat().st_size  # before it is read: whatever lies there, it is no larger than it should
+            found = self.path.stat().st_size  # before it is read: it is no larger than it should be
             if found != self.num_bytes:
                 raise Spoiled(f"{self.path} has {found} bytes, and {self.num_bytes} were written")
             return list(load(self.path.read_bytes()).items())
@@ -122,14 +119,14 @@ class InFile:
             raise Spoiled(f"{self.path} is not what was written there: {err}") from err
 
     def drop(self) -> None:
-        """See `Sent`."""
+        """See `SentBucket`."""
         self.path.unlink(missing_ok=True)
         for folder in (self.path.parent, self.path.parent.parent):
-            with suppress(OSError):  # another bucket lies there
+            with suppress(OSError):  # another bucket is there
                 folder.rmdir()
 
     def _wait(self) -> None:
-        """A network's file system may show what is new a moment later."""
+        """A network file system may show a new file a moment later."""
         since = time.monotonic()
         while not self.path.exists():
             if time.monotonic() - since > APPEARS_WITHIN_S:
@@ -154,14 +151,14 @@ def write_bucket(run_dir: Path, version: Version, number: int, packed: Packed) -
 
 
 def remove_weights(run_dir: Path) -> None:
-    """What is left of versions that were on their way when their run ended. Files of somebody else stay."""
+    """Remove the files of versions that were being sent when their run ended. Other files stay."""
     folder = run_dir / WEIGHTS
     for version in _folders(folder):
         if _VERSION.fullmatch(version.name):
             for path in version.iterdir():
                 if _BUCKET.fullmatch(path.name) or is_aside(path.name):
                     path.unlink(missing_ok=True)
-            with suppress(OSError):  # something else lies there
+            with suppress(OSError):  # something else is there
                 version.rmdir()
     with suppress(OSError):  # or it is not there
         folder.rmdir()

@@ -1,7 +1,5 @@
-"""The weight edge: versions of the trainer's weights on their way to rollout engines. One file a wire implements it.
-
-The weight edge of one process: tensors by reference.
-"""
+"""The protocol of the weight sync from trainer to rollout engines, which one file for each transport implements, and
+its implementation in one process, where tensors are passed by reference."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
@@ -19,61 +17,61 @@ Bucket = Sequence[tuple[str, Tensor]]
 """Some of a version's tensors, by their Hugging Face names, in the dtype of the engine."""
 
 Detach = Callable[[], None]
-"""Nothing more comes to the engine; a version of which it has a part is broken off."""
+"""Nothing more is sent to the engine; a partly received version is aborted."""
 
 
 class Receive(Protocol):
-    """Takes all tensors of a version into an engine, None where they are those that it has. Both ways raise ValueError
-    where they do not fit, with nothing changed."""
+    """Loads all tensors of a version into an engine; None means that it has them already. Both methods raise ValueError
+    if they do not fit, with nothing changed."""
 
     def __call__(self, version: Version, weights: Bucket | None) -> Receipt:
-        """Blocks the learning thread, which the engine may compute on meanwhile."""
+        """Blocks the training thread, on which the engine may compute meanwhile."""
         ...
 
     def start(self, version: Version, weights: Iterable[tuple[str, Tensor]]) -> "Future[Receipt]":
-        """Returns at once; the engine computes nothing until `weights`, which may keep it waiting, have ended."""
+        """Returns at once; the engine computes nothing until `weights`, which may block, has ended."""
         ...
 
 
 class WeightPort(Protocol):
-    """Whole versions only: between `begin` and `commit` nobody serves the new one."""
+    """Complete versions only: between `begin` and `commit` no engine uses the new one."""
 
     @property
     def confirmed(self) -> Version | None:
-        """What engines of other processes have given receipts for last; None where this port sends to none."""
+        """The version of the last receipts of engines of other processes; None if this port sends to none."""
         ...
 
     def attach(self, receive: Receive) -> Detach:
-        """A worker's rollout engine takes part in every version from now on, until what is returned is called."""
+        """A worker's rollout engine gets every version from now on, until the returned function is called."""
         ...
 
     def begin(self, version: Version) -> None:
-        """The learning thread starts to push a version. One that was begun before and not committed is thrown away."""
+        """The training thread starts to send a version. One that was begun before and not committed is discarded."""
         ...
 
     def put(self, bucket: Bucket) -> None:
-        """Some of its tensors; each is pushed once, and not changed before `commit`."""
+        """Some of its tensors; each is sent once, and not changed before `commit`."""
         ...
 
     def commit(self, hashes: Mapping[str, str]) -> None:
-        """All were pushed: engines take them, and both sides' receipts are compared.
+        """All were sent: engines load them, and the hashes of both sides are compared.
 
-        hashes: of what was pushed, by who pushed it; engines must hold the same. Raises TrustError where they do not;
-        the engine then must not serve.
+        hashes: of the sent tensors, computed by the sender; engines must have the same. Raises TrustError if they do
+        not; the engine then must not generate.
         """
         ...
 
     def alias(self, version: Version, hashes: Mapping[str, str]) -> None:
-        """A version whose weights are those of the last one: engines serve them under its number, nothing is sent.
+        """A version with the weights of the last one: engines use them under its number, nothing is sent.
 
-        hashes: of the trainer's weights now. Raises TrustError where an engine holds others.
+        hashes: of the trainer's weights now. Raises TrustError if an engine has others.
         """
         ...
 
 
 def check_receipt(receipt: Receipt, version: Version, hashes: Mapping[str, str], of: str = "") -> None:
-    """hashes: what the engine must hold. of: which one, such as " of worker 2". Raises TrustError where it serves
-    another version, or holds something else."""
+    """hashes: of the weights that the engine must have. of: which one, such as " of worker 2". Raises TrustError if it
+    has another version, or other weights."""
     if receipt.version != version:
         raise TrustError(f"weights of {version} were sent, but the engine's receipt{of} is for {receipt.version}")
     if receipt.shared and not receipt.hashes:
@@ -90,15 +88,15 @@ def check_receipt(receipt: Receipt, version: Version, hashes: Mapping[str, str],
 
 
 def refused(version: Version, reason: Exception) -> TrustError:
-    """What to raise where weights do not fit."""
+    """The error to raise if weights do not fit."""
     return TrustError(f"the engine refused the weights of version {version.step}: {reason}")
 
 
 class LocalWeights:
-    """Holds the buckets of a version until it is whole, then hands them to the engines of this process. Where there are
-    none it holds nothing.
+    """Collects the buckets of a version until it is complete, then passes them to the engines of this process. Without
+    engines it collects nothing.
 
-    Used by the learning thread alone, so it needs no lock. An engine reads the trainer's own tensors on a thread of its
+    Used by the training thread alone, so it needs no lock. An engine reads the trainer's own tensors on a thread of its
     own, while `commit` waits for its receipt: no optimizer step can change them meanwhile.
     """
 
@@ -129,7 +127,7 @@ class LocalWeights:
         assert self._version is not None, "a version is begun before it is committed"
         for receive in self._receivers:
             with self._waits("training", f"weights of step {self._version.step}", on="rollout engine"):
-                check_receipt(self._hand_over(receive, self._version), self._version, hashes)
+                check_receipt(self._pass_to(receive, self._version), self._version, hashes)
         self._version, self._tensors = None, []
 
     def alias(self, version: Version, hashes: Mapping[str, str]) -> None:
@@ -138,7 +136,7 @@ class LocalWeights:
             with self._waits("training", f"alias of step {version.step}", on="rollout engine"):
                 check_receipt(receive(version, None), version, hashes)
 
-    def _hand_over(self, receive: Receive, version: Version) -> Receipt:
+    def _pass_to(self, receive: Receive, version: Version) -> Receipt:
         try:
             return receive(version, self._tensors)
         except ValueError as err:

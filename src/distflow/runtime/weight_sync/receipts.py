@@ -1,7 +1,5 @@
-"""Whether ranks that train the same model still have the same weights.
-
-Claim: what is sent to the rollout engines are the trainer's own weights as they are now, adapters merged.
-"""
+"""Checks of the weight sync: ranks that train the same model have the same weights, the sent weights are the trainer's
+current ones with adapters merged, and engines have the version that was sent."""
 
 import hashlib
 import json
@@ -18,9 +16,12 @@ from distflow.runtime.weight_sync.protocol import Bucket
 from distflow.scheduling.groups import Version
 from distflow.training.collective import Collective
 
+FLIPPED = 0.01
+"""Share of a merged tensor's elements that rounding may move to a neighbouring value."""
+
 
 def check_replicas(hashes: Mapping[str, str], step: int, ranks: Collective) -> None:
-    """hashes: of the weights that this rank has published, by name. Raises TrustError naming tensors, on every rank."""
+    """hashes: of the weights that this rank has sent, by name. Raises TrustError naming tensors, on every rank."""
     if ranks.size == 1:
         return
     text = json.dumps(sorted(hashes.items()))
@@ -35,16 +36,12 @@ def check_replicas(hashes: Mapping[str, str], step: int, ranks: Collective) -> N
     )
 
 
-FLIPPED = 0.01
-"""Share of a merged tensor's elements that rounding may put on the other side."""
-
-
 def check_sent(bucket: Bucket, model: nn.Module, step: int) -> None:
-    """Compare a stripe of each tensor with the module's, worked out element by element, of a sharded one where the
-    stripe meets this rank's part.
+    """Compare a stripe of each tensor with the module's, computed element by element; of a sharded one the elements on
+    this rank.
 
-    Raises TrustError naming the tensors that are others: kept from an older version, left without their adapter, or
-    mixed up. Names that the module does not have are the engine's to refuse.
+    Raises TrustError naming the tensors that differ: left from an older version, without their adapter, or mixed up.
+    The engine rejects names that the module does not have.
     """
     causal = unwrapped(model)
     own = dict(causal.named_parameters(remove_duplicate=False))
@@ -52,19 +49,17 @@ def check_sent(bucket: Bucket, model: nn.Module, step: int) -> None:
     if different:
         raise TrustError(
             f"the weights of version {step} are not the trainer's: {', '.join(different[:5])} "
-            f"({len(different)} tensors) were to be sent as they are not, or are no longer: an older copy, an adapter "
+            f"({len(different)} tensors) differ from the trainer's current ones: an older copy, an adapter "
             "that was not merged or is scaled otherwise, or another tensor's values"
         )
 
 
 def check_served(served: Version | None, version: Version) -> None:
-    """Once `version` is published, all engines serve it, in whatever process. served: the oldest that one of them does,
-    None where there are none. Raises TrustError where it is another: at staleness 0 that engine would wait for the
-    version, and the trainer for the engine, for ever."""
+    """After the sync of `version` all engines have it, in whatever process. served: the oldest version of any of them,
+    None if there are none. Raises TrustError if it is another: at staleness 0 that engine would wait for the version,
+    and the trainer for the engine, for ever."""
     if served not in (None, version):
-        raise TrustError(
-            f"version {version.step} is published, but an engine serves {served.step}: weights were not sent"
-        )
+        raise TrustError(f"version {version.step} was sent, but an engine has {served.step}: weights did not reach it")
 
 
 def _is_own(name: str, tensor: Tensor, causal: nn.Module, own: dict[str, nn.Parameter]) -> bool:

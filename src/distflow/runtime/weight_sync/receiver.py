@@ -1,4 +1,4 @@
-"""The weight edge of a process that only generates: versions that come from another, bucket by bucket."""
+"""The weight port of a process that only generates: versions that come from another process, bucket by bucket."""
 
 import threading
 from collections.abc import Mapping
@@ -8,20 +8,20 @@ from torch import Tensor
 
 from distflow.rollout.engine import Receipt
 from distflow.runtime import fault_injection
-from distflow.runtime.weight_sync.buckets import Sent, Spoiled, hash_of, pack
+from distflow.runtime.weight_sync.buckets import SentBucket, Spoiled, hash_of, pack
 from distflow.runtime.weight_sync.protocol import Bucket, Detach, Receive
 from distflow.scheduling.groups import Version
 
 
 class Arrivals:
-    """The weight port of a worker that does not train. A version is put together beside the weights of its engine,
-    which serves them until all of the new ones are there; of one that is begun and not ended nothing is left when the
-    next begins. `take` and `serve` are called from outside, one after another."""
+    """The weight port of a worker that does not train. A version is collected beside the weights of its engine, which
+    uses these until all of the new ones are there; an incomplete version is discarded when the next begins. `take` and
+    `serve` are called from outside, one after another."""
 
     confirmed = None  # it sends nothing
 
     def __init__(self) -> None:
-        self.ready: Future[None] = Future()  # once a first version is served
+        self.ready: Future[None] = Future()  # set after the first version is loaded
         self._receive: Receive | None = None
         self._attached = threading.Event()
         self._version: Version | None = None
@@ -33,17 +33,15 @@ class Arrivals:
         self._attached.set()
         return lambda: None
 
-    def take(self, version: Version, number: int, sent: Sent, wanted: str) -> str | None:
-        """A bucket of a version. number: from 0; the first one begins the version. wanted: its hash. Returns why it is
-        not taken, None where it is: it may come again. Raises ValueError where one before is missing, UserError where
-        it cannot be seen from here."""
+    def take(self, version: Version, number: int, sent: SentBucket, wanted: str) -> str | None:
+        """Receive a bucket of a version. number: from 0; the first one begins the version. wanted: its hash. Returns
+        None, or why it was rejected: it may be sent again. Raises ValueError if an earlier one is missing, UserError if
+        it is not visible from here."""
         fault_injection.reach("weights.take")
         if number == 0:
             self._version, self._buckets = version, []
         if (version, number) != (self._version, len(self._buckets)):
-            raise ValueError(
-                f"bucket {number} of {version} came behind {len(self._buckets)} buckets of {self._version}"
-            )
+            raise ValueError(f"bucket {number} of {version} came after {len(self._buckets)} buckets of {self._version}")
         buckets = self._buckets  # whatever is begun meanwhile
         try:
             weights = sent.get()
@@ -57,8 +55,8 @@ class Arrivals:
         return None
 
     def serve(self, version: Version, num_buckets: int | None) -> Receipt:
-        """The engine takes the version that has come, None the one that it has under another number. Waits until the
-        worker has begun. Raises ValueError where buckets are missing, and as `Receive`."""
+        """The engine loads the received version; num_buckets None: its own weights under another number. Waits until
+        the worker has started. Raises ValueError if buckets are missing, and as `Receive`."""
         fault_injection.reach("weights.serve")
         buckets, self._buckets = self._buckets, []
         if num_buckets and (version, num_buckets) != (self._version, len(buckets)):
@@ -72,13 +70,13 @@ class Arrivals:
         return receipt
 
     def begin(self, version: Version) -> None:
-        raise AssertionError("a worker that trains nothing publishes nothing")
+        raise AssertionError("a worker that does not train sends no weights")
 
     def put(self, bucket: Bucket) -> None:
-        raise AssertionError("a worker that trains nothing publishes nothing")
+        raise AssertionError("a worker that does not train sends no weights")
 
     def commit(self, hashes: Mapping[str, str]) -> None:
-        raise AssertionError("a worker that trains nothing publishes nothing")
+        raise AssertionError("a worker that does not train sends no weights")
 
     def alias(self, version: Version, hashes: Mapping[str, str]) -> None:
-        raise AssertionError("a worker that trains nothing publishes nothing")
+        raise AssertionError("a worker that does not train sends no weights")

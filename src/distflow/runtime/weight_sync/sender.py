@@ -1,7 +1,4 @@
-"""Publishes the trainer's weights in buckets, and compares the canary's answers where its turn has come.
-
-What the engines of a run serve of a worker's weights.
-"""
+"""Sends the trainer's weights in buckets when a sync is due, and runs the canary when that is due."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future
@@ -31,26 +28,26 @@ BUCKET_BYTES = 2**28
 
 
 class Canary(Protocol):
-    """Compares the engine's log-probs of fixed prompts with the trainer's, after some of the syncs."""
+    """Compares the engine's log-probs on fixed prompts with the trainer's, after some of the syncs."""
 
     def is_due(self, at_start: bool) -> bool:
         """Call once a sync."""
         ...
 
-    async def answer(self) -> Batch:
+    async def generate_responses(self) -> Batch:
         """The engine's responses to the fixed prompts."""
         ...
 
-    def compare(self, answers: Batch, at_start: bool) -> dict[str, float]:
-        """Raises TrustError where they mean other weights than the trainer's."""
+    def compare(self, responses: Batch, at_start: bool) -> dict[str, float]:
+        """Raises TrustError if they imply other weights than the trainer's."""
         ...
 
 
 class WeightSender:
-    """Pushes versions of one train engine's weights.
+    """Sends versions of one train engine's weights.
 
-    sends: False where engines need no tensor, only to know of the version (an adapter that is applied unmerged on
-    shared storage). canary: None where no rollout engine is on this worker.
+    sends: False if engines need no tensors, only the version (an adapter that is applied unmerged on shared storage).
+    canary: None if no rollout engine is on this worker.
     """
 
     def __init__(
@@ -65,44 +62,43 @@ class WeightSender:
     ) -> None:
         self._actor, self._port, self._dtype, self._sends = actor, port, dtype, sends
         self._canary, self._session = canary, session
-        self._last: dict[str, str] = {}  # hashes of what was pushed last
+        self._last: dict[str, str] = {}  # hashes of the weights that were sent last
         self._version: Version | None = None
 
     def sync_changed(self, version: Version, updated: bool) -> tuple[bool, dict[str, float]]:
-        """As `sync`, but weights that are those of the last version get its number, and nothing is pushed.
+        """As `sync`, but unchanged weights only get the new version number, and nothing is sent.
 
-        updated: whether an optimizer step was taken since; a node may change weights without one. Returns whether they
-        were pushed as well.
+        updated: whether an optimizer step was taken since; a node may change weights without one. Also returns whether
+        they were sent.
         """
         if self._sends and not updated:
             now = stripe_hashes(self._weights())
             if now == self._last:
-                self._follow(version)
+                self._advance_to(version)
                 self._port.alias(version, now)
                 return False, {}
         return True, self.sync(version)
 
     def sync(self, version: Version, at_start: bool = False) -> dict[str, float]:
-        """Push a version and wait until every engine serves it; the metrics of the canary's comparison, if one was due.
+        """Send a version and wait until every engine has it; returns the metrics of the canary, if it was due.
 
-        at_start: the first of this process, before any step. Raises TrustError where weights are garbage, did not
-        arrive whole, or the canary's answers mean other weights.
+        at_start: the first of this process, before any step. Raises TrustError if weights are garbage, did not arrive
+        complete, or the canary's responses imply other weights.
         """
-        self._follow(version)
+        self._advance_to(version)
         self._push(version)
         if self._canary is None or not self._canary.is_due(at_start):
             return {}
-        return self._canary.compare(self._session.call(self._canary.answer()), at_start)
+        return self._canary.compare(self._session.call(self._canary.generate_responses()), at_start)
 
     def push_again(self) -> None:
-        """The version that was published last once more, for engines that have come since. The weights are still
-        its."""
-        assert self._version is not None, "a first version is published before"
+        """Send the last version again, for new engines. The weights are unchanged since."""
+        assert self._version is not None, "a first version was sent before"
         self._push(self._version)
 
     @property
     def hashes(self) -> Mapping[str, str]:
-        """Of the weights that were pushed last, by name."""
+        """Of the weights that were sent last, by name."""
         return self._last
 
     def _push(self, version: Version) -> None:
@@ -124,9 +120,9 @@ class WeightSender:
         self._last |= stripe_hashes(bucket)
         self._port.put(bucket)
 
-    def _follow(self, version: Version) -> None:
+    def _advance_to(self, version: Version) -> None:
         if self._version is not None and version <= self._version:
-            raise TrustError(f"weights of {version} are to be published behind those of {self._version}")
+            raise TrustError(f"weight version went backwards: {version} was to be sent after {self._version}")
         self._version = version
 
     def _weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -136,10 +132,10 @@ class WeightSender:
 
 
 class WeightReceiver:
-    """Hands versions to the engine on its own thread.
+    """Passes versions to the engine on its own thread.
 
-    A receipt's hashes are those that the engine gives when asked afterwards, whatever it says that it took. Raises
-    TrustError where it serves another version than the receipt says, or holds other weights.
+    A receipt's hashes are those that the engine reports afterwards, whatever its own receipt says. Raises TrustError if
+    it has another version than the receipt says, or other weights.
     """
 
     def __init__(self, engine: RolloutEngine, session: Session) -> None:
@@ -162,7 +158,7 @@ class WeightReceiver:
             raise TrustError(
                 f"the rollout engine's receipt is for {receipt.version}, but it serves {engine.version}, and "
                 f"{sum(held.get(name) != own for name, own in receipt.hashes.items())} of its tensors are not those "
-                "that the receipt names: weights that were not taken, or a version that is counted ahead of them"
+                "that the receipt names: weights that were not loaded, or a version number without its weights"
             )
         return replace(receipt, hashes=held)
 
@@ -172,7 +168,7 @@ def _refuse_garbage(version: Version, bucket: Bucket) -> None:
     if wrong:
         raise TrustError(
             f"the weights of version {version.step} must not be served: {wrong[0]}, {len(wrong)} tensors or more. "
-            "Something changed them between the last update, behind which they were sound, and now"
+            "Something changed them since the last update, after which they were sound"
         )
 
 
@@ -192,7 +188,7 @@ def buckets(weights: Iterable[tuple[str, Tensor]], max_bytes: int) -> Iterator[B
 
 
 class WeightSync:
-    """Sends the weights of a worker when they are due. It sends none where it trains none, or no worker generates."""
+    """Sends the weights of a worker when a sync is due. It sends none if it trains none, or no worker generates."""
 
     def __init__(
         self,
@@ -203,7 +199,7 @@ class WeightSync:
         offload: Offload,
         canary: Canary | None,
     ) -> None:
-        """resources: with the engine watched. canary: None where no rollout engine is on this worker."""
+        """resources: with the engine watched. canary: None if no rollout engine is on this worker."""
         spec, ports, version = inputs.spec, inputs.ports, inputs.version
         self._ports, self._recorder, self._version = ports, inputs.recorder, version
         self._updates, self._offload, self._engine = updates, offload, resources.rollout
@@ -213,10 +209,10 @@ class WeightSync:
             self._sender = WeightSender(
                 resources.actor, ports.weights, dtype, sends=sends, canary=canary, session=services
             )
-        self.step = version.step  # whose weights the engines were given last
+        self.step = version.step  # of the weights that were sent last
 
     def begin(self) -> dict[str, float]:
-        """The weights that this process begins with; the canary's metrics."""
+        """Send the initial weights of this process; returns the canary's metrics."""
         if self._sender is None:
             return {}
         compared = self._sender.sync(self._version, at_start=True)
@@ -224,20 +220,20 @@ class WeightSync:
         return compared
 
     def send(self, version: Version) -> tuple[bool, dict[str, float]]:
-        """The weights of a step's end to the engines. Whether they had changed, and the canary's metrics."""
+        """Send the weights after a step. Returns whether they had changed, and the canary's metrics."""
         self.step, updated = version.step, self._updates.since_sent()
         if self._sender is None:
             return updated, {}
         self._offload.only(("actor",))
         outcome = self._sender.sync_changed(version, updated)
-        check_served(self._served(), version)
+        check_served(self._served_version(), version)
         check_replicas(self._sender.hashes, version.step, self._ports.collective)
         self._recorder.serves(version)
         return outcome
 
     def send_to_new_workers(self, step: int) -> None:
-        """Between two steps, `step` being the next. The weights are those that were sent last, or newer ones, which
-        then go to all."""
+        """Between two steps, `step` being the next. The weights are those that were sent last, or newer ones, which are
+        then sent to all."""
         if self._sender is None:
             return
         self._offload.only(("actor",))
@@ -245,8 +241,8 @@ class WeightSync:
         if not sent:
             self._sender.push_again()
 
-    def _served(self) -> Version | None:
-        """What the engines serve to which this rank publishes, the oldest of them; None where it has none."""
+    def _served_version(self) -> Version | None:
+        """The oldest version of the engines to which this rank sends; None if it has none."""
         own = [self._engine.version] if self._engine is not None else []
         confirmed = self._ports.weights.confirmed
         return min([*own, *([confirmed] if confirmed is not None else [])], default=None)

@@ -1,4 +1,4 @@
-"""The weight edge of one process where weights are gathered from ranks: bucket by bucket into the engine's copy."""
+"""The weight sync in one process with weights gathered from ranks: bucket by bucket into the engine's copy."""
 
 from collections.abc import Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, wait
@@ -15,29 +15,29 @@ from distflow.runtime.wait_log import Waits
 from distflow.runtime.weight_sync.protocol import Bucket, Detach, Receive, check_receipt, refused
 from distflow.scheduling.groups import Version
 
-_Handed = tuple[Bucket, "Future[None]"]
-"""A bucket, and what is settled when the engine has all of it."""
+_Item = tuple[Bucket, "Future[None]"]
+"""A bucket, and a future that is set when the engine has loaded all of it."""
 
 
 class BrokenOff(RuntimeError):
-    """No more of a version comes; what came of it is not to be served."""
+    """The rest of a version does not come; the received part is not to be used."""
 
 
 @dataclass(frozen=True)
 class _Load:
-    """An engine that takes a version. handed: None at its end."""
+    """An engine that loads a version. items: None at the end."""
 
-    handed: "SimpleQueue[_Handed | None | BrokenOff]"
+    items: "SimpleQueue[_Item | None | BrokenOff]"
     receipt: "Future[Receipt]"
 
 
 class StreamedWeights:
-    """Each bucket goes straight into the weights that an engine of this process has for itself, and `put` returns when
-    it is there: no more than one is held, beside the tensor that is gathered next. From `begin` to `commit` the engine
-    computes nothing, so no token is of two versions. One that has a part of a version does not serve before it has the
-    whole of a later one.
+    """Each bucket is loaded directly into the copy of an engine of this process, and `put` returns when it is there: at
+    most one bucket is in memory, beside the tensor that is gathered next. From `begin` to `commit` the engine computes
+    nothing, so no token is of two versions. An engine with a part of a version does not generate before it has all of a
+    later one.
 
-    Used by the learning thread alone.
+    Used by the training thread alone.
     """
 
     confirmed = None  # there are no other processes
@@ -58,15 +58,15 @@ class StreamedWeights:
         wait([load.receipt for load in self._break_off()])
         self._version = version
         for receive in self._receivers:
-            handed: SimpleQueue[_Handed | None | BrokenOff] = SimpleQueue()
-            self._loads.append(_Load(handed, receive.start(version, _tensors(handed))))
+            items: SimpleQueue[_Item | None | BrokenOff] = SimpleQueue()
+            self._loads.append(_Load(items, receive.start(version, _tensors(items))))
 
     def put(self, bucket: Bucket) -> None:
         """See `WeightPort`."""
-        assert self._version is not None, "a version is begun before it is pushed"
+        assert self._version is not None, "a version is begun before it is sent"
         for load in self._loads:
             taken: Future[None] = Future()
-            load.handed.put((bucket, taken))
+            load.items.put((bucket, taken))
             with self._waits("training", f"weights of step {self._version.step}", on="rollout engine"):
                 either: list[Future[Any]] = [taken, load.receipt]
                 wait(either, return_when=FIRST_COMPLETED)
@@ -77,7 +77,7 @@ class StreamedWeights:
         """See `WeightPort`."""
         assert self._version is not None, "a version is begun before it is committed"
         for load in self._loads:
-            load.handed.put(None)
+            load.items.put(None)
             with self._waits("training", f"weights of step {self._version.step}", on="rollout engine"):
                 check_receipt(self._receipt(load, self._version), self._version, hashes)
         self._version, self._loads = None, []
@@ -99,16 +99,16 @@ class StreamedWeights:
         self._receivers.remove(receive)
 
     def _break_off(self) -> list[_Load]:
-        """No engine waits any more for what is not to come. Those that did."""
+        """End the loads of an incomplete version; returns them."""
         loads, self._loads, self._version = self._loads, [], None
         for load in loads:
-            load.handed.put(BrokenOff("the version was not pushed to its end"))
+            load.items.put(BrokenOff("the version was not sent completely"))
         return loads
 
 
-def _tensors(handed: "SimpleQueue[_Handed | None | BrokenOff]") -> Iterator[tuple[str, Tensor]]:
-    """What is handed over, as it comes, on the engine's thread. Holds nothing while it waits. Raises BrokenOff."""
-    while (item := handed.get()) is not None:
+def _tensors(items: "SimpleQueue[_Item | None | BrokenOff]") -> Iterator[tuple[str, Tensor]]:
+    """The tensors as they come, on the engine's thread. References none while it waits. Raises BrokenOff."""
+    while (item := items.get()) is not None:
         if isinstance(item, BrokenOff):
             raise item
         bucket, taken = item

@@ -6,22 +6,22 @@ function showDomains() {
   const section = byId("domains");
   section.hidden = false;
   section.querySelector(".lead").textContent = "Rewards are means over the first and the last tenth of the steps, " +
-    "held-out problems those of the first and the last validation; curves by domain and by part of the reward are below.";
+    "validation figures those of the first and the last validation; curves by domain and by part of the reward are below.";
   const move = (ends, format) => !ends ? "–" : ends.length > 1 ? `${format(ends[0])} → ${format(ends[1])}` : format(ends[0]);
   const percent = (share) => `${(100 * share).toFixed(share && share < 0.1 ? 1 : 0)} %`;
   const count = (n) => n.toLocaleString("en");
-  const failed = ({ verdicts, errors, timeouts }) => {
-    if (verdicts === null) return "–";
+  const failed = ({ calls, errors, timeouts }) => {
+    if (calls === null) return "–";
     const kinds = [[errors, "error"], [timeouts, "timeout"]].filter(([n]) => n).map(([n, kind]) => `${count(n)} ${kind}${n > 1 ? "s" : ""}`);
-    return `${kinds.join(", ") || "none"} of ${count(verdicts)}`;
+    return `${kinds.join(", ") || "none"} of ${count(calls)}`;
   };
   const dropped = (reasons) => Object.entries(reasons).map(([reason, n]) => `${count(n)} ${reason}`).join(", ") || "none";
   const columns = [
     ["groups", (row) => row.groups === null ? "–" : `${count(row.groups)} (${percent(row.share ?? 0)})`],
     ["reward", (row) => move(row.reward, number)],
-    ["held-out, right", (row) => move(row.accuracy, percent)],
-    ["one of k right", (row) => row.k ? `${move(row.best, percent)}, k = ${row.k}` : "–"],
-    ["verdicts that failed", failed],
+    ["validation accuracy", (row) => move(row.accuracy, percent)],
+    ["pass@k", (row) => row.k ? `${move(row.best, percent)}, k = ${row.k}` : "–"],
+    ["reward errors", failed],
     ["groups dropped", (row) => dropped(row.dropped)],
   ].filter(([, value]) => domains.some((row) => value(row) !== "–"));
   const head = ["domain", ...columns.map(([name]) => name)].map((name) => el("th", { scope: "col" }, name));

@@ -21,7 +21,7 @@ function showHistograms() {
   for (const histogram of data.histograms) byId("histograms").append(drawHistogram(histogram));
 }
 
-// The earlier answers are the pale bars, the later ones the strong bars beside them.
+// The earlier responses are the pale bars, the later ones the strong bars beside them.
 function drawHistogram({ title, unit, bins, parts }) {
   const highest = Math.max(...parts.flatMap((part) => part.shares));
   const slot = 100 / bins.length;
@@ -43,7 +43,7 @@ function drawHistogram({ title, unit, bins, parts }) {
   });
   return el("figure", { class: "chart" },
     el("div", { class: "head" }, el("h3", {}, title), el("span", { class: "unit" }, unit)),
-    el("div", { class: "legend plain" }, ...parts.map((part, p) => swatch(`var(--${tones[p]})`, part.name, `${part.number.toLocaleString("en")} answers`))),
+    el("div", { class: "legend plain" }, ...parts.map((part, p) => swatch(`var(--${tones[p]})`, part.name, `${part.number.toLocaleString("en")} responses`))),
     svg("svg", { class: "histogram", width: "100%", height: BAR_HEIGHT + 22, role: "img", "aria-label": `${title} ${summary.join("; ")}` },
       svg("line", { x1: 0, x2: "100%", y1: BAR_HEIGHT, y2: BAR_HEIGHT, class: "base" }), ...bars, ...labels, top));
 }

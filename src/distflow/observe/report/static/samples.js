@@ -1,25 +1,25 @@
-// The table of answers: a row for each prompt and step, opened to all answers to it.
+// The table of responses: a row for each prompt and step, which opens to all its responses.
 
 const PAGE_ROWS = 20;
 const MAX_DOTS = 32;
 
-const rewards = (group) => group.answers.map((answer) => answer.score).filter((score) => typeof score === "number");
+const rewards = (group) => group.responses.map((response) => response.score).filter((score) => typeof score === "number");
 const mean = (values) => (values.length ? values.reduce((a, b) => a + b, 0) / values.length : null);
-const isCut = (answer) => answer.finish_reason === "length";
+const isTruncated = (response) => response.finish_reason === "length";
 
 const prompts = (group) => String(group.prompt ?? "");
-const lengths = (group) => mean(group.answers.map((answer) => answer.response_length).filter((n) => typeof n === "number"));
-const isMasked = (answer) => answer.masked > 0;
+const lengths = (group) => mean(group.responses.map((response) => response.response_length).filter((n) => typeof n === "number"));
+const isMasked = (response) => response.masked > 0;
 
 const COLUMNS = [
   { key: "step", label: "step", width: "5.4rem", value: (group) => group.step },
   { key: "split", label: "set", width: "4.4rem", value: (group) => group.split, wide: true },
   { key: "domain", label: "domain", width: "6.5rem", byDomain: true, value: (group) => group.domain ?? "", wide: true },
-  { key: "mean", label: "reward", width: "5.6rem", judged: true, value: (group) => mean(rewards(group)) },
-  { key: "answers", label: "answers", width: "10.5rem", judged: true, value: (group) => group.answers.length, wide: true },
+  { key: "mean", label: "reward", width: "5.6rem", scored: true, value: (group) => mean(rewards(group)) },
+  { key: "responses", label: "responses", width: "10.5rem", scored: true, value: (group) => group.responses.length, wide: true },
   { key: "length", label: "tokens", width: "5.2rem", value: lengths, wide: true },
   { key: "prompt", label: "prompt", value: prompts },
-  { key: "response", label: "answer", value: (group) => String(group.answers[0]?.response ?? "") },
+  { key: "response", label: "response", value: (group) => String(group.responses[0]?.response ?? "") },
 ];
 
 // What the selection offers: label and which groups it takes.
@@ -27,21 +27,21 @@ const WHICH = {
   all: ["all groups", () => true],
   mixed: ["different rewards", (group) => new Set(rewards(group)).size > 1],
   equal: ["all rewards equal", (group) => rewards(group).length > 1 && new Set(rewards(group)).size === 1],
-  right: ["a right answer", (group) => group.answers.some((answer) => isRight(answer) === true)],
-  wrong: ["a wrong answer", (group) => group.answers.some((answer) => isRight(answer) === false)],
-  cut: ["an answer cut off", (group) => group.answers.some(isCut)],
-  failed: ["an answer without a verdict", (group) => rewards(group).length < group.answers.length],
-  error: ["a verdict that was an error", (group) => group.answers.some((answer) => answer.failure === "error")],
-  timeout: ["a verdict out of time", (group) => group.answers.some((answer) => answer.failure === "timeout")],
-  masked: ["an answer left out of the loss", (group) => group.answers.some(isMasked)],
-  dropped: ["dropped, not trained on", (group) => group.answers.some((answer) => answer.dropped)],
+  right: ["a correct response", (group) => group.responses.some((response) => isRight(response) === true)],
+  wrong: ["a wrong response", (group) => group.responses.some((response) => isRight(response) === false)],
+  cut: ["a truncated response", (group) => group.responses.some(isTruncated)],
+  failed: ["a response without a score", (group) => rewards(group).length < group.responses.length],
+  error: ["a reward error", (group) => group.responses.some((response) => response.failure === "error")],
+  timeout: ["a reward timeout", (group) => group.responses.some((response) => response.failure === "timeout")],
+  masked: ["a response left out of the loss", (group) => group.responses.some(isMasked)],
+  dropped: ["dropped, not trained on", (group) => group.responses.some((response) => response.dropped)],
 };
 
-const sameTexts = (group) => [group.prompt, group.truth, ...group.answers.flatMap((answer) => [answer.response, answer.errors, JSON.stringify(answer.told ?? {})])];
+const sameTexts = (group) => [group.prompt, group.truth, ...group.responses.flatMap((response) => [response.response, response.errors, JSON.stringify(response.remarks ?? {})])];
 
 class Samples {
   constructor() {
-    const { groups, num_groups, num_answers, num_files, all_files } = data.samples;
+    const { groups, num_groups, num_responses, num_files, all_files } = data.samples;
     if (!groups.length) return;
     this.section = byId("samples");
     this.section.hidden = false;
@@ -49,21 +49,21 @@ class Samples {
     this.sort = { column: COLUMNS[0], down: true };
     const found = groups.flatMap(rewards);
     // What was only read, as in supervised training, has no rewards.
-    this.isJudged = found.length > 0 || groups.some((group) => group.answers.some((answer) => answer.errors));
-    this.section.querySelector("h2").textContent = this.isJudged ? "What did it write?" : "What was it trained on?";
-    for (const label of this.form.querySelectorAll(".judged")) label.hidden = !this.isJudged;
+    this.isScored = found.length > 0 || groups.some((group) => group.responses.some((response) => response.errors));
+    this.section.querySelector("h2").textContent = this.isScored ? "What did it write?" : "What was it trained on?";
+    for (const label of this.form.querySelectorAll(".scored")) label.hidden = !this.isScored;
     this.domains = [...new Set(groups.map((group) => group.domain ?? ""))].sort();
     const hasDomains = this.domains.length > 1;
     this.form.querySelector(".by-domain").hidden = !hasDomains;
-    this.columns = COLUMNS.filter((column) => (this.isJudged || !column.judged) && (hasDomains || !column.byDomain));
+    this.columns = COLUMNS.filter((column) => (this.isScored || !column.scored) && (hasDomains || !column.byDomain));
     this.lowest = Math.min(...found);
     this.highest = Math.max(...found);
     const all = groups.length === num_groups && num_files === all_files;
     const files = num_files === all_files ? plural(all_files, "sample file") : `${num_files} of the ${plural(all_files, "sample file")}, evenly chosen`;
-    this.section.querySelector(".lead").textContent = `A row is a prompt with all its answers; open it to read them. ` + (all
+    this.section.querySelector(".lead").textContent = `A row is a prompt with all its responses; open it to read them. ` + (all
       ? "All groups of the run are here."
-      : `Here are ${groups.length.toLocaleString("en")} of the ${plural(num_groups, "group")} (${plural(num_answers, "answer")}) in ${files}: evenly taken ` +
-        "from each domain, after a few whose verdicts failed. Filters see these alone; the folder samples holds all.");
+      : `Here are ${groups.length.toLocaleString("en")} of the ${plural(num_groups, "group")} (${plural(num_responses, "response")}) in ${files}: evenly taken ` +
+        "from each domain, after a few with reward errors. Filters see these alone; the folder samples holds all.");
     this.choices();
     this.head();
     this.form.addEventListener("input", () => this.show(0));
@@ -146,30 +146,30 @@ class Samples {
 
   row(group) {
     const line = (text) => textBox(String(text ?? "").slice(0, 160).replace(/\s*\n\s*/g, " ⏎ "), "span");
-    const open = el("button", { type: "button", class: "open", "aria-expanded": "false", "aria-label": "Read all answers" }, "▸");
+    const open = el("button", { type: "button", class: "open", "aria-expanded": "false", "aria-label": "Read all responses" }, "▸");
     const row = el("tr", { class: "sample", onclick: (event) => {
       if (event.target.closest("button") || !String(getSelection())) this.expand(row, group, open);
     } },
       el("td", { class: "number" }, open, number(group.step)),
       el("td", { class: "wide-only" }, inert(group.split)),
       ...(this.domains.length > 1 ? [el("td", { class: "wide-only" }, inert(group.domain ?? ""))] : []),
-      ...(this.isJudged ? [el("td", { class: "number" }, scoreBadge(mean(rewards(group)))), el("td", { class: "wide-only" }, this.dots(group))] : []),
+      ...(this.isScored ? [el("td", { class: "number" }, scoreBadge(mean(rewards(group)))), el("td", { class: "wide-only" }, this.dots(group))] : []),
       el("td", { class: "number wide-only" }, number(lengths(group))),
       el("td", {}, line(prompts(group))),
-      el("td", {}, line(group.answers[0]?.response)),
+      el("td", {}, line(group.responses[0]?.response)),
     );
     return row;
   }
 
-  // A square for each answer, from the lowest reward of the run to its highest; hollow without a verdict.
+  // A square for each response, from the lowest reward of the run to its highest; hollow without a score.
   dots(group) {
-    const squares = group.answers.slice(0, MAX_DOTS).map(({ score }) => {
+    const squares = group.responses.slice(0, MAX_DOTS).map(({ score }) => {
       const square = el("i", typeof score === "number" ? {} : { class: "none" });
       const place = (score - this.lowest) / (this.highest - this.lowest);
       if (typeof score === "number") square.style.setProperty("--q", `${Math.round((Number.isFinite(place) ? place : 0.5) * 100)}%`);
       return square;
     });
-    const more = group.answers.length - squares.length;
+    const more = group.responses.length - squares.length;
     const known = rewards(group);
     return el("span", { class: "dots", role: "img", "aria-label": `rewards ${known.map(number).join(", ") || "unknown"}` }, ...squares, more > 0 ? `+${more}` : "");
   }
@@ -189,29 +189,29 @@ class Samples {
     if (group.name) about.push(["group", group.name]);
     if (group.domain) about.push(["domain", group.domain]);
     if (group.prompt_length !== null) about.push(["prompt tokens", number(group.prompt_length)]);
-    const versions = new Set(group.answers.flatMap((answer) => answer.versions ?? []));
+    const versions = new Set(group.responses.flatMap((response) => response.versions ?? []));
     if (versions.size) about.push(["weights of step", [...versions].join(", ")]);
-    cell.append(asked, facts(about, true), el("div", { class: "group" }, ...group.answers.map((answer) => this.answer(answer))));
+    cell.append(asked, facts(about, true), el("div", { class: "group" }, ...group.responses.map((response) => this.response(response))));
     row.after(el("tr", { class: "more" }, cell));
   }
 
-  answer(answer) {
-    const said = this.isJudged ? [el("span", {}, "reward ", scoreBadge(answer.score))] : [];
-    if (typeof answer.advantage === "number") said.push(el("span", {}, `advantage ${answer.advantage > 0 ? "+" : ""}${number(answer.advantage)}`));
-    else if (answer.advantage !== undefined) said.push(el("span", {}, `advantage ${number(answer.advantage)}`));
-    if (answer.acc !== undefined) said.push(el("span", {}, `right ${number(answer.acc)}`));
-    if (answer.dropped) said.push(el("span", { class: "warn" }, inert(`dropped: ${answer.dropped}`)));
-    else if (isMasked(answer)) said.push(el("span", { class: "warn" }, answer.masked > 0.9999 ? "left out of the loss" : `${Math.round(100 * answer.masked)} % of it left out of the loss`));
-    if (answer.response_length !== undefined) said.push(el("span", {}, `${number(answer.response_length)} tokens`));
-    if (isCut(answer)) said.push(el("span", { class: "warn" }, "cut off"));
-    else if (answer.finish_reason && answer.finish_reason !== "stop") said.push(el("span", {}, inert(`ended by ${answer.finish_reason}`)));
-    if (answer.kind) said.push(el("span", {}, inert(answer.kind)));
-    const parts = Object.entries(answer.reward_parts ?? {});
+  response(response) {
+    const said = this.isScored ? [el("span", {}, "reward ", scoreBadge(response.score))] : [];
+    if (typeof response.advantage === "number") said.push(el("span", {}, `advantage ${response.advantage > 0 ? "+" : ""}${number(response.advantage)}`));
+    else if (response.advantage !== undefined) said.push(el("span", {}, `advantage ${number(response.advantage)}`));
+    if (response.acc !== undefined) said.push(el("span", {}, `accuracy ${number(response.acc)}`));
+    if (response.dropped) said.push(el("span", { class: "warn" }, inert(`dropped: ${response.dropped}`)));
+    else if (isMasked(response)) said.push(el("span", { class: "warn" }, response.masked > 0.9999 ? "left out of the loss" : `${Math.round(100 * response.masked)} % of it left out of the loss`));
+    if (response.response_length !== undefined) said.push(el("span", {}, `${number(response.response_length)} tokens`));
+    if (isTruncated(response)) said.push(el("span", { class: "warn" }, "truncated"));
+    else if (response.finish_reason && response.finish_reason !== "stop") said.push(el("span", {}, inert(`ended by ${response.finish_reason}`)));
+    if (response.kind) said.push(el("span", {}, inert(response.kind)));
+    const parts = Object.entries(response.reward_parts ?? {});
     const shown = parts.length > 1 ? parts.map(([name, value]) => [name, value !== null && typeof value === "object" ? JSON.stringify(value) : number(value)]) : [];
-    const node = el("div", { class: "one" }, el("div", { class: "said" }, ...said), textBox(answer.response));
+    const node = el("div", { class: "one" }, el("div", { class: "said" }, ...said), textBox(response.response));
     if (shown.length) node.append(facts(shown, true));
-    node.append(...remarks(answer));
-    if (answer.errors) node.append(el("p", { class: "error" }, answer.failure === "timeout" ? "out of time: " : "no verdict: ", inert(typeof answer.errors === "string" ? answer.errors : answer.errors.join("\n"))));
+    node.append(...remarks(response));
+    if (response.errors) node.append(el("p", { class: "error" }, response.failure === "timeout" ? "out of time: " : "reward error: ", inert(typeof response.errors === "string" ? response.errors : response.errors.join("\n"))));
     return node;
   }
 }

@@ -13,9 +13,9 @@ function showStep() {
 function showPipeline() {
   const figure = byId("pipeline");
   figure.hidden = false;
-  const planes = [...new Set(data.pipeline.map((node) => node.plane))];
+  const sides = [...new Set(data.pipeline.map((node) => node.plane))];
   const what = { rollout: "rollout: for each prompt", training: "training: for each step" };
-  figure.querySelector(".legend").append(...planes.map((plane) => swatch(`var(--${planeColor(plane)})`, what[plane] ?? plane)));
+  figure.querySelector(".legend").append(...sides.map((side) => swatch(`var(--${sideColor(side)})`, what[side] ?? side)));
   const timed = data.pipeline.some((node) => node.seconds !== null);
   figure.querySelector("figcaption").textContent =
     `Arrows show what waits for what${timed ? "; seconds are the mean of a step" : ""}. Point at a node to see what it reads and writes.`;
@@ -25,11 +25,11 @@ function showPipeline() {
   new ResizeObserver(() => {
     if (place.clientWidth === drawnAt) return;
     drawnAt = place.clientWidth;
-    place.replaceChildren(drawProgram(drawnAt));
+    place.replaceChildren(drawPipeline(drawnAt));
   }).observe(place);
 }
 
-const planeColor = (plane) => (plane === "rollout" ? "c1" : "c0");
+const sideColor = (side) => (side === "rollout" ? "c1" : "c0");
 
 // The nodes by layer, with places for the edges that pass a layer; each stands near what it follows.
 function layered() {
@@ -55,7 +55,7 @@ function layered() {
 }
 
 // Layers run from left to right where there is room, else downwards.
-function drawProgram(room) {
+function drawPipeline(room) {
   const layers = layered();
   const longest = Math.max(...data.pipeline.flatMap((node) => [node.name.length * 7.9, about(node).length * 6.6]));
   const nodeWidth = Math.min(Math.max(longest + 28, 120), 260);
@@ -84,7 +84,7 @@ function drawProgram(room) {
   const boxes = data.pipeline.map((node) => {
     const { x, y } = at.get(node.name);
     const columns = (names, verb) => (names.length ? `\n${verb} ${names.join(", ")}` : "");
-    return svg("g", { class: `node ${planeColor(node.plane)}`, transform: `translate(${x} ${y})` },
+    return svg("g", { class: `node ${sideColor(node.plane)}`, transform: `translate(${x} ${y})` },
       svg("title", {}, node.name + columns(node.reads, "reads") + columns(node.writes, "writes")),
       svg("rect", { width: nodeWidth, height: NODE_HEIGHT, rx: 8 }),
       svg("rect", { class: "side", width: 4, height: NODE_HEIGHT - 16, x: 0, y: 8, rx: 2 }),

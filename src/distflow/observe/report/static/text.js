@@ -65,7 +65,7 @@ function number(value) {
 }
 
 function scoreBadge(score) {
-  if (typeof score !== "number") return el("span", { class: "score", title: "no verdict" }, score ? String(score) : "none");
+  if (typeof score !== "number") return el("span", { class: "score", title: "no score" }, score ? String(score) : "none");
   return el("span", { class: `score ${score > 0.5 ? "high" : "low"}` }, number(score));
 }
 

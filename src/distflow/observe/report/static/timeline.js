@@ -1,4 +1,4 @@
-// What both planes did over a step, or over several: phases, groups, decoding and waits, one lane each.
+// What rollout and training did over one step or several: phases, groups, decoding and waits, one lane each.
 
 const LANE = 22;
 const MAX_GROUPS_HEIGHT = 190;
@@ -43,7 +43,7 @@ function drawTimeline(figure, line) {
   figure.querySelector(".legend").replaceChildren(...legend(line));
   const several = line.first < line.last;
   const began = several ? "Time in seconds; a dashed line ends each step" : "Time in seconds since the step began";
-  const groups = line.lanes.some((lane) => lane.kind === "group") ? " A bar of the groups is one prompt with all its answers, as stale as its oldest token, and pale while it waits for its step." : "";
+  const groups = line.lanes.some((lane) => lane.kind === "group") ? " A bar of the groups is one prompt with all its responses, as stale as its oldest token, and pale while it waits for its step." : "";
   figure.querySelector("figcaption").textContent = `${began}.${groups} ${line.notes.join(" ")}`.trim();
 }
 
@@ -56,7 +56,7 @@ function legend(line) {
     .map((steps) => swatch(staleColor(steps), steps === 0 ? "fresh" : `${steps} step${steps > 1 ? "s" : ""} stale`));
   if (groups.some((span) => span[3] === null && span[2] === "complete")) swatches.push(swatch("var(--early)", "not trained on yet"));
   if (groups.some((span) => span[2] !== "complete")) swatches.push(swatch("var(--bad)", "dropped"));
-  if (line.published.length) swatches.push(swatch("var(--accent)", "weights published"));
+  if (line.synced.length) swatches.push(swatch("var(--accent)", "weight sync"));
   if (line.paused.length) swatches.push(swatch("var(--wait)", "validation"));
   return swatches;
 }
@@ -71,24 +71,24 @@ function drawLane(lane, line, width) {
     class: "span", x: x(from), y: row * rowHeight, width: Math.max(x(to) - x(from) - 0.5, 0.7), height: rowHeight * (isThin ? 0.8 : 0.94), rx: isThin ? 1 : 4, fill, ...rest });
   const bars = rows.flatMap((row, r) => row.map(([start, end, what, level, until]) => {
     const fill = spanColor(lane, what, level);
-    const box = svg("g", {}, svg("title", {}, told(lane, what, level, end - start, until === null ? 0 : until - end)));
+    const box = svg("g", {}, svg("title", {}, describeSpan(lane, what, level, end - start, until === null ? 0 : until - end)));
     if (until !== null && until > end) box.append(bar(end, until, r, fill, { "fill-opacity": 0.3 }));
     if (end > start) box.append(bar(start, end, r, fill));
     const label = lane.kind === "decode" ? `version ${level}` : `${what} ${seconds(end - start)}`;
     if (!isThin && x(end) - x(start) > label.length * 6.6 + 10) box.append(svg("text", { class: lane.kind, x: x(start) + 6, y: r * rowHeight + 15 }, label));
     return box;
   }));
-  const said = lane.spans.slice(0, 12).map(([start, end, what, level]) => told(lane, what, level, end - start, 0)).join(", ");
+  const said = lane.spans.slice(0, 12).map(([start, end, what, level]) => describeSpan(lane, what, level, end - start, 0)).join(", ");
   return svg("svg", { width, height, role: "img", "aria-label": `${lane.name}: ${said}` }, ...backdrop(lane, line, x, height), ...bars, ...marks(line, x, height));
 }
 
-function told(lane, what, level, took, waited) {
+function describeSpan(lane, what, level, took, waited) {
   if (lane.kind === "decode") return `${what}, weights of version ${level}, ${seconds(took)}`;
   const stale = lane.kind !== "group" || level === null ? "" : level === 0 ? ", fresh" : `, ${level} step${level > 1 ? "s" : ""} stale`;
   return `${what} ${seconds(took)}${waited > 0 ? `, then ${seconds(waited)} until its step` : ""}${stale}`;
 }
 
-// Validations, behind what the rollout does.
+// Validations, drawn below the rollout's spans.
 function backdrop(lane, line, x, height) {
   if (lane.kind === "phase" || lane.kind === "wait") return [];
   return line.paused.map(([start, end]) => svg("rect", { class: "pause", x: x(start), y: 0, width: Math.max(x(end) - x(start), 1), height },
@@ -97,7 +97,7 @@ function backdrop(lane, line, x, height) {
 
 function marks(line, x, height) {
   const at = (t, kind, title) => svg("line", { class: kind, x1: x(t), x2: x(t), y1: 0, y2: height }, svg("title", {}, title));
-  return [...line.steps.map(([t, step]) => at(t, "step-end", `step ${step} ends`)), ...line.published.map(([t, version]) => at(t, "publish", `weights of version ${version} are published`))];
+  return [...line.steps.map(([t, step]) => at(t, "step-end", `step ${step} ends`)), ...line.synced.map(([t, version]) => at(t, "sync", `weights of version ${version} are synced`))];
 }
 
 // What overlaps goes into rows of its own; a group keeps its row until its step takes it.

@@ -1,1 +1,2 @@
-"""Steps of the embedded engine chained on a device: the host launches them, and looks at their tokens later."""
+"""Asynchronous decode steps of the embedded engine on a device: the host launches them, and reads their tokens
+later."""

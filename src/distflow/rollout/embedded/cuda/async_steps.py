@@ -1,7 +1,6 @@
-"""CUDA graphs of decode steps: the second time that a step of some shape is asked for it is recorded, from then on it
-is replayed, by one launch for all of its kernels.
-
-Steps on the device, one after the other: each reads from the device what the one before it left there.
+"""Asynchronous decode steps: each reads its input from the device, where the step before left it, so that the host
+needs not wait. CUDA graphs record a step of some shape the second time it runs, and replay it from then on with one
+launch.
 """
 
 import logging
@@ -41,7 +40,7 @@ class Graphs:
         return len(self._recorded)
 
     def run(self, shape: Hashable, step: Callable[[], Tensor]) -> Tensor:
-        """What `step` returns; of a replayed one the same tensor each time, so it is read before the next step."""
+        """The result of `step`; a replayed step returns the same tensor each time, so read it before the next step."""
         if not self.enabled:
             return step()
         if shape not in self._seen:
@@ -54,14 +53,14 @@ class Graphs:
         return result
 
     def follow_weights(self) -> None:
-        """Forget all that was recorded where weights lie elsewhere now (the trainer had them on the host meanwhile)."""
+        """Drop all recordings if weights have other addresses now (the trainer had them on the host meanwhile)."""
         if self.enabled and (addresses := self._weights()) != self._addresses:
             self._addresses = addresses
             self.clear()
 
     def clear(self) -> None:
         if self._recorded:
-            torch.cuda.synchronize()  # one may run still
+            torch.cuda.synchronize()  # one may still run
         self._recorded.clear()
 
     def _weights(self) -> list[int]:
@@ -84,7 +83,7 @@ class Graphs:
 
 
 MEMORY_SHARE = 0.5
-"""Of the device's memory that is free when keys and values are first wanted: the rest is the trainer's."""
+"""Share of the device's free memory when keys and values are first needed; the rest is the trainer's."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +98,7 @@ class DeviceOptions:
 
 
 class Chain:
-    """Seats, pages and steps of all lanes of an engine.
+    """Running requests (`Seat`: slot and pages) and decode steps of all lanes of an engine.
 
     A sequence has one slot and all pages that it can need from its first step to its last, so that nothing moves,
     nothing grows, and no step needs the host. Sequences that start from one prompt share its full pages. Rows of a step
@@ -121,7 +120,7 @@ class Chain:
         self._state = DecodeState(0, 0, 0, torch.device("cpu"))
 
     def release(self) -> None:
-        """Drop all memory; no sequence may have a seat. It is made again when one takes a seat."""
+        """Drop all memory; no sequence may have a seat. It is allocated again when one takes a seat."""
         self.graphs.clear()
         self._memory = None
         self._rows.clear()
@@ -214,7 +213,7 @@ class Chain:
         return tensor
 
     def _laws_of(self, sequences: Rows[Sequence], size: int) -> Laws:
-        """Rows without a sequence have the law of the first."""
+        """Rows without a sequence have the sampling parameters of the first."""
         laws = tuple(sequence.law for sequence in sequences) + (sequences[0].law,) * (size - len(sequences))
         if self._laws[0] != laws:
             rows: dict[SamplingLaw, list[int]] = {}
@@ -240,7 +239,7 @@ class Chain:
         return self._memory
 
     def _affordable(self) -> int:
-        """As many as all slots could ever need, or as their share of the free memory holds; and `TRASH`."""
+        """As many as all slots could need, or as fit into their share of the free memory; and `TRASH`."""
         decoder, wanted = self._decoder, self._num_slots * self._most_pages
         if decoder.device.type == "cuda":
             free, _ = torch.cuda.mem_get_info(decoder.device)

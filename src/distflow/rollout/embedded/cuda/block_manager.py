@@ -1,9 +1,8 @@
-"""Key-value memory in pages: a pool of fixed size, and who has which of its pages.
+"""Paged key-value memory: a pool of fixed size, the owners of its pages, and attention of one token a row over it.
 
-Attention of one token a row over paged memory: the row's pages are gathered, then the products of `DecoderView`.
-
-torch has a kernel that reads pages where they lie (`torch.nn.attention.varlen`, `block_table`), but only with an
-implementation of FlashAttention that has to be installed besides; FlexAttention needs a compiler.
+Attention gathers the row's pages and multiplies as `DecoderView`. torch has a kernel that reads pages where they lie
+(`torch.nn.attention.varlen`, `block_table`), but only with an implementation of FlashAttention that must be installed
+separately; FlexAttention needs a compiler.
 """
 
 from collections.abc import Iterable, Sequence
@@ -26,7 +25,7 @@ def pages_for(num_tokens: int, page_tokens: int) -> int:
 
 
 class Pages:
-    """Which pages are free. One that several sequences share is free when the last of them gave it back."""
+    """Which pages are free. A shared page is free when its last sequence gave it back."""
 
     def __init__(self, num_pages: int) -> None:
         """num_pages: page numbers, `TRASH` among them."""
@@ -81,12 +80,12 @@ class PageMemory:
 
 
 def upload(values: Tensor, device: torch.device) -> Tensor:
-    """To the device, behind what was launched before, without waiting for it."""
+    """Copy to the device, after the work launched before, without waiting for it."""
     return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
 
 
 class PagedAttention:
-    """Of one decode step. All layers share the places that are written and gathered."""
+    """The attention of one decode step. All layers write and gather at the same places."""
 
     def __init__(self, memory: PageMemory, tables: Tensor, positions: Tensor, bias: Tensor) -> None:
         """tables: `(rows, width)`, pages of each row in order; positions: `(rows,)`, of the rows' tokens; bias: see
@@ -101,10 +100,13 @@ class PagedAttention:
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         """Keep the tokens' keys and values, `(rows, kv_heads, head_dim)`, and attend to all up to them."""
-        keys, values = self._kept(self._memory.keys[layer], key), self._kept(self._memory.values[layer], value)
+        keys, values = (
+            self._write_and_gather(self._memory.keys[layer], key),
+            self._write_and_gather(self._memory.values[layer], value),
+        )
         return attend(query, keys, values, self._bias, scaling)
 
-    def _kept(self, memory: Tensor, new: Tensor) -> Tensor:
+    def _write_and_gather(self, memory: Tensor, new: Tensor) -> Tensor:
         """Write what is new; all of each row, `(rows, kv_heads, width * page_tokens, head_dim)`."""
         memory[self._page, :, self._offset] = new
         pages = memory.flatten(0, 1).index_select(0, self._gathered)

@@ -1,4 +1,4 @@
-"""A lane whose steps are launched ahead of the host."""
+"""A request lane with asynchronous decode steps."""
 
 from collections import deque
 from collections.abc import Collection
@@ -20,7 +20,7 @@ from distflow.rollout.embedded.scheduler import Scheduler, Sequence, Work
 
 @dataclass(frozen=True, eq=False)
 class _Launched:
-    """A step on its way. copied: `(4, rows)` on the host, once `done` is."""
+    """A launched step. copied: `(4, rows)` on the host, once `done` is."""
 
     sequences: list[Sequence]
     seats: list[Seat]
@@ -31,9 +31,9 @@ class _Launched:
 class CudaRequestLane:
     """As `RequestLane`, but the tokens of a step are read `Chain.lag` steps after it was launched.
 
-    The host learns late that a sequence has ended, so that up to `lag` tokens of it are computed in vain, and left out
-    when they are read. A sequence that has as many tokens as it may have is launched no further, so that none is
-    written behind its last page.
+    The host learns late that a sequence has ended, so that up to `lag` surplus tokens of it are computed, and dropped
+    when they are read. A sequence that has reached its maximum length is not launched again, so that no token is
+    written after its last page.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class CudaRequestLane:
 
     @property
     def can_step(self) -> bool:
-        """False: it has to wait for pages that the other lane has."""
+        """False if it must wait for pages of the other lane."""
         return bool(self.scheduler.running) or self.scheduler.can_prefill()
 
     def leave(self, gone: Collection[Sequence]) -> None:
@@ -72,8 +72,9 @@ class CudaRequestLane:
             self.prompts.clear()
 
     def forget_kv(self) -> None:
-        """Running sequences go back to the head of the queue. What was launched is read before: it would be lost."""
-        assert not self._launched, "steps are on their way"
+        """Running sequences go back to the head of the queue. Launched steps must be read before, or they would be
+        lost."""
+        assert not self._launched, "steps are in flight"
         self.scheduler.preempt()
         self.prompts.clear()
         for seat in self._seats.values():
@@ -81,8 +82,8 @@ class CudaRequestLane:
         self._seats.clear()
 
     def step(self, weights: object) -> Drawn | None:
-        """Launch what comes next, if anything can, and read what was launched before the last `lag` steps, if there is
-        any. weights: names those that the decoder holds."""
+        """Launch the next step, if there is one, and read the step launched before the last `lag` steps, if there is
+        any. weights: identifies the decoder's weights."""
         if self.scheduler.can_prefill():
             self._prefill(self.scheduler.do_prefill(), weights)
         elif unfinished := self._unfinished():
@@ -128,7 +129,7 @@ class CudaRequestLane:
         self._launch(work.sequences, seats, self._chain.first_draw(fills, torch.cat(hidden), work.sequences, seats))
 
     def _launch(self, sequences: Rows[Sequence], seats: list[Seat], drawn: Tensor) -> None:
-        """Have the draws copied to the host behind the step, and note that each seat has one more."""
+        """Have the draws copied to the host after the step, and note that each seat has one more."""
         for seat in seats:
             seat.num_drawn += 1
         done = None

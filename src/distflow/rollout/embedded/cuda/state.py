@@ -1,10 +1,8 @@
-"""The uniform numbers of `rollout/requests.py`, made on the device by the same generator, bit for bit.
+"""Per-sequence state of decode steps on the device, one slot each, and its random numbers.
 
-A slot keeps one number: the state of SplitMix64 at its next draw, made of key and position. It is an int64 that stands
-for the uint64 of the same bits, because torch has few operations on those: sums and products of two's complement
-numbers wrap alike, and a mask takes from a shift the copies of the sign.
-
-What a decode step needs of each sequence and changes, on the device: one slot for each.
+The uniform numbers are those of `rollout/requests.py`, bit for bit. A slot keeps the state of SplitMix64 at its next
+draw, computed from key and position, as the int64 with the bits of the uint64, because torch has few operations on
+uint64: sums and products in two's complement wrap alike, and a mask removes the copies of the sign from a shift.
 """
 
 from collections.abc import Sequence as Rows
@@ -45,12 +43,12 @@ def _shifted(bits: Tensor, count: int) -> Tensor:
 
 
 Laws = list[tuple[SamplingLaw, Tensor]]
-"""Each law with its rows of a batch."""
+"""The rows of a batch by their sampling parameters."""
 
 
 @dataclass(eq=False)
 class Seat:
-    """Of a sequence that runs. num_drawn: its tokens, those that the host has not read among them."""
+    """The slot and pages of a running request. num_drawn: its tokens, including those that the host has not read."""
 
     slot: int
     pages: list[int]
@@ -59,8 +57,8 @@ class Seat:
 
 class DecodeState:
     """By slot: `token`, the last one, which is the next to be fed, at `position`; `random`, the state of the generator
-    at the next draw; `tables`, the pages, `(slots, most pages of a sequence)`. All int64. The slot behind the last one
-    is that of rows without a sequence: token and position 0, in the page `TRASH`.
+    at the next draw; `tables`, the pages, `(slots, most pages of a sequence)`. All int64. The slot after the last one
+    is for rows without a sequence: token and position 0, in the page `TRASH`.
     """
 
     def __init__(self, num_slots: int, most_pages: int, vocab_size: int, device: torch.device) -> None:
@@ -68,7 +66,7 @@ class DecodeState:
         self.token, self.position, self.random = torch.zeros(3, num_slots + 1, dtype=torch.int64, device=device)
         self.tables = torch.full((num_slots + 1, most_pages), TRASH, dtype=torch.int64, device=device)
         self._vocab_size = vocab_size
-        self._seen: Tensor | None = None  # bool (slots, vocab), from the first law with a penalty on
+        self._seen: Tensor | None = None  # bool (slots, vocab), made when a penalty is first used
         self.free = list(range(num_slots - 1, -1, -1))
 
     def begin(self, sequences: Rows[Sequence], seats: Rows[Seat]) -> None:
@@ -104,7 +102,7 @@ class DecodeState:
         self._seen[slot, token] = True
 
     def draw(self, logits: Tensor, slots: Tensor, laws: Laws) -> Tensor:
-        """One token a row, from logits `(rows, vocab)`; `slots` go on behind it.
+        """One token a row, from logits `(rows, vocab)`; `slots` advance by it.
 
         Returns float64 `(4, rows)`: token ids, log-probs as in `Draws`, and 1 where the logits were finite. Nothing is
         waited for.

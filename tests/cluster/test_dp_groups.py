@@ -1,5 +1,5 @@
-"""Models that learn from each other's figures on workers of their own: columns go from team to team, and the run ends
-where one process does."""
+"""Models on workers of their own that train on each other's columns: dp groups exchange them, and the run ends as
+one process does."""
 
 import pytest
 
@@ -22,7 +22,7 @@ STEPS = (
 )
 
 
-# Nodes that come through only where a node of the other team is under way, and one that does not end well.
+# Nodes that come through only where a node of the other dp group is under way, and one that does not end well.
 NODES = """
 import os
 import signal
@@ -127,17 +127,17 @@ def test_a_critic_on_a_worker_of_its_own_ends_where_one_process_does(ground: Pla
 
 
 def test_what_does_not_wait_for_each_other_runs_at_once(ground: Playground, alone: Run) -> None:
-    """Three teams, one of which trains nothing. In turn, none of the two nodes would come to an end."""
+    """Three dp groups, one of which trains nothing. In turn, none of the two nodes would come to an end."""
     allocation = "embedded:d1|torch[actor]:d1+torch[critic]:d2+torch[ref]:d1"
-    found = run(ground, allocation, pipeline(ground, "meeting"), name="three-teams")
+    found = run(ground, allocation, pipeline(ground, "meeting"), name="three-dp-groups")
     check_as_one_process(found, alone)
 
 
-def test_a_node_that_fails_ends_the_wait_of_the_other_team(ground: Playground) -> None:
+def test_a_node_that_fails_ends_the_wait_of_the_other_dp_group(ground: Playground) -> None:
     with pytest.raises(NodeError, match="mine"):
         run(ground, "embedded:d1|torch[actor]:d1+torch[critic]:d1", pipeline(ground, "raising"), name="raising")
 
 
-def test_a_writer_that_dies_ends_the_wait_of_the_other_team_by_name(ground: Playground) -> None:
+def test_a_writer_that_dies_ends_the_wait_of_the_other_dp_group_by_name(ground: Playground) -> None:
     with pytest.raises(WorkerDied, match="worker 1 of 2, which trains, has died while the run was under way"):
         run(ground, "embedded:d1|torch[actor]:d1+torch[critic]:d1", pipeline(ground, "dying"), name="dying")

@@ -11,10 +11,10 @@ import pytest
 from distflow.observe.reading.run_reader import MetricsRecord, Timeline, read_metrics, read_spans
 from distflow.observe.report.build import report_data
 from distflow.observe.report.charts import MAX_BINS, choose_charts, histogram, histograms, set_constants_apart
-from distflow.observe.report.findings import idle_planes
+from distflow.observe.report.findings import idle_sides
 from distflow.observe.report.pipeline import pipeline_graph
 from distflow.observe.report.samples import num_problems, sample_groups, thin_samples
-from distflow.observe.report.timeline import MAX_SPANS, Z_95, StepTimeline, error_bars, read_planes, timelines, wilson
+from distflow.observe.report.timeline import MAX_SPANS, Z_95, StepTimeline, error_bars, read_activity, timelines, wilson
 from distflow.observe.writing.run_folder import RunFolder
 from tests.observe.conftest import write_asynchronous_run
 
@@ -74,7 +74,7 @@ def test_every_value_lies_in_a_bin(span: float, offset: float) -> None:
     assert len(found["bins"]) <= MAX_BINS + 1 and math.isclose(sum(found["parts"][0]["shares"]), 1.0, abs_tol=0.01)
 
 
-def test_early_and_late_answers_are_compared(tmp_path: Path) -> None:
+def test_early_and_late_responses_are_compared(tmp_path: Path) -> None:
     with RunFolder(tmp_path, 0) as run:
         for step in range(1, 31):
             errors = "down" if step == 30 else None
@@ -82,11 +82,11 @@ def test_early_and_late_answers_are_compared(tmp_path: Path) -> None:
     length, reward = histograms(tmp_path, Timeline())
     assert [(part["name"], part["number"]) for part in length["parts"]] == [("steps 1 to 3", 6), ("steps 28 to 30", 6)]
     assert length["bins"] == ["1", "2", "3", "28", "29", "30"]
-    # A verdict that failed is no reward of 0.
+    # A reward error is no reward of 0.
     assert [(part["number"], part["shares"]) for part in reward["parts"]] == [(6, [1.0, 0.0]), (4, [0.0, 1.0])]
 
 
-def test_the_staleness_of_answers_is_counted_where_any_is_stale(tmp_path: Path) -> None:
+def test_the_staleness_of_responses_is_counted_where_any_is_stale(tmp_path: Path) -> None:
     """Step 5 trains weights of version 4: tokens of version 2 are two steps behind. -1 is no version."""
     with RunFolder(tmp_path, 0) as run:
         run.samples(5, [{"versions": [4], "response_length": 1}] * 3 + [{"versions": [2, 3, 4], "response_length": 1}])
@@ -95,22 +95,22 @@ def test_the_staleness_of_answers_is_counted_where_any_is_stale(tmp_path: Path) 
     assert (stale["unit"], stale["bins"], stale["parts"][0]["shares"]) == ("steps", ["0", "2"], [0.75, 0.25])
     with RunFolder(tmp_path / "fresh", 0) as run:
         run.samples(5, [{"versions": [4], "response_length": 1}] * 3)
-    assert [figure["title"] for figure in histograms(tmp_path / "fresh", Timeline())] == ["How long are the answers?"]
+    assert [figure["title"] for figure in histograms(tmp_path / "fresh", Timeline())] == ["How long are the responses?"]
 
 
 @pytest.mark.parametrize(
     ("slow", "staleness", "decodes", "said"),
     [
-        (0.6, 4, 1.0, "generation is the slower plane"),
+        (0.6, 4, 1.0, "generation is the slower side"),
         (0.05, 4, 0.5, "a lower async.max_staleness (now 4) may do as well"),
-        (0.05, 1, 0.5, "training is the slower plane. Give it more threads (trainer.num_threads)."),
+        (0.05, 1, 0.5, "training is the slower side. Give it more threads (trainer.num_threads)."),
         (0.6, 2, 0.5, "both wait for something else"),
         (0.05, 4, 1.0, None),
         (0.6, 0, 0.5, None),
         (0.2, 4, 0.8, None),
     ],
 )
-def test_the_slower_plane_is_named(
+def test_the_slower_side_is_named(
     tmp_path: Path, slow: float, staleness: int, decodes: float, said: str | None
 ) -> None:
     with RunFolder(tmp_path, 0) as run:
@@ -125,12 +125,12 @@ def test_the_slower_plane_is_named(
         for step in range(40, 45):
             run.span("training", 1000.0 + step, 1001.0 + step, "phase", "train_step")
             run.span("training", 1000.0 + step, 1000.001 + step, "wait", f"step {step}")
-    found = idle_planes(read_planes(tmp_path), {"async": {"max_staleness": staleness}})
+    found = idle_sides(read_activity(tmp_path), {"async": {"max_staleness": staleness}})
     text = "".join(f"{finding.text} {finding.advice}" for finding in found)
     assert said in text and "over the last 10 steps" in text if said else not found
 
 
-def test_neither_plane_is_blamed_for_validations_or_for_the_time_between_two_starts(tmp_path: Path) -> None:
+def test_neither_side_is_blamed_for_validations_or_for_the_time_between_two_starts(tmp_path: Path) -> None:
     with RunFolder(tmp_path, 0) as run:
         for step in range(16):
             t = 1000.0 + 10 * step + (5000.0 if step > 13 else 0.0)
@@ -140,10 +140,10 @@ def test_neither_plane_is_blamed_for_validations_or_for_the_time_between_two_sta
             run.span("training", t + 1.0, t + 9.9, "phase", "eval")
             run.span("engine", t + 1.0, t + 9.9, "decode", "eval")
             run.span("rollout", t + 0.1, t + 0.9, "group", "complete")
-    assert idle_planes(read_planes(tmp_path), {"async": {"max_staleness": 2}}) == []
+    assert idle_sides(read_activity(tmp_path), {"async": {"max_staleness": 2}}) == []
 
 
-def test_groups_are_whole_and_a_verdict_that_failed_has_no_score() -> None:
+def test_groups_are_whole_and_a_reward_error_has_no_score() -> None:
     rows = [
         {"uid": "7-0", "prompt": "p", "response": "a", "score": 1.0, "acc": 1.0, "advantage": 0.123456789},
         {"uid": "8-0", "prompt": "q", "response": "c", "score": 0.0, "acc": 0.0},
@@ -152,12 +152,12 @@ def test_groups_are_whole_and_a_verdict_that_failed_has_no_score() -> None:
         {"prompt": "q", "response": "e"},
     ]
     groups = sample_groups(rows, 3, "train")
-    assert [(group["name"], [answer["response"] for answer in group["answers"]]) for group in groups] == [
+    assert [(group["name"], [response["response"] for response in group["responses"]]) for group in groups] == [
         ("7", ["a", "b"]),
         ("8", ["c"]),
         ("", ["d", "e"]),
     ]
-    first, failed = groups[0]["answers"]
+    first, failed = groups[0]["responses"]
     assert first["advantage"] == 0.12346 and "score" not in failed and failed["errors"] == "down"
 
 
@@ -166,7 +166,7 @@ def test_large_groups_stay_whole_with_shorter_texts(tmp_path: Path) -> None:
         for step in range(1, 5):
             run.samples(step, [{"uid": f"0-{i}", "prompt": "p", "response": "r" * 9000} for i in range(16)])
     found = thin_samples(tmp_path, Timeline(), 40_000)
-    assert [len(group["answers"]) for group in found["groups"]] == [16] * 4
+    assert [len(group["responses"]) for group in found["groups"]] == [16] * 4
     assert len(json.dumps(found)) < 60_000
 
 
@@ -209,7 +209,7 @@ def test_what_is_no_graph_is_not_drawn(tmp_path: Path, odd: object) -> None:
 
 
 def timelines_of(folder: Path, records: list[MetricsRecord]) -> list[StepTimeline]:
-    return timelines(read_planes(folder), records)
+    return timelines(read_activity(folder), records)
 
 
 def trained(step: int, end: float, seconds: float, restart: int = 0) -> MetricsRecord:
@@ -236,14 +236,14 @@ def test_the_time_line_has_what_lies_in_the_step(tmp_path: Path) -> None:
     }
 
 
-def test_the_last_steps_show_groups_by_staleness_decoding_by_version_and_what_was_published(tmp_path: Path) -> None:
+def test_the_last_steps_show_groups_by_staleness_decoding_by_version_and_weight_syncs(tmp_path: Path) -> None:
     write_asynchronous_run(tmp_path)
     with (tmp_path / "ledger.jsonl").open("a") as ledger:  # a group that began at version 1 and drew no token of it
         ledger.write('{"kind": "complete", "group_id": 7, "version": 2}\n')
     last, *_ = timelines_of(tmp_path, read_metrics(tmp_path))
     assert (last["why"], last["first"], last["last"], last["seconds"]) == ("the last steps", 3, 12, 10.5)
     assert last["steps"] == [(float(step - 2), step) for step in range(3, 12)]
-    assert last["published"] == [(float(step - 2), step) for step in range(3, 13)]
+    assert last["synced"] == [(float(step - 2), step) for step in range(3, 13)]
     assert last["paused"] == [(10.0, 10.5)]
     lanes = {lane["name"]: lane["spans"] for lane in last["lanes"]}
     assert list(lanes)[:4] == ["training", "rollout: groups", "rollout decodes: train", "rollout decodes: eval"]
@@ -258,7 +258,7 @@ def test_the_last_steps_show_groups_by_staleness_decoding_by_version_and_what_wa
     assert last["notes"] == ["The trainer waited for groups 48% of this time; the engine decoded 95% of it."]
 
 
-def test_of_several_engines_the_mean_share_is_told_and_each_has_its_lane(tmp_path: Path) -> None:
+def test_of_several_engines_the_mean_share_is_shown_and_each_has_its_lane(tmp_path: Path) -> None:
     write_asynchronous_run(tmp_path)
     spans = [json.loads(line) for line in (tmp_path / "spans/rollout.jsonl").read_text().splitlines()]
     of_another = [span for span in spans if span["what"] == "eval"]  # which decodes for validation alone

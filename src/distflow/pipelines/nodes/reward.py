@@ -1,7 +1,6 @@
-"""Nodes of the rollout loop: from a prompt to a judged, filtered group. They work on samples."""
+"""Nodes that score the samples of a group, and drop groups that cannot be trained on or would teach nothing."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 
@@ -9,69 +8,36 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from distflow.algorithms.sample_filters import TOO_FEW_VERDICTS, drop_reason
+from distflow.algorithms.sample_filters import (
+    TOO_FEW_SCORES,
+    drop_reason,
+)
 from distflow.config import Config
 from distflow.config.derived_settings import algorithm_of
 from distflow.config.keys.algorithm import AlgorithmConfig
 from distflow.config.keys.reward import OnError, on_error_of
-from distflow.data.sample import Sample, Segment
+from distflow.data.sample import Sample
 from distflow.errors import UserError
 from distflow.graph import Drop, NodeRole, node, node_factory
+from distflow.pipelines.nodes.rollout import generate
 from distflow.registry import ESTIMATORS, WHOLE_SCORE
 from distflow.rewards.router import RewardRouter
 from distflow.rewards.score import ACC, Score
-from distflow.rollout.engine import GenerateRequest, RolloutEngine
+from distflow.rollout.engine import RolloutEngine
 from distflow.runtime.context import NodeContext
 from distflow.runtime.group import Group
 
-ANSWER_FIELDS = ("responses", "response_ids", "response_mask", "versions", "finish_reason", "truncated", "valid")
-SAMPLED_FIELDS = (*ANSWER_FIELDS, "rollout_log_probs", "sampling_log_probs")
-NO_DOMAINS: Mapping[str, tuple[int, OnError]] = MappingProxyType({})
 SCORED_FIELDS = ("scores", "acc", "valid", "reward_parts", "reward_extra", "reward_errors")
-
-
-@node(writes=SAMPLED_FIELDS, role=NodeRole.ROLLOUT, scope="group")
-async def generate(group: Group, rollout: RolloutEngine, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
-    """Answer the group's prompt: one sample for each index that the group wants."""
-    prompt_ids = tuple(group.row.prompt_ids)
-    result = await rollout.generate(GenerateRequest(prompt_ids, group.wanted, group.params, group.stream))
-    return [
-        group.sample(
-            made.sample,
-            Segment(
-                "policy",
-                tuple(made.token_ids),
-                tuple(made.rollout_log_probs),
-                tuple(made.sampling_log_probs),
-                tuple(made.versions),
-            ),
-            str(tokenizer.decode(made.token_ids, skip_special_tokens=True)),
-            made.finish_reason,
-        )
-        for made in result.generations
-    ]
-
-
-@node(writes=ANSWER_FIELDS, scope="group")
-async def load_responses(group: Group, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
-    """The data set's own answers in place of sampled ones (supervised fine-tuning).
-
-    The text of a conversation keeps its special tokens: they tell where whose turn begins.
-    """
-    assert group.row.response_ids is not None, "the data of a pipeline that learns answers have them"
-    is_plain = group.row.turns is None
-    text = str(tokenizer.decode(list(group.row.response_ids), skip_special_tokens=is_plain))
-    sample = group.sample(0, None, text, "stop")
-    return [replace(sample, segments=[*sample.segments, *group.row.answer(group.prompt_group.version)])]
+NO_DOMAINS: Mapping[str, tuple[int, OnError]] = MappingProxyType({})
 
 
 @node_factory
 @node(role=NodeRole.REWARD, writes=SCORED_FIELDS)
 def compute_reward(config: Config) -> Callable[..., object]:
-    """Judge each sample as its group completes, by the functions of its domain.
+    """Score each sample as its group completes, by the reward functions of its domain.
 
-    An estimator that compares samples needs two with a verdict; a group with fewer is dropped, as is one with any
-    fewer where `reward.on_error` says so.
+    An estimator that compares samples needs two scores; a group with fewer is dropped. So is one with any reward error
+    where `reward.on_error` says so.
     """
     own = {
         name: (_min_valid(algorithm_of(config, name)), on_error_of(config.reward, name))
@@ -95,30 +61,30 @@ async def reward_samples(
     on_error: OnError = "mask",
     domains: Mapping[str, tuple[int, OnError]] = NO_DOMAINS,
 ) -> dict[str, list[object]] | Drop:
-    """A sample without a verdict is invalid, never a 0, or has the score that `on_error` gives it.
+    """A sample with a reward error is invalid, never a 0, or has the score that `on_error` gives it.
 
     domains: `min_valid` and `on_error` by domain, where they may differ.
     """
-    judgements = await reward_fn(samples)
-    reward_results = [judgement.reward_result for judgement in judgements]
+    outcomes = await reward_fn(samples)
+    reward_results = [outcome.reward_result for outcome in outcomes]
     failed = [reward_result for reward_result in reward_results if not isinstance(reward_result, Score)]
     min_valid, on_error = domains.get(samples[0].domain, (min_valid, on_error))
-    given = on_error if isinstance(on_error, float) and not ctx.validating else None
-    if failed and given is None and not ctx.validating:
+    substitute = on_error if isinstance(on_error, float) and not ctx.validating else None
+    if failed and substitute is None and not ctx.validating:
         too_few = len(samples) > 1 and len(samples) - len(failed) < min_valid
         if too_few or on_error == "drop":
-            return Drop(TOO_FEW_VERDICTS, str(failed[0]))
+            return Drop(TOO_FEW_SCORES, str(failed[0]))
     return {
         "scores": [
-            reward_result.value if isinstance(reward_result, Score) else given or 0.0
+            reward_result.value if isinstance(reward_result, Score) else substitute or 0.0
             for reward_result in reward_results
         ],
-        "acc": [judgement.accuracy for judgement in judgements],
-        "valid": [isinstance(reward_result, Score) or given is not None for reward_result in reward_results],
-        "reward_parts": [judgement.scores() for judgement in judgements],
+        "acc": [outcome.accuracy for outcome in outcomes],
+        "valid": [isinstance(reward_result, Score) or substitute is not None for reward_result in reward_results],
+        "reward_parts": [outcome.scores() for outcome in outcomes],
         "reward_extra": [
-            reward_result.extra if isinstance(reward_result, Score) else judgement.remarks()
-            for reward_result, judgement in zip(reward_results, judgements, strict=True)
+            reward_result.extra if isinstance(reward_result, Score) else outcome.remarks()
+            for reward_result, outcome in zip(reward_results, outcomes, strict=True)
         ],
         "reward_errors": [
             None if isinstance(reward_result, Score) else str(reward_result) for reward_result in reward_results
@@ -135,17 +101,17 @@ async def greedy_baseline(
     *,
     wanted: Mapping[str | None, bool] | None = None,
 ) -> Tensor | Drop:
-    """Score of one greedy answer to the group's prompt (ReMax, arXiv:2310.10505).
+    """Score of one greedy response to the group's prompt (ReMax, arXiv:2310.10505).
 
-    No REWARD node: it serves the advantage, and a validation has no use for it. wanted: by domain, None for the others,
-    whether its estimator reads it; else it is 0 and nobody answers. None is everywhere.
+    No REWARD node: the advantage needs it, validation does not. wanted: by domain, None for the others, whether its
+    estimator reads it; else it is 0 and nothing is generated. None is everywhere.
     """
     if wanted is not None and not wanted.get(group.row.domain, wanted[None]):
         return torch.zeros(len(group.samples))
-    (judgement,) = await reward_fn(await generate(group.greedy(), rollout, tokenizer))
-    if not isinstance(judgement.reward_result, Score):  # a fault is never a baseline of 0
-        return Drop(TOO_FEW_VERDICTS, str(judgement.reward_result))
-    return torch.full((len(group.samples),), judgement.reward_result.value)
+    (outcome,) = await reward_fn(await generate(group.greedy(), rollout, tokenizer))
+    if not isinstance(outcome.reward_result, Score):  # an error is never a baseline of 0
+        return Drop(TOO_FEW_SCORES, str(outcome.reward_result))
+    return torch.full((len(group.samples),), outcome.reward_result.value)
 
 
 @node(role=NodeRole.DYNAMIC_SAMPLING, writes=())
@@ -164,8 +130,8 @@ def dynamic_sampling(
     replaced.
 
     metric: `acc` is that accuracy; `score` (or `seq_reward`) the whole score, penalties too; else a part of the reward.
-    Of a sample with an error only the score that it was given counts, where it was. unfiltered: domains whose groups
-    are kept.
+    A sample with a reward error counts only with the whole score that `on_error` gave it. unfiltered: domains whose
+    groups are kept.
     """
     if domain and domain[0] in unfiltered:
         return None

@@ -1,4 +1,4 @@
-"""Domains, filters by verdict, and what verifiers said, in a real Chromium; with hostile text in every place."""
+"""Domains, filters by reward result, remarks of reward functions, in a real Chromium; hostile text in every place."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -56,7 +56,7 @@ def _group(prompt_group: int, domain: str) -> list[dict[str, Any]]:
     rows = [
         {"score": 0.0, "reward_parts": {part: 0.0}, "extra": SAID[domain]},
         {"score": 0.0, "errors": f"judge: {IMAGE}" if domain == "math" else None},
-        {"score": 0.0, "errors": "no verdict within 10 s" if domain == "ifeval" else None},
+        {"score": 0.0, "errors": "no score within 10 s" if domain == "ifeval" else None},
         {"score": 1.0, "masked": 1.0 if domain == "code" else 0.0},
         {"score": 1.0, "reward_parts": {"code": 1.0}, "extra": ODD},
     ]
@@ -85,7 +85,7 @@ def show(browser: Any, tmp_path: Path) -> Callable[..., list[str]]:
     return show
 
 
-def test_groups_are_filtered_by_domain_and_by_what_became_of_an_answer(show: Callable[..., list[str]]) -> None:
+def test_groups_are_filtered_by_domain_and_by_what_became_of_a_response(show: Callable[..., list[str]]) -> None:
     domains = sorted(SAID)
     assert sorted(show(domain=str(domains.index("math")))) == ["prompt 11", "prompt 21", "prompt 90"]
     assert sorted(show(which="error")) == ["prompt 11", "prompt 21", "prompt 90"]
@@ -96,7 +96,7 @@ def test_groups_are_filtered_by_domain_and_by_what_became_of_an_answer(show: Cal
     assert show(domain=str(domains.index("code")), which="masked", step="train 2") == ["prompt 20"]
     # Programs, printed text and errors are searched too.
     assert sorted(show(text="RETURN A - B")) == ["prompt 10", "prompt 20"]
-    assert sorted(show(text="no verdict within")) == ["prompt 12", "prompt 22"]
+    assert sorted(show(text="no score within")) == ["prompt 12", "prompt 22"]
     assert show(low="0.9") == []
 
 
@@ -106,13 +106,13 @@ def test_what_verifiers_said_is_readable_and_stays_text(show: Callable[..., list
     browser.script(opened)
     browser.script("document.querySelectorAll('details.program').forEach((d) => { d.open = true; })")
     text = browser.script("document.querySelector('#samples').innerText")
-    for told in (
+    for text_shown in (
         "assert add(1, 2) == 3", "it returned -1", "it printed", "the program, 2 lines", PROGRAM, "sandboxfloor",
         "took0.021 s", "no answer was found", "compared with", "punctuation:no_comma", "not followed", "too\nshort",
-        "out of time: no verdict within 10 s", f"no verdict: judge: {IMAGE}", "left out of the loss",
+        "out of time: no score within 10 s", f"reward error: judge: {IMAGE}", "left out of the loss",
         f"dropped: {IMAGE}", "constructorc", "__proto__1",
     ):  # fmt: skip
-        assert told in text.replace("\xa0", " "), told
+        assert text_shown in text.replace("\xa0", " "), text_shown
     pipeline = browser.script("getComputedStyle(document.querySelector('details.program .text')).whiteSpace")
     assert pipeline == "pre-wrap", "line breaks are seen"
     assert "U+202E" in text and browser.script("document.documentElement.dataset.hacked") is None
@@ -146,7 +146,7 @@ def test_nothing_is_wider_than_the_window_and_programs_open_by_keyboard(
     press(browser)
     assert browser.script("document.querySelector('details.program').open")
     assert browser.script("document.documentElement.scrollWidth") <= width
-    boxes = "[...document.querySelectorAll('.told, .one')].every((b) => b.scrollWidth <= b.clientWidth + 1)"
+    boxes = "[...document.querySelectorAll('.remarks, .one')].every((b) => b.scrollWidth <= b.clientWidth + 1)"
     assert browser.script(boxes)
 
 
@@ -168,5 +168,5 @@ def test_of_a_large_run_the_page_says_what_is_here(browser: Any, tmp_path: Path)
                                for g in range(40) for i in range(4)])  # fmt: skip
     browser.open(write_report(tmp_path / "run").as_uri())
     lead = browser.script("document.querySelector('#samples .lead').textContent")
-    assert "of the 1,600 groups (6,400 answers) in 40 of the 60 sample files, evenly chosen" in lead
+    assert "of the 1,600 groups (6,400 responses) in 40 of the 60 sample files, evenly chosen" in lead
     assert "Filters see these alone; the folder samples holds all." in lead

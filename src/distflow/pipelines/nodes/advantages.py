@@ -1,5 +1,5 @@
-"""Nodes that scale, normalise and bound what an estimator is given and what it gives (AReaL, ROLL), and that leave
-samples out of the loss or weigh them."""
+"""Nodes from scores to advantages: KL penalty, estimator, normalising and clipping (AReaL, ROLL); and nodes that
+leave samples out of the loss, weigh them, or select tokens."""
 
 from collections.abc import Callable
 from functools import partial
@@ -8,8 +8,11 @@ import torch
 from torch import Tensor
 
 from distflow.algorithms.advantages.group_statistics import on_last_token, sample_scores
+from distflow.algorithms.kl import KLMean, make_kl_controller
+from distflow.algorithms.kl import apply_kl_penalty as penalise
 from distflow.algorithms.masked_reductions import masked_whiten
 from distflow.algorithms.normalization import Moments, Normalization
+from distflow.algorithms.registry import check_choices, check_options, find_adv_est, find_policy_loss
 from distflow.algorithms.sample_filters import (
     Band,
     difficulty_weights,
@@ -20,8 +23,10 @@ from distflow.algorithms.sample_filters import (
 )
 from distflow.config import Config
 from distflow.config.compose.key_usage import plain
+from distflow.config.derived_settings import find_estimator
 from distflow.config.keys.algorithm import AlgorithmConfig, NormConfig, is_on
-from distflow.graph import NodeOutput, node, node_factory
+from distflow.config.per_domain import reward_functions
+from distflow.graph import NodeOutput, NodeRole, node, node_factory
 from distflow.pipelines.nodes.by_domain import by_domain
 from distflow.rewards.score import RIGHT
 from distflow.runtime.context import NodeContext
@@ -74,9 +79,10 @@ def masked_samples(
     difficulty_mask: Band | None,
     mask_long_errors: int | None = None,
 ) -> NodeOutput:
-    """They stay in the baselines and means of their group. `sample_mask/*`: the share of valid samples left out.
+    """Masked samples stay in the baselines and means of their group. `sample_mask/*`: the share of valid samples left
+    out.
 
-    mask_long_errors: tokens of the policy from which on an answer that is not right is left out (ROLL's
+    mask_long_errors: number of policy tokens from which on an incorrect response is left out (ROLL's
     `error_max_len_threshold`).
     """
     valid = valid.bool()
@@ -96,7 +102,7 @@ def masked_samples(
 @node(writes="token_level_rewards")
 def normalize_rewards(config: Config) -> Callable[..., object]:
     """Scores of samples shifted by `algorithm.reward_shift`, multiplied by `reward_scale` and normalised by
-    `reward_norm`; a KL is taken off them afterwards."""
+    `reward_norm`; a KL penalty is subtracted afterwards."""
     return by_domain(config, _normalize_rewards, changes_rewards)
 
 
@@ -122,7 +128,7 @@ def normalized_rewards(
 ) -> NodeOutput:
     """One reward a sample, on its last policy token: float32 `(bs, response_length)`.
 
-    Running moments are the node's state, so that a resumed run goes on with them.
+    Running moments are the node's state, so that a resumed run continues with them.
     """
     scores = (sample_scores(token_level_scores, response_mask)[:, None] + shift) * scale
     moments, metrics = None, dict[str, float]()
@@ -156,6 +162,65 @@ def clipped_rewards(token_level_rewards: Tensor, response_mask: Tensor, valid: T
 
 
 @node_factory
+@node(role=NodeRole.REWARD, writes="token_level_rewards")
+def apply_kl_penalty(config: Config) -> Callable[..., object]:
+    """Rewards less the KL to the reference, by a coefficient that may adapt (arXiv:1909.08593)."""
+    return by_domain(config, _apply_kl_penalty, lambda algorithm: algorithm.use_kl_in_reward)
+
+
+def _apply_kl_penalty(config: Config) -> Callable[..., object]:
+    control, adapts = config.algorithm.kl_ctrl, config.algorithm.kl_ctrl.type == "adaptive"
+    return partial(
+        subtract_kl,
+        kl_penalty=config.algorithm.kl_penalty,
+        control=control.type,
+        kl_coef=control.kl_coef,
+        target_kl=control.target_kl if adapts else None,
+        horizon=control.horizon if adapts else None,
+        mean=control.mean,  # type: ignore[arg-type]  # the config checks it
+    )
+
+
+@node(writes="token_level_rewards", role=NodeRole.REWARD)
+def subtract_kl(
+    token_level_rewards: Tensor,
+    old_log_probs: Tensor,
+    ref_log_prob: Tensor,
+    response_mask: Tensor,
+    valid: Tensor,
+    ctx: NodeContext,
+    reduce: Collective,
+    *,
+    kl_penalty: str,
+    control: str,
+    kl_coef: float,
+    target_kl: float | None,
+    horizon: int | None,
+    mean: KLMean,
+) -> NodeOutput:
+    """`token_level_rewards`; the coefficient is the node's state, so that a resumed run continues with it."""
+    controller = make_kl_controller(control, kl_coef, target_kl, horizon)
+    if ctx.state:
+        controller.load(ctx.state)
+    coefficient = controller.value
+    rewards, kl = penalise(
+        token_level_rewards,
+        old_log_probs,
+        ref_log_prob,
+        response_mask,
+        valid,
+        kl_coef=coefficient,
+        kl_penalty=kl_penalty,
+        mean=mean,
+        reduce=reduce,
+    )
+    controller.update(kl, int(reduce.sum(float(len(valid)))))
+    ctx.state.update(controller.state())
+    metrics = {"actor/reward_kl_penalty": kl, "actor/kl_coef": coefficient}
+    return NodeOutput({"token_level_rewards": rewards}, metrics)
+
+
+@node_factory
 @node(writes="token_level_rewards")
 def whiten_rewards(config: Config) -> Callable[..., object]:
     """Rewards of tokens by `algorithm.whiten_rewards`."""
@@ -171,9 +236,40 @@ def whitened_rewards(token_level_rewards: Tensor, response_mask: Tensor, valid: 
 
 
 @node_factory
+@node(role=NodeRole.ADVANTAGE)
+def compute_advantage(config: Config) -> Callable[..., object]:
+    """The estimator of `algorithm.adv_estimator`. Options that are no key of `algorithm` come from its kwargs,
+    but for `reward_weights`, which come from `reward.functions`, and `whiten`, which is off where `adv_norm` is on.
+    """
+    return by_domain(config, _compute_advantage, lambda algorithm: True)
+
+
+def _compute_advantage(config: Config) -> Callable[..., object]:
+    settings, estimator = config.algorithm, find_adv_est(config.algorithm.adv_estimator)
+    known = find_estimator(config)
+    if known and known.needs_group and config.actor_rollout_ref.rollout.n == 1:
+        assert settings.allow_group_of_one, "the config's rules see to it"
+    kwargs = settings.adv_estimator_kwargs
+    free = [name for name in estimator.options if name not in dir(settings)]
+    what = f"estimator '{estimator.name}' (algorithm.adv_estimator_kwargs)"
+    check_options(what, kwargs, free)
+    check_choices(what, estimator.fn, kwargs)
+    derived: dict[str, object] = {}
+    if "reward_weights" in estimator.options:
+        functions = reward_functions(config)
+        derived["reward_weights"] = {
+            domain: {part.name: part.weight for part in parts} for domain, parts in functions.items()
+        }
+    if "whiten" in estimator.options and is_on(settings.adv_norm):
+        derived["whiten"] = False
+    options = {**derived, **kwargs}
+    return partial(estimator.fn, **options) if options else estimator.fn
+
+
+@node_factory
 @node(writes="advantages")
 def normalize_advantages(config: Config) -> Callable[..., object]:
-    """Advantages of tokens, by `algorithm.adv_norm`; the returns that a critic learns stay as they are."""
+    """Advantages of tokens, by `algorithm.adv_norm`; the critic's returns are unchanged."""
     return by_domain(config, _normalize_advantages, lambda algorithm: is_on(algorithm.adv_norm))
 
 
@@ -240,13 +336,24 @@ def weighed_samples(
     difficulty: Band | None,
     length: Band | None,
 ) -> Tensor:
-    """Their weights have the mean 1 over the valid samples: float32 `(bs, response_length)`."""
+    """The weights have the mean 1 over the valid samples: float32 `(bs, response_length)`."""
     weights = torch.ones(len(valid), dtype=torch.float64)
     if difficulty is not None:
         weights = weights * difficulty_weights(share_right(acc, group_index, valid), difficulty)
     if length is not None:
         weights = weights * length_weights((response_mask > 0).sum(dim=-1), valid, length, reduce)
     return (advantages.double() * with_mean_one(weights, valid, reduce)[:, None]).float()
+
+
+@node_factory
+@node(role=NodeRole.ACTOR, writes="selected_tokens")
+def select_tokens(config: Config) -> Callable[..., object]:
+    """The tokens that the policy loss selects, over the whole step before its first update."""
+    actor = config.actor_rollout_ref.actor
+    loss = find_policy_loss(actor.policy_loss)
+    assert loss.selects is not None
+    options = loss.for_selection(actor.policy_loss_kwargs)
+    return partial(loss.selects, **options) if options else loss.selects
 
 
 def _normalization(norm: NormConfig) -> Normalization:

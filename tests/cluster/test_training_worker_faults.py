@@ -50,7 +50,7 @@ def test_a_killed_worker_is_named_and_the_resume_ends_where_an_undisturbed_run_d
     ground: Playground, whole: Run, plan: Callable[..., None], layout: tuple[str, ...], fault: Fault, says: str
 ) -> None:
     plan(fault)
-    died = rf"worker {fault.rank} of \d, .* has died while the run was under way.*{says}.* goes on from step-"
+    died = rf"worker {fault.rank} of \d, .* has died while the run was under way.*{says}.* resumes from step-"
     with pytest.raises(WorkerDied, match=died):
         start(ground, layout, fault.point)
     wait_until(lambda: not workers(), "no worker is left")
@@ -68,7 +68,7 @@ def test_a_disk_that_is_full_for_one_of_two_is_told_and_what_was_saved_before_is
     ground: Playground, whole: Run, plan: Callable[..., None]
 ) -> None:
     plan(Fault("checkpoint.part rank_1", rank=1, call=2, action="full"))
-    with pytest.raises(CheckpointError, match=r"step 2 could not be written .* the disk is full\. Those before"):
+    with pytest.raises(CheckpointError, match=r"step 2 could not be written .* the disk is full\. Earlier ones"):
         start(ground, TOGETHER, "full")
     wait_until(lambda: not workers(), "no worker is left")
     assert [path.name for path in (ground.folder / "full" / "checkpoints").glob("step-*")] == ["step-000001"]
@@ -81,7 +81,7 @@ def test_a_worker_that_does_not_come_is_named_with_its_step_and_phase(
     plan(Fault("train.update", rank=1, call=3, action="sleep"))
     _, spec = ground.spec("grpo", *TOGETHER, *STEPS, "trainer.peers_timeout_s=8", name="hangs")
     with pytest.raises(
-        WorkerHangs, match=r"worker 1 is in step 3, phase 'train_step', .* 8 s .* goes on from step-000002"
+        WorkerHangs, match=r"worker 1 is in step 3, phase 'train_step', .* 8 s .* resumes from step-000002"
     ):
         launch_ray(spec)
     assert "_strike" in (ground.folder / "hangs" / "stacks.txt").read_text()

@@ -1,4 +1,4 @@
-"""Programs of several parts over a real Ray: who runs what, and that the parts end where one process does."""
+"""Pipelines of several parts over a real Ray: who runs what, and that the parts end where one process does."""
 
 import json
 from collections.abc import Sequence

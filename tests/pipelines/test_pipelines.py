@@ -110,7 +110,7 @@ def test_the_parts_of_gdpo_have_the_weights_of_the_reward_functions() -> None:
     assert options["reward_weights"] == {"default": {"math": 1.0, "format": 0.2}, "code": {"exact_match": 1.0}}
 
 
-def test_dapo_filters_in_the_experience_plane() -> None:
+def test_dapo_filters_in_the_rollout_loop() -> None:
     rollout_nodes = [node.node_id for node in bind(config("dapo")).rollout_nodes]
     assert rollout_nodes[:3] == ["rollout_actor", "function_reward", "dynamic_sampling"]
 
@@ -136,7 +136,7 @@ def test_the_estimator_brings_its_own_fields() -> None:
     assert node.contract.scope == "group"
 
 
-def test_a_program_in_yaml() -> None:
+def test_a_pipeline_in_yaml() -> None:
     nodes = (
         "[{id: answer, type: MODEL_INFERENCE, role: ROLLOUT, func: 'distflow.pipelines.nodes:generate'},"
         "{id: judge, role: REWARD, func: 'distflow.pipelines.nodes:compute_reward', deps: [answer]},"
@@ -166,7 +166,7 @@ def test_a_custom_function_must_return_a_graph() -> None:
         select_pipeline(config("grpo", "~dag.pipeline", "dag.custom_pipeline_fn='os:getcwd'"))
 
 
-def test_several_graphs_are_one_program_of_several_parts(tmp_path: Path) -> None:
+def test_several_graphs_are_one_pipeline_of_several_parts(tmp_path: Path) -> None:
     file = tmp_path / "pipe.py"
     file.write_text("from distflow.pipelines.sft import sft_pipeline\ndef prog(): return [sft_pipeline()]\n")
     with pytest.raises(UserError, match="returned list; .*: add the nodes of all to one graph; parts of it that have"):

@@ -1,17 +1,17 @@
-// What verifiers said of an answer, a box for each part of the reward. All of it is text of a model, a row or a program.
+// What reward functions reported on a response, a box for each part of the reward. All of it is text of a model, a row or a program.
 
 const NEARLY_RIGHT = 1 - 1e-6;
 
-// null where nobody says.
-function isRight(answer) {
-  const right = answer.failure ? null : answer.acc ?? answer.score;
+// null if it is unknown.
+function isRight(response) {
+  const right = response.failure ? null : response.acc ?? response.score;
   return typeof right === "number" ? right >= NEARLY_RIGHT : null;
 }
 
 const isObject = (value) => value !== null && typeof value === "object" && !Array.isArray(value);
 const named = (name, ...nodes) => el("div", { class: "named" }, el("h5", {}, name), ...nodes);
 
-// How remarks of the built-in verifiers are shown; each gives null for what it does not know, which is then shown as it is.
+// How remarks of the built-in reward functions are shown; each gives null for what it does not know, which is then shown as it is.
 const REMARKS = {
   failed: (cases) => !Array.isArray(cases) || !cases.every((one) => isObject(one) && "case" in one) ? null
     : cases.length === 0 ? el("p", { class: "kept" }, "all cases passed")
@@ -45,10 +45,10 @@ function remark(part, said) {
     if (node) nodes.push(node);
     else if (said[key] !== null) figures.push(figure ?? [key, typeof said[key] === "object" ? JSON.stringify(said[key]) : number(said[key])]);
   }
-  if ("failed" in said && said.program === null) nodes.unshift(el("p", { class: "broken" }, "no program was found in the answer"));
-  return el("div", { class: "told" }, el("h5", { class: "part" }, inert(part)), ...nodes,
+  if ("failed" in said && said.program === null) nodes.unshift(el("p", { class: "broken" }, "no program was found in the response"));
+  return el("div", { class: "remarks" }, el("h5", { class: "part" }, inert(part)), ...nodes,
     ...(figures.length ? [facts(figures, true)] : []));
 }
 
-const remarks = (answer) => Object.entries(answer.told ?? {}).filter(([, said]) => isObject(said))
+const remarks = (response) => Object.entries(response.remarks ?? {}).filter(([, said]) => isObject(said))
   .map(([part, said]) => remark(part, said));

@@ -1,0 +1,178 @@
+"""Nodes that weigh or reject tokens by the mismatch between rollout engine and trainer."""
+
+from collections.abc import Callable
+from functools import partial
+
+from torch import Tensor
+
+from distflow.algorithms.mismatch import Tolerance, causes
+from distflow.algorithms.registry import is_decoupled
+from distflow.algorithms.rollout_correction import (
+    Bounds,
+    Level,
+    Mode,
+    compute_rejection_mask,
+    compute_rollout_weights,
+    mismatch_statistics,
+)
+from distflow.config import Config
+from distflow.config.keys.algorithm import spread
+from distflow.graph import NodeOutput, NodeRole, node, node_factory
+from distflow.pipelines.nodes.objectives import DRIFT_CORRECTION
+from distflow.runtime.context import NodeContext
+from distflow.training.collective import Collective
+
+
+@node_factory
+@node(role=NodeRole.ACTOR, writes="rollout_is_weights")
+def correct_mismatch(config: Config) -> Callable[..., object]:
+    """Importance weights for the mismatch between the rollout engine's policy and the trainer's before the update."""
+    settings = config.algorithm.rollout_correction
+    options: dict[str, object] = {"level": settings.level, "mode": settings.mode, "cap": settings.cap}
+    return partial(
+        weigh_proximal if is_decoupled(config.actor_rollout_ref.actor.policy_loss) else weigh_mismatch,
+        **options,  # type: ignore[arg-type]  # the config checks them
+        floor=settings.floor,
+        batch_normalize=settings.rollout_is_batch_normalize,
+    )
+
+
+@node(writes="rollout_is_weights", role=NodeRole.ACTOR)
+def weigh_mismatch(
+    old_log_probs: Tensor,
+    rollout_log_probs: Tensor,
+    loss_mask: Tensor,
+    reduce: Collective,
+    *,
+    level: Level,
+    mode: Mode,
+    cap: float,
+    floor: float | None,
+    batch_normalize: bool,
+) -> NodeOutput:
+    """`rollout_is_weights`, `(bs, response_length)`; see `compute_rollout_weights`."""
+    weights, statistics = compute_rollout_weights(
+        old_log_probs,
+        rollout_log_probs,
+        loss_mask,
+        level=level,
+        mode=mode,
+        cap=cap,
+        floor=floor,
+        batch_normalize=batch_normalize,
+        reduce=reduce,
+    )
+    return NodeOutput({"rollout_is_weights": weights}, {f"rollout_corr/{k}": v for k, v in statistics.items()})
+
+
+@node(writes="rollout_is_weights", role=NodeRole.ACTOR)
+def weigh_proximal(
+    prox_log_probs: Tensor,
+    rollout_log_probs: Tensor,
+    loss_mask: Tensor,
+    reduce: Collective,
+    *,
+    level: Level,
+    mode: Mode,
+    cap: float,
+    floor: float | None,
+    batch_normalize: bool,
+) -> NodeOutput:
+    """The same for decoupled PPO, which uses the proximal log-probs."""
+    options = {"level": level, "mode": mode, "cap": cap, "floor": floor, "batch_normalize": batch_normalize}
+    return weigh_mismatch(prox_log_probs, rollout_log_probs, loss_mask, reduce, **options)  # type: ignore[arg-type]  # passed on
+
+
+@node_factory
+@node(role=NodeRole.ACTOR, writes="rollout_is_weights")
+def correct_drift(config: Config) -> Callable[..., object]:
+    """Importance weights from the first step on in which rollout engine and trainer have drifted apart."""
+    exact = config.actor_rollout_ref.model.dtype == "float32"
+    return partial(weigh_after_drift, limit=Tolerance.of(exact).mean)
+
+
+@node(writes="rollout_is_weights", role=NodeRole.ACTOR)
+def weigh_after_drift(
+    old_log_probs: Tensor,
+    rollout_log_probs: Tensor,
+    response_mask: Tensor,
+    loss_mask: Tensor,
+    versions: Tensor,
+    reduce: Collective,
+    ctx: NodeContext,
+    *,
+    limit: float,
+) -> NodeOutput | None:
+    """Nothing until the mean |Δ log-prob| of a step is above `limit`; then weights of tokens, truncated at 2.
+
+    Only tokens of the trainer's own version are measured: others differ by staleness, which is no drift.
+    """
+    if not ctx.state.get("on"):
+        same_version = causes(versions, response_mask, ctx.step)["same_version"]
+        ctx.state["on"] = has_drifted(old_log_probs, rollout_log_probs, same_version, limit, reduce)
+    if not ctx.state["on"]:
+        return None
+    weights, statistics = drift_weights(old_log_probs, rollout_log_probs, loss_mask, reduce)
+    return NodeOutput({"rollout_is_weights": weights}, statistics)
+
+
+def has_drifted(trainer: Tensor, rollout: Tensor, mask: Tensor, limit: float, reduce: Collective) -> bool:
+    """Whether the mean |Δ log-prob| of the tokens under the mask is above `limit`, over all ranks."""
+    return mismatch_statistics(trainer, rollout, mask, reduce)["mean_abs"] > limit
+
+
+def drift_weights(
+    trainer: Tensor, rollout: Tensor, loss_mask: Tensor, reduce: Collective
+) -> tuple[Tensor, dict[str, float]]:
+    """The weights that are switched on once the two have drifted apart, and their statistics as metrics."""
+    weights, statistics = compute_rollout_weights(
+        trainer,
+        rollout,
+        loss_mask,
+        level=DRIFT_CORRECTION.level,
+        mode=DRIFT_CORRECTION.mode,
+        cap=DRIFT_CORRECTION.cap,
+        reduce=reduce,
+    )
+    return weights, {f"rollout_corr/{k}": v for k, v in statistics.items()}
+
+
+@node_factory
+@node(role=NodeRole.ACTOR, writes="loss_mask")
+def reject_mismatch(config: Config) -> Callable[..., object]:
+    """Leave out of the loss tokens and sequences with a large mismatch between rollout engine and trainer."""
+    settings = config.algorithm.rollout_correction
+    bounds = spread(settings.rollout_rs_threshold, len(settings.rollout_rs))
+    decoupled = is_decoupled(config.actor_rollout_ref.actor.policy_loss)
+    return partial(mask_proximal if decoupled else mask_mismatch, rollout_rs=settings.rollout_rs, bounds=bounds)
+
+
+@node(writes="loss_mask", role=NodeRole.ACTOR)
+def mask_mismatch(
+    old_log_probs: Tensor,
+    rollout_log_probs: Tensor,
+    loss_mask: Tensor,
+    reduce: Collective,
+    *,
+    rollout_rs: tuple[str, ...],
+    bounds: tuple[Bounds, ...],
+) -> NodeOutput:
+    """`loss_mask` less what is rejected; see `compute_rejection_mask`."""
+    mask, statistics = compute_rejection_mask(
+        old_log_probs, rollout_log_probs, loss_mask, rollout_rs=rollout_rs, bounds=bounds, reduce=reduce
+    )
+    return NodeOutput({"loss_mask": mask}, {f"rejection/{k}": v for k, v in statistics.items()})
+
+
+@node(writes="loss_mask", role=NodeRole.ACTOR)
+def mask_proximal(
+    prox_log_probs: Tensor,
+    rollout_log_probs: Tensor,
+    loss_mask: Tensor,
+    reduce: Collective,
+    *,
+    rollout_rs: tuple[str, ...],
+    bounds: tuple[Bounds, ...],
+) -> NodeOutput:
+    """The same for decoupled PPO, which uses the proximal log-probs."""
+    return mask_mismatch(prox_log_probs, rollout_log_probs, loss_mask, reduce, rollout_rs=rollout_rs, bounds=bounds)
