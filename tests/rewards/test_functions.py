@@ -34,7 +34,7 @@ def test_a_function_gets_by_name_what_it_takes(tmp_path, parameters, seen):
 
 @pytest.mark.parametrize("parameters", ["", "batch", "solution_str, reference", "batch, config, **kwargs"])
 def test_a_function_of_another_signature_is_refused(tmp_path, parameters):
-    with pytest.raises(ValueError, match="a reward takes some of"):
+    with pytest.raises(ValueError, match="a reward function takes some of"):
         load(tmp_path, f"def compute_score({parameters}): return 0.0")
 
 
