@@ -34,6 +34,7 @@ RETIRED: dict[str, tuple[str, tuple[str, ...]]] = {
         (
             *SANDBOX,
             "docs/rewards.md",
+            "docs/migrating.md",
             "docs/rlvr.md",
             "docs/observe.md",
             "src/distflow/data",

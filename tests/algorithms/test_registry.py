@@ -181,14 +181,14 @@ def test_an_option_without_a_default_must_be_given() -> None:
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("dro", {"beta": "much"}, "option 'beta' of policy loss 'dro' is 'much', not a number"),
-        ("dro", {"beta": None}, "is null, not a number"),
-        ("dro", {"beta": True}, "is true, not a number"),
-        ("cispo", {"clip_below": "false"}, "is 'false', not true or false"),
-        ("topr", {"ratio_level": "batch"}, "not 'token' or 'sequence'"),
-        ("decoupled", {"behav_imp_weight_mode": 3}, "not 'mask' or 'clamp'"),
+        ("dro", {"beta": "much"}, "option 'beta' of policy loss 'dro' is 'much', not of type float"),
+        ("dro", {"beta": None}, "is null, not of type float"),
+        ("dro", {"beta": True}, "is true, not of type float"),
+        ("cispo", {"clip_below": "false"}, "is 'false', not of type bool"),
+        ("topr", {"ratio_level": "batch"}, "not of type 'token' . 'sequence'"),
+        ("decoupled", {"behav_imp_weight_mode": 3}, "not of type 'mask' . 'clamp'"),
         ("decoupled", {"rejection_sampling": "token"}, "rejection_sampling is a mapping"),
-        ("clip_cov", {"clip_cov_lb": "low"}, "is 'low', not a number"),
+        ("clip_cov", {"clip_cov_lb": "low"}, "is 'low', not of type float"),
         ("sapo", {"tau_pos": float("nan")}, "not a finite number"),
     ],
 )

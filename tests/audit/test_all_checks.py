@@ -7,7 +7,7 @@ import pytest
 
 from distflow.audit import reward_sum
 from distflow.audit.all_checks import CHECKS, markdown_table
-from distflow.audit.check import Check
+from distflow.audit.recorded_data import Check
 from distflow.errors import TrustError
 from distflow.observe.reading.run_reader import Event, read_events
 from distflow.rollout.embedded import batch_invariant as embedded

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from distflow.audit import optimizer
-from distflow.audit.check import Wrong
 from distflow.audit.plain_model import logits_of, plainly
+from distflow.audit.recorded_data import Wrong
 from distflow.audit.recorder import UpdateRecord, UpdateWatch, striped
 from distflow.audit.sharded_forward import Turns
 from distflow.cluster.process_groups import TorchCollective

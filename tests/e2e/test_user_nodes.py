@@ -99,7 +99,7 @@ def test_a_node_that_asks_where_no_verifiers_run_is_told_what_to_do(
 ) -> None:
     assert train(ground, "that_asks") == 2
     err = capsys.readouterr().err
-    assert "ctx.reward_fn has no verifiers to ask" in err and "a parameter `reward_fn`" in err
+    assert "ctx.reward_fn has no reward functions" in err and "a parameter `reward_fn`" in err
     assert err.count("distflow: ") == 1 and "Traceback" not in err
 
 

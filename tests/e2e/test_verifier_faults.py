@@ -177,7 +177,7 @@ def test_above_the_limit_the_run_stops_before_it_learns(
     keys = (size, *SHORT[preset], "trainer.total_epochs=9", "reward.max_error_rate=0.2")
     assert train(ground, *keys, preset=preset) == 2
     err = capsys.readouterr().err
-    said = re.search(r"(\d+) of (\d+) scores are reward errors .* at step (\d+), more than reward.max_error_rate=0.2", err)
+    said = re.search(r"(\d+) of (\d+) scores are reward errors .* at step (\d+), more than reward.max_error_rate=", err)
     assert said, err
     failed, asked, step = map(int, said.groups())
     assert failed > 0.2 * asked and asked % 4 == 0
@@ -207,7 +207,9 @@ def test_errors_of_a_validation_are_told_and_end_nothing(ground: Playground) -> 
     keys = (f"data.val_files={ground.folder}/held.jsonl", "trainer.test_freq=1", "trainer.val_before_train=false")
     assert train(ground, *keys) == 0
     told = [message for message in warned(ground) if "reward errors" in message]
-    assert told and all(message.startswith("3 of 3 scores are reward errors (100%) in a validation") for message in told)
+    assert told and all(
+        message.startswith("3 of 3 scores are reward errors (100%) in a validation") for message in told
+    )
 
 
 @pytest.mark.usefixtures("nodes")

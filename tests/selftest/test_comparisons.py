@@ -30,7 +30,7 @@ def restore(checkpoint, resources):
 local.restore = restore
 """
 BEGUN_ANEW = """
-import distflow.runtime.run_setup as begin
+import distflow.launch.run_setup as begin
 begin.find_checkpoint = lambda store, mode: None
 """
 

@@ -50,6 +50,9 @@ def test_a_synchronous_run_finds_what_is_recorded(replayed: tuple[Lab, Recorded,
     assert differences(recorded.figures, found).within(TOLERANCE)
 
 
+NAMES = {"score": "scores", "answer": "responses"}
+
+
 @pytest.mark.parametrize("change", ["loss", "grad_norm", "log_prob", "weight", "score", "answer"])
 def test_a_wrong_figure_is_found(replayed: tuple[Lab, Recorded, Figures], change: str) -> None:
     _, recorded, found = replayed
@@ -70,7 +73,7 @@ def test_a_wrong_figure_is_found(replayed: tuple[Lab, Recorded, Figures], change
     try:
         assert not differences(figures, found).within(TOLERANCE)
     except Exception as err:
-        assert change in ("score", "answer") and f"other {change}s in step 8" == str(err)
+        assert change in ("score", "answer") and f"other {NAMES[change]} in step 8" == str(err)
 
 
 @pytest.mark.parametrize(("pipeline", "role"), TRAINED)

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from distflow.algorithms.registry import find_adv_est
-from distflow.audit.check import Check, Wrong
-from distflow.audit.recorded_data import BUILTIN, RecordedStep, Sample, doubles, module_of
+from distflow.audit.recorded_data import BUILTIN, Check, RecordedStep, Sample, Wrong, doubles, module_of
 from distflow.audit.reward_functions import functions_of
 from distflow.config.derived_settings import algorithms
 from distflow.config.keys.algorithm import AlgorithmConfig, is_on

@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 from distflow.audit.advantages import CHECK as ADVANTAGES
-from distflow.audit.check import Check
 from distflow.audit.custom_functions import CHECK as USER_CODE
 from distflow.audit.gradients import BACKWARD, GRADIENTS
 from distflow.audit.groups_and_masks import GROUPS, MASKS
@@ -15,6 +14,7 @@ from distflow.audit.mini_batches import CHECK as MINIBATCHES
 from distflow.audit.mini_batches import audit_each_sample_once
 from distflow.audit.optimizer import CHECK as OPTIMIZER
 from distflow.audit.optimizer import audit_learning_rates
+from distflow.audit.recorded_data import Check
 from distflow.audit.responses import CHECK as RESPONSES
 from distflow.audit.reward_functions import CHECK as REWARD_RESULTS
 from distflow.audit.reward_sum import CHECK as REWARDS

@@ -5,12 +5,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from distflow.audit.all_checks import AFTER, BEFORE, OF_A_FEW_GROUPS, OF_EVERY_STEP, ON_ARRIVAL
-from distflow.audit.check import Check, Wrong
 from distflow.audit.log_probs import score_before
-from distflow.audit.old_weights import KeptWeights
-from distflow.audit.recorded_data import Parts, RecordedStep
+from distflow.audit.recorded_data import Check, Parts, RecordedStep, Wrong
 from distflow.audit.recorder import GroupRecord, GroupRecords, OpenEngine, UpdateRecord, UpdateWatch
 from distflow.audit.schedule import AuditSchedule
+from distflow.audit.sharded_forward import KeptWeights
 from distflow.data import random_streams
 from distflow.data.batch import Batch
 from distflow.errors import TrustError

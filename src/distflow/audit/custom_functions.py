@@ -6,8 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distflow.audit.check import Check
-from distflow.audit.recorded_data import BUILTIN, RecordedStep, module_of
+from distflow.audit.recorded_data import BUILTIN, Check, RecordedStep, module_of
 from distflow.audit.recorder import UpdateRecord
 
 GARBAGE, WIDTH, LIMIT = 1e3, 3, 1e-4

@@ -7,10 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from distflow.audit.check import Check, Wrong
 from distflow.audit.log_probs import audited_samples, dtype_of, ids_of
 from distflow.audit.plain_model import logits_of, plainly
-from distflow.audit.recorded_data import RecordedStep, Sample
+from distflow.audit.recorded_data import Check, RecordedStep, Sample, Wrong
 from distflow.audit.recorder import OpenEngine, UpdateRecord, striped
 
 NUM_SAMPLES = 2

@@ -3,8 +3,7 @@ exactly the tokens that the policy generated, the end token included, of samples
 
 from collections import Counter
 
-from distflow.audit.check import Check, Wrong
-from distflow.audit.recorded_data import RecordedStep, Sample
+from distflow.audit.recorded_data import Check, RecordedStep, Sample, Wrong
 from distflow.config.derived_settings import algorithm_of
 from distflow.config.per_domain import filters_groups, unfiltered_domains
 

@@ -4,8 +4,7 @@ the trainer's probability over the engine's, capped by the config."""
 import torch
 from torch import Tensor
 
-from distflow.audit.check import Check, Wrong
-from distflow.audit.recorded_data import RecordedStep, doubles
+from distflow.audit.recorded_data import Check, RecordedStep, Wrong, doubles
 from distflow.audit.reward_sum import kl
 
 KL_LIMIT = 1e-4

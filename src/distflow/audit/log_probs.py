@@ -4,9 +4,8 @@ reference does not move."""
 import torch
 from torch import Tensor, nn
 
-from distflow.audit.check import Check, Wrong
 from distflow.audit.plain_model import Ids, fits, log_probs_of, logits_of, plain_scores, plainly, vocabulary_of
-from distflow.audit.recorded_data import RecordedStep, Sample, doubles
+from distflow.audit.recorded_data import Check, RecordedStep, Sample, Wrong, doubles
 from distflow.audit.recorder import OpenEngine, UpdateRecord
 from distflow.config.derived_settings import is_rl
 

@@ -6,10 +6,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from distflow.audit.check import Check, Wrong
 from distflow.audit.plain_model import PlainScores
 from distflow.audit.policy_losses import FORMULAS, Tokens, ratio_to
-from distflow.audit.recorded_data import BUILTIN, RecordedStep, Sample, doubles, module_of
+from distflow.audit.recorded_data import BUILTIN, Check, RecordedStep, Sample, Wrong, doubles, module_of
 from distflow.audit.recorder import UpdateRecord
 from distflow.audit.reward_sum import kl
 from distflow.config import Config

@@ -6,8 +6,7 @@ from math import ceil
 import numpy as np
 from torch import Tensor
 
-from distflow.audit.check import Check, Wrong
-from distflow.audit.recorded_data import BUILTIN, RecordedStep, module_of, samples_of
+from distflow.audit.recorded_data import BUILTIN, Check, RecordedStep, Wrong, module_of, samples_of
 from distflow.audit.recorder import UpdateRecord
 from distflow.config import Config
 from distflow.config.derived_settings import algorithm_of, is_rl, takes_values

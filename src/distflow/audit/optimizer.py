@@ -5,9 +5,8 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from distflow.audit.check import Check, Wrong
 from distflow.audit.mini_batches import plan_of
-from distflow.audit.recorded_data import RecordedStep
+from distflow.audit.recorded_data import Check, RecordedStep, Wrong
 from distflow.audit.recorder import Stripe, UpdateRecord
 from distflow.config.derived_settings import is_rl
 from distflow.config.keys.engines import OptimConfig

@@ -1,4 +1,5 @@
-"""The data of an audited step, sample by sample: plain tensors of one sample each, never columns of many."""
+"""What a check of the auditor is, and what it gets: the data of a step, sample by sample, as plain tensors of one
+sample each, never columns of many."""
 
 import hashlib
 import random
@@ -11,10 +12,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from distflow.audit.old_weights import KeptWeights
 from distflow.audit.plain_model import PlainScores
 from distflow.audit.recorder import GroupRecord, UpdateRecord
-from distflow.audit.sharded_forward import Turns
+from distflow.audit.sharded_forward import KeptWeights, Turns
 from distflow.config import Config
 from distflow.data.batch import Batch
 from distflow.data.prompts import PromptRow
@@ -204,3 +204,22 @@ def module_of(fn: Callable[..., object]) -> str:
 
 def doubles(values: Tensor) -> Tensor:
     return values.detach().to("cpu", torch.float64)
+
+
+class Wrong(Exception):
+    """The recorded step contradicts the check's statement; the message is for the user."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """One statement about a step, and the function that checks it.
+
+    needs: what the check cannot do without. limit: the tolerated difference, in words. run: returns None if the check
+    passed, "" if it does not apply to the pipeline, else why it could not be made; raises Wrong if it failed.
+    """
+
+    name: str
+    statement: str
+    needs: str
+    limit: str
+    run: Callable[[RecordedStep], str | None]

@@ -2,8 +2,7 @@
 
 import torch
 
-from distflow.audit.check import Check, Wrong
-from distflow.audit.recorded_data import RecordedStep, Sample, index_of
+from distflow.audit.recorded_data import Check, RecordedStep, Sample, Wrong, index_of
 from distflow.config.per_domain import response_limit
 from distflow.data.prompts import PromptRow
 

@@ -3,8 +3,7 @@
 import time
 from collections.abc import Sequence
 
-from distflow.audit.check import Check, Wrong
-from distflow.audit.recorded_data import RecordedStep, Sample
+from distflow.audit.recorded_data import Check, RecordedStep, Sample, Wrong
 from distflow.audit.recorder import GroupRecord
 from distflow.config.per_domain import reward_functions
 from distflow.rewards.functions import FAILS

@@ -6,8 +6,7 @@ import math
 import torch
 from torch import Tensor
 
-from distflow.audit.check import Check, Wrong
-from distflow.audit.recorded_data import RecordedStep, Sample, doubles
+from distflow.audit.recorded_data import Check, RecordedStep, Sample, Wrong, doubles
 from distflow.audit.reward_functions import functions_of
 from distflow.config.derived_settings import algorithm_of, algorithms
 from distflow.config.keys.algorithm import AlgorithmConfig, is_on

@@ -9,10 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from distflow.audit.check import Check, Wrong
 from distflow.audit.log_probs import audited_samples, dtype_of, ids_of
 from distflow.audit.plain_model import logits_of, plain_scores, plainly
-from distflow.audit.recorded_data import RecordedStep, Sample
+from distflow.audit.recorded_data import Check, RecordedStep, Sample, Wrong
 from distflow.audit.recorder import OpenEngine
 from distflow.rollout.engine import GenerateRequest
 

@@ -10,13 +10,11 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from transformers import DynamicCache
 
-from distflow.audit.check import Check, Wrong
 from distflow.audit.log_probs import audited_samples, dtype_of, ids_of
-from distflow.audit.old_weights import Weights
 from distflow.audit.plain_model import PlainScores, plain_scores, plainly, vocabulary_of
-from distflow.audit.recorded_data import RecordedStep, Sample, doubles
+from distflow.audit.recorded_data import Check, RecordedStep, Sample, Wrong, doubles
 from distflow.audit.recorder import OpenEngine
-from distflow.audit.sharded_forward import Turns
+from distflow.audit.sharded_forward import Turns, Weights
 from distflow.models.heads import unwrapped
 
 

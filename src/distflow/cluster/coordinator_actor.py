@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from distflow.cluster.object_store import GroupRef, to_group
+from distflow.launch.run_setup import Start, begin_ledger
 from distflow.observe.metrics import Measured
 from distflow.rewards.call_counts import RewardCounts
 from distflow.runtime.checkpoint.state import load_live
-from distflow.runtime.run_setup import Start, begin_ledger
 from distflow.runtime.sample_queue.local import pending_groups_of
 from distflow.runtime.sample_queue.pending_groups import Consumed, DpGroupShares, Facts, PendingGroup, Portion
 from distflow.runtime.sample_queue.protocol import Failure, NewWorkers

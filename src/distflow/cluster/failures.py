@@ -14,8 +14,8 @@ from distflow.cluster.coordinator_actor import Standing
 from distflow.cluster.heartbeat import COORDINATOR, ENDS_WITHIN_S, name_of
 from distflow.cluster.local_ray import ailing
 from distflow.errors import UserError
+from distflow.launch.run_setup import open_store
 from distflow.runtime.engine_watch import STACKS
-from distflow.runtime.run_setup import open_store
 from distflow.runtime.spec import Spec
 
 _DEATH_IS_REPORTED_WITHIN_S = 2.0

@@ -25,6 +25,7 @@ from distflow.cluster.restarts import Replacements
 from distflow.cluster.reward_actors import Deaths, start_reward_actors
 from distflow.cluster.worker_actor import Built, WorkerActor
 from distflow.errors import UserError
+from distflow.launch.run_setup import Start, done_before, find_accuracies, model_line, starting
 from distflow.observe.reading.run_reader import read_events
 from distflow.observe.report.build import write_report
 from distflow.observe.writing.folder_lock import writer_of
@@ -36,7 +37,6 @@ from distflow.runtime.checkpoint.state import check_same_facts
 from distflow.runtime.engine_watch import STACKS
 from distflow.runtime.rank_info import Home, Place, queue_dp_group
 from distflow.runtime.recorder import reported
-from distflow.runtime.run_setup import Start, done_before, find_accuracies, model_line, starting
 from distflow.runtime.spec import Outcome, Spec
 from distflow.runtime.stop import StopRequest
 from distflow.runtime.user_calls.sync_calls import Callbacks, Caller

@@ -23,6 +23,7 @@ from distflow.cluster.rollout_workers import RolloutWorkers
 from distflow.cluster.sample_queue import AgreedStop, RaySampleQueue
 from distflow.cluster.weight_sync import Fleet, RayWeights, carrier_of
 from distflow.launch.build_worker import build_worker
+from distflow.launch.run_setup import Start, note_early_end, note_resume, open_store, write_facts
 from distflow.observe.writing.terminal import TerminalView
 from distflow.rewards.pool.prestart import take_pool
 from distflow.rollout.engine import Receipt
@@ -32,7 +33,6 @@ from distflow.runtime.engine_watch import write_stacks
 from distflow.runtime.rank_info import Place, kept_share
 from distflow.runtime.recorder import Recorder
 from distflow.runtime.resources import build_resources
-from distflow.runtime.run_setup import Start, note_early_end, note_resume, open_store, write_facts
 from distflow.runtime.spec import Spec
 from distflow.runtime.user_calls.sync_calls import Callbacks
 from distflow.runtime.validation import ValidationResults

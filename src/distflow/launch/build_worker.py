@@ -10,7 +10,6 @@ from distflow.rollout.activity import take_activity
 from distflow.runtime.audit_protocol import Updates
 from distflow.runtime.checkpoint.saver import Saver
 from distflow.runtime.context import Contexts
-from distflow.runtime.engine_watch import STACKS
 from distflow.runtime.errors import ErrorShare
 from distflow.runtime.offload import Offload
 from distflow.runtime.reshard import ColumnReshard
@@ -30,7 +29,7 @@ def build_worker(inputs: WorkerInputs) -> Worker:
     spec, rank, ports, recorder = inputs.spec, inputs.rank, inputs.ports, inputs.recorder
     plan, pipeline, warn = spec.plan.ranks[rank], spec.pipeline(), partial(recorder.note, "warning")
     generating = [each.rank for each in spec.plan.ranks if each.rollout_nodes]
-    services = Session.of(spec, inputs.resources, spec.run_dir / STACKS, warn if rank in generating[:1] else None)
+    services = Session.of(spec, inputs.resources, True, warn if rank in generating[:1] else None)
     resources = services.resources
     offload = Offload(resources.trained(), spec.options.offloads)
     named = {**resources.by_name(), "reduce": ports.data, "dp_group": ports.collective}

@@ -33,7 +33,7 @@ def evaluate(spec: Spec, say: Callable[[str], None]) -> dict[str, float]:
     assert actor is not None, "a pipeline trains something"
     if resources.rollout is None:
         return validation_loss(spec.validation, actor)
-    session = Session.of(spec, resources, stacks=None)  # the folder of an evaluation is temporary
+    session = Session.of(spec, resources, writes_stacks=False)  # the folder of an evaluation is temporary
     resources, rollout = session.resources, session.resources.rollout
     assert rollout is not None, "checked above"
     contexts = Contexts(spec.config, resources, {}, _no_update, _no_update)

@@ -5,10 +5,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 from distflow.launch.build_worker import build_worker
-from distflow.runtime.checkpoint.state import check_same_facts, restore, set_generators
-from distflow.runtime.recorder import Recorder, reported
-from distflow.runtime.resources import Resources, build_resources
-from distflow.runtime.run_setup import (
+from distflow.launch.run_setup import (
     Start,
     begin_ledger,
     done_before,
@@ -19,6 +16,9 @@ from distflow.runtime.run_setup import (
     starting,
     write_facts,
 )
+from distflow.runtime.checkpoint.state import check_same_facts, restore, set_generators
+from distflow.runtime.recorder import Recorder, reported
+from distflow.runtime.resources import Resources, build_resources
 from distflow.runtime.sample_queue.local import LocalSampleQueue
 from distflow.runtime.sample_queue.protocol import IntakePort, Live
 from distflow.runtime.spec import Outcome, Spec

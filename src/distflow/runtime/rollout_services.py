@@ -13,7 +13,6 @@ from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from queue import SimpleQueue
 from typing import TypeVar
 
@@ -21,7 +20,7 @@ from distflow.data.prompts import PromptRow
 from distflow.rewards.known_solutions import Solution, find_solution, try_solutions
 from distflow.rewards.self_check import run_self_check, self_check_scores
 from distflow.rollout.engine import Hosted, Stretch
-from distflow.runtime.engine_watch import Deadline, EngineHangs, WatchedEngine
+from distflow.runtime.engine_watch import STACKS, Deadline, EngineHangs, WatchedEngine
 from distflow.runtime.loop_thread import LEAVES_WITHIN_S, LoopGivenUp, LoopThread
 from distflow.runtime.resources import Resources
 from distflow.runtime.spec import Spec
@@ -173,14 +172,16 @@ class Session:
         self._stack = AsyncExitStack()
 
     @staticmethod
-    def of(spec: Spec, resources: Resources, stacks: Path | None, warn: Warn | None = None) -> "Session":
+    def of(spec: Spec, resources: Resources, writes_stacks: bool, warn: Warn | None = None) -> "Session":
         """The session of a worker. If `trust.check_rewards` is on, its reward functions are tested on its first rows.
 
-        stacks: see `Deadline`. warn: called for reference solutions of the data that fail; None tests none.
+        writes_stacks: those of all threads, into the run's folder, where the engine hangs. warn: called for reference
+        solutions of the data that fail; None tests none.
         """
         options = spec.options
         self_check_on = _first_rows(spec, NUM_CHECKED_ROWS) if options.run_self_check else None
         timeout_s = options.engine_timeout_s
+        stacks = spec.run_dir / STACKS if writes_stacks else None
         deadline = Deadline(timeout_s, stacks) if timeout_s is not None else None
         blocked_after_s = options.timeout_s * max(each.group_size or spec.data.group_size for each in spec.data.sources)
         # By the config: the selftest has the engine of a run with staleness, and a sample queue without.

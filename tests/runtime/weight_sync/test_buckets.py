@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from distflow.errors import UserError
+from distflow.launch.run_setup import starting
 from distflow.observe.files import ASIDE
-from distflow.runtime.run_setup import starting
 from distflow.runtime.weight_sync import buckets
 from distflow.runtime.weight_sync.buckets import WEIGHTS, InFile, Spoiled, hash_of, pack, remove_weights, write_bucket
 from distflow.scheduling.groups import Version

@@ -5,9 +5,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from distflow.algorithms.registry import is_decoupled
-from distflow.algorithms.rollout_correction import (
-    proximal_position,
-)
+from distflow.algorithms.rollout_correction import proximal_position
 from distflow.config import Config
 from distflow.data.batch import Batch
 from distflow.graph import NodeOutput, NodeRole, node, node_factory

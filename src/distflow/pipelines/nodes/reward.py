@@ -8,10 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from distflow.algorithms.sample_filters import (
-    TOO_FEW_SCORES,
-    drop_reason,
-)
+from distflow.algorithms.sample_filters import TOO_FEW_SCORES, drop_reason
 from distflow.config import Config
 from distflow.config.derived_settings import algorithm_of
 from distflow.config.keys.algorithm import AlgorithmConfig
