@@ -71,7 +71,7 @@ _restarts = iter(range(1, 1000))
 
 @pytest.fixture
 def workers(there: dict[int, Any]) -> dict[int, Any]:
-    """That serve the first version of an restart of their own."""
+    """That serve the first version of a restart of their own."""
     publisher(Trainer(1), fleet_of(there)).sync(first := Version(next(_restarts), 1))
     assert states(there) == served(first) * 2
     return there

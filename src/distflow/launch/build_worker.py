@@ -6,7 +6,6 @@ from distflow.audit.build_auditor import build_auditor
 from distflow.checks.canary import make_canary
 from distflow.checks.live import LiveChecks
 from distflow.rewards.call_counts import RewardCounts
-from distflow.rollout.activity import take_activity
 from distflow.runtime.audit_protocol import Updates
 from distflow.runtime.checkpoint.saver import Saver
 from distflow.runtime.context import Contexts
@@ -47,7 +46,7 @@ def build_worker(inputs: WorkerInputs) -> Worker:
     def group_ended(prompt_group: PromptGroup, outcome: str, started: float, ended: float) -> None:
         recorder.group_ended(prompt_group, outcome, started, ended)
         if not training_nodes:
-            recorder.decoded(take_activity(resources.rollout))
+            recorder.engine_activity(resources.rollout)
             recorder.folder.flush()
             ports.queue.count(reward_counts())
 

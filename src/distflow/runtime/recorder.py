@@ -23,7 +23,7 @@ from distflow.observe.writing.run_folder import DROPPED, RunFolder
 from distflow.observe.writing.terminal import TerminalView
 from distflow.observe.writing.timing import PhaseTimer
 from distflow.observe.writing.trackers import TrackedRun, open_trackers
-from distflow.rollout.activity import Activity
+from distflow.rollout.activity import take_activity
 from distflow.runtime.spec import Spec
 from distflow.runtime.step_metrics import sample_rows, scores
 from distflow.runtime.user_calls.sync_calls import Callbacks, Caller
@@ -233,9 +233,9 @@ class Recorder:
         """The engine has this version from now on. From any thread."""
         self.view.serves(version.step)
 
-    def decoded(self, stretches: Sequence[Activity]) -> None:
-        """A span for each stretch in which the engine decoded without a gap."""
-        for stretch in stretches:
+    def engine_activity(self, engine: object) -> None:
+        """A span for each stretch since the last call in which the engine decoded without a gap."""
+        for stretch in take_activity(engine):
             self.folder.span(
                 "rollout", stretch.t0, stretch.t1, "decode", stretch.lane, self._step, version=stretch.version
             )

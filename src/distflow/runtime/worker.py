@@ -13,7 +13,6 @@ from distflow.data.batch import Batch
 from distflow.graph import NodeStatus
 from distflow.observe.metrics import Measured
 from distflow.rewards.call_counts import RewardCounts
-from distflow.rollout.activity import take_activity
 from distflow.runtime.checkpoint.state import copy_of_state, joined, part_of_rank, saved_parts
 from distflow.runtime.context import NodeContext
 from distflow.runtime.resources import Resources
@@ -216,7 +215,7 @@ class Worker:
         metrics |= self._recorder.phases.finish_step() | self._recorder.memory.finish_step()
         metrics["throughput/tokens_per_s"] = figures.num_tokens / metrics["timing_s/step"]
         with self._recorder.phases("record"):
-            self._recorder.decoded(take_activity(self._parts.resources.rollout))
+            self._recorder.engine_activity(self._parts.resources.rollout)
             self._recorder.training_step(step, metrics, batch)
             self._recorder.keep_groups(step, batch)
         last = finished or self._stop.wanted

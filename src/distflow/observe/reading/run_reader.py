@@ -120,7 +120,7 @@ def read_damage(run_dir: Path) -> list[str]:
 
 
 def read_metrics(run_dir: Path, timeline: Timeline | None = None) -> list[MetricsRecord]:
-    """The surviving records by step, in the order of writing within one; an restart replaces older records.
+    """The surviving records by step, in the order of writing within one; a restart replaces older records.
 
     timeline: here and below, saves reading it again.
     """
