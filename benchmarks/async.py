@@ -29,7 +29,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from distflow.observe.reading.run_reader import MetricsRecord, read_metrics
-from distflow.observe.report.timeline import read_planes
+from distflow.observe.report.timeline import read_activity
 from distflow.scheduling.ledger import timeline
 
 VERIFIER = """
@@ -113,11 +113,11 @@ def measured(run_dir: Path) -> Result:
     steps = [record for record in read_metrics(run_dir) if record.kind == "train"]
     first = next(record for _, record in timeline(run_dir / "ledger.jsonl") if record["kind"] == "issued")
     start, end = first["t"], steps[-1].t
-    planes, seconds = read_planes(run_dir), end - start
+    activity, seconds = read_activity(run_dir), end - start
     return Result(
         seconds,
-        planes.waited(start, end) / seconds,
-        1 - planes.decoded(start, end) / seconds,
+        activity.waited(start, end) / seconds,
+        1 - activity.decoded(start, end) / seconds,
         _mean(steps, "async/version_diff/max"),
         _mean(steps[-len(steps) // 4 :], "reward/mean_score"),
     )

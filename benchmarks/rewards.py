@@ -27,7 +27,7 @@ from typing import NamedTuple
 from distflow.errors import UserError
 from distflow.observe.files import JSON
 from distflow.registry import REWARDS
-from distflow.rewards.code.reward import reward_fn
+from distflow.rewards.code.reward import score_program
 from distflow.rewards.pool.pool import RewardPool
 from distflow.rewards.score import RewardResult, Score
 from distflow.sandbox.isolation_level import LEVELS
@@ -56,11 +56,11 @@ def sandbox_at(level: str) -> Sandbox:
 
 
 def code_at_floor(solution_str: str, ground_truth: object, extra_info: Mapping[str, object]) -> dict[str, JSON]:
-    return reward_fn(sandbox_at("floor"), solution_str, ground_truth, extra_info)
+    return score_program(sandbox_at("floor"), solution_str, ground_truth, extra_info)
 
 
 def code_at_namespaces(solution_str: str, ground_truth: object, extra_info: Mapping[str, object]) -> dict[str, JSON]:
-    return reward_fn(sandbox_at("namespaces"), solution_str, ground_truth, extra_info)
+    return score_program(sandbox_at("namespaces"), solution_str, ground_truth, extra_info)
 
 
 def all_work() -> dict[str, Work]:
@@ -111,7 +111,7 @@ async def ask(pool: RewardPool, work: Work, number: int) -> None:
 
 async def ask_one(pool: RewardPool, name: str, response: str, ground_truth: object, row: Row) -> RewardResult:
     arguments = {"data_source": "", "solution_str": response, "ground_truth": ground_truth, "extra_info": row}
-    return await pool.reward_fn(name, arguments)
+    return await pool.call(name, arguments)
 
 
 async def measure(work: Work, num_workers: int, num_verdicts: int) -> tuple[float, float]:

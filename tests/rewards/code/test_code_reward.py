@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from distflow.rewards.code.execution import Stopped, TimedSandbox, run_streams
-from distflow.rewards.code.reward import compute_score, compute_share
-from distflow.rewards.code.reward import judge as judge_in
+from distflow.rewards.code.reward import compute_score, compute_share, score_program
 from distflow.rewards.code.test_formats import StreamTests
 from distflow.rewards.pool.pool import RewardPool
 from distflow.rewards.score import due_within, left_s
@@ -270,11 +269,11 @@ def test_a_verdict_that_ran_short_takes_nothing_from_the_next():
     with Sandbox() as sandbox:
         limits = sandbox.limits
         with due_within(3.0):
-            assert judge_in(sandbox, fenced("while True: pass"), FEW, {})["score"] == 0.0
-            assert judge_in(sandbox, fenced("while True: pass"), LINES, {})["score"] == 0.0
+            assert score_program(sandbox, fenced("while True: pass"), FEW, {})["score"] == 0.0
+            assert score_program(sandbox, fenced("while True: pass"), LINES, {})["score"] == 0.0
         assert sandbox.limits == limits
         slow = "import time\ntime.sleep(1)\ndef f(x): return 2 * x"
-        assert judge_in(sandbox, fenced(slow), FEW[:1], {})["score"] == 1.0
+        assert score_program(sandbox, fenced(slow), FEW[:1], {})["score"] == 1.0
 
 
 def test_a_time_that_is_up_without_the_program_having_used_it_is_no_wrong_answer():

@@ -117,7 +117,7 @@ def compute_score(
     (`distflow sandbox serve`). Raises ValueError if the tests are broken, UserError if nothing would confine a program,
     SandboxFault.
     """
-    return judge(_sandbox(sandbox), solution_str, ground_truth, extra_info or {})
+    return score_program(_sandbox(sandbox), solution_str, ground_truth, extra_info or {})
 
 
 def compute_share(
@@ -139,7 +139,7 @@ def check_row(ground_truth: object, extra_info: Mapping[str, object]) -> None:
         tell_apart(tests)
 
 
-def judge(sandbox: AnySandbox, answer: str, ground_truth: object, row: Mapping[str, object]) -> dict[str, JSON]:
+def score_program(sandbox: AnySandbox, answer: str, ground_truth: object, row: Mapping[str, object]) -> dict[str, JSON]:
     """The same, in a sandbox of the caller's, which nobody else uses meanwhile."""
     tests = read_tests(ground_truth, row)
     plan = tell_apart(tests) if isinstance(tests, AssertTests) else tests
