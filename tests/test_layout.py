@@ -42,6 +42,7 @@ MANY_IMPORTS = {
     "launch.run_options": 22,
 }
 MOST_ARROWS = 115
+MOST_LINES = 60
 WITHOUT_TORCH = ("graph", "config", "scheduling", "planning", "observe")
 
 
@@ -110,6 +111,17 @@ def test_folders_are_small() -> None:
     folders = Counter(path.parent for path in modules().values())
     many = {folder.relative_to(SOURCE).as_posix(): number for folder, number in folders.items() if number > MOST_FILES}
     assert not many, "a folder with more files holds more than one subject"
+
+
+def test_functions_are_short() -> None:
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
+    long = {
+        f"{module}.{node.name}": length
+        for module, path in modules().items()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, kinds) and (length := (node.end_lineno or 0) - node.lineno + 1) > MOST_LINES
+    }
+    assert not long, f"no function has more than {MOST_LINES} lines"
 
 
 def test_architecture_draws_the_rooms() -> None:

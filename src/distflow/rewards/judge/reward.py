@@ -86,46 +86,31 @@ async def compute_score(
 
     model, base_url: of the endpoint; without a URL OpenAI's. key_variable: environment variable with the API key.
     template: a text, or the path of a file with it, with placeholders {prompt}, {response}, {ground_truth} and names of
-    the row's other columns. structured: send the JSON schema along, which some servers refuse.
-    retries: after a 408, 409, 429 or 5xx, a broken connection or a time-out, with growing waits. store: a file that
-    caches answers by request, and counts costs. max_calls, max_tokens: of all that use the store, over all runs; 0 is
-    no bound.
-    Raises ValueError if there is no score.
+    the row's other columns. structured: send the JSON schema along, which some servers refuse. retries: after a 408,
+    409, 429 or 5xx, a broken connection or a time-out, with growing waits. store: a file that caches replies by
+    request, and counts costs. max_calls, max_tokens: of all that use the store, over all runs; 0 is no bound. Raises
+    ValueError if there is no score.
     """
     if not model:
         raise ValueError("the judge has no model: give the part options, e.g. {name: judge, options: {model: ...}}")
     if (max_calls or max_tokens) and not store:
         raise ValueError("a budget of the judge is counted in a file: set its option 'store' too")
     values = {**(extra_info or {}), "prompt": prompt, "response": solution_str, "ground_truth": ground_truth}
-    asked: dict[str, object] = {
-        "model": model,
-        "messages": [{"role": "user", "content": _filled(_text_of(template or TEMPLATE), values)}],
-        "temperature": temperature,
-        "max_tokens": answer_tokens,
-    }
-    if structured:
-        schema = {"name": "reward_result", "strict": True, "schema": SCHEMA}
-        asked["response_format"] = {"type": "json_schema", "json_schema": schema}
+    content = _filled(_text_of(template or TEMPLATE), values)
+    asked = _request(model, content, temperature, answer_tokens, structured)
     kept = _store(store)
     key = hashlib.sha256(json.dumps([base_url, asked], sort_keys=True).encode()).hexdigest()
-    content = kept.find(key)
-    if content is not None:
+    cached = kept.find(key)
+    if cached is not None:
         with suppress(ValueError):  # damaged: it is requested again
-            return _read_score(content)
-    secret = os.environ.get(key_variable, "").strip()
-    if not secret and not base_url:
-        raise ValueError(f"the judge has no key: set the environment variable {key_variable}")
-    if not (secret.isascii() and secret.isprintable()):
-        raise ValueError(
-            f"the environment variable {key_variable} holds no key: it has characters that an HTTP header cannot have"
-        )
+            return _read_score(cached)
+    secret = _secret(key_variable, base_url)
     try:
         body = await _answer(asked, _client(base_url, secret), retries, kept, (max_calls, max_tokens))
         answer, tokens = _read(_without(secret, body.decode(errors="replace")))
         kept.spend_tokens(tokens or (len(body) + len(json.dumps(asked))) // _BYTES_A_TOKEN)
-        reward_result = _read_score(
-            _without(secret, answer) if isinstance(answer, str) else answer
-        )  # an invalid one is not cached
+        # An invalid one is not cached.
+        reward_result = _read_score(_without(secret, answer) if isinstance(answer, str) else answer)
     except BudgetSpent:  # not the endpoint's fault
         raise
     except openai.AuthenticationError as error:
@@ -140,6 +125,31 @@ async def compute_score(
             kept.keep(key, json.dumps(reward_result))
         return reward_result
     raise ValueError(_without(secret, f"{why} (model '{model}' at {base_url or 'OpenAI'})"))
+
+
+def _request(model: str, content: str, temperature: float, max_tokens: int, structured: bool) -> dict[str, object]:
+    request: dict[str, object] = {
+        "model": model,
+        "messages": [{"role": "user", "content": content}],
+        "temperature": temperature,
+        "max_tokens": max_tokens,
+    }
+    if structured:
+        schema = {"name": "score", "strict": True, "schema": SCHEMA}
+        request["response_format"] = {"type": "json_schema", "json_schema": schema}
+    return request
+
+
+def _secret(key_variable: str, base_url: str) -> str:
+    """The API key, empty where there is none. Raises ValueError where it cannot be one."""
+    secret = os.environ.get(key_variable, "").strip()
+    if not secret and not base_url:
+        raise ValueError(f"the judge has no key: set the environment variable {key_variable}")
+    if not (secret.isascii() and secret.isprintable()):
+        raise ValueError(
+            f"the environment variable {key_variable} holds no key: it has characters that an HTTP header cannot have"
+        )
+    return secret
 
 
 def _filled(template: str, values: Mapping[str, object]) -> str:
