@@ -42,11 +42,11 @@ import ray
 import torch
 from ray.actor import ActorHandle
 
-from distflow.cluster.reshard import RayReshard, ReshardActor
+from distflow.cluster.reshard_columns import RayReshard, ReshardActor
 from distflow.data.batch import Batch
 from distflow.graph.fields import Axis, Field
 from distflow.runtime.wait_log import Wait, Waits
-from distflow.scheduling.reshard import Key, Metas, Readers
+from distflow.scheduling.reshard_columns import Key, Metas, Readers
 
 PROMPT, RESPONSE = 256, 768
 # What siiRL calls each column, what it is called here, where it belongs. 51 kB a sample.

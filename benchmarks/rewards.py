@@ -24,9 +24,9 @@ from collections.abc import Mapping
 from functools import cache, partial
 from typing import NamedTuple
 
+from distflow.builtin_names import REWARDS
 from distflow.errors import UserError
 from distflow.observe.files import JSON
-from distflow.registry import REWARDS
 from distflow.rewards.code.reward import score_program
 from distflow.rewards.pool.pool import RewardPool
 from distflow.rewards.score import RewardResult, Score

@@ -5,7 +5,7 @@ from distflow.config import Config
 from distflow.data.sample import Sample, Segment
 from distflow.pipelines.nodes.rollout import RESPONSE_FIELDS
 from distflow.pipelines.rlvr import rlvr_pipeline
-from distflow.runtime.group import Group
+from distflow.runtime.prompt_group import Group
 
 
 @node(writes=RESPONSE_FIELDS, role=NodeRole.ROLLOUT, scope="group")

@@ -26,7 +26,7 @@ class Part(NamedTuple):
 PARTS = {
     "estimator": Part(
         "algorithms/advantages/mine.py",
-        "registry.py ESTIMATORS",
+        "builtin_names.py ESTIMATORS",
         '"mine": Estimator("the reward itself", "distflow.algorithms.advantages.mine:compute_mine_advantage"),',
         """
 from distflow.algorithms.registry import register_adv_est
@@ -40,7 +40,7 @@ def compute_mine_advantage(token_level_rewards, response_mask):
     ),
     "loss": Part(
         "algorithms/losses/mine.py",
-        "registry.py POLICY_LOSSES",
+        "builtin_names.py POLICY_LOSSES",
         '"mine": PolicyLoss("plain policy gradient", "distflow.algorithms.losses.mine:compute_mine_loss"),',
         """
 from distflow.algorithms.registry import register_policy_loss
@@ -53,7 +53,7 @@ def compute_mine_loss(log_probs, advantages, loss_mask):
     ),
     "reward": Part(
         "rewards/mine_reward.py",
-        "registry.py REWARDS",
+        "builtin_names.py REWARDS",
         '"mine": Reward("an odd number of characters", "distflow.rewards.mine_reward:compute_score"),',
         """
 from distflow.rewards.score import Case
@@ -67,7 +67,7 @@ def compute_score(solution_str):
     ),
     "rollout engine": Part(
         "rollout/mine.py",
-        "registry.py ROLLOUT_ENGINES",
+        "builtin_names.py ROLLOUT_ENGINES",
         '"mine": Entry("as hf", "distflow.rollout.mine:MineEngine"),',
         """
 from distflow.rollout.hf import HFEngine
@@ -80,7 +80,7 @@ class MineEngine(HFEngine):
     ),
     "train engine": Part(
         "training/mine.py",
-        "registry.py TRAIN_ENGINES",
+        "builtin_names.py TRAIN_ENGINES",
         '"mine": Entry("as torch", "distflow.training.mine:MineEngine"),',
         """
 from distflow.training.torch_engine import TorchTrainEngine
@@ -93,7 +93,7 @@ class MineEngine(TorchTrainEngine):
     ),
     "tracker": Part(
         "observe/tracker_mine.py",
-        "registry.py TRACKERS",
+        "builtin_names.py TRACKERS",
         '"mine": Tracker("counts steps", "distflow.observe.tracker_mine:MineTracker"),',
         """
 class MineTracker:
@@ -109,7 +109,7 @@ class MineTracker:
     ),
     "pipeline": Part(
         "pipelines/mine.py",
-        "registry.py PIPELINES",
+        "builtin_names.py PIPELINES",
         '"mine": BuiltinPipeline("as grpo", "distflow.pipelines.mine:mine_pipeline"),',
         """
 from distflow.graph import Pipeline

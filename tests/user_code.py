@@ -4,7 +4,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from distflow import registry as names
+from distflow import builtin_names as names
 from distflow.algorithms import ADV_ESTIMATORS, POLICY_LOSSES, find_adv_est, find_policy_loss
 from distflow.config.keys import schema
 

@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from distflow.algorithms import AdvantageEstimator, register_adv_est, register_policy_loss
-    from distflow.api.rollouts import Rollouts, rollouts
-    from distflow.api.run import Run, load_run
+    from distflow.api.load_run import Run, load_run
+    from distflow.api.own_training_loop import Rollouts, rollouts
     from distflow.api.train import train
     from distflow.graph import (
         Drop,
@@ -44,8 +44,8 @@ __all__ = [
 
 _ROOMS = {
     "distflow.algorithms": ("AdvantageEstimator", "register_adv_est", "register_policy_loss"),
-    "distflow.api.run": ("Run", "load_run"),
-    "distflow.api.rollouts": ("Rollouts", "rollouts"),
+    "distflow.api.load_run": ("Run", "load_run"),
+    "distflow.api.own_training_loop": ("Rollouts", "rollouts"),
     "distflow.api.train": ("train",),
 }
 

@@ -25,9 +25,9 @@ from distflow.algorithms.rollout_correction import (
     mismatch_statistics,
 )
 from distflow.algorithms.sample_filters import length_weights, with_mean_one
+from distflow.builtin_names import POLICY_LOSSES
 from distflow.cluster.process_groups import TorchCollective
 from distflow.data.batch import Batch
-from distflow.registry import POLICY_LOSSES
 from tests.algorithms.toy_policy import LONGEST, gradient, toy_batch
 
 ROWS = 13

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from distflow.algorithms import describe_estimator, find_adv_est
-from distflow.registry import ESTIMATORS
+from distflow.builtin_names import ESTIMATORS
 
 Rows = list[list[float]]
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from distflow.algorithms import LOSS_AGG_MODES, find_policy_loss, loss_counts, token_weights
 from distflow.algorithms.masked_reductions import weighted_sum
-from distflow.registry import POLICY_LOSSES
+from distflow.builtin_names import POLICY_LOSSES
 
 # A reference maps one token (own log-prob, old, proximal, advantage) to (loss, d loss / d log-prob, statistics).
 Token = Callable[..., tuple[float, float, dict[str, float]]]

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from distflow import registry
+from distflow import builtin_names
 from distflow.algorithms import (
     LOSS_AGG_MODES,
     POLICY_LOSSES,
@@ -27,7 +27,7 @@ ROWS = 13
 
 
 @pytest.mark.parametrize("mode", LOSS_AGG_MODES)
-@pytest.mark.parametrize("name", sorted(registry.POLICY_LOSSES))
+@pytest.mark.parametrize("name", sorted(builtin_names.POLICY_LOSSES))
 def test_the_gradient_does_not_depend_on_the_micro_batches(name: str, mode: str) -> None:
     objective = PolicyObjective(
         name,

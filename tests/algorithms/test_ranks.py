@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from distflow.registry import LOSS_AGG_MODES, POLICY_LOSSES
+from distflow.builtin_names import LOSS_AGG_MODES, POLICY_LOSSES
 from tests.algorithms.rank_worker import over_the_batch
 from tests.ranks import run_ranks
 

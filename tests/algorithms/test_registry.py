@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from distflow import registry
+from distflow import builtin_names
 from distflow.algorithms import (
     ADV_ESTIMATORS,
     LOSS_AGG_MODES,
@@ -25,19 +25,19 @@ from distflow.graph import node, spec_of
 from distflow.import_target import load_function
 
 
-@pytest.mark.parametrize("name", registry.ESTIMATORS)
+@pytest.mark.parametrize("name", builtin_names.ESTIMATORS)
 def test_every_estimator_of_the_table_is_registered_under_its_name(name: str) -> None:
     found = find_adv_est(name)
     assert found.name == name == AdvantageEstimator[name.upper()].value
-    assert inspect.unwrap(found.fn).__code__ is load_function(registry.ESTIMATORS[name].target).__code__
+    assert inspect.unwrap(found.fn).__code__ is load_function(builtin_names.ESTIMATORS[name].target).__code__
     reads = inspect.signature(found.fn).parameters
-    assert registry.ESTIMATORS[name].needs_critic == ("values" in reads)
-    assert registry.ESTIMATORS[name].needs_group <= ("group_index" in reads)
+    assert builtin_names.ESTIMATORS[name].needs_critic == ("values" in reads)
+    assert builtin_names.ESTIMATORS[name].needs_group <= ("group_index" in reads)
 
 
-@pytest.mark.parametrize("name", registry.POLICY_LOSSES)
+@pytest.mark.parametrize("name", builtin_names.POLICY_LOSSES)
 def test_every_loss_of_the_table_is_registered_under_its_name(name: str) -> None:
-    found, entry = find_policy_loss(name), registry.POLICY_LOSSES[name]
+    found, entry = find_policy_loss(name), builtin_names.POLICY_LOSSES[name]
     assert found.name == name and found.fn is load_function(entry.target)
     assert (entry.clips, entry.dual_clips) == ("clip_ratio" in found.options, "clip_ratio_c" in found.options)
 
@@ -60,11 +60,11 @@ def test_built_ins_are_imported_when_they_are_asked_for_and_replace_no_estimator
 
 
 def test_aggregations_are_those_of_the_table() -> None:
-    assert tuple(registry.LOSS_AGG_MODES) == LOSS_AGG_MODES
+    assert tuple(builtin_names.LOSS_AGG_MODES) == LOSS_AGG_MODES
 
 
 def test_who_whitens_or_counts_over_the_batch_is_global() -> None:
-    scopes = {name: find_adv_est(name).scope for name in registry.ESTIMATORS}
+    scopes = {name: find_adv_est(name).scope for name in builtin_names.ESTIMATORS}
     assert {name for name, scope in scopes.items() if scope == "global"} == {
         "cpgd",
         "gae",

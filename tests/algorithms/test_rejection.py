@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from distflow.algorithms.rollout_correction import compute_rejection_mask
-from distflow.registry import ROLLOUT_RS
+from distflow.builtin_names import ROLLOUT_RS
 
 Bounds = tuple[float | None, float]
 

@@ -10,7 +10,7 @@ from distflow.audit.all_checks import CHECKS, markdown_table
 from distflow.audit.recorded_data import Check
 from distflow.errors import TrustError
 from distflow.observe.reading.run_reader import Event, read_events
-from distflow.rollout.embedded import batch_invariant as embedded
+from distflow.rollout.embedded import host_steps as embedded
 from tests.e2e.runs import Playground, Run
 from tests.user_code import forgotten
 

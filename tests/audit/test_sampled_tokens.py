@@ -9,7 +9,7 @@ import pytest
 from distflow.audit import sampled_tokens
 from distflow.errors import TrustError
 from distflow.observe.reading.run_reader import read_events
-from distflow.rollout.embedded import batch_invariant as embedded
+from distflow.rollout.embedded import host_steps as embedded
 from distflow.rollout.embedded import scheduler as sequences
 from tests.e2e.runs import Playground
 

@@ -6,10 +6,10 @@ import ray
 import torch
 from ray.actor import ActorHandle
 
-from distflow.cluster.reshard import RayReshard
+from distflow.cluster.reshard_columns import RayReshard
 from distflow.data.batch import Batch
 from distflow.runtime.wait_log import Waits
-from distflow.scheduling.reshard import Key, Readers, SampleInfo
+from distflow.scheduling.reshard_columns import Key, Readers, SampleInfo
 
 
 def made(first_group: int, num_groups: int, samples: int = 3) -> Batch:

@@ -1,7 +1,7 @@
 """Rows, and the prompts that they become."""
 
+from distflow.data.dataset_columns import BadRows, RawRow
 from distflow.data.prompts import PromptOptions, PromptSet
-from distflow.data.rows import BadRows, RawRow
 from distflow.data.tokenizing import encode_rows
 
 

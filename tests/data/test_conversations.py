@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from distflow.data.dataset_columns import BadRows, RawRow
 from distflow.data.messages import read_conversation
 from distflow.data.prompts import PromptOptions, PromptSet
-from distflow.data.rows import BadRows, RawRow
 from distflow.data.tokenizing import encode_rows
 from distflow.errors import UserError
 from distflow.models.tokenizer import end_token_ids

@@ -15,9 +15,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from distflow.data.dataset_columns import BadRows, RawRow
 from distflow.data.encoded import EncodedRows, write_arrow, write_encoded
 from distflow.data.prompts import PromptOptions, PromptSet
-from distflow.data.rows import BadRows, RawRow
 from distflow.data.tokenizing import encode_rows
 from distflow.errors import UserError
 from tests.tiny_models import tiny_tokenizer

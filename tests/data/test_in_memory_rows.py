@@ -9,8 +9,8 @@ import numpy as np
 import pandas
 import pytest
 
+from distflow.data.dataset_columns import Columns
 from distflow.data.in_memory_rows import keep_rows
-from distflow.data.rows import Columns
 from distflow.data.sources import load_rows
 from distflow.errors import UserError
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from distflow.data.rows import Columns, RawRow
+from distflow.data.dataset_columns import Columns, RawRow
 from distflow.data.sources import load_rows
 from distflow.errors import UserError
 

@@ -7,8 +7,8 @@ from urllib.parse import parse_qsl
 
 import pytest
 
+from distflow.data.dataset_columns import Columns, RawRow
 from distflow.data.reasoning_gym import COLUMN, make_dataset, read_entry, write_entry
-from distflow.data.rows import Columns, RawRow
 from distflow.data.sources import load_rows
 from distflow.errors import UserError
 

@@ -10,7 +10,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from distflow.data.rows import Columns
+from distflow.data.dataset_columns import Columns
 from distflow.data.sources import load_rows
 from distflow.errors import UserError
 

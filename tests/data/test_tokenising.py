@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from distflow.data.rows import BadRows, RawRow
+from distflow.data.dataset_columns import BadRows, RawRow
 from distflow.errors import UserError
 from tests.data.encoding import encode, row
 from tests.tiny_models import tiny_tokenizer

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from distflow.data.batch import Batch
-from distflow.runtime.group import Group
-from distflow.runtime.step import Step
+from distflow.runtime.compiled_node import Step
+from distflow.runtime.prompt_group import Group
 
 
 def plant_before_update(monkeypatch: pytest.MonkeyPatch, change: Callable[[Batch], object]) -> None:

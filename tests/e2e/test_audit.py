@@ -15,11 +15,11 @@ from distflow.launch import engine_factories
 from distflow.rewards import router
 from distflow.rewards.pool.pool import RewardPool
 from distflow.rewards.score import Error, Score
-from distflow.rollout.embedded import batch_invariant
 from distflow.rollout.embedded import engine as embedded
+from distflow.rollout.embedded import host_steps
 from distflow.rollout.embedded import scheduler as sequences
 from distflow.runtime import context
-from distflow.runtime.step import Step
+from distflow.runtime.compiled_node import Step
 from distflow.runtime.weight_sync.sender import WeightSender
 from distflow.training.scorer import TorchScorer
 from distflow.training.torch_engine import TorchTrainEngine
@@ -331,7 +331,7 @@ def unclipped(patch: Patch) -> None:
 
 
 def greedy_rollout(patch: Patch) -> None:
-    original = batch_invariant.sample
+    original = host_steps.sample
 
     def planted(logits: torch.Tensor, rows: Any) -> Any:
         return original(logits * 50, rows)._replace(
@@ -340,7 +340,7 @@ def greedy_rollout(patch: Patch) -> None:
             )[:, 0]
         )
 
-    patch.setattr(batch_invariant, "sample", planted)
+    patch.setattr(host_steps, "sample", planted)
 
 
 def other_rows(patch: Patch) -> None:

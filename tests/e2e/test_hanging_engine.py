@@ -12,7 +12,7 @@ from tests.e2e.runs import Playground
 HANGS = """
 import time
 from distflow.pipelines.grpo import grpo_pipeline as make
-from distflow.models.model_runner import DecoderView
+from distflow.models.cached_decoder import DecoderView
 from distflow.rollout.hf import _Draw
 
 decode, draw, steps = DecoderView.decode, _Draw.__call__, [0]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from distflow.api.run import load_run
+from distflow.api.load_run import load_run
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 240

@@ -13,7 +13,7 @@ from distflow.errors import UserError
 from distflow.launch.initial_policy import export_checkpoint
 from distflow.launch.local_launcher import launch_local
 from distflow.observe.reading.run_reader import read_metrics
-from distflow.runtime.checkpoint.resume import is_of_a_run, policy_checkpoint
+from distflow.runtime.checkpoint.find_checkpoint import is_of_a_run, policy_checkpoint
 from tests.e2e.runs import Playground
 from tests.tiny_models import write_tiny_model
 
@@ -139,7 +139,7 @@ def test_what_is_no_checkpoint_is_named(ground: Playground, tmp_path: Path) -> N
 
 def test_the_best_checkpoint_is_told_where_it_is_another(ground: Playground, tmp_path: Path) -> None:
     from distflow.runtime.checkpoint.checkpoint import CheckpointStore
-    from distflow.runtime.checkpoint.resume import described
+    from distflow.runtime.checkpoint.find_checkpoint import described
 
     store = CheckpointStore(tmp_path / "checkpoints", keep_best=1)
     for step, metric in ((1, 0.5), (2, 0.9), (3, 0.7)):

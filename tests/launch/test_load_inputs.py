@@ -8,7 +8,7 @@ import pytest
 from distflow.config import load_config
 from distflow.errors import UserError
 from distflow.launch.load_inputs import read_config
-from distflow.planning.allocation import follow_allocation
+from distflow.planning.allocation_expression import follow_allocation
 from tests.user_code import forgotten
 
 ACTOR, MODEL, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.model", "actor_rollout_ref.rollout"

@@ -8,9 +8,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
-from distflow.models.heads import backbone
 from distflow.models.loading import load_model
 from distflow.models.lora import add_lora
+from distflow.models.model_parts import backbone
 from distflow.models.value_and_reward_models import load_value_model
 from distflow.training.micro_batches import model_inputs
 from tests.training.batches import RAGGED, ragged_batch

@@ -25,7 +25,7 @@ from distflow.rewards.router import RewardOutcome
 from distflow.rewards.score import Error, RewardResult, Score, Timeout
 from distflow.rollout.engine import GenerateRequest, GenerateResult, Generation, SamplingParams
 from distflow.runtime.context import NodeContext
-from distflow.runtime.group import Group, new_group
+from distflow.runtime.prompt_group import Group, new_group
 from distflow.scheduling.groups import PromptGroup
 from distflow.training.collective import OneRank
 from tests.runtime.groups import group as columns_of

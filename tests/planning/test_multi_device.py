@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distflow.config import Config, Loaded
-from distflow.config.compose.autosize import apply_changes
+from distflow.config.compose.shrink_to_fit import apply_changes
 from distflow.config.keys.run import AsyncConfig
 from distflow.config.keys.schema import schema_keys
 from distflow.errors import ConfigError, UserError
 from distflow.graph import BoundPipeline, NodeRole, NodeType, Pipeline, node
-from distflow.planning.allocation import follow_allocation
+from distflow.planning.allocation_expression import follow_allocation
 from distflow.planning.layout import Layout, Sizes
 from distflow.planning.multi_device import plan_ray
 from distflow.planning.plan import Plan, check_plan, rank_plan

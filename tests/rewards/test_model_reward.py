@@ -9,9 +9,9 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerFast
 
+from distflow.builtin_names import PROMPT_MESSAGES, REWARDS
 from distflow.data.sample import Sample, Segment
 from distflow.errors import UserError
-from distflow.registry import PROMPT_MESSAGES, REWARDS
 from distflow.rewards import model_reward
 from distflow.rewards.functions import load_reward, with_options
 from distflow.rewards.pool.domain_pools import Patience

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from distflow.registry import REWARDS
+from distflow.builtin_names import REWARDS
 from distflow.rewards.pool.pool import RewardPool
 from distflow.rewards.reward_check import (
     FORMS,

@@ -6,8 +6,8 @@ from importlib.util import find_spec
 
 import pytest
 
+from distflow.builtin_names import CUSTOM_REWARD, REWARDS
 from distflow.errors import UserError
-from distflow.registry import CUSTOM_REWARD, REWARDS
 from distflow.rewards import self_check as self_check_module
 from distflow.rewards.router import RewardRouter
 from distflow.rewards.self_check import known_cases, run_self_check, self_check_faults, self_check_scores

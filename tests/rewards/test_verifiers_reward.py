@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("verifiers.v1", reason="wants the extra verifiers")
 
-from distflow.data.rows import Columns, RawRow  # noqa: E402
+from distflow.data.dataset_columns import Columns, RawRow  # noqa: E402
 from distflow.data.sources import load_rows  # noqa: E402
 from distflow.errors import UserError  # noqa: E402
 from distflow.rewards.verifiers_reward import compute_score  # noqa: E402

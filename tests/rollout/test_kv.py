@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from distflow.models.model_runner import PromptKV
+from distflow.models.cached_decoder import PromptKV
 from distflow.rollout.embedded.kv_cache import KVSlots, PromptCache
 
 

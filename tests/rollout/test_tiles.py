@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from distflow.models.attention import BLOCK, attend_in_blocks
-from distflow.models.model_runner import DecoderView
+from distflow.models.cached_decoder import DecoderView
 from distflow.rollout.embedded import EmbeddedEngine
-from distflow.rollout.embedded.batch_invariant import LARGEST, Tiles
+from distflow.rollout.embedded.host_steps import LARGEST, Tiles
 from distflow.rollout.engine import GenerateRequest, GenerateResult
 from tests.rollout.drive import (
     generate_all,

@@ -13,7 +13,7 @@ from distflow.data.prompts import PromptRow
 from distflow.data.sample import Sample
 from distflow.errors import UserError
 from distflow.runtime.context import Contexts, NodeContext
-from distflow.runtime.group import new_group
+from distflow.runtime.prompt_group import new_group
 from distflow.runtime.resources import Resources
 from distflow.scheduling.groups import PromptGroup
 from tests.runtime.groups import PARAMS, context, group, group_with_responses, waiting_group

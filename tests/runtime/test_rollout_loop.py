@@ -14,13 +14,13 @@ from distflow.audit.recorder import GroupRecords
 from distflow.data.sample import Sample
 from distflow.graph import BoundNode, Drop, NodeOutput, node
 from distflow.rollout.engine import GenerateRequest, GenerateResult, Generation, Receipt, Stream
+from distflow.runtime.compiled_node import compile_steps
 from distflow.runtime.context import Contexts, NodeContext
-from distflow.runtime.group import Group
+from distflow.runtime.prompt_group import Group
 from distflow.runtime.resources import Resources
 from distflow.runtime.rollout_loop import GroupEvents, RolloutLoop, SubmissionGate
 from distflow.runtime.sample_queue.local import LocalSampleQueue
 from distflow.runtime.sample_queue.protocol import UserNoProgress
-from distflow.runtime.step import compile_steps
 from distflow.runtime.wait_log import Waits
 from distflow.scheduling.groups import PromptGroup, Version
 from tests.e2e.runs import Playground

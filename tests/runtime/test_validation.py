@@ -15,12 +15,12 @@ from distflow.data.prompts import PromptRow
 from distflow.data.sample import Sample
 from distflow.graph import Drop, node
 from distflow.rollout.engine import SamplingParams, Stream
+from distflow.runtime.compiled_node import compile_steps
 from distflow.runtime.context import Contexts, NodeContext
-from distflow.runtime.group import Group
+from distflow.runtime.prompt_group import Group
 from distflow.runtime.resources import Resources
 from distflow.runtime.rollout_loop import RolloutLoop
 from distflow.runtime.spec import ValidationSet
-from distflow.runtime.step import compile_steps
 from distflow.runtime.validation import ValidationResults, Validator, pass_at_k, validate, validation_loss
 from distflow.scheduling.groups import PromptGroup
 from tests.runtime.groups import bound, group, samples, waiting_group

@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from distflow import registry
+from distflow import builtin_names
 from distflow.algorithms import PolicyObjective, SFTObjective, ValueObjective
 from distflow.data.batch import Batch
-from distflow.data.columns import read_numbers
+from distflow.data.batch_columns import read_numbers
 from distflow.graph.fields import Axis, find_field
 from distflow.models.loading import load_model
 from distflow.models.value_and_reward_models import load_value_model
@@ -83,7 +83,7 @@ def test_a_step_reads_its_numbers_once(tmp_path: Path, family: str, objective: L
     assert engine.num_steps == 2
 
 
-@pytest.mark.parametrize("name", sorted(registry.POLICY_LOSSES))
+@pytest.mark.parametrize("name", sorted(builtin_names.POLICY_LOSSES))
 def test_no_loss_waits_for_the_device(name: str) -> None:
     objective = PolicyObjective(
         name, kl_loss_type="low_var_kl", kl_loss_coef=0.1, entropy_coef=0.1, off_policy_mask_threshold=0.2

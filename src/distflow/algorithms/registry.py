@@ -10,14 +10,14 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Literal, TypeVar, get_args, get_origin, get_type_hints
 
-from distflow import registry as names
+from distflow import builtin_names as names
+from distflow.builtin_names import Entry
 from distflow.config.compose.values import Mismatch, can_convert, convert
 from distflow.errors import hint
 from distflow.graph.fields import find_field
-from distflow.graph.node_spec import node
+from distflow.graph.node_decorator import node
 from distflow.graph.roles import NodeRole, Scope
 from distflow.import_target import load_module, split_name
-from distflow.registry import Entry
 
 _NO_DEFAULT = inspect.Parameter.empty
 Fn = TypeVar("Fn", bound=Callable[..., object])

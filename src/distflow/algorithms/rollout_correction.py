@@ -20,8 +20,8 @@ from torch import Tensor
 
 from distflow.algorithms.losses.ratio import MAX_LOG_RATIO
 from distflow.algorithms.masked_reductions import Reduce, global_sum, masked_mean, under_mask
+from distflow.builtin_names import ROLLOUT_RS
 from distflow.graph.fields import register_field
-from distflow.registry import ROLLOUT_RS
 
 LEVELS = ("token", "sequence", "geometric")
 MODES = ("truncate", "mask")

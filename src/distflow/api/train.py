@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, cast
 
 from distflow import __version__
 from distflow.api.arguments import Overrides, PythonInputs, Reward, Rows, to_lines
-from distflow.api.run import Run
+from distflow.api.load_run import Run
+from distflow.builtin_names import LAUNCHERS
 from distflow.config import ConfigError, Loaded, Problem, UserError, describe, load_config
+from distflow.config.compose.check_paths import NEEDED_TO_TRAIN
 from distflow.config.compose.origins import COMMAND_LINE
-from distflow.config.compose.paths import NEEDED_TO_TRAIN
 from distflow.config.derived_settings import check_keys, resume_override
-from distflow.data import random_streams
+from distflow.data import global_generators
 from distflow.import_target import load
 from distflow.observe.sanitize import visible
 from distflow.observe.writing.folder_lock import claimed
-from distflow.registry import LAUNCHERS
 
 if TYPE_CHECKING:
     from distflow.runtime.spec import Launch, Spec
@@ -79,7 +79,7 @@ def _in_python(problem: Problem, given: PythonInputs) -> Problem:
 def _keep(given: PythonInputs, loaded: Loaded) -> None:
     """Write rows and reward into the run's folder."""
     from distflow.runtime.checkpoint.checkpoint import CheckpointStore
-    from distflow.runtime.checkpoint.resume import CHECKPOINTS
+    from distflow.runtime.checkpoint.find_checkpoint import CHECKPOINTS
     from distflow.runtime.errors import writing_to
 
     trainer = loaded.config.trainer
@@ -95,7 +95,7 @@ def settings_restored() -> Iterator[None]:
 
     threads = torch.get_num_threads()
     try:
-        with random_streams.lent(random_streams.states()):
+        with global_generators.lent(global_generators.states()):
             yield
     finally:
         torch.set_num_threads(threads)

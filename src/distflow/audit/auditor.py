@@ -10,7 +10,7 @@ from distflow.audit.recorded_data import Check, Parts, RecordedStep, Wrong
 from distflow.audit.recorder import GroupRecord, GroupRecords, OpenEngine, UpdateRecord, UpdateWatch
 from distflow.audit.schedule import AuditSchedule
 from distflow.audit.sharded_forward import KeptWeights
-from distflow.data import random_streams
+from distflow.data import global_generators
 from distflow.data.batch import Batch
 from distflow.errors import TrustError
 from distflow.models.shards import is_spread
@@ -149,7 +149,7 @@ class Auditor:
                 self._begin()
             if self._recorded is not None:
                 self._recorded.metrics = metrics
-                with random_streams.lent(random_streams.states()):  # user functions may draw
+                with global_generators.lent(global_generators.states()):  # user functions may draw
                     self._found |= self._run(AFTER, self._recorded)
                 self._report()
             elif self._schedule.frequency > 0 and self._batch is not None:

@@ -17,10 +17,10 @@ from distflow.data.batch import Batch
 from distflow.graph import BoundPipeline
 from distflow.rewards.score import RewardResult
 from distflow.runtime.audit_protocol import AUDIT_STATE
+from distflow.runtime.compiled_node import Step
 from distflow.runtime.context import NodeContext
 from distflow.runtime.recorder import Recorder
 from distflow.runtime.rollout_services import Session
-from distflow.runtime.step import Step
 from distflow.runtime.worker_inputs import WorkerInputs
 
 

@@ -20,7 +20,7 @@ from distflow.cluster.heartbeat import COORDINATOR, ENDS_WITHIN_S, EXCHANGE, FIR
 from distflow.cluster.local_ray import gone
 from distflow.cluster.log_forwarding import DriverOutput
 from distflow.cluster.placement import bound_of, bundles_of, connected
-from distflow.cluster.reshard import ReshardActor
+from distflow.cluster.reshard_columns import ReshardActor
 from distflow.cluster.restarts import Replacements
 from distflow.cluster.reward_actors import Deaths, start_reward_actors
 from distflow.cluster.worker_actor import Built, WorkerActor

@@ -17,7 +17,7 @@ from distflow.cluster.failures import PeersLate
 from distflow.cluster.log_forwarding import RemoteView, Teller, remote_callbacks
 from distflow.cluster.object_store import reply, shorten
 from distflow.cluster.process_groups import Collectives
-from distflow.cluster.reshard import RayReshard
+from distflow.cluster.reshard_columns import RayReshard
 from distflow.cluster.reward_actors import pools_of
 from distflow.cluster.rollout_workers import RolloutWorkers
 from distflow.cluster.sample_queue import AgreedStop, RaySampleQueue

@@ -63,10 +63,10 @@ def _fitted(loaded: "Loaded", trusted: bool) -> "Loaded":
 
 def _not_from_files(config: "Config", trusted: bool) -> str:
     """Why model and data are not read: the config may be another person's, and the hub is slow."""
-    from distflow.config.compose.paths import is_local_data, is_local_model
+    from distflow.config.compose.check_paths import is_local_data, is_local_model
     from distflow.config.per_domain import train_files, val_files
     from distflow.launch.trusted_code import pipeline_code
-    from distflow.runtime.checkpoint.resume import is_of_a_run
+    from distflow.runtime.checkpoint.find_checkpoint import is_of_a_run
 
     elsewhere = [
         file for _, files in (*train_files(config), *val_files(config)) for file in files if not is_local_data(file)

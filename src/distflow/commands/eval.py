@@ -71,7 +71,7 @@ def _evaluated(arguments: argparse.Namespace, folder: Path) -> dict[str, float]:
 
 def _load(preset: str, overrides: list[str], folder: Path) -> "Loaded":
     from distflow.config import load_config
-    from distflow.config.compose.paths import NEEDED_TO_EVALUATE
+    from distflow.config.compose.check_paths import NEEDED_TO_EVALUATE
 
     if Path(preset).expanduser().is_dir():
         from distflow.launch.initial_policy import write_config_of

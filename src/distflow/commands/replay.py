@@ -12,7 +12,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from distflow.launch.replay import replay_bundle
+    from distflow.launch.replay_update import replay_bundle
 
     for line in replay_bundle(Path(arguments.bundle), trust_code=arguments.trust_code):
         print(line)

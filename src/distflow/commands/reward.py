@@ -13,8 +13,8 @@ from distflow.observe.sanitize import visible
 from distflow.rewards.score import RIGHT
 
 if TYPE_CHECKING:
+    from distflow.data.dataset_columns import RawRow
     from distflow.data.messages import Messages
-    from distflow.data.rows import RawRow
     from distflow.rewards.reward_check import Agreement, Fault, Row, Trial
 
 _JUDGE = "judge"
@@ -93,8 +93,8 @@ def _not_negative(text: str) -> int:
 
 def _target(name: str, has_responses: bool) -> str:
     """Raises UserError for a built-in that does not compare with the answer, where no responses are given."""
+    from distflow.builtin_names import REWARDS
     from distflow.errors import UserError
-    from distflow.registry import REWARDS
     from distflow.rewards.functions import custom_target, target_of
 
     if name in REWARDS:
@@ -110,10 +110,10 @@ def _target(name: str, has_responses: bool) -> str:
 
 def _rows(arguments: argparse.Namespace) -> "tuple[list[Row], list[bool]]":
     """And whether their responses are right, where a column says so. Raises UserError where it does not."""
-    from distflow.data.rows import Columns
+    from distflow.builtin_names import REWARDS
+    from distflow.data.dataset_columns import Columns
     from distflow.data.sources import load_rows
     from distflow.errors import UserError
-    from distflow.registry import REWARDS
 
     label, entry = arguments.label_key, REWARDS.get(arguments.reward)
     compares = entry is None or entry.needs_answer

@@ -21,7 +21,7 @@ def run(arguments: argparse.Namespace) -> int:
     print(f"distflow {__version__} · selftest", flush=True)
     with importing():
         from distflow.selftest.comparisons import advice, compare_all, head, left_out, line
-        from distflow.selftest.reference_loop import RECORDED, read_recorded
+        from distflow.selftest.reference_record import RECORDED, read_recorded
 
     rows, failed, folder = [], [], Path(tempfile.mkdtemp(prefix="distflow-selftest-"))
     try:

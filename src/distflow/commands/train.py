@@ -4,9 +4,9 @@ import argparse
 from typing import TYPE_CHECKING, cast
 
 from distflow import __version__
+from distflow.builtin_names import LAUNCHERS
 from distflow.commands.arguments import add_config_arguments
 from distflow.import_target import load
-from distflow.registry import LAUNCHERS
 from distflow.runtime.stop import exit_status
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def say(line: str) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from distflow.commands.prestart import importing, rewards_ahead
     from distflow.config import describe, load_config
-    from distflow.config.compose.paths import NEEDED_TO_TRAIN
+    from distflow.config.compose.check_paths import NEEDED_TO_TRAIN
     from distflow.config.derived_settings import check_keys, resume_override
 
     if (

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from math import ceil
 from typing import Literal
 
+from distflow.builtin_names import ESTIMATORS, PIPELINES, BuiltinPipeline, Estimator
 from distflow.config.compose.key_usage import peek, with_group
 from distflow.config.compose.unknown_keys import suggest
 from distflow.config.keys.algorithm import AlgorithmConfig
@@ -20,7 +21,6 @@ from distflow.config.keys.engines import ActorFsdpConfig, OptimConfig, RefFsdpCo
 from distflow.config.keys.named_overrides import changed
 from distflow.config.keys.schema import Config, schema_keys
 from distflow.errors import UserError
-from distflow.registry import ESTIMATORS, PIPELINES, BuiltinPipeline, Estimator
 
 
 def algorithm_of(config: Config, domain: str | None) -> AlgorithmConfig:

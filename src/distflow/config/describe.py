@@ -3,6 +3,7 @@
 One key explained: what it means, what it may be, what it is here and who says so.
 """
 
+from distflow.builtin_names import POLICY_LOSSES
 from distflow.config.compose.loaded import Loaded
 from distflow.config.compose.origins import COMMAND_LINE
 from distflow.config.compose.unknown_keys import suggest
@@ -20,7 +21,6 @@ from distflow.config.keys.schema import Config, schema_keys
 from distflow.config.per_domain import group_sizes, validates
 from distflow.config.serialize import flatten, show_value
 from distflow.errors import ConfigError, Problem
-from distflow.registry import POLICY_LOSSES
 
 
 def describe(config: Config) -> list[str]:

@@ -8,14 +8,7 @@ from collections.abc import Iterable, Mapping
 from itertools import takewhile
 from pathlib import Path
 
-from distflow.config.compose.origins import PRESETS, preset_names
-from distflow.config.compose.values import type_name
-from distflow.config.domains import domain_keys
-from distflow.config.keys.declare import KeyInfo
-from distflow.config.keys.schema import schema_keys
-from distflow.config.migration import page
-from distflow.config.serialize import RESUMABLE, show_value
-from distflow.registry import (
+from distflow.builtin_names import (
     ESTIMATORS,
     PIPELINES,
     POLICY_LOSSES,
@@ -25,6 +18,13 @@ from distflow.registry import (
     TRAIN_ENGINES,
     Entry,
 )
+from distflow.config.compose.origins import PRESETS, preset_names
+from distflow.config.compose.values import type_name
+from distflow.config.domains import domain_keys
+from distflow.config.keys.declare import KeyInfo
+from distflow.config.keys.schema import schema_keys
+from distflow.config.migration import page
+from distflow.config.serialize import RESUMABLE, show_value
 
 _INTRO = """# Configuration
 

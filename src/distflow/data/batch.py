@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from distflow.data.columns import Column, Shapes, Written, check_same_fields, guess_field, send
+from distflow.data.batch_columns import Column, Shapes, Written, check_same_fields, guess_field, send
 from distflow.data.sample import Sample
 from distflow.graph.fields import ALIASES, TOKEN_AXES, Axis, Field, find_field
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from distflow.data.batch import Batch
-from distflow.data.columns import Column
+from distflow.data.batch_columns import Column
 from distflow.graph.fields import TOKEN_AXES, Axis, Field
 
 Bytes = NDArray[np.uint8]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from distflow.data.rows import plain
+from distflow.data.dataset_columns import plain
 from distflow.errors import UserError
 from distflow.observe.files import write_atomically
 

@@ -5,9 +5,9 @@ Entries that are null count as absent: files with typed columns have them where 
 
 import json
 
+from distflow.builtin_names import TEMPLATE_PARAMETERS
 from distflow.errors import hint
 from distflow.observe.files import JSON
-from distflow.registry import TEMPLATE_PARAMETERS
 
 Messages = list[dict[str, JSON]]
 

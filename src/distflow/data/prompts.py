@@ -10,7 +10,7 @@ from typing import overload
 import numpy as np
 from numpy.typing import NDArray
 
-from distflow.data.rows import RawRow
+from distflow.data.dataset_columns import RawRow
 from distflow.data.sample import Segment
 from distflow.observe.files import JSON
 

@@ -10,7 +10,7 @@ import json
 import sys
 from collections.abc import Iterator, Mapping
 
-from distflow.data.rows import Record
+from distflow.data.dataset_columns import Record
 from distflow.data.subprocess_rows import made_records, read_settings
 from distflow.errors import UserError, hint
 

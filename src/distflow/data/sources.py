@@ -14,12 +14,12 @@ from itertools import islice
 from pathlib import Path
 from typing import cast
 
-from distflow.config.compose.paths import HUB_DATA
+from distflow.config.compose.check_paths import HUB_DATA
 from distflow.data import reasoning_gym, verifiers_tasks
+from distflow.data.dataset_columns import BadRows, Columns, RawRow, Record, read_rows
 from distflow.data.encoded import CHUNK_ROWS, metadata_of, write_arrow
-from distflow.data.hub import unreachable
+from distflow.data.hub_reachable import unreachable
 from distflow.data.in_memory_rows import MAX_ROWS, json_lines
-from distflow.data.rows import BadRows, Columns, RawRow, Record, read_rows
 from distflow.errors import UserError, missing_path
 from distflow.import_target import LoadError, load_function
 

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from urllib.parse import parse_qsl
 
-from distflow.data.rows import Record
+from distflow.data.dataset_columns import Record
 from distflow.errors import UserError
 from distflow.observe.files import JSON
 

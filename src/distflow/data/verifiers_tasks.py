@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import redirect_stdout
 from typing import Any
 
-from distflow.data.rows import Record
+from distflow.data.dataset_columns import Record
 from distflow.data.subprocess_rows import made_records, read_settings
 from distflow.errors import UserError
 

@@ -10,7 +10,7 @@ from distflow.graph.bound_pipeline import BoundPipeline
 from distflow.graph.contract import Contract, canonical
 from distflow.graph.drawing import Box, flowchart
 from distflow.graph.fields import Field, PipelineError
-from distflow.graph.node_spec import is_factory
+from distflow.graph.node_decorator import is_factory
 from distflow.graph.nodes import Node, early_contract, engines_of
 from distflow.graph.wiring import Vertex, Wiring, check_edges, dependents, topological_order
 

@@ -9,7 +9,7 @@ from itertools import combinations
 from distflow.errors import hint
 from distflow.graph.contract import Contract, canonical
 from distflow.graph.fields import DERIVED, PipelineError
-from distflow.graph.node_spec import is_factory
+from distflow.graph.node_decorator import is_factory
 from distflow.graph.nodes import Node, engines_of
 from distflow.graph.roles import TRAIN_ENGINES, Plane
 

@@ -8,13 +8,13 @@ from distflow.checks.live import LiveChecks
 from distflow.rewards.call_counts import RewardCounts
 from distflow.runtime.audit_protocol import Updates
 from distflow.runtime.checkpoint.saver import Saver
+from distflow.runtime.compiled_node import compile_steps
 from distflow.runtime.context import Contexts
 from distflow.runtime.errors import ErrorShare
 from distflow.runtime.offload import Offload
-from distflow.runtime.reshard import ColumnReshard
+from distflow.runtime.reshard_columns import ColumnReshard
 from distflow.runtime.rollout_loop import GroupEvents, RolloutLoop
 from distflow.runtime.rollout_services import Session
-from distflow.runtime.step import compile_steps
 from distflow.runtime.validation import ValidationRunner, Validator
 from distflow.runtime.weight_sync.sender import WeightSync
 from distflow.runtime.worker import Worker

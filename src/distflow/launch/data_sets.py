@@ -10,18 +10,18 @@ from typing import Any, overload
 
 from transformers import PreTrainedTokenizerBase
 
+from distflow.builtin_names import REWARDS, Reward
 from distflow.config import Config
 from distflow.config.derived_settings import is_rl
 from distflow.config.keys.reward import RewardPart
 from distflow.config.per_domain import reward_functions
+from distflow.data.dataset_columns import DEFAULT_DOMAIN, BadRows, Columns, RawRow, Record, listed, plain, read_rows
 from distflow.data.prompts import PromptOptions, PromptRow, PromptSet
-from distflow.data.rows import DEFAULT_DOMAIN, BadRows, Columns, RawRow, Record, listed, plain, read_rows
 from distflow.data.sources import load_rows
 from distflow.data.tokenizing import encode_rows
 from distflow.errors import UserError
 from distflow.graph import BoundPipeline
 from distflow.models.tokenizer import end_token_ids
-from distflow.registry import REWARDS, Reward
 from distflow.rewards.known_solutions import find_broken
 from distflow.rewards.router import check_domains
 from distflow.scheduling.curriculum import CurriculumPlan, SkipPlan, load_curriculum

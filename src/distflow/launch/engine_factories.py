@@ -8,6 +8,7 @@ from typing import Literal, TypedDict, cast
 
 import torch
 
+from distflow.builtin_names import ROLLOUT_ENGINES, TRAIN_ENGINES
 from distflow.config import Config
 from distflow.config.derived_settings import is_rl, is_sharded, optimizer_steps
 from distflow.config.keys.engines import OptimConfig
@@ -33,7 +34,6 @@ from distflow.launch.build_engines import (
 from distflow.launch.devices import choose_device, threads_of
 from distflow.launch.model_sources import critic_source, policy_adapter, policy_source, tokenizer_loader
 from distflow.models.cpu_kernels import build as native
-from distflow.registry import ROLLOUT_ENGINES, TRAIN_ENGINES
 from distflow.rewards.pool.domain_pools import verifiers_of
 from distflow.rewards.router import Overlong, RewardRouter
 from distflow.runtime.spec import Factory

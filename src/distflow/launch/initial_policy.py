@@ -18,8 +18,8 @@ from distflow.models.export import check_target, export_model
 from distflow.observe.files import read_object
 from distflow.runtime.checkpoint.checkpoint import Checkpoint
 from distflow.runtime.checkpoint.files import MANIFEST
+from distflow.runtime.checkpoint.find_checkpoint import CHECKPOINTS, described, is_of_a_run, policy_checkpoint
 from distflow.runtime.checkpoint.folder import checkpoints_in
-from distflow.runtime.checkpoint.resume import CHECKPOINTS, described, is_of_a_run, policy_checkpoint
 from distflow.training.engine import TrainState
 
 NOTE = "distflow.json"

@@ -16,7 +16,7 @@ from distflow.launch.run_options import run_options, sampling_params, spec_setti
 from distflow.launch.select_pipeline import rebuild
 from distflow.launch.startup_messages import startup_lines
 from distflow.observe.writing.folder_lock import claimed
-from distflow.planning.allocation import follow_allocation
+from distflow.planning.allocation_expression import follow_allocation
 from distflow.planning.plan import check_plan
 from distflow.runtime.errors import writing_to
 from distflow.runtime.spec import Spec

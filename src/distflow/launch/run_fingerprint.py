@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from omegaconf import DictConfig, OmegaConf
 
+from distflow.builtin_names import CURRICULA, CUSTOM_REWARD, REWARDS
 from distflow.config import Config, Loaded, describe
 from distflow.config.compose.load import ConfigBuilder
 from distflow.config.compose.origins import PRESETS, preset_names
@@ -21,7 +22,6 @@ from distflow.launch.devices import choose_device, threads_of, worker_cores
 from distflow.launch.load_inputs import Data
 from distflow.models.cpu_kernels import build as native
 from distflow.models.weight_checks import identity
-from distflow.registry import CURRICULA, CUSTOM_REWARD, REWARDS
 from distflow.rewards.fingerprint import fingerprint_target
 from distflow.rewards.functions import target_of
 from distflow.rewards.pool.domain_pools import verifiers_of

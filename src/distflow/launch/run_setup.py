@@ -15,7 +15,7 @@ from distflow.observe.writing.folder_lock import claimed
 from distflow.observe.writing.run_folder import finish_moving, set_aside
 from distflow.runtime import fault_injection
 from distflow.runtime.checkpoint.checkpoint import Checkpoint, CheckpointStore
-from distflow.runtime.checkpoint.resume import (
+from distflow.runtime.checkpoint.find_checkpoint import (
     CHECKPOINTS,
     LEDGER,
     done_message,

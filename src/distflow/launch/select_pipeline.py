@@ -8,6 +8,7 @@ from functools import partial
 from typing import cast
 
 from distflow.algorithms.objective import PolicyObjective
+from distflow.builtin_names import PIPELINES
 from distflow.config import Config
 from distflow.config.derived_settings import CUSTOM, pipeline_name
 from distflow.data.batch import Batch
@@ -33,7 +34,6 @@ from distflow.pipelines.nodes.rollout import load_responses
 from distflow.pipelines.nodes.rollout_correction import weigh_after_drift
 from distflow.pipelines.nodes.updates import train_unscored_actor, update
 from distflow.planning.plan import plan_local
-from distflow.registry import PIPELINES
 from distflow.runtime.errors import is_ours
 from distflow.runtime.spec import Spec
 

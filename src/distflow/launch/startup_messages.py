@@ -6,7 +6,7 @@ from distflow.algorithms.registry import describe_estimator
 from distflow.config import Config, Loaded
 from distflow.config.derived_settings import algorithms, is_rl
 from distflow.config.per_domain import reward_functions
-from distflow.data.rows import TEMPLATE_KWARGS_COLUMN, listed
+from distflow.data.dataset_columns import TEMPLATE_KWARGS_COLUMN, listed
 from distflow.errors import hint
 from distflow.graph import BoundPipeline, NodeRole
 from distflow.launch.data_sets import num_rows_of

@@ -28,7 +28,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 from transformers.utils import TransformersKwargs
 
-from distflow.data.columns import send
+from distflow.data.batch_columns import send
 from distflow.models.cpu_kernels import build as native
 from distflow.models.cpu_kernels.attention import Sequences, attend
 from distflow.models.shared_prefixes import Sharing

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from distflow.errors import UserError
-from distflow.models.heads import unwrapped
 from distflow.models.loading import quiet_transformers
 from distflow.models.lora import has_adapter, named_weights
+from distflow.models.model_parts import unwrapped
 
 
 def export_model(

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from distflow.errors import UserError
-from distflow.models.heads import unwrapped
+from distflow.models.model_parts import unwrapped
 
 
 def add_lora(

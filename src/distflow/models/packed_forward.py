@@ -20,17 +20,17 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from transformers import PreTrainedConfig
 
-from distflow.data.columns import send
+from distflow.data.batch_columns import send
 from distflow.errors import UserError
 from distflow.models.attention import PACKED_ATTENTION, Packing, repeat_rows, take_rows
+from distflow.models.cached_decoder import FAMILIES
 from distflow.models.cpu_kernels import build as native
 from distflow.models.cpu_kernels.attention import Sequences, attend
 from distflow.models.cpu_kernels.fused_ops import add_norm, gate, split_heads
 from distflow.models.cpu_kernels.layer import after_attention, before_attention
 from distflow.models.cpu_kernels.weight_layout import check, parts, side_by_side
-from distflow.models.heads import backbone, output_head, token_values, unwrapped
 from distflow.models.log_probs import token_log_probs
-from distflow.models.model_runner import FAMILIES
+from distflow.models.model_parts import backbone, output_head, token_values, unwrapped
 from distflow.models.shared_prefixes import Sharing, shared_prefixes
 
 LARGEST = 2**19

@@ -7,8 +7,8 @@ import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 
-from distflow.config.compose.paths import model_fault
-from distflow.data.hub import unreachable
+from distflow.config.compose.check_paths import model_fault
+from distflow.data.hub_reachable import unreachable
 from distflow.errors import UserError
 from distflow.observe.files import read_object
 

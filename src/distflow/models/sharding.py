@@ -29,7 +29,7 @@ from torch.distributed.tensor.parallel import (
 from transformers import PreTrainedConfig
 
 from distflow.errors import UserError
-from distflow.models.heads import unwrapped
+from distflow.models.model_parts import unwrapped
 from distflow.models.packed_forward import PACKED_METHODS
 
 _HEADS_DIM = 2  # of (batch, tokens, heads, width), which is what norms of queries and keys are given

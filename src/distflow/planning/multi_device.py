@@ -7,11 +7,11 @@ from distflow.config import Config
 from distflow.config.derived_settings import offload_keys
 from distflow.errors import UserError
 from distflow.graph import BoundNode, BoundPipeline
-from distflow.planning.allocation import KEY, Allocation, check_agreement, parse_allocation
-from distflow.planning.cluster import Cluster, place
+from distflow.planning.allocation_expression import KEY, Allocation, check_agreement, parse_allocation
 from distflow.planning.layout import Layout, Sizes
 from distflow.planning.part_assignment import apportion, pipeline_parts
 from distflow.planning.plan import Plan, choose_backends, make_channels, process_groups, rank_plan
+from distflow.planning.rank_placement import Cluster, place
 
 _SIT_WITH_ACTOR = ("critic", "ref", "reward_model")
 """Roles that need no part of their own in an allocation."""

@@ -17,11 +17,11 @@ from pathlib import Path
 from types import FunctionType
 from typing import Any, cast
 
+from distflow.builtin_names import CUSTOM_REWARD, REWARDS
 from distflow.errors import UserError, hint
 from distflow.graph.fields import is_async
 from distflow.import_target import LoadError, load_function, split_name
 from distflow.observe.files import JSON, write_atomically
-from distflow.registry import CUSTOM_REWARD, REWARDS
 from distflow.rewards.score import ACC
 
 SUFFIX = ".pkl"

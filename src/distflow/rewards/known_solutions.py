@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, NamedTuple, cast
 
+from distflow.builtin_names import CUSTOM_REWARD, REWARDS
 from distflow.errors import UserError
 from distflow.import_target import load
 from distflow.observe.sanitize import visible
-from distflow.registry import CUSTOM_REWARD, REWARDS
 from distflow.rewards.score import RewardResult, Score, is_right, own_reward_result
 
 

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from distflow.builtin_names import DTYPES, PROMPT_MESSAGES
 from distflow.errors import UserError
 from distflow.models.tokenizer import load_tokenizer
 from distflow.models.value_and_reward_models import HEAD, load_reward_model, score_ids
-from distflow.registry import DTYPES, PROMPT_MESSAGES
 from distflow.rewards.score import CUT, Case
 
 CASES: tuple[Case, ...] = ()

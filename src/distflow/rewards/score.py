@@ -11,9 +11,9 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
+from distflow.builtin_names import CUSTOM_REWARD, REWARDS
 from distflow.observe.files import JSON
 from distflow.observe.reading.reward_results import TIMED_OUT
-from distflow.registry import CUSTOM_REWARD, REWARDS
 
 CUT = "cut_tokens"
 """Key of a reward function's result: how many tokens it did not read."""

@@ -12,9 +12,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
 from typing import TYPE_CHECKING, cast
 
+from distflow.builtin_names import REWARDS
 from distflow.errors import UserError
 from distflow.import_target import load, split_name
-from distflow.registry import REWARDS
 from distflow.rewards.extracted_answers import bare_answer
 from distflow.rewards.pool.pool import RewardPool
 from distflow.rewards.score import Case, Error, RewardResult, Score, Timeout

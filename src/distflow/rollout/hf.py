@@ -26,7 +26,7 @@ from transformers import (
 )
 
 from distflow.rollout.engine import GenerateRequest, GenerateResult, Generation, Receipt, SamplingParams
-from distflow.rollout.requests import check_request, finish_reason, sample_key, uniforms
+from distflow.rollout.generation_rules import check_request, finish_reason, sample_key, uniforms
 from distflow.rollout.weights import check_shared, check_version, copy_weights, stripe_hashes
 from distflow.scheduling.groups import Version
 

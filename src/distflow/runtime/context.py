@@ -12,7 +12,7 @@ from distflow.data.batch import Batch
 from distflow.data.sample import Sample
 from distflow.errors import UserError
 from distflow.rewards.router import RewardOutcome, RewardRouter
-from distflow.runtime.group import Group
+from distflow.runtime.prompt_group import Group
 from distflow.runtime.resources import Resources
 from distflow.runtime.user_calls.async_calls import ours
 from distflow.scheduling.data_order import minibatches

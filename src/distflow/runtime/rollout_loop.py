@@ -16,16 +16,16 @@ from distflow.rewards.call_counts import CallCounts
 from distflow.rewards.router import RewardOutcome, RewardRouter
 from distflow.rollout.engine import GenerateRequest, GenerateResult, RolloutEngine
 from distflow.runtime import fault_injection
+from distflow.runtime.abort_surplus import EarlyStop
 from distflow.runtime.audit_protocol import GroupRecorder
+from distflow.runtime.compiled_node import Step, compile_steps
 from distflow.runtime.context import Contexts, NodeContext, score_samples
-from distflow.runtime.early_stop import EarlyStop
 from distflow.runtime.errors import NodeError
-from distflow.runtime.group import Group, new_group
+from distflow.runtime.prompt_group import Group, new_group
 from distflow.runtime.resources import Resources
 from distflow.runtime.sample_queue.local import accuracy_of
 from distflow.runtime.sample_queue.protocol import Failure, SampleQueuePort, StoppingSampleQueue
 from distflow.runtime.spec import Spec
-from distflow.runtime.step import Step, compile_steps
 from distflow.runtime.user_calls.async_calls import ours
 from distflow.runtime.user_calls.sync_calls import PlainCalls
 from distflow.runtime.wait_log import Waits

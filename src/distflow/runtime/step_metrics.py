@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from distflow.algorithms.advantages.group_statistics import sample_scores
+from distflow.algorithms.advantages.group_baseline import sample_scores
 from distflow.data.batch import Batch
-from distflow.data.rows import DEFAULT_DOMAIN
+from distflow.data.dataset_columns import DEFAULT_DOMAIN
 from distflow.errors import UserError
 from distflow.observe.metrics import Measured, find_metric
 from distflow.scheduling.groups import GroupCounts

@@ -16,8 +16,8 @@ from distflow.rollout.engine import SamplingParams
 from distflow.runtime import fault_injection
 from distflow.runtime.context import Contexts
 from distflow.runtime.errors import NodeError, warn_of_errors
-from distflow.runtime.group import new_group
 from distflow.runtime.offload import Offload
+from distflow.runtime.prompt_group import new_group
 from distflow.runtime.resources import Resources
 from distflow.runtime.rollout_loop import RolloutLoop
 from distflow.runtime.rollout_services import Session

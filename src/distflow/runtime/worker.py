@@ -14,10 +14,10 @@ from distflow.graph import NodeStatus
 from distflow.observe.metrics import Measured
 from distflow.rewards.call_counts import RewardCounts
 from distflow.runtime.checkpoint.state import copy_of_state, joined, part_of_rank, saved_parts
+from distflow.runtime.compiled_node import Step
 from distflow.runtime.context import NodeContext
 from distflow.runtime.resources import Resources
 from distflow.runtime.sample_queue.protocol import NewWorkers, Released, Share
-from distflow.runtime.step import Step
 from distflow.runtime.step_metrics import Figures, batch_metrics, curriculum_metrics, group_metrics, over_ranks
 from distflow.runtime.validation import ValidationRunner, score
 from distflow.runtime.weight_sync.sender import WeightReceiver

@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from distflow.rewards.call_counts import RewardCounts
 from distflow.runtime.audit_protocol import StepAuditor, StepChecks, Updates
 from distflow.runtime.checkpoint.saver import Saver
+from distflow.runtime.compiled_node import Step
 from distflow.runtime.context import Contexts
 from distflow.runtime.errors import ErrorShare
 from distflow.runtime.offload import Offload
-from distflow.runtime.reshard import ColumnReshard
+from distflow.runtime.reshard_columns import ColumnReshard
 from distflow.runtime.resources import Resources
 from distflow.runtime.rollout_loop import RolloutLoop
 from distflow.runtime.rollout_services import Session
-from distflow.runtime.step import Step
 from distflow.runtime.validation import ValidationRunner
 from distflow.runtime.weight_sync.sender import WeightSync
 from distflow.runtime.worker_inputs import WorkerInputs

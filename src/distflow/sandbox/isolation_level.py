@@ -7,7 +7,7 @@ from typing import NamedTuple
 from distflow.errors import UserError
 from distflow.sandbox.fork_server import ForkServer, LevelName, ServerGone
 from distflow.sandbox.limits import Limits, SandboxFault
-from distflow.sandbox.program import Program
+from distflow.sandbox.running_program import Program
 
 LEVELS: tuple[LevelName, ...] = ("namespaces", "floor")
 """The stronger first."""

@@ -13,7 +13,7 @@ from distflow.sandbox.inside.values import from_text, to_text
 from distflow.sandbox.interface import Ran, Status
 from distflow.sandbox.isolation_level import start_server
 from distflow.sandbox.limits import DEFAULT_LIMITS, Broken, Limits, Raised, SandboxFault
-from distflow.sandbox.program import Program
+from distflow.sandbox.running_program import Program
 
 _VALUE = b'{"value": '
 _SHOWN_TEXT = 2000

@@ -11,9 +11,9 @@ from fractions import Fraction
 from numbers import Real
 from typing import Any, TypedDict, cast
 
+from distflow.builtin_names import CURRICULA
 from distflow.errors import UserError, nearest, users_place
 from distflow.import_target import LoadError, load_function
-from distflow.registry import CURRICULA
 
 PARTS = 10**6
 """Shares are multiples of 1/PARTS, so that a domain's lag stays a short fraction however often they change."""

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from distflow.cluster.ray_entry import NEEDED, is_installed, own_ray
 from distflow.selftest.figures import Differences, Figures, differences
-from distflow.selftest.reference_loop import Recorded
+from distflow.selftest.reference_record import Recorded
 from distflow.selftest.runs import Lab
 
 TOLERANCE = 5e-6

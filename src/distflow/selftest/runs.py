@@ -35,12 +35,12 @@ from distflow.observe.reading.run_reader import read_timeline
 from distflow.pipelines.grpo import grpo_pipeline
 from distflow.pipelines.nodes.rollout import RESPONSE_FIELDS
 from distflow.pipelines.ppo import ppo_pipeline
-from distflow.runtime.checkpoint.resume import CHECKPOINTS
-from distflow.runtime.group import Group
+from distflow.runtime.checkpoint.find_checkpoint import CHECKPOINTS
+from distflow.runtime.prompt_group import Group
 from distflow.runtime.spec import Launch, Spec
 from distflow.runtime.stop import Interrupted
 from distflow.selftest.figures import Figures, Step, figures_of
-from distflow.selftest.reference_loop import Recorded
+from distflow.selftest.reference_record import Recorded
 
 TOKENIZER = "builtin:tiny-arithmetic"
 _SIZES = {

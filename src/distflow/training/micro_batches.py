@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from distflow.data.batch import Batch
-from distflow.data.columns import send
+from distflow.data.batch_columns import send
 from distflow.models.packed_forward import ModelInputs
 from distflow.models.shared_prefixes import shared_prefixes
 from distflow.scheduling.bin_packing import pack

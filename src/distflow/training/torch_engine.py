@@ -13,11 +13,11 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from distflow.data.batch import Batch
-from distflow.data.columns import read_numbers
+from distflow.data.batch_columns import read_numbers
 from distflow.errors import UserError
 from distflow.graph.fields import Axis
-from distflow.models.heads import unwrapped
 from distflow.models.lora import named_weights
+from distflow.models.model_parts import unwrapped
 from distflow.models.shards import fill, whole
 from distflow.training.collective import Collective, OneRank
 from distflow.training.engine import MODEL_PREFIX, OPTIMIZER_PREFIX, Counts, LossFn, Sums, TrainState

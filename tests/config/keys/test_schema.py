@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from distflow import registry as table
+from distflow import builtin_names as table
 from distflow.config import (
     Config,
     ConfigError,

@@ -9,10 +9,10 @@ import pytest
 import torch
 from threadpoolctl import threadpool_info
 
+from distflow.models.cached_decoder import DecoderView
 from distflow.models.cpu_kernels import build
 from distflow.models.cpu_kernels.build import NotNative, library
 from distflow.models.cpu_kernels.decode_step import NativeStep
-from distflow.models.model_runner import DecoderView
 from tests.models.cpu_kernels.test_step import (
     all_in_bfloat16_differs_by,
     decoded,

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from distflow.models.cached_decoder import DecoderView
 from distflow.models.cpu_kernels import build as native
 from distflow.models.cpu_kernels.build import NotNative
 from distflow.models.cpu_kernels.decode_step import NativeStep
-from distflow.models.model_runner import DecoderView
 from distflow.models.packed_forward import attach_packed_forward, choose_attention
-from tests.models.test_model_runner import make as make_model
+from tests.models.test_cached_decoder import make as make_model
 
 pytestmark = pytest.mark.skipif(not native.is_there(), reason="wants a C compiler (Debian: apt-get install gcc)")
 

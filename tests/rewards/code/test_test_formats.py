@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from distflow.rewards.code.assertions import tell_apart
 from distflow.rewards.code.execution import same_output, same_value
+from distflow.rewards.code.split_assertions import tell_apart
 from distflow.rewards.code.test_formats import AssertTests, CallTests, StreamTests, read_tests
 
 PAIRS = {"inputs": ["1\n", "2\n"], "outputs": ["2\n", "3\n"]}

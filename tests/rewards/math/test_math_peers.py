@@ -4,7 +4,7 @@ import pytest
 import sympy
 from math_verify import grader
 
-from distflow.rewards.math import expressions
+from distflow.rewards.math import formula_equality
 from distflow.rewards.math.reward import compute_score
 from tests.rewards.math_peers import RESPONSES, RIGHT, WRONG
 
@@ -26,7 +26,7 @@ PLACES = [
     (grader, "simplify", "x^2-1", "(x-1)(x+1)"),
     (sympy.Expr, "evalf", "x^2-1", "(x-1)(x+1)"),
     (grader, "sympy_solve_and_compare", "2x+3y=7", "4x+6y=14"),
-    (expressions, "latex2sympy", "x^2-1", "(x-1)(x+1)"),
+    (formula_equality, "latex2sympy", "x^2-1", "(x-1)(x+1)"),
 ]
 
 
@@ -39,13 +39,13 @@ def test_a_full_memory_or_stack_is_no_verdict(monkeypatch, fault, owner, name, g
         called.append(name)
         raise fault
 
-    expressions._parse.cache_clear()
+    formula_equality._parse.cache_clear()
     monkeypatch.setattr(owner, name, fail)
     try:
         with pytest.raises(fault):
             compute_score("d", rf"\boxed{{{answer}}}", gold)
     finally:
-        expressions._parse.cache_clear()
+        formula_equality._parse.cache_clear()
     assert called
 
 

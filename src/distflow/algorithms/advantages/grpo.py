@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from distflow.algorithms.advantages.group_statistics import (
+from distflow.algorithms.advantages.group_baseline import (
     GroupRule,
     Groups,
     counted_tokens,

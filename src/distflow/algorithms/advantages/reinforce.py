@@ -10,7 +10,7 @@
 from torch import Tensor
 
 from distflow.algorithms.advantages.gae import discounted_sum
-from distflow.algorithms.advantages.group_statistics import (
+from distflow.algorithms.advantages.group_baseline import (
     GroupRule,
     counted_tokens,
     group_advantage,

@@ -8,10 +8,10 @@ from dataclasses import fields, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from distflow.config.compose.autosize import Change, Fitted, apply_changes, fit
+from distflow.config.compose.check_paths import find_missing
 from distflow.config.compose.loaded import Loaded
 from distflow.config.compose.origins import COMMAND_LINE, Setting, settings_of_value
-from distflow.config.compose.paths import find_missing
+from distflow.config.compose.shrink_to_fit import Change, Fitted, apply_changes, fit
 from distflow.config.compose.unknown_keys import is_known, judge_settings, parents
 from distflow.config.compose.values import Mismatch, convert
 from distflow.config.derived_settings import RunLimits

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from distflow.config.compose.autosize import Fitted
+from distflow.config.compose.shrink_to_fit import Fitted
 from distflow.config.keys.schema import Config, schema_keys
 from distflow.config.rules.check import where
 from distflow.config.serialize import flatten, to_yaml

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from distflow.builtin_names import ESTIMATORS, KL_TYPES, NO_FULL_KL, ROLLOUT_RS
 from distflow.config.compose.values import Mismatch, convert, parse_share_band, show
 from distflow.config.keys.declare import collect, group, key
 from distflow.config.keys.named_overrides import Differing, nested, parse_differing
-from distflow.registry import ESTIMATORS, KL_TYPES, NO_FULL_KL, ROLLOUT_RS
 
 Bounds = tuple[float | None, float]
 

@@ -2,8 +2,7 @@
 
 from dataclasses import dataclass
 
-from distflow.config.keys.declare import group, key
-from distflow.registry import (
+from distflow.builtin_names import (
     DTYPES,
     KL_TYPES,
     KV_ON_UPDATE,
@@ -18,6 +17,7 @@ from distflow.registry import (
     WEIGHT_UPDATE_MODES,
     not_there_yet,
 )
+from distflow.config.keys.declare import group, key
 
 
 @dataclass(frozen=True)

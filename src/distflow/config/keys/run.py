@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from distflow.builtin_names import LAUNCHERS, TRACKERS, not_there_yet
 from distflow.config.keys.declare import key
-from distflow.registry import LAUNCHERS, TRACKERS, not_there_yet
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any, get_type_hints
 
 from distflow.config.compose.values import can_convert
 from distflow.config.keys.algorithm import AlgorithmConfig
+from distflow.config.keys.dag import DagConfig
 from distflow.config.keys.data import DataConfig
 from distflow.config.keys.declare import KeyInfo, collect, group, has_default, yaml_name
 from distflow.config.keys.engines import ActorConfig, CriticConfig, ModelConfig, RefConfig, RolloutConfig
-from distflow.config.keys.pipeline import DagConfig
 from distflow.config.keys.reward import CustomRewardConfig, RewardConfig
 from distflow.config.keys.run import AsyncConfig, ProfilerConfig, TrainerConfig, TrustConfig
 

@@ -2,13 +2,13 @@
 
 from collections.abc import Iterator
 
+from distflow.builtin_names import FILTER_METRICS, POLICY_LOSSES
 from distflow.config.derived_settings import is_rl
 from distflow.config.keys.algorithm import RolloutCorrectionConfig, spread
 from distflow.config.keys.engines import CriticConfig
 from distflow.config.keys.schema import Config
 from distflow.config.per_domain import filters_groups, reward_functions
 from distflow.config.rules.finding import ACTOR, ROLLOUT, Finding
-from distflow.registry import FILTER_METRICS, POLICY_LOSSES
 
 _CONTROL = "algorithm.kl_ctrl"
 _CORRECTION = "algorithm.rollout_correction"

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from distflow.config.compose.values import check_bounds, show
 from distflow.config.derived_settings import RunLimits
 from distflow.config.keys.schema import Config, schema_keys
-from distflow.config.rules import advantages, algorithm, data, devices, domains, models, pipeline, rewards, run
+from distflow.config.rules import algorithm, data, devices, domains, models, normalization, pipeline, rewards, run
 from distflow.config.rules.finding import Finding
 from distflow.config.rules.run import SIZE_RULES
 from distflow.config.serialize import flatten
@@ -17,7 +17,7 @@ RULES: tuple[Callable[[Config], Iterator[Finding]], ...] = (
     *domains.RULES,
     *models.RULES,
     *devices.SHARDING_RULES,
-    *advantages.RULES,
+    *normalization.RULES,
     *algorithm.RULES,
     *domains.ALGORITHM_RULES,
     *rewards.RULES,

@@ -3,10 +3,10 @@
 from collections.abc import Iterator
 from string import Formatter
 
+from distflow.builtin_names import TEMPLATE_PARAMETERS
 from distflow.config.derived_settings import is_rl
 from distflow.config.keys.schema import Config
 from distflow.config.rules.finding import Finding
-from distflow.registry import TEMPLATE_PARAMETERS
 
 
 def train_files(config: Config) -> Iterator[Finding]:

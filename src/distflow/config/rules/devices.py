@@ -8,9 +8,9 @@ from collections.abc import Iterator
 
 from distflow.config.compose.values import show
 from distflow.config.derived_settings import fsdp_groups, is_sharded
+from distflow.config.keys.dag import DagConfig
 from distflow.config.keys.declare import walk
 from distflow.config.keys.engines import ActorConfig
-from distflow.config.keys.pipeline import DagConfig
 from distflow.config.keys.run import TrainerConfig
 from distflow.config.keys.schema import Config
 from distflow.config.rules.finding import ACTOR, Finding

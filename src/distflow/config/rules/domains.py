@@ -6,6 +6,7 @@ Rules of `algorithm.domains`: what holds for the run's algorithm holds for each 
 from collections.abc import Iterator
 from dataclasses import replace
 
+from distflow.builtin_names import CURRICULA
 from distflow.config.derived_settings import (
     CUSTOM,
     config_of,
@@ -18,11 +19,10 @@ from distflow.config.derived_settings import (
 from distflow.config.domains import DomainConfig
 from distflow.config.keys.schema import Config
 from distflow.config.per_domain import reward_functions, unfiltered_domains
-from distflow.config.rules import advantages, algorithm, pipeline
+from distflow.config.rules import algorithm, normalization, pipeline
 from distflow.config.rules.data import takes_prompt
 from distflow.config.rules.finding import ROLLOUT, Finding
 from distflow.errors import nearest
-from distflow.registry import CURRICULA
 
 _LEARNS = ("response_key", "messages_key")
 _GENERATES = (
@@ -210,7 +210,7 @@ RULES = (one_form, sources, weights, curriculum, rewards, prompts, lengths, samp
 _RULES = (
     pipeline.group_of_one,
     pipeline.known_names,
-    *advantages.RULES,
+    *normalization.RULES,
     algorithm.kl_control,
     algorithm.kl_terms_count,
 )

@@ -4,11 +4,11 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from distflow.builtin_names import ROLLOUT_ENGINES
 from distflow.config.derived_settings import is_rl, may_have_critic
 from distflow.config.keys.engines import ModelConfig, OptimConfig
 from distflow.config.keys.schema import Config
 from distflow.config.rules.finding import ACTOR, MODEL, ROLLOUT, Finding
-from distflow.registry import ROLLOUT_ENGINES
 
 _COMMIT = re.compile(r"[0-9a-f]{7,40}")
 

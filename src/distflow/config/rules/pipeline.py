@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from distflow.builtin_names import ESTIMATORS, POLICY_LOSSES, REWARDS
 from distflow.config.derived_settings import (
     CUSTOM,
     find_estimator,
@@ -15,7 +16,6 @@ from distflow.config.keys.schema import Config
 from distflow.config.rules.finding import ACTOR, ROLLOUT, Finding
 from distflow.errors import nearest
 from distflow.import_target import split_name
-from distflow.registry import ESTIMATORS, POLICY_LOSSES, REWARDS
 
 
 def one_pipeline(config: Config) -> Iterator[Finding]:

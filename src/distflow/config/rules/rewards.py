@@ -2,12 +2,12 @@
 
 from collections.abc import Iterator
 
+from distflow.builtin_names import CUSTOM_REWARD
 from distflow.config.derived_settings import is_rl
 from distflow.config.keys.reward import OverlongConfig, RewardConfig, patience_of
 from distflow.config.keys.schema import Config
 from distflow.config.per_domain import reward_functions
 from distflow.config.rules.finding import Finding
-from distflow.registry import CUSTOM_REWARD
 
 
 def functions(config: Config) -> Iterator[Finding]:

@@ -11,9 +11,9 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol, cast
 
+from distflow.builtin_names import TRACKERS
 from distflow.errors import UserError, hint
 from distflow.import_target import load
-from distflow.registry import TRACKERS
 
 # Called once for each tracker that fails: the kind of the event ("warning"), and what happened.
 OnFailure = Callable[[str, str], None]

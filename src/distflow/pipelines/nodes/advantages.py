@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from distflow.algorithms.advantages.group_statistics import on_last_token, sample_scores
+from distflow.algorithms.advantages.group_baseline import on_last_token, sample_scores
 from distflow.algorithms.kl import KLMean, make_kl_controller
 from distflow.algorithms.kl import apply_kl_penalty as penalise
 from distflow.algorithms.masked_reductions import masked_whiten

@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from distflow.algorithms.sample_filters import TOO_FEW_SCORES, drop_reason
+from distflow.builtin_names import ESTIMATORS, WHOLE_SCORE
 from distflow.config import Config
 from distflow.config.derived_settings import algorithm_of
 from distflow.config.keys.algorithm import AlgorithmConfig
@@ -17,12 +18,11 @@ from distflow.data.sample import Sample
 from distflow.errors import UserError
 from distflow.graph import Drop, NodeRole, node, node_factory
 from distflow.pipelines.nodes.rollout import generate
-from distflow.registry import ESTIMATORS, WHOLE_SCORE
 from distflow.rewards.router import RewardRouter
 from distflow.rewards.score import ACC, Score
 from distflow.rollout.engine import RolloutEngine
 from distflow.runtime.context import NodeContext
-from distflow.runtime.group import Group
+from distflow.runtime.prompt_group import Group
 
 SCORED_FIELDS = ("scores", "acc", "valid", "reward_parts", "reward_extra", "reward_errors")
 NO_DOMAINS: Mapping[str, tuple[int, OnError]] = MappingProxyType({})

@@ -7,7 +7,7 @@ from transformers import PreTrainedTokenizerBase
 from distflow.data.sample import Sample, Segment
 from distflow.graph import NodeRole, node
 from distflow.rollout.engine import GenerateRequest, RolloutEngine
-from distflow.runtime.group import Group
+from distflow.runtime.prompt_group import Group
 
 RESPONSE_FIELDS = ("responses", "response_ids", "response_mask", "versions", "finish_reason", "truncated", "valid")
 SAMPLED_FIELDS = (*RESPONSE_FIELDS, "rollout_log_probs", "sampling_log_probs")

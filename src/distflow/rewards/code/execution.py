@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Self
 
-from distflow.rewards.code.assertions import HARNESS, Assertions, Literal
+from distflow.rewards.code.split_assertions import HARNESS, Assertions, Literal
 from distflow.rewards.code.test_formats import CallTests, StreamTests
 from distflow.sandbox.inside.values import NotPlain
 from distflow.sandbox.interface import AnySandbox, AnySession, Ran

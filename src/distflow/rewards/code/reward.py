@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 
 from distflow.observe.files import JSON
-from distflow.rewards.code.assertions import Assertions, tell_apart
 from distflow.rewards.code.execution import (
     Outcome,
     ProgramUnderTest,
@@ -20,6 +19,7 @@ from distflow.rewards.code.execution import (
     run_calls,
     run_streams,
 )
+from distflow.rewards.code.split_assertions import Assertions, tell_apart
 from distflow.rewards.code.test_formats import AssertTests, CallTests, StreamTests, Tests, read_tests
 from distflow.rewards.functions import shortened
 from distflow.rewards.score import Case, left_s

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable
 
 from distflow.rewards.math.bounds import is_affordable
-from distflow.rewards.math.expressions import expressions_equal, fraction, numbers_equal, plain_number
+from distflow.rewards.math.formula_equality import expressions_equal, fraction, numbers_equal, plain_number
 from distflow.rewards.math.text import is_prose, listed, split_top, unwrap, words
 from distflow.rewards.math.units import NUMBER, PERCENT, RADIAN, UNCHANGED, conversion, split_unit
 

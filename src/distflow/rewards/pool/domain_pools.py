@@ -4,11 +4,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple, Protocol, TypeVar
 
+from distflow.builtin_names import REWARDS
 from distflow.config import Config
 from distflow.config.keys.reward import patience_of
 from distflow.config.per_domain import reward_functions
 from distflow.errors import UserError, hint
-from distflow.registry import REWARDS
 from distflow.rewards.functions import FAILS, FAILS_TARGET, Functions, find_targets
 from distflow.rewards.pool.pool import MEMORY_BYTES, OnAgain, Told
 from distflow.rewards.pool.prestart import PoolSettings, take_pool

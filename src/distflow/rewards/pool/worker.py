@@ -17,7 +17,7 @@ from functools import cache, partial
 from types import TracebackType
 from typing import TYPE_CHECKING, TypeAlias, cast
 
-from distflow.data import random_streams
+from distflow.data import global_generators
 from distflow.errors import UserError
 from distflow.graph.fields import is_async
 from distflow.observe.files import JSON
@@ -93,7 +93,7 @@ async def _judge_at_once(
         except Exception as error:  # as above
             return {"timeout": True} if deadline.expired() else {"error": describe(error)}
 
-    random_streams.seed(name, [sorted(arguments.items()) for arguments in asked])
+    global_generators.seed(name, [sorted(arguments.items()) for arguments in asked])
     return list(await asyncio.gather(*(score_one(arguments) for arguments in asked)))
 
 
@@ -111,10 +111,10 @@ def _called(function: Callable[[], object], *identity: object) -> object:
     A call that imports numpy or torch, whose generators could not be seeded before, is repeated.
     """
     while True:
-        loaded = random_streams.loaded()
-        random_streams.seed(*identity)
+        loaded = global_generators.loaded()
+        global_generators.seed(*identity)
         returned = function()
-        if random_streams.loaded() == loaded:
+        if global_generators.loaded() == loaded:
             return returned
 
 

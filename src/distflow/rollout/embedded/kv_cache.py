@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from distflow.models.model_runner import PromptKV
+from distflow.models.cached_decoder import PromptKV
 from distflow.rollout.embedded.scheduler import Move
 
 EXTENT_BLOCK = 32

@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 from distflow.models.cpu_kernels import build as native
 from distflow.models.cpu_kernels.decode_step import draw
 from distflow.rollout.embedded.scheduler import SamplingLaw, Sequence
-from distflow.rollout.requests import uniforms
+from distflow.rollout.generation_rules import uniforms
 
 BLOCK = 256  # the CDF is searched by blocks of this many tokens first; float64 is needed for one block a row only
 TILE_NUMBERS = 2**18  # of rows that are drawn together on a CPU: intermediate results stay in its cache

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from distflow.rollout.engine import FinishReason, GenerateRequest, Generation, SamplingParams
-from distflow.rollout.requests import sample_key
+from distflow.rollout.generation_rules import sample_key
 
 
 class SamplingLaw(NamedTuple):

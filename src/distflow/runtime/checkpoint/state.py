@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from distflow.config import changed_keys, config_from_dict, to_dict
-from distflow.data import random_streams
+from distflow.data import global_generators
 from distflow.data.batch import Batch
 from distflow.errors import UserError
 from distflow.models.weight_checks import magnitudes, unsound
@@ -16,8 +16,8 @@ from distflow.planning.plan import dp_groups_of
 from distflow.runtime.audit_protocol import AUDIT_STATE
 from distflow.runtime.checkpoint.checkpoint import Checkpoint
 from distflow.runtime.checkpoint.files import shard_name
+from distflow.runtime.checkpoint.find_checkpoint import as_list, ways_to_start
 from distflow.runtime.checkpoint.folder import CheckpointError
-from distflow.runtime.checkpoint.resume import as_list, ways_to_start
 from distflow.runtime.checkpoint.shards import is_sharded, own_shards
 from distflow.runtime.context import NodeState
 from distflow.runtime.resources import Resources
@@ -117,7 +117,7 @@ def set_generators(checkpoint: Checkpoint | None, seed: int, rank: int = 0) -> N
     seed, the step and its number. Called last before the run continues: modules and pipelines of the user may seed the
     generators while they are loaded.
     """
-    random_streams.seed("run", seed, *((checkpoint.step if checkpoint else 0, rank) if rank else ()))
+    global_generators.seed("run", seed, *((checkpoint.step if checkpoint else 0, rank) if rank else ()))
     if checkpoint is None or (rank and part_of_rank(rank) not in checkpoint.parts):
         return
     with checkpoint.reading():

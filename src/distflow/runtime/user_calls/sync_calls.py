@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from distflow.data import random_streams
+from distflow.data import global_generators
 from distflow.errors import UserError, users_place
 from distflow.graph.fields import is_async
 
@@ -44,7 +44,7 @@ class PlainCalls:
         async with self.turn:
             self.caller = asyncio.current_task()
             try:
-                with random_streams.lent(random_streams.seeded(*identity)):
+                with global_generators.lent(global_generators.seeded(*identity)):
                     return await _in_a_thread(function, deadline_s)
             finally:
                 self.caller = None
@@ -127,7 +127,7 @@ class Caller:
         if function is None:
             return
         try:
-            with self._timed(), random_streams.lent(random_streams.states()):
+            with self._timed(), global_generators.lent(global_generators.states()):
                 function(*arguments)
         except Exception as error:  # the border to user code
             place = f" (at {found})" if (found := users_place(error)) else ""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from distflow.errors import TrustError
-from distflow.models.heads import unwrapped
+from distflow.models.model_parts import unwrapped
 from distflow.models.shards import at_places, whole
 from distflow.rollout.weights import striped_places
 from distflow.runtime.weight_sync.protocol import Bucket

@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from distflow.models.model_runner import DecoderView
+from distflow.models.cached_decoder import DecoderView
 from distflow.rollout.embedded.cuda.async_steps import Chain, DeviceOptions, padded, rounded
 from distflow.rollout.embedded.cuda.block_manager import TRASH, PageMemory, Pages, pages_for
 from distflow.rollout.embedded.scheduler import Sequence, sequences_of

@@ -1,10 +1,10 @@
-"""Uniform numbers on the device: those of `rollout/requests.py`, bit for bit, for all keys and positions."""
+"""Uniform numbers on the device: those of `rollout/generation_rules.py`, bit for bit, for all keys and positions."""
 
 import numpy as np
 import torch
 
 from distflow.rollout.embedded.cuda.state import NEXT, state_of, uniforms
-from distflow.rollout.requests import uniforms as host_uniforms
+from distflow.rollout.generation_rules import uniforms as host_uniforms
 
 TOP = 1 << 64
 EDGES = [

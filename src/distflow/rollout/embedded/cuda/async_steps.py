@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from distflow.errors import UserError
-from distflow.models.model_runner import DecoderView, PromptKV
+from distflow.models.cached_decoder import DecoderView, PromptKV
 from distflow.rollout.embedded.cuda.block_manager import PagedAttention, PageMemory, Pages, Part, pages_for, upload
 from distflow.rollout.embedded.cuda.state import DecodeState, Laws, Seat
 from distflow.rollout.embedded.scheduler import SamplingLaw, Sequence

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from distflow.models.model_runner import DecoderView, PromptKV, attend
+from distflow.models.cached_decoder import DecoderView, PromptKV, attend
 
 TRASH = 0
 """The page that rows without a sequence write to."""

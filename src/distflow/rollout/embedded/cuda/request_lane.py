@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from distflow.models.model_runner import DecoderView, PromptKV
+from distflow.models.cached_decoder import DecoderView, PromptKV
 from distflow.rollout.embedded.cuda.async_steps import Chain
 from distflow.rollout.embedded.cuda.block_manager import Part
 from distflow.rollout.embedded.cuda.state import Seat

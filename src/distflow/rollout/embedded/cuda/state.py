@@ -1,7 +1,7 @@
 """Per-sequence state of decode steps on the device, one slot each, and its random numbers.
 
-The uniform numbers are those of `rollout/requests.py`, bit for bit. A slot keeps the state of SplitMix64 at its next
-draw, computed from key and position, as the int64 with the bits of the uint64, because torch has few operations on
+The uniform numbers are those of `rollout/generation_rules.py`, bit for bit. A slot keeps the state of SplitMix64 at its
+next draw, computed from key and position, as the int64 with the bits of the uint64, because torch has few operations on
 uint64: sums and products in two's complement wrap alike, and a mask removes the copies of the sign from a shift.
 """
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from distflow.models.attention import BLOCK
-from distflow.models.model_runner import DecoderView, PromptKV
+from distflow.models.cached_decoder import DecoderView, PromptKV
 from distflow.rollout.embedded.kv_cache import KVSlots
 from distflow.rollout.embedded.request_lane import Drawn, RequestLane
 from distflow.rollout.embedded.sampler import Draws, sample

@@ -4,10 +4,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from distflow.builtin_names import ROLLOUT_ENGINES, TRAIN_ENGINES
 from distflow.errors import UserError
-from distflow.planning.allocation import Allocation, parse_allocation, parse_sizes, require_engines
+from distflow.planning.allocation_expression import Allocation, parse_allocation, parse_sizes, require_engines
 from distflow.planning.layout import Sizes
-from distflow.registry import ROLLOUT_ENGINES, TRAIN_ENGINES
 
 
 def read(text: str) -> list[list[tuple[str, str, int]]]:

@@ -17,7 +17,7 @@ from ray.exceptions import ObjectLostError, RayActorError, RayTaskError
 from distflow.data.batch import Batch
 from distflow.data.buffers import Buffers, gather, to_buffers
 from distflow.runtime.wait_log import Waits
-from distflow.scheduling.reshard import Key, Metas, Readers, Reshard, ReshardError, Select, Share
+from distflow.scheduling.reshard_columns import Key, Metas, Readers, Reshard, ReshardError, Select, Share
 
 SMALL_BYTES = 2**20
 """A put of at most this size goes to shared memory before there is room for it, which saves a call."""

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from distflow.builtin_names import CUSTOM_REWARD
 from distflow.config.compose.origins import is_preset
 from distflow.config.compose.values import show
 from distflow.config.derived_settings import (
@@ -19,7 +20,6 @@ from distflow.config.keys.reward import RewardPart, plain_functions
 from distflow.config.keys.schema import Config
 from distflow.config.per_domain import reward_functions
 from distflow.config.rules.check import where
-from distflow.registry import CUSTOM_REWARD
 
 _DEFAULT = "default"
 

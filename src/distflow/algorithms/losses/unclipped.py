@@ -18,7 +18,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from distflow.algorithms.advantages.group_statistics import sample_scores
+from distflow.algorithms.advantages.group_baseline import sample_scores
 from distflow.algorithms.losses.ratio import MAX_LOG_RATIO, Stats, as_stat, clip_range, log_ratio, raw_log_ratio
 from distflow.algorithms.masked_reductions import under_mask
 from distflow.algorithms.registry import register_policy_loss

@@ -13,9 +13,9 @@ import torch
 from ray.actor import ActorHandle
 from ray.exceptions import RayActorError
 
-from distflow.cluster.reshard import SMALL_BYTES, ReshardActor, packed_metas
+from distflow.cluster.reshard_columns import SMALL_BYTES, ReshardActor, packed_metas
 from distflow.data.batch import Batch
-from distflow.scheduling.reshard import Key, Readers, ReshardError
+from distflow.scheduling.reshard_columns import Key, Readers, ReshardError
 from tests.cluster.exchange_worker import Peer, made
 
 pytestmark = pytest.mark.slow

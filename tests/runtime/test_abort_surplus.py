@@ -13,10 +13,10 @@ from distflow.audit.recorder import GroupRecords
 from distflow.data.sample import Sample
 from distflow.graph import BoundNode, Drop, node
 from distflow.rollout.engine import GenerateRequest, GenerateResult, Generation
-from distflow.runtime.group import Group
+from distflow.runtime.compiled_node import compile_steps
+from distflow.runtime.prompt_group import Group
 from distflow.runtime.rollout_loop import RolloutLoop, SubmissionGate
 from distflow.runtime.sample_queue.local import LocalSampleQueue
-from distflow.runtime.step import compile_steps
 from distflow.runtime.wait_log import Waits
 from distflow.scheduling.coordinator import Coordinator
 from distflow.scheduling.groups import Version

@@ -14,9 +14,9 @@ from distflow.errors import TrustError, UserError
 from distflow.graph import Drop, NodeOutput, PipelineError, node
 from distflow.graph.fields import Axis
 from distflow.observe.metrics import Measured
+from distflow.runtime.compiled_node import Step, compile_steps
 from distflow.runtime.errors import NodeError, UserNodeError, node_error
-from distflow.runtime.group import Group
-from distflow.runtime.step import Step, compile_steps
+from distflow.runtime.prompt_group import Group
 from distflow.runtime.user_calls.sync_calls import PlainCalls
 from tests.runtime.groups import bound, context, group, group_with_responses, samples, step, waiting_group
 

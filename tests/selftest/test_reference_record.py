@@ -8,7 +8,7 @@ import torch
 
 from distflow.selftest.comparisons import TOLERANCE
 from distflow.selftest.figures import Figures, differences
-from distflow.selftest.reference_loop import RECORDED, Recorded, read_recorded, write_recorded
+from distflow.selftest.reference_record import RECORDED, Recorded, read_recorded, write_recorded
 from distflow.selftest.runs import PRESET_KEYS, Lab
 from tests.selftest.record import reference
 

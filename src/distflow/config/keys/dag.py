@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from distflow.builtin_names import PIPELINES
 from distflow.config.compose.values import Mismatch
 from distflow.config.keys.declare import key
-from distflow.registry import PIPELINES
 
 NODE_KEYS = (
     "id",

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from distflow.data.batch import Batch
-from distflow.data.columns import Written
+from distflow.data.batch_columns import Written
 from distflow.data.sample import Sample
 from distflow.errors import TrustError, UserError
 from distflow.graph import SCORE_FIELDS, BoundNode, Drop, Inputs, NodeOutput, compile_inputs
@@ -18,7 +18,7 @@ from distflow.graph.fields import is_async
 from distflow.observe.metrics import Measured
 from distflow.runtime.context import NodeContext
 from distflow.runtime.errors import BadOutput, NodeError, is_ours, node_error, output_error
-from distflow.runtime.group import Group
+from distflow.runtime.prompt_group import Group
 from distflow.runtime.user_calls.async_calls import run_async
 from distflow.runtime.user_calls.reward_adapters import adapted
 from distflow.runtime.user_calls.sync_calls import DeadlinePassed, PlainCalls

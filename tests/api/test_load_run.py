@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import distflow
-from distflow.api.run import Table
+from distflow.api.load_run import Table
 from distflow.errors import UserError
 from distflow.observe.writing.run_folder import RunFolder
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from distflow.errors import UserError
-from distflow.models.model_runner import DecoderView
+from distflow.models.cached_decoder import DecoderView
 from tests.tiny_models import tiny_config
 
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16}

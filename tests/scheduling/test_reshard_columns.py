@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distflow.scheduling.bin_packing import partition
-from distflow.scheduling.reshard import Key, Metas, Readers, Reshard, ReshardError, SampleInfo, Select
+from distflow.scheduling.reshard_columns import Key, Metas, Readers, Reshard, ReshardError, SampleInfo, Select
 
 STEP = Key("rollout to actor", 3, 2)
 

@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from distflow.api.arguments import Overrides, PythonInputs, Reward, Rows
-from distflow.api.run import Run
+from distflow.api.load_run import Run
 from distflow.api.train import PresetOrConfig, make_spec_of, preset_and_lines, read, say, settings_restored
 from distflow.config import Config, Loaded, load_config, pipeline_name
 from distflow.config.derived_settings import is_rl

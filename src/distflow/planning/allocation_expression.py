@@ -13,12 +13,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NoReturn
 
+from distflow.builtin_names import ROLLOUT_ENGINES, TRAIN_ENGINES, RolloutEngineEntry, TrainEngineEntry
 from distflow.config import Config, Loaded, with_changes
-from distflow.config.compose.autosize import is_free
+from distflow.config.compose.shrink_to_fit import is_free
 from distflow.errors import UserError, hint
 from distflow.graph.roles import ENGINES
 from distflow.planning.layout import Axis, Sizes
-from distflow.registry import ROLLOUT_ENGINES, TRAIN_ENGINES, RolloutEngineEntry, TrainEngineEntry
 
 KEY = "trainer.allocation"
 _LETTERS: dict[str, Axis] = {

@@ -183,19 +183,17 @@ POLICY_LOSSES: dict[str, PolicyLoss] = {
     ),
     "cpgd": PolicyLoss(
         "policy gradient with a clipped log-prob in place of a ratio",
-        "distflow.algorithms.losses.policy_gradient:compute_cpgd_loss",
+        "distflow.algorithms.losses.unclipped:compute_cpgd_loss",
         clips=True,
     ),
-    "gpg": PolicyLoss("plain policy gradient", "distflow.algorithms.losses.policy_gradient:compute_gpg_loss"),
+    "gpg": PolicyLoss("plain policy gradient", "distflow.algorithms.losses.unclipped:compute_gpg_loss"),
     "cispo": PolicyLoss(
         "clipped importance weights; no token loses its gradient",
         "distflow.algorithms.losses.clipped_ratio:compute_cispo_loss",
         clips=True,
     ),
-    "topr": PolicyLoss("tapered off-policy REINFORCE", "distflow.algorithms.losses.policy_gradient:compute_topr_loss"),
-    "sapo": PolicyLoss(
-        "a soft gate in place of the clip", "distflow.algorithms.losses.policy_gradient:compute_sapo_loss"
-    ),
+    "topr": PolicyLoss("tapered off-policy REINFORCE", "distflow.algorithms.losses.unclipped:compute_topr_loss"),
+    "sapo": PolicyLoss("a soft gate in place of the clip", "distflow.algorithms.losses.unclipped:compute_sapo_loss"),
     "gmpo": PolicyLoss(
         "geometric mean of clipped token ratios",
         "distflow.algorithms.losses.clipped_ratio:compute_gmpo_loss",
@@ -217,7 +215,7 @@ POLICY_LOSSES: dict[str, PolicyLoss] = {
     ),
     "dro": PolicyLoss(
         "policy gradient with a quadratic pull to the old policy",
-        "distflow.algorithms.losses.policy_gradient:compute_dro_loss",
+        "distflow.algorithms.losses.unclipped:compute_dro_loss",
     ),
     "clip_cov": PolicyLoss(
         "PPO without the gradient of a few tokens that lower the entropy most",

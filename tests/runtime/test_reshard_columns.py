@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from distflow.graph import BoundPipeline
 from distflow.planning.multi_device import plan_ray
 from distflow.planning.plan import Plan, check_plan, dp_groups_of, plan_local
-from distflow.runtime.reshard import ColumnReshard, resharded_columns
+from distflow.runtime.reshard_columns import ColumnReshard, resharded_columns
 from tests.planning.test_multi_device import devices, pipelines, ppo
 
 
