@@ -241,7 +241,7 @@ def test_on_mismatch(playground: Playground, monkeypatch: pytest.MonkeyPatch, an
     run = playground.run(*given)
     (warning,) = run.notes("warning")
     corrects = "rollout_corr/rollout_is_mean" in run.metrics()[1]  # from the step after the one that was found apart
-    assert corrects == (answer == "correct") == ("is weighed by the ratio of the two from here on" in warning)
+    assert corrects == (answer == "correct") == ("is weighted by the ratio of the two from here on" in warning)
     if corrects:
         assert run.metrics()[1]["rollout_corr/rollout_is_mean"] == pytest.approx(1.0005, abs=1e-4)
 

@@ -395,7 +395,7 @@ FAULTS = {
         attribute(RewardPool, "call", in_order_of_arrival), "reward_results", ("grpo", "trust.check_rewards=false")
     ),
     "a neighbour's text": Fault(attribute(router.RewardRouter, "__call__", neighbours_text), "reward_results"),
-    "weights not sent on odd steps": Fault(attribute(WeightSender, "sync", unsent_on_odd_steps), "were not sent"),
+    "weights not sent on odd steps": Fault(attribute(WeightSender, "sync", unsent_on_odd_steps), "did not reach it"),
     "weights not taken on odd steps": Fault(
         unread_on_odd_steps, "weights", ("grpo", "actor_rollout_ref.model.dtype=bfloat16", *FAST)
     ),

@@ -121,7 +121,7 @@ BAD_INPUT: dict[str, tuple[Prepare, tuple[str, ...], tuple[str, ...]]] = {
     "reward that is NaN": (
         reward(f"{ASKED}return float('nan')\n"),
         (),
-        ("it returned nan, which is no finite number", "custom_reward_function.path"),
+        ("it returned nan, which is not finite", "custom_reward_function.path"),
     ),
     "reward that exits": (
         reward(f"{ASKED}import os; os._exit(0)\n"),
