@@ -218,7 +218,9 @@ def test_a_node_is_tried_again_as_often_as_it_may(plane: str) -> None:
 )
 def test_whatever_a_node_raises_is_told_with_its_name(error: Exception, plane: str) -> None:
     flaky = Flaky(9, error)
-    with pytest.raises(UserNodeError, match=rf"node 'x' raised {type(error).__name__}.*test_step.py") as caught:
+    with pytest.raises(
+        UserNodeError, match=rf"node 'x' raised {type(error).__name__}.*test_compiled_node.py"
+    ) as caught:
         either(flaky.step(retry_limit=1), plane)
     assert caught.value.__cause__ is error and flaky.calls == 2
 
@@ -280,7 +282,7 @@ def test_whose_fault_an_error_is() -> None:
         users()
     except RuntimeError as err:
         error = node_error(bound_node, err)
-    assert isinstance(error, UserNodeError) and "(at test_step.py:" in str(error)
+    assert isinstance(error, UserNodeError) and "(at test_compiled_node.py:" in str(error)
     try:
         exec(compile("import torch; torch.zeros(2) + torch.zeros(3)", "<string>", "exec"), {})
     except RuntimeError as err:
