@@ -77,7 +77,9 @@ def test_another_distflow_on_a_worker_is_told(ground: Playground, monkeypatch: p
     newer = types.ModuleType("newer")
     exec("class Fact: pass", newer.__dict__)
     monkeypatch.setitem(sys.modules, "newer", newer)
-    with pytest.raises(UserError, match="worker 0 of 1 .*'newer'\nWhat .* have the same distflow on every machine"):
+    with pytest.raises(
+        UserError, match="worker 0 of 1 .*'newer'\nIt lacks .* install the same distflow on every machine"
+    ):
         launch_ray(replace(spec, facts={**spec.facts, "newer": newer.Fact()}))
 
 
@@ -110,7 +112,7 @@ def test_room_that_others_hold_is_waited_for_aloud_and_not_for_ever(
     held, said = placement_group([{"CPU": 3}]), list[str]()
     held.wait()
     try:
-        with pytest.raises(UserError, match="end what else runs there"):
+        with pytest.raises(UserError, match="end other jobs there"):
             launch_ray(spec, say=said.append)
     finally:
         remove_placement_group(held)

@@ -79,7 +79,7 @@ def test_a_worker_that_is_killed_ends_the_run_and_the_same_command_goes_on(groun
     assert time.monotonic() - when[0] < heartbeat.ANSWERS_WITHIN_S
     assert f"worker {victim} of 2" in str(told.value) and "resumes from step-" in str(told.value)
     assert notes(folder, "end") == ["the run failed"] and notes(folder, "error")
-    assert all('"release of step 1"' in (folder / "spans" / f"learner{part}.jsonl").read_text() for part in ("", "-1"))
+    assert all('"release of step 1"' in (folder / "spans" / f"training{part}.jsonl").read_text() for part in ("", "-1"))
     wait_until(lambda: not workers() and not processes("ray::CoordinatorActor"), "no process is left")
     steps = f"trainer.total_training_steps={8 + 2 * len(list((folder / 'checkpoints').glob('step-*')))}"
     config, spec = ground.spec("grpo", *TWO, steps)

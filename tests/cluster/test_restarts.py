@@ -144,7 +144,7 @@ def test_the_only_one_that_generates_and_cannot_be_started_again_ends_the_run_by
     """No process of torch is ready within a second."""
     plan(Fault("queue.put", rank=0, call=7))
     monkeypatch.setattr(restarts, "heartbeat", SimpleNamespace(STARTS_WITHIN_S=1.0))  # for those that come later
-    told = "no other process could be started as worker 0 within 1 s: .*no worker that generates is left"
+    told = "no other process could be started as worker 0 within 1 s: .*no rollout worker is left"
     with pytest.raises(WorkerDied, match=told):
         run(ground, *ONE_GENERATES, *STEPS, name="without")
 

@@ -176,7 +176,7 @@ class Left:
             for record in records
         }
 
-    def account(self) -> dict[str, Any]:
+    def group_counts(self) -> dict[str, Any]:
         """Counts of prompt groups, as the journal has them; raises where it moves a group as no run can."""
         counted = ledger.verify(self.folder / "ledger.jsonl")
         return {"issued": counted.issued, "consumed": counted.consumed, "dropped": dict(counted.dropped)}
@@ -200,7 +200,7 @@ def same_run(one: Left, other: Left) -> None:
     assert one.run["nodes"] == other.run["nodes"]
     assert one.values() == other.values()
     assert one.trained_rows() == other.trained_rows()
-    assert one.account() == other.account()
+    assert one.group_counts() == other.group_counts()
     ours, theirs = one.metrics(), other.metrics()
     assert ours.keys() == theirs.keys()
     different = {

@@ -125,7 +125,7 @@ def test_twenty_kills_at_random_moments(ground: Playground, pipeline: str) -> No
     whole = Left(ground.folder / f"{pipeline}-long")
     step_s = (time.monotonic() - began - startup_s) / whole.checkpoint.step
     if pipeline == "dapo":
-        assert whole.account()["dropped"]["all_equal"] > 5
+        assert whole.group_counts()["dropped"]["all_equal"] > 5
 
     draw, fired = random.Random(pipeline), 0
     for number in itertools.count():
@@ -133,8 +133,8 @@ def test_twenty_kills_at_random_moments(ground: Playground, pipeline: str) -> No
         fired += hunt(ground, pipeline, name, keys, draw, 20 - fired, startup_s, step_s)
         survivor = finish(ground, pipeline, name, *keys)
         same_run(whole, survivor)
-        consumed, dropped = survivor.account()["consumed"], sum(survivor.account()["dropped"].values())
-        assert consumed + dropped == survivor.account()["issued"] == 80
+        consumed, dropped = survivor.group_counts()["consumed"], sum(survivor.group_counts()["dropped"].values())
+        assert consumed + dropped == survivor.group_counts()["issued"] == 80
         if fired == 20:
             break
 

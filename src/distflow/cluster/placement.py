@@ -73,8 +73,7 @@ def bundles_of(plan: Plan, each: WorkerNeeds, say: Callable[[str], None], ends: 
         have = "; ".join(_counted(node["Resources"]) for node in ray.nodes() if node["Alive"])
         raise UserError(
             f"the plan needs {needs}, and the cluster has {have}: lower trainer.nnodes, trainer.n_gpus_per_node, "
-            "trainer.allocation, trainer.worker_cpus or trainer.worker_memory_mb, add machines, or end other jobs "
-            "there"
+            "trainer.allocation, trainer.worker_cpus or trainer.worker_memory_mb, add machines, or end other jobs there"
         ) from None
     try:
         yield group
