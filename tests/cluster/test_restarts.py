@@ -84,7 +84,7 @@ def test_workers_killed_in_a_validation_and_with_groups_are_replaced_and_the_res
     assert attempts(found) and set(attempts(found)) == {1}
     notes = " ".join(found.notes("warning"))
     for victim in (0, 1):
-        assert f"worker {victim} of 3, which generates, has died" in notes and f"worker {victim} is there" in notes
+        assert f"worker {victim} of 3, which generates, has died" in notes and f"worker {victim} runs again" in notes
     assert distance(found.weights(4), alone.weights(4)) < 1e-6
 
 
