@@ -53,7 +53,7 @@ def ledger(run: Run, kind: str) -> Iterator[dict[str, Any]]:
 
 
 def test_answers_span_three_versions_and_a_group_is_trained_four_steps_behind_its_start(long_tail: Run) -> None:
-    decoded = spans(long_tail, "rollout", "decode")
+    decoded = spans(long_tail, "engine", "decode")
     at_work: dict[int, set[int]] = defaultdict(set)
     issued = {}
     for group in spans(long_tail, "rollout", "group"):
@@ -72,7 +72,7 @@ def test_answers_span_three_versions_and_a_group_is_trained_four_steps_behind_it
 
 def test_decode_slots_are_never_empty_between_steps(long_tail: Run) -> None:
     """From the second step on, for the first one warms up, until all groups of the run are issued."""
-    decoded = [s for s in spans(long_tail, "rollout", "decode") if s["what"] == "train" and s["version"] > 1]
+    decoded = [s for s in spans(long_tail, "engine", "decode") if s["what"] == "train" and s["version"] > 1]
     last_issued = max(record["t"] for record in ledger(long_tail, "issued"))
     assert len({s["step"] for s in decoded if s["t0"] < last_issued}) >= 8, "several steps were trained meanwhile"
     gaps = [after["t0"] - before["t1"] for before, after in pairwise(decoded) if before["t1"] < last_issued]
@@ -157,7 +157,7 @@ def test_an_evaluation_has_one_version_and_goes_first(playground: Playground) ->
         assert versions == {step}, "the answers are of the weights that are judged"
     timed = [m.get("timing_s/eval", 0) > 0 for m in run.metrics()]
     assert timed == [True, True, False, True, False, True]
-    assert {s["what"] for s in spans(run, "rollout", "decode")} == {"train", "eval"}
+    assert {s["what"] for s in spans(run, "engine", "decode")} == {"train", "eval"}
 
 
 def test_without_staleness_a_copy_on_a_thread_of_its_own_gives_the_numbers_of_shared_storage(

@@ -136,11 +136,11 @@ def write_asynchronous_run(folder: Path, num_steps: int = 12, groups: int = 2, s
             for prompt_group in range(step * groups, (step + 1) * groups):
                 begun = max(step - 2, 0)
                 run.span("rollout", 1000.0 + begun, t - 0.5, "group", "complete", step, prompt_group, version=begun)
-            run.span("rollout", t, t + 1.0, "decode", "train", step, version=step)
+            run.span("engine", t, t + 1.0, "decode", "train", step, version=step)
             run.span("rollout", t, t + 0.4, "wait", "capacity", step, on="training")  # while groups run
         end = 1000.0 + num_steps
         run.span("training", end, end + 0.5, "phase", "eval", num_steps)
-        run.span("rollout", end, end + 0.5, "decode", "eval", num_steps, version=num_steps)
+        run.span("engine", end, end + 0.5, "decode", "eval", num_steps, version=num_steps)
     for name, lines in (
         ("ledger", [_consumed(step, groups) for step in range(num_steps)]),
         (

@@ -237,7 +237,7 @@ class Recorder:
         """A span for each stretch since the last call in which the engine decoded without a gap."""
         for stretch in take_activity(engine):
             self.folder.span(
-                "rollout", stretch.t0, stretch.t1, "decode", stretch.lane, self._step, version=stretch.version
+                "engine", stretch.t0, stretch.t1, "decode", stretch.lane, self._step, version=stretch.version
             )
 
     def started(self, step: int, compared: Mapping[str, float]) -> None:

@@ -246,27 +246,27 @@ def test_the_last_steps_show_groups_by_staleness_decoding_by_version_and_weight_
     assert last["synced"] == [(float(step - 2), step) for step in range(3, 13)]
     assert last["paused"] == [(10.0, 10.5)]
     lanes = {lane["name"]: lane["spans"] for lane in last["lanes"]}
-    assert list(lanes)[:4] == ["training", "rollout: groups", "rollout decodes: train", "rollout decodes: eval"]
+    assert list(lanes)[:4] == ["training", "rollout: groups", "engine decodes: train", "engine decodes: eval"]
     # The last steps have their groups: there the plane is idle while it waits.
     assert [bar[:2] for bar in lanes["rollout waits for"]] == [(9.0, 9.4)]
     # Groups 6 and 7 are of step 3, counted from 0: begun at version 1, done at 1002.5, taken after half of the step.
     groups = lanes["rollout: groups"]
     assert groups[2:4] == [(0.0, 0.5, "complete", 2, 1.5), (0.0, 0.5, "complete", 1, 1.5)]
     assert {bar[3] for bar in groups[4:]} == {2}
-    assert [bar[3] for bar in lanes["rollout decodes: train"]] == list(range(2, 12))
-    assert lanes["rollout decodes: eval"] == [(10.0, 10.5, "eval", 12, None)]
+    assert [bar[3] for bar in lanes["engine decodes: train"]] == list(range(2, 12))
+    assert lanes["engine decodes: eval"] == [(10.0, 10.5, "eval", 12, None)]
     assert last["notes"] == ["The trainer waited for groups 48% of this time; the engine decoded 95% of it."]
 
 
 def test_of_several_engines_the_mean_share_is_shown_and_each_has_its_lane(tmp_path: Path) -> None:
     write_asynchronous_run(tmp_path)
-    spans = [json.loads(line) for line in (tmp_path / "spans/rollout.jsonl").read_text().splitlines()]
+    spans = [json.loads(line) for line in (tmp_path / "spans/engine.jsonl").read_text().splitlines()]
     of_another = [span for span in spans if span["what"] == "eval"]  # which decodes for validation alone
-    (tmp_path / "spans/rollout-1.jsonl").write_text("".join(f"{json.dumps(span)}\n" for span in of_another))
+    (tmp_path / "spans/engine-1.jsonl").write_text("".join(f"{json.dumps(span)}\n" for span in of_another))
     last, *_ = timelines_of(tmp_path, read_metrics(tmp_path))
     assert "the engine decoded 48% of it" in last["notes"][0]
     names = [lane["name"] for lane in last["lanes"] if lane["kind"] == "decode"]
-    assert sorted(names) == ["rollout decodes: eval", "rollout decodes: train", "rollout-1 decodes: eval"]
+    assert sorted(names) == ["engine decodes: eval", "engine decodes: train", "engine-1 decodes: eval"]
 
 
 def test_a_window_never_spans_the_time_between_two_starts(tmp_path: Path) -> None:

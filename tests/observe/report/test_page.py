@@ -293,7 +293,7 @@ def test_rollout_and_training_are_drawn_with_staleness_versions_and_weight_syncs
 ) -> None:
     browser.open(write_report(write_asynchronous_run(tmp_path / "run")).as_uri(), width=width, height=3000, theme=theme)
     lanes = browser.script("[...document.querySelectorAll('#timeline .lane-name')].map((n) => n.textContent)")
-    assert lanes[:4] == ["training", "rollout: groups", "rollout decodes: train", "rollout decodes: eval"]
+    assert lanes[:4] == ["training", "rollout: groups", "engine decodes: train", "engine decodes: eval"]
     said = browser.script("[...document.querySelectorAll('#timeline .legend .swatch')].map((n) => n.textContent)")
     assert said == ["2 steps stale", "weight sync", "validation"]
     assert browser.script("document.querySelectorAll('#timeline .track:first-of-type line.sync').length") == 10
