@@ -50,6 +50,11 @@ WITHOUT_TORCH = ("graph", "config", "scheduling", "planning", "observe")
 
 
 @cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@cache
 def modules() -> dict[str, Path]:
     return {".".join(path.relative_to(SOURCE).with_suffix("").parts): path for path in SOURCE.rglob("*.py")}
 
@@ -60,7 +65,7 @@ def room_of(module: str) -> str:
 
 def imports(path: Path) -> Iterator[str]:
     """The modules of distflow that a file imports, relative to the package, wherever in the file."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
             names = [node.module]
             if node.module.startswith("distflow"):
@@ -121,7 +126,7 @@ def test_functions_are_short() -> None:
     long = {
         f"{module}.{node.name}": length
         for module, path in modules().items()
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in ast.walk(tree_of(path))
         if isinstance(node, kinds) and (length := (node.end_lineno or 0) - node.lineno + 1) > MOST_LINES
     }
     assert not long, f"no function has more than {MOST_LINES} lines"
@@ -135,7 +140,7 @@ def num_parameters(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
 
 def test_debts_only_shrink() -> None:
     texts = [path.read_text() for path in modules().values()]
-    nodes = [node for text in texts for node in ast.walk(ast.parse(text))]
+    nodes = [node for path in modules().values() for node in ast.walk(tree_of(path))]
     functions = [node for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
     figures = {
         "files": len(texts),
@@ -163,8 +168,7 @@ def test_no_cycle_of_modules() -> None:
 
 
 def _at_import_time(path: Path) -> Iterator[str]:
-    tree = ast.parse(path.read_text())
-    for node in tree.body:
+    for node in tree_of(path).body:
         if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("distflow."):
             for alias in node.names:
                 yield f"{node.module}.{alias.name}".removeprefix("distflow.")
@@ -182,7 +186,7 @@ def test_light_rooms_load_neither_torch_nor_ray(room: str) -> None:
 @pytest.mark.parametrize("room", ["scheduling", "planning", "graph", "config"])
 def test_they_name_neither_torch_nor_ray_anywhere(room: str) -> None:
     for path in (SOURCE / room).rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(tree_of(path)):
             names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             assert not any(name.split(".")[0] in ("torch", "ray") for name in names), path

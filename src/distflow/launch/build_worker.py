@@ -28,7 +28,7 @@ def build_worker(inputs: WorkerInputs) -> Worker:
     spec, rank, ports, recorder = inputs.spec, inputs.rank, inputs.ports, inputs.recorder
     plan, pipeline, warn = spec.plan.ranks[rank], spec.pipeline(), partial(recorder.note, "warning")
     generating = [each.rank for each in spec.plan.ranks if each.rollout_nodes]
-    services = Session.of(spec, inputs.resources, True, warn if rank in generating[:1] else None)
+    services = Session.of(spec, inputs.resources, writes_stacks=True, warn=warn if rank in generating[:1] else None)
     resources = services.resources
     offload = Offload(resources.trained(), spec.options.offloads)
     named = {**resources.by_name(), "reduce": ports.data, "dp_group": ports.collective}
@@ -59,7 +59,6 @@ def build_worker(inputs: WorkerInputs) -> Worker:
         WorkerParts(
             inputs,
             services,
-            resources,
             training_nodes,
             checks,
             auditor,
@@ -67,8 +66,8 @@ def build_worker(inputs: WorkerInputs) -> Worker:
             contexts,
             rollout_loop,
             ColumnReshard(spec.plan, pipeline, rank, ports.reshard),
-            ValidationRunner(inputs, resources, services, validator, offload),
-            WeightSync(inputs, resources, services, updates, offload, canary),
+            ValidationRunner(inputs, services, validator, offload),
+            WeightSync(inputs, services, updates, offload, canary),
             offload,
             Saver(inputs.store, ports.everyone, recorder.checkpoint_saved, waits=recorder.waits, warn=warn),
             ErrorShare(spec.options.max_error_rate, warn, recorder.view.reward_failed),

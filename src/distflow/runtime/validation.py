@@ -18,7 +18,6 @@ from distflow.runtime.context import Contexts
 from distflow.runtime.errors import NodeError, warn_of_errors
 from distflow.runtime.offload import Offload
 from distflow.runtime.prompt_group import new_group
-from distflow.runtime.resources import Resources
 from distflow.runtime.rollout_loop import RolloutLoop
 from distflow.runtime.rollout_services import Session
 from distflow.runtime.spec import ValidationSet
@@ -192,17 +191,10 @@ def validation_loss(sets: Sequence[ValidationSet], actor: Scorer) -> dict[str, f
 class ValidationRunner:
     """A worker's part in the validation. step: of the last validation."""
 
-    def __init__(
-        self,
-        inputs: WorkerInputs,
-        resources: Resources,
-        services: Session,
-        validator: Validator,
-        offload: Offload,
-    ) -> None:
-        """resources: with the engine watched."""
+    def __init__(self, inputs: WorkerInputs, services: Session, validator: Validator, offload: Offload) -> None:
         self._spec, self._ports, self._recorder = inputs.spec, inputs.ports, inputs.recorder
-        self._resources, self._services, self._validator, self._offload = resources, services, validator, offload
+        self._services, self._validator, self._offload = services, validator, offload
+        self._resources = services.resources
         self.step = inputs.version.step
 
     def validate(self, step: int) -> dict[str, float]:

@@ -44,10 +44,8 @@ class Worker:
         with ExitStack() as stack, self._recorder.phases("start"):
             stack.enter_context(self._parts.services)
             stack.enter_context(self._parts.saver)
-            if self._parts.resources.rollout is not None:
-                stack.callback(
-                    self._ports.weights.attach(WeightReceiver(self._parts.resources.rollout, self._parts.services))
-                )
+            if self.resources.rollout is not None:
+                stack.callback(self._ports.weights.attach(WeightReceiver(self.resources.rollout, self._parts.services)))
             if self._parts.training_nodes:
                 self._recorder.started(self._version.step, self._parts.weight_sync.begin())
                 if self._spec.options.val_before_train and self._version.step == 0:
@@ -83,8 +81,8 @@ class Worker:
     def serve(self) -> int:
         """For a worker that only generates: returns its last weight version when the queue hands out no more groups."""
         self._generating.result()
-        assert self._parts.resources.rollout is not None, "a worker that only generates has an engine"
-        return self._parts.resources.rollout.version.step
+        assert self.resources.rollout is not None, "a worker that only generates has an engine"
+        return self.resources.rollout.version.step
 
     @property
     def step(self) -> int:
@@ -99,7 +97,7 @@ class Worker:
     @property
     def resources(self) -> Resources:
         """Its engines and services."""
-        return self._parts.resources
+        return self._parts.services.resources
 
     def take(self, wanted: int | None = None, deadline: float | None = None) -> Share | None:
         """This rank's share of the next step or of a part of it, None if there is none: see `SampleQueuePort.take`."""
@@ -215,7 +213,7 @@ class Worker:
         metrics |= self._recorder.phases.finish_step() | self._recorder.memory.finish_step()
         metrics["throughput/tokens_per_s"] = figures.num_tokens / metrics["timing_s/step"]
         with self._recorder.phases("record"):
-            self._recorder.engine_activity(self._parts.resources.rollout)
+            self._recorder.engine_activity(self.resources.rollout)
             self._recorder.training_step(step, metrics, batch)
             self._recorder.keep_groups(step, batch)
         last = finished or self._stop.wanted
@@ -251,7 +249,7 @@ class Worker:
         everyone = self._ports.everyone
         with self._recorder.phases("save"):
             state = joined(everyone.gather(copy_of_state(self._parts.inputs.state)))
-            parts = saved_parts(self._spec, self._parts.resources, released, state, everyone.rank)
+            parts = saved_parts(self._spec, self.resources, released, state, everyone.rank)
             others = [part_of_rank(rank) for rank in range(1, everyone.size)]
             self._parts.saver.save(step, parts, others, metric, wait=last)
 

@@ -11,7 +11,6 @@ from distflow.runtime.context import Contexts
 from distflow.runtime.errors import ErrorShare
 from distflow.runtime.offload import Offload
 from distflow.runtime.reshard_columns import ColumnReshard
-from distflow.runtime.resources import Resources
 from distflow.runtime.rollout_loop import RolloutLoop
 from distflow.runtime.rollout_services import Session
 from distflow.runtime.validation import ValidationRunner
@@ -21,12 +20,11 @@ from distflow.runtime.worker_inputs import WorkerInputs
 
 @dataclass(frozen=True)
 class WorkerParts:
-    """What a worker calls. training_nodes: compiled, in order. resources: with the engine watched. reward_counts: of
-    this worker's reward calls since the last call."""
+    """What a worker calls. services: with the resources, their engine watched. training_nodes: compiled, in order.
+    reward_counts: of this worker's reward calls since the last call."""
 
     inputs: WorkerInputs
     services: Session
-    resources: Resources
     training_nodes: Sequence[Step]
     checks: StepChecks
     auditor: StepAuditor

@@ -16,7 +16,6 @@ from distflow.rollout.weights import stripe_hashes
 from distflow.runtime import fault_injection
 from distflow.runtime.audit_protocol import Updates
 from distflow.runtime.offload import Offload
-from distflow.runtime.resources import Resources
 from distflow.runtime.rollout_services import Session
 from distflow.runtime.weight_sync.protocol import Bucket, WeightPort
 from distflow.runtime.weight_sync.receipts import check_replicas, check_sent, check_served
@@ -193,14 +192,13 @@ class WeightSync:
     def __init__(
         self,
         inputs: WorkerInputs,
-        resources: Resources,
         services: Session,
         updates: Updates,
         offload: Offload,
         canary: Canary | None,
     ) -> None:
-        """resources: with the engine watched. canary: None if no rollout engine is on this worker."""
-        spec, ports, version = inputs.spec, inputs.ports, inputs.version
+        """canary: None if no rollout engine is on this worker."""
+        spec, ports, version, resources = inputs.spec, inputs.ports, inputs.version, services.resources
         self._ports, self._recorder, self._version = ports, inputs.recorder, version
         self._updates, self._offload, self._engine = updates, offload, resources.rollout
         self._sender: WeightSender | None = None
