@@ -168,12 +168,16 @@ def test_no_cycle_of_modules() -> None:
 
 
 def _at_import_time(path: Path) -> Iterator[str]:
-    for node in tree_of(path).body:
+    """Names that a module imports at its top, also those for the type checker alone."""
+    body = [*tree_of(path).body]
+    for node in body:
         if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("distflow."):
             for alias in node.names:
                 yield f"{node.module}.{alias.name}".removeprefix("distflow.")
         elif isinstance(node, ast.Import):
             yield from (a.name.removeprefix("distflow.") for a in node.names if a.name.startswith("distflow."))
+        elif isinstance(node, ast.If):
+            body.extend(node.body)
 
 
 @pytest.mark.parametrize("room", ["", *(f".{name}" for name in WITHOUT_TORCH)])

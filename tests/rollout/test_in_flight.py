@@ -252,23 +252,34 @@ def training(row: int, **params: Any) -> GenerateRequest:
 
 def test_an_evaluation_goes_first_and_leaves_no_trace_in_the_batches_of_training() -> None:
     model = make_model("qwen3")
-    wave = [training(row, max_tokens=60 + 20 * row) for row in range(4)]
+    wave = [training(row, max_tokens=120 + 20 * row) for row in range(4)]
     held_out = [request_of(prompt_of(4 + row), (0,), row=row, max_tokens=40) for row in range(5)]
 
     async def story(engine: EmbeddedEngine) -> None:
+        finished: list[str] = []
+
+        def send(lane: str, requests: list[GenerateRequest]) -> list[asyncio.Task[Generation]]:
+            tasks = [asyncio.create_task(engine.generate(request)) for request in requests]
+            for task in tasks:
+                task.add_done_callback(lambda _: finished.append(lane))
+            return tasks
+
         await engine.pause()
-        tasks = [asyncio.create_task(engine.generate(request)) for request in wave]
+        tasks = send("train", wave)
         await asyncio.sleep(0)
         await engine.resume()
         await tokens_after(engine, 30)
-        evaluated = await asyncio.gather(*(engine.generate(request) for request in held_out))
-        assert not any(task.done() for task in tasks)
+        await engine.pause()  # an evaluation that came later than the wave's end would prove nothing
+        evaluations = send("eval", held_out)
+        await asyncio.sleep(0)
+        await engine.resume()
         assert list(await asyncio.gather(*tasks)) == alone  # also the last bit of each log-prob
-        assert tokens_of(evaluated) == tokens_of(evaluated_alone)
+        assert tokens_of(await asyncio.gather(*evaluations)) == tokens_of(evaluated_alone)
+        assert finished == ["eval"] * 5 + ["train"] * 4
         spans = engine.take_activity()
         assert [span.lane for span in spans] == ["train", "eval", "train"]
         assert spans[1].tokens == 5 * 40
-        assert [span.t1 for span in spans[:-1]] == [span.t0 for span in spans[1:]]
+        assert spans[1].t1 == spans[2].t0
 
     alone = run_all(make_engine(model, max_num_seqs=5), wave)
     evaluated_alone = run_all(make_engine(model, max_num_seqs=5), held_out)

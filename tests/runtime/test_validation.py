@@ -21,7 +21,8 @@ from distflow.runtime.prompt_group import Group
 from distflow.runtime.resources import Resources
 from distflow.runtime.rollout_loop import RolloutLoop
 from distflow.runtime.spec import ValidationSet
-from distflow.runtime.validation import ValidationResults, Validator, pass_at_k, validate, validation_loss
+from distflow.runtime.step_metrics import ValidationResults, pass_at_k
+from distflow.runtime.validation import Validator, validate, validation_loss
 from distflow.scheduling.groups import PromptGroup
 from tests.runtime.groups import bound, group, samples, waiting_group
 

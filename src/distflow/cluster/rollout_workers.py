@@ -9,7 +9,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
-from distflow.runtime.validation import ValidationResults
+from distflow.runtime.step_metrics import ValidationResults
 from distflow.scheduling.groups import Version
 
 

@@ -34,8 +34,8 @@ from distflow.runtime.rank_info import Place, kept_share
 from distflow.runtime.recorder import Recorder
 from distflow.runtime.resources import build_resources
 from distflow.runtime.spec import Spec
+from distflow.runtime.step_metrics import ValidationResults
 from distflow.runtime.user_calls.sync_calls import Callbacks
-from distflow.runtime.validation import ValidationResults
 from distflow.runtime.weight_sync.buckets import SentBucket
 from distflow.runtime.weight_sync.protocol import LocalWeights, WeightPort
 from distflow.runtime.weight_sync.receiver import Arrivals

@@ -1,8 +1,9 @@
-"""The metrics of every step's batch, and each sample's row in the samples file."""
+"""The metrics of every step's batch, each sample's row in the samples file, and the results of a validation."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import comb
 
 import torch
 from torch import Tensor
@@ -277,3 +278,76 @@ def sample_rows(batch: Batch) -> list[dict[str, object]]:
 def _mean_over_policy_tokens(batch: Batch, name: str) -> list[float]:
     mask = batch["response_mask"]
     return ((batch[name] * mask).sum(-1) / mask.sum(-1).clamp(min=1)).tolist()
+
+
+SampleRows = list[dict[str, object]]
+"""One row for each sample, see `sample_rows`, with its `set` and `kind` ("greedy" or "sampled")."""
+
+Outcomes = dict[str, list[list[bool]]]
+"""By domain, for each prompt whether each of its responses is right."""
+
+
+@dataclass(frozen=True)
+class ValidationResults:
+    """Results on validation prompts. errors: responses without a score, which count as wrong."""
+
+    greedy: Outcomes
+    sampled: Outcomes
+    errors: int
+    rows: SampleRows
+
+    @staticmethod
+    def joined(parts: Sequence["ValidationResults"]) -> "ValidationResults":
+        """Of parts of the same prompts."""
+        greedy = _join_outcomes([part.greedy for part in parts])
+        sampled = _join_outcomes([part.sampled for part in parts])
+        rows = [row for part in parts for row in part.rows]
+        return ValidationResults(greedy, sampled, sum(part.errors for part in parts), rows)
+
+    def metrics(self) -> dict[str, float]:
+        """`val_correct/*` and `val/errors`.
+
+        `mean` is the share of greedy responses that are right (of sampled ones if none is greedy); `mean@n` and
+        `pass@k` are estimated from the n sampled responses to each prompt.
+        """
+        shares = _accuracy(self.greedy or self.sampled) | _at_k(self.sampled)
+        return shares | {"val/errors": float(self.errors)}
+
+
+def _join_outcomes(parts: Sequence[Outcomes]) -> Outcomes:
+    whole: Outcomes = {}
+    for part in parts:
+        for domain, groups in part.items():
+            whole.setdefault(domain, []).extend(groups)
+    return whole
+
+
+def _accuracy(outcomes: Outcomes) -> dict[str, float]:
+    return {
+        f"val_correct/{name}/mean": sum(map(sum, groups)) / sum(map(len, groups))
+        for name, groups in _everything_and_each(outcomes).items()
+    }
+
+
+def _at_k(sampled: Outcomes) -> dict[str, float]:
+    """`pass@k` for the powers of two up to n and for n, the number of responses to a prompt; `mean@n`."""
+    metrics = {}
+    for name, groups in _everything_and_each(sampled).items():
+        n = len(groups[0])
+        metrics[f"val_correct/{name}/mean@{n}"] = sum(map(sum, groups)) / (n * len(groups))
+        for k in sorted({2**i for i in range(n.bit_length())} | {n}):
+            metrics[f"val_correct/{name}/pass@{k}"] = sum(pass_at_k(n, sum(g), k) for g in groups) / len(groups)
+    return metrics
+
+
+def _everything_and_each(outcomes: Outcomes) -> Outcomes:
+    """Under "all" those of every domain, and each domain's own if rows name any."""
+    everything = [group for groups in outcomes.values() for group in groups]
+    if not everything:
+        return {}
+    return {"all": everything} | ({} if set(outcomes) == {"default"} else outcomes)
+
+
+def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
+    """Unbiased chance that one of k responses is right: 1 − C(n − c, k) / C(n, k) (arXiv:2107.03374, equation 1)."""
+    return 1.0 - comb(num_samples - num_correct, k) / comb(num_samples, k)

@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from math import comb
 
 from distflow.data.batch import Batch
 from distflow.data.sample import Sample, Segment
@@ -21,16 +20,10 @@ from distflow.runtime.prompt_group import new_group
 from distflow.runtime.rollout_loop import RolloutLoop
 from distflow.runtime.rollout_services import Session
 from distflow.runtime.spec import ValidationSet
-from distflow.runtime.step_metrics import sample_rows
+from distflow.runtime.step_metrics import Outcomes, SampleRows, ValidationResults, sample_rows
 from distflow.runtime.worker_inputs import WorkerInputs
 from distflow.scheduling.groups import PromptGroup
 from distflow.training.engine import Scorer
-
-SampleRows = list[dict[str, object]]
-"""One row for each sample, see `sample_rows`, with its `set` and `kind` ("greedy" or "sampled")."""
-
-Outcomes = dict[str, list[list[bool]]]
-"""By domain, for each prompt whether each of its responses is right."""
 
 
 @dataclass(frozen=True)
@@ -67,32 +60,6 @@ class Validator:
 Respond = Callable[[ValidationSet, PromptGroup, SamplingParams], Awaitable[Batch | Drop]]
 
 
-@dataclass(frozen=True)
-class ValidationResults:
-    """Results on validation prompts. errors: responses without a score, which count as wrong."""
-
-    greedy: Outcomes
-    sampled: Outcomes
-    errors: int
-    rows: SampleRows
-
-    @staticmethod
-    def joined(parts: Sequence["ValidationResults"]) -> "ValidationResults":
-        """Of parts of the same prompts."""
-        greedy, sampled = _joined([part.greedy for part in parts]), _joined([part.sampled for part in parts])
-        rows = [row for part in parts for row in part.rows]
-        return ValidationResults(greedy, sampled, sum(part.errors for part in parts), rows)
-
-    def metrics(self) -> dict[str, float]:
-        """`val_correct/*` and `val/errors`.
-
-        `mean` is the share of greedy responses that are right (of sampled ones if none is greedy); `mean@n` and
-        `pass@k` are estimated from the n sampled responses to each prompt.
-        """
-        shares = _accuracy(self.greedy or self.sampled) | _at_k(self.sampled)
-        return shares | {"val/errors": float(self.errors)}
-
-
 async def validate(
     sets: Sequence[ValidationSet], respond: Respond, step: int, part: int = 0, num_parts: int = 1
 ) -> ValidationResults:
@@ -125,14 +92,6 @@ async def _respond_to_all(
     return await asyncio.gather(*(respond(chosen, prompt_group, params) for prompt_group in prompt_groups))
 
 
-def _joined(parts: Sequence[Outcomes]) -> Outcomes:
-    whole: Outcomes = {}
-    for part in parts:
-        for domain, groups in part.items():
-            whole.setdefault(domain, []).extend(groups)
-    return whole
-
-
 def _right(group: Batch | Drop, count: int) -> list[bool | None]:
     """Whether each response is right; None if it has no score."""
     if isinstance(group, Drop):
@@ -141,37 +100,6 @@ def _right(group: Batch | Drop, count: int) -> list[bool | None]:
         is_right(accuracy) if valid else None
         for accuracy, valid in zip(group["acc"].tolist(), group["valid"].tolist(), strict=True)
     ]
-
-
-def _accuracy(outcomes: Outcomes) -> dict[str, float]:
-    return {
-        f"val_correct/{name}/mean": sum(map(sum, groups)) / sum(map(len, groups))
-        for name, groups in _everything_and_each(outcomes).items()
-    }
-
-
-def _at_k(sampled: Outcomes) -> dict[str, float]:
-    """`pass@k` for the powers of two up to n and for n, the number of responses to a prompt; `mean@n`."""
-    metrics = {}
-    for name, groups in _everything_and_each(sampled).items():
-        n = len(groups[0])
-        metrics[f"val_correct/{name}/mean@{n}"] = sum(map(sum, groups)) / (n * len(groups))
-        for k in sorted({2**i for i in range(n.bit_length())} | {n}):
-            metrics[f"val_correct/{name}/pass@{k}"] = sum(pass_at_k(n, sum(g), k) for g in groups) / len(groups)
-    return metrics
-
-
-def _everything_and_each(outcomes: Outcomes) -> Outcomes:
-    """Under "all" those of every domain, and each domain's own if rows name any."""
-    everything = [group for groups in outcomes.values() for group in groups]
-    if not everything:
-        return {}
-    return {"all": everything} | ({} if set(outcomes) == {"default"} else outcomes)
-
-
-def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
-    """Unbiased chance that one of k responses is right: 1 − C(n − c, k) / C(n, k) (arXiv:2107.03374, equation 1)."""
-    return 1.0 - comb(num_samples - num_correct, k) / comb(num_samples, k)
 
 
 def validation_loss(sets: Sequence[ValidationSet], actor: Scorer) -> dict[str, float]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from distflow.data.batch import Batch
 from distflow.runtime.checkpoint.checkpoint import CheckpointStore
@@ -11,6 +11,7 @@ from distflow.runtime.recorder import Recorder
 from distflow.runtime.resources import Resources
 from distflow.runtime.sample_queue.protocol import IntakePort, SampleQueuePort
 from distflow.runtime.spec import Spec
+from distflow.runtime.step_metrics import ValidationResults
 from distflow.runtime.stop import Stop
 from distflow.runtime.weight_sync.protocol import WeightPort
 from distflow.scheduling.groups import Version
@@ -38,10 +39,6 @@ class ReshardPort(Protocol):
         ...
 
 
-if TYPE_CHECKING:
-    from distflow.runtime.validation import ValidationResults
-
-
 @dataclass(frozen=True)
 class Ports:
     """The ports of one worker. collective: of the ranks of its dp group. data: of those among them that have samples of
@@ -57,7 +54,7 @@ class Ports:
     data: Collective
     everyone: Collective
     abort: Callable[[BaseException], None]
-    validate: "Callable[[int], Sequence[ValidationResults]]" = lambda step: ()
+    validate: Callable[[int], Sequence[ValidationResults]] = lambda step: ()
     reshard: ReshardPort | None = None
 
 
