@@ -99,11 +99,11 @@ def engine_refuses(num_times):
 
 
 def edge_put():
-    def put(self, group, batch, measured, whole=LocalSampleQueue.put):
+    def put(self, finished, whole=LocalSampleQueue.put):
         if is_time():
             fired()
             raise MemoryError("no room for the group")
-        whole(self, group, batch, measured)
+        whole(self, finished)
     LocalSampleQueue.put = put
 
 

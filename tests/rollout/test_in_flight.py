@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from distflow.rollout.embedded import EmbeddedEngine
-from distflow.rollout.engine import GenerateRequest, Generation, Stream
+from distflow.rollout.engine import GenerateRequest, GenerateResult, Generation, Stream
 from distflow.rollout.weights import stripe_hashes
 from distflow.scheduling.groups import Version
 from tests.rollout.drive import (
@@ -258,7 +258,7 @@ def test_an_evaluation_goes_first_and_leaves_no_trace_in_the_batches_of_training
     async def story(engine: EmbeddedEngine) -> None:
         finished: list[str] = []
 
-        def send(lane: str, requests: list[GenerateRequest]) -> list[asyncio.Task[Generation]]:
+        def send(lane: str, requests: list[GenerateRequest]) -> list[asyncio.Task[GenerateResult]]:
             tasks = [asyncio.create_task(engine.generate(request)) for request in requests]
             for task in tasks:
                 task.add_done_callback(lambda _: finished.append(lane))

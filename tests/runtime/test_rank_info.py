@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from distflow.runtime.rank_info import queue_dp_group
-from distflow.runtime.sample_queue.pending_groups import DpGroupShares
+from distflow.scheduling.bin_packing import DpGroupShares
 from tests.e2e.runs import Playground
 
 RAY = ("trainer.launcher=ray", "trainer.n_gpus_per_node=2", "trainer.seed=3")

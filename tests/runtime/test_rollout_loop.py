@@ -16,11 +16,11 @@ from distflow.graph import BoundNode, Drop, NodeOutput, node
 from distflow.rollout.engine import GenerateRequest, GenerateResult, Generation, Receipt, Stream
 from distflow.runtime.compiled_node import compile_steps
 from distflow.runtime.context import Contexts, NodeContext
+from distflow.runtime.errors import UserNoProgress
 from distflow.runtime.prompt_group import Group
 from distflow.runtime.resources import Resources
 from distflow.runtime.rollout_loop import GroupEvents, RolloutLoop, SubmissionGate
 from distflow.runtime.sample_queue.local import LocalSampleQueue
-from distflow.runtime.sample_queue.protocol import UserNoProgress
 from distflow.runtime.wait_log import Waits
 from distflow.scheduling.groups import PromptGroup, Version
 from tests.e2e.runs import Playground
@@ -95,16 +95,14 @@ async def fill(plane: RolloutLoop, queue: LocalSampleQueue, steps: int) -> list[
     """Learn nothing from each step; the groups of each. Raises what ends the loop."""
     engine: Any = plane.gate._engine if plane.gate is not None else OrderedEngine()
     loop = asyncio.ensure_future(plane.loop(queue))
-    loop.add_done_callback(
-        lambda done: done.cancelled() or queue.shared.fail(done.exception() or AssertionError("it ended"))
-    )
+    loop.add_done_callback(lambda done: done.cancelled() or queue.fail(done.exception() or AssertionError("it ended")))
     taken = []
     for step in range(steps):
         share = await asyncio.to_thread(queue.take, step, 0)
         if share is None:
             break
         taken.append(sorted(set(share.batch["group_index"].tolist())))
-        engine.version = queue.release(step, 0, published=True).version
+        engine.version = queue.release(step, 0, sent_weights=True).version
     loop.cancel()
     await asyncio.gather(loop, return_exceptions=True)
     return taken

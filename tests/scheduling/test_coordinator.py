@@ -115,8 +115,8 @@ def test_an_engine_that_lags_gets_nothing_until_it_serves_the_new_version():
     coordinator = Coordinator(plan_of())
     reward_fn(coordinator, coordinator.take_groups())
     coordinator.release(0)
-    assert coordinator.take_groups(served_step=0) == []
-    assert len(coordinator.take_groups(served_step=1)) == 4
+    assert coordinator.take_groups(engine_version=0) == []
+    assert len(coordinator.take_groups(engine_version=1)) == 4
 
 
 def test_the_run_ends_after_its_steps_though_rows_are_left():
@@ -233,24 +233,24 @@ def test_a_lost_group_does_not_start_again_on_an_engine_that_serves_older_weight
     coordinator.take_groups()
     for number in range(4, 8):
         coordinator.retry(number)
-    with pytest.raises(CountsError, match="serves version 0, but version 1 was served before"):
-        coordinator.take_groups(served_step=0)
-    assert [(t.group_id, t.version) for t in coordinator.take_groups(served_step=1)] == [(n, 1) for n in range(4, 8)]
+    with pytest.raises(CountsError, match="has version 0, but version 1 was there before"):
+        coordinator.take_groups(engine_version=0)
+    assert [(t.group_id, t.version) for t in coordinator.take_groups(engine_version=1)] == [(n, 1) for n in range(4, 8)]
 
 
 def test_a_version_ahead_of_the_steps_is_a_fault():
     coordinator = Coordinator(plan_of(max_staleness=2))
-    coordinator.take_groups(served_step=1)  # sent, and not released yet
-    with pytest.raises(CountsError, match="serves version 2, .* step 0 is the next one"):
-        coordinator.take_groups(served_step=2)
+    coordinator.take_groups(engine_version=1)  # sent, and not released yet
+    with pytest.raises(CountsError, match="has version 2, .* step 0 is the next one"):
+        coordinator.take_groups(engine_version=2)
 
 
 def test_after_a_resume_an_engine_that_serves_the_initial_weights_is_found():
     coordinator = Coordinator(plan_of(max_staleness=2))
     reward_fn(coordinator, coordinator.take_groups())
     coordinator.release(0)
-    with pytest.raises(CountsError, match="serves version 0, but version 1 was served before"):
-        Coordinator(plan_of(max_staleness=2), None, coordinator.snapshot()).take_groups(served_step=0)
+    with pytest.raises(CountsError, match="has version 0, but version 1 was there before"):
+        Coordinator(plan_of(max_staleness=2), None, coordinator.snapshot()).take_groups(engine_version=0)
 
 
 def test_as_many_run_at_once_as_staleness_allows_unless_less_is_asked_for():
@@ -449,23 +449,23 @@ def test_exhausted_only_once_no_later_version_can_bring_room():
     reward_fn(coordinator, first, drop=range(4, 8))
     coordinator.release(0)
     assert coordinator.ready(1) is None, "nobody has asked for groups yet"
-    assert coordinator.take_groups(served_step=0) == [] and coordinator.ready(1) is None, "version 1 is on its way"
-    second = coordinator.take_groups(served_step=1)
+    assert coordinator.take_groups(engine_version=0) == [] and coordinator.ready(1) is None, "version 1 is on its way"
+    second = coordinator.take_groups(engine_version=1)
     assert numbers_of(second) == [8, 9, 10, 11]
     reward_fn(coordinator, second[1:])
     assert coordinator.ready(1) is None, "one runs"
     coordinator.drop(8, "equal_rewards")
-    coordinator.take_groups(served_step=1)
+    coordinator.take_groups(engine_version=1)
     with pytest.raises(Exhausted, match=r"of the 8 drawn for it and those up to step 2 3 are left \(dropped: 5 equal"):
         coordinator.ready(1)
 
 
 def test_exhausted_where_the_engine_keeps_its_weights():
-    """Every second step is published: the version that is served is the last one before the next step."""
+    """Every second step is published: the engines' version is the last one before the next step."""
     coordinator = Coordinator(plan_of(num_rows=1000, max_staleness=1, max_num_gen_batches=1))
     reward_fn(coordinator, coordinator.take_groups(), drop=range(4, 8))
-    coordinator.release(0, published=False)
-    assert coordinator.take_groups(served_step=0) == []
+    coordinator.release(0, sent_weights=False)
+    assert coordinator.take_groups(engine_version=0) == []
     with pytest.raises(Exhausted, match="of the 4 drawn for it none are left"):
         coordinator.ready(1)
 
@@ -473,9 +473,9 @@ def test_exhausted_where_the_engine_keeps_its_weights():
 def test_weights_that_are_never_sent_again_are_a_fault_and_no_wait():
     coordinator = Coordinator(plan_of(num_rows=100, max_staleness=1))
     for step in range(2):
-        reward_fn(coordinator, coordinator.take_groups(served_step=0))
-        coordinator.release(step, published=False)
-    assert coordinator.take_groups(served_step=0) == []
+        reward_fn(coordinator, coordinator.take_groups(engine_version=0))
+        coordinator.release(step, sent_weights=False)
+    assert coordinator.take_groups(engine_version=0) == []
     with pytest.raises(CountsError, match="step 2 can get no groups: .* version 0, max_staleness is 1"):
         coordinator.ready(2)
 
@@ -483,10 +483,10 @@ def test_weights_that_are_never_sent_again_are_a_fault_and_no_wait():
 def test_an_alias_opens_credits_as_a_version_that_was_sent_does():
     coordinator = Coordinator(plan_of(num_rows=1000))
     for step in range(3):
-        prompt_groups = coordinator.take_groups(served_step=step)
+        prompt_groups = coordinator.take_groups(engine_version=step)
         assert [prompt_group.version for prompt_group in prompt_groups] == [step] * 4
         reward_fn(coordinator, prompt_groups)
-        coordinator.release(step, published=False)
+        coordinator.release(step, sent_weights=False)
     assert coordinator.weights_step == 0 and coordinator.version.step == 3
 
 

@@ -70,7 +70,7 @@ class Journal(Ledger):
 class Run(RuleBasedStateMachine):
     """Which rows are dropped is fixed by the rows, as a filter would; everything else comes in any order.
 
-    The engine serves `served`; `coming` is a version that was sent and has not arrived yet.
+    The engine has `engine_version`; `coming` is a version that was sent and has not arrived yet.
     """
 
     @initialize(
@@ -131,7 +131,7 @@ class Run(RuleBasedStateMachine):
         self.waiting, self.attempts = dict(model["waiting"]), dict(model["attempts"])
         self.running = {}
         self.complete = {number: (issued, lowest) for number, issued, lowest in model["complete"]}
-        self.served = self.sent = self.coordinator.step
+        self.engine_version = self.sent = self.coordinator.step
         self.coming = None
         self.drawn = []  # due steps of the groups that this process issued first
         self.first_step = self.coordinator.step
@@ -170,7 +170,7 @@ class Run(RuleBasedStateMachine):
     @rule()
     def take(self):
         plan, finished = self.plan, self.coordinator.finished
-        prompt_groups = self.coordinator.take_groups(self.served)
+        prompt_groups = self.coordinator.take_groups(self.engine_version)
         assert not (finished and prompt_groups)
         assert plan.max_staleness or not (prompt_groups and self.running), "a wave opened while the last one runs"
         lost = [prompt_group.group_id for prompt_group in prompt_groups if prompt_group.group_id in self.waiting]
@@ -179,7 +179,7 @@ class Run(RuleBasedStateMachine):
         )
         for prompt_group in prompt_groups:
             assert prompt_group.group_id not in self.running and prompt_group.group_id not in self.complete
-            assert prompt_group.version == min(self.served, self.coordinator.step)
+            assert prompt_group.version == min(self.engine_version, self.coordinator.step)
             if prompt_group.group_id not in self.waiting:
                 self.drawn.append(prompt_group.version + plan.max_staleness)
             assert prompt_group.attempt == self.waiting.pop(prompt_group.group_id, -1) + 1
@@ -208,7 +208,7 @@ class Run(RuleBasedStateMachine):
             self.coordinator.drop(number, "equal_rewards")
             self.dropped.append(number)
         else:
-            lowest = self.served if late else prompt_group.version
+            lowest = self.engine_version if late else prompt_group.version
             self.coordinator.complete(number, 3, lowest)
             self.complete[number] = (prompt_group.version, lowest)
             assert self.coordinator.holds(number)
@@ -248,7 +248,7 @@ class Run(RuleBasedStateMachine):
     def train(self, how="sent", takes=False, unread=False):
         """unread: its groups could not be read, and wait again.
 
-        how: the weights are sent and served at once, or not yet; nothing was updated and the engine only gets a new
+        how: the weights are sent and arrive at once, or not yet; nothing was updated and the engine only gets a new
         number; or it keeps what it has. takes: groups are taken between sending and releasing."""
         step, plan = self.coordinator.step, self.plan
         try:
@@ -268,14 +268,14 @@ class Run(RuleBasedStateMachine):
         if how == "held" and step + 1 - self.sent > plan.max_staleness:
             how = "sent"
         if how in ("sent", "alias"):
-            self.served, self.coming = step + 1, None
+            self.engine_version, self.coming = step + 1, None
         if how == "late":
             self.coming = step + 1
         if how != "held":
             self.sent = step + 1
         if takes:
             self.take()
-        version = self.coordinator.release(step, published=how in ("sent", "late"))
+        version = self.coordinator.release(step, sent_weights=how in ("sent", "late"))
         assert version.step == step + 1
         for number in numbers:
             del self.complete[number]
@@ -302,13 +302,13 @@ class Run(RuleBasedStateMachine):
         """Nothing that runs and no group that may still be drawn could have filled the step."""
         assert len(self.complete) < self.plan.consumer_batch and not self.running and not self.waiting
         assert self.coming is None, "a version is on its way"
-        drawn, allowed = self.draws()[self.served + self.plan.max_staleness]
+        drawn, allowed = self.draws()[self.engine_version + self.plan.max_staleness]
         assert drawn == allowed
 
     @precondition(lambda self: self.coming is not None)
     @rule()
     def arrive(self):
-        self.served, self.coming = self.coming, None
+        self.engine_version, self.coming = self.coming, None
 
     @rule(seed=st.integers(0, 2**32 - 1))
     def play(self, seed):
@@ -412,7 +412,7 @@ class Run(RuleBasedStateMachine):
             return
         try:
             while self.plays:
-                self.served, self.coming = self.coming or self.served, None
+                self.engine_version, self.coming = self.coming or self.engine_version, None
                 for _ in range(1000):
                     self.take()
                     if not self.running:

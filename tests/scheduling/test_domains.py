@@ -73,11 +73,11 @@ class Walk:
         snapshot = json.loads(self.cut) if self.cut else None
         self.coordinator = Coordinator(self.plan, self.ledger, snapshot)
         self.running = set()
-        self.sent = self.served = self.coordinator.step
+        self.sent = self.engine_version = self.coordinator.step
         self.cut = json.dumps(self.coordinator.snapshot())
 
     def take(self):
-        for prompt_group in self.coordinator.take_groups(self.served):
+        for prompt_group in self.coordinator.take_groups(self.engine_version):
             assert prompt_group.group_id not in self.running
             self.running.add(prompt_group.group_id)
             self.domain_of(prompt_group)
@@ -99,7 +99,7 @@ class Walk:
         if self.plan.curriculum:
             name = self.domains[number]
             prompt_group = PromptGroup(number, 0, 0, 2, 0, stream=f"train/{name}")
-            self.coordinator.judged(prompt_group, Accuracy(self.choice.randint(0, 2), 2))
+            self.coordinator.record_accuracy(prompt_group.group_id, Accuracy(self.choice.randint(0, 2), 2))
         if mishaps and self.choice.random() < 0.1:
             self.coordinator.retry(number)
         elif self.choice.random() < self.chances[self.domains[number]]:
@@ -117,9 +117,9 @@ class Walk:
             self.coordinator.untake()
             return
         held = self.choice.random() < 0.3 and step + 1 - self.sent <= self.plan.max_staleness
-        self.served = self.served if held else step + 1
+        self.engine_version = self.engine_version if held else step + 1
         self.sent = self.sent if held else step + 1
-        self.coordinator.release(step, published=not held)
+        self.coordinator.release(step, sent_weights=not held)
         self.cut = json.dumps(self.coordinator.snapshot())
 
     def crash(self):
@@ -154,7 +154,7 @@ class Walk:
             self.take()
             for number in sorted(self.running):
                 self.end(number, mishaps=False)
-            self.served = max(self.served, self.sent)
+            self.engine_version = max(self.engine_version, self.sent)
             self.train()
         assert self.coordinator.finished, "a step waits for ever"
         self.ledger.close()
@@ -408,7 +408,7 @@ def test_a_curriculum_goes_on_where_it_stood(tmp_path, every):
             while coordinator.ready(coordinator.step) is None:
                 for prompt_group in coordinator.take_groups(coordinator.step):
                     found.append((prompt_group.group_id, prompt_group.stream, prompt_group.epoch, prompt_group.row))
-                    coordinator.judged(prompt_group, Accuracy(prompt_group.row % 3, 2))
+                    coordinator.record_accuracy(prompt_group.group_id, Accuracy(prompt_group.row % 3, 2))
                     ends = coordinator.complete if prompt_group.group_id % 4 else coordinator.drop
                     ends(prompt_group.group_id, 1 if prompt_group.group_id % 4 else "all_equal")
             coordinator.release(coordinator.step)

@@ -31,11 +31,13 @@ class OtherRule:
     def finished(self):
         return self.step == self.plan.total_steps
 
-    def take_groups(self, served):
+    def take_groups(self, engine_version):
         accepted = self.step * self.plan.consumer_batch + len(self.complete_ones)
-        bounded = min(served, self.plan.total_steps - 1 - self.plan.max_staleness)
+        bounded = min(engine_version, self.plan.total_steps - 1 - self.plan.max_staleness)
         num_new = self.credits.open(len(self.running), bounded, accepted)
-        group_ids = [PromptGroup(number, 0, 0, 1, served) for number in range(self.issued, self.issued + num_new)]
+        group_ids = [
+            PromptGroup(number, 0, 0, 1, engine_version) for number in range(self.issued, self.issued + num_new)
+        ]
         self.running |= {group_id.group_id: group_id for group_id in group_ids}
         self.issued += num_new
         return group_ids
@@ -80,14 +82,14 @@ def staleness_of(seed, make):
     )
     drops, straggles, training = rng.choice([0, 0.3]), rng.choice([0.02, 0.2]), rng.choice([0.1, 1, 3])
     transfer = rng.choice([0, 0.5, 5])
-    run, served, now, highest, trains = make(plan), 0, 0.0, 0, False
+    run, engine_version, now, highest, trains = make(plan), 0, 0.0, 0, False
     versions, events = {}, []
 
     def after(delay, kind, value):
         heapq.heappush(events, (now + delay, len(versions), kind, value))
 
     while not run.finished:
-        for group_id in run.take_groups(served):
+        for group_id in run.take_groups(engine_version):
             versions[group_id.group_id] = group_id.version
             after(rng.uniform(5, 50) if rng.random() < straggles else rng.random(), "ended", group_id.group_id)
         if not trains and (numbers := run.ready(run.step)) is not None:
@@ -101,7 +103,7 @@ def staleness_of(seed, make):
             trains = False
             after(transfer, "arrived", value + 1)
         elif kind == "arrived":
-            served = value
+            engine_version = value
         elif rng.random() < drops:
             run.drop(value, "equal_rewards")
         else:
@@ -223,8 +225,8 @@ def test_a_journal_of_before_has_no_bound(tmp_path):
 
 def test_versions_that_go_backwards_are_found(tmp_path):
     backwards = [*step_of(0), issued(0, 1), *step_of(1), issued(1, 0)]
-    with pytest.raises(CountsError, match="group 1 was issued at version 0, but 1 was served before"):
-        verify(journal_of(tmp_path / "served", *backwards))
+    with pytest.raises(CountsError, match="group 1 was issued at version 0, but 1 was there before"):
+        verify(journal_of(tmp_path / "engine_version", *backwards))
     with pytest.raises(CountsError, match="group 0 was issued at version 2, .* step 1 is the next one"):
         verify(journal_of(tmp_path / "ahead", *step_of(0), issued(0, 2)))
     with pytest.raises(CountsError, match="version 2 with the weights of step 0 .* step 1 were there before"):

@@ -111,7 +111,7 @@ def test_stale_groups_and_weights_that_were_not_sent(tmp_path):
         coordinator = Coordinator(plan_of(max_staleness=1), ledger)
         for group_id in coordinator.take_groups():
             coordinator.complete(group_id.group_id, 5)
-        coordinator.release(0, published=False)
+        coordinator.release(0, sent_weights=False)
         coordinator.release(1)
     lineage = step_lineage(path, 2)
     assert {group.version for group in lineage.groups} == {0} and lineage.max_staleness == 1

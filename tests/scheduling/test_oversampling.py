@@ -275,7 +275,7 @@ def test_with_a_curriculum_and_rows_that_are_passed_over(tmp_path_factory, batch
 
     def run(coordinator, num_steps):
         def is_dropped(prompt_group):
-            coordinator.judged(prompt_group, Accuracy(fate(prompt_group).randint(0, 2), 2))
+            coordinator.record_accuracy(prompt_group.group_id, Accuracy(fate(prompt_group).randint(0, 2), 2))
             return fate(prompt_group).random() < dropped
 
         return [

@@ -23,9 +23,9 @@ def test_by_hand():
     """At the bounds a row is wanted; outside of them it is passed over as often as asked, then no more."""
     skips = Skips(SkipPlan(BAND, epochs=2))
     for row, right in enumerate((0, 1, 3, 4)):
-        skips.judged("", row, Accuracy(right, 4))
-    skips.judged("", 4, Accuracy(0, 0))
-    skips.judged("other", 5, Accuracy(0, 4))
+        skips.record("", row, Accuracy(right, 4))
+    skips.record("", 4, Accuracy(0, 0))
+    skips.record("other", 5, Accuracy(0, 4))
     turns = [[skips.pass_over(row) for row in range(6)] for _ in range(3)]
     assert turns[0] == turns[1] == [TOO_HARD, None, None, TOO_EASY, None, None] and not any(turns[2])
 
@@ -33,7 +33,7 @@ def test_by_hand():
 def test_what_was_measured_last_counts():
     skips = Skips(SkipPlan(BAND))
     for right, reason in ((4, TOO_EASY), (0, TOO_HARD), (2, None), (0, TOO_HARD)):
-        skips.judged("", 7, Accuracy(right, 4))
+        skips.record("", 7, Accuracy(right, 4))
         assert Skips(SkipPlan(BAND), json.loads(json.dumps(skips.saved_skips()))).pass_over(7) == reason
     assert skips.pass_over(7) == TOO_HARD and skips.saved_skips() == {TOO_EASY: {}, TOO_HARD: {}}
 
@@ -51,7 +51,7 @@ def run(coordinator, num_steps):
             prompt_groups = coordinator.take_groups(coordinator.step)
             for prompt_group in prompt_groups:
                 worked.append((prompt_group.group_id, prompt_group.stream, prompt_group.epoch, prompt_group.row))
-                coordinator.judged(prompt_group, Accuracy(right_of(prompt_group), 4))
+                coordinator.record_accuracy(prompt_group.group_id, Accuracy(right_of(prompt_group), 4))
                 coordinator.complete(prompt_group.group_id, 1)
             if coordinator.finished or not (prompt_groups or coordinator.ready(coordinator.step)):
                 return worked
@@ -138,7 +138,7 @@ def test_against_a_count_of_ones_own(tmp_path_factory, sizes, staleness, batch, 
         for prompt_group in [*running] if staleness == 0 else running[: choice.randint(0, len(running))]:
             running.remove(prompt_group)
             accuracy = Accuracy(choice.randint(0, 2), 2)
-            coordinator.judged(prompt_group, accuracy)
+            coordinator.record_accuracy(prompt_group.group_id, accuracy)
             expected[prompt_group.row] = 0 if accuracy.num_right == 1 else epochs
             coordinator.drop(prompt_group.group_id, "x") if choice.random() < 0.2 else coordinator.complete(
                 prompt_group.group_id, 1

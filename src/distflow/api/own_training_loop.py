@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from distflow.data.batch import Batch
     from distflow.launch.local_launcher import Running
-    from distflow.runtime.sample_queue.protocol import Share
+    from distflow.runtime.sample_queue.protocol import TrainingStep
     from distflow.runtime.spec import Spec
     from distflow.training.engine import LossFn, Scorer, TrainEngine, TrainState
 
@@ -97,7 +97,7 @@ class Rollouts:
         self._loaded, self._given, self._should_accept, self._has_data = loaded, given, should_accept, has_data
         self._stack = ExitStack()
         self._running: Running | None = None
-        self._shares: list[Share] = []
+        self._parts: list[TrainingStep[Batch]] = []  # of the step that `publish` ends
         self._updates: list[dict[str, float]] = []
         self._num_submitted = 0
 
@@ -198,7 +198,7 @@ class Rollouts:
 
         running = self._entered
         owed = running.intake.standing().num_owed
-        if not self._shares:
+        if not self._parts:
             raise UserError("publish ends a step, and no batch was taken since the last: prepare_batch or wait first")
         if owed:
             plan = self._spec_entered.data
@@ -208,22 +208,27 @@ class Rollouts:
                 f"{plan.consumer_batch} groups: set it to what you train on for each, or wait({owed})"
             )
         worker = running.worker
-        names = set.intersection(*(set(share.batch.names) for share in self._shares))
-        batches = [share.batch.only(name for name in share.batch.names if name in names) for share in self._shares]
+        names = set.intersection(*(set(part.batch.names) for part in self._parts))
+        batches = [part.batch.only(name for name in part.batch.names if name in names) for part in self._parts]
         measured: dict[str, float] = {}
-        for part in [*(share.metrics for share in self._shares), _mean(self._updates), metrics or {}, worker.judged()]:
-            measured |= part
+        for each in [
+            *(part.metrics for part in self._parts),
+            _mean(self._updates),
+            metrics or {},
+            worker.reward_metrics(),
+        ]:
+            measured |= each
         recorded = worker.finish(Batch.concat(batches), measured)
-        self._shares, self._updates = [], []
+        self._parts, self._updates = [], []
         return recorded
 
     def pause(self) -> None:
         """No further group starts until `resume`; those that run continue."""
-        self._entered.intake.hold(True)
+        self._entered.intake.pause(True)
 
     def resume(self) -> None:
         """Groups start again."""
-        self._entered.intake.hold(False)
+        self._entered.intake.pause(False)
 
     @property
     def version(self) -> int:
@@ -294,14 +299,14 @@ class Rollouts:
     def _take(self, wanted: int, timeout: float | None) -> "Batch | None":
         running = self._entered
         try:
-            share = running.worker.take(wanted, None if timeout is None else time.monotonic() + timeout)
+            part = running.worker.take(wanted, None if timeout is None else time.monotonic() + timeout)
         except KeyboardInterrupt:  # a thread may still wait for this call, and would take groups meant for later
             running.ports.abort(UserError("a wait for groups was interrupted: leave the rollouts, and enter new ones"))
             raise
-        if share is None:
+        if part is None:
             return None
-        self._shares.append(share)
-        return share.batch
+        self._parts.append(part)
+        return part.batch
 
     def _engine(self, name: str) -> Any:
         engine = getattr(self._entered.worker.resources, name)

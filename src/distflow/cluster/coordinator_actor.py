@@ -4,24 +4,20 @@ import os
 import pickle
 import threading
 from collections import Counter, defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from distflow.cluster.object_store import GroupRef, to_group
 from distflow.launch.run_setup import Start, begin_ledger
-from distflow.observe.metrics import Measured
 from distflow.rewards.call_counts import RewardCounts
-from distflow.runtime.checkpoint.state import load_live
-from distflow.runtime.sample_queue.local import pending_groups_of
-from distflow.runtime.sample_queue.pending_groups import Consumed, DpGroupShares, Facts, PendingGroup, Portion
-from distflow.runtime.sample_queue.protocol import Failure, NewWorkers
+from distflow.runtime.checkpoint.state import load_queued
+from distflow.runtime.sample_queue.protocol import FinishedGroup, NewWorkers, ResumePoint, TrainingStep
 from distflow.runtime.sample_queue.shared import SharedSampleQueue
 from distflow.runtime.spec import Spec
 from distflow.runtime.wait_log import Waits
-from distflow.scheduling.curriculum import Accuracy
-from distflow.scheduling.groups import GroupCounts, PromptGroup, Version
-from distflow.scheduling.snapshot import Snapshot
+from distflow.scheduling.bin_packing import DpGroupShares
+from distflow.scheduling.groups import GroupCounts, Version
 
 News = tuple[str, tuple[Any, ...]]
 """A method of the driver's view or callbacks, and its arguments."""
@@ -35,7 +31,7 @@ than 64 kB comes here or goes to the driver."""
 
 
 @dataclass(frozen=True)
-class Standing:
+class Progress:
     """The progress of the run. total_steps: as far as the data last."""
 
     version: Version
@@ -45,17 +41,7 @@ class Standing:
     group_counts: GroupCounts
 
 
-@dataclass(frozen=True)
-class Page:
-    """A part of the state that a checkpoint resumes from. cut: with the groups of this page alone. more: another page
-    follows."""
-
-    cut: Snapshot
-    live: Mapping[int, PendingGroup[GroupRef]]
-    more: bool
-
-
-class CoordinatorActor:
+class CoordinatorActor(SharedSampleQueue[GroupRef]):
     """Each method call runs on a thread of its own, and may wait there.
 
     A call that the worker does not wait for may fail here: then the run fails, and every worker is notified.
@@ -71,19 +57,18 @@ class CoordinatorActor:
     ) -> None:
         """See `SharedSampleQueue`."""
         os.umask(0o077)
-        self._coordinator, self._ledger = begin_ledger(spec, start.checkpoint, allowed)
-        live = pending_groups_of(load_live(start.checkpoint)) if start.checkpoint else {}
-        held: dict[int, PendingGroup[GroupRef]] = {}
-        for number, each in live.items():
-            group, num_bytes = to_group(each.group)
-            held[number] = PendingGroup(group, each.num_tokens, each.measured)
-            if self._coordinator.holds(number):
-                self._coordinator.weigh(number, num_bytes)
-        self._queue = SharedSampleQueue[GroupRef](
-            self._coordinator, Waits(), dp_groups, workers, live=held, changed=self._show_queue, may_be_lost=True
+        coordinator, self._ledger = begin_ledger(spec, start.checkpoint, allowed)
+        queued: dict[int, FinishedGroup[GroupRef]] = {}
+        for number, group in (load_queued(start.checkpoint) if start.checkpoint else {}).items():
+            assert group.data is not None, "it is complete"
+            reference, num_bytes = to_group(group.data)
+            queued[number] = group.stored_as(reference)
+            if coordinator.holds(number):
+                coordinator.weigh(number, num_bytes)
+        super().__init__(
+            coordinator, Waits(), dp_groups, workers, queued=queued, changed=self._show_queue, may_be_lost=True
         )
         self._rests: dict[int, Sequence[GroupRef]] = {}  # of a step's groups, by rank
-        self._consumed: Consumed[GroupRef] | None = None  # until the leading rank takes the next step
         self._news: deque[News] = deque(maxlen=_MOST_NEWS)
         self._early: dict[str, dict[int, News]] = defaultdict(
             dict
@@ -91,9 +76,9 @@ class CoordinatorActor:
         self._num_told = Counter[str]()
         self._news_changed = threading.Condition()
 
-    def standing(self) -> Standing:
+    def progress(self) -> Progress:
         coordinator = self._coordinator
-        return Standing(
+        return Progress(
             coordinator.version,
             self._ledger.restart,
             coordinator.plan.total_steps,
@@ -104,62 +89,23 @@ class CoordinatorActor:
     def alive(self) -> None:
         """Replied to on a thread of its own."""
 
-    def wait_for_groups(self, worker: int, served: int | None) -> list[PromptGroup] | None:
-        """See `SharedSampleQueue`."""
-        return self._queue.wait_for_groups(worker, served)
-
-    def put(
-        self,
-        prompt_group: PromptGroup,
-        group: GroupRef,
-        facts: Facts,
-        measured: Sequence[Measured],
-        reward_counts: RewardCounts,
-    ) -> None:
-        """reward_counts: by its worker since the group before it."""
+    def end(self, finished: FinishedGroup[GroupRef], reward_counts: RewardCounts) -> None:
+        """A group has left the rollout loop. reward_counts: by its worker since the group before it."""
         try:
-            self._queue.count(reward_counts)
-            self._queue.put(prompt_group, group, facts, measured)
-        except Exception as err:  # nobody waits for the reply
-            self._queue.fail(err)
+            super().count(reward_counts)
+            (super().drop if finished.dropped else super().put)(finished)
+        except Exception as err:  # nobody waits for the reply: the run ends with it
+            super().fail(err)
 
-    def drop(
-        self,
-        prompt_group: PromptGroup,
-        reason: str,
-        failure: Failure | None,
-        lost: bool,
-        accuracy: Accuracy | None,
-        reward_counts: RewardCounts,
-    ) -> None:
-        """reward_counts: see `put`."""
-        try:
-            self._queue.count(reward_counts)
-            self._queue.drop(prompt_group, reason, failure, lost=lost, accuracy=accuracy)
-        except Exception as err:  # nobody waits for the reply
-            self._queue.fail(err)
-
-    def lose(self, worker: int) -> int:
-        """See `SharedSampleQueue`."""
-        return self._queue.lose(worker)
-
-    def join(self, name: str) -> int:
-        """See `SharedSampleQueue`."""
-        return self._queue.join(name)
-
-    def tell_of_new_workers(self) -> None:
-        """See `SharedSampleQueue`."""
-        self._queue.tell_of_new_workers()
-
-    def take(self, step: int, rank: int) -> Portion[GroupRef] | NewWorkers | None:
+    def take(self, step: int, rank: int) -> TrainingStep[Sequence[GroupRef]] | NewWorkers | None:
         """See `SampleQueuePort`. The first of its groups; `rest` has the others."""
-        portion = self._queue.take(step, rank)
-        if portion is None or isinstance(portion, NewWorkers):
-            return portion
+        taken = super().take_groups(step, rank)
+        if taken is None or isinstance(taken, NewWorkers):
+            return taken
         if rank == 0:
-            self._consumed = None
-        self._rests[rank] = portion.groups[_PAGE:]
-        return replace(portion, groups=portion.groups[:_PAGE])
+            self._resume_point = None
+        self._rests[rank] = taken.batch[_PAGE:]
+        return replace(taken, batch=taken.batch[:_PAGE])
 
     def rest(self, rank: int) -> Sequence[GroupRef]:
         """The next groups of the step that the rank has taken; empty once it has all."""
@@ -167,36 +113,15 @@ class CoordinatorActor:
         self._rests[rank] = self._rests[rank][_PAGE:]
         return found
 
-    def read(self, step: int, rank: int, lost: Sequence[int]) -> bool:
-        """See `SharedSampleQueue`."""
-        return self._queue.read(step, rank, lost)
+    def resume_page(self, page: int) -> ResumePoint[GroupRef]:
+        """A part of `resume_point`, without any groups after the last one."""
+        whole, here = super().resume_point(), slice(page * _PAGE, (page + 1) * _PAGE)
+        queued = dict([*whole.queued.items()][here])
+        return ResumePoint({**whole.snapshot, "live": whole.snapshot["live"][here]}, queued)
 
-    def release(self, step: int, rank: int, published: bool) -> Consumed[GroupRef]:
-        """See `SampleQueuePort`. `checkpoint_page` returns the state that a checkpoint resumes from."""
-        consumed = self._queue.release(step, rank, published)
-        if rank == 0:
-            self._consumed = consumed
-        return replace(consumed, cut={**consumed.cut, "live": []}, live={})
-
-    def checkpoint_page(self, page: int) -> Page:
-        """Of the step released last, for the leading rank, before it takes the next one."""
-        assert self._consumed is not None
-        cut, held, here = self._consumed.cut, [*self._consumed.live.items()], slice(page * _PAGE, (page + 1) * _PAGE)
-        return Page(
-            {**cut, "live": cut["live"][here]}, dict(held[here]), max(len(held), len(cut["live"])) > (page + 1) * _PAGE
-        )
-
-    def stop(self) -> None:
-        """See `SharedSampleQueue`."""
-        self._queue.stop()
-
-    def fail(self, failure: BaseException) -> None:
-        """See `SharedSampleQueue`."""
-        self._queue.fail(failure)
-
-    def end(self) -> None:
+    def close(self) -> None:
         """No group is issued any more, and the ledger is complete."""
-        self._queue.fail(RunEnded("the run has ended"))
+        self.fail(RunEnded("the run has ended"))
         self._ledger.close()
 
     def tell(self, sender: str, number: int, method: str, *arguments: Any) -> None:

@@ -10,7 +10,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from distflow.cluster import heartbeat
-from distflow.cluster.coordinator_actor import Standing
+from distflow.cluster.coordinator_actor import Progress
 from distflow.cluster.heartbeat import COORDINATOR, ENDS_WITHIN_S, name_of
 from distflow.cluster.local_ray import ailing
 from distflow.errors import UserError
@@ -146,11 +146,11 @@ class Blame:
 
     def _in_step(self) -> str:
         try:
-            asked = self._services[COORDINATOR].standing.remote()
-            standing: Standing = ray.get(asked, timeout=_DEATH_IS_REPORTED_WITHIN_S)
+            asked = self._services[COORDINATOR].progress.remote()
+            progress: Progress = ray.get(asked, timeout=_DEATH_IS_REPORTED_WITHIN_S)
         except (RayActorError, GetTimeoutError):  # which is reported on its own
             return ""
-        return f", in step {min(standing.version.step + 1, standing.total_steps)}"
+        return f", in step {min(progress.version.step + 1, progress.total_steps)}"
 
     def _who(self, rank: int, err: Exception) -> str:
         """With the process, as Ray's own text has it."""

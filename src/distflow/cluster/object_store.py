@@ -7,7 +7,7 @@ import ray
 from ray.exceptions import ObjectLostError, RayTaskError
 
 from distflow.data.batch import Batch
-from distflow.data.buffers import from_buffers, gather, to_buffers
+from distflow.data.buffers import gather, to_buffers
 
 GroupRef = tuple["ray.ObjectRef[Any]"]
 """Of a group's buffers; in a tuple, so that Ray passes the reference and not the object."""
@@ -23,12 +23,9 @@ def to_group(batch: Batch) -> tuple[GroupRef, int]:
     return (ray.put(buffers),), sum(column.nbytes for column in buffers.values())
 
 
-def to_batch(groups: Sequence[GroupRef], like: GroupRef) -> Batch:
-    """The rows of the groups in order. like: a group that has the columns, where there are no groups. Raises
-    GroupLost."""
+def to_batch(groups: Sequence[GroupRef]) -> Batch:
+    """The rows of the groups in order. Raises GroupLost."""
     try:
-        if not groups:
-            return from_buffers(ray.get(like[0])).select([])
         parts = ray.get([group[0] for group in groups])
     except ObjectLostError as err:
         raise GroupLost("a worker that held prompt groups has died") from err

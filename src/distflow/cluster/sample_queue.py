@@ -7,17 +7,12 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from distflow.cluster.coordinator_actor import Page
 from distflow.cluster.object_store import GroupLost, GroupRef, lost_among, reply, shortened, to_batch, to_group
 from distflow.data.batch import Batch
-from distflow.observe.metrics import Measured
 from distflow.rewards.call_counts import RewardCounts
 from distflow.runtime import fault_injection
-from distflow.runtime.sample_queue.local import facts_of, live_of
-from distflow.runtime.sample_queue.pending_groups import Consumed, PendingGroup, Portion
-from distflow.runtime.sample_queue.protocol import Failure, NewWorkers, Released, ResumePoint, Share
+from distflow.runtime.sample_queue.protocol import FinishedGroup, NewWorkers, Released, ResumePoint, TrainingStep
 from distflow.runtime.wait_log import Waits
-from distflow.scheduling.curriculum import Accuracy
 from distflow.scheduling.groups import PromptGroup
 
 
@@ -46,13 +41,13 @@ class RaySampleQueue:
         self._stop, self._ready = stop, ready
         self._reward_counts = RewardCounts()  # of groups that end next
 
-    async def prompt_groups(self, served: Callable[[], int | None]) -> AsyncIterator[list[PromptGroup]]:
+    async def prompt_groups(self, engine_version: Callable[[], int | None]) -> AsyncIterator[list[PromptGroup]]:
         """See `SampleQueuePort`."""
         if self._ready is not None:
             with self._waits("rollout", "weights", on="training"):
                 await asyncio.wrap_future(self._ready)
         while True:
-            asked = self._coordinator.wait_for_groups.remote(self._worker, served())
+            asked = self._coordinator.wait_for_groups.remote(self._worker, engine_version())
             with self._waits("rollout", "capacity", on="coordinator"):
                 prompt_groups = await asyncio.wrap_future(asked.future())
             if prompt_groups is None:
@@ -60,85 +55,81 @@ class RaySampleQueue:
             if prompt_groups:
                 yield prompt_groups
 
-    def put(self, prompt_group: PromptGroup, batch: Batch, measured: Sequence[Measured]) -> None:
+    def put(self, finished: FinishedGroup[Batch]) -> None:
         """See `SampleQueuePort`."""
         fault_injection.reach("queue.put")
-        facts, (group, num_bytes) = facts_of(batch), to_group(batch)
-        facts = replace(facts, failure=_shortened(facts.failure), num_bytes=num_bytes)
-        self._coordinator.put.remote(prompt_group, group, facts, list(measured), self._take_reward_counts())
+        assert finished.data is not None, "it is complete"
+        reference, num_bytes = to_group(finished.data)
+        stored = replace(_short(finished), num_bytes=num_bytes).stored_as(reference)
+        self._coordinator.end.remote(stored, self._take_reward_counts())
 
-    def drop(
-        self,
-        prompt_group: PromptGroup,
-        reason: str,
-        failure: Failure | None = None,
-        *,
-        lost: bool = False,
-        accuracy: Accuracy | None = None,
-    ) -> None:
+    def drop(self, finished: FinishedGroup[Batch]) -> None:
         """See `SampleQueuePort`."""
-        facts = shortened(reason), _shortened(failure), lost, accuracy, self._take_reward_counts()
-        self._coordinator.drop.remote(prompt_group, *facts)
+        self._coordinator.end.remote(_short(finished), self._take_reward_counts())
 
-    def count(self, judged: RewardCounts) -> None:
+    def count(self, reward_counts: RewardCounts) -> None:
         """See `SampleQueuePort`. It is sent with the next group: the actor may run two calls in any order."""
-        calls = judged.calls._replace(first=shortened(judged.calls.first))
-        self._reward_counts = RewardCounts.joined([self._reward_counts, judged._replace(calls=calls)])
+        calls = reward_counts.calls._replace(first=shortened(reward_counts.calls.first))
+        self._reward_counts = RewardCounts.joined([self._reward_counts, reward_counts._replace(calls=calls)])
 
     def take(
         self, step: int, rank: int, wanted: int | None = None, deadline: float | None = None
-    ) -> Share | NewWorkers | None:
+    ) -> TrainingStep[Batch] | NewWorkers | None:
         """See `SampleQueuePort`; whole steps only. Groups that were lost with a worker are generated again."""
         assert wanted is None and deadline is None, "a user's own loop runs in one process"
         while True:
             with self._waits("training", f"step {step}", on="rollout"):
-                portion = reply(self._coordinator.take.remote(step, self._first + rank))
-            if portion is None or isinstance(portion, NewWorkers):
-                return portion
-            groups = [*portion.groups]
+                taken = reply(self._coordinator.take.remote(step, self._first + rank))
+            if taken is None or isinstance(taken, NewWorkers):
+                return taken
+            groups = [*taken.batch]
             while more := reply(self._coordinator.rest.remote(self._first + rank)):
                 groups += more
             fault_injection.reach("queue.taken")
-            batch, lost = _read(portion, groups)
+            batch, lost = _read(taken, groups)
             with self._waits("training", f"step {step}", on="other ranks"):
                 whole = reply(self._coordinator.read.remote(step, self._first + rank, lost))
             if whole:
                 assert batch is not None, "no group of it is lost"
-                return Share(portion.group_ids, batch, portion.metrics, portion.judged)
+                return TrainingStep(taken.group_ids, taken.own, batch, taken.metrics, taken.reward_counts)
 
-    def release(self, step: int, rank: int, published: bool) -> Released:
+    def release(self, step: int, rank: int, sent_weights: bool) -> Released:
         """See `SampleQueuePort`."""
         fault_injection.reach("release")
         with self._waits("training", f"release of step {step}", on="other ranks"):
-            end: Consumed[GroupRef] = reply(self._coordinator.release.remote(step, self._first + rank, published))
-        self._stop.wanted = end.stopping
-        return Released(end.version, end.finished, end.group_counts, self._checkpoint_state, end.domains)
+            released: Released = reply(self._coordinator.release.remote(step, self._first + rank, sent_weights))
+        self._stop.wanted = released.stopping
+        return released
+
+    def resume_point(self) -> ResumePoint[Batch]:
+        """See `SampleQueuePort`."""
+        page: ResumePoint[GroupRef] = reply(self._coordinator.resume_page.remote(0))
+        snapshot, queued, num_pages = page.snapshot, dict[int, FinishedGroup[Batch]](), 1
+        while page.snapshot["live"] or page.queued:
+            for number, group in page.queued.items():
+                assert group.data is not None, "it is complete"
+                with suppress(GroupLost):  # a resumed run generates it again
+                    queued[number] = group.stored_as(to_batch([group.data]))
+            page = reply(self._coordinator.resume_page.remote(num_pages))
+            snapshot["live"] += page.snapshot["live"]
+            num_pages += 1
+        return ResumePoint(snapshot, queued)
 
     def _take_reward_counts(self) -> RewardCounts:
-        judged, self._reward_counts = self._reward_counts, RewardCounts()
-        return judged
-
-    def _checkpoint_state(self) -> ResumePoint:
-        pages: list[Page] = [reply(self._coordinator.checkpoint_page.remote(0))]
-        while pages[-1].more:
-            pages.append(reply(self._coordinator.checkpoint_page.remote(len(pages))))
-        cut = pages[0].cut
-        cut["live"] = [group for page in pages for group in page.cut["live"]]
-        held = {}
-        for number, each in ((number, each) for page in pages for number, each in page.live.items()):
-            with suppress(GroupLost):  # a resumed run generates it again
-                held[number] = PendingGroup(to_batch([each.group], each.group), each.num_tokens, each.measured)
-        return ResumePoint(cut, live_of(held))
+        reward_counts, self._reward_counts = self._reward_counts, RewardCounts()
+        return reward_counts
 
 
-def _read(portion: Portion[GroupRef], groups: Sequence[GroupRef]) -> tuple[Batch | None, list[int]]:
-    """The rows of the groups, or the groups that are lost; for a portion without groups, the step's first."""
+def _read(taken: TrainingStep[Sequence[GroupRef]], groups: Sequence[GroupRef]) -> tuple[Batch | None, list[int]]:
+    """The rows of the groups, or the groups that are lost."""
     try:
-        return to_batch(groups, portion.like), []
+        batch = to_batch(groups)
+        return batch if taken.own else batch.select([]), []
     except GroupLost:
-        wanted = dict(zip(portion.own, groups, strict=True)) or {portion.group_ids[0]: portion.like}
-        return None, lost_among(wanted)
+        return None, lost_among(dict(zip(taken.own or taken.group_ids[:1], groups, strict=True)))
 
 
-def _shortened(failure: Failure | None) -> Failure | None:
-    return None if failure is None else replace(failure, message=shortened(failure.message))
+def _short(finished: FinishedGroup[Batch]) -> FinishedGroup[Batch]:
+    """With texts that the coordinator takes."""
+    failure = finished.failure and replace(finished.failure, message=shortened(finished.failure.message))
+    return replace(finished, dropped=shortened(finished.dropped), failure=failure)

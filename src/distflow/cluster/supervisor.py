@@ -14,7 +14,7 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from distflow import __version__
-from distflow.cluster.coordinator_actor import CoordinatorActor, Standing
+from distflow.cluster.coordinator_actor import CoordinatorActor, Progress
 from distflow.cluster.failures import Blame, WorkerDied, reply_of, with_resume_hint
 from distflow.cluster.heartbeat import COORDINATOR, ENDS_WITHIN_S, EXCHANGE, FIRST_REWARD_ACTOR, Heartbeat
 from distflow.cluster.local_ray import gone
@@ -124,8 +124,8 @@ class RayRun:
         """Supervise until the run has ended; returns the steps consumed in all. Raises what a worker raised first."""
         options = self._spec.options
         with with_resume_hint(self._spec):
-            standing = self._standing()
-        view = TerminalView(f"{options.project} / {options.experiment}", standing.total_steps)
+            progress = self._progress()
+        view = TerminalView(f"{options.project} / {options.experiment}", progress.total_steps)
         output = DriverOutput(view, Caller(callbacks, lambda message: view.note("warning", message)))
 
         def asked_to_stop(name: str) -> None:
@@ -179,9 +179,9 @@ class RayRun:
         with suppress(OSError):  # the next start tries again
             remove_weights(self._spec.run_dir)
 
-    def _standing(self) -> Standing:
-        standing: Standing = reply_of(self._coordinator.standing.remote(), COORDINATOR)
-        return standing
+    def _progress(self) -> Progress:
+        progress: Progress = reply_of(self._coordinator.progress.remote(), COORDINATOR)
+        return progress
 
     def _start_worker(self, place: Place) -> Any:
         ranks, needs = self._spec.plan.ranks, self._spec.options.worker
@@ -209,14 +209,14 @@ class RayRun:
         leader, serving = self._training_ranks[0], list[int]()
         with suppress(WorkerDied):
             serving = reply_of(self._workers[leader].serving.remote(), leader)
-        self._coordinator.end.remote()
+        self._coordinator.close.remote()
         for ref, rank in running.items():
             if rank not in self._others:
                 self._blame.result(ref, rank, ENDS_WITHIN_S)
             elif rank in serving:
                 with suppress(WorkerDied, GetTimeoutError):
                     self._blame.result(ref, rank, ENDS_WITHIN_S)
-        self.finished = self._standing().finished
+        self.finished = self._progress().finished
 
     def _look_after(self) -> None:
         """Raises WorkerDied for a process that does not respond; one that can be replaced is killed, so that it does

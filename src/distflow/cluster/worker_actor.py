@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 
 from distflow import __version__
-from distflow.cluster.coordinator_actor import Standing
+from distflow.cluster.coordinator_actor import Progress
 from distflow.cluster.failures import PeersLate
 from distflow.cluster.log_forwarding import RemoteView, Teller, remote_callbacks
 from distflow.cluster.object_store import reply, shorten
@@ -102,13 +102,13 @@ class WorkerActor:
         differences: from the checkpoint. others: for the leading worker, the workers that only generate, by rank.
         """
         spec, place = self._spec, self._place
-        standing: Standing = reply(self._coordinator.standing.remote())
+        progress: Progress = reply(self._coordinator.progress.remote())
         state = restore(start.checkpoint, self._resources)[0] if start.checkpoint else {}
         tell = Teller(self._coordinator)
         with Recorder(
             spec,
-            standing.total_steps,
-            standing.restart,
+            progress.total_steps,
+            progress.restart,
             start.resumed_at,
             remote_callbacks(tell) if place.leads else Callbacks(),
             part=place.part,
@@ -118,14 +118,14 @@ class WorkerActor:
         ) as recorder:
             with recorder.phases("start"):
                 if place.leads:
-                    write_facts(spec, self._resources.facts, recorder, standing.total_steps)
+                    write_facts(spec, self._resources.facts, recorder, progress.total_steps)
                     if start.checkpoint:
                         note_resume(recorder, start.checkpoint, differences)
                 self._recorder.set_result(recorder)
                 for rank, worker in others.items():
                     self._rollout_workers.join(rank, worker)
                 ports = self._ports(recorder, sends=bool(others))
-                stop, version, store = self._stop, standing.version, open_store(spec)
+                stop, version, store = self._stop, progress.version, open_store(spec)
                 entered = build_worker(
                     WorkerInputs(spec, place.rank, self._resources, ports, recorder, store, stop, state, version)
                 )
@@ -135,7 +135,7 @@ class WorkerActor:
                 with self._report_failure():
                     steps = entered.training_loop() if place.dp_group else entered.serve()
             if place.leads:
-                self._note_end(recorder, standing.total_steps)
+                self._note_end(recorder, progress.total_steps)
         tell.end()
         return steps
 
@@ -153,7 +153,7 @@ class WorkerActor:
     def join(self, rank: int, worker: Any) -> None:
         """A rollout worker has started in place of one that is gone."""
         self._rollout_workers.join(rank, worker)
-        self._coordinator.tell_of_new_workers.remote()
+        self._coordinator.announce_new_workers.remote()
 
     def serving(self) -> list[int]:
         """Ranks of the other workers that have the newest weights."""
@@ -216,7 +216,7 @@ class WorkerActor:
             self._exchange.fail.remote(error)
 
     def _note_end(self, recorder: Recorder, total_steps: int) -> None:
-        standing: Standing = reply(self._coordinator.standing.remote())
-        if standing.finished and not self._stop.wanted:
-            note_early_end(recorder, standing.group_counts, standing.version.step, total_steps)
-        recorder.status = "stopped" if self._stop.wanted and not standing.finished else "finished"
+        progress: Progress = reply(self._coordinator.progress.remote())
+        if progress.finished and not self._stop.wanted:
+            note_early_end(recorder, progress.group_counts, progress.version.step, total_steps)
+        recorder.status = "stopped" if self._stop.wanted and not progress.finished else "finished"

@@ -1,9 +1,10 @@
 """The local launcher: a whole run in this process, resumed where its folder holds a checkpoint."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
+from distflow.data.batch import Batch
 from distflow.launch.build_worker import build_worker
 from distflow.launch.run_setup import (
     Start,
@@ -20,7 +21,7 @@ from distflow.runtime.checkpoint.state import check_same_facts, restore, set_gen
 from distflow.runtime.recorder import Recorder, reported
 from distflow.runtime.resources import Resources, build_resources
 from distflow.runtime.sample_queue.local import LocalSampleQueue
-from distflow.runtime.sample_queue.protocol import IntakePort, Live
+from distflow.runtime.sample_queue.protocol import FinishedGroup, IntakePort
 from distflow.runtime.spec import Outcome, Spec
 from distflow.runtime.stop import StopRequest
 from distflow.runtime.user_calls.sync_calls import Callbacks
@@ -122,7 +123,7 @@ def _running(
     """
     checkpoint, resources = start.checkpoint, built.resources
     start.set_aside(spec, say)
-    state, live = restore(checkpoint, resources) if checkpoint else ({}, None)
+    state, queued = restore(checkpoint, resources) if checkpoint else ({}, None)
     coordinator, ledger = begin_ledger(spec, checkpoint, allow_change)
     total_steps = coordinator.plan.total_steps
     with (
@@ -135,7 +136,7 @@ def _running(
             write_facts(spec, resources.facts, recorder, total_steps)
             if checkpoint:
                 note_resume(recorder, checkpoint, built.differences)
-            ports = local_ports(coordinator, recorder.waits, live, changed=recorder.queue_changed)
+            ports = local_ports(coordinator, recorder.waits, queued, changed=recorder.queue_changed)
             coordinator.prompt_groups.data_open = not own_loop
             worker = build_worker(
                 WorkerInputs(spec, 0, resources, ports, recorder, start.store, stop, state, coordinator.version)
@@ -156,13 +157,13 @@ def _never_stopped(recorder: Recorder) -> AbstractContextManager[StopRequest]:
 def local_ports(
     coordinator: Coordinator,
     waits: Waits,
-    live: Live | None = None,
+    queued: Mapping[int, FinishedGroup[Batch]] | None = None,
     num_ranks: int = 1,
     changed: Callable[[GroupCounts], None] = lambda group_counts: None,
 ) -> Ports:
     """Ports for workers of this process. changed: called with the counts by state whenever they change."""
-    queue = LocalSampleQueue(coordinator, waits, num_ranks, live, changed)
-    return Ports(queue, queue.shared, LocalWeights(waits), OneRank(), OneRank(), OneRank(), queue.shared.fail)
+    queue = LocalSampleQueue(coordinator, waits, num_ranks, queued, changed)
+    return Ports(queue, queue, LocalWeights(waits), OneRank(), OneRank(), OneRank(), queue.fail)
 
 
 def _stopping(spec: Spec, waits: Waits) -> str:

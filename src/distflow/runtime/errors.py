@@ -1,6 +1,6 @@
 """Errors of a run: in a node (the user's if code of theirs is in the traceback, else ours), in writing to the run's
-folder (for the user to repair), and reward errors, which are reported and above some share end the run before the step
-is trained on.
+folder (for the user to repair); reward errors, which are reported and above some share end the run before the step is
+trained on; and groups that fail one after another, after which the run ends instead of spending its data.
 """
 
 import errno
@@ -121,3 +121,51 @@ def described(calls: RewardCallCounts) -> str:
 
 def _first(calls: RewardCallCounts) -> str:
     return f"The first said: {visible(calls.first, _SHOWN_CHARACTERS, one_line=True)}"
+
+
+class NoProgress(RuntimeError):
+    """Every group fails: continuing would only spend the data."""
+
+
+class UserNoProgress(NoProgress, UserError):
+    """The same, if the user's functions or their time limit fail every group."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a group failed. users: it is for the user to repair."""
+
+    message: str
+    users: bool
+
+
+class FailuresInARow:
+    """Failures without a successful group between them. consumer_batch: groups of a step."""
+
+    def __init__(self, consumer_batch: int) -> None:
+        self._consumer_batch = consumer_batch
+        self._failures: list[Failure] = []
+
+    @property
+    def last(self) -> str | None:
+        """The message of the last failure."""
+        return self._failures[-1].message if self._failures else None
+
+    def count(self, failure: Failure | None) -> None:
+        """None is a successful group, which resets the failures. Raises NoProgress after two steps of failures."""
+        if failure is None:
+            self._failures.clear()
+            return
+        self._failures.append(failure)
+        self.refuse(of_steps=2)
+
+    def refuse(self, of_steps: int) -> None:
+        """Raises NoProgress if the failures would have filled this number of steps."""
+        if len(self._failures) < of_steps * self._consumer_batch:
+            return
+        first = self._failures[0]
+        message = (
+            f"the last {len(self._failures)} prompt groups all failed, so nothing can progress; the first said: "
+            f"{first.message}"
+        )
+        raise UserNoProgress(f"{message}\n{REPAIR_ADVICE}") if first.users else NoProgress(message)

@@ -1,6 +1,6 @@
-"""A prompt group in the rollout loop: samples, until the queue makes columns of them."""
+"""A prompt group in the rollout loop: its samples, which become columns when it leaves the loop."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from distflow.algorithms.advantages.group_baseline import sample_scores
@@ -10,7 +10,11 @@ from distflow.data.prompts import PromptRow
 from distflow.data.sample import Sample, Segment
 from distflow.graph.fields import ALIASES
 from distflow.observe.metrics import Measured
+from distflow.rewards.score import is_right
 from distflow.rollout.engine import SamplingParams, Stream
+from distflow.runtime.errors import Failure
+from distflow.runtime.sample_queue.protocol import FinishedGroup
+from distflow.scheduling.curriculum import Accuracy
 from distflow.scheduling.groups import PromptGroup
 
 
@@ -112,3 +116,32 @@ def _with_scores(columns: Batch, written: Mapping[str, Written]) -> Batch:
         if name in batch:
             batch[name] = batch.flat(name)  # stored, so that it is derived once
     return batch
+
+
+def finished_group(prompt_group: PromptGroup, batch: Batch, measured: Sequence[Measured]) -> FinishedGroup[Batch]:
+    """A complete group, for the sample queue. batch: with the columns of all nodes. measured: by them."""
+    failed = "reward_errors" in batch and not bool(batch["valid"].any())
+    return FinishedGroup(
+        prompt_group,
+        batch,
+        int(batch.lengths("sequence").sum()),
+        _lowest_version(batch),
+        measured,
+        accuracy=accuracy_of(batch),
+        failure=Failure(str(batch["reward_errors"][0]), users=True) if failed else None,
+    )
+
+
+def accuracy_of(batch: Batch) -> Accuracy | None:
+    """Of a group's responses; None if they were not scored."""
+    if "acc" not in batch:
+        return None
+    scored = batch["acc"][batch["valid"]].tolist()
+    return Accuracy(sum(map(is_right, scored)), len(scored))
+
+
+def _lowest_version(batch: Batch) -> int | None:
+    """Of the policy's tokens; None if there are none."""
+    versions = batch.flat("versions")
+    versions = versions[versions >= 0]
+    return int(versions.min()) if len(versions) else None

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from distflow.planning.layout import Layout, Sizes
 from distflow.planning.plan import Plan
-from distflow.runtime.sample_queue.pending_groups import DpGroupShares
 from distflow.runtime.spec import Spec
+from distflow.scheduling.bin_packing import DpGroupShares
 
 
 @dataclass(frozen=True)

@@ -20,11 +20,10 @@ from distflow.runtime.abort_surplus import EarlyStop
 from distflow.runtime.audit_protocol import GroupRecorder
 from distflow.runtime.compiled_node import Step, compile_steps
 from distflow.runtime.context import Contexts, NodeContext, score_samples
-from distflow.runtime.errors import NodeError
-from distflow.runtime.prompt_group import Group, new_group
+from distflow.runtime.errors import Failure, NodeError
+from distflow.runtime.prompt_group import Group, accuracy_of, finished_group, new_group
 from distflow.runtime.resources import Resources
-from distflow.runtime.sample_queue.local import accuracy_of
-from distflow.runtime.sample_queue.protocol import Failure, SampleQueuePort, StoppingSampleQueue
+from distflow.runtime.sample_queue.protocol import FinishedGroup, SampleQueuePort, StoppingSampleQueue
 from distflow.runtime.spec import Spec
 from distflow.runtime.user_calls.async_calls import ours
 from distflow.runtime.user_calls.sync_calls import PlainCalls
@@ -244,7 +243,7 @@ class RolloutLoop:
         running = set[asyncio.Task[None]]()
         try:
             async with asyncio.TaskGroup() as groups:  # a task that fails ends them all: no step waits for its group
-                async for prompt_groups in queue.prompt_groups(self._served_step):
+                async for prompt_groups in queue.prompt_groups(self._engine_version):
                     if self.in_batches:
                         await self._run_batch(prompt_groups, queue)
                     else:
@@ -305,7 +304,7 @@ class RolloutLoop:
             for task in tasks:
                 task.cancel()
 
-    def _served_step(self) -> int | None:
+    def _engine_version(self) -> int | None:
         """The step of the engine's weights."""
         return self.gate.version.step if self.gate is not None else None
 
@@ -331,7 +330,7 @@ class RolloutLoop:
         except NodeError as err:
             users = isinstance(err, UserError)
             self.ended(prompt_group, f"error: {err}", started, time.time())
-            queue.drop(prompt_group, "error", Failure(str(err), users), lost=not users)
+            queue.drop(FinishedGroup(prompt_group, dropped="error", failure=Failure(str(err), users), lost=not users))
             return
         detail = f": {drop.detail}" if drop is not None and drop.reason == TOO_FEW_SCORES else ""
         self.ended(prompt_group, "complete" if drop is None else f"{drop.reason}{detail}", started, time.time())
@@ -339,11 +338,12 @@ class RolloutLoop:
             self.dropped(prompt_group, f"{drop.reason}{detail}", batch)
         if drop is None:
             self.group_recorder.keep()
-            queue.put(prompt_group, batch, group.measured)
+            queue.put(finished_group(prompt_group, batch, group.measured))
         elif drop.reason == TOO_FEW_SCORES:
-            queue.drop(prompt_group, drop.reason, Failure(drop.detail, users=True))
+            failure = Failure(drop.detail, users=True)
+            queue.drop(FinishedGroup(prompt_group, dropped=drop.reason, failure=failure))
         else:
-            queue.drop(prompt_group, drop.reason, accuracy=accuracy_of(batch))
+            queue.drop(FinishedGroup(prompt_group, dropped=drop.reason, accuracy=accuracy_of(batch)))
 
     async def _turn(self, stop: EarlyStop | None, accepted: bool) -> None:
         """Wait until the group may report to the queue."""

@@ -5,19 +5,17 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
 
 from distflow.data.batch import Batch
 from distflow.graph import NodeStatus
-from distflow.observe.metrics import Measured
 from distflow.rewards.call_counts import RewardCounts
 from distflow.runtime.checkpoint.state import copy_of_state, joined, part_of_rank, saved_parts
 from distflow.runtime.compiled_node import Step
 from distflow.runtime.context import NodeContext
 from distflow.runtime.resources import Resources
-from distflow.runtime.sample_queue.protocol import NewWorkers, Released, Share
+from distflow.runtime.sample_queue.protocol import NewWorkers, Released, TrainingStep
 from distflow.runtime.step_metrics import Figures, batch_metrics, curriculum_metrics, group_metrics, over_ranks
 from distflow.runtime.validation import ValidationRunner, score
 from distflow.runtime.weight_sync.sender import WeightReceiver
@@ -67,15 +65,14 @@ class Worker:
         Returns the steps consumed in all.
         """
         while not self._stop.wanted:
-            share = self.take()
-            judged = self.judged(share)
-            if share is None:
+            step = self.take()
+            rewards = self.reward_metrics(step)
+            if step is None:
                 self._end(self.step)
                 break
-            step = _TrainingStep(share.group_ids, share.batch)
             for node, ctx in self._nodes(step):
                 step.update(*node(step.batch, ctx))
-            self.finish(step.batch, {**share.metrics, **self._measured(step), **judged})
+            self.finish(step.batch, {**step.metrics, **self._measured(step), **rewards})
         return self.step
 
     def serve(self) -> int:
@@ -99,36 +96,38 @@ class Worker:
         """Its engines and services."""
         return self._parts.services.resources
 
-    def take(self, wanted: int | None = None, deadline: float | None = None) -> Share | None:
-        """This rank's share of the next step or of a part of it, None if there is none: see `SampleQueuePort.take`."""
+    def take(self, wanted: int | None = None, deadline: float | None = None) -> TrainingStep[Batch] | None:
+        """This rank's part of the next step or of a part of it, None if there is none: see `SampleQueuePort.take`."""
         try:
             with self._recorder.phases("rollout"):
                 self._parts.offload.only(())
                 take = partial(self._ports.queue.take, self.step, self._rank, wanted, deadline)
-                while isinstance(share := self._parts.services.wait_for(take), NewWorkers):
+                while isinstance(step := self._parts.services.wait_for(take), NewWorkers):
                     self._parts.weight_sync.send_to_new_workers(self.step)
         except Exhausted:
-            self.judged()  # which may be why
+            self.reward_metrics()  # which may be why
             raise
-        if share is not None:
-            served = self._parts.weight_sync.step if self._spec.plan.generates else None
+        if step is not None:
+            engine_version = self._parts.weight_sync.step if self._spec.plan.generates else None
             with self._recorder.phases("check"):
-                self._parts.checks.step_taken(share.batch, self.step, served)
+                self._parts.checks.step_taken(step.batch, self.step, engine_version)
             with self._recorder.phases("audit"):
-                self._parts.auditor.took(self.step, share.group_ids, share.batch, served)
-        return share
+                self._parts.auditor.took(self.step, step.group_ids, step.batch, engine_version)
+        return step
 
-    def judged(self, share: Share | None = None) -> dict[str, float]:
+    def reward_metrics(self, step: TrainingStep[Batch] | None = None) -> dict[str, float]:
         """Metrics of the reward calls of all workers since the last call. Raises TooManyErrors, on every rank."""
         with self._recorder.phases("check"):
-            own = RewardCounts.joined([self._parts.reward_counts(), *([share.judged] if share is not None else [])])
+            own = RewardCounts.joined(
+                [self._parts.reward_counts(), *([step.reward_counts] if step is not None else [])]
+            )
             every = RewardCounts.joined(self._ports.collective.gather(own))
             return {**self._parts.errors.step(every.calls, self.step + 1), **every.counts}
 
     def learn(self, group_ids: Sequence[int], batch: Batch) -> tuple[Batch, dict[str, float]]:
-        """Run the training nodes on this rank's share of a step, for a training loop of the user's own. group_ids: of
+        """Run the training nodes on this rank's part of a step, for a training loop of the user's own. group_ids: of
         all ranks. Returns the batch with the nodes' columns, and their metrics over all ranks."""
-        step = _TrainingStep(group_ids, batch)
+        step = TrainingStep(tuple(group_ids), (), batch)
         for node, ctx in self._nodes(step):
             step.update(*node(step.batch, ctx))
         return step.batch, self._measured(step)
@@ -162,7 +161,7 @@ class Worker:
         self._released = released
         return metrics
 
-    def _nodes(self, step: "_TrainingStep") -> Iterator[tuple[Step, NodeContext]]:
+    def _nodes(self, step: TrainingStep[Batch]) -> Iterator[tuple[Step, NodeContext]]:
         """The training nodes one after another, each to be run before the next is requested. Updates its status, and
         its time in seconds (`perf/NODE`) if `dag.enable_perf` is on."""
         self.status = dict.fromkeys(self.status, NodeStatus.PENDING)
@@ -189,7 +188,7 @@ class Worker:
             if self._spec.options.enable_perf:
                 step.times[f"perf/{name}"] = time.perf_counter() - started
 
-    def _measured(self, step: "_TrainingStep") -> dict[str, float]:
+    def _measured(self, step: TrainingStep[Batch]) -> dict[str, float]:
         """Metrics of the nodes of all dp groups, over their ranks; if several dp groups ran one, of the first."""
         with self._recorder.phases("record"):
             measured, everyone = over_ranks(step.measured, self._ports.data), self._ports.everyone
@@ -249,24 +248,9 @@ class Worker:
         everyone = self._ports.everyone
         with self._recorder.phases("save"):
             state = joined(everyone.gather(copy_of_state(self._parts.inputs.state)))
-            parts = saved_parts(self._spec, self.resources, released, state, everyone.rank)
+            parts = saved_parts(self._spec, self.resources, self._ports.queue.resume_point, state, everyone.rank)
             others = [part_of_rank(rank) for rank in range(1, everyone.size)]
             self._parts.saver.save(step, parts, others, metric, wait=last)
-
-
-@dataclass
-class _TrainingStep:
-    """A step that the nodes work on. group_ids: of all ranks. times: of nodes, in seconds."""
-
-    group_ids: Sequence[int]
-    batch: Batch
-    measured: list[Measured] = field(default_factory=list)
-    times: dict[str, float] = field(default_factory=dict)
-
-    def update(self, batch: Batch, measured: Measured) -> None:
-        """Store the result of a node."""
-        self.batch = batch
-        self.measured.append(measured)
 
 
 def _is_due(step: int, frequency: int, last: bool) -> bool:

@@ -1,11 +1,13 @@
-"""Bin packing of samples by tokens: into micro-batches of bounded size, and evenly over ranks.
+"""Bin packing of samples by tokens: into micro-batches of bounded size, and of a step's groups evenly over ranks.
 
 Micro-batches by first-fit decreasing, then evened out; ranks by the better of Karmarkar-Karp and a sorted greedy.
 """
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+
+from distflow.scheduling.data_order import minibatches
 
 Bins = list[list[int]]
 
@@ -192,3 +194,28 @@ def karmarkar_karp(lengths: Sequence[int], num_parts: int) -> Parts:
         splits[second] = _Split([])
         heapq.heappush(heap, (-splits[first].spread, first))
     return [items for _, items in splits[heap[0][1]].parts]
+
+
+@dataclass(frozen=True)
+class DpGroupShares:
+    """Ranks that train the same nodes on every step.
+
+    shares: by rank, which part of a step it takes, from 0; ranks that hold parts of the same tensors take the same.
+    mini_batch: groups of an optimizer step, drawn by `seed` in each pass; None if a step has one. epochs: passes over a
+    step.
+    """
+
+    shares: tuple[int, ...] = (0,)
+    mini_batch: int | None = None
+    seed: int = 0
+    epochs: int = 1
+
+
+def divide_among_ranks(
+    dp_group: DpGroupShares, loads: Sequence[int], numbers: Sequence[int], step: int
+) -> Iterator[list[int]]:
+    """For each rank of the dp group, which of the step's groups it takes."""
+    size = dp_group.mini_batch or len(numbers)
+    passes = [minibatches(len(numbers), numbers, size, dp_group.seed, step, epoch) for epoch in range(dp_group.epochs)]
+    parts = divide_step(loads, passes, max(dp_group.shares) + 1)
+    return (parts[share] for share in dp_group.shares)

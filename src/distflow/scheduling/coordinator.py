@@ -7,9 +7,8 @@ from typing import cast
 
 from distflow.scheduling.curriculum import Accuracy, Skips
 from distflow.scheduling.data_plan import DataPlan
-from distflow.scheduling.domain_queue import Group
 from distflow.scheduling.domain_shares import DomainShares
-from distflow.scheduling.groups import CountsError, GroupCounts, PromptGroup, Version, domain_of
+from distflow.scheduling.groups import CountsError, GroupCounts, GroupRecord, PromptGroup, Version, domain_of
 from distflow.scheduling.ledger import Ledger, Mark
 from distflow.scheduling.ledger_audit import STALE
 from distflow.scheduling.ledger_record import inherited_fields, issued_fields
@@ -102,27 +101,31 @@ class Coordinator:
         """Whether no step is left: all were consumed, or the data ended and the queue is empty."""
         return self.step >= self.plan.total_steps or (self._queue.closed and not self._queue.num_live)
 
-    def take_groups(self, served_step: int | None = None) -> list[PromptGroup]:
+    def take_groups(self, engine_version: int | None = None) -> list[PromptGroup]:
         """The groups to start now: lost ones that wait for another attempt, then new ones, each by group id. At
         staleness 0 they come in waves; none while the last wave runs or the step is full.
 
-        served_step: the lowest version of any engine, None for that of the last release. A version whose step is not
+        engine_version: the lowest version of any engine, None for that of the last release. A version whose step is not
         released yet counts as the one before. Raises CountsError if versions go backwards, or ahead of the steps.
         """
-        served = self._admission.see(self.step if served_step is None else served_step)
+        engine_version = self._admission.see(self.step if engine_version is None else engine_version)
         if self.finished:
             return []
-        num_capacity = self._admission.rollout_capacity(served)
-        prompt_groups = [self._reissue(number, served) for number in self._admission.waiting(served, num_capacity)]
+        num_capacity = self._admission.rollout_capacity(engine_version)
+        prompt_groups = [
+            self._reissue(number, engine_version) for number in self._admission.waiting(engine_version, num_capacity)
+        ]
         # Lost groups are a wave of their own; with oversampling, where every step begins with some, part of one.
         num_open = (
-            num_capacity - len(prompt_groups) if self.plan.oversampling else self._admission.rollout_capacity(served)
+            num_capacity - len(prompt_groups)
+            if self.plan.oversampling
+            else self._admission.rollout_capacity(engine_version)
         )
-        for source in self._admission.new(served, num_open, self.prompt_groups.num_left):
-            if (new := self._issue_next(source, served)) is None:
+        for source in self._admission.new(engine_version, num_open, self.prompt_groups.num_left):
+            if (new := self._issue_next(source, engine_version)) is None:
                 break
             prompt_groups.append(new)
-            self._admission.issued(source, served)
+            self._admission.issued(source, engine_version)
         self._close_at_end()
         return prompt_groups
 
@@ -153,11 +156,14 @@ class Coordinator:
         self._journal("dropped", group_id=number, reason=reason)
         self._counts.drop(group.prompt_group, reason)
 
-    def judged(self, prompt_group: PromptGroup, accuracy: Accuracy) -> None:
-        """Note the accuracy of a group's responses, before it is completed or dropped."""
-        domain = domain_of(prompt_group.stream)
-        self._skips.judged(domain, prompt_group.row, accuracy)
-        self.shares.judged(domain, accuracy)
+    def record_accuracy(self, number: int, accuracy: Accuracy | None) -> None:
+        """Note the accuracy of a running group's responses, None if they were not scored, before it is completed or
+        dropped."""
+        if accuracy is not None:
+            prompt_group = self._queue.running_group(number, "be scored").prompt_group
+            domain = domain_of(prompt_group.stream)
+            self._skips.record(domain, prompt_group.row, accuracy)
+            self.shares.record(domain, accuracy)
 
     def retry(self, number: int) -> bool:
         """A group was lost during the run, with the engine or the process that worked on it.
@@ -199,7 +205,7 @@ class Coordinator:
         numbers = self._queue.ready(step, exhausted=self._admission.is_spent(self.weights_step))
         if numbers is None and self._admission.is_stuck(self.weights_step):
             raise CountsError(
-                f"step {step} can get no groups: the engines have weights of version {self._admission.served}, "
+                f"step {step} can get no groups: the engines have weights of version {self._admission.engine_version}, "
                 f"max_staleness is {self.plan.max_staleness}, and no later version was sent"
             )
         return numbers
@@ -239,10 +245,10 @@ class Coordinator:
         """Whether the group is complete and waits for its step, so that its batch must be kept."""
         return self._queue.holds(number)
 
-    def release(self, step: int, published: bool = True) -> Version:
+    def release(self, step: int, sent_weights: bool = True) -> Version:
         """Consume the step, which ends in a new version, on disk when this returns. Counts are checked.
 
-        published: whether new weights were sent; if not, the version is an alias of the last ones that were sent, or
+        sent_weights: whether new weights were sent; if not, the version is an alias of the last ones that were sent, or
         the engines keep an older one. `take_groups` gets their version; the caller sets the alias before this call.
         Raises UserError, and changes nothing, if a curriculum fails.
         """
@@ -252,11 +258,11 @@ class Coordinator:
         groups = self._queue.release(step)
         left = self._queue.num_live - self._queue.num_waiting
         assert self.plan.max_staleness or not left, "at staleness 0 a step leaves nothing behind that has started"
-        numbers = [group.prompt_group.group_id for group in groups]
+        numbers = [group.group_id for group in groups]
         self._counts.consume(group.prompt_group for group in groups)
         self._admission.released()
         self.version = Version(self._restart, step + 1)
-        self.weights_step = step + 1 if published else self.weights_step
+        self.weights_step = step + 1 if sent_weights else self.weights_step
         self._journal("consumed", step=step, group_ids=numbers, tokens=sum(group.num_tokens for group in groups))
         self._journal("version", step=step + 1, weights=self.weights_step)
         if self._ledger:
@@ -276,12 +282,12 @@ class Coordinator:
         if self.prompt_groups.data_open and self.prompt_groups.num_left == 0:
             self._queue.close()
 
-    def _issue_next(self, source: int, served: int) -> PromptGroup | None:
+    def _issue_next(self, source: int, engine_version: int) -> PromptGroup | None:
         """The source's next group that is not skipped; None if the data end before. If all rows of an epoch would be
         skipped, the row after them is taken: no source runs empty."""
         num_left = self.plan.sources[source].num_rows
         while self.prompt_groups.num_left != 0:
-            prompt_group = self.prompt_groups.make(source, served)
+            prompt_group = self.prompt_groups.make(source, engine_version)
             self._queue.issue(prompt_group)
             self._counts.issue(prompt_group)
             self._journal("issued", **issued_fields(prompt_group))
@@ -292,16 +298,18 @@ class Coordinator:
             self.drop(prompt_group.group_id, reason)
         return None
 
-    def _reissue(self, number: int, served: int) -> PromptGroup:
+    def _reissue(self, number: int, engine_version: int) -> PromptGroup:
         if self._queue.was_aborted(number):
-            self._admission.issued([*self._queue.domain_queues.values()].index(self._queue.queue_of(number)), served)
-        prompt_group = self._queue.reissue(number, served)
+            self._admission.issued(
+                [*self._queue.domain_queues.values()].index(self._queue.queue_of(number)), engine_version
+            )
+        prompt_group = self._queue.reissue(number, engine_version)
         self._journal("issued", **issued_fields(prompt_group))
         return prompt_group
 
-    def _restore(self, groups: list[Group]) -> None:
+    def _restore(self, groups: list[GroupRecord]) -> None:
         complete = [group for group in groups if group.complete]
-        fit, stale = list[Group](), list[Group]()
+        fit, stale = list[GroupRecord](), list[GroupRecord]()
         for number, source in enumerate(self.plan.sources):
             own = [group for group in complete if domain_of(group.prompt_group.stream) == source.name]
             parts = still_consumable(own, self.plan.max_staleness, partial(self.shares.quotas.up_to, number))
@@ -312,7 +320,7 @@ class Coordinator:
         for group in [*fit, *(group for group in running if group not in lost)]:
             self._queue.restore(group)
         for group, reason in [*((group, STALE) for group in stale), *((group, LOST) for group in lost)]:
-            self._journal("dropped", group_id=group.prompt_group.group_id, reason=reason)
+            self._journal("dropped", group_id=group.group_id, reason=reason)
             self._counts.drop(group.prompt_group, reason)
 
     def _describe(self) -> Snapshot:

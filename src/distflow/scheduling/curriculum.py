@@ -271,7 +271,7 @@ class Skips:
             reason: {int(row): left for row, left in saved.get(reason, {}).items()} for reason in (TOO_EASY, TOO_HARD)
         }
 
-    def judged(self, domain: str, row: int, accuracy: Accuracy) -> None:
+    def record(self, domain: str, row: int, accuracy: Accuracy) -> None:
         """Note the accuracy of the responses to a row, in place of what was known before."""
         if self._plan is None or domain not in self._plan.outside or not accuracy.num_judged:
             return

@@ -7,32 +7,10 @@ from fractions import Fraction
 from math import ceil
 
 from distflow.scheduling.domain_quotas import Quotas
-from distflow.scheduling.groups import CountsError, PromptGroup
+from distflow.scheduling.groups import CountsError, GroupRecord, GroupState
 
 MAX_ABORTS = 3
 """Times that a group may be aborted: then its slot in the step is reserved, and the step waits for it."""
-
-
-@dataclass
-class Group:
-    """A prompt group in the queue: running until complete; a lost one waits until it is issued again.
-
-    num_tokens: of all its samples, prompts included. failures: times that it was lost during the run.
-    version: the lowest of its tokens, known once it is complete. num_aborts: times that it was aborted.
-    """
-
-    prompt_group: PromptGroup
-    complete: bool = False
-    num_tokens: int = 0
-    failures: int = 0
-    version: int | None = None
-    num_aborts: int = 0
-
-    def due(self, max_staleness: int) -> int:
-        """The last step that may train on it. Tokens of weights older than the group's are a fault, and make it due
-        earlier."""
-        version = self.prompt_group.version
-        return max_staleness + (version if self.version is None else min(version, self.version))
 
 
 @dataclass
@@ -53,7 +31,7 @@ class DomainQueue:
 
     def __init__(
         self,
-        groups: Mapping[int, Group],
+        groups: Mapping[int, GroupRecord],
         quotas: Quotas,
         domain: int,
         max_staleness: int,
@@ -97,40 +75,42 @@ class DomainQueue:
         """Slots up to that step without a group in the queue, plus extra groups; negative if there are too many."""
         return self._quotas.up_to(self._domain, step) + self.num_extra - self.num_live
 
-    def issue(self, group: Group) -> None:
+    def issue(self, group: GroupRecord) -> None:
         self.num_live += 1
         self._enter(group)
 
-    def restore(self, group: Group) -> None:
+    def restore(self, group: GroupRecord) -> None:
         self.num_live += 1
         self.num_complete += group.complete
         if group.complete:
             self._enter(group)
         else:
-            self.waiting.add(group.prompt_group.group_id)
+            self.waiting.add(group.group_id)
 
-    def wait(self, group: Group) -> None:
+    def wait(self, group: GroupRecord) -> None:
         """Let a running or complete group wait to be issued again."""
         self._leave(group)
         self.num_complete -= group.complete
-        group.complete, group.num_tokens, group.version = False, 0, None
-        self.waiting.add(group.prompt_group.group_id)
+        group.state, group.num_tokens, group.version = GroupState.WAITING, 0, None
+        self.waiting.add(group.group_id)
 
-    def reissue(self, group: Group, version: int) -> None:
-        self.waiting.remove(group.prompt_group.group_id)
+    def reissue(self, group: GroupRecord, version: int) -> None:
+        self.waiting.remove(group.group_id)
+        group.state = GroupState.GENERATING
         group.prompt_group = replace(group.prompt_group, version=version, attempt=group.prompt_group.attempt + 1)
         if group.num_aborts >= MAX_ABORTS:
-            self.protected.add(group.prompt_group.group_id)
+            self.protected.add(group.group_id)
         self._enter(group)
 
-    def complete(self, group: Group, num_tokens: int, version: int | None) -> None:
+    def complete(self, group: GroupRecord, num_tokens: int, version: int | None) -> None:
         self._leave(group)
-        group.complete, group.num_tokens = True, num_tokens
+        group.state, group.num_tokens = GroupState.QUEUED, num_tokens
         group.version = group.prompt_group.version if version is None else version
         self.num_complete += 1
         self._enter(group)
 
-    def drop(self, group: Group, reason: str) -> None:
+    def drop(self, group: GroupRecord, reason: str) -> None:
+        group.state = GroupState.DROPPED
         self._leave(group).dropped[reason] += 1
         self.num_live -= 1
 
@@ -138,10 +118,12 @@ class DomainQueue:
         """Take groups for the next step."""
         for number in numbers:
             self._leave(self._groups[number])
+            self._groups[number].state = GroupState.TRAINING
         self.formed += tuple(numbers)
 
     def untake(self) -> None:
         for number in self.formed:
+            self._groups[number].state = GroupState.QUEUED
             self._enter(self._groups[number])
         self.formed = ()
 
@@ -204,15 +186,15 @@ class DomainQueue:
                 )
         return list(numbers)
 
-    def _enter(self, group: Group) -> None:
+    def _enter(self, group: GroupRecord) -> None:
         members = self._due.setdefault(group.due(self._max_staleness), _Due())
         members.num_live += 1
         if group.complete:
-            members.complete.add(group.prompt_group.group_id)
+            members.complete.add(group.group_id)
 
-    def _leave(self, group: Group) -> _Due:
+    def _leave(self, group: GroupRecord) -> _Due:
         members = self._due[group.due(self._max_staleness)]
         members.num_live -= 1
-        members.complete.discard(group.prompt_group.group_id)
-        self.protected.discard(group.prompt_group.group_id)
+        members.complete.discard(group.group_id)
+        self.protected.discard(group.group_id)
         return members

@@ -32,7 +32,7 @@ class DomainShares:
             weights = {domain.name: domain.weight for domain in plan.domains}
             self._curriculum = Curriculum(plan.curriculum, weights, start.get("curriculum"))
 
-    def judged(self, domain: str, accuracy: Accuracy) -> None:
+    def record(self, domain: str, accuracy: Accuracy) -> None:
         """Count the responses to a row of the domain."""
         if self._curriculum:
             self._curriculum.count(domain, accuracy)

@@ -1,7 +1,8 @@
-"""Prompt groups, weight versions, and counts: every issued group runs, waits, was consumed or was dropped."""
+"""Prompt groups and their states, weight versions, and counts: every issued group is in one state."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 TRAIN = "train"
 
@@ -35,6 +36,49 @@ class PromptGroup:
     attempt: int = 0
     stream: str = TRAIN
     position: int = 0
+
+
+class GroupState(StrEnum):
+    """waiting: to be issued again, after it was lost or aborted. generating: with a rollout worker, until it is scored
+    and filtered. queued: complete. training: taken by the step that trains now. The others have left the queue."""
+
+    WAITING = "waiting"
+    GENERATING = "generating"
+    QUEUED = "queued"
+    TRAINING = "training"
+    TRAINED = "trained"
+    DROPPED = "dropped"
+
+
+@dataclass
+class GroupRecord:
+    """What the scheduler knows of a prompt group, from its issue to the step that trains on it.
+
+    num_tokens: of all its samples, prompts included; 0 until it is complete. failures: times that it was lost during
+    the run. version: the lowest of its tokens, None until it is complete. num_aborts: times that it was aborted.
+    """
+
+    prompt_group: PromptGroup
+    state: GroupState = GroupState.GENERATING
+    num_tokens: int = 0
+    failures: int = 0
+    version: int | None = None
+    num_aborts: int = 0
+
+    @property
+    def group_id(self) -> int:
+        return self.prompt_group.group_id
+
+    @property
+    def complete(self) -> bool:
+        """Whether its samples are in the queue, or with the step that has taken it."""
+        return self.state in (GroupState.QUEUED, GroupState.TRAINING)
+
+    def due(self, max_staleness: int) -> int:
+        """The last step that may train on it. Tokens of weights older than the group's are a fault, and make it due
+        earlier."""
+        version = self.prompt_group.version
+        return max_staleness + (version if self.version is None else min(version, self.version))
 
 
 def stream_of(domain: str) -> str:

@@ -170,7 +170,7 @@ class StalenessAudit:
         self._next_step = 0
         self._versions: dict[int, int] = {}  # of groups in the queue
         self._restart = -1
-        self._served = self._weights = 0  # lowest that may come next in this restart
+        self._engine_version = self._weights = 0  # lowest that may come next in this restart
         self._apply: dict[str, Callable[[Record], None]] = {
             "plan": self._plan,
             "issued": self._issued,
@@ -184,7 +184,7 @@ class StalenessAudit:
     def apply(self, record: Record) -> None:
         """Raises CountsError naming the group or the step."""
         if record["restart"] != self._restart:
-            self._restart, self._served, self._weights = record["restart"], 0, 0
+            self._restart, self._engine_version, self._weights = record["restart"], 0, 0
         apply = self._apply.get(record["kind"])
         if apply is not None:
             apply(record)
@@ -194,12 +194,13 @@ class StalenessAudit:
 
     def _issued(self, record: Record) -> None:
         version = record["version"]
-        if not self._served <= version <= self._next_step:
+        if not self._engine_version <= version <= self._next_step:
             raise CountsError(
-                f"group {record['group_id']} was issued at version {version}, but {self._served} was served before and "
-                f"step {self._next_step} is the next one: versions never go backwards, nor ahead of the steps"
+                f"group {record['group_id']} was issued at version {version}, but {self._engine_version} was "
+                f"there before and step {self._next_step} is the next one: versions never go backwards, nor ahead of "
+                "the steps"
             )
-        self._served = version
+        self._engine_version = version
         self._versions[record["group_id"]] = version
 
     def _complete(self, record: Record) -> None:

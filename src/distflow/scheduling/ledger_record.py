@@ -84,7 +84,7 @@ def inherited_fields(start: Snapshot, domains: Mapping[str, DomainCounts]) -> di
     """Fields of a record that a run continues from another run's snapshot, without its ledger."""
     live = [
         {
-            "group_id": group.prompt_group.group_id,
+            "group_id": group.group_id,
             "attempt": group.prompt_group.attempt,
             "complete": group.complete,
             "version": group.prompt_group.version if group.version is None else group.version,

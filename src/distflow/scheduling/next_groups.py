@@ -113,22 +113,22 @@ class NextGroups:
             return None
         return len(self._offered) + max(0, self._plan.total_groups - self._num_drawn)
 
-    def make(self, source: int, served: int) -> PromptGroup:
-        """The next new group of the source. served: its version."""
+    def make(self, source: int, engine_version: int) -> PromptGroup:
+        """The next new group of the source. engine_version: its version."""
         plan, number = self._plan, self._counts.issued
         if self._offered:
             self.num_offered += 1
-            return PromptGroup(number, 0, self._offered.popleft(), plan.group_size, served)
+            return PromptGroup(number, 0, self._offered.popleft(), plan.group_size, engine_version)
         if not plan.domains:
             epoch, row = place(self._num_drawn, plan.num_rows, plan.seed, plan.shuffle)
-            return PromptGroup(number, epoch, row, plan.group_size, served)
+            return PromptGroup(number, epoch, row, plan.group_size, engine_version)
         domain = plan.domains[source]
         position = self._counts.of(domain.name).issued
         epoch, row = place(position, domain.num_rows, plan.seed, plan.shuffle, domain.name)
         row += sum(other.num_rows for other in plan.domains[:source])
         stream = stream_of(domain.name)
         return PromptGroup(
-            number, epoch, row, domain.group_size or plan.group_size, served, stream=stream, position=position
+            number, epoch, row, domain.group_size or plan.group_size, engine_version, stream=stream, position=position
         )
 
     @property

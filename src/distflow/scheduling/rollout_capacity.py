@@ -112,8 +112,8 @@ class MemoryLimit:
 class Admission:
     """Decides by the state of the queue; starts nothing. Sources are numbered as in `plan.sources`.
 
-    In all methods, served is the version to issue groups with, num_left the groups that may still be made (None for no
-    bound), weights_step the last version that was sent.
+    In all methods, engine_version is the version to issue groups with, num_left the groups that may still be made
+    (None for no bound), weights_step the last version that was sent.
     """
 
     def __init__(self, plan: DataPlan, queue: SampleQueue) -> None:
@@ -127,35 +127,35 @@ class Admission:
             GenerationBudget(batches or 0, queue.next_step, partial(queue.quotas.in_all, number)) for number in sources
         ]
         self.memory = MemoryLimit(plan.max_held_bytes)
-        self.served = queue.next_step  # as last reported
+        self.engine_version = queue.next_step  # as last reported
         self._asked = False  # whether groups were requested since the last release
 
-    def see(self, served_step: int) -> int:
+    def see(self, engine_version: int) -> int:
         """Note the version that the engines have now; returns the version to issue groups with."""
         step = self._queue.next_step
-        if not self.served <= served_step <= step + 1:
+        if not self.engine_version <= engine_version <= step + 1:
             raise CountsError(
-                f"an engine serves version {served_step}, but version {self.served} was served before and step "
-                f"{step} is the next one: versions never go backwards, nor ahead of the steps"
+                f"an engine has version {engine_version}, but version {self.engine_version} was there before and "
+                f"step {step} is the next one: versions never go backwards, nor ahead of the steps"
             )
-        self.served, self._asked = served_step, True
-        return min(served_step, step)
+        self.engine_version, self._asked = engine_version, True
+        return min(engine_version, step)
 
     def released(self) -> None:
         """Note that a step was consumed."""
         self.memory.keep(self._queue.holds)
         self._asked = False
 
-    def rollout_capacity(self, served: int) -> int:
+    def rollout_capacity(self, engine_version: int) -> int:
         """Groups that may start besides those that run."""
-        return self._open(self._queue.num_running - self._queue.num_waiting, served)
+        return self._open(self._queue.num_running - self._queue.num_waiting, engine_version)
 
-    def waiting(self, served: int, num_capacity: int) -> list[int]:
+    def waiting(self, engine_version: int, num_capacity: int) -> list[int]:
         """Ids of groups that wait for another attempt and may start now."""
         if not num_capacity or not self._queue.num_waiting:
             return []
         room = {
-            queue: queue.room(self._last_step(served)) + len(queue.waiting)
+            queue: queue.room(self._last_step(engine_version)) + len(queue.waiting)
             for queue in self._queue.domain_queues.values()
         }
         started = list[int]()
@@ -166,12 +166,12 @@ class Admission:
                 started.append(number)
         return started
 
-    def new(self, served: int, num_capacity: int, num_left: int | None) -> list[int]:
+    def new(self, engine_version: int, num_capacity: int, num_left: int | None) -> list[int]:
         """Sources of the groups to issue now. If memory is full, only groups that the next step waits for."""
         domain_queues = list(self._queue.domain_queues.values())
-        room = [queue.room(self._last_step(served)) for queue in domain_queues]
+        room = [queue.room(self._last_step(engine_version)) for queue in domain_queues]
         if self._budgets:
-            due = served + self._plan.max_staleness
+            due = engine_version + self._plan.max_staleness
             room = [min(own, budget.room(due)) for own, budget in zip(room, self._budgets, strict=True)]
         room = [max(0, own) for own in room]
         bounds = [num_capacity, sum(room)]
@@ -181,16 +181,17 @@ class Admission:
             bounds.append(num_left)
         return self._by_slot([queue.num_live for queue in domain_queues], room, min(bounds))
 
-    def issued(self, source: int, served: int) -> None:
+    def issued(self, source: int, engine_version: int) -> None:
         """Count a group in its step's generation budget: a new one, or an aborted one that now runs for another
         step."""
         if self._budgets:
-            self._budgets[source].issue(served + self._plan.max_staleness)
+            self._budgets[source].issue(engine_version + self._plan.max_staleness)
 
     def is_stalled(self, num_left: int | None) -> bool:
         """Whether no group runs, and none will start before a step is released or a row is offered."""
-        served = min(self.served, self._queue.next_step)
-        return self._asked and not self._queue.num_running and not self.new(served, self._open(0, served), num_left)
+        engine_version = min(self.engine_version, self._queue.next_step)
+        num_capacity = self._open(0, engine_version)
+        return self._asked and not self._queue.num_running and not self.new(engine_version, num_capacity, num_left)
 
     def is_spent(self, weights_step: int) -> bool:
         """Whether the generation budget is used up before the next step is consumed, for the sources that it lacks
@@ -198,7 +199,7 @@ class Admission:
         if not self._budgets or not self._knows(weights_step):
             return False
         due, domain_queues = (
-            min(self.served, self._queue.next_step) + self._plan.max_staleness,
+            min(self.engine_version, self._queue.next_step) + self._plan.max_staleness,
             self._queue.domain_queues.values(),
         )
         lacking = [
@@ -212,19 +213,19 @@ class Admission:
         """Whether nothing runs and nothing may start before the next step is consumed, for lack of newer weights."""
         if self._queue.num_running or self._queue.closed or not self._knows(weights_step):
             return False
-        return self._open(0, self.served) == 0
+        return self._open(0, self.engine_version) == 0
 
     def _knows(self, weights_step: int) -> bool:
         """Whether the version seen last is the last one before the next step is consumed."""
-        return self._asked and self.served >= weights_step
+        return self._asked and self.engine_version >= weights_step
 
-    def _last_step(self, served: int) -> int:
+    def _last_step(self, engine_version: int) -> int:
         """The last step that groups which start now may be for."""
-        return min(served + self._plan.max_staleness, self._plan.total_steps - 1)
+        return min(engine_version + self._plan.max_staleness, self._plan.total_steps - 1)
 
-    def _open(self, running: int, served: int) -> int:
+    def _open(self, running: int, engine_version: int) -> int:
         """Rollout capacity; none for steps that the run does not have."""
-        version = self._last_step(served) - self._plan.max_staleness
+        version = self._last_step(engine_version) - self._plan.max_staleness
         accepted = self._queue.next_step * self._plan.consumer_batch + self._queue.num_complete
         return self._capacity.open(
             running, version, accepted - sum(queue.num_extra for queue in self._queue.domain_queues.values())

@@ -5,9 +5,9 @@ from fractions import Fraction
 from typing import Literal
 
 from distflow.errors import UserError
-from distflow.scheduling.domain_queue import DomainQueue, Group
+from distflow.scheduling.domain_queue import DomainQueue
 from distflow.scheduling.domain_quotas import Quotas
-from distflow.scheduling.groups import CountsError, PromptGroup, domain_of
+from distflow.scheduling.groups import CountsError, GroupRecord, GroupState, PromptGroup, domain_of
 
 MAX_ATTEMPTS = 3
 """Attempts that a group has: lost in the last one too, it is not tried again."""
@@ -60,7 +60,7 @@ class SampleQueue:
         self._consumer_batch = consumer_batch
         self._max_staleness = max_staleness
         self._when_exhausted = when_exhausted
-        self._groups: dict[int, Group] = {}
+        self._groups: dict[int, GroupRecord] = {}
         self.domain_queues: Mapping[str, DomainQueue] = {
             name: DomainQueue(self._groups, self.quotas, number, max_staleness, oversampling)
             for number, name in enumerate(domains)
@@ -98,15 +98,10 @@ class SampleQueue:
     @property
     def untaken(self) -> list[int]:
         """Ids of complete groups that no step has taken yet, ascending."""
-        formed = set(self._formed)
-        return [
-            group.prompt_group.group_id
-            for group in self.live
-            if group.complete and group.prompt_group.group_id not in formed
-        ]
+        return [group.group_id for group in self.live if group.state is GroupState.QUEUED]
 
     @property
-    def live(self) -> list[Group]:
+    def live(self) -> list[GroupRecord]:
         """All groups, by group id."""
         return [self._groups[number] for number in sorted(self._groups)]
 
@@ -131,17 +126,17 @@ class SampleQueue:
         """Add a group that starts. Raises CountsError if it is in the queue already."""
         if prompt_group.group_id in self._groups:
             raise CountsError(f"group {prompt_group.group_id} was issued twice: it is on the sample queue already")
-        self._groups[prompt_group.group_id] = Group(prompt_group)
+        self._groups[prompt_group.group_id] = GroupRecord(prompt_group)
         self.queue_of(prompt_group.group_id).issue(self._groups[prompt_group.group_id])
 
-    def restore(self, group: Group) -> None:
+    def restore(self, group: GroupRecord) -> None:
         """Add a group of a snapshot. One that was not complete died with its process, and waits to be issued again."""
-        self._groups[group.prompt_group.group_id] = group
+        self._groups[group.group_id] = group
         self._queue_of(group).restore(group)
 
     def retry(self, number: int) -> bool:
         """A running group was lost. Returns whether it now waits to be issued again, or has used up its attempts."""
-        group = self._running_group(number, "be tried again")
+        group = self.running_group(number, "be tried again")
         group.failures += 1
         if group.failures < MAX_ATTEMPTS:
             self._queue_of(group).wait(group)
@@ -150,9 +145,10 @@ class SampleQueue:
     def lose(self, number: int) -> None:
         """The samples of a complete group are gone, without a failure of the group: it waits to be issued again. Raises
         CountsError if it is not complete, or a step has taken it."""
-        if not self.holds(number) or number in self._formed:
+        group = self._groups.get(number)
+        if group is None or group.state is not GroupState.QUEUED:
             raise CountsError(f"group {number} cannot be lost: it is not complete, or a step has taken it")
-        self.queue_of(number).wait(self._groups[number])
+        self._queue_of(group).wait(group)
 
     @property
     def is_full(self) -> bool:
@@ -162,12 +158,12 @@ class SampleQueue:
     def has_place(self, number: int) -> bool:
         """Whether the next step has a slot for a running group, besides those reserved for groups that were aborted too
         often."""
-        queue = self._queue_of(self._running_group(number, "take a slot"))
+        queue = self._queue_of(self.running_group(number, "take a slot"))
         return queue.num_lacking > (0 if number in queue.protected else len(queue.protected))
 
-    def abort(self, number: int) -> Group:
+    def abort(self, number: int) -> GroupRecord:
         """Abort a running group that is not needed: it waits to be issued again."""
-        group = self._running_group(number, "be aborted")
+        group = self.running_group(number, "be aborted")
         group.num_aborts += 1
         self._queue_of(group).wait(group)
         return group
@@ -182,16 +178,16 @@ class SampleQueue:
         self._queue_of(group).reissue(group, version)
         return group.prompt_group
 
-    def complete(self, number: int, num_tokens: int, version: int | None = None) -> Group:
+    def complete(self, number: int, num_tokens: int, version: int | None = None) -> GroupRecord:
         """Note that a group has its rewards and passed all filters. version: the lowest of any of its tokens, None for
         the group's."""
-        group = self._running_group(number, "complete")
+        group = self.running_group(number, "complete")
         self._queue_of(group).complete(group, num_tokens, version)
         return group
 
-    def drop(self, number: int, reason: str) -> Group:
+    def drop(self, number: int, reason: str) -> GroupRecord:
         """Drop a group without training on it; its id is used up."""
-        group = self._running_group(number, "be dropped")
+        group = self.running_group(number, "be dropped")
         self._queue_of(group).drop(group, reason)
         return self._groups.pop(number)
 
@@ -238,12 +234,14 @@ class SampleQueue:
         """Groups that the next step must still take so that none of the remaining ones gets too old."""
         return sum(queue.num_owed() for queue in self.domain_queues.values())
 
-    def release(self, step: int) -> list[Group]:
+    def release(self, step: int) -> list[GroupRecord]:
         """Consume the step: its groups leave the queue. Raises CountsError if it was not formed yet."""
         numbers = self.ready(step)
         if numbers is None:
             raise CountsError(f"step {step} was released before it was formed: {self.num_running} groups run")
         groups = [self._groups.pop(number) for number in sorted(numbers)]
+        for group in groups:
+            group.state = GroupState.TRAINED
         self.next_step += 1
         self.quotas.consume()
         for queue in self.domain_queues.values():
@@ -254,7 +252,7 @@ class SampleQueue:
     def _formed(self) -> tuple[int, ...]:
         return tuple(number for queue in self.domain_queues.values() for number in queue.formed)
 
-    def _queue_of(self, group: Group) -> DomainQueue:
+    def _queue_of(self, group: GroupRecord) -> DomainQueue:
         return self.domain_queues[domain_of(group.prompt_group.stream)]
 
     def _form(self, step: int, needs: Sequence[tuple[DomainQueue, int]], exhausted: bool) -> list[list[int]] | None:
@@ -287,13 +285,14 @@ class SampleQueue:
             f"are left (dropped: {reasons}): {remedy}"
         )
 
-    def _running_group(self, number: int, verb: str) -> Group:
+    def running_group(self, number: int, verb: str) -> GroupRecord:
+        """A group that generates. Raises CountsError, saying that it cannot `verb`, if it is in another state."""
         group = self._groups.get(number)
         if group is None:
             raise CountsError(f"group {number} cannot {verb}: it was never issued, or is consumed or dropped")
         if group.complete:
             raise CountsError(f"group {number} cannot {verb}: it is complete already")
-        if number in self._queue_of(group).waiting:
+        if group.state is GroupState.WAITING:
             raise CountsError(f"group {number} cannot {verb}: it was lost, and waits to be issued again")
         return group
 
@@ -305,15 +304,15 @@ def _all(parts: Sequence[list[int] | None]) -> list[list[int]] | None:
 
 
 def still_consumable(
-    groups: Sequence[Group], max_staleness: int, up_to: Callable[[int], int]
-) -> tuple[list[Group], list[Group]]:
+    groups: Sequence[GroupRecord], max_staleness: int, up_to: Callable[[int], int]
+) -> tuple[list[GroupRecord], list[GroupRecord]]:
     """Complete groups of one domain, in a run that resumes with another bound: those that the next steps can consume by
     their due step (earliest first, as many as fit), and the others, which are stale.
 
     up_to: the domain's slots in the steps from the next one to the given one.
     """
-    fit: list[Group] = []
-    stale: list[Group] = []
-    for group in sorted(groups, key=lambda group: (group.due(max_staleness), group.prompt_group.group_id)):
+    fit: list[GroupRecord] = []
+    stale: list[GroupRecord] = []
+    for group in sorted(groups, key=lambda group: (group.due(max_staleness), group.group_id)):
         (fit if len(fit) < up_to(group.due(max_staleness)) else stale).append(group)
     return fit, stale

@@ -5,8 +5,7 @@ from typing import NotRequired, TypedDict, cast
 from distflow.errors import UserError
 from distflow.scheduling.curriculum import SavedCurriculum, SavedSkips
 from distflow.scheduling.data_plan import DataPlan
-from distflow.scheduling.domain_queue import Group
-from distflow.scheduling.groups import PromptGroup
+from distflow.scheduling.groups import GroupRecord, GroupState, PromptGroup
 
 
 class SavedGroupStart(TypedDict):
@@ -115,7 +114,7 @@ def saved_plan(plan: DataPlan) -> SavedPlan:
     return saved
 
 
-def saved_group(group: Group) -> SavedGroup:
+def saved_group(group: GroupRecord) -> SavedGroup:
     """A group in the queue as JSON."""
     live: SavedGroup = {
         "prompt_group": cast(SavedGroupStart, dict(vars(group.prompt_group))),
@@ -127,14 +126,13 @@ def saved_group(group: Group) -> SavedGroup:
     return {**live, "aborts": group.num_aborts} if group.num_aborts else live
 
 
-def restored(group: SavedGroup) -> Group:
+def restored(group: SavedGroup) -> GroupRecord:
     """The inverse of `saved_group`."""
     prompt_group = PromptGroup(**group["prompt_group"])
     # Older checkpoints do not have it; they were synchronous.
     version = group.get("version", prompt_group.version if group["complete"] else None)
-    return Group(
-        prompt_group, group["complete"], group["num_tokens"], group["failures"], version, group.get("aborts", 0)
-    )
+    state = GroupState.QUEUED if group["complete"] else GroupState.WAITING
+    return GroupRecord(prompt_group, state, group["num_tokens"], group["failures"], version, group.get("aborts", 0))
 
 
 def check_resumable(plan: DataPlan, snapshot: Snapshot) -> None:

@@ -21,6 +21,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from distflow.cluster.process_groups import TorchCollective
+from distflow.data.batch import Batch
 from distflow.errors import UserError
 from distflow.runtime.checkpoint.checkpoint import CheckpointStore
 from distflow.runtime.checkpoint.files import shard_name
@@ -28,10 +29,9 @@ from distflow.runtime.checkpoint.saver import Saver
 from distflow.runtime.checkpoint.shards import own_shards
 from distflow.runtime.checkpoint.state import part_of_rank, restore, saved_parts, set_generators
 from distflow.runtime.resources import build_resources
-from distflow.runtime.sample_queue.protocol import Live, Released, ResumePoint
+from distflow.runtime.sample_queue.protocol import ResumePoint
 from distflow.runtime.spec import Spec
 from distflow.scheduling.coordinator import Coordinator
-from distflow.scheduling.groups import Version
 from distflow.training.optimizer import make_schedule
 from distflow.training.torch_engine import TorchTrainEngine
 
@@ -77,7 +77,7 @@ class Job:
 
     def save(self, saver: Saver, step: int, wait: bool) -> None:
         others = [part_of_rank(rank) for rank in range(1, self.size)]
-        parts = [*saved_parts(self.spec, self.resources, released(self.spec, step), {}, self.rank)]
+        parts = [*saved_parts(self.spec, self.resources, lambda: resume_point(self.spec), {}, self.rank)]
         odd = (shard_name("odd", self.rank), own_shards(odd_tensors(self.mesh), self.rank == 0))
         saver.save(step, [odd, *parts], others, wait=wait)
 
@@ -130,10 +130,8 @@ def full(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def released(spec: Spec, step: int) -> Released:
-    coordinator = Coordinator(spec.data)
-    kept = ResumePoint(coordinator.snapshot(), Live(None, {}))
-    return Released(Version(0, step), False, coordinator.checked_counts(), lambda: kept)
+def resume_point(spec: Spec) -> ResumePoint[Batch]:
+    return ResumePoint(Coordinator(spec.data).snapshot(), {})
 
 
 def draws() -> list[float]:

@@ -23,7 +23,7 @@ from distflow.runtime.resources import build_resources
 from distflow.training.collective import OneRank
 from tests.e2e.runs import Playground
 from tests.ranks import run_ranks
-from tests.runtime.checkpoint.sharded_worker import SEED, draws, released, whole_odd_tensors
+from tests.runtime.checkpoint.sharded_worker import SEED, draws, resume_point, whole_odd_tensors
 
 WORKER = "tests.runtime.checkpoint.sharded_worker"
 
@@ -121,7 +121,7 @@ def test_two_ranks_go_on_from_one_process(on_two: Path, spec: Path, tmp_path: Pa
     resources = build_resources(loaded.factories, loaded.plan.ranks[0])
     restore(CheckpointStore(on_two / "checkpoints").load(1), resources)
     store = CheckpointStore(tmp_path / "checkpoints")
-    parts = [*saved_parts(loaded, resources, released(loaded, 1), {}), ("odd", whole_odd_tensors())]
+    parts = [*saved_parts(loaded, resources, lambda: resume_point(loaded), {}), ("odd", whole_odd_tensors())]
     Saver(store, OneRank()).save(1, parts, (), wait=True)
     assert "actor.safetensors" in [path.name for path in store.load().path.iterdir()]
     folder = run_task("reshard", 2, tmp_path, spec, store.folder)

@@ -11,9 +11,12 @@ from distflow.errors import UserError
 from distflow.runtime.audit_protocol import AUDIT_STATE
 from distflow.runtime.checkpoint.checkpoint import CheckpointStore
 from distflow.runtime.checkpoint.state import check_same_facts, joined, restore, saved_parts, set_generators
+from distflow.runtime.prompt_group import finished_group
 from distflow.runtime.resources import build_resources
-from distflow.runtime.sample_queue.protocol import Live, Released, ResumePoint
+from distflow.runtime.sample_queue.protocol import ResumePoint
 from distflow.scheduling.coordinator import Coordinator
+from distflow.scheduling.groups import GroupRecord, GroupState, PromptGroup
+from distflow.scheduling.snapshot import saved_group
 from tests.e2e.runs import Playground
 from tests.runtime.groups import group
 
@@ -24,24 +27,20 @@ def draws() -> tuple[list[float], list[float], list[float], list[float]]:
     return torch.rand(3).tolist(), torch.randn(3).tolist(), np.random.standard_normal(3).tolist(), python
 
 
-def released_with(coordinator: Coordinator, live: Live) -> Released:
-    kept = ResumePoint(coordinator.snapshot(), live)
-    return Released(coordinator.version, False, coordinator.checked_counts(), lambda: kept)
-
-
 def test_all_random_draws_continue_as_in_the_undisturbed_process(tmp_path: Path) -> None:
     off = ("~reward.functions", "~reward.num_workers", "~custom_reward_function.path", "~actor_rollout_ref.rollout.n")
     _, spec = Playground(tmp_path).spec("sft", "data.response_key=answer", *off)
     resources = build_resources(spec.factories, spec.plan.ranks[0])
     coordinator = Coordinator(spec.data)
-    live = Live(group(4), {4: [({"mine": 1.0}, 2.0)]})
-    released = released_with(coordinator, live)
+    queued = finished_group(PromptGroup(4, 0, 4, 2, 0), group(4), [({"mine": 1.0}, 2.0)])
+    record = GroupRecord(queued.prompt_group, GroupState.QUEUED, queued.num_tokens, version=queued.version)
+    point = ResumePoint({**coordinator.snapshot(), "live": [saved_group(record)]}, {4: queued})
     for seed in (torch.manual_seed, np.random.seed, random.seed):
         seed(7)
     draws()
     store = CheckpointStore(tmp_path / "checkpoints")
     writing, names = store.begin(1), []
-    for name, part in saved_parts(spec, resources, released, {"node": {"kept": 1}}):
+    for name, part in saved_parts(spec, resources, lambda: point, {"node": {"kept": 1}}):
         writing.write(name, part)
         names.append(name)
     writing.commit(names)
@@ -53,8 +52,9 @@ def test_all_random_draws_continue_as_in_the_undisturbed_process(tmp_path: Path)
     nodes, restored = restore(store.load(), resources)
     set_generators(store.load(), seed=1)
     assert draws() == undisturbed
-    assert nodes == {"node": {"kept": 1}} and restored.measured == live.measured
-    assert restored.batch is not None and restored.batch["uid"] == ["4-0", "4-1"]
+    assert nodes == {"node": {"kept": 1}} and restored[4].measured == queued.measured
+    assert restored[4].data is not None and restored[4].data["uid"] == ["4-0", "4-1"]
+    assert restored[4].prompt_group == queued.prompt_group and restored[4].num_tokens == queued.num_tokens
     assert check_same_facts(store.load(), spec, {**spec.facts, **resources.facts}) == []
 
 
@@ -65,9 +65,9 @@ def test_garbage_in_a_checkpoint_is_not_resumed_from(tmp_path: Path, value: floa
     _, spec = Playground(tmp_path).spec("sft", "data.response_key=answer", *off)
     resources = build_resources(spec.factories, spec.plan.ranks[0])
     coordinator = Coordinator(spec.data)
-    released = released_with(coordinator, Live(None, {}))
+    point = ResumePoint(coordinator.snapshot(), {})
     writing, names = CheckpointStore(tmp_path / "checkpoints").begin(1), []
-    for name, part in saved_parts(spec, resources, released, {}):
+    for name, part in saved_parts(spec, resources, lambda: point, {}):
         if name == "actor":
             part = {key: tensor.clone() for key, tensor in part.items()}  # type: ignore[attr-defined]
             part["model.lm_head.weight"][3, 2] = value
@@ -106,9 +106,9 @@ def test_weights_data_or_tokens_that_are_not_those_of_before_are_refused_and_ano
     _, spec = Playground(tmp_path).spec("ppo", "actor_rollout_ref.rollout.n=1")
     resources = build_resources(spec.factories, spec.plan.ranks[0])
     coordinator = Coordinator(spec.data)
-    released = released_with(coordinator, Live(None, {}))
+    point = ResumePoint(coordinator.snapshot(), {})
     store = CheckpointStore(tmp_path / "checkpoints")
-    writing, parts = store.begin(1), dict(saved_parts(spec, resources, released, {}))
+    writing, parts = store.begin(1), dict(saved_parts(spec, resources, lambda: point, {}))
     assert set(parts) == {"actor", "actor_meta", "critic", "critic_meta", "rank_0", "run"}
     for name, part in parts.items():
         writing.write(name, part)

@@ -11,8 +11,10 @@ import pytest
 from distflow.data.batch import Batch
 from distflow.data.sample import Segment
 from distflow.errors import UserError
+from distflow.runtime.errors import Failure, NoProgress, UserNoProgress
+from distflow.runtime.prompt_group import finished_group
 from distflow.runtime.sample_queue.local import LocalSampleQueue
-from distflow.runtime.sample_queue.protocol import Failure, NoProgress, Released, Share, UserNoProgress
+from distflow.runtime.sample_queue.protocol import FinishedGroup, Released, TrainingStep
 from distflow.runtime.wait_log import Waits
 from distflow.scheduling.coordinator import Coordinator
 from distflow.scheduling.groups import CountsError, PromptGroup
@@ -37,7 +39,10 @@ class Driven:
 
     def put(self, prompt_group: PromptGroup, batch: Batch | None = None, **metrics: float) -> None:
         batch = group(prompt_group.group_id, version=prompt_group.version) if batch is None else batch
-        self.queue.put(prompt_group, batch, [(metrics, float(len(batch)))])
+        self.queue.put(finished_group(prompt_group, batch, [(metrics, float(len(batch)))]))
+
+    def drop(self, prompt_group: PromptGroup, reason: str, failure: Failure | None = None, lost: bool = False) -> None:
+        self.queue.drop(FinishedGroup(prompt_group, dropped=reason, failure=failure, lost=lost))
 
     def fill(self) -> None:
         for prompt_group in self.issue():
@@ -45,7 +50,7 @@ class Driven:
 
     def fail_all(self, reason: str = "too_few_scores", failure: Failure | None = BROKEN) -> None:
         for prompt_group in self.issue():
-            self.queue.drop(prompt_group, reason, failure)
+            self.drop(prompt_group, reason, failure)
 
 
 def on_thread(work: Callable[[], Any]) -> "tuple[threading.Thread, list[Any]]":
@@ -69,7 +74,7 @@ def ended(thread: threading.Thread) -> bool:
 
 
 def rows(share: Any) -> list[int]:
-    assert isinstance(share, Share)
+    assert isinstance(share, TrainingStep)
     return share.batch["group_index"].tolist()
 
 
@@ -98,14 +103,14 @@ def test_groups_are_handed_out_only_while_a_step_is_waited_for() -> None:
         for prompt_group in await early:
             driven.put(prompt_group)
         assert rows(await taking) == [0, 0, 1, 1]
-        queue.release(0, 0, published=True)
+        queue.release(0, 0, sent_weights=True)
         second = asyncio.ensure_future(anext(batches))
         for _ in range(5):
             await asyncio.sleep(0)
         assert not second.done(), "a validation may have the engine now"
         taking = asyncio.ensure_future(asyncio.to_thread(queue.take, 1, 0))
         assert [prompt_group.group_id for prompt_group in await second] == [2, 3]
-        queue.shared.fail(RuntimeError("end"))
+        queue.fail(RuntimeError("end"))
         with pytest.raises(RuntimeError, match="end"):
             await taking
         with pytest.raises(StopAsyncIteration):
@@ -155,7 +160,7 @@ def test_a_step_is_released_once_all_ranks_have_and_all_learn_how_the_run_stands
     assert ended(first) and driven.coordinator.step == 1
     assert [(end.version, end.group_counts) for end in outcome] == [(other.version, other.group_counts)]
     assert isinstance(other, Released) and other.version.step == 1 and not other.finished
-    assert other.group_counts.consumed == 2 and other.kept().cut == driven.coordinator.snapshot()
+    assert other.group_counts.consumed == 2 and driven.queue.resume_point().snapshot == driven.coordinator.snapshot()
     assert ("training", "release of step 0", "other ranks") in driven.waits
     driven.fill()
     thread, outcome = on_thread(lambda: driven.queue.take(1, 0))
@@ -172,15 +177,15 @@ def test_a_rank_that_is_gone_wakes_those_that_wait_for_it() -> None:
     for rank in (0, 1):
         driven.queue.take(0, rank)
     thread, outcome = on_thread(lambda: driven.queue.release(0, 0, True))
-    driven.queue.shared.fail(RuntimeError("rank 1 is gone"))
+    driven.queue.fail(RuntimeError("rank 1 is gone"))
     assert ended(thread) and str(outcome[0]) == "rank 1 is gone"
 
 
 def test_metrics_of_groups_are_means_by_their_weights() -> None:
     driven = Driven()
     first, second = driven.issue()
-    driven.queue.put(first, group(0), [({"mine": 1.0, "other": 4.0}, 2.0), ({"mine": 5.0}, 1.0)])
-    driven.queue.put(second, group(1), [({"mine": 3.0}, 3.0)])
+    driven.queue.put(finished_group(first, group(0), [({"mine": 1.0, "other": 4.0}, 2.0), ({"mine": 5.0}, 1.0)]))
+    driven.queue.put(finished_group(second, group(1), [({"mine": 3.0}, 3.0)]))
     share = driven.queue.take(0, 0)
     assert share is not None and share.metrics == {"mine": pytest.approx((2 + 5 + 9) / 6), "other": 4.0}
 
@@ -191,7 +196,7 @@ def test_a_group_that_is_lost_is_tried_three_times_then_dropped_after_max_retrie
     driven.put(second)
     for attempt in range(3):
         assert (first.group_id, first.attempt) == (0, attempt)
-        driven.queue.drop(first, "error", LOST, lost=True)
+        driven.drop(first, "error", LOST, lost=True)
         if attempt < 2:
             (first,) = driven.issue()
     (replacement,) = driven.issue()
@@ -204,13 +209,13 @@ def test_what_fails_in_our_own_parts_is_no_fault_of_the_user_and_ends_the_run_on
     driven = Driven()
     for _ in range(2 * 3 - 1):  # two steps of groups
         for prompt_group in driven.issue():
-            driven.queue.drop(prompt_group, "error", LOST, lost=True)
+            driven.drop(prompt_group, "error", LOST, lost=True)
     last = driven.issue()
-    driven.queue.drop(last[0], "error", LOST, lost=True)
+    driven.drop(last[0], "error", LOST, lost=True)
     thread, outcome = on_thread(lambda: driven.queue.take(0, 0))
     thread.join(0.05)
     assert thread.is_alive()
-    driven.queue.drop(last[1], "error", LOST, lost=True)
+    driven.drop(last[1], "error", LOST, lost=True)
     assert ended(thread) and type(outcome[0]) is NoProgress and "node 'rollout'" in str(outcome[0])
 
 
@@ -220,15 +225,13 @@ def test_groups_of_later_steps_are_in_the_checkpoint_and_go_on_from_it() -> None
     for prompt_group in driven.issue():
         driven.put(prompt_group, mine=float(prompt_group.group_id))
     assert rows(driven.queue.take(0, 0)) == [0, 0, 1, 1]
-    released = driven.queue.release(0, 0, published=True)
-    live = released.kept().live
-    assert (
-        live.batch is not None and live.batch["group_index"].tolist() == [2, 2, 3, 3] and set(live.measured) == {2, 3}
-    )
-    sizes = [saved["num_tokens"] for saved in released.kept().cut["live"]]
+    driven.queue.release(0, 0, sent_weights=True)
+    point = driven.queue.resume_point()
+    assert [group.prompt_group.group_id for group in point.queued.values()] == [2, 3]
+    sizes = [saved["num_tokens"] for saved in point.snapshot["live"]]
     assert sizes == [2 * 3 + 2 + 4] * 2, "of prompts and responses"
-    resumed = Coordinator(driven.coordinator.plan, None, released.kept().cut)
-    share = LocalSampleQueue(resumed, Waits(), live=live).take(1, 0)
+    resumed = Coordinator(driven.coordinator.plan, None, point.snapshot)
+    share = LocalSampleQueue(resumed, Waits(), queued=point.queued).take(1, 0)
     assert rows(share) == [2, 2, 3, 3] and share is not None and share.metrics == {"mine": 2.5}
 
 
@@ -236,25 +239,25 @@ def test_groups_that_a_smaller_bound_made_stale_are_forgotten_with_their_batches
     driven = Driven(max_staleness=1)
     driven.fill()
     driven.queue.take(0, 0)
-    released = driven.queue.release(0, 0, published=True)
-    plan = replace(driven.coordinator.plan, max_staleness=0)
-    resumed = Coordinator(plan, None, released.kept().cut)
-    queue = LocalSampleQueue(resumed, Waits(), live=released.kept().live)
+    driven.queue.release(0, 0, sent_weights=True)
+    plan, point = replace(driven.coordinator.plan, max_staleness=0), driven.queue.resume_point()
+    resumed = Coordinator(plan, None, point.snapshot)
+    queue = LocalSampleQueue(resumed, Waits(), queued=point.queued)
     assert resumed.checked_counts().dropped == {"stale": 2}
     for prompt_group in resumed.take_groups():
-        queue.put(prompt_group, group(prompt_group.group_id, version=1), [])
+        queue.put(finished_group(prompt_group, group(prompt_group.group_id, version=1), []))
     assert rows(queue.take(1, 0)) == [4, 4, 5, 5]
-    live = queue.release(1, 0, published=True).kept().live
-    assert live.batch is None and live.measured == {}
+    queue.release(1, 0, sent_weights=True)
+    assert queue.resume_point().queued == {}
 
 
 def test_the_lowest_version_of_any_token_is_told_to_the_ledger_s_keeper() -> None:
     driven = Driven(max_staleness=1, total_groups=100, total_steps=50)
     driven.fill()
     driven.queue.take(0, 0)
-    driven.queue.release(0, 0, published=True)
+    driven.queue.release(0, 0, sent_weights=True)
     driven.queue.take(1, 0)
-    driven.queue.release(1, 0, published=True)
+    driven.queue.release(1, 0, sent_weights=True)
     first, *others = driven.issue()
     assert first.version == 2
     versions = [0, 1, 2]
@@ -271,17 +274,17 @@ def test_without_staleness_a_checkpoint_has_no_groups() -> None:
     driven = Driven()
     driven.fill()
     driven.queue.take(0, 0)
-    live = driven.queue.release(0, 0, published=False).kept().live
-    assert live.batch is None and live.measured == {} and driven.coordinator.weights_step == 0
+    driven.queue.release(0, 0, sent_weights=False)
+    assert driven.queue.resume_point().queued == {} and driven.coordinator.weights_step == 0
 
 
 def test_a_failure_of_the_other_side_wakes_who_waits() -> None:
     driven = Driven()
     driven.issue()
     thread, outcome = on_thread(lambda: driven.queue.take(0, 0))
-    driven.queue.shared.fail(RuntimeError("gone"))
+    driven.queue.fail(RuntimeError("gone"))
     assert ended(thread) and str(outcome[0]) == "gone"
-    driven.queue.shared.fail(RuntimeError("later"))
+    driven.queue.fail(RuntimeError("later"))
     with pytest.raises(RuntimeError, match="gone"):
         driven.queue.take(0, 0)
 
@@ -291,7 +294,7 @@ def test_a_failure_of_the_trainer_wakes_the_rollout_loop() -> None:
         driven = Driven()
         first = asyncio.ensure_future(anext(driven.queue.prompt_groups(lambda: None)))
         await asyncio.sleep(0)
-        threading.Thread(target=driven.queue.shared.fail, args=(RuntimeError("gone"),)).start()
+        threading.Thread(target=driven.queue.fail, args=(RuntimeError("gone"),)).start()
         with pytest.raises(StopAsyncIteration):
             await asyncio.wait_for(first, 10)
         assert driven.waits == [("rollout", "capacity", "training")]
@@ -303,7 +306,7 @@ def test_every_wait_for_a_step_is_recorded() -> None:
     driven = Driven()
     driven.fill()
     driven.queue.take(0, 0)
-    driven.queue.release(0, 0, published=True)
+    driven.queue.release(0, 0, sent_weights=True)
     assert driven.waits == [("training", "step 0", "rollout")]
 
 
@@ -312,10 +315,10 @@ def test_two_steps_of_failures_in_a_row_end_the_run_with_advice() -> None:
     driven.fail_all()
     thread, outcome = on_thread(lambda: driven.queue.take(0, 0))
     third, fourth = driven.issue()
-    driven.queue.drop(third, "too_few_scores", BROKEN)
+    driven.drop(third, "too_few_scores", BROKEN)
     thread.join(0.05)
     assert thread.is_alive()
-    driven.queue.drop(fourth, "too_few_scores", BROKEN)
+    driven.drop(fourth, "too_few_scores", BROKEN)
     assert ended(thread) and isinstance(outcome[0], UserNoProgress) and isinstance(outcome[0], UserError)
     message = str(outcome[0])
     assert "the last 4 prompt groups all failed" in message and "reward.py:3" in message
@@ -326,10 +329,10 @@ def test_a_group_that_comes_through_starts_the_count_anew_and_a_filtered_one_too
     driven = Driven()
     for _ in range(3):
         first, second = driven.issue()
-        driven.queue.drop(first, "error", BROKEN)
-        driven.queue.drop(second, "all_equal")
+        driven.drop(first, "error", BROKEN)
+        driven.drop(second, "all_equal")
     third, fourth = driven.issue()
-    driven.queue.drop(third, "error", BROKEN)
+    driven.drop(third, "error", BROKEN)
     driven.put(fourth)
     assert driven.queue.take(0, 0) is not None
 
@@ -362,7 +365,7 @@ def test_groups_of_one_without_a_score_are_trained_masked_but_not_for_ever() -> 
             driven.put(prompt_group, batch)
         if step == 0:
             assert driven.queue.take(0, 0) is not None
-            driven.queue.release(0, 0, published=True)
+            driven.queue.release(0, 0, sent_weights=True)
     with pytest.raises(UserNoProgress, match="ConnectionError"):
         driven.queue.take(1, 0)
 

@@ -1,17 +1,16 @@
 """The queue of several dp groups and workers: the shares of a step, its release, and workers that leave and come."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
-from distflow.runtime.sample_queue.pending_groups import DpGroupShares, Facts, PendingGroup, Portion
-from distflow.runtime.sample_queue.protocol import NewWorkers
+from distflow.runtime.sample_queue.protocol import FinishedGroup, NewWorkers, TrainingStep
 from distflow.runtime.sample_queue.shared import SharedSampleQueue
 from distflow.runtime.wait_log import Waits
-from distflow.scheduling.bin_packing import divide_step
+from distflow.scheduling.bin_packing import DpGroupShares, divide_step
 from distflow.scheduling.data_order import minibatches
 from distflow.scheduling.groups import PromptGroup
 from tests.runtime.groups import coordinator
@@ -23,14 +22,15 @@ def queue(*dp_groups: DpGroupShares) -> SharedSampleQueue[str]:
     counted = coordinator(consumer_batch=len(TOKENS))
     made = SharedSampleQueue[str](counted, Waits(), dp_groups)
     for prompt_group in counted.take_groups():
-        made.put(prompt_group, f"group {prompt_group.group_id}", Facts(TOKENS[prompt_group.group_id], 0, None), [])
+        group_id = prompt_group.group_id
+        made.put(FinishedGroup(prompt_group, f"group {group_id}", TOKENS[group_id], version=0))
     return made
 
 
 def taken(shared: SharedSampleQueue[str], rank: int) -> list[int]:
-    portion = shared.take(0, rank)
-    assert isinstance(portion, Portion) and portion.group_ids == tuple(range(len(TOKENS)))
-    return [int(group.split()[1]) for group in portion.groups]
+    part = shared.take_groups(0, rank)
+    assert isinstance(part, TrainingStep) and part.group_ids == tuple(range(len(TOKENS)))
+    return [int(group.split()[1]) for group in part.batch]
 
 
 def test_ranks_that_compute_layers_together_take_the_same_share_and_release_together() -> None:
@@ -68,9 +68,6 @@ def test_mini_batches_of_later_passes_are_divided_too() -> None:
     assert shares == divide_step(TOKENS, passes, 2) != divide_step(TOKENS, passes[:1], 2)
 
 
-FACTS = Facts(5, None, None)
-
-
 class Shared:
     """A queue without generation batches, with two workers."""
 
@@ -81,17 +78,17 @@ class Shared:
             self.coordinator, Waits(), dp_groups, ("0", "1"), may_be_lost=may_be_lost
         )
 
-    def prompt_groups(self, worker: int, served: int = 0) -> list[PromptGroup]:
-        found = self.queue.prompt_groups(worker, served)
+    def prompt_groups(self, worker: int, engine_version: int = 0) -> list[PromptGroup]:
+        found = self.queue.groups_for(worker, engine_version)
         assert found is not None
         return found
 
     def put(self, prompt_group: PromptGroup) -> None:
-        self.queue.put(prompt_group, prompt_group, FACTS, [])
+        self.queue.put(FinishedGroup(prompt_group, prompt_group, 5))
 
-    def portion(self, rank: int) -> Portion[PromptGroup]:
-        found = self.queue.take(0, rank)
-        assert isinstance(found, Portion)
+    def part(self, rank: int) -> "TrainingStep[Sequence[PromptGroup]]":
+        found = self.queue.take_groups(0, rank)
+        assert isinstance(found, TrainingStep)
         return found
 
     def told(self, lost: list[list[int]]) -> list[bool]:
@@ -113,14 +110,12 @@ def test_groups_of_a_worker_that_is_gone_go_to_others_and_what_still_comes_of_it
     assert {prompt_group.group_id for prompt_group in again} >= {prompt_group.group_id for prompt_group in theirs}
     before = shared.coordinator.checked_counts()
     shared.put(theirs[1])
-    shared.queue.drop(theirs[-1], "error")
+    shared.queue.drop(FinishedGroup(theirs[-1], dropped="error"))
     assert shared.coordinator.checked_counts() == before, "it comes too late"
     for prompt_group in [*ours, *again]:
         shared.put(prompt_group)
-    assert shared.queue.prompt_groups(0, 0) is None, "it is told to end"
-    portion = shared.queue.take(0, 0)
-    assert portion is not None and not isinstance(portion, NewWorkers)
-    assert {prompt_group.attempt for prompt_group in portion.groups} == {0, 1}
+    assert shared.queue.groups_for(0, 0) is None, "it is told to end"
+    assert {prompt_group.attempt for prompt_group in shared.part(0).batch} == {0, 1}
 
 
 def test_a_step_of_which_a_group_is_lost_before_all_ranks_have_read_it_is_taken_back_and_formed_again() -> None:
@@ -129,20 +124,20 @@ def test_a_step_of_which_a_group_is_lost_before_all_ranks_have_read_it_is_taken_
     for worker in (0, 1):
         for prompt_group in shared.prompt_groups(worker):
             shared.put(prompt_group)
-    before, portions = shared.coordinator.checked_counts(), [shared.portion(rank) for rank in (0, 1)]
-    lost = portions[1].own[0]
+    before, parts = shared.coordinator.checked_counts(), [shared.part(rank) for rank in (0, 1)]
+    lost = parts[1].own[0]
     assert shared.told([[], [lost]]) == [False, False]
     shared.queue.lose(0)  # whoever held it is gone; groups of the step that lie with it are lost with the others
     again = shared.prompt_groups(1)
     assert (lost, 1) in {(prompt_group.group_id, prompt_group.attempt) for prompt_group in again}
     for prompt_group in again:
         shared.put(prompt_group)
-    portions = [shared.portion(rank) for rank in (0, 1)]
-    assert lost in {number for portion in portions for number in portion.own}
+    parts = [shared.part(rank) for rank in (0, 1)]
+    assert lost in {number for part in parts for number in part.own}
     assert shared.told([[], []]) == [True, True]
     assert shared.coordinator.checked_counts().issued >= before.issued
     ends = shared.from_ranks(lambda rank: shared.queue.release(0, rank, True).group_counts.consumed)
-    assert ends == [len(portions[0].group_ids)] * 2
+    assert ends == [len(parts[0].group_ids)] * 2
 
 
 def test_a_failure_ends_the_wait_for_ranks_that_have_not_read_yet() -> None:
@@ -150,7 +145,7 @@ def test_a_failure_ends_the_wait_for_ranks_that_have_not_read_yet() -> None:
     for worker in (0, 1):
         for prompt_group in shared.prompt_groups(worker):
             shared.put(prompt_group)
-    shared.portion(0)
+    shared.part(0)
     threading.Timer(0.1, lambda: shared.queue.fail(RuntimeError("gone"))).start()
     with pytest.raises(RuntimeError, match="gone"):
         shared.queue.read(0, 0, [])
@@ -161,8 +156,8 @@ def test_complete_groups_whose_batch_a_checkpoint_does_not_have_are_made_again()
     numbers = [prompt_group.group_id for prompt_group in counted.take_groups()]
     for number in numbers:
         counted.complete(number, 5)
-    kept = PendingGroup(None, 5, ())
-    SharedSampleQueue[None](counted, Waits(), live=dict.fromkeys(numbers[:-1], kept))
+    queued = {number: FinishedGroup(PromptGroup(number, 0, 0, 2, 0), "data", 5) for number in numbers[:-1]}
+    SharedSampleQueue[str](counted, Waits(), queued=queued)
     assert counted.untaken == numbers[:-1] and counted.checked_counts().running == 1
     assert [prompt_group.group_id for prompt_group in counted.take_groups()][0] == numbers[-1]
 
@@ -184,9 +179,9 @@ def test_all_ranks_hear_of_newcomers_at_the_same_place_and_before_any_has_a_part
     for worker in (0, 1):
         for prompt_group in shared.prompt_groups(worker):
             shared.put(prompt_group)
-    shared.queue.tell_of_new_workers()
-    assert isinstance(shared.queue.take(0, 0), NewWorkers)
-    assert isinstance(shared.queue.take(0, 1), NewWorkers)
-    assert not isinstance(shared.queue.take(0, 1), NewWorkers)
-    shared.queue.tell_of_new_workers()
-    assert not isinstance(shared.queue.take(0, 0), NewWorkers), "the other one has its part already"
+    shared.queue.announce_new_workers()
+    assert isinstance(shared.queue.take_groups(0, 0), NewWorkers)
+    assert isinstance(shared.queue.take_groups(0, 1), NewWorkers)
+    assert not isinstance(shared.queue.take_groups(0, 1), NewWorkers)
+    shared.queue.announce_new_workers()
+    assert not isinstance(shared.queue.take_groups(0, 0), NewWorkers), "the other one has its part already"

@@ -2,7 +2,7 @@
 
 import copy
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -20,20 +20,23 @@ from distflow.runtime.checkpoint.find_checkpoint import as_list, ways_to_start
 from distflow.runtime.checkpoint.folder import CheckpointError
 from distflow.runtime.checkpoint.shards import is_sharded, own_shards
 from distflow.runtime.context import NodeState
+from distflow.runtime.prompt_group import finished_group
 from distflow.runtime.resources import Resources
-from distflow.runtime.sample_queue.protocol import Live, Released
+from distflow.runtime.sample_queue.protocol import FinishedGroup, ResumePoint
 from distflow.runtime.spec import Spec
+from distflow.scheduling.groups import PromptGroup
 from distflow.training.engine import TrainState
 
 
 def saved_parts(
-    spec: Spec, resources: Resources, released: Released, state: NodeState, rank: int = 0
+    spec: Spec, resources: Resources, resume_point: Callable[[], ResumePoint[Batch]], state: NodeState, rank: int = 0
 ) -> Iterator[tuple[str, object]]:
     """The parts of a checkpoint that one rank writes, by name: tensors, shards of them, or values that JSON can hold.
 
-    state: of all nodes. rank: among those that train. Each rank writes its own shards of sharded tensors; the first
-    rank that trains a model writes the tensors that all of them have, and the first of all the parts of the run. The
-    last part holds the random generators of the rank: with it, what the rank writes is complete.
+    resume_point: called by the first rank alone. state: of all nodes. rank: among those that train. Each rank writes
+    its own shards of sharded tensors; the first rank that trains a model writes the tensors that all of them have, and
+    the first of all the parts of the run. The last part holds the random generators of the rank: with it, all that the
+    rank writes is complete.
     """
     for role, engine in resources.trained().items():
         saved, leads = engine.state(), rank == _first_with(role, spec)
@@ -44,7 +47,7 @@ def saved_parts(
         if leads:
             yield f"{role}_meta", saved.meta
     if rank == 0:
-        yield from _parts_of_the_run(spec, resources, released, state)
+        yield from _parts_of_the_run(spec, resources, resume_point(), state)
     yield part_of_rank(rank), _generator_states()
 
 
@@ -84,8 +87,8 @@ def check_same_facts(checkpoint: Checkpoint, spec: Spec, facts: Mapping[str, obj
     return notes
 
 
-def restore(checkpoint: Checkpoint, resources: Resources) -> tuple[NodeState, Live]:
-    """Load weights and optimizer state; returns the state of the nodes, and the groups in the queue.
+def restore(checkpoint: Checkpoint, resources: Resources) -> tuple[NodeState, dict[int, FinishedGroup[Batch]]]:
+    """Load weights and optimizer state; returns the state of the nodes, and the groups in the queue, by group id.
 
     If an engine's state is sharded, each rank loads its own shards, however many ranks saved them.
 
@@ -99,15 +102,27 @@ def restore(checkpoint: Checkpoint, resources: Resources) -> tuple[NodeState, Li
             state = TrainState(checkpoint.load(role, layout), checkpoint.load(f"{role}_meta"))
             _refuse_garbage(checkpoint, role, now, state)
             engine.load_state(state)
-        return run["nodes"], load_live(checkpoint)
+        return run["nodes"], load_queued(checkpoint)
 
 
-def load_live(checkpoint: Checkpoint) -> Live:
-    """The groups that were in the queue. Raises CheckpointError for unexpected content."""
+def load_queued(checkpoint: Checkpoint) -> dict[int, FinishedGroup[Batch]]:
+    """The complete groups that were in the queue, by group id. Raises CheckpointError for unexpected content."""
+    if "live" not in checkpoint.parts:
+        return {}
     with checkpoint.reading():
-        batch = Batch.from_tensors(checkpoint.load("live")) if "live" in checkpoint.parts else None
-        saved = checkpoint.load("run")["live_measured"]
-        return Live(batch, {int(number): [(m, w) for m, w in parts] for number, parts in saved.items()})
+        saved = checkpoint.load("run")
+        measured = {int(number): [(m, w) for m, w in parts] for number, parts in saved["live_measured"].items()}
+        prompt_groups = {
+            live["prompt_group"]["group_id"]: PromptGroup(**live["prompt_group"])
+            for live in saved["coordinator"]["live"]
+        }
+        batch, rows = Batch.from_tensors(checkpoint.load("live")), dict[int, list[int]]()
+        for row, number in enumerate(batch["group_index"].tolist()):
+            rows.setdefault(number, []).append(row)
+        return {
+            number: finished_group(prompt_groups[number], batch.select(own), measured.get(number, ()))
+            for number, own in rows.items()
+        }
 
 
 def set_generators(checkpoint: Checkpoint | None, seed: int, rank: int = 0) -> None:
@@ -139,18 +154,18 @@ def _first_with(role: str, spec: Spec) -> int:
 
 
 def _parts_of_the_run(
-    spec: Spec, resources: Resources, released: Released, state: NodeState
+    spec: Spec, resources: Resources, resume_point: ResumePoint[Batch], state: NodeState
 ) -> Iterator[tuple[str, object]]:
-    kept = released.kept()
-    if kept.live.batch is not None:
-        yield "live", kept.live.batch.to_tensors()
+    if resume_point.queued:
+        groups = [group.data for group in resume_point.queued.values() if group.data is not None]
+        yield "live", Batch.concat(groups).to_tensors()
     yield (
         "run",
         {
             "config": to_dict(spec.config),
             "facts": {**spec.facts, **resources.facts},
-            "coordinator": kept.cut,
-            "live_measured": {str(number): list(parts) for number, parts in kept.live.measured.items()},
+            "coordinator": resume_point.snapshot,
+            "live_measured": {str(number): list(group.measured) for number, group in resume_point.queued.items()},
             "nodes": state,
         },
     )

@@ -1,123 +1,129 @@
-"""Protocols of the sample queue, in which complete groups wait until a step takes them, and of what a training loop of
-the user's own controls of the rollout loop. One file for each transport implements them."""
+"""The sample queue, in which complete groups wait until a step takes them: the records that go through it, and its
+protocols for workers and for a training loop of the user's own. One file for each transport implements them."""
 
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from typing import Generic, Protocol, TypeVar, runtime_checkable
 
 from distflow.data.batch import Batch
 from distflow.errors import UserError
 from distflow.observe.metrics import Measured
 from distflow.rewards.call_counts import RewardCounts
+from distflow.runtime.errors import Failure
 from distflow.scheduling.curriculum import Accuracy
 from distflow.scheduling.groups import GroupCounts, PromptGroup, Version
 from distflow.scheduling.snapshot import Snapshot
 
-
-class NoProgress(RuntimeError):
-    """Every group fails: continuing would only spend the data."""
-
-
-class UserNoProgress(NoProgress, UserError):
-    """The same, if the user's functions or their time limit fail every group."""
+T = TypeVar("T")
+U = TypeVar("U")
 
 
 @dataclass(frozen=True)
-class Failure:
-    """Why a group failed. users: it is for the user to repair."""
+class FinishedGroup(Generic[T]):
+    """A group that has left the rollout loop: complete, or dropped.
 
-    message: str
-    users: bool
+    data: its samples as columns, or a reference to them; None if it is dropped. num_tokens: of all samples, prompts
+    included. version: the lowest of any of their tokens, None if there is none. measured: by its nodes. num_bytes: of
+    the data, if their storage is bounded. accuracy: of its responses, None if they were not scored. dropped: the
+    reason, empty if it is complete. failure: if it failed; a complete group without any score has failed too. lost: it
+    was dropped through no fault of its own, and is tried again, three times in all.
+    """
+
+    prompt_group: PromptGroup
+    data: T | None = None
+    num_tokens: int = 0
+    version: int | None = None
+    measured: Sequence[Measured] = ()
+    num_bytes: int = 0
+    accuracy: Accuracy | None = None
+    dropped: str = ""
+    failure: Failure | None = None
+    lost: bool = False
+
+    def stored_as(self, data: U) -> "FinishedGroup[U]":
+        """The same group with its samples in another form."""
+        return FinishedGroup(**{**vars(self), "data": data})
 
 
-@dataclass(frozen=True)
-class Share:
-    """One rank's part of a step. group_ids: of the whole step, over all ranks, ascending. metrics: of the step's
-    groups, over all ranks. judged: reward counts since the last step of workers that do not train, for one of the
-    ranks."""
+@dataclass
+class TrainingStep(Generic[T]):
+    """One rank's part of a step, and what its training nodes make of it.
+
+    group_ids: of the whole step, over all ranks, ascending. own: ids of this rank's groups, in order. batch: their
+    samples. It is a list of their data on the way from the queue, which holds the step's first group if the rank has
+    none, since its batch has the same columns. metrics: of the groups of all ranks. reward_counts: since the last step,
+    of workers that do not train, for one of the ranks. measured: by the nodes. times: of the nodes, in seconds.
+    """
 
     group_ids: tuple[int, ...]
-    batch: Batch
-    metrics: Mapping[str, float]
-    judged: RewardCounts = RewardCounts()
+    own: tuple[int, ...]
+    batch: T
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    reward_counts: RewardCounts = RewardCounts()
+    measured: list[Measured] = field(default_factory=list)
+    times: dict[str, float] = field(default_factory=dict)
+
+    def update(self, batch: T, measured: Measured) -> None:
+        """Store the result of a node."""
+        self.batch = batch
+        self.measured.append(measured)
 
 
 @dataclass(frozen=True)
 class NewWorkers:
-    """In place of a share: new engines of other processes have no weights yet. All ranks get it at the same point, send
+    """In place of a step: new engines of other processes have no weights yet. All ranks get it at the same point, send
     their weights, and request the step again."""
 
 
 @dataclass(frozen=True)
-class Live:
-    """Complete groups that no step has taken yet, for a checkpoint. measured: by their nodes, by group id."""
+class ResumePoint(Generic[T]):
+    """What a run resumes from, besides weights. queued: the complete groups that no step has taken, by group id."""
 
-    batch: Batch | None
-    measured: Mapping[int, Sequence[Measured]]
-
-
-@dataclass(frozen=True)
-class ResumePoint:
-    """What a run resumes from, besides weights."""
-
-    cut: Snapshot
-    live: Live
+    snapshot: Snapshot
+    queued: Mapping[int, FinishedGroup[T]]
 
 
 @dataclass(frozen=True)
 class Released:
     """The state of the run after all ranks have trained on a step.
 
-    version: of the weights after it. finished: no step is left. kept: fetches what a checkpoint of this moment saves;
-    to be called by the rank that leads, before it takes the next step. domains: metrics of each, if a curriculum
-    changes their shares.
+    version: of the weights after it. finished: no step is left. stopping: the run is to end here. domains: metrics of
+    each, if a curriculum changes their shares.
     """
 
     version: Version
     finished: bool
+    stopping: bool
     group_counts: GroupCounts
-    kept: Callable[[], ResumePoint]
     domains: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
 
 class SampleQueuePort(Protocol):
     """Between the workers that fill it and those that train from it."""
 
-    def prompt_groups(self, served: Callable[[], int | None]) -> AsyncIterator[list[PromptGroup]]:
+    def prompt_groups(self, engine_version: Callable[[], int | None]) -> AsyncIterator[list[PromptGroup]]:
         """consumes capacity · waits for released steps and dropped groups · produces groups to start together
 
-        served: the lowest weight version of this worker's engines; None if it has none.
+        engine_version: the lowest weight version of this worker's engines; None if it has none.
         """
         ...
 
-    def put(self, prompt_group: PromptGroup, batch: Batch, measured: Sequence[Measured]) -> None:
-        """A group has completed the rollout loop. measured: by its nodes."""
+    def put(self, finished: FinishedGroup[Batch]) -> None:
+        """A group has completed the rollout loop."""
         ...
 
-    def drop(
-        self,
-        prompt_group: PromptGroup,
-        reason: str,
-        failure: Failure | None = None,
-        *,
-        lost: bool = False,
-        accuracy: Accuracy | None = None,
-    ) -> None:
-        """A group is dropped without being trained on; another may start in its place.
-
-        failure: if it failed. lost: through no fault of the group, so that it is retried, three times in all. accuracy:
-        of its responses, if they were scored.
-        """
+    def drop(self, finished: FinishedGroup[Batch]) -> None:
+        """A group is dropped without being trained on; another may start in its place."""
         ...
 
-    def count(self, judged: RewardCounts) -> None:
+    def count(self, reward_counts: RewardCounts) -> None:
         """By a worker that does not train, before it puts or drops the group: the next step reports the counts."""
         ...
 
     def take(
         self, step: int, rank: int, wanted: int | None = None, deadline: float | None = None
-    ) -> Share | NewWorkers | None:
-        """consumes this step's groups · waits until they are complete · produces this rank's share, in group order
+    ) -> TrainingStep[Batch] | NewWorkers | None:
+        """consumes this step's groups · waits until they are complete · produces this rank's part, in group order
 
         rank: among those that train. wanted: groups of a step that is taken in parts, None for the whole step.
         deadline: by `time.monotonic()`. None after the end of the data. Raises NoProgress, Exhausted, TimeoutError,
@@ -126,11 +132,15 @@ class SampleQueuePort(Protocol):
         """
         ...
 
-    def release(self, step: int, rank: int, published: bool) -> Released:
-        """This rank has trained on its share. Waits until all ranks have.
+    def release(self, step: int, rank: int, sent_weights: bool) -> Released:
+        """This rank has trained on its part. Waits until all ranks have.
 
-        published: whether new weights were sent; if not, the version has the weights that were sent last.
+        sent_weights: whether new weights were sent; if not, the version has the weights that were sent last.
         """
+        ...
+
+    def resume_point(self) -> ResumePoint[Batch]:
+        """What a checkpoint of the step released last saves. For the rank that leads, before it takes the next step."""
         ...
 
 
@@ -181,8 +191,8 @@ class IntakePort(Protocol):
         before anybody can look it up."""
         ...
 
-    def hold(self, held: bool) -> None:
-        """While held no further group starts; running ones continue."""
+    def pause(self, paused: bool) -> None:
+        """While paused no further group starts; running ones continue."""
         ...
 
     def standing(self) -> Standing:

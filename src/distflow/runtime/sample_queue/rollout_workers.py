@@ -1,0 +1,88 @@
+"""The rollout workers that a sample queue hands groups to: which groups each has, and which worker gets the next."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from distflow.scheduling.groups import PromptGroup
+
+_MAX_GROUPS = 1000
+"""In one reply: 40 kB, if it goes to another process."""
+
+
+@dataclass
+class RolloutWorker:
+    """engine_version: the lowest weight version of its engine, as last reported. assigned: groups that it has not
+    fetched yet. running: all its prompt groups, by id, including those. stored: ids of complete groups that are stored
+    with it. takes: False for a later worker before its first request, and for one that is gone."""
+
+    name: str
+    engine_version: int | None
+    assigned: list[PromptGroup] = field(default_factory=list)
+    running: dict[int, PromptGroup] = field(default_factory=dict)
+    stored: set[int] = field(default_factory=set)
+    takes: bool = True
+    gone: bool = False
+
+
+class RolloutWorkers:
+    """Numbered in order of arrival. The owner locks them."""
+
+    def __init__(self, names: Sequence[str], engine_version: int) -> None:
+        self._all = [RolloutWorker(name, engine_version) for name in names]
+        self._working_on: dict[int, RolloutWorker] = {}  # by group id
+        self._taken_away = set[PromptGroup]()  # from workers that are gone
+
+    def is_gone(self, number: int) -> bool:
+        return self._all[number].gone
+
+    def is_passed_over(self, prompt_group: PromptGroup) -> bool:
+        """It was reassigned from a worker that is gone, whose late results do not count."""
+        return prompt_group in self._taken_away
+
+    def ask(self, number: int, engine_version: int | None) -> int | None:
+        """A worker with this weight version requests groups. Returns the lowest version of all workers, or None."""
+        self._all[number].engine_version, self._all[number].takes = engine_version, True
+        return min((each.engine_version for each in self._all if each.engine_version is not None), default=None)
+
+    def assign(self, prompt_group: PromptGroup) -> str:
+        """Assign to the worker with the fewest groups, the first of such; returns its name."""
+        chosen = min((each for each in self._all if each.takes), key=lambda each: len(each.running))
+        chosen.assigned.append(prompt_group)
+        chosen.running[prompt_group.group_id] = prompt_group
+        self._working_on[prompt_group.group_id] = chosen
+        return chosen.name
+
+    def fetch(self, number: int) -> list[PromptGroup]:
+        """The groups assigned to a worker, at most as many as fit into one reply."""
+        worker = self._all[number]
+        prompt_groups, worker.assigned = worker.assigned[:_MAX_GROUPS], worker.assigned[_MAX_GROUPS:]
+        return prompt_groups
+
+    def end(self, group_id: int, complete: bool) -> None:
+        """The group no longer runs. complete: it is stored with its worker. Groups assigned elsewhere are ignored."""
+        worker = self._working_on.pop(group_id, None)
+        if worker is not None:
+            worker.running.pop(group_id)
+            if complete:
+                worker.stored.add(group_id)
+
+    def take(self, group_ids: Iterable[int]) -> dict[int, RolloutWorker]:
+        """A step takes these groups. Returns the worker that stores each, if any does."""
+        stored_by = {group_id: each for each in self._all for group_id in each.stored.intersection(group_ids)}
+        for group_id, each in stored_by.items():
+            each.stored.discard(group_id)
+        return stored_by
+
+    def lose(self, number: int) -> tuple[str, list[int], list[int]]:
+        """A worker is gone. Returns its name, and the ids of its running groups and of those stored with it."""
+        gone = self._all[number]
+        self._taken_away.update(gone.running.values())
+        for group_id in gone.running:
+            self._working_on.pop(group_id)
+        self._all[number] = RolloutWorker(gone.name, None, takes=False, gone=True)
+        return gone.name, list(gone.running), list(gone.stored)
+
+    def join(self, name: str) -> int:
+        """Add a replacement; returns its number. It gets groups after its first request."""
+        self._all.append(RolloutWorker(name, None, takes=False))
+        return len(self._all) - 1
