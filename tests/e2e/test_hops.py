@@ -1,7 +1,9 @@
-"""How far it is from the command to `backward()`, in frames of our own."""
+"""How far it is from the command to `backward()` in frames of our own, and from a row to its gradient in files."""
 
 import sys
 import threading
+from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 
@@ -10,10 +12,19 @@ import torch
 
 import distflow
 from distflow import cli
+from distflow.runtime.worker import Worker
 from tests.e2e.runs import Playground
 
 MAX_FRAMES = 7
 SOURCE = str(Path(distflow.__file__).parent)
+
+RECORDS = {
+    *("PromptRow", "PromptGroup", "GroupRecord", "Group", "GenerateRequest", "Sequence", "GenerateResult"),
+    *("Sample", "Segment", "FinishedGroup", "TrainingStep", "Batch"),
+}
+"""The types that a prompt row is part of on its way to its gradient. A new one makes that way longer to read."""
+MOST_FILES = 31
+"""Files with a function that is called with one of these records. To become fewer: 20, and 9 records."""
 
 
 def ours(frame: FrameType | None) -> list[str]:
@@ -42,3 +53,56 @@ def test_few_frames_from_main_to_backward(tmp_path: Path, monkeypatch: pytest.Mo
     assert stacks and all(stack[0] == "cli.py:main" for stack in stacks)
     for stack in stacks:
         assert len(stack) <= MAX_FRAMES, stack
+
+
+def records_of(value: object) -> Iterator[str]:
+    """The type of a value, or of the elements of a collection."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    value = value[0] if isinstance(value, list | tuple) and value else value
+    if type(value).__module__.startswith("distflow.") and type(value).__name__ in RECORDS:
+        yield type(value).__name__
+
+
+def test_a_row_passes_few_files_and_records_on_its_way_to_its_gradient(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without audit and checks, from entering the worker to the first `backward()`, on all threads."""
+    found: dict[str, set[str]] = defaultdict(set)
+    walking = False
+    enter, backward = Worker.__enter__, torch.Tensor.backward
+
+    def note(frame: FrameType, event: str, argument: object) -> None:
+        code = frame.f_code
+        if not walking or event != "call" or not code.co_filename.startswith(SOURCE):
+            return
+        file = code.co_filename[len(SOURCE) + 1 :]
+        for name in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]:
+            found[file].update(records_of(frame.f_locals.get(name)))
+
+    def begin(worker: Worker) -> Worker:
+        nonlocal walking
+        walking = True
+        return enter(worker)
+
+    def end(self: torch.Tensor, *arguments: object, **options: object) -> None:
+        nonlocal walking
+        walking = False
+        backward(self, *arguments, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Worker, "__enter__", begin)
+    monkeypatch.setattr(torch.Tensor, "backward", end)
+    profiles = sys.getprofile(), threading.getprofile()
+    threading.setprofile(note)
+    sys.setprofile(note)
+    try:
+        playground = Playground(tmp_path)
+        options = playground.overrides("run", "trainer.total_training_steps=1", "trust.audit_freq=0")
+        assert cli.main(["train", "grpo", *options]) == 0
+    finally:
+        sys.setprofile(profiles[0])
+        threading.setprofile(profiles[1])  # type: ignore[arg-type]
+    apart = ("audit/", "checks/", "runtime/audit_protocol.py")
+    files = sorted(file for file, records in found.items() if records and not file.startswith(apart))
+    assert len(files) <= MOST_FILES, "\n".join(f"{file}: {', '.join(sorted(found[file]))}" for file in files)
+    assert set.union(*(found[file] for file in files)) == RECORDS

@@ -17,9 +17,10 @@ from distflow.rollout.engine import GenerateRequest, GenerateResult, Generation,
 from distflow.runtime.compiled_node import compile_steps
 from distflow.runtime.context import Contexts, NodeContext
 from distflow.runtime.errors import UserNoProgress
+from distflow.runtime.generation_batch import SubmissionGate
 from distflow.runtime.prompt_group import Group
 from distflow.runtime.resources import Resources
-from distflow.runtime.rollout_loop import GroupEvents, RolloutLoop, SubmissionGate
+from distflow.runtime.rollout_loop import GroupEvents, RolloutLoop
 from distflow.runtime.sample_queue.local import LocalSampleQueue
 from distflow.runtime.wait_log import Waits
 from distflow.scheduling.groups import PromptGroup, Version
@@ -88,7 +89,7 @@ class Ends(dict[int, str]):
 def plane_of(engine: Any, *more: BoundNode) -> RolloutLoop:
     gate = SubmissionGate(engine, GroupRecords())
     steps = compile_steps([bound(answer), *more], {"rollout": gate})
-    return RolloutLoop(steps, waiting_group, context_of, gate, 10.0, Ends(), GroupRecords())
+    return RolloutLoop(steps, waiting_group, context_of, gate, 10.0, GroupEvents(Ends()), GroupRecords())
 
 
 async def fill(plane: RolloutLoop, queue: LocalSampleQueue, steps: int) -> list[list[int]]:
@@ -127,7 +128,7 @@ def test_a_node_may_ask_in_tasks_of_its_own() -> None:
     engine = OrderedEngine()
     gate = SubmissionGate(engine, GroupRecords())  # type: ignore[arg-type]
     steps = compile_steps([bound(generate_in_tasks)], {"rollout": gate})
-    plane = RolloutLoop(steps, waiting_group, context_of, gate, 10.0, Ends(), GroupRecords())
+    plane = RolloutLoop(steps, waiting_group, context_of, gate, 10.0, GroupEvents(Ends()), GroupRecords())
     queue = LocalSampleQueue(coordinator(consumer_batch=4), Waits())
     assert asyncio.run(asyncio.wait_for(fill(plane, queue, 2), 60)) == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
@@ -175,7 +176,7 @@ def test_whatever_a_node_does_costs_its_own_group_only() -> None:
 
     plane, counted = plane_of(OrderedEngine(), bound(reward_fn)), coordinator(total_groups=16, total_steps=3)
     assert asyncio.run(fill(plane, LocalSampleQueue(counted, Waits()), 3)) == [[0, 3], [6, 7], [8, 9]]
-    ends = plane.ended
+    ends = plane.events.ended
     assert isinstance(ends, Ends) and ends[0] == "complete" and ends[4] == "dull"
     assert ends[1].startswith("error: node 'x' raised KeyError: 'one' (at test_rollout_loop.py:")
     assert ends[2].startswith("error: node 'x' raised SystemExit: 2")
@@ -232,7 +233,7 @@ def test_scores_that_are_always_missing_end_the_run_with_the_reason() -> None:
     plane = plane_of(OrderedEngine(), bound(reward_fn))
     with pytest.raises(UserNoProgress, match="the grader is down"):
         asyncio.run(fill(plane, LocalSampleQueue(coordinator(), Waits()), 1))
-    assert plane.ended[0] == f"{TOO_FEW_SCORES}: the grader is down"  # type: ignore[index]
+    assert plane.events.ended[0] == f"{TOO_FEW_SCORES}: the grader is down"  # type: ignore[index]
 
 
 def test_what_nodes_measured_of_a_group_goes_with_it() -> None:
@@ -290,7 +291,13 @@ def test_groups_that_ask_at_once_are_submitted_in_group_order() -> None:
     engine = OrderedEngine()
     gate = SubmissionGate(engine, GroupRecords())  # type: ignore[arg-type]
     plane = RolloutLoop(
-        compile_steps([bound(asks)], {"rollout": gate}), waiting_group, context_of, gate, 10.0, Ends(), GroupRecords()
+        compile_steps([bound(asks)], {"rollout": gate}),
+        waiting_group,
+        context_of,
+        gate,
+        10.0,
+        GroupEvents(Ends()),
+        GroupRecords(),
     )
     asyncio.run(fill(plane, LocalSampleQueue(coordinator(consumer_batch=4, shuffle=False), Waits()), 1))
     assert [entry[0] for entry in engine.log if not isinstance(entry, str)] == [0, 1, 2, 3]

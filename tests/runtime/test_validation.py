@@ -19,7 +19,7 @@ from distflow.runtime.compiled_node import compile_steps
 from distflow.runtime.context import Contexts, NodeContext
 from distflow.runtime.prompt_group import Group
 from distflow.runtime.resources import Resources
-from distflow.runtime.rollout_loop import RolloutLoop
+from distflow.runtime.rollout_loop import GroupEvents, RolloutLoop
 from distflow.runtime.spec import ValidationSet
 from distflow.runtime.step_metrics import ValidationResults, pass_at_k
 from distflow.runtime.validation import Validator, validate, validation_loss
@@ -129,7 +129,7 @@ def test_validation_prompts_are_run_as_they_are_to_be_by_the_nodes_that_validate
     parts = Resources(None, (3, 7), {}, 0)  # type: ignore[arg-type]  # no node reads the tokenizer
     contexts = Contexts(Config(), parts, {}, lambda *update: update[-1], lambda *update: None)
     steps = compile_steps([bound(answer), bound(reward_fn), bound(drops)], {})
-    plane = RolloutLoop(steps, waiting_group, contexts.for_rollout, None, 10.0, lambda *ended: None, GroupRecords())
+    plane = RolloutLoop(steps, waiting_group, contexts.for_rollout, None, 10.0, GroupEvents(), GroupRecords())
     prompts = [PromptRow(i, (1, 2, 3), f"p{i}", "", "default", {}) for i in range(2)]
     chosen = ValidationSet("own", prompts, GREEDY, SAMPLED, 2)
     found = asyncio.run(Validator([chosen], contexts, plane, (3, 7), 9, print).run(5))
@@ -156,7 +156,7 @@ def test_a_prompt_on_which_a_node_fails_costs_its_own_responses_only() -> None:
     parts = Resources(None, (), {}, 0)  # type: ignore[arg-type]  # no node reads the tokenizer
     contexts = Contexts(Config(), parts, {}, lambda *update: update[-1], lambda *update: None)
     steps = compile_steps([bound(answer), bound(reward_fn)], {})
-    plane = RolloutLoop(steps, waiting_group, contexts.for_rollout, None, 10.0, lambda *ended: None, GroupRecords())
+    plane = RolloutLoop(steps, waiting_group, contexts.for_rollout, None, 10.0, GroupEvents(), GroupRecords())
     prompts = [PromptRow(i, (1, 2, 3), f"p{i}", "", "default", {}) for i in range(2)]
     said: list[str] = []
     validator = Validator([ValidationSet("own", prompts, GREEDY, None, 0)], contexts, plane, (), 9, said.append)

@@ -20,7 +20,6 @@ from distflow.runtime.weight_sync.sender import WeightSync
 from distflow.runtime.worker import Worker
 from distflow.runtime.worker_inputs import WorkerInputs
 from distflow.runtime.worker_parts import WorkerParts
-from distflow.scheduling.groups import PromptGroup
 
 
 def build_worker(inputs: WorkerInputs) -> Worker:
@@ -43,15 +42,14 @@ def build_worker(inputs: WorkerInputs) -> Worker:
         counts = resources.reward_fn.take_counts() if resources.reward_fn is not None else {}
         return RewardCounts(rollout_loop.call_counts.take(), counts)
 
-    def group_ended(prompt_group: PromptGroup, outcome: str, started: float, ended: float) -> None:
-        recorder.group_ended(prompt_group, outcome, started, ended)
+    def group_recorded() -> None:
         if not training_nodes:
             recorder.engine_activity(resources.rollout)
             recorder.folder.flush()
             ports.queue.count(reward_counts())
 
     nodes = [pipeline.node(name) for name in plan.rollout_nodes]
-    events = GroupEvents(group_ended, recorder.group_dropped, recorder.waits)
+    events = GroupEvents(recorder.group_ended, group_recorded, recorder.group_dropped, recorder.waits)
     rollout_loop = RolloutLoop.of(spec, nodes, resources, contexts, auditor.groups, events)
     validator = Validator(spec.validation, contexts, rollout_loop, resources.stop_token_ids, spec.options.seed, warn)
     canary = make_canary(spec, resources) if resources.rollout is not None and resources.actor is not None else None

@@ -38,7 +38,7 @@ def evaluate(spec: Spec, say: Callable[[str], None]) -> dict[str, float]:
     assert rollout is not None, "checked above"
     contexts = Contexts(spec.config, resources, {}, _no_update, _no_update)
     nodes = [pipeline.node(name) for name in rank.rollout_nodes]
-    rollout_loop = RolloutLoop.of(spec, nodes, resources, contexts, GroupRecords(), GroupEvents(_ignore))
+    rollout_loop = RolloutLoop.of(spec, nodes, resources, contexts, GroupRecords(), GroupEvents())
     validator = Validator(spec.validation, contexts, rollout_loop, resources.stop_token_ids, spec.options.seed, say)
     with session:
         weights = LocalWeights(Waits())
@@ -54,7 +54,3 @@ def evaluate(spec: Spec, say: Callable[[str], None]) -> dict[str, float]:
 
 def _no_update(*arguments: object) -> NoReturn:
     raise AssertionError("evaluation updates nothing")
-
-
-def _ignore(*arguments: object) -> None:
-    """Groups that are not trained on are not counted."""

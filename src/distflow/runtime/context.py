@@ -28,12 +28,6 @@ NodeState = dict[str, dict[str, Any]]
 """JSON values of each node by its id: they persist across steps and are in every checkpoint."""
 
 
-async def score_samples(router: RewardRouter, samples: Sequence[Sample]) -> list[RewardOutcome]:
-    """Implements the parameter `reward_fn` of a node. The reward functions have deadlines of their own."""
-    with ours():
-        return await router(samples)
-
-
 @dataclass(frozen=True)
 class NodeContext:
     """Passed to nodes that name `ctx`.
@@ -83,7 +77,8 @@ class NodeContext:
                 "ctx.reward_fn has no reward functions: they run beside the rollout loop of pipelines in which a node "
                 "has a parameter `reward_fn`. Add it to your function, and call `await reward_fn(samples)`"
             )
-        return await score_samples(self.router, self.group.samples if isinstance(samples, Batch) else samples)
+        with ours():  # the reward functions have deadlines of their own
+            return await self.router(self.group.samples if isinstance(samples, Batch) else samples)
 
 
 @dataclass(frozen=True)

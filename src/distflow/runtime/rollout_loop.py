@@ -2,8 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Collection, Sequence
-from contextvars import ContextVar
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -14,13 +13,11 @@ from distflow.errors import UserError
 from distflow.graph import BoundNode, Drop, NodeRole
 from distflow.rewards.call_counts import CallCounts
 from distflow.rewards.router import RewardOutcome, RewardRouter
-from distflow.rollout.engine import GenerateRequest, GenerateResult, RolloutEngine
-from distflow.runtime import fault_injection
-from distflow.runtime.abort_surplus import EarlyStop
 from distflow.runtime.audit_protocol import GroupRecorder
 from distflow.runtime.compiled_node import Step, compile_steps
-from distflow.runtime.context import Contexts, NodeContext, score_samples
+from distflow.runtime.context import Contexts, NodeContext
 from distflow.runtime.errors import Failure, NodeError
+from distflow.runtime.generation_batch import EarlyStop, SubmissionGate, group_task
 from distflow.runtime.prompt_group import Group, accuracy_of, finished_group, new_group
 from distflow.runtime.resources import Resources
 from distflow.runtime.sample_queue.protocol import FinishedGroup, SampleQueuePort, StoppingSampleQueue
@@ -28,118 +25,32 @@ from distflow.runtime.spec import Spec
 from distflow.runtime.user_calls.async_calls import ours
 from distflow.runtime.user_calls.sync_calls import PlainCalls
 from distflow.runtime.wait_log import Waits
-from distflow.scheduling.groups import PromptGroup, Version
+from distflow.scheduling.groups import PromptGroup
 
 MakeContext = Callable[[Group, str], NodeContext]
-OnGroup = Callable[[PromptGroup, str, float, float], None]
-"""(group, "complete" or why it was dropped, started, ended), in `time.time()`."""
-OnDropped = Callable[[PromptGroup, str, Batch], None]
-"""(group, why a node dropped it, its columns then)."""
-
-_group_task: ContextVar[asyncio.Task[None] | None] = ContextVar("group_task", default=None)
-"""The task of the group that is running; tasks that a node starts (`gather`, `wait_for`) inherit it."""
 
 
 class RolloutLoopFailed(RuntimeError):
     """Something other than a node failed in the rollout loop, so that groups would never come."""
 
 
-class SubmissionGate:
-    """A wrapper of the rollout engine that knows which groups of a generation batch have sent it their request, or
-    ended without one.
-
-    The nodes of the rollout loop are compiled with the gate in the engine's place, and have its `generate`, `pause` and
-    `resume`. Between generation batches it only forwards. It runs on the asyncio thread alone, so it needs no lock.
-    """
-
-    def __init__(self, engine: RolloutEngine, group_recorder: GroupRecorder) -> None:
-        self._engine, self._recorder = engine, group_recorder
-        self._waiting: set[asyncio.Task[None] | None] = set()
-        self._all_in = asyncio.Event()
-        self._early_stop: EarlyStop | None = None
-
-    def expect(self, tasks: Collection[asyncio.Task[None]], early_stop: EarlyStop | None = None) -> None:
-        """Begin a generation batch of these group tasks. None of them has run yet: they were created without an await
-        since. early_stop: informed of every response."""
-        self._waiting, self._early_stop = set(tasks), early_stop
-        self._all_in = asyncio.Event()
-        for task in tasks:
-            task.add_done_callback(self.arrived)  # one that ends without a request must not be waited for
-
-    async def generate(self, request: GenerateRequest) -> GenerateResult:
-        """The engine's `generate`; its request is in the engine's queue before this yields for the first time.
-        Responses that a weight update cut off are generated again."""
-        with ours():
-            fault_injection.reach("rollout.generate")
-            result = await self._ask(request)
-            while aborted := tuple(made.sample for made in result.generations if made.finish_reason == "abort"):
-                again = await self._ask(replace(request, samples=aborted))
-                redone = {made.sample: made for made in again.generations}
-                result = GenerateResult(tuple(redone.get(made.sample, made) for made in result.generations))
-            self._recorder.generated(request, result)
-            return result
-
-    async def _ask(self, request: GenerateRequest) -> GenerateResult:
-        pending = asyncio.ensure_future(self._engine.generate(request))
-        task = _group_task.get() or asyncio.current_task()
-        assert task is not None
-
-        def end(task: asyncio.Task[None]) -> None:
-            pending.cancel()
-
-        task.add_done_callback(end)  # of a request that nobody waits for any more, by a task that its group started
-        try:
-            await asyncio.sleep(0)  # `pending` runs to its first await, after which its request is queued
-            self.arrived(task)
-            result = await pending
-            if self._early_stop is not None:
-                self._early_stop.responded(task, sum(len(made.token_ids) for made in result.generations))
-            return result
-        finally:
-            task.remove_done_callback(end)
-            pending.cancel()  # no effect if it is done; else this group was cancelled, and its request with it
-
-    async def all_in(self) -> None:
-        """Wait until every group of the generation batch has arrived."""
-        if self._waiting:
-            await self._all_in.wait()
-
-    @property
-    def version(self) -> Version:
-        """The version of the engine's weights."""
-        return self._engine.version
-
-    async def num_generated_tokens(self) -> int:
-        """Generated so far, none of them later for cancelled requests. 0 for an engine that does not count them."""
-        await self._engine.pause()
-        number = getattr(self._engine, "num_generated_tokens", 0)
-        await self._engine.resume()
-        return int(number)
-
-    async def pause(self) -> None:
-        await self._engine.pause()
-
-    async def resume(self) -> None:
-        await self._engine.resume()
-
-    def arrived(self, task: asyncio.Task[None] | None) -> None:
-        """The group has sent its request, or needs none."""
-        self._waiting.discard(task)
-        if not self._waiting:
-            self._all_in.set()
-
-
 async def _score_samples(router: RewardRouter, waits: Waits, samples: Sequence[Sample]) -> list[RewardOutcome]:
-    with waits("reward", "scores", on="reward functions"):
-        return await score_samples(router, samples)
+    with waits("reward", "scores", on="reward functions"), ours():
+        return await router(samples)
 
 
 @dataclass(frozen=True)
 class GroupEvents:
-    """Callbacks for events of prompt groups. waits: logs how long each waits for its rewards."""
+    """Callbacks for events of prompt groups.
 
-    ended: OnGroup
-    dropped: OnDropped = lambda prompt_group, reason, batch: None
+    ended: (group, "complete" or why it was dropped, started, ended), in `time.time()`, for every group, before the
+    queue has it. recorded: after that. dropped: (group, why a node dropped it, its columns). waits: logs how long each
+    group waits for its rewards.
+    """
+
+    ended: Callable[[PromptGroup, str, float, float], None] = lambda prompt_group, outcome, started, ended: None
+    recorded: Callable[[], None] = lambda: None
+    dropped: Callable[[PromptGroup, str, Batch], None] = lambda prompt_group, reason, batch: None
     waits: Waits = field(default_factory=Waits)
 
 
@@ -149,10 +60,9 @@ class RolloutLoop:
 
     make_group: makes the group of a prompt group, without responses yet. gate: wraps the rollout engine, None if the
     pipeline generates nothing. group_recorder: records what engine and reward functions did for each group. timeout_s:
-    limit of a sync function for each sample. ended: called for every group, before the queue has it. in_batches: groups
-    start together as a generation batch, and the next ones when these have ended. stops_early: the groups of a
-    generation batch that are left when the step is full are aborted. call_counts: of reward calls on all groups, also
-    dropped ones. dropped: called for the groups that a node drops.
+    limit of a sync function for each sample. in_batches: groups start together as a generation batch, and the next ones
+    when these have ended. stops_early: the groups of a generation batch that are left when the step is full are
+    aborted. call_counts: of reward calls on all groups, also dropped ones.
     """
 
     steps: Sequence[Step]
@@ -160,13 +70,12 @@ class RolloutLoop:
     context: MakeContext
     gate: SubmissionGate | None
     timeout_s: float
-    ended: OnGroup
+    events: GroupEvents
     group_recorder: GroupRecorder
     in_batches: bool = True
     stops_early: bool = False
     plain_calls: PlainCalls = field(default_factory=PlainCalls)
     call_counts: CallCounts = field(default_factory=CallCounts)
-    dropped: OnDropped = lambda prompt_group, reason, batch: None
 
     @staticmethod
     def of(
@@ -175,7 +84,7 @@ class RolloutLoop:
         resources: Resources,
         contexts: Contexts,
         group_recorder: GroupRecorder,
-        events: "GroupEvents",
+        events: GroupEvents,
     ) -> "RolloutLoop":
         """The loop of a worker that has these nodes."""
         gate = SubmissionGate(resources.rollout, group_recorder) if resources.rollout is not None else None
@@ -196,12 +105,11 @@ class RolloutLoop:
             contexts.for_rollout,
             gate,
             spec.options.timeout_s,
-            events.ended,
+            events,
             group_recorder,
             in_batches=spec.data.max_staleness == 0,
             stops_early=spec.data.oversampling > 0,
             call_counts=resources.reward_fn.call_counts if resources.reward_fn is not None else CallCounts(),
-            dropped=events.dropped,
         )
 
     async def run(self, group: Group, steps: Sequence[Step], context: MakeContext) -> Drop | None:
@@ -312,7 +220,7 @@ class RolloutLoop:
         self, prompt_group: PromptGroup, queue: SampleQueuePort, stop: EarlyStop | None = None
     ) -> None:
         """A failing node costs its own group only, and is recorded. stop: cancels the group if it is not needed."""
-        _group_task.set(asyncio.current_task())
+        group_task.set(asyncio.current_task())
         self.group_recorder.begin(prompt_group)
         started, group = time.time(), self.make_group(prompt_group)
         try:
@@ -325,17 +233,17 @@ class RolloutLoop:
             await self._turn(stop, accepted=drop is None)
         except asyncio.CancelledError:
             if stop is not None and stop.over:
-                self.ended(prompt_group, "aborted: the step had all it needs", started, time.time())
+                self._end(prompt_group, "aborted: the step had all it needs", started)
             raise
         except NodeError as err:
             users = isinstance(err, UserError)
-            self.ended(prompt_group, f"error: {err}", started, time.time())
+            self._end(prompt_group, f"error: {err}", started)
             queue.drop(FinishedGroup(prompt_group, dropped="error", failure=Failure(str(err), users), lost=not users))
             return
         detail = f": {drop.detail}" if drop is not None and drop.reason == TOO_FEW_SCORES else ""
-        self.ended(prompt_group, "complete" if drop is None else f"{drop.reason}{detail}", started, time.time())
+        self._end(prompt_group, "complete" if drop is None else f"{drop.reason}{detail}", started)
         if drop is not None:
-            self.dropped(prompt_group, f"{drop.reason}{detail}", batch)
+            self.events.dropped(prompt_group, f"{drop.reason}{detail}", batch)
         if drop is None:
             self.group_recorder.keep()
             queue.put(finished_group(prompt_group, batch, group.measured))
@@ -345,9 +253,13 @@ class RolloutLoop:
         else:
             queue.drop(FinishedGroup(prompt_group, dropped=drop.reason, accuracy=accuracy_of(batch)))
 
+    def _end(self, prompt_group: PromptGroup, outcome: str, started: float) -> None:
+        self.events.ended(prompt_group, outcome, started, time.time())
+        self.events.recorded()
+
     async def _turn(self, stop: EarlyStop | None, accepted: bool) -> None:
         """Wait until the group may report to the queue."""
         if stop is not None:
             if self.gate is not None:
-                self.gate.arrived(_group_task.get())
+                self.gate.arrived(group_task.get())
             await stop.turn(accepted)

@@ -71,7 +71,8 @@ class Worker:
                 self._end(self.step)
                 break
             for node, ctx in self._nodes(step):
-                step.update(*node(step.batch, ctx))
+                step.batch, measured = node(step.batch, ctx)
+                step.measured.append(measured)
             self.finish(step.batch, {**step.metrics, **self._measured(step), **rewards})
         return self.step
 
@@ -129,7 +130,8 @@ class Worker:
         all ranks. Returns the batch with the nodes' columns, and their metrics over all ranks."""
         step = TrainingStep(tuple(group_ids), (), batch)
         for node, ctx in self._nodes(step):
-            step.update(*node(step.batch, ctx))
+            step.batch, measured = node(step.batch, ctx)
+            step.measured.append(measured)
         return step.batch, self._measured(step)
 
     def train_step(self, role: str, engine: TrainEngine, batch: Batch, loss: LossFn) -> dict[str, float]:

@@ -8,10 +8,10 @@ from typing import cast
 from distflow.scheduling.curriculum import Accuracy, Skips
 from distflow.scheduling.data_plan import DataPlan
 from distflow.scheduling.domain_shares import DomainShares
-from distflow.scheduling.groups import CountsError, GroupCounts, GroupRecord, PromptGroup, Version, domain_of
+from distflow.scheduling.groups import CountsError, GroupCounts, GroupRecord, PromptGroup, Version
 from distflow.scheduling.ledger import Ledger, Mark
 from distflow.scheduling.ledger_audit import STALE
-from distflow.scheduling.ledger_record import inherited_fields, issued_fields
+from distflow.scheduling.ledger_record import inherited_fields
 from distflow.scheduling.next_groups import Counts, NextGroups
 from distflow.scheduling.rollout_capacity import Admission
 from distflow.scheduling.sample_queue import SampleQueue, still_consumable
@@ -154,16 +154,15 @@ class Coordinator:
         """Drop a group without training on it: its id is used up, its rollout capacity is free again."""
         group = self._queue.drop(number, reason)
         self._journal("dropped", group_id=number, reason=reason)
-        self._counts.drop(group.prompt_group, reason)
+        self._counts.drop(group.domain, reason)
 
     def record_accuracy(self, number: int, accuracy: Accuracy | None) -> None:
         """Note the accuracy of a running group's responses, None if they were not scored, before it is completed or
         dropped."""
         if accuracy is not None:
             prompt_group = self._queue.running_group(number, "be scored").prompt_group
-            domain = domain_of(prompt_group.stream)
-            self._skips.record(domain, prompt_group.row, accuracy)
-            self.shares.record(domain, accuracy)
+            self._skips.record(prompt_group.domain, prompt_group.row, accuracy)
+            self.shares.record(prompt_group.domain, accuracy)
 
     def retry(self, number: int) -> bool:
         """A group was lost during the run, with the engine or the process that worked on it.
@@ -190,7 +189,9 @@ class Coordinator:
         them and discarded."""
         groups = [self._queue.abort(number) for number in numbers]
         self._journal("aborted", group_ids=list(numbers), tokens=num_tokens)
-        self._counts.abort((group.prompt_group for group in groups), num_tokens)
+        self._counts.aborted_tokens += num_tokens
+        for group in groups:
+            self._counts.abort(group.domain)
 
     def lose(self, number: int) -> None:
         """The samples of a complete group that no step has taken are gone with the process that had them: the group
@@ -259,7 +260,8 @@ class Coordinator:
         left = self._queue.num_live - self._queue.num_waiting
         assert self.plan.max_staleness or not left, "at staleness 0 a step leaves nothing behind that has started"
         numbers = [group.group_id for group in groups]
-        self._counts.consume(group.prompt_group for group in groups)
+        for group in groups:
+            self._counts.consume(group.domain)
         self._admission.released()
         self.version = Version(self._restart, step + 1)
         self.weights_step = step + 1 if sent_weights else self.weights_step
@@ -289,8 +291,8 @@ class Coordinator:
         while self.prompt_groups.num_left != 0:
             prompt_group = self.prompt_groups.make(source, engine_version)
             self._queue.issue(prompt_group)
-            self._counts.issue(prompt_group)
-            self._journal("issued", **issued_fields(prompt_group))
+            self._counts.issue(prompt_group.domain)
+            self._journal("issued", **prompt_group.issued_fields())
             reason = self._skips.pass_over(prompt_group.row)
             if reason is None or not num_left:
                 return prompt_group
@@ -304,14 +306,14 @@ class Coordinator:
                 [*self._queue.domain_queues.values()].index(self._queue.queue_of(number)), engine_version
             )
         prompt_group = self._queue.reissue(number, engine_version)
-        self._journal("issued", **issued_fields(prompt_group))
+        self._journal("issued", **prompt_group.issued_fields())
         return prompt_group
 
     def _restore(self, groups: list[GroupRecord]) -> None:
         complete = [group for group in groups if group.complete]
         fit, stale = list[GroupRecord](), list[GroupRecord]()
         for number, source in enumerate(self.plan.sources):
-            own = [group for group in complete if domain_of(group.prompt_group.stream) == source.name]
+            own = [group for group in complete if group.domain == source.name]
             parts = still_consumable(own, self.plan.max_staleness, partial(self.shares.quotas.up_to, number))
             fit += parts[0]
             stale += parts[1]
@@ -321,7 +323,7 @@ class Coordinator:
             self._queue.restore(group)
         for group, reason in [*((group, STALE) for group in stale), *((group, LOST) for group in lost)]:
             self._journal("dropped", group_id=group.group_id, reason=reason)
-            self._counts.drop(group.prompt_group, reason)
+            self._counts.drop(group.domain, reason)
 
     def _describe(self) -> Snapshot:
         counts = self._counts

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
 TRAIN = "train"
 
@@ -37,6 +38,16 @@ class PromptGroup:
     stream: str = TRAIN
     position: int = 0
 
+    @property
+    def domain(self) -> str:
+        """Empty in a run without domains."""
+        return self.stream.partition("/")[2]
+
+    def issued_fields(self) -> dict[str, Any]:
+        """Fields of the ledger's record that it was issued."""
+        fields = {name: getattr(self, name) for name in ("group_id", "epoch", "row", "version", "attempt")}
+        return {**fields, "domain": self.domain} if self.domain else fields
+
 
 class GroupState(StrEnum):
     """waiting: to be issued again, after it was lost or aborted. generating: with a rollout worker, until it is scored
@@ -70,6 +81,11 @@ class GroupRecord:
         return self.prompt_group.group_id
 
     @property
+    def domain(self) -> str:
+        """Empty in a run without domains."""
+        return self.prompt_group.domain
+
+    @property
     def complete(self) -> bool:
         """Whether its samples are in the queue, or with the step that has taken it."""
         return self.state in (GroupState.QUEUED, GroupState.TRAINING)
@@ -84,11 +100,6 @@ class GroupRecord:
 def stream_of(domain: str) -> str:
     """The stream of a domain's training groups; domain "" is a run without domains."""
     return f"{TRAIN}/{domain}" if domain else TRAIN
-
-
-def domain_of(stream: str) -> str:
-    """The inverse of `stream_of`."""
-    return stream.partition("/")[2]
 
 
 class CountsError(RuntimeError):

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any, NotRequired, TypedDict
 
-from distflow.scheduling.groups import DomainCounts, PromptGroup, domain_of
+from distflow.scheduling.groups import DomainCounts
 from distflow.scheduling.snapshot import Snapshot, restored
 
 
@@ -67,19 +67,6 @@ class Record(TypedDict, total=False):
     to: int
 
 
-def issued_fields(group_id: PromptGroup) -> dict[str, Any]:
-    """Fields of a record that the group was issued."""
-    fields = {
-        "group_id": group_id.group_id,
-        "epoch": group_id.epoch,
-        "row": group_id.row,
-        "version": group_id.version,
-        "attempt": group_id.attempt,
-    }
-    name = domain_of(group_id.stream)
-    return {**fields, "domain": name} if name else fields
-
-
 def inherited_fields(start: Snapshot, domains: Mapping[str, DomainCounts]) -> dict[str, Any]:
     """Fields of a record that a run continues from another run's snapshot, without its ledger."""
     live = [
@@ -88,7 +75,7 @@ def inherited_fields(start: Snapshot, domains: Mapping[str, DomainCounts]) -> di
             "attempt": group.prompt_group.attempt,
             "complete": group.complete,
             "version": group.prompt_group.version if group.version is None else group.version,
-            **({"domain": name} if (name := domain_of(group.prompt_group.stream)) else {}),
+            **({"domain": group.domain} if group.domain else {}),
         }
         for group in map(restored, start["live"])
     ]

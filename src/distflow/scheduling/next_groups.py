@@ -1,13 +1,13 @@
 """Counts of a run's groups, in total and by domain, and the next group: of an offered row, else of the data set."""
 
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import cast
 
 from distflow.scheduling.data_order import place
 from distflow.scheduling.data_plan import DataPlan
-from distflow.scheduling.groups import DomainCounts, GroupCounts, PromptGroup, domain_of, stream_of
+from distflow.scheduling.groups import DomainCounts, GroupCounts, PromptGroup, stream_of
 from distflow.scheduling.snapshot import SavedDomain, Snapshot
 
 
@@ -25,31 +25,27 @@ class Counts:
             if each["issued"]
         }
 
-    def issue(self, prompt_group: PromptGroup) -> None:
-        """Count a group that was not issued before."""
+    def issue(self, domain: str) -> None:
+        """Count a group that was not issued before. domain: here and below empty in a run without domains."""
         self.issued += 1
-        if name := domain_of(prompt_group.stream):
-            self.domains[name] = replace(self.of(name), issued=self.of(name).issued + 1)
+        if domain:
+            self.domains[domain] = replace(self.of(domain), issued=self.of(domain).issued + 1)
 
-    def consume(self, prompt_groups: Iterable[PromptGroup]) -> None:
-        for prompt_group in prompt_groups:
-            self.consumed += 1
-            if name := domain_of(prompt_group.stream):
-                self.domains[name] = replace(self.of(name), consumed=self.of(name).consumed + 1)
+    def consume(self, domain: str) -> None:
+        self.consumed += 1
+        if domain:
+            self.domains[domain] = replace(self.of(domain), consumed=self.of(domain).consumed + 1)
 
-    def drop(self, prompt_group: PromptGroup, reason: str) -> None:
+    def drop(self, domain: str, reason: str) -> None:
         self.dropped[reason] += 1
-        if name := domain_of(prompt_group.stream):
-            before = self.of(name).dropped
-            self.domains[name] = replace(self.of(name), dropped={**before, reason: before.get(reason, 0) + 1})
+        if domain:
+            before = self.of(domain).dropped
+            self.domains[domain] = replace(self.of(domain), dropped={**before, reason: before.get(reason, 0) + 1})
 
-    def abort(self, prompt_groups: Iterable[PromptGroup], num_tokens: int) -> None:
-        """num_tokens: of all these groups."""
-        self.aborted_tokens += num_tokens
-        for prompt_group in prompt_groups:
-            self.aborted += 1
-            if name := domain_of(prompt_group.stream):
-                self.domains[name] = replace(self.of(name), aborted=self.of(name).aborted + 1)
+    def abort(self, domain: str) -> None:
+        self.aborted += 1
+        if domain:
+            self.domains[domain] = replace(self.of(domain), aborted=self.of(domain).aborted + 1)
 
     def of(self, domain: str) -> DomainCounts:
         return self.domains.get(domain, DomainCounts())

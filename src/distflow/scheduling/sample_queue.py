@@ -7,7 +7,7 @@ from typing import Literal
 from distflow.errors import UserError
 from distflow.scheduling.domain_queue import DomainQueue
 from distflow.scheduling.domain_quotas import Quotas
-from distflow.scheduling.groups import CountsError, GroupRecord, GroupState, PromptGroup, domain_of
+from distflow.scheduling.groups import CountsError, GroupRecord, GroupState, PromptGroup
 
 MAX_ATTEMPTS = 3
 """Attempts that a group has: lost in the last one too, it is not tried again."""
@@ -253,7 +253,7 @@ class SampleQueue:
         return tuple(number for queue in self.domain_queues.values() for number in queue.formed)
 
     def _queue_of(self, group: GroupRecord) -> DomainQueue:
-        return self.domain_queues[domain_of(group.prompt_group.stream)]
+        return self.domain_queues[group.domain]
 
     def _form(self, step: int, needs: Sequence[tuple[DomainQueue, int]], exhausted: bool) -> list[list[int]] | None:
         """Ids that each domain queue gives to the step."""

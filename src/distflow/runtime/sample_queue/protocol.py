@@ -63,11 +63,6 @@ class TrainingStep(Generic[T]):
     measured: list[Measured] = field(default_factory=list)
     times: dict[str, float] = field(default_factory=dict)
 
-    def update(self, batch: T, measured: Measured) -> None:
-        """Store the result of a node."""
-        self.batch = batch
-        self.measured.append(measured)
-
 
 @dataclass(frozen=True)
 class NewWorkers:

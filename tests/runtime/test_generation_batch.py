@@ -14,8 +14,9 @@ from distflow.data.sample import Sample
 from distflow.graph import BoundNode, Drop, node
 from distflow.rollout.engine import GenerateRequest, GenerateResult, Generation
 from distflow.runtime.compiled_node import compile_steps
+from distflow.runtime.generation_batch import SubmissionGate
 from distflow.runtime.prompt_group import Group
-from distflow.runtime.rollout_loop import RolloutLoop, SubmissionGate
+from distflow.runtime.rollout_loop import GroupEvents, RolloutLoop
 from distflow.runtime.sample_queue.local import LocalSampleQueue
 from distflow.runtime.wait_log import Waits
 from distflow.scheduling.coordinator import Coordinator
@@ -76,7 +77,7 @@ def plane_of(engine: Any, *more: BoundNode) -> RolloutLoop:
         lambda group, name: context(group.prompt_group.version, group=group),
         gate,
         10.0,
-        Ends(),
+        GroupEvents(Ends()),
         GroupRecords(),
         stops_early=True,
     )
@@ -108,7 +109,7 @@ def test_those_that_are_generated_first_make_the_step_and_the_others_are_aborted
     assert run(plane, counts) == [[1, 3, 4, 5]]
     group_counts = counts.checked_counts()
     assert engine.num_cancelled == group_counts.aborted == 2 and engine.num_running == 0
-    assert plane.ended[0] == plane.ended[2] == "aborted: the step had all it needs"  # type: ignore[index]
+    assert plane.events.ended[0] == plane.events.ended[2] == "aborted: the step had all it needs"  # type: ignore[index]
     assert group_counts.aborted_tokens == engine.num_generated_tokens - 2 * (5 + 4 + 3 + 2), "of 2 samples each"
 
 
