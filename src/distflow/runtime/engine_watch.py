@@ -5,6 +5,7 @@ hang. Time is counted in polls, each after a short sleep: a process that is stop
 overloaded, does not use up the deadline. Neither does a debugger's prompt.
 """
 
+import asyncio
 import faulthandler
 import os
 import sys
@@ -12,7 +13,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -77,12 +78,11 @@ class WatchedEngine:
 
     async def __aenter__(self) -> "WatchedEngine":
         threading.Thread(target=self._watch, name="engine-watch", daemon=True).start()
-        try:
+        with ExitStack() as if_it_fails:
+            if_it_fails.callback(self._left.set)
             with self._asking("to start"):
                 await self._engine.__aenter__()
-        except BaseException:
-            self._left.set()
-            raise
+            if_it_fails.pop_all()
         return self
 
     async def __aexit__(
@@ -130,13 +130,14 @@ class WatchedEngine:
     def _asking(self, what: str, while_paused: bool = True) -> Iterator[None]:
         asked = _Asked(what, time.time(), while_paused)
         self._asked.add(asked)
+        replied = True  # an error is a reply as well
         try:
             yield
-            self._num_replies += 1
-        except Exception:  # a reply as well; a cancellation is none
-            self._num_replies += 1
+        except asyncio.CancelledError:
+            replied = False
             raise
         finally:
+            self._num_replies += replied
             self._asked.discard(asked)
 
     def _watch(self) -> None:

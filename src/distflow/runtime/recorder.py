@@ -7,7 +7,7 @@ import sys
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -303,14 +303,17 @@ class Recorder:
 @contextmanager
 def reported(run_dir: Path, say: Callable[[str], None]) -> Iterator[None]:
     """Writes the report of a run that fails inside, and says where. After success `Recorder.report` writes it."""
-    try:
-        yield
-    except BaseException:
+
+    def report() -> None:
         try:
             say(f"report of the failed run: {write_report(run_dir)}")
         except Exception as failure:  # whatever prevents the report, the error to report is the one that ended the run
             say(f"the report cannot be written: {failure}")
-        raise
+
+    with ExitStack() as if_it_fails:
+        if_it_fails.callback(report)
+        yield
+        if_it_fails.pop_all()
 
 
 def _raised(error: BaseException) -> dict[str, str]:

@@ -10,7 +10,7 @@ import math
 import os
 import threading
 from collections.abc import Callable, Coroutine, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from queue import SimpleQueue
@@ -191,11 +191,10 @@ class Session:
 
     def __enter__(self) -> "Session":
         self._thread.__enter__()
-        try:
+        with ExitStack() as if_it_fails:  # Python calls no `__exit__` then, and services may run already
+            if_it_fails.push(self.__exit__)
             self.call(self._enter())
-        except BaseException as err:  # Python calls no `__exit__` if this fails: services may run already
-            self.__exit__(type(err), err)
-            raise
+            if_it_fails.pop_all()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *rest: object) -> None:

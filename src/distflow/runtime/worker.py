@@ -183,10 +183,10 @@ class Worker:
                 if self._parts.reshard.sends(name):
                     with self._recorder.phases("exchange"):
                         self._parts.reshard.send(name, before, step.batch, self.step)
-            except BaseException:  # GeneratorExit if the node raised
-                self.status[name] = NodeStatus.FAILED
-                raise
-            self.status[name] = NodeStatus.COMPLETED
+                self.status[name] = NodeStatus.COMPLETED
+            finally:
+                if self.status[name] is NodeStatus.RUNNING:  # an error here, or the node's, which ends this generator
+                    self.status[name] = NodeStatus.FAILED
             if self._spec.options.enable_perf:
                 step.times[f"perf/{name}"] = time.perf_counter() - started
 
