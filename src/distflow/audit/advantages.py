@@ -9,10 +9,9 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from distflow.algorithms.registry import find_adv_est
-from distflow.audit.recorded_data import BUILTIN, Check, RecordedStep, Sample, Wrong, doubles, module_of
+from distflow.audit.recorded_data import BUILTIN, RecordedStep, Sample, by_group_of, check, check_close, module_of
 from distflow.audit.reward_functions import functions_of
 from distflow.config.derived_settings import algorithms
 from distflow.config.keys.algorithm import AlgorithmConfig, is_on
@@ -41,11 +40,7 @@ def _score(sample: Sample) -> float:
 
 
 def _groups(samples: Sequence[Sample]) -> dict[int, list[Sample]]:
-    groups: dict[int, list[Sample]] = {}
-    for sample in samples:
-        if sample["valid"]:
-            groups.setdefault(int(sample["group_index"]), []).append(sample)
-    return groups
+    return by_group_of(sample for sample in samples if sample["valid"])
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -259,6 +254,13 @@ GLOBAL = ("gpg", "gdpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", 
 """Estimators that need the whole step, on all ranks."""
 
 
+@check(
+    "advantages",
+    "advantages and returns are those of the estimator's formula, computed by brute force in float64 from the rewards "
+    "of each sample's own group",
+    needs="a built-in estimator",
+    limit=f"{LIMIT:g} relative",
+)
 def audit_advantages(recorded: RecordedStep) -> str | None:
     if not recorded.is_ours("advantages"):
         return "the estimator is the user's" if recorded.is_written("advantages") else ""
@@ -280,7 +282,7 @@ def audit_advantages(recorded: RecordedStep) -> str | None:
 def _check_samples(recorded: RecordedStep, settings: AlgorithmConfig, samples: list[Sample]) -> str | None:
     """For samples with the same settings."""
     name = settings.adv_estimator
-    if recorded.parts.num_ranks > 1 and (name in GLOBAL or settings.scale_rewards == "batch"):
+    if recorded.run.num_ranks > 1 and (name in GLOBAL or settings.scale_rewards == "batch"):
         return f"'{name}' needs the samples of all ranks"
     if recorded.partial and (name in GLOBAL or settings.scale_rewards == "batch"):
         return f"'{name}' needs the whole step"
@@ -296,26 +298,7 @@ def _check_samples(recorded: RecordedStep, settings: AlgorithmConfig, samples: l
     if rows is None:
         return f"the auditor has no formula for '{name}'"
     for sample, (advantages, returns) in zip(samples, rows, strict=True):
-        _same(name, sample, "advantages", torch.tensor(advantages, dtype=torch.float64))
-        _same(name, sample, "returns", torch.tensor(returns, dtype=torch.float64))
+        reason = f": '{name}' gives this for the rewards of its own group ({int(sample['group_index'])})"
+        for column, values in (("advantages", advantages), ("returns", returns)):
+            check_close(sample, column, torch.tensor(values, dtype=torch.float64), LIMIT, reason)
     return None
-
-
-def _same(name: str, sample: Sample, column: str, expected: Tensor) -> None:
-    wrong = ~((doubles(sample[column]) - expected).abs() <= LIMIT * expected.abs().clamp(min=1.0))
-    if bool(wrong.any()):
-        token = int(wrong.nonzero()[0])
-        raise Wrong(
-            f"{column} of sample {sample['uid']} is {float(sample[column][token]):g} at token {token}, but '{name}' "
-            f"gives {float(expected[token]):g} for the rewards of its own group ({int(sample['group_index'])})"
-        )
-
-
-CHECK = Check(
-    "advantages",
-    "advantages and returns are those of the estimator's formula, computed by brute force in float64 from the rewards "
-    "of each sample's own group",
-    "a built-in estimator",
-    f"{LIMIT:g} relative",
-    audit_advantages,
-)

@@ -6,13 +6,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distflow.audit.recorded_data import BUILTIN, Check, RecordedStep, module_of
+from distflow.audit.recorded_data import BUILTIN, RecordedStep, check, module_of
 from distflow.audit.recorder import UpdateRecord
+from distflow.data.batch import Batch
 
 GARBAGE, WIDTH, LIMIT = 1e3, 3, 1e-4
 Call = Callable[[Sequence[object], Mapping[str, object]], tuple[Tensor, ...]]
 
 
+@check(
+    "user_code",
+    "a user's estimator or loss gives finite numbers, reads nothing outside the mask, and keeps groups apart unless "
+    "its scope is global; a failure is a warning, and the run continues",
+    needs="a deterministic function with a supported signature",
+    limit=f"{LIMIT:g}",
+)
 def audit_custom_functions(recorded: RecordedStep) -> str | None:
     """Findings are warnings, and the run continues: a user may have reasons to break these rules."""
     estimator, losses = _estimator(recorded), _losses(recorded)
@@ -20,15 +28,16 @@ def audit_custom_functions(recorded: RecordedStep) -> str | None:
         return ""
     findings = [*(estimator or ()), *(losses or ())]
     for message in findings:
-        recorded.say(message)
+        recorded.run.warn(message)
     return findings[0] if findings else None
 
 
 def _estimator(recorded: RecordedStep) -> list[str] | None:
     """Findings about the user's estimator; None if there is none."""
-    if recorded.is_ours("advantages") or recorded.parts.estimate is None:
+    inputs = None if recorded.is_ours("advantages") else recorded.run.estimator(recorded.batch)
+    if inputs is None:
         return None
-    fn, positional, keyword = recorded.parts.estimate(recorded.batch)
+    fn, positional, keyword = inputs
     name = f"the estimator {getattr(fn, '__name__', fn)}"
     mask = recorded.batch["response_mask"]
 
@@ -49,7 +58,7 @@ def _estimator(recorded: RecordedStep) -> list[str] | None:
             "advantages. The numbers there depend on which samples share the batch; multiply by response_mask before "
             "you sum"
         )
-    elif _mixes_groups(recorded, call):
+    elif _mixes_groups(recorded):
         findings.append(
             f"{name} mixes groups: for one group alone it gives other advantages than for the same group in the batch. "
             'If that is intended, register it with scope="global"'
@@ -57,20 +66,23 @@ def _estimator(recorded: RecordedStep) -> list[str] | None:
     return findings
 
 
-def _mixes_groups(recorded: RecordedStep, call: Call) -> bool:
-    assert recorded.parts.estimate is not None
-    node = next(node for node in recorded.parts.pipeline.nodes if "advantages" in node.contract.writes)
+def _mixes_groups(recorded: RecordedStep) -> bool:
+    node = next(node for node in recorded.run.pipeline.nodes if "advantages" in node.contract.writes)
     groups = recorded.batch["group_index"].tolist()
     if node.contract.scope == "global" or len(set(groups)) < 2:
         return False
     rows = [row for row, group in enumerate(groups) if group == groups[0]]
     alone = recorded.batch.select(rows)
-    fn, positional, keyword = recorded.parts.estimate(alone)
-    apart = _tensors(fn(*positional, **keyword), alone["response_mask"])
-    whole_fn, whole_positional, whole_keyword = recorded.parts.estimate(recorded.batch)
-    together = call(whole_positional, whole_keyword)
     length = alone["response_mask"].shape[1]
-    return not _equal(apart, tuple(tensor[rows][:, :length] for tensor in together))
+    together = tuple(tensor[rows][:, :length] for tensor in _advantages(recorded, recorded.batch))
+    return not _equal(_advantages(recorded, alone), together)
+
+
+def _advantages(recorded: RecordedStep, batch: Batch) -> tuple[Tensor, ...]:
+    inputs = recorded.run.estimator(batch)
+    assert inputs is not None, "called only if there is one"
+    fn, positional, keyword = inputs
+    return _tensors(fn(*positional, **keyword), batch["response_mask"])
 
 
 def _losses(recorded: RecordedStep) -> list[str] | None:
@@ -170,13 +182,3 @@ def _not_finite(name: str, found: Sequence[Tensor], mask: Tensor) -> list[str]:
 def _equal(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
     pairs = zip(one, other, strict=True)
     return all(a.shape == b.shape and torch.allclose(a, b, rtol=LIMIT, atol=LIMIT, equal_nan=True) for a, b in pairs)
-
-
-CHECK = Check(
-    "user_code",
-    "a user's estimator or loss gives finite numbers, reads nothing outside the mask, and keeps groups apart unless "
-    "its scope is global; a failure is a warning, and the run continues",
-    "a deterministic function with a supported signature",
-    f"{LIMIT:g}",
-    audit_custom_functions,
-)

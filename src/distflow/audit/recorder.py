@@ -11,7 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from distflow.audit.plain_model import PlainScores
+from distflow.audit.model_forward import PlainScores
 from distflow.data.batch import Batch
 from distflow.models.shards import own_part, square_sum
 from distflow.rewards.score import RewardResult
