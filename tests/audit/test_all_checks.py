@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from distflow.audit import reward_sum
+from distflow.audit import rewards
 from distflow.audit.all_checks import CHECKS, markdown_table
 from distflow.audit.recorded_data import Check
 from distflow.errors import TrustError
@@ -120,7 +120,7 @@ def test_a_verifier_that_contradicts_itself_is_told_once(playground: Playground,
 def test_a_check_that_fails_itself_is_told_and_costs_nothing_else(
     playground: Playground, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reward_sum, "functions_of", lambda *_: 1 / 0)
+    monkeypatch.setattr(rewards, "functions_of", lambda *_: 1 / 0)
     run = playground.run("grpo", *ALWAYS)
     (warning,) = run.notes("warning")
     assert warning == "the audit could not make its check 'rewards': ZeroDivisionError: division by zero"

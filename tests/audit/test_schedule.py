@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from distflow.audit import schedule as module
+from distflow.audit.model_forward import KeptWeights
 from distflow.audit.schedule import AuditSchedule
-from distflow.audit.sharded_forward import KeptWeights
 
 PLACES = (5, 34, 46)  # drawn, of the first windows of 20 steps
 

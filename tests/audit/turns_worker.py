@@ -11,11 +11,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from distflow.audit import optimizer
-from distflow.audit.plain_model import logits_of, plainly
+from distflow.audit.model_forward import Turns, logits_of, plainly
+from distflow.audit.optimizer_step import audit_optimizer
 from distflow.audit.recorded_data import Wrong
 from distflow.audit.recorder import UpdateRecord, UpdateWatch, striped
-from distflow.audit.sharded_forward import Turns
 from distflow.cluster.process_groups import TorchCollective
 from distflow.config import Config, load_config
 from distflow.models.loading import load_model
@@ -94,16 +93,17 @@ def updates(model: nn.Module, rank: int, folder: Path) -> None:
         metrics = engine.train_step(batch, watch.loss)
         record = watch.end(metrics)
         assert metrics["grad_norm"] > 0.5 and record.norm == pytest.approx(0.5, rel=1e-4)
-        optimizer.audit_optimizer(recorded(record, config, step))
+        audit_optimizer.run(recorded(record, config, step))
     record.stripes = {name: replace(stripe, after=stripe.before) for name, stripe in record.stripes.items()}
     with pytest.raises(Wrong, match="moved by 0 at most"):
-        optimizer.audit_optimizer(recorded(record, config, step))
+        audit_optimizer.run(recorded(record, config, step))
 
 
 def recorded(record: UpdateRecord, config: Config, taken: int) -> Any:
     """What the check reads."""
+    run = SimpleNamespace(spec=SimpleNamespace(data=SimpleNamespace(total_steps=10)))
     return SimpleNamespace(
-        config=config, updates=[record], updates_of=lambda role: [record], num_updates={"actor": taken}, total_steps=10
+        run=run, config=config, updates=[record], updates_of=lambda role: [record], num_updates={"actor": taken}
     )
 
 

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from distflow.algorithms.mismatch import Tolerance
-from distflow.checks.live import LiveChecks
-from distflow.checks.movement import LossTerms, Movement
+from distflow.checks.live import LiveChecks, LossTerms, Movement
 from distflow.checks.nonfinite import NonFinite
 from distflow.data.batch import Batch
 from distflow.errors import TrustError

@@ -7,7 +7,7 @@ import datasets.config
 import pytest
 from huggingface_hub import constants
 
-from distflow.data.hub_reachable import unreachable
+from distflow.data.sources import unreachable
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,7 @@ from distflow.config.compose.origins import COMMAND_LINE
 from distflow.config.derived_settings import is_rl
 from distflow.config.keys.declare import dotted
 from distflow.config.keys.schema import schema_keys
-from distflow.data.in_memory_rows import GivenRows, keep_rows
+from distflow.data.python_rows import GivenRows, keep_rows
 from distflow.errors import UserError
 
 Overrides: TypeAlias = Mapping[str, object] | Sequence[str]

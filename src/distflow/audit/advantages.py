@@ -9,10 +9,9 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from distflow.algorithms.registry import find_adv_est
-from distflow.audit.recorded_data import BUILTIN, Check, RecordedStep, Sample, Wrong, doubles, module_of
+from distflow.audit.recorded_data import BUILTIN, RecordedStep, Sample, by_group_of, check, check_close, module_of
 from distflow.audit.reward_functions import functions_of
 from distflow.config.derived_settings import algorithms
 from distflow.config.keys.algorithm import AlgorithmConfig, is_on
@@ -20,15 +19,67 @@ from distflow.config.keys.algorithm import AlgorithmConfig, is_on
 Rows = list[tuple[list[float], list[float]]]
 """(advantage, return) of each token of each sample."""
 Options = Mapping[str, Any]
+Formula = Callable[[Sequence[Sample], Options], Rows]
+SampleValue = Callable[[Sample, list[Sample], Options], float]
 
 LIMIT = 1e-3
 MOST_TOKENS = 2**20
+
+
+@check(
+    "advantages",
+    "advantages and returns are those of the estimator's formula, computed by brute force in float64 from the rewards "
+    "of each sample's own group",
+    needs="a built-in estimator",
+    limit=f"{LIMIT:g} relative",
+)
+def audit_advantages(recorded: RecordedStep) -> str | None:
+    if not recorded.is_ours("advantages"):
+        return "the estimator is the user's" if recorded.is_written("advantages") else ""
+    if sum(len(sample["response_ids"]) for sample in recorded.samples) > MOST_TOKENS:
+        return f"the step has more than {MOST_TOKENS:,} tokens"
+    if any(update.metrics.get("skipped") and not update.metrics.get("empty") for update in recorded.updates):
+        return "an update of the step was skipped: something in it is not finite"
+    samples: dict[str | None, list[Sample]] = {domain: [] for domain, _ in algorithms(recorded.config)}
+    for sample in recorded.samples:
+        samples[sample["domain"] if sample["domain"] in samples else None].append(sample)
+    why_not = [
+        why
+        for domain, settings in algorithms(recorded.config)
+        if samples[domain] and (why := _check_samples(recorded, settings, samples[domain]))
+    ]
+    return why_not[0] if why_not else None
 
 
 def expected_advantages(name: str, samples: Sequence[Sample], options: Options) -> Rows | None:
     """(advantages, returns) of all samples; None if there is no formula of that name here."""
     formula = FORMULAS.get(name)
     return None if formula is None else formula(samples, options)
+
+
+def _check_samples(recorded: RecordedStep, settings: AlgorithmConfig, samples: list[Sample]) -> str | None:
+    """For samples with the same settings."""
+    name = settings.adv_estimator
+    if recorded.run.num_ranks > 1 and (name in GLOBAL or settings.scale_rewards == "batch"):
+        return f"'{name}' needs the samples of all ranks"
+    if recorded.partial and (name in GLOBAL or settings.scale_rewards == "batch"):
+        return f"'{name}' needs the whole step"
+    if is_on(settings.adv_norm) or is_on(settings.reward_norm):
+        return "the auditor has no formula for reward_norm and adv_norm"
+    if settings.advantage_clip is not None or settings.difficulty_weight or settings.length_weight:
+        return "the auditor has no formula for advantage_clip, difficulty_weight and length_weight"
+    if module_of(find_adv_est(name).fn).partition(".")[0] + "." != BUILTIN:
+        return "the estimator is the user's"
+    weights = {"weight_of": lambda sample, part: functions_of(recorded, sample).get(part, 1.0)}
+    options = {"f_norm": 1.0, **vars(settings), **settings.adv_estimator_kwargs, **weights}
+    rows = expected_advantages(name, samples, options)
+    if rows is None:
+        return f"the auditor has no formula for '{name}'"
+    for sample, (advantages, returns) in zip(samples, rows, strict=True):
+        reason = f": '{name}' gives this for the rewards of its own group ({int(sample['group_index'])})"
+        for column, values in (("advantages", advantages), ("returns", returns)):
+            check_close(sample, column, torch.tensor(values, dtype=torch.float64), LIMIT, reason)
+    return None
 
 
 def _tokens(sample: Sample) -> list[bool]:
@@ -41,11 +92,7 @@ def _score(sample: Sample) -> float:
 
 
 def _groups(samples: Sequence[Sample]) -> dict[int, list[Sample]]:
-    groups: dict[int, list[Sample]] = {}
-    for sample in samples:
-        if sample["valid"]:
-            groups.setdefault(int(sample["group_index"]), []).append(sample)
-    return groups
+    return by_group_of(sample for sample in samples if sample["valid"])
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -145,35 +192,35 @@ def _gdpo(samples: Sequence[Sample], options: Options) -> Rows:
     return _on_samples(samples, lambda sample, group: (summed(sample, group) - _mean(sums)) * scale)
 
 
-def _rloo(samples: Sequence[Sample], options: Options) -> Rows:
-    def value(sample: Sample, group: list[Sample]) -> float:
-        others = [_score(other) for other in group if other is not sample]
-        return _score(sample) - _mean(others) if others else 0.0
-
-    return _on_samples(samples, value)
+def _by_sample(value: SampleValue) -> Formula:
+    """The estimator that gives all tokens of a sample one value, by its scored group."""
+    return lambda samples, options: _on_samples(samples, lambda sample, group: value(sample, group, options))
 
 
-def _opo(samples: Sequence[Sample], options: Options) -> Rows:
-    def value(sample: Sample, group: list[Sample]) -> float:
-        if len(group) == 1:
-            return _score(sample)
-        lengths = [sum(m > 0 for m in other["response_mask"].tolist()) for other in group]
-        weighted = math.fsum(length * _score(other) for length, other in zip(lengths, group, strict=True))
-        return _score(sample) - (weighted / sum(lengths) if sum(lengths) else 0.0)
-
-    return _on_samples(samples, value)
+def _rloo(sample: Sample, group: list[Sample], options: Options) -> float:
+    others = [_score(other) for other in group if other is not sample]
+    return _score(sample) - _mean(others) if others else 0.0
 
 
-def _passk(samples: Sequence[Sample], options: Options) -> Rows:
-    def value(sample: Sample, group: list[Sample]) -> float:
-        scores = sorted((_score(other) for other in group), reverse=True)
-        if len(scores) < 2 or scores[0] == scores[1] or _score(sample) != scores[0]:
-            return 0.0
-        return (scores[0] - scores[1]) / (
-            _std(scores) + options["adv_epsilon"] if options["norm_adv_by_std_in_grpo"] else 1.0
-        )
+def _opo(sample: Sample, group: list[Sample], options: Options) -> float:
+    if len(group) == 1:
+        return _score(sample)
+    lengths = [sum(m > 0 for m in other["response_mask"].tolist()) for other in group]
+    weighted = math.fsum(length * _score(other) for length, other in zip(lengths, group, strict=True))
+    return _score(sample) - (weighted / sum(lengths) if sum(lengths) else 0.0)
 
-    return _on_samples(samples, value)
+
+def _passk(sample: Sample, group: list[Sample], options: Options) -> float:
+    scores = sorted((_score(other) for other in group), reverse=True)
+    if len(scores) < 2 or scores[0] == scores[1] or _score(sample) != scores[0]:
+        return 0.0
+    scale = _std(scores) + options["adv_epsilon"] if options["norm_adv_by_std_in_grpo"] else 1.0
+    return (scores[0] - scores[1]) / scale
+
+
+def _centred(sample: Sample, group: list[Sample]) -> float:
+    """The score minus the group's mean; of a sample that is alone the score."""
+    return _score(sample) - _mean([_score(other) for other in group]) if len(group) > 1 else _score(sample)
 
 
 def _gpg(samples: Sequence[Sample], options: Options) -> Rows:
@@ -188,12 +235,7 @@ def _gpg(samples: Sequence[Sample], options: Options) -> Rows:
         return max(scores) != min(scores) or (len(scores) == 1 and scores[0] != 0)
 
     alpha = len(scored) / max(sum(counts(sample) for sample in scored), 1)
-
-    def value(sample: Sample, group: list[Sample]) -> float:
-        centred = _score(sample) - _mean([_score(other) for other in group]) if len(group) > 1 else _score(sample)
-        return alpha * centred / options["f_norm"]
-
-    return _on_samples(samples, value)
+    return _on_samples(samples, lambda sample, group: alpha * _centred(sample, group) / options["f_norm"])
 
 
 def _reinforce(samples: Sequence[Sample], options: Options) -> Rows:
@@ -215,11 +257,7 @@ def _plus_plus(samples: Sequence[Sample], options: Options) -> Rows:
 
 
 def _plus_plus_baseline(samples: Sequence[Sample], options: Options) -> Rows:
-    def value(sample: Sample, group: list[Sample]) -> float:
-        scores = [_score(other) for other in group]
-        return _score(sample) - _mean(scores) if len(group) > 1 else _score(sample)
-
-    rows = _whitened([row for row, _ in _on_samples(samples, value)], samples)
+    rows = _whitened([row for row, _ in _on_samples(samples, _centred)], samples)
     return [(row, row) for row in rows]
 
 
@@ -240,14 +278,14 @@ def _gae(samples: Sequence[Sample], options: Options) -> Rows:
     return list(zip(_whitened(rows, samples), returns, strict=True))
 
 
-FORMULAS: dict[str, Callable[[Sequence[Sample], Options], Rows]] = {
+FORMULAS: dict[str, Formula] = {
     "grpo": _grpo,
     "gdpo": _gdpo,
     "gspo": _grpo,
     "cpgd": _grpo,
-    "rloo": _rloo,
-    "opo": _opo,
-    "grpo_passk": _passk,
+    "rloo": _by_sample(_rloo),
+    "opo": _by_sample(_opo),
+    "grpo_passk": _by_sample(_passk),
     "gpg": _gpg,
     "reinforce": _reinforce,
     "remax": _remax,
@@ -257,65 +295,3 @@ FORMULAS: dict[str, Callable[[Sequence[Sample], Options], Rows]] = {
 }
 GLOBAL = ("gpg", "gdpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gae")
 """Estimators that need the whole step, on all ranks."""
-
-
-def audit_advantages(recorded: RecordedStep) -> str | None:
-    if not recorded.is_ours("advantages"):
-        return "the estimator is the user's" if recorded.is_written("advantages") else ""
-    if sum(len(sample["response_ids"]) for sample in recorded.samples) > MOST_TOKENS:
-        return f"the step has more than {MOST_TOKENS:,} tokens"
-    if any(update.metrics.get("skipped") and not update.metrics.get("empty") for update in recorded.updates):
-        return "an update of the step was skipped: something in it is not finite"
-    samples: dict[str | None, list[Sample]] = {domain: [] for domain, _ in algorithms(recorded.config)}
-    for sample in recorded.samples:
-        samples[sample["domain"] if sample["domain"] in samples else None].append(sample)
-    why_not = [
-        why
-        for domain, settings in algorithms(recorded.config)
-        if samples[domain] and (why := _check_samples(recorded, settings, samples[domain]))
-    ]
-    return why_not[0] if why_not else None
-
-
-def _check_samples(recorded: RecordedStep, settings: AlgorithmConfig, samples: list[Sample]) -> str | None:
-    """For samples with the same settings."""
-    name = settings.adv_estimator
-    if recorded.parts.num_ranks > 1 and (name in GLOBAL or settings.scale_rewards == "batch"):
-        return f"'{name}' needs the samples of all ranks"
-    if recorded.partial and (name in GLOBAL or settings.scale_rewards == "batch"):
-        return f"'{name}' needs the whole step"
-    if is_on(settings.adv_norm) or is_on(settings.reward_norm):
-        return "the auditor has no formula for reward_norm and adv_norm"
-    if settings.advantage_clip is not None or settings.difficulty_weight or settings.length_weight:
-        return "the auditor has no formula for advantage_clip, difficulty_weight and length_weight"
-    if module_of(find_adv_est(name).fn).partition(".")[0] + "." != BUILTIN:
-        return "the estimator is the user's"
-    weights = {"weight_of": lambda sample, part: functions_of(recorded, sample).get(part, 1.0)}
-    options = {"f_norm": 1.0, **vars(settings), **settings.adv_estimator_kwargs, **weights}
-    rows = expected_advantages(name, samples, options)
-    if rows is None:
-        return f"the auditor has no formula for '{name}'"
-    for sample, (advantages, returns) in zip(samples, rows, strict=True):
-        _same(name, sample, "advantages", torch.tensor(advantages, dtype=torch.float64))
-        _same(name, sample, "returns", torch.tensor(returns, dtype=torch.float64))
-    return None
-
-
-def _same(name: str, sample: Sample, column: str, expected: Tensor) -> None:
-    wrong = ~((doubles(sample[column]) - expected).abs() <= LIMIT * expected.abs().clamp(min=1.0))
-    if bool(wrong.any()):
-        token = int(wrong.nonzero()[0])
-        raise Wrong(
-            f"{column} of sample {sample['uid']} is {float(sample[column][token]):g} at token {token}, but '{name}' "
-            f"gives {float(expected[token]):g} for the rewards of its own group ({int(sample['group_index'])})"
-        )
-
-
-CHECK = Check(
-    "advantages",
-    "advantages and returns are those of the estimator's formula, computed by brute force in float64 from the rewards "
-    "of each sample's own group",
-    "a built-in estimator",
-    f"{LIMIT:g} relative",
-    audit_advantages,
-)

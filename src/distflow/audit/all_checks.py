@@ -2,55 +2,56 @@
 
 from dataclasses import replace
 
-from distflow.audit.advantages import CHECK as ADVANTAGES
-from distflow.audit.custom_functions import CHECK as USER_CODE
-from distflow.audit.gradients import BACKWARD, GRADIENTS
-from distflow.audit.groups_and_masks import GROUPS, MASKS
-from distflow.audit.kl_and_correction import CORRECTION, KL_CONTROL
-from distflow.audit.log_probs import CHECK as LOG_PROBS
-from distflow.audit.log_probs import REFERENCE
-from distflow.audit.loss import CHECK as LOSS
-from distflow.audit.mini_batches import CHECK as MINIBATCHES
-from distflow.audit.mini_batches import audit_each_sample_once
-from distflow.audit.optimizer import CHECK as OPTIMIZER
-from distflow.audit.optimizer import audit_learning_rates
+from distflow.audit.advantages import audit_advantages
+from distflow.audit.custom_functions import audit_custom_functions
+from distflow.audit.log_probs import audit_log_probs, audit_reference
+from distflow.audit.loss import audit_correction, audit_loss
+from distflow.audit.mini_batches import audit_each_sample_once, audit_mini_batches
+from distflow.audit.optimizer_step import audit_backward, audit_gradients, audit_learning_rates, audit_optimizer
 from distflow.audit.recorded_data import Check
-from distflow.audit.responses import CHECK as RESPONSES
-from distflow.audit.reward_functions import CHECK as REWARD_RESULTS
-from distflow.audit.reward_sum import CHECK as REWARDS
-from distflow.audit.sampled_tokens import CHECK as DRAWS
-from distflow.audit.weight_versions import VERSIONS, WEIGHTS
+from distflow.audit.reward_functions import audit_reward_functions
+from distflow.audit.rewards import audit_kl_control, audit_rewards
+from distflow.audit.sampled_tokens import audit_sampled_tokens
+from distflow.audit.samples import audit_groups, audit_masks, audit_responses
+from distflow.audit.weight_versions import audit_versions, audit_weights
 
-BEFORE: tuple[Check, ...] = (WEIGHTS, LOG_PROBS, VERSIONS, DRAWS, REFERENCE, BACKWARD)
+BEFORE: tuple[Check, ...] = (
+    audit_weights,
+    audit_log_probs,
+    audit_versions,
+    audit_sampled_tokens,
+    audit_reference,
+    audit_backward,
+)
 """Run before the step's first update, as they run the models with the weights that scored the step."""
 
 AFTER: tuple[Check, ...] = (
-    GROUPS,
-    RESPONSES,
-    MASKS,
-    REWARD_RESULTS,
-    REWARDS,
-    KL_CONTROL,
-    CORRECTION,
-    ADVANTAGES,
-    USER_CODE,
-    MINIBATCHES,
-    LOSS,
-    GRADIENTS,
-    OPTIMIZER,
+    audit_groups,
+    audit_responses,
+    audit_masks,
+    audit_reward_functions,
+    audit_rewards,
+    audit_kl_control,
+    audit_correction,
+    audit_advantages,
+    audit_custom_functions,
+    audit_mini_batches,
+    audit_loss,
+    audit_gradients,
+    audit_optimizer,
 )
 """Run at the step's end."""
 
-ON_ARRIVAL: tuple[Check, ...] = (WEIGHTS,)
+ON_ARRIVAL: tuple[Check, ...] = (audit_weights,)
 """Run before the policy is scored, in steps that are not audited, while the time budget allows it."""
 
 OF_EVERY_STEP: tuple[Check, ...] = (
-    replace(MINIBATCHES, run=audit_each_sample_once),
-    replace(OPTIMIZER, run=audit_learning_rates),
+    replace(audit_mini_batches, run=audit_each_sample_once),
+    replace(audit_optimizer, run=audit_learning_rates),
 )
 """Cheap enough for every step: mini-batches and learning rates."""
 
-OF_A_FEW_GROUPS: tuple[Check, ...] = (MASKS, REWARDS, CORRECTION, ADVANTAGES)
+OF_A_FEW_GROUPS: tuple[Check, ...] = (audit_masks, audit_rewards, audit_correction, audit_advantages)
 """Also run in steps that are not audited, on a few groups."""
 
 CHECKS = (*AFTER[:8], *BEFORE, *AFTER[8:])

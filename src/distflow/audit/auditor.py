@@ -2,19 +2,25 @@
 
 import random
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+
+from torch import nn
 
 from distflow.audit.all_checks import AFTER, BEFORE, OF_A_FEW_GROUPS, OF_EVERY_STEP, ON_ARRIVAL
 from distflow.audit.log_probs import score_before
-from distflow.audit.recorded_data import Check, Parts, RecordedStep, Wrong
+from distflow.audit.model_forward import KeptWeights, Turns
+from distflow.audit.recorded_data import AuditedRun, Check, RecordedStep, Wrong
 from distflow.audit.recorder import GroupRecord, GroupRecords, OpenEngine, UpdateRecord, UpdateWatch
 from distflow.audit.schedule import AuditSchedule
-from distflow.audit.sharded_forward import KeptWeights
 from distflow.data import global_generators
 from distflow.data.batch import Batch
 from distflow.errors import TrustError
+from distflow.graph import BoundPipeline
 from distflow.models.shards import is_spread
 from distflow.rollout.weights import stripe_hash
+from distflow.runtime.audit_protocol import AUDIT_STATE
+from distflow.runtime.compiled_node import Step
+from distflow.runtime.rollout_services import Session
+from distflow.runtime.worker_inputs import WorkerInputs
 from distflow.training.engine import LossFn, TrainEngine
 
 NUM_SCORED_AGAIN = 2
@@ -26,32 +32,6 @@ NUM_FIRST_LOOKS = 32
 NUM_GROUPS = 2
 """Groups that are checked then."""
 
-LOOKED_AT = (
-    *(
-        "uid",
-        "group_index",
-        "domain",
-        "valid",
-        "truncated",
-        "reward_parts",
-        "reward_errors",
-        "reward_baselines",
-        "scores",
-        "versions",
-    ),
-    *(
-        "response_ids",
-        "response_mask",
-        "loss_mask",
-        "token_level_scores",
-        "token_level_rewards",
-        "advantages",
-        "returns",
-    ),
-    *("old_log_probs", "prox_log_probs", "rollout_log_probs", "ref_log_prob", "values", "rollout_is_weights"),
-)
-Note = Callable[..., None]
-
 
 class Auditor:
     """Audits steps of one worker. Called on the training thread, except for the group recorder.
@@ -60,25 +40,43 @@ class Auditor:
     and has no other effect.
     """
 
-    def __init__(
-        self, parts: Parts, groups: GroupRecords, schedule: AuditSchedule, state: dict[str, Any], note: Note
-    ) -> None:
-        """groups: records of each group. state: JSON values, saved with the run. note: records an event."""
-        self._parts, self.groups, self._schedule, self._state, self._note = parts, groups, schedule, state, note
-        self._kept = KeptWeights(parts.data.max_staleness + 1, parts.weight_dtype)
+    def __init__(self, run: AuditedRun, groups: GroupRecords, schedule: AuditSchedule) -> None:
+        """groups: records of each group."""
+        self._run, self.groups, self._schedule = run, groups, schedule
+        self._first_step, self._ranks = run.inputs.version.step, run.inputs.ports.collective
         self._served: int | None = None
         self._sent_hashes: Mapping[str, str] = {}
         self._due = self._looks = False
         self._group_ids: Sequence[int] = ()
         self._records: Mapping[int, GroupRecord] = {}
         self._batch: Batch | None = None
-        self._step = parts.first_step
+        self._step = self._first_step
         self._recorded: RecordedStep | None = None
         self._watch: UpdateWatch | None = None
         self._seen: list[UpdateRecord] = []
         self._before: dict[str, int] = {}
-        self._said: set[str] = set()
         self._found: dict[str, str | None] = {}
+
+    @staticmethod
+    def of(
+        inputs: WorkerInputs,
+        pipeline: BoundPipeline,
+        training_steps: Sequence[Step],
+        services: Session,
+        bring: Callable[[], None],
+    ) -> "Auditor":
+        """The auditor of a worker. bring: brings all its models onto the device."""
+        spec, resources, groups = inputs.spec, services.resources, GroupRecords()
+        if resources.reward_fn is not None and spec.options.audit_freq > 0:
+            resources.reward_fn.pools.tell(groups.add_score)
+        engines = (resources.actor, resources.critic, resources.ref)
+        models = [model for each in engines if isinstance(model := getattr(each, "model", None), nn.Module)]
+        turns = Turns(inputs.ports.collective, models)
+        kept = KeptWeights(spec.data.max_staleness + 1, spec.weight_dtype)
+        state = inputs.state.setdefault(AUDIT_STATE, {})
+        run = AuditedRun(inputs, services, pipeline, training_steps, bring, turns, kept, state)
+        first, warmup = inputs.version.step, spec.config.trainer.critic_warmup  # the policy is first trained after it
+        return Auditor(run, groups, AuditSchedule(spec.options.audit_freq, first, spec.data.max_staleness, (warmup,)))
 
     def took(self, step: int, group_ids: Sequence[int], batch: Batch, served: int | None) -> None:
         """A step's groups have left the sample queue. served: the last synced version, None if nothing generates."""
@@ -87,30 +85,32 @@ class Auditor:
         self._group_ids, self._served = group_ids, served
         self._decide(step)
         self._records = self.groups.take(group_ids)
-        self._kept.forget(step - self._parts.data.max_staleness - 1)
+        self._run.kept.forget(step - self._run.spec.data.max_staleness - 1)
         with self._schedule.timed():
             if served == step:
                 self._remember(step)
             if not self._due and self._looks:
-                self._run(ON_ARRIVAL, self._recorded_of(batch))
+                self._check(ON_ARRIVAL, self._recorded_of(batch))
 
     def _remember(self, version: int) -> None:
         """The policy was synced as `version` right before this step."""
-        actor, self._sent_hashes = self._parts.actor, {}
+        run, self._sent_hashes = self._run, {}
+        actor = run.resources.actor
         if actor is None:
             return
-        spread = isinstance(actor, OpenEngine) and is_spread(actor.model)
-        if (self._parts.hashes is not None or spread) and (self._due or self._looks):
-            engine = self._parts.hashes() if self._parts.hashes is not None else {}
-            self._sent_hashes = {n: stripe_hash(w, self._parts.weight_dtype) for n, w in actor.weights() if n in engine}
-        if self._schedule.expects(version) and isinstance(actor, OpenEngine) and not spread:
-            self._kept.keep(version, actor.model)
+        model = actor.model if isinstance(actor, OpenEngine) else None
+        spread = model is not None and is_spread(model)
+        if (run.resources.rollout is not None or spread) and (self._due or self._looks):
+            dtype, engine = run.spec.weight_dtype, run.engine_hashes()
+            self._sent_hashes = {name: stripe_hash(w, dtype) for name, w in actor.weights() if name in engine}
+        if self._schedule.expects(version) and model is not None and not spread:
+            run.kept.keep(version, model)
 
     def _decide(self, step: int) -> None:
         """Whether to audit the step or only to run the cheap checks: decided once for all ranks, as clocks differ."""
-        early = step - self._parts.first_step < NUM_FIRST_LOOKS
+        early = step - self._first_step < NUM_FIRST_LOOKS
         looks = self._schedule.frequency > 0 and (early or self._schedule.is_affordable())
-        agreed = self._parts.ranks.max({"due": float(self._schedule.is_due(step)), "looks": float(looks)})
+        agreed = self._ranks.max({"due": float(self._schedule.is_due(step)), "looks": float(looks)})
         self._due, self._looks = bool(agreed["due"]), bool(agreed["looks"])
 
     def scored(self, batch: Batch) -> None:
@@ -130,7 +130,7 @@ class Auditor:
             number = len(self._recorded.updates_of(role))
             if role == "actor" and 0 < number <= NUM_SCORED_AGAIN:
                 score_before(self._recorded, self._watch.record)
-                self._parts.turns.finish()
+                self._run.turns.finish()
             return self._watch.loss
 
     def after_update(self, role: str, metrics: Mapping[str, float]) -> None:
@@ -150,12 +150,12 @@ class Auditor:
             if self._recorded is not None:
                 self._recorded.metrics = metrics
                 with global_generators.lent(global_generators.states()):  # user functions may draw
-                    self._found |= self._run(AFTER, self._recorded)
+                    self._found |= self._check(AFTER, self._recorded)
                 self._report()
             elif self._schedule.frequency > 0 and self._batch is not None:
                 self._look(self._batch, metrics)
         if "actor/kl_coef" in metrics and self._batch is not None:
-            self._state["kl_control"] = {
+            self._run.state["kl_control"] = {
                 "step": self._step,
                 "coefficient": metrics["actor/kl_coef"],
                 "kl": metrics["actor/reward_kl_penalty"],
@@ -166,49 +166,44 @@ class Auditor:
     @property
     def _updates(self) -> dict[str, int]:
         """Optimizer steps by role since the run's start."""
-        found: dict[str, int] = self._state.setdefault("updates", {})
+        found: dict[str, int] = self._run.state.setdefault("updates", {})
         return found
 
     def _begin(self) -> None:
         if self._batch is None:
             return
         self._schedule.begins()
-        self._parts.bring()
-        self._recorded = self._recorded_of(_copied(self._batch))
-        self._found = self._run(BEFORE, self._recorded)
+        self._run.bring()
+        self._recorded = self._recorded_of(self._batch.select(range(len(self._batch))))  # later writes do not change it
+        self._found = self._check(BEFORE, self._recorded)
 
     def _look(self, batch: Batch, metrics: Mapping[str, float]) -> None:
         """Run the cheap checks; also check a few random groups, in the first steps and while the time budget allows."""
         whole = self._recorded_of(batch)
         whole.updates, whole.metrics = self._seen, metrics
-        self._run(OF_EVERY_STEP, whole)
+        self._check(OF_EVERY_STEP, whole)
         if self._looks and "response_mask" in batch and "advantages" in batch:
             groups = batch["group_index"].tolist()
             few = random.Random(self._step).sample(sorted(set(groups)), min(NUM_GROUPS, len(set(groups))))
             rows = [row for row, group in enumerate(groups) if group in few]
-            part = self._recorded_of(batch.only(_present(batch)).select(rows))
+            part = self._recorded_of(batch.select(rows))
             part.metrics, part.partial = metrics, True
-            self._run(OF_A_FEW_GROUPS, part)
+            self._check(OF_A_FEW_GROUPS, part)
 
     def _recorded_of(self, batch: Batch) -> RecordedStep:
         return RecordedStep(
-            parts=self._parts,
+            run=self._run,
             step=self._step,
-            total_steps=self._parts.total_steps,
             records=self._records,
             group_ids=self._group_ids,
             batch=batch,
-            fresh=not self._before.get("actor"),
-            budget_s=self._schedule.budget_s(self._step - self._parts.first_step + 1),
             served=self._served,
-            published=self._sent_hashes,
-            kept=self._kept,
+            sent_hashes=self._sent_hashes,
             num_updates=self._before,
-            state=self._state,
-            say=self._say,
+            budget_s=self._schedule.budget_s(self._step - self._first_step + 1),
         )
 
-    def _run(self, checks: Sequence[Check], recorded: RecordedStep) -> dict[str, str | None]:
+    def _check(self, checks: Sequence[Check], recorded: RecordedStep) -> dict[str, str | None]:
         """The result of each check by its name."""
         found: dict[str, str | None] = {}
         for check in checks:
@@ -218,31 +213,16 @@ class Auditor:
                 raise TrustError(f"the audit of step {self._step + 1} found ({check.name}): {wrong}") from wrong
             except Exception as err:  # an error in the auditor must not end a healthy run
                 found[check.name] = f"the check itself failed: {type(err).__name__}: {err}"
-                self._say(f"the audit could not make its check '{check.name}': {type(err).__name__}: {err}")
-        self._parts.turns.finish()
+                self._run.warn(f"the audit could not make its check '{check.name}': {type(err).__name__}: {err}")
+        self._run.turns.finish()
         return found
 
     def _report(self) -> None:
         """Report the checks over all ranks, on the first of them."""
-        every = self._parts.ranks.gather(self._found)
+        every = self._ranks.gather(self._found)
         found = {name: next((each[name] for each in every if each.get(name)), None) for name in self._found}
         passed = [name for name, why_not in found.items() if why_not is None]
         not_checked = {name: why_not for name, why_not in found.items() if why_not}
         left = f"; not checked: {', '.join(not_checked)}" if not_checked else ""
         message = f"audit of step {self._step + 1}: {len(passed)} checks passed: {', '.join(passed)}{left}"
-        self._note("audit", message, proven=passed, unproven=not_checked)
-
-    def _say(self, message: str) -> None:
-        if message not in self._said:
-            self._said.add(message)
-            self._note("warning", message)
-
-
-def _present(batch: Batch) -> list[str]:
-    """The columns that the cheap checks read."""
-    return [name for name in LOOKED_AT if name in batch]
-
-
-def _copied(batch: Batch) -> Batch:
-    """A copy: later writes to the batch do not change it."""
-    return batch.select(range(len(batch)))
+        self._run.inputs.recorder.audited(message, proven=passed, unproven=not_checked)

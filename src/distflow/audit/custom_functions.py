@@ -6,13 +6,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distflow.audit.recorded_data import BUILTIN, Check, RecordedStep, module_of
+from distflow.audit.recorded_data import BUILTIN, RecordedStep, check, module_of
 from distflow.audit.recorder import UpdateRecord
+from distflow.data.batch import Batch
 
 GARBAGE, WIDTH, LIMIT = 1e3, 3, 1e-4
+Arguments = tuple[Sequence[object], Mapping[str, object]]
+"""Positional and keyword arguments."""
 Call = Callable[[Sequence[object], Mapping[str, object]], tuple[Tensor, ...]]
 
 
+@check(
+    "user_code",
+    "a user's estimator or loss gives finite numbers, reads nothing outside the mask, and keeps groups apart unless "
+    "its scope is global; a failure is a warning, and the run continues",
+    needs="a deterministic function with a supported signature",
+    limit=f"{LIMIT:g}",
+)
 def audit_custom_functions(recorded: RecordedStep) -> str | None:
     """Findings are warnings, and the run continues: a user may have reasons to break these rules."""
     estimator, losses = _estimator(recorded), _losses(recorded)
@@ -20,57 +30,47 @@ def audit_custom_functions(recorded: RecordedStep) -> str | None:
         return ""
     findings = [*(estimator or ()), *(losses or ())]
     for message in findings:
-        recorded.say(message)
+        recorded.run.warn(message)
     return findings[0] if findings else None
 
 
 def _estimator(recorded: RecordedStep) -> list[str] | None:
     """Findings about the user's estimator; None if there is none."""
-    if recorded.is_ours("advantages") or recorded.parts.estimate is None:
+    inputs = None if recorded.is_ours("advantages") else recorded.run.estimator(recorded.batch)
+    if inputs is None:
         return None
-    fn, positional, keyword = recorded.parts.estimate(recorded.batch)
-    name = f"the estimator {getattr(fn, '__name__', fn)}"
-    mask = recorded.batch["response_mask"]
+    fn, positional, keyword = inputs
+    name, mask = f"the estimator {getattr(fn, '__name__', fn)}", recorded.batch["response_mask"]
 
     def call(positional: Sequence[object], keyword: Mapping[str, object]) -> tuple[Tensor, ...]:
         return _tensors(fn(*positional, **keyword), mask)
 
-    found = call(positional, keyword)
-    findings = _not_finite(name, found, mask)
-    if not _equal(found, call(positional, keyword)):
-        return [
-            *findings,
-            f"{name} is not deterministic: a second call with the same batch gives other advantages; it cannot be "
-            "audited",
-        ]
-    if not _equal(found, _widened(call, positional, keyword, mask)):
-        findings.append(
-            f"{name} reads outside the mask: with other numbers after the responses' last tokens it gives other "
-            "advantages. The numbers there depend on which samples share the batch; multiply by response_mask before "
-            "you sum"
-        )
-    elif _mixes_groups(recorded, call):
-        findings.append(
+    found = _examine(name, call, (positional, keyword), mask, "advantages")
+    if not {"random", "outside"} & found.keys() and _mixes_groups(recorded):
+        found["groups"] = (
             f"{name} mixes groups: for one group alone it gives other advantages than for the same group in the batch. "
             'If that is intended, register it with scope="global"'
         )
-    return findings
+    return list(found.values())
 
 
-def _mixes_groups(recorded: RecordedStep, call: Call) -> bool:
-    assert recorded.parts.estimate is not None
-    node = next(node for node in recorded.parts.pipeline.nodes if "advantages" in node.contract.writes)
+def _mixes_groups(recorded: RecordedStep) -> bool:
+    node = next(node for node in recorded.run.pipeline.nodes if "advantages" in node.contract.writes)
     groups = recorded.batch["group_index"].tolist()
     if node.contract.scope == "global" or len(set(groups)) < 2:
         return False
     rows = [row for row, group in enumerate(groups) if group == groups[0]]
     alone = recorded.batch.select(rows)
-    fn, positional, keyword = recorded.parts.estimate(alone)
-    apart = _tensors(fn(*positional, **keyword), alone["response_mask"])
-    whole_fn, whole_positional, whole_keyword = recorded.parts.estimate(recorded.batch)
-    together = call(whole_positional, whole_keyword)
     length = alone["response_mask"].shape[1]
-    return not _equal(apart, tuple(tensor[rows][:, :length] for tensor in together))
+    together = tuple(tensor[rows][:, :length] for tensor in _advantages(recorded, recorded.batch))
+    return not _equal(_advantages(recorded, alone), together)
+
+
+def _advantages(recorded: RecordedStep, batch: Batch) -> tuple[Tensor, ...]:
+    inputs = recorded.run.estimator(batch)
+    assert inputs is not None, "called only if there is one"
+    fn, positional, keyword = inputs
+    return _tensors(fn(*positional, **keyword), batch["response_mask"])
 
 
 def _losses(recorded: RecordedStep) -> list[str] | None:
@@ -94,32 +94,39 @@ def _loss(update: UpdateRecord, fn: Callable[..., Any]) -> list[str]:
 
     def call(positional: Sequence[object], keyword: Mapping[str, object]) -> tuple[Tensor, ...]:
         with torch.no_grad():
-            return (fn(**keyword, **objective.options)[0],)
+            return _tensors(fn(**keyword, **objective.options)[0], mask)
 
-    found = call((), fields)
-    findings = _not_finite(name, found, mask)
-    if not _equal(found, call((), fields)):
-        return [*findings, f"{name} is not deterministic; it cannot be audited"]
-    if not _equal(
-        tuple(f * (mask > 0) for f in found), tuple(f * (mask > 0) for f in _widened(call, (), fields, mask))
-    ):
-        findings.append(
-            f"{name} reads outside the mask: with other numbers after the responses' last tokens it gives tokens "
-            "inside another loss. The numbers there depend on which samples share a micro-batch; multiply by "
-            "loss_mask first"
-        )
+    found = _examine(name, call, ((), fields), mask, "losses of tokens inside it")
+    if "random" in found:
+        return list(found.values())
     gradient = micro.gradients.get("log_probs")
     if gradient is not None and bool(((mask == 0) & (gradient != 0)).any()):
-        findings.append(f"{name} sends a gradient to tokens outside the mask")
+        found["gradient"] = f"{name} sends a gradient to tokens outside the mask"
     advantages = batch["advantages"] if "advantages" in batch else None  # noqa: SIM401  a batch is no dict
     if gradient is not None and advantages is not None and not bool(gradient.any()) and bool((advantages * mask).any()):
-        findings.append(f"{name} sends no gradient to any token, though advantages are not 0")
+        found["no gradient"] = f"{name} sends no gradient to any token, though advantages are not 0"
+    return list(found.values())
+
+
+def _examine(name: str, call: Call, arguments: Arguments, mask: Tensor, result: str) -> dict[str, str]:
+    """Findings by kind that apply to any function. call: returns tensors under the mask. result: for messages."""
+    found, findings = call(*arguments), dict[str, str]()
+    if not all(bool(tensor[:, : mask.shape[1]][mask > 0].isfinite().all()) for tensor in found):
+        findings["not finite"] = f"{name} gives non-finite numbers on tokens of the policy"
+    if not _equal(found, call(*arguments)):
+        findings["random"] = (
+            f"{name} is not deterministic: a second call with the same arguments gives other {result}; it cannot be "
+            "audited"
+        )
+    elif not _equal(found, _widened(call, arguments, mask)):
+        findings["outside"] = (
+            f"{name} reads outside the mask: with other numbers after the responses' last tokens it gives other "
+            f"{result}. The numbers there depend on which samples share the batch; multiply by the mask before you sum"
+        )
     return findings
 
 
-def _widened(
-    call: Call, positional: Sequence[object], keyword: Mapping[str, object], mask: Tensor
-) -> tuple[Tensor, ...]:
+def _widened(call: Call, arguments: Arguments, mask: Tensor) -> tuple[Tensor, ...]:
     """The same call with garbage outside the mask and in extra columns, cut to the old width."""
 
     def spoil(value: object, is_mask: bool) -> object:
@@ -137,6 +144,7 @@ def _widened(
             and bool(((value > 0) <= (mask > 0)).all())
         )
 
+    positional, keyword = arguments
     found = call(
         [spoil(value, masks(value)) for value in positional],
         {name: spoil(value, name.endswith("mask")) for name, value in keyword.items()},
@@ -153,30 +161,12 @@ def _tensors(output: object, mask: Tensor) -> tuple[Tensor, ...]:
     tensors = tuple(value for value in values if isinstance(value, Tensor) and value.dim() == 2)
     if not tensors:
         raise ValueError("it returned no tensor (bs, response_length)")
-    return tuple(torch.where(_like(mask, tensor) > 0, tensor, torch.zeros_like(tensor)) for tensor in tensors)
-
-
-def _like(mask: Tensor, tensor: Tensor) -> Tensor:
-    return torch.nn.functional.pad(mask, (0, tensor.shape[1] - mask.shape[1]))
-
-
-def _not_finite(name: str, found: Sequence[Tensor], mask: Tensor) -> list[str]:
-    inside = [tensor[:, : mask.shape[1]][mask > 0] for tensor in found]
-    if all(bool(values.isfinite().all()) for values in inside):
-        return []
-    return [f"{name} gives non-finite numbers on tokens of the policy"]
+    widened = [torch.nn.functional.pad(mask, (0, tensor.shape[1] - mask.shape[1])) for tensor in tensors]
+    return tuple(
+        torch.where(own > 0, tensor, torch.zeros_like(tensor)) for own, tensor in zip(widened, tensors, strict=True)
+    )
 
 
 def _equal(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
     pairs = zip(one, other, strict=True)
     return all(a.shape == b.shape and torch.allclose(a, b, rtol=LIMIT, atol=LIMIT, equal_nan=True) for a, b in pairs)
-
-
-CHECK = Check(
-    "user_code",
-    "a user's estimator or loss gives finite numbers, reads nothing outside the mask, and keeps groups apart unless "
-    "its scope is global; a failure is a warning, and the run continues",
-    "a deterministic function with a supported signature",
-    f"{LIMIT:g}",
-    audit_custom_functions,
-)

@@ -1,4 +1,5 @@
-"""Check: the loss is the sum of its terms, and its gradient by each token's log-prob is the formula's."""
+"""Checks: correction weights are the trainer's probability over the engine's; the loss is the sum of its terms, and its
+gradient by each token's log-prob is the formula's."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -6,15 +7,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from distflow.audit.plain_model import PlainScores
-from distflow.audit.policy_losses import FORMULAS, Tokens, ratio_to
-from distflow.audit.recorded_data import BUILTIN, Check, RecordedStep, Sample, Wrong, doubles, module_of
+from distflow.audit.model_forward import PlainScores
+from distflow.audit.policy_losses import FORMULAS, Tokens, importance_weights, ratio_to
+from distflow.audit.recorded_data import BUILTIN, RecordedStep, Sample, Wrong, check, check_tokens, doubles, module_of
 from distflow.audit.recorder import UpdateRecord
-from distflow.audit.reward_sum import kl
+from distflow.audit.rewards import kl
 from distflow.config import Config
 from distflow.config.derived_settings import is_rl
 
 LIMIT, FLOOR, KINK = 5e-3, 2e-5, 1e-5
+CORRECTION_LIMIT = 1e-3
+EXACT, ROUNDED = 1e-3, 0.15
+"""Mean difference between the outputs that the loss is given and those of the policy's own forward."""
 MOST_TOKENS = 2**18
 COLUMNS = (
     "advantages",
@@ -47,8 +51,49 @@ class MiniBatch:
     sample: Tensor
 
 
+@check(
+    "correction",
+    "importance weights are the trainer's probability over the engine's, of the token, the sequence or its geometric "
+    "mean, truncated or masked as the config says",
+    needs="weights that are not divided by their mean",
+    limit=f"{CORRECTION_LIMIT:g} relative",
+)
+def audit_correction(recorded: RecordedStep) -> str | None:
+    settings = recorded.config.algorithm.rollout_correction
+    if "rollout_is_weights" not in recorded.batch:
+        return ""
+    if not recorded.is_ours("rollout_is_weights"):
+        return "a user's node writes the weights"
+    if settings.rollout_is_batch_normalize:
+        return "the auditor has no formula for weights that are divided by their mean"
+    own = "prox_log_probs" if "prox_log_probs" in recorded.batch else "old_log_probs"
+    level, masks = settings.level or "token", settings.level is not None and settings.mode == "mask"
+    for sample in recorded.samples:
+        counted = sample["response_mask"].double() * float(sample["valid"])
+        gap = (doubles(sample[own]) - doubles(sample["rollout_log_probs"])) * counted
+        if level != "token":
+            num_tokens = float(counted.sum()) or 1.0
+            gap = torch.full_like(gap, float(gap.sum()) / (num_tokens if level == "geometric" else 1.0))
+        expected = importance_weights(gap, settings, masks) * counted
+        raw = ratio_to(gap, torch.zeros_like(gap))
+        # At a bound of the band the result depends on rounding.
+        bounds = (settings.cap, settings.floor or 0.0)
+        near = torch.stack([(raw - bound).abs() < CORRECTION_LIMIT for bound in bounds]).any(0)
+        wrong = ((doubles(sample["rollout_is_weights"]) - expected).abs() > CORRECTION_LIMIT * raw) & ~near
+        reason = f", the trainer's probability over the engine's, by {level} and with its cap"
+        check_tokens(sample, "rollout_is_weights", expected, wrong, reason)
+    return None
+
+
+@check(
+    "loss",
+    "the loss of each mini-batch is the sum of its terms, and its gradient by each token's log-prob, entropy and value "
+    "is that of the config's formulas: mask, sign, mean, coefficient, clip",
+    needs="a built-in loss with a formula in the auditor; one rank",
+    limit=f"{LIMIT:g} relative",
+)
 def audit_loss(recorded: RecordedStep) -> str | None:
-    if recorded.parts.num_ranks > 1:
+    if recorded.run.num_ranks > 1:
         return "a mini-batch is divided over several ranks"
     seen, why, tokens = 0, "no update was recorded", 0
     for update in recorded.updates:
@@ -125,11 +170,11 @@ def _same_outputs(recorded: RecordedStep, batch: MiniBatch, plain: Mapping[str, 
     """The input of the loss is the output of the policy's own forward at that moment, at the sampling temperature."""
     for number, sample in enumerate(batch.samples):
         scores = plain.get(str(sample["uid"]))
-        for name, limit in (("log_probs", 0.15), ("entropy", 0.15)) if scores is not None else ():
-            if name not in batch.outputs:
+        for name in ("log_probs", "entropy"):
+            if scores is None or name not in batch.outputs:
                 continue
             gap = float((batch.outputs[name][batch.sample == number] - getattr(scores, name)).abs().mean())
-            if not gap <= (1e-3 if recorded.parts.exact else limit):
+            if not gap <= recorded.limit(EXACT, ROUNDED):
                 raise Wrong(
                     f"the {name} that the loss is given for sample {sample['uid']} differs by {gap:.3g} a token from "
                     "the policy's own forward at the sampling temperature"
@@ -266,13 +311,3 @@ def aggregate(loss: Tensor, batch: MiniBatch, mode: str, scale: float, every_row
     if mode == "seq-mean-token-sum-norm":
         sums = sums / scale
     return sums.mean() if every_row else sums[tokens > 0].mean()
-
-
-CHECK = Check(
-    "loss",
-    "the loss of each mini-batch is the sum of its terms, and its gradient by each token's log-prob, entropy and value "
-    "is that of the config's formulas: mask, sign, mean, coefficient, clip",
-    "a built-in loss with a formula in the auditor; one rank",
-    f"{LIMIT:g} relative",
-    audit_loss,
-)

@@ -3,10 +3,9 @@
 from collections import Counter
 from math import ceil
 
-import numpy as np
 from torch import Tensor
 
-from distflow.audit.recorded_data import BUILTIN, Check, RecordedStep, Wrong, module_of, samples_of
+from distflow.audit.recorded_data import BUILTIN, RecordedStep, Wrong, check, module_of, samples_of, shuffled
 from distflow.audit.recorder import UpdateRecord
 from distflow.config import Config
 from distflow.config.derived_settings import algorithm_of, is_rl, takes_values
@@ -14,6 +13,13 @@ from distflow.config.derived_settings import algorithm_of, is_rl, takes_values
 COLUMNS = ("response_ids", "loss_mask", "advantages", "returns", "old_log_probs", "ref_log_prob", "values")
 
 
+@check(
+    "mini-batches",
+    "every sample of the step is in one mini-batch of each pass, and its log-probs, advantages and masks are those "
+    "from before the first update",
+    needs="the built-in update nodes",
+    limit="equal",
+)
 def audit_mini_batches(recorded: RecordedStep) -> str | None:
     if not recorded.updates and not _is_ours(recorded):
         return "no update was recorded"
@@ -32,13 +38,13 @@ def audit_each_sample_once(recorded: RecordedStep) -> str | None:
 
 
 def _is_ours(recorded: RecordedStep) -> bool:
-    nodes = [node for node in recorded.parts.training_nodes if not node.contract.writes]
+    nodes = [step.node for step in recorded.run.training_steps if not step.node.contract.writes]
     return all(module_of(node.fn).startswith(BUILTIN) for node in nodes)
 
 
 def _expected(recorded: RecordedStep) -> set[str]:
     """The roles that the pipeline trains: the critic always, the policy after the critic's warm-up."""
-    names = {getattr(node.fn, "keywords", {}).get("name") for node in recorded.parts.training_nodes}
+    names = {getattr(step.node.fn, "keywords", {}).get("name") for step in recorded.run.training_steps}
     roles = {"critic"} & names
     warm = recorded.step >= recorded.config.trainer.critic_warmup
     return roles | ({"actor"} if names & {"actor", "sft"} and (warm or not is_rl(recorded.config)) else set())
@@ -51,7 +57,7 @@ def _each_once(recorded: RecordedStep, role: str, updates: list[UpdateRecord]) -
     groups = len(set(recorded.batch["group_index"].tolist()))
     uids = [str(recorded.batch["uid"][row]) for row in _rows(recorded, role)]
     wanted = passes * ceil(groups / num_prompts)
-    if len(updates) != wanted and recorded.parts.num_ranks == 1:
+    if len(updates) != wanted and recorded.run.num_ranks == 1:
         raise Wrong(
             f"the {role} took {len(updates)} optimizer steps, but {passes} passes over {groups} prompts in "
             f"mini-batches of {num_prompts} are {wanted}"
@@ -77,13 +83,11 @@ def _rows(recorded: RecordedStep, role: str) -> list[int]:
 
 def _in_order(recorded: RecordedStep, role: str, updates: list[UpdateRecord], passes: int, num_prompts: int) -> None:
     """Groups are put into mini-batches in the order of sorted raw Philox words, keyed by seed, step and pass."""
-    if recorded.parts.num_ranks > 1 or not updates:
+    if recorded.run.num_ranks > 1 or not updates:
         return
     group_ids, wanted = list(recorded.group_ids), list[set[int]]()
     for epoch in range(passes):
-        key = np.array([recorded.config.trainer.seed, 1], np.uint64)
-        words = np.random.Philox(key=key, counter=np.array([0, 0, recorded.step, epoch], np.uint64))
-        order = np.argsort(words.random_raw(len(group_ids)), kind="stable")
+        order = shuffled(len(group_ids), (recorded.config.trainer.seed, 1), (recorded.step, epoch))
         wanted += [{group_ids[i] for i in order[k : k + num_prompts]} for k in range(0, len(order), num_prompts)]
     trained = set(recorded.batch["group_index"][_rows(recorded, role)].tolist())
     wanted = [groups & trained for groups in wanted]
@@ -121,13 +125,3 @@ def _same_columns(recorded: RecordedStep, updates: list[UpdateRecord]) -> None:
 def _same(one: Tensor, other: Tensor) -> bool:
     """Equal; NaN equals NaN."""
     return bool(((one == other) | ((one != one) & (other != other))).all())
-
-
-CHECK = Check(
-    "mini-batches",
-    "every sample of the step is in one mini-batch of each pass, and its log-probs, advantages and masks are those "
-    "from before the first update",
-    "the built-in update nodes",
-    "equal",
-    audit_mini_batches,
-)

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from distflow.config.keys.algorithm import RolloutCorrectionConfig
+
 Options = Mapping[str, Any]
 
 
@@ -55,6 +57,14 @@ def ratio_to(now: Tensor, then: Tensor) -> Tensor:
     return (now - then).clamp(-20, 20).exp()
 
 
+def importance_weights(gap: Tensor, correction: RolloutCorrectionConfig, masks: bool) -> Tensor:
+    """The ratios e^gap, truncated at the cap. masks: instead 0 outside the band from the floor to the cap."""
+    raw = gap.clamp(-20, 20).exp()
+    if not masks:
+        return raw.clamp(max=correction.cap)
+    return torch.where((raw > correction.cap) | (raw < (correction.floor or 0.0)), torch.zeros_like(raw), raw)
+
+
 def clipped(ratio: Tensor, advantages: Tensor, options: Options, dual: bool) -> Tensor:
     """PPO's pessimistic loss; dual: at most c times where the advantage is negative."""
     low, high = bounds(options)
@@ -70,21 +80,18 @@ def _vanilla(tokens: Tokens, options: Options) -> Tensor:
 
 
 def _decoupled(tokens: Tokens, options: Options) -> Tensor:
-    prox = (
-        tokens.columns["prox_log_probs"] if options["prox"] == "recompute" else _interpolated(tokens, options["step"])
-    )
+    recomputes = options["prox"] == "recompute"
+    prox = tokens.columns["prox_log_probs"] if recomputes else _interpolated(tokens, options["step"])
     loss = clipped(ratio_to(tokens.now, prox), tokens.advantages, options, dual=True)
     if options["correction"].level is not None:
         # With recomputed log-probs the weights are a column, as for every loss.
-        return loss if options["prox"] == "recompute" else loss * _corrected(tokens, prox, options["correction"])
+        return loss if recomputes else loss * _corrected(tokens, prox, options["correction"])
     mode, cap = options.get("behav_imp_weight_mode", "mask"), options.get("behav_imp_weight_cap", 5.0)
     if mode == "disabled":
         return loss
     weight = ratio_to(prox, tokens.old)
     if cap is not None:
-        weight = torch.where(
-            weight > cap, torch.zeros_like(weight) if mode == "mask" else weight.clamp(max=cap), weight
-        )
+        weight = torch.where(weight > cap, 0.0 if mode == "mask" else cap, weight)
     return weight * loss
 
 
@@ -96,14 +103,11 @@ def _interpolated(tokens: Tokens, step: int) -> Tensor:
     return (1 - share) * tokens.old + share * tokens.now.detach()
 
 
-def _corrected(tokens: Tokens, prox: Tensor, correction: Any) -> Tensor:
+def _corrected(tokens: Tokens, prox: Tensor, correction: RolloutCorrectionConfig) -> Tensor:
     gap = prox - tokens.columns["rollout_log_probs"]
     if correction.level != "token":
         gap = tokens.mean(gap) if correction.level == "geometric" else tokens.sum(gap)
-    raw = gap.clamp(-20, 20).exp()
-    if correction.mode == "truncate":
-        return raw.clamp(max=correction.cap)
-    return torch.where((raw > correction.cap) | (raw < (correction.floor or 0.0)), torch.zeros_like(raw), raw)
+    return importance_weights(gap, correction, masks=correction.mode != "truncate")
 
 
 def _gspo(tokens: Tokens, options: Options) -> Tensor:

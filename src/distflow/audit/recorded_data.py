@@ -1,73 +1,104 @@
 """What a check of the auditor is, and what it gets: the data of a step, sample by sample, as plain tensors of one
 sample each, never columns of many."""
 
+import copy
 import hashlib
 import random
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cached_property, lru_cache
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
-from distflow.audit.plain_model import PlainScores
+from distflow.audit.model_forward import KeptWeights, PlainScores, Turns
 from distflow.audit.recorder import GroupRecord, UpdateRecord
-from distflow.audit.sharded_forward import KeptWeights, Turns
 from distflow.config import Config
 from distflow.data.batch import Batch
-from distflow.data.prompts import PromptRow
-from distflow.graph import BoundNode, BoundPipeline
+from distflow.graph import BoundPipeline
 from distflow.graph.fields import TOKEN_AXES
 from distflow.rewards.score import RewardResult
 from distflow.rollout.engine import GenerateRequest, Generation, SamplingParams
-from distflow.scheduling.data_plan import DataPlan
+from distflow.runtime.compiled_node import Step
+from distflow.runtime.context import NodeContext
+from distflow.runtime.resources import Resources
+from distflow.runtime.rollout_services import Session
+from distflow.runtime.spec import Spec
+from distflow.runtime.worker_inputs import WorkerInputs
 from distflow.scheduling.groups import PromptGroup
-from distflow.training.collective import Collective
-from distflow.training.engine import Scorer, TrainEngine
 
 BUILTIN = "distflow."
 Inputs = tuple[Callable[..., object], Sequence[object], Mapping[str, object]]
+"""A function with its positional and keyword arguments."""
 Sample = Mapping[str, Any]
 """One sample, by column name: a tensor for each per-token column, a value for the others."""
+Limit = TypeVar("Limit")
 
 
 @dataclass(frozen=True)
-class Parts:
-    """The parts of the run that the auditor uses.
+class AuditedRun:
+    """The run as the auditor of one worker sees it.
 
-    training_nodes: those of this worker. data: maps groups to rows. sampling_of: sampling parameters of domains that
-    have their own. reward_fn: calls a reward function by name, for one sample. scored_in_groups: names of reward
-    functions that score all responses to a prompt together. hashes: of the rollout engine's tensors, None if the
-    engine is on another worker. weight_dtype: of these tensors. exact: models compute in float32. estimate: returns
-    the function that writes the advantages, and its arguments for a batch; None if there is none. turns: runs the
-    models. bring: brings all models onto the device. ranks: the dp group. first_step: of this process.
+    training_steps: of this worker. bring: brings all models onto the device. turns: runs the models. kept: weights of
+    older versions. state: JSON values that persist across audits and are in every checkpoint.
     """
 
-    config: Config
+    inputs: WorkerInputs
+    services: Session
     pipeline: BoundPipeline
-    training_nodes: Sequence[BoundNode]
-    rows: Sequence[PromptRow]
-    data: DataPlan
-    sampling: SamplingParams
-    sampling_of: Mapping[str, SamplingParams]
-    tokenizer: PreTrainedTokenizerBase
-    actor: TrainEngine | None
-    critic: TrainEngine | None
-    ref: Scorer | None
-    reward_fn: Callable[[str, Mapping[str, object]], RewardResult] | None
-    scored_in_groups: Collection[str]
-    hashes: Callable[[], dict[str, str]] | None
-    weight_dtype: torch.dtype
-    exact: bool
-    num_ranks: int
-    estimate: Callable[[Batch], Inputs] | None
-    turns: Turns
+    training_steps: Sequence[Step]
     bring: Callable[[], None]
-    ranks: Collective
-    first_step: int
-    total_steps: int
+    turns: Turns
+    kept: KeptWeights
+    state: dict[str, Any]
+    _warnings: set[str] = field(default_factory=set)
+
+    @property
+    def spec(self) -> Spec:
+        return self.inputs.spec
+
+    @property
+    def resources(self) -> Resources:
+        return self.services.resources
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the models compute in float32."""
+        return self.spec.config.actor_rollout_ref.model.dtype == "float32"
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks that train."""
+        return sum(bool(rank.training_nodes) for rank in self.spec.plan.ranks)
+
+    def warn(self, message: str) -> None:
+        """Warn the user; each message once."""
+        if message not in self._warnings:
+            self._warnings.add(message)
+            self.inputs.recorder.note("warning", message)
+
+    def call_reward(self, name: str, arguments: Mapping[str, object]) -> RewardResult:
+        """Call a reward function for one sample."""
+        assert self.resources.reward_fn is not None, "called only if there is one"
+        return self.services.call(self.resources.reward_fn.pools.call(name, arguments))
+
+    def engine_hashes(self) -> dict[str, str]:
+        """Hashes of the rollout engine's tensors; empty if the engine is on another worker."""
+        engine = self.resources.rollout
+        return self.services.call(engine.hashes()) if engine is not None else {}
+
+    def estimator(self, batch: Batch) -> Inputs | None:
+        """The function that writes the advantages, and its arguments for the batch, with a copy of its state; None if
+        there is none."""
+        step = next((step for step in self.training_steps if "advantages" in step.node.contract.writes), None)
+        if step is None:
+            return None
+        state = copy.deepcopy(self.inputs.state.get(step.node.node_id, {}))
+        ctx = NodeContext(self.spec.config, self.inputs.version.step, self.resources.tokenizer, state)
+        return step.fn, *step.inputs(batch, {"batch": batch, "ctx": ctx})
 
 
 @dataclass
@@ -75,64 +106,55 @@ class RecordedStep:
     """A step as it was before its first update, and its updates.
 
     records: by group, of the groups that this worker generated. group_ids: of the whole step. batch: a copy of the
-    columns as the nodes wrote them. fresh: the policy was not trained before this step. served: the last synced weight
-    version, None if nothing generates. published: hashes of its tensors, as in a receipt. kept: weights of older
-    versions. updates: in order. num_updates: optimizer steps by role before this step. metrics: of the step. budget_s:
-    time for calling reward functions again. state: JSON values that persist across audits and are in every checkpoint.
-    say: warns the user, each message once. partial: only a few groups of the step. plain: scores of samples that the
-    policy was run on again. drawn: such scores by the weights that generated each token, and which tokens have one.
+    columns as the nodes wrote them. served: the last synced weight version, None if nothing generates. sent_hashes: of
+    that version's tensors, as in a receipt. num_updates: optimizer steps by role before this step. budget_s: time for
+    calling reward functions again. updates: in order. metrics: of the step. partial: only a few groups of the step.
+    plain: scores of samples that the policy was run on again. drawn: such scores by the weights that generated each
+    token, and which tokens have one.
     """
 
-    parts: Parts
+    run: AuditedRun
     step: int
-    total_steps: int
     records: Mapping[int, GroupRecord]
     group_ids: Sequence[int]
     batch: Batch
-    fresh: bool
-    budget_s: float
     served: int | None
-    published: Mapping[str, str]
-    kept: KeptWeights
+    sent_hashes: Mapping[str, str]
     num_updates: Mapping[str, int]
-    state: dict[str, Any]
-    say: Callable[[str], None]
+    budget_s: float
     updates: list[UpdateRecord] = field(default_factory=list)
     metrics: Mapping[str, float] = field(default_factory=dict)
     partial: bool = False
     plain: dict[str, PlainScores] = field(default_factory=dict)
     drawn: dict[str, tuple[PlainScores, Tensor]] = field(default_factory=dict)
-    _orders: dict[tuple[int, int], Any] = field(default_factory=dict, repr=False)
-    _samples: list[Sample] | None = field(default=None, repr=False)
 
     @property
     def config(self) -> Config:
-        return self.parts.config
+        return self.run.spec.config
 
-    @property
+    @cached_property
     def samples(self) -> list[Sample]:
         """All samples of the step on this rank."""
-        if self._samples is None:
-            self._samples = samples_of(self.batch)
-        return self._samples
+        return samples_of(self.batch)
 
     def some_samples(self, most: int) -> list[Sample]:
         """At most `most` samples from as many groups as possible, drawn by the step number."""
-        by_group: dict[int, list[Sample]] = {}
-        for sample in self.samples:
-            by_group.setdefault(int(sample["group_index"]), []).append(sample)
         turn = random.Random(self.step)
-        groups = turn.sample(list(by_group.values()), len(by_group))
-        drawn = [turn.sample(group, len(group)) for group in groups]
+        by_group = list(by_group_of(self.samples).values())
+        drawn = [turn.sample(group, len(group)) for group in turn.sample(by_group, len(by_group))]
         longest = max((len(group) for group in drawn), default=0)
         order = [group[i] for i in range(longest) for group in drawn if i < len(group)]
         return order[:most]
 
+    def record_of(self, sample: Sample) -> GroupRecord | None:
+        """The record of the sample's group; None if this worker did not generate it."""
+        return self.records.get(int(sample["group_index"]))
+
     def generation(self, sample: Sample) -> tuple[GenerateRequest, Generation] | None:
-        """The request and the engine's generation behind this sample; None if this worker did not record them."""
-        record = self.records.get(int(sample["group_index"]))
+        """The request for this sample and the engine's generation; None if this worker did not record them."""
+        record = self.record_of(sample)
         for request, result in record.generated if record else ():
-            if request.params.greedy and not self.parts.sampling.greedy:
+            if request.params.greedy and not self.run.spec.sampling.greedy:
                 continue  # of a baseline
             for made in result.generations:
                 if made.sample == index_of(sample):
@@ -141,21 +163,24 @@ class RecordedStep:
 
     def is_ours(self, column: str) -> bool:
         """Whether a built-in node writes the column, so that its expected content is known."""
-        writers = [node for node in self.parts.pipeline.nodes if column in node.contract.writes]
+        writers = [node for node in self.run.pipeline.nodes if column in node.contract.writes]
         return bool(writers) and all(module_of(node.fn).startswith(BUILTIN) for node in writers)
 
     def is_written(self, column: str) -> bool:
         """Whether a node of the pipeline writes the column."""
-        return any(column in node.contract.writes for node in self.parts.pipeline.nodes)
+        return any(column in node.contract.writes for node in self.run.pipeline.nodes)
 
     def sampling(self, sample: Sample) -> SamplingParams:
-        """The sampling parameters of its domain."""
-        return self.parts.sampling_of.get(str(sample["domain"]), self.parts.sampling)
+        """The sampling parameters of its domain, without stop tokens."""
+        return self.run.spec.sampling_of.get(str(sample["domain"]), self.run.spec.sampling)
+
+    def limit(self, exact: Limit, rounded: Limit) -> Limit:
+        """The limit for models in float32, or in a lower precision."""
+        return exact if self.run.is_exact else rounded
 
     def place_of(self, prompt_group: PromptGroup) -> tuple[int, int]:
-        """Epoch and row of a group, by its number, or by its position in its domain: the order of sorted raw Philox
-        words, keyed by the seed, the epoch and the domain's name."""
-        data, first, word = self.parts.data, 0, 0
+        """Epoch and row of a group, by its number, or by its position in its domain."""
+        data, first, word = self.run.spec.data, 0, 0
         num_rows, position = data.num_rows, prompt_group.group_id
         if data.domains:
             position, name = prompt_group.position, prompt_group.stream.removeprefix("train/")
@@ -168,42 +193,10 @@ class RecordedStep:
         epoch, position = divmod(position, num_rows)
         if not data.shuffle:
             return epoch, first + position
-        if (word, epoch) not in self._orders:
-            words = np.random.Philox(
-                key=np.array([data.seed, 0], np.uint64), counter=np.array([0, 0, epoch, word], np.uint64)
-            )
-            self._orders[word, epoch] = np.argsort(words.random_raw(num_rows), kind="stable")
-        return epoch, first + int(self._orders[word, epoch][position])
+        return epoch, first + int(shuffled(num_rows, (data.seed, 0), (epoch, word))[position])
 
     def updates_of(self, role: str) -> list[UpdateRecord]:
         return [update for update in self.updates if update.role == role]
-
-
-def samples_of(batch: Batch) -> list[Sample]:
-    """The samples of a batch, each with its own tokens only."""
-    columns: dict[str, Sequence[Any]] = {}
-    for name in (*batch.names, "loss_mask", "token_level_scores", "token_level_rewards"):
-        if name not in batch or name in columns:
-            continue
-        axis, flat = batch.field(name).axis, batch.flat(name)
-        columns[name] = flat.split(batch.lengths(axis).tolist()) if axis in TOKEN_AXES else list(flat)
-    return [{name: column[row] for name, column in columns.items()} for row in range(len(batch))]
-
-
-def index_of(sample: Sample) -> int:
-    """The sample's position in its group."""
-    return int(str(sample["uid"]).split("-")[1])
-
-
-def module_of(fn: Callable[..., object]) -> str:
-    """The module that defines the function, below any wrappers."""
-    while hasattr(fn, "func"):
-        fn = fn.func
-    return str(getattr(fn, "__module__", ""))
-
-
-def doubles(values: Tensor) -> Tensor:
-    return values.detach().to("cpu", torch.float64)
 
 
 class Wrong(Exception):
@@ -223,3 +216,68 @@ class Check:
     needs: str
     limit: str
     run: Callable[[RecordedStep], str | None]
+
+
+def check(
+    name: str, statement: str, *, needs: str, limit: str
+) -> Callable[[Callable[[RecordedStep], str | None]], Check]:
+    """Makes a `Check` of the decorated function."""
+    return lambda run: Check(name, statement, needs, limit, run)
+
+
+def check_tokens(sample: Sample, column: str, expected: Tensor, wrong: Tensor, reason: str) -> None:
+    """Raises Wrong if any token of the sample is wrong, naming the first. reason: why it should be as expected."""
+    if bool(wrong.any()):
+        token = int(wrong.nonzero()[0])
+        raise Wrong(
+            f"{column} of sample {sample['uid']} is {float(sample[column][token]):g} at token {token} of "
+            f"{len(expected)}, but should be {float(expected[token]):g}{reason}"
+        )
+
+
+def check_close(sample: Sample, column: str, expected: Tensor, limit: float, reason: str) -> None:
+    """Raises Wrong if a token's value is not the expected one. limit: relative, of at least 1; NaN is never close."""
+    gap = (doubles(sample[column]) - expected).abs()
+    check_tokens(sample, column, expected, ~(gap <= limit * expected.abs().clamp(min=1.0)), reason)
+
+
+def samples_of(batch: Batch) -> list[Sample]:
+    """The samples of a batch, each with its own tokens only."""
+    columns: dict[str, Sequence[Any]] = {}
+    for name in (*batch.names, "loss_mask", "token_level_scores", "token_level_rewards"):
+        if name not in batch or name in columns:
+            continue
+        axis, flat = batch.field(name).axis, batch.flat(name)
+        columns[name] = flat.split(batch.lengths(axis).tolist()) if axis in TOKEN_AXES else list(flat)
+    return [{name: column[row] for name, column in columns.items()} for row in range(len(batch))]
+
+
+def by_group_of(samples: Iterable[Sample]) -> dict[int, list[Sample]]:
+    """The samples of each group."""
+    groups: dict[int, list[Sample]] = {}
+    for sample in samples:
+        groups.setdefault(int(sample["group_index"]), []).append(sample)
+    return groups
+
+
+def index_of(sample: Sample) -> int:
+    """The sample's position in its group."""
+    return int(str(sample["uid"]).split("-")[1])
+
+
+@lru_cache(maxsize=4)
+def shuffled(num: int, key: tuple[int, int], counter: tuple[int, int]) -> NDArray[np.intp]:
+    """The order of `num` sorted raw Philox words."""
+    words = np.random.Philox(key=np.array(key, np.uint64), counter=np.array([0, 0, *counter], np.uint64))
+    return np.argsort(words.random_raw(num), kind="stable")
+
+
+def module_of(fn: Callable[..., object]) -> str:
+    """The module that defines the function, below any wrappers."""
+    while hasattr(fn, "func"):
+        fn = fn.func
+    return str(getattr(fn, "__module__", ""))
+
+
+def doubles(values: Tensor) -> Tensor:
+    return values.detach().to("cpu", torch.float64)

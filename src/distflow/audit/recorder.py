@@ -11,7 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from distflow.audit.plain_model import PlainScores
+from distflow.audit.model_forward import PlainScores
 from distflow.data.batch import Batch
 from distflow.models.shards import own_part, square_sum
 from distflow.rewards.score import RewardResult
@@ -76,12 +76,11 @@ class OpenEngine(Protocol):
 @dataclass
 class MicroRecord:
     """One call of the loss: the samples, the values of each output and the gradient by it, `(bs, response_length)` on
-    the CPU. loss: the value that it returned."""
+    the CPU."""
 
     uids: list[str]
     outputs: dict[str, Tensor]
     gradients: dict[str, Tensor] = field(default_factory=dict)
-    loss: float = 0.0
 
 
 @dataclass
@@ -139,9 +138,7 @@ class WatchedLoss:
         for name, output in outputs.items():
             if output.requires_grad:
                 output.register_hook(lambda gradient, name=name: _add(seen.gradients, name, gradient))
-        loss, sums = self._loss(outputs, micro, counts)
-        seen.loss = float(loss.detach())
-        return loss, sums
+        return self._loss(outputs, micro, counts)
 
     def finish(self, sums: Counts, counts: Counts) -> dict[str, float]:
         return self._loss.finish(sums, counts)

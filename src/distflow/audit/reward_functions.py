@@ -3,7 +3,7 @@
 import time
 from collections.abc import Sequence
 
-from distflow.audit.recorded_data import Check, RecordedStep, Sample, Wrong
+from distflow.audit.recorded_data import RecordedStep, Sample, Wrong, check
 from distflow.audit.recorder import GroupRecord
 from distflow.config.per_domain import reward_functions
 from distflow.rewards.functions import FAILS
@@ -16,23 +16,30 @@ _DECIDES_WITHIN_S = 5.0
 function."""
 
 
+@check(
+    "reward_results",
+    "each reward function was called with the sample's own text and ground truth, and its score is on the sample, and "
+    "the same in a second call",
+    needs="deterministic functions of reward.functions; for those that score a group at a time only their arguments "
+    "are checked",
+    limit=f"equal, {MOST} samples, as far as the time allows",
+)
 def audit_reward_functions(recorded: RecordedStep) -> str | None:
-    if recorded.parts.reward_fn is None or not recorded.is_ours("reward_parts"):
+    if recorded.run.resources.reward_fn is None or not recorded.is_ours("reward_parts"):
         return "no built-in reward node scores" if recorded.is_written("scores") else ""
-    failed = recorded.parts.reward_fn(
-        FAILS, {"data_source": "", "solution_str": "", "ground_truth": "", "extra_info": {}}
-    )
+    arguments = {"data_source": "", "solution_str": "", "ground_truth": "", "extra_info": {}}
+    failed = recorded.run.call_reward(FAILS, arguments)
     if isinstance(failed, Score):
         raise Wrong(f"a reward function that raises must give no score, but it gave {failed.value}")
     began, seen = time.monotonic(), 0
     differing: list[tuple[Sample, str, str]] = []
     for sample in recorded.some_samples(MOST):
-        record = recorded.records.get(int(sample["group_index"]))
+        record = recorded.record_of(sample)
         budget_s = max(recorded.budget_s, _DECIDES_WITHIN_S) if differing else recorded.budget_s
         if record is None or time.monotonic() - began > budget_s:
             continue
         for name in functions_of(recorded, sample):
-            if name in recorded.state.get("not_deterministic", []):
+            if name in recorded.run.state.get("not_deterministic", []):
                 continue
             what = _compare(recorded, record, sample, name)
             if what is not None:
@@ -52,7 +59,7 @@ def functions_of(recorded: RecordedStep, sample: Sample) -> dict[str, float]:
 def _compare(recorded: RecordedStep, record: GroupRecord, sample: Sample, name: str) -> str | None:
     """How the sample's score differs from a new one; raises Wrong if the sample was scored by another text, or holds
     another sample's score."""
-    row = recorded.parts.rows[record.prompt_group.row]
+    row = recorded.run.spec.rows[record.prompt_group.row]
     text = _text(recorded, sample)
     own = [
         reward_result
@@ -78,7 +85,8 @@ def _compare(recorded: RecordedStep, record: GroupRecord, sample: Sample, name: 
         )
     if not valid and sample.get("reward_errors") is None:
         raise Wrong(f"sample {sample['uid']} is marked as having no score, without a reward error")
-    if name in recorded.parts.scored_in_groups:
+    reward_fn = recorded.run.resources.reward_fn
+    if reward_fn is not None and name in reward_fn.pools.takes_groups:
         return None  # alone it may get another score than in its group
     again = _call(recorded, sample, name)
     if not valid or not isinstance(again, Score) or again.value == score:
@@ -98,8 +106,8 @@ def _explain_differences(recorded: RecordedStep, differing: Sequence[tuple[Sampl
                 f"sample {sample['uid']}: {what} by reward function '{name}', and {len(of_this) - 1} more samples "
                 "differ: each has the score of another. Scores were given to other samples"
             )
-        recorded.state.setdefault("not_deterministic", []).append(name)
-        recorded.say(
+        recorded.run.state.setdefault("not_deterministic", []).append(name)
+        recorded.run.warn(
             f"reward function '{name}' is not deterministic: for sample {sample['uid']} {what}. Its scores cannot be "
             "checked, and are left out of the audit from here on"
         )
@@ -121,14 +129,13 @@ def _are_swapped(recorded: RecordedStep, name: str, samples: Sequence[Sample]) -
 
 
 def _text(recorded: RecordedStep, sample: Sample) -> str:
-    return str(recorded.parts.tokenizer.decode(sample["response_ids"].tolist(), skip_special_tokens=True))
+    return str(recorded.run.resources.tokenizer.decode(sample["response_ids"].tolist(), skip_special_tokens=True))
 
 
 def _call(recorded: RecordedStep, sample: Sample, name: str) -> RewardResult:
     """Call with plain arguments of the row, one sample at a time."""
-    assert recorded.parts.reward_fn is not None
-    row = recorded.parts.rows[recorded.records[int(sample["group_index"])].prompt_group.row]
-    return recorded.parts.reward_fn(
+    row = recorded.run.spec.rows[recorded.records[int(sample["group_index"])].prompt_group.row]
+    return recorded.run.call_reward(
         name,
         {
             "data_source": row.domain,
@@ -144,14 +151,3 @@ def _shown(reward_results: Sequence[RewardResult]) -> str:
         str(reward_result.value) if isinstance(reward_result, Score) else f"no score ({reward_result})"
         for reward_result in reward_results
     )
-
-
-CHECK = Check(
-    "reward_results",
-    "each reward function was called with the sample's own text and ground truth, and its score is on the sample, and "
-    "the same in a second call",
-    "deterministic functions of reward.functions; for those that score a group at a time only their arguments are "
-    "checked",
-    f"equal, {MOST} samples, as far as the time allows",
-    audit_reward_functions,
-)

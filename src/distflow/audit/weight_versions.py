@@ -10,23 +10,32 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from transformers import DynamicCache
 
-from distflow.audit.log_probs import audited_samples, dtype_of, ids_of
-from distflow.audit.plain_model import PlainScores, plain_scores, plainly, vocabulary_of
-from distflow.audit.recorded_data import Check, RecordedStep, Sample, Wrong, doubles
+from distflow.audit.log_probs import audited_samples, dtype_of, ids_of, is_beyond
+from distflow.audit.model_forward import PlainScores, Turns, Weights, plain_scores, plainly, vocabulary_of
+from distflow.audit.recorded_data import RecordedStep, Sample, Wrong, check, doubles
 from distflow.audit.recorder import OpenEngine
-from distflow.audit.sharded_forward import Turns, Weights
 from distflow.models.model_parts import unwrapped
 
+EXACT, ROUNDED = (1e-3, 3e-2), (0.15, 5.0)
+PRESENT: Weights = {}
+"""Stands for the policy's present weights."""
 
+
+@check(
+    "weights",
+    "the tensors that the rollout engine computes with are the trainer's of the same version, cast to its dtype",
+    needs="an engine on this worker; not an adapter that it applies unmerged",
+    limit="equal hashes of sampled elements of each tensor",
+)
 def audit_weights(recorded: RecordedStep) -> str | None:
-    parts = recorded.parts
     _scaled(recorded)
-    if parts.hashes is None or parts.actor is None:
+    resources = recorded.run.resources
+    if resources.rollout is None or resources.actor is None:
         return "the rollout engine is on another worker" if recorded.is_written("rollout_log_probs") else ""
-    if not recorded.published:
+    if not recorded.sent_hashes:
         return "no weights were synced, or an adapter is applied unmerged, on the trainer's own storage"
-    engine_hashes = parts.hashes()
-    different = [name for name, own in recorded.published.items() if engine_hashes.get(name) != own]
+    engine_hashes = recorded.run.engine_hashes()
+    different = [name for name, own in recorded.sent_hashes.items() if engine_hashes.get(name) != own]
     if different:
         raise Wrong(
             f"the rollout engine serves version {recorded.served}, but {len(different)} of its tensors are not the "
@@ -35,36 +44,17 @@ def audit_weights(recorded: RecordedStep) -> str | None:
     return None
 
 
-def _scaled(recorded: RecordedStep) -> None:
-    """An adapter is scaled by alpha over rank."""
-    settings, model = recorded.config.actor_rollout_ref.model, getattr(recorded.parts.actor, "model", None)
-    if not settings.lora_rank or model is None:
-        return
-    expected = settings.lora_alpha / settings.lora_rank
-    for name, module in model.named_modules():
-        for scale in getattr(module, "scaling", {}).values() if hasattr(module, "get_delta_weight") else ():
-            if abs(scale - expected) > 1e-6 * expected:
-                raise Wrong(f"the adapter of {name} is scaled by {scale:g}, but lora_alpha / lora_rank is {expected:g}")
-
-
-WEIGHTS = Check(
-    "weights",
-    "the tensors that the rollout engine computes with are the trainer's of the same version, cast to its dtype",
-    "an engine on this worker; not an adapter that it applies unmerged",
-    "equal hashes of sampled elements of each tensor",
-    audit_weights,
+@check(
+    "versions",
+    "the engine's log-prob of a token is the one by the weights of its version, over keys and values of the versions "
+    "given by `kv_on_update`; old weights are kept for the audit",
+    needs="tokens of the present weights, or of weights that were kept",
+    limit=f"mean {EXACT[0]:g}, largest {EXACT[1]:g} (bfloat16: {ROUNDED[0]:g}, {ROUNDED[1]:g})",
 )
-
-
-EXACT, ROUNDED = (1e-3, 3e-2), (0.15, 5.0)
-PRESENT: Weights = {}
-"""Stands for the policy's present weights."""
-
-
 def audit_versions(recorded: RecordedStep) -> str | None:
     if not recorded.is_written("rollout_log_probs"):
         return ""
-    actor = recorded.parts.actor
+    actor = recorded.run.resources.actor
     if not isinstance(actor, OpenEngine):
         return "the train engine does not expose its model"
     with torch.no_grad(), plainly(actor.model, compute_dtype=dtype_of(actor)):
@@ -82,6 +72,18 @@ def audit_versions(recorded: RecordedStep) -> str | None:
     return None
 
 
+def _scaled(recorded: RecordedStep) -> None:
+    """An adapter is scaled by alpha over rank."""
+    settings, model = recorded.config.actor_rollout_ref.model, getattr(recorded.run.resources.actor, "model", None)
+    if not settings.lora_rank or model is None:
+        return
+    expected = settings.lora_alpha / settings.lora_rank
+    for name, module in model.named_modules():
+        for scale in getattr(module, "scaling", {}).values() if hasattr(module, "get_delta_weight") else ():
+            if abs(scale - expected) > 1e-6 * expected:
+                raise Wrong(f"the adapter of {name} is scaled by {scale:g}, but lora_alpha / lora_rank is {expected:g}")
+
+
 def _scores(recorded: RecordedStep, model: nn.Module, sample: Sample) -> tuple[PlainScores, Tensor]:
     """Scores of a sample's tokens by the weights of their versions, and a mask of the tokens that have one."""
     weights = [_weights_of(recorded, int(version)) for version in sample["versions"]]
@@ -90,16 +92,16 @@ def _scores(recorded: RecordedStep, model: nn.Module, sample: Sample) -> tuple[P
     if sample["uid"] in recorded.plain and all(one is PRESENT for one in weights):
         return recorded.plain[sample["uid"]], policy
     if recorded.config.actor_rollout_ref.rollout.kv_on_update == "recompute":
-        logits = _over_own_keys(recorded.parts.turns, model, [*prompt, *response], weights)
+        logits = _over_own_keys(recorded.run.turns, model, [*prompt, *response], weights)
     else:
         known = known.cummin(0).values  # a token attends to keys and values of the earlier tokens' weights
-        logits = _over_older_keys(recorded.parts.turns, model, [*prompt, *response], weights)
+        logits = _over_older_keys(recorded.run.turns, model, [*prompt, *response], weights)
     return plain_scores(logits, response, recorded.sampling(sample)), known & policy
 
 
 def _weights_of(recorded: RecordedStep, version: int) -> Weights | None:
     """The policy has the last synced version only if the sync was right before this step."""
-    return PRESENT if version == recorded.served == recorded.step else recorded.kept.of(version)
+    return PRESENT if version == recorded.served == recorded.step else recorded.run.kept.of(version)
 
 
 def _over_older_keys(turns: Turns, model: nn.Module, ids: Sequence[int], weights: Sequence[Weights | None]) -> Tensor:
@@ -140,10 +142,8 @@ def _forward(turns: Turns, model: nn.Module, weights: Weights, ids: Sequence[int
 
 def _same(recorded: RecordedStep, sample: Sample, scores: PlainScores, known: Tensor) -> None:
     gap = (doubles(sample["rollout_log_probs"]) - scores.log_probs).abs()[known]
-    if not len(gap):
-        return
-    mean, largest = EXACT if recorded.parts.exact else ROUNDED
-    if float(gap.mean()) <= mean and float(gap.max()) <= largest:
+    mean, largest = limits = recorded.limit(EXACT, ROUNDED)
+    if not is_beyond(gap, limits):
         return
     places = known.nonzero()[:, 0]
     token = int(places[int(gap.argmax())])
@@ -154,13 +154,3 @@ def _same(recorded: RecordedStep, sample: Sample, scores: PlainScores, known: Te
         f"{largest:g}; the engine has version {recorded.served}). Likely causes: weights that were not sent or not "
         "loaded, a version that changes before or after them, keys and values of other weights"
     )
-
-
-VERSIONS = Check(
-    "versions",
-    "the engine's log-prob of a token is the one by the weights of its version, over keys and values of the versions "
-    "given by `kv_on_update`; old weights are kept for the audit",
-    "tokens of the present weights, or of weights that were kept",
-    f"mean {EXACT[0]:g}, largest {EXACT[1]:g} (bfloat16: {ROUNDED[0]:g}, {ROUNDED[1]:g})",
-    audit_versions,
-)

@@ -17,6 +17,14 @@ from distflow.data.sample import Sample
 from distflow.graph.fields import ALIASES, TOKEN_AXES, Axis, Field, find_field
 
 _SAVED = {"format": "distflow batch"}
+_DERIVED = {
+    "input_ids": ("prompt_ids", "response_ids"),
+    "attention_mask": ("prompt_ids", "response_ids"),
+    "token_level_rewards": ("token_level_scores",),
+    "token_level_scores": ("scores", "response_mask"),
+    "loss_mask": ("response_mask",),
+}
+"""Columns that are derived from others where nobody wrote them."""
 
 
 class Batch:
@@ -53,10 +61,10 @@ class Batch:
         batch["ground_truth"] = [s.ground_truth for s in samples]
         batch["extra_info"] = [s.extra_info for s in samples]
         batch["finish_reason"] = [s.finish_reason for s in samples]
-        batch["group_index"] = torch.tensor([s.group_index for s in samples])
-        batch["episode_index"] = torch.tensor([s.episode for s in samples])
-        batch["valid"] = torch.tensor([s.valid for s in samples])
-        batch["truncated"] = torch.tensor([s.truncated for s in samples])
+        batch["group_index"] = [s.group_index for s in samples]
+        batch["episode_index"] = [s.episode for s in samples]
+        batch["valid"] = [s.valid for s in samples]
+        batch["truncated"] = [s.truncated for s in samples]
         batch["prompt_ids"] = _flat_tensor([s.prompt_ids for s in samples], np.int64)
         batch["response_ids"] = _flat_tensor([seg.token_ids for seg in segments], np.int64)
         batch["response_mask"] = _flat_tensor(
@@ -73,15 +81,7 @@ class Batch:
 
     def __contains__(self, name: object) -> bool:
         name = ALIASES.get(str(name), str(name))
-        if name in self._columns:
-            return True
-        if name in ("input_ids", "attention_mask"):
-            return "prompt_ids" in self._columns and "response_ids" in self._columns
-        if name == "token_level_rewards":
-            return "token_level_scores" in self
-        if name == "token_level_scores":
-            return "scores" in self._columns and "response_mask" in self._columns
-        return name == "loss_mask" and "response_mask" in self._columns
+        return name in self._columns or (name in _DERIVED and all(other in self for other in _DERIVED[name]))
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -1,19 +1,29 @@
-"""Runs chat templates in a process that can be killed: a template is foreign code that may never end."""
+"""Renders chat templates in a process that can be killed, as a template is foreign code that may never end, and finds
+the parts of a conversation that are trained on: each turn of the assistant to the token that ends it.
+
+If a template marks the generated parts (`{% generation %}`, as in TRL), the marks are used. With any other template a
+turn is the text after the prompt that the template makes of the messages before. Both are positions in a rendered text,
+which must be borders of its tokens.
+"""
 
 import json
 import multiprocessing
 import re
 import resource
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
+from os.path import commonprefix
 from pathlib import Path
 from typing import Any, TypeVar
 
 import jinja2
 from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
 
-from distflow.data.messages import RowError
+from distflow.data.messages import ASSISTANT, Messages, RowError
 from distflow.errors import UserError
 from distflow.observe.files import JSON
 
@@ -24,9 +34,19 @@ MORE_MEMORY_BYTES = 2 * 2**30
 TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")
 
 Row = TypeVar("Row")
-Rendered = TypeVar("Rendered", bound=JSON)
+Value = TypeVar("Value", bound=JSON)
 _OUT_OF_MEMORY = "it ran out of memory"
 _REFUSES = "the chat template refuses the messages"
+
+Turn = tuple[int, int, int]
+"""(number of the assistant's turn, from 1; its start and end in the text)."""
+Rendered = tuple[str, list[Turn]]
+"""A conversation as text, with the turns that are trained on."""
+
+_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_SHOWN = 40
+_WINDOW, _NEAR = 64, 8
+"""Tokens before a turn that are tokenised separately, and how many of the last ones must be the same."""
 
 
 class Refused(str):
@@ -34,8 +54,8 @@ class Refused(str):
 
 
 def render_all(
-    rows: Sequence[Row], render: Callable[[Row], Rendered], tokenizer: PreTrainedTokenizerBase
-) -> Iterator[Rendered | Refused]:
+    rows: Sequence[Row], render: Callable[[Row], Value], tokenizer: PreTrainedTokenizerBase
+) -> Iterator[Value | Refused]:
     """One entry per row, in order: the result of `render`, a JSON value.
 
     render: calls the tokenizer's template; what it raises is a `Refused`. It runs in a fork of this process, which has
@@ -68,6 +88,103 @@ def template_of(tokenizer: PreTrainedTokenizerBase) -> str:
         if (folder / name).is_file() and "chat_template" in name + (folder / name).read_text("utf-8", "replace"):
             return f"the chat template of '{folder / name}'"
     return f"the chat template of the tokenizer '{tokenizer.name_or_path}'"
+
+
+@dataclass(frozen=True)
+class Chat:
+    """What one row passes to the chat template."""
+
+    messages: Messages
+    tools: list[JSON] = field(default_factory=list)
+    kwargs: Mapping[str, object] = field(default_factory=dict)
+
+
+class ChatTemplate:
+    """A tokenizer's template, filled with a row's values."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer: Any = tokenizer
+
+    def check(self, chat: Chat) -> None:
+        """Raises RowError if the row has tools or tool calls that the template would leave out."""
+        for name, used in (("tools", chat.tools), ("tool_calls", any("tool_calls" in m for m in chat.messages))):
+            if used and not re.search(rf"\b{name}\b", self._text(chat)):
+                raise RowError(
+                    f"the chat template does not use {name}, and the row has some: use a model whose template does"
+                    + ("" if name == "tool_calls" else ", or name another column by data.tools_key")
+                )
+
+    def render(self, chat: Chat, num_messages: int | None = None, *, prompts: bool) -> str:
+        """The text of the first messages. prompts: with the prompt for the assistant's next message."""
+        return str(
+            self._tokenizer.apply_chat_template(
+                chat.messages[:num_messages],
+                tools=chat.tools or None,
+                tokenize=False,
+                add_generation_prompt=prompts,
+                **chat.kwargs,
+            )
+        )
+
+    def has_marks(self, chat: Chat) -> bool:
+        return bool(_MARK.search(self._text(chat)))
+
+    def render_marked(self, chat: Chat) -> tuple[str, list[tuple[int, int]]]:
+        """The whole conversation, and the parts of it that the template marks as generated."""
+        made: Any = render_jinja_template(
+            [chat.messages],
+            tools=chat.tools or None,  # type: ignore[arg-type]  # declared as a list of any mappings
+            chat_template=self._text(chat),
+            return_assistant_tokens_mask=True,
+            **{**self._tokenizer.special_tokens_map, **chat.kwargs},
+        )
+        (text,), (blocks,) = made
+        return str(text), [(start, end) for start, end in blocks if start < end]
+
+    def _text(self, chat: Chat) -> str:
+        return str(self._tokenizer.get_chat_template(None, chat.tools or None))
+
+
+def render_turns(chat: Chat, template: ChatTemplate, ends: Sequence[str]) -> list[Rendered]:
+    """The conversation with its turns; several texts if the template writes a turn differently once others follow.
+
+    ends: texts of the tokens that end a turn. Raises RowError if the trained part cannot be determined.
+    """
+    places = [place for place, message in enumerate(chat.messages) if message["role"] == ASSISTANT]
+    prompts = [template.render(chat, place, prompts=True) for place in places]
+    if template.has_marks(chat):
+        return [_marked(*template.render_marked(chat), prompts, ends)]
+    turns = []
+    for number, (place, prompt) in enumerate(zip(places, prompts, strict=True), 1):
+        text = template.render(chat, place + 1, prompts=False)
+        turns.append((text, _behind(prompt, text, number, ends)))
+    return _joined(turns)
+
+
+def encode_turns(
+    rendered: Rendered, tokenizer: PreTrainedTokenizerBase, end_ids: Collection[int]
+) -> tuple[list[int], list[tuple[int, int]]]:
+    """Token ids up to the end of the last turn, and each turn's position in them.
+
+    They are those of the whole text at once. Raises RowError where a turn would not follow the tokens that the model is
+    prompted by, which are those of the text before it alone.
+    """
+    text, turns = rendered
+    made: Any = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    ids, begins = made["input_ids"], [begin for begin, _ in made["offset_mapping"]]
+    spans = []
+    for number, start, end in turns:
+        first, behind = bisect_left(begins, start), bisect_left(begins, end)
+        if not _is_prompted(text[:start], ids[:first], begins, tokenizer):
+            raise RowError(
+                f"turn {number} of the assistant begins inside a token, between {text[:start][-_SHOWN:]!r} and "
+                f"{text[start:][:_SHOWN]!r}, which would train on tokens that the model does not generate: take white "
+                "space off the turn, or use a template that puts none there"
+            )
+        if ids[behind - 1] not in end_ids:
+            raise RowError(f"{text[:end][-_SHOWN:]!r} ends turn {number} of the assistant by more than a token")
+        spans.append((first, behind))
+    return ids[: spans[-1][1]], spans
 
 
 def _next(channel: Connection, what: str) -> tuple[str, Any]:
@@ -104,7 +221,7 @@ def _rendered(row: Row, render: Callable[[Row], JSON]) -> tuple[str, JSON]:
         return "refused", str(error)
     except jinja2.TemplateError as error:
         return "refused", f"{_REFUSES}: {error}"[:1000]
-    except Exception as error:  # foreign code
+    except Exception as error:  # a template can call anything that it reaches: it is foreign code
         return "refused", f"{_REFUSES}: {type(error).__name__}: {error}"[:1000]
     if characters > MAX_CHARACTERS:
         return "fails", f"a prompt becomes {characters:,} characters"
@@ -120,3 +237,84 @@ def _limit_memory() -> None:
     if found := re.search(r"VmData:\s+(\d+) kB", status):
         limit = int(found[1]) * 1024 + MORE_MEMORY_BYTES
         resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+
+
+def _is_prompted(text: str, ids: list[int], begins: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether these are the tokens of the text alone. Text that follows mostly changes tokens at the end, so the end
+    is compared first, and long conversations cost no more than their length."""
+    near = _ids(tokenizer, text[begins[max(len(ids) - _WINDOW, 0)] :])
+    last = ids[-_NEAR:]
+    return near[-len(last) :] == last or _ids(tokenizer, text) == ids
+
+
+def _ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    made: Any = tokenizer(text, add_special_tokens=False, verbose=False)
+    return list(made["input_ids"])
+
+
+def _behind(prompt: str, text: str, number: int, ends: Sequence[str]) -> Turn:
+    """The turn at the end of the text, for which the prompt asks."""
+    if not text.startswith(prompt):
+        same = len(commonprefix([prompt, text]))
+        raise RowError(
+            f"the chat template prompts turn {number} of the assistant by {prompt[same:][:_SHOWN]!r}, and then writes "
+            f"{text[same:][:_SHOWN]!r} there, which would train on tokens that the model does not generate: set "
+            "data.enable_thinking=true where rows hold thinking (or in a row's chat_template_kwargs), leave out what "
+            "the template moves, like a system message, or use a template that marks the turns by {% generation %}"
+        )
+    return number, len(prompt), _end(text, len(prompt), len(text), number, ends)
+
+
+def _joined(turns: list[tuple[str, Turn]]) -> list[Rendered]:
+    """The fewest texts in which each turn follows its own prefix: the last one, and those with another beginning."""
+    rendered: list[Rendered] = []
+    while turns:
+        text, _ = turns[-1]
+        same = [text.startswith(own[:end]) for own, (_, _, end) in turns]
+        rendered.append((text, [turn for (_, turn), fits in zip(turns, same, strict=True) if fits]))
+        turns = [turn for turn, fits in zip(turns, same, strict=True) if not fits]
+    return rendered[::-1]
+
+
+def _marked(text: str, blocks: Sequence[tuple[int, int]], prompts: Sequence[str], ends: Sequence[str]) -> Rendered:
+    """The turns by the template's own marks, without the prompt, and with the token that ends them."""
+    begun = [(number, len(prompt)) for number, prompt in enumerate(prompts, 1) if text.startswith(prompt)]
+    turns: list[Turn] = []
+    for start, stop in blocks:
+        number, prompted = max((own for own in begun if own[1] < stop), default=(0, 0))
+        closed = _next_end(text, prompted, ends)
+        if len(begun) == len(prompts) and not (number and (closed is None or start < closed[0])):
+            raise RowError(f"the chat template marks {text[start:stop][:_SHOWN]!r} as generated, which no turn wrote")
+        start = max(start, prompted)
+        turns.append((number or len(turns) + 1, start, _end(text, start, stop, number, ends)))
+    if not turns:
+        raise RowError("the chat template marks nothing of it as generated: see its {% generation %} blocks")
+    return text, turns
+
+
+def _end(text: str, start: int, stop: int, number: int, ends: Sequence[str]) -> int:
+    """End of the turn in text[start:stop]: after the first token that ends it, at the latest the one at `stop`."""
+    place, end = _next_end(text, start, ends) or (len(text) + 1, 0)
+    if place > stop:
+        raise RowError(
+            f"the chat template ends turn {number} of the assistant by {text[start:stop][-_SHOWN:]!r}, without a token "
+            f"that ends it ({', '.join(ends)}), so that the model would not learn to stop: set the tokenizer's "
+            "eos_token to the one that it should be"
+        )
+    if place == start:
+        raise RowError(f"the chat template writes nothing of turn {number} of the assistant")
+    rest = text[end:stop]
+    for other in ends:
+        rest = rest.replace(other, "")
+    if rest.strip():
+        raise RowError(
+            f"turn {number} of the assistant continues after {text[place:end]!r}, which ends it, with "
+            f"{rest.strip()[:_SHOWN]!r}: take such a token out of the text, or use a tokenizer whose template writes "
+            "none within a turn"
+        )
+    return end
+
+
+def _next_end(text: str, start: int, ends: Sequence[str]) -> tuple[int, int] | None:
+    """Start and end of the first token that ends a turn."""
+    return min(((at, at + len(end)) for end in ends if (at := text.find(end, start)) >= 0), default=None)

@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, chain
 from pathlib import Path
-from typing import TYPE_CHECKING, overload
+from typing import overload
 
 import pyarrow
 
@@ -15,17 +15,19 @@ from distflow.data.prompts import PromptRow, PromptSet
 from distflow.errors import UserError
 from distflow.observe.files import replacing
 
-if TYPE_CHECKING:
-    import pyarrow
-
 CHUNK_ROWS = 1000
 """Rows of a record batch, which is read whole for any of them."""
 
+_FORMAT = "prompts 2"
+_IDS = pyarrow.list_(pyarrow.int32())
+# All but ids and checksum is one JSON text, which keeps values exactly.
+_SCHEMA = pyarrow.schema(
+    {"prompt_ids": _IDS, "response_ids": _IDS, "rest": pyarrow.string(), "crc32": pyarrow.uint32()}
+)
 
-def write_arrow(file: Path, schema: "pyarrow.Schema", batches: "Iterable[pyarrow.RecordBatch]") -> None:
+
+def write_arrow(file: Path, schema: pyarrow.Schema, batches: Iterable[pyarrow.RecordBatch]) -> None:
     """Write atomically. Raises OSError."""
-    import pyarrow
-
     file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     with replacing(file) as aside, aside.open("wb") as sink, pyarrow.ipc.new_file(sink, schema) as writer:
         for batch in batches:
@@ -34,21 +36,11 @@ def write_arrow(file: Path, schema: "pyarrow.Schema", batches: "Iterable[pyarrow
 
 def metadata_of(file: Path) -> Mapping[bytes, bytes]:
     """Metadata of the file's schema; empty if the file is missing, torn or not an Arrow file."""
-    import pyarrow
-
     try:
         with pyarrow.memory_map(str(file)) as memory:
             return pyarrow.ipc.open_file(memory).schema.metadata or {}
     except (pyarrow.ArrowException, OSError):
         return {}
-
-
-_FORMAT = "prompts 2"
-_IDS = pyarrow.list_(pyarrow.int32())
-# All but ids and checksum is one JSON text, which keeps values exactly.
-_SCHEMA = pyarrow.schema(
-    {"prompt_ids": _IDS, "response_ids": _IDS, "rest": pyarrow.string(), "crc32": pyarrow.uint32()}
-)
 
 
 def write_encoded(prompts: PromptSet, run_folder: Path, name: str) -> Path:

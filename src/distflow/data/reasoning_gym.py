@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator, Mapping
 
 from distflow.data.dataset_columns import Record
-from distflow.data.subprocess_rows import made_records, read_settings
+from distflow.data.python_rows import read_printed_rows, read_settings
 from distflow.errors import UserError, hint
 
 PREFIX = "reasoning-gym:"
@@ -35,7 +35,7 @@ def read_records(source: str, key: str, wanted: int = -1) -> Iterator[Record]:
     if isinstance(size, bool) or not isinstance(size, int) or size < 1:
         raise UserError(f"{key}: '{source}': size is {size!r}, not a number of rows")
     given = json.dumps({"seed": _SEED, **settings, "size": size})
-    yield from made_records("distflow.data.reasoning_gym", (name, given, str(wanted)), source, key)
+    yield from read_printed_rows("distflow.data.reasoning_gym", (name, given, str(wanted)), source, key)
 
 
 def read_entry(text: str) -> dict[str, object]:
@@ -70,7 +70,7 @@ def make_dataset(name: str, settings: Mapping[str, object]) -> "object":
         raise UserError(f"'{name}' has no setting '{unknown[0]}'{hint(unknown[0], known)}")
     try:
         return create_dataset(name, **settings)
-    except Exception as error:  # another library, whose checks are assertions
+    except (AssertionError, LookupError, TypeError, ValueError) as error:  # the package checks by assertions
         reason = " ".join(str(error).split()) or type(error).__name__
         raise UserError(f"'{name}' refuses its settings {json.dumps(dict(settings))}: {reason}") from error
 

@@ -12,8 +12,16 @@ from itertools import chain
 from transformers import PreTrainedTokenizerBase
 
 from distflow.builtin_names import PROMPT_MESSAGES
-from distflow.data.chat_template import Refused, render_all, template_of
-from distflow.data.conversations import Chat, ChatTemplate, Rendered, encode_turns, render_turns
+from distflow.data.chat_template import (
+    Chat,
+    ChatTemplate,
+    Refused,
+    Rendered,
+    encode_turns,
+    render_all,
+    render_turns,
+    template_of,
+)
 from distflow.data.dataset_columns import BadRows, RawRow
 from distflow.data.messages import Messages, RowError
 from distflow.data.prompts import Encoded, PromptOptions, PromptReport, PromptSet

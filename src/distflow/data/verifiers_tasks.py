@@ -13,7 +13,7 @@ from contextlib import redirect_stdout
 from typing import Any
 
 from distflow.data.dataset_columns import Record
-from distflow.data.subprocess_rows import made_records, read_settings
+from distflow.data.python_rows import read_printed_rows, read_settings
 from distflow.errors import UserError
 
 PREFIX = "verifiers:"
@@ -32,7 +32,7 @@ def read_records(source: str, key: str, wanted: int = -1) -> Iterator[Record]:
         raise UserError(f"{key}: '{source}' {MISSING}")
     name, _, query = source.removeprefix(PREFIX).partition("?")
     arguments = (name, json.dumps(read_settings(query)), str(wanted))
-    yield from made_records("distflow.data.verifiers_tasks", arguments, source, key)
+    yield from read_printed_rows("distflow.data.verifiers_tasks", arguments, source, key)
 
 
 def load_taskset(name: str, settings: Mapping[str, object]) -> Any:
@@ -41,7 +41,7 @@ def load_taskset(name: str, settings: Mapping[str, object]) -> Any:
 
     try:
         return taskset_class(name)(taskset_config_type(name).model_validate({**settings, "id": name}))
-    except Exception as error:  # the edge of foreign code
+    except (AttributeError, ImportError, LookupError, TypeError, ValueError) as error:  # others end the process
         reason = " ".join(str(error).split())[:500]
         raise UserError(f"the taskset '{name}' cannot be loaded: {type(error).__name__}: {reason}") from error
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from distflow.config.compose.check_paths import model_fault
-from distflow.data.hub_reachable import unreachable
+from distflow.data.sources import unreachable
 from distflow.errors import UserError
 from distflow.observe.files import read_object
 

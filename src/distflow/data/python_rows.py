@@ -1,14 +1,19 @@
-"""Rows passed from Python: written to the run's folder as JSON lines, so that a resumed run reads the same."""
+"""Rows of Python code: passed by the caller, and written to the run's folder as JSON lines, so that a resumed run reads
+the same; or printed by a module of ours in a process of its own, where imports of another package stay."""
 
 import itertools
 import json
-from collections.abc import Callable, Iterable, Mapping
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qsl
 
-from distflow.data.dataset_columns import plain
+from distflow.data.dataset_columns import Record, plain
 from distflow.errors import UserError
-from distflow.observe.files import write_atomically
+from distflow.observe.files import JSON, write_atomically
 
 MAX_ROWS = 1_000_000
 
@@ -29,7 +34,7 @@ def keep_rows(given: GivenRows, file: Path, *, name: str, wanted: int, resuming:
     max_rows = len(rows) if hasattr(rows, "__len__") else MAX_ROWS
     texts = json_lines(rows, source=_called(given), key=name, wanted=wanted, max_rows=max_rows)
     if not texts:
-        again = " (an iterator can be read once: make it anew)" if _is_iterator(given) else ""
+        again = " (an iterator can be read once: make it anew)" if hasattr(given, "__next__") else ""
         raise UserError(f"{name}: no rows in {_called(given)}{again}")
     data = "".join(f"{text}\n" for text in texts).encode()
     if resuming and file.is_file() and file.read_bytes() != data:
@@ -65,6 +70,38 @@ def json_lines(rows: object, *, source: str, key: str, wanted: int = -1, max_row
     return texts
 
 
+def read_printed_rows(module: str, arguments: Sequence[str], source: str, key: str) -> Iterator[Record]:
+    """The lines that `python -m module` prints with these arguments: each a row as JSON, or `{"error": reason}`.
+
+    Hashes of texts, on which some packages depend, do not vary in that process. Raises UserError, naming the config's
+    `key` and its `source`, for such an error and if the process fails.
+    """
+    made = subprocess.run(
+        [sys.executable, "-P", "-m", module, *arguments],
+        env={
+            **os.environ,
+            "PYTHONHASHSEED": "0",
+            "PYTHONPATH": os.pathsep.join(folder or os.getcwd() for folder in sys.path),
+        },
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+    )
+    if made.returncode:
+        said = (made.stderr.strip() or f"its process ended with {made.returncode}").splitlines()[-1]
+        raise UserError(f"{key}: '{source}' gives no rows: {said}")
+    for number, line in enumerate(made.stdout.splitlines(), 1):
+        found = json.loads(line)
+        if "error" in found:
+            raise UserError(f"{key}: '{source}': {found['error']}")
+        yield Record(f"{source}, row {number}", found)
+
+
+def read_settings(query: str) -> dict[str, JSON]:
+    """`a=1&b=x`: values as JSON has them, else texts."""
+    return {name: _value(text) for name, text in parse_qsl(query, keep_blank_values=True)}
+
+
 def _iterable(given: Any, name: str) -> object:
     """An iterable of rows. Raises UserError for whole tables and for splits."""
     if isinstance(given, Mapping):
@@ -81,9 +118,13 @@ def _iterable(given: Any, name: str) -> object:
     return given
 
 
-def _is_iterator(given: object) -> bool:
-    return hasattr(given, "__next__")
-
-
 def _called(given: object) -> str:
     return f"the {type(given).__name__} {getattr(given, '__qualname__', '')}".strip()
+
+
+def _value(text: str) -> JSON:
+    try:
+        value: JSON = json.loads(text)
+    except ValueError:
+        return text
+    return value

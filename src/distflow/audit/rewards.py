@@ -1,12 +1,12 @@
-"""Check: the score is the weighted sum of its parts, on the sample's last token; the reward is the score minus the
-KL."""
+"""Checks: the score is the weighted sum of its parts, on the sample's last token; the reward is the score minus the KL,
+with the coefficient of the config or of the adaptive controller."""
 
 import math
 
 import torch
 from torch import Tensor
 
-from distflow.audit.recorded_data import Check, RecordedStep, Sample, Wrong, doubles
+from distflow.audit.recorded_data import RecordedStep, Sample, Wrong, check, check_close, doubles
 from distflow.audit.reward_functions import functions_of
 from distflow.config.derived_settings import algorithm_of, algorithms
 from distflow.config.keys.algorithm import AlgorithmConfig, is_on
@@ -17,7 +17,14 @@ from distflow.rewards.score import Score
 LIMIT = 1e-4
 
 
-def audit_reward_sum(recorded: RecordedStep) -> str | None:
+@check(
+    "rewards",
+    "a sample's score is the weighted sum of its own scores and the over-long penalty, on its last token; its rewards "
+    "are the score minus the KL penalty",
+    needs="scores of the built-in reward node",
+    limit=f"{LIMIT:g} relative",
+)
+def audit_rewards(recorded: RecordedStep) -> str | None:
     if not recorded.is_ours("scores"):
         return "a user's node writes the scores" if recorded.is_written("scores") else ""
     for sample in recorded.samples:
@@ -28,17 +35,67 @@ def audit_reward_sum(recorded: RecordedStep) -> str | None:
         policy = (sample["response_mask"] > 0).nonzero()
         if len(policy):
             expected[int(policy[-1])] = total
-        _same(sample, "token_level_scores", expected)
+        reason = f", by its scores {dict(sample['reward_parts'])}"
+        check_close(sample, "token_level_scores", expected, LIMIT, reason)
         _same_baseline(recorded, sample)
         if _processes(algorithm_of(recorded.config, sample["domain"])):
             continue  # the auditor has no formula for it
         if recorded.is_ours("token_level_rewards"):
-            _same(sample, "token_level_rewards", expected - _kl_penalty(recorded, sample))
-        elif not recorded.is_written("token_level_rewards"):
-            _same(sample, "token_level_rewards", expected)
+            expected = expected - _kl_penalty(recorded, sample)
+        if recorded.is_ours("token_level_rewards") or not recorded.is_written("token_level_rewards"):
+            check_close(sample, "token_level_rewards", expected, LIMIT, reason)
     if any(_processes(algorithm) for _, algorithm in algorithms(recorded.config)):
         return "the auditor has no formula for reward_norm, reward_shift, reward_scale, reward_clip and whiten_rewards"
     return None
+
+
+@check(
+    "kl_control",
+    "the coefficient of the KL in the reward is the config's, or the adaptive controller's update from the last step's "
+    "KL (arXiv:1909.08593)",
+    needs="a pipeline with the KL in the reward, and the previous step in this process or its checkpoint",
+    limit=f"{LIMIT:g} relative",
+)
+def audit_kl_control(recorded: RecordedStep) -> str | None:
+    control = recorded.config.algorithm.kl_ctrl
+    if not recorded.config.algorithm.use_kl_in_reward or not recorded.is_written("token_level_rewards"):
+        return ""
+    if recorded.config.algorithm.domains:
+        return "the auditor has no formula for coefficients by domain"
+    _same_mean(recorded)
+    found = recorded.metrics.get("actor/kl_coef")
+    if found is None:
+        return "the pipeline does not report its coefficient"
+    before = recorded.run.state.get("kl_control")
+    if control.type == "fixed" or (before is None and recorded.step == 0):
+        expected = control.kl_coef
+    elif before is None or before["step"] != recorded.step - 1:
+        return "the previous step was not recorded"
+    else:
+        assert control.target_kl is not None and control.horizon is not None, "the config's rules ensure it"
+        error = min(max(before["kl"] / control.target_kl - 1.0, -0.2), 0.2)
+        expected = max(before["coefficient"] * (1.0 + error * before["samples"] / control.horizon), 0.0)
+    if not abs(found - expected) <= LIMIT * max(abs(expected), 1e-12):
+        raise Wrong(
+            f"the KL in the reward has the coefficient {found:.6g}, but it should be {expected:.6g} in this step"
+        )
+    return None
+
+
+def kl(difference: Tensor, kind: str) -> Tensor:
+    """Estimates of the KL by d = log π − log π_ref (Schulman's k1, k2, k3), `|d|`. A trailing + changes the gradient
+    only, which is left to the caller."""
+    match kind.removesuffix("+"):
+        case "kl" | "k1":
+            return difference
+        case "abs":
+            return difference.abs()
+        case "mse" | "k2":
+            return difference**2 / 2
+        case "low_var_kl" | "k3":
+            bounded = difference.clamp(-20.0, 20.0)
+            return ((-bounded).exp() + bounded - 1.0).clamp(-10.0, 10.0)
+    raise ValueError(f"no formula for the KL estimate '{kind}'")
 
 
 def _total(recorded: RecordedStep, sample: Sample) -> float:
@@ -61,7 +118,7 @@ def _processes(algorithm: AlgorithmConfig) -> bool:
 
 def _same_baseline(recorded: RecordedStep, sample: Sample) -> None:
     """ReMax's baseline is the score of the group's one greedy response, by the reward functions."""
-    record = recorded.records.get(int(sample["group_index"]))
+    record = recorded.record_of(sample)
     if "reward_baselines" not in sample or record is None or not recorded.is_ours("reward_baselines"):
         return
     if algorithm_of(recorded.config, sample["domain"]).adv_estimator != "remax":
@@ -76,7 +133,7 @@ def _same_baseline(recorded: RecordedStep, sample: Sample) -> None:
         raise Wrong(
             f"the greedy response of group {record.prompt_group.group_id} may have {request.params.max_tokens} tokens"
         )
-    text = str(recorded.parts.tokenizer.decode(list(made.token_ids), skip_special_tokens=True))
+    text = str(recorded.run.resources.tokenizer.decode(list(made.token_ids), skip_special_tokens=True))
     total = _overlong(recorded, sample["domain"], len(made.token_ids))
     for name, weight in functions_of(recorded, sample).items():
         results = [r for called, arguments, r in record.scored if called == name and arguments["solution_str"] == text]
@@ -114,38 +171,20 @@ def _kl_penalty(recorded: RecordedStep, sample: Sample) -> Tensor:
     return torch.where(sample["response_mask"] > 0, penalty, torch.zeros_like(penalty))
 
 
-def kl(difference: Tensor, kind: str) -> Tensor:
-    """Estimates of the KL by d = log π − log π_ref (Schulman's k1, k2, k3), `|d|`. A trailing + changes the gradient
-    only, which is left to the caller."""
-    match kind.removesuffix("+"):
-        case "kl" | "k1":
-            return difference
-        case "abs":
-            return difference.abs()
-        case "mse" | "k2":
-            return difference**2 / 2
-        case "low_var_kl" | "k3":
-            bounded = difference.clamp(-20.0, 20.0)
-            return ((-bounded).exp() + bounded - 1.0).clamp(-10.0, 10.0)
-    raise ValueError(f"no formula for the KL estimate '{kind}'")
-
-
-def _same(sample: Sample, column: str, expected: Tensor) -> None:
-    gap = (doubles(sample[column]) - expected).abs()
-    wrong = ~(gap <= LIMIT * expected.abs().clamp(min=1.0))
-    if bool(wrong.any()):
-        token = int(wrong.nonzero()[0])
-        raise Wrong(
-            f"{column} of sample {sample['uid']} is {float(sample[column][token]):g} at token {token} of "
-            f"{len(expected)}, but should be {float(expected[token]):g}, by its scores {dict(sample['reward_parts'])}"
-        )
-
-
-CHECK = Check(
-    "rewards",
-    "a sample's score is the weighted sum of its own scores and the over-long penalty, on its last token; its rewards "
-    "are the score minus the KL penalty",
-    "scores of the built-in reward node",
-    f"{LIMIT:g} relative",
-    audit_reward_sum,
-)
+def _same_mean(recorded: RecordedStep) -> None:
+    """The controller's input is the mean KL over the tokens of valid samples, or the mean of samples' means."""
+    if recorded.run.num_ranks > 1 or not recorded.is_ours("token_level_rewards"):
+        return
+    settings, of_samples = recorded.config.algorithm, list[Tensor]()
+    for sample in recorded.samples:
+        counted = (sample["response_mask"] > 0) & bool(sample["valid"])
+        difference = doubles(sample["old_log_probs"]) - doubles(sample["ref_log_prob"])
+        of_samples.append(kl(difference, settings.kl_penalty)[counted])
+    tokens = torch.cat(of_samples)
+    means = torch.stack(
+        [values.mean() if len(values) else torch.zeros((), dtype=torch.float64) for values in of_samples]
+    )
+    expected = float(means.mean() if settings.kl_ctrl.mean == "sequence" else tokens.mean() if len(tokens) else 0.0)
+    found = recorded.metrics.get("actor/reward_kl_penalty")
+    if found is not None and not abs(found - expected) <= 1e-3 * abs(expected) + 1e-6:
+        raise Wrong(f"the controller was given a KL of {found:.6g}, but the KL of the step's tokens is {expected:.6g}")

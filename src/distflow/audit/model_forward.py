@@ -1,0 +1,239 @@
+"""How the audit runs models: by their own padded forward, without packing, cache or chunks, and with the softmax in
+float64; sharded models with all ranks in each pass; older versions from copies of their weights."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from distflow.models.attention import PACKED_ATTENTION
+from distflow.models.lora import adapter_off
+from distflow.models.model_parts import unwrapped
+from distflow.models.shards import is_spread, own_part
+from distflow.rollout.engine import SamplingParams
+from distflow.rollout.weights import stripe_hashes
+from distflow.training.collective import Collective
+
+MAX_LOGITS = 2**28
+"""Entries of logits in memory at a time: 1 GiB in float32. A longer sequence is not run."""
+
+MAX_DOUBLES = 2**24
+"""Entries of a distribution in memory at a time, in float64: 128 MiB."""
+
+Ids = tuple[Sequence[int], Sequence[int]]
+"""A prompt and its response."""
+Run = Callable[..., Any]
+"""Runs a model's forward: `Turns.run`."""
+Weights = Mapping[str, Tensor]
+"""Trained weights by the names of the model's parameters."""
+
+
+@dataclass(frozen=True)
+class PlainScores:
+    """For each response token, float64 `(tokens,)`: its log-prob and the policy's entropy at the temperature; `below`,
+    the mass of the tokens before it in the vocabulary, and its own `mass`, under the distribution that it was drawn
+    from."""
+
+    log_probs: Tensor
+    entropy: Tensor
+    below: Tensor
+    mass: Tensor
+
+
+@contextmanager
+def plainly(model: nn.Module, *, adapter: bool = True, compute_dtype: torch.dtype | None = None) -> Iterator[None]:
+    """Inside, the model runs without packing: with the attention of its family in place of the packed one.
+
+    adapter: False switches a LoRA adapter off.
+    """
+    causal = unwrapped(model)
+    attention, training = causal.config._attn_implementation, model.training
+    device = next(model.parameters()).device
+    low = compute_dtype not in (None, torch.float32)
+    model.eval()
+    if attention == PACKED_ATTENTION:
+        causal.set_attn_implementation("sdpa")
+    try:
+        with (
+            torch.autocast(device.type, dtype=compute_dtype, enabled=low),
+            nullcontext() if adapter else adapter_off(model),
+        ):
+            yield
+    finally:
+        if attention == PACKED_ATTENTION:
+            causal.set_attn_implementation(attention)
+        model.train(training)
+
+
+def logits_of(run: Run, model: nn.Module, sequences: Sequence[Ids]) -> Iterator[Tensor]:
+    """For each sequence, float32 logits `(response tokens, vocabulary)` that predict its response; a critic's are
+    `(response tokens, 1)`. Sequences are padded on the right, as many together as `MAX_LOGITS` allows."""
+    longest = max(len(prompt) + len(response) for prompt, response in sequences)
+    together = max(1, MAX_LOGITS // (longest * vocabulary_of(model)))
+    for start in range(0, len(sequences), together):
+        part = sequences[start : start + together]
+        lengths = torch.tensor([len(prompt) + len(response) for prompt, response in part])
+        mask = torch.arange(int(lengths.max())) < lengths[:, None]
+        ids = torch.zeros(mask.shape, dtype=torch.int64)
+        ids[mask] = torch.tensor([token for prompt, response in part for token in (*prompt, *response)])
+        device = next(model.parameters()).device
+        inputs = {"input_ids": ids.to(device), "attention_mask": mask.long().to(device), "use_cache": False}
+        logits = run(model, **inputs).logits
+        for row, (prompt, response) in zip(logits, part, strict=True):
+            yield row[len(prompt) - 1 : len(prompt) + len(response) - 1].float()
+
+
+def fits(model: nn.Module, num_tokens: int) -> bool:
+    """Whether `MAX_LOGITS` allows a sequence of that length."""
+    return num_tokens * vocabulary_of(model) <= MAX_LOGITS
+
+
+def vocabulary_of(model: nn.Module) -> int:
+    return int(unwrapped(model).config.get_text_config().vocab_size)
+
+
+def plain_scores(logits: Tensor, token_ids: Sequence[int], params: SamplingParams) -> PlainScores:
+    """logits: of the tokens, `(tokens, vocabulary)`."""
+    rows = max(1, MAX_DOUBLES // logits.shape[-1])
+    ids = torch.tensor(list(token_ids), dtype=torch.int64)
+    parts = [_scores_of(some, own, params) for some, own in zip(logits.split(rows), ids.split(rows), strict=True)]
+    return PlainScores(*(torch.cat(column) for column in zip(*parts, strict=True)))
+
+
+def log_probs_of(logits: Tensor, token_ids: Sequence[int], temperature: float) -> Tensor:
+    """Float64 `(tokens,)`."""
+    scores = (logits.cpu().double() / temperature).log_softmax(-1)
+    return scores.gather(-1, torch.tensor(list(token_ids), dtype=torch.int64)[:, None])[:, 0]
+
+
+def _scores_of(logits: Tensor, token_ids: Tensor, params: SamplingParams) -> tuple[Tensor, ...]:
+    policy = (logits.cpu().double() / params.temperature).log_softmax(-1)
+    entropy = -(policy.exp() * policy).nan_to_num().sum(-1)
+    drawn_from = _truncated(policy.exp(), params)
+    drawn_from = drawn_from / drawn_from.sum(-1, keepdim=True)
+    own = token_ids[:, None]
+    before = torch.where(torch.arange(drawn_from.shape[-1]) < own, drawn_from, 0.0).sum(-1)
+    return policy.gather(-1, own)[:, 0], entropy, before, drawn_from.gather(-1, own)[:, 0]
+
+
+def _truncated(masses: Tensor, params: SamplingParams) -> Tensor:
+    """Top-k, then top-p of what is left, then min-p; masses `(tokens, vocabulary)`."""
+    if 0 < params.top_k < masses.shape[-1]:
+        masses = torch.where(masses < masses.topk(params.top_k).values[:, -1:], 0.0, masses)
+    if params.top_p < 1.0:
+        shares = masses / masses.sum(-1, keepdim=True)
+        likeliest = shares.sort(descending=True).values
+        inside = (likeliest.cumsum(-1) - likeliest < params.top_p).sum(-1, keepdim=True)
+        masses = torch.where(shares < likeliest.gather(-1, inside - 1), 0.0, masses)
+    if params.min_p > 0.0:
+        masses = torch.where(masses < params.min_p * masses.amax(-1, keepdim=True), 0.0, masses)
+    return masses
+
+
+class KeptWeights:
+    """The trained weights of the last versions, in the rollout engine's dtype, on the CPU.
+
+    At most `most` at a time, the newest; versions whose weights are the same share one copy.
+    """
+
+    def __init__(self, most: int, dtype: torch.dtype) -> None:
+        self._most, self._dtype = most, dtype
+        self._copies: dict[int, Weights] = {}
+        self._last: Mapping[str, str] = {}
+
+    def __len__(self) -> int:
+        return len(self._copies)
+
+    def keep(self, version: int, model: nn.Module) -> None:
+        """The model's present weights are those of `version`, the newest."""
+        own = {name: parameter.detach() for name, parameter in model.named_parameters() if parameter.requires_grad}
+        hashes = stripe_hashes(own.items())
+        if hashes == self._last and self._copies:
+            self._copies[version] = self._copies[max(self._copies)]
+        else:
+            self._copies[version] = {name: w.to("cpu", self._dtype, copy=True) for name, w in own.items()}
+        self._last = hashes
+        self.forget(version - self._most)
+
+    def forget(self, version: int) -> None:
+        """Drop that version and older ones: their tokens will not be audited any more."""
+        self._copies = {kept: copy for kept, copy in self._copies.items() if kept > version}
+
+    def of(self, version: int) -> Weights | None:
+        """The weights of a version, None if they were not kept."""
+        return self._copies.get(version)
+
+
+class Turns:
+    """Runs one rank's passes over models, sharded or whole.
+
+    Before each pass over a sharded model the ranks agree on the next pass; a rank that needs another one, or none,
+    runs a single token, so that its shard of the weights is available. Whole models are run at once.
+    """
+
+    def __init__(self, group: Collective, models: Iterable[nn.Module]) -> None:
+        """group: the ranks that models are sharded over; all pass the same models in the same order."""
+        self._group = group
+        self._spread = [model for model in dict.fromkeys(models) if is_spread(model)]
+
+    def run(self, model: nn.Module, **inputs: object) -> Any:
+        """The model's own forward; without gradient if it is sharded."""
+        if model not in self._spread:
+            return model(**inputs)
+        self._wait_for(2 * self._spread.index(model) + 1)
+        with torch.no_grad():
+            return model(**inputs)
+
+    def gradients(self, model: nn.Module, weights: Sequence[nn.Parameter], loss: Callable[[], Tensor]) -> list[Tensor]:
+        """Gradients of a scalar by some of the model's weights; for a sharded model this rank's part, of the sum of all
+        ranks' scalars; all ranks call it equally often. Existing `.grad`s stay as they are.
+
+        Raises RuntimeError if another rank failed and does not take part.
+        """
+        if model not in self._spread:
+            found = torch.autograd.grad(loss(), weights, allow_unused=True)
+            return [torch.zeros_like(w) if g is None else g.detach() for w, g in zip(weights, found, strict=True)]
+        if not self._wait_for(2 * self._spread.index(model) + 2):
+            raise RuntimeError("another rank failed in this check")
+        with _without_gradients(model):
+            loss().backward()
+            return [torch.zeros_like(own_part(w)) if w.grad is None else own_part(w.grad) for w in weights]
+
+    def is_spread(self, model: nn.Module) -> bool:
+        return model in self._spread
+
+    def finish(self) -> None:
+        """This rank has no more passes: take part in those of other ranks until they have none."""
+        if self._spread:
+            self._wait_for(0)
+
+    def _wait_for(self, wanted: int) -> bool:
+        """Wait until that pass is next; returns whether all ranks make it. A pass is numbered 2 × the model's index +
+        1, one more with gradient; 0 is none."""
+        while True:
+            turn = int(self._group.max(float(wanted)))
+            num_takers = self._group.sum(float(turn == wanted))
+            if turn == wanted:
+                return num_takers == self._group.size
+            if turn % 2:
+                self._lend(self._spread[turn // 2])
+
+    def _lend(self, model: nn.Module) -> None:
+        token = torch.zeros(1, 1, dtype=torch.int64, device=next(model.parameters()).device)
+        with plainly(model), torch.no_grad():
+            model(input_ids=token, use_cache=False)
+
+
+@contextmanager
+def _without_gradients(model: nn.Module) -> Iterator[None]:
+    """Inside, the model starts without gradients; afterwards it has its old ones."""
+    kept = {parameter: parameter.grad for parameter in model.parameters()}
+    try:
+        model.zero_grad(set_to_none=True)
+        yield
+    finally:
+        for parameter, gradient in kept.items():
+            parameter.grad = gradient

@@ -1,0 +1,256 @@
+"""Checks of an optimizer step: packed sequences give the same weight gradients as padded ones; a mini-batch's gradient
+starts from zero and is the sum of its micro-batches' gradients, clipped to max_grad_norm; the learning rate follows the
+schedule, and the optimizer moves the weights by its formula."""
+
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from distflow.audit.log_probs import audited_samples, dtype_of, ids_of
+from distflow.audit.mini_batches import plan_of
+from distflow.audit.model_forward import logits_of, plainly
+from distflow.audit.recorded_data import RecordedStep, Sample, Wrong, check
+from distflow.audit.recorder import OpenEngine, Stripe, UpdateRecord, striped
+from distflow.config.derived_settings import is_rl
+from distflow.config.keys.engines import OptimConfig
+
+NUM_SAMPLES = 2
+EXACT, ROUNDED = 1e-3, 0.5
+LIMIT = 1e-3
+
+
+@check(
+    "backward",
+    "a gradient by log-probs reaches the weights equally through the packed pass and the model's own padded one",
+    needs="a train engine that exposes its model",
+    limit=f"{EXACT:g} relative (bfloat16: {ROUNDED:g})",
+)
+def audit_backward(recorded: RecordedStep) -> str | None:
+    actor = recorded.run.resources.actor
+    scorer = getattr(actor, "scorer", None)
+    if not isinstance(actor, OpenEngine) or scorer is None:
+        return "the train engine does not expose its model"
+    turns = recorded.run.turns
+    chosen = sorted(audited_samples(recorded), key=lambda sample: len(sample["response_ids"]))[:NUM_SAMPLES]
+    if not chosen and not turns.is_spread(actor.model):
+        return "no sample is short enough"
+    names = dict(striped(actor.model, recorded.step))
+    weights = list(names.values())
+    packed = _through_packing(recorded, actor, scorer, chosen, weights)
+    apart = [
+        _through_padding(recorded, actor, chosen[place : place + 1], weights)
+        for place in range(NUM_SAMPLES if turns.is_spread(actor.model) else len(chosen))
+    ]
+    if not chosen:
+        return "no sample is short enough"
+    limit = recorded.limit(EXACT, ROUNDED)
+    for name, one, *others in zip(names, packed, *apart, strict=True):
+        other = torch.stack(others).sum(0)
+        error = float((one - other).norm() / other.norm().clamp(min=1e-12))
+        if not error <= limit and float(other.norm()) > 1e-9:
+            raise Wrong(
+                f"the gradient of {name} by the log-probs of samples {', '.join(s['uid'] for s in chosen)} differs by "
+                f"{error:.3g} (relative; limit {limit:g}) between the packed pass and a padded one: packed sequences "
+                "see each other, or part of the model is cut off from the gradient"
+            )
+    return None
+
+
+@check(
+    "gradients",
+    "a mini-batch's gradient starts from zero and is the sum of its micro-batches' gradients, clipped to max_grad_norm",
+    needs="a train engine that exposes its model",
+    limit=f"{LIMIT:g} relative",
+)
+def audit_gradients(recorded: RecordedStep) -> str | None:
+    seen = [update for update in recorded.updates if isinstance(update.engine, OpenEngine)]
+    if not seen:
+        return "no update of an engine that exposes its model was recorded"
+    for update in seen:
+        if update.leftover:
+            raise Wrong(
+                f"a mini-batch of the {update.role} began with gradients left over from the one before "
+                f"({update.leftover[0]} and {len(update.leftover) - 1} more weights): they were not cleared"
+            )
+        if update.norm is not None and not update.metrics.get("skipped"):
+            _clipped(recorded, update, update.norm)
+    return "gradients of several ranks are summed before they are seen" if recorded.run.num_ranks > 1 else None
+
+
+@check(
+    "optimizer",
+    "the learning rate is the schedule's at this optimizer step, and sampled elements of several weights moved by the "
+    "optimizer's formula of gradient, moments, rate and decay",
+    needs="adamw or sgd; for other optimizers the learning rate alone",
+    limit=f"{LIMIT:g} of the move",
+)
+def audit_optimizer(recorded: RecordedStep) -> str | None:
+    if not recorded.updates:
+        return "no update was recorded"
+    known = [_same_weights(update, settings, rate, taken) for update, settings, rate, taken in scheduled(recorded)]
+    return (
+        None
+        if any(known)
+        else "only the learning rate: the optimizer is neither adamw nor sgd, or its engine does not expose it"
+    )
+
+
+def _through_packing(
+    recorded: RecordedStep, actor: OpenEngine, scorer: object, chosen: Sequence[Sample], weights: Sequence[nn.Parameter]
+) -> list[Tensor]:
+    rows = [list(recorded.batch["uid"]).index(sample["uid"]) for sample in chosen]
+    batch = recorded.batch.select(rows)
+
+    def loss() -> Tensor:
+        flat = scorer.compute(batch, ("log_probs",))["log_probs"]  # type: ignore[attr-defined]  # checked above
+        cotangents = [_cotangent(length) for length in batch.lengths("response").tolist()]
+        return (flat * torch.cat(cotangents or [flat.new_zeros(0)]).to(flat)).sum()
+
+    return recorded.run.turns.gradients(actor.model, weights, loss)
+
+
+def _through_padding(
+    recorded: RecordedStep, actor: OpenEngine, chosen: Sequence[Sample], weights: Sequence[nn.Parameter]
+) -> list[Tensor]:
+    """chosen: one sample, or none: then one token runs through the model, with gradient 0."""
+    tokens = [ids_of(sample) for sample in chosen] or [((0,), (0,))]
+
+    def loss() -> Tensor:
+        (logits,) = logits_of(nn.Module.__call__, actor.model, tokens)
+        ids = torch.tensor(tokens[0][1], device=logits.device)
+        temperature = recorded.sampling(chosen[0]).temperature if chosen else 1.0
+        scores = (logits / temperature).log_softmax(-1)
+        log_probs = scores.gather(-1, ids[:, None])[:, 0]
+        return (log_probs * _cotangent(len(ids)).to(log_probs)).sum() * float(len(chosen))
+
+    with plainly(actor.model, compute_dtype=dtype_of(actor)):
+        return recorded.run.turns.gradients(actor.model, weights, loss)
+
+
+def _cotangent(length: int) -> Tensor:
+    """Fixed numbers of both signs, in place of a loss's gradient."""
+    return torch.cos(torch.arange(length, dtype=torch.float32) + 1.0)
+
+
+def _clipped(recorded: RecordedStep, update: UpdateRecord, norm: float) -> None:
+    settings = recorded.config.critic if update.role == "critic" else recorded.config.actor_rollout_ref.actor
+    reported, most = float(update.metrics["grad_norm"]), settings.max_grad_norm
+    factor = 1.0 if most is None else min(1.0, most / (reported + 1e-6))
+    if not abs(norm - reported * factor) <= LIMIT * reported + 1e-9:
+        raise Wrong(
+            f"the {update.role}'s optimizer was given a gradient of norm {norm:.4g}, but it was measured as "
+            f"{reported:.4g} and max_grad_norm is {most}: it should be {reported * factor:.4g}"
+        )
+    if recorded.run.num_ranks > 1:
+        return
+    for name, stripe in update.stripes.items():
+        if stripe.gradient is None or stripe.contributions is None:
+            continue
+        gap = float((stripe.gradient - stripe.contributions * factor).norm())
+        if not gap <= 10 * LIMIT * float(stripe.gradient.norm()) + 1e-7 * reported:
+            raise Wrong(
+                f"the gradient of {name} that the {update.role}'s optimizer was given is not the sum of the "
+                "micro-batches' gradients times the clip factor: some was left over, dropped or scaled"
+            )
+
+
+def scheduled(recorded: RecordedStep) -> Iterator[tuple[UpdateRecord, OptimConfig, float, int]]:
+    """Each update that was not skipped, its optimizer's config, its scheduled rate, and the number of updates before
+    it. Raises Wrong if it was made at another rate."""
+    for role in sorted({update.role for update in recorded.updates}):
+        taken = recorded.num_updates.get(role, 0)
+        settings = (recorded.config.critic if role == "critic" else recorded.config.actor_rollout_ref.actor).optim
+        for update in recorded.updates_of(role):
+            if update.metrics.get("skipped"):
+                continue
+            rate = settings.lr * schedule(settings, taken, total_updates(recorded, role))
+            _same_rate(update, rate)
+            yield update, settings, rate, taken
+            taken += 1
+
+
+def audit_learning_rates(recorded: RecordedStep) -> str | None:
+    """The learning rate of each update is the schedule's."""
+    for _ in scheduled(recorded):
+        pass
+    return None
+
+
+def total_updates(recorded: RecordedStep, role: str) -> int:
+    """Optimizer steps of the whole run: the schedule's length."""
+    config = recorded.config
+    passes, num_prompts = plan_of(config, role)
+    steps = recorded.run.spec.data.total_steps - (
+        config.trainer.critic_warmup if role == "actor" and is_rl(config) else 0
+    )
+    return max(steps * passes * math.ceil(config.data.train_batch_size / num_prompts), 1)
+
+
+def schedule(settings: OptimConfig, step: int, total: int) -> float:
+    """The factor of the rate at optimizer step `step`, counted from 0."""
+    if settings.scheduler == "constant":
+        return 1.0
+    warmup = settings.lr_warmup_steps if settings.lr_warmup_steps >= 0 else int(settings.warmup_ratio * total)
+    if step < warmup:
+        return step / warmup
+    done = min((step - warmup) / max(total - warmup, 1), 1.0)
+    shape = {
+        "constant_with_warmup": 1.0,
+        "linear_with_warmup": settings.min_lr_ratio + (1 - settings.min_lr_ratio) * (1 - done),
+        "cosine_with_warmup": settings.min_lr_ratio + (1 - settings.min_lr_ratio) * (1 + math.cos(math.pi * done)) / 2,
+    }
+    return shape[settings.scheduler]
+
+
+def _same_rate(update: UpdateRecord, rate: float) -> None:
+    found = float(update.metrics["lr"])
+    if not abs(found - rate) <= LIMIT * rate + 1e-15:
+        raise Wrong(f"the learning rate of the {update.role} is {found:.4g}, but the schedule gives {rate:.4g}")
+
+
+def _same_weights(update: UpdateRecord, settings: OptimConfig, rate: float, taken: int) -> bool:
+    """Whether there is a formula to compare with."""
+    if settings.optimizer not in ("adamw", "sgd") or not update.stripes:
+        return False
+    for name, stripe in update.stripes.items():
+        if stripe.gradient is None or stripe.after is None:
+            raise Wrong(
+                f"the optimizer of the {update.role} was not called, or {name} had no gradient, though the update was "
+                "not skipped"
+            )
+        steps = int(stripe.moments.get("step", 0 if settings.optimizer == "adamw" else taken))
+        if steps != taken:
+            raise Wrong(
+                f"the optimizer of the {update.role} has counted {steps} steps, but {taken} were taken: its "
+                "moments were lost"
+            )
+        expected = _adamw(stripe, settings, rate) if settings.optimizer == "adamw" else _sgd(stripe, settings, rate)
+        if not len(stripe.before):
+            continue  # this rank has no part of it
+        gap, moved = (stripe.after - expected).abs(), (expected - stripe.before).abs()
+        rounding = 4e-7 * stripe.before.abs()
+        if bool((gap > LIMIT * moved.max() + rounding + 1e-12).any()):
+            raise Wrong(
+                f"{name} of the {update.role} moved by {float((stripe.after - stripe.before).abs().max()):.4g} at "
+                f"most, but {settings.optimizer} at the learning rate {rate:.4g} gives {float(moved.max()):.4g} for "
+                "its gradient, moments and weight decay"
+            )
+    return True
+
+
+def _adamw(stripe: Stripe, settings: OptimConfig, rate: float) -> Tensor:
+    """Loshchilov and Hutter, arXiv:1711.05101, algorithm 2."""
+    assert stripe.gradient is not None
+    first, second = settings.betas
+    step = float(stripe.moments.get("step", 0.0)) + 1
+    mean = first * stripe.moments.get("exp_avg", 0.0) + (1 - first) * stripe.gradient
+    square = second * stripe.moments.get("exp_avg_sq", 0.0) + (1 - second) * stripe.gradient**2
+    decayed = stripe.before * (1 - rate * settings.weight_decay)
+    return decayed - rate * (mean / (1 - first**step)) / ((square / (1 - second**step)).sqrt() + settings.eps)
+
+
+def _sgd(stripe: Stripe, settings: OptimConfig, rate: float) -> Tensor:
+    assert stripe.gradient is not None
+    return stripe.before - rate * (stripe.gradient + settings.weight_decay * stripe.before)
