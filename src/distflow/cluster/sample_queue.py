@@ -91,7 +91,7 @@ class RaySampleQueue:
         """See `SampleQueuePort`; whole steps only. Groups that were lost with a worker are generated again."""
         assert wanted is None and deadline is None, "a user's own loop runs in one process"
         while True:
-            with self._waits("training", f"step {step}", on="rollout"):
+            with self._waits("training", f"step {step + 1}", on="rollout"):
                 portion = reply(self._coordinator.take.remote(step, self._first + rank))
             if portion is None or isinstance(portion, NewWorkers):
                 return portion
@@ -100,7 +100,7 @@ class RaySampleQueue:
                 groups += more
             fault_injection.reach("queue.taken")
             batch, lost = _read(portion, groups)
-            with self._waits("training", f"step {step}", on="other ranks"):
+            with self._waits("training", f"step {step + 1}", on="other ranks"):
                 whole = reply(self._coordinator.read.remote(step, self._first + rank, lost))
             if whole:
                 assert batch is not None, "no group of it is lost"
@@ -109,7 +109,7 @@ class RaySampleQueue:
     def release(self, step: int, rank: int, published: bool) -> Released:
         """See `SampleQueuePort`."""
         fault_injection.reach("release")
-        with self._waits("training", f"release of step {step}", on="other ranks"):
+        with self._waits("training", f"release of step {step + 1}", on="other ranks"):
             end: Consumed[GroupRef] = reply(self._coordinator.release.remote(step, self._first + rank, published))
         self._stop.wanted = end.stopping
         return Released(end.version, end.finished, end.group_counts, self._checkpoint_state, end.domains)

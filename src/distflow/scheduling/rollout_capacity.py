@@ -136,7 +136,7 @@ class Admission:
         if not self.served <= served_step <= step + 1:
             raise CountsError(
                 f"an engine serves version {served_step}, but version {self.served} was served before and step "
-                f"{step} is the next one: versions never go backwards, nor ahead of the steps"
+                f"{step + 1} is the next one: versions never go backwards, nor ahead of the steps"
             )
         self.served, self._asked = served_step, True
         return min(served_step, step)

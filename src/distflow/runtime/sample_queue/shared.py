@@ -254,7 +254,7 @@ class SharedSampleQueue(Generic[T]):
             while reading.whole is None:
                 if self._failure is not None:
                     raise self._failure
-                with self._waits("training", f"step {step}", on="other ranks"):
+                with self._waits("training", f"step {step + 1}", on="other ranks"):
                     self._lock.wait()
             return reading.whole
 
@@ -274,7 +274,7 @@ class SharedSampleQueue(Generic[T]):
             while self._outcome is None or self._outcome.version.step <= step:
                 if self._failure is not None:
                     raise self._failure
-                with self._waits("training", f"release of step {step}", on="other ranks"):
+                with self._waits("training", f"release of step {step + 1}", on="other ranks"):
                     self._lock.wait()
             return self._outcome
 
@@ -325,7 +325,7 @@ class SharedSampleQueue(Generic[T]):
         self._num_waiting += 1
         self._wake()
         try:
-            with self._waits("training", f"step {step}", on="rollout"):
+            with self._waits("training", f"step {step + 1}", on="rollout"):
                 yield
         finally:
             self._num_waiting -= 1
