@@ -43,7 +43,9 @@ def ages(run: Run) -> set[int]:
     """How many steps after its start a group was trained on, of all groups."""
     issued = {record["group_id"]: record["version"] for record in records(run, "issued")}
     return {
-        step["step"] - issued[prompt_group] for step in records(run, "consumed") for prompt_group in step["group_ids"]
+        step["step"] - 1 - issued[prompt_group]
+        for step in records(run, "consumed")
+        for prompt_group in step["group_ids"]
     }  # type: ignore[operator,attr-defined]
 
 

@@ -79,7 +79,7 @@ def test_a_worker_that_is_killed_ends_the_run_and_the_same_command_goes_on(groun
     assert time.monotonic() - when[0] < heartbeat.ANSWERS_WITHIN_S
     assert f"worker {victim} of 2" in str(told.value) and "resumes from step-" in str(told.value)
     assert notes(folder, "end") == ["the run failed"] and notes(folder, "error")
-    assert all('"release of step 1"' in (folder / "spans" / f"training{part}.jsonl").read_text() for part in ("", "-1"))
+    assert all('"release of step 2"' in (folder / "spans" / f"training{part}.jsonl").read_text() for part in ("", "-1"))
     wait_until(lambda: not workers() and not processes("ray::CoordinatorActor"), "no process is left")
     steps = f"trainer.total_training_steps={8 + 2 * len(list((folder / 'checkpoints').glob('step-*')))}"
     config, spec = ground.spec("grpo", *TWO, steps)
@@ -185,7 +185,7 @@ def test_a_signal_saves_the_step_under_way_and_ends_with_its_status(tmp_path: Pa
     consumed = [
         record["step"] for _, record in ledger.timeline(folder / "ledger.jsonl") if record["kind"] == "consumed"
     ]
-    assert (folder / "checkpoints" / f"step-{consumed[-1] + 1:06d}" / "manifest.json").exists()
+    assert (folder / "checkpoints" / f"step-{consumed[-1]:06d}" / "manifest.json").exists()
 
 
 @pytest.mark.slow

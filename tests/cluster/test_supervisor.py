@@ -222,7 +222,7 @@ def test_every_wait_of_every_process_says_for_whom(two: Run) -> None:
     waits = [span for span in spans if span["kind"] == "wait"]
     assert all(wait["on"] and wait["what"] and wait["t0"] <= wait["t1"] for wait in waits)
     told = {(wait["what"], wait["on"]) for wait in waits}
-    assert {("checkpoint of step 2", "other ranks"), ("release of step 0", "other ranks")} <= told
+    assert {("checkpoint of step 2", "other ranks"), ("release of step 1", "other ranks")} <= told
 
 
 def test_nothing_is_left_in_the_folder_but_the_run(two: Run) -> None:

@@ -77,12 +77,12 @@ def audit(folder: Path, max_staleness: int, places: set[Place], before: Sequence
             assert prompt_group not in done and record["reason"]
             done[prompt_group] = record["reason"]
         elif kind == "consumed":
-            assert record["step"] == next_step
             next_step += 1
+            assert record["step"] == next_step
             for number in record["group_ids"]:
                 assert number not in done, f"group {number} was trained after it was {done[number]}"
                 done[number], step_of[number] = "trained", record["step"]
-                ages[number] = record["step"] - version[number]
+                ages[number] = record["step"] - 1 - version[number]
                 assert 0 <= ages[number] <= bound, f"group {number} was {ages[number]} steps stale"
         elif kind == "version":
             assert record["step"] == next_step and weights <= record["weights"] <= next_step
@@ -90,7 +90,7 @@ def audit(folder: Path, max_staleness: int, places: set[Place], before: Sequence
     assert len(set(place.values())) == len(place), "a row went out as two groups"
     assert done.keys() == place.keys(), f"lost: {sorted(place.keys() - done.keys())}"
     assert set(place.values()) == places
-    lengths = _lengths(folder, {n: step for n, step in step_of.items() if step >= first_step}, max_staleness)
+    lengths = _lengths(folder, {n: step for n, step in step_of.items() if step > first_step}, max_staleness)
     return Survivors(
         {place[number]: step for number, step in step_of.items()},
         {place[number]: own for number, own in lengths.items()},
@@ -104,10 +104,10 @@ def _lengths(folder: Path, step_of: dict[int, int], max_staleness: int) -> dict[
     """Of the samples that are kept of each step, which are those of the ledger, and no staler."""
     found: dict[int, list[int]] = {}
     for step in sorted(set(step_of.values())):
-        for row in map(json.loads, (folder / "samples" / f"{step + 1:06d}.jsonl").read_text().splitlines()):
+        for row in map(json.loads, (folder / "samples" / f"{step:06d}.jsonl").read_text().splitlines()):
             number = int(row["uid"].split("-")[0])
             assert step_of[number] == step, f"{row['uid']} was trained at step {step}, says the samples' file"
-            assert all(step - max_staleness <= made <= step for made in row["versions"])
+            assert all(step - 1 - max_staleness <= made < step for made in row["versions"])
             found.setdefault(number, []).append(row["response_length"])
     assert found.keys() == step_of.keys()
     return found

@@ -63,7 +63,7 @@ def test_answers_span_three_versions_and_a_group_is_trained_four_steps_behind_it
     rows = [row["versions"] for row in samples(long_tail)]
     assert max(map(len, rows)) >= 3, "no sample has tokens of three versions"
     ages = [
-        record["step"] - issued[prompt_group]
+        record["step"] - 1 - issued[prompt_group]
         for record in ledger(long_tail, "consumed")
         for prompt_group in record["group_ids"]
     ]

@@ -117,7 +117,7 @@ def test_ahead_of_training_a_change_holds_for_tickets_that_were_not_granted(grou
     run = ground.run("grpo", *given(ground, *more, "trainer.total_training_steps=6"), name="ahead")
     verify(run.folder / "ledger.jsonl")
     records = [record for _, record in timeline(run.folder / "ledger.jsonl") if record["kind"] == "shares"]
-    assert [record["step"] for record in records] == [3, 5, 7]
+    assert [record["step"] for record in records] == [4, 6, 8]
     shares = [row["domains/math/share"] for row in run.metrics()]
     assert shares[:3] == [0.5] * 3 and shares[3] == shares[4] == eval(records[0]["shares"]["math"]) != 0.5
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from distflow.observe.writing.run_folder import RunFolder
+from distflow.observe.writing.run_folder import RunFolder, Span
 
 HOSTILE = (
     "<script>document.documentElement.dataset.hacked = 1</script>",
@@ -65,11 +65,11 @@ def _nodes(name: str) -> list[dict[str, Any]]:
 def _spans(run: RunFolder) -> None:
     """Of a step of one second that ends now."""
     now = time.time()
-    run.span("training", now - 0.9, now - 0.4, "phase", "rollout")
-    run.span("training", now - 0.4, now - 0.15, "phase", "train_step")
-    run.span("training", now - 0.9, now - 0.4, "wait", HOSTILE[0])
+    run.span("training", Span(now - 0.9, now - 0.4, "phase", "rollout"))
+    run.span("training", Span(now - 0.4, now - 0.15, "phase", "train_step"))
+    run.span("training", Span(now - 0.9, now - 0.4, "wait", HOSTILE[0]))
     for i in range(6):
-        run.span("rollout", now - 0.9, now - 0.5 + i / 100, "group", "complete")
+        run.span("rollout", Span(now - 0.9, now - 0.5 + i / 100, "group", "complete"))
 
 
 def _metrics(step: int, num_steps: int) -> dict[str, float]:
@@ -129,18 +129,18 @@ def write_asynchronous_run(folder: Path, num_steps: int = 12, groups: int = 2, s
     with RunFolder(folder, 0) as run:
         for step in range(num_steps):
             t = 1000.0 + step
-            run.span("training", t, t + slow, "wait", f"step {step}", step, on="rollout")
-            run.span("training", t, t + slow, "phase", "rollout", step)
-            run.span("training", t + slow, t + 0.9, "phase", "train_step", step)
-            run.span("training", t + 0.9, t + 1.0, "phase", "update_weights", step)
+            run.span("training", Span(t, t + slow, "wait", f"step {step + 1}", step + 1, on="rollout"))
+            run.span("training", Span(t, t + slow, "phase", "rollout", step + 1))
+            run.span("training", Span(t + slow, t + 0.9, "phase", "train_step", step + 1))
+            run.span("training", Span(t + 0.9, t + 1.0, "phase", "update_weights", step + 1))
             for prompt_group in range(step * groups, (step + 1) * groups):
                 begun = max(step - 2, 0)
-                run.span("rollout", 1000.0 + begun, t - 0.5, "group", "complete", step, prompt_group, version=begun)
-            run.span("engine", t, t + 1.0, "decode", "train", step, version=step)
-            run.span("rollout", t, t + 0.4, "wait", "capacity", step, on="training")  # while groups run
+                run.span("rollout", Span(1000.0 + begun, t - 0.5, "group", "complete", step + 1, prompt_group, begun))
+            run.span("engine", Span(t, t + 1.0, "decode", "train", step + 1, version=step))
+            run.span("rollout", Span(t, t + 0.4, "wait", "capacity", step + 1, on="training"))  # while groups run
         end = 1000.0 + num_steps
-        run.span("training", end, end + 0.5, "phase", "eval", num_steps)
-        run.span("engine", end, end + 0.5, "decode", "eval", num_steps, version=num_steps)
+        run.span("training", Span(end, end + 0.5, "phase", "eval", num_steps + 1))
+        run.span("engine", Span(end, end + 0.5, "decode", "eval", num_steps + 1, version=num_steps))
     for name, lines in (
         ("ledger", [_consumed(step, groups) for step in range(num_steps)]),
         (
@@ -153,7 +153,7 @@ def write_asynchronous_run(folder: Path, num_steps: int = 12, groups: int = 2, s
 
 
 def _consumed(step: int, groups: int) -> dict[str, Any]:
-    return {"kind": "consumed", "step": step, "group_ids": list(range(step * groups, (step + 1) * groups))}
+    return {"kind": "consumed", "step": step + 1, "group_ids": list(range(step * groups, (step + 1) * groups))}
 
 
 def _timed(step: int, end: float, seconds: float) -> dict[str, Any]:

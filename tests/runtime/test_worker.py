@@ -59,6 +59,30 @@ def test_the_best_checkpoint_is_compared_by_a_validation_of_its_own_weights(grou
         assert read_manifest(run.folder / "checkpoints" / f"step-{step:06d}").metric == metrics[step]
 
 
+def test_a_step_has_the_same_number_in_every_file(ground: Playground) -> None:
+    folder = ground.run("grpo", *CHEAP, "trainer.total_epochs=1").folder
+    samples = {int(path.stem): _lines(path) for path in (folder / "samples").glob("*.jsonl")}
+    groups = {step: {int(row["uid"].partition("-")[0]) for row in rows} for step, rows in samples.items()}
+    records = [record for _, record in timeline(folder / "ledger.jsonl")]
+    consumed = {record["step"]: set(record["group_ids"]) for record in records if record["kind"] == "consumed"}
+    assert list(consumed) == steps(folder, "train") == [1, 2, 3] and consumed == groups
+    assert [record["step"] for record in records if record["kind"] == "version"] == [1, 2, 3]
+    generated = {
+        step: {s["group_id"] for s in _lines(folder / "spans/rollout.jsonl", step)} - {None} for step in consumed
+    }
+    assert generated == consumed, "without staleness a step trains on the groups that it generated"
+    for step in consumed:
+        training = _lines(folder / "spans/training.jsonl", step)
+        assert f"step {step}" in {span["what"] for span in training if span["kind"] == "wait"}
+        assert [span["what"] for span in training].count("update_weights") == 1
+
+
+def _lines(path: Path, step: int | None = None) -> list[dict[str, Any]]:
+    """The objects of a file, or those of a step."""
+    found = [json.loads(line) for line in path.read_text().splitlines()]
+    return found if step is None else [{"group_id": None, **line} for line in found if line["step"] == step]
+
+
 def test_a_metric_that_no_validation_measures_cannot_say_which_is_best(ground: Playground) -> None:
     keys = ("trainer.keep_best=true", "trainer.keep_best_metric=val_correct/al/mean", "trainer.test_freq=1")
     data = (f"data.val_files={ground.folder}/rows.jsonl", "trainer.total_epochs=1", "trainer.save_freq=1")

@@ -241,7 +241,7 @@ def test_a_lost_group_does_not_start_again_on_an_engine_that_serves_older_weight
 def test_a_version_ahead_of_the_steps_is_a_fault():
     coordinator = Coordinator(plan_of(max_staleness=2))
     coordinator.take_groups(engine_version=1)  # sent, and not released yet
-    with pytest.raises(CountsError, match="has version 2, .* step 0 is the next one"):
+    with pytest.raises(CountsError, match="has version 2, .* step 1 is the next one"):
         coordinator.take_groups(engine_version=2)
 
 
@@ -420,7 +420,7 @@ def test_a_group_made_by_weights_that_are_too_old_is_not_trained():
     assert prompt_group.version == 3
     coordinator.complete(prompt_group.group_id, 5, version=0)
     reward_fn(coordinator, others)
-    with pytest.raises(CountsError, match=f"group {prompt_group.group_id} holds tokens of version 0, which step 3 may"):
+    with pytest.raises(CountsError, match=f"group {prompt_group.group_id} holds tokens of version 0, which step 4 may"):
         coordinator.ready(3)
 
 
@@ -456,7 +456,7 @@ def test_exhausted_only_once_no_later_version_can_bring_room():
     assert coordinator.ready(1) is None, "one runs"
     coordinator.drop(8, "equal_rewards")
     coordinator.take_groups(engine_version=1)
-    with pytest.raises(Exhausted, match=r"of the 8 drawn for it and those up to step 2 3 are left \(dropped: 5 equal"):
+    with pytest.raises(Exhausted, match=r"of the 8 drawn for it and those up to step 3 3 are left \(dropped: 5 equal"):
         coordinator.ready(1)
 
 
@@ -476,7 +476,7 @@ def test_weights_that_are_never_sent_again_are_a_fault_and_no_wait():
         reward_fn(coordinator, coordinator.take_groups(engine_version=0))
         coordinator.release(step, sent_weights=False)
     assert coordinator.take_groups(engine_version=0) == []
-    with pytest.raises(CountsError, match="step 2 can get no groups: .* version 0, max_staleness is 1"):
+    with pytest.raises(CountsError, match="step 3 can get no groups: .* version 0, max_staleness is 1"):
         coordinator.ready(2)
 
 

@@ -257,7 +257,7 @@ def test_draws_are_counted_by_domain():
     """A domain that drops all of its groups uses up its own draws, and is named."""
     plan = plan_of(("good", 9, 3), ("bad", 9, 1), batch=4, steps=5, max_num_gen_batches=3)
     coordinator, issued = Coordinator(plan), Counter()
-    with pytest.raises(Exhausted, match=r"step 0 needs 1 prompt groups of the domain 'bad', but of the 3 drawn"):
+    with pytest.raises(Exhausted, match=r"step 1 needs 1 prompt groups of the domain 'bad', but of the 3 drawn"):
         while coordinator.ready(0) is None:
             for prompt_group in coordinator.take_groups(0):
                 issued[prompt_group.stream] += 1
@@ -327,7 +327,7 @@ def test_a_journal_that_gives_a_domain_too_much_is_found_out(tmp_path):
     verify(path)
     text = path.read_text().replace('"domain":"b"', '"domain":"a"')
     path.write_text(text)
-    with pytest.raises(CountsError, match="after step 0 the domain '.' is .* groups behind its share of 0.500"):
+    with pytest.raises(CountsError, match="after step 1 the domain '.' is .* groups behind its share of 0.500"):
         verify(path)
 
 

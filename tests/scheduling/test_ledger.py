@@ -22,14 +22,14 @@ def write_step(ledger, step, group_ids, drop=()):
     for number in kept:
         ledger.append("complete", group_id=number, tokens=7)
     ledger.append("consumed", step=step, group_ids=kept, tokens=7 * len(kept))
-    ledger.append("version", step=step + 1, weights=step + 1)
+    ledger.append("version", step=step, weights=step)
     ledger.sync()
 
 
 def test_the_account_of_a_journal(tmp_path):
     path = tmp_path / "ledger.jsonl"
     ledger = Ledger(path)
-    write_step(ledger, 0, [0, 1, 2], drop=[1])
+    write_step(ledger, 1, [0, 1, 2], drop=[1])
     issue(ledger, 3)
     issue(ledger, 4)
     ledger.append("complete", group_id=4, tokens=9)
@@ -44,9 +44,9 @@ def test_a_kill_at_any_byte_leaves_a_journal_that_reads_and_resumes(tmp_path):
     """Cut behind every third byte: the whole lines hold, the torn one is passed over, and a resume repeats the run."""
     path = tmp_path / "whole.jsonl"
     ledger = Ledger(path)
-    write_step(ledger, 0, [0, 1])
+    write_step(ledger, 1, [0, 1])
     mark = ledger.mark()
-    write_step(ledger, 1, [2, 3], drop=[2])
+    write_step(ledger, 2, [2, 3], drop=[2])
     ledger.close()
     content = path.read_bytes()
     expected = replay(path)
@@ -60,8 +60,8 @@ def test_a_kill_at_any_byte_leaves_a_journal_that_reads_and_resumes(tmp_path):
         resumed = Ledger(torn, whole_mark)
         assert not resumed.inherits
         if whole_mark is None:
-            write_step(resumed, 0, [0, 1])
-        write_step(resumed, 1, [2, 3], drop=[2])
+            write_step(resumed, 1, [0, 1])
+        write_step(resumed, 2, [2, 3], drop=[2])
         resumed.close()
         assert verify(torn) == expected, f"cut behind byte {cut}"
         assert torn.read_bytes().startswith(content[:cut]) or b"\n" not in content[:cut], "nothing is rewritten"
@@ -70,7 +70,7 @@ def test_a_kill_at_any_byte_leaves_a_journal_that_reads_and_resumes(tmp_path):
 def test_two_kills_in_a_row_within_the_line_of_a_resume(tmp_path):
     path = tmp_path / "ledger.jsonl"
     ledger = Ledger(path)
-    write_step(ledger, 0, [0, 1])
+    write_step(ledger, 1, [0, 1])
     mark = ledger.mark()
     issue(ledger, 2)
     ledger.close()
@@ -96,52 +96,52 @@ def test_incarnations_rise_whatever_checkpoint_is_resumed(tmp_path):
 
 
 def test_a_rollback_to_a_checkpoint_of_an_abandoned_timeline(tmp_path):
-    """Steps 0 and 1, back to the first; another step 1; then the user resumes from the old step 1 after all."""
+    """Steps 1 and 2, back to the first; another step 2; then the user resumes from the old step 2 after all."""
     path = tmp_path / "ledger.jsonl"
     ledger = Ledger(path)
-    write_step(ledger, 0, [0, 1])
+    write_step(ledger, 1, [0, 1])
     first = ledger.mark()
-    write_step(ledger, 1, [2, 3, 4], drop=[3])
+    write_step(ledger, 2, [2, 3, 4], drop=[3])
     second = ledger.mark()
     ledger.close()
     old = replay(path)
 
     ledger = Ledger(path, first)
-    write_step(ledger, 1, [2, 3])
-    write_step(ledger, 2, [4, 5])
+    write_step(ledger, 2, [2, 3])
+    write_step(ledger, 3, [4, 5])
     ledger.close()
     assert replay(path) == GroupCounts(issued=6, consumed=6)
 
     ledger = Ledger(path, second)
     assert ledger.group_counts == old == GroupCounts(issued=5, consumed=4, dropped={"equal_rewards": 1})
-    write_step(ledger, 2, [5, 6])
+    write_step(ledger, 3, [5, 6])
     ledger.close()
     assert verify(path) == GroupCounts(issued=7, consumed=6, dropped={"equal_rewards": 1})
     steps = [(r["step"], r["group_ids"]) for _, r in timeline(path) if r["kind"] == "consumed"]
-    assert steps == [(0, [0, 1]), (1, [2, 4]), (2, [5, 6])]
+    assert steps == [(1, [0, 1]), (2, [2, 4]), (3, [5, 6])]
 
 
 def test_a_run_from_the_start_over_an_old_journal_takes_everything_back(tmp_path):
     path = tmp_path / "ledger.jsonl"
     ledger = Ledger(path)
-    write_step(ledger, 0, [0, 1])
+    write_step(ledger, 1, [0, 1])
     ledger.close()
     ledger = Ledger(path)
     assert ledger.restart == 1
     assert ledger.group_counts == GroupCounts()
-    write_step(ledger, 0, [0, 1, 2])
+    write_step(ledger, 1, [0, 1, 2])
     ledger.close()
     assert verify(path) == GroupCounts(issued=3, consumed=3)
 
 
 def test_a_checkpoint_from_another_folder_hands_over_its_account(tmp_path):
     elsewhere = Ledger(tmp_path / "old.jsonl")
-    write_step(elsewhere, 0, [0, 1, 2], drop=[1])
+    write_step(elsewhere, 1, [0, 1, 2], drop=[1])
     ledger = Ledger(tmp_path / "new.jsonl", elsewhere.mark())
     assert ledger.inherits and ledger.restart == 1
     ledger.append("inherited", step=1, issued=3, consumed=2, dropped={"equal_rewards": 1})
     assert ledger.group_counts == elsewhere.group_counts
-    write_step(ledger, 1, [3, 4])
+    write_step(ledger, 2, [3, 4])
     with pytest.raises(CountsError, match="group 1 .* settled"):
         ledger.append("complete", group_id=1, tokens=1)
 
@@ -156,7 +156,7 @@ def test_groups_that_were_on_the_edge_of_another_folder_go_on(tmp_path):
         issue(ledger, 1, attempt=1)
     issue(ledger, 1, attempt=2)
     ledger.append("complete", group_id=1, tokens=1)
-    ledger.append("consumed", step=1, group_ids=[1, 2], tokens=2)
+    ledger.append("consumed", step=2, group_ids=[1, 2], tokens=2)
     ledger.append("version", step=2, weights=2)
     ledger.close()
     assert verify(ledger.path) == GroupCounts(issued=4, consumed=3, dropped={"equal_rewards": 1})
@@ -166,7 +166,7 @@ MOVES = {
     "issued": {"group_id": 1, "epoch": 0, "row": 1, "version": 0, "attempt": 0},
     "complete": {"group_id": 1, "tokens": 1},
     "dropped": {"group_id": 1, "reason": "late"},
-    "consumed": {"step": 1, "group_ids": [1], "tokens": 1},
+    "consumed": {"step": 2, "group_ids": [1], "tokens": 1},
 }
 
 
@@ -174,7 +174,7 @@ MOVES = {
 def test_what_was_consumed_cannot_move_again(tmp_path, kind):
     path = tmp_path / "ledger.jsonl"
     ledger = Ledger(path)
-    write_step(ledger, 0, [0, 1])
+    write_step(ledger, 1, [0, 1])
     before = path.read_bytes()
     with pytest.raises(CountsError, match="group 1 .*consumed"):
         ledger.append(kind, **MOVES[kind])
@@ -199,7 +199,7 @@ def test_gaps_are_found(tmp_path):
     ledger = Ledger(tmp_path / "ledger.jsonl")
     with pytest.raises(CountsError, match="group 3 .* but 0 is the next"):
         issue(ledger, 3)
-    with pytest.raises(CountsError, match="step 2 .* but 0 is the next"):
+    with pytest.raises(CountsError, match="step 2 .* but 1 is the next"):
         ledger.append("consumed", step=2, group_ids=[], tokens=0)
 
 
@@ -216,7 +216,7 @@ def test_a_row_that_goes_out_under_two_tickets_is_found(tmp_path):
 def test_a_consumed_step_without_a_version_is_found(tmp_path):
     path = tmp_path / "ledger.jsonl"
     ledger = Ledger(path)
-    ledger.append("consumed", step=0, group_ids=[], tokens=0)
+    ledger.append("consumed", step=1, group_ids=[], tokens=0)
     ledger.close()
     with pytest.raises(CountsError, match="1 steps were consumed, but only 0"):
         verify(path)
@@ -225,7 +225,7 @@ def test_a_consumed_step_without_a_version_is_found(tmp_path):
 def test_damage_in_the_middle_is_told_apart_from_a_torn_end(tmp_path):
     path = tmp_path / "ledger.jsonl"
     ledger = Ledger(path)
-    write_step(ledger, 0, [0, 1])
+    write_step(ledger, 1, [0, 1])
     ledger.close()
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join([*lines[:2], b"\x00\x00\xff\n", *lines[2:]]))
@@ -236,7 +236,7 @@ def test_damage_in_the_middle_is_told_apart_from_a_torn_end(tmp_path):
 def test_a_journal_that_lost_lines_of_its_checkpoint_is_refused(tmp_path):
     path = tmp_path / "ledger.jsonl"
     ledger = Ledger(path)
-    write_step(ledger, 0, [0, 1])
+    write_step(ledger, 1, [0, 1])
     mark = ledger.mark()
     ledger.close()
     path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:2]))

@@ -184,10 +184,10 @@ def completed(number, **version):
 
 
 def step_of(step, *group_ids, weights=None):
-    weights = step + 1 if weights is None else weights
+    weights = step if weights is None else weights
     return [
         ("consumed", {"step": step, "group_ids": list(group_ids), "tokens": 1}),
-        ("version", {"step": step + 1, "weights": weights}),
+        ("version", {"step": step, "weights": weights}),
     ]
 
 
@@ -195,8 +195,8 @@ def plan_record(max_staleness):
     return "plan", {"max_staleness": max_staleness, "consumer_batch": 1}
 
 
-STALE = [issued(0, 0), *step_of(0), *step_of(1), completed(0, version=0), *step_of(2, 0)]
-"""A group of version 0 in step 2."""
+STALE = [issued(0, 0), *step_of(1), *step_of(2), completed(0, version=0), *step_of(3, 0)]
+"""A group of version 0 in step 3."""
 
 
 def test_the_audit_of_a_journal_holds_each_group_to_the_plan_in_force(tmp_path):
@@ -206,16 +206,16 @@ def test_the_audit_of_a_journal_holds_each_group_to_the_plan_in_force(tmp_path):
         "a plan that was changed": [plan_record(2), *STALE[:3], plan_record(1), *STALE[3:]],
         "by its group": [plan_record(1), *STALE[:5], completed(0), *STALE[6:]],
     }.items():
-        with pytest.raises(CountsError, match="step 2 consumed group 0, .* version 0, but max_staleness was 1"):
+        with pytest.raises(CountsError, match="step 3 consumed group 0, .* version 0, but max_staleness was 1"):
             verify(journal_of(tmp_path / name, *records))
 
 
 def test_a_token_that_is_older_than_the_ticket_counts(tmp_path):
-    records = [plan_record(1), *step_of(0), *step_of(1), issued(0, 2), completed(0, version=0), *step_of(2, 0)]
+    records = [plan_record(1), *step_of(1), *step_of(2), issued(0, 2), completed(0, version=0), *step_of(3, 0)]
     with pytest.raises(CountsError, match="group 0, which holds tokens of version 0"):
         verify(journal_of(tmp_path / "lagging", *records))
     with pytest.raises(CountsError, match="group 0, which holds tokens of version 3"):
-        ahead = [*records[:-3], completed(0, version=3), *step_of(2, 0)]
+        ahead = [*records[:-3], completed(0, version=3), *step_of(3, 0)]
         verify(journal_of(tmp_path / "ahead", *ahead))
 
 
@@ -224,26 +224,26 @@ def test_a_journal_of_before_has_no_bound(tmp_path):
 
 
 def test_versions_that_go_backwards_are_found(tmp_path):
-    backwards = [*step_of(0), issued(0, 1), *step_of(1), issued(1, 0)]
+    backwards = [*step_of(1), issued(0, 1), *step_of(2), issued(1, 0)]
     with pytest.raises(CountsError, match="group 1 was issued at version 0, but 1 was there before"):
         verify(journal_of(tmp_path / "engine_version", *backwards))
-    with pytest.raises(CountsError, match="group 0 was issued at version 2, .* step 1 is the next one"):
-        verify(journal_of(tmp_path / "ahead", *step_of(0), issued(0, 2)))
+    with pytest.raises(CountsError, match="group 0 was issued at version 2, .* step 1 was the last one"):
+        verify(journal_of(tmp_path / "ahead", *step_of(1), issued(0, 2)))
     with pytest.raises(CountsError, match="version 2 with the weights of step 0 .* step 1 were there before"):
-        verify(journal_of(tmp_path / "weights", *step_of(0), *step_of(1, weights=0)))
+        verify(journal_of(tmp_path / "weights", *step_of(1), *step_of(2, weights=0)))
     with pytest.raises(CountsError, match="version 5 .* but step 1 ended"):
-        verify(journal_of(tmp_path / "skipped", *step_of(0)[:1], ("version", {"step": 5, "weights": 5})))
+        verify(journal_of(tmp_path / "skipped", *step_of(1)[:1], ("version", {"step": 5, "weights": 5})))
 
 
 def test_versions_may_begin_anew_where_a_run_goes_on(tmp_path):
     path = tmp_path / "ledger.jsonl"
     ledger = Ledger(path)
     start = ledger.mark()
-    for kind, fields in [*step_of(0), issued(0, 1)]:
+    for kind, fields in [*step_of(1), issued(0, 1)]:
         ledger.append(kind, **fields)
     ledger.close()
     ledger = Ledger(path, start)
-    for kind, fields in [issued(0, 0), completed(0, version=0), *step_of(0, 0)]:
+    for kind, fields in [issued(0, 0), completed(0, version=0), *step_of(1, 0)]:
         ledger.append(kind, **fields)
     ledger.close()
     verify(path)

@@ -79,7 +79,7 @@ def exhausted_edge(num_complete, when_exhausted):
 def test_exhausted_tickets_are_an_error_that_says_why_and_what_to_do():
     with pytest.raises(Exhausted) as caught:
         exhausted_edge(2, "error").ready(0, exhausted=True)
-    for part in ("step 0", "3 prompt groups", "6 drawn for it 2 are left", "3 equal_rewards, 1 too_few_scores",
+    for part in ("step 1", "3 prompt groups", "6 drawn for it 2 are left", "3 equal_rewards, 1 too_few_scores",
                  "max_num_gen_batches", "when_exhausted=continue"):  # fmt: skip
         assert part in str(caught.value)
 
@@ -162,7 +162,7 @@ def test_a_group_that_waits_to_start_again_holds_up_no_step():
 def test_more_than_can_be_consumed_in_time_is_a_fault_and_no_wait():
     queue = staggered([0, 0, 0], next_step=2)
     complete(queue, 0, 1, 2)
-    with pytest.raises(CountsError, match="step 2 would leave 1 groups that are due by step 2.* group 0"):
+    with pytest.raises(CountsError, match="step 3 would leave 1 groups that are due by step 3.* group 0"):
         queue.ready(2)
 
 
@@ -172,7 +172,7 @@ def test_tokens_of_weights_that_the_step_may_not_train_on_are_a_fault(version):
     queue = staggered([2, 3], next_step=3)
     queue.complete(0, 1, version)
     queue.complete(1, 1)
-    with pytest.raises(CountsError, match=f"group 0 holds tokens of version {version}, which step 3 may not"):
+    with pytest.raises(CountsError, match=f"group 0 holds tokens of version {version}, which step 4 may not"):
         queue.ready(3)
 
 
@@ -221,7 +221,7 @@ def test_groups_left_behind_count_among_those_that_a_later_step_lacks():
     for number in (3, 4):
         queue.issue(PromptGroup(number, 0, number, 4, 1))
         queue.drop(number, "equal_rewards")
-    wanted = r"of the 3 drawn for it and those up to step 2 1 are left \(dropped: 2 equal_rewards\)"
+    wanted = r"of the 3 drawn for it and those up to step 3 1 are left \(dropped: 2 equal_rewards\)"
     with pytest.raises(Exhausted, match=wanted):
         queue.ready(1, exhausted=True)
 
@@ -230,7 +230,7 @@ def test_unknown_tickets_and_steps_are_refused():
     queue = edge_with(1)
     with pytest.raises(CountsError, match="group 9 "):
         queue.complete(9, 1)
-    with pytest.raises(CountsError, match="step 3 .* next one is 0"):
+    with pytest.raises(CountsError, match="step 4 .* next one is 1"):
         queue.ready(3)
-    with pytest.raises(CountsError, match="step 0 .* before it was formed"):
+    with pytest.raises(CountsError, match="step 1 .* before it was formed"):
         queue.release(0)

@@ -22,7 +22,7 @@ from distflow.observe.reading.run_reader import (
     sample_steps,
 )
 from distflow.observe.report.summary import REWARD, find_accuracy, status
-from distflow.observe.sanitize import visible
+from distflow.observe.sanitize import escape_control
 from distflow.observe.writing.run_folder import DROPPED
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def _value(value: object) -> str:
 
 
 def _cell_text(text: str) -> str:
-    return html.escape(visible(text[:_SHOWN_CHARACTERS], one_line=True))
+    return html.escape(escape_control(text[:_SHOWN_CHARACTERS], one_line=True))
 
 
 def run_html(
@@ -107,7 +107,7 @@ def _curve(values: Sequence[float]) -> str:
 
 
 def _text(text: str) -> str:
-    return html.escape(visible(text, one_line=True))
+    return html.escape(escape_control(text, one_line=True))
 
 
 def load_run(folder: str | Path) -> "Run":

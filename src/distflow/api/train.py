@@ -17,7 +17,7 @@ from distflow.config.compose.origins import COMMAND_LINE
 from distflow.config.derived_settings import check_keys, resume_override
 from distflow.data import global_generators
 from distflow.import_target import load
-from distflow.observe.sanitize import visible
+from distflow.observe.sanitize import escape_control
 from distflow.observe.writing.folder_lock import claimed
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ def settings_restored() -> Iterator[None]:
 
 
 def say(line: str) -> None:
-    print(visible(line), flush=True)
+    print(escape_control(line), flush=True)
 
 
 def train(

@@ -78,7 +78,7 @@ class RaySampleQueue:
         """See `SampleQueuePort`; whole steps only. Groups that were lost with a worker are generated again."""
         assert wanted is None and deadline is None, "a user's own loop runs in one process"
         while True:
-            with self._waits("training", f"step {step}", on="rollout"):
+            with self._waits("training", f"step {step + 1}", on="rollout"):
                 taken = reply(self._coordinator.take.remote(step, self._first + rank))
             if taken is None or isinstance(taken, NewWorkers):
                 return taken
@@ -87,7 +87,7 @@ class RaySampleQueue:
                 groups += more
             fault_injection.reach("queue.taken")
             batch, lost = _read(taken, groups)
-            with self._waits("training", f"step {step}", on="other ranks"):
+            with self._waits("training", f"step {step + 1}", on="other ranks"):
                 whole = reply(self._coordinator.read.remote(step, self._first + rank, lost))
             if whole:
                 assert batch is not None, "no group of it is lost"
@@ -96,7 +96,7 @@ class RaySampleQueue:
     def release(self, step: int, rank: int, sent_weights: bool) -> Released:
         """See `SampleQueuePort`."""
         fault_injection.reach("release")
-        with self._waits("training", f"release of step {step}", on="other ranks"):
+        with self._waits("training", f"release of step {step + 1}", on="other ranks"):
             released: Released = reply(self._coordinator.release.remote(step, self._first + rank, sent_weights))
         self._stop.wanted = released.stopping
         return released

@@ -13,7 +13,7 @@ from distflow import __version__
 from distflow.commands.arguments import add_run_argument, find_run, newest_run
 from distflow.observe.open_ports import family, listeners
 from distflow.observe.reading.run_reader import read_json
-from distflow.observe.sanitize import visible
+from distflow.observe.sanitize import escape_control
 from distflow.observe.writing.folder_lock import writer_of
 
 EXTRAS = {
@@ -61,9 +61,9 @@ def _machine() -> list[str]:
         f"{os.cpu_count()} cores, {own_cores()} of them for this process, {memory / 1024**3:.0f} GiB memory",
         f"threads where training and generation take turns (async.max_staleness=0): {turns}",
         f"threads where they run at once (async.max_staleness=1 or more): {trainer} to train, {rollout} to generate",
-        f"native code for generating on the processor: {visible(by_native, one_line=True)}",
+        f"native code for generating on the processor: {escape_control(by_native, one_line=True)}",
         f"accelerators: {', '.join(devices) or 'none'}",
-        f"sandbox for code under test: {visible(str(probe()), one_line=True)}",
+        f"sandbox for code under test: {escape_control(str(probe()), one_line=True)}",
         f"{shutil.disk_usage(Path.cwd()).free / 1024**3:.0f} GiB free on the disk of {Path.cwd()}",
     ]
 
@@ -88,11 +88,11 @@ def _of_run(given: str | None) -> list[str]:
     writer = writer_of(run_dir) if run_dir else None
     if run_dir is None or (writer is None and given is None):
         return []
-    name = visible(str(run_dir), one_line=True)
+    name = escape_control(str(run_dir), one_line=True)
     lines = ["", f"ports of {name}", *_indent(_listening(writer))]
     level = read_json(run_dir, "run.json").get("sandbox")
     if isinstance(level, str):
-        lines += ["", f"sandbox of {name}", f"  {visible(level, 80, one_line=True)}"]
+        lines += ["", f"sandbox of {name}", f"  {escape_control(level, 80, one_line=True)}"]
     return lines
 
 
@@ -104,7 +104,7 @@ def _listening(writer: int | None) -> list[str]:
     for listener in listeners(family(writer)):
         ports.setdefault((listener.pid, listener.process, listener.where), []).append(listener.port)
     lines = [
-        f"{visible(process, one_line=True)} ({pid}): {', '.join(map(str, numbers))} on {where}"
+        f"{escape_control(process, one_line=True)} ({pid}): {', '.join(map(str, numbers))} on {where}"
         for (pid, process, where), numbers in ports.items()
     ]
     return lines or ["none"]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from distflow import __version__
 from distflow.commands.arguments import add_config_arguments
 from distflow.errors import UserError
-from distflow.observe.sanitize import visible
+from distflow.observe.sanitize import escape_control
 
 if TYPE_CHECKING:
     from distflow.config import Config, Loaded
@@ -39,7 +39,7 @@ def run(arguments: argparse.Namespace) -> int:
     # Encoded prompts go to a temporary folder: a run may be writing to the config's.
     with TemporaryDirectory() as folder:
         for name, value in sorted(_evaluated(arguments, Path(folder)).items()):
-            print(f"{visible(name, one_line=True)}: {value:.4f}")
+            print(f"{escape_control(name, one_line=True)}: {value:.4f}")
     return 0
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
-from distflow.observe.sanitize import visible
+from distflow.observe.sanitize import escape_control
 from distflow.rewards.score import RIGHT
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
             lines, fault = _lines(trial, arguments.show), trial.num_faults > 0
     finally:
         pool.close()
-    print("\n".join([f"{visible(arguments.reward, one_line=True)} on {len(rows)} rows", *lines]))
+    print("\n".join([f"{escape_control(arguments.reward, one_line=True)} on {len(rows)} rows", *lines]))
     return int(fault)
 
 
@@ -161,7 +161,7 @@ def _agreement_lines(agreement: "Agreement") -> Iterator[str]:
     yield f"  agrees on {share:.1%} of {counts.total()} labelled responses; Cohen's kappa {kappa:.2f}"
     yield f"  {counts[True, False]} false negatives, {counts[False, True]} false positives"
     yield f"  {len(agreement.failed)} reward errors"
-    yield from (f"      {visible(reason, _SHOWN, one_line=True)}" for reason in agreement.failed[:_EXAMPLES])
+    yield from (f"      {escape_control(reason, _SHOWN, one_line=True)}" for reason in agreement.failed[:_EXAMPLES])
 
 
 def _lines(trial: "Trial", shown: int) -> Iterator[str]:
@@ -188,7 +188,7 @@ def _lines(trial: "Trial", shown: int) -> Iterator[str]:
 
 def _examples(faults: "Sequence[Fault]", shown: int) -> Iterator[str]:
     for fault in faults[: shown or None]:
-        response, truth = visible(repr(fault.response), _SHOWN), visible(repr(fault.ground_truth), _SHOWN)
-        yield f"      {response} for {truth} got {visible(fault.said, _SHOWN, one_line=True)} ({fault.origin})"
+        response, truth = escape_control(repr(fault.response), _SHOWN), escape_control(repr(fault.ground_truth), _SHOWN)
+        yield f"      {response} for {truth} got {escape_control(fault.said, _SHOWN, one_line=True)} ({fault.origin})"
     if 0 < shown < len(faults):
         yield f"      and {len(faults) - shown} more; --show 0 shows all"

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from distflow.commands.arguments import LEDGER, add_run_argument, find_run
-from distflow.observe.sanitize import visible
+from distflow.observe.sanitize import escape_control
 
 if TYPE_CHECKING:
     from distflow.observe.files import JSON
@@ -49,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _head(lineage: "StepLineage", run_dir: Path) -> list[str]:
-    name = f"step {lineage.step} of {visible(str(run_dir), one_line=True)}"
+    name = f"step {lineage.step} of {escape_control(str(run_dir), one_line=True)}"
     if lineage.consumed_at is None:
         num_complete = sum(group.version is not None for group in lineage.groups)
         num_running = len(lineage.groups) - num_complete
@@ -91,7 +91,7 @@ def _group_row(group: "GroupLineage", lineage: "StepLineage", responses: Mapping
 
 
 def _dropped_title(groups: Sequence["GroupLineage"]) -> str:
-    reasons = Counter(visible(group.reason or "", MAX_TEXT, one_line=True) for group in groups)
+    reasons = Counter(escape_control(group.reason or "", MAX_TEXT, one_line=True) for group in groups)
     counts = ", ".join(f"{count} {reason}" for reason, count in reasons.most_common())
     return f"dropped meanwhile: {counts or 'none'}"
 
@@ -101,14 +101,14 @@ def _dropped_row(group: "GroupLineage") -> dict[str, str]:
         **_where(group),
         "version": str(group.attempts[-1].version) if group.attempts else "",
         **_who(group),
-        "reason": visible(group.reason or "", MAX_TEXT, one_line=True),
+        "reason": escape_control(group.reason or "", MAX_TEXT, one_line=True),
     }
 
 
 def _where(group: "GroupLineage") -> dict[str, str]:
     """The row is unknown where the group began in another run's folder."""
     places = {"epoch": group.epoch, "row": group.row}
-    domain = {"domain": visible(group.domain, MAX_TEXT, one_line=True)} if group.domain else {}
+    domain = {"domain": escape_control(group.domain, MAX_TEXT, one_line=True)} if group.domain else {}
     return {
         "group": str(group.group_id),
         **domain,
@@ -120,7 +120,7 @@ def _who(group: "GroupLineage") -> dict[str, str]:
     """Worker and number of the last attempt; the number where it was not the first."""
     last = group.attempts[-1] if group.attempts else None
     return {
-        "worker": visible(last.worker, MAX_TEXT, one_line=True) if last and last.worker else "",
+        "worker": escape_control(last.worker, MAX_TEXT, one_line=True) if last and last.worker else "",
         "attempts": str(len(group.attempts)) if len(group.attempts) > 1 else "",
     }
 
@@ -130,7 +130,8 @@ def _reward_parts(scored: "Responses") -> str:
     parts = [part for response in scored if isinstance(part := response.get("reward_parts"), Mapping)]
     names = dict.fromkeys(name for part in parts for name in part)
     return ", ".join(
-        f"{visible(name, MAX_TEXT, one_line=True)} {_mean(part.get(name) for part in parts) or '?'}" for name in names
+        f"{escape_control(name, MAX_TEXT, one_line=True)} {_mean(part.get(name) for part in parts) or '?'}"
+        for name in names
     )
 
 
@@ -158,12 +159,14 @@ def _said(groups: Sequence["GroupLineage"], responses: Mapping[int, "Responses"]
         )
         if own and (said := in_short(own[0])):
             reward_result = failure(own[0]) or {True: "right", False: "wrong", None: ""}[is_right(own[0])]
-            lines.append(f"  {visible(str(own[0].get('uid')), MAX_TEXT, one_line=True)} {reward_result:<7} {said}")
+            lines.append(
+                f"  {escape_control(str(own[0].get('uid')), MAX_TEXT, one_line=True)} {reward_result:<7} {said}"
+            )
     return ["", "what reward functions said", *lines] if lines else []
 
 
 def _start(attempt: "Attempt") -> str:
-    worker = f" by {visible(attempt.worker, MAX_TEXT, one_line=True)}" if attempt.worker else ""
+    worker = f" by {escape_control(attempt.worker, MAX_TEXT, one_line=True)}" if attempt.worker else ""
     ended = ", aborted: its step was full" if attempt.aborted else ""
     return f"{_moment(attempt.t)} at version {attempt.version}{worker} (restart {attempt.restart}{ended})"
 

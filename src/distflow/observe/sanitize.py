@@ -1,9 +1,9 @@
-"""The one way out for text of models, data, files and users: it can move no cursor, nor hide or turn a line around.
+"""Text of models, data, files and users is printed and written through here: it can then move no cursor, hide no line
+and turn none around.
 
-Three media, one function each: `visible` for lines that people read, `SanitizedStream` for whole streams (the process's
-standard output and error, whoever prints there), `escaped_json` for JSON in files and pages.
-
-Lines of libraries that whoever reads them can do nothing about. Errors, and what user code warns of, are shown.
+`escape_control` is for lines that people read, `SanitizedStream` for whole streams (the process's standard output and
+error, whoever prints there), `escaped_json` for JSON in files and pages. `quiet_libraries` hides messages of libraries
+that a user can do nothing about; errors and warnings of the user's code are shown.
 """
 
 import io
@@ -24,13 +24,13 @@ _OBEYED = re.compile(
 )
 
 
-def visible(text: str, limit: int | None = None, one_line: bool = False) -> str:
+def escape_control(text: str, limit: int | None = None, one_line: bool = False) -> str:
     """The text with control, format and unpaired characters written as escapes (`\\x1b`, `\\u202e`).
 
     one_line: line ends are shown as ⏎. limit: longer text ends in "…", cut before anything else is done with it.
     """
     cut = limit is not None and len(text) > limit
-    shown = "".join(_visible_character(character, one_line) for character in (text[:limit] if cut else text))
+    shown = "".join(_escape_character(character, one_line) for character in (text[:limit] if cut else text))
     return shown + "…" if cut else shown
 
 
@@ -40,7 +40,7 @@ def escaped_json(text: str) -> str:
 
 
 class SanitizedStream(io.TextIOBase):
-    """A stream that writes what `visible` makes of the text, in the encoding of the one below.
+    """A stream that writes what `escape_control` makes of the text, in the encoding of the one below.
 
     It is no terminal to those who ask, so that libraries leave colours and redrawing out; `below` may be one. A write
     that begins with a carriage return, as progress bars have it, begins a new line instead.
@@ -54,7 +54,7 @@ class SanitizedStream(io.TextIOBase):
         return getattr(self.below, "encoding", None) or "utf-8"
 
     def write(self, text: str) -> int:
-        shown = visible("\n" + text[1:] if text.startswith("\r") else text)
+        shown = escape_control("\n" + text[1:] if text.startswith("\r") else text)
         self.below.write(shown.encode(self.encoding, "backslashreplace").decode(self.encoding))
         return len(text)
 
@@ -82,7 +82,7 @@ def harmless_output() -> Iterator[None]:
         sys.stdout, sys.stderr = out, err
 
 
-def _visible_character(character: str, one_line: bool) -> str:
+def _escape_character(character: str, one_line: bool) -> str:
     if character == "\n":
         return "⏎" if one_line else character
     if character == "\t":

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 from distflow.builtin_names import CUSTOM_REWARD, REWARDS
 from distflow.errors import UserError
 from distflow.import_target import load
-from distflow.observe.sanitize import visible
+from distflow.observe.sanitize import escape_control
 from distflow.rewards.score import RewardResult, Score, is_right, own_reward_result
 
 
@@ -131,7 +131,7 @@ async def _try(router: "RewardRouter", solution: Solution, free: asyncio.Semapho
         for name in judging(router.functions_of(solution.domain)):
             reward_result = await router.pools.of(solution.domain).call(name, asked)
             if not (isinstance(reward_result, Score) and is_right(own_reward_result(reward_result))):
-                return visible(f"{name}: {why(reward_result)}", _SHOWN, one_line=True)
+                return escape_control(f"{name}: {why(reward_result)}", _SHOWN, one_line=True)
         return ""
 
 

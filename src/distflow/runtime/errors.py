@@ -12,7 +12,7 @@ from pathlib import Path
 from distflow.errors import UserError, users_place
 from distflow.graph import BoundNode
 from distflow.graph.fields import innermost
-from distflow.observe.sanitize import visible
+from distflow.observe.sanitize import escape_control
 from distflow.rewards.call_counts import RewardCallCounts
 
 REPAIR_ADVICE = (
@@ -120,7 +120,7 @@ def described(calls: RewardCallCounts) -> str:
 
 
 def _first(calls: RewardCallCounts) -> str:
-    return f"The first said: {visible(calls.first, _SHOWN_CHARACTERS, one_line=True)}"
+    return f"The first said: {escape_control(calls.first, _SHOWN_CHARACTERS, one_line=True)}"
 
 
 class NoProgress(RuntimeError):

@@ -8,6 +8,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -19,7 +20,7 @@ from distflow.data.batch import Batch
 from distflow.errors import UserError
 from distflow.observe.files import replacing
 from distflow.observe.report.build import write_report
-from distflow.observe.writing.run_folder import DROPPED, RunFolder
+from distflow.observe.writing.run_folder import DROPPED, RunFolder, Span
 from distflow.observe.writing.terminal import TerminalView
 from distflow.observe.writing.timing import PhaseTimer
 from distflow.observe.writing.trackers import TrackedRun, open_trackers
@@ -206,16 +207,8 @@ class Recorder:
 
     def group_ended(self, prompt_group: PromptGroup, outcome: str, started: float, ended: float) -> None:
         """A span for each prompt group, with the reason if it was dropped."""
-        self.folder.span(
-            "rollout",
-            started,
-            ended,
-            "group",
-            outcome,
-            self._step,
-            prompt_group.group_id,
-            version=prompt_group.version,
-        )
+        group_id, version = prompt_group.group_id, prompt_group.version
+        self._span("rollout", Span(started, ended, "group", outcome, group_id=group_id, version=version))
 
     def group_dropped(self, prompt_group: PromptGroup, reason: str, batch: Batch) -> None:
         """Writes the responses of the first groups of a step that nodes drop."""
@@ -236,9 +229,7 @@ class Recorder:
     def engine_activity(self, engine: object) -> None:
         """A span for each stretch since the last call in which the engine decoded without a gap."""
         for stretch in take_activity(engine):
-            self.folder.span(
-                "engine", stretch.t0, stretch.t1, "decode", stretch.lane, self._step, version=stretch.version
-            )
+            self._span("engine", Span(stretch.t0, stretch.t1, "decode", stretch.lane, version=stretch.version))
 
     def started(self, step: int, compared: Mapping[str, float]) -> None:
         """The comparison of engine and trainer at a start after `step` steps. It is no metric of the run: a run that
@@ -294,10 +285,13 @@ class Recorder:
         self.view.sample(batch["prompts"][0], batch["responses"][0], score)
 
     def _on_wait(self, wait: Wait, ended: float) -> None:
-        self.folder.span(wait.who, wait.since, ended, "wait", wait.what, self._step, on=wait.on)
+        self._span(wait.who, Span(wait.since, ended, "wait", wait.what, on=wait.on))
 
     def _on_phase(self, started: float, ended: float, name: str) -> None:
-        self.folder.span("training", started, ended, "phase", name, self._step)
+        self._span("training", Span(started, ended, "phase", name))
+
+    def _span(self, actor: str, span: Span) -> None:
+        self.folder.span(actor, replace(span, step=self._step + 1))
 
 
 @contextmanager

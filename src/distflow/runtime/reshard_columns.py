@@ -27,7 +27,7 @@ class ReshardedColumns:
     def key(self, step: int) -> Key:
         """For a step, which trains the weights of the version with the same number."""
         ranks = ", ".join(map(str, self.readers))
-        return Key(f"{self.source} to {self.target} on ranks {ranks}", step, step)
+        return Key(f"{self.source} to {self.target} on ranks {ranks}", step + 1, step)
 
 
 def resharded_columns(plan: Plan, pipeline: BoundPipeline) -> Iterator[ReshardedColumns]:

@@ -206,8 +206,9 @@ class Coordinator:
         numbers = self._queue.ready(step, exhausted=self._admission.is_spent(self.weights_step))
         if numbers is None and self._admission.is_stuck(self.weights_step):
             raise CountsError(
-                f"step {step} can get no groups: the engines have weights of version {self._admission.engine_version}, "
-                f"max_staleness is {self.plan.max_staleness}, and no later version was sent"
+                f"step {step + 1} can get no groups: the engines have weights of version "
+                f"{self._admission.engine_version}, max_staleness is {self.plan.max_staleness}, and no later version "
+                "was sent"
             )
         return numbers
 
@@ -265,8 +266,8 @@ class Coordinator:
         self._admission.released()
         self.version = Version(self._restart, step + 1)
         self.weights_step = step + 1 if sent_weights else self.weights_step
-        self._journal("consumed", step=step, group_ids=numbers, tokens=sum(group.num_tokens for group in groups))
-        self._journal("version", step=step + 1, weights=self.weights_step)
+        self._journal("consumed", step=self.step, group_ids=numbers, tokens=sum(group.num_tokens for group in groups))
+        self._journal("version", step=self.step, weights=self.weights_step)
         if self._ledger:
             self._ledger.sync()
         self._check()

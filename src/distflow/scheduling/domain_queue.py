@@ -159,8 +159,9 @@ class DomainQueue:
                 if num_running:
                     return None
                 raise CountsError(
-                    f"step {step} would leave {num_left} groups that are due by step {due}, more than the steps up to "
-                    f"there take; of those that it would consume the first is group {min(chosen or members.complete)}"
+                    f"step {step + 1} would leave {num_left} groups that are due by step {due + 1}, more than the "
+                    "steps up to there take; of those that it would consume the first is group "
+                    f"{min(chosen or members.complete)}"
                 )
             chosen += sorted(members.complete)[:taken]
         return self._check(step, chosen)
@@ -181,7 +182,7 @@ class DomainQueue:
             assert version is not None, "it is complete"
             if not 0 <= step - version <= self._max_staleness:
                 raise CountsError(
-                    f"group {number} holds tokens of version {version}, which step {step} may not train on: "
+                    f"group {number} holds tokens of version {version}, which step {step + 1} may not train on: "
                     f"max_staleness is {self._max_staleness}"
                 )
         return list(numbers)

@@ -26,7 +26,7 @@ class DomainShares:
             [Fraction(before[source.name]["lag"]) for source in plan.sources] if before else None,
         )
         for change in changes[1:]:
-            self.quotas.change(change["step"], self._in_order(change))
+            self.quotas.change(change["step"] - 1, self._in_order(change))
         self._curriculum = None
         if plan.curriculum:
             weights = {domain.name: domain.weight for domain in plan.domains}
@@ -63,7 +63,7 @@ class DomainShares:
         """The shares of the next step and of later changes."""
         names = [source.name for source in self._plan.sources]
         return [
-            {"step": step, "shares": {name: str(share) for name, share in zip(names, shares, strict=True)}}
+            {"step": step + 1, "shares": {name: str(share) for name, share in zip(names, shares, strict=True)}}
             for step, shares in self.quotas.changes
         ]
 

@@ -15,14 +15,15 @@ One JSON object a line: {"t": seconds since 1970, "restart": restart, "kind": ..
                                                          generated for them and discarded
     dropped     group_id, reason
     consumed    step, group_ids, tokens
-    version     step, weights                            weights: the step that made them, less than `step` if none
-                                                         were sent
+    version     step, weights                            step: the one that ends in it; weights: the step that made
+                                                         them, less than `step` if none were sent
     inherited   step, issued, consumed, dropped, live,   counts of a checkpoint from another folder; live: group_id,
                 domains, aborted, aborted_tokens         attempt, complete, version, domain of groups in the queue;
-                                                         domains: issued, consumed, dropped, aborted
+                                                         domains: issued, consumed, dropped, aborted; step: the last one
     rolled_back to (a byte offset)                       a resume: the records since `to` no longer hold
 
-Nothing is ever rewritten. Records of other kinds may be added; readers skip kinds that they do not know.
+Steps are counted from 1. Nothing is ever rewritten. Records of other kinds may be added; readers skip kinds that they
+do not know.
 """
 
 import json

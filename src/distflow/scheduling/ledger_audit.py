@@ -44,7 +44,7 @@ class LedgerCounts:
     """
 
     def __init__(self) -> None:
-        self.next_step = 0
+        self.last_step = 0
         self._states = bytearray()
         self._attempts: dict[int, int] = {}
         self._counts: Counter[_State] = Counter()
@@ -116,18 +116,18 @@ class LedgerCounts:
         self._num_aborted_tokens += record["tokens"]
 
     def _consumed(self, record: Record) -> None:
-        if record["step"] != self.next_step:
-            raise CountsError(f"step {record['step']} was consumed, but {self.next_step} is the next one")
+        if record["step"] != self.last_step + 1:
+            raise CountsError(f"step {record['step']} was consumed, but {self.last_step + 1} is the next one")
         for number in record["group_ids"]:
             self._move(number, _State.COMPLETE, _State.CONSUMED)
             if number in self._domain_of:
                 self._domains[self._domain_of.pop(number)].consumed += 1
-        self.next_step += 1
+        self.last_step += 1
 
     def _inherited(self, record: Record) -> None:
         if self._states:
             raise CountsError(f"counts were inherited after {len(self._states)} groups had been issued")
-        self.next_step = record["step"]
+        self.last_step = record["step"]
         self._states = bytearray([_State.SETTLED]) * record["issued"]
         self._counts = Counter({_State.CONSUMED: record["consumed"]})
         self._dropped = Counter(record["dropped"])
@@ -161,13 +161,14 @@ class LedgerCounts:
 class StalenessAudit:
     """Applies the records of one surviving timeline in order. `LedgerCounts` checks the groups' moves.
 
-    The staleness of a group is the step that consumed it minus the lowest version of its tokens. Older ledgers have no
-    `plan`, so that staleness has no bound, and no version of complete groups, which then is the group's.
+    The staleness of a group is the version that its step began with, `step - 1`, less the lowest one of its tokens.
+    Older ledgers have no `plan`, so that staleness has no bound, and no version of complete groups, which then is the
+    group's.
     """
 
     def __init__(self) -> None:
         self._max_staleness: int | None = None
-        self._next_step = 0
+        self._last_step = 0
         self._versions: dict[int, int] = {}  # of groups in the queue
         self._restart = -1
         self._engine_version = self._weights = 0  # lowest that may come next in this restart
@@ -194,11 +195,10 @@ class StalenessAudit:
 
     def _issued(self, record: Record) -> None:
         version = record["version"]
-        if not self._engine_version <= version <= self._next_step:
+        if not self._engine_version <= version <= self._last_step:
             raise CountsError(
                 f"group {record['group_id']} was issued at version {version}, but {self._engine_version} was "
-                f"there before and step {self._next_step} is the next one: versions never go backwards, nor ahead of "
-                "the steps"
+                f"there before and step {self._last_step} was the last one: versions never go backwards, nor ahead of the steps"
             )
         self._engine_version = version
         self._versions[record["group_id"]] = version
@@ -214,24 +214,24 @@ class StalenessAudit:
         step, bound = record["step"], self._max_staleness
         for number in record["group_ids"]:
             version = self._versions.pop(number, None)
-            if bound is not None and version is not None and not 0 <= step - version <= bound:
+            if bound is not None and version is not None and not 0 <= step - 1 - version <= bound:
                 raise CountsError(
                     f"step {step} consumed group {number}, which holds tokens of version {version}, but max_staleness "
                     f"was {bound}"
                 )
-        self._next_step = step + 1
+        self._last_step = step
 
     def _version(self, record: Record) -> None:
         step, weights = record["step"], record["weights"]
-        if step != self._next_step or not self._weights <= weights <= step:
+        if step != self._last_step or not self._weights <= weights <= step:
             raise CountsError(
-                f"version {step} with the weights of step {weights} was recorded, but step {self._next_step} ended and "
+                f"version {step} with the weights of step {weights} was recorded, but step {self._last_step} ended and "
                 f"the weights of step {self._weights} were there before: versions never go backwards"
             )
         self._weights = weights
 
     def _inherited(self, record: Record) -> None:
-        self._next_step = record["step"]
+        self._last_step = record["step"]
         self._versions = {group["group_id"]: group["version"] for group in record.get("live", ()) if "version" in group}
 
 

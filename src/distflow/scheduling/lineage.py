@@ -104,7 +104,7 @@ class _Reader:
             elif kind == "dropped":
                 self._dropped.append([*self._live.pop(record["group_id"], ()), record])
             elif kind == "consumed":
-                if record["step"] + 1 == self._step:
+                if record["step"] == self._step:
                     return self._found(record, next(remaining, None))
                 self._pass(record)
             elif kind == "plan":
@@ -130,7 +130,7 @@ class _Reader:
             self._live.pop(number, None)
         self._dropped.clear()
         self._aborted.clear()
-        self._next_step = record["step"] + 2
+        self._next_step = record["step"] + 1
 
     def _found(self, record: Record, after: Record | None) -> StepLineage:
         self._restart = record["restart"]

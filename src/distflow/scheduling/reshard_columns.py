@@ -77,7 +77,7 @@ class ReshardError(RuntimeError):
 
 
 class Key(NamedTuple):
-    """A step of a queue, generated with the weights of `version`. A queue has one consumer."""
+    """A step of a queue, counted from 1, generated with the weights of `version`. A queue has one consumer."""
 
     queue: str
     step: int

@@ -135,8 +135,8 @@ class Admission:
         step = self._queue.next_step
         if not self.engine_version <= engine_version <= step + 1:
             raise CountsError(
-                f"an engine has version {engine_version}, but version {self.engine_version} was there before and "
-                f"step {step} is the next one: versions never go backwards, nor ahead of the steps"
+                f"an engine has version {engine_version}, but version {self.engine_version} was there before and step "
+                f"{step + 1} is the next one: versions never go backwards, nor ahead of the steps"
             )
         self.engine_version, self._asked = engine_version, True
         return min(engine_version, step)

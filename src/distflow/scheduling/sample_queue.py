@@ -212,7 +212,7 @@ class SampleQueue:
         exhausted, and how many there are at the end: as in `ready`. Raises as it does.
         """
         if step != self.next_step:
-            raise CountsError(f"step {step} was asked for, but the next one is {self.next_step}")
+            raise CountsError(f"step {step + 1} was asked for, but the next one is {self.next_step + 1}")
         if len(self.domain_queues) == 1:
             needs = [(queue, wanted) for queue in self.domain_queues.values()]
         else:
@@ -238,7 +238,7 @@ class SampleQueue:
         """Consume the step: its groups leave the queue. Raises CountsError if it was not formed yet."""
         numbers = self.ready(step)
         if numbers is None:
-            raise CountsError(f"step {step} was released before it was formed: {self.num_running} groups run")
+            raise CountsError(f"step {step + 1} was released before it was formed: {self.num_running} groups run")
         groups = [self._groups.pop(number) for number in sorted(numbers)]
         for group in groups:
             group.state = GroupState.TRAINED
@@ -279,10 +279,10 @@ class SampleQueue:
         if num_left:
             remedy += ", or set algorithm.filter_groups.when_exhausted=continue to train on those left"
         whose = f" of the domain '{name}'" if name else ""
+        later = f" and those up to step {last + 1}" if last is not None and last > step else ""
         return (
-            f"step {step} needs {queue.num_wanted} prompt groups{whose}, but of the {num_left + dropped.total()} drawn "
-            f"for it{f' and those up to step {last}' if last is not None and last > step else ''} {num_left or 'none'} "
-            f"are left (dropped: {reasons}): {remedy}"
+            f"step {step + 1} needs {queue.num_wanted} prompt groups{whose}, but of the {num_left + dropped.total()} "
+            f"drawn for it{later} {num_left or 'none'} are left (dropped: {reasons}): {remedy}"
         )
 
     def running_group(self, number: int, verb: str) -> GroupRecord:

@@ -47,7 +47,7 @@ class SavedDomain(TypedDict):
 
 
 class SavedShares(TypedDict):
-    """Shares of domains from a step on, by name, as fractions."""
+    """Shares of domains from a step on, counted from 1, by name, as fractions."""
 
     step: int
     shares: dict[str, str]

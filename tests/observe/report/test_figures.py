@@ -15,7 +15,7 @@ from distflow.observe.report.findings import idle_sides
 from distflow.observe.report.pipeline import pipeline_graph
 from distflow.observe.report.samples import num_problems, sample_groups, thin_samples
 from distflow.observe.report.timeline import MAX_SPANS, Z_95, StepTimeline, error_bars, read_activity, timelines, wilson
-from distflow.observe.writing.run_folder import RunFolder
+from distflow.observe.writing.run_folder import RunFolder, Span
 from tests.observe.conftest import write_asynchronous_run
 
 
@@ -116,15 +116,15 @@ def test_the_slower_side_is_named(
     with RunFolder(tmp_path, 0) as run:
         for step in range(40):
             t = 1000.0 + step
-            run.span("training", t, t + slow, "wait", f"step {step}")
-            run.span("training", t, t + slow, "phase", "rollout")
-            run.span("training", t + slow, t + 1.0, "phase", "train_step")
-            run.span("engine", t, t + decodes, "decode", "train", version=step)
-            run.span("rollout", t + slow, t + 1.0, "group", "complete")
+            run.span("training", Span(t, t + slow, "wait", f"step {step + 1}"))
+            run.span("training", Span(t, t + slow, "phase", "rollout"))
+            run.span("training", Span(t + slow, t + 1.0, "phase", "train_step"))
+            run.span("engine", Span(t, t + decodes, "decode", "train", version=step))
+            run.span("rollout", Span(t + slow, t + 1.0, "group", "complete"))
         # The last steps of a run have all their groups: nothing is generated, and that is nobody's fault.
         for step in range(40, 45):
-            run.span("training", 1000.0 + step, 1001.0 + step, "phase", "train_step")
-            run.span("training", 1000.0 + step, 1000.001 + step, "wait", f"step {step}")
+            run.span("training", Span(1000.0 + step, 1001.0 + step, "phase", "train_step"))
+            run.span("training", Span(1000.0 + step, 1000.001 + step, "wait", f"step {step + 1}"))
     found = idle_sides(read_activity(tmp_path), {"async": {"max_staleness": staleness}})
     text = "".join(f"{finding.text} {finding.advice}" for finding in found)
     assert said in text and "over the last 10 steps" in text if said else not found
@@ -134,12 +134,12 @@ def test_neither_side_is_blamed_for_validations_or_for_the_time_between_two_star
     with RunFolder(tmp_path, 0) as run:
         for step in range(16):
             t = 1000.0 + 10 * step + (5000.0 if step > 13 else 0.0)
-            run.span("training", t, t + 1.0, "phase", "train_step")
-            run.span("engine", t, t + 1.0, "decode", "train")
-            run.span("training", t, t + 0.05, "wait", f"step {step}")
-            run.span("training", t + 1.0, t + 9.9, "phase", "eval")
-            run.span("engine", t + 1.0, t + 9.9, "decode", "eval")
-            run.span("rollout", t + 0.1, t + 0.9, "group", "complete")
+            run.span("training", Span(t, t + 1.0, "phase", "train_step"))
+            run.span("engine", Span(t, t + 1.0, "decode", "train"))
+            run.span("training", Span(t, t + 0.05, "wait", f"step {step + 1}"))
+            run.span("training", Span(t + 1.0, t + 9.9, "phase", "eval"))
+            run.span("engine", Span(t + 1.0, t + 9.9, "decode", "eval"))
+            run.span("rollout", Span(t + 0.1, t + 0.9, "group", "complete"))
     assert idle_sides(read_activity(tmp_path), {"async": {"max_staleness": 2}}) == []
 
 
@@ -219,12 +219,12 @@ def trained(step: int, end: float, seconds: float, restart: int = 0) -> MetricsR
 def test_the_time_line_has_what_lies_in_the_step(tmp_path: Path) -> None:
     now = time.time()
     with RunFolder(tmp_path, 0) as run:
-        run.span("training", now - 12, now - 9, "phase", "rollout")  # reaches a second into the step
-        run.span("training", now - 9, now - 1, "phase", "train_step")
-        run.span("training", now - 8, now - 2, "wait", "step 3", on="rollout")
-        run.span("training", now - 1, now - 1 + 1e-5, "phase", "blink")
-        run.span("rollout", now - 30, now - 20, "group", "complete")
-        run.span("rollout", now - 10, now - 5, "group", "dropped")
+        run.span("training", Span(now - 12, now - 9, "phase", "rollout"))  # reaches a second into the step
+        run.span("training", Span(now - 9, now - 1, "phase", "train_step"))
+        run.span("training", Span(now - 8, now - 2, "wait", "step 3", on="rollout"))
+        run.span("training", Span(now - 1, now - 1 + 1e-5, "phase", "blink"))
+        run.span("rollout", Span(now - 30, now - 20, "group", "complete"))
+        run.span("rollout", Span(now - 10, now - 5, "group", "dropped"))
     (found,) = timelines_of(tmp_path, [trained(4, now, 10.0)])
     assert (found["first"], found["last"], found["seconds"]) == (4, 4, 10.0)
     assert found["notes"] == ["1 span is too short to be seen, or too many."]
@@ -249,7 +249,7 @@ def test_the_last_steps_show_groups_by_staleness_decoding_by_version_and_weight_
     assert list(lanes)[:4] == ["training", "rollout: groups", "engine decodes: train", "engine decodes: eval"]
     # The last steps have their groups: there the plane is idle while it waits.
     assert [bar[:2] for bar in lanes["rollout waits for"]] == [(9.0, 9.4)]
-    # Groups 6 and 7 are of step 3, counted from 0: begun at version 1, done at 1002.5, taken after half of the step.
+    # Groups 6 and 7 are of step 4: begun at version 1, done at 1002.5, taken after half of the step.
     groups = lanes["rollout: groups"]
     assert groups[2:4] == [(0.0, 0.5, "complete", 2, 1.5), (0.0, 0.5, "complete", 1, 1.5)]
     assert {bar[3] for bar in groups[4:]} == {2}
@@ -290,7 +290,7 @@ def test_the_first_step_is_the_slowest_where_its_start_took_most_of_it(tmp_path:
     now = time.time()
     with RunFolder(tmp_path, 0) as run:
         for start in (now - 11, now - 10, now - 9):
-            run.span("training", start, start + 1, "phase", "rollout")
+            run.span("training", Span(start, start + 1, "phase", "rollout"))
     records = [trained(1, now - 10, 5.0), trained(2, now - 9, 1.0), trained(3, now - 8, 1.0)]
     records.insert(0, MetricsRecord(0, now - 14, 0, "val", {"val_correct/all/mean": 0.5}))
     assert (1, "the slowest step") in [(line["first"], line["why"]) for line in timelines_of(tmp_path, records)]
@@ -301,7 +301,7 @@ def test_a_usual_step_the_slowest_and_the_last_are_shown(tmp_path: Path) -> None
     end, records = time.time() - 100, []
     with RunFolder(tmp_path, 0) as run:
         for step, seconds in enumerate(lengths, 1):
-            run.span("training", end, end + seconds, "phase", f"phase of {step}")
+            run.span("training", Span(end, end + seconds, "phase", f"phase of {step}"))
             end += seconds
             records.append(trained(step, end, seconds))
     several, *found = timelines_of(tmp_path, records)
@@ -322,7 +322,7 @@ def test_a_usual_step_the_slowest_and_the_last_are_shown(tmp_path: Path) -> None
 def test_only_the_end_of_long_span_files_is_read(tmp_path: Path) -> None:
     with RunFolder(tmp_path, 0) as run:
         for i in range(1000):
-            run.span("training", float(i), i + 1.0, "phase", f"{i}")
+            run.span("training", Span(float(i), i + 1.0, "phase", f"{i}"))
     (tmp_path / "spans" / "training.jsonl").open("a").write('{"t0": "NaN", "t1": 3}\n{"t0": 5, "t1": 3}\n')
     spans = read_spans(tmp_path, max_bytes=5000)["training"]
     assert 20 < len(spans) < 100 and spans[-1].what == "999"

@@ -26,7 +26,7 @@ from distflow.observe.reading.run_reader import (
 )
 from distflow.observe.report.build import write_report
 from distflow.observe.writing.folder_lock import RunFolderError
-from distflow.observe.writing.run_folder import RunFolder
+from distflow.observe.writing.run_folder import RunFolder, Span
 
 
 def steps_of(folder: Path, kind: str = "train") -> list[tuple[int, int]]:
@@ -65,7 +65,7 @@ def test_numbers_that_are_not_finite_are_valid_json_and_come_back(tmp_path: Path
 
 def test_a_record_can_be_read_as_soon_as_it_is_written(tmp_path: Path) -> None:
     run = RunFolder(tmp_path / "run", 0)
-    run.span("worker", 1.0, 2.0, "busy", "rollout", step=3, group_id=4, version=5, on="engine")
+    run.span("worker", Span(1.0, 2.0, "busy", "rollout", step=3, group_id=4, version=5, on="engine"))
     run.metrics(3, "train", {"x": 1.0})
     assert steps_of(tmp_path / "run") == [(3, 0)]
     span = json.loads((tmp_path / "run" / "spans" / "worker.jsonl").read_text())

@@ -11,7 +11,7 @@ import threading
 
 import pytest
 
-from distflow.observe.sanitize import visible
+from distflow.observe.sanitize import escape_control
 from distflow.observe.writing.live_panel import duration, sparkline
 from distflow.observe.writing.terminal import TerminalView, can_redraw, step_line
 
@@ -274,5 +274,5 @@ def test_small_helpers() -> None:
     assert sparkline([0.0, 0.5, 1.0, float("nan"), float("inf")], 4) == "▁█××"
     assert sparkline([2.0, 2.0], 9) == "▅▅" and sparkline([], 9) == ""
     assert step_line(3, 9, {}) == "step 3/9"
-    assert visible("a\tb\nc", one_line=True) == "a b⏎c" and visible("abcdef", 3) == "abc…"
-    assert visible("é 日本 \u200b\x7f\U000e0041") == "é 日本 \\u200b\\x7f\\U000e0041"
+    assert escape_control("a\tb\nc", one_line=True) == "a b⏎c" and escape_control("abcdef", 3) == "abc…"
+    assert escape_control("é 日本 \u200b\x7f\U000e0041") == "é 日本 \\u200b\\x7f\\U000e0041"

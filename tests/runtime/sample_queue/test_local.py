@@ -161,7 +161,7 @@ def test_a_step_is_released_once_all_ranks_have_and_all_learn_how_the_run_stands
     assert [(end.version, end.group_counts) for end in outcome] == [(other.version, other.group_counts)]
     assert isinstance(other, Released) and other.version.step == 1 and not other.finished
     assert other.group_counts.consumed == 2 and driven.queue.resume_point().snapshot == driven.coordinator.snapshot()
-    assert ("training", "release of step 0", "other ranks") in driven.waits
+    assert ("training", "release of step 1", "other ranks") in driven.waits
     driven.fill()
     thread, outcome = on_thread(lambda: driven.queue.take(1, 0))
     assert ended(thread) and set(rows(driven.queue.take(1, 1))) | set(rows(outcome[0])) == {2, 3}
@@ -266,7 +266,7 @@ def test_the_lowest_version_of_any_token_is_told_to_the_ledger_s_keeper() -> Non
     driven.put(first, Batch.from_samples(made))
     for prompt_group in others:
         driven.put(prompt_group)
-    with pytest.raises(CountsError, match=f"group {first.group_id} holds tokens of version 0, which step 2 may not"):
+    with pytest.raises(CountsError, match=f"group {first.group_id} holds tokens of version 0, which step 3 may not"):
         driven.queue.take(2, 0)
 
 
@@ -307,7 +307,7 @@ def test_every_wait_for_a_step_is_recorded() -> None:
     driven.fill()
     driven.queue.take(0, 0)
     driven.queue.release(0, 0, sent_weights=True)
-    assert driven.waits == [("training", "step 0", "rollout")]
+    assert driven.waits == [("training", "step 1", "rollout")]
 
 
 def test_two_steps_of_failures_in_a_row_end_the_run_with_advice() -> None:

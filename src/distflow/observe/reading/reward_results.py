@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Literal
 
-from distflow.observe.sanitize import visible
+from distflow.observe.sanitize import escape_control
 
 TIMED_OUT = "no score within"
 """How the text of a reward error begins that is a timeout."""
@@ -41,9 +41,9 @@ def is_right(row: Mapping[str, object]) -> bool | None:
 def in_short(row: Mapping[str, object], most: int = 160) -> str:
     """What to look at first, in one line for the terminal; empty if the reward functions reported only a score."""
     if errors := row.get("errors"):
-        return visible(str(errors[0] if isinstance(errors, list) else errors), most, one_line=True)
+        return escape_control(str(errors[0] if isinstance(errors, list) else errors), most, one_line=True)
     shown = [f"{part}: {said}" for part, own in remarks(row).items() if (said := _short(own))]
-    return visible("; ".join(shown), most, one_line=True)
+    return escape_control("; ".join(shown), most, one_line=True)
 
 
 def _short(said: Mapping[str, object]) -> str:

@@ -14,7 +14,7 @@ import yaml
 
 from distflow.observe.files import JSON, is_deep, read_object, read_records, to_number
 from distflow.observe.metrics import flatten
-from distflow.observe.writing.run_folder import sample_file_name, samples_dir
+from distflow.observe.writing.run_folder import Span, sample_file_name, samples_dir
 
 _MAX_CONFIG_BYTES = 1_000_000
 _NUMBERS_OF_A_SAMPLE = ("score", "acc", "advantage")
@@ -42,20 +42,6 @@ class Event:
     step: int | None
     fields: Mapping[str, JSON]
     rolled_back: bool
-
-
-@dataclass(frozen=True)
-class Span:
-    """What an actor did, or waited for, from `start` to `end` (seconds since the epoch). step: that the trainer had
-    finished by then. group, version: of a group, and of the weights that it began with; else as its kind has it."""
-
-    start: float
-    end: float
-    kind: str
-    what: str
-    step: int | None = None
-    group_id: int | None = None
-    version: int | None = None
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from typing import Any
 from distflow.observe.files import encode
 from distflow.observe.report.summary import REWARD, Accuracy, Steps, known_values, readable_s
 from distflow.observe.report.timeline import wilson
-from distflow.observe.sanitize import visible
+from distflow.observe.sanitize import escape_control
 
 SCRIPTS = (
     "text.js",
@@ -69,7 +69,7 @@ def _paragraphs(data: Mapping[str, Any]) -> list[str]:
         for sentence in data["sentences"]
     ]
     if data["failure"]:
-        found.insert(1, f'<div id="failure">{html.escape(visible(data["failure"]["message"]))}</div>')
+        found.insert(1, f'<div id="failure">{html.escape(escape_control(data["failure"]["message"]))}</div>')
     return found
 
 
@@ -84,7 +84,7 @@ def _hash(source: str) -> str:
 
 
 def _text(text: str) -> str:
-    return html.escape(visible(text, one_line=True))
+    return html.escape(escape_control(text, one_line=True))
 
 
 def tiles(accuracy: Accuracy | None, steps: Steps) -> list[dict[str, str]]:

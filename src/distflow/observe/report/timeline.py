@@ -22,7 +22,7 @@ _STEP = re.compile(r"step (\d+)")
 
 @dataclass(frozen=True)
 class RunActivity:
-    """spans: by side. trained_at: the step (from 0) that trained on a group. oldest: the lowest weight version of a
+    """spans: by side. trained_at: the step that trained on a group. oldest: the lowest weight version of a
     group's tokens. taken: when a step was taken off the sample queue. decodes: whether decoding was recorded."""
 
     spans: Mapping[str, Sequence[Span]]
@@ -32,12 +32,12 @@ class RunActivity:
     decodes: bool
 
     def staleness(self, group: Span) -> int | None:
-        """Steps between the oldest weights that drew a token of a group (or those that it began with, where that is
-        not known) and the step that trained on it; None where none did, or on another attempt."""
+        """Versions between the oldest weights that drew a token of a group (or those that it began with, where that is
+        not known) and those that its step began with; None where none trained on it, or on another attempt."""
         if group.group_id is None or group.group_id not in self.trained_at or group.what != "complete":
             return None
         version = self.oldest.get(group.group_id, group.version)
-        return None if version is None else self.trained_at[group.group_id] - version
+        return None if version is None else self.trained_at[group.group_id] - 1 - version
 
     def waited(self, start: float, end: float) -> float:
         """The seconds that the trainer waited for groups."""
@@ -214,7 +214,7 @@ def _timeline(activity: RunActivity, why: str, part: Sequence[_Step]) -> StepTim
         "lanes": lanes,
         "steps": [(round(step.end - start, 4), step.number) for step in part[:-1]],
         "synced": [
-            (round(span.end - start, 4), span.step + 1)
+            (round(span.end - start, 4), span.step)
             for span in training
             if span.what == "update_weights" and span.step is not None and span.end <= end
         ],

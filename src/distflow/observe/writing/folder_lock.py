@@ -10,7 +10,7 @@ from typing import Final
 
 from distflow.errors import UserError
 from distflow.observe.files import read_object
-from distflow.observe.sanitize import visible
+from distflow.observe.sanitize import escape_control
 
 WRITER: Final = ".writer"
 """Locked by who writes. Who opens and closes it gives a lock of the same process up: it is not looked into."""
@@ -157,5 +157,5 @@ def _check_kinds(path: Path) -> None:
 
 
 def _listed(path: Path, shown: int = 4) -> str:
-    names = sorted(visible(entry.name, 60, one_line=True) for entry in path.iterdir())
+    names = sorted(escape_control(entry.name, 60, one_line=True) for entry in path.iterdir())
     return ", ".join(names[:shown]) + (f" and {len(names) - shown} more" if len(names) > shown else "")

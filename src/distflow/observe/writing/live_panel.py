@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from distflow.observe.metrics import Headline, headlines
-from distflow.observe.sanitize import visible
+from distflow.observe.sanitize import escape_control
 
 TONES = {"warning": "yellow", "error": "red", "finding": "yellow"}
 _BARS = "▁▂▃▄▅▆▇█"
@@ -195,6 +195,6 @@ def _row(label: str, text: str, tail: str = "", style: str = "") -> RenderableTy
     table.add_column(width=_LABEL - 1, no_wrap=True)
     table.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
     table.add_column(no_wrap=True)
-    shown = Text(visible(text, one_line=True), style=style, no_wrap=True, overflow="ellipsis")
-    table.add_row(Text(visible(label), style="dim"), shown, Text(tail))
+    shown = Text(escape_control(text, one_line=True), style=style, no_wrap=True, overflow="ellipsis")
+    table.add_row(Text(escape_control(label), style="dim"), shown, Text(tail))
     return table

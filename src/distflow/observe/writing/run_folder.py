@@ -10,6 +10,7 @@ import re
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import Final
@@ -88,6 +89,21 @@ SAMPLE_KEYS = (
 )
 
 
+@dataclass(frozen=True)
+class Span:
+    """What an actor did, or waited for, from `start` to `end` (`time.time()`). step: the trainer's at the end of the
+    span, counted from 1. version: of the weights that a group began with, or that decoded. on: who is waited for."""
+
+    start: float
+    end: float
+    kind: str
+    what: str
+    step: int | None = None
+    group_id: int | None = None
+    version: int | None = None
+    on: str | None = None
+
+
 class RunFolder:
     """Appends metrics, events and spans, and writes samples and JSON files whole. Safe to call from several threads.
 
@@ -152,22 +168,11 @@ class RunFolder:
         with self._lock:
             self._events.append(record)
 
-    def span(
-        self,
-        actor: str,
-        t0: float,
-        t1: float,
-        kind: str,
-        what: str,
-        step: int | None = None,
-        group_id: int | None = None,
-        version: int | None = None,
-        on: str | None = None,
-    ) -> None:
-        """Append to `spans/ACTOR.jsonl` what an actor did or waited for (`on`: for whom); times are `time.time()`."""
-        record = {"t0": t0, "t1": t1, "kind": kind, "what": what, "restart": self.restart}
-        given = {"step": step, "group_id": group_id, "version": version, "on": on}
-        record.update({key: value for key, value in given.items() if value is not None})
+    def span(self, actor: str, span: Span) -> None:
+        """Append to `spans/ACTOR.jsonl` what an actor did or waited for."""
+        record = {"t0": span.start, "t1": span.end, "kind": span.kind, "what": span.what, "restart": self.restart}
+        optional = {key: getattr(span, key) for key in ("step", "group_id", "version", "on")}
+        record.update({key: value for key, value in optional.items() if value is not None})
         actor = f"{actor}-{self._part}" if self._part else actor
         with self._lock:
             if actor not in self._spans:

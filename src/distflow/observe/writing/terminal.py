@@ -1,6 +1,6 @@
 """The live view of a run in a terminal; without a real one, plain lines.
 
-Text of models and data goes through `visible` and is never read as markup.
+Text of models and data goes through `escape_control` and is never read as markup.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from rich.panel import Panel as Frame
 from rich.text import Text
 
 from distflow.observe.metrics import headlines
-from distflow.observe.sanitize import SanitizedStream, visible
+from distflow.observe.sanitize import SanitizedStream, escape_control
 from distflow.observe.writing.live_panel import TONES, Panel, Queue, duration
 
 _REDRAWS_PER_S = 4
@@ -45,7 +45,7 @@ class TerminalView:
     ):
         self._out = SanitizedStream(cast(TextIO, file or sys.stdout))
         screen = self._out.below  # of which only the live view, which writes what is harmless, makes use itself
-        self._title = visible(title, 60, one_line=True)
+        self._title = escape_control(title, 60, one_line=True)
         self._clock = clock
         # The run's threads write while rich draws in its own; what prints under the lock may itself draw: re-entrant.
         self._lock = threading.RLock()
@@ -72,7 +72,7 @@ class TerminalView:
     def phase(self, name: str, done: int | None = None, total: int | None = None) -> None:
         """Say what the run is doing now, e.g. `phase("rollout", 12, 64)`; shown only by the live view."""
         with self._lock:
-            name = visible(name, 40, one_line=True)
+            name = escape_control(name, 40, one_line=True)
             if name != self._panel.phase:
                 self._panel.phase, self._panel.phase_since = name, self._clock()
             self._panel.phase_done = "" if done is None else f"{done}/{total}" if total else str(done)
@@ -97,7 +97,7 @@ class TerminalView:
     def reward_failed(self, reason: str) -> None:
         """The last reward error."""
         with self._lock:
-            self._panel.failure = visible(reason, 300, one_line=True)
+            self._panel.failure = escape_control(reason, 300, one_line=True)
 
     def queue(self, running: int, complete: int, dropped: int) -> None:
         """How many prompt groups run, are complete and wait for a step, and were dropped since the start; shown only by
@@ -120,14 +120,18 @@ class TerminalView:
         """Show one sample of the step in the live view."""
         with self._lock:
             shown = "none" if score is None else f"{score:g}"
-            self._panel.sample = (visible(prompt, 200, one_line=True), visible(response, 400, one_line=True), shown)
+            self._panel.sample = (
+                escape_control(prompt, 200, one_line=True),
+                escape_control(response, 400, one_line=True),
+                shown,
+            )
 
     def note(self, kind: str, message: str) -> None:
         """Print a line that stays (kind "info", "warning", "error", "finding"); warnings are also kept in view."""
         with self._lock:
-            text = visible(message)
+            text = escape_control(message)
             if kind in TONES:
-                self._panel.notes.append((kind, visible(message, 300, one_line=True)))
+                self._panel.notes.append((kind, escape_control(message, 300, one_line=True)))
                 self._panel.num_notes += 1
             self._write(text if kind == "info" else f"{kind}: {text}", TONES.get(kind, ""))
 
@@ -143,7 +147,7 @@ class TerminalView:
             self._write(self._unwritten)
             self._unwritten = ""
         for line in summary:
-            self._write(visible(line))
+            self._write(escape_control(line))
 
     def _write(self, line: str, style: str = "") -> None:
         if self._live:

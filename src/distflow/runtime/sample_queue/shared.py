@@ -244,7 +244,7 @@ class SharedSampleQueue(Generic[T]):
             while reading.whole is None:
                 if self._failure is not None:
                     raise self._failure
-                with self._waits("training", f"step {step}", on="other ranks"):
+                with self._waits("training", f"step {step + 1}", on="other ranks"):
                     self._lock.wait()
             return reading.whole
 
@@ -264,7 +264,7 @@ class SharedSampleQueue(Generic[T]):
             while self._released is None or self._released.version.step <= step:
                 if self._failure is not None:
                     raise self._failure
-                with self._waits("training", f"release of step {step}", on="other ranks"):
+                with self._waits("training", f"release of step {step + 1}", on="other ranks"):
                     self._lock.wait()
             return self._released
 
@@ -320,7 +320,7 @@ class SharedSampleQueue(Generic[T]):
         self._num_waiting += 1
         self._wake()
         try:
-            with self._waits("training", f"step {step}", on="rollout"):
+            with self._waits("training", f"step {step + 1}", on="rollout"):
                 yield
         finally:
             self._num_waiting -= 1
