@@ -19,11 +19,9 @@ from distflow.errors import UserError
 from distflow.rewards.code.reward import compute_score, compute_share
 from distflow.sandbox import remote
 from distflow.sandbox import server as serving
-from distflow.sandbox.interface import Ran
-from distflow.sandbox.isolation_level import probe
-from distflow.sandbox.limits import Broken, Limits, Raised, SandboxFault
+from distflow.sandbox.interface import Broken, Limits, Raised, Ran, SandboxFault
 from distflow.sandbox.remote import TOKEN, RemoteSandbox
-from distflow.sandbox.sandbox import Sandbox
+from distflow.sandbox.sandbox import Sandbox, probe
 from distflow.sandbox.server import Desk, Server
 from tests.sandbox.conftest import LIMITS
 

@@ -25,7 +25,7 @@ from distflow.models.weight_checks import identity
 from distflow.rewards.fingerprint import fingerprint_target
 from distflow.rewards.functions import target_of
 from distflow.rewards.pool.domain_pools import verifiers_of
-from distflow.sandbox.isolation_level import probe
+from distflow.sandbox.sandbox import probe
 
 
 def changes(loaded: Loaded) -> tuple[str, list[dict[str, str]]]:

@@ -14,7 +14,7 @@ from distflow.rewards.code.reward import compute_score, compute_share, score_pro
 from distflow.rewards.code.test_formats import StreamTests
 from distflow.rewards.pool.pool import RewardPool
 from distflow.rewards.score import due_within, left_s
-from distflow.sandbox.limits import SandboxFault
+from distflow.sandbox.interface import SandboxFault
 from distflow.sandbox.sandbox import Sandbox
 from tests.patience import at_some_deadline
 

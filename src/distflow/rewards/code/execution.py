@@ -14,8 +14,7 @@ from typing import Any, NamedTuple, Self
 from distflow.rewards.code.split_assertions import HARNESS, Assertions, Literal
 from distflow.rewards.code.test_formats import CallTests, StreamTests
 from distflow.sandbox.inside.values import NotPlain
-from distflow.sandbox.interface import AnySandbox, AnySession, Ran
-from distflow.sandbox.limits import Broken, Limits, Raised
+from distflow.sandbox.interface import AnySandbox, AnySession, Broken, Limits, Raised, Ran
 
 TOLERANCE = 1e-6
 """Tolerance for a wanted number with a decimal point or exponent: relative, or absolute below 1."""
