@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from distflow.builtin_names import REWARDS
-from distflow.rewards.pool.pool import RewardPool
+from distflow.rewards.pool.pool import PoolSettings
 from distflow.rewards.reward_check import (
     FORMS,
     HOSTILE_KIND,
@@ -23,7 +23,7 @@ ROWS = [Row(f"rows:{number}", "default", answer, {}) for number, answer in enume
 
 
 def tried(target: str, rows: list[Row] = ROWS, timeout_s: float = 20.0) -> Trial:
-    pool = RewardPool({"it": target}, num_workers=2, timeout_s=timeout_s)
+    pool = PoolSettings({"it": target}, num_workers=2, timeout_s=timeout_s).start()
     try:
         return asyncio.run(try_reward(pool, "it", rows, 2))
     finally:
@@ -37,7 +37,7 @@ def faults(trial: Trial) -> dict[str, tuple[int, int, int]]:
 
 @pytest.mark.parametrize("name", ["math", "exact_match"])
 def test_a_built_in_has_no_fault(name):
-    trial = tried(REWARDS[name].target.partition(":")[0] + ":compute_score")
+    trial = tried(REWARDS[name].target)
     assert faults(trial) == {} and trial.num_faults == 0 and trial.answers == 4
     read = set(FORMS) if name == "math" else {"box", "hashes", "alone"}
     assert set(trial.forms()) == read

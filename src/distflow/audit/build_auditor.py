@@ -34,7 +34,7 @@ def build_auditor(
     """The auditor of a worker. bring: see `Parts`."""
     spec, groups, reward_fn = inputs.spec, GroupRecords(), services.resources.reward_fn
     if reward_fn is not None and spec.options.audit_freq > 0:
-        reward_fn.pools.tell(groups.add_score)
+        reward_fn.pools.set_on_result(groups.add_score)
     first, warmup = inputs.version.step, spec.config.trainer.critic_warmup  # the policy is first trained after it
     return Auditor(
         _parts(inputs, pipeline, training_nodes, services, bring),

@@ -11,7 +11,7 @@ from typing import Any
 from distflow.cluster.object_store import GroupRef, to_group
 from distflow.launch.run_setup import Start, begin_ledger
 from distflow.observe.metrics import Measured
-from distflow.rewards.call_counts import RewardCounts
+from distflow.rewards.score import RewardCounts
 from distflow.runtime.checkpoint.state import load_live
 from distflow.runtime.sample_queue.local import pending_groups_of
 from distflow.runtime.sample_queue.pending_groups import Consumed, DpGroupShares, Facts, PendingGroup, Portion

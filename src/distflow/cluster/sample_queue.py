@@ -11,7 +11,7 @@ from distflow.cluster.coordinator_actor import Page
 from distflow.cluster.object_store import GroupLost, GroupRef, lost_among, reply, shortened, to_batch, to_group
 from distflow.data.batch import Batch
 from distflow.observe.metrics import Measured
-from distflow.rewards.call_counts import RewardCounts
+from distflow.rewards.score import RewardCounts
 from distflow.runtime import fault_injection
 from distflow.runtime.sample_queue.local import facts_of, live_of
 from distflow.runtime.sample_queue.pending_groups import Consumed, PendingGroup, Portion

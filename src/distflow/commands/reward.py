@@ -48,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Print what the reward function scored wrongly; 1 where there is any. Runs its code."""
     from distflow.rewards.functions import with_options
     from distflow.rewards.pool.domain_pools import alone, is_large
-    from distflow.rewards.pool.prestart import PoolSettings
+    from distflow.rewards.pool.pool import PoolSettings
     from distflow.rewards.reward_check import measure, try_reward
 
     target = with_options(_target(arguments.reward, arguments.response_key is not None), arguments.options)
@@ -143,8 +143,8 @@ def _rows(arguments: argparse.Namespace) -> "tuple[list[Row], list[bool]]":
 
 
 def _row(raw: "RawRow") -> "Row":
-    from distflow.rewards.known_solutions import whole
     from distflow.rewards.reward_check import Row
+    from distflow.rewards.self_check import whole
 
     prompt = _text(raw.prompt)
     response = None if raw.response is None else whole(raw.response, raw.extra_info, prompt)

@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from distflow.rewards.extracted_answers import bare_answer
-from distflow.rewards.functions import PROMPT
-from distflow.rewards.known_solutions import why
+from distflow.rewards.functions import PROMPT, call_arguments
 from distflow.rewards.math.reward import gold_answer, is_equal
 from distflow.rewards.pool.pool import RewardPool
 from distflow.rewards.score import RIGHT, RewardResult, Score, Timeout, is_right, own_reward_result
+from distflow.rewards.self_check import why
 
 OWN = "own response"
 FORMS: Mapping[str, str] = {
@@ -231,13 +231,7 @@ def _is_right(reward_result: RewardResult) -> bool:
 
 def arguments_of(row: Row, response: str) -> dict[str, object]:
     """Arguments of a call of a pool for that response to the row."""
-    return {
-        PROMPT: row.prompt,
-        "data_source": row.domain,
-        "solution_str": response,
-        "ground_truth": row.ground_truth,
-        "extra_info": row.extra_info,
-    }
+    return {PROMPT: row.prompt, **call_arguments(row.domain, response, row.ground_truth, row.extra_info)}
 
 
 class Agreement(NamedTuple):

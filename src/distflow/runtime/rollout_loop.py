@@ -12,8 +12,8 @@ from distflow.data.batch import Batch
 from distflow.data.sample import Sample
 from distflow.errors import UserError
 from distflow.graph import BoundNode, Drop, NodeRole
-from distflow.rewards.call_counts import CallCounts
 from distflow.rewards.router import RewardOutcome, RewardRouter
+from distflow.rewards.score import CallCounts
 from distflow.rollout.engine import GenerateRequest, GenerateResult, RolloutEngine
 from distflow.runtime import fault_injection
 from distflow.runtime.abort_surplus import EarlyStop

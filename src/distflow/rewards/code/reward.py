@@ -21,8 +21,7 @@ from distflow.rewards.code.execution import (
 )
 from distflow.rewards.code.split_assertions import Assertions, tell_apart
 from distflow.rewards.code.test_formats import AssertTests, CallTests, StreamTests, Tests, read_tests
-from distflow.rewards.functions import shortened
-from distflow.rewards.score import Case, left_s
+from distflow.rewards.score import Case, left_s, shortened
 from distflow.sandbox.interface import AnySandbox
 from distflow.sandbox.remote import RemoteSandbox
 from distflow.sandbox.sandbox import Sandbox

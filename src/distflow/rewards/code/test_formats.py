@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from distflow.rewards.known_solutions import decoded
+from distflow.rewards.extracted_answers import decoded
 
 _SHORT = 200
 _KINDS = ("inputs", "input_output", "test_list", "test")

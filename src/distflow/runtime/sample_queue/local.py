@@ -5,8 +5,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
 from distflow.data.batch import Batch
 from distflow.observe.metrics import Measured
-from distflow.rewards.call_counts import RewardCounts
-from distflow.rewards.score import is_right
+from distflow.rewards.score import RewardCounts, is_right
 from distflow.runtime.sample_queue.pending_groups import DpGroupShares, Facts, PendingGroup, Portion
 from distflow.runtime.sample_queue.protocol import Failure, Live, NewWorkers, Released, ResumePoint, Share
 from distflow.runtime.sample_queue.shared import SharedSampleQueue

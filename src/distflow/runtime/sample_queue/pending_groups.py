@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from distflow.observe.metrics import Measured
-from distflow.rewards.call_counts import RewardCounts
+from distflow.rewards.score import RewardCounts
 from distflow.runtime.errors import REPAIR_ADVICE
 from distflow.runtime.sample_queue.protocol import Failure, NoProgress, UserNoProgress
 from distflow.scheduling.bin_packing import divide_step

@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 
 from distflow.errors import UserError
 from distflow.observe.metrics import Measured, combine
-from distflow.rewards.call_counts import RewardCounts
+from distflow.rewards.score import RewardCounts
 from distflow.runtime.sample_queue.generating_workers import Generator, Generators
 from distflow.runtime.sample_queue.pending_groups import (
     Consumed,
