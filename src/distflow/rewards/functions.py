@@ -84,7 +84,7 @@ def name_of(function: Callable[..., object]) -> str:
     return str(getattr(plain, "__name__", type(plain).__name__))
 
 
-def with_options(target: str, options: Mapping[str, object]) -> str:
+def with_options(target: str, options: Mapping[str, object] = {}) -> str:  # noqa: B006  it is only read
     """A target with the options of its function, for `load_reward`."""
     return f"{target}{_OPTIONS}{json.dumps(options, sort_keys=True)}" if options else target
 
@@ -94,7 +94,7 @@ def find_targets(parts: Parts, custom: tuple[str, str] | None) -> dict[str, str]
 
     Raises UserError for an unknown name.
     """
-    targets = {name: with_options(target_of(name, custom), given[0] if given else {}) for name, _, *given in parts}
+    targets = {name: with_options(target_of(name, custom), *options[:1]) for name, _, *options in parts}
     return {**targets, FAILS: FAILS_TARGET}
 
 
@@ -115,14 +115,14 @@ def load_reward(target: str) -> Callable[..., object]:
     target, _, options = target.partition(_OPTIONS)
     path = split_name(target)[0]
     function = read_function(Path(path)) if path.endswith(SUFFIX) else load_function(target)
-    given = json.loads(options) if options else {}
-    fault = find_fault(function) or _fault_of_options(function, given)
+    values = json.loads(options) if options else {}
+    fault = find_fault(function) or _fault_of_options(function, values)
     if fault:
         raise LoadError(f"'{target}' {fault}")
     for entry in REWARDS.values():
         if entry.prepare and entry.target == target:
-            load_function(entry.prepare)(**given)
-    return partial(function, **given) if given else function
+            load_function(entry.prepare)(**values)
+    return partial(function, **values) if values else function
 
 
 def find_fault(function: Callable[..., object]) -> str:
@@ -167,10 +167,10 @@ def call_arguments(
 def call(function: Callable[..., object], arguments: Mapping[str, object]) -> object:
     """Call it by keyword with those of `PARAMETERS` that it takes, and with the prompt if it takes it and there is
     one."""
-    given = {name: arguments[name] for name in _accepted(function, PARAMETERS)}
+    accepted = {name: arguments[name] for name in _accepted(function, PARAMETERS)}
     if PROMPT in arguments and PROMPT in inspect.signature(function).parameters:
-        given[PROMPT] = arguments[PROMPT]
-    return function(**given)
+        accepted[PROMPT] = arguments[PROMPT]
+    return function(**accepted)
 
 
 def call_batched(function: Callable[..., object], asked: Sequence[Mapping[str, object]]) -> object:
@@ -256,14 +256,14 @@ def _culprit(function: Callable[..., object]) -> str:
     return ""
 
 
-def _fault_of_options(function: Callable[..., object], given: Mapping[str, object]) -> str:
+def _fault_of_options(function: Callable[..., object], values: Mapping[str, object]) -> str:
     """Which option the function does not take: options are parameters with a default, of the default's type."""
     known = {
         name: parameter.default
         for name, parameter in inspect.signature(function).parameters.items()
         if parameter.default is not parameter.empty and name not in (*PARAMETERS, *BATCHED, PROMPT, PROMPTS)
     }
-    for name, value in given.items():
+    for name, value in values.items():
         if name not in known:
             return f"takes no option '{name}'{hint(name, known)}; it takes {', '.join(known) or 'none'}"
         wanted = type(known[name])

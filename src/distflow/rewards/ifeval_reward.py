@@ -31,7 +31,7 @@ except ModuleNotFoundError as error:
     raise LoadError(f"'ifeval' needs the extra: pip install 'distflow[ifeval]' ({error})") from error
 
 MAX_CHARACTERS = 50_000
-"""Of a response, from its start, that sentences and words in capitals are counted in: NLTK takes up to a second."""
+"""Sentences and words in capitals are counted in so many characters at the start: NLTK takes up to a second."""
 
 
 _OPTIONS = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
@@ -107,14 +107,14 @@ def _variants(response: str) -> list[str]:
 
 def _instructions(ground_truth: object, row: Mapping[str, object] | None) -> list[tuple[str, dict[str, Any]]]:
     """(name, arguments) of each. Raises ValueError."""
-    given = decoded(ground_truth)
-    source = given if isinstance(given, Mapping) and IDS in given else row or {}
+    own = decoded(ground_truth)
+    source = own if isinstance(own, Mapping) and IDS in own else row or {}
     names, kwargs = decoded(source.get(IDS)), decoded(source.get(KWARGS))
     if not isinstance(names, list | tuple) or not isinstance(kwargs, list | tuple) or not names:
         raise ValueError(f"'ifeval' needs a row with a list '{IDS}' and a list '{KWARGS}', or both in its ground truth")
     if len(names) != len(kwargs):
         raise ValueError(f"{len(names)} entries in '{IDS}' and {len(kwargs)} in '{KWARGS}'")
-    return [(name, _arguments(name, given)) for name, given in zip(_known(names), kwargs, strict=True)]
+    return [(name, _arguments(name, each)) for name, each in zip(_known(names), kwargs, strict=True)]
 
 
 def _known(names: Iterable[object]) -> list[str]:
@@ -124,25 +124,25 @@ def _known(names: Iterable[object]) -> list[str]:
     return [str(name) for name in names]
 
 
-def _arguments(name: str, given: object) -> dict[str, Any]:
-    if given is not None and not isinstance(given, Mapping):
-        raise ValueError(f"'{KWARGS}' holds {given!r:.80}, and no mapping, for {name}")
+def _arguments(name: str, entry: object) -> dict[str, Any]:
+    if entry is not None and not isinstance(entry, Mapping):
+        raise ValueError(f"'{KWARGS}' holds {entry!r:.80}, and no mapping, for {name}")
     try:
-        return INSTRUCTIONS[name].read(given or {})
+        return INSTRUCTIONS[name].read(entry or {})
     except ValueError as error:
         raise ValueError(f"{name} in '{KWARGS}': {error}") from error
 
 
 class Instruction(NamedTuple):
-    """follows: (response, **arguments) → whether it does; a response that is blank follows nothing, and is not asked.
-    arguments: name → reader, which returns the value to judge with and raises ValueError for one that means nothing."""
+    """follows: (response, **arguments) → whether the response follows it; not called for a blank response. arguments:
+    name → reader, which returns the value to check with, and raises ValueError for an invalid one."""
 
     follows: Callable[..., bool]
     arguments: Mapping[str, Callable[[object], object]] = {}
 
-    def read(self, given: Mapping[str, object]) -> dict[str, Any]:
+    def read(self, entries: Mapping[str, object]) -> dict[str, Any]:
         """Its arguments. An entry that is None counts as absent, as data sets fill their columns. Raises ValueError."""
-        known = {name: value for name, value in given.items() if value is not None}
+        known = {name: value for name, value in entries.items() if value is not None}
         if set(known) != set(self.arguments):
             raise ValueError(f"takes ({', '.join(self.arguments)}), and got ({', '.join(known)})")
         read = {name: self._argument(name, value) for name, value in known.items()}
@@ -172,7 +172,7 @@ def count_capital_words(text: str) -> int:
 
 
 def language_of(text: str) -> str | None:
-    """Its code as langdetect writes it ("en", "zh-cn"); None where the text has nothing to tell it by."""
+    """Its code in langdetect ("en", "zh-cn"); None if the language cannot be detected."""
     langdetect.DetectorFactory.seed = 0
     try:
         return str(langdetect.detect(text))
@@ -260,7 +260,7 @@ def _is_in_language(response: str, language: str) -> bool:
 
 
 def _has_paragraphs(response: str, num_paragraphs: int) -> bool:
-    """Between dividers `***`; what is empty before the first and after the last does not count."""
+    """Between dividers `***`; an empty part before the first or after the last does not count."""
     *_, last = parts = re.split(r"\s?\*\*\*\s?", response)
     if not all(part.strip() for part in parts[1:-1]):
         return False
@@ -269,7 +269,7 @@ def _has_paragraphs(response: str, num_paragraphs: int) -> bool:
 
 
 def _has_first_word(response: str, num_paragraphs: int, nth_paragraph: int, first_word: str) -> bool:
-    """Paragraphs part at blank lines; an empty one has a place, and is not counted."""
+    """Paragraphs are separated by blank lines; an empty one has a position, but is not counted."""
     parts = response.split("\n\n")
     count = sum(bool(part.strip()) for part in parts)
     if count != num_paragraphs or nth_paragraph > count or not parts[nth_paragraph - 1].strip():
@@ -301,7 +301,7 @@ def _has_bullets(response: str, num_bullets: int) -> bool:
 
 
 def _has_highlights(response: str, num_highlights: int) -> bool:
-    """`*...*` within a line, and once more what is `**...**`."""
+    """Counts `*...*` within a line, and `**...**` in addition."""
     single = [found.strip("*") for found in re.findall(r"\*[^\n*]*\*", response)]
     double = [found.removeprefix("**").removesuffix("**") for found in re.findall(r"\*\*[^\n*]*\*\*", response)]
     return sum(bool(found.strip()) for found in single + double) >= num_highlights

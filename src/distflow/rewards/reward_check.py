@@ -50,7 +50,7 @@ HOSTILE: tuple[str, ...] = (
 
 
 class Response(NamedTuple):
-    """kind: what was done to the answer. form: how it is written, '' if it is not."""
+    """kind: how the answer was changed. form: name of the form in which it is written, or ''."""
 
     kind: str
     form: str
@@ -74,8 +74,8 @@ def wrong_responses(answer: str, others: Sequence[str], form: str) -> Iterator[R
         yield Response(kind, form, template.format(text))
     yield Response("empty answer", form, template.format(""))
     if other is not None:
-        said = template.format(other)
-        yield Response("answer named, another given", form, f"It is not {answer}, as I thought. {said}")
+        text = f"It is not {answer}, as I thought. {template.format(other)}"
+        yield Response("answer named, another given", form, text)
 
 
 def _wrong_answers(answer: str, other: str | None) -> Iterator[tuple[str, str]]:
@@ -249,7 +249,7 @@ class Agreement(NamedTuple):
     def kappa(self) -> float:
         """Cohen's: 1 for full agreement, 0 for as much as chance would give (also where both always say the same)."""
         total = max(self.counts.total(), 1)
-        people, reward = (sum(count for said, count in self.counts.items() if said[side]) / total for side in (0, 1))
+        people, reward = (sum(count for pair, count in self.counts.items() if pair[side]) / total for side in (0, 1))
         by_chance = people * reward + (1 - people) * (1 - reward)
         return (self.share - by_chance) / (1 - by_chance) if by_chance < 1 else 0.0
 

@@ -272,6 +272,6 @@ class _SizeLimit:
         return found
 
     def _text(self, text: str) -> str:
-        kept = shortened(text, min(MAX_TEXT, max(self._left, 100)))
-        self._left -= len(kept)
-        return kept
+        text = shortened(text, min(MAX_TEXT, max(self._left, 100)))
+        self._left -= len(text)
+        return text

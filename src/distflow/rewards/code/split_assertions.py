@@ -1,9 +1,9 @@
-"""Splits a data set's assertions into cases, which run apart from the program that they test.
+"""Splits a data set's assertions into test cases, which run apart from the program that they test.
 
-Most assertions of MBPP and HumanEval, like `assert f([1, 2], x=3) == (4,)`, hold only literals and one call, which can
-be read off without running them. The others run in a sandbox of their own without the program: names that they do not
-define stand for functions of the program. A call of one is passed to the program's process, with plain arguments only,
-and the assertion sees the plain value that it returns."""
+Most assertions of MBPP and HumanEval, like `assert f([1, 2], x=3) == (4,)`, have only literals and one call, which can
+be read without running them. The others run in a sandbox of their own without the program: names that they do not
+define are functions of the program. A call of one is passed to the program's process, with plain arguments only, and
+the assertion gets the plain value that it returns."""
 
 import ast
 import builtins
@@ -17,7 +17,7 @@ from distflow.rewards.code.test_formats import AssertTests, parse
 
 
 class Literal(NamedTuple):
-    """A call, and whether a returned plain value is right."""
+    """A call, and a predicate for the plain value that it returns."""
 
     name: str
     args: list[Any]
@@ -26,10 +26,10 @@ class Literal(NamedTuple):
 
 
 def read_literal(statements: Sequence[ast.stmt], names: Mapping[str, str]) -> Literal | None:
-    """Read a case's statements, of which the last is its assertion; None if it has to be run. names: name in the tests
+    """Read a case's statements, the last of which is its assertion; None if they must be run. names: name in the tests
     → function of the program."""
     *before, assertion = statements
-    if not isinstance(assertion, ast.Assert) or not all(map(_is_idle, before)):
+    if not isinstance(assertion, ast.Assert) or not all(map(_has_no_effect, before)):
         return None
     if assertion.msg is not None and not isinstance(assertion.msg, ast.Constant):
         return None
@@ -58,8 +58,8 @@ def _read(test: ast.expr, names: Mapping[str, str]) -> Literal | None:
     return None
 
 
-def _is_idle(statement: ast.stmt) -> bool:
-    """Whether it only assigns a literal to a name, or is a string."""
+def _has_no_effect(statement: ast.stmt) -> bool:
+    """Whether it only assigns a literal to a name, or is a literal."""
     if isinstance(statement, ast.Expr | ast.Assign):
         try:
             ast.literal_eval(statement.value)
@@ -72,8 +72,8 @@ def _is_idle(statement: ast.stmt) -> bool:
 _SHOWN = 200
 _CANDIDATE = "candidate"
 
-# Runs in the sandbox. A call without an answer ends the run of the assertion, which runs again from its start when
-# there is one, so that nothing waits in there. Its random numbers are the same each time.
+# Runs in the sandbox. A call without a known result ends the run of the assertion; it runs again from its start
+# when the result has come, so that nothing waits in the sandbox. Its random numbers are the same each time.
 HARNESS = """
 import builtins, random
 
@@ -89,15 +89,15 @@ class Log:
         if self.count > len(self.answers):
             self.asked = self.asked or [name, list(args), kwargs]
             raise Asked
-        kind, *told = self.answers[self.count - 1]
+        kind, *content = self.answers[self.count - 1]
         if kind == "value":
-            return told[0]
-        error = getattr(builtins, told[0], None)
+            return content[0]
+        error = getattr(builtins, content[0], None)
         known = isinstance(error, type) and issubclass(error, Exception)
         try:
-            raised = error(told[1]) if known else Exception(": ".join(told))
+            raised = error(content[1]) if known else Exception(": ".join(content))
         except TypeError:
-            raised = Exception(": ".join(told))
+            raised = Exception(": ".join(content))
         raise raised
 
     def run(self):
@@ -109,7 +109,7 @@ class Log:
         failure = None
         try:
             exec(self.code, scope)
-        except BaseException as error:
+        except BaseException as error:  # the assertions may raise anything
             failure = [type(error).__name__, str(error)[:500]]
         if self.asked:
             return ["call", *self.asked]
@@ -120,14 +120,14 @@ def begin(code, names):
     log = Log(code, names)
     return log.run()
 
-def go_on(answer):
+def resume(answer):
     log.answers.append(answer)
     return log.run()
 """
 
 
 class Assertions(NamedTuple):
-    """cases: whole modules, each with the statements before its assertion. shown: the assertions, for people.
+    """cases: whole modules, each with the statements before its assertion. shown: the assertions, for messages.
 
     names: name in the tests → function of the program.
     literals: of each case that holds only literals; None for those that must be run.
@@ -140,10 +140,10 @@ class Assertions(NamedTuple):
 
 
 @lru_cache(maxsize=64)  # the responses to a prompt have the same tests
-def tell_apart(tests: AssertTests) -> Assertions:
-    """Each assertion at the top level (or in that of HumanEval's `check`) is a case, with all that precedes it except
-    the other assertions. If some are in loops or the like, all are one case. Raises ValueError for tests that are no
-    Python, or test nothing.
+def split_assertions(tests: AssertTests) -> Assertions:
+    """Each assertion at the top level (or at that of HumanEval's `check`) is a case, with everything before it except
+    the other assertions. If some are in loops or other blocks, all are one case. Raises ValueError for tests that are
+    not Python, or test nothing.
     """
     setup, module = parse(tests.setup, "their setup"), parse(tests.code, "their code")
     check = _check_of(module) if tests.entry else None
@@ -196,7 +196,7 @@ def _split(body: list[ast.stmt]) -> list[list[ast.stmt]]:
     for statement in body:
         if not isinstance(statement, ast.Assert):
             before.append(statement)
-        elif not isinstance(statement.test, ast.Constant):  # `assert True` says nothing
+        elif not isinstance(statement.test, ast.Constant):  # `assert True` tests nothing
             parts.append([*before, statement])
     return parts or [body]
 
@@ -210,8 +210,8 @@ def _asserts(statement: ast.stmt) -> bool:
 
 
 def _names(case: str, entry: str) -> list[str]:
-    """Names that the code reads but does not define. A built-in is the program's only if nothing else is: a program
-    that defines `abs` must not change its meaning in the tests."""
+    """Names that the code reads but does not define. A built-in counts only if there are no others: a program that
+    defines `abs` must not change its meaning in the tests."""
     try:
         table = symtable.symtable(case, "tests.py", "exec")
     except SyntaxError as error:
@@ -228,7 +228,7 @@ def _names(case: str, entry: str) -> list[str]:
 
 
 def _modules(tests: ast.Module, names: list[str]) -> list[str]:
-    """Modules of the standard library that the tests use by attribute without importing them, as the program does."""
+    """Modules of the standard library that the tests use by attribute, but leave to the program to import."""
     owners = {node.value.id for node in ast.walk(tests) if isinstance(node, ast.Attribute) and _is_name(node.value)}
     called = {node.func.id for node in ast.walk(tests) if isinstance(node, ast.Call) and _is_name(node.func)}
     return [name for name in names if name in owners - called and name in sys.stdlib_module_names]

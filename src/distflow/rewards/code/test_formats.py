@@ -49,15 +49,15 @@ Tests = StreamTests | CallTests | AssertTests
 
 def read_tests(ground_truth: object, row: Mapping[str, object]) -> Tests:
     """The tests in the row's ground truth, else in its columns. Raises ValueError if they cannot be read."""
-    given = decoded(ground_truth)
-    if isinstance(given, list) and given and all(isinstance(entry, Mapping) for entry in given):
-        given = _from_pairs(given)
-    elif isinstance(given, list):
-        given = {"test_list": given}
-    elif isinstance(given, str) and "assert" in given:  # else it may be a solution
-        given = {"test": given}
-    columns = {**row, **given} if isinstance(given, Mapping) else dict(row)
-    kind = next((name for name in _KINDS if isinstance(given, Mapping) and given.get(name)), None)
+    tests = decoded(ground_truth)
+    if isinstance(tests, list) and tests and all(isinstance(entry, Mapping) for entry in tests):
+        tests = _from_pairs(tests)
+    elif isinstance(tests, list):
+        tests = {"test_list": tests}
+    elif isinstance(tests, str) and "assert" in tests:  # else it may be a solution
+        tests = {"test": tests}
+    columns = {**row, **tests} if isinstance(tests, Mapping) else dict(row)
+    kind = next((name for name in _KINDS if isinstance(tests, Mapping) and tests.get(name)), None)
     kind = kind or next((name for name in _KINDS if columns.get(name)), None)
     if kind == "input_output":
         nested = decoded(columns[kind])

@@ -122,17 +122,17 @@ class RewardPool(Pool):
         timeout_s = timeout_s or self.timeout_s
         parts = [asked] if name in self.takes_groups else [[arguments] for arguments in asked]
         requests = [_request(name, part, timeout_s) for part in parts]
-        left = deque(request for request in requests if not request.reward_results)
+        pending = deque(request for request in requests if not request.reward_results)
         serving = set[asyncio.Future[None]]()
         try:
-            while left or serving:
-                self._add_threads(serving, left, timeout_s)
+            while pending or serving:
+                self._add_threads(serving, pending, timeout_s)
                 if serving:
                     done, serving = await asyncio.wait(serving, return_when=asyncio.FIRST_COMPLETED)
                     for ended in done:
                         ended.result()
         finally:
-            left.clear()  # the caller may have been cancelled
+            pending.clear()  # the caller may have been cancelled
         repeated = sum(request.num_asked for request in requests if request.crashes)
         if repeated and not self._closed:
             on_repeat(repeated)
@@ -153,52 +153,52 @@ class RewardPool(Pool):
     def pids(self) -> list[int]:
         return sorted(process.pid for process in self._living)
 
-    def _add_threads(self, serving: set[asyncio.Future[None]], left: deque[Request], timeout_s: float) -> None:
+    def _add_threads(self, serving: set[asyncio.Future[None]], pending: deque[Request], timeout_s: float) -> None:
         """As many as there are free slots and requests; none once the pool is closed."""
         loop = asyncio.get_running_loop()
         try:
-            for _ in range(min(self._settings.num_workers - len(serving), len(left))):
-                serving.add(loop.run_in_executor(self._threads, self._serve, left, timeout_s))
+            for _ in range(min(self._settings.num_workers - len(serving), len(pending))):
+                serving.add(loop.run_in_executor(self._threads, self._serve, pending, timeout_s))
         except RuntimeError:
             if not self._closed:
                 raise
-            at: deque[Request] = deque()
-            while take(left, at):
-                self._fail(at.popleft(), None, left)
+            active: deque[Request] = deque()
+            while take(pending, active):
+                self._fail(active.popleft(), None, pending)
 
-    def _serve(self, left: deque[Request], timeout_s: float) -> None:
-        """Send the requests that no other thread takes to one process, as long as it lives. The others are left to all
-        threads again."""
-        at: deque[Request] = deque()
-        if not take(left, at):
+    def _serve(self, pending: deque[Request], timeout_s: float) -> None:
+        """Send the requests that no other thread takes to one process, as long as it lives. The others stay for all
+        threads."""
+        active: deque[Request] = deque()
+        if not take(pending, active):
             return
         process = self._idle.get()
         failure: RewardResult | None = None
         try:
             if process is None or not process.is_alive():
                 process = self._start(process)
-            process.answer(at, left, timeout_s)
+            process.answer(active, pending, timeout_s)
         except StartFailed as error:
             failure = Error(f"no reward worker could be started: {error}")
         except TimeoutError:
-            failure = Timeout(timeout_s * at[0].num_asked)
+            failure = Timeout(timeout_s * active[0].num_asked)
         except PeerGone:
             assert process is not None
-            failure = _crashed(at[0], process.cause_of_death())
+            failure = _crashed(active[0], process.cause_of_death())
         except ValueError as error:
-            failure = _crashed(at[0], f"the reward worker returned nonsense: {error}")
+            failure = _crashed(active[0], f"the reward worker returned nonsense: {error}")
         finally:
             self._idle.put(process if process is not None and self._keep(process) else None)
-        if at:
-            self._fail(at.popleft(), failure, left)
-            left.extendleft(reversed(at))  # requests that were sent ahead did not cause it
+        if active:
+            self._fail(active.popleft(), failure, pending)
+            pending.extendleft(reversed(active))  # requests that were sent ahead did not cause it
 
-    def _fail(self, request: Request, failure: RewardResult | None, left: deque[Request]) -> None:
+    def _fail(self, request: Request, failure: RewardResult | None, pending: deque[Request]) -> None:
         """failure: None repeats the request. A failure while the pool closes is due to the closing."""
         if self._closed:
             failure = Error(_CLOSING)
         if failure is None:
-            left.appendleft(request)
+            pending.appendleft(request)
         else:
             request.reward_results = [failure] * request.num_asked
 
