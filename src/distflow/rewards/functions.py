@@ -71,11 +71,6 @@ def read_function(file: Path) -> Callable[..., object]:
         ) from error
 
 
-def read_fingerprint(file: Path) -> str:
-    """The fingerprint in the file, read without running any code. Raises OSError."""
-    return file.read_bytes().partition(b"\n")[0].removeprefix(_HEAD).decode(errors="replace")
-
-
 def name_of(function: Callable[..., object]) -> str:
     """Name of the function, of the function it wraps, or of its class."""
     plain = inspect.unwrap(function)
@@ -211,9 +206,10 @@ def fingerprint_target(target: str) -> str:
     files = [Path(path)] if path.endswith((".py", SUFFIX)) else _files_of(path)
     try:
         file = next((file for file in files if file.is_file()), None)
-        if file is None or path.endswith(SUFFIX):
-            return "" if file is None else read_fingerprint(file)
-        return _digest(file.read_bytes())
+        content = file.read_bytes() if file else b""
+        if file is None or path.endswith(SUFFIX):  # in its first line, so that none of its code runs
+            return content.partition(b"\n")[0].removeprefix(_HEAD).decode(errors="replace")
+        return _digest(content)
     except OSError:  # reported when it is loaded
         return ""
 

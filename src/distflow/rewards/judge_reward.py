@@ -182,9 +182,9 @@ async def compute_score(
     except BudgetSpent:  # not the endpoint's fault
         raise
     except openai.AuthenticationError as error:
-        why = f"{_said(error)}; the environment variable {key_variable} {'holds its key' if secret else 'is not set'}"
+        why = f"{_reason(error)}; the environment variable {key_variable} {'holds its key' if secret else 'is not set'}"
     except openai.OpenAIError as error:
-        why = _said(error)
+        why = _reason(error)
     except ValueError as error:
         why = str(error)
     else:
@@ -299,7 +299,7 @@ async def _whole(response: "openai.AsyncAPIResponse[Any]") -> bytes:
     return bytes(body)
 
 
-def _said(error: "openai.OpenAIError") -> str:
+def _reason(error: "openai.OpenAIError") -> str:
     return f"the judge refused: {type(error).__name__}: {error}"
 
 

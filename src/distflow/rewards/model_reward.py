@@ -37,9 +37,13 @@ def compute_score(
 
     path, revision: a folder or a hub id, with its commit. dtype: of the computation; the head is float32. device:
     "auto" is the first CUDA device that the process sees, else the CPU. max_length: tokens that it reads, from the end;
-    0 is as many as it can. max_tokens: of a forward, padding counted. Raises UserError as `prepare`, ValueError for a
-    text without a token."""
+    0 is as many as it can. max_tokens: of a forward, padding counted. Raises UserError if the model cannot be
+    loaded, ValueError for a text without a token."""
+    if max_length < 0 or max_tokens < 1:
+        raise UserError("the reward 'model': max_length is 0 or more, max_tokens 1 or more")
     reward_model = _loaded(path, revision, dtype, device, max_length)
+    if not solution_strs:
+        return []
     texts = [
         reward_model.encode(_messages(extra, prompts[i] if prompts else ""), _whole(response))
         for i, (response, extra) in enumerate(zip(solution_strs, extra_infos, strict=True))
@@ -51,18 +55,9 @@ def compute_score(
     return [{"score": score, **({CUT: cut} if cut else {})} for score, (_, cut) in zip(scores, texts, strict=True)]
 
 
-def prepare(
-    path: str = "",
-    revision: str = "",
-    dtype: str = "bfloat16",
-    device: str = "auto",
-    max_length: int = 0,
-    max_tokens: int = 16384,
-) -> None:
+def prepare(**options: Any) -> None:
     """Load the model, for `compute_score` with the same options. Raises UserError if that fails."""
-    if max_length < 0 or max_tokens < 1:
-        raise UserError("the reward 'model': max_length is 0 or more, max_tokens 1 or more")
-    _loaded(path, revision, dtype, device, max_length)
+    compute_score([], [], **options)
 
 
 @dataclass(frozen=True)

@@ -152,7 +152,9 @@ class RewardRouter:
             await asyncio.sleep(patience.backoff_s * 2**attempt)
             if name in pool.takes_batches:  # it scores them together
                 again = await pool.score_group(name, asked, patience.timeout_s, on_repeat)
-                reward_results = max(reward_results, again, key=_num_scores)
+                reward_results = max(
+                    reward_results, again, key=lambda results: sum(isinstance(each, Score) for each in results)
+                )
             else:
                 again = await pool.score_group(name, [asked[i] for i in failed], patience.timeout_s, on_repeat)
                 for i, reward_result in zip(failed, again, strict=True):
@@ -204,10 +206,6 @@ class RewardRouter:
             self._counts.update([*(f"reward/{kind}" for kind in kinds), *by_part])
             if domain != DEFAULT_DOMAIN:
                 self._counts.update({f"domains/{domain}/{kind}": kinds.count(kind) for kind in _KINDS})
-
-
-def _num_scores(reward_results: Sequence[RewardResult]) -> int:
-    return sum(isinstance(reward_result, Score) for reward_result in reward_results)
 
 
 def check_domains(functions: Functions, domains: Iterable[str]) -> None:

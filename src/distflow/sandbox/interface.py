@@ -68,7 +68,7 @@ class Level(NamedTuple):
         return "; ".join([self.name, *lacks, *([INSTALL] if self.name == "none" else [])])
 
 
-class Ran(NamedTuple):
+class RunResult(NamedTuple):
     """How a program ended.
 
     status: "ok" for exit status 0. exit_code: negative for a signal, as in `subprocess`. stdout, stderr: the first
@@ -124,7 +124,7 @@ class AnySandbox(Protocol):
     level: Level
     waited_s: float
 
-    def run(self, code: str, stdin: str = "", limits: Limits | None = None) -> Ran:
+    def run(self, code: str, stdin: str = "", limits: Limits | None = None) -> RunResult:
         """Run a program as `__main__` in a new process; limits: None for those of the sandbox. Raises SandboxFault if
         the machine fails, but nothing for what the program does."""
 

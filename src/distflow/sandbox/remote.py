@@ -21,7 +21,7 @@ from distflow.sandbox.interface import (
     Level,
     Limits,
     Raised,
-    Ran,
+    RunResult,
     SandboxFault,
 )
 
@@ -49,10 +49,10 @@ class RemoteSandbox(AnySandbox):
         self._connection = connection(parts.hostname, parts.port)
         self.level = Level(f"{self.ask('level', {}, repeatable=True).get('level')} at {self.url}", {})
 
-    def run(self, code: str, stdin: str = "", limits: Limits | None = None) -> Ran:
+    def run(self, code: str, stdin: str = "", limits: Limits | None = None) -> RunResult:
         limits = limits or self.limits
         request = {"code": code, "stdin": stdin, "limits": limits._asdict()}
-        return _decode(Ran, self.ask("run", request, limits.wall_s, repeatable=True).get("ran"))
+        return _decode(RunResult, self.ask("run", request, limits.wall_s, repeatable=True).get("ran"))
 
     def open(self, code: str, limits: Limits | None = None) -> "RemoteSession":
         limits = limits or self.limits

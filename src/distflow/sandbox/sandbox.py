@@ -23,7 +23,7 @@ from distflow.sandbox.interface import (
     Level,
     Limits,
     Raised,
-    Ran,
+    RunResult,
     SandboxFault,
     Status,
 )
@@ -97,7 +97,7 @@ class Sandbox(AnySandbox):
         """Process id of the fork server, the ancestor of all programs."""
         return self._server.pid
 
-    def run(self, code: str, stdin: str = "", limits: Limits | None = None) -> Ran:
+    def run(self, code: str, stdin: str = "", limits: Limits | None = None) -> RunResult:
         started, encoded = time.monotonic(), stdin.encode("utf-8", "surrogateescape")
         try:
             return self._run(code, encoded, limits or self.limits, started)
@@ -117,13 +117,13 @@ class Sandbox(AnySandbox):
             self._closed = True
             self._server.close()
 
-    def _run(self, code: str, stdin: bytes, limits: Limits, started: float) -> Ran:
+    def _run(self, code: str, stdin: bytes, limits: Limits, started: float) -> RunResult:
         with closing(self._start(True, code, stdin, limits)) as program:
             end = program.wait()
         out, err = program.out, program.err
         cut = max(out.num_bytes - len(out.content), err.num_bytes - len(err.content)) > 0
         status = cast(Status, program.cause() or "ok")  # without a descriptor for results it has no other cause
-        return Ran(status, end.exit_code, out.text(), err.text(), cut, time.monotonic() - started)
+        return RunResult(status, end.exit_code, out.text(), err.text(), cut, time.monotonic() - started)
 
     def _start(self, is_main: bool, code: str, stdin: bytes, limits: Limits) -> Program:
         """Start a program by the server, or by a new one if that was killed."""

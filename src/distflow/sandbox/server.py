@@ -40,13 +40,13 @@ class Refused(Exception):
 
 
 @dataclass
-class _Open:
+class _OpenSession:
     session: Session
     used_at: float = field(default_factory=time.monotonic)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
-class Desk:
+class SandboxService:
     """Answers requests by a sandbox, with at most `at_once` programs running at a time. A session has a name that
     cannot be guessed, and is ended after `idle_s` without a request."""
 
@@ -54,7 +54,7 @@ class Desk:
         self._sandbox, self._at_once, self._idle_s = sandbox, at_once, idle_s
         self._free = threading.BoundedSemaphore(at_once)
         self._lock = threading.Lock()
-        self._sessions: dict[str, _Open] = {}
+        self._sessions: dict[str, _OpenSession] = {}
 
     def answer(self, action: str, request: Mapping[str, Any]) -> dict[str, Any]:
         """Raises Refused, SandboxFault."""
@@ -90,7 +90,7 @@ class Desk:
         if len(self._sessions) >= _SESSIONS_EACH * self._at_once:
             raise Refused(HTTPStatus.SERVICE_UNAVAILABLE, "too many programs are open")
         with self._running() as reply:
-            opened = _Open(self._sandbox.open(code, limits))
+            opened = _OpenSession(self._sandbox.open(code, limits))
             name = secrets.token_urlsafe(16)
             with self._lock:
                 self._sessions[name] = opened
@@ -150,13 +150,13 @@ class Server(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, desk: Desk, host: str, port: int, token: str) -> None:
+    def __init__(self, service: SandboxService, host: str, port: int, token: str) -> None:
         """Raises UserError if other machines could send requests without a password, or if the port is in use."""
         if not (token or _is_loopback(host)):
             raise UserError(
                 f"at {host} others can ask for programs to be run: set {TOKEN} to a password here and there"
             )
-        self.desk, self.token = desk, token
+        self.service, self.token = service, token
         self._places = threading.BoundedSemaphore(_MAX_CONNECTIONS)
         try:
             super().__init__((host, port), _Handler)
@@ -177,7 +177,7 @@ class Server(ThreadingHTTPServer):
 
     def service_actions(self) -> None:
         """Called by `serve_forever`, twice a second."""
-        self.desk.end_idle()
+        self.service.end_idle()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """The client is gone: there is nobody to report to."""
@@ -192,7 +192,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         try:
-            self._reply(HTTPStatus.OK, self.server.desk.answer(self._action(), self._request()))
+            self._reply(HTTPStatus.OK, self.server.service.answer(self._action(), self._request()))
         except Refused as refused:
             # An unread rest of the body would be taken for the next request.
             self.close_connection = refused.status not in (HTTPStatus.SERVICE_UNAVAILABLE, HTTPStatus.GONE)

@@ -88,22 +88,22 @@ def test_tests_that_mean_nothing(ground_truth, row, message):
         read_tests(ground_truth, row)
 
 
-def test_assertions_are_told_apart():
-    told = split_assertions(AssertTests("x = 1\nassert f(x) == g\nassert True\nassert f(2)", "import math"))
-    assert told.shown == ("assert f(x) == g", "assert f(2)")
-    assert told.cases == ("import math\nx = 1\nassert f(x) == g", "import math\nx = 1\nassert f(2)")
-    assert told.names == {"f": "f", "g": "g"}
+def test_assertions_are_split():
+    split = split_assertions(AssertTests("x = 1\nassert f(x) == g\nassert True\nassert f(2)", "import math"))
+    assert split.shown == ("assert f(x) == g", "assert f(2)")
+    assert split.cases == ("import math\nx = 1\nassert f(x) == g", "import math\nx = 1\nassert f(2)")
+    assert split.names == {"f": "f", "g": "g"}
 
 
 def test_those_of_a_check_too():
-    told = split_assertions(AssertTests("M = {}\n" + CHECK + "check(f)", "", "f"))
-    assert told.shown == ("assert candidate(1) == 2", "assert candidate(2) == 3")
-    assert [case.count("assert") for case in told.cases] == [1, 1] and told.names == {"candidate": "f"}
+    split = split_assertions(AssertTests("M = {}\n" + CHECK + "check(f)", "", "f"))
+    assert split.shown == ("assert candidate(1) == 2", "assert candidate(2) == 3")
+    assert [case.count("assert") for case in split.cases] == [1, 1] and split.names == {"candidate": "f"}
 
 
 def test_assertions_in_a_loop_stay_together():
-    told = split_assertions(AssertTests("for i in range(3):\n    assert f(i)\nassert f(9)"))
-    assert len(told.cases) == 1 and told.shown == ("all assertions",)
+    split = split_assertions(AssertTests("for i in range(3):\n    assert f(i)\nassert f(9)"))
+    assert len(split.cases) == 1 and split.shown == ("all assertions",)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ def is_there(pid: int) -> bool:
 
 
 @pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch) -> list[RewardPool]:
+def pools(monkeypatch: pytest.MonkeyPatch) -> list[RewardPool]:
     """The pools that were started, in their order."""
     pools: list[RewardPool] = []
     start = PoolSettings.start
@@ -32,21 +32,21 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[RewardPool]:
     return pools
 
 
-def test_the_router_of_the_same_settings_takes_it_over_once(made: list[RewardPool]) -> None:
+def test_the_router_of_the_same_settings_takes_it_over_once(pools: list[RewardPool]) -> None:
     with started_early(SETTINGS):
         with make_router(FORMAT, timeout_s=5.0, num_workers=1, max_response_length=9) as router:
-            assert made == [router.pools.of("default")]
+            assert pools == [router.pools.of("default")]
             pids = router.pools.pids()
             take_pool(SETTINGS).close()
-            assert len(made) == 2
+            assert len(pools) == 2
         assert pids and not any(map(is_there, pids)), "who took it closed it"
 
 
-def test_other_settings_get_their_own_and_what_nobody_takes_is_closed(made: list[RewardPool]) -> None:
+def test_other_settings_get_their_own_and_what_nobody_takes_is_closed(pools: list[RewardPool]) -> None:
     with started_early(SETTINGS):
         take_pool(SETTINGS._replace(timeout_s=7.0)).close()
-    assert sorted(pool.timeout_s for pool in made) == [5.0, 7.0]
-    assert [pool.pids() for pool in made] == [[], []]
+    assert sorted(pool.timeout_s for pool in pools) == [5.0, 7.0]
+    assert [pool.pids() for pool in pools] == [[], []]
 
 
 def test_one_that_could_not_be_loaded_ahead_is_tried_again(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from distflow.rewards.code.split_assertions import HARNESS, Assertions, Literal
 from distflow.rewards.code.test_formats import CallTests, StreamTests
 from distflow.sandbox.inside.values import NotPlain
-from distflow.sandbox.interface import AnySandbox, AnySession, Broken, Limits, Raised, Ran
+from distflow.sandbox.interface import AnySandbox, AnySession, Broken, Limits, Raised, RunResult
 
 TOLERANCE = 1e-6
 """Tolerance for a wanted number with a decimal point or exponent: relative, or absolute below 1."""
@@ -112,7 +112,7 @@ class TimedSandbox:
         """Raises as `Sandbox.open` does, and as `_bounded`."""
         return self._sandbox.open(code, self._bounded(self._sandbox.limits))
 
-    def run(self, code: str, stdin: str) -> Ran:
+    def run(self, code: str, stdin: str) -> RunResult:
         """Run a program and keep all of its output. Raises as `_bounded`."""
         limits = self._sandbox.limits
         return self._sandbox.run(code, stdin, self._bounded(limits._replace(output_bytes=limits.printed_bytes)))

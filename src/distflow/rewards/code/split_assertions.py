@@ -150,8 +150,8 @@ def split_assertions(tests: AssertTests) -> Assertions:
     body = check.body if check else module.body
     split, before = _split(body), list(setup.body)
     if check:
-        before += [statement for statement in module.body if statement is not check and not _calls_check(statement)]
-    parts = [[_with_body(check, part), _call(check)] if check else part for part in split]
+        before += [each for each in module.body if each is not check and not _is_call_of(each, check.name)]
+    parts = [_call_with(check, part) if check else part for part in split]
     whole = ast.unparse(ast.Module([*setup.body, *module.body], []))
     modules = [ast.Import([ast.alias(name)]) for name in _modules(module, _names(whole, tests.entry))]
     cases = tuple(ast.unparse(ast.Module([*modules, *before, *part], [])) for part in parts)
@@ -163,7 +163,8 @@ def split_assertions(tests: AssertTests) -> Assertions:
         names = {name: tests.entry if name == _CANDIDATE else name for name in names}
         called = {**names, check.args.args[0].arg: tests.entry}
     literals = tuple(read_literal([*before, *part], called) for part in split)
-    return Assertions(cases, _shown(body, split), names, literals)
+    shown = tuple("all assertions" if part is body else ast.unparse(part[-1])[:_SHOWN] for part in split)
+    return Assertions(cases, shown, names, literals)
 
 
 def _check_of(module: ast.Module) -> ast.FunctionDef | None:
@@ -171,26 +172,22 @@ def _check_of(module: ast.Module) -> ast.FunctionDef | None:
     return found[-1] if found and len(found[-1].args.args) == 1 else None
 
 
-def _calls_check(statement: ast.stmt) -> bool:
-    return (
-        isinstance(statement, ast.Expr)
-        and isinstance(statement.value, ast.Call)
-        and isinstance(statement.value.func, ast.Name)
-        and statement.value.func.id == "check"
-    )
+def _is_call_of(statement: ast.stmt, name: str) -> bool:
+    match statement:
+        case ast.Expr(ast.Call(ast.Name(called))):
+            return called == name
+    return False
 
 
-def _with_body(check: ast.FunctionDef, body: list[ast.stmt]) -> ast.FunctionDef:
-    return ast.FunctionDef(check.name, check.args, body, [], lineno=1)
-
-
-def _call(check: ast.FunctionDef) -> ast.Expr:
-    called = ast.Call(ast.Name(check.name, ast.Load()), [ast.Name(_CANDIDATE, ast.Load())], [])
-    return ast.Expr(called)
+def _call_with(check: ast.FunctionDef, body: list[ast.stmt]) -> list[ast.stmt]:
+    """`check` with another body, and its call."""
+    call = ast.Call(ast.Name(check.name, ast.Load()), [ast.Name(_CANDIDATE, ast.Load())], [])
+    return [ast.FunctionDef(check.name, check.args, body, [], lineno=1), ast.Expr(call)]
 
 
 def _split(body: list[ast.stmt]) -> list[list[ast.stmt]]:
-    if any(_asserts(each) and not isinstance(each, ast.Assert) for each in body):
+    blocks = [each for each in body if not isinstance(each, ast.Assert)]
+    if any(isinstance(node, ast.Assert) for block in blocks for node in ast.walk(block)):
         return [body]
     parts, before = [], list[ast.stmt]()
     for statement in body:
@@ -201,14 +198,6 @@ def _split(body: list[ast.stmt]) -> list[list[ast.stmt]]:
     return parts or [body]
 
 
-def _shown(body: list[ast.stmt], parts: list[list[ast.stmt]]) -> tuple[str, ...]:
-    return tuple("all assertions" if part is body else ast.unparse(part[-1])[:_SHOWN] for part in parts)
-
-
-def _asserts(statement: ast.stmt) -> bool:
-    return any(isinstance(node, ast.Assert) for node in ast.walk(statement))
-
-
 def _names(case: str, entry: str) -> list[str]:
     """Names that the code reads but does not define. A built-in counts only if there are no others: a program that
     defines `abs` must not change its meaning in the tests."""
@@ -217,10 +206,9 @@ def _names(case: str, entry: str) -> list[str]:
     except SyntaxError as error:
         raise ValueError(f"the tests are broken: {error}") from error
     bound = {each.get_name() for each in table.get_symbols() if each.is_assigned() or each.is_imported()}
-    bound |= {"__name__"} | {
-        each.get_name() for scope in _scopes(table) for each in scope.get_symbols() if _binds_global(each)
-    }
-    read = {each.get_name() for scope in _scopes(table) for each in scope.get_symbols() if each.is_global()}
+    everywhere = [each for scope in _scopes(table) for each in scope.get_symbols()]
+    bound |= {"__name__"} | {each.get_name() for each in everywhere if each.is_declared_global() and each.is_assigned()}
+    read = {each.get_name() for each in everywhere if each.is_global()}
     read |= {each.get_name() for each in table.get_symbols() if each.is_referenced()}
     free = sorted(read - bound)
     own = [name for name in free if not hasattr(builtins, name) or name == entry]
@@ -236,10 +224,6 @@ def _modules(tests: ast.Module, names: list[str]) -> list[str]:
 
 def _is_name(node: ast.expr) -> TypeGuard[ast.Name]:
     return isinstance(node, ast.Name)
-
-
-def _binds_global(symbol: symtable.Symbol) -> bool:
-    return symbol.is_declared_global() and symbol.is_assigned()
 
 
 def _scopes(table: symtable.SymbolTable) -> Iterator[symtable.SymbolTable]:

@@ -135,16 +135,19 @@ def _function(name: object) -> str:
 
 
 def _read_list(columns: Mapping[str, object]) -> AssertTests:
-    tests = decoded(columns["test_list"])
-    imports = decoded(columns.get("test_imports") or [])
-    if not isinstance(tests, list) or not all(isinstance(test, str) for test in tests):
-        raise ValueError(f"'test_list' is {_short(tests)}, and no list of str")
-    if not isinstance(imports, list) or not all(isinstance(line, str) for line in imports):
-        raise ValueError(f"'test_imports' is {_short(imports)}, and no list of str")
+    tests = _lines("test_list", columns["test_list"])
+    imports = _lines("test_imports", columns.get("test_imports") or [])
     setup = columns.get("test_setup_code") or ""
     if not isinstance(setup, str):
         raise ValueError(f"'test_setup_code' is {_short(setup)}, and no str")
     return AssertTests("\n".join(tests), "\n".join([*imports, setup]))
+
+
+def _lines(name: str, value: object) -> list[str]:
+    lines = decoded(value)
+    if not isinstance(lines, list) or not all(isinstance(line, str) for line in lines):
+        raise ValueError(f"'{name}' is {_short(lines)}, and no list of str")
+    return lines
 
 
 def _read_check(columns: Mapping[str, object]) -> AssertTests:

@@ -15,7 +15,6 @@ import sys
 import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import cache, partial
-from types import TracebackType
 from typing import TypeAlias, cast
 
 from distflow.data import global_generators
@@ -56,7 +55,8 @@ def score_all(name: str, function: Callable[..., object], asked: Sequence[Argume
 
 def describe(error: Exception) -> str:
     """The type, the message, and the line that raised it."""
-    place = _innermost(error.__traceback__)
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f"{os.path.basename(frames[-1].filename)}:{frames[-1].lineno}" if frames else "unknown place"
     return f"{type(error).__name__}: {error}"[:_SHOWN_ERROR_CHARACTERS] + f" (at {place})"
 
 
@@ -128,16 +128,15 @@ def _answer(returned: object) -> Answer:
     return {"score": score, "extra": extra}
 
 
-def _innermost(trace: TracebackType | None) -> str:
-    frames = traceback.extract_tb(trace)
-    return f"{os.path.basename(frames[-1].filename)}:{frames[-1].lineno}" if frames else "unknown place"
-
-
 def main() -> None:
     """Process requests until the run closes its end of the socket."""
     descriptor, parent_pid, memory_bytes = (int(argument) for argument in sys.argv[1:4])
-    _die_with(parent_pid)
-    _limit_memory(memory_bytes)
+    if sys.platform == "linux":  # be killed when the run dies, even inside C code; elsewhere the closed socket must do
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:  # it died before the call above
+        os._exit(1)
+    if memory_bytes > 0:  # heap and private mappings: a limit of the address space would count reserved memory
+        resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     channel = Channel(socket.socket(fileno=descriptor))
     try:
@@ -152,8 +151,8 @@ def serve(channel: Channel) -> None:
     """Receive the functions to load ({name: target}), then requests ({name, asked, timeout_s}); asked are the arguments
     of each call, and the reply has an answer for each."""
     try:
-        targets = _entries(channel.receive(), "functions")
-        functions = {name: load_reward(str(target)) for name, target in targets.items()}
+        targets = cast(dict[str, str], channel.receive()["functions"])
+        functions = {name: load_reward(target) for name, target in targets.items()}
     except UserError as error:
         channel.send(encode({"error": str(error)}))
         return
@@ -163,37 +162,12 @@ def serve(channel: Channel) -> None:
         request = channel.receive()
         name, asked = str(request["name"]), cast(list[Mapping[str, object]], request["asked"])
         timeout_s = cast(float, request["timeout_s"])
-        channel.send(_answers(name, functions[name], asked, timeout_s))
-
-
-def _entries(message: Mapping[str, JSON], key: str) -> dict[str, JSON]:
-    """Raises ValueError if the message has no object there."""
-    found = message.get(key)
-    if not isinstance(found, dict):
-        raise ValueError(f"a message without '{key}'")
-    return found
-
-
-def _answers(name: str, function: Callable[..., object], asked: list[Mapping[str, object]], timeout_s: float) -> bytes:
-    answers = score_all(name, function, asked, timeout_s)
-    try:
-        return encode({"answers": answers})
-    except (TypeError, ValueError) as error:  # more than a message may hold
-        return encode({"answers": [{"error": describe(error)}] * len(asked)})
-
-
-def _die_with(parent_pid: int) -> None:
-    """Be killed when the run dies, even inside C code. Outside of Linux only the closed socket ends the process."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent_pid:  # it died before the call above
-        os._exit(1)
-
-
-def _limit_memory(memory_bytes: int) -> None:
-    """Data only (heap and private mappings): a limit of the address space would count what is merely reserved."""
-    if memory_bytes > 0:
-        resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
+        answers = score_all(name, functions[name], asked, timeout_s)
+        try:
+            reply = encode({"answers": answers})
+        except (TypeError, ValueError) as error:  # more than a message may hold
+            reply = encode({"answers": [{"error": describe(error)}] * len(asked)})
+        channel.send(reply)
 
 
 if __name__ == "__main__":
