@@ -30,8 +30,7 @@ from distflow.observe.files import JSON
 from distflow.rewards.code.reward import score_program
 from distflow.rewards.pool.pool import RewardPool
 from distflow.rewards.score import RewardResult, Score
-from distflow.sandbox.isolation_level import LEVELS
-from distflow.sandbox.sandbox import Sandbox
+from distflow.sandbox.sandbox import LEVELS, Sandbox
 
 STEP = 1024
 TIMEOUT_S = 10.0

@@ -257,7 +257,7 @@ REWARDS: dict[str, Reward] = {
     ),
     "exact_match": Reward(
         "the answer's text equals the ground truth",
-        "distflow.rewards.exact_match_reward:compute_score",
+        "distflow.rewards.text_rewards:exact_match",
         needs_answer=True,
         scores_own_answer=True,
     ),
@@ -275,32 +275,30 @@ REWARDS: dict[str, Reward] = {
         row_check="distflow.rewards.code.reward:check_row",
         executes_response=True,
     ),
-    "format": Reward("the response has the wanted form", "distflow.rewards.format_reward:compute_score"),
+    "format": Reward("the response has the wanted form", "distflow.rewards.text_rewards:has_format"),
     "ifeval": Reward(
         "the response follows all of IFEval's instructions in the row",
-        "distflow.rewards.ifeval.reward:compute_score",
-        row_check="distflow.rewards.ifeval.reward:check_row",
+        "distflow.rewards.ifeval_reward:compute_score",
+        row_check="distflow.rewards.ifeval_reward:check_row",
     ),
     "ifeval_loose": Reward(
         "the same, or does so without its first or last line or asterisks",
-        "distflow.rewards.ifeval.reward:compute_loose_score",
-        row_check="distflow.rewards.ifeval.reward:check_row",
+        "distflow.rewards.ifeval_reward:compute_loose_score",
+        row_check="distflow.rewards.ifeval_reward:check_row",
     ),
     "ifeval_share": Reward(
         "the share of IFEval's instructions in the row that are followed",
-        "distflow.rewards.ifeval.reward:compute_share",
-        row_check="distflow.rewards.ifeval.reward:check_row",
+        "distflow.rewards.ifeval_reward:compute_share",
+        row_check="distflow.rewards.ifeval_reward:check_row",
     ),
-    "length": Reward(
-        "the response is neither shorter nor longer than wanted", "distflow.rewards.length_reward:compute_score"
-    ),
+    "length": Reward("the response is neither shorter nor longer than wanted", "distflow.rewards.text_rewards:length"),
     "repetition": Reward(
         "the share of its n-grams that repeat others; for a negative weight",
-        "distflow.rewards.repetition_reward:compute_score",
+        "distflow.rewards.text_rewards:repetition",
     ),
     "judge": Reward(
         "a model behind an OpenAI-compatible endpoint says how good the response is",
-        "distflow.rewards.judge.reward:compute_score",
+        "distflow.rewards.judge_reward:compute_score",
     ),
     "model": Reward(
         "a reward model in Hugging Face format says how good the response is",

@@ -10,8 +10,8 @@ import pytest
 from distflow.cli import main
 from distflow.observe.writing.run_folder import RunFolder
 from distflow.sandbox import fork_server
-from distflow.sandbox import fork_server as bubblewrap
-from distflow.sandbox.isolation_level import INSTALL, probe
+from distflow.sandbox.interface import INSTALL
+from distflow.sandbox.sandbox import probe
 
 # Holds the folder as a run does, listens, and ends when its input does.
 RUN = """
@@ -71,7 +71,7 @@ def test_what_would_hold_programs(capsys: pytest.CaptureFixture[str], monkeypatc
         return found.removeprefix(told)
 
     assert line().startswith(str(probe()))
-    monkeypatch.setattr(bubblewrap.shutil, "which", lambda _: None)
+    monkeypatch.setattr(fork_server.shutil, "which", lambda _: None)
     assert line().startswith("floor; no namespaces: bubblewrap is not installed")
     monkeypatch.setattr(fork_server.sys, "executable", "/no/such/python")
     assert line().startswith("none; no namespaces: ") and line().endswith(INSTALL)

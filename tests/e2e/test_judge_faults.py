@@ -7,8 +7,8 @@ import pytest
 from distflow import cli
 from distflow.observe.reading.run_reader import read_metrics, read_samples
 from tests.e2e.runs import Playground
-from tests.rewards.judge.test_judge import SECRET, Reply, completion, reward_result
-from tests.rewards.judge.test_judge import server as server
+from tests.rewards.test_judge_reward import SECRET, Reply, completion, reward_result
+from tests.rewards.test_judge_reward import server as server
 
 pytestmark = [pytest.mark.slow, pytest.mark.faults]
 BAD: dict[int, tuple[Reply | None, str]] = {

@@ -16,8 +16,8 @@ from distflow.data.sources import BUILTIN_FOLDER
 from distflow.launch.data_sets import train_sources, validation_sources
 from distflow.models.loading import load_model
 from distflow.models.tokenizer import load_tokenizer
-from distflow.rewards.exact_match_reward import compute_score
-from distflow.rewards.format_reward import compute_score as format_score
+from distflow.rewards.text_rewards import exact_match as compute_score
+from distflow.rewards.text_rewards import has_format as format_score
 
 ROOT = Path(__file__).parents[2]
 

@@ -7,7 +7,7 @@ import pytest
 from distflow import load_run
 from distflow.observe.reading.run_reader import read_json, read_samples, sample_splits
 from distflow.observe.report.build import report_data
-from distflow.sandbox import isolation_level
+from distflow.sandbox import sandbox
 from tests.e2e.runs import Playground
 
 SAVED = (
@@ -25,14 +25,14 @@ def test_the_level_is_in_the_runs_folder_and_a_resume_at_another_is_told(
     rows = [{"prompt": f"{i}=", "answer": {"inputs": ["1"], "outputs": [str(i)]}} for i in range(8)]
     ground.write_rows(rows)
     run = ground.run("grpo", *SAVED, "trainer.total_training_steps=1")
-    found = isolation_level.probe().name
+    found = sandbox.probe().name
     assert read_json(run.folder, "run.json")["sandbox"] == found
     assert ["sandbox", found] in report_data(run.folder)["head"]
     assert {row["extra"]["code/sandbox"] for row in read_samples(run.folder, 1)} == {found}
-    (*_, weakest) = isolation_level.LEVELS
+    (*_, weakest) = sandbox.LEVELS
     if found == weakest:
         pytest.skip("wants more than one level of the sandbox (Debian: apt-get install bubblewrap)")
-    monkeypatch.setattr(isolation_level, "LEVELS", (weakest,))
+    monkeypatch.setattr(sandbox, "LEVELS", (weakest,))
     steps = ("trainer.total_training_steps=2",)
     run = ground.run("grpo", *SAVED, *steps)
     assert any(f"sandbox was {found} in the checkpoint and is {weakest} now" in note for note in run.notes("warning"))

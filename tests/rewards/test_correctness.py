@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from distflow.data.sample import Sample, Segment
-from distflow.rewards.functions import read_score
-from distflow.rewards.router import Overlong, RewardOutcome, RewardRouter
-from distflow.rewards.score import Score, accuracy, is_right
+from distflow.rewards.router import Overlong, RewardOutcome
+from distflow.rewards.score import Score, accuracy, is_right, read_score
+from tests.rewards.routers import make_router
 
 REWARDS = """
 def graded(solution_str): return 0.7 if "5" in solution_str else 0.2
@@ -86,7 +86,7 @@ def test_neither_weight_nor_penalty_changes_what_is_right(
     (tmp_path / "own.py").write_text(REWARDS)
     named = [(name.replace("FILE", f"{tmp_path}/own.py"), weight) for name, weight in functions]
     settings = {"timeout_s": 20.0, "num_workers": 1, "max_response_length": 100}
-    with RewardRouter({"default": named}, overlong=Overlong(50, 3.0), **settings) as router:  # type: ignore[arg-type]
+    with make_router({"default": named}, overlong=Overlong(50, 3.0), **settings) as router:  # type: ignore[arg-type]
         for length in (1, 75, 100):
             judgements = asyncio.run(router([answer(r"\boxed{5}", length), answer(r"\boxed{6}", length)]))
             assert [judgement.accuracy for judgement in judgements] == [right, wrong]
@@ -97,7 +97,7 @@ def test_neither_weight_nor_penalty_changes_what_is_right(
 def test_no_verdict_is_not_right(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(REWARDS)
     settings = {"timeout_s": 20.0, "num_workers": 1, "max_response_length": 100}
-    with RewardRouter({"default": [("math", 1.0), (f"{tmp_path}/own.py:odd", 0.1)]}, **settings) as router:  # type: ignore[arg-type]
+    with make_router({"default": [("math", 1.0), (f"{tmp_path}/own.py:odd", 0.1)]}, **settings) as router:  # type: ignore[arg-type]
         judgement = asyncio.run(router.score(answer(r"\boxed{5}", 1)))
     assert judgement.accuracy == 0.0 and "'yes' as 'acc', which is not a number" in str(judgement.reward_result)
 

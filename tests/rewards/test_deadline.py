@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from distflow.rewards.pool.worker import judge
+from distflow.rewards.pool.worker import score_all
 from distflow.rewards.score import due_within, left_s
 
 
@@ -26,6 +26,6 @@ def test_a_reward_has_the_time_of_all_that_are_judged_with_it():
     def all_seconds(solution_strs: list[str]) -> list[float]:
         return [left_s()] * len(solution_strs)
 
-    assert 6000.0 < judge("r", seconds, [{"solution_str": "a"}], 7000.0)[0]["score"] <= 7000.0
+    assert 6000.0 < score_all("r", seconds, [{"solution_str": "a"}], 7000.0)[0]["score"] <= 7000.0
     asked = [{"solution_str": "a"}, {"solution_str": "b"}]
-    assert all(13000.0 < answer["score"] <= 14000.0 for answer in judge("r", all_seconds, asked, 7000.0))
+    assert all(13000.0 < answer["score"] <= 14000.0 for answer in score_all("r", all_seconds, asked, 7000.0))

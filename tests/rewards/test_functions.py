@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from distflow.rewards.functions import call, custom_target, load_reward, read_score
+from distflow.rewards.functions import call, custom_target, load_reward
+from distflow.rewards.score import read_score
 
 ARGUMENTS = {"data_source": "d", "solution_str": "s", "ground_truth": "g", "extra_info": {"k": 1}}
 
@@ -39,10 +40,7 @@ def test_a_function_of_another_signature_is_refused(tmp_path, parameters):
 
 
 def test_a_module_is_named_by_its_import_path():
-    assert (
-        call(load_reward("distflow.rewards.exact_match_reward:compute_score"), {**ARGUMENTS, "ground_truth": "s"})
-        == 1.0
-    )
+    assert call(load_reward("distflow.rewards.text_rewards:exact_match"), {**ARGUMENTS, "ground_truth": "s"}) == 1.0
 
 
 def test_a_dataclass_in_the_file_finds_its_module(tmp_path):

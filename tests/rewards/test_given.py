@@ -10,9 +10,8 @@ import pytest
 
 from distflow.errors import UserError
 from distflow.import_target import LoadError
-from distflow.rewards.fingerprint import fingerprint_function, fingerprint_target
-from distflow.rewards.functions import read_function, write_function
-from distflow.rewards.pool.pool import RewardPool
+from distflow.rewards.functions import fingerprint_function, fingerprint_target, read_function, write_function
+from distflow.rewards.pool.pool import PoolSettings, RewardPool
 from distflow.rewards.score import Error, RewardResult, Score
 
 # As a notebook has it: functions of `__main__`, with what they refer to there.
@@ -93,7 +92,7 @@ FUNCTIONS = {
     "a cached client": ("with_a_client", 2.0),
     "async": ("waiting", 0.5),
     "batched": ("batched", 1.0),
-    "of a module": ("__import__('distflow.rewards.exact_match_reward').rewards.exact_match_reward.compute_score", 0.0),
+    "of a module": ("__import__('distflow.rewards.text_rewards').rewards.text_rewards.exact_match", 0.0),
 }
 ASKED = {"data_source": "d", "solution_str": "12", "ground_truth": "g", "extra_info": {}}
 
@@ -112,7 +111,7 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RewardPool]:
         function = eval(code, namespace)
         write_function(function, fingerprint_function(function), file)
         targets[name] = f"{file}:{name}"
-    pool = RewardPool(targets, num_workers=1, timeout_s=20.0)
+    pool = PoolSettings(targets, num_workers=1, timeout_s=20.0).start()
     yield pool
     pool.close()
 

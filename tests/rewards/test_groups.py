@@ -8,10 +8,10 @@ import pytest
 
 from distflow.data.sample import Sample, Segment
 from distflow.rewards.functions import find_fault
-from distflow.rewards.pool.pool import RewardPool
-from distflow.rewards.router import RewardRouter
+from distflow.rewards.pool.pool import PoolSettings, RewardPool
 from distflow.rewards.score import Error, RewardResult, Score, Timeout
 from tests.patience import at_some_deadline
+from tests.rewards.routers import make_router
 
 SOURCE = """
 import asyncio, os, time
@@ -65,7 +65,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def pool(file: Path) -> Iterator[RewardPool]:
-    pool = RewardPool({name: f"{file}:{name}" for name in NAMES}, num_workers=1, timeout_s=20.0)
+    pool = PoolSettings({name: f"{file}:{name}" for name in NAMES}, num_workers=1, timeout_s=20.0).start()
     yield pool
     pool.close()
 
@@ -131,7 +131,7 @@ def test_the_router_hands_them_the_samples_of_their_domain(file: Path) -> None:
         segments = [Segment("prompt", (1,)), Segment("environment", (1,))]
         return Sample("0-0", 0, segments, response=response, ground_truth="b", domain=domain, extra_info={})
 
-    with RewardRouter(functions, timeout_s=20.0, num_workers=1, max_response_length=8) as router:
+    with make_router(functions, timeout_s=20.0, num_workers=1, max_response_length=8) as router:
         judged = asyncio.run(router([sample("c"), sample("zz", "other"), sample("b"), sample("a")]))
     assert [judgement.reward_result.value for judgement in judged if isinstance(judgement.reward_result, Score)] == [
         2,

@@ -15,9 +15,9 @@ from distflow.errors import UserError
 from distflow.rewards import model_reward
 from distflow.rewards.functions import load_reward, with_options
 from distflow.rewards.pool.domain_pools import Patience
-from distflow.rewards.pool.worker import judge
-from distflow.rewards.router import RewardRouter
+from distflow.rewards.pool.worker import score_all
 from distflow.rewards.score import Score
+from tests.rewards.routers import make_router
 from tests.tiny_models import EOS, tiny_tokenizer, write_tiny_reward_model
 
 PROMPT = "What is 2+3?"
@@ -121,7 +121,7 @@ def test_no_number_is_no_score(tmp_path: Path) -> None:
     folder = write_tiny_reward_model(tmp_path)
     function = load_reward(target(folder))
     model_reward._loaded(str(folder), "", "float32", "cpu", 0).model.score.weight.data[:] = math.nan
-    answers = judge("model", function, [asked("5"), asked("6")], 5.0)
+    answers = score_all("model", function, [asked("5"), asked("6")], 5.0)
     assert ["not finite" in str(answer["error"]) for answer in answers] == [True] * 2
 
 
@@ -144,7 +144,7 @@ def test_one_process_judges_for_all_domains_as_one_part_of_the_score(tmp_path: P
         "other": [part(other, 1.0, max_length=9)],
     }
     domains = {"chat": Patience(20.0, 1)}
-    with RewardRouter(functions, timeout_s=30.0, num_workers=2, max_response_length=9, domains=domains) as router:
+    with make_router(functions, timeout_s=30.0, num_workers=2, max_response_length=9, domains=domains) as router:
         pools = router.pools
         assert pools.of("sums", "model") is pools.of("chat", "model") is not pools.of("other", "model")
         assert pools.of("sums", "exact_match") is pools.of("sums") is not pools.of("plain")
@@ -189,6 +189,6 @@ def test_a_failure_is_an_error_of_those_that_were_asked_together(tmp_path: Path)
     template = "{% if messages[-1]['content'] == 'bad' %}{{ raise_exception('not this') }}{% endif %}" + OWN_TEMPLATE
     folder = write_tiny_reward_model(tmp_path, tokenizer=own_tokenizer(chat_template=template))
     function = load_reward(target(folder))
-    bad = judge("model", function, [asked("good"), asked("bad")], 5.0)
+    bad = score_all("model", function, [asked("good"), asked("bad")], 5.0)
     assert ["not this" in str(answer["error"]) for answer in bad] == [True] * 2
-    assert "score" in judge("model", function, [asked("good")], 5.0)[0]
+    assert "score" in score_all("model", function, [asked("good")], 5.0)[0]

@@ -11,6 +11,7 @@ from distflow.data.sample import Sample, Segment
 from distflow.errors import UserError
 from distflow.rewards.router import RewardRouter
 from distflow.rewards.self_check import run_self_check
+from tests.rewards.routers import make_router
 
 SETTINGS = {"timeout_s": 20.0, "num_workers": 1, "max_response_length": 100}
 
@@ -26,7 +27,7 @@ def judged(functions: dict, response: str) -> dict[str, float]:
         )
         return judgement.scores()
 
-    with RewardRouter(functions, **SETTINGS) as router:
+    with make_router(functions, **SETTINGS) as router:
         return asyncio.run(ask(router))
 
 
@@ -62,12 +63,12 @@ def test_options_from_the_config_to_the_function(tmp_path: Path):
 )
 def test_options_that_the_function_does_not_take(options, message):
     with pytest.raises(UserError, match=message):
-        RewardRouter({"default": [RewardPart("repetition", 1.0, options)]}, **SETTINGS)
+        make_router({"default": [RewardPart("repetition", 1.0, options)]}, **SETTINGS)
 
 
 def test_a_part_may_have_other_options_in_another_domain():
     parts = {domain: [RewardPart("repetition", 1.0, {"n": n})] for domain, n in (("a", 1), ("b", 2))}
-    with RewardRouter(parts, **SETTINGS) as router:
+    with make_router(parts, **SETTINGS) as router:
         for domain, share in (("a", 1 - 2 / 4), ("b", 1 - 2 / 3)):
             segments = [Segment("prompt", (1,)), Segment("environment", (1,))]
             sample = Sample("0-0", 0, segments, domain=domain, response="x y x y")

@@ -6,15 +6,15 @@ from pathlib import Path
 import pytest
 
 from distflow.builtin_names import REWARDS
-from distflow.rewards.pool.pool import RewardPool
+from distflow.rewards.pool.pool import PoolSettings
 from distflow.rewards.reward_check import (
     FORMS,
     HOSTILE_KIND,
+    CheckResult,
     Row,
-    Trial,
     are_same,
+    check_reward,
     right_responses,
-    try_reward,
     wrong_responses,
 )
 from tests.patience import at_some_deadline
@@ -22,27 +22,28 @@ from tests.patience import at_some_deadline
 ROWS = [Row(f"rows:{number}", "default", answer, {}) for number, answer in enumerate(("128", "-7", "2.5", "1,000"))]
 
 
-def tried(target: str, rows: list[Row] = ROWS, timeout_s: float = 20.0) -> Trial:
-    pool = RewardPool({"it": target}, num_workers=2, timeout_s=timeout_s)
+def tried(target: str, rows: list[Row] = ROWS, timeout_s: float = 20.0) -> CheckResult:
+    pool = PoolSettings({"it": target}, num_workers=2, timeout_s=timeout_s).start()
     try:
-        return asyncio.run(try_reward(pool, "it", rows, 2))
+        return asyncio.run(check_reward(pool, "it", rows, 2))
     finally:
         pool.close()
 
 
-def faults(trial: Trial) -> dict[str, tuple[int, int, int]]:
-    counts = {name: (len(kind.wrong), len(kind.errors), len(kind.timeouts)) for name, kind in trial.kinds.items()}
+def faults(result: CheckResult) -> dict[str, tuple[int, int, int]]:
+    counts = {name: (len(kind.wrong), len(kind.errors), len(kind.timeouts)) for name, kind in result.kinds.items()}
     return {name: found for name, found in counts.items() if any(found)}
 
 
 @pytest.mark.parametrize("name", ["math", "exact_match"])
 def test_a_built_in_has_no_fault(name):
-    trial = tried(REWARDS[name].target.partition(":")[0] + ":compute_score")
-    assert faults(trial) == {} and trial.num_faults == 0 and trial.answers == 4
+    result = tried(REWARDS[name].target)
+    assert faults(result) == {} and result.num_faults == 0 and result.answers == 4
     read = set(FORMS) if name == "math" else {"box", "hashes", "alone"}
-    assert set(trial.forms()) == read
-    assert trial.kinds["right answer"].asked == 4 * len(read) and trial.kinds["a digit changed"].asked == 4 * len(read)
-    assert len(trial.seconds) >= sum(kind.asked for kind in trial.kinds.values())
+    assert set(result.forms()) == read
+    asked = {name: result.kinds[name].asked for name in ("right answer", "a digit changed")}
+    assert set(asked.values()) == {4 * len(read)}
+    assert len(result.seconds) >= sum(kind.asked for kind in result.kinds.values())
 
 
 def test_the_faults_of_a_reward_are_counted_by_kind(tmp_path: Path):
@@ -81,9 +82,9 @@ def test_the_rows_own_responses_stand_for_answers_that_are_no_text(tmp_path: Pat
         "def compute_score(solution_str, ground_truth):\n    return float(ground_truth['key'] in solution_str)\n"
     )
     rows = [Row(f"rows:{n}", "default", {"key": f"k{n}"}, {}, f"it is k{n}" if n else "no") for n in range(4)]
-    trial = tried(f"{tmp_path / 'tests.py'}:compute_score", rows)
-    assert trial.forms() == ["own response"] and faults(trial) == {"right answer": (1, 0, 0)}
-    assert trial.kinds["right answer"].wrong[0].origin == "rows:0"
+    result = tried(f"{tmp_path / 'tests.py'}:compute_score", rows)
+    assert result.forms() == ["own response"] and faults(result) == {"right answer": (1, 0, 0)}
+    assert result.kinds["right answer"].wrong[0].origin == "rows:0"
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from distflow.errors import UserError
 from distflow.rewards.router import Overlong, RewardOutcome, RewardRouter, check_domains
 from distflow.rewards.score import Error, Score, Timeout
 from tests.patience import at_some_deadline
+from tests.rewards.routers import make_router
 
 FAULTY = str(Path(__file__).parent / "pool" / "faulty_verifiers.py")
 SETTINGS = {"timeout_s": 20.0, "num_workers": 1, "max_response_length": 100}
@@ -33,7 +34,7 @@ def router() -> Iterator[RewardRouter]:
         "faulty": [("custom", 1.0), ("exact_match", 1.0)],
     }
     own = {"response_limits": {"short": 20}, "custom": (FAULTY, "compute_score")}
-    with RewardRouter(functions, overlong=Overlong(10, 0.5), **own, **SETTINGS) as router:
+    with make_router(functions, overlong=Overlong(10, 0.5), **own, **SETTINGS) as router:
         yield router
 
 
@@ -83,7 +84,7 @@ def test_one_part_that_fails_leaves_the_sample_without_a_score_and_keeps_the_oth
 def test_a_part_that_hangs_is_a_timeout_of_the_sample():
     def check(deadline_s: float) -> None:
         settings = {**SETTINGS, "timeout_s": deadline_s}
-        with RewardRouter({"default": [("custom", 1.0)]}, custom=(FAULTY, "compute_score"), **settings) as router:
+        with make_router({"default": [("custom", 1.0)]}, custom=(FAULTY, "compute_score"), **settings) as router:
             assert score(router, sample("hang in c")).reward_result == Timeout(deadline_s)
             assert score(router, sample("echo", value=3)).reward_result == Score(3.0)
             counts = router.take_counts()
@@ -134,12 +135,12 @@ def test_domains_are_checked_before_the_run():
 )
 def test_functions_that_are_not_there(functions, custom, said):
     with pytest.raises(UserError) as raised:
-        RewardRouter(functions, custom=custom, **SETTINGS)
+        make_router(functions, custom=custom, **SETTINGS)
     assert said in str(raised.value)
 
 
 def test_a_function_may_be_named_by_its_module():
-    with RewardRouter({"default": [("distflow.rewards.exact_match_reward:compute_score", 1.0)]}, **SETTINGS) as router:
+    with make_router({"default": [("distflow.rewards.text_rewards:exact_match", 1.0)]}, **SETTINGS) as router:
         assert score(router, sample("a", "a")).reward_result == Score(1.0)
 
 
@@ -148,7 +149,7 @@ def test_what_failed_is_counted_by_domain_and_what_the_other_parts_said_is_kept(
     failed = score(router, sample("dict", "x", "faulty"))
     assert failed.remarks()["custom/why"] == "half"
     functions = {"calc": [("math", 1.0), ("custom", 1.0)], "text": [("exact_match", 1.0)]}
-    with RewardRouter(functions, custom=(FAULTY, "compute_score"), **SETTINGS) as own:
+    with make_router(functions, custom=(FAULTY, "compute_score"), **SETTINGS) as own:
         judgement = score(own, sample("raises", "5", "calc"))
         score(own, sample("a", "a", "text"))
         score(own, sample("a", "a", "text"))

@@ -9,8 +9,8 @@ import pytest
 from distflow.builtin_names import CUSTOM_REWARD, REWARDS
 from distflow.errors import UserError
 from distflow.rewards import self_check as self_check_module
-from distflow.rewards.router import RewardRouter
 from distflow.rewards.self_check import known_cases, run_self_check, self_check_faults, self_check_scores
+from tests.rewards.routers import make_router
 
 NOT_KNOWN = (CUSTOM_REWARD, "judge", "model", "verifiers")  # their cases
 NOT_HERE = () if find_spec("reasoning_gym") else ("reasoning_gym",)
@@ -20,7 +20,7 @@ SETTINGS = {"timeout_s": 20.0, "num_workers": 1, "max_response_length": 100}
 
 def test_every_built_in_has_good_and_bad_cases_and_passes_them():
     assert all(len({case.expected for case in known_cases(name)}) > 1 for name in BUILTIN)
-    with RewardRouter({"default": [(name, 1.0) for name in BUILTIN]}, **SETTINGS) as router:
+    with make_router({"default": [(name, 1.0) for name in BUILTIN]}, **SETTINGS) as router:
         asyncio.run(run_self_check(router))
 
 
@@ -32,7 +32,7 @@ def test_a_verifier_that_judges_wrongly_is_named(tmp_path, monkeypatch, body):
     (tmp_path / "broken.py").write_text(f"{cases}def compute_score(solution_str):\n    {body}\n")
     monkeypatch.setitem(REWARDS, "math", replace(REWARDS["math"], target=f"{tmp_path / 'broken.py'}:compute_score"))
     refused = pytest.raises(RuntimeError, match="the reward function 'math' does not work here")
-    with RewardRouter({"default": [("math", 1.0)]}, **SETTINGS) as router, refused:
+    with make_router({"default": [("math", 1.0)]}, **SETTINGS) as router, refused:
         asyncio.run(run_self_check(router))
 
 
@@ -42,7 +42,7 @@ def test_a_hang_is_killed_at_its_deadline():
 
 def test_a_machine_where_the_hang_is_not_killed_is_named(monkeypatch):
     monkeypatch.setattr(self_check_module, "HANG_DEADLINE_S", 20.0)  # nothing hangs here
-    score = "distflow.rewards.format_reward:compute_score"
+    score = "distflow.rewards.text_rewards:has_format"
     monkeypatch.setitem(self_check_module._FAULTY, "hang", score)
     with pytest.raises(RuntimeError, match="was not killed"):
         asyncio.run(self_check_faults())
@@ -52,7 +52,7 @@ def test_a_machine_where_the_hang_is_not_killed_is_named(monkeypatch):
 
 
 def test_answers_that_are_no_ground_truth_are_found_before_the_run():
-    with RewardRouter({"default": [("math", 1.0)], "text": [("exact_match", 1.0)]}, **SETTINGS) as router:
+    with make_router({"default": [("math", 1.0)], "text": [("exact_match", 1.0)]}, **SETTINGS) as router:
         good = [
             ("default", "4+4=8\n#### 8", {}),
             ("default", r"\frac{1}{2}", {}),

@@ -5,8 +5,8 @@ import asyncio
 import pytest
 
 from distflow.errors import UserError
-from distflow.rewards.known_solutions import Solution, find_solution, try_solutions
-from distflow.rewards.router import RewardRouter
+from distflow.rewards.self_check import Solution, find_solution, try_solutions
+from tests.rewards.routers import make_router
 
 SETTINGS = {"timeout_s": 20.0, "num_workers": 2, "max_response_length": 100}
 DEF, BODY = "def f(x):\n    return x + 1\n", "    return x + 1\n"
@@ -43,7 +43,7 @@ def tried(*programs, domain="default", tests=TESTS, seconds=60.0, functions=(("c
     solutions = [
         Solution(f"rows.jsonl:{i + 1}", domain, "code", program, tests, {}) for i, program in enumerate(programs)
     ]
-    with RewardRouter({"default": functions}, **SETTINGS) as router:
+    with make_router({"default": functions}, **SETTINGS) as router:
         return asyncio.run(try_solutions(router, solutions, seconds))
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from distflow.rewards.call_counts import CallCounts, RewardCallCounts
+from distflow.rewards.score import CallCounts, RewardCallCounts
 from distflow.runtime.errors import ErrorShare, TooManyErrors, warn_of_errors
 
 

@@ -1,4 +1,4 @@
-"""Programs that try to pass the walls. Each prints what it got through to, so that an honest end is an empty output."""
+"""Programs that try to break out. Each prints the actions that succeeded, so a safe end has an empty output."""
 
 from typing import NamedTuple
 

@@ -4,9 +4,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from distflow.sandbox.isolation_level import LEVELS, probe
-from distflow.sandbox.limits import Limits
-from distflow.sandbox.sandbox import Sandbox
+from distflow.sandbox.interface import Limits
+from distflow.sandbox.sandbox import LEVELS, Sandbox, probe
 
 LIMITS = Limits(cpu_s=2.0, wall_s=20.0, memory_bytes=2**28)
 

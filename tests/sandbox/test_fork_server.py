@@ -11,12 +11,13 @@ from pathlib import Path
 import pytest
 
 from distflow.errors import UserError
-from distflow.sandbox import fork_server, isolation_level
-from distflow.sandbox import fork_server as bubblewrap
-from distflow.sandbox.inside import isolation, landlock
-from distflow.sandbox.inside.libc import ALLOWED, CAPSET, CLONE3, FCNTL, IOCTL, PRLIMIT64, SECCOMP
-from distflow.sandbox.limits import Broken, SandboxFault
-from distflow.sandbox.sandbox import Sandbox
+from distflow.sandbox import fork_server
+from distflow.sandbox.fork_server import LevelName
+from distflow.sandbox.inside import isolation
+from distflow.sandbox.inside.isolation import CAPSET, SECCOMP
+from distflow.sandbox.inside.seccomp import ALLOWED, CLONE3, FCNTL, IOCTL, PRLIMIT64
+from distflow.sandbox.interface import Broken, SandboxFault
+from distflow.sandbox.sandbox import LEVELS, Sandbox, probe
 from tests.sandbox.conftest import LIMITS
 from tests.sandbox.test_attacks import family
 
@@ -69,11 +70,11 @@ def test_it_has_nothing_of_its_owner(sandbox: Sandbox) -> None:
     assert "site-packages" not in said.stdout and said.stdout.startswith("{} [") and said.stdout.endswith("] []\n")
 
 
-@pytest.mark.parametrize("name", isolation_level.LEVELS)
-def test_it_ends_with_its_owner(name: isolation_level.LevelName) -> None:
+@pytest.mark.parametrize("name", LEVELS)
+def test_it_ends_with_its_owner(name: LevelName) -> None:
     """Also where the owner had no time for a word, and its programs hang."""
-    if name in isolation_level.probe().missing:
-        pytest.skip(f"wants {name}: {isolation_level.probe().missing[name]}")
+    if name in probe().missing:
+        pytest.skip(f"wants {name}: {probe().missing[name]}")
     with subprocess.Popen([sys.executable, "-c", OWNER, name], stdout=subprocess.PIPE, text=True) as owner:
         assert owner.stdout
         server = int(owner.stdout.readline())
@@ -120,8 +121,8 @@ def test_a_thread_that_started_it_may_end() -> None:
 
 
 def test_without_bubblewrap_there_is_the_floor(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bubblewrap.shutil, "which", lambda _: None)
-    found = isolation_level.probe()
+    monkeypatch.setattr(fork_server.shutil, "which", lambda _: None)
+    found = probe()
     assert found.name == "floor" and "not installed" in found.missing["namespaces"]
     assert str(found).startswith("floor; no namespaces: bubblewrap is not installed")
     with pytest.raises(UserError, match="apt-get install bubblewrap"):
@@ -132,39 +133,35 @@ def test_bubblewrap_that_may_make_no_namespaces(tmp_path: Path, monkeypatch: pyt
     refusing = tmp_path / "bwrap"
     refusing.write_text("#!/bin/sh\necho 'bwrap: No permissions to create a new namespace' >&2\nexit 1\n")
     refusing.chmod(0o755)
-    monkeypatch.setattr(bubblewrap.shutil, "which", lambda _: str(refusing))
-    assert "No permissions" in isolation_level.probe().missing["namespaces"]
+    monkeypatch.setattr(fork_server.shutil, "which", lambda _: str(refusing))
+    assert "No permissions" in probe().missing["namespaces"]
 
 
-@pytest.mark.parametrize("wall", ["landlock", "seccomp", "files"])
-def test_a_wall_that_is_missing_is_found_out(tmp_path: Path, wall: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("layer", ["landlock", "seccomp", "files"])
+def test_a_missing_isolation_layer_is_found(tmp_path: Path, layer: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The server of a distflow that lacks it: neither level is there, and nothing runs."""
     copy = tmp_path / "distflow"
     (copy / "sandbox").mkdir(parents=True)
     (copy / "__init__.py").touch()
-    subprocess.run(["cp", "-r", f"{Path(isolation_level.__file__).parent}/.", str(copy / "sandbox")], check=True)
-    file, call, instead = {
-        "landlock": (
-            landlock,
-            "    return syscall(_CREATE_RULESET, 0, 0, _VERSION)",
-            "    raise OSError('no Landlock')",
-        ),
-        "seccomp": (isolation, "    seccomp.install(walls.filter_, walls.machine)", "    pass"),
-        "files": (isolation, "    landlock.restrict_self(walls.ruleset)", "    pass"),
-    }[wall]
-    code = Path(file.__file__).read_text()
+    subprocess.run(["cp", "-r", f"{Path(fork_server.__file__).parent}/.", str(copy / "sandbox")], check=True)
+    call, instead = {
+        "landlock": ("version = _syscall(_CREATE_RULESET, 0, 0, _LANDLOCK_VERSION)", "raise OSError('no Landlock')"),
+        "seccomp": ("_syscall(SECCOMP[isolation.machine], _SET_MODE_FILTER, 0, ctypes.addressof(program))", "pass"),
+        "files": ("_syscall(_RESTRICT_SELF, isolation.ruleset, 0)", "pass"),
+    }[layer]
+    code = Path(isolation.__file__).read_text()
     assert call in code
-    (copy / "sandbox" / "inside" / Path(file.__file__).name).write_text(code.replace(call, instead))
+    (copy / "sandbox" / "inside" / "isolation.py").write_text(code.replace(call, instead))
     monkeypatch.setattr(fork_server, "_PACKAGE", copy)
     reason = {
         "landlock": "no Landlock",
         "seccomp": "open a socket",
         "files": "read /etc/passwd, read /proc/self/environ",
     }
-    with pytest.raises(UserError, match=f"nothing would hold them .*{reason[wall]}"):
+    with pytest.raises(UserError, match=f"nothing would isolate them .*{reason[layer]}"):
         Sandbox(level="floor")
-    if wall != "files":  # which namespaces keep out by themselves
-        assert isolation_level.probe().name == "none"
+    if layer != "files":  # which namespaces keep out by themselves
+        assert probe().name == "none"
 
 
 def test_no_such_level() -> None:

@@ -1,4 +1,4 @@
-"""The sandbox behind a URL: the same answers as here, and a fault, never a verdict, where the way to it fails."""
+"""The sandbox behind a URL: the same answers as here, and a fault, never a score, if the connection fails."""
 
 import http.client
 import json
@@ -19,12 +19,10 @@ from distflow.errors import UserError
 from distflow.rewards.code.reward import compute_score, compute_share
 from distflow.sandbox import remote
 from distflow.sandbox import server as serving
-from distflow.sandbox.interface import Ran
-from distflow.sandbox.isolation_level import probe
-from distflow.sandbox.limits import Broken, Limits, Raised, SandboxFault
+from distflow.sandbox.interface import Broken, Limits, Raised, RunResult, SandboxFault
 from distflow.sandbox.remote import TOKEN, RemoteSandbox
-from distflow.sandbox.sandbox import Sandbox
-from distflow.sandbox.server import Desk, Server
+from distflow.sandbox.sandbox import Sandbox, probe
+from distflow.sandbox.server import SandboxService, Server
 from tests.sandbox.conftest import LIMITS
 
 TELLS_WHEN = "import time\nprint(time.monotonic())\ntime.sleep(0.2)\nprint(time.monotonic())"
@@ -32,12 +30,12 @@ DOUBLE = "```python\ndef f(x):\n    return 2 * x\n```"
 
 
 @contextmanager
-def served(sandbox: Sandbox, at_once: int = 2, token: str = "") -> Iterator[tuple[str, Desk]]:
-    with closing(Desk(sandbox, at_once)) as desk, Server(desk, "127.0.0.1", 0, token) as server:
+def served(sandbox: Sandbox, at_once: int = 2, token: str = "") -> Iterator[tuple[str, SandboxService]]:
+    with closing(SandboxService(sandbox, at_once)) as service, Server(service, "127.0.0.1", 0, token) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.05,))
         thread.start()
         try:
-            yield f"http://127.0.0.1:{server.server_address[1]}", desk
+            yield f"http://127.0.0.1:{server.server_address[1]}", service
         finally:
             server.shutdown()
             thread.join()
@@ -90,7 +88,7 @@ def test_calls_keep_types_and_say_what_went_wrong(url: str) -> None:
             there.open("1 / 0")
 
 
-def test_verdicts_on_code_are_the_same_and_name_where_they_were_made(url: str) -> None:
+def test_scores_of_code_are_the_same_and_name_the_server(url: str) -> None:
     tests = ["assert f(1) == 2", "assert sorted([f(2), 1]) == [1, 4]"]
     right = compute_score("", DOUBLE, tests, {}, sandbox=url)
     assert right["score"] == 1.0 and str(right["sandbox"]).endswith(f" at {url}")
@@ -117,7 +115,7 @@ def test_no_more_programs_run_at_once_than_there_are_places(local: Sandbox) -> N
 
 
 class Place(threading.BoundedSemaphore):
-    """The one place of a desk, and whether it was asked for."""
+    """The one place of a service, and whether it was asked for."""
 
     def __init__(self) -> None:
         super().__init__(1)
@@ -130,12 +128,12 @@ class Place(threading.BoundedSemaphore):
 
 def test_the_wait_for_a_place_is_not_the_programs_time(local: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serving, "_SLOT_S", 0.05)
-    with served(local, at_once=1) as (url, desk), RemoteSandbox(url, LIMITS) as there:
+    with served(local, at_once=1) as (url, service), RemoteSandbox(url, LIMITS) as there:
         place = Place()
-        monkeypatch.setattr(desk, "_free", place)
+        monkeypatch.setattr(service, "_free", place)
         assert place.acquire()  # as a program that runs does
         asking = threading.Thread(target=lambda: ended.append(there.run("pass")))
-        ended: list[Ran] = []
+        ended: list[RunResult] = []
         place.asked.clear()
         asking.start()
         assert place.asked.wait(60)
@@ -148,21 +146,21 @@ def test_the_wait_for_a_place_is_not_the_programs_time(local: Sandbox, monkeypat
 
 
 def test_who_leaves_a_program_behind_leaves_nothing(local: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
-    with served(local) as (url, desk), RemoteSandbox(url, LIMITS) as there:
+    with served(local) as (url, service), RemoteSandbox(url, LIMITS) as there:
         session = there.open("def f(): return 1")
-        assert session.call("f") == 1 and desk.num_sessions == 1
-        monkeypatch.setattr(desk, "_idle_s", 0.2)
+        assert session.call("f") == 1 and service.num_sessions == 1
+        monkeypatch.setattr(service, "_idle_s", 0.2)
         deadline = time.monotonic() + 60
-        while desk.num_sessions and time.monotonic() < deadline:
+        while service.num_sessions and time.monotonic() < deadline:
             time.sleep(0.05)
-        assert desk.num_sessions == 0
+        assert service.num_sessions == 0
         with pytest.raises(SandboxFault, match="410: this program has ended"):
             session.call("f")
 
 
 def test_a_password_where_others_can_ask(local: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match=TOKEN):
-        Server(Desk(local, 1), "0.0.0.0", 0, "")
+        Server(SandboxService(local, 1), "0.0.0.0", 0, "")
     with served(local, token="sésame") as (url, _):
         monkeypatch.setenv(TOKEN, "sesame")
         with pytest.raises(SandboxFault, match=f"401: another password .*{TOKEN}"):
@@ -213,7 +211,7 @@ def test_no_program_gets_more_than_the_server_gives(url: str) -> None:
         assert list(map(int, there.run(asked).stdout.split())) == [4 * 2**30, 1024, 60]
 
 
-def test_a_server_that_is_gone_is_a_fault_and_no_verdict(local: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_is_gone_is_a_fault_and_no_score(local: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote, "_WAITS_S", (0.01, 0.02))
     with served(local) as (url, _):
         there = RemoteSandbox(url, LIMITS)

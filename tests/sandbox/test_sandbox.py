@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from distflow.sandbox.inside.values import NotPlain
-from distflow.sandbox.limits import Broken, Raised
+from distflow.sandbox.interface import Broken, Raised
 from distflow.sandbox.sandbox import Sandbox
 from tests.sandbox.conftest import LIMITS
 from tests.sandbox.test_attacks import family

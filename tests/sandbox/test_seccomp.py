@@ -5,7 +5,7 @@ import struct
 
 import pytest
 
-from distflow.sandbox.inside.libc import (
+from distflow.sandbox.inside.seccomp import (
     ALLOWED,
     ARCHITECTURES,
     CLONE3,
@@ -14,8 +14,8 @@ from distflow.sandbox.inside.libc import (
     IOCTL,
     IOCTL_REQUESTS,
     PRLIMIT64,
+    make_filter,
 )
-from distflow.sandbox.inside.seccomp import make_filter
 
 ALLOW, KILL, FAIL = 0x7FFF0000, 0x80000000, 0x00050000
 REFUSED = FAIL | errno.EPERM

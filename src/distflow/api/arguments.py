@@ -21,7 +21,7 @@ Reward: TypeAlias = Callable[..., object]
 
 # What the config names while it is checked, before anything is written.
 _ROWS_TO_COME = "builtin:arithmetic-rl"
-_REWARD_TO_COME = "distflow.rewards.format_reward"
+_REWARD_TO_COME = "distflow.rewards.math.reward"
 _HERE = "given in Python"
 _SPECIAL = re.compile(r"[\\()\[\]{}:=, \t]")
 
@@ -140,8 +140,7 @@ class PythonInputs:
 
     def keep(self, config: Config, resuming: bool, say: Callable[[str], None]) -> None:
         """Write the files. Raises UserError for what cannot be written, and for other rows than a resumed run's."""
-        from distflow.rewards.fingerprint import fingerprint_function
-        from distflow.rewards.functions import write_function
+        from distflow.rewards.functions import fingerprint_function, write_function
 
         _folder(config).mkdir(mode=0o700, exist_ok=True)
         for key, file, rows in self._files(config):

@@ -68,7 +68,7 @@ class Auditor:
         """The auditor of a worker. bring: brings all its models onto the device."""
         spec, resources, groups = inputs.spec, services.resources, GroupRecords()
         if resources.reward_fn is not None and spec.options.audit_freq > 0:
-            resources.reward_fn.pools.tell(groups.add_score)
+            resources.reward_fn.pools.set_on_result(groups.add_score)
         engines = (resources.actor, resources.critic, resources.ref)
         models = [model for each in engines if isinstance(model := getattr(each, "model", None), nn.Module)]
         turns = Turns(inputs.ports.collective, models)

@@ -10,7 +10,7 @@ from typing import Any
 
 from distflow.cluster.object_store import GroupRef, to_group
 from distflow.launch.run_setup import Start, begin_ledger
-from distflow.rewards.call_counts import RewardCounts
+from distflow.rewards.score import RewardCounts
 from distflow.runtime.checkpoint.state import load_queued
 from distflow.runtime.sample_queue.protocol import FinishedGroup, NewWorkers, ResumePoint, TrainingStep
 from distflow.runtime.sample_queue.shared import SharedSampleQueue

@@ -15,8 +15,7 @@ from distflow.cluster.object_store import reply, shortened
 from distflow.cluster.placement import STARTS_WITHIN_S
 from distflow.errors import UserError
 from distflow.rewards.pool.domain_pools import StartPool
-from distflow.rewards.pool.pool import OnAgain, RewardPool, Told
-from distflow.rewards.pool.prestart import PoolSettings
+from distflow.rewards.pool.pool import OnRepeat, Pool, PoolSettings, RewardPool
 from distflow.rewards.score import Error, RewardResult
 from distflow.runtime.rank_info import Home
 from distflow.runtime.spec import Spec
@@ -72,38 +71,32 @@ class RewardActor:
             raise
 
 
-class RewardActorPool:
-    """A `Pool` in the actors: each request goes to the one with the fewest open requests of this worker."""
+class RewardActorPool(Pool):
+    """A pool in the actors: each request goes to the one with the fewest open requests of this worker."""
 
     def __init__(self, reward_actors: Sequence[Any], settings: PoolSettings) -> None:
         """Waits until each actor has started the pool. Raises UserError."""
         self._reward_actors, self._settings = reward_actors, settings
         self._under_way = [0] * len(reward_actors)
-        self.told: Told = lambda name, arguments, reward_result: None
-        self.closed = False
+        self.on_result = lambda name, arguments, reward_result: None
+        self._closed = False
         started = [reply(each) for each in [reward_actor.start.remote(settings) for reward_actor in reward_actors]]
         self._born = [born for born, _, _ in started]
         _, self.takes_groups, self.takes_batches = started[0]
 
-    async def call(
-        self,
-        name: str,
-        arguments: Mapping[str, object],
-        timeout_s: float | None = None,
-        on_again: OnAgain = lambda number: None,
-    ) -> RewardResult:
-        (reward_result,) = await self.score_group(name, [arguments], timeout_s, on_again)
-        return reward_result
+    @property
+    def closed(self) -> bool:
+        return self._closed
 
     async def score_group(
         self,
         name: str,
         asked: Sequence[Mapping[str, object]],
         timeout_s: float | None = None,
-        on_again: OnAgain = lambda number: None,
+        on_repeat: OnRepeat = lambda number: None,
     ) -> list[RewardResult]:
         if len(asked) > 1 and name not in self.takes_groups:
-            one_by_one = (self.score_group(name, [arguments], timeout_s, on_again) for arguments in asked)
+            one_by_one = (self.score_group(name, [arguments], timeout_s, on_repeat) for arguments in asked)
             return [
                 reward_result
                 for reward_results in await asyncio.gather(*one_by_one)
@@ -118,7 +111,7 @@ class RewardActorPool:
                 self._settings, name, [dict(arguments) for arguments in asked], timeout_s
             )
             if again := again + len(asked) * (born != known):
-                on_again(again)
+                on_repeat(again)
             self._born[number] = born
         except RayActorError:
             reward_results = [Error("the reward actor has died, twice")] * len(asked)  # see `start_reward_actors`
@@ -127,7 +120,7 @@ class RewardActorPool:
         finally:
             self._under_way[number] -= 1
         for arguments, reward_result in zip(asked, reward_results, strict=True):
-            self.told(name, arguments, reward_result)
+            self.on_result(name, arguments, reward_result)
         return reward_results
 
     def pids(self) -> list[int]:
@@ -136,7 +129,7 @@ class RewardActorPool:
 
     def close(self) -> None:
         """The actors are the run's."""
-        self.closed = True
+        self._closed = True
 
 
 class Deaths:

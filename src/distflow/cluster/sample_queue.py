@@ -9,7 +9,7 @@ from typing import Any
 
 from distflow.cluster.object_store import GroupLost, GroupRef, lost_among, reply, shortened, to_batch, to_group
 from distflow.data.batch import Batch
-from distflow.rewards.call_counts import RewardCounts
+from distflow.rewards.score import RewardCounts
 from distflow.runtime import fault_injection
 from distflow.runtime.sample_queue.protocol import FinishedGroup, NewWorkers, Released, ResumePoint, TrainingStep
 from distflow.runtime.wait_log import Waits

@@ -25,7 +25,7 @@ from distflow.cluster.weight_sync import Fleet, RayWeights, carrier_of
 from distflow.launch.build_worker import build_worker
 from distflow.launch.run_setup import Start, note_early_end, note_resume, open_store, write_facts
 from distflow.observe.writing.terminal import TerminalView
-from distflow.rewards.pool.prestart import take_pool
+from distflow.rewards.pool.domain_pools import take_pool
 from distflow.rollout.engine import Receipt
 from distflow.runtime import fault_injection
 from distflow.runtime.checkpoint.state import restore, set_generators

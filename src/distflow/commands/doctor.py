@@ -48,7 +48,7 @@ def _machine() -> list[str]:
 
     from distflow.models.cpu_kernels.build import NotNative, outcome
     from distflow.planning.threads import own_cores, share_threads, usable_cores
-    from distflow.sandbox.isolation_level import probe
+    from distflow.sandbox.sandbox import probe
 
     trainer, rollout = share_threads(usable_cores(), None, None)
     turns = torch.get_num_threads() if "OMP_NUM_THREADS" in os.environ else min(torch.get_num_threads(), own_cores())

@@ -7,8 +7,7 @@ from contextlib import ExitStack, contextmanager
 
 from distflow.config import Config
 from distflow.config.derived_settings import find_pipeline
-from distflow.rewards.pool.domain_pools import pool_settings, verifiers_of
-from distflow.rewards.pool.prestart import started_ahead
+from distflow.rewards.pool.domain_pools import RewardSettings, pool_settings, started_early
 from distflow.rewards.self_check import self_check_once
 
 
@@ -21,8 +20,8 @@ def rewards_ahead(config: Config) -> Iterator[None]:
     pipeline = find_pipeline(config)
     with ExitStack() as stack:
         if pipeline is not None and pipeline.generates:
-            for each in pool_settings(*verifiers_of(config)).values():
-                stack.enter_context(started_ahead(each))
+            for each in pool_settings(RewardSettings.of(config)).values():
+                stack.enter_context(started_early(each))
             if config.trust.check_rewards:
                 self_check_once()
         yield

@@ -15,7 +15,7 @@ from distflow.rewards.score import RIGHT
 if TYPE_CHECKING:
     from distflow.data.dataset_columns import RawRow
     from distflow.data.messages import Messages
-    from distflow.rewards.reward_check import Agreement, Fault, Row, Trial
+    from distflow.rewards.reward_check import Agreement, CheckResult, Fault, Row
 
 _JUDGE = "judge"
 _EXAMPLES = 3
@@ -48,8 +48,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Print what the reward function scored wrongly; 1 where there is any. Runs its code."""
     from distflow.rewards.functions import with_options
     from distflow.rewards.pool.domain_pools import alone, is_large
-    from distflow.rewards.pool.prestart import PoolSettings
-    from distflow.rewards.reward_check import measure, try_reward
+    from distflow.rewards.pool.pool import PoolSettings
+    from distflow.rewards.reward_check import check_reward, measure_agreement
 
     target = with_options(_target(arguments.reward, arguments.response_key is not None), arguments.options)
     rows, labels = _rows(arguments)
@@ -59,11 +59,11 @@ def run(arguments: argparse.Namespace) -> int:
         pool = PoolSettings({"it": target}, arguments.workers, arguments.timeout).start()
     try:
         if arguments.label_key is not None:
-            agreement = asyncio.run(measure(pool, "it", rows, labels, arguments.right_from))
+            agreement = asyncio.run(measure_agreement(pool, "it", rows, labels, arguments.right_from))
             lines, fault = _agreement_lines(agreement), bool(agreement.failed)
         else:
-            trial = asyncio.run(try_reward(pool, "it", rows, arguments.workers))
-            lines, fault = _lines(trial, arguments.show), trial.num_faults > 0
+            result = asyncio.run(check_reward(pool, "it", rows, arguments.workers))
+            lines, fault = _lines(result, arguments.show), result.num_faults > 0
     finally:
         pool.close()
     print("\n".join([f"{escape_control(arguments.reward, one_line=True)} on {len(rows)} rows", *lines]))
@@ -143,8 +143,8 @@ def _rows(arguments: argparse.Namespace) -> "tuple[list[Row], list[bool]]":
 
 
 def _row(raw: "RawRow") -> "Row":
-    from distflow.rewards.known_solutions import whole
     from distflow.rewards.reward_check import Row
+    from distflow.rewards.self_check import whole
 
     prompt = _text(raw.prompt)
     response = None if raw.response is None else whole(raw.response, raw.extra_info, prompt)
@@ -164,26 +164,26 @@ def _agreement_lines(agreement: "Agreement") -> Iterator[str]:
     yield from (f"      {escape_control(reason, _SHOWN, one_line=True)}" for reason in agreement.failed[:_EXAMPLES])
 
 
-def _lines(trial: "Trial", shown: int) -> Iterator[str]:
-    found = ", ".join(f"{form} {count}" for form, count in trial.read.items())
-    if trial.read:
-        yield f"  answers found, of {trial.answers}: {found}"
-    if trial.read and not trial.forms():
+def _lines(result: "CheckResult", shown: int) -> Iterator[str]:
+    found = ", ".join(f"{form} {count}" for form, count in result.read.items())
+    if result.read:
+        yield f"  answers found, of {result.answers}: {found}"
+    if result.read and not result.forms():
         yield "  it reads none of these forms: see --answer-key, or name a column of right responses by --response-key"
-    if not trial.read:
+    if not result.read:
         yield "  the answers are no texts or numbers: only what is wrong for all is tried; see --response-key"
-    width = max(map(len, trial.kinds))
-    for name, kind in trial.kinds.items():
+    width = max(map(len, result.kinds))
+    for name, kind in result.kinds.items():
         what = "false negatives" if kind.is_right else "false positives"
         counts = f"{len(kind.wrong)} {what}, {len(kind.errors)} errors, {len(kind.timeouts)} hangs"
         yield f"  {name:<{width}}  {kind.asked:>6} asked  {counts}"
         yield from _examples([*kind.wrong, *kind.errors, *kind.timeouts], shown)
-    seconds = sorted(trial.seconds)
+    seconds = sorted(result.seconds)
     yield (
         f"  a call takes {1e3 * statistics.median(seconds):.2f} ms, 99 of 100 below "
         f"{1e3 * seconds[int(0.99 * (len(seconds) - 1))]:.2f} ms, the longest {1e3 * seconds[-1]:.0f} ms"
     )
-    yield f"  {trial.num_faults} faults" if trial.num_faults else "  no fault found"
+    yield f"  {result.num_faults} faults" if result.num_faults else "  no fault found"
 
 
 def _examples(faults: "Sequence[Fault]", shown: int) -> Iterator[str]:

@@ -34,19 +34,19 @@ def _serve(arguments: argparse.Namespace) -> int:
     """Serve until it is interrupted or terminated."""
     from distflow.sandbox.remote import TOKEN
     from distflow.sandbox.sandbox import Sandbox
-    from distflow.sandbox.server import Desk, Server
+    from distflow.sandbox.server import SandboxService, Server
 
     if arguments.at_once < 1:
         raise UserError("--at-once must be 1 or more")
     with Sandbox() as sandbox:
-        desk = Desk(sandbox, arguments.at_once)
-        with Server(desk, arguments.host, arguments.port, os.environ.get(TOKEN, "")) as server:
+        service = SandboxService(sandbox, arguments.at_once)
+        with Server(service, arguments.host, arguments.port, os.environ.get(TOKEN, "")) as server:
             port = server.server_address[1]
             print(
                 f"sandbox at http://{arguments.host}:{port}, {arguments.at_once} programs at once; {sandbox.level}",
                 flush=True,
             )
-            with suppress(KeyboardInterrupt), closing(desk):
+            with suppress(KeyboardInterrupt), closing(service):
                 server.serve_forever()
     return 0
 

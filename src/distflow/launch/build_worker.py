@@ -5,7 +5,7 @@ from functools import partial
 from distflow.audit.auditor import Auditor
 from distflow.checks.canary import make_canary
 from distflow.checks.live import LiveChecks
-from distflow.rewards.call_counts import RewardCounts
+from distflow.rewards.score import RewardCounts
 from distflow.runtime.audit_protocol import Updates
 from distflow.runtime.checkpoint.saver import Saver
 from distflow.runtime.compiled_node import compile_steps

@@ -22,8 +22,8 @@ from distflow.data.tokenizing import encode_rows
 from distflow.errors import UserError
 from distflow.graph import BoundPipeline
 from distflow.models.tokenizer import end_token_ids
-from distflow.rewards.known_solutions import find_broken
 from distflow.rewards.router import check_domains
+from distflow.rewards.self_check import find_broken
 from distflow.scheduling.curriculum import CurriculumPlan, SkipPlan, load_curriculum
 from distflow.scheduling.data_order import total_steps
 from distflow.scheduling.data_plan import DataPlan, DomainPlan

@@ -34,7 +34,7 @@ from distflow.launch.build_engines import (
 from distflow.launch.devices import choose_device, threads_of
 from distflow.launch.model_sources import critic_source, policy_adapter, policy_source, tokenizer_loader
 from distflow.models.cpu_kernels import build as native
-from distflow.rewards.pool.domain_pools import verifiers_of
+from distflow.rewards.pool.domain_pools import RewardSettings
 from distflow.rewards.router import Overlong, RewardRouter
 from distflow.runtime.spec import Factory
 
@@ -198,14 +198,11 @@ def _rollout_factory(config: Config) -> Factory:
 
 
 def _router(config: Config) -> Callable[..., RewardRouter]:
-    verifiers, overlong = verifiers_of(config), config.reward.overlong
+    overlong = config.reward.overlong
     return partial(
         RewardRouter,
-        verifiers.functions,
-        **verifiers.patience._asdict(),
-        domains=verifiers.domains,
-        overlong=Overlong(overlong.buffer_tokens, overlong.factor),
-        max_response_length=config.data.max_response_length,
-        response_limits={name: response_limit(config, name) for name in config.data.domains},
-        custom=verifiers.custom,
+        RewardSettings.of(config),
+        config.data.max_response_length,
+        {name: response_limit(config, name) for name in config.data.domains},
+        Overlong(overlong.buffer_tokens, overlong.factor),
     )

@@ -6,7 +6,7 @@ from typing import NoReturn
 from distflow.audit.recorder import GroupRecords
 from distflow.checks.canary import make_canary
 from distflow.errors import UserError
-from distflow.rewards.call_counts import VALIDATION
+from distflow.rewards.score import VALIDATION
 from distflow.runtime.context import Contexts
 from distflow.runtime.errors import warn_of_errors
 from distflow.runtime.resources import build_resources

@@ -22,10 +22,9 @@ from distflow.launch.devices import choose_device, threads_of, worker_cores
 from distflow.launch.load_inputs import Data
 from distflow.models.cpu_kernels import build as native
 from distflow.models.weight_checks import identity
-from distflow.rewards.fingerprint import fingerprint_target
-from distflow.rewards.functions import target_of
-from distflow.rewards.pool.domain_pools import verifiers_of
-from distflow.sandbox.isolation_level import probe
+from distflow.rewards.functions import fingerprint_target, target_of
+from distflow.rewards.pool.domain_pools import RewardSettings
+from distflow.sandbox.sandbox import probe
 
 
 def changes(loaded: Loaded) -> tuple[str, list[dict[str, str]]]:
@@ -133,7 +132,7 @@ def _native_facts(config: Config) -> dict[str, object]:
 def _users_facts(config: Config) -> dict[str, object]:
     """The code of the user's reward functions and curriculum, and the isolation of code that a reward function
     runs here. All may change on resume, and are then reported."""
-    custom, curriculum = verifiers_of(config).custom, config.data.curriculum.function
+    custom, curriculum = RewardSettings.of(config).custom, config.data.curriculum.function
     parts = [part for parts in reward_functions(config).values() for part in parts]
     own = sorted({part.name for part in parts if part.name == CUSTOM_REWARD or part.name not in REWARDS})
     facts: dict[str, object] = {f"code_of_reward_{name}": fingerprint_target(target_of(name, custom)) for name in own}

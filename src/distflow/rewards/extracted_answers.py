@@ -4,6 +4,7 @@ Adjacent boxes are one answer, a list: a response that boxes two answers has not
 in the text, as the policy writes it.
 """
 
+import json
 import re
 from collections.abc import Iterator
 
@@ -75,6 +76,16 @@ def bare_answer(text: str) -> str:
     """A data set's answer without its mark: the marked answer of a worked solution, else the whole text."""
     marked = marked_answer(text)
     return (text if marked is None else marked).strip()
+
+
+def decoded(value: object) -> object:
+    """The list or mapping of a column that holds JSON, as in some data sets; any other value unchanged."""
+    if not isinstance(value, str) or not value.lstrip().startswith(("{", "[")):
+        return value
+    try:
+        return json.loads(value)
+    except ValueError:
+        return value
 
 
 def phrased_answer(text: str) -> str | None:

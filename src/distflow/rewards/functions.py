@@ -1,166 +1,34 @@
-"""Reward functions: loading by name, calling, reading what they return, pickling those passed from Python.
+"""Reward functions: loading by name, calling, pickling those passed from Python, and fingerprints.
 
-A pickle holds the name of a function of an importable module, else its code and what that refers to. Like a `.py` file
-it is executable code, and is loaded only if a config names it.
+A pickle holds the name of a function of an importable module, else its code and the objects that it refers to. Like a
+`.py` file it is executable code, and is loaded only if a config names it. The fingerprint of a file is that of its
+content, the fingerprint of a function that of its code and constants.
 """
 
 import functools
+import hashlib
 import inspect
 import io
 import json
-import math
-import numbers
 import pickle
+import re
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from types import FunctionType
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, cast
 
 from distflow.builtin_names import CUSTOM_REWARD, REWARDS
 from distflow.errors import UserError, hint
-from distflow.graph.fields import is_async
+from distflow.graph.fields import innermost, is_async
 from distflow.import_target import LoadError, load_function, split_name
-from distflow.observe.files import JSON, write_atomically
-from distflow.rewards.score import ACC
+from distflow.observe.files import write_atomically
 
 SUFFIX = ".pkl"
 _HEAD = b"distflow reward "
-
-
-def write_function(function: Callable[..., object], fingerprint: str, file: Path) -> None:
-    """Write a line with the fingerprint, then the pickle. Raises UserError naming what cannot be pickled, e.g. a lock
-    or an open connection."""
-    try:
-        data = _pickled(function)
-    except Exception as error:  # a user's object may raise anything when it is pickled
-        raise UserError(
-            f"the reward function {name_of(function)} runs in another process, and what it refers to cannot be sent "
-            f"there: {_culprit(function) or error}. Make it inside the function, once, in a function of its own under "
-            "@functools.cache; or put the function into a .py file and set custom_reward_function.path"
-        ) from error
-    write_atomically(file, _HEAD + fingerprint.encode() + b"\n" + data)
-
-
-def read_function(file: Path) -> Callable[..., object]:
-    """Unpickle the function. Raises LoadError if that fails, e.g. because a module is missing."""
-    try:
-        return cast(Callable[..., object], pickle.loads(file.read_bytes().partition(b"\n")[2]))
-    except Exception as error:  # user code
-        raise LoadError(
-            f"'{file}' cannot be read ({type(error).__name__}: {error}): pass the function again"
-        ) from error
-
-
-def read_fingerprint(file: Path) -> str:
-    """The fingerprint in the file, read without running any code. Raises OSError."""
-    return file.read_bytes().partition(b"\n")[0].removeprefix(_HEAD).decode(errors="replace")
-
-
-def name_of(function: Callable[..., object]) -> str:
-    """Name of the function, of the function it wraps, or of its class."""
-    plain = inspect.unwrap(function)
-    while isinstance(plain, functools.partial):
-        plain = plain.func
-    return str(getattr(plain, "__name__", type(plain).__name__))
-
-
-def _pickled(value: object) -> bytes:
-    from cloudpickle import CloudPickler
-
-    class Pickler(CloudPickler):
-        def reducer_override(self, obj: Any) -> Any:
-            if isinstance(obj, functools._lru_cache_wrapper) and obj.__module__ == "__main__":
-                return _cached, (obj.__wrapped__, obj.cache_parameters())
-            return super().reducer_override(obj)
-
-    buffer = io.BytesIO()
-    Pickler(buffer).dump(value)
-    return buffer.getvalue()
-
-
-def _cached(function: Callable[..., object], parameters: dict[str, Any]) -> Callable[..., object]:
-    return functools.lru_cache(**parameters)(function)
-
-
-def _culprit(function: Callable[..., object]) -> str:
-    """The variable of the function that cannot be pickled, if the function itself names it."""
-    for name, value in _variables(inspect.unwrap(function)):
-        try:
-            _pickled(value)
-        except Exception as error:  # as above
-            return f"its variable '{name}' ({type(error).__name__}: {error})"
-    return ""
-
-
-def _variables(function: Callable[..., object]) -> Iterator[tuple[str, object]]:
-    if isinstance(function, FunctionType):
-        found = inspect.getclosurevars(function)
-        yield from {**found.nonlocals, **found.globals}.items()
-
-
-MAX_TEXT = 4000
-"""Characters of one text; a longer one keeps both ends."""
-MAX_IN_ALL = 20_000
-"""Characters of all extra values that a reward function returns for one sample."""
-_MAX_ENTRIES, _MAX_DEPTH = 50, 6
-_LEFT_OUT = "… left out"
-
-
-def bounded(remarks: Mapping[object, object]) -> dict[str, JSON]:
-    """The remarks as JSON: long texts are cut in the middle, and everything after `MAX_IN_ALL` is left out."""
-    return _SizeLimit().mapping(remarks, 0)
-
-
-def shortened(text: str, most: int = MAX_TEXT) -> str:
-    """At most `most` characters of a text, with a note on what is missing in the middle."""
-    half = most // 2
-    return text if len(text) <= most else f"{text[:half]}\n[… {len(text) - 2 * half:,} characters …]\n{text[-half:]}"
-
-
-class _SizeLimit:
-    def __init__(self) -> None:
-        self._left = MAX_IN_ALL
-
-    def mapping(self, value: Mapping[object, object], depth: int) -> dict[str, JSON]:
-        found: dict[str, JSON] = {}
-        for key, entry in value.items():
-            if len(found) == _MAX_ENTRIES or self._left <= 0:
-                found[_LEFT_OUT] = len(value) - len(found)
-                break
-            name = str(key)[:200]
-            self._left -= len(name)
-            found[name] = self._plain(entry, depth + 1)
-        return found
-
-    def _plain(self, value: object, depth: int) -> JSON:
-        self._left -= 4
-        if isinstance(value, bool | float | None):
-            return value
-        if isinstance(value, int):
-            return value if abs(value) < 2**63 else self._text(f"an integer of {value.bit_length():,} bits")
-        if isinstance(value, str):
-            return self._text(value)
-        if isinstance(value, Mapping) and depth < _MAX_DEPTH:
-            return self.mapping(value, depth)
-        if isinstance(value, list | tuple | set | frozenset) and depth < _MAX_DEPTH:
-            return self._list(list(value), depth)
-        return self._text(f"{value!r:.1000}" if not isinstance(value, Mapping | list | tuple | set) else _LEFT_OUT)
-
-    def _list(self, value: list[object], depth: int) -> list[JSON]:
-        found: list[JSON] = []
-        for entry in value:
-            if len(found) == _MAX_ENTRIES or self._left <= 0:
-                return [*found, f"{_LEFT_OUT}: {len(value) - len(found):,}"]
-            found.append(self._plain(entry, depth + 1))
-        return found
-
-    def _text(self, text: str) -> str:
-        kept = shortened(text, min(MAX_TEXT, max(self._left, 100)))
-        self._left -= len(kept)
-        return kept
-
-
+_LENGTH = 12
+_PLAIN = (int, float, complex, bool, str, bytes, type(None))
 PARAMETERS = ("data_source", "solution_str", "ground_truth", "extra_info")
 PROMPT, PROMPTS = "prompt", "prompts"
 """The prompt's text, for an async function with this parameter; those of all responses, for a batched one."""
@@ -180,7 +48,38 @@ Functions = Mapping[str, Parts]
 """The parts by domain."""
 
 
-def with_options(target: str, options: Mapping[str, object]) -> str:
+def write_function(function: Callable[..., object], fingerprint: str, file: Path) -> None:
+    """Write a line with the fingerprint, then the pickle. Raises UserError naming what cannot be pickled, e.g. a lock
+    or an open connection."""
+    data = _pickled(function)
+    if isinstance(data, Exception):
+        raise UserError(
+            f"the reward function {name_of(function)} runs in another process, and what it refers to cannot be sent "
+            f"there: {_culprit(function) or data}. Make it inside the function, once, in a function of its own under "
+            "@functools.cache; or put the function into a .py file and set custom_reward_function.path"
+        ) from data
+    write_atomically(file, _HEAD + fingerprint.encode() + b"\n" + data)
+
+
+def read_function(file: Path) -> Callable[..., object]:
+    """Unpickle the function. Raises LoadError if that fails, e.g. because a module is missing."""
+    try:
+        return cast(Callable[..., object], pickle.loads(file.read_bytes().partition(b"\n")[2]))
+    except Exception as error:  # unpickling runs code of the user
+        raise LoadError(
+            f"'{file}' cannot be read ({type(error).__name__}: {error}): pass the function again"
+        ) from error
+
+
+def name_of(function: Callable[..., object]) -> str:
+    """Name of the function, of the function it wraps, or of its class."""
+    plain = inspect.unwrap(function)
+    while isinstance(plain, functools.partial):
+        plain = plain.func
+    return str(getattr(plain, "__name__", type(plain).__name__))
+
+
+def with_options(target: str, options: Mapping[str, object] = {}) -> str:  # noqa: B006  it is only read
     """A target with the options of its function, for `load_reward`."""
     return f"{target}{_OPTIONS}{json.dumps(options, sort_keys=True)}" if options else target
 
@@ -190,7 +89,7 @@ def find_targets(parts: Parts, custom: tuple[str, str] | None) -> dict[str, str]
 
     Raises UserError for an unknown name.
     """
-    targets = {name: with_options(target_of(name, custom), given[0] if given else {}) for name, _, *given in parts}
+    targets = {name: with_options(target_of(name, custom), *options[:1]) for name, _, *options in parts}
     return {**targets, FAILS: FAILS_TARGET}
 
 
@@ -211,30 +110,14 @@ def load_reward(target: str) -> Callable[..., object]:
     target, _, options = target.partition(_OPTIONS)
     path = split_name(target)[0]
     function = read_function(Path(path)) if path.endswith(SUFFIX) else load_function(target)
-    given = json.loads(options) if options else {}
-    fault = find_fault(function) or _fault_of_options(function, given)
+    values = json.loads(options) if options else {}
+    fault = find_fault(function) or _fault_of_options(function, values)
     if fault:
         raise LoadError(f"'{target}' {fault}")
     for entry in REWARDS.values():
         if entry.prepare and entry.target == target:
-            load_function(entry.prepare)(**given)
-    return partial(function, **given) if given else function
-
-
-def _fault_of_options(function: Callable[..., object], given: Mapping[str, object]) -> str:
-    """Which option the function does not take: options are parameters with a default, of the default's type."""
-    known = {
-        name: parameter.default
-        for name, parameter in inspect.signature(function).parameters.items()
-        if parameter.default is not parameter.empty and name not in (*PARAMETERS, *BATCHED, PROMPT, PROMPTS)
-    }
-    for name, value in given.items():
-        if name not in known:
-            return f"takes no option '{name}'{hint(name, known)}; it takes {', '.join(known) or 'none'}"
-        wanted = type(known[name])
-        if known[name] is not None and type(value) is not wanted and (wanted, type(value)) != (float, int):
-            return f"takes for '{name}' a value like {known[name]!r}, not {value!r}"
-    return ""
+            load_function(entry.prepare)(**values)
+    return partial(function, **values) if values else function
 
 
 def find_fault(function: Callable[..., object]) -> str:
@@ -269,13 +152,20 @@ def takes_groups(function: Callable[..., object]) -> bool:
     return is_batched(function) or is_async(function)
 
 
+def call_arguments(
+    domain: str, response: str, ground_truth: object, extra_info: Mapping[str, object]
+) -> dict[str, object]:
+    """The arguments of a call, by the names in `PARAMETERS`."""
+    return dict(zip(PARAMETERS, (domain, response, ground_truth, extra_info), strict=True))
+
+
 def call(function: Callable[..., object], arguments: Mapping[str, object]) -> object:
     """Call it by keyword with those of `PARAMETERS` that it takes, and with the prompt if it takes it and there is
     one."""
-    given = {name: arguments[name] for name in _accepted(function, PARAMETERS)}
+    accepted = {name: arguments[name] for name in _accepted(function, PARAMETERS)}
     if PROMPT in arguments and PROMPT in inspect.signature(function).parameters:
-        given[PROMPT] = arguments[PROMPT]
-    return function(**given)
+        accepted[PROMPT] = arguments[PROMPT]
+    return function(**accepted)
 
 
 def call_batched(function: Callable[..., object], asked: Sequence[Mapping[str, object]]) -> object:
@@ -298,44 +188,6 @@ def split_batch(returned: object, length: int) -> list[object]:
     return list(returned)
 
 
-def read_score(returned: object) -> tuple[float, dict[str, JSON]]:
-    """The score, and the other entries of a dictionary within bounds (only `acc` is used). Raises ValueError for a
-    score or an `acc` that is not a finite number."""
-    extra: dict[str, JSON] = {}
-    if isinstance(returned, dict):
-        if "score" not in returned:
-            raise ValueError(
-                f"it returned a dictionary without 'score' (keys: {', '.join(map(str, returned)) or 'none'})"
-            )
-        extra = bounded({key: value for key, value in returned.items() if key not in ("score", ACC)})
-        if returned.get(ACC) is not None:
-            extra[ACC] = _number(returned[ACC], f" as '{ACC}'")
-        returned = returned["score"]
-    return _number(returned), extra
-
-
-def _number(value: object, where: str = "") -> float:
-    """float of a number, bool, or numpy or torch scalar. Raises ValueError for anything else."""
-    if not isinstance(value, numbers.Real) and callable(item := getattr(value, "item", None)):
-        value = item()  # those with more than one element raise here
-    if not isinstance(value, numbers.Real):
-        raise ValueError(f"it returned {value!r:.80}{where}, which is not a number")
-    try:
-        number = float(value)
-    except OverflowError:
-        raise ValueError(f"it returned{where} a number that is too large for a float") from None
-    if not math.isfinite(number):
-        raise ValueError(f"it returned {number}{where}, which is not finite")
-    return number
-
-
-def _accepted(function: Callable[..., object], names: tuple[str, ...]) -> tuple[str, ...]:
-    parameters = inspect.signature(function).parameters
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-        return names
-    return tuple(name for name in names if name in parameters)
-
-
 def target_of(name: str, custom: tuple[str, str] | None) -> str:
     if name == CUSTOM_REWARD:
         if custom is None or not custom[0]:
@@ -346,3 +198,139 @@ def target_of(name: str, custom: tuple[str, str] | None) -> str:
     if ":" in name:
         return custom_target(*split_name(name))
     raise UserError(f"reward.functions names '{name}', which is no reward{hint(name, REWARDS)}")
+
+
+def fingerprint_target(target: str) -> str:
+    """Fingerprint of the file of a "module:function" or "file:function"; empty if it cannot be read."""
+    path = split_name(target)[0]
+    files = [Path(path)] if path.endswith((".py", SUFFIX)) else _files_of(path)
+    try:
+        file = next((file for file in files if file.is_file()), None)
+        content = file.read_bytes() if file else b""
+        if file is None or path.endswith(SUFFIX):  # in its first line, so that none of its code runs
+            return content.partition(b"\n")[0].removeprefix(_HEAD).decode(errors="replace")
+        return _digest(content)
+    except OSError:  # reported when it is loaded
+        return ""
+
+
+def fingerprint_function(function: Callable[..., object]) -> str:
+    """Independent of the cell or line that the code is in; includes helpers of the same module, but not imports."""
+    return _digest("\n".join(_Lines(str(innermost(function).__module__)).of(function)).encode("utf-8", "surrogatepass"))
+
+
+def _pickled(value: object) -> bytes | Exception:
+    """The pickle, or the error that prevents it."""
+    from cloudpickle import CloudPickler
+
+    class Pickler(CloudPickler):
+        def reducer_override(self, obj: Any) -> Any:
+            if isinstance(obj, functools._lru_cache_wrapper) and obj.__module__ == "__main__":
+                return _cached, (obj.__wrapped__, obj.cache_parameters())
+            return super().reducer_override(obj)
+
+    buffer = io.BytesIO()
+    try:
+        Pickler(buffer).dump(value)
+    except Exception as error:  # a user's object may raise anything when it is pickled
+        return error
+    return buffer.getvalue()
+
+
+def _cached(function: Callable[..., object], parameters: dict[str, Any]) -> Callable[..., object]:
+    return functools.lru_cache(**parameters)(function)
+
+
+def _culprit(function: Callable[..., object]) -> str:
+    """The variable of the function that cannot be pickled, if the function itself names it."""
+    plain = inspect.unwrap(function)
+    if isinstance(plain, FunctionType):
+        found = inspect.getclosurevars(plain)
+        for name, value in {**found.nonlocals, **found.globals}.items():
+            if isinstance(error := _pickled(value), Exception):
+                return f"its variable '{name}' ({type(error).__name__}: {error})"
+    return ""
+
+
+def _fault_of_options(function: Callable[..., object], values: Mapping[str, object]) -> str:
+    """Which option the function does not take: options are parameters with a default, of the default's type."""
+    known = {
+        name: parameter.default
+        for name, parameter in inspect.signature(function).parameters.items()
+        if parameter.default is not parameter.empty and name not in (*PARAMETERS, *BATCHED, PROMPT, PROMPTS)
+    }
+    for name, value in values.items():
+        if name not in known:
+            return f"takes no option '{name}'{hint(name, known)}; it takes {', '.join(known) or 'none'}"
+        wanted = type(known[name])
+        if known[name] is not None and type(value) is not wanted and (wanted, type(value)) != (float, int):
+            return f"takes for '{name}' a value like {known[name]!r}, not {value!r}"
+    return ""
+
+
+def _accepted(function: Callable[..., object], names: tuple[str, ...]) -> tuple[str, ...]:
+    parameters = inspect.signature(function).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return names
+    return tuple(name for name in names if name in parameters)
+
+
+def _files_of(module: str) -> list[Path]:
+    """Paths that a module may have, found without importing the packages above it."""
+    stem = module.replace(".", "/")
+    return [Path(folder, name) for folder in sys.path for name in (f"{stem}.py", f"{stem}/__init__.py")]
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:_LENGTH]
+
+
+class _Lines:
+    """Lines that describe a value. module: functions and classes of other modules are described by name only."""
+
+    def __init__(self, module: str) -> None:
+        self._module = module
+        self._seen: set[int] = set()
+
+    def of(self, value: object) -> Iterator[str]:
+        yield type(value).__name__
+        if isinstance(value, _PLAIN):
+            yield repr(value)
+        elif isinstance(value, FunctionType | type) and value.__module__ != self._module:
+            yield f"{value.__module__}.{value.__qualname__}"
+        elif id(value) not in self._seen:
+            if isinstance(value, FunctionType | type | list | dict):  # which may hold themselves
+                self._seen.add(id(value))
+            for part in self._parts(value):
+                yield from self.of(part)
+
+    def _parts(self, value: object) -> Iterator[object]:
+        """The parts of a value; none for an object without a stable description."""
+        if isinstance(value, tuple | list):
+            yield from value
+        elif isinstance(value, frozenset | set):
+            yield from sorted(map(repr, value))
+        elif isinstance(value, dict):
+            yield from value.items()
+        elif isinstance(value, functools.partial):
+            yield from (value.func, value.args, value.keywords)
+        elif isinstance(value, functools._lru_cache_wrapper):
+            yield value.__wrapped__
+        elif isinstance(value, re.Pattern):
+            yield value.pattern
+        elif isinstance(value, ModuleType):
+            yield value.__name__
+        elif isinstance(value, MethodType):
+            yield from (value.__func__, value.__self__)
+        elif isinstance(value, CodeType):
+            yield from (value.co_code, value.co_names, value.co_varnames, value.co_consts)
+        elif isinstance(value, FunctionType):
+            found = inspect.getclosurevars(value)
+            yield from (value.__code__, value.__defaults__, value.__kwdefaults__)
+            yield from sorted({**found.nonlocals, **found.globals}.items())
+        elif isinstance(value, type):
+            for name, item in sorted(vars(value).items()):
+                if isinstance(item, FunctionType) or (isinstance(item, _PLAIN) and not name.startswith("__")):
+                    yield item
+        elif type(value).__module__ == self._module:
+            yield from (type(value), getattr(value, "__dict__", None))

@@ -37,9 +37,13 @@ def compute_score(
 
     path, revision: a folder or a hub id, with its commit. dtype: of the computation; the head is float32. device:
     "auto" is the first CUDA device that the process sees, else the CPU. max_length: tokens that it reads, from the end;
-    0 is as many as it can. max_tokens: of a forward, padding counted. Raises UserError as `prepare`, ValueError for a
-    text without a token."""
+    0 is as many as it can. max_tokens: of a forward, padding counted. Raises UserError if the model cannot be
+    loaded, ValueError for a text without a token."""
+    if max_length < 0 or max_tokens < 1:
+        raise UserError("the reward 'model': max_length is 0 or more, max_tokens 1 or more")
     reward_model = _loaded(path, revision, dtype, device, max_length)
+    if not solution_strs:
+        return []
     texts = [
         reward_model.encode(_messages(extra, prompts[i] if prompts else ""), _whole(response))
         for i, (response, extra) in enumerate(zip(solution_strs, extra_infos, strict=True))
@@ -51,24 +55,15 @@ def compute_score(
     return [{"score": score, **({CUT: cut} if cut else {})} for score, (_, cut) in zip(scores, texts, strict=True)]
 
 
-def prepare(
-    path: str = "",
-    revision: str = "",
-    dtype: str = "bfloat16",
-    device: str = "auto",
-    max_length: int = 0,
-    max_tokens: int = 16384,
-) -> None:
+def prepare(**options: Any) -> None:
     """Load the model, for `compute_score` with the same options. Raises UserError if that fails."""
-    if max_length < 0 or max_tokens < 1:
-        raise UserError("the reward 'model': max_length is 0 or more, max_tokens 1 or more")
-    _loaded(path, revision, dtype, device, max_length)
+    compute_score([], [], **options)
 
 
 @dataclass(frozen=True)
 class _RewardModel:
-    """max_length: in tokens; None where nothing says how many the model can read. is_encoder: it reads all of the text,
-    not only what is before a token, and was shown prompt and response as a pair."""
+    """max_length: in tokens; None if neither config nor tokenizer has a limit. is_encoder: it attends to the whole
+    text, and was trained with prompt and response as a pair."""
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
@@ -76,7 +71,7 @@ class _RewardModel:
     is_encoder: bool
 
     def encode(self, messages: Sequence[Mapping[str, object]], response: str) -> tuple[list[int], int]:
-        """Token ids, and how many were cut off: of a decoder's text the first, behind its start token."""
+        """Token ids, and how many were cut off: of a decoder's text the first ones after its start token."""
         ids = self._encode(messages, response)
         cut = 0 if self.max_length is None else max(len(ids) - self.max_length, 0)
         if not cut:
@@ -127,9 +122,9 @@ def _device(name: str) -> torch.device:
 
 
 def _longest(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """Tokens that the model can read, by its config and its tokenizer; the latter has 1e30 if it knows none."""
-    said = [getattr(model.config.get_text_config(), "max_position_embeddings", None), tokenizer.model_max_length]
-    return min((int(each) for each in said if each is not None and 0 < each < 2**31), default=None)
+    """Tokens that the model can read, by its config and its tokenizer (which has 1e30 if it knows no limit)."""
+    limits = [getattr(model.config.get_text_config(), "max_position_embeddings", None), tokenizer.model_max_length]
+    return min((int(each) for each in limits if each is not None and 0 < each < 2**31), default=None)
 
 
 def _messages(extra: Mapping[str, object] | None, prompt: str) -> list[Mapping[str, object]]:
@@ -139,5 +134,5 @@ def _messages(extra: Mapping[str, object] | None, prompt: str) -> list[Mapping[s
 
 
 def _whole(text: str) -> str:
-    """Without half surrogate pairs, which no tokenizer takes."""
+    """Without single surrogates, which no tokenizer accepts."""
     return text.encode("utf-8", "replace").decode()

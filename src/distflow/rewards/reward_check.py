@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from distflow.rewards.extracted_answers import bare_answer
-from distflow.rewards.functions import PROMPT
-from distflow.rewards.known_solutions import why
+from distflow.rewards.functions import PROMPT, call_arguments
 from distflow.rewards.math.reward import gold_answer, is_equal
 from distflow.rewards.pool.pool import RewardPool
 from distflow.rewards.score import RIGHT, RewardResult, Score, Timeout, is_right, own_reward_result
+from distflow.rewards.self_check import why
 
 OWN = "own response"
 FORMS: Mapping[str, str] = {
@@ -50,7 +50,7 @@ HOSTILE: tuple[str, ...] = (
 
 
 class Response(NamedTuple):
-    """kind: what was done to the answer. form: how it is written, '' if it is not."""
+    """kind: how the answer was changed. form: name of the form in which it is written, or ''."""
 
     kind: str
     form: str
@@ -74,8 +74,8 @@ def wrong_responses(answer: str, others: Sequence[str], form: str) -> Iterator[R
         yield Response(kind, form, template.format(text))
     yield Response("empty answer", form, template.format(""))
     if other is not None:
-        said = template.format(other)
-        yield Response("answer named, another given", form, f"It is not {answer}, as I thought. {said}")
+        text = f"It is not {answer}, as I thought. {template.format(other)}"
+        yield Response("answer named, another given", form, text)
 
 
 def _wrong_answers(answer: str, other: str | None) -> Iterator[tuple[str, str]]:
@@ -88,8 +88,8 @@ def _wrong_answers(answer: str, other: str | None) -> Iterator[tuple[str, str]]:
         if answer.strip("-0.,"):
             yield "another sign", answer.removeprefix("-") if answer.startswith("-") else f"-{answer}"
             yield "a digit more", f"{answer}1" if "." in answer else f"{answer}0"
-    elif measure := _MEASURE.fullmatch(answer):
-        yield "another unit", f"{measure[1]} {'kg' if measure[2] != 'kg' else 'hours'}"
+    elif quantity := _MEASURE.fullmatch(answer):
+        yield "another unit", f"{quantity[1]} {'kg' if quantity[2] != 'kg' else 'hours'}"
     elif letter := _LETTER.fullmatch(answer):
         yield "another choice", answer.replace(letter[1], "ABCDE"[("ABCDE".index(letter[1]) + 1) % 5])
         yield "all choices", "A, B, C, D, E"
@@ -151,7 +151,7 @@ class Kind:
 
 
 @dataclass
-class Trial:
+class CheckResult:
     """answers: rows with an answer that can be written. read: how many of them were found, by form.
 
     kinds: by name. seconds: of each call.
@@ -172,19 +172,19 @@ class Trial:
         return sum(kind.num_faults for kind in self.kinds.values())
 
 
-async def try_reward(pool: RewardPool, name: str, rows: Sequence[Row], num_workers: int) -> Trial:
+async def check_reward(pool: RewardPool, name: str, rows: Sequence[Row], num_workers: int) -> CheckResult:
     """Call the pool's function `name` with right answers in each form, then with wrong ones in the forms that it reads
     and with hostile texts. num_workers: of the pool; as many calls run at a time, so that each can be timed."""
-    trial, free = Trial(), asyncio.Semaphore(num_workers)
+    result, free = CheckResult(), asyncio.Semaphore(num_workers)
     answers = [reply_of(row.ground_truth) for row in rows]
     known = [(row, answer) for row, answer in zip(rows, answers, strict=True) if answer is not None]
-    trial.answers = len(known) or sum(row.response is not None for row in rows)
+    result.answers = len(known) or sum(row.response is not None for row in rows)
 
     async def ask(row: Row, response: Response) -> tuple[Row, Response, RewardResult]:
         async with free:
             started = time.perf_counter()
             reward_result = await pool.call(name, arguments_of(row, response.text))
-            trial.seconds.append(time.perf_counter() - started)
+            result.seconds.append(time.perf_counter() - started)
             return row, response, reward_result
 
     right = [
@@ -193,10 +193,10 @@ async def try_reward(pool: RewardPool, name: str, rows: Sequence[Row], num_worke
         for response in right_responses(answer, row.response)
     ]
     answered = await asyncio.gather(*(ask(*asked) for asked in right))
-    trial.read.update({response.form: 0 for _, response in right})
-    trial.read.update(response.form for _, response, reward_result in answered if _is_right(reward_result))
-    forms = trial.forms() or list(trial.read)[:1]
-    _count(trial, [entry for entry in answered if entry[1].form in forms])
+    result.read.update({response.form: 0 for _, response in right})
+    result.read.update(response.form for _, response, reward_result in answered if _is_right(reward_result))
+    forms = result.forms() or list(result.read)[:1]
+    _count(result, [entry for entry in answered if entry[1].form in forms])
 
     texts = [answer for _, answer in known]
     wrong = [
@@ -208,13 +208,13 @@ async def try_reward(pool: RewardPool, name: str, rows: Sequence[Row], num_worke
     ]
     wrong += [(row, Response("empty response", "", "")) for row in rows]
     wrong += [(rows[0], Response(HOSTILE_KIND, "", text)) for text in HOSTILE]
-    _count(trial, await asyncio.gather(*(ask(*asked) for asked in wrong)))
-    return trial
+    _count(result, await asyncio.gather(*(ask(*asked) for asked in wrong)))
+    return result
 
 
-def _count(trial: Trial, answered: Iterable[tuple[Row, Response, RewardResult]]) -> None:
+def _count(result: CheckResult, answered: Iterable[tuple[Row, Response, RewardResult]]) -> None:
     for row, response, reward_result in answered:
-        kind = trial.kinds.setdefault(response.kind, Kind(response.is_right))
+        kind = result.kinds.setdefault(response.kind, Kind(response.is_right))
         kind.asked += 1
         fault = Fault(row.origin, row.ground_truth, response.text, why(reward_result))
         if isinstance(reward_result, Timeout):
@@ -231,13 +231,7 @@ def _is_right(reward_result: RewardResult) -> bool:
 
 def arguments_of(row: Row, response: str) -> dict[str, object]:
     """Arguments of a call of a pool for that response to the row."""
-    return {
-        PROMPT: row.prompt,
-        "data_source": row.domain,
-        "solution_str": response,
-        "ground_truth": row.ground_truth,
-        "extra_info": row.extra_info,
-    }
+    return {PROMPT: row.prompt, **call_arguments(row.domain, response, row.ground_truth, row.extra_info)}
 
 
 class Agreement(NamedTuple):
@@ -255,12 +249,12 @@ class Agreement(NamedTuple):
     def kappa(self) -> float:
         """Cohen's: 1 for full agreement, 0 for as much as chance would give (also where both always say the same)."""
         total = max(self.counts.total(), 1)
-        people, reward = (sum(count for said, count in self.counts.items() if said[side]) / total for side in (0, 1))
+        people, reward = (sum(count for pair, count in self.counts.items() if pair[side]) / total for side in (0, 1))
         by_chance = people * reward + (1 - people) * (1 - reward)
         return (self.share - by_chance) / (1 - by_chance) if by_chance < 1 else 0.0
 
 
-async def measure(
+async def measure_agreement(
     pool: RewardPool, name: str, rows: Sequence[Row], labels: Sequence[bool], right_from: float = RIGHT
 ) -> Agreement:
     """Score each row's own response with the pool's function `name`. labels: whether it is right, which the reward says
@@ -271,12 +265,12 @@ async def measure(
         return await pool.call(name, arguments_of(row, row.response))
 
     reward_results = await asyncio.gather(*map(ask, rows))
-    judged = [
+    scored = [
         (label, reward_result)
         for label, reward_result in zip(labels, reward_results, strict=True)
         if isinstance(reward_result, Score)
     ]
-    counts = Counter((label, own_reward_result(reward_result) >= right_from) for label, reward_result in judged)
+    counts = Counter((label, own_reward_result(reward_result) >= right_from) for label, reward_result in scored)
     return Agreement(
         counts, [str(reward_result) for reward_result in reward_results if not isinstance(reward_result, Score)]
     )

@@ -14,12 +14,16 @@ from distflow.algorithms.sample_filters import overlong_penalty
 from distflow.data.sample import Sample
 from distflow.errors import UserError
 from distflow.observe.files import JSON
-from distflow.rewards.call_counts import TRAINING, CallCounts, counted_for
-from distflow.rewards.functions import PROMPT, Functions
-from distflow.rewards.pool.domain_pools import DEFAULT_DOMAIN, Patience, Pools, StartPool, functions_of
-from distflow.rewards.pool.pool import MEMORY_BYTES
-from distflow.rewards.pool.prestart import take_pool
-from distflow.rewards.score import CUT, Error, RewardResult, Score, Timeout, accuracy
+from distflow.rewards.functions import PROMPT, Functions, call_arguments
+from distflow.rewards.pool.domain_pools import (
+    DEFAULT_DOMAIN,
+    Pools,
+    RewardSettings,
+    StartPool,
+    functions_of,
+    take_pool,
+)
+from distflow.rewards.score import CUT, TRAINING, CallCounts, Error, RewardResult, Score, Timeout, accuracy, counted_for
 
 OVERLONG = "overlong"
 _KINDS = ("calls", "errors", "timeouts")
@@ -65,29 +69,20 @@ class RewardRouter:
 
     def __init__(
         self,
-        functions: Functions,
-        *,
-        timeout_s: float,
-        num_workers: int,
+        settings: RewardSettings,
         max_response_length: int,
         response_limits: Mapping[str, int] | None = None,
-        retries: int = 0,
-        backoff_s: float = 1.0,
-        domains: Mapping[str, Patience] | None = None,
         overlong: Overlong = Overlong(),  # noqa: B008  immutable
-        custom: tuple[str, str] | None = None,
-        memory_bytes: int = MEMORY_BYTES,
         start: StartPool = take_pool,
     ) -> None:
-        """functions: domain → (name, weight[, options]) of its parts; "default" is for domains that are not named.
-        timeout_s, num_workers, retries, backoff_s: see `Patience`; domains: of those that differ.
-        start: see `Pools`.
-        max_response_length: in tokens, for the overlong penalty; response_limits: of domains that differ.
+        """max_response_length: in tokens, for the overlong penalty; response_limits: of domains that differ. start: see
+        `Pools`.
 
-        A name is built-in, "custom" (then `custom` is the path and the name of the user's function) or
-        "module:function". Starts a worker process for each domain; raises UserError if a function is
-        unknown or cannot be loaded.
+        The settings have, by domain, (name, weight[, options]) of each part; "default" is for domains that are not
+        named. A name is built-in, "custom" or "module:function". Starts a worker process for each domain. Raises
+        UserError if a function is unknown or cannot be loaded.
         """
+        functions = settings.functions
         if not functions or not all(functions.values()):
             raise UserError("reward.functions names no function; write e.g. reward.functions={default: [math]}")
         self._functions = {
@@ -100,8 +95,7 @@ class RewardRouter:
         self._counts: Counter[str] = Counter()
         self._lock = threading.Lock()  # the asyncio thread counts, the trainer takes the counts
         self.names = sorted({name for parts in self._functions.values() for name, _ in parts})
-        patience = Patience(timeout_s, num_workers, retries, backoff_s)
-        self.pools = Pools(functions, patience, domains, custom, memory_bytes, start)
+        self.pools = Pools(settings, start)
 
     def __enter__(self) -> "RewardRouter":
         return self
@@ -143,22 +137,26 @@ class RewardRouter:
     async def _ask(self, domain: str, name: str, samples: Sequence[Sample]) -> list[RewardResult]:
         """Results of one function for samples of the domain; failed calls are retried as its `Patience` allows."""
         pool, patience = self.pools.of(domain, name), self.pools.patience(domain)
-        asked = [_arguments(sample) for sample in samples]
+        asked = [
+            call_arguments(sample.domain, sample.response, sample.ground_truth, sample.extra_info) for sample in samples
+        ]
         if name in pool.takes_groups:
             asked = [{**each, PROMPT: sample.prompt} for each, sample in zip(asked, samples, strict=True)]
-        on_again = partial(self._count_again, "reward/retried_calls")
-        reward_results = await pool.score_group(name, asked, patience.timeout_s, on_again)
+        on_repeat = partial(self._count_metric, "reward/retried_calls")
+        reward_results = await pool.score_group(name, asked, patience.timeout_s, on_repeat)
         for attempt in range(patience.retries):
             failed = [i for i, reward_result in enumerate(reward_results) if not isinstance(reward_result, Score)]
             if not failed or pool.closed:
                 break
-            self._count_again("reward/retries", len(failed))
+            self._count_metric("reward/retries", len(failed))
             await asyncio.sleep(patience.backoff_s * 2**attempt)
             if name in pool.takes_batches:  # it scores them together
-                again = await pool.score_group(name, asked, patience.timeout_s, on_again)
-                reward_results = max(reward_results, again, key=_num_scores)
+                again = await pool.score_group(name, asked, patience.timeout_s, on_repeat)
+                reward_results = max(
+                    reward_results, again, key=lambda results: sum(isinstance(each, Score) for each in results)
+                )
             else:
-                again = await pool.score_group(name, [asked[i] for i in failed], patience.timeout_s, on_again)
+                again = await pool.score_group(name, [asked[i] for i in failed], patience.timeout_s, on_repeat)
                 for i, reward_result in zip(failed, again, strict=True):
                     reward_results[i] = reward_result
         return reward_results
@@ -189,7 +187,7 @@ class RewardRouter:
         longest = self._response_limits.get(sample.domain, self._max_response_length)
         return float(overlong_penalty(torch.tensor([length]), longest, *self._overlong))
 
-    def _count_again(self, metric: str, number: int) -> None:
+    def _count_metric(self, metric: str, number: int) -> None:
         if counted_for.get() == TRAINING:
             with self._lock:
                 self._counts[metric] += number
@@ -208,19 +206,6 @@ class RewardRouter:
             self._counts.update([*(f"reward/{kind}" for kind in kinds), *by_part])
             if domain != DEFAULT_DOMAIN:
                 self._counts.update({f"domains/{domain}/{kind}": kinds.count(kind) for kind in _KINDS})
-
-
-def _arguments(sample: Sample) -> dict[str, object]:
-    return {
-        "data_source": sample.domain,
-        "solution_str": sample.response,
-        "ground_truth": sample.ground_truth,
-        "extra_info": sample.extra_info,
-    }
-
-
-def _num_scores(reward_results: Sequence[RewardResult]) -> int:
-    return sum(isinstance(reward_result, Score) for reward_result in reward_results)
 
 
 def check_domains(functions: Functions, domains: Iterable[str]) -> None:

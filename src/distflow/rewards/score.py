@@ -1,15 +1,19 @@
-"""Results of reward functions: a score or a reward error (never a score of 0), accuracy, known cases, deadlines.
+"""Results of reward functions: a score or a reward error (never a score of 0 instead), accuracy, counts, deadlines.
 
-Accuracy, which validation counts and DAPO's filter compares, is what the reward function says about the response,
+Accuracy, which validation counts and DAPO's filter compares, is the reward function's own statement about the response,
 without weights, penalties and format bonuses.
 """
 
 import math
+import numbers
+import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from distflow.builtin_names import CUSTOM_REWARD, REWARDS
 from distflow.observe.files import JSON
@@ -17,6 +21,20 @@ from distflow.observe.reading.reward_results import TIMED_OUT
 
 CUT = "cut_tokens"
 """Key of a reward function's result: how many tokens it did not read."""
+ACC = "acc"
+"""Key under which a function that returns a mapping reports accuracy, apart from its `score` (as in verl)."""
+RIGHT = 1.0 - 1e-6
+MAX_TEXT = 4000
+"""Characters of one text; a longer one keeps both ends."""
+MAX_IN_ALL = 20_000
+"""Characters of all extra values that a reward function returns for one sample."""
+_MAX_ENTRIES, _MAX_DEPTH = 50, 6
+_LEFT_OUT = "… left out"
+
+TRAINING, VALIDATION = "training", "validation"
+counted_for: ContextVar[str] = ContextVar("counted_for", default=TRAINING)
+"""The purpose of the scores of the running task and of tasks that it starts. Both may run at the same time."""
+_due: ContextVar[float] = ContextVar("due", default=math.inf)
 
 
 @dataclass(frozen=True)
@@ -51,11 +69,6 @@ class Error:
 RewardResult = Score | Timeout | Error
 
 
-ACC = "acc"
-"""Key under which a function that returns a mapping reports accuracy, apart from its `score` (as in verl)."""
-RIGHT = 1.0 - 1e-6
-
-
 def is_right(accuracy: float) -> bool:
     """Whether this accuracy means that the response is correct: it is 1 or more."""
     return accuracy >= RIGHT
@@ -75,16 +88,8 @@ def accuracy(parts: Mapping[str, Score], weights: Mapping[str, float]) -> float:
 
 def own_reward_result(score: Score) -> float:
     """A function's own accuracy: its `acc` if it has one, else its score."""
-    said = score.extra.get(ACC)
-    return said if isinstance(said, float) else score.value
-
-
-def _kind(name: str, score: Score) -> int:
-    if score.extra.get(ACC) is not None:
-        return 0
-    if name in REWARDS and REWARDS[name].needs_answer:
-        return 1
-    return 2 if name == CUSTOM_REWARD or name not in REWARDS else 3
+    acc = score.extra.get(ACC)
+    return acc if isinstance(acc, float) else score.value
 
 
 @dataclass(frozen=True)
@@ -102,7 +107,31 @@ class Case:
         return float(self.good) if self.score is None else self.score
 
 
-_due: ContextVar[float] = ContextVar("due", default=math.inf)
+def read_score(returned: object) -> tuple[float, dict[str, JSON]]:
+    """The score, and the other entries of a dictionary within bounds (only `acc` is used). Raises ValueError for a
+    score or an `acc` that is not a finite number."""
+    extra: dict[str, JSON] = {}
+    if isinstance(returned, dict):
+        if "score" not in returned:
+            raise ValueError(
+                f"it returned a dictionary without 'score' (keys: {', '.join(map(str, returned)) or 'none'})"
+            )
+        extra = bounded({key: value for key, value in returned.items() if key not in ("score", ACC)})
+        if returned.get(ACC) is not None:
+            extra[ACC] = _number(returned[ACC], f" as '{ACC}'")
+        returned = returned["score"]
+    return _number(returned), extra
+
+
+def bounded(remarks: Mapping[object, object]) -> dict[str, JSON]:
+    """The remarks as JSON: long texts are cut in the middle, and everything after `MAX_IN_ALL` is left out."""
+    return _SizeLimit().mapping(remarks, 0)
+
+
+def shortened(text: str, most: int = MAX_TEXT) -> str:
+    """At most `most` characters of a text, with a note on what is missing in the middle."""
+    half = most // 2
+    return text if len(text) <= most else f"{text[:half]}\n[… {len(text) - 2 * half:,} characters …]\n{text[-half:]}"
 
 
 @contextmanager
@@ -118,3 +147,131 @@ def due_within(seconds: float) -> Iterator[None]:
 def left_s() -> float:
     """Seconds until the process is killed; inf outside of a pool."""
     return _due.get() - time.monotonic()
+
+
+@contextmanager
+def validating() -> Iterator[None]:
+    """Inside, scores are counted for validation."""
+    token = counted_for.set(VALIDATION)
+    try:
+        yield
+    finally:
+        counted_for.reset(token)
+
+
+class RewardCallCounts(NamedTuple):
+    """asked, failed: numbers of samples. first: the first reward error."""
+
+    asked: int = 0
+    failed: int = 0
+    first: str = ""
+
+    @property
+    def share(self) -> float:
+        """Share of the samples that failed."""
+        return self.failed / self.asked if self.asked else 0.0
+
+    def plus(self, other: "RewardCallCounts") -> "RewardCallCounts":
+        return RewardCallCounts(self.asked + other.asked, self.failed + other.failed, self.first or other.first)
+
+
+class RewardCounts(NamedTuple):
+    """A worker's counts: of samples, and those of the reward functions that are metrics."""
+
+    calls: RewardCallCounts = RewardCallCounts()
+    counts: Mapping[str, float] = {}
+
+    @staticmethod
+    def joined(parts: Sequence["RewardCounts"]) -> "RewardCounts":
+        """Sum over several workers."""
+        calls, counts = RewardCallCounts(), Counter[str]()
+        for part in parts:
+            calls = calls.plus(part.calls)
+            counts.update(part.counts)
+        return RewardCounts(calls, dict(counts))
+
+
+class CallCounts:
+    """Counts of scored samples, training and validation apart: the asyncio thread adds, the trainer takes them."""
+
+    def __init__(self) -> None:
+        self._counted: dict[str, RewardCallCounts] = defaultdict(RewardCallCounts)
+        self._lock = threading.Lock()
+
+    def add(self, asked: int, failed: int, first: str = "") -> None:
+        """first: the first reward error, if any."""
+        with self._lock:
+            scope = counted_for.get()
+            new = RewardCallCounts(asked, failed, first if failed else "")
+            self._counted[scope] = self._counted[scope].plus(new)
+
+    def take(self, scope: str = TRAINING) -> RewardCallCounts:
+        """The counts since the last call."""
+        with self._lock:
+            return self._counted.pop(scope, RewardCallCounts())
+
+
+def _kind(name: str, score: Score) -> int:
+    if score.extra.get(ACC) is not None:
+        return 0
+    if name in REWARDS and REWARDS[name].needs_answer:
+        return 1
+    return 2 if name == CUSTOM_REWARD or name not in REWARDS else 3
+
+
+def _number(value: object, where: str = "") -> float:
+    """float of a number, bool, or numpy or torch scalar. Raises ValueError for anything else."""
+    if not isinstance(value, numbers.Real) and callable(item := getattr(value, "item", None)):
+        value = item()  # those with more than one element raise here
+    if not isinstance(value, numbers.Real):
+        raise ValueError(f"it returned {value!r:.80}{where}, which is not a number")
+    try:
+        number = float(value)
+    except OverflowError:
+        raise ValueError(f"it returned{where} a number that is too large for a float") from None
+    if not math.isfinite(number):
+        raise ValueError(f"it returned {number}{where}, which is not finite")
+    return number
+
+
+class _SizeLimit:
+    def __init__(self) -> None:
+        self._left = MAX_IN_ALL
+
+    def mapping(self, value: Mapping[object, object], depth: int) -> dict[str, JSON]:
+        found: dict[str, JSON] = {}
+        for key, entry in value.items():
+            if len(found) == _MAX_ENTRIES or self._left <= 0:
+                found[_LEFT_OUT] = len(value) - len(found)
+                break
+            name = str(key)[:200]
+            self._left -= len(name)
+            found[name] = self._plain(entry, depth + 1)
+        return found
+
+    def _plain(self, value: object, depth: int) -> JSON:
+        self._left -= 4
+        if isinstance(value, bool | float | None):
+            return value
+        if isinstance(value, int):
+            return value if abs(value) < 2**63 else self._text(f"an integer of {value.bit_length():,} bits")
+        if isinstance(value, str):
+            return self._text(value)
+        if isinstance(value, Mapping) and depth < _MAX_DEPTH:
+            return self.mapping(value, depth)
+        if isinstance(value, list | tuple | set | frozenset) and depth < _MAX_DEPTH:
+            return self._list(list(value), depth)
+        return self._text(f"{value!r:.1000}" if not isinstance(value, Mapping | list | tuple | set) else _LEFT_OUT)
+
+    def _list(self, value: list[object], depth: int) -> list[JSON]:
+        found: list[JSON] = []
+        for entry in value:
+            if len(found) == _MAX_ENTRIES or self._left <= 0:
+                return [*found, f"{_LEFT_OUT}: {len(value) - len(found):,}"]
+            found.append(self._plain(entry, depth + 1))
+        return found
+
+    def _text(self, text: str) -> str:
+        text = shortened(text, min(MAX_TEXT, max(self._left, 100)))
+        self._left -= len(text)
+        return text

@@ -1,23 +1,28 @@
-"""Self-check of reward functions before a run: known responses get their scores, faulty functions give reward errors.
+"""Checks before a run: known responses and the data set's reference solutions get their scores, the tests of rows are
+not broken, and faulty functions give reward errors.
 
 The faulty functions, which raise, return nonsense, exit or hang, are at the end of this file.
 """
 
+import ast
 import asyncio
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
-from distflow.builtin_names import REWARDS
+from distflow.builtin_names import CUSTOM_REWARD, REWARDS
 from distflow.errors import UserError
-from distflow.import_target import load, split_name
-from distflow.rewards.extracted_answers import bare_answer
-from distflow.rewards.pool.pool import RewardPool
-from distflow.rewards.score import Case, Error, RewardResult, Score, Timeout
+from distflow.import_target import load, load_function, split_name
+from distflow.observe.sanitize import escape_control
+from distflow.rewards.extracted_answers import bare_answer, decoded
+from distflow.rewards.functions import call_arguments
+from distflow.rewards.pool.pool import PoolSettings, RewardPool
+from distflow.rewards.score import Case, Error, RewardResult, Score, Timeout, is_right, own_reward_result
 
 if TYPE_CHECKING:  # it loads torch; this module does not, so that the check can start earlier
     from distflow.rewards.router import RewardRouter
@@ -27,6 +32,20 @@ _FAILURES = ("fail", "fail_by_key", "not_a_number", "nothing", "a_text", "leave"
 """Functions that must give no score: an error or, on a busy machine, a timeout."""
 
 _FAULTY = {name: f"distflow.rewards.self_check:{name}" for name in (*_FAILURES, "hang")}
+_SHOWN_ROWS = 20
+_SHOWN = 200
+
+
+class Solution(NamedTuple):
+    """A response that is right according to the data set. origin: file and line of its row. column: where it is
+    from."""
+
+    origin: str
+    domain: str
+    column: str
+    text: str
+    ground_truth: object
+    extra_info: Mapping[str, object]
 
 
 async def run_self_check(router: "RewardRouter") -> None:
@@ -37,7 +56,9 @@ async def run_self_check(router: "RewardRouter") -> None:
     """
     for name in (name for name in router.names if name not in router.configured):
         for case in known_cases(name):
-            reward_result = await router.pools.call(name, _arguments(case.response, case.ground_truth, case.extra_info))
+            reward_result = await router.pools.call(
+                name, call_arguments("self_check", case.response, case.ground_truth, case.extra_info)
+            )
             if not isinstance(reward_result, Score) or reward_result.value != case.expected:
                 raise RuntimeError(
                     f"the reward function '{name}' does not work here: {case.response!r} against {case.ground_truth!r} "
@@ -58,20 +79,21 @@ def self_check_once() -> "Future[None]":
 
 
 def known_cases(name: str) -> tuple[Case, ...]:
-    """The `CASES` in the file of a built-in reward; none for a user function."""
+    """The `CASES` in the file of a built-in reward, by name if it has several; none for a user function."""
     entry = REWARDS.get(name)
     if entry is None or not entry.target:
         return ()
-    return tuple(cast(Iterable[Case], load(f"{split_name(entry.target)[0]}:CASES")))
+    cases = load(f"{split_name(entry.target)[0]}:CASES")
+    return tuple(cast(Iterable[Case], cases[name] if isinstance(cases, Mapping) else cases))
 
 
 async def self_check_faults() -> None:
     """Raises RuntimeError unless a function that raises, returns no finite number or ends its process gives no score,
     and one that hangs in C code is killed at its deadline."""
-    pool = await asyncio.to_thread(RewardPool, _FAULTY, num_workers=1, timeout_s=HANG_DEADLINE_S)
+    pool = await asyncio.to_thread(RewardPool, PoolSettings(_FAULTY, num_workers=1, timeout_s=HANG_DEADLINE_S))
     try:
-        failed = {name: await pool.call(name, _arguments("", None, {})) for name in _FAILURES}
-        hung = await pool.call("hang", _arguments("", None, {}))
+        failed = {name: await pool.call(name, call_arguments("self_check", "", None, {})) for name in _FAILURES}
+        hung = await pool.call("hang", call_arguments("self_check", "", None, {}))
     finally:
         await asyncio.to_thread(pool.close)
     for name, reward_result in failed.items():
@@ -92,37 +114,150 @@ async def self_check_scores(router: "RewardRouter", rows: Iterable[tuple[str, ob
     rows: (domain, ground truth, extra info) of some rows. Raises UserError naming the first answer that fails if
     more than half of its domain's fail.
     """
+    scorable = {name for name, entry in REWARDS.items() if entry.scores_own_answer}
     failures: dict[str, list[tuple[object, RewardResult]]] = {}
     totals: dict[str, int] = {}
     for domain, ground_truth, extra_info in rows:
-        for name in (name for name, _ in router.functions_of(domain) if _scores_own_answer(name)):
+        for name in (name for name, _ in router.functions_of(domain) if name in scorable):
             totals[domain] = totals.get(domain, 0) + 1
             golds = ground_truth if isinstance(ground_truth, list | tuple) and ground_truth else [ground_truth]
             response = f"\\boxed{{{bare_answer(str(golds[0]))}}}"
-            reward_result = await router.pools.call(name, _arguments(response, ground_truth, extra_info))
+            reward_result = await router.pools.call(
+                name, call_arguments("self_check", response, ground_truth, extra_info)
+            )
             if not isinstance(reward_result, Score) or reward_result.value != 1.0:
                 failures.setdefault(domain, []).append((ground_truth, reward_result))
     for domain, failed in failures.items():
         if 2 * len(failed) > totals[domain]:
             ground_truth, reward_result = failed[0]
-            said = reward_result.reason if isinstance(reward_result, Error) else str(reward_result)
+            result = reward_result.reason if isinstance(reward_result, Error) else str(reward_result)
             raise UserError(
                 f"{len(failed)} of {totals[domain]} answers of domain '{domain}' do not score 1 against themselves, "
-                f"e.g. {ground_truth!r:.80} ({said}): see data.answer_key and reward.functions"
+                f"e.g. {ground_truth!r:.80} ({result}): see data.answer_key and reward.functions"
             )
 
 
-def _scores_own_answer(name: str) -> bool:
-    return name in REWARDS and REWARDS[name].scores_own_answer
+def find_solution(
+    names: Iterable[str], key: str | None, answer_key: str, ground_truth: object, row: Mapping[str, object], prompt: str
+) -> tuple[str, str] | None:
+    """(column, response): the row's reference solution; None if it has none.
+
+    names: of its reward functions. key: the column, "" for none, None for those that the reward functions know, where
+    only a text of several lines, or an indented one, counts. Of a list it is the first. ground_truth: the column
+    `answer_key`, and `row` the others; prompt: what the solution continues if it is the rest of a program.
+    """
+    known = [column for name in names if name in REWARDS for column in REWARDS[name].solutions]
+    known = known if key is None else [key] if key else []
+    for column in known:
+        found = decoded(ground_truth if column == answer_key else row.get(column))
+        text = found[0] if isinstance(found, list) and found else found
+        if isinstance(text, str) and text.strip() and (key is not None or "\n" in text.strip() or _is_rest(text)):
+            return column, whole(text, row, prompt)
+    return None
 
 
-def _arguments(response: str, ground_truth: object, extra_info: Mapping[str, object]) -> dict[str, object]:
-    return {
-        "data_source": "self_check",
-        "solution_str": response,
-        "ground_truth": ground_truth,
-        "extra_info": extra_info,
+def whole(solution: str, row: Mapping[str, object], prompt: str) -> str:
+    """The solution, after the prompt if it is the rest of that program (HumanEval) and the row has no column `prompt`
+    with the beginning."""
+    continues = "prompt" not in row and _is_rest(solution) and _is_python(prompt + solution)
+    return prompt + solution if continues else solution
+
+
+async def try_solutions(router: "RewardRouter", solutions: Sequence[Solution], seconds: float) -> list[str]:
+    """Warnings: by domain and column, the solutions that are not scored as right, and why. None is started after these
+    seconds. Raises UserError if most of a domain's fail."""
+    deadline = time.monotonic() + seconds
+    free = {
+        domain: asyncio.Semaphore(router.pools.patience(domain).num_workers)
+        for domain in {solution.domain for solution in solutions}
     }
+    reasons = await asyncio.gather(*(_try(router, each, free[each.domain], deadline) for each in solutions))
+    groups: dict[tuple[str, str], list[tuple[Solution, str]]] = {}
+    for solution, reason in zip(solutions, reasons, strict=True):
+        if reason is not None:
+            groups.setdefault((solution.domain, solution.column), []).append((solution, reason))
+    warnings = []
+    for (domain, column), tried in groups.items():
+        failed = [(solution, reason) for solution, reason in tried if reason]
+        if not failed:
+            continue
+        found = f"{len(failed)} of {len(tried)} reference solutions of domain '{domain}' (column '{column}') fail:"
+        lines = "".join(f"\n  {solution.origin}: {reason}" for solution, reason in failed[:_SHOWN_ROWS])
+        more = f"\n  and {len(failed) - _SHOWN_ROWS} more" if len(failed) > _SHOWN_ROWS else ""
+        if 2 * len(failed) > len(tried):
+            raise UserError(
+                f"{found}{lines}{more}\nsee data.answer_key and reward.functions; if the column holds no solutions, "
+                "name another one with data.solution_key, or none: data.solution_key=''"
+            )
+        warnings.append(
+            f"{found}{lines}{more}\nsuch rows may punish right responses; `distflow reward check` with --response-key "
+            f"{column} and --rows 0 tries all rows"
+        )
+    return warnings
+
+
+def find_broken(names: Iterable[str], ground_truth: object, extra_info: Mapping[str, object]) -> str:
+    """Why one of these reward functions cannot score any response to the row; empty if all can. Runs no code of the
+    row."""
+    for name in names:
+        check = REWARDS[name].row_check if name in REWARDS else ""
+        try:
+            if check:
+                _row_check(check)(ground_truth, extra_info)
+        except ValueError as error:
+            return str(error)
+    return ""
+
+
+@cache
+def _row_check(target: str) -> Callable[..., object]:
+    return load_function(target)
+
+
+def why(reward_result: RewardResult) -> str:
+    """A reward result in words: the score, and the first failed case if the reward function reports one."""
+    if not isinstance(reward_result, Score):
+        return str(reward_result)
+    failed = reward_result.extra.get("failed")
+    first = failed[0] if isinstance(failed, list) and failed else None
+    if isinstance(first, dict) and "why" in first:
+        return f"{own_reward_result(reward_result):g}, {first.get('case', '')}: {first['why']}"
+    return f"{own_reward_result(reward_result):g}"
+
+
+def _is_rest(solution: str) -> bool:
+    """Whether its first line is indented."""
+    return solution.lstrip("\r\n")[:1].isspace()
+
+
+def _is_python(text: str) -> bool:
+    try:
+        ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError):
+        return False
+    return True
+
+
+def _deciding(functions: Sequence[tuple[str, float]]) -> Iterator[str]:
+    """The functions (name, weight) that must score a solution as right: those that compare with the ground truth, know
+    columns of solutions, or are the user's."""
+    for name, weight in functions:
+        entry = REWARDS.get(name)
+        if weight > 0 and (entry is None or name == CUSTOM_REWARD or entry.needs_answer or entry.solutions):
+            yield name
+
+
+async def _try(router: "RewardRouter", solution: Solution, free: asyncio.Semaphore, deadline: float) -> str | None:
+    """Why it is not right; empty if it is, None if no time was left."""
+    async with free:
+        if time.monotonic() > deadline:
+            return None
+        arguments = call_arguments(solution.domain, solution.text, solution.ground_truth, solution.extra_info)
+        for name in _deciding(router.functions_of(solution.domain)):
+            reward_result = await router.pools.of(solution.domain).call(name, arguments)
+            if not (isinstance(reward_result, Score) and is_right(own_reward_result(reward_result))):
+                return escape_control(f"{name}: {why(reward_result)}", _SHOWN, one_line=True)
+        return ""
 
 
 def hang(solution_str: str, extra_info: object = None) -> float:

@@ -13,7 +13,7 @@ from distflow.errors import UserError, users_place
 from distflow.graph import BoundNode
 from distflow.graph.fields import innermost
 from distflow.observe.sanitize import escape_control
-from distflow.rewards.call_counts import RewardCallCounts
+from distflow.rewards.score import RewardCallCounts
 
 REPAIR_ADVICE = (
     "Repair the function that is named (custom_reward_function.path, reward.functions, dag), or its ground truths "

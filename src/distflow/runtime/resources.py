@@ -13,8 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from distflow.models.shards import whole
 from distflow.planning.plan import RankPlan
-from distflow.rewards.pool.domain_pools import StartPool
-from distflow.rewards.pool.prestart import take_pool
+from distflow.rewards.pool.domain_pools import StartPool, take_pool
 from distflow.rewards.router import RewardRouter
 from distflow.rollout.engine import RolloutEngine
 from distflow.rollout.weights import stripe_hashes

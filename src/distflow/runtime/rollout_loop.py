@@ -11,8 +11,8 @@ from distflow.data.batch import Batch
 from distflow.data.sample import Sample
 from distflow.errors import UserError
 from distflow.graph import BoundNode, Drop, NodeRole
-from distflow.rewards.call_counts import CallCounts
 from distflow.rewards.router import RewardOutcome, RewardRouter
+from distflow.rewards.score import CallCounts
 from distflow.runtime.audit_protocol import GroupRecorder
 from distflow.runtime.compiled_node import Step, compile_steps
 from distflow.runtime.context import Contexts, NodeContext

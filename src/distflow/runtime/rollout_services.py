@@ -17,8 +17,7 @@ from queue import SimpleQueue
 from typing import TypeVar
 
 from distflow.data.prompts import PromptRow
-from distflow.rewards.known_solutions import Solution, find_solution, try_solutions
-from distflow.rewards.self_check import run_self_check, self_check_scores
+from distflow.rewards.self_check import Solution, find_solution, run_self_check, self_check_scores, try_solutions
 from distflow.rollout.engine import Hosted, Stretch
 from distflow.runtime.engine_watch import STACKS, Deadline, EngineHangs, WatchedEngine
 from distflow.runtime.loop_thread import LEAVES_WITHIN_S, LoopGivenUp, LoopThread

@@ -9,8 +9,7 @@ from distflow.data.batch import Batch
 from distflow.data.sample import Sample, Segment
 from distflow.errors import UserError
 from distflow.graph import Drop
-from distflow.rewards.call_counts import VALIDATION, validating
-from distflow.rewards.score import is_right
+from distflow.rewards.score import VALIDATION, is_right, validating
 from distflow.rollout.engine import SamplingParams
 from distflow.runtime import fault_injection
 from distflow.runtime.context import Contexts

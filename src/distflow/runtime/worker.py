@@ -10,7 +10,7 @@ from types import TracebackType
 
 from distflow.data.batch import Batch
 from distflow.graph import NodeStatus
-from distflow.rewards.call_counts import RewardCounts
+from distflow.rewards.score import RewardCounts
 from distflow.runtime.checkpoint.state import copy_of_state, joined, part_of_rank, saved_parts
 from distflow.runtime.compiled_node import Step
 from distflow.runtime.context import NodeContext

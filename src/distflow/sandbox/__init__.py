@@ -1,4 +1,4 @@
-"""Running programs that nobody trusts: in a process of their own, behind walls that the kernel holds.
+"""Runs untrusted programs, each in a process of its own that the kernel isolates.
 
-`inside` is all that the processes behind the walls load; the rest runs in the process that asks.
+`inside` is loaded by the isolated processes; the other modules run in the caller's process.
 """

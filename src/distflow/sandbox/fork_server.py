@@ -1,9 +1,8 @@
-"""Namespaces of users, processes, the network, mounts and the rest, by bubblewrap (`bwrap`).
+"""The fork server's process, seen from its owner: it gets nothing of the owner's environment, and ends with it.
 
-The fork server itself is process 1 in there, and there is no /proc: bubblewrap's own process 1 would show what it was
-started with. Programs are not process 1, which limits of the kernel cannot kill.
-
-The fork server's process, seen from its owner: started with nothing of the owner's, and ended with it.
+At the level "namespaces" bubblewrap (`bwrap`) starts it in namespaces for users, processes, network, mounts and others.
+The fork server is process 1 in there and there is no /proc, since bubblewrap's own process 1 would show its command
+line. Programs are not process 1, which resource limits cannot kill.
 """
 
 import json
@@ -12,6 +11,7 @@ import shutil
 import socket
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Literal
 
@@ -19,44 +19,12 @@ import distflow
 from distflow.sandbox.inside.isolation import DEVICES_READ, DEVICES_WRITTEN, PACKAGES, SYSTEM, standard_library
 from distflow.sandbox.inside.program import REQUEST, Request
 from distflow.sandbox.inside.server import MAX_MESSAGE_BYTES
-from distflow.sandbox.limits import SandboxFault
-
-SOURCE = "/distflow-source"
-"""Where the modules of `inside` are, in there."""
-
-
-def command(package: Path) -> list[str]:
-    """What stands before the fork server's own command. package: the folder of distflow. Raises SandboxFault."""
-    bwrap = shutil.which("bwrap")
-    if bwrap is None:
-        raise SandboxFault("bubblewrap is not installed (its program is 'bwrap')")
-    words = [bwrap, "--unshare-user", "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts"]
-    words += ["--unshare-cgroup-try", "--as-pid-1", "--uid", "65534", "--gid", "65534", "--hostname", "sandbox"]
-    words += ["--cap-drop", "ALL", "--chdir", "/"]
-    for path in SYSTEM:
-        words += _link_or_bind(path)
-    library = standard_library()
-    for path in (os.path.realpath(sys.executable), os.path.join(sys.base_prefix, "lib"), library):
-        words += ["--ro-bind", path, path]
-    for name in PACKAGES:
-        if os.path.isdir(os.path.join(library, name)):
-            words += ["--tmpfs", os.path.join(library, name)]
-    for device in (*DEVICES_READ, *DEVICES_WRITTEN):
-        words += ["--dev-bind-try", device, device]
-    for name in ("__init__.py", "sandbox"):
-        words += ["--ro-bind", str(package / name), f"{SOURCE}/distflow/{name}"]
-    return [*words, "--remount-ro", "/", "--"]
-
-
-def _link_or_bind(path: str) -> list[str]:
-    if os.path.islink(path) and not path.startswith("/etc"):
-        return ["--symlink", os.readlink(path), path]
-    return ["--ro-bind-try", path, path]
-
+from distflow.sandbox.interface import SandboxFault
 
 LevelName = Literal["namespaces", "floor"]
 START_TIMEOUT_S = 60.0
 _END_TIMEOUT_S = 10.0
+_BOUND_SOURCE = "/distflow-source"  # the folder of distflow's source inside the namespaces
 _PACKAGE = Path(distflow.__file__).parent
 _CODE = """
 import sys
@@ -65,21 +33,21 @@ from distflow.sandbox.inside.server import main
 main(int(sys.argv[2]), int(sys.argv[3]))
 """
 _ENVIRONMENT = {"PYTHONHASHSEED": "0", "LD_BIND_NOW": "1"}
-"""Sets have one order, so that a program always behaves the same; functions of libraries are looked up once, and not by
-each program. Programs find no environment at all."""
-# Where memory runs short, the kernel ends what runs here before anything else.
+"""A fixed order of sets makes programs behave the same each time; LD_BIND_NOW resolves functions of libraries once, and
+not in each program. Programs themselves have no environment."""
+# When memory runs short, the kernel kills these processes first.
 _SHELL = 'echo 1000 2>/dev/null >/proc/self/oom_score_adj; exec "$@"'
 
 
 class ServerGone(Exception):
-    """It was killed, or it ended."""
+    """The fork server was killed, or it ended."""
 
 
 class ForkServer:
-    """One process, and in namespaces bubblewrap's beside it. Used by one thread at a time."""
+    """One process, and with namespaces bubblewrap's beside it. Used by one thread at a time."""
 
     def __init__(self, level: LevelName) -> None:
-        """Raises SandboxFault where it does not start."""
+        """Raises SandboxFault if it does not start."""
         self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         owner = os.pidfd_open(os.getpid())
         try:
@@ -90,25 +58,24 @@ class ForkServer:
         finally:
             theirs.close()
             os.close(owner)
-        try:
+        with ExitStack() as on_failure:
+            on_failure.callback(self.close)
             self._wait_until_ready()
-        except BaseException:
-            self.close()
-            raise
+            on_failure.pop_all()
 
     @property
     def pid(self) -> int:
         return self._popen.pid
 
     def ask(self, request: Request, descriptors: list[int]) -> None:
-        """Fork a process for it; the descriptors are those of `server.DESCRIPTORS`. Raises ServerGone."""
+        """Fork a process for the request; descriptors: see `server.DESCRIPTORS`. Raises ServerGone."""
         try:
             socket.send_fds(self.control, [REQUEST.pack(*request)], descriptors)
         except OSError as error:
             raise ServerGone(str(error)) from None
 
     def close(self) -> None:
-        """End it, and all programs with it. Idempotent."""
+        """End the server and all its programs. Idempotent."""
         self.control.close()
         try:
             self._popen.wait(_END_TIMEOUT_S)
@@ -121,7 +88,7 @@ class ForkServer:
     def _start(self, level: LevelName, control: int, owner: int) -> "subprocess.Popen[bytes]":
         source, launch = str(_PACKAGE.parent), list[str]()
         if level == "namespaces":
-            source, launch = SOURCE, command(_PACKAGE)
+            source, launch = _BOUND_SOURCE, _bubblewrap()
         python = os.path.realpath(sys.executable)
         launch += [python, "-P", "-s", "-S", "-B", "-X", "utf8", "-c", _CODE, source, str(control), str(owner)]
         return subprocess.Popen(
@@ -144,11 +111,35 @@ class ForkServer:
         except OSError as error:
             raise SandboxFault(f"it did not start: {error}") from None
         self.control.settimeout(None)
-        told = json.loads(message) if message else {"failed": self._last_words()}
-        if "failed" in told:
-            raise SandboxFault(told["failed"])
+        report = json.loads(message) if message else {"failed": self._last_error_line()}
+        if "failed" in report:
+            raise SandboxFault(report["failed"])
 
-    def _last_words(self) -> str:
+    def _last_error_line(self) -> str:
         assert self._popen.stderr
-        said = self._popen.stderr.read().decode(errors="replace").strip()
-        return said.splitlines()[-1] if said else f"it ended with exit status {self._popen.wait()}"
+        text = self._popen.stderr.read().decode(errors="replace").strip()
+        return text.splitlines()[-1] if text else f"it ended with exit status {self._popen.wait()}"
+
+
+def _bubblewrap() -> list[str]:
+    """bubblewrap's command line, to be followed by that of the fork server. Raises SandboxFault."""
+    bwrap = shutil.which("bwrap")
+    if bwrap is None:
+        raise SandboxFault("bubblewrap is not installed (its program is 'bwrap')")
+    words = [bwrap, "--unshare-user", "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts"]
+    words += ["--unshare-cgroup-try", "--as-pid-1", "--uid", "65534", "--gid", "65534", "--hostname", "sandbox"]
+    words += ["--cap-drop", "ALL", "--chdir", "/"]
+    for path in SYSTEM:
+        is_link = os.path.islink(path) and not path.startswith("/etc")
+        words += ["--symlink", os.readlink(path), path] if is_link else ["--ro-bind-try", path, path]
+    library = standard_library()
+    for path in (os.path.realpath(sys.executable), os.path.join(sys.base_prefix, "lib"), library):
+        words += ["--ro-bind", path, path]
+    for name in PACKAGES:
+        if os.path.isdir(os.path.join(library, name)):
+            words += ["--tmpfs", os.path.join(library, name)]
+    for device in (*DEVICES_READ, *DEVICES_WRITTEN):
+        words += ["--dev-bind-try", device, device]
+    for name in ("__init__.py", "sandbox"):
+        words += ["--ro-bind", str(_PACKAGE / name), f"{_BOUND_SOURCE}/distflow/{name}"]
+    return [*words, "--remount-ro", "/", "--"]

@@ -1,20 +1,78 @@
-"""What runs programs that nobody trusts, wherever it is: here (`sandbox.py`) or behind a URL (`remote.py`)."""
+"""The interface of a sandbox, local (`sandbox.py`) or remote (`remote.py`): limits, results, and errors."""
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, Protocol, Self
 
-from distflow.sandbox.isolation_level import Level
-from distflow.sandbox.limits import Limits
+INSTALL = (
+    "namespaces need bubblewrap (apt-get install bubblewrap) and a machine that lets users make namespaces; the floor "
+    "needs Linux 5.13 or newer with Landlock ('landlock' in the kernel's lsm=) and seccomp, on x86-64 or aarch64"
+)
 
+Cause = Literal["exit", "time", "memory", "signal", "output", "frame", "value"]
+"""exit: the process ended. time: CPU or wall-clock limit. memory: limit reached. signal: killed by the kernel. output:
+printed too much. frame: wrote an invalid message to the result descriptor. value: the result is not a plain value."""
 Status = Literal["ok", "exit", "time", "memory", "signal", "output"]
 
 
-class Ran(NamedTuple):
-    """What became of a program.
+class Raised(Exception):
+    """The program raised an error. type: its name; text: its message. Both are untrusted text of the program."""
 
-    status: "ok" for exit status 0. exit_code: negative for a signal, as of `subprocess`. stdout, stderr: the first
-    `Limits.output_bytes` of each; cut: whether there was more. seconds: by the clock.
+    def __init__(self, type: str, text: str) -> None:
+        super().__init__(f"{type}: {text}")
+        self.type = type
+        self.text = text
+
+
+class Broken(Exception):
+    """The call has no result, and unless the cause is "value" the process will give no further ones."""
+
+    def __init__(self, cause: Cause, reason: str) -> None:
+        super().__init__(reason)
+        self.cause = cause
+        self.reason = reason
+
+
+class SandboxFault(RuntimeError):
+    """The sandbox itself does not work: a fault of the machine, not a result of a program."""
+
+
+class Limits(NamedTuple):
+    """Limits of one program.
+
+    cpu_s: CPU time, rounded up to whole seconds. wall_s: time spent waiting for it, all calls together. memory_bytes:
+    address space. open_files: descriptors. printed_bytes: to standard output and error, each; a program that prints
+    more is killed. output_bytes: how much of each is returned.
+    """
+
+    cpu_s: float = 3.0
+    wall_s: float = 6.0
+    memory_bytes: int = 2**30
+    open_files: int = 64
+    printed_bytes: int = 16 * 2**20
+    output_bytes: int = 64 * 1024
+
+
+DEFAULT_LIMITS = Limits()
+
+
+class Level(NamedTuple):
+    """How well programs are isolated. name: "namespaces", "floor" or "none". missing: why each stronger level is not
+    available."""
+
+    name: str
+    missing: dict[str, str]
+
+    def __str__(self) -> str:
+        lacks = [f"no {name}: {reason}" for name, reason in self.missing.items()]
+        return "; ".join([self.name, *lacks, *([INSTALL] if self.name == "none" else [])])
+
+
+class RunResult(NamedTuple):
+    """How a program ended.
+
+    status: "ok" for exit status 0. exit_code: negative for a signal, as in `subprocess`. stdout, stderr: the first
+    `Limits.output_bytes` of each; cut: whether there was more. seconds: wall-clock time.
     """
 
     status: Status
@@ -28,21 +86,21 @@ class Ran(NamedTuple):
 class AnySession(Protocol):
     """A process that has executed a program as a module, and answers calls of its functions.
 
-    Used by one thread at a time; a context manager, after which nothing is left of the process.
+    Used by one thread at a time; a context manager that leaves nothing of the process behind.
     """
 
     def call(self, name: str, args: Sequence[object] = (), kwargs: Mapping[str, object] = MappingProxyType({})) -> Any:
-        """What the function of that name returns for these plain values (`inside.values`).
+        """Call the function of that name with plain values (`inside.values`) and return its result.
 
-        A list comes back as a list, a tuple as a tuple, and so on; an int may be of any size, so that `repr` of it may
-        raise. Raises `Raised` where the function raised, `Broken` where there is no answer and for one that is not
-        plain; after a `Broken` of another cause than "value" every further call raises `Broken`. NotPlain for arguments
-        that are not plain. SandboxFault.
+        Types are preserved: a list comes back as a list, a tuple as a tuple. An int may be of any size, so `repr` of it
+        may raise. Raises `Raised` if the function raised, `Broken` if there is no result or it is not plain; after a
+        `Broken` of another cause than "value" every further call raises `Broken`. Raises NotPlain for arguments that
+        are not plain, and SandboxFault.
         """
 
     @property
     def stdout(self) -> str:
-        """What it printed until the last answer, as much of it as is kept."""
+        """Its output until the last result, up to `Limits.output_bytes`."""
 
     @property
     def stderr(self) -> str:
@@ -51,23 +109,33 @@ class AnySession(Protocol):
     def close(self) -> None:
         """Idempotent."""
 
-    def __enter__(self) -> Self: ...
+    def __enter__(self) -> Self:
+        return self
 
-    def __exit__(self, *_: object) -> None: ...
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 class AnySandbox(Protocol):
-    """limits: of a program that is given none. level: what holds them. waited_s: seconds that calls of it took in all,
-    and no program did."""
+    """Runs untrusted programs. A context manager. limits: the default ones. level: how programs are isolated. waited_s:
+    total time of its calls in which no program ran."""
 
     limits: Limits
     level: Level
     waited_s: float
 
-    def run(self, code: str, stdin: str = "", limits: Limits | None = None) -> Ran:
-        """Run a program as `__main__`, in a fresh process; limits: its own, None for those of the sandbox. Raises
-        SandboxFault where the machine fails, not for anything that the program does."""
+    def run(self, code: str, stdin: str = "", limits: Limits | None = None) -> RunResult:
+        """Run a program as `__main__` in a new process; limits: None for those of the sandbox. Raises SandboxFault if
+        the machine fails, but nothing for what the program does."""
 
     def open(self, code: str, limits: Limits | None = None) -> AnySession:
-        """Execute a program as a module, in a fresh process; limits: as of `run`. Raises Raised, Broken;
-        SandboxFault."""
+        """Execute a program as a module in a new process; limits: as for `run`. Raises Raised, Broken, SandboxFault."""
+
+    def close(self) -> None:
+        """End all programs that run in it. Idempotent."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

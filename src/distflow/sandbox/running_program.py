@@ -1,4 +1,4 @@
-"""One program that runs behind the walls, seen from outside: what it printed, what it answered, how it ended."""
+"""A running program, seen from the caller's process: its output, its results, its limits and its end."""
 
 import fcntl
 import json
@@ -9,14 +9,14 @@ import signal
 import socket
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import NamedTuple
 
 from distflow.sandbox.fork_server import ForkServer, ServerGone
 from distflow.sandbox.inside.program import EXIT_OUT_OF_MEMORY, Request
 from distflow.sandbox.inside.server import END, FAILED
 from distflow.sandbox.inside.values import HEADER, MAX_BYTES
-from distflow.sandbox.limits import Broken, Cause, Limits, SandboxFault
+from distflow.sandbox.interface import Broken, Cause, Limits, SandboxFault
 
 _CHUNK_BYTES = 65536
 _KILL_TIMEOUT_S = 30.0
@@ -24,40 +24,40 @@ _TOKEN_BYTES = 8
 
 
 class End(NamedTuple):
-    """exit_code: as of `subprocess`, negative for a signal. cpu_s: seconds of the processor."""
+    """exit_code: as in `subprocess`, negative for a signal. cpu_s: CPU seconds."""
 
     exit_code: int
     cpu_s: float
 
 
-class Printed:
-    """What came out of one stream: the first `kept_bytes`, and how much in all."""
+class OutputStream:
+    """The output of a program to one stream: its first `max_bytes`, and its size."""
 
-    def __init__(self, descriptor: int, kept_bytes: int) -> None:
+    def __init__(self, descriptor: int, max_bytes: int) -> None:
         self.descriptor = descriptor
-        self.kept = bytearray()
+        self.content = bytearray()
         self.num_bytes = 0
-        self._kept_bytes = kept_bytes
+        self._max_bytes = max_bytes
 
     def read(self) -> bool:
-        """False at the end, and where nothing is there."""
+        """Returns False at the end, and if nothing has arrived."""
         try:
             part = os.read(self.descriptor, _CHUNK_BYTES)
         except BlockingIOError:
             return False
         self.num_bytes += len(part)
-        self.kept += part[: self._kept_bytes - len(self.kept)]
+        self.content += part[: self._max_bytes - len(self.content)]
         return bool(part)
 
     def text(self) -> str:
-        return self.kept.decode("utf-8", "replace")
+        return self.content.decode("utf-8", "replace")
 
 
 class Program:
-    """Used by one thread at a time, and closed by whoever made it: after `close` nothing is left of it."""
+    """Used by one thread at a time, and closed by its creator: after `close` nothing is left of it."""
 
     def __init__(self, server: ForkServer, is_main: bool, code: bytes, stdin: bytes, limits: Limits) -> None:
-        """Starts it. Raises ServerGone, SandboxFault."""
+        """Starts the program. Raises ServerGone, SandboxFault."""
         self.limits = limits
         self.end: End | None = None
         self._killed_for: Cause | None = None
@@ -66,9 +66,9 @@ class Program:
         self._report, report = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._answers, answers = socket.socketpair()
         pipes = [os.pipe(), os.pipe()]
-        given = _sealed(stdin) if stdin else os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
-        theirs = [report.detach(), _sealed(code), given, pipes[0][1], pipes[1][1], answers.detach()]
-        self.out, self.err = (Printed(ours, limits.output_bytes) for ours, _ in pipes)
+        stdin_file = _sealed(stdin) if stdin else os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+        theirs = [report.detach(), _sealed(code), stdin_file, pipes[0][1], pipes[1][1], answers.detach()]
+        self.out, self.err = (OutputStream(ours, limits.output_bytes) for ours, _ in pipes)
         self._readers: dict[int, Callable[[], bool]] = {
             self._report.fileno(): self._read_report,
             self._answers.fileno(): self._read_answers,
@@ -78,25 +78,24 @@ class Program:
         self._poll = select.poll()
         for descriptor in self._readers:
             self._poll.register(descriptor, select.POLLIN)
-        for printed in (self.out, self.err):
-            os.set_blocking(printed.descriptor, False)
+        for stream in (self.out, self.err):
+            os.set_blocking(stream.descriptor, False)
         token = secrets.token_bytes(_TOKEN_BYTES)
         cpu_s = max(1, -int(-limits.cpu_s // 1))
         request = Request(is_main, token, cpu_s, limits.memory_bytes, limits.open_files)
-        try:
+        with ExitStack() as on_failure:
+            on_failure.callback(self.close)
             try:
                 server.ask(request, theirs)
             finally:
                 for descriptor in theirs:
                     os.close(descriptor)
-            self._wait_for_walls(token)
-        except BaseException:
-            self.close()
-            raise
-        self._token = token
+            self._token = token
+            self._wait_until_isolated()
+            on_failure.pop_all()
 
     def question(self, body: bytes) -> bytes:
-        """Send a call and return the answer's body. Raises Broken, ServerGone."""
+        """Send a call and return the body of its result. Raises Broken, ServerGone."""
         self._token = secrets.token_bytes(_TOKEN_BYTES)
         rest = memoryview(HEADER.pack(self._token, len(body)) + body)
         deadline = time.monotonic() + self._left_s
@@ -104,32 +103,32 @@ class Program:
             try:
                 rest = rest[self._answers.send(rest, socket.MSG_DONTWAIT) :]
             except BlockingIOError:
-                self._turn(deadline, writing=True)
+                self._poll_once(deadline, writing=True)
             except OSError:  # the other end is closed
                 break
         self._left_s = deadline - time.monotonic()
         return self.answer()
 
     def answer(self) -> bytes:
-        """The body of the answer that is due. Raises Broken, ServerGone."""
+        """The body of the result that is due. Raises Broken, ServerGone."""
         deadline = time.monotonic() + self._left_s
         while (body := self._take_frame()) is None:
             if self.end is not None:
                 raise self.broken()
-            self._turn(deadline)
+            self._poll_once(deadline)
         self._left_s = deadline - time.monotonic()
         return body
 
     def wait(self) -> End:
-        """Until it ended, or was ended for what it did. Raises ServerGone."""
+        """Wait until it ended or was killed at a limit. Raises ServerGone."""
         deadline = time.monotonic() + self._left_s
         while self.end is None:
-            self._turn(deadline)
-            self._inbox.clear()  # it has no way to answer, and is asked nothing
+            self._poll_once(deadline)
+            self._inbox.clear()  # it has no descriptor for results
         return self.end
 
     def cause(self) -> Cause | None:
-        """Why it ended; None for its own end with exit status 0."""
+        """Why it ended; None if it exited with status 0."""
         assert self.end is not None
         if self._killed_for:
             return self._killed_for
@@ -141,7 +140,7 @@ class Program:
         return "exit" if self.end.exit_code else None
 
     def broken(self) -> Broken:
-        """What to raise for a program that ended and owes an answer."""
+        """The error to raise if the program ended without a due result."""
         assert self.end is not None
         code, cause = self.end.exit_code, self.cause() or "exit"
         limits = self.limits
@@ -156,36 +155,41 @@ class Program:
         return Broken(cause, reasons[cause])
 
     def close(self) -> None:
-        """Kill it, if it lives, and wait for its end. Idempotent."""
+        """Kill it if it is alive, and wait for its end. Idempotent."""
         if not self._readers:
             return
-        with suppress(ServerGone):  # and its processes with it
+        with suppress(ServerGone):  # its processes ended with it
             self.kill(None)
-            self._wait_until_forgotten()
+            self._report.settimeout(_KILL_TIMEOUT_S)
+            with suppress(OSError):
+                self._report.recv(1)  # until the server has released everything of the process
         self._readers.clear()
         self._report.close()
         self._answers.close()
-        for printed in (self.out, self.err):
-            os.close(printed.descriptor)
+        for stream in (self.out, self.err):
+            os.close(stream.descriptor)
 
-    def _wait_until_forgotten(self) -> None:
-        """The server tells an end, and then lets go of the last that it held of the process."""
+    def kill(self, cause: Cause | None) -> None:
+        """Kill it at once and wait for its end; cause: the reason. Raises ServerGone."""
+        if self.end is not None:
+            return
+        self._killed_for = cause
+        with suppress(OSError):  # the server is gone, which reading reports
+            self._report.shutdown(socket.SHUT_WR)
         self._report.settimeout(_KILL_TIMEOUT_S)
-        with suppress(OSError):
-            self._report.recv(1)
+        self._read_report()
 
-    def _wait_for_walls(self, token: bytes) -> None:
-        self._token = token
+    def _wait_until_isolated(self) -> None:
         deadline = time.monotonic() + _KILL_TIMEOUT_S
         while (body := self._take_frame()) is None:
             if self.end is not None or self._killed_for:
-                raise SandboxFault("a process ended before its walls were up")
-            self._turn(deadline)
+                raise SandboxFault("a process ended before it was isolated")
+            self._poll_once(deadline)
         if body != b"true":
-            raise SandboxFault(f"the walls could not be raised: {json.loads(body)}")
+            raise SandboxFault(f"a process could not be isolated: {json.loads(body)}")
 
     def _take_frame(self) -> bytes | None:
-        """The body of a whole frame that came. Ends the program where it is not the one that is due."""
+        """The body of a frame that has arrived completely. Kills the program if it is not the frame that is due."""
         if len(self._inbox) < HEADER.size:
             return None
         token, size = HEADER.unpack_from(self._inbox)
@@ -198,9 +202,9 @@ class Program:
         del self._inbox[: HEADER.size + size]
         return body
 
-    def _turn(self, deadline: float, writing: bool = False) -> None:
-        """Read what is there, waiting for it until the deadline; end the program where it passed a limit. What is there
-        counts, however late this process comes to it: it may have been stopped, or starved."""
+    def _poll_once(self, deadline: float, writing: bool = False) -> None:
+        """Wait for data until the deadline and read it; kill the program if it exceeded a limit. Data that has arrived
+        counts even after the deadline: this process may have been stopped or starved."""
         left_s = deadline - time.monotonic()
         answers = self._answers.fileno()
         if writing:
@@ -234,28 +238,17 @@ class Program:
         if not message:
             self._readers.pop(self._report.fileno(), None)
             raise ServerGone("the fork server ended")
-        told = message[1:]
         if message.startswith(FAILED):
-            raise SandboxFault(told.decode())
-        self.end = End(*END.unpack(told))
-        for read in (self.out.read, self.err.read, self._read_answers):  # what it had written before
+            raise SandboxFault(message[1:].decode())
+        self.end = End(*END.unpack(message[1:]))
+        for read in (self.out.read, self.err.read, self._read_answers):  # the rest of its output
             while read():
                 pass
         return False
 
-    def kill(self, cause: Cause | None) -> None:
-        """At once, and wait for its end; `cause` is why. Raises ServerGone."""
-        if self.end is not None:
-            return
-        self._killed_for = cause
-        with suppress(OSError):  # the server is gone, which reading tells
-            self._report.shutdown(socket.SHUT_WR)
-        self._report.settimeout(_KILL_TIMEOUT_S)
-        self._read_report()
-
 
 def _sealed(content: bytes) -> int:
-    """A descriptor of a file that nobody can change."""
+    """A descriptor of a read-only memory file."""
     descriptor = os.memfd_create("", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     rest = memoryview(content)
     while rest:

@@ -1,41 +1,68 @@
-"""The sandbox: runs programs that nobody trusts, each in a fresh process behind walls, of which nothing is left."""
+"""The local sandbox: runs untrusted programs, each in a new isolated process of which nothing is left afterwards.
+
+The isolation level is found by starting a fork server and running a program that tries to break the isolation.
+"""
 
 import json
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack, closing
 from types import MappingProxyType
-from typing import Any, Self, cast
+from typing import Any, cast
 
+from distflow.errors import UserError
 from distflow.sandbox.fork_server import ForkServer, LevelName, ServerGone
 from distflow.sandbox.inside.values import from_text, to_text
-from distflow.sandbox.interface import Ran, Status
-from distflow.sandbox.isolation_level import start_server
-from distflow.sandbox.limits import DEFAULT_LIMITS, Broken, Limits, Raised, SandboxFault
+from distflow.sandbox.interface import (
+    DEFAULT_LIMITS,
+    INSTALL,
+    AnySandbox,
+    AnySession,
+    Broken,
+    Level,
+    Limits,
+    Raised,
+    RunResult,
+    SandboxFault,
+    Status,
+)
 from distflow.sandbox.running_program import Program
 
+LEVELS: tuple[LevelName, ...] = ("namespaces", "floor")
+"""The stronger first."""
+
+# Prints the name of each attempt that succeeds.
+_ATTEMPTS = """
+import ctypes, os, socket
+def attempt(name, call):
+    try:
+        call()
+    except OSError:
+        return
+    print(name)
+attempt("start a process", lambda: os.fork() or os._exit(0))
+attempt("open a socket", socket.socket)
+attempt("read /etc/passwd", lambda: open("/etc/passwd").read())
+attempt("read /proc/self/environ", lambda: open("/proc/self/environ").read())
+attempt("write into /tmp", lambda: open("/tmp/distflow-sandbox-probe", "w").close())
+attempt("signal its parent", lambda: os.kill(os.getppid(), 0))
+attempt("run a program", lambda: os.execv("/bin/true", ["true"]))
+"""
 _VALUE = b'{"value": '
 _SHOWN_TEXT = 2000
 
 
-class Session:
-    """A process that has executed a program as a module, and answers calls of its functions.
-
-    Used by one thread at a time; a context manager, after which nothing is left of the process.
-    """
-
+class Session(AnySession):
     def __init__(self, program: Program) -> None:
         self._program = program
 
     def call(self, name: str, args: Sequence[object] = (), kwargs: Mapping[str, object] = MappingProxyType({})) -> Any:
-        """See `AnySession.call`."""
         body = to_text([name, list(args), dict(kwargs)]).encode()
-        return _value_of(self._program, lambda: self._program.question(body))
+        return _read_result(self._program, lambda: self._program.question(body))
 
     @property
     def stdout(self) -> str:
-        """What it printed until the last answer, as much of it as is kept."""
         return self._program.out.text()
 
     @property
@@ -43,80 +70,71 @@ class Session:
         return self._program.err.text()
 
     def close(self) -> None:
-        """Idempotent."""
         self._program.close()
 
-    def __enter__(self) -> Self:
-        return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-class Sandbox:
-    """A fork server and the level at which it runs programs. A context manager; may be used by several threads.
-
-    It is made for the process that made it: not for one that was forked from that.
-    """
+class Sandbox(AnySandbox):
+    """A fork server and the level at which it runs programs. May be used by several threads, but only in the process
+    that created it, not in a fork of that."""
 
     waited_s = 0.0
 
     def __init__(self, limits: Limits = DEFAULT_LIMITS, level: str | None = None) -> None:
-        """level: "namespaces", "floor", or None for the strongest that this machine has. Raises UserError where it has
-        none, or not that one, with what to install."""
-        self.limits = limits
+        """level: "namespaces", "floor", or None for the strongest that this machine has. Raises UserError, with what to
+        install, if it has none or not that one."""
+        if level is not None and level not in LEVELS:
+            raise UserError(f"no level '{level}' of the sandbox; there are {', '.join(LEVELS)}")
+        server, self.level = _find_level([name for name in LEVELS if level in (None, name)])
+        if server is None:
+            reasons = "; ".join(f"{name}: {reason}" for name, reason in self.level.missing.items())
+            raise UserError(f"programs cannot be run here, since nothing would isolate them ({reasons}); {INSTALL}")
+        self.limits, self._server = limits, server
         self._lock = threading.Lock()
         self._closed = False
-        self._server, self.level = start_server(level)
 
     @property
     def server_pid(self) -> int:
-        """Of the process below which all programs are."""
+        """Process id of the fork server, the ancestor of all programs."""
         return self._server.pid
 
-    def run(self, code: str, stdin: str = "", limits: Limits | None = None) -> Ran:
-        """See `AnySandbox.run`."""
-        given = stdin.encode("utf-8", "surrogateescape")
-        started = time.monotonic()
+    def run(self, code: str, stdin: str = "", limits: Limits | None = None) -> RunResult:
+        started, encoded = time.monotonic(), stdin.encode("utf-8", "surrogateescape")
         try:
-            return self._run(code, given, limits or self.limits, started)
+            return self._run(code, encoded, limits or self.limits, started)
         except ServerGone:
-            return self._run(code, given, limits or self.limits, started)
+            return self._run(code, encoded, limits or self.limits, started)
 
     def open(self, code: str, limits: Limits | None = None) -> Session:
-        """See `AnySandbox.open`."""
         program = self._start(False, code, b"", limits or self.limits)
-        try:
-            _value_of(program, program.answer)
-        except BaseException:
-            program.close()
-            raise
+        with ExitStack() as on_failure:
+            on_failure.callback(program.close)
+            _read_result(program, program.answer)
+            on_failure.pop_all()
         return Session(program)
 
     def close(self) -> None:
-        """End everything that runs here. Idempotent."""
         with self._lock:
             self._closed = True
             self._server.close()
 
-    def _run(self, code: str, stdin: bytes, limits: Limits, started: float) -> Ran:
+    def _run(self, code: str, stdin: bytes, limits: Limits, started: float) -> RunResult:
         with closing(self._start(True, code, stdin, limits)) as program:
             end = program.wait()
         out, err = program.out, program.err
-        cut = max(out.num_bytes - len(out.kept), err.num_bytes - len(err.kept)) > 0
-        status = cast(Status, program.cause() or "ok")  # it has no descriptor for answers: no other cause
-        return Ran(status, end.exit_code, out.text(), err.text(), cut, time.monotonic() - started)
+        cut = max(out.num_bytes - len(out.content), err.num_bytes - len(err.content)) > 0
+        status = cast(Status, program.cause() or "ok")  # without a descriptor for results it has no other cause
+        return RunResult(status, end.exit_code, out.text(), err.text(), cut, time.monotonic() - started)
 
     def _start(self, is_main: bool, code: str, stdin: bytes, limits: Limits) -> Program:
-        """By the server, or by a new one where that was killed."""
-        written = code.encode("utf-8", "surrogatepass")
+        """Start a program by the server, or by a new one if that was killed."""
+        encoded = code.encode("utf-8", "surrogatepass")
         server = self._server
         try:
-            return Program(server, is_main, written, stdin, limits)
+            return Program(server, is_main, encoded, stdin, limits)
         except ServerGone:
-            return Program(self._renewed(server), is_main, written, stdin, limits)
+            return Program(self._replace_server(server), is_main, encoded, stdin, limits)
 
-    def _renewed(self, gone: ForkServer) -> ForkServer:
+    def _replace_server(self, gone: ForkServer) -> ForkServer:
         with self._lock:
             if self._closed:
                 raise SandboxFault("the sandbox is closed")
@@ -125,17 +143,43 @@ class Sandbox:
                 self._server = ForkServer(cast(LevelName, self.level.name))
             return self._server
 
-    def __enter__(self) -> Self:
-        return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+def probe() -> Level:
+    """The strongest level that this machine has."""
+    server, level = _find_level(LEVELS)
+    if server is not None:
+        server.close()
+    return level
 
 
-def _value_of(program: Program, ask: Callable[[], bytes]) -> Any:
-    """What the answer holds. Raises Raised, Broken, SandboxFault."""
+def _find_level(names: Iterable[LevelName]) -> tuple[ForkServer | None, Level]:
+    """The first of the levels that works, and a fork server for it; None with the level "none"."""
+    missing: dict[str, str] = {}
+    for name in names:
+        try:
+            return _start_checked(name), Level(name, missing)
+        except (SandboxFault, ServerGone) as fault:
+            missing[name] = str(fault)
+    return None, Level("none", missing)
+
+
+def _start_checked(name: LevelName) -> ForkServer:
+    """Raises SandboxFault, ServerGone."""
+    server = ForkServer(name)
+    with ExitStack() as on_failure:
+        on_failure.callback(server.close)
+        with closing(Program(server, True, _ATTEMPTS.encode(), b"", Limits(wall_s=30.0))) as program:
+            end, passed = program.wait(), program.out.text() + program.err.text()
+        if end.exit_code or passed:
+            raise SandboxFault(f"its isolation does not hold: {', '.join(passed.splitlines()) or end}")
+        on_failure.pop_all()
+    return server
+
+
+def _read_result(program: Program, ask: Callable[[], bytes]) -> Any:
+    """The value of a result. Raises Raised, Broken, SandboxFault."""
     try:
-        kind, content = _read(ask())
+        kind, content = _decode(ask())
     except ServerGone:
         raise SandboxFault("the fork server was killed while a program ran") from None
     except (ValueError, RecursionError) as error:
@@ -152,15 +196,15 @@ def _value_of(program: Program, ask: Callable[[], bytes]) -> Any:
     raise Raised(name, text)
 
 
-def _read(body: bytes) -> tuple[str, Any]:
-    """Raises ValueError for anything that no honest process writes."""
-    if not body.startswith(_VALUE):
-        content = json.loads(body)
-        if isinstance(content, dict):
-            if isinstance(content.get("refused"), str):
-                return "refused", content["refused"][:_SHOWN_TEXT]
-            match content.get("raised"):
-                case [str(name), str(text)]:
-                    return "raised", (name[:_SHOWN_TEXT], text[:_SHOWN_TEXT])
-        raise ValueError("neither a value nor an error")
-    return "value", from_text(body[len(_VALUE) : -1])
+def _decode(body: bytes) -> tuple[str, Any]:
+    """(kind, content) of a result. Raises ValueError for anything that `inside.program` does not write."""
+    if body.startswith(_VALUE):
+        return "value", from_text(body[len(_VALUE) : -1])
+    content = json.loads(body)
+    if isinstance(content, dict):
+        if isinstance(content.get("refused"), str):
+            return "refused", content["refused"][:_SHOWN_TEXT]
+        match content.get("raised"):
+            case [str(name), str(text)]:
+                return "raised", (name[:_SHOWN_TEXT], text[:_SHOWN_TEXT])
+    raise ValueError("neither a value nor an error")

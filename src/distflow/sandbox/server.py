@@ -1,4 +1,5 @@
-"""A sandbox for others, over HTTP: JSON in, JSON out, with a password where it is not of this machine alone."""
+"""An HTTP server that runs programs for other machines: JSON requests and replies, with a password unless it listens
+on this machine only."""
 
 import hmac
 import json
@@ -16,19 +17,18 @@ from typing import Any
 
 from distflow.errors import UserError
 from distflow.sandbox.inside.values import from_text, to_text
-from distflow.sandbox.limits import Broken, Limits, Raised, SandboxFault
+from distflow.sandbox.interface import Broken, Limits, Raised, SandboxFault
 from distflow.sandbox.remote import TOKEN
 from distflow.sandbox.sandbox import Sandbox, Session
 
 MAX_BODY_BYTES = 64 * 2**20
 MOST = Limits(60.0, 120.0, 4 * 2**30, 1024, 64 * 2**20, 64 * 2**20)
-"""What a program may be given, whatever is asked for."""
+"""Upper bounds of the limits that a request may set."""
 IDLE_S = 120.0
 _MAX_CONNECTIONS = 256
 _SESSIONS_EACH = 32
 _SLOT_S = 5.0
 _SOCKET_S = 150.0
-_Told = dict[str, object]
 
 
 class Refused(Exception):
@@ -40,42 +40,42 @@ class Refused(Exception):
 
 
 @dataclass
-class _Open:
+class _OpenSession:
     session: Session
     used_at: float = field(default_factory=time.monotonic)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
-class Desk:
-    """Answers requests with a sandbox, `at_once` programs running at a time. A session has a name that cannot be
-    guessed; one that is left alone for `idle_s` is ended."""
+class SandboxService:
+    """Answers requests by a sandbox, with at most `at_once` programs running at a time. A session has a name that
+    cannot be guessed, and is ended after `idle_s` without a request."""
 
     def __init__(self, sandbox: Sandbox, at_once: int, idle_s: float = IDLE_S) -> None:
         self._sandbox, self._at_once, self._idle_s = sandbox, at_once, idle_s
         self._free = threading.BoundedSemaphore(at_once)
         self._lock = threading.Lock()
-        self._sessions: dict[str, _Open] = {}
+        self._sessions: dict[str, _OpenSession] = {}
 
-    def answer(self, action: str, asked: Mapping[str, Any]) -> _Told:
+    def answer(self, action: str, request: Mapping[str, Any]) -> dict[str, Any]:
         """Raises Refused, SandboxFault."""
         try:
             match action:
                 case "level":
                     return {"level": self._sandbox.level.name}
                 case "run":
-                    with self._running() as told:
-                        ran = self._sandbox.run(_text(asked, "code"), _text(asked, "stdin"), _limits(asked))
-                        told["ran"] = ran._asdict()
-                    return told
+                    with self._running() as reply:
+                        ran = self._sandbox.run(_text(request, "code"), _text(request, "stdin"), _limits(request))
+                        reply["ran"] = ran._asdict()
+                    return reply
                 case "open":
-                    return self._open(_text(asked, "code"), _limits(asked))
+                    return self._open(_text(request, "code"), _limits(request))
                 case "call":
-                    return self._call(_text(asked, "session"), _text(asked, "question"))
+                    return self._call(_text(request, "session"), _text(request, "question"))
                 case "close":
-                    self._close(_text(asked, "session"))
+                    self._close(_text(request, "session"))
                     return {}
         except (KeyError, TypeError, ValueError) as error:
-            raise Refused(HTTPStatus.BAD_REQUEST, f"what is asked means nothing: {error}") from None
+            raise Refused(HTTPStatus.BAD_REQUEST, f"the request is invalid: {error}") from None
         raise Refused(HTTPStatus.NOT_FOUND, f"there is no '{action}'")
 
     def close(self) -> None:
@@ -86,44 +86,44 @@ class Desk:
     def num_sessions(self) -> int:
         return len(self._sessions)
 
-    def _open(self, code: str, limits: Limits) -> _Told:
+    def _open(self, code: str, limits: Limits) -> dict[str, Any]:
         if len(self._sessions) >= _SESSIONS_EACH * self._at_once:
             raise Refused(HTTPStatus.SERVICE_UNAVAILABLE, "too many programs are open")
-        with self._running() as told:
-            opened = _Open(self._sandbox.open(code, limits))
+        with self._running() as reply:
+            opened = _OpenSession(self._sandbox.open(code, limits))
             name = secrets.token_urlsafe(16)
             with self._lock:
                 self._sessions[name] = opened
-            told["session"] = name
-        return told
+            reply["session"] = name
+        return reply
 
-    def _call(self, name: str, question: str) -> _Told:
+    def _call(self, name: str, question: str) -> dict[str, Any]:
         function, args, kwargs = from_text(question)
         opened = self._sessions.get(name)
         if opened is None:
             raise Refused(HTTPStatus.GONE, "this program has ended")
         with opened.lock:
-            with self._running() as told:
-                told["value"] = to_text(opened.session.call(str(function), args, kwargs))
-            told |= {"stdout": opened.session.stdout, "stderr": opened.session.stderr}
+            with self._running() as reply:
+                reply["value"] = to_text(opened.session.call(str(function), args, kwargs))
+            reply |= {"stdout": opened.session.stdout, "stderr": opened.session.stderr}
             opened.used_at = time.monotonic()
-        return told
+        return reply
 
     @contextmanager
-    def _running(self) -> Iterator[_Told]:
-        """What a program does inside is told, and how long it took."""
+    def _running(self) -> Iterator[dict[str, Any]]:
+        """Yields the reply, to which errors of the program and the elapsed seconds are added."""
         if not self._free.acquire(timeout=_SLOT_S):
             raise Refused(HTTPStatus.SERVICE_UNAVAILABLE, "all places are taken")
-        began, told = time.monotonic(), dict[str, Any]()
+        began, reply = time.monotonic(), dict[str, Any]()
         try:
-            yield told
+            yield reply
         except Raised as error:
-            told["raised"] = {"type": error.type, "text": error.text}
+            reply["raised"] = {"type": error.type, "text": error.text}
         except Broken as error:
-            told["broken"] = {"cause": error.cause, "reason": error.reason}
+            reply["broken"] = {"cause": error.cause, "reason": error.reason}
         finally:
             self._free.release()
-            told["seconds"] = time.monotonic() - began
+            reply["seconds"] = time.monotonic() - began
 
     def _close(self, name: str) -> None:
         with self._lock:
@@ -133,7 +133,7 @@ class Desk:
                 opened.session.close()
 
     def end_idle(self) -> None:
-        """End what was left alone."""
+        """End the sessions that have been idle for too long."""
         now = time.monotonic()
         with self._lock:
             idle = [
@@ -146,17 +146,17 @@ class Desk:
 
 
 class Server(ThreadingHTTPServer):
-    """`with Server(...) as server: server.serve_forever()`; its port is in `server_address`."""
+    """Use as `with Server(...) as server: server.serve_forever()`; `server_address` has its port."""
 
     daemon_threads = True
 
-    def __init__(self, desk: Desk, host: str, port: int, token: str) -> None:
-        """Raises UserError where others than this machine could ask without a password, or the port is taken."""
+    def __init__(self, service: SandboxService, host: str, port: int, token: str) -> None:
+        """Raises UserError if other machines could send requests without a password, or if the port is in use."""
         if not (token or _is_loopback(host)):
             raise UserError(
                 f"at {host} others can ask for programs to be run: set {TOKEN} to a password here and there"
             )
-        self.desk, self.token = desk, token
+        self.service, self.token = service, token
         self._places = threading.BoundedSemaphore(_MAX_CONNECTIONS)
         try:
             super().__init__((host, port), _Handler)
@@ -176,11 +176,11 @@ class Server(ThreadingHTTPServer):
             self._places.release()
 
     def service_actions(self) -> None:
-        """Twice a second."""
-        self.desk.end_idle()
+        """Called by `serve_forever`, twice a second."""
+        self.service.end_idle()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Who asked is gone: nobody is to be told."""
+        """The client is gone: there is nobody to report to."""
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -192,36 +192,36 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         try:
-            self._tell(HTTPStatus.OK, self.server.desk.answer(self._action(), self._asked()))
+            self._reply(HTTPStatus.OK, self.server.service.answer(self._action(), self._request()))
         except Refused as refused:
-            # What of the body was not read would be taken for the next request.
+            # An unread rest of the body would be taken for the next request.
             self.close_connection = refused.status not in (HTTPStatus.SERVICE_UNAVAILABLE, HTTPStatus.GONE)
-            self._tell(refused.status, {"fault": str(refused)})
+            self._reply(refused.status, {"fault": str(refused)})
         except SandboxFault as fault:
-            self._tell(HTTPStatus.INTERNAL_SERVER_ERROR, {"fault": str(fault)})
+            self._reply(HTTPStatus.INTERNAL_SERVER_ERROR, {"fault": str(fault)})
 
     def _action(self) -> str:
-        given = self.headers.get("Authorization", "").removeprefix("Bearer ").encode()
-        if self.server.token and not hmac.compare_digest(given, self.server.token.encode()):
+        token = self.headers.get("Authorization", "").removeprefix("Bearer ").encode()
+        if self.server.token and not hmac.compare_digest(token, self.server.token.encode()):
             raise Refused(HTTPStatus.UNAUTHORIZED, "another password")
         return self.path.rpartition("/v1/")[2]
 
-    def _asked(self) -> Mapping[str, Any]:
+    def _request(self) -> Mapping[str, Any]:
         length = self.headers.get("Content-Length", "")
         if not length.isdecimal() or int(length) > MAX_BODY_BYTES:
             raise Refused(
                 HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"a request has a length of at most {MAX_BODY_BYTES:,} bytes"
             )
         try:
-            asked = json.loads(self.rfile.read(int(length)))
+            request = json.loads(self.rfile.read(int(length)))
         except (ValueError, RecursionError):
-            asked = None
-        if not isinstance(asked, dict):
+            request = None
+        if not isinstance(request, dict):
             raise Refused(HTTPStatus.BAD_REQUEST, "a request is a JSON object")
-        return asked
+        return request
 
-    def _tell(self, status: HTTPStatus, told: _Told) -> None:
-        body = json.dumps(told).encode()
+    def _reply(self, status: HTTPStatus, reply: Mapping[str, object]) -> None:
+        body = json.dumps(reply).encode()
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(body)))
@@ -231,18 +231,18 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *arguments: Any) -> None:
-        """What programs are asked for is nobody's business."""
+        """Requests are not logged: programs may be private."""
 
 
-def _text(asked: Mapping[str, Any], name: str) -> str:
-    value = asked[name]
+def _text(request: Mapping[str, Any], name: str) -> str:
+    value = request[name]
     if not isinstance(value, str):
         raise TypeError(f"'{name}' is no text")
     return value
 
 
-def _limits(asked: Mapping[str, Any]) -> Limits:
-    wanted = Limits(**asked["limits"])
+def _limits(request: Mapping[str, Any]) -> Limits:
+    wanted = Limits(**request["limits"])
     for name, value in wanted._asdict().items():
         if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
             raise ValueError(f"'{name}' is no limit")

@@ -198,7 +198,8 @@ class StalenessAudit:
         if not self._engine_version <= version <= self._last_step:
             raise CountsError(
                 f"group {record['group_id']} was issued at version {version}, but {self._engine_version} was "
-                f"there before and step {self._last_step} was the last one: versions never go backwards, nor ahead of the steps"
+                f"there before and step {self._last_step} was the last one: versions never go backwards, nor ahead of "
+                "the steps"
             )
         self._engine_version = version
         self._versions[record["group_id"]] = version

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from distflow.rewards.code.execution import same_output, same_value
-from distflow.rewards.code.split_assertions import tell_apart
+from distflow.rewards.code.split_assertions import split_assertions
 from distflow.rewards.code.test_formats import AssertTests, CallTests, StreamTests, read_tests
 
 PAIRS = {"inputs": ["1\n", "2\n"], "outputs": ["2\n", "3\n"]}
@@ -88,22 +88,22 @@ def test_tests_that_mean_nothing(ground_truth, row, message):
         read_tests(ground_truth, row)
 
 
-def test_assertions_are_told_apart():
-    told = tell_apart(AssertTests("x = 1\nassert f(x) == g\nassert True\nassert f(2)", "import math"))
-    assert told.shown == ("assert f(x) == g", "assert f(2)")
-    assert told.cases == ("import math\nx = 1\nassert f(x) == g", "import math\nx = 1\nassert f(2)")
-    assert told.names == {"f": "f", "g": "g"}
+def test_assertions_are_split():
+    split = split_assertions(AssertTests("x = 1\nassert f(x) == g\nassert True\nassert f(2)", "import math"))
+    assert split.shown == ("assert f(x) == g", "assert f(2)")
+    assert split.cases == ("import math\nx = 1\nassert f(x) == g", "import math\nx = 1\nassert f(2)")
+    assert split.names == {"f": "f", "g": "g"}
 
 
 def test_those_of_a_check_too():
-    told = tell_apart(AssertTests("M = {}\n" + CHECK + "check(f)", "", "f"))
-    assert told.shown == ("assert candidate(1) == 2", "assert candidate(2) == 3")
-    assert [case.count("assert") for case in told.cases] == [1, 1] and told.names == {"candidate": "f"}
+    split = split_assertions(AssertTests("M = {}\n" + CHECK + "check(f)", "", "f"))
+    assert split.shown == ("assert candidate(1) == 2", "assert candidate(2) == 3")
+    assert [case.count("assert") for case in split.cases] == [1, 1] and split.names == {"candidate": "f"}
 
 
 def test_assertions_in_a_loop_stay_together():
-    told = tell_apart(AssertTests("for i in range(3):\n    assert f(i)\nassert f(9)"))
-    assert len(told.cases) == 1 and told.shown == ("all assertions",)
+    split = split_assertions(AssertTests("for i in range(3):\n    assert f(i)\nassert f(9)"))
+    assert len(split.cases) == 1 and split.shown == ("all assertions",)
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_assertions_in_a_loop_stay_together():
     ],
 )
 def test_names_that_stand_for_the_program(code, names):
-    assert list(tell_apart(AssertTests(code)).names) == names
+    assert list(split_assertions(AssertTests(code)).names) == names
 
 
 @pytest.mark.parametrize(
@@ -134,14 +134,14 @@ def test_names_that_stand_for_the_program(code, names):
     ],
 )
 def test_assertions_of_literals(code, args, right, wrong):
-    (literal,) = tell_apart(AssertTests(code)).literals
+    (literal,) = split_assertions(AssertTests(code)).literals
     assert literal is not None and literal.name == "f" and (literal.args, literal.kwargs) == args
     assert literal.holds(right) is True and literal.holds(wrong) is False
 
 
 def test_those_of_a_check_are_of_its_entry():
     check = "def check(g):\n    assert g(1) == 2\n    assert helper(3) == 4\n"
-    assert [each.name for each in tell_apart(AssertTests(check, "", "f")).literals] == ["f", "helper"]
+    assert [each.name for each in split_assertions(AssertTests(check, "", "f")).literals] == ["f", "helper"]
 
 
 @pytest.mark.parametrize(
@@ -164,13 +164,13 @@ def test_those_of_a_check_are_of_its_entry():
     ],
 )
 def test_assertions_that_must_be_run(code, setup):
-    assert tell_apart(AssertTests(code, setup)).literals == (None,)
+    assert split_assertions(AssertTests(code, setup)).literals == (None,)
 
 
 @pytest.mark.parametrize("code", ["assert f(1", "assert 1 == 1", "x = 3", "assert f(" + "(" * 5000 + ")" * 5000 + ")"])
 def test_tests_that_are_broken(code):
     with pytest.raises(ValueError, match="the tests are broken"):
-        tell_apart(AssertTests(code))
+        split_assertions(AssertTests(code))
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,11 @@ import pytest
 
 from distflow.data.sample import Sample, Segment
 from distflow.errors import UserError
-from distflow.rewards.pool.domain_pools import Patience, Pools
+from distflow.rewards.pool.domain_pools import Patience, Pools, RewardSettings
 from distflow.rewards.router import RewardOutcome, RewardRouter
 from distflow.rewards.score import Error, Score, Timeout
 from tests.patience import at_some_deadline
+from tests.rewards.routers import make_router
 
 FAULTY = str(Path(__file__).with_name("faulty_verifiers.py"))
 CUSTOM = [("custom", 1.0)]
@@ -26,7 +27,7 @@ def sample(domain: str, what: str, **extra: object) -> Sample:
 
 def router_of(*domains: str, **settings: object) -> RewardRouter:
     settings = {"timeout_s": DEADLINE_S, "num_workers": 1, "max_response_length": 9, **settings}
-    return RewardRouter(dict.fromkeys(domains, CUSTOM), custom=(FAULTY, "compute_score"), **settings)  # type: ignore[arg-type]
+    return make_router(dict.fromkeys(domains, CUSTOM), custom=(FAULTY, "compute_score"), **settings)  # type: ignore[arg-type]
 
 
 def judge(router: RewardRouter, samples: Sequence[Sample]) -> list[RewardOutcome]:
@@ -86,7 +87,7 @@ def test_a_batch_is_asked_for_again_as_a_whole(tmp_path: Path) -> None:
     """Its answers are judged beside each other."""
     target = f"{FAULTY}:batch_that_fails_at_first"
     settings = {"timeout_s": 20.0, "num_workers": 1, "max_response_length": 9, "retries": 1, "backoff_s": 0.01}
-    with RewardRouter({"default": [(target, 1.0)]}, **settings) as router:  # type: ignore[arg-type]
+    with make_router({"default": [(target, 1.0)]}, **settings) as router:  # type: ignore[arg-type]
         asked = [sample("default", str(i), file=str(tmp_path / "calls")) for i in range(3)]
         assert [judgement.reward_result for judgement in judge(router, asked)] == [Score(0.0), Score(1.0), Score(2.0)]
     assert (tmp_path / "calls").read_text() == "33", "twice, with all three"
@@ -118,19 +119,19 @@ def test_one_that_cannot_be_loaded_leaves_none_behind(monkeypatch: pytest.Monkey
     monkeypatch.setattr(RewardPool, "close", lambda pool: (closed.append(pool), close(pool)))
     functions = {"good": [("format", 1.0)], "bad": [("no_such_module:score", 1.0)]}
     with pytest.raises(UserError, match="no module 'no_such_module'"):
-        Pools(functions, Patience(5.0, 1))
+        Pools(RewardSettings(functions, Patience(5.0, 1)))
     assert closed and all(pool.closed and pool.pids() == [] for pool in closed)
 
 
 def test_a_domain_without_a_function_is_told() -> None:
     with pytest.raises(UserError, match="no reward function for the domain 'b'"):
-        Pools({"a": [("format", 1.0)]}, Patience(5.0, 1), {"b": Patience(5.0, 1)})
+        Pools(RewardSettings({"a": [("format", 1.0)]}, Patience(5.0, 1), {"b": Patience(5.0, 1)}))
 
 
 def test_a_function_is_asked_in_the_pool_of_the_domain_and_else_in_one_that_has_it() -> None:
-    pools = Pools({"a": [("format", 1.0)], "b": [("exact_match", 1.0)]}, Patience(5.0, 1))
+    pools = Pools(RewardSettings({"a": [("format", 1.0)], "b": [("exact_match", 1.0)]}, Patience(5.0, 1)))
     told: list[str] = []
-    pools.tell(lambda name, arguments, reward_result: told.append(name))
+    pools.set_on_result(lambda name, arguments, reward_result: told.append(name))
 
     async def ask() -> None:
         for domain in ("a", "b", "elsewhere"):

@@ -15,17 +15,17 @@ from distflow.data.sample import Sample, Segment
 from distflow.errors import UserError
 from distflow.rewards.pool import process
 from distflow.rewards.pool.framing import Channel
-from distflow.rewards.pool.pool import RewardPool
-from distflow.rewards.router import RewardRouter
+from distflow.rewards.pool.pool import PoolSettings, RewardPool
 from distflow.rewards.score import Error, RewardResult, Score, Timeout
 from tests.patience import at_some_deadline
+from tests.rewards.routers import make_router
 
 FAULTY = f"{Path(__file__).with_name('faulty_verifiers.py')}:compute_score"
 SHORT_S = 0.4
 
 
 def make_pool(**settings) -> RewardPool:
-    return RewardPool({"faulty": FAULTY}, **{"num_workers": 1, "timeout_s": 20.0, **settings})
+    return PoolSettings({"faulty": FAULTY}, **{"num_workers": 1, "timeout_s": 20.0, **settings}).start()
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +108,7 @@ def test_a_verdict_that_is_judged_again_is_counted(tmp_path):
         about = {"file": str(tmp_path / "file"), "value": 1.0}
         return Sample("0-0", 0, [Segment("prompt", (1,))], response=what, extra_info=about)
 
-    with RewardRouter(functions, timeout_s=20.0, num_workers=2, max_response_length=9) as router:
+    with make_router(functions, timeout_s=20.0, num_workers=2, max_response_length=9) as router:
         asyncio.run(router([sample("echo"), sample("crash once")]))
         counts = router.take_counts()
     assert counts == {"reward/calls": 2, "reward/errors": 0, "reward/timeouts": 0, "reward/retried_calls": 1}
@@ -183,7 +183,7 @@ def test_what_befalls_one_of_a_group_befalls_no_other():
     whats = ["echo"] * 4 + ["hang in c"] + ["echo"] * 4 + ["exit 0"] + ["echo"] * 4
     asked = [arguments(what, value=i) for i, what in enumerate(whats)]
     try:
-        reward_results = asyncio.run(pool.score_group("faulty", asked, on_again=again.append))
+        reward_results = asyncio.run(pool.score_group("faulty", asked, on_repeat=again.append))
         for i, (what, reward_result) in enumerate(zip(whats, reward_results, strict=True)):
             if what == "echo":
                 assert reward_result == Score(float(i))
@@ -202,7 +202,7 @@ def test_a_process_that_has_died_when_the_next_is_sent_died_of_what_it_did_not_a
     pool, again = make_pool(), list[int]()
     asked = [arguments(what, value=i) for i, what in enumerate(["echo"] * 12 + ["exit 0"] + ["echo"] * 12)]
     try:
-        reward_results = asyncio.run(pool.score_group("faulty", asked, on_again=again.append))
+        reward_results = asyncio.run(pool.score_group("faulty", asked, on_repeat=again.append))
         assert isinstance(reward_results.pop(12), Error) and again == [1]
         assert reward_results == [Score(float(i)) for i in range(25) if i != 12]
     finally:
@@ -279,10 +279,8 @@ def test_close_leaves_no_process_and_waits_for_no_verifier():
 def test_no_orphan_when_the_run_itself_is_killed(busy):
     script = f"""
 import asyncio, sys
-from distflow.data.sample import Sample, Segment
-from distflow.rewards.pool.pool import RewardPool
-from distflow.rewards.router import RewardRouter
-pool = RewardPool({{"faulty": {FAULTY!r}}}, num_workers=1, timeout_s=600)
+from distflow.rewards.pool.pool import PoolSettings
+pool = PoolSettings({{"faulty": {FAULTY!r}}}, num_workers=1, timeout_s=600).start()
 print(*pool.pids(), flush=True)
 if {busy}:
     arguments = {arguments("hang in c")!r}
@@ -313,7 +311,7 @@ sys.stdin.read()
 def test_a_function_that_cannot_be_loaded_is_the_users_error(tmp_path, source, message):
     (tmp_path / "reward.py").write_text(source)
     with pytest.raises(UserError, match="cannot be loaded") as raised:
-        RewardPool({"custom": f"{tmp_path / 'reward.py'}:compute_score"}, num_workers=1, timeout_s=1)
+        PoolSettings({"custom": f"{tmp_path / 'reward.py'}:compute_score"}, num_workers=1, timeout_s=1).start()
     assert message in str(raised.value) and "reward.py" in str(raised.value)
 
 

@@ -1,21 +1,21 @@
-"""Runs a program's cases one by one in the sandbox, and compares what it prints or returns with what is wanted.
+"""Runs a program's test cases one by one in the sandbox, and compares its output or result with the expected one.
 
-Expected values stay outside: a program gets only its input or arguments. Cases run either each in a new process, or at
-least `SHUFFLED_FROM` of them shuffled in one, so that a memorised order of answers is useless. Of a case that calls
-often, e.g. in a loop, that many calls each go to a new process, and the rest to one."""
+Expected values stay outside of the sandbox: a program gets only its input or arguments. Either each case runs in a new
+process, or, if there are at least `SHUFFLED_FROM`, all run shuffled in one, so that a memorised order of answers is
+useless. If one of a few cases calls the program often, e.g. in a loop, its first `SHUFFLED_FROM` calls each go to a new
+process, and the rest to one."""
 
 import random
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any, NamedTuple, Self
+from contextlib import closing, contextmanager
+from typing import Any, NamedTuple
 
 from distflow.rewards.code.split_assertions import HARNESS, Assertions, Literal
 from distflow.rewards.code.test_formats import CallTests, StreamTests
 from distflow.sandbox.inside.values import NotPlain
-from distflow.sandbox.interface import AnySandbox, AnySession, Ran
-from distflow.sandbox.limits import Broken, Limits, Raised
+from distflow.sandbox.interface import AnySandbox, AnySession, Broken, Limits, Raised, RunResult
 
 TOLERANCE = 1e-6
 """Tolerance for a wanted number with a decimal point or exponent: relative, or absolute below 1."""
@@ -24,9 +24,9 @@ _MAX_NUMBER_CHARACTERS = 400
 
 
 def same_output(printed: str, wanted: str) -> bool:
-    """Compare lines, without white space at their ends and empty lines at the end, word by word; numbers by value:
+    """Compare lines word by word, without white space at their ends and empty lines at the end; numbers by value:
     `2.50` is `2.5`, and within `TOLERANCE` if the wanted number is not an integer."""
-    found, expected = _lines(printed), _lines(wanted)
+    found, expected = ([line.strip() for line in text.strip().split("\n")] for text in (printed, wanted))
     return len(found) == len(expected) and all(map(_same_line, found, expected))
 
 
@@ -35,10 +35,6 @@ def same_value(returned: Any, wanted: Any) -> bool:
     the only entry of a list, as in APPS."""
     value = _as_json(returned)
     return bool(value == wanted) or (isinstance(wanted, list) and len(wanted) == 1 and bool(value == wanted[0]))
-
-
-def _lines(text: str) -> list[str]:
-    return [line.strip() for line in text.strip().split("\n")]
 
 
 def _same_line(found: str, expected: str) -> bool:
@@ -84,7 +80,7 @@ _NOT_PLAIN = "the test passes the program a value that is not plain"
 
 
 class Outcome(NamedTuple):
-    """why: empty if the program passed. printed: the end of its output."""
+    """why: the reason of a failure, empty if the program passed. printed: the end of its output."""
 
     case: str
     why: str
@@ -96,7 +92,7 @@ class Stopped(Exception):
 
 
 class TimedSandbox:
-    """A sandbox, and the time that is left for scoring a response in it."""
+    """A sandbox with a time limit for scoring one response."""
 
     def __init__(self, sandbox: AnySandbox, seconds: float) -> None:
         self._sandbox = sandbox
@@ -116,7 +112,7 @@ class TimedSandbox:
         """Raises as `Sandbox.open` does, and as `_bounded`."""
         return self._sandbox.open(code, self._bounded(self._sandbox.limits))
 
-    def run(self, code: str, stdin: str) -> Ran:
+    def run(self, code: str, stdin: str) -> RunResult:
         """Run a program and keep all of its output. Raises as `_bounded`."""
         limits = self._sandbox.limits
         return self._sandbox.run(code, stdin, self._bounded(limits._replace(output_bytes=limits.printed_bytes)))
@@ -132,8 +128,8 @@ class TimedSandbox:
             self._used_s += max(time.monotonic() - began - waited_s - _START_S, 0.0)
 
     def _bounded(self, limits: Limits) -> Limits:
-        """Limits with at most the time that is left. Raises Stopped, or TimeoutError if the program used less than half
-        of the time that passed: then it is not the program's fault."""
+        """Limits with at most the remaining time. Raises Stopped if there is none, or TimeoutError if the program used
+        less than half of the elapsed time, so that it is not the program's fault."""
         now = time.monotonic()
         if now >= self._end and 2 * self._used_s < now - self._began:
             raise TimeoutError(f"{now - self._began:.1f} s were too short for its cases here: raise reward.timeout_s")
@@ -153,7 +149,7 @@ class ProgramUnderTest:
         self.was_asked = False
 
     def call(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Raises Raised, Broken, Stopped. A process that breaks after earlier calls may have used up its limits: the
+        """Raises Raised, Broken, Stopped. A process that breaks after earlier calls may have exhausted its limits: the
         call is repeated in a new one."""
         self.was_asked = True
         while True:
@@ -169,7 +165,7 @@ class ProgramUnderTest:
                     raise
                 is_first = not self._num_answers
                 self._printed = _printed(session)
-                self.leave()
+                self.end_process()
                 if is_first and error.cause == "time":
                     raise Stopped(error.reason) from None
                 if is_first:
@@ -182,7 +178,7 @@ class ProgramUnderTest:
         """The end of the output of the process that was called last."""
         return _printed(self._session) if self._session else self._printed
 
-    def leave(self) -> None:
+    def end_process(self) -> None:
         """The next call goes to a new process."""
         if self._session:
             self._session.close()
@@ -203,10 +199,10 @@ class ProgramUnderTest:
 
 def run_streams(box: TimedSandbox, code: str, tests: StreamTests) -> Iterator[Outcome]:
     """Raises Stopped if the rest is not run."""
-    for given, wanted in zip(tests.inputs, tests.outputs, strict=True):
+    for stdin, wanted in zip(tests.inputs, tests.outputs, strict=True):
         with box.used_by_program():
-            ran = box.run(code, given)
-        shown = f"stdin {_short(given)}"
+            ran = box.run(code, stdin)
+        shown = f"stdin {_short(stdin)}"
         printed = (ran.stdout[-_SHOWN:] + ran.stderr[-_SHOWN:]).strip()
         if ran.status == "time":
             raise Stopped("it ran out of time")
@@ -237,10 +233,10 @@ def run_calls(program: ProgramUnderTest, tests: CallTests) -> Iterator[Outcome]:
 
 def run_assertions(box: TimedSandbox, program: ProgramUnderTest, tests: Assertions) -> Iterator[Outcome]:
     """Raises Stopped if the rest is not run; ValueError if the tests are at fault."""
-    with AssertionRunner(box) as bench:
+    with closing(AssertionRunner(box)) as runner:
         for i in _order(program, len(tests.cases)):
             literal = tests.literals[i]
-            why = _why_literal_fails(program, literal) if literal else _why_fails(bench, program, tests, i)
+            why = _why_literal_fails(program, literal) if literal else _why_fails(runner, program, tests, i)
             yield Outcome(tests.shown[i], why, program.printed() if why else "")
 
 
@@ -256,20 +252,14 @@ def _why_literal_fails(program: ProgramUnderTest, case: Literal) -> str:
 
 
 class AssertionRunner:
-    """A sandbox in which assertions run, without the program."""
+    """A process in which assertions run, apart from the program."""
 
     def __init__(self, box: TimedSandbox) -> None:
         self._box = box
         self._session: AnySession | None = None
 
-    def begin(self, code: str, names: Sequence[str]) -> list[Any]:
-        return self._ask("begin", code, list(names))
-
-    def go_on(self, answer: list[Any]) -> list[Any]:
-        """answer: ["value", it] or ["raised", type, text]. Raises as `Session.call`."""
-        return self._ask("go_on", answer)
-
-    def _ask(self, name: str, *args: Any) -> list[Any]:
+    def step(self, name: str, *args: Any) -> list[Any]:
+        """Call `begin` or `resume` of `HARNESS`. Raises as `Session.call`."""
         if self._session is None:
             self._session = self._box.open(HARNESS)
         try:
@@ -283,12 +273,6 @@ class AssertionRunner:
             self._session.close()
         self._session = None
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
 
 def _order(program: ProgramUnderTest, num_cases: int) -> Iterator[int]:
     """Order of the cases, the same for the same program; each gets a new process if they are few."""
@@ -296,45 +280,45 @@ def _order(program: ProgramUnderTest, num_cases: int) -> Iterator[int]:
     generator = random.Random(program.code.encode("utf-8", "surrogatepass"))
     for i in generator.sample(range(num_cases), num_cases) if shuffled else range(num_cases):
         if not shuffled:
-            program.leave()
+            program.end_process()
         yield i
 
 
-def _why_fails(bench: AssertionRunner, program: ProgramUnderTest, tests: Assertions, i: int) -> str:
+def _why_fails(runner: AssertionRunner, program: ProgramUnderTest, tests: Assertions, i: int) -> str:
     """Why the case fails; empty if it passes."""
-    step = _first_step(bench, program, tests, i)
+    step = _first_step(runner, program, tests, i)
     num_fresh = SHUFFLED_FROM if len(tests.cases) < SHUFFLED_FROM else 0
     for number in range(MAX_CALLS):
         _, name, args, kwargs = step
         if number < num_fresh:
-            program.leave()
+            program.end_process()
         try:
             value = program.call(tests.names[name], args, kwargs)
-            said, answer = f"it returned {_short(value)}", ["value", value]
+            result, answer = f"it returned {_short(value)}", ["value", value]
         except Raised as error:
-            said, answer = f"it raised {error}", ["raised", error.type, error.text]
+            result, answer = f"it raised {error}", ["raised", error.type, error.text]
         except Broken as error:
             return error.reason
         try:
-            step = bench.go_on(answer)
+            step = runner.step("resume", answer)
         except NotPlain as error:  # plain by itself, but not together with other values
             return f"its answer is {error}"
         except Broken as error:
             if error.cause == "value":
-                return f"{said}, and then {_NOT_PLAIN}"
-            return f"{said}, and the test did not end: {error}"
+                return f"{result}, and then {_NOT_PLAIN}"
+            return f"{result}, and the test did not end: {error}"
         if step[0] == "passed":
             return ""
         if step[0] == "failed":
             is_clear = step[1] == "AssertionError" or answer[0] == "raised"
-            return said if is_clear else f"{said}, and the test raised {': '.join(step[1:])}"
+            return result if is_clear else f"{result}, and the test raised {': '.join(step[1:])}"
     return f"the test called it more than {MAX_CALLS} times"
 
 
-def _first_step(bench: AssertionRunner, program: ProgramUnderTest, tests: Assertions, i: int) -> list[Any]:
-    """The first call of the program. An error before it is the tests' fault: raises ValueError."""
+def _first_step(runner: AssertionRunner, program: ProgramUnderTest, tests: Assertions, i: int) -> list[Any]:
+    """The first call of the program. Raises ValueError for an error before it, which is the tests' fault."""
     try:
-        step = bench.begin(tests.cases[i], list(tests.names))
+        step = runner.step("begin", tests.cases[i], list(tests.names))
         if step[0] == "call":
             return step
         why = ": ".join(step[1:]) or "it does not call the program"

@@ -19,14 +19,41 @@ from distflow.rewards.code.execution import (
     run_calls,
     run_streams,
 )
-from distflow.rewards.code.split_assertions import Assertions, tell_apart
+from distflow.rewards.code.split_assertions import Assertions, split_assertions
 from distflow.rewards.code.test_formats import AssertTests, CallTests, StreamTests, Tests, read_tests
-from distflow.rewards.functions import shortened
-from distflow.rewards.score import Case, left_s
+from distflow.rewards.score import Case, left_s, shortened
 from distflow.sandbox.interface import AnySandbox
 from distflow.sandbox.remote import RemoteSandbox
 from distflow.sandbox.sandbox import Sandbox
 
+Plan = StreamTests | CallTests | Assertions
+LONGEST_S = 60.0
+"""Wall-clock seconds for a score outside of a pool."""
+_SHARE_OF_TIME = 0.8
+_NUM_SHOWN = 3
+_SHOWN = 500
+# Imports that graders of function-call tasks add to a program, as their prompts assume them.
+_IMPORTS = (
+    "import bisect, collections, functools, heapq, itertools, math, operator, random, re, string; "
+    "from typing import *; from bisect import *; from collections import *; from functools import *; "
+    "from heapq import *; from itertools import *; from math import *; from builtins import *\n"
+)
+_TYPING = "from typing import *\n"
+_METHOD = """
+if "{0}" not in globals() and "Solution" in globals():
+    def {0}(*args, **kwargs):
+        return Solution().{0}(*args, **kwargs)
+"""
+
+_ADD = "```python\ndef add(a, b):\n    return a {} b\n```"
+CASES = (
+    Case(_ADD.format("+"), {"test_list": ["assert add(1, 2) == 3", "assert add(-1, 1) == 0"]}, True),
+    Case(_ADD.format("*"), {"test_list": ["assert add(1, 2) == 3", "assert add(-1, 1) == 0"]}, False),
+    Case(_ADD.format("+"), {"fn_name": "add", "inputs": [[1, 2]], "outputs": [3]}, True),
+    Case("```python\nprint(int(input()) + 1)\n```", {"inputs": ["1\n", "2\n"], "outputs": ["2\n", "3\n"]}, True),
+    Case("```python\nprint(2)\n```", {"inputs": ["1\n"], "outputs": ["3\n"]}, False),
+    Case("I do not know.", {"inputs": ["1\n"], "outputs": ["2\n"]}, False),
+)
 _FENCE = re.compile(r"[ \t]*(`{3,}|~{3,})[ \t]*([^\s`{]*)[^`\n]*")
 _PYTHON = ("python", "python3", "py", "py3")
 _THOUGHT_END = "</think>"
@@ -74,35 +101,6 @@ def defines(program: str, name: str) -> bool:
     return re.search(rf"^[ \t]*(?:async[ \t]+def|def|class)[ \t]+{name}\b|^{name}[ \t]*=", program, re.M) is not None
 
 
-LONGEST_S = 60.0
-"""Wall-clock seconds for a score outside of a pool."""
-_SHARE_OF_TIME = 0.8
-_NUM_SHOWN = 3
-_SHOWN = 500
-# Imports that graders of function-call tasks add to a program, as their prompts assume them.
-_IMPORTS = (
-    "import bisect, collections, functools, heapq, itertools, math, operator, random, re, string; "
-    "from typing import *; from bisect import *; from collections import *; from functools import *; "
-    "from heapq import *; from itertools import *; from math import *; from builtins import *\n"
-)
-_TYPING = "from typing import *\n"
-_METHOD = """
-if "{0}" not in globals() and "Solution" in globals():
-    def {0}(*args, **kwargs):
-        return Solution().{0}(*args, **kwargs)
-"""
-
-_ADD = "```python\ndef add(a, b):\n    return a {} b\n```"
-CASES = (
-    Case(_ADD.format("+"), {"test_list": ["assert add(1, 2) == 3", "assert add(-1, 1) == 0"]}, True),
-    Case(_ADD.format("*"), {"test_list": ["assert add(1, 2) == 3", "assert add(-1, 1) == 0"]}, False),
-    Case(_ADD.format("+"), {"fn_name": "add", "inputs": [[1, 2]], "outputs": [3]}, True),
-    Case("```python\nprint(int(input()) + 1)\n```", {"inputs": ["1\n", "2\n"], "outputs": ["2\n", "3\n"]}, True),
-    Case("```python\nprint(2)\n```", {"inputs": ["1\n"], "outputs": ["3\n"]}, False),
-    Case("I do not know.", {"inputs": ["1\n"], "outputs": ["2\n"]}, False),
-)
-
-
 def compute_score(
     data_source: str,
     solution_str: str,
@@ -127,22 +125,23 @@ def compute_share(
     extra_info: Mapping[str, object] | None = None,
     sandbox: str = "",
 ) -> dict[str, JSON]:
-    """The same, paid by the share of the tests that it passes; right (`acc`) is still only who passes all."""
+    """The same, but the score is the share of the tests that it passes; only a program that passes all is right
+    (`acc`)."""
     reward_result = compute_score(data_source, solution_str, ground_truth, extra_info, sandbox)
     return {**reward_result, "score": reward_result["share"]}
 
 
 def check_row(ground_truth: object, extra_info: Mapping[str, object]) -> None:
-    """Raises ValueError where the row's tests are broken, so that no program can be judged. Runs none of them."""
+    """Raises ValueError if the row's tests are broken, so that no program can be scored. Runs none of them."""
     tests = read_tests(ground_truth, extra_info)
     if isinstance(tests, AssertTests):
-        tell_apart(tests)
+        split_assertions(tests)
 
 
 def score_program(sandbox: AnySandbox, answer: str, ground_truth: object, row: Mapping[str, object]) -> dict[str, JSON]:
-    """The same, in a sandbox of the caller's, which nobody else uses meanwhile."""
+    """The same, in a sandbox of the caller that is not used by others meanwhile."""
     tests = read_tests(ground_truth, row)
-    plan = tell_apart(tests) if isinstance(tests, AssertTests) else tests
+    plan = split_assertions(tests) if isinstance(tests, AssertTests) else tests
     box = TimedSandbox(sandbox, min(LONGEST_S, _SHARE_OF_TIME * left_s()))
     outcomes, stopped = list[Outcome](), ""
     program = find_program(answer, _names(plan))
@@ -167,15 +166,15 @@ def _sandbox(url: str) -> AnySandbox:
     return sandbox
 
 
-def _names(plan: "StreamTests | CallTests | Assertions") -> list[str]:
-    """What the program must define."""
+def _names(plan: Plan) -> list[str]:
+    """Names that the program must define."""
     if isinstance(plan, CallTests):
         return [plan.name]
     return list(plan.names.values()) if isinstance(plan, Assertions) else []
 
 
-def _whole(program: str, tests: Tests, plan: "StreamTests | CallTests | Assertions") -> str:
-    """The program, after the imports that its tests assume, with its method as a function."""
+def _whole(program: str, tests: Tests, plan: Plan) -> str:
+    """The program after the imports that its tests assume, with its method as a function."""
     if isinstance(tests, StreamTests):
         return program
     methods = "".join(_METHOD.format(name) for name in _names(plan))
@@ -190,7 +189,7 @@ def _whole(program: str, tests: Tests, plan: "StreamTests | CallTests | Assertio
     return (tests.prompt or _TYPING) + "\n" + program + methods
 
 
-def _outcomes(box: TimedSandbox, code: str, plan: "StreamTests | CallTests | Assertions") -> Iterator[Outcome]:
+def _outcomes(box: TimedSandbox, code: str, plan: Plan) -> Iterator[Outcome]:
     if isinstance(plan, StreamTests):
         yield from run_streams(box, code, plan)
         return
@@ -198,7 +197,7 @@ def _outcomes(box: TimedSandbox, code: str, plan: "StreamTests | CallTests | Ass
     try:
         yield from run_calls(program, plan) if isinstance(plan, CallTests) else run_assertions(box, program, plan)
     finally:
-        program.leave()
+        program.end_process()
 
 
 def _summary(outcomes: list[Outcome], stopped: str, num_cases: int) -> dict[str, JSON]:

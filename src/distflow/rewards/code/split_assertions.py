@@ -1,9 +1,9 @@
-"""Splits a data set's assertions into cases, which run apart from the program that they test.
+"""Splits a data set's assertions into test cases, which run apart from the program that they test.
 
-Most assertions of MBPP and HumanEval, like `assert f([1, 2], x=3) == (4,)`, hold only literals and one call, which can
-be read off without running them. The others run in a sandbox of their own without the program: names that they do not
-define stand for functions of the program. A call of one is passed to the program's process, with plain arguments only,
-and the assertion sees the plain value that it returns."""
+Most assertions of MBPP and HumanEval, like `assert f([1, 2], x=3) == (4,)`, have only literals and one call, which can
+be read without running them. The others run in a sandbox of their own without the program: names that they do not
+define are functions of the program. A call of one is passed to the program's process, with plain arguments only, and
+the assertion gets the plain value that it returns."""
 
 import ast
 import builtins
@@ -17,7 +17,7 @@ from distflow.rewards.code.test_formats import AssertTests, parse
 
 
 class Literal(NamedTuple):
-    """A call, and whether a returned plain value is right."""
+    """A call, and a predicate for the plain value that it returns."""
 
     name: str
     args: list[Any]
@@ -26,10 +26,10 @@ class Literal(NamedTuple):
 
 
 def read_literal(statements: Sequence[ast.stmt], names: Mapping[str, str]) -> Literal | None:
-    """Read a case's statements, of which the last is its assertion; None if it has to be run. names: name in the tests
+    """Read a case's statements, the last of which is its assertion; None if they must be run. names: name in the tests
     → function of the program."""
     *before, assertion = statements
-    if not isinstance(assertion, ast.Assert) or not all(map(_is_idle, before)):
+    if not isinstance(assertion, ast.Assert) or not all(map(_has_no_effect, before)):
         return None
     if assertion.msg is not None and not isinstance(assertion.msg, ast.Constant):
         return None
@@ -58,8 +58,8 @@ def _read(test: ast.expr, names: Mapping[str, str]) -> Literal | None:
     return None
 
 
-def _is_idle(statement: ast.stmt) -> bool:
-    """Whether it only assigns a literal to a name, or is a string."""
+def _has_no_effect(statement: ast.stmt) -> bool:
+    """Whether it only assigns a literal to a name, or is a literal."""
     if isinstance(statement, ast.Expr | ast.Assign):
         try:
             ast.literal_eval(statement.value)
@@ -72,8 +72,8 @@ def _is_idle(statement: ast.stmt) -> bool:
 _SHOWN = 200
 _CANDIDATE = "candidate"
 
-# Runs in the sandbox. A call without an answer ends the run of the assertion, which runs again from its start when
-# there is one, so that nothing waits in there. Its random numbers are the same each time.
+# Runs in the sandbox. A call without a known result ends the run of the assertion; it runs again from its start
+# when the result has come, so that nothing waits in the sandbox. Its random numbers are the same each time.
 HARNESS = """
 import builtins, random
 
@@ -89,15 +89,15 @@ class Log:
         if self.count > len(self.answers):
             self.asked = self.asked or [name, list(args), kwargs]
             raise Asked
-        kind, *told = self.answers[self.count - 1]
+        kind, *content = self.answers[self.count - 1]
         if kind == "value":
-            return told[0]
-        error = getattr(builtins, told[0], None)
+            return content[0]
+        error = getattr(builtins, content[0], None)
         known = isinstance(error, type) and issubclass(error, Exception)
         try:
-            raised = error(told[1]) if known else Exception(": ".join(told))
+            raised = error(content[1]) if known else Exception(": ".join(content))
         except TypeError:
-            raised = Exception(": ".join(told))
+            raised = Exception(": ".join(content))
         raise raised
 
     def run(self):
@@ -109,7 +109,7 @@ class Log:
         failure = None
         try:
             exec(self.code, scope)
-        except BaseException as error:
+        except BaseException as error:  # the assertions may raise anything
             failure = [type(error).__name__, str(error)[:500]]
         if self.asked:
             return ["call", *self.asked]
@@ -120,14 +120,14 @@ def begin(code, names):
     log = Log(code, names)
     return log.run()
 
-def go_on(answer):
+def resume(answer):
     log.answers.append(answer)
     return log.run()
 """
 
 
 class Assertions(NamedTuple):
-    """cases: whole modules, each with the statements before its assertion. shown: the assertions, for people.
+    """cases: whole modules, each with the statements before its assertion. shown: the assertions, for messages.
 
     names: name in the tests → function of the program.
     literals: of each case that holds only literals; None for those that must be run.
@@ -140,18 +140,18 @@ class Assertions(NamedTuple):
 
 
 @lru_cache(maxsize=64)  # the responses to a prompt have the same tests
-def tell_apart(tests: AssertTests) -> Assertions:
-    """Each assertion at the top level (or in that of HumanEval's `check`) is a case, with all that precedes it except
-    the other assertions. If some are in loops or the like, all are one case. Raises ValueError for tests that are no
-    Python, or test nothing.
+def split_assertions(tests: AssertTests) -> Assertions:
+    """Each assertion at the top level (or at that of HumanEval's `check`) is a case, with everything before it except
+    the other assertions. If some are in loops or other blocks, all are one case. Raises ValueError for tests that are
+    not Python, or test nothing.
     """
     setup, module = parse(tests.setup, "their setup"), parse(tests.code, "their code")
     check = _check_of(module) if tests.entry else None
     body = check.body if check else module.body
     split, before = _split(body), list(setup.body)
     if check:
-        before += [statement for statement in module.body if statement is not check and not _calls_check(statement)]
-    parts = [[_with_body(check, part), _call(check)] if check else part for part in split]
+        before += [each for each in module.body if each is not check and not _is_call_of(each, check.name)]
+    parts = [_call_with(check, part) if check else part for part in split]
     whole = ast.unparse(ast.Module([*setup.body, *module.body], []))
     modules = [ast.Import([ast.alias(name)]) for name in _modules(module, _names(whole, tests.entry))]
     cases = tuple(ast.unparse(ast.Module([*modules, *before, *part], [])) for part in parts)
@@ -163,7 +163,8 @@ def tell_apart(tests: AssertTests) -> Assertions:
         names = {name: tests.entry if name == _CANDIDATE else name for name in names}
         called = {**names, check.args.args[0].arg: tests.entry}
     literals = tuple(read_literal([*before, *part], called) for part in split)
-    return Assertions(cases, _shown(body, split), names, literals)
+    shown = tuple("all assertions" if part is body else ast.unparse(part[-1])[:_SHOWN] for part in split)
+    return Assertions(cases, shown, names, literals)
 
 
 def _check_of(module: ast.Module) -> ast.FunctionDef | None:
@@ -171,56 +172,43 @@ def _check_of(module: ast.Module) -> ast.FunctionDef | None:
     return found[-1] if found and len(found[-1].args.args) == 1 else None
 
 
-def _calls_check(statement: ast.stmt) -> bool:
-    return (
-        isinstance(statement, ast.Expr)
-        and isinstance(statement.value, ast.Call)
-        and isinstance(statement.value.func, ast.Name)
-        and statement.value.func.id == "check"
-    )
+def _is_call_of(statement: ast.stmt, name: str) -> bool:
+    match statement:
+        case ast.Expr(ast.Call(ast.Name(called))):
+            return called == name
+    return False
 
 
-def _with_body(check: ast.FunctionDef, body: list[ast.stmt]) -> ast.FunctionDef:
-    return ast.FunctionDef(check.name, check.args, body, [], lineno=1)
-
-
-def _call(check: ast.FunctionDef) -> ast.Expr:
-    called = ast.Call(ast.Name(check.name, ast.Load()), [ast.Name(_CANDIDATE, ast.Load())], [])
-    return ast.Expr(called)
+def _call_with(check: ast.FunctionDef, body: list[ast.stmt]) -> list[ast.stmt]:
+    """`check` with another body, and its call."""
+    call = ast.Call(ast.Name(check.name, ast.Load()), [ast.Name(_CANDIDATE, ast.Load())], [])
+    return [ast.FunctionDef(check.name, check.args, body, [], lineno=1), ast.Expr(call)]
 
 
 def _split(body: list[ast.stmt]) -> list[list[ast.stmt]]:
-    if any(_asserts(each) and not isinstance(each, ast.Assert) for each in body):
+    blocks = [each for each in body if not isinstance(each, ast.Assert)]
+    if any(isinstance(node, ast.Assert) for block in blocks for node in ast.walk(block)):
         return [body]
     parts, before = [], list[ast.stmt]()
     for statement in body:
         if not isinstance(statement, ast.Assert):
             before.append(statement)
-        elif not isinstance(statement.test, ast.Constant):  # `assert True` says nothing
+        elif not isinstance(statement.test, ast.Constant):  # `assert True` tests nothing
             parts.append([*before, statement])
     return parts or [body]
 
 
-def _shown(body: list[ast.stmt], parts: list[list[ast.stmt]]) -> tuple[str, ...]:
-    return tuple("all assertions" if part is body else ast.unparse(part[-1])[:_SHOWN] for part in parts)
-
-
-def _asserts(statement: ast.stmt) -> bool:
-    return any(isinstance(node, ast.Assert) for node in ast.walk(statement))
-
-
 def _names(case: str, entry: str) -> list[str]:
-    """Names that the code reads but does not define. A built-in is the program's only if nothing else is: a program
-    that defines `abs` must not change its meaning in the tests."""
+    """Names that the code reads but does not define. A built-in counts only if there are no others: a program that
+    defines `abs` must not change its meaning in the tests."""
     try:
         table = symtable.symtable(case, "tests.py", "exec")
     except SyntaxError as error:
         raise ValueError(f"the tests are broken: {error}") from error
     bound = {each.get_name() for each in table.get_symbols() if each.is_assigned() or each.is_imported()}
-    bound |= {"__name__"} | {
-        each.get_name() for scope in _scopes(table) for each in scope.get_symbols() if _binds_global(each)
-    }
-    read = {each.get_name() for scope in _scopes(table) for each in scope.get_symbols() if each.is_global()}
+    everywhere = [each for scope in _scopes(table) for each in scope.get_symbols()]
+    bound |= {"__name__"} | {each.get_name() for each in everywhere if each.is_declared_global() and each.is_assigned()}
+    read = {each.get_name() for each in everywhere if each.is_global()}
     read |= {each.get_name() for each in table.get_symbols() if each.is_referenced()}
     free = sorted(read - bound)
     own = [name for name in free if not hasattr(builtins, name) or name == entry]
@@ -228,7 +216,7 @@ def _names(case: str, entry: str) -> list[str]:
 
 
 def _modules(tests: ast.Module, names: list[str]) -> list[str]:
-    """Modules of the standard library that the tests use by attribute without importing them, as the program does."""
+    """Modules of the standard library that the tests use by attribute, but leave to the program to import."""
     owners = {node.value.id for node in ast.walk(tests) if isinstance(node, ast.Attribute) and _is_name(node.value)}
     called = {node.func.id for node in ast.walk(tests) if isinstance(node, ast.Call) and _is_name(node.func)}
     return [name for name in names if name in owners - called and name in sys.stdlib_module_names]
@@ -236,10 +224,6 @@ def _modules(tests: ast.Module, names: list[str]) -> list[str]:
 
 def _is_name(node: ast.expr) -> TypeGuard[ast.Name]:
     return isinstance(node, ast.Name)
-
-
-def _binds_global(symbol: symtable.Symbol) -> bool:
-    return symbol.is_declared_global() and symbol.is_assigned()
 
 
 def _scopes(table: symtable.SymbolTable) -> Iterator[symtable.SymbolTable]:

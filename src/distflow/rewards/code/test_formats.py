@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from distflow.rewards.known_solutions import decoded
+from distflow.rewards.extracted_answers import decoded
 
 _SHORT = 200
 _KINDS = ("inputs", "input_output", "test_list", "test")
@@ -49,15 +49,15 @@ Tests = StreamTests | CallTests | AssertTests
 
 def read_tests(ground_truth: object, row: Mapping[str, object]) -> Tests:
     """The tests in the row's ground truth, else in its columns. Raises ValueError if they cannot be read."""
-    given = decoded(ground_truth)
-    if isinstance(given, list) and given and all(isinstance(entry, Mapping) for entry in given):
-        given = _from_pairs(given)
-    elif isinstance(given, list):
-        given = {"test_list": given}
-    elif isinstance(given, str) and "assert" in given:  # else it may be a solution
-        given = {"test": given}
-    columns = {**row, **given} if isinstance(given, Mapping) else dict(row)
-    kind = next((name for name in _KINDS if isinstance(given, Mapping) and given.get(name)), None)
+    tests = decoded(ground_truth)
+    if isinstance(tests, list) and tests and all(isinstance(entry, Mapping) for entry in tests):
+        tests = _from_pairs(tests)
+    elif isinstance(tests, list):
+        tests = {"test_list": tests}
+    elif isinstance(tests, str) and "assert" in tests:  # else it may be a solution
+        tests = {"test": tests}
+    columns = {**row, **tests} if isinstance(tests, Mapping) else dict(row)
+    kind = next((name for name in _KINDS if isinstance(tests, Mapping) and tests.get(name)), None)
     kind = kind or next((name for name in _KINDS if columns.get(name)), None)
     if kind == "input_output":
         nested = decoded(columns[kind])
@@ -135,16 +135,19 @@ def _function(name: object) -> str:
 
 
 def _read_list(columns: Mapping[str, object]) -> AssertTests:
-    tests = decoded(columns["test_list"])
-    imports = decoded(columns.get("test_imports") or [])
-    if not isinstance(tests, list) or not all(isinstance(test, str) for test in tests):
-        raise ValueError(f"'test_list' is {_short(tests)}, and no list of str")
-    if not isinstance(imports, list) or not all(isinstance(line, str) for line in imports):
-        raise ValueError(f"'test_imports' is {_short(imports)}, and no list of str")
+    tests = _lines("test_list", columns["test_list"])
+    imports = _lines("test_imports", columns.get("test_imports") or [])
     setup = columns.get("test_setup_code") or ""
     if not isinstance(setup, str):
         raise ValueError(f"'test_setup_code' is {_short(setup)}, and no str")
     return AssertTests("\n".join(tests), "\n".join([*imports, setup]))
+
+
+def _lines(name: str, value: object) -> list[str]:
+    lines = decoded(value)
+    if not isinstance(lines, list) or not all(isinstance(line, str) for line in lines):
+        raise ValueError(f"'{name}' is {_short(lines)}, and no list of str")
+    return lines
 
 
 def _read_check(columns: Mapping[str, object]) -> AssertTests:

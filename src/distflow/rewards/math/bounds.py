@@ -1,6 +1,6 @@
-r"""Bounds on the cost of comparing an answer, checked before anything is evaluated, as the policy writes it.
+r"""Bounds on the cost of comparing an answer, checked before evaluation, since the policy writes the answer.
 
-A number like `9^{9^{9}}` or `\binom{10^9}{10^8}` would take all time and memory, right or wrong.
+A number like `9^{9^{9}}` or `\binom{10^9}{10^8}` would take all time and memory.
 """
 
 import math
@@ -29,7 +29,7 @@ _BITS_OF_A_LETTER = 2.0  # π and e are below 4
 
 
 class OutOfTime(BaseException):
-    """No Exception: sympy and its parsers catch those."""
+    """Not an Exception, because sympy and its parsers catch those."""
 
 
 def is_affordable(answer: str) -> bool:
@@ -44,7 +44,7 @@ def is_affordable(answer: str) -> bool:
 
 
 class _Reader:
-    """Reads tokens once, from left to right; each method returns an upper bound of log2 |value|, at least 0."""
+    """Reads tokens once, from left to right; each method returns an upper bound of log2 |value| that is at least 0."""
 
     def __init__(self, tokens: list[str]) -> None:
         self.tokens = tokens
@@ -134,7 +134,7 @@ def limited_time(seconds: float = CPU_LIMIT_S) -> Iterator[None]:
         yield
         return
     previous = signal.signal(signal.SIGVTALRM, _raise_out_of_time)
-    signal.setitimer(signal.ITIMER_VIRTUAL, seconds, _REPEAT_S)  # repeated: a destructor swallows what it raises
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds, _REPEAT_S)  # repeated: exceptions in destructors are lost
     try:
         yield
     finally:

@@ -1,7 +1,7 @@
-r"""Are two answers mathematically equal? A row of rules, each for one way of writing; the first that knows decides.
+"""Are two answers mathematically equal? Each rule is for one notation; the first that applies decides.
 
-What no rule knows is parsed and compared by math-verify, which by itself ignores units and bases, reads `6:30` as a
-division and words as products of their letters, and rounds at the sixth decimal, so that 1e-7 equals 2e-7 to it.
+If none applies, both are parsed and compared by math-verify, which by itself ignores units and bases, reads `6:30` as a
+division and words as products of their letters, and rounds at the sixth decimal, so that 1e-7 equals 2e-7.
 """
 
 import math
@@ -45,7 +45,7 @@ _MIRRORED = {"<": ">", ">": "<", r"\le": r"\ge", r"\ge": r"\le", r"\neq": r"\neq
 
 
 def are_equal(gold: str, answer: str) -> bool:
-    """Both normalised. An answer that is too costly to compare is equal to the same text only (`math_bounds`)."""
+    """Both normalised. An answer that is too costly to compare (`math.bounds`) equals only the same text."""
     if gold == answer or (" " in gold + answer and _SPACES.sub("", gold) == _SPACES.sub("", answer)):
         return True
     if not gold or not answer or not is_affordable(answer) or not is_affordable(gold):
@@ -59,13 +59,13 @@ def _numbers(gold: str, answer: str) -> bool | None:
         fractions = fraction(gold), fraction(answer)
         if None not in fractions:
             return fractions[0] == fractions[1]
-        is_nothing = _NUMBERS_IN_A_ROW.fullmatch(answer) or _IMPROPER.search(answer) or _IMPROPER.search(gold)
-        return False if is_nothing else None  # they are no product
+        is_no_number = _NUMBERS_IN_A_ROW.fullmatch(answer) or _IMPROPER.search(answer) or _IMPROPER.search(gold)
+        return False if is_no_number else None  # the parser would multiply them
     return numbers_equal(gold_number, number)
 
 
 def _choices(gold: str, answer: str) -> bool | None:
-    r"""`(C)` equals `C. x = 42`: the letter decides, where no other choice is named."""
+    """`(C)` equals `C. x = 42`: the letter decides, unless another choice is named."""
     found = [_CHOICE.fullmatch(unwrap(text)) for text in (gold, answer)]
     letters = [match[1].casefold() if match else words(text) for match, text in zip(found, (gold, answer), strict=True)]
     if found == [None, None] or not all(letter and len(letter) == 1 for letter in letters):
@@ -86,7 +86,7 @@ def _named_tuples(gold: str, answer: str) -> bool | None:
 
 
 def _bases(gold: str, answer: str) -> bool | None:
-    r"""`4210_5` equals `4210` and what has the same value in another base."""
+    """`4210_5` equals `4210` and the same value in another base."""
     first, second = _BASED.fullmatch(gold), _BASED.fullmatch(answer)
     if first and second:
         return first.groups() == second.groups() or ((value := _value(first)) is not None and value == _value(second))
@@ -105,7 +105,7 @@ def _value(based: re.Match[str]) -> int | None:
 
 
 def _clock_times(gold: str, answer: str) -> bool | None:
-    """The same hour and minute; a.m. and p.m. count where both say so. `9:16` may also be a ratio."""
+    """The same hour and minute; a.m. and p.m. count if both have them. `9:16` may also be a ratio."""
     first, second = _CLOCK.fullmatch(gold), _CLOCK.fullmatch(answer)
     if first is None or second is None:
         return None
@@ -115,7 +115,7 @@ def _clock_times(gold: str, answer: str) -> bool | None:
 
 
 def _ratios(gold: str, answer: str) -> bool | None:
-    """`1:2` equals `2:4` and 1/2, but a time of the day is no fraction: one not in lowest terms equals none."""
+    """`1:2` equals `2:4` and 1/2. A pair that may be a time of day equals a fraction only in lowest terms."""
     sides = [split_top(text.replace(r"\colon", ":"), ":") for text in (gold, answer)]
     if max(map(len, sides)) == 1:
         return None
@@ -146,7 +146,7 @@ def _congruences(gold: str, answer: str) -> bool | None:
 
 
 def _residue(value: str, modulus: str) -> str:
-    """Of a whole number; all else stays as it is."""
+    """The residue of an integer; any other value unchanged."""
     is_known = modulus.isdecimal() and int(modulus) > 0 and re.fullmatch(r"-?\d+", value)
     return str(int(value) % int(modulus)) if is_known else value
 
@@ -185,7 +185,7 @@ def _relations(gold: str, answer: str) -> bool | None:
 
 
 def _as_intervals(relations: str) -> str | None:
-    r"""`x < 1 \text{ or } x \ge 3` as `(-\infty,1) \cup [3,\infty)`; None where that is not what it says."""
+    r"""`x < 1 \text{ or } x \ge 3` as `(-\infty,1) \cup [3,\infty)`; None if they are not intervals of a variable."""
     intervals = [_as_interval(_RELATION.split(part)) for part in _OR.split(relations)]
     known = [interval for interval in intervals if interval is not None]
     return r" \cup ".join(known) if len(known) == len(intervals) else None
@@ -229,12 +229,12 @@ def _lists(gold: str, answer: str) -> bool | None:
 
 
 def _names_several(items: list[str]) -> bool:
-    """`x = 5, y = 3`: beside such, values without names are in this order."""
+    """Whether they are like `x = 5, y = 3`, so that values without names must be in the same order."""
     return len({match[1] for item in items if (match := _NAMED.match(item))}) > 1
 
 
 def _items(text: str) -> tuple[str, list[str]]:
-    r"""Brackets, or '', and what they hold; a `\pm` holds two, and a text that is no list holds itself."""
+    r"""Brackets, or '', and the items in them; `\pm` makes two items, and a text that is not a list is one item."""
     opening, closing, items = (plain_number(text) is None and listed(text)) or ("", "", [text])
     brackets = (opening + closing).replace(r"\langle", "(").replace(r"\rangle", ")")
     if brackets in ("", r"\{\}"):
@@ -243,7 +243,8 @@ def _items(text: str) -> tuple[str, list[str]]:
 
 
 def _brackets_agree(gold: str, answer: str, is_pair: bool) -> bool:
-    """`(2,5)` may be written `2,5`; of three or more, () and [] mean the same; of two they may be an interval."""
+    """`(2,5)` may be written `2,5`; around three or more items () and [] are equivalent, around two they may be an
+    interval."""
     if gold == answer:
         return True
     if r"\{\}" in (gold, answer):
@@ -252,7 +253,7 @@ def _brackets_agree(gold: str, answer: str, is_pair: bool) -> bool:
 
 
 def _same_items(items: list[str], others: list[str]) -> bool:
-    """Each has a partner of its own in the other list."""
+    """Whether the items can be paired with equal ones of the other list."""
     left = list(others)
     for item in sorted(items, key=lambda item: item not in others):
         partner = item if item in left else next((other for other in left if are_equal(item, other)), None)
@@ -263,7 +264,7 @@ def _same_items(items: list[str], others: list[str]) -> bool:
 
 
 def _texts(gold: str, answer: str) -> bool | None:
-    """Words are compared by letters: to math-verify they are products, so that `silent` is `listen`."""
+    """Words are compared letter by letter: math-verify reads them as products, so that `silent` equals `listen`."""
     first, second = words(gold), words(answer)
     if first is None or second is None or not (is_prose(gold) or is_prose(answer)):
         return None

@@ -1,15 +1,16 @@
-"""Compares two formulas with math-verify, and numbers exactly or as roundings of one another.
+"""Compares two formulas with math-verify, and numbers exactly or as roundings of each other.
 
-math-verify alone rounds at the sixth decimal, so that 1e-7 equals 2e-7, and takes 2^{2017} for 2^{2017} - 1.
+math-verify alone rounds at the sixth decimal, so that 1e-7 equals 2e-7, and 2^{2017} equals 2^{2017} - 1.
 """
 
 import logging
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from decimal import ROUND_DOWN, ROUND_HALF_UP, Context, Decimal
 from fractions import Fraction
 from functools import lru_cache
+from typing import TypeVar
 
 import math_verify
 from latex2sympy2_extended import latex2sympy2
@@ -30,20 +31,20 @@ _EXACTLY = Context(prec=2 * MAX_BITS, rounding=ROUND_HALF_UP)
 
 
 def numbers_equal(gold: Decimal, answer: Decimal) -> bool:
-    """Exact, but where the shorter is the longer one rounded."""
+    """Whether they are equal, or one is the other rounded to fewer decimals."""
     shorter, longer = sorted((gold, answer), key=num_decimals)
     return gold == answer or is_rounded(longer, shorter)
 
 
 def is_rounded(exact: Decimal, decimal: Decimal) -> bool:
-    """Whether a decimal of `ROUNDED_DECIMALS` or more places is the value rounded or cut off there."""
+    """Whether a decimal of `ROUNDED_DECIMALS` or more places is the exact value, rounded or truncated."""
     if num_decimals(decimal) < ROUNDED_DECIMALS or num_decimals(exact) == num_decimals(decimal):
         return False
     return decimal in (_EXACTLY.quantize(exact, decimal), exact.quantize(decimal, ROUND_DOWN, _EXACTLY))
 
 
 def fraction(text: str) -> Fraction | None:
-    r"""The value of `\frac{3}{4}`, `-3/4` or a short decimal, found without a parser; None for all else."""
+    r"""The value of `\frac{3}{4}`, `-3/4` or a short decimal, without a parser; None for anything else."""
     found = _FRACTION.fullmatch(text)
     if found is None:
         number = plain_number(text)
@@ -57,7 +58,7 @@ def num_decimals(number: Decimal) -> int:
 
 
 def plain_number(text: str) -> Decimal | None:
-    """The value of a plain decimal number, thousands separators and `a \\cdot 10^{b}` included; None for all else."""
+    """The value of a plain decimal number, with thousands separators or as `a \\cdot 10^{b}`; else None."""
     mantissa, power, exponent = text.partition(r" \cdot 10^{")
     if not re.search(r"\d", mantissa) or not _PLAIN_NUMBER.fullmatch(mantissa):
         return None
@@ -74,7 +75,7 @@ _SWALLOWED = tuple(
     for kind in base.__subclasses__()
     if kind not in left_out
 )
-# Replaces `Exception` in their handlers, which would take a full memory for two sides that differ.
+# Replaces `Exception` in the handlers of these modules, which would treat a full memory as two sides that differ.
 for _module in (grader, latex2sympy2):
     setattr(_module, "Exception", _SWALLOWED)  # noqa: B010  no attribute that it has
 
@@ -86,10 +87,12 @@ _TRIGONOMETRY = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![A-Za-z])")
 _IMAGINARY = (Symbol("i", real=True), Symbol("i"))
 _NOT_POINTWISE = (Integral, Derivative, Limit, Sum, Product, AppliedUndef)
 _SMALL, _SMALL_GAP, _RELATIVE_TOLERANCE = 1e-3, 1e-9, 1e-6
+_Result = TypeVar("_Result")
 
 
 def expressions_equal(gold: str, answer: str) -> bool:
-    """Both must be affordable (`math.bounds`). What does not parse, or makes sympy raise, equals nothing.
+    """Both must be affordable (`math.bounds`). An expression that cannot be parsed, or makes sympy raise, equals
+    nothing.
 
     Raises MemoryError and RecursionError if the answer could not be compared; one that is too deep to be parsed or
     evaluated by itself equals nothing.
@@ -99,65 +102,72 @@ def expressions_equal(gold: str, answer: str) -> bool:
         second = _parse(answer)
     except RecursionError:
         return False
-    if first is None or second is None or (_is_bound(second) and not isinstance(first, Relational)):
+    if first is None or second is None or (_is_equation(second) and not isinstance(first, Relational)):
         return False
     try:
-        for known in (_exactly_equal(first, second), _rounds_to(second, gold), _rounds_to(first, answer)):
-            if known is not None:
-                return known
-        if _differ_at_a_point(first, second):
-            return False
-        equal = math_verify.verify([first], [second], timeout_seconds=None, raise_on_error=True)
-        return bool(equal) and not _differ_below_rounding(first, second)
-    except MemoryError:
-        raise
+        return _attempt(lambda: _compare(first, second, gold, answer)) or False
     except RecursionError:
         if _is_endless(second) and not _is_endless(first):
             return False
         raise
-    except Exception:  # sympy raises all kinds of errors on nonsense, which is no answer
+
+
+def _attempt(compute: Callable[[], _Result]) -> _Result | None:
+    """None if it raises an error other than MemoryError or RecursionError."""
+    try:
+        return compute()
+    except (MemoryError, RecursionError):
+        raise
+    except Exception:  # on nonsense sympy raises all kinds of errors, and its LaTeX parser plain Exceptions
+        return None
+
+
+def _compare(first: Basic | MatrixBase, second: Basic | MatrixBase, gold: str, answer: str) -> bool:
+    """first, second: the parsed gold and answer."""
+    for known in (_exactly_equal(first, second), _rounds_to(second, gold), _rounds_to(first, answer)):
+        if known is not None:
+            return known
+    if _differ_at_a_point(first, second):
         return False
+    equal = math_verify.verify([first], [second], timeout_seconds=None, raise_on_error=True)
+    return bool(equal) and not _differ_below_rounding(first, second)
 
 
-def _is_bound(answer: Basic | MatrixBase) -> bool:
-    """Whether it is an equation such as 2x + 3 = 0, whose right side is no value of anything; x = 0 gives one."""
+def _is_equation(answer: Basic | MatrixBase) -> bool:
+    """Whether it is an equation such as 2x + 3 = 0, which does not state a value, unlike x = 0."""
     if not isinstance(answer, Eq) or answer.rhs != 0 or not answer.lhs.free_symbols:
         return False
     return not isinstance(answer.lhs, AppliedUndef) and not grader.is_expr_of_only_symbols(answer.lhs)
 
 
 def _is_endless(side: Basic | MatrixBase) -> bool:
-    r"""Whether it cannot even be evaluated by itself, e.g. `\sum_{k=\pi}^{3/2} k`: then it is no answer."""
+    r"""Whether it cannot be evaluated even by itself, e.g. `\sum_{k=\pi}^{3/2} k`: then it is not an answer."""
     try:
-        side.doit().evalf()
-        side.xreplace(_point(side.free_symbols)).evalf()
+        _attempt(lambda: (side.doit().evalf(), side.xreplace(_point(side.free_symbols)).evalf()))
     except RecursionError:
         return True
-    except Exception:  # as above
-        return False
     return False
 
 
 @lru_cache(maxsize=1024)
 def _parse(text: str) -> Basic | MatrixBase | None:
-    r"""What sympy makes of LaTeX, with i as the imaginary unit and ° as π/180 within functions; None for no formula."""
-    if words(unwrap(text)) is None:
-        text = unwrap(text)
-    try:
-        syntax = normalize_latex(text, _SYNTAX)
-        degrees = _TRIGONOMETRY.search(text) is not None
-        parsed = latex2sympy(syntax, is_real=True, convert_degrees=degrees, normalization_config=None)
-        if isinstance(parsed, Basic) and not parsed.free_symbols.isdisjoint(_IMAGINARY):
-            parsed = parsed.xreplace(dict.fromkeys(_IMAGINARY, I))
-    except (MemoryError, RecursionError):
-        raise
-    except Exception:  # the parser raises plain Exceptions
-        return None
+    """LaTeX as an expression of sympy, with i as the imaginary unit and ° as π/180 in functions; None if it is not a
+    formula."""
+    parsed = _attempt(lambda: _to_sympy(text if words(unwrap(text)) is not None else unwrap(text)))
     return parsed if isinstance(parsed, Basic | MatrixBase) else None
 
 
+def _to_sympy(text: str) -> object:
+    degrees = _TRIGONOMETRY.search(text) is not None
+    syntax = normalize_latex(text, _SYNTAX)
+    parsed = latex2sympy(syntax, is_real=True, convert_degrees=degrees, normalization_config=None)
+    if isinstance(parsed, Basic) and not parsed.free_symbols.isdisjoint(_IMAGINARY):
+        return parsed.xreplace(dict.fromkeys(_IMAGINARY, I))
+    return parsed
+
+
 def _exactly_equal(gold: Basic | MatrixBase, answer: Basic | MatrixBase) -> bool | None:
-    """For two rational numbers however they are written: `2^{2017}` is not `2^{2017}-1`. None for all else."""
+    """For two rational numbers in any notation: `2^{2017}` is not `2^{2017}-1`. None for anything else."""
     if not all(isinstance(side, Expr) and not side.free_symbols and not side.has(Float) for side in (gold, answer)):
         return None
     values = [side.doit() for side in (gold, answer)]
@@ -165,7 +175,7 @@ def _exactly_equal(gold: Basic | MatrixBase, answer: Basic | MatrixBase) -> bool
 
 
 def _differ_at_a_point(gold: Basic | MatrixBase, answer: Basic | MatrixBase) -> bool:
-    """True for two formulas with other values at one point, which is seen long before simplifying shows it."""
+    """True for two formulas with different values at one point, which is found much faster than by simplifying."""
     if not all(isinstance(side, Expr) and not side.has(*_NOT_POINTWISE) for side in (gold, answer)):
         return False
     point = _point(gold.free_symbols | answer.free_symbols)
@@ -173,7 +183,7 @@ def _differ_at_a_point(gold: Basic | MatrixBase, answer: Basic | MatrixBase) -> 
         return False
     try:
         first, second = (complex(side.xreplace(point).evalf()) for side in (gold, answer))
-    except (TypeError, ValueError, ArithmeticError):  # no number, or one beyond floats
+    except (TypeError, ValueError, ArithmeticError):  # not a number, or too large for a float
         return False
     gap, size = abs(first - second), max(abs(first), abs(second))
     return math.isfinite(gap) and gap > _SMALL_GAP + _RELATIVE_TOLERANCE * size
@@ -184,7 +194,7 @@ def _point(symbols: Iterable[Basic]) -> dict[Basic, Float]:
 
 
 def _rounds_to(expression: Basic | MatrixBase, text: str) -> bool | None:
-    """Whether a number is what a plain decimal says, exactly or rounded; None where that is not known."""
+    """Whether a number equals a plain decimal, exactly or rounded; None if that is not known."""
     decimal = plain_number(text)
     if decimal is None or not isinstance(expression, Expr) or expression.free_symbols:
         return None

@@ -1,4 +1,4 @@
-r"""Answers as text: one notation for what is written in many, and their parts at the top level."""
+r"""Answers as text: normalisation of notations, and splitting of lists at the top level."""
 
 import re
 from collections.abc import Callable
@@ -31,7 +31,7 @@ def _as_power_of_ten(match: re.Match[str]) -> str:
 
 
 def _as_integer(match: re.Match[str]) -> str:
-    """Without thousands separators, where no brackets may make it a list."""
+    """Without thousands separators, unless there are brackets, in which commas may separate items."""
     return match[0] if re.search(r"[(\[]|\\\{", match.string) else match[0].replace(",", "")
 
 
@@ -43,7 +43,7 @@ def _as_fraction(match: re.Match[str]) -> str:
 
 
 def _as_improper(match: re.Match[str]) -> str:
-    """`4 4/9` as a fraction; `4 9/4` and `4 4/0` stay what they are, which is no number."""
+    """`4 4/9` as a fraction; `4 9/4` and `4 4/0` are not numbers and stay unchanged."""
     whole, numerator, denominator = (int(part) for part in match.groups())
     if len(match[0]) > 300 or numerator >= denominator:
         return match[0]
@@ -54,12 +54,12 @@ def _as_currency(match: re.Match[str]) -> str:
     return rf"{match[1]}{match[3]} \text{{{_CURRENCIES[match[2]]}}}"
 
 
-# Applied in this order: what to find, what stands for it.
+# (pattern, replacement), applied in this order.
 _RULES: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], ...] = tuple(
     (re.compile(pattern, re.ASCII), replacement)
     for pattern, replacement in (
         (rf"[{_SUPERSCRIPTS}]+", lambda match: f"^{{{match[0].translate(_FROM_SUPERSCRIPT)}}}"),
-        (r"(?<=[\w)}\]])\*\*(-?\d+|[A-Za-z])", r"^{\1}"),  # a power as Python writes it; other ** are bold print
+        (r"(?<=[\w)}\]])\*\*(-?\d+|[A-Za-z])", r"^{\1}"),  # a power in Python notation; any other ** is bold print
         (r"(?<=[\w)}\]])\*\*(?=[({\\])", "^"),
         (r"\*\*", ""),
         (r"(?<=\d)\s*,\s*\\!\s*(?=\d{3}(?!\d))", ","),
@@ -78,7 +78,7 @@ _RULES: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], ...]
         (r"\\varnothing(?![A-Za-z])", r"\\emptyset"),
         (r"\\[dtc]frac(?![A-Za-z])", r"\\frac"),
         (r"\^?\s*\\(?:degree|textdegree)(?![A-Za-z])|\^\s*\{\s*\\circ\s*\}", r"^\\circ "),
-        (r"\\sqrt\s*\[([3579])\]\s*\{-(\d+)\}", r"-\\sqrt[\1]{\2}"),  # the real root, as people mean it
+        (r"\\sqrt\s*\[([3579])\]\s*\{-(\d+)\}", r"-\\sqrt[\1]{\2}"),  # the real root is meant
         (r"\\lg(?![A-Za-z])", r"\\log"),
         (r"\\(?:leqslant|leq|le)(?![A-Za-z])|<=|=<", r"\\le "),
         (r"\\(?:geqslant|geq|ge)(?![A-Za-z])|>=", r"\\ge "),
@@ -105,7 +105,7 @@ _RULES: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], ...]
         (r"\\text\{\s*\}", ""),
         (r"(?<![\w\\.])(-?\d+(?:\.\d+)?)[eE]([+-]?\d+)(?![\w.]*\w)", r"\1 \\cdot 10^{\2}"),
         (r"(?<![\d.,/^_}])(?<!\d )(\d+)(?:\s+|\\[ ,;]\s*)(\d+)\s*/\s*(\d+)(?!\.?\d)", _as_improper),
-        (r"(?<=,)\s*(?:\.{3,}|…)|…", r"\\ldots "),  # of a list, which goes on
+        (r"(?<=,)\s*(?:\.{3,}|…)|…", r"\\ldots "),  # a list that continues
         (r"(?:\\[,;: ]|~|[\s.,;:])+\\?$|\\$", ""),
         (r"\s+", " "),
     )
@@ -122,9 +122,9 @@ _AND_OR = re.compile(
 
 
 def normalise(answer: str) -> str:
-    r"""Without delimiters, currency marks, trailing stops, thin spaces in numbers; `1e2` as a power of ten.
+    """Without delimiters, currency signs, trailing punctuation and thin spaces in numbers; `1e2` as a power of ten.
 
-    A text of more than `MAX_RAW_CHARACTERS` comes back as it is: it is no answer.
+    A text of more than `MAX_RAW_CHARACTERS` is not an answer and is returned unchanged.
     """
     answer = answer.strip()
     if len(answer) > MAX_RAW_CHARACTERS:
@@ -137,23 +137,23 @@ def normalise(answer: str) -> str:
 
 
 def words(text: str) -> str | None:
-    r"""Its letters, in lower case, where it consists of letters and punctuation: `\text{(A)}` is `a`."""
+    r"""The letters in lower case, if the text has only letters and punctuation: `\text{(A)}` is `a`; else None."""
     plain = _PUNCTUATION.sub(" ", TEXT.sub(r" \1 ", text)).strip()
     return plain.casefold() if _LETTERS.fullmatch(plain) else None
 
 
 def is_prose(text: str) -> bool:
-    r"""True for `\text{...}` and words, whose letters have an order; a product of variables has none."""
+    r"""True for `\text{...}` and words, in which the order of letters matters, unlike in a product of variables."""
     return bool(TEXT.search(text) or _WORD.search(text))
 
 
 def unwrap(text: str) -> str:
-    r"""What stands in `\text{...}` as if it stood there alone."""
+    r"""The text with the content of each `\text{...}` in its place."""
     return TEXT.sub(r" \1 ", text).strip()
 
 
 def split_top(text: str, separator: str) -> list[str]:
-    """The parts between separators that stand in no brackets."""
+    """The parts between separators that are outside of brackets."""
     parts, depth = [""], 0
     for token in _TOP_TOKEN.findall(text):
         depth += (token in _OPENED or token == "{") - (token in _CLOSED or token == "}")
@@ -165,7 +165,7 @@ def split_top(text: str, separator: str) -> list[str]:
 
 
 def listed(text: str) -> tuple[str, str, list[str]] | None:
-    r"""A list, tuple, set or interval as (opening bracket or '', closing bracket or '', items); None for all else."""
+    r"""A list, tuple, set or interval as (opening bracket or '', closing bracket or '', items); None if it is none."""
     opening = next((bracket for bracket in _OPENED if text.startswith(bracket)), "")
     closing = next((bracket for bracket in _CLOSED if text.endswith(bracket)), "")
     inner = text[len(opening) : len(text) - len(closing)]
@@ -177,7 +177,7 @@ def listed(text: str) -> tuple[str, str, list[str]] | None:
 
 
 def _is_balanced(text: str) -> bool:
-    """Never more closed than opened, brackets of all kinds being alike: `[2,5)` is an interval."""
+    """Whether no bracket is closed before it is opened; any kind may close any other, as in the interval `[2,5)`."""
     depth = 0
     for token in _TOP_TOKEN.findall(text):
         depth += (token in _OPENED) - (token in _CLOSED)

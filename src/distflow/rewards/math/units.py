@@ -1,7 +1,7 @@
 r"""Units after a number: `5 \text{ cm}`, `5 cm^2`, `5 km/h`, `50\%`, `5 apples`.
 
-An answer in another unit is another answer, unless the two measure the same: 100 cm = 1 m. A number without a unit
-equals the same number with any.
+Answers in different units are different, unless the quantities are equal: 100 cm = 1 m. A number without a unit equals
+the same number with any unit.
 """
 
 import re
@@ -10,7 +10,7 @@ from fractions import Fraction
 
 from distflow.rewards.math.text import TEXT
 
-# dimension: {unit: its size in the dimension's first unit}. Plurals are found by their singular.
+# dimension: {names of a unit: its size in the base unit}. Plurals are looked up by their singular.
 _TABLE: dict[str, dict[str, str]] = {
     "length": {
         "m meter metre": "1", "km kilometer kilometre": "1000", "cm centimeter centimetre": "1/100",
@@ -77,7 +77,7 @@ _NEVER_VARIABLES = frozenset(("cm", "km", "mm", "kg", "ft", "hz", "kw"))  # of u
 
 @dataclass(frozen=True)
 class Unit:
-    r"""Powers of dimensions by name, and its size in their first units: a number, or LaTeX where π is in it."""
+    """Powers of dimensions by name, and the size in base units, apart from the factor 180/π of a radian."""
 
     dimensions: tuple[tuple[str, int], ...]
     size: Fraction
@@ -90,10 +90,10 @@ UNCHANGED = r"\frac{1}{1}"
 
 
 def split_unit(text: str, is_measured: bool = False) -> tuple[str, Unit | None]:
-    """The value and its unit, or the text and None where it ends in none.
+    """The value and its unit; the text and None if it has no unit at its end.
 
-    is_measured: it is compared with a number, so that a letter right after a number is a unit: `5m`. Else it may be a
-    variable.
+    is_measured: the text is compared with a number or a quantity, so that a letter right after a number is a unit:
+    `5m`. Otherwise it may be a variable.
     """
     found = _TAIL.fullmatch(text)
     if found is None:
@@ -111,7 +111,7 @@ def split_unit(text: str, is_measured: bool = False) -> tuple[str, Unit | None]:
 
 
 def conversion(gold: Unit, unit: Unit) -> str | None:
-    """By what LaTeX a value in `unit` is multiplied to be in `gold`; None where they measure different things."""
+    """The factor, in LaTeX, that converts a value in `unit` to `gold`; None if their dimensions differ."""
     if gold.dimensions != unit.dimensions:
         return None
     ratio = unit.size / gold.size
@@ -120,7 +120,7 @@ def conversion(gold: Unit, unit: Unit) -> str | None:
 
 
 def is_unit(word: str) -> bool:
-    """Whether a word or sign after a number is one of the units known here."""
+    """Whether a word or sign after a number is a known unit."""
     parts = _PART.findall(_spelled(word))
     return bool(parts) and all(_known(name) for _, name, _ in parts)
 
@@ -133,7 +133,7 @@ def _spelled(tail: str) -> str:
 
 
 def _unit(spelled: str, may_be_unknown: bool) -> Unit | None:
-    """Unknown words measure themselves: apples are apples."""
+    """An unknown word is a dimension of its own: apples are apples."""
     parts = list(_PART.finditer(spelled))
     if not parts or sum(len(part.group()) for part in parts) != len(spelled):
         return None

@@ -1,8 +1,12 @@
-"""A pool of reward workers for each domain, so that a hang in one does not block another, and their settings."""
+"""A pool of reward workers for each domain, so that a hang in one does not block another, and their settings.
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple, Protocol, TypeVar
+Pools can be started early: then their processes load functions while the run imports torch.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import NamedTuple, TypeVar
 
 from distflow.builtin_names import REWARDS
 from distflow.config import Config
@@ -10,45 +14,13 @@ from distflow.config.keys.reward import patience_of
 from distflow.config.per_domain import reward_functions
 from distflow.errors import UserError, hint
 from distflow.rewards.functions import FAILS, FAILS_TARGET, Functions, find_targets
-from distflow.rewards.pool.pool import MEMORY_BYTES, OnAgain, Told
-from distflow.rewards.pool.prestart import PoolSettings, take_pool
+from distflow.rewards.pool.pool import MEMORY_BYTES, OnResult, Pool, PoolSettings, RewardPool
 from distflow.rewards.score import RewardResult
 
 _Part = TypeVar("_Part")
 DEFAULT_DOMAIN = "default"
 LARGE_START_TIMEOUT_S = 1800.0
 """A model of many gigabytes may come from a slow disk."""
-
-
-class Pool(Protocol):
-    """A domain's reward workers, here as a `RewardPool` or elsewhere; see there."""
-
-    told: Told
-    takes_groups: frozenset[str]
-    takes_batches: frozenset[str]
-
-    @property
-    def closed(self) -> bool: ...
-
-    async def score_group(
-        self,
-        name: str,
-        asked: Sequence[Mapping[str, object]],
-        timeout_s: float | None = None,
-        on_again: OnAgain = ...,
-    ) -> list[RewardResult]: ...
-
-    async def call(
-        self,
-        name: str,
-        arguments: Mapping[str, object],
-        timeout_s: float | None = None,
-        on_again: OnAgain = ...,
-    ) -> RewardResult: ...
-
-    def pids(self) -> list[int]: ...
-
-    def close(self) -> None: ...
 
 
 StartPool = Callable[[PoolSettings], Pool]
@@ -79,24 +51,47 @@ def functions_of(functions: Mapping[str, Sequence[_Part]], domain: str) -> Seque
     return parts
 
 
-def pool_settings(
-    functions: Functions,
-    patience: Patience,
-    domains: Mapping[str, Patience],
-    custom: tuple[str, str] | None,
-    memory_bytes: int = MEMORY_BYTES,
-) -> dict[str, PoolSettings]:
-    """The pools to start, by domain, or by target for what is too large to load twice. Raises UserError for an unknown
-    name."""
-    settings: dict[str, PoolSettings] = {}
-    for domain, each in _patience_by_domain(functions, patience, domains).items():
-        targets = find_targets(functions_of(functions, domain), custom)
+class RewardSettings(NamedTuple):
+    """Reward functions of a run. patience: of domains that have no other in `domains`. custom: (path, name) of the
+    user's function. memory_bytes: of one process."""
+
+    functions: Functions
+    patience: Patience
+    domains: Mapping[str, Patience] = {}
+    custom: tuple[str, str] | None = None
+    memory_bytes: int = MEMORY_BYTES
+
+    @staticmethod
+    def of(config: Config) -> "RewardSettings":
+        """The settings of a config; loads neither functions nor torch."""
+        reward, custom = config.reward, config.custom_reward_function
+        return RewardSettings(
+            reward_functions(config),
+            Patience(**patience_of(reward, "")),
+            {name: Patience(**patience_of(reward, name)) for name in reward.domains},
+            (custom.path, custom.name) if custom.path else None,
+        )
+
+    def patience_by_domain(self) -> dict[str, Patience]:
+        return {name: self.domains.get(name, self.patience) for name in (*self.functions, *self.domains)}
+
+    def targets(self, domain: str) -> dict[str, str]:
+        """The targets of the domain's functions by name. Raises UserError for an unknown name."""
+        return find_targets(functions_of(self.functions, domain), self.custom)
+
+
+def pool_settings(settings: RewardSettings) -> dict[str, PoolSettings]:
+    """The pools to start, by domain, or by target for a function that is too large to load twice. Raises UserError for
+    an unknown name."""
+    pools: dict[str, PoolSettings] = {}
+    for domain, patience in settings.patience_by_domain().items():
+        targets = settings.targets(domain)
         for name in [name for name in targets if is_large(name)]:
             target = targets.pop(name)
-            settings[target] = alone(name, target, patience.timeout_s)
+            pools[target] = alone(name, target, settings.patience.timeout_s)
         if set(targets) > {FAILS}:
-            settings[domain] = PoolSettings(targets, each.num_workers, each.timeout_s, memory_bytes)
-    return settings
+            pools[domain] = PoolSettings(targets, patience.num_workers, patience.timeout_s, settings.memory_bytes)
+    return pools
 
 
 def is_large(name: str) -> bool:
@@ -109,38 +104,60 @@ def alone(name: str, target: str, timeout_s: float) -> PoolSettings:
     return PoolSettings({name: target, FAILS: FAILS_TARGET}, 1, timeout_s, 0, LARGE_START_TIMEOUT_S)
 
 
-def _patience_by_domain(
-    functions: Functions, patience: Patience, domains: Mapping[str, Patience]
-) -> dict[str, Patience]:
-    return {name: domains.get(name, patience) for name in (*functions, *domains)}
+_started: list[tuple[PoolSettings, "Future[RewardPool]"]] = []
+
+
+@contextmanager
+def started_early(settings: PoolSettings) -> Iterator[None]:
+    """Start that pool in the background, for the first `take_pool` inside; one that is not taken is closed."""
+    thread = ThreadPoolExecutor(1, thread_name_prefix="distflow-early")
+    _started.append((settings, thread.submit(settings.start)))
+    try:
+        yield
+    finally:
+        pool = _take_started(settings)
+        if pool is not None:
+            pool.close()
+        thread.shutdown()
+
+
+def take_pool(settings: PoolSettings) -> RewardPool:
+    """The pool of these settings that was started early, or a new one; to be closed by the caller.
+
+    Raises UserError if a function cannot be loaded.
+    """
+    return _take_started(settings) or settings.start()
+
+
+def _take_started(settings: PoolSettings) -> RewardPool | None:
+    entry = next((entry for entry in _started if entry[0] == settings), None)
+    if entry is None:
+        return None
+    _started.remove(entry)
+    try:
+        return entry[1].result()
+    except UserError:  # an import may have registered the function since; else the next attempt raises the same
+        return None
 
 
 class Pools:
     """One `RewardPool` for each entry of `functions`, and for each domain with its own `Patience`; other domains share
-    that of "default". What is too large to load twice has one pool for all domains."""
+    the pool of "default". A function that is too large to load twice has one pool for all domains."""
 
-    def __init__(
-        self,
-        functions: Functions,
-        patience: Patience,
-        domains: Mapping[str, Patience] | None = None,
-        custom: tuple[str, str] | None = None,
-        memory_bytes: int = MEMORY_BYTES,
-        start: StartPool = take_pool,
-    ) -> None:
+    def __init__(self, settings: RewardSettings, start: StartPool = take_pool) -> None:
         """start: starts pools of functions that may be loaded twice. Waits for the first process of each. Raises
         UserError if a function is unknown or cannot be loaded."""
-        self._patience = _patience_by_domain(functions, patience, domains or {})
-        settings = pool_settings(functions, patience, domains or {}, custom, memory_bytes)
+        self._patience = settings.patience_by_domain()
+        pools = pool_settings(settings)
         self._targets = {
             (domain, name): target
             for domain in self._patience
-            for name, target in find_targets(functions_of(functions, domain), custom).items()
+            for name, target in settings.targets(domain).items()
             if is_large(name)
         }
-        self._functions = {name: frozenset(each.functions) for name, each in settings.items()}
+        self._functions = {name: frozenset(each.functions) for name, each in pools.items()}
         large = set(self._targets.values())
-        self._pools = _start(settings, {name: take_pool if name in large else start for name in settings})
+        self._pools = _start(pools, {name: take_pool if name in large else start for name in pools})
 
     def of(self, domain: str, name: str = "") -> Pool:
         """The pool of the domain's function of that name. Raises KeyError if there is none."""
@@ -152,17 +169,17 @@ class Pools:
 
     async def call(self, name: str, arguments: Mapping[str, object]) -> RewardResult:
         """Call function `name` once, in the pool of the domain `data_source`, or, if that has no such function, in any
-        pool that has."""
+        other pool that has it."""
         domain = self._place(str(arguments["data_source"]))
         place = self._targets.get((domain, name), domain)
         if name not in self._functions.get(place, ()):
             place = next(other for other, names in self._functions.items() if name in names)
         return await self._pools[place].call(name, arguments)
 
-    def tell(self, told: Told) -> None:
-        """Have `told` called with every result, see `RewardPool`."""
+    def set_on_result(self, on_result: OnResult) -> None:
+        """Have it called with every result, see `Pool`."""
         for pool in self._pools.values():
-            pool.told = told
+            pool.on_result = on_result
 
     @property
     def takes_groups(self) -> frozenset[str]:
@@ -196,24 +213,3 @@ def _close(pools: Iterable[Pool]) -> None:
     known = list(pools)
     with ThreadPoolExecutor(max(len(known), 1), thread_name_prefix="distflow-pools") as threads:
         list(threads.map(lambda pool: pool.close(), known))
-
-
-class Verifiers(NamedTuple):
-    """The first arguments of `pool_settings`. domains: those with their own `Patience`. custom: (path, name) of the
-    user's function."""
-
-    functions: Functions
-    patience: Patience
-    domains: dict[str, Patience]
-    custom: tuple[str, str] | None
-
-
-def verifiers_of(config: Config) -> Verifiers:
-    """The reward functions of a config; loads neither them nor torch."""
-    settings, custom = config.reward, config.custom_reward_function
-    return Verifiers(
-        reward_functions(config),
-        Patience(**patience_of(settings, "")),
-        {name: Patience(**patience_of(settings, name)) for name in settings.domains},
-        (custom.path, custom.name) if custom.path else None,
-    )

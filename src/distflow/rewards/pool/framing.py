@@ -48,9 +48,9 @@ class Channel:
             raise PeerGone(str(error)) from error
 
     def receive(self, timeout_s: float | None = None) -> dict[str, JSON]:
-        """The next message. Raises TimeoutError unless all of it came in time, PeerGone, ValueError for nonsense.
+        """The next message. Raises TimeoutError unless all of it came in time, PeerGone, ValueError if it is invalid.
 
-        What has arrived is read even after the deadline: this process may have been stopped or starved.
+        Data that has arrived is read even after the deadline: this process may have been stopped or starved.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         (size,) = _HEADER.unpack(self._take(_HEADER.size, deadline))

@@ -5,6 +5,8 @@ import queue
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from typing import NamedTuple, Protocol
 
 from distflow.errors import UserError
 from distflow.rewards.pool.framing import PeerGone, encode
@@ -13,16 +15,69 @@ from distflow.rewards.score import Error, RewardResult, Timeout
 
 MEMORY_BYTES = 4 * 2**30
 START_TIMEOUT_S = 60.0
-Told = Callable[[str, Mapping[str, object], RewardResult], None]
+OnResult = Callable[[str, Mapping[str, object], RewardResult], None]
 """(name of the function, arguments, result)."""
-OnAgain = Callable[[int], None]
+OnRepeat = Callable[[int], None]
 """Called with the number of calls that were repeated because their process died."""
 _CLOSING = "the run was closing its reward workers"
 
 
-class RewardPool:
+class PoolSettings(NamedTuple):
+    """functions: name → "module:function" or "file.py:function". num_workers: processes. memory_bytes: of one process,
+    0 for no limit."""
+
+    functions: Mapping[str, str]
+    num_workers: int
+    timeout_s: float
+    memory_bytes: int = MEMORY_BYTES
+    start_timeout_s: float = START_TIMEOUT_S
+
+    def start(self) -> "RewardPool":
+        """Raises UserError if a function cannot be loaded."""
+        return RewardPool(self)
+
+
+class Pool(Protocol):
+    """Reward workers, in processes of this machine (`RewardPool`) or in Ray actors.
+
+    takes_groups: functions that score several responses in one call (batched or async). takes_batches: the batched
+    ones. on_result: called with every result, on the caller's event loop.
+    """
+
+    on_result: OnResult
+    takes_groups: frozenset[str]
+    takes_batches: frozenset[str]
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was closed: no result will come any more."""
+
+    async def score_group(
+        self,
+        name: str,
+        asked: Sequence[Mapping[str, object]],
+        timeout_s: float | None = None,
+        on_repeat: OnRepeat = lambda number: None,
+    ) -> list[RewardResult]:
+        """Call function `name` for each of these arguments (by their names in `functions.PARAMETERS`; plain JSON
+        values). timeout_s: of each."""
+        ...
+
+    async def call(self, name: str, arguments: Mapping[str, object], timeout_s: float | None = None) -> RewardResult:
+        """The same for one response."""
+        (reward_result,) = await self.score_group(name, [arguments], timeout_s)
+        return reward_result
+
+    def pids(self) -> list[int]:
+        """Process ids of the running workers; empty if they may be on other machines."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class RewardPool(Pool):
     """`num_workers` processes, each with the same functions loaded. A process scores one response at a time, or several
-    by a function in `takes_groups` (batched or async); `takes_batches` are the batched ones.
+    by a function in `takes_groups`.
 
     The deadline of a call runs from when its process takes it, not while it queues: n hangs cost at most
     (1 + n / num_workers) · timeout_s. A process that crashed or ran out of memory is replaced and the call repeated
@@ -30,55 +85,29 @@ class RewardPool:
     share its fate and the sum of their deadlines.
     """
 
-    def __init__(
-        self,
-        functions: Mapping[str, str],
-        *,
-        num_workers: int,
-        timeout_s: float,
-        memory_bytes: int = MEMORY_BYTES,
-        start_timeout_s: float = START_TIMEOUT_S,
-    ) -> None:
-        """functions: name → "module:function" or "file.py:function". memory_bytes: of one process, 0 for no limit.
-
-        `told` is called with every result, on the caller's event loop.
-        Waits for the first process and raises UserError if a function cannot be loaded.
-        """
-        assert num_workers > 0 and timeout_s > 0 and functions
-        self.timeout_s = timeout_s
-        self._settings = (dict(functions), memory_bytes, start_timeout_s)
-        self.told: Told = lambda name, arguments, reward_result: None
+    def __init__(self, settings: PoolSettings) -> None:
+        """Waits for the first process. Raises UserError if a function cannot be loaded."""
+        assert settings.num_workers > 0 and settings.timeout_s > 0 and settings.functions
+        self.timeout_s = settings.timeout_s
+        self._settings = settings
+        self.on_result = lambda name, arguments, reward_result: None
         self.takes_groups = frozenset[str]()
         self.takes_batches = frozenset[str]()
         self._closed = False
-        self._num_workers = num_workers
         # Processes are started by these threads only: Linux kills a child when the thread that started it ends.
-        self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="distflow-verifier")
+        self._threads = ThreadPoolExecutor(settings.num_workers, thread_name_prefix="distflow-verifier")
         self._idle: queue.LifoQueue[RewardProcess | None] = queue.LifoQueue()  # running processes come first
         # Changed by those threads, copied by `close`: `add`, `discard` and `list()` of a set are one step each.
         self._living: set[RewardProcess] = set()
-        for _ in range(num_workers):
-            self._idle.put(None)  # a slot whose process is started when it is first needed
-        try:
+        for _ in range(settings.num_workers):
+            self._idle.put(None)  # a slot; its process is started when it is first needed
+        with ExitStack() as on_failure:
+            on_failure.callback(self.close)
             self._threads.submit(self._start_first).result()
-        except BaseException:
-            self.close()
-            raise
-
-    async def call(
-        self,
-        name: str,
-        arguments: Mapping[str, object],
-        timeout_s: float | None = None,
-        on_again: OnAgain = lambda number: None,
-    ) -> RewardResult:
-        """Call function `name` with `arguments` (by their names in `functions.PARAMETERS`; plain JSON values)."""
-        (reward_result,) = await self.score_group(name, [arguments], timeout_s, on_again)
-        return reward_result
+            on_failure.pop_all()
 
     @property
     def closed(self) -> bool:
-        """Whether it was closed: no result will come any more."""
         return self._closed
 
     async def score_group(
@@ -86,31 +115,30 @@ class RewardPool:
         name: str,
         asked: Sequence[Mapping[str, object]],
         timeout_s: float | None = None,
-        on_again: OnAgain = lambda number: None,
+        on_repeat: OnRepeat = lambda number: None,
     ) -> list[RewardResult]:
-        """The same for several at once; timeout_s: of each."""
         if self._closed:
             return [Error(_CLOSING)] * len(asked)
         timeout_s = timeout_s or self.timeout_s
         parts = [asked] if name in self.takes_groups else [[arguments] for arguments in asked]
         requests = [_request(name, part, timeout_s) for part in parts]
-        left = deque(request for request in requests if not request.reward_results)
+        pending = deque(request for request in requests if not request.reward_results)
         serving = set[asyncio.Future[None]]()
         try:
-            while left or serving:
-                self._add_threads(serving, left, timeout_s)
+            while pending or serving:
+                self._add_threads(serving, pending, timeout_s)
                 if serving:
                     done, serving = await asyncio.wait(serving, return_when=asyncio.FIRST_COMPLETED)
                     for ended in done:
                         ended.result()
         finally:
-            left.clear()  # the caller may have been cancelled
-        again = sum(request.num_asked for request in requests if request.crashes)
-        if again and not self._closed:
-            on_again(again)
+            pending.clear()  # the caller may have been cancelled
+        repeated = sum(request.num_asked for request in requests if request.crashes)
+        if repeated and not self._closed:
+            on_repeat(repeated)
         reward_results = [reward_result for request in requests for reward_result in request.reward_results]
         for arguments, reward_result in zip(asked, reward_results, strict=True):
-            self.told(name, arguments, reward_result)
+            self.on_result(name, arguments, reward_result)
         return reward_results
 
     def close(self) -> None:
@@ -123,55 +151,54 @@ class RewardPool:
             self._retire(process)
 
     def pids(self) -> list[int]:
-        """Process ids of the running workers."""
         return sorted(process.pid for process in self._living)
 
-    def _add_threads(self, serving: set[asyncio.Future[None]], left: deque[Request], timeout_s: float) -> None:
+    def _add_threads(self, serving: set[asyncio.Future[None]], pending: deque[Request], timeout_s: float) -> None:
         """As many as there are free slots and requests; none once the pool is closed."""
         loop = asyncio.get_running_loop()
         try:
-            for _ in range(min(self._num_workers - len(serving), len(left))):
-                serving.add(loop.run_in_executor(self._threads, self._serve, left, timeout_s))
+            for _ in range(min(self._settings.num_workers - len(serving), len(pending))):
+                serving.add(loop.run_in_executor(self._threads, self._serve, pending, timeout_s))
         except RuntimeError:
             if not self._closed:
                 raise
-            at: deque[Request] = deque()
-            while take(left, at):
-                self._fail(at.popleft(), None, left)
+            active: deque[Request] = deque()
+            while take(pending, active):
+                self._fail(active.popleft(), None, pending)
 
-    def _serve(self, left: deque[Request], timeout_s: float) -> None:
-        """Send the requests that no other thread takes to one process, as long as it lives. The others are left to all
-        threads again."""
-        at: deque[Request] = deque()
-        if not take(left, at):
+    def _serve(self, pending: deque[Request], timeout_s: float) -> None:
+        """Send the requests that no other thread takes to one process, as long as it lives. The others stay for all
+        threads."""
+        active: deque[Request] = deque()
+        if not take(pending, active):
             return
         process = self._idle.get()
         failure: RewardResult | None = None
         try:
             if process is None or not process.is_alive():
                 process = self._start(process)
-            process.answer(at, left, timeout_s)
+            process.answer(active, pending, timeout_s)
         except StartFailed as error:
             failure = Error(f"no reward worker could be started: {error}")
         except TimeoutError:
-            failure = Timeout(timeout_s * at[0].num_asked)
+            failure = Timeout(timeout_s * active[0].num_asked)
         except PeerGone:
             assert process is not None
-            failure = _crashed(at[0], process.cause_of_death())
+            failure = _crashed(active[0], process.cause_of_death())
         except ValueError as error:
-            failure = _crashed(at[0], f"the reward worker returned nonsense: {error}")
+            failure = _crashed(active[0], f"the reward worker returned nonsense: {error}")
         finally:
             self._idle.put(process if process is not None and self._keep(process) else None)
-        if at:
-            self._fail(at.popleft(), failure, left)
-            left.extendleft(reversed(at))  # requests that were sent ahead did not cause it
+        if active:
+            self._fail(active.popleft(), failure, pending)
+            pending.extendleft(reversed(active))  # requests that were sent ahead did not cause it
 
-    def _fail(self, request: Request, failure: RewardResult | None, left: deque[Request]) -> None:
+    def _fail(self, request: Request, failure: RewardResult | None, pending: deque[Request]) -> None:
         """failure: None repeats the request. A failure while the pool closes is due to the closing."""
         if self._closed:
             failure = Error(_CLOSING)
         if failure is None:
-            left.appendleft(request)
+            pending.appendleft(request)
         else:
             request.reward_results = [failure] * request.num_asked
 
@@ -186,11 +213,9 @@ class RewardPool:
         try:
             process = self._start(self._idle.get())
         except StartFailed as error:
-            users = [
-                target for name, target in self._settings[0].items() if not name.startswith("(")
-            ]  # not the faulty one of the self-check
+            loaded = [target for name, target in self._settings.functions.items() if not name.startswith("(")]
             raise UserError(
-                f"the reward functions ({', '.join(users)}; see custom_reward_function.path and "
+                f"the reward functions ({', '.join(loaded)}; see custom_reward_function.path and "
                 f"reward.functions) cannot be loaded: {error}"
             ) from None
         self._idle.put(process)
@@ -198,16 +223,17 @@ class RewardPool:
     def _start(self, dead: "RewardProcess | None") -> "RewardProcess":
         if dead is not None:
             self._retire(dead)
-        functions, memory_bytes, start_timeout_s = self._settings
         try:
-            process = RewardProcess(memory_bytes)
+            process = RewardProcess(self._settings.memory_bytes)
         except OSError as error:
             raise StartFailed(str(error)) from None
         self._living.add(process)
         try:
             if self._closed:  # checked once `close` knows the process: one of the two kills it
                 raise StartFailed(_CLOSING)
-            self.takes_groups, self.takes_batches = process.load(functions, start_timeout_s)
+            self.takes_groups, self.takes_batches = process.load(
+                self._settings.functions, self._settings.start_timeout_s
+            )
         except StartFailed:
             self._retire(process)
             raise

@@ -29,7 +29,8 @@ class StartFailed(Exception):
 
 @dataclass(eq=False)
 class Request:
-    """Calls that one process gets at once, and their results when there are any. crashes: of processes that had it."""
+    """Calls that one process gets at once, and their results as soon as there are any. crashes: how many processes
+    crashed while they served it."""
 
     frame: bytes
     num_asked: int
@@ -37,10 +38,10 @@ class Request:
     crashes: int = 0
 
 
-def take(left: deque[Request], at: deque[Request]) -> bool:
+def take(pending: deque[Request], active: deque[Request]) -> bool:
     """Move the next request, unless other threads took them all."""
     with suppress(IndexError):
-        at.append(left.popleft())
+        active.append(pending.popleft())
         return True
     return False
 
@@ -91,45 +92,45 @@ class RewardProcess:
             raise StartFailed(str(answer["error"]))
         return frozenset(cast(list[str], answer["ready"])), frozenset(cast(list[str], answer["batched"]))
 
-    def answer(self, at: deque[Request], left: deque[Request], timeout_s: float) -> None:
-        """Have it process the request in `at`, and then those that are left. timeout_s: of each call, from the end of
-        the one before.
+    def answer(self, active: deque[Request], pending: deque[Request], timeout_s: float) -> None:
+        """Serve the request in `active`, and then the pending ones. timeout_s: of each call, from the end of the one
+        before.
 
-        Raises TimeoutError, PeerGone, and ValueError for nonsense, all about the first in `at`; others after it may
+        Raises TimeoutError, PeerGone, and ValueError for an invalid reply, all about the first in `active`; others may
         have been sent ahead. The process is then out of step and must be discarded.
         """
         self.in_step = False
         self._stderr.truncate(0)
-        self._channel.send(at[0].frame, timeout_s * at[0].num_asked)
-        while at:
-            request, began = at[0], time.monotonic()
+        self._channel.send(active[0].frame, timeout_s * active[0].num_asked)
+        while active:
+            request, began = active[0], time.monotonic()
             due = began + timeout_s * request.num_asked
-            self._send_ahead(at, left, due)
+            self._send_ahead(active, pending, due)
             answers = self._channel.receive(_left_s(due)).get("answers")
             if not isinstance(answers, list) or len(answers) != request.num_asked:
                 raise ValueError("not an answer to each")
             request.reward_results = [_read_answer(answer, timeout_s) for answer in answers]
             self._is_quick = time.monotonic() - began < _QUICK_S
-            at.popleft()
-            if not at and take(left, at):
-                self._channel.send(at[0].frame, timeout_s * at[0].num_asked)
+            active.popleft()
+            if not active and take(pending, active):
+                self._channel.send(active[0].frame, timeout_s * active[0].num_asked)
         self.in_step = True
 
-    def _send_ahead(self, at: deque[Request], left: deque[Request], due: float) -> None:
-        """due: of the first in `at`. A process that has ended by now may have answered it before: the first request
-        without an answer is the one that killed it."""
-        before, ahead = len(at), bytearray()
-        while self._is_quick and len(at) <= _MOST_AHEAD and take(left, at):
-            if len(at[-1].frame) > _AHEAD_BYTES:
-                left.appendleft(at.pop())
+    def _send_ahead(self, active: deque[Request], pending: deque[Request], due: float) -> None:
+        """due: deadline of the first in `active`. A process that has ended by now may have answered that one: the first
+        request without an answer killed it."""
+        before, ahead = len(active), bytearray()
+        while self._is_quick and len(active) <= _MOST_AHEAD and take(pending, active):
+            if len(active[-1].frame) > _AHEAD_BYTES:
+                pending.appendleft(active.pop())
                 break
-            ahead += at[-1].frame
+            ahead += active[-1].frame
         try:
             if ahead:
                 self._channel.send(ahead, _left_s(due))
         except PeerGone:
-            while len(at) > before:
-                left.appendleft(at.pop())
+            while len(active) > before:
+                pending.appendleft(active.pop())
 
     def is_alive(self) -> bool:
         return self._popen.poll() is None
@@ -147,13 +148,13 @@ class RewardProcess:
             else f"exited with {status}"
         )
         self._stderr.seek(0)
-        said = self._stderr.read()[-_SHOWN_STDERR_BYTES:].decode(errors="replace").strip()
-        return f"the reward worker {how}" + (f" ({said})" if said else "")
+        text = self._stderr.read()[-_SHOWN_STDERR_BYTES:].decode(errors="replace").strip()
+        return f"the reward worker {how}" + (f" ({text})" if text else "")
 
     def kill(self) -> None:
-        """End the process and all that it started. Idempotent; who waits for its answer gets PeerGone."""
+        """End the process and its children. Idempotent; a thread that waits for its answer gets PeerGone."""
         if not self._killed:
-            self._killed = True  # once: later the number may be another process group's
+            self._killed = True  # once: later the id may belong to another process group
             with suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
 

@@ -1,9 +1,10 @@
-"""The process that runs reward functions: reads one request at a time from its socket and answers it. It scores one
-response, several at once (async), or a batch of them. Imports no torch by itself.
+"""The process that runs reward functions: it reads one request at a time from its socket and answers it. A request has
+one response, or several for a function that is async or batched. Imports no torch by itself.
 
-Started by `pool.py` as `python -P -m distflow.rewards.pool.worker FD PARENT_PID MEMORY_BYTES`.
+Started by `process.py` as `python -P -m distflow.rewards.pool.worker FD PARENT_PID MEMORY_BYTES`.
 """
 
+import asyncio
 import ctypes
 import inspect
 import os
@@ -14,8 +15,7 @@ import sys
 import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import cache, partial
-from types import TracebackType
-from typing import TYPE_CHECKING, TypeAlias, cast
+from typing import TypeAlias, cast
 
 from distflow.data import global_generators
 from distflow.errors import UserError
@@ -26,82 +26,84 @@ from distflow.rewards.functions import (
     call_batched,
     is_batched,
     load_reward,
-    read_score,
     split_batch,
     takes_groups,
 )
 from distflow.rewards.pool.framing import Channel, PeerGone, encode
-from distflow.rewards.score import due_within
+from distflow.rewards.score import due_within, read_score
 
-if TYPE_CHECKING:
-    import asyncio
-
+EXIT_OUT_OF_MEMORY = 86
 _SHOWN_ERROR_CHARACTERS = 1000
+_PR_SET_PDEATHSIG = 1
 Arguments: TypeAlias = Mapping[str, object]
 Answer: TypeAlias = dict[str, JSON]
 """`score` and `extra`, or `error`, or `timeout`."""
 
 
-def judge(name: str, function: Callable[..., object], asked: Sequence[Arguments], timeout_s: float) -> list[Answer]:
+def score_all(name: str, function: Callable[..., object], asked: Sequence[Arguments], timeout_s: float) -> list[Answer]:
     """An answer for each of the asked. Raises MemoryError: the heap of this process can then no longer be trusted."""
-    with due_within(timeout_s * len(asked)):
-        return _judge(name, function, asked, timeout_s)
-
-
-def _judge(name: str, function: Callable[..., object], asked: Sequence[Arguments], timeout_s: float) -> list[Answer]:
     try:
-        if is_batched(function):
-            return _judge_together(name, function, asked)
-        if is_async(function):
-            return _loop().run(_judge_at_once(name, function, asked, timeout_s))
-        return [_answer(_called(partial(call, function, each), name, sorted(each.items()))) for each in asked]
-    except MemoryError:
-        raise
-    except Exception as error:  # errors are sent as answers
-        return [{"error": describe(error)}] * len(asked)
+        with due_within(timeout_s * len(asked)):
+            if is_batched(function):
+                return _score_batch(name, function, asked)
+            if is_async(function):
+                return _event_loop().run(_score_concurrently(name, function, asked, timeout_s))
+            return [_answer(_called(partial(call, function, each), name, sorted(each.items()))) for each in asked]
+    except Exception as error:  # the user's code may raise anything
+        return [_failure(error)] * len(asked)
 
 
 def describe(error: Exception) -> str:
     """The type, the message, and the line that raised it."""
-    place = _innermost(error.__traceback__)
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f"{os.path.basename(frames[-1].filename)}:{frames[-1].lineno}" if frames else "unknown place"
     return f"{type(error).__name__}: {error}"[:_SHOWN_ERROR_CHARACTERS] + f" (at {place})"
 
 
-def _judge_together(name: str, function: Callable[..., object], asked: Sequence[Arguments]) -> list[Answer]:
-    returned = _called(partial(_batched, function, asked), name, [sorted(arguments.items()) for arguments in asked])
+def _failure(error: Exception) -> Answer:
+    if isinstance(error, MemoryError):
+        raise error
+    return {"error": describe(error)}
+
+
+def _score_batch(name: str, function: Callable[..., object], asked: Sequence[Arguments]) -> list[Answer]:
+    returned = _called(partial(_call_batched, function, asked), name, [sorted(each.items()) for each in asked])
     return [_answer(entry) for entry in split_batch(returned, len(asked))]
 
 
-def _batched(function: Callable[..., object], asked: Sequence[Arguments]) -> object:
+def _call_batched(function: Callable[..., object], asked: Sequence[Arguments]) -> object:
     returned = call_batched(function, asked)
-    return _loop().run(returned) if inspect.iscoroutine(returned) else returned
+    return _event_loop().run(returned) if inspect.iscoroutine(returned) else returned
 
 
-async def _judge_at_once(
+async def _score_concurrently(
     name: str, function: Callable[..., object], asked: Sequence[Arguments], timeout_s: float
 ) -> list[Answer]:
     """Each has its own deadline; one that computes without awaiting blocks the others until it is killed."""
-    import asyncio
+    deadlines = [asyncio.timeout(timeout_s) for _ in asked]
 
-    async def score_one(arguments: Arguments) -> Answer:
-        try:
-            async with asyncio.timeout(timeout_s) as deadline:
-                with due_within(timeout_s):
-                    return _answer(await cast(Awaitable[object], call(function, arguments)))
-        except MemoryError:
-            raise
-        except Exception as error:  # as above
-            return {"timeout": True} if deadline.expired() else {"error": describe(error)}
+    async def score_one(arguments: Arguments, deadline: asyncio.Timeout) -> Answer:
+        async with deadline:
+            with due_within(timeout_s):
+                return _answer(await cast(Awaitable[object], call(function, arguments)))
 
     global_generators.seed(name, [sorted(arguments.items()) for arguments in asked])
-    return list(await asyncio.gather(*(score_one(arguments) for arguments in asked)))
+    ended = await asyncio.gather(*map(score_one, asked, deadlines), return_exceptions=True)
+    answers: list[Answer] = []
+    for answer, deadline in zip(ended, deadlines, strict=True):
+        if not isinstance(answer, BaseException):
+            answers.append(answer)
+        elif not isinstance(answer, Exception):
+            raise answer
+        else:
+            timed_out = deadline.expired() and not isinstance(answer, MemoryError)
+            answers.append({"timeout": True} if timed_out else _failure(answer))
+    return answers
 
 
 @cache
-def _loop() -> "asyncio.Runner":
-    """One event loop for all calls: what an async function keeps open belongs to it."""
-    import asyncio  # most functions are sync, and their processes start faster without it
-
+def _event_loop() -> asyncio.Runner:
+    """One event loop for all calls, since connections that an async function keeps open belong to it."""
     return asyncio.Runner()
 
 
@@ -126,20 +128,15 @@ def _answer(returned: object) -> Answer:
     return {"score": score, "extra": extra}
 
 
-def _innermost(trace: TracebackType | None) -> str:
-    frames = traceback.extract_tb(trace)
-    return f"{os.path.basename(frames[-1].filename)}:{frames[-1].lineno}" if frames else "unknown place"
-
-
-EXIT_OUT_OF_MEMORY = 86
-_PR_SET_PDEATHSIG = 1
-
-
 def main() -> None:
     """Process requests until the run closes its end of the socket."""
     descriptor, parent_pid, memory_bytes = (int(argument) for argument in sys.argv[1:4])
-    _die_with(parent_pid)
-    _limit_memory(memory_bytes)
+    if sys.platform == "linux":  # be killed when the run dies, even inside C code; elsewhere the closed socket must do
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:  # it died before the call above
+        os._exit(1)
+    if memory_bytes > 0:  # heap and private mappings: a limit of the address space would count reserved memory
+        resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     channel = Channel(socket.socket(fileno=descriptor))
     try:
@@ -154,8 +151,8 @@ def serve(channel: Channel) -> None:
     """Receive the functions to load ({name: target}), then requests ({name, asked, timeout_s}); asked are the arguments
     of each call, and the reply has an answer for each."""
     try:
-        targets = _entries(channel.receive(), "functions")
-        functions = {name: load_reward(str(target)) for name, target in targets.items()}
+        targets = cast(dict[str, str], channel.receive()["functions"])
+        functions = {name: load_reward(target) for name, target in targets.items()}
     except UserError as error:
         channel.send(encode({"error": str(error)}))
         return
@@ -165,37 +162,12 @@ def serve(channel: Channel) -> None:
         request = channel.receive()
         name, asked = str(request["name"]), cast(list[Mapping[str, object]], request["asked"])
         timeout_s = cast(float, request["timeout_s"])
-        channel.send(_answers(name, functions[name], asked, timeout_s))
-
-
-def _entries(message: Mapping[str, JSON], key: str) -> dict[str, JSON]:
-    """Raises ValueError if the message has no object there."""
-    found = message.get(key)
-    if not isinstance(found, dict):
-        raise ValueError(f"a message without '{key}'")
-    return found
-
-
-def _answers(name: str, function: Callable[..., object], asked: list[Mapping[str, object]], timeout_s: float) -> bytes:
-    answers = judge(name, function, asked, timeout_s)
-    try:
-        return encode({"answers": answers})
-    except (TypeError, ValueError) as error:  # more than a message may hold
-        return encode({"answers": [{"error": describe(error)}] * len(asked)})
-
-
-def _die_with(parent_pid: int) -> None:
-    """Be killed when the run dies, even inside C code. Outside of Linux only the closed socket ends the process."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent_pid:  # it died before the call above
-        os._exit(1)
-
-
-def _limit_memory(memory_bytes: int) -> None:
-    """Data only (heap and private mappings): a limit of the address space would count what is merely reserved."""
-    if memory_bytes > 0:
-        resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
+        answers = score_all(name, functions[name], asked, timeout_s)
+        try:
+            reply = encode({"answers": answers})
+        except (TypeError, ValueError) as error:  # more than a message may hold
+            reply = encode({"answers": [{"error": describe(error)}] * len(asked)})
+        channel.send(reply)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from typing import Generic, Protocol, TypeVar, runtime_checkable
 from distflow.data.batch import Batch
 from distflow.errors import UserError
 from distflow.observe.metrics import Measured
-from distflow.rewards.call_counts import RewardCounts
+from distflow.rewards.score import RewardCounts
 from distflow.runtime.errors import Failure
 from distflow.scheduling.curriculum import Accuracy
 from distflow.scheduling.groups import GroupCounts, PromptGroup, Version

@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 
 from distflow.errors import UserError
 from distflow.observe.metrics import combine
-from distflow.rewards.call_counts import RewardCounts
+from distflow.rewards.score import RewardCounts
 from distflow.runtime.errors import Failure, FailuresInARow, NoProgress
 from distflow.runtime.sample_queue.protocol import (
     FinishedGroup,

@@ -1,1 +1,1 @@
-"""What runs in the fork server and behind the walls. Imports the standard library alone: nothing else is there."""
+"""Runs in the fork server and the isolated processes. Imports the standard library only: nothing else is there."""

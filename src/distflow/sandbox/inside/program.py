@@ -1,4 +1,4 @@
-"""The forked child: it raises the walls, says so, and runs the program."""
+"""The forked child: it isolates itself, reports that, and runs the program."""
 
 import atexit
 import builtins
@@ -14,22 +14,28 @@ import traceback
 from types import ModuleType
 from typing import Any, NamedTuple, NoReturn
 
-from distflow.sandbox.inside.isolation import Walls, die_with, restrict_calls, restrict_files, restrict_use
-from distflow.sandbox.inside.libc import close_from
+from distflow.sandbox.inside.isolation import (
+    Isolation,
+    close_from,
+    die_with,
+    restrict_calls,
+    restrict_files,
+    restrict_use,
+)
 from distflow.sandbox.inside.values import MAX_BYTES, NotPlain, from_text, read_frame, to_text, write_frame
 
 EXIT_OUT_OF_MEMORY = 86
 ANSWERS = 3
-"""The private descriptor of a session."""
+"""The descriptor for results, which only a session has."""
 FILE = "program.py"
-# What `random.seed` comes to in C. The server's own state would be every program's.
+# The C function that `random.seed` calls. Without it all programs would have the server's state.
 _seed = super(random.Random, random._inst).seed
 _SHOWN_TEXT = 2000
 
 
 def prepare() -> None:
-    """What every program finds, done once, in the server: streams of its own where 0, 1 and 2 will be, no names of ours
-    to import, `exit`, which is there only where `site` was run."""
+    """Done once, in the server, for all programs: standard streams on descriptors 0, 1 and 2, `exit` (which `site`
+    would define), and none of distflow's modules to import."""
     os.dup2(os.memfd_create(""), 0)
     for number in (1, 2):
         os.dup2(os.pipe()[1], number)
@@ -38,7 +44,7 @@ def prepare() -> None:
         open(1, "w", encoding="utf-8", errors="surrogateescape", closefd=False),  # noqa: SIM115
         open(2, "w", 1, encoding="utf-8", errors="backslashreplace", closefd=False),  # noqa: SIM115
     )
-    os.environ.clear()  # the shell's and the interpreter's own
+    os.environ.clear()  # it has variables of the shell and the interpreter
     site.setquit()
     for ours in [name for name in sys.modules if name.partition(".")[0] in ("__main__", "distflow")]:
         del sys.modules[ours]
@@ -46,9 +52,9 @@ def prepare() -> None:
 
 
 class Request(NamedTuple):
-    """What is asked of the fork server. token: of the frame which says that the walls are up.
+    """A request to the fork server. token: of the frame that reports that the process is isolated.
 
-    Descriptors follow: of the code, standard input, output, error, and of the answers.
+    It is sent with descriptors: of the code, standard input, output, error, and of the results.
     """
 
     is_main: bool
@@ -59,16 +65,16 @@ class Request(NamedTuple):
 
 
 REQUEST = struct.Struct("=?8sIQI")
-"""A `Request`, as it is sent."""
+"""The encoding of a `Request`."""
 
 
-def run_program(request: Request, descriptors: list[int], walls: Walls, server: int) -> NoReturn:
-    """In the forked child. `server` is the process that forked it."""
+def run_program(request: Request, descriptors: list[int], isolation: Isolation, server: int) -> NoReturn:
+    """Called in the forked child. server: the process that forked it."""
     token = request.token
     try:
-        code = _shut_in(request, descriptors, walls, server)
+        code = _isolate(request, descriptors, isolation, server)
         write_frame(ANSWERS, token, b"true")
-    except BaseException as error:
+    except BaseException as error:  # whatever it is, the child must not go on without isolation
         write_frame(descriptors[-1], token, json.dumps(f"{type(error).__name__}: {error}").encode())
         os._exit(1)
     if request.is_main:
@@ -77,12 +83,12 @@ def run_program(request: Request, descriptors: list[int], walls: Walls, server: 
     _leave(serve_calls(code, token, ANSWERS))
 
 
-def _shut_in(request: Request, descriptors: list[int], walls: Walls, server: int) -> bytes:
+def _isolate(request: Request, descriptors: list[int], isolation: Isolation, server: int) -> bytes:
     """Returns the code."""
     die_with(server)
     os.setsid()
     _seed()
-    restrict_files(walls)
+    restrict_files(isolation)
     code_at, *standard, answers = descriptors
     code = os.pread(code_at, os.fstat(code_at).st_size, 0)
     for number, descriptor in enumerate(standard):
@@ -91,27 +97,27 @@ def _shut_in(request: Request, descriptors: list[int], walls: Walls, server: int
     close_from(ANSWERS + 1)
     descriptors[-1] = ANSWERS
     restrict_use(request.cpu_s, request.memory_bytes, request.open_files)
-    restrict_calls(walls)
+    restrict_calls(isolation)
     return code
 
 
 def _run_main(code: bytes) -> int:
-    """Exit status."""
+    """Returns the exit status."""
     module = _new_module("__main__")
     try:
         exec(_compiled(code), module.__dict__)
         status = 0
     except SystemExit as error:
         status = _status_of(error)
-    except BaseException as error:
-        status = _shown(error)
+    except BaseException as error:  # the program may raise anything; Python would print it as well
+        status = _print_traceback(error)
     atexit._run_exitfuncs()
-    module.__dict__.clear()  # a file that it opened on descriptor 1 writes what it holds
+    module.__dict__.clear()  # a file that it opened on descriptor 1 is flushed
     return status
 
 
 def serve_calls(code: bytes, token: bytes, answers: int) -> int:
-    """Execute the code as a module and answer calls until the other end is closed; exit status."""
+    """Execute the code as a module and answer calls until the other end is closed. Returns the exit status."""
     module = _new_module("program")
     try:
         write_frame(answers, token, _outcome(lambda: exec(_compiled(code), module.__dict__)))
@@ -132,7 +138,7 @@ def _find(module: ModuleType, name: str) -> Any:
 
 
 def _outcome(call: Any) -> bytes:
-    """The body of an answer: {"value": ...}, {"raised": [type, text]} or {"refused": why}."""
+    """The body of a result: {"value": ...}, {"raised": [type, text]} or {"refused": reason}."""
     try:
         value = call()
         text = f'{{"value": {to_text(value)}}}'
@@ -142,7 +148,7 @@ def _outcome(call: Any) -> bytes:
         raise
     except NotPlain as error:
         text = json.dumps({"refused": str(error)})
-    except BaseException as error:
+    except BaseException as error:  # the program may raise anything; it is the result
         traceback.clear_frames(error.__traceback__)
         text = json.dumps({"raised": [type(error).__name__, _text_of(error)]})
     sys.stdout.flush()
@@ -152,12 +158,12 @@ def _outcome(call: Any) -> bytes:
 def _text_of(error: BaseException) -> str:
     try:
         return str(error)[:_SHOWN_TEXT]
-    except Exception:
+    except Exception:  # `__str__` is the program's
         return ""
 
 
 def _new_module(name: str) -> ModuleType:
-    """The program's own, where the server's was."""
+    """The program's module, in place of the server's of that name."""
     module = ModuleType(name)
     module.__dict__.update(__builtins__=builtins, __file__=FILE)
     sys.modules[name] = module
@@ -166,7 +172,7 @@ def _new_module(name: str) -> ModuleType:
 
 
 def _compiled(code: bytes) -> Any:
-    """Tracebacks show its lines."""
+    """Also registers the lines for tracebacks."""
     text = code.decode("utf-8", "surrogatepass")
     linecache.cache[FILE] = (len(text), None, text.splitlines(keepends=True), FILE)
     return compile(code, FILE, "exec", dont_inherit=True)
@@ -179,23 +185,23 @@ def _status_of(error: SystemExit) -> int:
     return 1
 
 
-def _shown(error: BaseException) -> int:
-    """Print the traceback, without our part of it; exit status."""
-    shown = error.__traceback__.tb_next if error.__traceback__ else None
+def _print_traceback(error: BaseException) -> int:
+    """Without the frames of this module. Returns the exit status."""
+    frames = error.__traceback__.tb_next if error.__traceback__ else None
     if isinstance(error, MemoryError):
         traceback.clear_frames(error.__traceback__)
         print("MemoryError", file=sys.stderr)
         return EXIT_OUT_OF_MEMORY
-    traceback.print_exception(error.with_traceback(shown))
+    traceback.print_exception(error.with_traceback(frames))
     return 1
 
 
 def _leave(status: int) -> NoReturn:
-    """Without the interpreter's own end, which takes longer than most programs."""
+    """End the process without the interpreter's own shutdown, which takes longer than most programs."""
     try:
         for stream in (sys.stdout, sys.__stdout__):
             if stream is not None and not stream.closed:
                 stream.flush()
-    except (AttributeError, OSError, ValueError):  # a stream of the program's own, or what it stands on is closed
+    except (AttributeError, OSError, ValueError):  # the program replaced or closed a stream
         status = status or 120
     os._exit(status)

@@ -1,12 +1,13 @@
-"""The fork server: an interpreter that has imported what programs import, and forks one process for each.
+"""The fork server: an interpreter that has imported common modules, and forks one process for each program.
 
-It runs nothing of theirs and keeps nothing of them: code and input pass through as descriptors that it does not read.
-Whoever asks holds the other end of a socket for each process, `report`: what is written to it, or its end, kills the
-process, whose end is told there. The server ends with its owner, and everything with it.
+It runs no program itself and keeps nothing of them: code and input pass through as descriptors that it does not read.
+For each process the caller holds the other end of a socket, `report`. Anything written to it, or closing it, kills the
+process, and the server reports its end there. The server ends with its owner, and all programs with it.
 """
 
 import gc
 import json
+import linecache
 import os
 import select
 import signal
@@ -17,24 +18,64 @@ from contextlib import suppress
 from importlib import import_module
 from typing import NamedTuple, NoReturn
 
-from distflow.sandbox.inside.isolation import Walls, die_with, make_walls
-from distflow.sandbox.inside.libc import fork
-from distflow.sandbox.inside.program import REQUEST, Request, prepare, run_program
-from distflow.sandbox.inside.warmup import rehearse
+from distflow.sandbox.inside.isolation import die_with, fork, prepare_isolation
+from distflow.sandbox.inside.program import FILE, REQUEST, Request, prepare, run_program, serve_calls
+from distflow.sandbox.inside.values import read_frame, to_text, write_frame
 
 MAX_MESSAGE_BYTES = 4096
 DESCRIPTORS = struct.Struct("6i")
-"""That of `report`, and those of a `Request`."""
+"""`report`, followed by the descriptors of a `Request`."""
 ENDED, FAILED = b"e", b"f"
-"""What is told begins with one of them: `END`, or why no process could be started."""
+"""The first byte of a report; then comes `END`, or the reason why no process could be started."""
 END = struct.Struct("=id")
-"""Exit code, as of `subprocess`, and seconds of the processor."""
+"""Exit code, as in `subprocess`, and CPU seconds."""
 _IMPORTED = (
     *("abc", "array", "bisect", "cmath", "collections", "collections.abc", "contextlib", "copy", "ctypes", "datetime"),
     *("enum", "functools", "heapq", "io", "itertools", "json", "math", "numbers", "operator", "os", "random", "re"),
     *("string", "struct", "sys", "textwrap", "threading", "time", "traceback", "types", "typing", "warnings"),
 )
-"""What programs often import. Each module makes every process larger, and longer to start and to end."""
+"""Modules that programs often import. Each makes every process larger, and slower to start and to end."""
+
+_WARM_UP_ROUNDS = 20
+_WARM_UP_CALLS = 3
+_WARM_UP_TOKEN = b"warm-up!"
+# Trusted code: it runs without isolation.
+_WARM_UP_PROGRAM = b"""
+import bisect, collections, functools, heapq, itertools, math, operator, random, re, string
+from typing import *
+from bisect import *
+from collections import *
+from functools import *
+from heapq import *
+from itertools import *
+from math import *
+from builtins import *
+
+
+def add(a, b, *rest):
+    counts, found = defaultdict(int), [each ** 2 for each in range(3) if each]
+    for i, each in enumerate(found):
+        if each > 2 and a:
+            counts[str(each)] += i
+        elif not each:
+            found.append(math.gcd(each, 2))
+        else:
+            while len(found) < 2:
+                found += [a]
+    text = f"{a} {sorted(counts)} {sum(map(int, '1 2'.split())):.2f}"
+    try:
+        return {"sum": (a + b, text), "rest": [*found[:1], {1.5, None}]}
+    except TypeError as error:
+        raise ValueError(str(error)) from None
+
+
+class Solution:
+    def __init__(self, start: int = 3) -> None:
+        self.start = start
+
+    def times(self):
+        return lambda number: number * self.start
+"""
 
 
 class _Child(NamedTuple):
@@ -44,34 +85,54 @@ class _Child(NamedTuple):
 
 
 def main(control_at: int, owner: int) -> None:
-    """control_at: the descriptor of a socket for requests. owner: of a pidfd of the process whose server this is."""
+    """control_at: the descriptor of a socket for requests. owner: that of a pidfd of the owner's process."""
     if os.getpid() == 1:  # in a namespace, where bubblewrap is the parent
         die_with(0)
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # what an owner ignores or blocks is no matter here
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # signals that the owner ignores or blocks are inherited
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
     control = socket.socket(fileno=control_at)
     sys.path[:] = [path for path in sys.path[1:] if path.startswith(sys.base_prefix)]
     for name in _IMPORTED:
         import_module(name)
     try:
-        walls = make_walls()
+        isolation = prepare_isolation()
     except OSError as error:
         control.send(json.dumps({"failed": str(error)}).encode())
         return
     prepare()
-    rehearse()
+    _warm_up()
     control.send(b"{}")
     gc.collect()
     gc.disable()
     gc.freeze()
     server = os.getpid()
-    request, descriptors = _Server(control, owner).serve(walls)
-    run_program(request, descriptors, walls, server)
+    request, descriptors = _Server(control, owner).serve()
+    run_program(request, descriptors, isolation, server)
+
+
+def _warm_up() -> None:
+    """Serve calls of a program some times, and leave nothing that a later program could find.
+
+    The interpreter fills caches and specializes code as it runs. In a forked child that work would be lost, and each
+    page that it writes to would have to be copied.
+    """
+    question = to_text(["add", [1, 2.5, "a", [[1], (2,)]], {}]).encode()
+    for _ in range(_WARM_UP_ROUNDS):
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            for _ in range(_WARM_UP_CALLS):
+                write_frame(ours.fileno(), _WARM_UP_TOKEN, question)
+            ours.shutdown(socket.SHUT_WR)
+            serve_calls(_WARM_UP_PROGRAM, _WARM_UP_TOKEN, theirs.fileno())
+            for _ in range(1 + _WARM_UP_CALLS):
+                read_frame(ours.fileno())
+    del sys.modules["program"]
+    linecache.cache.pop(FILE)
 
 
 class _Server:
-    """What it does for each program is kept small: all that it writes to meanwhile, down to counts of references, is
-    copied page by page, as the child has the same pages."""
+    """Does little for each program: every page that it writes to, if only to a reference count, is copied while a child
+    shares it."""
 
     def __init__(self, control: socket.socket, owner: int) -> None:
         self.control = control
@@ -82,20 +143,20 @@ class _Server:
         self.by_handle: dict[int, _Child] = {}
         self.by_report: dict[int, _Child] = {}
 
-    def serve(self, walls: Walls) -> tuple[Request, list[int]]:
+    def serve(self) -> tuple[Request, list[int]]:
         """Returns in forked children only."""
         control = self.control.fileno()
         while True:
-            # In the order of registering, forks first: no number that an end frees is another's in the same round.
+            # In order of registration, forks first: no descriptor that is freed in a round is used again in it.
             for descriptor, _ in self.poll.poll():
                 if descriptor in self.by_handle:
-                    self._ended(self.by_handle[descriptor])
+                    self._report_end(self.by_handle[descriptor])
                 elif descriptor in self.by_report:
                     self._kill(self.by_report[descriptor])
                 elif descriptor == control:
-                    asked = self._fork()
-                    if asked is not None:
-                        return asked
+                    request = self._fork()
+                    if request is not None:
+                        return request
                 elif descriptor == self.owner:
                     self._end()
 
@@ -107,7 +168,7 @@ class _Server:
         try:
             pid = fork()
         except OSError as error:
-            _tell(report, FAILED + f"no process could be started: {error}".encode())
+            _send(report, FAILED + f"no process could be started: {error}".encode())
             _close([report, *descriptors])
             return None
         if pid == 0:
@@ -120,19 +181,19 @@ class _Server:
         return None
 
     def _end(self) -> NoReturn:
-        """Everything dies with this process by itself; what is waited for leaves no zombie either."""
+        """All programs die with this process anyway; waiting for them leaves no zombies."""
         for child in self.by_handle.values():
             os.kill(child.pid, signal.SIGKILL)
             os.waitpid(child.pid, 0)
         os._exit(0)
 
     def _kill(self, child: _Child) -> None:
-        """Its end is told when it has come."""
+        """`_report_end` follows when it has ended."""
         del self.by_report[child.report]
         self.poll.unregister(child.report)
         os.kill(child.pid, signal.SIGKILL)
 
-    def _ended(self, child: _Child) -> None:
+    def _report_end(self, child: _Child) -> None:
         _, status, used = os.wait4(child.pid, 0)
         if child.report in self.by_report:
             del self.by_report[child.report]
@@ -140,12 +201,12 @@ class _Server:
         del self.by_handle[child.handle]
         self.poll.unregister(child.handle)
         os.close(child.handle)
-        _tell(child.report, ENDED + END.pack(os.waitstatus_to_exitcode(status), used.ru_utime + used.ru_stime))
+        _send(child.report, ENDED + END.pack(os.waitstatus_to_exitcode(status), used.ru_utime + used.ru_stime))
         os.close(child.report)
 
 
-def _tell(report: int, message: bytes) -> None:
-    with suppress(OSError):  # who asked is gone
+def _send(report: int, message: bytes) -> None:
+    with suppress(OSError):  # the caller is gone
         os.write(report, message)
 
 

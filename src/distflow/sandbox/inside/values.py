@@ -1,11 +1,9 @@
-"""Messages on the private descriptor between a program's process and who asked for it: 8 bytes that the question
-carried and the answer repeats, 4 bytes of length, JSON in ASCII.
+"""Messages between a program's process and the caller, and their encoding of plain values.
 
-Plain values as JSON and back, with their exact types: what goes in and comes out of a program under test.
-
-An array is a list, an object is a tag with what it tags: `{"tuple": [1]}`, `{"dict": [["a", 1]]}`. What is read may
-come from a program that lies: its size is capped before, and here its depth and the keys that share a hash (many of
-them would keep whoever builds the dictionary busy for minutes).
+A message has a token of 8 bytes, which the question carries and the answer repeats, 4 bytes of length, and JSON in
+ASCII. The JSON preserves exact types: an array is a list, an object is a tag with its content: `{"tuple": [1]}`,
+`{"dict": [["a", 1]]}`. The sender may be a malicious program. The caller caps the size; decoding here caps the depth
+and the number of keys with the same hash (many of them would take minutes to build a dictionary from).
 """
 
 import json
@@ -21,7 +19,7 @@ MAX_BYTES = 2 * 2**20
 
 
 def write_frame(descriptor: int, token: bytes, body: bytes) -> None:
-    """Blocks until all is written. Raises OSError."""
+    """Blocks until everything is written. Raises OSError."""
     rest = memoryview(HEADER.pack(token, len(body)) + body)
     while rest:
         rest = rest[os.write(descriptor, rest) :]
@@ -57,17 +55,18 @@ _AS_DICT = (Counter, OrderedDict, defaultdict)
 
 
 class NotPlain(ValueError):
-    """A value of another type, or one that is too deep or too large."""
+    """A value of another type, or one that is nested too deeply or too large."""
 
 
 def to_text(value: object) -> str:
-    """JSON in ASCII. Plain: None, bool, int, float, complex, str, bytes, bytearray, list, tuple, set, frozenset, dict.
-    A named tuple goes as a tuple, `Counter`, `OrderedDict` and `defaultdict` as a dict. Raises NotPlain."""
+    """JSON in ASCII. Plain values are None, bool, int, float, complex, str, bytes, bytearray, list, tuple, set,
+    frozenset and dict. A named tuple becomes a tuple; `Counter`, `OrderedDict` and `defaultdict` become a dict. Raises
+    NotPlain."""
     return _ENCODER.encode(_Writer().tagged(value, 0))
 
 
 def from_text(text: str | bytes) -> Any:
-    """The value. Raises ValueError for anything that `to_text` does not write."""
+    """Decode a value. Raises ValueError for anything that `to_text` does not write."""
     try:
         return _untagged(_DECODER.decode(text if isinstance(text, str) else text.decode("ascii")), 0)
     except (RecursionError, TypeError, OverflowError) as error:
@@ -82,7 +81,7 @@ class _Writer:
         self.num_items += 1
         if depth > MAX_DEPTH or self.num_items > MAX_ITEMS:
             raise NotPlain(f"a value nested deeper than {MAX_DEPTH} or of more than {MAX_ITEMS:,} items")
-        kind = type(value)  # what an object says of its class may be a lie
+        kind = type(value)  # `__class__` of an object may be forged
         if value is None or kind is bool or kind is str:
             return value
         if kind is int:

@@ -2,10 +2,7 @@
 
 import pytest
 
-from distflow.rewards import exact_match_reward as exact_match
-from distflow.rewards import format_reward as format
-from distflow.rewards import length_reward as length
-from distflow.rewards import repetition_reward as repetition
+from distflow.rewards.text_rewards import exact_match, has_format, length, repetition
 
 
 @pytest.mark.parametrize(
@@ -26,13 +23,13 @@ from distflow.rewards import repetition_reward as repetition
     ],
 )
 def test_exact_match(response, gold, score):
-    assert exact_match.compute_score("d", response, gold) == score
+    assert exact_match("d", response, gold) == score
 
 
 @pytest.mark.parametrize("gold", [None, [], [None], {"a": 1}])
 def test_exact_match_needs_a_ground_truth(gold):
     with pytest.raises(ValueError, match="data.answer_key"):
-        exact_match.compute_score("d", "a", gold)
+        exact_match("d", "a", gold)
 
 
 @pytest.mark.parametrize(
@@ -47,13 +44,13 @@ def test_exact_match_needs_a_ground_truth(gold):
     ],
 )
 def test_format(response, pattern, score):
-    assert format.compute_score("d", response, None, {"format_regex": pattern} if pattern else {}) == score
+    assert has_format("d", response, None, {"format_regex": pattern} if pattern else {}) == score
 
 
 @pytest.mark.parametrize("broken", ["(", 7])
 def test_a_broken_expression_is_an_error_not_a_wrong_format(broken):
     with pytest.raises(ValueError, match="format_regex"):
-        format.compute_score("d", "a", None, {"format_regex": broken})
+        has_format("d", "a", None, {"format_regex": broken})
 
 
 @pytest.mark.parametrize(
@@ -70,7 +67,7 @@ def test_a_broken_expression_is_an_error_not_a_wrong_format(broken):
     ],
 )
 def test_length(response, options, score):
-    assert length.compute_score(response, **options) == score
+    assert length(response, **options) == score
 
 
 @pytest.mark.parametrize(
@@ -86,17 +83,17 @@ def test_length(response, options, score):
     ],
 )
 def test_repetition(response, options, score):
-    assert repetition.compute_score(response, **options) == pytest.approx(score)
+    assert repetition(response, **options) == pytest.approx(score)
 
 
 @pytest.mark.parametrize(
     ("function", "options"),
     [
-        (length.compute_score, {"unit": "tokens"}),
-        (length.compute_score, {"at_least": 5, "at_most": 4}),
-        (length.compute_score, {"slope": -1}),
-        (repetition.compute_score, {"n": 0}),
-        (repetition.compute_score, {"unit": "tokens"}),
+        (length, {"unit": "tokens"}),
+        (length, {"at_least": 5, "at_most": 4}),
+        (length, {"slope": -1}),
+        (repetition, {"n": 0}),
+        (repetition, {"unit": "tokens"}),
     ],
 )
 def test_options_that_make_no_sense_are_an_error_not_a_score(function, options):

@@ -6,9 +6,9 @@ import pytest
 
 from distflow.errors import UserError
 from distflow.rewards.functions import find_targets
-from distflow.rewards.pool.pool import RewardPool
-from distflow.rewards.pool.prestart import PoolSettings, started_ahead, take_pool
-from distflow.rewards.router import RewardRouter
+from distflow.rewards.pool.domain_pools import started_early, take_pool
+from distflow.rewards.pool.pool import PoolSettings, RewardPool
+from tests.rewards.routers import make_router
 
 FORMAT = {"default": [("format", 1.0)]}
 SETTINGS = PoolSettings(find_targets(FORMAT["default"], None), num_workers=1, timeout_s=5.0)
@@ -19,7 +19,7 @@ def is_there(pid: int) -> bool:
 
 
 @pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch) -> list[RewardPool]:
+def pools(monkeypatch: pytest.MonkeyPatch) -> list[RewardPool]:
     """The pools that were started, in their order."""
     pools: list[RewardPool] = []
     start = PoolSettings.start
@@ -32,28 +32,28 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[RewardPool]:
     return pools
 
 
-def test_the_router_of_the_same_settings_takes_it_over_once(made: list[RewardPool]) -> None:
-    with started_ahead(SETTINGS):
-        with RewardRouter(FORMAT, timeout_s=5.0, num_workers=1, max_response_length=9) as router:
-            assert made == [router.pools.of("default")]
+def test_the_router_of_the_same_settings_takes_it_over_once(pools: list[RewardPool]) -> None:
+    with started_early(SETTINGS):
+        with make_router(FORMAT, timeout_s=5.0, num_workers=1, max_response_length=9) as router:
+            assert pools == [router.pools.of("default")]
             pids = router.pools.pids()
             take_pool(SETTINGS).close()
-            assert len(made) == 2
+            assert len(pools) == 2
         assert pids and not any(map(is_there, pids)), "who took it closed it"
 
 
-def test_other_settings_get_their_own_and_what_nobody_takes_is_closed(made: list[RewardPool]) -> None:
-    with started_ahead(SETTINGS):
+def test_other_settings_get_their_own_and_what_nobody_takes_is_closed(pools: list[RewardPool]) -> None:
+    with started_early(SETTINGS):
         take_pool(SETTINGS._replace(timeout_s=7.0)).close()
-    assert sorted(pool.timeout_s for pool in made) == [5.0, 7.0]
-    assert [pool.pids() for pool in made] == [[], []]
+    assert sorted(pool.timeout_s for pool in pools) == [5.0, 7.0]
+    assert [pool.pids() for pool in pools] == [[], []]
 
 
 def test_one_that_could_not_be_loaded_ahead_is_tried_again(tmp_path: Path) -> None:
     """By what a run imports first it may become loadable. What nobody asks for is nobody's error."""
     file = tmp_path / "reward.py"
     settings = SETTINGS._replace(functions={"custom": f"{file}:compute_score"})
-    with started_ahead(settings), pytest.raises(UserError, match="cannot be loaded"):
+    with started_early(settings), pytest.raises(UserError, match="cannot be loaded"):
         take_pool(settings)
-    with started_ahead(settings):
+    with started_early(settings):
         pass

@@ -14,12 +14,11 @@ from pathlib import Path
 import pytest
 
 from distflow.data.sample import Sample, Segment
-from distflow.rewards.judge.cache import BudgetSpent, JudgeCache
-from distflow.rewards.judge.reward import compute_score
-from distflow.rewards.pool.pool import RewardPool
-from distflow.rewards.router import RewardRouter
+from distflow.rewards.judge_reward import BudgetSpent, JudgeCache, compute_score
+from distflow.rewards.pool.pool import PoolSettings
 from distflow.rewards.score import Error, Score, Timeout
 from tests.patience import at_some_deadline
+from tests.rewards.routers import make_router
 
 SECRET = "sk-a-secret-of-this-test"
 Reply = tuple[int, dict[str, str], bytes]
@@ -228,9 +227,9 @@ def test_a_group_waits_together_in_its_process_and_a_silent_endpoint_is_a_timeou
 
     server.reply = reply
     options = {"model": "m", "base_url": server.url, "template": "{response}"}
-    target = f"distflow.rewards.judge.reward:compute_score?{json.dumps(options)}"
+    target = f"distflow.rewards.judge_reward:compute_score?{json.dumps(options)}"
     asked = [{"data_source": "d", "solution_str": str(n), "ground_truth": None, "extra_info": {}} for n in range(10)]
-    pool = RewardPool({"judge": target}, num_workers=1, timeout_s=20.0)
+    pool = PoolSettings({"judge": target}, num_workers=1, timeout_s=20.0).start()
 
     def check(deadline_s: float) -> None:
         server.asked.clear()
@@ -254,7 +253,7 @@ def test_the_router_hands_over_the_prompt_and_an_error_masks(server, tmp_path: P
         segments = [Segment("prompt", (1,)), Segment("environment", (1,))]
         return Sample("0-0", 0, segments, prompt=prompt, response="four", ground_truth="4")
 
-    with RewardRouter(functions, timeout_s=20.0, num_workers=1, max_response_length=9) as router:
+    with make_router(functions, timeout_s=20.0, num_workers=1, max_response_length=9) as router:
         good, bad = asyncio.run(router([sample("2+2?"), sample("2+3?")]))
     assert good.reward_result == Score(1.0, {"judge/reason": "so"})
     assert isinstance(bad.reward_result, Error) and "no JSON" in bad.reward_result.reason
@@ -264,9 +263,9 @@ def test_a_wait_beyond_the_deadline_is_told_at_once_and_a_date_is_a_wait(server)
     later = format_datetime(datetime.now(UTC) + timedelta(hours=1), usegmt=True)
     server.reply = lambda content, number: (429, {"retry-after": later if content == "1" else "3600"}, b"{}")
     options = {"model": "m", "base_url": server.url, "template": "{response}"}
-    target = f"distflow.rewards.judge.reward:compute_score?{json.dumps(options)}"
+    target = f"distflow.rewards.judge_reward:compute_score?{json.dumps(options)}"
     asked = [{"data_source": "d", "solution_str": str(n), "ground_truth": None, "extra_info": {}} for n in range(2)]
-    pool = RewardPool({"judge": target}, num_workers=1, timeout_s=20.0)
+    pool = PoolSettings({"judge": target}, num_workers=1, timeout_s=20.0).start()
     try:
         reward_results = asyncio.run(pool.score_group("judge", asked, 20.0))
     finally:

