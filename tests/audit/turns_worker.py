@@ -20,8 +20,7 @@ from distflow.cluster.process_groups import TorchCollective
 from distflow.config import Config, load_config
 from distflow.models.loading import load_model
 from distflow.models.sharded_loading import load_sharded_model
-from distflow.models.sharding import Sharding
-from distflow.models.shards import own_part
+from distflow.models.sharding import Sharding, own_part
 from distflow.training.optimizer import make_optimizer, make_schedule
 from distflow.training.torch_engine import TorchTrainEngine
 from tests.training.batches import TokenMeanLoss, ragged_batch

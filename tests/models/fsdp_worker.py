@@ -9,10 +9,9 @@ from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forwar
 from torch.distributed.tensor import DTensor
 
 from distflow.models.loading import load_model
-from distflow.models.lora import add_lora
-from distflow.models.model_parts import backbone
+from distflow.models.lora import add_lora, unwrapped
 from distflow.models.value_and_reward_models import load_value_model
-from distflow.training.micro_batches import model_inputs
+from distflow.training.scorer import model_inputs
 from tests.training.batches import RAGGED, ragged_batch
 
 SHARES = (list(range(len(RAGGED))), [])  # the second rank runs an empty micro-batch
@@ -41,7 +40,7 @@ def main(rank: int, folder: Path) -> None:
     mesh = init_device_mesh("cpu", (2,))
     for kind in OUTPUTS:
         model = make_model(kind, folder)
-        for layer in backbone(model).layers:
+        for layer in unwrapped(model).base_model.layers:
             fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)
         assert isinstance(model, FSDPModule)

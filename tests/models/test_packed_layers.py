@@ -14,7 +14,7 @@ from distflow.models import packed_forward
 from distflow.models.cpu_kernels import build as native
 from distflow.models.lora import add_lora
 from distflow.models.packed_forward import attach_packed_forward, choose_attention, packed_hidden_states, runs_natively
-from distflow.models.shared_prefixes import shared_prefixes
+from distflow.models.packing import shared_prefixes
 from distflow.models.value_and_reward_models import load_value_model
 from distflow.training.torch_engine import checkpoint_activations
 from tests.models.cpu_kernels.test_step import VARIANTS, make

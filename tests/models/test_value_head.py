@@ -8,8 +8,7 @@ from transformers import AutoModelForTokenClassification
 
 from distflow.errors import UserError
 from distflow.models.export import export_model
-from distflow.models.model_parts import token_values
-from distflow.models.packed_forward import packed_hidden_states
+from distflow.models.packed_forward import packed_hidden_states, token_values
 from distflow.models.value_and_reward_models import load_value_model
 from tests.tiny_models import write_tiny_model
 

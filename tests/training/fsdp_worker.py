@@ -16,14 +16,12 @@ from distflow.cluster.process_groups import ProcessGroups, TorchCollective
 from distflow.models.loading import load_model
 from distflow.models.lora import add_lora
 from distflow.models.sharded_loading import load_sharded_model
-from distflow.models.sharding import Sharding, shard_model
-from distflow.models.shards import at_places, whole
+from distflow.models.sharding import Sharding, at_places, shard_model, whole
 from distflow.models.value_and_reward_models import load_value_model
 from distflow.planning.layout import Layout, Sizes
 from distflow.planning.plan import Plan, process_groups
 from distflow.runtime.checkpoint.shards import own_shards
-from distflow.training.collective import Collective
-from distflow.training.engine import LossFn
+from distflow.training.engine import Collective, LossFn
 from distflow.training.optimizer import make_optimizer, make_schedule
 from distflow.training.torch_engine import TorchTrainEngine
 from tests.training.batches import TokenMeanLoss

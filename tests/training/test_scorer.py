@@ -9,9 +9,8 @@ from distflow.data.batch import Batch
 from distflow.models.loading import load_model
 from distflow.models.lora import add_lora
 from distflow.models.value_and_reward_models import load_value_model
-from distflow.training.collective import OneRank
-from distflow.training.micro_batches import micro_batches
-from distflow.training.scorer import TorchScorer
+from distflow.training.engine import OneRank
+from distflow.training.scorer import TorchScorer, micro_batches
 from tests.tiny_models import write_tiny_model
 from tests.training.batches import plain_outputs, plain_values, ragged_batch
 

@@ -12,8 +12,15 @@ import torch
 from torch import Tensor
 
 from distflow.algorithms.kl import check_token_kl_type, kl_estimate
-from distflow.algorithms.losses.ratio import as_stat, raw_log_ratio
-from distflow.algorithms.masked_reductions import check_scale, loss_counts, token_weights, under_mask, weighted_sum
+from distflow.algorithms.masked_reductions import (
+    as_stat,
+    check_scale,
+    loss_counts,
+    raw_log_ratio,
+    token_weights,
+    under_mask,
+    weighted_sum,
+)
 from distflow.algorithms.registry import PolicyLoss, find_policy_loss
 from distflow.algorithms.rollout_correction import Correction, check_threshold, interpolate, off_policy_sequence_mask
 from distflow.algorithms.scalar_loss_adapter import SeedLoss

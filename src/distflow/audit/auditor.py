@@ -13,7 +13,7 @@ from distflow.audit.sharded_forward import KeptWeights
 from distflow.data import global_generators
 from distflow.data.batch import Batch
 from distflow.errors import TrustError
-from distflow.models.shards import is_spread
+from distflow.models.sharding import is_spread
 from distflow.rollout.weights import stripe_hash
 from distflow.training.engine import LossFn, TrainEngine
 

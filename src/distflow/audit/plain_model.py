@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from distflow.models.attention import PACKED_ATTENTION
-from distflow.models.lora import adapter_off
-from distflow.models.model_parts import unwrapped
+from distflow.models.lora import adapter_off, unwrapped
 from distflow.rollout.engine import SamplingParams
 
 MAX_LOGITS = 2**28

@@ -24,8 +24,7 @@ from distflow.rewards.score import RewardResult
 from distflow.rollout.engine import GenerateRequest, Generation, SamplingParams
 from distflow.scheduling.data_plan import DataPlan
 from distflow.scheduling.groups import PromptGroup
-from distflow.training.collective import Collective
-from distflow.training.engine import Scorer, TrainEngine
+from distflow.training.engine import Collective, Scorer, TrainEngine
 
 BUILTIN = "distflow."
 Inputs = tuple[Callable[..., object], Sequence[object], Mapping[str, object]]

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from distflow.audit.plain_model import plainly
-from distflow.models.shards import is_spread, own_part
+from distflow.models.sharding import is_spread, own_part
 from distflow.rollout.weights import stripe_hashes
-from distflow.training.collective import Collective
+from distflow.training.engine import Collective
 
 Weights = Mapping[str, Tensor]
 """Trained weights by the names of the model's parameters."""

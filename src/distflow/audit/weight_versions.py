@@ -15,7 +15,7 @@ from distflow.audit.plain_model import PlainScores, plain_scores, plainly, vocab
 from distflow.audit.recorded_data import Check, RecordedStep, Sample, Wrong, doubles
 from distflow.audit.recorder import OpenEngine
 from distflow.audit.sharded_forward import Turns, Weights
-from distflow.models.model_parts import unwrapped
+from distflow.models.lora import unwrapped
 
 
 def audit_weights(recorded: RecordedStep) -> str | None:

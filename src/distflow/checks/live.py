@@ -13,8 +13,7 @@ from distflow.errors import TrustError
 from distflow.models.weight_checks import magnitudes
 from distflow.runtime.resources import Resources
 from distflow.runtime.spec import Spec
-from distflow.training.collective import Collective
-from distflow.training.engine import TrainEngine
+from distflow.training.engine import Collective, TrainEngine
 
 Note = Callable[[str, str], None]
 """(kind, message): reports to the user and the run's events."""

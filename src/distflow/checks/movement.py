@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from distflow.models.shards import on_any_rank, own_part
+from distflow.models.sharding import on_any_rank, own_part
 from distflow.training.engine import TrainEngine, TrainState
 
 CHUNK = 2**24

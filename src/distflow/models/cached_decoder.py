@@ -17,7 +17,7 @@ from distflow.errors import UserError
 from distflow.models.attention import attend_in_blocks
 from distflow.models.cpu_kernels.build import NotNative
 from distflow.models.cpu_kernels.decode_step import NativeStep
-from distflow.models.model_parts import unwrapped
+from distflow.models.lora import unwrapped
 
 Attend = Callable[[int, Tensor, Tensor, Tensor, float], Tensor]
 """Of layer number, queries `(rows, heads, head_dim)`, keys and values `(rows, kv_heads, head_dim)` of one token a row,

@@ -14,8 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from distflow.errors import UserError
 from distflow.models.loading import quiet_transformers
-from distflow.models.lora import has_adapter, named_weights
-from distflow.models.model_parts import unwrapped
+from distflow.models.lora import has_adapter, named_weights, unwrapped
 
 
 def export_model(

@@ -2,13 +2,13 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from distflow.errors import UserError
-from distflow.models.model_parts import unwrapped
 
 
 def add_lora(
@@ -43,6 +43,11 @@ def add_lora(
             return get_peft_model(model, config)
         except ValueError as error:
             raise UserError(f"target_modules={target_modules!r} fits no layer of the model: {error}") from error
+
+
+def unwrapped(model: nn.Module) -> Any:
+    """The `transformers` model itself, below an adapter's wrapper; its adapted layers stay in place."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]  # peft's
 
 
 def has_adapter(model: nn.Module) -> bool:

@@ -11,6 +11,7 @@ some fifty, which stay in the processor's cache; in a larger layer, and in bfloa
 native code the rest. `transformers` computes models and machines without native code.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any, Protocol
@@ -22,16 +23,16 @@ from transformers import PreTrainedConfig
 
 from distflow.data.batch_columns import send
 from distflow.errors import UserError
-from distflow.models.attention import PACKED_ATTENTION, Packing, repeat_rows, take_rows
+from distflow.models.attention import PACKED_ATTENTION, repeat_rows, take_rows
 from distflow.models.cached_decoder import FAMILIES
 from distflow.models.cpu_kernels import build as native
-from distflow.models.cpu_kernels.attention import Sequences, attend
+from distflow.models.cpu_kernels.attention import attend
 from distflow.models.cpu_kernels.fused_ops import add_norm, gate, split_heads
 from distflow.models.cpu_kernels.layer import after_attention, before_attention
 from distflow.models.cpu_kernels.weight_layout import check, parts, side_by_side
 from distflow.models.log_probs import token_log_probs
-from distflow.models.model_parts import backbone, output_head, token_values, unwrapped
-from distflow.models.shared_prefixes import Sharing, shared_prefixes
+from distflow.models.lora import unwrapped
+from distflow.models.packing import Packing, Sequences, Sharing, shared_prefixes
 
 LARGEST = 2**19
 """Numbers of a matrix of a gated MLP in float32: above it the cache no longer holds a thread's data, and
@@ -119,11 +120,11 @@ def packed_hidden_states(
     lengths: int64 `(sequences,)` on the CPU, all at least 1. sharing: what the sequences share; an attention that is
     not ours computes it for each.
     """
-    decoder = backbone(model)
+    decoder = unwrapped(model).base_model
     lengths = lengths[lengths > 0].cpu()  # FSDP moves what it is called with to the device
     starts = (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
     position_ids = torch.arange(int(lengths.sum())) - starts
-    is_ours = decoder.config._attn_implementation == PACKED_ATTENTION  # type: ignore[union-attr]  # a decoder has one
+    is_ours = decoder.config._attn_implementation == PACKED_ATTENTION
     if not is_ours:
         positions = send(position_ids, input_ids.device)
         states = decoder(input_ids=input_ids[None], position_ids=positions[None], use_cache=False)
@@ -152,6 +153,35 @@ def packed_hidden_states(
 
 def _rows(states: Tensor, wanted: Tensor | None) -> Tensor:
     return states if wanted is None else take_rows(states, wanted)
+
+
+def output_head(model: nn.Module) -> Callable[[Tensor], Tensor]:
+    """Hidden states `(n, hidden)` → logits `(n, vocabulary)`, or `(n, 1)` for a value model.
+
+    With the scale or soft cap of the families that have one. `check_packed_forward` compares with the model's own
+    logits, so a family with another rule is refused, not wrong.
+    """
+    causal = unwrapped(model)
+    config = causal.config
+    head = causal.get_output_embeddings()
+    if head is None:
+        return causal.score
+    scale = float(getattr(config, "logit_scale", None) or 1.0) / float(getattr(config, "logits_scaling", None) or 1.0)
+    softcap = getattr(config, "final_logit_softcapping", None)
+
+    def logits(hidden: Tensor) -> Tensor:
+        out = head(hidden)
+        if scale != 1.0:
+            out = out * scale
+        return softcap * torch.tanh(out / softcap) if softcap else out
+
+    return logits
+
+
+def token_values(model: nn.Module, hidden: Tensor) -> Tensor:
+    """Values `(n,)` of a value model's hidden states `(n, width)`, in float32 at least."""
+    values = output_head(model)(hidden)[:, 0]
+    return values if values.dtype == torch.float64 else values.float()
 
 
 def packed_logits(model: nn.Module, input_ids: Tensor, lengths: Tensor, sharing: Sharing | None = None) -> Tensor:

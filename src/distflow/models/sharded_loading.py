@@ -20,8 +20,7 @@ from distflow.errors import UserError
 from distflow.models.loading import Init, ModelSource, disable_dropout, load_model, refuse_garbage
 from distflow.models.packed_forward import attach_packed_forward, choose_attention
 from distflow.models.paths import is_local
-from distflow.models.sharding import Sharding, shard_model
-from distflow.models.shards import fill
+from distflow.models.sharding import Sharding, fill, shard_model
 from distflow.models.value_and_reward_models import VALUE_HEAD, fresh_value_head, load_value_model, value_config
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"

@@ -17,7 +17,7 @@ from transformers import (
 from distflow.errors import UserError
 from distflow.models.loading import Init, ModelSource, own_aligned_memory, random_model, ready, refuse_garbage
 from distflow.models.paths import code_of, is_local, require_files
-from distflow.models.shards import fill
+from distflow.models.sharding import fill
 
 VALUE_HEAD = "score."
 """How the names of a value head's weights begin."""

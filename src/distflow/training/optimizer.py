@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from distflow.errors import UserError
-from distflow.models.shards import fill
+from distflow.models.sharding import fill
 
 OPTIMIZERS = ("adamw", "adamw_8bit", "sgd")
 

@@ -16,14 +16,20 @@ from distflow.data.batch import Batch
 from distflow.data.batch_columns import read_numbers
 from distflow.errors import UserError
 from distflow.graph.fields import Axis
-from distflow.models.lora import named_weights
-from distflow.models.model_parts import unwrapped
-from distflow.models.shards import fill, whole
-from distflow.training.collective import Collective, OneRank
-from distflow.training.engine import MODEL_PREFIX, OPTIMIZER_PREFIX, Counts, LossFn, Sums, TrainState
-from distflow.training.micro_batches import micro_batches
+from distflow.models.lora import named_weights, unwrapped
+from distflow.models.sharding import fill, whole
+from distflow.training.engine import (
+    MODEL_PREFIX,
+    OPTIMIZER_PREFIX,
+    Collective,
+    Counts,
+    LossFn,
+    OneRank,
+    Sums,
+    TrainState,
+)
 from distflow.training.optimizer import Schedule, load_optimizer_state, move_optimizer_state, optimizer_state
-from distflow.training.scorer import TorchScorer
+from distflow.training.scorer import TorchScorer, micro_batches
 
 AnyTensor = TypeVar("AnyTensor", bound=Tensor)
 

@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 
 from distflow.models.cpu_kernels import build as native
-from distflow.models.cpu_kernels.attention import Sequences, attend
-from distflow.models.shared_prefixes import Sharing, shared_prefixes
+from distflow.models.cpu_kernels.attention import attend
+from distflow.models.packing import Sequences, Sharing, shared_prefixes
 
 pytestmark = pytest.mark.skipif(not native.is_there(), reason="wants a C compiler (Debian: apt-get install gcc)")
 

@@ -10,17 +10,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from distflow.algorithms.losses.ratio import (
-    MAX_LOG_RATIO,
-    Stats,
-    as_stat,
-    check_dual_clip,
-    clip_range,
-    clipped_surrogate,
-    log_ratio,
-    raw_log_ratio,
-)
-from distflow.algorithms.masked_reductions import under_mask
+from distflow.algorithms.losses.clipped_ratio import Stats, check_dual_clip, clip_range, clipped_surrogate
+from distflow.algorithms.masked_reductions import MAX_LOG_RATIO, as_stat, log_ratio, raw_log_ratio, under_mask
 from distflow.algorithms.registry import register_policy_loss
 from distflow.errors import hint
 

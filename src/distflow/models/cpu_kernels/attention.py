@@ -2,7 +2,6 @@
 included, without padding and without a matrix that is saved for the backward pass."""
 
 import ctypes
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -10,31 +9,8 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from distflow.models.cpu_kernels.build import library
-from distflow.models.cpu_kernels.tensor_arguments import ADDRESS, COUNT
-from distflow.models.shared_prefixes import Sharing
-
-
-@dataclass(frozen=True)
-class Sequences:
-    """Packed sequences, all int64 on the CPU. place: `(tokens,)`, of each token its row. starts: `(sequences + 1,)`, in
-    `place`. shared: `(sequences,)`, tokens at the beginning whose rows an earlier sequence has too; the others' rows
-    follow each other."""
-
-    place: Tensor
-    starts: Tensor
-    shared: Tensor
-    longest: int
-
-    @staticmethod
-    def of(lengths: Tensor, sharing: Sharing | None) -> "Sequences":
-        """lengths: int64 `(sequences,)`, all at least 1, on the CPU."""
-        starts = torch.cat((lengths.new_zeros(1), lengths.cumsum(0)))
-        longest = int(lengths.max())
-        if sharing is None:
-            return Sequences(torch.arange(int(starts[-1])), starts, torch.zeros_like(lengths), longest)
-        kept = torch.zeros(len(sharing.place) + 1, dtype=torch.int64).index_fill_(0, sharing.kept + 1, 1).cumsum(0)
-        return Sequences(sharing.place, starts, lengths - (kept[starts[1:]] - kept[starts[:-1]]), longest)
+from distflow.models.cpu_kernels.build import ADDRESS, COUNT, library
+from distflow.models.packing import Sequences
 
 
 class _Packing(ctypes.Structure):

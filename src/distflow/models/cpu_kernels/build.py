@@ -1,4 +1,5 @@
-"""Compiling this folder's C for the processor at hand, with the C compiler that the machine has, once for all runs."""
+"""Compiles this folder's C for the processor at hand, with the machine's C compiler, once for all runs; has the types
+of its functions' arguments."""
 
 import ctypes
 import functools
@@ -11,6 +12,7 @@ import tempfile
 from pathlib import Path
 
 from threadpoolctl import threadpool_info
+from torch import Tensor
 
 FOLDER = Path(__file__).parent
 FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-fPIC") + (
@@ -18,6 +20,7 @@ FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fope
     ("-mprefer-vector-width=512",) if platform.machine() == "x86_64" else ()
 )
 LONGEST_S = 60.0
+ADDRESS, COUNT = ctypes.c_void_p, ctypes.c_int64
 
 
 class NotNative(Exception):
@@ -117,3 +120,15 @@ def _run(*command: str) -> str:
     if done.returncode:
         raise NotNative(f"{' '.join(command)} failed: {done.stderr.strip()[-400:]}")
     return done.stdout
+
+
+class Norm(ctypes.Structure):
+    _fields_ = [("weight", ADDRESS), ("of_weight", ADDRESS), ("size", COUNT), ("epsilon", ctypes.c_float)]
+
+
+def norm_of(weight: Tensor | None, of_weight: Tensor | None, epsilon: float) -> Norm:
+    return Norm(address(weight), address(of_weight), 0 if weight is None else len(weight), epsilon)
+
+
+def address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()

@@ -8,8 +8,7 @@ import logging
 import torch
 from torch import Tensor, nn
 
-from distflow.models.cpu_kernels.build import NotNative, library
-from distflow.models.cpu_kernels.tensor_arguments import ADDRESS, COUNT
+from distflow.models.cpu_kernels.build import ADDRESS, COUNT, NotNative, library
 from distflow.models.cpu_kernels.weight_layout import check, pack, parts, seen, seen_of_head
 
 

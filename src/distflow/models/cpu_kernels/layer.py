@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from distflow.models.cpu_kernels.build import library
-from distflow.models.cpu_kernels.tensor_arguments import ADDRESS, COUNT, Norm, address, norm_of
+from distflow.models.cpu_kernels.build import ADDRESS, COUNT, Norm, address, library, norm_of
 
 
 class _Linear(ctypes.Structure):

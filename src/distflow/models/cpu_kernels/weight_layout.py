@@ -1,4 +1,9 @@
-"""A decoder's weights in the layout of `decode.c`, and what that layout was made of."""
+"""Weights in the layouts that products on a CPU are fast with.
+
+For `decode.c` a decoder's weights are packed into a layout of our own. Linear maps in bfloat16 that torch computes keep
+a copy in oneDNN's layout: it brings a weight into it before each product otherwise, which takes as long as a product of
+few rows. Both take as much memory again, and are made again when the weights change.
+"""
 
 import ctypes
 from collections.abc import Iterable, Iterator, Sequence
@@ -9,8 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
-from distflow.models.cpu_kernels.build import NotNative
-from distflow.models.cpu_kernels.tensor_arguments import ADDRESS, COUNT
+from distflow.models.cpu_kernels.build import ADDRESS, COUNT, NotNative
 
 MAKERS = ("torch.nn.", "transformers.")
 PAIRS_UNIT = 32  # `halves.h`: what the numbers of a row of pairs are filled up to
@@ -166,3 +170,43 @@ def _check_weight(name: str, weight: Tensor) -> None:
         raise NotNative(f"it is for float32 on a CPU, and {name} is in {dtype} on {weight.device}")
     if weight.is_inference() or not weight.is_contiguous():
         raise NotNative(f"a weight of {name} was made in inference mode, or does not lie together")
+
+
+class PrepackedLinear(nn.Linear):
+    """As `nn.Linear`; with gradients it is no more than that."""
+
+    _packed: Tensor
+    _packed_of: tuple[int, int] | None = None
+    """Where the weight lay then, and the number of changes in place that it had seen."""
+    _held: Tensor
+    """The memory there: as long as it is held, no other weight comes to lie there."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        if torch.is_grad_enabled() or not _gains(self.weight):
+            return super().forward(input)
+        now = self.weight.data_ptr(), self.weight._version
+        if now != self._packed_of:
+            self._held, self._packed_of = self.weight.detach(), now
+            self._packed = torch.ops.mkldnn._reorder_linear_weight(self._held)
+        return torch.ops.mkldnn._linear_pointwise(input, self._packed, self.bias, "none", [], "")
+
+
+def prepack(model: nn.Module) -> None:
+    """Make plain linear maps such, where there is something to gain. Their weights may be changed in place, or laid
+    elsewhere, but not by way of `weight.data`, which counts no changes."""
+    if not _is_there():
+        return
+    for module in model.modules():
+        if type(module) is nn.Linear and _gains(module.weight):
+            module.__class__ = PrepackedLinear
+
+
+def _is_there() -> bool:
+    """The operators are torch's own, for its compiler; a build without oneDNN has none of them."""
+    names = ("_is_mkldnn_bf16_supported", "_reorder_linear_weight", "_linear_pointwise")
+    return all(hasattr(torch.ops.mkldnn, name) for name in names) and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
+def _gains(weight: Tensor) -> bool:
+    """One that was made in inference mode counts no changes."""
+    return weight.dtype == torch.bfloat16 and weight.device.type == "cpu" and not weight.is_inference()

@@ -14,15 +14,14 @@ from transformers import PreTrainedTokenizerBase
 
 from distflow.errors import UserError
 from distflow.models.cached_decoder import DecoderView
-from distflow.models.cpu_kernels.prepacked_linear import prepack
-from distflow.rollout.activity import Activity, ActivityLog
+from distflow.models.cpu_kernels.weight_layout import prepack
 from distflow.rollout.embedded.cuda.async_steps import Chain, DeviceOptions
 from distflow.rollout.embedded.cuda.request_lane import CudaRequestLane
 from distflow.rollout.embedded.engine_loop import StepLoop, settle
 from distflow.rollout.embedded.host_steps import Tiles, step_here
 from distflow.rollout.embedded.request_lane import Drawn, RequestLane
 from distflow.rollout.embedded.scheduler import Sequence, sequences_of
-from distflow.rollout.engine import GenerateRequest, GenerateResult, Host, KVOnUpdate, Receipt
+from distflow.rollout.engine import Activity, ActivityLog, GenerateRequest, GenerateResult, Host, KVOnUpdate, Receipt
 from distflow.rollout.generation_rules import check_request, finish_reason
 from distflow.rollout.weights import check_shared, check_version, copy_weights, stripe_hashes
 from distflow.scheduling.groups import TRAIN, Version

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from distflow.models.attention import PACKED_ATTENTION, Packing
+from distflow.models.attention import PACKED_ATTENTION
 from distflow.models.packed_forward import packed_hidden_states
-from distflow.models.shared_prefixes import shared_prefixes
+from distflow.models.packing import Packing, shared_prefixes
 from tests.models.test_packed import make_model
 
 GROUPS = (
