@@ -19,7 +19,6 @@ from distflow.audit.sharded_forward import Turns
 from distflow.cluster.process_groups import TorchCollective
 from distflow.config import Config, load_config
 from distflow.models.loading import load_model
-from distflow.models.sharded_loading import load_sharded_model
 from distflow.models.sharding import Sharding, own_part
 from distflow.training.optimizer import make_optimizer, make_schedule
 from distflow.training.torch_engine import TorchTrainEngine
@@ -109,7 +108,7 @@ def recorded(record: UpdateRecord, config: Config, taken: int) -> Any:
 def main(rank: int, folder: Path) -> None:
     mesh: DeviceMesh = init_device_mesh("cpu", (dist.get_world_size(),))
     plain = load_model(folder / "model")
-    model = load_sharded_model(folder / "model", Sharding(mesh))
+    model = load_model(folder / "model", sharding=Sharding(mesh))
     passes(model, plain, rank)
     gradients(model, plain, rank)
     model.zero_grad(set_to_none=True)

@@ -31,8 +31,8 @@ def engine_of(device: torch.device, graphs: bool) -> EmbeddedEngine:
 
 
 def num_graphs(engine: EmbeddedEngine) -> int:
-    assert engine._chain is not None
-    return len(engine._chain.graphs)
+    assert engine._steps is not None
+    return len(engine._steps.graphs)
 
 
 def test_a_cuda_device_has_its_steps_chained_and_enforce_eager_its_kernels_launched(device: torch.device) -> None:
@@ -78,7 +78,7 @@ def test_weights_that_lie_elsewhere_are_followed(device: torch.device) -> None:
     async def story(engine: EmbeddedEngine) -> None:
         await generate_all(engine, requests())
         await engine.pause()
-        for own, new in zip(engine._model.parameters(), other.parameters(), strict=True):
+        for own, new in zip(engine.model.parameters(), other.parameters(), strict=True):
             own.data = new.data.to(device, copy=True)
         await engine.resume()
         found = await asyncio.gather(*(engine.generate(request) for request in requests()))

@@ -10,7 +10,6 @@ from torch.distributed.tensor import DTensor
 
 from distflow.models.loading import load_model
 from distflow.models.lora import add_lora, unwrapped
-from distflow.models.value_and_reward_models import load_value_model
 from distflow.training.scorer import model_inputs
 from tests.training.batches import RAGGED, ragged_batch
 
@@ -20,7 +19,7 @@ OUTPUTS = {"policy": ("log_probs", "entropy"), "adapter": ("log_probs",), "criti
 
 def make_model(kind: str, folder: Path) -> nn.Module:
     if kind == "critic":
-        return load_value_model(folder / "model", seed=1)
+        return load_model(folder / "model", seed=1, critic=True)
     model = load_model(folder / "model")
     return model if kind == "policy" else add_lora(model, rank=2, seed=1)
 

@@ -14,7 +14,7 @@ It is registered with `transformers` under a name; a forward without `packing` i
 
 import math
 from collections.abc import Iterator
-from typing import Protocol, Unpack
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,6 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
-from transformers.utils import TransformersKwargs
 
 from distflow.models.cpu_kernels import build as native
 from distflow.models.cpu_kernels.attention import attend
@@ -50,27 +49,15 @@ def spread_rows(values: Tensor, source: Tensor, home: Tensor, again: Tensor | No
     return _SpreadRows.apply(values, source, home, again)
 
 
-class _SavedRows(Protocol):
-    """What a forward pass keeps for its backward pass."""
-
-    num_rows: int
-    repeats: bool
-
-    @property
-    def saved_tensors(self) -> tuple[Tensor, ...]: ...
-
-    def save_for_backward(self, *tensors: Tensor | None) -> None: ...
-
-
 class _Rows(Function):
     @staticmethod
-    def forward(ctx: _SavedRows, values: Tensor, index: Tensor, repeats: bool) -> Tensor:
+    def forward(ctx: Any, values: Tensor, index: Tensor, repeats: bool) -> Tensor:
         ctx.save_for_backward(index)
         ctx.num_rows, ctx.repeats = values.shape[0], repeats
         return values.index_select(0, index)
 
     @staticmethod
-    def backward(ctx: _SavedRows, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (index,) = ctx.saved_tensors
         total = grad.new_zeros((ctx.num_rows, *grad.shape[1:]))
         return _add_rows(total, index, grad) if ctx.repeats else total.index_copy_(0, index, grad), None, None
@@ -78,12 +65,12 @@ class _Rows(Function):
 
 class _SpreadRows(Function):
     @staticmethod
-    def forward(ctx: _SavedRows, values: Tensor, source: Tensor, home: Tensor, again: Tensor | None) -> Tensor:
+    def forward(ctx: Any, values: Tensor, source: Tensor, home: Tensor, again: Tensor | None) -> Tensor:
         ctx.save_for_backward(home, again, None if again is None else source[again])
         return values.index_select(0, source)
 
     @staticmethod
-    def backward(ctx: _SavedRows, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         home, again, repeated = ctx.saved_tensors
         summed = grad.index_select(0, home)
         return summed if again is None else _add_rows(summed, repeated, grad.index_select(0, again)), None, None, None
@@ -97,7 +84,7 @@ def _add_rows(total: Tensor, index: Tensor, rows: Tensor) -> Tensor:
 
 
 LONGEST = 128
-"""Of sequences that gain by it, in tokens: the matrix of weights that is kept has at most so many columns."""
+"""Of sequences that gain by it, in tokens: the matrix of weights that is all_weights has at most so many columns."""
 
 _BLOCK_ELEMENTS = 2**17  # of scores for each thread, 512 KiB
 
@@ -113,43 +100,31 @@ def attend_short(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Ten
     return mixed.view(query.shape)
 
 
-class _SavedForBackward(Protocol):
-    """What a forward pass keeps for its backward pass."""
-
-    scale: float
-    needs_input_grad: tuple[bool, ...]
-
-    @property
-    def saved_tensors(self) -> tuple[Tensor, ...]: ...
-
-    def save_for_backward(self, *tensors: Tensor | None) -> None: ...
-
-
 class _ShortAttention(Function):
     """Queries `(matrices, heads of each · tokens, head_dim)`, keys and values `(matrices, tokens, head_dim)`."""
 
     @staticmethod
-    def forward(ctx: _SavedForBackward, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+    def forward(ctx: Any, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
         rows, tokens = queries.shape[1], keys.shape[1]
         unseen = keys.new_full((tokens, tokens), float("-inf")).triu_(1).repeat(rows // tokens, 1)
-        kept = keys.new_empty(len(keys), rows, tokens) if any(ctx.needs_input_grad) else None
+        all_weights = keys.new_empty(len(keys), rows, tokens) if any(ctx.needs_input_grad) else None
         mixed = torch.empty_like(queries)
         for block in _blocks(queries, keys):
             scores = torch.baddbmm(unseen, queries[block], keys[block].transpose(1, 2), alpha=scale)
-            weights = torch.softmax(scores, -1, out=scores if kept is None else kept[block])
+            weights = torch.softmax(scores, -1, out=scores if all_weights is None else all_weights[block])
             torch.bmm(weights, values[block], out=mixed[block])
-        ctx.save_for_backward(queries, keys, values, kept, mixed)
+        ctx.save_for_backward(queries, keys, values, all_weights, mixed)
         ctx.scale = scale
         return mixed
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: _SavedForBackward, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         """With P = softmax(S), O = P V: dS = P (dO Vᵀ − ⟨dO, O⟩) (arXiv 2205.14135, appendix B)."""
-        queries, keys, values, kept, mixed = ctx.saved_tensors
+        queries, keys, values, all_weights, mixed = ctx.saved_tensors
         of_queries, of_keys, of_values = (torch.empty_like(x) for x in (queries, keys, values))
         for block in _blocks(queries, keys):
-            weights, of_mixed = kept[block], grad[block]
+            weights, of_mixed = all_weights[block], grad[block]
             torch.bmm(weights.transpose(1, 2), of_mixed, out=of_values[block])
             of_sums = (of_mixed * mixed[block]).sum(-1, keepdim=True)
             of_scores = torch.bmm(of_mixed, values[block].transpose(1, 2)).sub_(of_sums).mul_(weights)
@@ -204,15 +179,16 @@ def packed_attention(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
     packing: Packing | None = None,
-    **kwargs: Unpack[TransformersKwargs],
+    **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """query `(1, heads, tokens, head_dim)`, key and value with their own number of heads; returns
-    `(1, tokens, heads, head_dim)`. With `packing` the mask is not read."""
+    `(1, tokens, heads, head_dim)`. With `packing` the mask is not read, and of the other arguments, which are those of
+    `sdpa`, dropout and scaling alone."""
     if packing is None:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+    dropout: float = kwargs.get("dropout", 0.0)
+    scaling: float | None = kwargs.get("scaling")
     # On a CPU the kernel of 16-bit types takes five times as long backward as that of float32, copies included.
     dtype = torch.promote_types(query.dtype, torch.float32) if query.device.type == "cpu" else query.dtype
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling

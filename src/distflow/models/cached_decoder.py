@@ -7,7 +7,7 @@ part); only the attention and the key-value memory are ours.
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,22 +25,6 @@ and the scaling of scores: keeps keys and values, and returns what the rows atte
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # frequencies that do not depend on the length seen so far
-
-
-class _Attention(Protocol):
-    q_proj: Callable[[Tensor], Tensor]
-    k_proj: Callable[[Tensor], Tensor]
-    v_proj: Callable[[Tensor], Tensor]
-    o_proj: Callable[[Tensor], Tensor]
-
-
-class _Layer(Protocol):
-    """The names that the decoder layers of all `FAMILIES` have."""
-
-    self_attn: _Attention
-    mlp: Callable[[Tensor], Tensor]
-    input_layernorm: Callable[[Tensor], Tensor]
-    post_attention_layernorm: Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -107,16 +91,16 @@ class DecoderView:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """`(rows, hidden)` → `(rows, vocab)`."""
-        if self._native is not None and self._native.follow_head():
+        if self._native is not None and self._native.refresh_head():
             return self._native.logits(hidden)
         with self._autocast():
             logits: Tensor = self._module.lm_head(hidden)
         return logits
 
-    def follow_weights(self) -> None:
+    def refresh_weights(self) -> None:
         """They may have changed in a way that torch does not count."""
         if self._native is not None:
-            self._native.forget()
+            self._native.expire()
 
     def prefill(self, prompts: list[tuple[int, ...]]) -> PromptKV:
         """Run prompts, padded on the right: under a causal mask the padding is seen by no real token."""
@@ -153,7 +137,7 @@ class DecoderView:
         after the final norm.
         """
         extent = keys.shape[-2]
-        if self._native is not None and self._native.follow():
+        if self._native is not None and self._native.refresh():
             return self._native.decode(token_ids, positions, keys, values, *self._rotary_rows(extent, keys))
         rows = torch.arange(token_ids.shape[0], device=self.device)
         bias = self.bias(positions, extent)
@@ -184,7 +168,7 @@ class DecoderView:
         bias = bias.masked_fill_(unseen[:, None], float("-inf"))
         return bias.repeat_interleave(self.num_kv_heads, 0).expand(-1, self.num_heads // self.num_kv_heads, -1)
 
-    def _project(self, layer: _Layer, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _project(self, layer: Any, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated queries `(..., heads, head_dim)`, rotated keys and values `(..., kv_heads, head_dim)`."""
         attention = layer.self_attn
         normed = layer.input_layernorm(hidden)
@@ -198,7 +182,7 @@ class DecoderView:
         both = _rotate(torch.cat((query, key), dim=-2), cos, sin)
         return both[..., : self.num_heads, :], both[..., self.num_heads :, :], value
 
-    def _rest_of_layer(self, layer: _Layer, hidden: Tensor, mixed: Tensor) -> Tensor:
+    def _rest_of_layer(self, layer: Any, hidden: Tensor, mixed: Tensor) -> Tensor:
         """Output projection and MLP with their residuals. mixed: attention's result, of as many numbers a token."""
         with self._autocast():
             hidden = layer.self_attn.o_proj(mixed.reshape(*hidden.shape[:-1], -1)).to(hidden.dtype).add_(hidden)

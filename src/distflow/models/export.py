@@ -51,10 +51,10 @@ def check_target(folder: str | Path) -> Path:
     """The absolute path of a folder that does not exist yet or is empty. Raises UserError for any other."""
     target = Path(folder).expanduser().resolve()
     try:
-        taken = target.exists() and (not target.is_dir() or any(target.iterdir()))
+        is_occupied = target.exists() and (not target.is_dir() or any(target.iterdir()))
     except OSError as error:
         raise UserError(f"'{target}' cannot be looked into: {error.strerror}: export to another folder") from error
-    if taken:
+    if is_occupied:
         raise UserError(f"'{target}' exists and is not an empty folder: export to another one")
     return target
 

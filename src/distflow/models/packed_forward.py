@@ -29,7 +29,7 @@ from distflow.models.cpu_kernels import build as native
 from distflow.models.cpu_kernels.attention import attend
 from distflow.models.cpu_kernels.fused_ops import add_norm, gate, split_heads
 from distflow.models.cpu_kernels.layer import after_attention, before_attention
-from distflow.models.cpu_kernels.weight_layout import check, parts, side_by_side
+from distflow.models.cpu_kernels.weight_layout import check_modules, layer_modules, side_by_side
 from distflow.models.log_probs import token_log_probs
 from distflow.models.lora import unwrapped
 from distflow.models.packing import Packing, Sequences, Sharing, shared_prefixes
@@ -52,7 +52,7 @@ def runs_natively(decoder: Any) -> bool:
     if decoder.training and (config.attention_dropout or any(layer.gradient_checkpointing for layer in decoder.layers)):
         return False
     try:
-        check((decoder, *decoder.layers, *parts(decoder)), config.rms_norm_eps)
+        check_modules((decoder, *decoder.layers, *layer_modules(decoder)), config.rms_norm_eps)
     except native.NotNative:
         return False
     return True
@@ -62,13 +62,13 @@ def packed_layers(decoder: Any, input_ids: Tensor, position_ids: Tensor, sequenc
     """Last hidden states `(rows, hidden)` in float32 of a row of tokens, both `(rows,)`; differentiable once."""
     hidden, config = decoder.embed_tokens(input_ids), decoder.config
     cos, sin = (each[0] for each in decoder.rotary_emb(hidden, position_ids[None]))
-    given = (decoder.layers, hidden, cos, sin, sequences)
+    arguments = (decoder.layers, hidden, cos, sin, sequences)
     low = torch.is_autocast_enabled("cpu")
     with torch.autocast("cpu", enabled=False):
         if low or config.hidden_size * config.intermediate_size > LARGEST:
-            hidden = _by_torchs_products(*given, torch.bfloat16 if low else torch.float32)
+            hidden = _by_torchs_products(*arguments, torch.bfloat16 if low else torch.float32)
         else:
-            hidden = _in_cache(*given)
+            hidden = _in_cache(*arguments)
         states: Tensor = decoder.norm(hidden)
     return states
 
@@ -130,8 +130,8 @@ def packed_hidden_states(
         states = decoder(input_ids=input_ids[None], position_ids=positions[None], use_cache=False)
         return _rows(states.last_hidden_state[0], wanted)
     if sharing is not None:
-        sharing = Sharing(sharing.kept.cpu(), sharing.place.cpu())  # see above
-        input_ids, position_ids = input_ids[send(sharing.kept, input_ids.device)], position_ids[sharing.kept]
+        sharing = Sharing(sharing.positions.cpu(), sharing.place.cpu())  # see above
+        input_ids, position_ids = input_ids[send(sharing.positions, input_ids.device)], position_ids[sharing.positions]
     packing = Packing(lengths, input_ids.device, sharing)
     if runs_natively(decoder):
         states = packed_layers(decoder, input_ids, position_ids, packing.sequences)

@@ -20,10 +20,10 @@ _SHORTEST_IN_BUCKET = 0.75
 
 @dataclass(frozen=True)
 class Sharing:
-    """kept: int64 `(kept tokens,)`, the packed positions of the tokens that are computed, ascending. place: int64
+    """positions: int64 `(kept tokens,)`, the packed positions of the tokens that are computed, ascending. place: int64
     `(tokens,)`, where among them each packed token's state is. Both on the CPU."""
 
-    kept: Tensor
+    positions: Tensor
     place: Tensor
 
 
@@ -39,12 +39,12 @@ def shared_prefixes(input_ids: Tensor, lengths: Tensor) -> Sharing | None:
     alike = (table[1:] == table[:-1]) & is_token[1:] & is_token[:-1]
     is_kept = is_token.clone()
     is_kept[1:] &= alike.cumprod(1) == 0
-    kept = is_kept[is_token].nonzero()[:, 0]
-    if len(kept) == len(input_ids):
+    positions = is_kept[is_token].nonzero()[:, 0]
+    if len(positions) == len(input_ids):
         return None
     # Down a column the last kept token is the one that all shared ones below it repeat; numbers grow downwards.
-    numbers = torch.full(is_token.shape, -1).masked_scatter_(is_kept, torch.arange(len(kept)))
-    return Sharing(kept, numbers.cummax(0).values[is_token])
+    numbers = torch.full(is_token.shape, -1).masked_scatter_(is_kept, torch.arange(len(positions)))
+    return Sharing(positions, numbers.cummax(0).values[is_token])
 
 
 @dataclass(frozen=True)
@@ -65,8 +65,10 @@ class Sequences:
         longest = int(lengths.max())
         if sharing is None:
             return Sequences(torch.arange(int(starts[-1])), starts, torch.zeros_like(lengths), longest)
-        kept = torch.zeros(len(sharing.place) + 1, dtype=torch.int64).index_fill_(0, sharing.kept + 1, 1).cumsum(0)
-        return Sequences(sharing.place, starts, lengths - (kept[starts[1:]] - kept[starts[:-1]]), longest)
+        num_before = (
+            torch.zeros(len(sharing.place) + 1, dtype=torch.int64).index_fill_(0, sharing.positions + 1, 1).cumsum(0)
+        )
+        return Sequences(sharing.place, starts, lengths - (num_before[starts[1:]] - num_before[starts[:-1]]), longest)
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,8 +133,8 @@ class Buckets:
             num_padded += source.numel()
         source, again = torch.cat(sources), None
         if sharing is not None:
-            is_repeated = torch.ones_like(home, dtype=torch.bool).index_fill_(0, sharing.kept, False)
-            source, home, again = sharing.place[source], home[sharing.kept], send(home[is_repeated], device)
+            is_repeated = torch.ones_like(home, dtype=torch.bool).index_fill_(0, sharing.positions, False)
+            source, home, again = sharing.place[source], home[sharing.positions], send(home[is_repeated], device)
         return Buckets(tuple(shapes), send(source, device), send(home, device), again)
 
 

@@ -1,15 +1,18 @@
 """Shards a model over ranks: tensor parallelism by the plan of its family, and FSDP2 with summed gradients, as losses
-over exact global counts need. Reads sharded tensors (`DTensor`) in part and whole; a plain tensor is its own part and
-whole.
+over exact global counts need. Fills and reads sharded tensors (`DTensor`) in part and whole; a plain tensor is its own
+part and whole.
 """
 
+import json
 import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
@@ -29,12 +32,13 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from distflow.errors import UserError
 from distflow.models.lora import unwrapped
 from distflow.models.packed_forward import PACKED_METHODS
 
+_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _HEADS_DIM = 2  # of (batch, tokens, heads, width), which is what norms of queries and keys are given
 _STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "colwise": ColwiseParallel,
@@ -223,8 +227,8 @@ def at_places(tensor: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
     for coordinate, first, length in zip(coordinates, start, shape, strict=True):
         inside &= (coordinate >= first) & (coordinate < first + length)
         own = own * length + coordinate - first
-    held = inside.nonzero()[:, 0]
-    return held, own_part(tensor.detach()).reshape(-1)[own[held].to(tensor.device)]
+    here = inside.nonzero()[:, 0]
+    return here, own_part(tensor.detach()).reshape(-1)[own[here].to(tensor.device)]
 
 
 def on_any_rank(found: Mapping[str, bool], tensors: Mapping[str, Tensor]) -> dict[str, bool]:
@@ -249,3 +253,48 @@ def _place(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
         return (0,) * tensor.dim(), tuple(tensor.shape)
     shape, start = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     return start, shape
+
+
+def empty_model(auto_class: Any, config: PreTrainedConfig) -> PreTrainedModel:
+    """The model with parameters that have a shape and no memory; its buffers are real, as no file has them."""
+    register = nn.Module.register_parameter
+
+    def emptied(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and not parameter.is_meta:  # tied ones stay one
+            parameter = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+        register(module, name, parameter)
+
+    nn.Module.register_parameter = emptied  # type: ignore[method-assign, assignment]  # its argument has another name
+    try:
+        return auto_class.from_config(config, dtype=torch.float32)
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def read_own_parts(model: PreTrainedModel, folder: Path) -> list[str]:
+    """Fill a model from its folder's safetensors, of sharded weights this rank's part alone; returns the names of the
+    weights that are not stored, whose values are any. Raises UserError for another shape or another format."""
+    files, stored = _files(folder), model.state_dict().keys()
+    own: dict[str, Tensor] = dict(model.named_parameters())
+    own |= {name: buffer for name, buffer in model.named_buffers() if name in stored}
+    for name in sorted(own.keys() & files.keys()):
+        with safe_open(files[name], "pt") as tensors:  # opened for each: what is mapped of a file stays until then
+            values = tensors.get_slice(name)
+            if list(values.get_shape()) != list(own[name].shape):
+                raise UserError(
+                    f"'{name}' of {files[name]} has the shape {values.get_shape()}, the model's is "
+                    f"{list(own[name].shape)}"
+                )
+            fill(own[name], values)
+    return sorted(own.keys() - files.keys())
+
+
+def _files(folder: Path) -> dict[str, Path]:
+    """Which file of the folder holds each tensor."""
+    if (folder / _INDEX).is_file():
+        index = json.loads((folder / _INDEX).read_text("utf-8"))
+        return {name: folder / file for name, file in index["weight_map"].items()}
+    if not (folder / _SINGLE).is_file():
+        raise UserError(f"'{folder}' has no safetensors ({_INDEX} or {_SINGLE}): they can be read in parts, others not")
+    with safe_open(folder / _SINGLE, "pt") as tensors:
+        return dict.fromkeys(tensors.keys(), folder / _SINGLE)

@@ -95,14 +95,14 @@ class GenerateResult:
 class Receipt:
     """What an engine holds after a weight update: for each tensor a hash of a stripe of it.
 
-    shared: the engine computes on the trainer's own storage, so nothing was copied. alias: no weights were sent, those
-    that it has get a new version; there are no hashes then.
+    shared: the engine computes on the trainer's own storage, so nothing was copied. version_only: no weights were
+    sent, those that it has get a new version; there are no hashes then.
     """
 
     version: Version
     hashes: dict[str, str] = field(default_factory=dict)
     shared: bool = False
-    alias: bool = False
+    version_only: bool = False
 
 
 Stretch = Callable[[Callable[[], bool]], None]
@@ -158,7 +158,7 @@ class RolloutEngine(Protocol):
         ...
 
     async def resume(self) -> None:
-        """Go on decoding."""
+        """Continue decoding."""
         ...
 
     async def hashes(self) -> dict[str, str]:
@@ -168,7 +168,7 @@ class RolloutEngine(Protocol):
     async def load_weights(self, version: Version, weights: Iterable[tuple[str, Tensor]] | None) -> Receipt:
         """Take new weights between two decode steps; drops cached KV of finished prompts.
 
-        None: an alias. The weights stay, and all that was made with them; from now on they are those of `version`.
+        None: only the version changes. The weights stay, and all that was made with them, and are those of `version`.
         """
         ...
 
@@ -221,9 +221,9 @@ class ActivityLog:
             if self._open is not None:
                 self._end(self._open)
                 self._open = replace(self._open, t0=self._open.t1, tokens=0)
-            taken = list(self._ended)
+            activities = list(self._ended)
             self._ended.clear()
-            return taken
+            return activities
 
     def _end(self, activity: Activity) -> None:
         if activity.tokens > 0:  # else it was read already

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from types import MappingProxyType
+from typing import TypedDict, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,17 @@ from distflow.scheduling.bin_packing import pack
 from distflow.training.engine import Collective, OneRank
 
 
+class ScorerOptions(TypedDict, total=False):
+    """max_tokens_per_micro_batch: None is what suits the device. temperatures: of the domains that are not sampled at
+    `temperature`. compute_dtype: of the matrix products (the weights' own by default), by autocast; the softmax stays
+    in float32."""
+
+    max_tokens_per_micro_batch: int | None
+    temperature: float
+    temperatures: Mapping[str, float]
+    compute_dtype: torch.dtype | None
+
+
 class TorchScorer:
     """Computes outputs of response tokens on one device, by the model's `packed_forward`."""
 
@@ -25,26 +36,20 @@ class TorchScorer:
         self,
         model: nn.Module,
         *,
-        max_tokens_per_micro_batch: int | None = None,
-        temperature: float = 1.0,
-        temperatures: Mapping[str, float] = MappingProxyType({}),
-        compute_dtype: torch.dtype | None = None,
         without_adapter: bool = False,
         group: Collective | None = None,
+        **options: Unpack[ScorerOptions],
     ) -> None:
-        """max_tokens_per_micro_batch: None is what suits the device. temperatures: of the domains that are not sampled
-        at `temperature`. compute_dtype: of the matrix products (the weights' own by default); the softmax stays in
-        float32. without_adapter: score with the LoRA adapter switched off, which makes a policy its own reference.
-        group: the ranks that run the model as often as this one.
-        """
+        """without_adapter: score with the LoRA adapter switched off, which makes a policy its own reference. group: the
+        ranks that run the model as often as this one."""
         self.model = model
-        self.temperature = temperature
-        self.temperatures = dict(temperatures)
-        self.compute_dtype = compute_dtype
+        self.temperature = options.get("temperature", 1.0)
+        self.temperatures = dict(options.get("temperatures", {}))
+        self.compute_dtype = options.get("compute_dtype")
         self.without_adapter = without_adapter
         self.group = group or OneRank()
         self._parameter = next(model.parameters())
-        self.max_tokens = max_tokens_per_micro_batch or tokens_at_once(self.device)
+        self.max_tokens = options.get("max_tokens_per_micro_batch") or tokens_at_once(self.device)
 
     @property
     def device(self) -> torch.device:

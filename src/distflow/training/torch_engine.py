@@ -3,9 +3,8 @@ sum and clipping over ranks, and activation checkpointing.
 """
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from types import MappingProxyType
-from typing import TypeVar
+from collections.abc import Collection, Iterable, Iterator
+from typing import TypeVar, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +28,7 @@ from distflow.training.engine import (
     TrainState,
 )
 from distflow.training.optimizer import Schedule, load_optimizer_state, move_optimizer_state, optimizer_state
-from distflow.training.scorer import TorchScorer, micro_batches
+from distflow.training.scorer import ScorerOptions, TorchScorer, micro_batches
 
 AnyTensor = TypeVar("AnyTensor", bound=Tensor)
 
@@ -101,32 +100,21 @@ class TorchTrainEngine:
         *,
         optimizer: torch.optim.Optimizer,
         schedule: Schedule,
-        max_tokens_per_micro_batch: int | None = None,
-        temperature: float = 1.0,
-        temperatures: Mapping[str, float] = MappingProxyType({}),
         max_grad_norm: float | None = 1.0,
-        compute_dtype: torch.dtype | None = None,
         gradient_checkpointing: bool = False,
         group: Collective | None = None,
+        **scoring: Unpack[ScorerOptions],
     ) -> None:
-        """max_tokens_per_micro_batch, temperatures: see `TorchScorer`. compute_dtype: bfloat16 runs the matrix products
-        in it by autocast over the float32 weights. max_grad_norm: gradients above it are scaled down to it; None never.
-        gradient_checkpointing: keep only each layer's input, and compute the layer again in the backward pass. group:
-        the ranks that share the mini-batch; each sees its own part, all take the same step, bit for bit.
+        """max_grad_norm: gradients above it are scaled down to it; None never. gradient_checkpointing: keep only each
+        layer's input, and compute the layer again in the backward pass. group: the ranks that share the mini-batch;
+        each sees its own part, all take the same step, bit for bit.
         """
         self.model = model
         self.optimizer = optimizer
         self.schedule = schedule
         self.max_grad_norm = max_grad_norm
         self.group = group or OneRank()
-        self.scorer = TorchScorer(
-            model,
-            max_tokens_per_micro_batch=max_tokens_per_micro_batch,
-            temperature=temperature,
-            temperatures=temperatures,
-            compute_dtype=compute_dtype,
-            group=self.group,
-        )
+        self.scorer = TorchScorer(model, group=self.group, **scoring)
         self.num_steps = 0
         self._device = self.scorer.device
         self._trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -256,8 +244,8 @@ def _with_prefix(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
-def _check_same_weights(own: dict[str, nn.Parameter], given: dict[str, Tensor]) -> None:
-    different = sorted(own.keys() ^ given.keys()) or [n for n, p in own.items() if p.shape != given[n].shape]
+def _check_same_weights(own: dict[str, nn.Parameter], tensors: dict[str, Tensor]) -> None:
+    different = sorted(own.keys() ^ tensors.keys()) or [n for n, p in own.items() if p.shape != tensors[n].shape]
     if different:
         raise ValueError(
             f"the state is of another model: {len(different)} weights differ in name or shape, {different[0]} first; "

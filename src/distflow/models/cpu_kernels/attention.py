@@ -2,7 +2,7 @@
 included, without padding and without a matrix that is saved for the backward pass."""
 
 import ctypes
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,18 +21,6 @@ class _Packing(ctypes.Structure):
     ]
 
 
-class _SavedForBackward(Protocol):
-    """What a forward pass keeps for its backward pass."""
-
-    sequences: Sequences
-    scale: float
-
-    @property
-    def saved_tensors(self) -> tuple[Tensor, ...]: ...
-
-    def save_for_backward(self, *tensors: Tensor) -> None: ...
-
-
 def attend(queries: Tensor, keys: Tensor, values: Tensor, sequences: Sequences, scale: float) -> Tensor:
     """queries: float32 `(rows, heads, head_dim)`; keys and values with their own number of heads. scale: of the
     scores, above 0. As queries; differentiable once. Raises NotNative."""
@@ -42,9 +30,7 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, sequences: Sequences, 
 
 class _Attention(Function):
     @staticmethod
-    def forward(
-        ctx: _SavedForBackward, queries: Tensor, keys: Tensor, values: Tensor, sequences: Sequences, scale: float
-    ) -> Tensor:
+    def forward(ctx: Any, queries: Tensor, keys: Tensor, values: Tensor, sequences: Sequences, scale: float) -> Tensor:
         mixed, log_sums = torch.empty_like(queries), queries.new_empty(queries.shape[:2])
         _run("attend", sequences, scale, queries, keys, values, mixed, log_sums)
         ctx.save_for_backward(queries, keys, values, mixed, log_sums)
@@ -53,7 +39,7 @@ class _Attention(Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: _SavedForBackward, of_mixed: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+    def backward(ctx: Any, of_mixed: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         queries, keys, values, mixed, log_sums = ctx.saved_tensors
         sequences, of_mixed = ctx.sequences, of_mixed.contiguous()
         added = [keys.new_empty(len(sequences.place), *keys.shape[1:]) for _ in range(2)]

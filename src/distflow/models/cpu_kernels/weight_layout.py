@@ -44,25 +44,25 @@ class Model(ctypes.Structure):
 
 
 @dataclass(frozen=True)
-class Packed:
-    """kept: memory that the addresses in `model` and `head` lead to."""
+class PackedWeights:
+    """memory: what the addresses in `model` and `head` lead to."""
 
     model: Model
     head: Linear
-    kept: list[object]
+    memory: list[object]
 
 
-def seen(causal: nn.Module) -> list[object]:
-    """Changes whenever what `pack` makes of the model does, but for weights changed by way of `weight.data`."""
-    return _seen_of(parts(causal._modules["model"])) + seen_of_head(causal)  # type: ignore[arg-type]
+def layout_key(causal: nn.Module) -> list[object]:
+    """Changes whenever what `pack_weights` makes of the model does, but for weights changed by way of `weight.data`."""
+    return _key_of(layer_modules(causal._modules["model"])) + head_key(causal)  # type: ignore[arg-type]
 
 
-def seen_of_head(causal: nn.Module) -> list[object]:
-    """The end of `seen`: what logits are made of."""
-    return [_has_any_global_hook(), *_seen_of([causal._modules["lm_head"]])]  # type: ignore[list-item]
+def head_key(causal: nn.Module) -> list[object]:
+    """The end of `layout_key`: what logits are made of."""
+    return [_has_any_global_hook(), *_key_of([causal._modules["lm_head"]])]  # type: ignore[list-item]
 
 
-def _seen_of(modules: Iterable[nn.Module]) -> list[object]:
+def _key_of(modules: Iterable[nn.Module]) -> list[object]:
     found: list[object] = []
     for module in modules:
         fields = vars(module)
@@ -79,7 +79,7 @@ def _seen_of(modules: Iterable[nn.Module]) -> list[object]:
     return found
 
 
-def parts(decoder: nn.Module) -> Iterator[nn.Module]:
+def layer_modules(decoder: nn.Module) -> Iterator[nn.Module]:
     """The modules that its layers call, those that these call, and what stands before and after the layers."""
     # Not as attributes: looked up in each step, those of a module would take longer than some steps.
     body = decoder._modules
@@ -102,11 +102,11 @@ def side_by_side(modules: Sequence[nn.Linear], dtype: torch.dtype) -> tuple[Tens
 
 
 @torch.no_grad()
-def pack(causal: Any, panel: int, halves: bool) -> Packed:
-    """Of a model whose parts `check` has nothing against. panel: columns that are computed together. halves: products
-    are of bfloat16."""
+def pack_weights(causal: Any, panel: int, halves: bool) -> PackedWeights:
+    """Of a model that `check_modules` accepts. panel: columns that are computed together. halves: products are of
+    bfloat16."""
     config, layers = causal.config, causal.model.layers
-    kept: list[object] = []
+    memory: list[object] = []
 
     def linear(*modules: nn.Linear) -> Linear:
         weight, bias = side_by_side(modules, torch.bfloat16 if halves else torch.float32)
@@ -116,14 +116,14 @@ def pack(causal: Any, panel: int, halves: bool) -> Packed:
         words = padded.view(torch.int32)  # numbers, or pairs of them
         panels = words.unflatten(0, (-1, panel)).transpose(1, 2).contiguous()
         bias = None if bias is None else bias.float()
-        kept.append((panels, bias))
+        memory.append((panels, bias))
         return Linear(panels.data_ptr(), None if bias is None else bias.data_ptr(), depth, columns, halves)
 
     def weight(module: Any) -> int | None:
         return None if module is None else module.weight.data_ptr()
 
-    made = (Layer * len(layers))()
-    for place, layer in zip(made, layers, strict=True):
+    c_layers = (Layer * len(layers))()
+    for place, layer in zip(c_layers, layers, strict=True):
         attention, mlp = layer.self_attn, layer.mlp
         place.input_norm, place.post_norm = weight(layer.input_layernorm), weight(layer.post_attention_layernorm)
         place.query_norm = weight(getattr(attention, "q_norm", None))
@@ -131,19 +131,19 @@ def pack(causal: Any, panel: int, halves: bool) -> Packed:
         place.query_key_value = linear(attention.q_proj, attention.k_proj, attention.v_proj)
         place.output = linear(attention.o_proj)
         place.gate_up, place.down = linear(mlp.gate_proj, mlp.up_proj), linear(mlp.down_proj)
-    kept.append(made)
+    memory.append(c_layers)
     model = Model(
         weight(causal.model.embed_tokens),
         weight(causal.model.norm),
-        ctypes.addressof(made),
+        ctypes.addressof(c_layers),
         *(causal.model.embed_tokens.num_embeddings, len(layers), config.hidden_size, mlp.down_proj.in_features),
         *(config.num_attention_heads, config.num_key_value_heads, attention.head_dim, halves),
         *(config.rms_norm_eps, attention.scaling),
     )
-    return Packed(model, linear(causal.lm_head), kept)
+    return PackedWeights(model, linear(causal.lm_head), memory)
 
 
-def check(modules: Iterable[nn.Module], epsilon: float) -> None:
+def check_modules(modules: Iterable[nn.Module], epsilon: float) -> None:
     """Raises NotNative where one of these parts of a decoder is none that the C of this folder computes. epsilon: of
     all norms."""
     if _has_any_global_hook():

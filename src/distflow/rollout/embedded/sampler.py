@@ -32,6 +32,15 @@ class Draws(NamedTuple):
     sampling_log_probs: Tensor
 
 
+class StepTokens(NamedTuple):
+    """One token of each sequence, read on the host; log-probs as in `Generation`."""
+
+    sequences: list[Sequence]
+    token_ids: list[int]
+    rollout_log_probs: list[float]
+    sampling_log_probs: list[float]
+
+
 class Distribution:
     """softmax of scores `(rows, vocab)` float32, as unnormalised masses whose sums are exact to float64."""
 

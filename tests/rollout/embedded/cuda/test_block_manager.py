@@ -1,4 +1,4 @@
-"""Pages: shared ones are free with their last holder, and prompts lie in them as they were prefilled."""
+"""PagePool: shared ones are free with their last holder, and prompts lie in them as they were prefilled."""
 
 import random
 
@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from distflow.models.cached_decoder import DecoderView
-from distflow.rollout.embedded.cuda.async_steps import Chain, DeviceOptions, padded, rounded
-from distflow.rollout.embedded.cuda.block_manager import TRASH, PageMemory, Pages, pages_for
+from distflow.rollout.embedded.cuda.async_steps import AsyncSteps, DeviceOptions, padded, rounded
+from distflow.rollout.embedded.cuda.block_manager import TRASH, PageMemory, PagePool, pages_for
 from distflow.rollout.embedded.scheduler import Sequence, sequences_of
 from tests.rollout.drive import make_model, prompt_of, request_of
 
 
 def test_pages_are_taken_once_and_come_back_with_their_last_holder() -> None:
-    chance, pages = random.Random(3), Pages(40)
+    chance, pages = random.Random(3), PagePool(40)
     held: list[list[int]] = []
     for _ in range(2000):
         if chance.random() < 0.5 and pages.num_free:
@@ -47,28 +47,28 @@ def sequences(length: int, samples: tuple[int, ...], max_tokens: int = 5, row: i
 @pytest.mark.parametrize("length", [1, 7, 8, 9, 16, 21])
 def test_a_prompt_lies_in_the_pages_of_each_of_its_samples_and_full_ones_are_shared(length: int) -> None:
     decoder = DecoderView(model := make_model())
-    chain = Chain(decoder, model, 8, DeviceOptions(page_tokens=8, num_pages=60))
+    steps = AsyncSteps(decoder, model, 8, DeviceOptions(page_tokens=8, num_pages=60))
     group = sequences(length, (0, 1, 2))
-    assert chain.num_fitting(group, 99) == 3 and chain.num_fitting(group, 2) == 2
-    free = chain.pages.num_free
+    assert steps.num_fitting(group, 99) == 3 and steps.num_fitting(group, 2) == 2
+    free = steps.pages.num_free
     forward = decoder.prefill([prompt_of(30), group[0].prompt_ids])
-    seats, parts = chain.seat(forward, 1, group)
+    leases, parts = steps.lease(forward, 1, group)
     full, needed = length // 8, pages_for(length + 5, 8)
-    assert free - chain.pages.num_free == full + 3 * (needed - full)
-    assert all(seat.pages[:full] == seats[0].pages[:full] and len(seat.pages) == needed for seat in seats)
-    assert len({page for seat in seats for page in seat.pages[full:]}) == 3 * (needed - full)
+    assert free - steps.pages.num_free == full + 3 * (needed - full)
+    assert all(lease.pages[:full] == leases[0].pages[:full] and len(lease.pages) == needed for lease in leases)
+    assert len({page for lease in leases for page in lease.pages[full:]}) == 3 * (needed - full)
     memory = PageMemory(decoder, 60, 8)
     memory.fill(forward, parts)
     for found, expected in ((memory.keys, forward.keys), (memory.values, forward.values)):
-        for seat in seats:
-            lies = found[:, seat.pages].transpose(1, 2).flatten(2, 3)[:, :, :length]
+        for lease in leases:
+            lies = found[:, lease.pages].transpose(1, 2).flatten(2, 3)[:, :, :length]
             assert torch.equal(lies, expected[:, 1, :, :length])
-    for seat in seats:
-        chain.leave(seat)
-    assert chain.pages.num_free == free
+    for lease in leases:
+        steps.free(lease)
+    assert steps.pages.num_free == free
 
 
 def test_as_many_fit_as_their_whole_lengths_take() -> None:
-    chain = Chain(DecoderView(model := make_model()), model, 64, DeviceOptions(page_tokens=8, num_pages=11))
-    assert chain.num_fitting(sequences(3, tuple(range(40)), max_tokens=21), 99) == 3  # 3 pages each of 10
-    assert chain.num_fitting(sequences(3, (0,), max_tokens=78), 99) == 0  # 81 tokens
+    steps = AsyncSteps(DecoderView(model := make_model()), model, 64, DeviceOptions(page_tokens=8, num_pages=11))
+    assert steps.num_fitting(sequences(3, tuple(range(40)), max_tokens=21), 99) == 3  # 3 pages each of 10
+    assert steps.num_fitting(sequences(3, (0,), max_tokens=78), 99) == 0  # 81 tokens

@@ -16,7 +16,7 @@ from distflow.models.cached_decoder import DecoderView, PromptKV, attend
 TRASH = 0
 """The page that rows without a sequence write to."""
 
-Part = tuple[int, int, int, Sequence[int]]
+PageCopy = tuple[int, int, int, Sequence[int]]
 """Row of a prefill, first and end of the positions to copy, pages of the sequence from its first token on."""
 
 
@@ -24,7 +24,7 @@ def pages_for(num_tokens: int, page_tokens: int) -> int:
     return -(-num_tokens // page_tokens)
 
 
-class Pages:
+class PagePool:
     """Which pages are free. A shared page is free when its last sequence gave it back."""
 
     def __init__(self, num_pages: int) -> None:
@@ -39,9 +39,9 @@ class Pages:
     def take(self, count: int) -> list[int]:
         """There must be as many."""
         assert count <= len(self._free), f"{count} pages wanted, {len(self._free)} are free"
-        taken = [self._free.pop() for _ in range(count)]
-        self.share(taken)
-        return taken
+        pages = [self._free.pop() for _ in range(count)]
+        self.share(pages)
+        return pages
 
     def share(self, pages: Iterable[int]) -> None:
         for page in pages:
@@ -64,7 +64,7 @@ class PageMemory:
         self.values = torch.zeros_like(self.keys)
         self.page_tokens = page_tokens
 
-    def fill(self, prompts: PromptKV, parts: Iterable[Part]) -> None:
+    def fill(self, prompts: PromptKV, parts: Iterable[PageCopy]) -> None:
         """Copy tokens of prefilled prompts to pages."""
         rows, positions, pages = [], [], []
         for row, first, end, own in parts:

@@ -47,7 +47,7 @@ Laws = list[tuple[SamplingLaw, Tensor]]
 
 
 @dataclass(eq=False)
-class Seat:
+class Lease:
     """The slot and pages of a running request. num_drawn: its tokens, including those that the host has not read."""
 
     slot: int
@@ -69,32 +69,32 @@ class DecodeState:
         self._seen: Tensor | None = None  # bool (slots, vocab), made when a penalty is first used
         self.free = list(range(num_slots - 1, -1, -1))
 
-    def begin(self, sequences: Rows[Sequence], seats: Rows[Seat]) -> None:
+    def begin(self, sequences: Rows[Sequence], leases: Rows[Lease]) -> None:
         """Write what the first draw of each needs: it comes from the last token of the context, which was prefilled."""
-        width = max(len(seat.pages) for seat in seats)
+        width = max(len(lease.pages) for lease in leases)
         rows = [
             [
-                seat.slot,
+                lease.slot,
                 sequence.position,
                 state_of(sequence.key, sequence.num_drawn + len(sequence.token_ids)),
-                *seat.pages,
-                *[TRASH] * (width - len(seat.pages)),
+                *lease.pages,
+                *[TRASH] * (width - len(lease.pages)),
             ]
-            for sequence, seat in zip(sequences, seats, strict=True)
+            for sequence, lease in zip(sequences, leases, strict=True)
         ]
         written = upload(torch.tensor(rows), self.token.device)
         slots = written[:, 0]
         self.position[slots], self.random[slots] = written[:, 1], written[:, 2]
         self.tables[slots, :width] = written[:, 3:]
         if any(sequence.law.repetition_penalty != 1.0 for sequence in sequences):
-            self._remember(sequences, seats, slots)
+            self._remember(sequences, leases, slots)
 
-    def _remember(self, sequences: Rows[Sequence], seats: Rows[Seat], slots: Tensor) -> None:
+    def _remember(self, sequences: Rows[Sequence], leases: Rows[Lease], slots: Tensor) -> None:
         if self._seen is None:
             self._seen = torch.zeros(self.trash + 1, self._vocab_size, dtype=torch.bool, device=self.token.device)
         occurred = [
-            (seat.slot, token)
-            for sequence, seat in zip(sequences, seats, strict=True)
+            (lease.slot, token)
+            for sequence, lease in zip(sequences, leases, strict=True)
             for token in set(sequence.context)
         ]
         slot, token = upload(torch.tensor(occurred), self.token.device).unbind(-1)
