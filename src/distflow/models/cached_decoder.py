@@ -21,7 +21,7 @@ from distflow.models.lora import unwrapped
 
 Attend = Callable[[int, Tensor, Tensor, Tensor, float], Tensor]
 """Of layer number, queries `(rows, heads, head_dim)`, keys and values `(rows, kv_heads, head_dim)` of one token a row,
-and the scaling of scores: keeps keys and values, and returns what the rows attend to, as many numbers as queries."""
+and the scaling of scores: keeps keys and values, and returns the attention's output, as many numbers as queries."""
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # frequencies that do not depend on the length seen so far
@@ -32,7 +32,7 @@ class PromptKV:
     """Keys and values of prefilled prompts, and where their decoding starts.
 
     keys, values: `(layers, prompts, kv_heads, longest, head_dim)`, values in bfloat16 where native code decodes in it;
-    what lies beyond a prompt's length is finite and meaningless. hidden: `(prompts, hidden)`, after the final norm, of
+    entries beyond a prompt's length are finite and meaningless. hidden: `(prompts, hidden)`, after the final norm, of
     each prompt's last token.
     """
 
@@ -52,9 +52,9 @@ class DecoderView:
         compute_dtype: torch.dtype | None = None,
     ) -> None:
         """in_blocks: decode by `attend_in_blocks`. native: decode by native code where there is some for this machine
-        and model; `why_not_native` says what keeps it from that. compute_dtype: bfloat16 has products in it by autocast
+        and model; else `why_not_native` is the reason. compute_dtype: bfloat16 has products in it by autocast
         over float32 weights, as the trainer's, with attention in float32; None: in that of the weights. Raises
-        UserError for a family that it cannot run, or whose logits come out different from the module's."""
+        UserError for a family that it cannot run, or computes with other logits than the module."""
         causal = unwrapped(model)
         if refusal := _refusal(causal):
             raise UserError(f"the embedded rollout engine cannot run this model: {refusal}; set rollout.name=hf")
@@ -162,7 +162,7 @@ class DecoderView:
         return self._body.norm(hidden)
 
     def bias(self, positions: Tensor, extent: int) -> Tensor:
-        """`(rows * kv_heads, heads of each, extent)`: 0 up to the row's position, -inf behind it."""
+        """`(rows * kv_heads, heads of each, extent)`: 0 up to the row's position, -inf after it."""
         unseen = torch.arange(extent, device=self.device) > positions[:, None]
         bias = torch.zeros(len(positions), 1, extent, dtype=self.dtype, device=self.device)
         bias = bias.masked_fill_(unseen[:, None], float("-inf"))

@@ -66,7 +66,7 @@ def _write(
     stored = dtype or next(causal.parameters()).dtype
     with quiet_transformers():
         causal.save_pretrained(folder, state_dict=_plain_weights(model, stored))
-    config = folder / "config.json"  # save_pretrained notes the dtype of the model, not of what it was given to store
+    config = folder / "config.json"  # save_pretrained notes the dtype of the model, not of the stored weights
     numbers = {**json.loads(config.read_text("utf-8")), "dtype": str(stored).removeprefix("torch.")}
     config.write_text(json.dumps(numbers, indent=2, sort_keys=True) + "\n", "utf-8")
     if tokenizer is not None:

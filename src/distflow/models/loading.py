@@ -203,7 +203,7 @@ class ModelSource:
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Without its progress bars and load report: they tear a live view, and what matters in them we say ourselves."""
+    """Without its progress bars and load report: they tear a live view, and we report the important part ourselves."""
     verbosity, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()

@@ -56,12 +56,12 @@ def has_adapter(model: nn.Module) -> bool:
 
 
 def adapter_off(model: nn.Module) -> AbstractContextManager[None]:
-    """Inside, the model is what it was before `add_lora`: the frozen reference. Nothing happens to a plain model."""
+    """Inside, the adapter is off: the model is the frozen reference. Nothing happens to a plain model."""
     return model.disable_adapter() if has_adapter(model) else nullcontext()  # type: ignore[operator]  # peft's
 
 
 def named_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The weights by their Hugging Face names, tied ones once, adapters merged into copies of what they adapt.
+    """The weights by their Hugging Face names, tied ones once, adapters merged into copies of the adapted weights.
 
     Weights without an adapter are the model's own storage.
     """

@@ -84,7 +84,7 @@ def _in_cache(layers: Any, hidden: Tensor, cos: Tensor, sin: Tensor, sequences: 
 def _by_torchs_products(
     layers: Any, hidden: Tensor, cos: Tensor, sin: Tensor, sequences: Sequences, dtype: torch.dtype
 ) -> Tensor:
-    """dtype: of what products take and make."""
+    """dtype: of the products' inputs and outputs."""
 
     def linear_of(x: Tensor, *modules: nn.Linear) -> Tensor:  # what each makes of x, side by side
         return linear(x, *side_by_side(modules, dtype))
@@ -117,11 +117,11 @@ def packed_hidden_states(
     """Last hidden states `(tokens, hidden)` of sequences that follow each other in `input_ids` `(tokens,)`, or of the
     positions `wanted` `(n,)`, each once. The output head is not run.
 
-    lengths: int64 `(sequences,)` on the CPU, all at least 1. sharing: what the sequences share; an attention that is
-    not ours computes it for each.
+    lengths: int64 `(sequences,)` on the CPU, all at least 1. sharing: their shared prefixes; an attention that is
+    not ours computes them for each sequence.
     """
     decoder = unwrapped(model).base_model
-    lengths = lengths[lengths > 0].cpu()  # FSDP moves what it is called with to the device
+    lengths = lengths[lengths > 0].cpu()  # FSDP moves its arguments to the device
     starts = (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
     position_ids = torch.arange(int(lengths.sum())) - starts
     is_ours = decoder.config._attn_implementation == PACKED_ATTENTION

@@ -39,7 +39,7 @@ from distflow.models.lora import unwrapped
 from distflow.models.packed_forward import PACKED_METHODS
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
-_HEADS_DIM = 2  # of (batch, tokens, heads, width), which is what norms of queries and keys are given
+_HEADS_DIM = 2  # of (batch, tokens, heads, width), the input of norms of queries and keys
 _STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "colwise": ColwiseParallel,
     "rowwise": RowwiseParallel,
@@ -132,7 +132,7 @@ def shard_model(model: nn.Module, sharding: Sharding) -> None:
     if TENSOR in (sharding.mesh.mesh_dim_names or ()):
         divide_layers(model, sharding.mesh[TENSOR])
     mesh = sharding.data_mesh
-    # log-probs and logits are views of what is computed; nothing changes them in place, which is what it warns of
+    # log-probs and logits are views; the warning is of changes in place, and nothing makes any
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
     policy = MixedPrecisionPolicy(param_dtype=sharding.compute_dtype, reduce_dtype=torch.float32)
     place = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if sharding.on_host else OffloadPolicy()
@@ -179,7 +179,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def device_of(tensor: Tensor) -> torch.device:
-    """On which what is computed of it is; parts of a spread tensor may be kept in the host's memory."""
+    """The device of results computed with it; parts of a sharded tensor may be kept in the host's memory."""
     return torch.device(tensor.device_mesh.device_type) if isinstance(tensor, DTensor) else tensor.device
 
 
@@ -219,7 +219,7 @@ def fill(tensor: Tensor, values: Sliceable | Tensor) -> None:
 
 
 def at_places(tensor: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
-    """Those of the flat places `(n,)` of the whole that this rank holds, as indices of `places`, and what is there."""
+    """The elements at flat places `(n,)` of the whole that this rank holds: indices into `places`, and values."""
     start, shape = _place(tensor)
     inside = torch.ones(len(places), dtype=torch.bool)
     own = torch.zeros_like(places)
@@ -273,7 +273,7 @@ def empty_model(auto_class: Any, config: PreTrainedConfig) -> PreTrainedModel:
 
 def read_own_parts(model: PreTrainedModel, folder: Path) -> list[str]:
     """Fill a model from its folder's safetensors, of sharded weights this rank's part alone; returns the names of the
-    weights that are not stored, whose values are any. Raises UserError for another shape or another format."""
+    weights that are not stored: these keep arbitrary values. Raises UserError for another shape or another format."""
     files, stored = _files(folder), model.state_dict().keys()
     own: dict[str, Tensor] = dict(model.named_parameters())
     own |= {name: buffer for name, buffer in model.named_buffers() if name in stored}

@@ -106,7 +106,7 @@ class Receipt:
 
 
 Stretch = Callable[[Callable[[], bool]], None]
-"""Computes until there is nothing left to do, or what it is called with says that the thread is wanted back."""
+"""Computes until there is nothing left to do, or its argument returns that the thread is wanted back."""
 
 
 class Host(Protocol):

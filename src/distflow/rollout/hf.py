@@ -137,7 +137,7 @@ class HFEngine:
         self.num_generated_tokens += num_tokens
 
     def _log_probs(self, ids: Tensor, prompt_length: int, temperature: float) -> Tensor:
-        """`(samples, response_length)` of a forward without cache; what follows a stop token is meaningless."""
+        """`(samples, response_length)` of a forward without cache; entries after a stop token are meaningless."""
         logits = self._model(input_ids=ids, use_cache=False).logits[:, prompt_length - 1 : -1].float()
         policy = (logits / temperature).log_softmax(dim=-1)
         return policy.gather(-1, ids[:, prompt_length:, None]).squeeze(-1)

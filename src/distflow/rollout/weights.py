@@ -25,7 +25,7 @@ def striped_places(numel: int) -> Tensor:
 def stripe_hash(tensor: Tensor, dtype: torch.dtype | None = None) -> str:
     """Hash of the elements at `striped_places`, with the shape and the dtype.
 
-    dtype: what the receiver stores, where the sender keeps another; the stripe is cast before it is hashed.
+    dtype: of the receiver's weights, where the sender keeps another; the stripe is cast before it is hashed.
     """
     dtype = dtype or tensor.dtype
     flat = tensor.detach().reshape(-1)

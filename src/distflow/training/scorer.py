@@ -19,7 +19,7 @@ from distflow.training.engine import Collective, OneRank
 
 
 class ScorerOptions(TypedDict, total=False):
-    """max_tokens_per_micro_batch: None is what suits the device. temperatures: of the domains that are not sampled at
+    """max_tokens_per_micro_batch: None chooses by the device. temperatures: of the domains that are not sampled at
     `temperature`. compute_dtype: of the matrix products (the weights' own by default), by autocast; the softmax stays
     in float32."""
 
@@ -66,7 +66,7 @@ class TorchScorer:
     def compute(self, micro: Batch, outputs: tuple[str, ...]) -> dict[str, Tensor]:
         """The wanted outputs of a micro-batch, flat `(response tokens,)`, on the model's device, with gradient.
 
-        micro: on the CPU, where what its samples begin with alike is seen and computed once, or on the device.
+        micro: on the CPU, where shared prefixes of its samples are found and computed once, or on the device.
         outputs: of "log_probs", "entropy", "values". Raises ValueError for a sample without a prompt, and for samples
         without their domain where domains have temperatures of their own.
         """
@@ -85,7 +85,7 @@ class TorchScorer:
         if not self.temperatures:
             return self.temperature
         if "domain" not in micro:
-            raise ValueError("domains are sampled at temperatures of their own: what is scored must have its 'domain'")
+            raise ValueError("domains are sampled at temperatures of their own: scored samples need their 'domain'")
         of_samples = torch.tensor([self.temperatures.get(domain, self.temperature) for domain in micro["domain"]])
         check_temperature(of_samples)
         return send(of_samples.repeat_interleave(micro.lengths("response")), self.device)

@@ -91,7 +91,7 @@ class TorchTrainEngine:
     Losses and gradients of micro-batches add up: the loss function weighs each by the counts of the whole mini-batch,
     so the gradient does not depend on how the mini-batch was divided, over micro-batches or over ranks. The model's
     weights are whole on every rank, or spread over the ranks (`models/sharding.py`); then all ranks of the mesh make
-    the same calls, and what is done to weights and moments each does to its own part.
+    the same calls, and each changes its own part of weights and moments.
     """
 
     def __init__(

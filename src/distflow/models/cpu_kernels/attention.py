@@ -53,7 +53,7 @@ class _Attention(Function):
 
 
 def _run(name: str, sequences: Sequences, scale: float, queries: Tensor, keys: Tensor, *others: Tensor) -> None:
-    """others: values, and what the C function takes after them."""
+    """others: values, and the C function's arguments after them."""
     threads = torch.get_num_threads()
     of = (sequences.place, sequences.starts, sequences.shared)
     packing = _Packing(

@@ -61,7 +61,7 @@ def _load() -> ctypes.CDLL:
     try:
         return ctypes.CDLL(str(path))
     except OSError as error:
-        raise NotNative(f"what {compiler} made cannot be loaded: {error}") from None
+        raise NotNative(f"the library that {compiler} made cannot be loaded: {error}") from None
 
 
 def name() -> str:
@@ -79,13 +79,13 @@ def _openmp() -> None:
 
 
 def _cache() -> Path:
-    """A folder that nobody else can write to: what lies there is loaded into the process."""
+    """A folder that nobody else can write to: its files are loaded into the process."""
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "distflow"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         state = folder.stat()
     except OSError as error:
-        raise NotNative(f"there is no cache for what is compiled: {error}") from None
+        raise NotNative(f"there is no cache for compiled code: {error}") from None
     if state.st_uid != os.getuid() or state.st_mode & 0o022:
         raise NotNative(f"{folder} can be written to by others: chmod 700 it")
     return folder
@@ -106,7 +106,7 @@ def _compile(compiler: str, path: Path) -> None:
         compiled = [Path(folder) / f"{source.stem}.o" for source in FOLDER.glob("*.c")]
         for each in compiled:
             _run(compiler, *FLAGS, "-c", str(FOLDER / f"{each.stem}.c"), "-o", str(each))
-        # Without -fopenmp: whose OpenMP it is, is settled when it is loaded.
+        # Without -fopenmp: the OpenMP library is found when it is loaded.
         linked = Path(folder) / "native.so"
         _run(compiler, "-shared", *map(str, compiled), "-o", str(linked))
         linked.replace(path)

@@ -19,8 +19,8 @@ class _Heads(ctypes.Structure):
 
 
 def add_norm(x: Tensor, added: Tensor | None, norm: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """x + added in float32, and its norm in the products' dtype. x: float32 `(rows, hidden)`; added: what a product
-    outputs, or None for zeros. Differentiable once, as all here."""
+    """x + added in float32, and its norm in the products' dtype. x: float32 `(rows, hidden)`; added: a product, or
+    None for zeros. Differentiable once, as all here."""
     outputs: tuple[Tensor, Tensor] = _AddNorm.apply(x.contiguous(), added, norm.weight, norm.variance_epsilon, dtype)
     return outputs
 
@@ -151,6 +151,6 @@ def _halves(numbers: Tensor) -> ctypes.c_int64:
 
 
 def _run(name: str, *arguments: Any) -> None:
-    """arguments: tensors, None for one that is not there, and what C takes as it is; the threads come last."""
+    """arguments: tensors, None for a missing one, and values of C; the number of threads comes last."""
     operands = (ADDRESS(address(each)) if each is None or isinstance(each, Tensor) else each for each in arguments)
     getattr(library(), name)(*operands, COUNT(torch.get_num_threads()))

@@ -17,10 +17,10 @@ from torch.nn.modules.module import _has_any_global_hook
 from distflow.models.cpu_kernels.build import ADDRESS, COUNT, NotNative
 
 MAKERS = ("torch.nn.", "transformers.")
-PAIRS_UNIT = 32  # `halves.h`: what the numbers of a row of pairs are filled up to
+PAIRS_UNIT = 32  # `halves.h`: rows of pairs are padded to a multiple of it
 KINDS = ("Linear", "Embedding", "RMSNorm", "MLP", "Attention", "SiLU", "SiLUActivation", "DecoderLayer", "Model")
-"""What a module's class is named, or ends with. Of others, and of those whose `forward` is not by one of the makers,
-nobody here knows what they compute."""
+"""Endings of the class names of known modules. Others may compute anything, and so may those with a `forward` that is
+not by one of the makers."""
 
 
 class Linear(ctypes.Structure):
@@ -45,7 +45,7 @@ class Model(ctypes.Structure):
 
 @dataclass(frozen=True)
 class PackedWeights:
-    """memory: what the addresses in `model` and `head` lead to."""
+    """memory: of the addresses in `model` and `head`."""
 
     model: Model
     head: Linear
@@ -53,12 +53,12 @@ class PackedWeights:
 
 
 def layout_key(causal: nn.Module) -> list[object]:
-    """Changes whenever what `pack_weights` makes of the model does, but for weights changed by way of `weight.data`."""
+    """Changes whenever the result of `pack_weights` would, except for weights changed by way of `weight.data`."""
     return _key_of(layer_modules(causal._modules["model"])) + head_key(causal)  # type: ignore[arg-type]
 
 
 def head_key(causal: nn.Module) -> list[object]:
-    """The end of `layout_key`: what logits are made of."""
+    """The end of `layout_key`: of the output head alone."""
     return [_has_any_global_hook(), *_key_of([causal._modules["lm_head"]])]  # type: ignore[list-item]
 
 
@@ -80,7 +80,7 @@ def _key_of(modules: Iterable[nn.Module]) -> list[object]:
 
 
 def layer_modules(decoder: nn.Module) -> Iterator[nn.Module]:
-    """The modules that its layers call, those that these call, and what stands before and after the layers."""
+    """The modules that its layers call, those that these call, and those before and after the layers."""
     # Not as attributes: looked up in each step, those of a module would take longer than some steps.
     body = decoder._modules
     for layer in body["layers"]._modules.values():  # type: ignore[union-attr]
@@ -92,7 +92,7 @@ def layer_modules(decoder: nn.Module) -> Iterator[nn.Module]:
 
 
 def side_by_side(modules: Sequence[nn.Linear], dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-    """Weight and bias of the one linear map that makes, in this order, what these make of the same input."""
+    """Weight and bias of one linear map with the outputs of these, in this order."""
     weights = [module.weight.to(dtype) for module in modules]
     weight = torch.cat(weights) if len(weights) > 1 else weights[0]  # without a copy of one that is alone
     if all(module.bias is None for module in modules):

@@ -50,15 +50,15 @@ class EmbeddedEngine:
     give the same bits, whatever ran before.
 
     Requests of the stream "train" have a lane of their own, and all others have one. The other lane goes first: while
-    an evaluation runs, training sequences keep their slots and wait, and their batches are what they would have been.
+    an evaluation runs, training sequences keep their slots and wait, and their batches are the same as without it.
 
     tokenizer: for stop strings. max_num_seqs: sequences of a lane decoded together. shares_weights: `model` is the
     trainer's, so `load_weights` copies nothing. kv_on_update: with new weights, begun sequences continue with the old
     keys and values, get those of the new weights, or end (finish reason "abort"). num_threads: of torch, where the
-    engine computes on a thread of its own; None leaves them as they are. batch_invariant: see `BatchTiles`, which says
-    what it promises. max_prefill_tokens, prompt_cache_tokens: see `LaneLimits`. enforce_eager: no CUDA graphs, and no
-    native code. compute_dtype: see `DecoderView`. on_device: run decode steps asynchronously on the device (`cuda/`);
-    None: if it is a CUDA device, and the engine is not `batch_invariant`.
+    engine computes on a thread of its own; None leaves them as they are. batch_invariant: see `BatchTiles`.
+    max_prefill_tokens, prompt_cache_tokens: see `LaneLimits`. enforce_eager: no CUDA graphs, and no native code.
+    compute_dtype: see `DecoderView`. on_device: run decode steps asynchronously on the device (`cuda/`); None: if it is
+    a CUDA device, and the engine is not `batch_invariant`.
     Raises UserError for a model that `DecoderView` cannot run.
     """
 
@@ -117,7 +117,7 @@ class EmbeddedEngine:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self._loop.stop()  # no other thread is left that touches what `_fail` clears
+        await self._loop.stop()  # no other thread is left that uses what `_fail` clears
         self._fail(RuntimeError("the rollout engine was closed while requests were waiting"))
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:

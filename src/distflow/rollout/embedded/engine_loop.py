@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 class StepLoop:
     """Consumes commands, then steps; waits for a command where there is nothing to step or the loop is paused;
-    unblocked by `post`; produces what `step` does. Commands and steps never overlap, so the engine needs no lock.
+    unblocked by `post`; produces the effects of `step`. Commands and steps never overlap, so the engine needs no lock.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class StepLoop:
             self.attempt(self._commands.get())
 
     def _run(self) -> None:
-        """Wait for something to do; leave all computing, that of commands included, to the host's thread where it has
+        """Wait for something to do; leave all computing, of commands too, to the host's thread where it has
         nothing to do, else to one that ends when it has no more."""
         while not self._stopping:
             # A thread that is wanted elsewhere may have left commands.

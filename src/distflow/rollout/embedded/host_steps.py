@@ -24,8 +24,8 @@ from torch import Tensor
 from distflow.models.attention import BLOCK
 from distflow.models.cached_decoder import DecoderView, PromptKV
 from distflow.rollout.embedded.kv_cache import KVSlots, PromptCache
-from distflow.rollout.embedded.sampler import Draws, StepTokens, sample
-from distflow.rollout.embedded.scheduler import LaneLimits, Prefill, SamplingLaw, Scheduler, Sequence, Work
+from distflow.rollout.embedded.sampler import Draws, StepTokens, rows_by_law, sample
+from distflow.rollout.embedded.scheduler import LaneLimits, Prefill, Scheduler, Sequence, Work
 
 LARGEST = 32
 _TRIED_LAYERS = 64
@@ -96,11 +96,8 @@ class BatchTiles:
         return torch.cat([self._decoder.logits(tile) for tile in tiles])
 
     def _sample(self, logits: Tensor, sequences: Rows[Sequence]) -> Draws:
-        laws: dict[SamplingLaw, list[int]] = {}
-        for row, sequence in enumerate(sequences):
-            laws.setdefault(sequence.law, []).append(row)
         parts, order = [], []
-        for law, rows in laws.items():
+        for law, rows in rows_by_law(sequence.law for sequence in sequences).items():
             # Rows of one call decide together how far they look for a nucleus.
             size = 1 if law.top_p < 1.0 else self.size
             for start in range(0, len(rows), size):

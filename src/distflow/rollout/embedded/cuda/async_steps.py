@@ -15,7 +15,10 @@ from torch import Tensor, nn
 
 from distflow.errors import UserError
 from distflow.models.cached_decoder import DecoderView, PromptKV
-from distflow.rollout.embedded.cuda.block_manager import (
+from distflow.rollout.embedded.cuda.device_memory import (
+    DecodeState,
+    Laws,
+    Lease,
     PageCopy,
     PagedAttention,
     PageMemory,
@@ -23,7 +26,7 @@ from distflow.rollout.embedded.cuda.block_manager import (
     pages_for,
     upload,
 )
-from distflow.rollout.embedded.cuda.state import DecodeState, Laws, Lease
+from distflow.rollout.embedded.sampler import rows_by_law
 from distflow.rollout.embedded.scheduler import SamplingLaw, Sequence
 
 _log = logging.getLogger(__name__)
@@ -96,7 +99,7 @@ MEMORY_SHARE = 0.5
 @dataclass(frozen=True)
 class DeviceOptions:
     """lag: decode steps that run while the host looks at the tokens of those before. page_tokens: of a page of keys and
-    values. num_pages: None is what memory holds. graphs: CUDA graphs, where the device is one of CUDA's."""
+    values. num_pages: None is as many as memory holds. graphs: CUDA graphs, where the device is one of CUDA's."""
 
     lag: int = 1
     page_tokens: int = 64
@@ -155,7 +158,7 @@ class AsyncSteps:
         return count
 
     def lease(self, forward: PromptKV, row: int, sequences: Rows[Sequence]) -> tuple[list[Lease], list[PageCopy]]:
-        """Leases for sequences with one context, which was prefilled as that row, and what is to be copied for them."""
+        """Leases for sequences with one context, which was prefilled as that row, and the copies to make for them."""
         size, length = self._options.page_tokens, len(sequences[0].context)
         leases: list[Lease] = []
         parts: list[PageCopy] = []
@@ -173,7 +176,7 @@ class AsyncSteps:
         self._state.free.append(lease.slot)
         self.pages.give_back(lease.pages)
 
-    # The steps return what `DecodeState.draw` does, a column for each sequence first.
+    # The steps return the result of `DecodeState.draw`, a column for each sequence first.
 
     def first_draw(
         self,
@@ -225,10 +228,9 @@ class AsyncSteps:
         """Rows without a sequence have the sampling parameters of the first."""
         laws = tuple(sequence.law for sequence in sequences) + (sequences[0].law,) * (size - len(sequences))
         if self._laws[0] != laws:
-            rows: dict[SamplingLaw, list[int]] = {}
-            for row, law in enumerate(laws):
-                rows.setdefault(law, []).append(row)
-            groups = [(law, upload(torch.tensor(own), self._decoder.device)) for law, own in rows.items()]
+            groups = [
+                (law, upload(torch.tensor(rows), self._decoder.device)) for law, rows in rows_by_law(laws).items()
+            ]
             self._laws = (laws, groups)
         return self._laws[1]
 

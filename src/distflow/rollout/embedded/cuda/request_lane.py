@@ -10,8 +10,7 @@ from torch import Tensor
 
 from distflow.models.cached_decoder import DecoderView, PromptKV
 from distflow.rollout.embedded.cuda.async_steps import AsyncSteps
-from distflow.rollout.embedded.cuda.block_manager import PageCopy
-from distflow.rollout.embedded.cuda.state import Lease
+from distflow.rollout.embedded.cuda.device_memory import Lease, PageCopy
 from distflow.rollout.embedded.kv_cache import PromptCache
 from distflow.rollout.embedded.sampler import NOT_FINITE, StepTokens
 from distflow.rollout.embedded.scheduler import LaneLimits, Scheduler, Sequence, Work
@@ -85,8 +84,8 @@ class CudaRequestLane:
         return self.read() if len(self._launched) > self._steps.lag else None
 
     def read(self) -> StepTokens | None:
-        """Of the oldest step that was launched and not read, wait for its tokens; those of sequences that ended before
-        are left out. None: there is no such step.
+        """Wait for the tokens of the oldest step that was launched and not read, without sequences that ended before.
+        None: there is no such step.
 
         Raises FloatingPointError for logits that are NaN or +inf, or -inf for a whole row.
         """
