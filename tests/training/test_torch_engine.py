@@ -229,7 +229,7 @@ def test_trainer_log_probs_equal_forward_log_probs(folder: Path) -> None:
     batch = ragged_batch()
     batch["old_log_probs"] = engine.forward(batch, ("log_probs",)).flat("log_probs")
     watching = Watching()
-    engine.scorer.max_tokens = 20
+    engine.max_tokens = 20
     engine.train_step(batch, watching)
     assert watching.worst < 1e-5
 

@@ -275,24 +275,23 @@ def _kind(returned: object) -> str:
     return "nothing" if returned is None else f"{type(returned).__name__}"
 
 
+@dataclass(eq=False)
 class ValueObjective(_Objective):
-    """The critic's clipped value loss. Metrics: `loss`, `vf_loss`, `vf_clipfrac`, `vpred_mean`."""
+    """The critic's clipped value loss. Metrics: `loss`, `vf_loss`, `vf_clipfrac`, `vpred_mean`.
 
-    outputs: tuple[str, ...] = ("values",)
+    Raises ValueError for an unknown mode, or where it needs `loss_scale_factor`.
+    """
+
+    outputs: tuple[str, ...] = field(default=("values",), init=False)
     reads = ("values", "returns", "loss_mask")
+    cliprange_value: float | None = 0.5
+    loss_agg_mode: str = "token-mean"
+    loss_scale_factor: float | None = None
+    value_loss: ValueLoss = "mse"
+    huber_delta: float = 10.0
 
-    def __init__(
-        self,
-        cliprange_value: float | None = 0.5,
-        loss_agg_mode: str = "token-mean",
-        loss_scale_factor: float | None = None,
-        value_loss: ValueLoss = "mse",
-        huber_delta: float = 10.0,
-    ) -> None:
-        """Raises ValueError for an unknown mode, or where it needs `loss_scale_factor`."""
-        check_scale(loss_agg_mode, loss_scale_factor)
-        self.cliprange_value, self.value_loss, self.huber_delta = cliprange_value, value_loss, huber_delta
-        self.loss_agg_mode, self.loss_scale_factor = loss_agg_mode, loss_scale_factor
+    def __post_init__(self) -> None:
+        check_scale(self.loss_agg_mode, self.loss_scale_factor)
 
     def __call__(self, outputs: Mapping[str, Tensor], micro: Batch, counts: Counts) -> tuple[Tensor, Sums]:
         """The micro-batch's share of the loss and sums. outputs: values, padded `(bs, response_length)`."""

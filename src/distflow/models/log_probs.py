@@ -2,8 +2,8 @@
 
 Autograd by the formulas keeps, and makes on its way back, five matrices of the size of the logits. Here the log-probs
 are written over the logits, the gradient over the log-probs, and intermediate results are made for a few rows at a
-time, which stay in the processor's cache; on another device, where many small operations cost more than they save, for all
-rows at once.
+time, which stay in the processor's cache; on another device, where many small operations cost more than they save, for
+all rows at once.
 
 Token log-probs and entropy straight from hidden states, in chunks of rows: full logits never exist.
 """

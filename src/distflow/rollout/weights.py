@@ -111,7 +111,7 @@ def copy_weights(module: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> di
 def _check_all(own: Mapping[str, nn.Parameter], weights: Sequence[tuple[str, Tensor]]) -> None:
     """Raises ValueError."""
     named = dict(weights)
-    problems = [f"{name}: sent twice" for name in _doubled(name for name, _ in weights)]
+    problems = [f"{name}: sent twice" for name, count in Counter(name for name, _ in weights).items() if count > 1]
     problems += [problem for name, tensor in named.items() if (problem := _unfit(own, name, tensor))]
     for names in _names_by_parameter(own):
         present = [name for name in names if name in named]
@@ -166,10 +166,6 @@ def _names_by_parameter(own: Mapping[str, nn.Parameter]) -> list[list[str]]:
     for name, parameter in own.items():
         names.setdefault(id(parameter), []).append(name)
     return list(names.values())
-
-
-def _doubled(names: Iterable[str]) -> list[str]:
-    return [name for name, count in Counter(names).items() if count > 1]
 
 
 def _same(one: Tensor, other: Tensor) -> bool:

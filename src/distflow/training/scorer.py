@@ -71,7 +71,8 @@ class TorchScorer:
         without their domain where domains have temperatures of their own.
         """
         forward: PackedForward = self.model.packed_forward  # type: ignore[assignment]  # nn.Module declares no methods
-        with self._adapter(), self._autocast():
+        adapter = adapter_off(self.model) if self.without_adapter else nullcontext()
+        with adapter, self._autocast():
             return forward(model_inputs(micro).to(self.device), outputs, temperature=self._temperature(micro))
 
     def _columns(self, part: Batch, outputs: tuple[str, ...]) -> Batch:
@@ -89,9 +90,6 @@ class TorchScorer:
         of_samples = torch.tensor([self.temperatures.get(domain, self.temperature) for domain in micro["domain"]])
         check_temperature(of_samples)
         return send(of_samples.repeat_interleave(micro.lengths("response")), self.device)
-
-    def _adapter(self) -> AbstractContextManager[None]:
-        return adapter_off(self.model) if self.without_adapter else nullcontext()
 
     def _autocast(self) -> AbstractContextManager[object]:
         if self.compute_dtype in (None, self._parameter.dtype):

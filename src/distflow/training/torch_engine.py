@@ -23,7 +23,6 @@ from distflow.training.engine import (
     Collective,
     Counts,
     LossFn,
-    OneRank,
     Sums,
     TrainState,
 )
@@ -85,8 +84,8 @@ def checkpoint_activations(model: nn.Module) -> None:
 HOST = torch.device("cpu")
 
 
-class TorchTrainEngine:
-    """Trains `model`, whose parameters are float32, with `optimizer` over its trainable ones.
+class TorchTrainEngine(TorchScorer):
+    """Trains `model`, with parameters in float32, by `optimizer` over its trainable ones.
 
     Losses and gradients of micro-batches add up: the loss function weighs each by the counts of the whole mini-batch,
     so the gradient does not depend on how the mini-batch was divided, over micro-batches or over ranks. The model's
@@ -109,24 +108,18 @@ class TorchTrainEngine:
         layer's input, and compute the layer again in the backward pass. group: the ranks that share the mini-batch;
         each sees its own part, all take the same step, bit for bit.
         """
-        self.model = model
+        super().__init__(model, group=group, **scoring)
         self.optimizer = optimizer
         self.schedule = schedule
         self.max_grad_norm = max_grad_norm
-        self.group = group or OneRank()
-        self.scorer = TorchScorer(model, group=self.group, **scoring)
         self.num_steps = 0
-        self._device = self.scorer.device
+        self._device = self.device
         self._trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._is_on_host = next(model.parameters()).device.type != self._device.type  # always, except for its buffers
         self._base_lrs = [float(group["lr"]) for group in optimizer.param_groups]
         _refuse_low_precision(self._trainable)
         if gradient_checkpointing:
             checkpoint_activations(model)
-
-    def forward(self, batch: Batch, outputs: tuple[str, ...]) -> Batch:
-        """The wanted outputs ("log_probs", "entropy", "values") as response columns, without gradient."""
-        return self.scorer.forward(batch, outputs)
 
     def train_step(self, batch: Batch, loss_fn: LossFn) -> dict[str, float]:
         """One optimizer step over a mini-batch (this rank's part of it, which may be empty).
@@ -143,10 +136,10 @@ class TorchTrainEngine:
         if counts.get("tokens") == 0:
             return {"loss": 0.0, "grad_norm": 0.0, "lr": lrs[0], "skipped": 1.0, "empty": 1.0}
         shares: list[Sums] = []
-        for index in micro_batches(batch, self.scorer.max_tokens, self.group):
+        for index in micro_batches(batch, self.max_tokens, self.group):
             micro = batch.select(index)
-            flat = self.scorer.compute(micro, loss_fn.outputs)
-            micro = micro.to(self.scorer.device)
+            flat = self.compute(micro, loss_fn.outputs)
+            micro = micro.to(self.device)
             loss, stats = loss_fn({name: micro.pad(flat[name], Axis.RESPONSE) for name in flat}, micro, counts)
             if loss.requires_grad:
                 loss.backward()
@@ -189,7 +182,8 @@ class TorchTrainEngine:
         """
         weights = state.trained_weights()
         _check_same_weights(self._trainable, weights)
-        moments = _with_prefix(state.tensors, OPTIMIZER_PREFIX)
+        prefix = OPTIMIZER_PREFIX
+        moments = {n.removeprefix(prefix): t for n, t in state.tensors.items() if n.startswith(prefix)}
         load_optimizer_state(self.optimizer, self._trainable, moments, state.meta["optimizer"])
         for name, parameter in self._trainable.items():
             fill(parameter, weights[name])
@@ -238,10 +232,6 @@ def _refuse_low_precision(trainable: dict[str, nn.Parameter]) -> None:
             f"weights that are trained must be float32 ({low[0]} is not): load the model in float32 and set "
             "compute_dtype to the precision wanted, or small updates would be rounded away"
         )
-
-
-def _with_prefix(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
 def _check_same_weights(own: dict[str, nn.Parameter], tensors: dict[str, Tensor]) -> None:

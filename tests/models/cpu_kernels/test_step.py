@@ -400,7 +400,7 @@ def test_what_torch_does_not_count_is_seen_when_told() -> None:
     ids, starts = some_rows(5)
     before = decoded(view, ids, starts)
     model.model.layers[1].mlp.up_proj.weight.data.mul_(1.5)
-    view.follow_weights()
+    view.refresh_weights()
     after = decoded(view, ids, starts)
     assert far(after, before) > 1e-3
     assert far(after, decoded(DecoderView(model), ids, starts)) < 1e-4

@@ -112,7 +112,7 @@ class StepLoop:
             torch.set_num_threads(self._num_threads)  # of this thread
         try:
             self._work(lambda: self._host is not None and self._host.waits)
-        except (SystemExit, KeyboardInterrupt) as error:  # they end the thread, and must not leave requests waiting
+        except (SystemExit, KeyboardInterrupt, asyncio.CancelledError) as error:  # no request may be left waiting
             self.paused = False
             self._fail(RuntimeError(f"{type(error).__name__}: {error}"))
 
