@@ -106,23 +106,27 @@ def context_length(path: str | Path, **options: Unpack[SourceOptions]) -> int | 
 class ModelSource:
     """Where a model comes from, and how to read it. `str()` names it in messages."""
 
-    def __init__(self, path: str | Path, **options: Unpack[SourceOptions]) -> None:
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        init: Init = "pretrained",
+        seed: int = 0,
+        revision: str | None = None,
+        trust_remote_code: bool = False,
+        gguf_file: str | None = None,
+    ) -> None:
         """Raises UserError for a missing folder or file, and for remote code that is not pinned."""
         self.path = resolve_path(path)
-        self.init, self.seed = options.get("init", "pretrained"), options.get("seed", 0)
-        self.revision, self.gguf_file = options.get("revision"), options.get("gguf_file")
-        self.runs_code = options.get("trust_remote_code", False)
-        self._options: dict[str, str | bool | None] = {
-            "revision": self.revision,
-            "trust_remote_code": self.runs_code,
-        }
-        if self.runs_code and not is_local(self.path) and self.revision is None:
+        self.init, self.seed, self.gguf_file = init, seed, gguf_file
+        self._options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
+        if trust_remote_code and not is_local(self.path) and revision is None:
             raise UserError("trust_remote_code=true runs code of the hub: pin it with revision, or use a local folder")
-        if self.gguf_file is None:
+        if gguf_file is None:
             require_files(self.path, ("config.json",), "config.json")
         else:
-            require_files(self.path, (self.gguf_file,), "such GGUF file")
-            self._options["gguf_file"] = self.gguf_file
+            require_files(self.path, (gguf_file,), "such GGUF file")
+            self._options["gguf_file"] = gguf_file
 
     def __str__(self) -> str:
         return f"model '{self.path}'" + (f" ({self.gguf_file})" if self.gguf_file else "")
@@ -190,7 +194,7 @@ class ModelSource:
             folder = Path(
                 self.path
                 if is_local(self.path)
-                else snapshot_download(self.path, revision=self.revision, allow_patterns=wanted)
+                else snapshot_download(self.path, revision=self._options["revision"], allow_patterns=wanted)
             )
             if (folder / "generation_config.json").is_file():
                 model.generation_config = GenerationConfig.from_pretrained(folder)
@@ -198,7 +202,7 @@ class ModelSource:
 
     def _readable(self) -> AbstractContextManager[None]:
         extra = None if self.gguf_file is None else "smollm2"
-        return readable(str(self), self.path, runs_code=self.runs_code, extra=extra)
+        return readable(str(self), self.path, runs_code=self._options["trust_remote_code"], extra=extra)
 
 
 @contextmanager

@@ -2,7 +2,8 @@
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import TypedDict, Unpack
+from types import MappingProxyType
+from typing import TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -36,20 +37,23 @@ class TorchScorer:
         self,
         model: nn.Module,
         *,
+        max_tokens_per_micro_batch: int | None = None,
+        temperature: float = 1.0,
+        temperatures: Mapping[str, float] = MappingProxyType({}),
+        compute_dtype: torch.dtype | None = None,
         without_adapter: bool = False,
         group: Collective | None = None,
-        **options: Unpack[ScorerOptions],
     ) -> None:
-        """without_adapter: score with the LoRA adapter switched off, which makes a policy its own reference. group: the
-        ranks that run the model as often as this one."""
+        """For the options see `ScorerOptions`. without_adapter: score with the LoRA adapter switched off, which makes a
+        policy its own reference. group: the ranks that run the model as often as this one."""
         self.model = model
-        self.temperature = options.get("temperature", 1.0)
-        self.temperatures = dict(options.get("temperatures", {}))
-        self.compute_dtype = options.get("compute_dtype")
+        self.temperature = temperature
+        self.temperatures = dict(temperatures)
+        self.compute_dtype = compute_dtype
         self.without_adapter = without_adapter
         self.group = group or OneRank()
         self._parameter = next(model.parameters())
-        self.max_tokens = options.get("max_tokens_per_micro_batch") or tokens_at_once(self.device)
+        self.max_tokens = max_tokens_per_micro_batch or tokens_at_once(self.device)
 
     @property
     def device(self) -> torch.device:

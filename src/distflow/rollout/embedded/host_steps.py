@@ -97,7 +97,7 @@ class BatchTiles:
 
     def _sample(self, logits: Tensor, sequences: Rows[Sequence]) -> Draws:
         parts, order = [], []
-        for law, rows in rows_by_law(sequence.law for sequence in sequences).items():
+        for law, rows in rows_by_law([sequence.law for sequence in sequences]).items():
             # Rows of one call decide together how far they look for a nucleus.
             size = 1 if law.top_p < 1.0 else self.size
             for start in range(0, len(rows), size):

@@ -4,7 +4,6 @@ Every row is computed on its own, and its uniform number comes from its own coun
 depend on the batch. Top-k, top-p and min-p only mask; nothing is reordered.
 """
 
-from collections.abc import Iterable
 from collections.abc import Sequence as Rows
 from typing import NamedTuple
 
@@ -73,7 +72,7 @@ class Distribution:
         return token_ids.clamp_(max=self.scores.shape[-1] - 1)
 
 
-def rows_by_law(laws: Iterable[SamplingLaw]) -> dict[SamplingLaw, list[int]]:
+def rows_by_law(laws: Rows[SamplingLaw]) -> dict[SamplingLaw, list[int]]:
     """The rows of a batch that are drawn together."""
     rows: dict[SamplingLaw, list[int]] = {}
     for row, law in enumerate(laws):
@@ -86,7 +85,7 @@ def sample(logits: Tensor, sequences: Rows[Sequence]) -> Draws:
 
     Raises FloatingPointError for logits that are NaN or +inf, or -inf for a whole row.
     """
-    groups = rows_by_law(sequence.law for sequence in sequences)
+    groups = rows_by_law([sequence.law for sequence in sequences])
     uniform = _uniforms_of(sequences).to(logits.device)
     if len(groups) == 1:
         return _draw_tiles(logits, sequences, uniform)
