@@ -43,7 +43,7 @@ What profiling found (1 M parameters, 256 rows, 2 cores):
   thread had one after the first rollout, and steps of few rows took 6.5 instead of 2 ms. It computes on one core now.
 - Tiles of rows while drawing: 0.2 of the time at a vocabulary of 151,936, bit for bit the same.
 - In bfloat16 oneDNN brings each weight into a layout of its own before every product: a product of 4 rows with 384 ×
-  1,152 weights takes 0.065 ms, 0.030 where that layout is kept beside the weight (`prepacked_linear.py`), and of 256
+  1,152 weights takes 0.065 ms, 0.030 where that layout is kept beside the weight (`weight_layout.py`), and of 256
   rows 0.62 and 0.54, the same bits. A decode step of 135 M: 0.72 of the time with 4 rows, 0.89 with 64, 0.93 with 256;
   of 10 M 0.86 to 0.90 up to 64 rows. At 64 rows of 135 M products are six tenths of a step, at 310 GFLOP/s.
 - The softmax of bfloat16 scores rounds once within its kernel; in and out of float32 it took two copies more, for the

@@ -16,7 +16,7 @@ from distflow.algorithms import (
     masked_whiten,
     token_weights,
 )
-from distflow.algorithms.kl import AdaptiveKLController, kl_estimate
+from distflow.algorithms.kl import KLController, kl_estimate
 from distflow.algorithms.rollout_correction import compute_rollout_weights
 from distflow.algorithms.sample_filters import drop_reason, overlong_penalty
 
@@ -229,7 +229,7 @@ def test_kl_k3() -> None:
 
 
 def test_adaptive_kl() -> None:
-    controller = AdaptiveKLController(1.0, target_kl=0.1, horizon=10)
+    controller = KLController(1.0, target_kl=0.1, horizon=10)
     controller.update(0.0, n_steps=1000)
     assert controller.value == 0.0
 

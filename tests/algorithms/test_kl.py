@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from distflow.algorithms.kl import (
-    AdaptiveKLController,
-    FixedKLController,
+    KLController,
     apply_kl_penalty,
     check_token_kl_type,
     full_kl,
@@ -146,7 +145,7 @@ class TestAdaptiveByHand:
     """value ·= 1 + clip(kl / target − 1, ±.2) · n / horizon."""
 
     def test_figures(self) -> None:
-        controller = AdaptiveKLController(0.1, target_kl=6.0, horizon=1000)
+        controller = KLController(0.1, target_kl=6.0, horizon=1000)
         controller.update(6.6, n_steps=100)  # error .1: · (1 + .1·.1)
         assert controller.value == pytest.approx(0.101)
         controller.update(60.0, n_steps=100)  # error 9, clipped to .2: · 1.02
@@ -155,20 +154,20 @@ class TestAdaptiveByHand:
         assert controller.value == pytest.approx(0.092718)
 
     def test_never_below_zero(self) -> None:
-        controller = AdaptiveKLController(0.1, target_kl=1.0, horizon=10)
+        controller = KLController(0.1, target_kl=1.0, horizon=10)
         controller.update(0.0, n_steps=100)
         assert controller.value == 0.0
 
     def test_a_kl_that_is_not_finite_moves_nothing(self) -> None:
-        controller = AdaptiveKLController(0.1, target_kl=1.0, horizon=10)
+        controller = KLController(0.1, target_kl=1.0, horizon=10)
         controller.update(math.nan, 5)
         controller.update(math.inf, 5)
         assert controller.value == 0.1
 
     def test_it_goes_on_from_its_state(self) -> None:
-        one = AdaptiveKLController(0.1, 1.0, 100)
+        one = KLController(0.1, 1.0, 100)
         one.update(1.1, 7)
-        other = AdaptiveKLController(0.1, 1.0, 100)
+        other = KLController(0.1, 1.0, 100)
         other.load(one.state())
         for controller in (one, other):
             controller.update(0.95, 7)
@@ -178,8 +177,8 @@ class TestAdaptiveByHand:
 def test_controllers_are_made_from_the_config_keys() -> None:
     fixed = make_kl_controller("fixed", 0.02)
     fixed.update(99.0, 1)
-    assert fixed == FixedKLController(0.02)
-    assert make_kl_controller("adaptive", 0.1, 6.0, 1000) == AdaptiveKLController(0.1, 6.0, 1000)
+    assert fixed == KLController(0.02)
+    assert make_kl_controller("adaptive", 0.1, 6.0, 1000) == KLController(0.1, 6.0, 1000)
     for arguments, message in (
         (("fix", 0.1), "fixed or adaptive"),
         (("adaptive", 0.1), "target_kl"),

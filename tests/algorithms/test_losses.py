@@ -361,7 +361,7 @@ def test_rejection_sampling_of_the_decoupled_loss(case: Any, rule: dict[str, Any
 )
 def test_a_rejection_without_sense_is_refused_before_the_start(rule: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        find_policy_loss("decoupled").checked({"rejection_sampling": rule})
+        find_policy_loss("decoupled").call_options({"rejection_sampling": rule})
 
 
 class TestDualClipByHand:

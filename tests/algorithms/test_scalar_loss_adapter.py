@@ -78,7 +78,7 @@ def test_with_agg_loss_it_equals_the_built_in_one_for_every_split(mode: str, cor
         "weights_field": "rollout_is_weights" if corrected else None,
     }
     built_in, seed = PolicyObjective("vanilla", **common), PolicyObjective("test_seed_vanilla", actor=ACTOR, **common)
-    assert seed.loss.seed_style
+    assert seed.policy_loss.returns_scalar
     counts = seed.counts(batch)
     wanted, wanted_sums = gradient(built_in, [batch], counts)
     wanted_metrics = built_in.finish(wanted_sums, counts)

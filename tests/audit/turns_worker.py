@@ -18,9 +18,7 @@ from distflow.audit.recorder import UpdateRecord, UpdateWatch, striped
 from distflow.cluster.process_groups import TorchCollective
 from distflow.config import Config, load_config
 from distflow.models.loading import load_model
-from distflow.models.sharded_loading import load_sharded_model
-from distflow.models.sharding import Sharding
-from distflow.models.shards import own_part
+from distflow.models.sharding import Sharding, own_part
 from distflow.training.optimizer import make_optimizer, make_schedule
 from distflow.training.torch_engine import TorchTrainEngine
 from tests.training.batches import TokenMeanLoss, ragged_batch
@@ -110,7 +108,7 @@ def recorded(record: UpdateRecord, config: Config, taken: int) -> Any:
 def main(rank: int, folder: Path) -> None:
     mesh: DeviceMesh = init_device_mesh("cpu", (dist.get_world_size(),))
     plain = load_model(folder / "model")
-    model = load_sharded_model(folder / "model", Sharding(mesh))
+    model = load_model(folder / "model", sharding=Sharding(mesh))
     passes(model, plain, rank)
     gradients(model, plain, rank)
     model.zero_grad(set_to_none=True)

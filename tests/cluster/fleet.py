@@ -54,7 +54,7 @@ class Away:
     def __call__(self, version: Version, weights: Any) -> Receipt:
         hashes = copy_weights(self._model, weights) if weights is not None else self._hashes()
         self._served = version
-        return Receipt(version, hashes, alias=weights is None)
+        return Receipt(version, hashes, version_only=weights is None)
 
     def start(self, version: Version, weights: Any) -> Future[Receipt]:
         raise AssertionError("a version that came from elsewhere is whole")

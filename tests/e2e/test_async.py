@@ -184,13 +184,13 @@ def test_answers_that_an_update_cuts_off_are_begun_again(
     playground: Playground, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     aborted = list[int]()
-    follow = EmbeddedEngine._follow_update
+    follow = EmbeddedEngine._drop_old_kv
 
     def note(engine: EmbeddedEngine) -> None:
         aborted.append(sum(len(lane.scheduler.begun()) for lane in engine._lanes))
         follow(engine)
 
-    monkeypatch.setattr(EmbeddedEngine, "_follow_update", note)
+    monkeypatch.setattr(EmbeddedEngine, "_drop_old_kv", note)
     run = playground.run(
         "grpo",
         "async.max_staleness=2",

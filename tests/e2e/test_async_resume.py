@@ -26,6 +26,7 @@ import asyncio, itertools, os, signal
 from dataclasses import replace
 from distflow.scheduling.ledger import Ledger
 from distflow.pipelines.grpo import grpo_pipeline as make
+from distflow.rollout import weights as weights_module
 from distflow.rollout.embedded import engine
 from distflow.runtime.checkpoint.checkpoint import CheckpointStore
 from distflow.runtime.sample_queue.local import LocalSampleQueue
@@ -51,7 +52,7 @@ def before(owner, name, point):
     setattr(owner, name, planted)
 
 
-def copy_weights(model, weights, whole=engine.copy_weights):
+def copy_weights(model, weights, whole=weights_module.copy_weights):
     def each():
         for pair in weights:
             reached("copying")
@@ -84,7 +85,7 @@ async def generate(self, request, whole=engine.EmbeddedEngine.generate, requests
 
 if not hasattr(LocalWeights, "deadly"):
     LocalWeights.deadly, engine.EmbeddedEngine.generate = True, generate
-    engine.copy_weights, Ledger.append, CheckpointStore.begin = copy_weights, append, begin
+    weights_module.copy_weights, Ledger.append, CheckpointStore.begin = copy_weights, append, begin
     CheckpointStore.writing = writing
     before(LocalWeights, "commit", "publishing")
     before(LocalSampleQueue, "put", "putting")

@@ -15,7 +15,7 @@ from distflow.launch import engine_factories
 from distflow.rewards import router
 from distflow.rewards.pool.pool import RewardPool
 from distflow.rewards.score import Error, Score
-from distflow.rollout.embedded import engine as embedded
+from distflow.rollout import weights as weights_module
 from distflow.rollout.embedded import host_steps
 from distflow.rollout.embedded import scheduler as sequences
 from distflow.runtime import context
@@ -181,7 +181,7 @@ def unsent_on_odd_steps(original: Any) -> Any:
 
 
 def unread_on_odd_steps(patch: Patch) -> None:
-    original = embedded.copy_weights
+    original = weights_module.copy_weights
 
     def planted(module: Any, weights: Any) -> Any:
         from distflow.rollout.weights import stripe_hashes
@@ -192,7 +192,7 @@ def unread_on_odd_steps(patch: Patch) -> None:
         return stripe_hashes(weights)
 
     planted.calls = 0  # type: ignore[attr-defined]
-    patch.setattr(embedded, "copy_weights", planted)
+    patch.setattr(weights_module, "copy_weights", planted)
 
 
 def no_learning_rate(original: Any) -> Any:

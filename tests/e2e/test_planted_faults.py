@@ -13,7 +13,7 @@ from torch import nn
 from distflow import cli
 from distflow.data.batch import Batch
 from distflow.errors import TrustError
-from distflow.rollout.embedded import engine as embedded
+from distflow.rollout import weights as weights_module
 from distflow.rollout.embedded.kv_cache import PromptCache
 from distflow.rollout.weights import stripe_hash, stripe_hashes
 from distflow.runtime.spec import Spec
@@ -125,7 +125,7 @@ def test_prompt_kv_kept_across_a_publish_on_a_copy(playground: Playground, monke
 
 
 def test_a_tensor_that_the_engine_skips(playground: Playground, monkeypatch: Patch) -> None:
-    original = embedded.copy_weights
+    original = weights_module.copy_weights
 
     def forgetful(module: nn.Module, weights: Any) -> dict[str, str]:
         name, kept = next((n, p.detach().clone()) for n, p in module.named_parameters() if "layers.1.mlp.up" in n)
@@ -134,14 +134,14 @@ def test_a_tensor_that_the_engine_skips(playground: Playground, monkeypatch: Pat
             dict(module.named_parameters())[name].copy_(kept)
         return hashes | {name: stripe_hash(kept)}
 
-    monkeypatch.setattr(embedded, "copy_weights", forgetful)
+    monkeypatch.setattr(weights_module, "copy_weights", forgetful)
     with pytest.raises(TrustError, match=r"did not arrive whole; tensors that differ: model.layers.1.mlp.up_proj"):
         playground.run(*GRPO, BFLOAT16)
 
 
 def test_an_engine_that_takes_nothing_and_says_it_did(playground: Playground, monkeypatch: Patch) -> None:
     monkeypatch.setattr(
-        embedded, "copy_weights", lambda module, weights: stripe_hashes((n, t.bfloat16()) for n, t in weights)
+        weights_module, "copy_weights", lambda module, weights: stripe_hashes((n, t.bfloat16()) for n, t in weights)
     )
     with pytest.raises(TrustError, match="it serves .*, and 21 of its tensors are not those that the receipt names"):
         playground.run(*GRPO, "trainer.total_training_steps=6", *FAST, BFLOAT16)

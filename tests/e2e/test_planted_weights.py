@@ -13,10 +13,10 @@ from torch import nn
 from distflow.errors import TrustError
 from distflow.models import lora
 from distflow.observe.reading.run_reader import read_events
-from distflow.rollout.embedded import engine as embedded
+from distflow.rollout import weights as weights_module
 from distflow.rollout.embedded.engine import EmbeddedEngine
+from distflow.rollout.embedded.host_steps import RequestLane
 from distflow.rollout.embedded.kv_cache import PromptCache
-from distflow.rollout.embedded.request_lane import RequestLane
 from distflow.rollout.embedded.scheduler import Sequence
 from distflow.rollout.weights import stripe_hashes
 from distflow.runtime.weight_sync.protocol import LocalWeights
@@ -177,7 +177,7 @@ def taken_otherwise(patch: Patch, take: Callable[[nn.Module, dict[str, torch.Ten
         dtype = next(module.parameters()).dtype
         return stripe_hashes(sent.items(), dtype)
 
-    patch.setattr(embedded, "copy_weights", copy_weights)
+    patch.setattr(weights_module, "copy_weights", copy_weights)
 
 
 def half(module: nn.Module, sent: dict[str, torch.Tensor]) -> None:
@@ -222,7 +222,7 @@ def test_weights_in_a_module_that_is_not_computed_with(playground: Playground, m
 
     def init(self: EmbeddedEngine, model: nn.Module, *args: Any, **options: Any) -> None:
         original(self, copy.deepcopy(model), *args, **options)
-        self._model = model
+        self.model, self._weights = model, weights_module.EngineWeights(model, self.shares_weights)
 
     monkeypatch.setattr(EmbeddedEngine, "__init__", init)
     with pytest.raises(TrustError, match="canary: .*weights that did not arrive"):
@@ -309,10 +309,10 @@ def test_an_old_copy_that_is_swapped_in_after_a_pause(playground: Playground, mo
 
     async def resume(self: EmbeddedEngine) -> None:
         if not hasattr(self, "_first"):
-            self._first = copy.deepcopy(self._model.state_dict())  # type: ignore[attr-defined]
+            self._first = copy.deepcopy(self.model.state_dict())  # type: ignore[attr-defined]
         elif self.version.step > 2:
             fired.append(0)
-            self._model.load_state_dict(self._first)  # type: ignore[attr-defined]
+            self.model.load_state_dict(self._first)  # type: ignore[attr-defined]
         await original(self)
 
     monkeypatch.setattr(EmbeddedEngine, "resume", resume)
@@ -360,7 +360,7 @@ def test_the_same_runs_without_a_fault(playground: Playground, name: str) -> Non
 
 
 def test_a_copy_that_fails_in_the_middle_is_not_served(playground: Playground, monkeypatch: Patch) -> None:
-    original, fired = embedded.copy_weights, Fired()
+    original, fired = weights_module.copy_weights, Fired()
 
     def failing(module: nn.Module, weights: Any) -> dict[str, str]:
         if len(fired) < 2:
@@ -369,7 +369,7 @@ def test_a_copy_that_fails_in_the_middle_is_not_served(playground: Playground, m
         half(module, dict(weights))
         raise MemoryError("no memory for the next tensor")
 
-    monkeypatch.setattr(embedded, "copy_weights", failing)
+    monkeypatch.setattr(weights_module, "copy_weights", failing)
     with pytest.raises(MemoryError, match="no memory"):
         run(playground, "stream")
     assert len(fired) == 2

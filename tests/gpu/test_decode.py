@@ -9,7 +9,7 @@ import torch
 
 from distflow.rollout.embedded import EmbeddedEngine
 from distflow.rollout.embedded.cuda.async_steps import DeviceOptions
-from distflow.rollout.embedded.cuda.state import state_of, uniforms
+from distflow.rollout.embedded.cuda.device_memory import state_of, uniforms
 from distflow.rollout.engine import GenerateRequest, GenerateResult
 from distflow.rollout.generation_rules import uniforms as host_uniforms
 from tests.rollout.drive import generate_all, make_engine, make_model, prompt_of, request_of, run_all, with_engine
@@ -31,8 +31,8 @@ def engine_of(device: torch.device, graphs: bool) -> EmbeddedEngine:
 
 
 def num_graphs(engine: EmbeddedEngine) -> int:
-    assert engine._chain is not None
-    return len(engine._chain.graphs)
+    assert engine._steps is not None
+    return len(engine._steps.graphs)
 
 
 def test_a_cuda_device_has_its_steps_chained_and_enforce_eager_its_kernels_launched(device: torch.device) -> None:
@@ -78,7 +78,7 @@ def test_weights_that_lie_elsewhere_are_followed(device: torch.device) -> None:
     async def story(engine: EmbeddedEngine) -> None:
         await generate_all(engine, requests())
         await engine.pause()
-        for own, new in zip(engine._model.parameters(), other.parameters(), strict=True):
+        for own, new in zip(engine.model.parameters(), other.parameters(), strict=True):
             own.data = new.data.to(device, copy=True)
         await engine.resume()
         found = await asyncio.gather(*(engine.generate(request) for request in requests()))

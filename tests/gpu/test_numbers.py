@@ -10,7 +10,6 @@ from distflow.algorithms import PolicyObjective
 from distflow.data.batch import Batch
 from distflow.models.loading import load_model
 from distflow.models.lora import add_lora
-from distflow.models.value_and_reward_models import load_value_model
 from distflow.rollout.engine import GenerateResult
 from distflow.rollout.weights import stripe_hashes
 from distflow.training.engine import TrainState
@@ -108,9 +107,9 @@ def test_bfloat16_products_stay_near_float64(tmp_path: Path, device: torch.devic
 def test_values_are_those_of_a_plain_forward(tmp_path: Path, device: torch.device) -> None:
     folder = write_tiny_model(tmp_path / "m")
     batch = ragged_batch()
-    critic = load_value_model(folder, seed=1, device=device)
+    critic = load_model(folder, seed=1, device=device, critic=True)
     values = TorchScorer(critic, max_tokens_per_micro_batch=30).forward(batch, ("values",)).flat("values")
-    exact = plain_values(load_value_model(folder, dtype=torch.float64, seed=1), batch)
+    exact = plain_values(load_model(folder, dtype=torch.float64, seed=1, critic=True), batch)
     torch.testing.assert_close(values, exact.float(), rtol=0, atol=1e-5)
 
 

@@ -160,11 +160,11 @@ def test_actor_critic_and_reference_get_their_own_settings() -> None:
     assert isinstance(built.actor, TorchTrainEngine) and isinstance(built.critic, TorchTrainEngine)
     assert isinstance(built.ref, TorchScorer) and not any(p.requires_grad for p in built.ref.model.parameters())
     found = [
-        (engine.optimizer.param_groups[0]["lr"], engine.max_grad_norm, engine.scorer.max_tokens)
+        (engine.optimizer.param_groups[0]["lr"], engine.max_grad_norm, engine.max_tokens)
         for engine in (built.actor, built.critic)
     ]
     assert found == [(0.5, 2.0, 100), (0.25, 3.0, 200)] and built.ref.max_tokens == 300
-    assert {built.actor.scorer.temperature, built.critic.scorer.temperature, built.ref.temperature} == {0.5}
+    assert {built.actor.temperature, built.critic.temperature, built.ref.temperature} == {0.5}
     assert not built.ref.without_adapter
     plain = make_factories(config("ppo", f"{ACTOR}.ppo_max_token_len_per_gpu=100"), ["ref", "critic"], (), 1)
     for name in ("ref", "critic"):

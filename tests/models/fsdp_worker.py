@@ -9,10 +9,8 @@ from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forwar
 from torch.distributed.tensor import DTensor
 
 from distflow.models.loading import load_model
-from distflow.models.lora import add_lora
-from distflow.models.model_parts import backbone
-from distflow.models.value_and_reward_models import load_value_model
-from distflow.training.micro_batches import model_inputs
+from distflow.models.lora import add_lora, unwrapped
+from distflow.training.scorer import model_inputs
 from tests.training.batches import RAGGED, ragged_batch
 
 SHARES = (list(range(len(RAGGED))), [])  # the second rank runs an empty micro-batch
@@ -21,7 +19,7 @@ OUTPUTS = {"policy": ("log_probs", "entropy"), "adapter": ("log_probs",), "criti
 
 def make_model(kind: str, folder: Path) -> nn.Module:
     if kind == "critic":
-        return load_value_model(folder / "model", seed=1)
+        return load_model(folder / "model", seed=1, critic=True)
     model = load_model(folder / "model")
     return model if kind == "policy" else add_lora(model, rank=2, seed=1)
 
@@ -41,7 +39,7 @@ def main(rank: int, folder: Path) -> None:
     mesh = init_device_mesh("cpu", (2,))
     for kind in OUTPUTS:
         model = make_model(kind, folder)
-        for layer in backbone(model).layers:
+        for layer in unwrapped(model).base_model.layers:
             fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)
         assert isinstance(model, FSDPModule)

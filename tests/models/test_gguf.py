@@ -11,7 +11,6 @@ import torch
 from distflow.models.export import export_model
 from distflow.models.loading import load_model
 from distflow.models.tokenizer import load_tokenizer, stop_token_ids
-from distflow.models.value_and_reward_models import load_value_model
 from tests.tiny_models import tiny_tokenizer, write_tiny_model
 
 pytest.importorskip("gguf", reason="wants the extra smollm2")
@@ -122,7 +121,7 @@ def test_weights_and_tokens_come_out_as_they_went_in(tmp_path: Path, model) -> N
     tokenizer = load_tokenizer(tmp_path / "g", gguf_file="tiny.gguf")
     assert tokenizer("1+ok").input_ids[-3:] == [*tiny_tokenizer()("1+").input_ids, 98]
     assert stop_token_ids(loaded, tokenizer) == (2,)
-    critic = load_value_model(tmp_path / "g", gguf_file="tiny.gguf")
+    critic = load_model(tmp_path / "g", gguf_file="tiny.gguf", critic=True)
     assert torch.equal(critic.model.layers[1].self_attn.q_proj.weight, model.model.layers[1].self_attn.q_proj.weight)
 
 

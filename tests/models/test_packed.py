@@ -5,11 +5,11 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
 
 from distflow.errors import UserError
-from distflow.models.attention import PACKED_ATTENTION, Packing
+from distflow.models.attention import PACKED_ATTENTION
 from distflow.models.cpu_kernels import build as native
 from distflow.models.loading import ready
-from distflow.models.model_parts import output_head
-from distflow.models.packed_forward import check_packed_forward, choose_attention, packed_hidden_states
+from distflow.models.packed_forward import check_packed_forward, choose_attention, output_head, packed_hidden_states
+from distflow.models.packing import Packing
 from distflow.training.torch_engine import checkpoint_activations
 from tests.tiny_models import tiny_config
 

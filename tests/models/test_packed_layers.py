@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from distflow.models import packed_forward
 from distflow.models.cpu_kernels import build as native
+from distflow.models.loading import load_model
 from distflow.models.lora import add_lora
 from distflow.models.packed_forward import attach_packed_forward, choose_attention, packed_hidden_states, runs_natively
-from distflow.models.shared_prefixes import shared_prefixes
-from distflow.models.value_and_reward_models import load_value_model
+from distflow.models.packing import shared_prefixes
 from distflow.training.torch_engine import checkpoint_activations
 from tests.models.cpu_kernels.test_step import VARIANTS, make
 from tests.tiny_models import write_tiny_model
@@ -238,4 +238,4 @@ def test_beyond_the_largest_products_are_torchs(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_value_models_run_natively_too(tmp_path: Path) -> None:
-    assert runs_natively(load_value_model(write_tiny_model(tmp_path / "m"), seed=1).model)
+    assert runs_natively(load_model(write_tiny_model(tmp_path / "m"), seed=1, critic=True).model)

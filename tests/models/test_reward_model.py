@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForSequenceClassification
 
 from distflow.errors import UserError
-from distflow.models.value_and_reward_models import load_reward_model, score_ids
+from distflow.models.reward_model import load_reward_model, score_ids
 from distflow.models.weight_checks import identity
 from tests.tiny_models import write_tiny_model, write_tiny_reward_model
 

@@ -8,9 +8,8 @@ from transformers import AutoModelForTokenClassification
 
 from distflow.errors import UserError
 from distflow.models.export import export_model
-from distflow.models.model_parts import token_values
-from distflow.models.packed_forward import packed_hidden_states
-from distflow.models.value_and_reward_models import load_value_model
+from distflow.models.loading import load_model
+from distflow.models.packed_forward import packed_hidden_states, token_values
 from tests.tiny_models import write_tiny_model
 
 IDS = torch.arange(3, 40)
@@ -19,7 +18,7 @@ IDS = torch.arange(3, 40)
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 def test_a_language_model_gets_a_small_head_by_seed_and_keeps_its_decoder(tmp_path: Path, family: str) -> None:
     folder = write_tiny_model(tmp_path / "m", family)
-    first, again, other = (load_value_model(folder, seed=seed) for seed in (1, 1, 2))
+    first, again, other = (load_model(folder, seed=seed, critic=True) for seed in (1, 1, 2))
     assert torch.equal(first.score.weight, again.score.weight)
     assert not torch.equal(first.score.weight, other.score.weight)
     assert torch.equal(first.model.layers[0].mlp.up_proj.weight, other.model.layers[0].mlp.up_proj.weight)
@@ -30,12 +29,12 @@ def test_a_language_model_gets_a_small_head_by_seed_and_keeps_its_decoder(tmp_pa
 
 
 def test_a_critic_goes_to_disk_and_back_with_its_head(tmp_path: Path) -> None:
-    critic = load_value_model(write_tiny_model(tmp_path / "m"), seed=1)
+    critic = load_model(write_tiny_model(tmp_path / "m"), seed=1, critic=True)
     with torch.no_grad():
         critic.score.weight.fill_(0.3)
         critic.score.bias.fill_(0.7)
     export_model(critic, None, tmp_path / "critic")
-    again = load_value_model(tmp_path / "critic", seed=2)
+    again = load_model(tmp_path / "critic", seed=2, critic=True)
     by_transformers = AutoModelForTokenClassification.from_pretrained(tmp_path / "critic")
     assert torch.equal(again(IDS[None]).logits, critic(IDS[None]).logits)
     torch.testing.assert_close(by_transformers(IDS[None]).logits, critic(IDS[None]).logits, rtol=0, atol=1e-5)
@@ -43,7 +42,7 @@ def test_a_critic_goes_to_disk_and_back_with_its_head(tmp_path: Path) -> None:
 
 def test_random_critics_depend_on_the_seed_alone(tmp_path: Path) -> None:
     folder = write_tiny_model(tmp_path / "m")
-    first, again = (load_value_model(folder, init="random", seed=3) for _ in range(2))
+    first, again = (load_model(folder, init="random", seed=3, critic=True) for _ in range(2))
     assert torch.equal(first(IDS[None]).logits, again(IDS[None]).logits)
 
 
@@ -52,4 +51,4 @@ def test_families_without_a_value_head_are_refused(tmp_path: Path, family: str) 
     folder = write_tiny_model(tmp_path / "m", family)
     for init in ("pretrained", "random"):
         with pytest.raises(UserError, match=f"cannot be a critic.*'{family}'"):
-            load_value_model(folder, init=init)
+            load_model(folder, init=init, critic=True)

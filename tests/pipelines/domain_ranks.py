@@ -13,7 +13,7 @@ from distflow.data.batch import Batch
 from distflow.launch.select_pipeline import bound, select_pipeline
 from distflow.runtime.compiled_node import compile_steps
 from distflow.runtime.context import NodeContext
-from distflow.training.collective import Collective, OneRank
+from distflow.training.engine import Collective, OneRank
 from tests.algorithms.toy_policy import toy_batch
 from tests.tiny_models import tiny_tokenizer
 

@@ -12,7 +12,7 @@ from distflow.audit.advantages import expected_advantages
 from distflow.audit.recorded_data import samples_of
 from distflow.config import load_config
 from distflow.config.derived_settings import algorithm_of
-from distflow.training.collective import OneRank
+from distflow.training.engine import OneRank
 from tests.pipelines.domain_ranks import COLUMNS, DOMAINS, SETTINGS, WHITENED, mixed_batch, process
 from tests.ranks import run_ranks
 

@@ -27,7 +27,7 @@ from distflow.rollout.engine import GenerateRequest, GenerateResult, Generation,
 from distflow.runtime.context import NodeContext
 from distflow.runtime.prompt_group import Group, new_group
 from distflow.scheduling.groups import PromptGroup
-from distflow.training.collective import OneRank
+from distflow.training.engine import OneRank
 from tests.runtime.groups import group as columns_of
 from tests.tiny_models import tiny_tokenizer
 

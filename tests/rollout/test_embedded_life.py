@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
+from distflow.rollout import weights as weights_module
 from distflow.rollout.embedded import EmbeddedEngine
-from distflow.rollout.embedded import engine as embedded_engine
 from distflow.rollout.engine import GenerateResult, Stretch
 from distflow.rollout.weights import stripe_hashes
 from distflow.scheduling.groups import Version
@@ -237,7 +237,7 @@ def test_a_copy_that_fails_in_the_middle_is_not_served(monkeypatch: pytest.Monke
 
     async def story(engine: EmbeddedEngine) -> None:
         with monkeypatch.context() as patch:
-            patch.setattr(embedded_engine, "copy_weights", failing)
+            patch.setattr(weights_module, "copy_weights", failing)
             with pytest.raises(MemoryError):
                 await engine.load_weights(NEXT, others)
         assert engine.version == FIRST

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from distflow.rollout.weights import TakenInPart, check_shared, copy_weights, stripe_hash, stripe_hashes
+from distflow.rollout.weights import PartialWeightsError, check_shared, copy_weights, stripe_hash, stripe_hashes
 from tests.rollout.drive import make_model
 
 
@@ -49,7 +49,7 @@ def test_what_does_not_fit_is_named_and_nothing_changes(changes: dict[str, Any],
 )
 def test_what_comes_one_after_another_and_does_not_fit_is_told_apart(sent: Any, message: str) -> None:
     target, source = make_model(seed=0), make_model(seed=1)
-    with pytest.raises(TakenInPart, match=message):
+    with pytest.raises(PartialWeightsError, match=message):
         copy_weights(target, iter(sent(source)))
     assert torch.equal(target.model.embed_tokens.weight, source.model.embed_tokens.weight), "what came first is in"
 
@@ -59,7 +59,7 @@ def test_tied_weights_that_come_one_after_another_must_be_equal() -> None:
     tied = source.lm_head.weight
     copy_weights(target, iter(weights_of(source, lm_head__weight=tied)))
     assert torch.equal(target.lm_head.weight, tied)
-    with pytest.raises(TakenInPart, match="model.embed_tokens.weight and lm_head.weight: one tensor here"):
+    with pytest.raises(PartialWeightsError, match="model.embed_tokens.weight and lm_head.weight: one tensor here"):
         copy_weights(target, iter(weights_of(source, lm_head__weight=tied + 1)))
 
 

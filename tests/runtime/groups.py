@@ -15,7 +15,7 @@ from distflow.runtime.prompt_group import Group, new_group
 from distflow.scheduling.coordinator import Coordinator
 from distflow.scheduling.data_plan import DataPlan
 from distflow.scheduling.groups import PromptGroup
-from distflow.training.collective import OneRank
+from distflow.training.engine import OneRank
 
 FIELDS = (*PROMPT_FIELDS, "responses", "response_ids", "response_mask", "valid", "token_level_rewards")
 PARAMS = SamplingParams(4)

@@ -7,7 +7,7 @@ from torch import nn
 
 from distflow.planning.plan import RankPlan
 from distflow.runtime.resources import Resources, build_resources
-from distflow.training.collective import OneRank
+from distflow.training.engine import OneRank
 
 
 def built(*engines: str, services: tuple[str, ...] = (), weight: float = 0.0) -> tuple[Resources, list[str]]:

@@ -17,7 +17,7 @@ from distflow.runtime.step_metrics import (
     staleness_shares,
 )
 from distflow.scheduling.groups import DomainCounts, GroupCounts
-from distflow.training.collective import OneRank
+from distflow.training.engine import OneRank
 from tests.runtime.groups import group
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from torch import nn
 
 from distflow.training import torch_engine
-from distflow.training.collective import Collective
+from distflow.training.engine import Collective
 
 original = torch_engine.sum_gradients
 

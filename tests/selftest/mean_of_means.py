@@ -3,7 +3,7 @@
 import sys
 
 from distflow.cluster.process_groups import TorchCollective
-from distflow.training.collective import Reducible
+from distflow.training.engine import Reducible
 
 original = TorchCollective.sum
 

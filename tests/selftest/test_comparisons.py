@@ -12,6 +12,7 @@ import torch
 from distflow.cli import main
 from distflow.cluster.ray_entry import own_ray
 from distflow.observe.reading.run_reader import read_metrics
+from distflow.rollout import weights as weights_module
 from distflow.rollout.embedded import engine
 from distflow.selftest import comparisons, runs
 from distflow.selftest import reference_record as recorded_file
@@ -61,7 +62,7 @@ def test_the_asynchronous_path_is_another_one(tmp_path: Path, monkeypatch: pytes
     original, threads = engine.EmbeddedEngine.step, set[tuple[bool, bool]]()
 
     def step(self: engine.EmbeddedEngine) -> None:
-        threads.add((self._shares_weights, threading.current_thread() is threading.main_thread()))
+        threads.add((self.shares_weights, threading.current_thread() is threading.main_thread()))
         original(self)
 
     monkeypatch.setattr(engine.EmbeddedEngine, "step", step)
@@ -79,7 +80,7 @@ def test_the_asynchronous_path_is_another_one(tmp_path: Path, monkeypatch: pytes
 @pytest.mark.slow
 def test_an_engine_with_a_changed_weight_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Changed by so little that no check of the run itself minds, behind the receipt."""
-    original = engine.copy_weights
+    original = weights_module.copy_weights
 
     def copy_weights(module: torch.nn.Module, weights: object) -> dict[str, str]:
         hashes = original(module, weights)  # type: ignore[arg-type]
@@ -87,7 +88,7 @@ def test_an_engine_with_a_changed_weight_is_found(tmp_path: Path, monkeypatch: p
             next(iter(module.parameters())).view(-1)[40:60] += 1e-4
         return hashes
 
-    monkeypatch.setattr(engine, "copy_weights", copy_weights)
+    monkeypatch.setattr(weights_module, "copy_weights", copy_weights)
     reference, asynchronous, _ = of_one_process("grpo", tmp_path / "runs")
     assert reference().ok and not (found := asynchronous()).ok
     assert found.fault or found.found.log_prob > 0  # type: ignore[union-attr]
@@ -97,7 +98,7 @@ def test_a_run_that_fails_is_a_row_that_says_why(tmp_path: Path, monkeypatch: py
     def broken(module: torch.nn.Module, weights: object) -> dict[str, str]:
         raise ValueError("no such weights")
 
-    monkeypatch.setattr(engine, "copy_weights", broken)
+    monkeypatch.setattr(weights_module, "copy_weights", broken)
     _, asynchronous, _ = of_one_process("grpo", tmp_path / "runs")
     assert not (found := asynchronous()).ok and "no such weights" in found.fault
 

@@ -15,15 +15,11 @@ from distflow.algorithms import PolicyObjective
 from distflow.cluster.process_groups import ProcessGroups, TorchCollective
 from distflow.models.loading import load_model
 from distflow.models.lora import add_lora
-from distflow.models.sharded_loading import load_sharded_model
-from distflow.models.sharding import Sharding, shard_model
-from distflow.models.shards import at_places, whole
-from distflow.models.value_and_reward_models import load_value_model
+from distflow.models.sharding import Sharding, at_places, shard_model, whole
 from distflow.planning.layout import Layout, Sizes
 from distflow.planning.plan import Plan, process_groups
 from distflow.runtime.checkpoint.shards import own_shards
-from distflow.training.collective import Collective
-from distflow.training.engine import LossFn
+from distflow.training.engine import Collective, LossFn
 from distflow.training.optimizer import make_optimizer, make_schedule
 from distflow.training.torch_engine import TorchTrainEngine
 from tests.training.batches import TokenMeanLoss
@@ -45,7 +41,7 @@ POLICY = PolicyObjective("vanilla", entropy_coef=0.01, kl_loss_type="low_var_kl"
 
 def policy(folder: Path, sharding: Sharding | None) -> nn.Module:
     path = folder / "model"
-    return load_sharded_model(path, sharding) if sharding else load_model(path)
+    return load_model(path, sharding=sharding)
 
 
 def policy_on_host(folder: Path, sharding: Sharding | None) -> nn.Module:
@@ -54,12 +50,12 @@ def policy_on_host(folder: Path, sharding: Sharding | None) -> nn.Module:
 
 def tied(folder: Path, sharding: Sharding | None) -> nn.Module:
     path = folder / "tied"
-    return load_sharded_model(path, sharding) if sharding else load_model(path)
+    return load_model(path, sharding=sharding)
 
 
 def critic(folder: Path, sharding: Sharding | None) -> nn.Module:
     path = folder / "tied"
-    return load_sharded_model(path, sharding, critic=True, seed=3) if sharding else load_value_model(path, seed=3)
+    return load_model(path, sharding=sharding, critic=True, seed=3)
 
 
 def adapter(folder: Path, sharding: Sharding | None) -> nn.Module:

@@ -22,9 +22,7 @@ from distflow.errors import TrustError, UserError
 from distflow.launch.engine_factories import make_factories
 from distflow.models.loading import load_model
 from distflow.models.lora import add_lora, named_weights
-from distflow.models.sharded_loading import load_sharded_model
-from distflow.models.sharding import DATA, TENSOR, Sharding, shard_model
-from distflow.models.shards import at_places, own_part, square_sum, whole
+from distflow.models.sharding import DATA, TENSOR, Sharding, at_places, own_part, shard_model, square_sum, whole
 from distflow.models.weight_checks import magnitudes
 from distflow.planning.plan import RankPlan
 from distflow.rollout.engine import RolloutEngine
@@ -66,11 +64,11 @@ def same(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> bool:
 
 def scores(folder: Path, mesh: DeviceMesh) -> None:
     for dtype in (torch.float32, torch.bfloat16):
-        model = load_sharded_model(folder / "model", Sharding(mesh, dtype)).requires_grad_(False)
+        model = load_model(folder / "model", sharding=Sharding(mesh, dtype)).requires_grad_(False)
         scorer = TorchScorer(model, max_tokens_per_micro_batch=30, group=TorchCollective())
         found = scorer.forward(ragged_batch().select(SHARES[mesh.get_rank()]), OUTPUTS)
         flat = {name: found.flat(name) for name in OUTPUTS}
-        kept = load_sharded_model(folder / "model", Sharding(mesh, dtype, on_host=True)).requires_grad_(False)
+        kept = load_model(folder / "model", sharding=Sharding(mesh, dtype, on_host=True)).requires_grad_(False)
         again = TorchScorer(kept, max_tokens_per_micro_batch=30, group=TorchCollective())
         found = again.forward(ragged_batch().select(SHARES[mesh.get_rank()]), OUTPUTS)
         assert all(torch.equal(found.flat(name), flat[name]) for name in OUTPUTS)
@@ -79,7 +77,7 @@ def scores(folder: Path, mesh: DeviceMesh) -> None:
 
 def bfloat16(folder: Path, mesh: DeviceMesh) -> None:
     """It computes in it, and keeps what is far below its resolution."""
-    engine = make_engine(load_sharded_model(folder / "model", Sharding(mesh, torch.bfloat16)))
+    engine = make_engine(load_model(folder / "model", sharding=Sharding(mesh, torch.bfloat16)))
     assert all(step["skipped"] == 0 and step["grad_norm"] > 0 for step in train(engine, range(2)))
     assert {weight.dtype for _, weight in engine.weights()} == {torch.float32}
     before = dict(engine.weights())
@@ -93,7 +91,7 @@ def states(folder: Path, mesh: DeviceMesh) -> None:
     """Parts or the whole of each tensor: an engine that takes them goes on bit for bit."""
 
     def new_engine(optimizer: str = "adamw") -> TorchTrainEngine:
-        return make_engine(load_sharded_model(folder / "model", Sharding(mesh)), optimizer)
+        return make_engine(load_model(folder / "model", sharding=Sharding(mesh)), optimizer)
 
     engine = new_engine()
     train(engine, range(2))
@@ -114,7 +112,7 @@ def states(folder: Path, mesh: DeviceMesh) -> None:
 
 def offloading(folder: Path, mesh: DeviceMesh) -> None:
     """Weights, moments or both, again and again: the numbers are those of an engine that stays."""
-    engines = [make_engine(load_sharded_model(folder / "model", Sharding(mesh))) for _ in range(2)]
+    engines = [make_engine(load_model(folder / "model", sharding=Sharding(mesh))) for _ in range(2)]
     for step, (weights, moments) in enumerate([(True, True), (True, False), (False, True)]):
         ours, theirs = (train(engine, range(step, step + 1)) for engine in engines)
         assert ours == theirs
@@ -133,7 +131,7 @@ def reductions(folder: Path, mesh: DeviceMesh) -> None:
     alone = DeviceMesh.from_group([dist.new_group([rank]) for rank in range(2)][mesh.get_rank()], "cpu")
     found = []
     for own in (mesh, alone):
-        engine = make_engine(load_sharded_model(folder / "model", Sharding(own, torch.bfloat16)))
+        engine = make_engine(load_model(folder / "model", sharding=Sharding(own, torch.bfloat16)))
         kept: dict[str, Tensor] = {}
         engine.optimizer.register_step_pre_hook(
             lambda *_, engine=engine, kept=kept: kept.update(
@@ -153,7 +151,7 @@ def reductions(folder: Path, mesh: DeviceMesh) -> None:
 
 def not_finite(folder: Path, mesh: DeviceMesh) -> None:
     """A gradient that is infinite in one rank's part alone, under a loss that is finite: all ranks skip the step."""
-    engine = make_engine(load_sharded_model(folder / "model", Sharding(mesh)))
+    engine = make_engine(load_model(folder / "model", sharding=Sharding(mesh)))
     train(engine, range(1))
     before = TrainState({name: tensor.clone() for name, tensor in engine.state().tensors.items()}, engine.state().meta)
     norm = dict(engine.model.named_parameters())["model.norm.weight"]
@@ -191,7 +189,7 @@ def sent(folder: Path, mesh: DeviceMesh) -> None:
 
 
 def garbage(folder: Path, mesh: DeviceMesh) -> None:
-    engine = make_engine(load_sharded_model(folder / "model", Sharding(mesh)))
+    engine = make_engine(load_model(folder / "model", sharding=Sharding(mesh)))
     if mesh.get_rank() == 1:
         with torch.no_grad():
             own_part(engine.state().trained_weights()["model.norm.weight"])[0] = float("nan")
@@ -201,7 +199,7 @@ def garbage(folder: Path, mesh: DeviceMesh) -> None:
 
 def movement(folder: Path, mesh: DeviceMesh) -> None:
     """A part that no token touches is no finding; a tensor that stays as it was is one, on every rank."""
-    engine = make_engine(load_sharded_model(folder / "model", Sharding(mesh)), "sgd", weight_decay=0.0)
+    engine = make_engine(load_model(folder / "model", sharding=Sharding(mesh)), "sgd", weight_decay=0.0)
     weights = engine.state().trained_weights()
     start = {name: own_part(weight).clone() for name, weight in weights.items()}
     watch = Movement(after=2)
@@ -231,10 +229,10 @@ def refusals(folder: Path, mesh: DeviceMesh) -> None:
         other.mkdir()
         (other / "config.json").write_bytes((folder / "model" / "config.json").read_bytes())
         with pytest.raises(UserError, match="no safetensors"):
-            load_sharded_model(other, Sharding(mesh))
+            load_model(other, sharding=Sharding(mesh))
         save_file(change, other / "model.safetensors", {"format": "pt"})
         with pytest.raises(UserError, match=said):
-            load_sharded_model(other, Sharding(mesh))
+            load_model(other, sharding=Sharding(mesh))
 
     two = Sharding(init_device_mesh("cpu", (1, 2), mesh_dim_names=(DATA, TENSOR)))
     config = json.loads((folder / "model" / "config.json").read_text())
@@ -246,7 +244,7 @@ def refusals(folder: Path, mesh: DeviceMesh) -> None:
         other.mkdir()
         (other / "config.json").write_text(json.dumps({**config, **change}))
         with pytest.raises(UserError, match=said):
-            load_sharded_model(other, two)
+            load_model(other, sharding=two)
     with pytest.raises(UserError, match="adapters"):
         shard_model(add_lora(load_model(folder / "model"), rank=4, seed=1), two)
 
@@ -256,7 +254,7 @@ def halves(folder: Path, mesh: DeviceMesh) -> None:
     one process."""
     two = Sharding(init_device_mesh("cpu", (1, 2), mesh_dim_names=(DATA, TENSOR)))
     plain = load_model(folder / "model", init="random", seed=3)
-    model = load_sharded_model(folder / "model", two, init="random", seed=3)
+    model = load_model(folder / "model", sharding=two, init="random", seed=3)
     weights = dict(model.named_parameters())
     norms = 0.0
     for name, weight in plain.named_parameters():
@@ -310,10 +308,10 @@ def memory(folder: Path, mesh: DeviceMesh) -> None:
         return _peak_bytes() - before
 
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**16)  # what is freed goes back at once, or the heap's holes count too
-    load_sharded_model(folder / "model", Sharding(mesh))
+    load_model(folder / "model", sharding=Sharding(mesh))
     _forget_peak()
     before = _peak_bytes()
-    model = load_sharded_model(folder / "big", Sharding(mesh))
+    model = load_model(folder / "big", sharding=Sharding(mesh))
     for _, weight in named_weights(model):
         whole(weight)
     sharded = grown()

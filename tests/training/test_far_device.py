@@ -11,7 +11,6 @@ from distflow.data.batch import Batch
 from distflow.data.batch_columns import read_numbers
 from distflow.graph.fields import Axis, find_field
 from distflow.models.loading import load_model
-from distflow.models.value_and_reward_models import load_value_model
 from distflow.models.weight_checks import magnitudes
 from distflow.training.engine import LossFn
 from distflow.training.optimizer import make_optimizer, make_schedule
@@ -52,8 +51,7 @@ def a_batch() -> Batch:
 
 
 def far_engine(folder: Path, objective: LossFn, max_tokens: int = SMALL) -> TorchTrainEngine:
-    load = load_value_model if objective is VALUES else load_model
-    model = load(folder).to(FAR)
+    model = load_model(folder, critic=objective is VALUES).to(FAR)
     return TorchTrainEngine(
         model,
         optimizer=make_optimizer("adamw", model.parameters(), lr=1e-2),

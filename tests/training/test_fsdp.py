@@ -12,7 +12,7 @@ from torch import Tensor
 
 from distflow.models.loading import load_model
 from distflow.runtime.checkpoint.shards import read_shards
-from distflow.training.collective import OneRank
+from distflow.training.engine import OneRank
 from distflow.training.scorer import TorchScorer
 from tests.ranks import run_ranks
 from tests.tiny_models import write_tiny_model

@@ -8,10 +8,8 @@ import torch
 from distflow.data.batch import Batch
 from distflow.models.loading import load_model
 from distflow.models.lora import add_lora
-from distflow.models.value_and_reward_models import load_value_model
-from distflow.training.collective import OneRank
-from distflow.training.micro_batches import micro_batches
-from distflow.training.scorer import TorchScorer
+from distflow.training.engine import OneRank
+from distflow.training.scorer import TorchScorer, micro_batches
 from tests.tiny_models import write_tiny_model
 from tests.training.batches import plain_outputs, plain_values, ragged_batch
 
@@ -42,7 +40,7 @@ def test_forward_keeps_the_order_of_samples_however_they_are_packed(tmp_path: Pa
 
 
 def test_values_are_those_before_each_token(tmp_path: Path) -> None:
-    critic = load_value_model(write_tiny_model(tmp_path / "m"), seed=1)
+    critic = load_model(write_tiny_model(tmp_path / "m"), seed=1, critic=True)
     batch = ragged_batch()
     scored = TorchScorer(critic, max_tokens_per_micro_batch=20).forward(batch, ("values",))
     assert scored.names == ("values",)

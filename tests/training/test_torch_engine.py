@@ -11,7 +11,6 @@ from distflow.errors import UserError
 from distflow.models.export import export_model
 from distflow.models.loading import load_model
 from distflow.models.lora import add_lora
-from distflow.models.value_and_reward_models import load_value_model
 from distflow.training.engine import TrainState
 from distflow.training.optimizer import make_optimizer, make_schedule
 from distflow.training.torch_engine import TorchTrainEngine
@@ -91,19 +90,19 @@ def test_float32_training_follows_the_float64_loop(folder: Path) -> None:
 
 def test_a_critic_learns_its_returns(tmp_path: Path, folder: Path) -> None:
     batch, loss_fn = ragged_batch(), TokenMeanLoss(("values",))
-    plain = load_value_model(folder, dtype=torch.float64, seed=1)
+    plain = load_model(folder, dtype=torch.float64, seed=1, critic=True)
     per_token = loss_fn.per_token({"values": plain_values(plain, batch)}, batch)
     ((per_token * batch.flat("loss_mask")).sum() / batch.flat("loss_mask").sum()).backward()
     make_optimizer("sgd", plain.parameters(), lr=0.1).step()
 
-    critic = load_value_model(folder, dtype=torch.float64, seed=1)
+    critic = load_model(folder, dtype=torch.float64, seed=1, critic=True)
     engine = make_engine(critic, optimizer="sgd", lr=0.1, max_grad_norm=None, max_tokens_per_micro_batch=30)
     losses = [engine.train_step(batch, loss_fn)["loss"]]
     for name, weight in plain.named_parameters():
         torch.testing.assert_close(weights_of(engine)[name], weight.detach(), rtol=0, atol=1e-10, msg=name)
     losses += [engine.train_step(batch, loss_fn)["loss"] for _ in range(20)]
     assert losses[-1] < 0.5 * losses[0]
-    again = load_value_model(export_model(critic, None, tmp_path / "critic"), dtype=torch.float64)
+    again = load_model(export_model(critic, None, tmp_path / "critic"), dtype=torch.float64, critic=True)
     values = engine.forward(batch, ("values",)).flat("values")
     torch.testing.assert_close(plain_values(again, batch).float(), values, rtol=0, atol=1e-6)
 
@@ -230,7 +229,7 @@ def test_trainer_log_probs_equal_forward_log_probs(folder: Path) -> None:
     batch = ragged_batch()
     batch["old_log_probs"] = engine.forward(batch, ("log_probs",)).flat("log_probs")
     watching = Watching()
-    engine.scorer.max_tokens = 20
+    engine.max_tokens = 20
     engine.train_step(batch, watching)
     assert watching.worst < 1e-5
 

@@ -6,7 +6,7 @@ J. Schulman, "Approximating KL divergence" (joschu.net/blog/kl-approx.html).
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -78,53 +78,25 @@ def full_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
     return torch.where(possible, terms, zero).sum(dim=-1)
 
 
-class KLController(Protocol):
-    """The coefficient of a KL penalty over the steps of a run."""
-
-    @property
-    def value(self) -> float: ...
-
-    def update(self, current_kl: float, n_steps: int) -> None: ...
-
-    def state(self) -> dict[str, float]: ...
-
-    def load(self, state: Mapping[str, float]) -> None: ...
-
-
 @dataclass
-class FixedKLController:
-    """A constant coefficient."""
+class KLController:
+    """The coefficient of a KL penalty over the steps of a run: constant, or with a target adaptive:
 
-    value: float
-
-    def update(self, current_kl: float, n_steps: int) -> None:
-        """Does nothing."""
-
-    def state(self) -> dict[str, float]:
-        return {"value": self.value}
-
-    def load(self, state: Mapping[str, float]) -> None:
-        self.value = float(state["value"])
-
-
-@dataclass
-class AdaptiveKLController:
-    """value ·= 1 + clip(kl / target_kl − 1, ±0.2) · n / horizon, never below 0 (Ziegler et al. 2019, arXiv:1909.08593).
-
+    value ·= 1 + clip(kl / target_kl − 1, ±0.2) · n / horizon, never below 0 (Ziegler et al. 2019, arXiv:1909.08593).
     horizon counts samples, as `n_steps` does. Raises ValueError if target or horizon is not positive.
     """
 
     value: float
-    target_kl: float
-    horizon: float
+    target_kl: float | None = None
+    horizon: float = 1.0
 
     def __post_init__(self) -> None:
-        if not self.target_kl > 0 or not self.horizon > 0:
+        if self.target_kl is not None and not (self.target_kl > 0 and self.horizon > 0):
             raise ValueError(f"adaptive KL needs target_kl > 0 and horizon > 0, not {self.target_kl}, {self.horizon}")
 
     def update(self, current_kl: float, n_steps: int) -> None:
         """current_kl: mean of the batch, see `mean_kl`; a non-finite one (that step is skipped) is ignored."""
-        if not math.isfinite(current_kl):
+        if self.target_kl is None or not math.isfinite(current_kl):
             return
         error = min(max(current_kl / self.target_kl - 1.0, -0.2), 0.2)
         self.value = max(self.value * (1.0 + error * n_steps / self.horizon), 0.0)
@@ -141,12 +113,12 @@ def make_kl_controller(
 ) -> KLController:
     """The controller of `algorithm.kl_ctrl`. Raises ValueError for an unknown type or missing numbers."""
     if type == "fixed":
-        return FixedKLController(kl_coef)
+        return KLController(kl_coef)
     if type != "adaptive":
         raise ValueError(f"kl_ctrl.type '{type}' is unknown; choose fixed or adaptive")
     if target_kl is None or horizon is None:
         raise ValueError("kl_ctrl.type 'adaptive' needs kl_ctrl.target_kl and kl_ctrl.horizon")
-    return AdaptiveKLController(kl_coef, target_kl, horizon)
+    return KLController(kl_coef, target_kl, horizon)
 
 
 def apply_kl_penalty(
@@ -181,8 +153,8 @@ def mean_kl(
 
     kl, response_mask: `(bs, response_length)`; valid: `(bs,)`.
     """
-    judged = torch.ones(len(kl), device=kl.device) if valid is None else valid
+    counted = torch.ones(len(kl), device=kl.device) if valid is None else valid
     if mean == "token":
-        return masked_mean(kl, response_mask * judged[:, None], reduce)
+        return masked_mean(kl, response_mask * counted[:, None], reduce)
     tokens = (response_mask > 0).sum(dim=-1).clamp(min=1)
-    return masked_mean(under_mask(kl.double(), response_mask).sum(dim=-1) / tokens, judged, reduce)
+    return masked_mean(under_mask(kl.double(), response_mask).sum(dim=-1) / tokens, counted, reduce)

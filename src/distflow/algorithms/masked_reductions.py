@@ -1,5 +1,5 @@
-"""Sums, means and whitening under a mask, over one rank or all; values outside the mask are never read. Aggregation of
-per-token losses to one number.
+"""Log-ratios, sums, means and whitening under a mask, over one rank or all; values outside the mask are never read.
+Aggregation of per-token losses to one number.
 
 A mini-batch is one optimizer step. Its counts are first summed over all micro-batches and ranks; each part then weights
 its own tokens by these counts, so that losses and gradients add up exactly to those of the whole.
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 WHITEN_EPSILON = 1e-8
+MAX_LOG_RATIO = 20.0
 
 
 class Reduce(Protocol):
@@ -28,6 +29,26 @@ class Reduce(Protocol):
 def under_mask(values: Tensor, mask: Tensor) -> Tensor:
     """`values` where `mask` > 0, else 0; NaN and inf outside the mask reach neither the value nor the gradient."""
     return torch.where(mask > 0, values, torch.zeros_like(values))
+
+
+def log_ratio(log_probs: Tensor, old_log_probs: Tensor | None, loss_mask: Tensor) -> Tensor:
+    """log_probs − old_log_probs clamped to ±20, 0 outside the mask, `(bs, response_length)`.
+
+    Without old log-probs it is taken against the detached log-probs: 0, with the gradient of log_probs.
+    """
+    return raw_log_ratio(log_probs, old_log_probs, loss_mask).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
+def raw_log_ratio(log_probs: Tensor, old_log_probs: Tensor | None, loss_mask: Tensor) -> Tensor:
+    """As `log_ratio`, unclamped."""
+    current = under_mask(log_probs, loss_mask)
+    old = current.detach() if old_log_probs is None else under_mask(old_log_probs, loss_mask)
+    return current - old
+
+
+def as_stat(flags: Tensor, like: Tensor) -> Tensor:
+    """A condition per token as numbers, for averaging."""
+    return flags.to(like.dtype)
 
 
 def global_sum(value: Tensor, reduce: Reduce | None) -> Tensor:

@@ -32,16 +32,16 @@ class Tolerance:
         return Tolerance(1e-4, 1e-3) if exact else Tolerance(0.02, 0.5)
 
 
-def causes(versions: Tensor, made: Tensor, step: int, keeps_kv: bool = True) -> dict[str, Tensor]:
+def causes(versions: Tensor, is_policy: Tensor, step: int, keeps_kv: bool = True) -> dict[str, Tensor]:
     """Reasons for different log-probs of engine and trainer at `step`, as masks `(bs, response_length)` that partition
-    the tokens under `made`.
+    the tokens under `is_policy`.
 
     `older_kv`: keys and values of the tokens before it are of other weights (keeps_kv: the engine keeps them after a
     weight sync). `older_version`: older weights. `same_version`: the trainer's weights of this step, so that only
-    numerics differ. made: 1 on tokens of the policy; tokens between two runs of them were prefilled again by the
+    numerics differ. is_policy: 1 on tokens of the policy; tokens between two runs of them were prefilled again by the
     engine, with all before them.
     """
-    inside = made > 0
+    inside = is_policy > 0
     begins = inside & ~torch.nn.functional.pad(inside[:, :-1], (1, 0))
     places = torch.arange(inside.shape[-1], device=inside.device).expand_as(inside)
     start = torch.where(begins, places, torch.zeros_like(places))
@@ -78,21 +78,21 @@ def check_mismatch(
     own = next((name for name in ("trainer_log_probs", "prox_log_probs", "old_log_probs") if name in batch), None)
     if "rollout_log_probs" not in batch or own is None:
         return {}, None
-    rollout, trainer, made = batch["rollout_log_probs"], batch[own], batch["response_mask"] > 0
+    rollout, trainer, is_policy = batch["rollout_log_probs"], batch[own], batch["response_mask"] > 0
     if own == "trainer_log_probs":
-        made = made & ~(trainer.isnan() | ~made).all(dim=-1, keepdim=True)
+        is_policy = is_policy & ~(trainer.isnan() | ~is_policy).all(dim=-1, keepdim=True)
     finite = trainer.isfinite()
     by_cause = causes(batch["versions"], batch["response_mask"], step, keeps_kv)
-    metrics = mismatch(rollout, trainer, made & finite, reduce)
+    metrics = mismatch(rollout, trainer, is_policy & finite, reduce)
     for cause, tokens in by_cause.items():
-        found = mismatch(rollout, trainer, tokens & made & finite, reduce)
+        found = mismatch(rollout, trainer, tokens & is_policy & finite, reduce)
         metrics |= {name.replace("/", f"/{cause}/", 1): value for name, value in found.items()}
         if found:
-            share = float(masked_mean((tokens & finite).double(), made & finite, reduce))
+            share = float(masked_mean((tokens & finite).double(), is_policy & finite, reduce))
             metrics[f"mismatch/{cause}/share"] = share
-    if not bool(finite[made].all()):
-        return metrics, f"{int((~finite & made).sum())} tokens have no finite log-prob by the trainer ({own})"
-    if metrics.get("mismatch/mean_abs", 0.0) > tolerance.mean and _is_shifted(rollout, trainer, made):
+    if not bool(finite[is_policy].all()):
+        return metrics, f"{int((~finite & is_policy).sum())} tokens have no finite log-prob by the trainer ({own})"
+    if metrics.get("mismatch/mean_abs", 0.0) > tolerance.mean and _is_shifted(rollout, trainer, is_policy):
         raise TrustError(
             f"rollout_log_probs and {own} differ by {metrics['mismatch/mean_abs']:.3g} nats a token, but agree when "
             "one is moved by a token: a node shifted them, or tokens are misaligned at the border of prompt and "

@@ -6,17 +6,25 @@ value loss (arXiv:1707.06347; clipping as in the original code) is here too.
 """
 
 from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from distflow.algorithms.kl import check_token_kl_type, kl_estimate
-from distflow.algorithms.losses.ratio import as_stat, raw_log_ratio
-from distflow.algorithms.masked_reductions import check_scale, loss_counts, token_weights, under_mask, weighted_sum
+from distflow.algorithms.masked_reductions import (
+    as_stat,
+    check_scale,
+    loss_counts,
+    raw_log_ratio,
+    token_weights,
+    under_mask,
+    weighted_sum,
+)
 from distflow.algorithms.registry import PolicyLoss, find_policy_loss
 from distflow.algorithms.rollout_correction import Correction, check_threshold, interpolate, off_policy_sequence_mask
-from distflow.algorithms.scalar_loss_adapter import SeedLoss
+from distflow.algorithms.scalar_loss_adapter import ScalarLossAdapter
 from distflow.data.batch import Batch
 from distflow.errors import UserError
 
@@ -63,67 +71,79 @@ Sums = dict[str, Tensor | float]
 _PER_TOKEN = "token/"
 
 
-class PolicyObjective:
+class _Objective:
+    """The part of the train engines' `LossFn` that is the same for all."""
+
+    def counts(self, batch: Batch) -> Counts:
+        """Tokens and sequences under `loss_mask`, and rows."""
+        return loss_counts(batch["loss_mask"])
+
+    def finish(self, sums: Counts, counts: Counts) -> dict[str, float]:
+        """Metrics of the mini-batch."""
+        tokens = max(counts["tokens"], 1.0)
+        return {
+            name.removeprefix(_PER_TOKEN): value / tokens if name.startswith(_PER_TOKEN) else value
+            for name, value in sums.items()
+        }
+
+
+@dataclass(eq=False)
+class PolicyObjective(_Objective):
     """policy loss + kl_loss_coef · KL to the reference − entropy_coef · entropy.
 
     Metrics: `loss`, `pg_loss`, `entropy` (mean per token), `kl_loss`, the policy loss's statistics, `log_ratio_abs`
     (mean |log ratio| to the policy of the clip, if the batch has its log-probs: 0 before the first update), and for
     each term that is on `loss_term/NAME`, the weighted sum of its absolute per-token values: exactly 0 means a dead
     term.
+
+    options: of the loss. kl_loss_type: None leaves the KL term out. weights_field: the column of rollout correction
+    weights, None for none. weights_optional: a batch without the column is not corrected. interpolates:
+    `prox_log_probs` are no column, but computed from `old_log_probs` and `prox_alpha` (see
+    `algorithms/rollout_correction.py`). derives_old: a batch without `old_log_probs` takes the current ones, detached,
+    in their place. correction: weights the loss by proximal (or current) log-probs over `rollout_log_probs`.
+    off_policy_mask_threshold: of `off_policy_sequence_mask`, None for none. actor: the numbers that a loss with verl's
+    signature sees as its `config`.
+    Raises ValueError for an unknown loss, option, mode or KL type, an invalid option, or a missing `loss_scale_factor`
+    that the mode needs.
     """
 
-    outputs: tuple[str, ...] = ("log_probs", "entropy")
+    outputs: tuple[str, ...] = field(default=("log_probs", "entropy"), init=False)
 
-    def __init__(
-        self,
-        loss: str | PolicyLoss = "vanilla",
-        options: Mapping[str, object] | None = None,
-        *,
-        loss_agg_mode: str = "token-mean",
-        loss_scale_factor: float | None = None,
-        entropy_coef: float = 0.0,
-        kl_loss_type: str | None = None,
-        kl_loss_coef: float = 0.0,
-        weights_field: str | None = None,
-        weights_optional: bool = False,
-        interpolates: bool = False,
-        derives_old: bool = False,
-        correction: Correction | None = None,
-        off_policy_mask_threshold: float | None = None,
-        actor: Mapping[str, object] | None = None,
-    ) -> None:
-        """options: of the loss. kl_loss_type: None leaves the KL term out. weights_field: the column of rollout
-        correction weights, None for none. weights_optional: a batch without the column is not corrected.
-        interpolates: `prox_log_probs` are no column, but computed from `old_log_probs` and `prox_alpha` (see
-        `algorithms/rollout_correction.py`). derives_old: a batch without `old_log_probs` takes the current ones,
-        detached, in their place. correction: weights the loss by proximal (or current) log-probs over
-        `rollout_log_probs`.
-        off_policy_mask_threshold: of `off_policy_sequence_mask`, None for none. actor: the numbers that a seed-style
-        loss sees as its `config`.
+    loss: str | PolicyLoss = "vanilla"
+    options: Mapping[str, object] = field(default_factory=dict)
+    _: KW_ONLY
+    loss_agg_mode: str = "token-mean"
+    loss_scale_factor: float | None = None
+    entropy_coef: float = 0.0
+    kl_loss_type: str | None = None
+    kl_loss_coef: float = 0.0
+    weights_field: str | None = None
+    weights_optional: bool = False
+    interpolates: bool = False
+    derives_old: bool = False
+    correction: Correction | None = None
+    off_policy_mask_threshold: float | None = None
+    actor: Mapping[str, object] = field(default_factory=dict)
 
-        Raises ValueError for an unknown loss, option, mode or KL type, an invalid option, or a missing
-        `loss_scale_factor` that the mode needs.
-        """
-        check_scale(loss_agg_mode, loss_scale_factor)
-        self.loss = find_policy_loss(loss) if isinstance(loss, str) else loss
-        self.options = self.loss.checked(options or {})
-        self.loss_agg_mode, self.loss_scale_factor = loss_agg_mode, loss_scale_factor
-        self.entropy_coef, self.kl_loss_coef = entropy_coef, kl_loss_coef
-        self.kl_loss_type = None if kl_loss_type is None else check_token_kl_type(kl_loss_type)
-        self.weights_field, self.weights_optional = weights_field, weights_optional
-        self.interpolates, self.derives_old, self.correction = interpolates, derives_old, correction
-        self.off_policy_mask_threshold = off_policy_mask_threshold
-        check_threshold(off_policy_mask_threshold)
-        self._anchor = "prox_log_probs" if "prox_log_probs" in self.loss.reads else "old_log_probs"
-        self._seed_loss: SeedLoss | None = None
-        if self.loss.seed_style:
-            self._seed_loss = SeedLoss(self.loss, loss_agg_mode, loss_scale_factor, actor or {})
-            if weights_field is not None:
-                self._seed_loss.check_takes_weights()
-            if off_policy_mask_threshold is not None:
+    def __post_init__(self) -> None:
+        check_scale(self.loss_agg_mode, self.loss_scale_factor)
+        self.policy_loss = find_policy_loss(self.loss) if isinstance(self.loss, str) else self.loss
+        self.options = self.policy_loss.call_options(self.options)
+        if self.kl_loss_type is not None:
+            self.kl_loss_type = check_token_kl_type(self.kl_loss_type)
+        check_threshold(self.off_policy_mask_threshold)
+        self._anchor = "prox_log_probs" if "prox_log_probs" in self.policy_loss.reads else "old_log_probs"
+        self._scalar_loss: ScalarLossAdapter | None = None
+        if self.policy_loss.returns_scalar:
+            self._scalar_loss = ScalarLossAdapter(
+                self.policy_loss, self.loss_agg_mode, self.loss_scale_factor, self.actor
+            )
+            if self.weights_field is not None:
+                self._scalar_loss.check_takes_weights()
+            if self.off_policy_mask_threshold is not None:
                 raise ValueError(
-                    f"policy loss '{self.loss.name}' returns one number, from which no sequence can be masked: set "
-                    "actor.off_policy_mask_threshold=null, or register a loss that returns a loss per token"
+                    f"policy loss '{self.policy_loss.name}' returns one number, from which no sequence can be masked: "
+                    "set actor.off_policy_mask_threshold=null, or register a loss that returns a loss per token"
                 )
 
     @property
@@ -133,7 +153,7 @@ class PolicyObjective:
         weights = (self.weights_field,) if self.weights_field and not self.weights_optional else ()
         masked = ("advantages", "rollout_log_probs") if self.off_policy_mask_threshold is not None else ()
         weighed = ("rollout_log_probs",) if self.correction is not None else ()
-        own = self.loss.reads
+        own = self.policy_loss.reads
         if self.interpolates:
             own = ("old_log_probs", "prox_alpha", *(name for name in own if name != "prox_log_probs"))
         if self.derives_old:
@@ -145,11 +165,7 @@ class PolicyObjective:
         """The columns that it takes where a mini-batch has them."""
         weights = (self.weights_field,) if self.weights_field and self.weights_optional else ()
         old = ("old_log_probs",) if self.derives_old else ()
-        return tuple(dict.fromkeys((*self.loss.optional, *weights, *old)))
-
-    def counts(self, batch: Batch) -> Counts:
-        """Tokens and sequences under `loss_mask`, and rows."""
-        return loss_counts(batch["loss_mask"])
+        return tuple(dict.fromkeys((*self.policy_loss.optional, *weights, *old)))
 
     def __call__(self, outputs: Mapping[str, Tensor], micro: Batch, counts: Counts) -> tuple[Tensor, Sums]:
         """The micro-batch's share of the loss, and of the sums that `finish` reads.
@@ -181,18 +197,14 @@ class PolicyObjective:
             loss = loss + self.kl_loss_coef * kl_loss
         return loss, _without_gradient({"loss": loss} | sums)
 
-    def finish(self, sums: Counts, counts: Counts) -> dict[str, float]:
-        """Metrics of the mini-batch."""
-        return _finish(sums, counts)
-
     def _policy_term(
         self, log_probs: Tensor, micro: Batch, fields: Mapping[str, Tensor], counts: Counts
     ) -> tuple[Tensor, Sums]:
         """The policy loss's share, and its sums."""
         mask = fields["loss_mask"]
         correction, measured = self._weights(log_probs, micro, fields)
-        if self._seed_loss is not None:
-            loss, stats = self._seed_loss(log_probs, fields, correction, counts)
+        if self._scalar_loss is not None:
+            loss, stats = self._scalar_loss(log_probs, fields, correction, counts)
             sums: Sums = {_PER_TOKEN + name: value for name, value in stats.items()}
             sums |= {_PER_TOKEN + name: value.double().sum() for name, value in measured.items()}
             return loss, sums | {"loss_term/pg": loss.abs()}
@@ -203,11 +215,13 @@ class PolicyObjective:
             per_token = per_token * correction
             token_stats = {**token_stats, **measured}
         if self.off_policy_mask_threshold is not None:
-            kept = off_policy_sequence_mask(
+            keep = off_policy_sequence_mask(
                 current, micro["rollout_log_probs"], micro["advantages"], mask, self.off_policy_mask_threshold
             )
-            per_token, token_stats = under_mask(per_token, kept), {**token_stats, "off_policy_masked": 1.0 - kept}
-        weights = token_weights(mask, self.loss_agg_mode, counts, self.loss_scale_factor, every_row=self.loss.every_row)
+            per_token, token_stats = under_mask(per_token, keep), {**token_stats, "off_policy_masked": 1.0 - keep}
+        weights = token_weights(
+            mask, self.loss_agg_mode, counts, self.loss_scale_factor, every_row=self.policy_loss.every_row
+        )
         sums = {_PER_TOKEN + name: under_mask(value, mask).double().sum() for name, value in token_stats.items()}
         return weighted_sum(per_token, weights), sums | {"loss_term/pg": weighted_sum(per_token.abs(), weights)}
 
@@ -227,31 +241,32 @@ class PolicyObjective:
 
     def _per_token(self, log_probs: Tensor, fields: Mapping[str, Tensor]) -> tuple[Tensor, Mapping[str, Tensor]]:
         """(loss, statistics) per token of a loss in our own signature. Raises ValueError if it returns others."""
-        match self.loss.fn(log_probs=log_probs, **fields, **self.options):
+        match self.policy_loss.fn(log_probs=log_probs, **fields, **self.options):
             case (Tensor(shape=shape) as loss, Mapping() as statistics) if shape == log_probs.shape:
                 return loss, statistics
             case (Tensor(shape=shape), Mapping()):
                 raise UserError(
-                    f"policy loss '{self.loss.name}' returned a loss of shape {tuple(shape)}; it must have one number "
-                    f"a token, {tuple(log_probs.shape)}: the mean is taken over the whole mini-batch, by loss_agg_mode"
+                    f"policy loss '{self.policy_loss.name}' returned a loss of shape {tuple(shape)}; it must have one "
+                    f"number a token, {tuple(log_probs.shape)}: the mean is taken over the whole mini-batch, by "
+                    "loss_agg_mode"
                 )
             case returned:
                 raise UserError(
-                    f"policy loss '{self.loss.name}' must return (loss per token, statistics by name), and returned "
-                    f"{_kind(returned)}: write `return losses, {{}}`, where losses has a number a token, "
+                    f"policy loss '{self.policy_loss.name}' must return (loss per token, statistics by name), and "
+                    f"returned {_kind(returned)}: write `return losses, {{}}`, where losses has a number a token, "
                     f"{tuple(log_probs.shape)}, and leave their mean to loss_agg_mode"
                 )
 
     def _fields(self, micro: Batch, log_probs: Tensor, mask: Tensor) -> dict[str, Tensor]:
         """The columns that the loss takes, including those computed from the current log-probs."""
-        made = {"loss_mask": mask}
+        columns = {"loss_mask": mask}
         if self.interpolates:
-            given = (log_probs, micro["old_log_probs"], micro["prox_alpha"])
-            made["prox_log_probs"] = interpolate(*(under_mask(values, mask) for values in given))
-        if self.derives_old and "old_log_probs" in (*self.loss.reads, *self.loss.optional):
-            made["old_log_probs"] = micro["old_log_probs"] if "old_log_probs" in micro else log_probs.detach()
-        names = [*self.loss.reads, *(name for name in self.loss.optional if name in micro)]
-        return {name: micro[name] for name in names if name not in made} | made
+            inputs = (log_probs, micro["old_log_probs"], micro["prox_alpha"])
+            columns["prox_log_probs"] = interpolate(*(under_mask(values, mask) for values in inputs))
+        if self.derives_old and "old_log_probs" in (*self.policy_loss.reads, *self.policy_loss.optional):
+            columns["old_log_probs"] = micro["old_log_probs"] if "old_log_probs" in micro else log_probs.detach()
+        names = [*self.policy_loss.reads, *(name for name in self.policy_loss.optional if name in micro)]
+        return {name: micro[name] for name in names if name not in columns} | columns
 
 
 def _kind(returned: object) -> str:
@@ -260,28 +275,23 @@ def _kind(returned: object) -> str:
     return "nothing" if returned is None else f"{type(returned).__name__}"
 
 
-class ValueObjective:
-    """The critic's clipped value loss. Metrics: `loss`, `vf_loss`, `vf_clipfrac`, `vpred_mean`."""
+@dataclass(eq=False)
+class ValueObjective(_Objective):
+    """The critic's clipped value loss. Metrics: `loss`, `vf_loss`, `vf_clipfrac`, `vpred_mean`.
 
-    outputs: tuple[str, ...] = ("values",)
+    Raises ValueError for an unknown mode, or where it needs `loss_scale_factor`.
+    """
+
+    outputs: tuple[str, ...] = field(default=("values",), init=False)
     reads = ("values", "returns", "loss_mask")
+    cliprange_value: float | None = 0.5
+    loss_agg_mode: str = "token-mean"
+    loss_scale_factor: float | None = None
+    value_loss: ValueLoss = "mse"
+    huber_delta: float = 10.0
 
-    def __init__(
-        self,
-        cliprange_value: float | None = 0.5,
-        loss_agg_mode: str = "token-mean",
-        loss_scale_factor: float | None = None,
-        value_loss: ValueLoss = "mse",
-        huber_delta: float = 10.0,
-    ) -> None:
-        """Raises ValueError for an unknown mode, or where it needs `loss_scale_factor`."""
-        check_scale(loss_agg_mode, loss_scale_factor)
-        self.cliprange_value, self.value_loss, self.huber_delta = cliprange_value, value_loss, huber_delta
-        self.loss_agg_mode, self.loss_scale_factor = loss_agg_mode, loss_scale_factor
-
-    def counts(self, batch: Batch) -> Counts:
-        """Tokens and sequences under `loss_mask`."""
-        return loss_counts(batch["loss_mask"])
+    def __post_init__(self) -> None:
+        check_scale(self.loss_agg_mode, self.loss_scale_factor)
 
     def __call__(self, outputs: Mapping[str, Tensor], micro: Batch, counts: Counts) -> tuple[Tensor, Sums]:
         """The micro-batch's share of the loss and sums. outputs: values, padded `(bs, response_length)`."""
@@ -301,20 +311,12 @@ class ValueObjective:
         sums = {_PER_TOKEN + name: under_mask(value, mask).double().sum() for name, value in stats.items()}
         return loss, _without_gradient({"loss": loss, "vf_loss": loss} | sums)
 
-    def finish(self, sums: Counts, counts: Counts) -> dict[str, float]:
-        """Metrics of the mini-batch."""
-        return _finish(sums, counts)
 
-
-class SFTObjective:
+class SFTObjective(_Objective):
     """Supervised fine-tuning: the mean negative log-likelihood of the tokens under `loss_mask`. Metric: `loss`."""
 
     outputs: tuple[str, ...] = ("log_probs",)
     reads = ("loss_mask",)
-
-    def counts(self, batch: Batch) -> Counts:
-        """Tokens and sequences under `loss_mask`."""
-        return loss_counts(batch["loss_mask"])
 
     def __call__(self, outputs: Mapping[str, Tensor], micro: Batch, counts: Counts) -> tuple[Tensor, Sums]:
         """The micro-batch's share of the loss. outputs: log_probs, padded `(bs, response_length)`."""
@@ -322,19 +324,7 @@ class SFTObjective:
         loss = weighted_sum(-outputs["log_probs"], weights)
         return loss, _without_gradient({"loss": loss})
 
-    def finish(self, sums: Counts, counts: Counts) -> dict[str, float]:
-        """Metrics of the mini-batch."""
-        return _finish(sums, counts)
-
 
 def _without_gradient(sums: Mapping[str, Tensor | float]) -> Sums:
     """The sums stay on their device: the caller reads all of them at once."""
     return {name: value.detach() if isinstance(value, Tensor) else value for name, value in sums.items()}
-
-
-def _finish(sums: Counts, counts: Counts) -> dict[str, float]:
-    tokens = max(counts["tokens"], 1.0)
-    return {
-        name.removeprefix(_PER_TOKEN): value / tokens if name.startswith(_PER_TOKEN) else value
-        for name, value in sums.items()
-    }

@@ -24,8 +24,8 @@ Fn = TypeVar("Fn", bound=Callable[..., object])
 Registered = TypeVar("Registered")
 
 # The signature of verl's and siiRL's policy losses; the first four parameters distinguish it from ours.
-SEED_LOSS_PARAMETERS = ("old_log_prob", "log_prob", "advantages", "response_mask")
-SEED_LOSS_ARGUMENTS = (*SEED_LOSS_PARAMETERS, "loss_agg_mode", "config", "rollout_is_weights")
+SCALAR_LOSS_PARAMETERS = ("old_log_prob", "log_prob", "advantages", "response_mask")
+SCALAR_LOSS_ARGUMENTS = (*SCALAR_LOSS_PARAMETERS, "loss_agg_mode", "config", "rollout_is_weights")
 
 
 # The built-in estimators as an enum: `AdvantageEstimator.GRPO`.
@@ -57,7 +57,7 @@ class PolicyLoss:
     """A registered loss, described by the names of its parameters.
 
     reads, optional: required and optional batch columns; `log_probs` comes from the engine.
-    options: its options and their defaults. seed_style: it has verl's and siiRL's signature and returns a scalar.
+    options: its options and their defaults. returns_scalar: it has verl's and siiRL's signature and returns a scalar.
     check, selects, every_row: see `register_policy_loss`.
     """
 
@@ -66,7 +66,7 @@ class PolicyLoss:
     reads: tuple[str, ...]
     optional: tuple[str, ...] = ()
     options: Mapping[str, object] = field(default_factory=dict)
-    seed_style: bool = False
+    returns_scalar: bool = False
     check: Callable[..., None] | None = None
     selects: Callable[..., object] | None = None
     every_row: bool = False
@@ -76,12 +76,12 @@ class PolicyLoss:
         """Options of `selects` and their defaults; a config sets them together with those of the loss."""
         return {} if self.selects is None else _options(self.selects)
 
-    def checked(self, given: Mapping[str, object]) -> dict[str, object]:
+    def call_options(self, settings: Mapping[str, object]) -> dict[str, object]:
         """The options of the call itself. Raises ValueError for one that is unknown, missing, of another type than its
         parameter, or invalid."""
-        check_options(f"policy loss '{self.name}'", given, [*self.options, *self.selection_options])
-        given = self._converted(given)
-        own = {name: value for name, value in given.items() if name in self.options}
+        check_options(f"policy loss '{self.name}'", settings, [*self.options, *self.selection_options])
+        settings = self._converted(settings)
+        own = {name: value for name, value in settings.items() if name in self.options}
         missing = [name for name, default in self.options.items() if default is _NO_DEFAULT and name not in own]
         if missing:
             raise ValueError(
@@ -89,18 +89,18 @@ class PolicyLoss:
                 f"{_shown(self.fn)}, or set actor_rollout_ref.actor.policy_loss_kwargs.{missing[0]}"
             )
         if self.check is not None:
-            taken = inspect.signature(self.check).parameters
-            values = {**self.options, **self.selection_options, **given}
-            self.check(**{name: value for name, value in values.items() if name in taken})
+            parameters = inspect.signature(self.check).parameters
+            values = {**self.options, **self.selection_options, **settings}
+            self.check(**{name: value for name, value in values.items() if name in parameters})
         return own
 
-    def for_selection(self, given: Mapping[str, object]) -> dict[str, object]:
+    def for_selection(self, settings: Mapping[str, object]) -> dict[str, object]:
         """Those of the options that `selects` takes. Raises ValueError for one of another type."""
-        return {name: value for name, value in self._converted(given).items() if name in self.selection_options}
+        return {name: value for name, value in self._converted(settings).items() if name in self.selection_options}
 
-    def _converted(self, given: Mapping[str, object]) -> dict[str, object]:
-        types, values = {**_types(self.fn), **_types(self.selects)}, dict(given)
-        for name, value in given.items():
+    def _converted(self, settings: Mapping[str, object]) -> dict[str, object]:
+        types, values = {**_types(self.fn), **_types(self.selects)}, dict(settings)
+        for name, value in settings.items():
             try:
                 values[name] = convert(value, types[name]) if can_convert(types.get(name)) else value
             except Mismatch as error:
@@ -178,24 +178,30 @@ def find_policy_loss(name: str) -> PolicyLoss:
     return _find("policy loss", name, POLICY_LOSSES, names.POLICY_LOSSES, "register_policy_loss")
 
 
+def _loss_if_known(name: str) -> PolicyLoss | None:
+    _import_builtin(name, names.POLICY_LOSSES)
+    return POLICY_LOSSES.get(name)
+
+
 def selects_tokens(name: str) -> bool:
     """Whether the loss of that name selects tokens of a step before its first update; False for unknown names."""
-    _import_builtin(name, names.POLICY_LOSSES)
-    return name in POLICY_LOSSES and POLICY_LOSSES[name].selects is not None
+    loss = _loss_if_known(name)
+    return loss is not None and loss.selects is not None
 
 
 def is_decoupled(name: str) -> bool:
     """Whether the loss of that name reads the log-probs of a proximal policy; False for unknown names."""
-    _import_builtin(name, names.POLICY_LOSSES)
-    return name in POLICY_LOSSES and "prox_log_probs" in POLICY_LOSSES[name].reads
+    loss = _loss_if_known(name)
+    return loss is not None and "prox_log_probs" in loss.reads
 
 
 def takes_weights(name: str) -> bool:
     """Whether correction weights reach the loss of that name: one with verl's signature must have a parameter for them;
     False for unknown names."""
-    _import_builtin(name, names.POLICY_LOSSES)
-    loss = POLICY_LOSSES.get(name)
-    return loss is not None and (not loss.seed_style or "rollout_is_weights" in inspect.signature(loss.fn).parameters)
+    loss = _loss_if_known(name)
+    if loss is None:
+        return False
+    return not loss.returns_scalar or "rollout_is_weights" in inspect.signature(loss.fn).parameters
 
 
 def describe_estimator(name: str, options: Mapping[str, object] | None = None) -> str:
@@ -209,30 +215,30 @@ def describe_estimator(name: str, options: Mapping[str, object] | None = None) -
     return f"{name}: {estimator.fn.__module__}.{getattr(estimator.fn, '__qualname__', name)}({shown})"
 
 
-def check_options(what: str, given: Iterable[str], known: Iterable[str]) -> None:
+def check_options(what: str, options: Iterable[str], known: Iterable[str]) -> None:
     """Raises ValueError for an option that `what` does not take, with the nearest known one."""
     known = list(known)
-    for key in given:
+    for key in options:
         if key not in known:
             raise ValueError(f"{what} takes no option '{key}'{hint(key, known) or '; it takes none'}")
 
 
-def check_choices(what: str, fn: Callable[..., object], given: Mapping[str, object]) -> None:
+def check_choices(what: str, fn: Callable[..., object], options: Mapping[str, object]) -> None:
     """Raises ValueError for a value that is not listed in the annotation of its option."""
     for name, parameter in inspect.signature(fn).parameters.items():
         choices = get_args(parameter.annotation) if get_origin(parameter.annotation) is Literal else ()
-        if choices and name in given and given[name] not in choices:
-            raise ValueError(f"{what}: {name} must be {' or '.join(map(str, choices))}, not {given[name]!r}")
+        if choices and name in options and options[name] not in choices:
+            raise ValueError(f"{what}: {name} must be {' or '.join(map(str, choices))}, not {options[name]!r}")
 
 
 def read_policy_loss(name: str, fn: Callable[..., object]) -> PolicyLoss:
     """Reads the signature. Raises ValueError if it is neither ours nor verl's, or cannot be called."""
     parameters = _loss_parameters(name, fn)
-    if all(wanted in parameters for wanted in SEED_LOSS_PARAMETERS):
-        extra = [p.name for p in parameters.values() if _is_required(p) and p.name not in SEED_LOSS_ARGUMENTS]
+    if all(wanted in parameters for wanted in SCALAR_LOSS_PARAMETERS):
+        extra = [p.name for p in parameters.values() if _is_required(p) and p.name not in SCALAR_LOSS_ARGUMENTS]
         if extra:
             raise _refused_loss(name, fn, f"nothing gives '{extra[0]}'; give it a default")
-        return PolicyLoss(name, fn, reads=("advantages", "loss_mask"), optional=("old_log_probs",), seed_style=True)
+        return PolicyLoss(name, fn, reads=("advantages", "loss_mask"), optional=("old_log_probs",), returns_scalar=True)
     open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     for wanted in ("log_probs", "loss_mask"):
         if wanted not in parameters and not open_ended:
@@ -275,7 +281,7 @@ def _refused_loss(name: str, fn: Callable[..., object], why: str) -> ValueError:
     return ValueError(
         f"policy loss '{name}' ({_shown(fn)}) cannot be called: {why}. Write "
         "def loss(log_probs, advantages, loss_mask, other_columns, *, options), which returns (loss per token, "
-        f"statistics by name), or verl's def loss({', '.join(SEED_LOSS_ARGUMENTS)})"
+        f"statistics by name), or verl's def loss({', '.join(SCALAR_LOSS_ARGUMENTS)})"
     )
 
 

@@ -18,8 +18,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from distflow.algorithms.losses.ratio import MAX_LOG_RATIO
-from distflow.algorithms.masked_reductions import Reduce, global_sum, masked_mean, under_mask
+from distflow.algorithms.masked_reductions import MAX_LOG_RATIO, Reduce, global_sum, masked_mean, under_mask
 from distflow.builtin_names import ROLLOUT_RS
 from distflow.graph.fields import register_field
 

@@ -21,10 +21,10 @@ def drop_reason(metric: Tensor, valid: Tensor | None = None, min_valid: int = 2)
     metric: `(n,)`, one value a sample. A group with fewer than `min_valid` valid samples is `too_few_scores`; one
     whose valid samples all have the same metric is `all_equal`.
     """
-    judged = metric if valid is None else metric[valid.bool()]
-    if judged.numel() < max(min_valid, 1):
+    valid_metric = metric if valid is None else metric[valid.bool()]
+    if valid_metric.numel() < max(min_valid, 1):
         return TOO_FEW_SCORES
-    return ALL_EQUAL if bool(judged.max() == judged.min()) else None
+    return ALL_EQUAL if bool(valid_metric.max() == valid_metric.min()) else None
 
 
 def overlong_penalty(lengths: Tensor, max_response_length: int, buffer_tokens: int, factor: float = 1.0) -> Tensor:

@@ -11,7 +11,7 @@ from distflow.algorithms.masked_reductions import bind_counts, under_mask, zero_
 from distflow.algorithms.registry import PolicyLoss
 from distflow.errors import UserError
 
-SEED_RETURNS = ("pg_loss", "pg_clipfrac", "ppo_kl", "pg_clipfrac_lower")
+SCALAR_LOSS_RETURNS = ("pg_loss", "pg_clipfrac", "ppo_kl", "pg_clipfrac_lower")
 
 
 class FrozenView(Mapping[str, object]):
@@ -41,7 +41,7 @@ class FrozenView(Mapping[str, object]):
         return len(self._values)
 
 
-class SeedLoss:
+class ScalarLossAdapter:
     """Adapts one such loss. Losses aggregated with distflow's `agg_loss` are exact; a scalar computed in another way
     is weighted by the micro-batch's share of the tokens, with one warning."""
 
@@ -73,7 +73,7 @@ class SeedLoss:
         num_tokens = float((mask > 0).sum())
         if num_tokens == 0:
             # Its own means would divide by zero.
-            return zero_loss(log_probs), dict.fromkeys(SEED_RETURNS[1:], 0.0)
+            return zero_loss(log_probs), dict.fromkeys(SCALAR_LOSS_RETURNS[1:], 0.0)
         pg_loss, means, aggregated = self._run(log_probs, fields, weights, counts)
         if not aggregated:
             self._warn_once()
@@ -98,13 +98,13 @@ class SeedLoss:
         }
         with bind_counts(counts, self.scale) as bound:
             result = self.loss.fn(**{k: v for k, v in arguments.items() if self._takes_all or k in self._takes})
-        if not isinstance(result, tuple) or len(result) != len(SEED_RETURNS):
+        if not isinstance(result, tuple) or len(result) != len(SCALAR_LOSS_RETURNS):
             raise UserError(
-                f"policy loss '{self.loss.name}' must return ({', '.join(SEED_RETURNS)}), {len(SEED_RETURNS)} scalars: "
-                "unused ones may be torch.zeros(())"
+                f"policy loss '{self.loss.name}' must return ({', '.join(SCALAR_LOSS_RETURNS)}), "
+                f"{len(SCALAR_LOSS_RETURNS)} scalars: unused ones may be torch.zeros(())"
             )
         pg_loss, *means = result
-        return pg_loss, dict(zip(SEED_RETURNS[1:], means, strict=True)), bound.used
+        return pg_loss, dict(zip(SCALAR_LOSS_RETURNS[1:], means, strict=True)), bound.used
 
     def _warn_once(self) -> None:
         if not self._warned:

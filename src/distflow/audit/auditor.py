@@ -15,7 +15,7 @@ from distflow.data import global_generators
 from distflow.data.batch import Batch
 from distflow.errors import TrustError
 from distflow.graph import BoundPipeline
-from distflow.models.shards import is_spread
+from distflow.models.sharding import is_spread
 from distflow.rollout.weights import stripe_hash
 from distflow.runtime.audit_protocol import AUDIT_STATE
 from distflow.runtime.compiled_node import Step

@@ -78,18 +78,18 @@ def _losses(recorded: RecordedStep) -> list[str] | None:
     for update in recorded.updates_of("actor")[:1]:
         loss = getattr(update.loss, "loss", None)
         fn = getattr(loss, "fn", None)
-        if fn is not None and not module_of(fn).startswith(BUILTIN) and not getattr(loss, "seed_style", False):
+        if fn is not None and not module_of(fn).startswith(BUILTIN) and not getattr(loss, "returns_scalar", False):
             return _loss(update, fn)
     return None
 
 
 def _loss(update: UpdateRecord, fn: Callable[..., Any]) -> list[str]:
     objective: Any = update.loss
-    name, micro = f"the loss '{objective.loss.name}'", update.micros[0]
+    name, micro = f"the loss '{objective.policy_loss.name}'", update.micros[0]
     uids = list(update.batch["uid"])
     batch = update.batch.select([uids.index(uid) for uid in micro.uids])
     mask = batch["loss_mask"]
-    names = [*objective.loss.reads, *(n for n in objective.loss.optional if n in batch)]
+    names = [*objective.policy_loss.reads, *(n for n in objective.policy_loss.optional if n in batch)]
     fields = {name: batch[name] for name in names} | {"log_probs": micro.outputs["log_probs"]}
 
     def call(positional: Sequence[object], keyword: Mapping[str, object]) -> tuple[Tensor, ...]:

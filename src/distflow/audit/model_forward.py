@@ -10,12 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from distflow.models.attention import PACKED_ATTENTION
-from distflow.models.lora import adapter_off
-from distflow.models.model_parts import unwrapped
-from distflow.models.shards import is_spread, own_part
+from distflow.models.lora import adapter_off, unwrapped
+from distflow.models.sharding import is_spread, own_part
 from distflow.rollout.engine import SamplingParams
 from distflow.rollout.weights import stripe_hashes
-from distflow.training.collective import Collective
+from distflow.training.engine import Collective
 
 MAX_LOGITS = 2**28
 """Entries of logits in memory at a time: 1 GiB in float32. A longer sequence is not run."""

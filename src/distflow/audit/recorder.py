@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from distflow.audit.model_forward import PlainScores
 from distflow.data.batch import Batch
-from distflow.models.shards import own_part, square_sum
+from distflow.models.sharding import own_part, square_sum
 from distflow.rewards.score import RewardResult
 from distflow.rollout.engine import GenerateRequest, GenerateResult
 from distflow.scheduling.groups import PromptGroup

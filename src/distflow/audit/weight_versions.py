@@ -14,7 +14,7 @@ from distflow.audit.log_probs import audited_samples, dtype_of, ids_of, is_beyon
 from distflow.audit.model_forward import PlainScores, Turns, Weights, plain_scores, plainly, vocabulary_of
 from distflow.audit.recorded_data import RecordedStep, Sample, Wrong, check, doubles
 from distflow.audit.recorder import OpenEngine
-from distflow.models.model_parts import unwrapped
+from distflow.models.lora import unwrapped
 
 EXACT, ROUNDED = (1e-3, 3e-2), (0.15, 5.0)
 PRESENT: Weights = {}

@@ -12,12 +12,11 @@ from distflow.algorithms.mismatch import Tolerance, check_mismatch
 from distflow.checks.nonfinite import NonFinite
 from distflow.data.batch import Batch
 from distflow.errors import TrustError
-from distflow.models.shards import on_any_rank, own_part
+from distflow.models.sharding import on_any_rank, own_part
 from distflow.models.weight_checks import magnitudes
 from distflow.runtime.resources import Resources
 from distflow.runtime.spec import Spec
-from distflow.training.collective import Collective
-from distflow.training.engine import TrainEngine, TrainState
+from distflow.training.engine import Collective, TrainEngine, TrainState
 
 CHUNK = 2**24
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}

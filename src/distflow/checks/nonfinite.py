@@ -15,7 +15,7 @@ from torch import Tensor
 
 from distflow.data.batch import Batch
 from distflow.errors import TrustError
-from distflow.models.shards import whole
+from distflow.models.sharding import whole
 from distflow.models.weight_checks import magnitudes, unsound
 from distflow.observe.files import read_object
 from distflow.training.engine import TrainEngine

@@ -18,7 +18,7 @@ from distflow.planning.layout import Axis, Layout, Part
 from distflow.planning.plan import Plan
 from distflow.runtime.rank_info import Place, dp_group_layout
 from distflow.runtime.spec import Spec
-from distflow.training.collective import Collective, Named, OneRank, Plain, Reducible
+from distflow.training.engine import Collective, Named, OneRank, Plain, Reducible
 
 
 def backend_of(plan: Plan) -> str:

@@ -1,7 +1,7 @@
 """Builds engines and services on the worker that uses them, from the plain values of their factories."""
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import NamedTuple, NotRequired, TypedDict, cast
 
 import torch
@@ -12,17 +12,15 @@ from distflow.errors import UserError
 from distflow.import_target import load
 from distflow.launch.model_sources import Lora, Source, blaming, load_adapted
 from distflow.models.loading import load_model
-from distflow.models.sharded_loading import load_sharded_model
 from distflow.models.sharding import Sharding, shard_model
 from distflow.models.tokenizer import stop_token_ids
-from distflow.models.value_and_reward_models import load_value_model
 from distflow.rewards.router import RewardRouter
 from distflow.rollout.engine import RolloutEngine
 from distflow.runtime.spec import Get
 from distflow.scheduling.groups import Version
 from distflow.training.engine import TrainEngine
 from distflow.training.optimizer import make_optimizer, make_schedule
-from distflow.training.scorer import TorchScorer
+from distflow.training.scorer import ScorerOptions, TorchScorer
 
 Options = dict[str, object]
 """Keyword arguments of a constructor that is found by name, plain values."""
@@ -55,15 +53,6 @@ class Optim(TypedDict):
     schedule: ScheduleOptions
 
 
-class ScorerOptions(TypedDict):
-    """Arguments of `TorchScorer`, which train engines take as well."""
-
-    max_tokens_per_micro_batch: int | None
-    temperature: float
-    temperatures: Mapping[str, float]
-    compute_dtype: torch.dtype | None
-
-
 class Spread(NamedTuple):
     """How a model is sharded over ranks, besides their mesh: see `Sharding`."""
 
@@ -87,7 +76,7 @@ def build_policy(get: Get, device: torch.device, source: Source, lora: Lora | No
     sharding = _sharding(get, spread)
     if lora is None:
         with blaming("actor_rollout_ref.model.path"):
-            return load_sharded_model(**source, sharding=sharding, device=device)
+            return load_model(**source, sharding=sharding, device=device)
     model = load_adapted(source, lora, device)
     shard_model(model, sharding)
     return model
@@ -120,11 +109,9 @@ def build_critic(
     optim: Optim,
     options: Options,
 ) -> TrainEngine:
+    sharding = None if spread is None else _sharding(get, spread)
     with blaming("critic.model.path"):
-        if spread is None:
-            model = load_value_model(**source, device=device)
-        else:
-            model = load_sharded_model(**source, sharding=_sharding(get, spread), critic=True, device=device)
+        model = load_model(**source, critic=True, sharding=sharding, device=device)
     return _train_engine(get, model, engine, optim, options)
 
 
@@ -142,10 +129,7 @@ def build_reference(
     get: Get, device: torch.device, source: Source, spread: Spread | None, options: ScorerOptions
 ) -> TorchScorer:
     """The initial policy."""
-    if spread is None:
-        model: nn.Module = load_model(**source, device=device)
-    else:
-        model = load_sharded_model(**source, sharding=_sharding(get, spread), device=device)
+    model = load_model(**source, sharding=None if spread is None else _sharding(get, spread), device=device)
     return TorchScorer(model.requires_grad_(False), group=get("collective"), **options)
 
 

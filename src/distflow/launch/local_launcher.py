@@ -31,7 +31,7 @@ from distflow.runtime.worker import Worker
 from distflow.runtime.worker_inputs import Ports, WorkerInputs
 from distflow.scheduling.coordinator import Coordinator
 from distflow.scheduling.groups import GroupCounts
-from distflow.training.collective import OneRank
+from distflow.training.engine import OneRank
 
 LASTING_S = 5.0
 

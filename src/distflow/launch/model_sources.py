@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from distflow.config import Config
 from distflow.errors import UserError, hint
-from distflow.models.loading import Init, ModelSource, context_length, load_model
+from distflow.models.loading import ModelSource, SourceOptions, context_length, load_model
 from distflow.models.lora import add_lora
 from distflow.models.sharding import check_divisible
 from distflow.models.tokenizer import load_tokenizer
@@ -20,15 +20,10 @@ from distflow.planning.layout import Layout
 from distflow.planning.model_size import count_parameters, parse_size
 
 
-class Source(TypedDict):
-    """Arguments of `load_model` and `load_value_model`: which model, whose weights."""
+class Source(SourceOptions):
+    """Arguments of `load_model`: which model, which weights of it."""
 
     path: str
-    init: Init
-    seed: int
-    revision: str | None
-    trust_remote_code: bool
-    gguf_file: str | None
 
 
 class Lora(TypedDict):
@@ -55,12 +50,7 @@ def policy_context(config: Config) -> int | None:
     `load_policy` does."""
     source = policy_source(config)
     with blaming("actor_rollout_ref.model.path"):
-        return context_length(
-            source["path"],
-            revision=source["revision"],
-            trust_remote_code=source["trust_remote_code"],
-            gguf_file=source["gguf_file"],
-        )
+        return context_length(**source)
 
 
 def model_sizes(config: Config, engines: Collection[str]) -> dict[str, int]:
@@ -128,12 +118,7 @@ def _num_parameters(source: Source) -> int:
 
 
 def _model_config(source: Source) -> PreTrainedConfig:
-    return ModelSource(
-        source["path"],
-        revision=source["revision"],
-        trust_remote_code=source["trust_remote_code"],
-        gguf_file=source["gguf_file"],
-    ).config()
+    return ModelSource(**source).config()
 
 
 def policy_adapter(config: Config) -> Lora | None:

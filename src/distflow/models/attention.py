@@ -14,9 +14,7 @@ It is registered with `transformers` under a name; a forward without `packing` i
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from functools import cached_property
-from typing import NamedTuple, Protocol, Unpack
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,12 +24,10 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
-from transformers.utils import TransformersKwargs
 
-from distflow.data.batch_columns import send
 from distflow.models.cpu_kernels import build as native
-from distflow.models.cpu_kernels.attention import Sequences, attend
-from distflow.models.shared_prefixes import Sharing
+from distflow.models.cpu_kernels.attention import attend
+from distflow.models.packing import Buckets, Packing
 
 
 def take_rows(values: Tensor, index: Tensor) -> Tensor:
@@ -53,27 +49,15 @@ def spread_rows(values: Tensor, source: Tensor, home: Tensor, again: Tensor | No
     return _SpreadRows.apply(values, source, home, again)
 
 
-class _SavedRows(Protocol):
-    """What a forward pass keeps for its backward pass."""
-
-    num_rows: int
-    repeats: bool
-
-    @property
-    def saved_tensors(self) -> tuple[Tensor, ...]: ...
-
-    def save_for_backward(self, *tensors: Tensor | None) -> None: ...
-
-
 class _Rows(Function):
     @staticmethod
-    def forward(ctx: _SavedRows, values: Tensor, index: Tensor, repeats: bool) -> Tensor:
+    def forward(ctx: Any, values: Tensor, index: Tensor, repeats: bool) -> Tensor:
         ctx.save_for_backward(index)
         ctx.num_rows, ctx.repeats = values.shape[0], repeats
         return values.index_select(0, index)
 
     @staticmethod
-    def backward(ctx: _SavedRows, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (index,) = ctx.saved_tensors
         total = grad.new_zeros((ctx.num_rows, *grad.shape[1:]))
         return _add_rows(total, index, grad) if ctx.repeats else total.index_copy_(0, index, grad), None, None
@@ -81,12 +65,12 @@ class _Rows(Function):
 
 class _SpreadRows(Function):
     @staticmethod
-    def forward(ctx: _SavedRows, values: Tensor, source: Tensor, home: Tensor, again: Tensor | None) -> Tensor:
+    def forward(ctx: Any, values: Tensor, source: Tensor, home: Tensor, again: Tensor | None) -> Tensor:
         ctx.save_for_backward(home, again, None if again is None else source[again])
         return values.index_select(0, source)
 
     @staticmethod
-    def backward(ctx: _SavedRows, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         home, again, repeated = ctx.saved_tensors
         summed = grad.index_select(0, home)
         return summed if again is None else _add_rows(summed, repeated, grad.index_select(0, again)), None, None, None
@@ -100,7 +84,7 @@ def _add_rows(total: Tensor, index: Tensor, rows: Tensor) -> Tensor:
 
 
 LONGEST = 128
-"""Of sequences that gain by it, in tokens: the matrix of weights that is kept has at most so many columns."""
+"""Of sequences that gain by it, in tokens: the matrix of weights that is all_weights has at most so many columns."""
 
 _BLOCK_ELEMENTS = 2**17  # of scores for each thread, 512 KiB
 
@@ -116,43 +100,31 @@ def attend_short(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Ten
     return mixed.view(query.shape)
 
 
-class _SavedForBackward(Protocol):
-    """What a forward pass keeps for its backward pass."""
-
-    scale: float
-    needs_input_grad: tuple[bool, ...]
-
-    @property
-    def saved_tensors(self) -> tuple[Tensor, ...]: ...
-
-    def save_for_backward(self, *tensors: Tensor | None) -> None: ...
-
-
 class _ShortAttention(Function):
     """Queries `(matrices, heads of each · tokens, head_dim)`, keys and values `(matrices, tokens, head_dim)`."""
 
     @staticmethod
-    def forward(ctx: _SavedForBackward, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+    def forward(ctx: Any, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
         rows, tokens = queries.shape[1], keys.shape[1]
         unseen = keys.new_full((tokens, tokens), float("-inf")).triu_(1).repeat(rows // tokens, 1)
-        kept = keys.new_empty(len(keys), rows, tokens) if any(ctx.needs_input_grad) else None
+        all_weights = keys.new_empty(len(keys), rows, tokens) if any(ctx.needs_input_grad) else None
         mixed = torch.empty_like(queries)
         for block in _blocks(queries, keys):
             scores = torch.baddbmm(unseen, queries[block], keys[block].transpose(1, 2), alpha=scale)
-            weights = torch.softmax(scores, -1, out=scores if kept is None else kept[block])
+            weights = torch.softmax(scores, -1, out=scores if all_weights is None else all_weights[block])
             torch.bmm(weights, values[block], out=mixed[block])
-        ctx.save_for_backward(queries, keys, values, kept, mixed)
+        ctx.save_for_backward(queries, keys, values, all_weights, mixed)
         ctx.scale = scale
         return mixed
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: _SavedForBackward, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         """With P = softmax(S), O = P V: dS = P (dO Vᵀ − ⟨dO, O⟩) (arXiv 2205.14135, appendix B)."""
-        queries, keys, values, kept, mixed = ctx.saved_tensors
+        queries, keys, values, all_weights, mixed = ctx.saved_tensors
         of_queries, of_keys, of_values = (torch.empty_like(x) for x in (queries, keys, values))
         for block in _blocks(queries, keys):
-            weights, of_mixed = kept[block], grad[block]
+            weights, of_mixed = all_weights[block], grad[block]
             torch.bmm(weights.transpose(1, 2), of_mixed, out=of_values[block])
             of_sums = (of_mixed * mixed[block]).sum(-1, keepdim=True)
             of_scores = torch.bmm(of_mixed, values[block].transpose(1, 2)).sub_(of_sums).mul_(weights)
@@ -200,113 +172,6 @@ def attend_in_blocks(query: Tensor, keys: Tensor, values: Tensor, bias: Tensor, 
 
 PACKED_ATTENTION = "distflow_packed"
 
-# A bucket of sequences is padded to its longest; shorter ones than this share of it go to the next bucket.
-_SHORTEST_IN_BUCKET = 0.75
-
-
-@dataclass(frozen=True, eq=False)
-class Packing:
-    """Sequences in a packed row on `device`. What an attention wants to know of them is made once: layers share it.
-
-    lengths: int64 `(sequences,)`, all at least 1, in packed order. sharing: the packed row has its kept tokens alone.
-    Both on the CPU.
-    """
-
-    lengths: Tensor
-    device: torch.device
-    sharing: Sharing | None = None
-
-    @cached_property
-    def sequences(self) -> Sequences:
-        return Sequences.of(self.lengths, self.sharing)
-
-    @cached_property
-    def buckets(self) -> "Buckets":
-        return Buckets.of(self.lengths, self.device, self.sharing)
-
-
-@dataclass(frozen=True)
-class Buckets:
-    """How a packed row divides into buckets of sequences of similar length, each padded on the right to its longest.
-
-    shapes: (rows, longest) of each, their tokens one bucket after the other. source: int64 `(padded tokens,)`, the
-    packed position of each; padding repeats some real token, since causal attention never lets a real token see it.
-    home: int64 `(tokens,)`, where each packed token stands among the padded ones. again: where those stand that share
-    their packed token with another sequence, all but the one that `home` names; None where none does.
-    """
-
-    shapes: tuple[tuple[int, int], ...]
-    source: Tensor
-    home: Tensor
-    again: Tensor | None
-    _by_heads: dict[int, "HeadRows"] = field(default_factory=dict)
-
-    def of_heads(self, num_heads: int) -> "HeadRows":
-        """The same of rows that are one head of a token each."""
-        if num_heads not in self._by_heads:
-            self._by_heads[num_heads] = HeadRows.of(self, num_heads)
-        return self._by_heads[num_heads]
-
-    @staticmethod
-    def of(lengths: Tensor, device: torch.device, sharing: Sharing | None) -> "Buckets":
-        """See `Packing`."""
-        starts = lengths.cumsum(0) - lengths
-        home = torch.empty(int(lengths.sum()), dtype=torch.int64)
-        shapes: list[tuple[int, int]] = []
-        sources: list[Tensor] = []
-        num_padded = 0
-        for rows in _similar(lengths):
-            longest = int(lengths[rows].max())
-            offsets = torch.arange(longest)[None, :].expand(len(rows), -1)
-            real = offsets < lengths[rows][:, None]
-            source = torch.where(real, starts[rows][:, None] + offsets, starts[rows][:, None])
-            home[source[real]] = num_padded + torch.arange(source.numel()).view_as(source)[real]
-            shapes.append((len(rows), longest))
-            sources.append(source.reshape(-1))
-            num_padded += source.numel()
-        source, again = torch.cat(sources), None
-        if sharing is not None:
-            is_repeated = torch.ones_like(home, dtype=torch.bool).index_fill_(0, sharing.kept, False)
-            source, home, again = sharing.place[source], home[sharing.kept], send(home[is_repeated], device)
-        return Buckets(tuple(shapes), send(source, device), send(home, device), again)
-
-
-class HeadRows(NamedTuple):
-    """`Buckets.source`, `home` and `again` of `(tokens · heads)` rows, where a bucket is `(rows, heads, longest)`."""
-
-    source: Tensor
-    home: Tensor
-    again: Tensor | None
-
-    @staticmethod
-    def of(buckets: Buckets, num_heads: int) -> "HeadRows":
-        device = buckets.source.device
-        heads, slots, start = torch.arange(num_heads, device=device), list[Tensor](), 0
-        for rows, longest in buckets.shapes:
-            size = rows * longest * num_heads
-            numbers = torch.arange(start, start + size, device=device).view(rows, num_heads, longest)
-            slots.append(numbers.transpose(1, 2).reshape(-1, num_heads))
-            start += size
-        slot = torch.cat(slots)
-        source = torch.empty(start, dtype=torch.int64, device=device)
-        source[slot.view(-1)] = (buckets.source[:, None] * num_heads + heads).view(-1)
-        again = None if buckets.again is None else slot[buckets.again].view(-1)
-        return HeadRows(source, slot[buckets.home].view(-1), again)
-
-
-def _similar(lengths: Tensor) -> list[Tensor]:
-    """Indices of sequences, grouped so that none is much shorter than the longest of its group."""
-    by_length = lengths.tolist()
-    groups: list[list[int]] = []
-    longest = 0
-    for index in sorted(range(len(by_length)), key=lambda i: -by_length[i]):
-        length = by_length[index]
-        if not groups or length < _SHORTEST_IN_BUCKET * longest:
-            groups.append([])
-            longest = length
-        groups[-1].append(index)
-    return [torch.tensor(group) for group in groups]
-
 
 def packed_attention(
     module: nn.Module,
@@ -314,15 +179,16 @@ def packed_attention(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
     packing: Packing | None = None,
-    **kwargs: Unpack[TransformersKwargs],
+    **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """query `(1, heads, tokens, head_dim)`, key and value with their own number of heads; returns
-    `(1, tokens, heads, head_dim)`. With `packing` the mask is not read."""
+    `(1, tokens, heads, head_dim)`. With `packing` the mask is not read, and of the other arguments, which are those of
+    `sdpa`, dropout and scaling alone."""
     if packing is None:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+    dropout: float = kwargs.get("dropout", 0.0)
+    scaling: float | None = kwargs.get("scaling")
     # On a CPU the kernel of 16-bit types takes five times as long backward as that of float32, copies included.
     dtype = torch.promote_types(query.dtype, torch.float32) if query.device.type == "cpu" else query.dtype
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling

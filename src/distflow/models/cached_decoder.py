@@ -7,7 +7,7 @@ part); only the attention and the key-value memory are ours.
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,30 +17,14 @@ from distflow.errors import UserError
 from distflow.models.attention import attend_in_blocks
 from distflow.models.cpu_kernels.build import NotNative
 from distflow.models.cpu_kernels.decode_step import NativeStep
-from distflow.models.model_parts import unwrapped
+from distflow.models.lora import unwrapped
 
 Attend = Callable[[int, Tensor, Tensor, Tensor, float], Tensor]
 """Of layer number, queries `(rows, heads, head_dim)`, keys and values `(rows, kv_heads, head_dim)` of one token a row,
-and the scaling of scores: keeps keys and values, and returns what the rows attend to, as many numbers as queries."""
+and the scaling of scores: keeps keys and values, and returns the attention's output, as many numbers as queries."""
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # frequencies that do not depend on the length seen so far
-
-
-class _Attention(Protocol):
-    q_proj: Callable[[Tensor], Tensor]
-    k_proj: Callable[[Tensor], Tensor]
-    v_proj: Callable[[Tensor], Tensor]
-    o_proj: Callable[[Tensor], Tensor]
-
-
-class _Layer(Protocol):
-    """The names that the decoder layers of all `FAMILIES` have."""
-
-    self_attn: _Attention
-    mlp: Callable[[Tensor], Tensor]
-    input_layernorm: Callable[[Tensor], Tensor]
-    post_attention_layernorm: Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -48,7 +32,7 @@ class PromptKV:
     """Keys and values of prefilled prompts, and where their decoding starts.
 
     keys, values: `(layers, prompts, kv_heads, longest, head_dim)`, values in bfloat16 where native code decodes in it;
-    what lies beyond a prompt's length is finite and meaningless. hidden: `(prompts, hidden)`, after the final norm, of
+    entries beyond a prompt's length are finite and meaningless. hidden: `(prompts, hidden)`, after the final norm, of
     each prompt's last token.
     """
 
@@ -68,9 +52,9 @@ class DecoderView:
         compute_dtype: torch.dtype | None = None,
     ) -> None:
         """in_blocks: decode by `attend_in_blocks`. native: decode by native code where there is some for this machine
-        and model; `why_not_native` says what keeps it from that. compute_dtype: bfloat16 has products in it by autocast
+        and model; else `why_not_native` is the reason. compute_dtype: bfloat16 has products in it by autocast
         over float32 weights, as the trainer's, with attention in float32; None: in that of the weights. Raises
-        UserError for a family that it cannot run, or whose logits come out different from the module's."""
+        UserError for a family that it cannot run, or computes with other logits than the module."""
         causal = unwrapped(model)
         if refusal := _refusal(causal):
             raise UserError(f"the embedded rollout engine cannot run this model: {refusal}; set rollout.name=hf")
@@ -107,16 +91,16 @@ class DecoderView:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """`(rows, hidden)` → `(rows, vocab)`."""
-        if self._native is not None and self._native.follow_head():
+        if self._native is not None and self._native.refresh_head():
             return self._native.logits(hidden)
         with self._autocast():
             logits: Tensor = self._module.lm_head(hidden)
         return logits
 
-    def follow_weights(self) -> None:
+    def refresh_weights(self) -> None:
         """They may have changed in a way that torch does not count."""
         if self._native is not None:
-            self._native.forget()
+            self._native.expire()
 
     def prefill(self, prompts: list[tuple[int, ...]]) -> PromptKV:
         """Run prompts, padded on the right: under a causal mask the padding is seen by no real token."""
@@ -153,7 +137,7 @@ class DecoderView:
         after the final norm.
         """
         extent = keys.shape[-2]
-        if self._native is not None and self._native.follow():
+        if self._native is not None and self._native.refresh():
             return self._native.decode(token_ids, positions, keys, values, *self._rotary_rows(extent, keys))
         rows = torch.arange(token_ids.shape[0], device=self.device)
         bias = self.bias(positions, extent)
@@ -178,13 +162,13 @@ class DecoderView:
         return self._body.norm(hidden)
 
     def bias(self, positions: Tensor, extent: int) -> Tensor:
-        """`(rows * kv_heads, heads of each, extent)`: 0 up to the row's position, -inf behind it."""
+        """`(rows * kv_heads, heads of each, extent)`: 0 up to the row's position, -inf after it."""
         unseen = torch.arange(extent, device=self.device) > positions[:, None]
         bias = torch.zeros(len(positions), 1, extent, dtype=self.dtype, device=self.device)
         bias = bias.masked_fill_(unseen[:, None], float("-inf"))
         return bias.repeat_interleave(self.num_kv_heads, 0).expand(-1, self.num_heads // self.num_kv_heads, -1)
 
-    def _project(self, layer: _Layer, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _project(self, layer: Any, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated queries `(..., heads, head_dim)`, rotated keys and values `(..., kv_heads, head_dim)`."""
         attention = layer.self_attn
         normed = layer.input_layernorm(hidden)
@@ -198,7 +182,7 @@ class DecoderView:
         both = _rotate(torch.cat((query, key), dim=-2), cos, sin)
         return both[..., : self.num_heads, :], both[..., self.num_heads :, :], value
 
-    def _rest_of_layer(self, layer: _Layer, hidden: Tensor, mixed: Tensor) -> Tensor:
+    def _rest_of_layer(self, layer: Any, hidden: Tensor, mixed: Tensor) -> Tensor:
         """Output projection and MLP with their residuals. mixed: attention's result, of as many numbers a token."""
         with self._autocast():
             hidden = layer.self_attn.o_proj(mixed.reshape(*hidden.shape[:-1], -1)).to(hidden.dtype).add_(hidden)

@@ -14,8 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from distflow.errors import UserError
 from distflow.models.loading import quiet_transformers
-from distflow.models.lora import has_adapter, named_weights
-from distflow.models.model_parts import unwrapped
+from distflow.models.lora import has_adapter, named_weights, unwrapped
 
 
 def export_model(
@@ -52,10 +51,10 @@ def check_target(folder: str | Path) -> Path:
     """The absolute path of a folder that does not exist yet or is empty. Raises UserError for any other."""
     target = Path(folder).expanduser().resolve()
     try:
-        taken = target.exists() and (not target.is_dir() or any(target.iterdir()))
+        is_occupied = target.exists() and (not target.is_dir() or any(target.iterdir()))
     except OSError as error:
         raise UserError(f"'{target}' cannot be looked into: {error.strerror}: export to another folder") from error
-    if taken:
+    if is_occupied:
         raise UserError(f"'{target}' exists and is not an empty folder: export to another one")
     return target
 
@@ -67,7 +66,7 @@ def _write(
     stored = dtype or next(causal.parameters()).dtype
     with quiet_transformers():
         causal.save_pretrained(folder, state_dict=_plain_weights(model, stored))
-    config = folder / "config.json"  # save_pretrained notes the dtype of the model, not of what it was given to store
+    config = folder / "config.json"  # save_pretrained notes the dtype of the model, not of the stored weights
     numbers = {**json.loads(config.read_text("utf-8")), "dtype": str(stored).removeprefix("torch.")}
     config.write_text(json.dumps(numbers, indent=2, sort_keys=True) + "\n", "utf-8")
     if tokenizer is not None:

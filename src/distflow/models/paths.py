@@ -5,6 +5,7 @@ trusted.
 
 import importlib.util
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from distflow.config.compose.check_paths import model_fault
@@ -63,6 +64,33 @@ def why_not_loaded(resolved: str, reason: str) -> str:
             "network (HF_ENDPOINT names a mirror, HTTPS_PROXY a proxy)"
         )
     return f"{reason}; {no_folder}; on the hub, look at its name, and at HF_TOKEN where it asks for a login"
+
+
+@contextmanager
+def readable(what: str, resolved: str, *, runs_code: bool, extra: str | None = None) -> Iterator[None]:
+    """Turns an error of `transformers` about a user's files into one message, a UserError that begins with `what`.
+
+    runs_code: Python code that comes with the files is run. extra: of distflow, with the packages that they need.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except ImportError as error:
+        if extra is not None:
+            raise UserError(f"{what} needs the packages of the extra: pip install 'distflow[{extra}]'") from error
+        raise UserError(f"{what} needs a package that is not installed: {error}") from error
+    except Exception as error:  # a foreign library reads somebody's files: for broken ones it raises anything
+        reason = why_not_loaded(resolved, first_lines(error))
+        code = [] if runs_code or not is_local(resolved) else code_of(resolved)
+        reason += f"; {untrusted(code)}" if code else ""
+        raise UserError(f"{what} cannot be loaded: {reason}") from error
+
+
+def first_lines(error: BaseException, limit: int = 300) -> str:
+    """The beginning of an error's text, in one line."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= limit else text[:limit] + " ..."
 
 
 def require_files(resolved: str, patterns: tuple[str, ...], what: str) -> None:

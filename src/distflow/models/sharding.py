@@ -1,14 +1,19 @@
 """Shards a model over ranks: tensor parallelism by the plan of its family, and FSDP2 with summed gradients, as losses
-over exact global counts need.
+over exact global counts need. Fills and reads sharded tensors (`DTensor`) in part and whole; a plain tensor is its own
+part and whole.
 """
 
+import json
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
-from torch import nn
+from safetensors import safe_open
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -18,7 +23,8 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -26,13 +32,14 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from distflow.errors import UserError
-from distflow.models.model_parts import unwrapped
+from distflow.models.lora import unwrapped
 from distflow.models.packed_forward import PACKED_METHODS
 
-_HEADS_DIM = 2  # of (batch, tokens, heads, width), which is what norms of queries and keys are given
+_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+_HEADS_DIM = 2  # of (batch, tokens, heads, width), the input of norms of queries and keys
 _STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "colwise": ColwiseParallel,
     "rowwise": RowwiseParallel,
@@ -125,7 +132,7 @@ def shard_model(model: nn.Module, sharding: Sharding) -> None:
     if TENSOR in (sharding.mesh.mesh_dim_names or ()):
         divide_layers(model, sharding.mesh[TENSOR])
     mesh = sharding.data_mesh
-    # log-probs and logits are views of what is computed; nothing changes them in place, which is what it warns of
+    # log-probs and logits are views; the warning is of changes in place, and nothing makes any
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
     policy = MixedPrecisionPolicy(param_dtype=sharding.compute_dtype, reduce_dtype=torch.float32)
     place = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if sharding.on_host else OffloadPolicy()
@@ -150,3 +157,144 @@ def _layers(model: nn.Module) -> list[nn.Module]:
             "(_no_split_modules): set actor.strategy=torch"
         )
     return layers
+
+
+class Sliceable(Protocol):
+    """A tensor, or one in a file of which a part can be read."""
+
+    def __getitem__(self, index: tuple[slice, ...], /) -> Tensor: ...
+
+
+def own_part(tensor: Tensor) -> Tensor:
+    """What this rank holds of it: the same storage."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All of it on every rank of its mesh, which all call this; on the mesh's device, wherever the parts are kept."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    here: DTensor = tensor.to(tensor.device_mesh.device_type)  # type: ignore[assignment]  # declared as any tensor
+    return here.full_tensor()
+
+
+def device_of(tensor: Tensor) -> torch.device:
+    """The device of results computed with it; parts of a sharded tensor may be kept in the host's memory."""
+    return torch.device(tensor.device_mesh.device_type) if isinstance(tensor, DTensor) else tensor.device
+
+
+def is_spread(model: nn.Module) -> bool:
+    """Whether a parameter of it lies over ranks."""
+    return any(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
+def square_sum(tensors: Iterable[Tensor]) -> float:
+    """Of all entries, in float64; of spread tensors the whole's, on every rank of their mesh, which all call this."""
+    sums: dict[tuple[DeviceMesh, tuple[Placement, ...]] | None, Tensor] = {}
+    for tensor in tensors:
+        over = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
+        own = own_part(tensor.detach()).double().square().sum()
+        sums[over] = sums[over] + own if over in sums else own
+    return float(sum((_added(own, over) for over, own in sums.items()), start=torch.zeros((), dtype=torch.float64)))
+
+
+def _added(own: Tensor, over: tuple[DeviceMesh, tuple[Placement, ...]] | None) -> Tensor:
+    """The sum of a number over the mesh dimensions along which the tensor that it is of is divided."""
+    if over is None:
+        return own.cpu()
+    mesh, placements = over
+    sums = [Partial("sum") if placement.is_shard() else Replicate() for placement in placements]
+    return DTensor.from_local(own, mesh, sums, run_check=False).full_tensor().cpu()
+
+
+@torch.no_grad()
+def fill(tensor: Tensor, values: Sliceable | Tensor) -> None:
+    """Copy values of the whole shape into a tensor; of a spread one each rank takes, and reads, its own part alone."""
+    if isinstance(values, DTensor):
+        tensor.copy_(values)
+        return
+    start, shape = _place(tensor)
+    if 0 not in shape:
+        own_part(tensor).copy_(values[tuple(slice(s, s + n) for s, n in zip(start, shape, strict=True))])
+
+
+def at_places(tensor: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+    """The elements at flat places `(n,)` of the whole that this rank holds: indices into `places`, and values."""
+    start, shape = _place(tensor)
+    inside = torch.ones(len(places), dtype=torch.bool)
+    own = torch.zeros_like(places)
+    coordinates = torch.unravel_index(places, tensor.shape) if tensor.dim() else ()
+    for coordinate, first, length in zip(coordinates, start, shape, strict=True):
+        inside &= (coordinate >= first) & (coordinate < first + length)
+        own = own * length + coordinate - first
+    here = inside.nonzero()[:, 0]
+    return here, own_part(tensor.detach()).reshape(-1)[own[here].to(tensor.device)]
+
+
+def on_any_rank(found: Mapping[str, bool], tensors: Mapping[str, Tensor]) -> dict[str, bool]:
+    """By the name of each tensor, whether it holds for a part of it on any rank; all ranks of its mesh call this."""
+    agreed = dict(found)
+    for mesh in dict.fromkeys(t.device_mesh for t in tensors.values() if isinstance(t, DTensor)):
+        names = [name for name, t in tensors.items() if isinstance(t, DTensor) and t.device_mesh == mesh]
+        agreed |= {
+            name: value > 0 for name, value in zip(names, _largest(mesh, [found[n] for n in names]), strict=True)
+        }
+    return agreed
+
+
+def _largest(mesh: DeviceMesh, values: list[bool]) -> list[float]:
+    own = torch.tensor(values, dtype=torch.float32, device=mesh.device_type)
+    return DTensor.from_local(own, mesh, [Partial("max")] * mesh.ndim).full_tensor().tolist()
+
+
+def _place(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Where in the whole this rank's part begins, and its shape."""
+    if not isinstance(tensor, DTensor):
+        return (0,) * tensor.dim(), tuple(tensor.shape)
+    shape, start = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return start, shape
+
+
+def empty_model(auto_class: Any, config: PreTrainedConfig) -> PreTrainedModel:
+    """The model with parameters that have a shape and no memory; its buffers are real, as no file has them."""
+    register = nn.Module.register_parameter
+
+    def emptied(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and not parameter.is_meta:  # tied ones stay one
+            parameter = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+        register(module, name, parameter)
+
+    nn.Module.register_parameter = emptied  # type: ignore[method-assign, assignment]  # its argument has another name
+    try:
+        return auto_class.from_config(config, dtype=torch.float32)
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def read_own_parts(model: PreTrainedModel, folder: Path) -> list[str]:
+    """Fill a model from its folder's safetensors, of sharded weights this rank's part alone; returns the names of the
+    weights that are not stored: these keep arbitrary values. Raises UserError for another shape or another format."""
+    files, stored = _files(folder), model.state_dict().keys()
+    own: dict[str, Tensor] = dict(model.named_parameters())
+    own |= {name: buffer for name, buffer in model.named_buffers() if name in stored}
+    for name in sorted(own.keys() & files.keys()):
+        with safe_open(files[name], "pt") as tensors:  # opened for each: what is mapped of a file stays until then
+            values = tensors.get_slice(name)
+            if list(values.get_shape()) != list(own[name].shape):
+                raise UserError(
+                    f"'{name}' of {files[name]} has the shape {values.get_shape()}, the model's is "
+                    f"{list(own[name].shape)}"
+                )
+            fill(own[name], values)
+    return sorted(own.keys() - files.keys())
+
+
+def _files(folder: Path) -> dict[str, Path]:
+    """Which file of the folder holds each tensor."""
+    if (folder / _INDEX).is_file():
+        index = json.loads((folder / _INDEX).read_text("utf-8"))
+        return {name: folder / file for name, file in index["weight_map"].items()}
+    if not (folder / _SINGLE).is_file():
+        raise UserError(f"'{folder}' has no safetensors ({_INDEX} or {_SINGLE}): they can be read in parts, others not")
+    with safe_open(folder / _SINGLE, "pt") as tensors:
+        return dict.fromkeys(tensors.keys(), folder / _SINGLE)

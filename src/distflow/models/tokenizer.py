@@ -6,15 +6,7 @@ from pathlib import Path
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from distflow.errors import UserError
-from distflow.models.paths import (
-    TOKENIZER_FILES,
-    code_of,
-    is_local,
-    require_files,
-    resolve_path,
-    untrusted,
-    why_not_loaded,
-)
+from distflow.models.paths import TOKENIZER_FILES, is_local, readable, require_files, resolve_path
 from distflow.observe.files import read_object
 
 # Ends of a chat turn. They count only where the tokenizer has them as one special token.
@@ -49,18 +41,11 @@ def load_tokenizer(
     options: dict[str, str | bool | None] = {"revision": revision, "trust_remote_code": trust_remote_code}
     if gguf_file is not None:
         options["gguf_file"] = gguf_file
-    try:
+    with readable(f"the tokenizer of '{source}'", source, runs_code=trust_remote_code):
         load: Callable[..., PreTrainedTokenizerBase] = (
             PreTrainedTokenizerFast if _names_generic_class(source) else AutoTokenizer
         ).from_pretrained
         tokenizer = load(source, **options)
-    except ImportError as error:
-        raise UserError(f"the tokenizer of '{source}' needs a package that is not installed: {error}") from error
-    except Exception as error:  # the edge of a foreign library: for a broken file it raises a plain Exception
-        reason = why_not_loaded(source, " ".join(str(error).split())[:300])
-        code = [] if trust_remote_code or not is_local(source) else code_of(source)
-        reason += f"; {untrusted(code)}" if code else ""
-        raise UserError(f"the tokenizer of '{source}' cannot be loaded: {reason}") from error
     if generates and tokenizer.eos_token_id is None:
         raise UserError(f"the tokenizer of '{source}' has no eos_token: generations could not end; set it there")
     if tokenizer.pad_token_id is None:

@@ -14,7 +14,7 @@ from transformers.utils import cached_file
 from distflow.data.batch_columns import read_numbers
 from distflow.errors import UserError
 from distflow.models.paths import is_local, resolve_path, why_not_loaded
-from distflow.models.shards import own_part
+from distflow.models.sharding import own_part
 
 _PIECES, _PIECE_BYTES = 64, 2**16
 

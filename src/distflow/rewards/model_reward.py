@@ -14,8 +14,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from distflow.builtin_names import DTYPES, PROMPT_MESSAGES
 from distflow.errors import UserError
+from distflow.models.reward_model import HEAD, load_reward_model, score_ids
 from distflow.models.tokenizer import load_tokenizer
-from distflow.models.value_and_reward_models import HEAD, load_reward_model, score_ids
 from distflow.rewards.score import CUT, Case
 
 CASES: tuple[Case, ...] = ()

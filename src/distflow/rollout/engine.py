@@ -1,13 +1,17 @@
-"""The protocol of rollout engines: tokens in, tokens out."""
+"""The protocol of rollout engines, tokens in, tokens out, and the log of their activity."""
 
+import threading
+from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import TracebackType
-from typing import Literal, Protocol, runtime_checkable
+from typing import Final, Literal, Protocol, runtime_checkable
 
 from torch import Tensor
 
 from distflow.scheduling.groups import Version
+
+_LONGEST_LOG: Final = 10_000  # if nobody reads it
 
 FinishReason = Literal["stop", "length", "abort"]
 """A stop token or text; the maximum length; or aborted by new weights (`KVOnUpdate`)."""
@@ -91,18 +95,18 @@ class GenerateResult:
 class Receipt:
     """What an engine holds after a weight update: for each tensor a hash of a stripe of it.
 
-    shared: the engine computes on the trainer's own storage, so nothing was copied. alias: no weights were sent, those
-    that it has get a new version; there are no hashes then.
+    shared: the engine computes on the trainer's own storage, so nothing was copied. version_only: no weights were
+    sent, those that it has get a new version; there are no hashes then.
     """
 
     version: Version
     hashes: dict[str, str] = field(default_factory=dict)
     shared: bool = False
-    alias: bool = False
+    version_only: bool = False
 
 
 Stretch = Callable[[Callable[[], bool]], None]
-"""Computes until there is nothing left to do, or what it is called with says that the thread is wanted back."""
+"""Computes until there is nothing left to do, or its argument returns that the thread is wanted back."""
 
 
 class Host(Protocol):
@@ -131,7 +135,7 @@ class RolloutEngine(Protocol):
 
     An engine that counts its tokens in `num_generated_tokens` shows that a long request makes progress; without it an
     engine must complete some request within `actor_rollout_ref.rollout.timeout_s`. An engine with an activity log has
-    `take_activity` (see `activity.py`).
+    `take_activity`.
     """
 
     @property
@@ -154,7 +158,7 @@ class RolloutEngine(Protocol):
         ...
 
     async def resume(self) -> None:
-        """Go on decoding."""
+        """Continue decoding."""
         ...
 
     async def hashes(self) -> dict[str, str]:
@@ -164,6 +168,69 @@ class RolloutEngine(Protocol):
     async def load_weights(self, version: Version, weights: Iterable[tuple[str, Tensor]] | None) -> Receipt:
         """Take new weights between two decode steps; drops cached KV of finished prompts.
 
-        None: an alias. The weights stay, and all that was made with them; from now on they are those of `version`.
+        None: only the version changes. The weights stay, and all that was made with them, and are those of `version`.
         """
         ...
+
+
+@dataclass(frozen=True)
+class Activity:
+    """A stretch in which one lane was decoded under one version, and its slots were never empty.
+
+    t0, t1: `time.time()`. One that directly follows another (with a new version or lane) starts at its `t1`: the time
+    of a weight sync counts to the one before. version: the step whose weights drew the `tokens`.
+    """
+
+    t0: float
+    t1: float
+    version: int
+    lane: str
+    tokens: int
+
+
+class ActivityLog:
+    """Written by the decoding thread, read by any."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._ended: deque[Activity] = deque(maxlen=_LONGEST_LOG)
+        self._open: Activity | None = None
+
+    def decoded(self, t0: float, t1: float, version: int, lane: str, tokens: int) -> None:
+        """A step drew these tokens; there was work before it since the last step, unless `stopped` was called."""
+        with self._lock:
+            last = self._open
+            if last is not None and (last.version, last.lane) == (version, lane):
+                self._open = replace(last, t1=t1, tokens=last.tokens + tokens)
+                return
+            if last is not None:
+                self._end(replace(last, t1=t0))
+                t0 = t0 if last.tokens else last.t0  # one that was just read ends where this begins
+            self._open = Activity(t0, t1, version, lane, tokens)
+
+    def stopped(self) -> None:
+        """Nothing is decoded from the end of the last step on."""
+        with self._lock:
+            if self._open is not None:
+                self._end(self._open)
+            self._open = None
+
+    def take(self) -> list[Activity]:
+        """All since the last call; a stretch that continues is cut here."""
+        with self._lock:
+            if self._open is not None:
+                self._end(self._open)
+                self._open = replace(self._open, t0=self._open.t1, tokens=0)
+            activities = list(self._ended)
+            self._ended.clear()
+            return activities
+
+    def _end(self, activity: Activity) -> None:
+        if activity.tokens > 0:  # else it was read already
+            self._ended.append(activity)
+
+
+def take_activity(engine: object) -> list[Activity]:
+    """An engine's activity since the last call; empty for an engine without a log."""
+    take = getattr(engine, "take_activity", None)
+    return take() if take is not None else []

@@ -27,7 +27,7 @@ from transformers import (
 
 from distflow.rollout.engine import GenerateRequest, GenerateResult, Generation, Receipt, SamplingParams
 from distflow.rollout.generation_rules import check_request, finish_reason, sample_key, uniforms
-from distflow.rollout.weights import check_shared, check_version, copy_weights, stripe_hashes
+from distflow.rollout.weights import EngineWeights
 from distflow.scheduling.groups import Version
 
 T = TypeVar("T")
@@ -49,8 +49,7 @@ class HFEngine:
         self.num_generated_tokens = 0
         self._model: Any = model
         self._tokenizer = tokenizer
-        self._shares_weights = shares_weights
-        self._is_whole = True  # False: a copy failed in the middle
+        self._weights = EngineWeights(model, shares_weights)
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="hf-rollout")
         self._open = asyncio.Event()
         self._open.set()
@@ -89,20 +88,19 @@ class HFEngine:
 
     async def hashes(self) -> dict[str, str]:
         """See `RolloutEngine`."""
-        return stripe_hashes(self._model.named_parameters(remove_duplicate=False))
+        return self._weights.hashes()
 
     async def load_weights(self, version: Version, weights: Iterable[tuple[str, Tensor]] | None) -> Receipt:
         """Take weights between two requests, never below a running one; raises ValueError as the embedded engine
         does."""
-        return await self._call(partial(self._take_weights, version, weights))
+        return await self._call(partial(self._load_weights, version, weights))
 
     async def _call(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._worker, work)
 
     @torch.no_grad()
     def _generate(self, request: GenerateRequest, cancelled: threading.Event) -> GenerateResult:
-        if not self._is_whole:
-            raise RuntimeError("the rollout engine took a part of its last weights only, and does not serve them")
+        self._weights.check_whole()
         self._model.eval()
         params, num_samples = request.params, len(request.samples)
         prompt = torch.tensor([request.prompt_ids] * num_samples, device=self._model.device)
@@ -139,30 +137,15 @@ class HFEngine:
         self.num_generated_tokens += num_tokens
 
     def _log_probs(self, ids: Tensor, prompt_length: int, temperature: float) -> Tensor:
-        """`(samples, response_length)` of a forward without cache; what follows a stop token is meaningless."""
+        """`(samples, response_length)` of a forward without cache; entries after a stop token are meaningless."""
         logits = self._model(input_ids=ids, use_cache=False).logits[:, prompt_length - 1 : -1].float()
         policy = (logits / temperature).log_softmax(dim=-1)
         return policy.gather(-1, ids[:, prompt_length:, None]).squeeze(-1)
 
-    def _take_weights(self, version: Version, weights: Iterable[tuple[str, Tensor]] | None) -> Receipt:
-        check_version(self.version, version)
-        if weights is None:
-            self.version = version
-            return Receipt(version, shared=self._shares_weights, alias=True)
-        hashes: dict[str, str] = {}
-        if self._shares_weights:
-            check_shared(self._model, weights)
-        else:
-            try:
-                hashes = copy_weights(self._model, weights)
-            except ValueError:
-                raise  # nothing was changed
-            except Exception:
-                self._is_whole = False
-                raise
-        self._is_whole = True
+    def _load_weights(self, version: Version, weights: Iterable[tuple[str, Tensor]] | None) -> Receipt:
+        receipt = self._weights.load(self.version, version, weights)
         self.version = version
-        return Receipt(version, hashes, self._shares_weights)
+        return receipt
 
 
 def _warpers(params: SamplingParams) -> list[LogitsProcessor]:
@@ -203,8 +186,8 @@ class _Draw(LogitsProcessor):
 
 @dataclass
 class _Stop(StoppingCriteria):
-    """Ends a row at its own stop. lengths: response tokens of each finished row (rows go on as padding after it).
-    drew: told the number of rows that have a token more."""
+    """Ends a row at its own stop. lengths: response tokens of each finished row (rows continue as padding after it).
+    drew: is called with the number of rows that have a token more."""
 
     prompt_length: int
     params: SamplingParams

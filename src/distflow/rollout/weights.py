@@ -1,7 +1,5 @@
-"""Receipts of weight updates: a hash of a stripe of each tensor, computed alike by sender and receiver.
-
-Taking a trainer's weights into an engine's module: all or nothing, each tensor by its Hugging Face name.
-"""
+"""Loads a trainer's weights into an engine's module: all or nothing, each tensor by its Hugging Face name. Its receipt
+has a hash of a stripe of each tensor, computed alike by sender and receiver."""
 
 import hashlib
 from collections import Counter
@@ -10,6 +8,7 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from distflow.rollout.engine import Receipt
 from distflow.scheduling.groups import Version
 
 STRIPE_LENGTH = 1024
@@ -26,7 +25,7 @@ def striped_places(numel: int) -> Tensor:
 def stripe_hash(tensor: Tensor, dtype: torch.dtype | None = None) -> str:
     """Hash of the elements at `striped_places`, with the shape and the dtype.
 
-    dtype: what the receiver stores, where the sender keeps another; the stripe is cast before it is hashed.
+    dtype: of the receiver's weights, where the sender keeps another; the stripe is cast before it is hashed.
     """
     dtype = dtype or tensor.dtype
     flat = tensor.detach().reshape(-1)
@@ -42,13 +41,49 @@ def stripe_hashes(weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype | No
     return {name: stripe_hash(tensor, dtype) for name, tensor in weights}
 
 
-class TakenInPart(RuntimeError):
+class PartialWeightsError(RuntimeError):
     """Weights that came one after another did not fit, and those before are taken: the module is of two versions."""
 
 
-def check_version(current: Version, new: Version) -> None:
-    if new < current:
-        raise ValueError(f"weights of {new} offered to an engine that serves {current}: versions never go back")
+class EngineWeights:
+    """The weights of an engine's module, which are replaced as a whole or not at all."""
+
+    def __init__(self, module: nn.Module, shared: bool) -> None:
+        """shared: the module is the trainer's, so nothing is copied."""
+        self._module = module
+        self._shared = shared
+        self._is_whole = True
+
+    def check_whole(self) -> None:
+        """Raises RuntimeError after a copy that failed in the middle."""
+        if not self._is_whole:
+            raise RuntimeError("the rollout engine took a part of its last weights only, and does not use them")
+
+    def hashes(self) -> dict[str, str]:
+        """See `RolloutEngine`."""
+        return stripe_hashes(self._module.named_parameters(remove_duplicate=False))
+
+    def load(self, current: Version, version: Version, weights: Iterable[tuple[str, Tensor]] | None) -> Receipt:
+        """Take the weights of a version, between two steps; None: those that are there get that version.
+
+        Raises ValueError, with nothing changed, when the version goes back, when names or shapes do not fit, or, on
+        shared storage, when a sent tensor is not the module's own.
+        """
+        if version < current:
+            raise ValueError(f"weights of {version} offered to an engine that serves {current}: versions never go back")
+        if weights is None:
+            return Receipt(version, shared=self._shared, version_only=True)
+        if self._shared:
+            check_shared(self._module, weights)
+            return Receipt(version, shared=True)
+        was_whole, self._is_whole = self._is_whole, False
+        try:
+            hashes = copy_weights(self._module, weights)
+        except ValueError:
+            self._is_whole = was_whole
+            raise
+        self._is_whole = True
+        return Receipt(version, hashes)
 
 
 def copy_weights(module: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
@@ -56,27 +91,27 @@ def copy_weights(module: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> di
 
     Tied parameters may be sent under any or all of their names. Raises ValueError, with nothing changed, when a name is
     unknown, missing or doubled, when a shape differs, or when two names of one tensor bring different values: a
-    sequence is looked at as a whole first. Other iterables are copied as they come, and raise TakenInPart.
+    sequence is looked at as a whole first. Other iterables are copied as they come, and raise PartialWeightsError.
     """
     own = dict(module.named_parameters(remove_duplicate=False))
     if isinstance(weights, Sequence):
         _check_all(own, weights)
-    taken: dict[int, list[str]] = {}  # names by parameter
+    copied_names: dict[int, list[str]] = {}  # names by parameter
     with torch.no_grad():
         for name, tensor in weights:
-            if problem := _problem(own, taken, name, tensor):
-                raise TakenInPart(f"weights taken in part: {problem}")
+            if problem := _problem(own, copied_names, name, tensor):
+                raise PartialWeightsError(f"weights taken in part: {problem}")
             own[name].copy_(tensor)
-            taken.setdefault(id(own[name]), []).append(name)
-    if missing := _missing(own, taken):
-        raise TakenInPart(f"weights taken in part: {'; '.join(missing[:8])}")
-    return stripe_hashes((name, own[name]) for names in taken.values() for name in names)
+            copied_names.setdefault(id(own[name]), []).append(name)
+    if missing := _missing(own, copied_names):
+        raise PartialWeightsError(f"weights taken in part: {'; '.join(missing[:8])}")
+    return stripe_hashes((name, own[name]) for names in copied_names.values() for name in names)
 
 
-def _check_all(own: Mapping[str, nn.Parameter], sent: Sequence[tuple[str, Tensor]]) -> None:
+def _check_all(own: Mapping[str, nn.Parameter], weights: Sequence[tuple[str, Tensor]]) -> None:
     """Raises ValueError."""
-    named = dict(sent)
-    problems = [f"{name}: sent twice" for name in _doubled(name for name, _ in sent)]
+    named = dict(weights)
+    problems = [f"{name}: sent twice" for name, count in Counter(name for name, _ in weights).items() if count > 1]
     problems += [problem for name, tensor in named.items() if (problem := _unfit(own, name, tensor))]
     for names in _names_by_parameter(own):
         present = [name for name in names if name in named]
@@ -88,11 +123,13 @@ def _check_all(own: Mapping[str, nn.Parameter], sent: Sequence[tuple[str, Tensor
         raise ValueError(f"weights not taken, nothing changed: {'; '.join(problems[:8])}{more}")
 
 
-def _problem(own: Mapping[str, nn.Parameter], taken: Mapping[int, list[str]], name: str, tensor: Tensor) -> str | None:
+def _problem(
+    own: Mapping[str, nn.Parameter], copied_names: Mapping[int, list[str]], name: str, tensor: Tensor
+) -> str | None:
     """Why a tensor cannot follow those that are taken already."""
     if problem := _unfit(own, name, tensor):
         return problem
-    others = taken.get(id(own[name]), [])
+    others = copied_names.get(id(own[name]), [])
     if name in others:
         return f"{name}: sent twice"
     if others and not torch.equal(own[name], tensor.to(own[name])):
@@ -108,9 +145,9 @@ def _unfit(own: Mapping[str, nn.Parameter], name: str, tensor: Tensor) -> str | 
     return None
 
 
-def _missing(own: Mapping[str, nn.Parameter], sent: Container[int]) -> list[str]:
-    """sent: parameters of which some name came."""
-    return [f"{names[0]}: missing" for names in _names_by_parameter(own) if id(own[names[0]]) not in sent]
+def _missing(own: Mapping[str, nn.Parameter], present: Container[int]) -> list[str]:
+    """present: parameters of which some name came."""
+    return [f"{names[0]}: missing" for names in _names_by_parameter(own) if id(own[names[0]]) not in present]
 
 
 def check_shared(module: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> None:
@@ -129,10 +166,6 @@ def _names_by_parameter(own: Mapping[str, nn.Parameter]) -> list[list[str]]:
     for name, parameter in own.items():
         names.setdefault(id(parameter), []).append(name)
     return list(names.values())
-
-
-def _doubled(names: Iterable[str]) -> list[str]:
-    return [name for name, count in Counter(names).items() if count > 1]
 
 
 def _same(one: Tensor, other: Tensor) -> bool:

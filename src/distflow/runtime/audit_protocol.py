@@ -9,8 +9,7 @@ from distflow.observe.writing.timing import PhaseTimer
 from distflow.rollout.engine import GenerateRequest, GenerateResult
 from distflow.runtime import fault_injection
 from distflow.scheduling.groups import PromptGroup
-from distflow.training.collective import Collective
-from distflow.training.engine import LossFn, TrainEngine
+from distflow.training.engine import Collective, LossFn, TrainEngine
 
 AUDIT_STATE = "trust.audit"
 """Key of the audit's state in the node state: no node's id has a dot."""

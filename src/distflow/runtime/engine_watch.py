@@ -21,8 +21,7 @@ from typing import Final
 
 from torch import Tensor
 
-from distflow.rollout.activity import Activity, take_activity
-from distflow.rollout.engine import GenerateRequest, GenerateResult, Receipt, RolloutEngine
+from distflow.rollout.engine import Activity, GenerateRequest, GenerateResult, Receipt, RolloutEngine, take_activity
 from distflow.runtime.loop_thread import LoopGivenUp
 from distflow.scheduling.groups import Version
 

@@ -24,7 +24,7 @@ from distflow.observe.writing.run_folder import DROPPED, RunFolder, Span
 from distflow.observe.writing.terminal import TerminalView
 from distflow.observe.writing.timing import PhaseTimer
 from distflow.observe.writing.trackers import TrackedRun, open_trackers
-from distflow.rollout.activity import take_activity
+from distflow.rollout.engine import take_activity
 from distflow.runtime.spec import Spec
 from distflow.runtime.step_metrics import sample_rows, scores
 from distflow.runtime.user_calls.sync_calls import Callbacks, Caller

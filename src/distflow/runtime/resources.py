@@ -11,15 +11,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedTokenizerBase
 
-from distflow.models.shards import whole
+from distflow.models.sharding import whole
 from distflow.planning.plan import RankPlan
 from distflow.rewards.pool.domain_pools import StartPool, take_pool
 from distflow.rewards.router import RewardRouter
 from distflow.rollout.engine import RolloutEngine
 from distflow.rollout.weights import stripe_hashes
 from distflow.runtime.spec import Factory
-from distflow.training.collective import Collective, OneRank
-from distflow.training.engine import Scorer, TrainEngine
+from distflow.training.engine import Collective, OneRank, Scorer, TrainEngine
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from distflow.data.dataset_columns import DEFAULT_DOMAIN
 from distflow.errors import UserError
 from distflow.observe.metrics import Measured, find_metric
 from distflow.scheduling.groups import GroupCounts
-from distflow.training.collective import Collective
+from distflow.training.engine import Collective
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from distflow.runtime.stop import Stop
 from distflow.runtime.weight_sync.protocol import WeightPort
 from distflow.scheduling.groups import Version
 from distflow.scheduling.reshard_columns import Key
-from distflow.training.collective import Collective
+from distflow.training.engine import Collective
 
 
 class ReshardPort(Protocol):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from distflow.errors import UserError
-from distflow.models.shards import fill
+from distflow.models.sharding import fill
 
 OPTIMIZERS = ("adamw", "adamw_8bit", "sgd")
 
@@ -38,14 +38,8 @@ def make_optimizer(
         return torch.optim.AdamW(trainable, lr=lr, weight_decay=weight_decay, betas=betas, eps=eps)
     if name == "sgd":
         return torch.optim.SGD(trainable, lr=lr, weight_decay=weight_decay)
-    if name == "adamw_8bit":
-        return _adamw_8bit(trainable, lr, weight_decay, betas, eps)
-    raise UserError(f"unknown optimizer '{name}'; there are: {', '.join(OPTIMIZERS)}")
-
-
-def _adamw_8bit(
-    trainable: list[nn.Parameter], lr: float, weight_decay: float, betas: tuple[float, float], eps: float
-) -> torch.optim.Optimizer:
+    if name != "adamw_8bit":
+        raise UserError(f"unknown optimizer '{name}'; there are: {', '.join(OPTIMIZERS)}")
     try:
         from bitsandbytes.optim import AdamW8bit
     except ImportError as error:

@@ -3,9 +3,8 @@ sum and clipping over ranks, and activation checkpointing.
 """
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from types import MappingProxyType
-from typing import TypeVar
+from collections.abc import Collection, Iterable, Iterator
+from typing import TypeVar, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -16,14 +15,19 @@ from distflow.data.batch import Batch
 from distflow.data.batch_columns import read_numbers
 from distflow.errors import UserError
 from distflow.graph.fields import Axis
-from distflow.models.lora import named_weights
-from distflow.models.model_parts import unwrapped
-from distflow.models.shards import fill, whole
-from distflow.training.collective import Collective, OneRank
-from distflow.training.engine import MODEL_PREFIX, OPTIMIZER_PREFIX, Counts, LossFn, Sums, TrainState
-from distflow.training.micro_batches import micro_batches
+from distflow.models.lora import named_weights, unwrapped
+from distflow.models.sharding import fill, whole
+from distflow.training.engine import (
+    MODEL_PREFIX,
+    OPTIMIZER_PREFIX,
+    Collective,
+    Counts,
+    LossFn,
+    Sums,
+    TrainState,
+)
 from distflow.training.optimizer import Schedule, load_optimizer_state, move_optimizer_state, optimizer_state
-from distflow.training.scorer import TorchScorer
+from distflow.training.scorer import ScorerOptions, TorchScorer, micro_batches
 
 AnyTensor = TypeVar("AnyTensor", bound=Tensor)
 
@@ -80,13 +84,13 @@ def checkpoint_activations(model: nn.Module) -> None:
 HOST = torch.device("cpu")
 
 
-class TorchTrainEngine:
-    """Trains `model`, whose parameters are float32, with `optimizer` over its trainable ones.
+class TorchTrainEngine(TorchScorer):
+    """Trains `model`, with parameters in float32, by `optimizer` over its trainable ones.
 
     Losses and gradients of micro-batches add up: the loss function weighs each by the counts of the whole mini-batch,
     so the gradient does not depend on how the mini-batch was divided, over micro-batches or over ranks. The model's
     weights are whole on every rank, or spread over the ranks (`models/sharding.py`); then all ranks of the mesh make
-    the same calls, and what is done to weights and moments each does to its own part.
+    the same calls, and each changes its own part of weights and moments.
     """
 
     def __init__(
@@ -95,44 +99,27 @@ class TorchTrainEngine:
         *,
         optimizer: torch.optim.Optimizer,
         schedule: Schedule,
-        max_tokens_per_micro_batch: int | None = None,
-        temperature: float = 1.0,
-        temperatures: Mapping[str, float] = MappingProxyType({}),
         max_grad_norm: float | None = 1.0,
-        compute_dtype: torch.dtype | None = None,
         gradient_checkpointing: bool = False,
         group: Collective | None = None,
+        **scoring: Unpack[ScorerOptions],
     ) -> None:
-        """max_tokens_per_micro_batch, temperatures: see `TorchScorer`. compute_dtype: bfloat16 runs the matrix products
-        in it by autocast over the float32 weights. max_grad_norm: gradients above it are scaled down to it; None never.
-        gradient_checkpointing: keep only each layer's input, and compute the layer again in the backward pass. group:
-        the ranks that share the mini-batch; each sees its own part, all take the same step, bit for bit.
+        """max_grad_norm: gradients above it are scaled down to it; None never. gradient_checkpointing: keep only each
+        layer's input, and compute the layer again in the backward pass. group: the ranks that share the mini-batch;
+        each sees its own part, all take the same step, bit for bit.
         """
-        self.model = model
+        super().__init__(model, group=group, **scoring)
         self.optimizer = optimizer
         self.schedule = schedule
         self.max_grad_norm = max_grad_norm
-        self.group = group or OneRank()
-        self.scorer = TorchScorer(
-            model,
-            max_tokens_per_micro_batch=max_tokens_per_micro_batch,
-            temperature=temperature,
-            temperatures=temperatures,
-            compute_dtype=compute_dtype,
-            group=self.group,
-        )
         self.num_steps = 0
-        self._device = self.scorer.device
+        self._device = self.device
         self._trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._is_on_host = next(model.parameters()).device.type != self._device.type  # always, except for its buffers
         self._base_lrs = [float(group["lr"]) for group in optimizer.param_groups]
         _refuse_low_precision(self._trainable)
         if gradient_checkpointing:
             checkpoint_activations(model)
-
-    def forward(self, batch: Batch, outputs: tuple[str, ...]) -> Batch:
-        """The wanted outputs ("log_probs", "entropy", "values") as response columns, without gradient."""
-        return self.scorer.forward(batch, outputs)
 
     def train_step(self, batch: Batch, loss_fn: LossFn) -> dict[str, float]:
         """One optimizer step over a mini-batch (this rank's part of it, which may be empty).
@@ -149,10 +136,10 @@ class TorchTrainEngine:
         if counts.get("tokens") == 0:
             return {"loss": 0.0, "grad_norm": 0.0, "lr": lrs[0], "skipped": 1.0, "empty": 1.0}
         shares: list[Sums] = []
-        for index in micro_batches(batch, self.scorer.max_tokens, self.group):
+        for index in micro_batches(batch, self.max_tokens, self.group):
             micro = batch.select(index)
-            flat = self.scorer.compute(micro, loss_fn.outputs)
-            micro = micro.to(self.scorer.device)
+            flat = self.compute(micro, loss_fn.outputs)
+            micro = micro.to(self.device)
             loss, stats = loss_fn({name: micro.pad(flat[name], Axis.RESPONSE) for name in flat}, micro, counts)
             if loss.requires_grad:
                 loss.backward()
@@ -195,7 +182,8 @@ class TorchTrainEngine:
         """
         weights = state.trained_weights()
         _check_same_weights(self._trainable, weights)
-        moments = _with_prefix(state.tensors, OPTIMIZER_PREFIX)
+        prefix = OPTIMIZER_PREFIX
+        moments = {n.removeprefix(prefix): t for n, t in state.tensors.items() if n.startswith(prefix)}
         load_optimizer_state(self.optimizer, self._trainable, moments, state.meta["optimizer"])
         for name, parameter in self._trainable.items():
             fill(parameter, weights[name])
@@ -246,12 +234,8 @@ def _refuse_low_precision(trainable: dict[str, nn.Parameter]) -> None:
         )
 
 
-def _with_prefix(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
-
-
-def _check_same_weights(own: dict[str, nn.Parameter], given: dict[str, Tensor]) -> None:
-    different = sorted(own.keys() ^ given.keys()) or [n for n, p in own.items() if p.shape != given[n].shape]
+def _check_same_weights(own: dict[str, nn.Parameter], tensors: dict[str, Tensor]) -> None:
+    different = sorted(own.keys() ^ tensors.keys()) or [n for n, p in own.items() if p.shape != tensors[n].shape]
     if different:
         raise ValueError(
             f"the state is of another model: {len(different)} weights differ in name or shape, {different[0]} first; "

@@ -121,4 +121,4 @@ def test_nothing_outside_the_mask_is_read_and_an_empty_batch_selects_nothing(cas
 )
 def test_options_without_sense_are_refused_before_the_start(name: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        find_policy_loss(name).checked(options)
+        find_policy_loss(name).call_options(options)

@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 
 from distflow.models.cpu_kernels import build as native
-from distflow.models.cpu_kernels.attention import Sequences, attend
-from distflow.models.shared_prefixes import Sharing, shared_prefixes
+from distflow.models.cpu_kernels.attention import attend
+from distflow.models.packing import Sequences, Sharing, shared_prefixes
 
 pytestmark = pytest.mark.skipif(not native.is_there(), reason="wants a C compiler (Debian: apt-get install gcc)")
 
@@ -50,7 +50,7 @@ def inputs(rows: int, heads: int, kv_heads: int, dim: int, size: float = 1.0) ->
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 32), (3, 3, 10), (6, 1, 80), (2, 1, 64)])
 def test_values_and_gradients_are_those_of_the_formula(heads: int, kv_heads: int, dim: int, alike: int) -> None:
     lengths, sharing = packed(LENGTHS, alike)
-    rows = int(lengths.sum()) if sharing is None else len(sharing.kept)
+    rows = int(lengths.sum()) if sharing is None else len(sharing.positions)
     given = [x.requires_grad_() for x in inputs(rows, heads, kv_heads, dim)]
     exact = [x.detach().double().requires_grad_() for x in given]
     weights = torch.randn(rows, heads, dim, generator=torch.Generator().manual_seed(4))
@@ -66,7 +66,7 @@ def test_values_and_gradients_are_those_of_the_formula(heads: int, kv_heads: int
 def test_scores_far_apart_and_all_alike(size: float) -> None:
     lengths, sharing = packed(LENGTHS, 9)
     assert sharing is not None
-    given = inputs(len(sharing.kept), 2, 1, 32, size)
+    given = inputs(len(sharing.positions), 2, 1, 32, size)
     expected = by_hand(*(x.double() for x in given), places_of(lengths, sharing), 0.3)
     ours = attend(*given, Sequences.of(lengths, sharing), 0.3).double()
     torch.testing.assert_close(ours, expected, rtol=0, atol=1e-3 * size)
@@ -75,7 +75,7 @@ def test_scores_far_apart_and_all_alike(size: float) -> None:
 def test_neither_threads_nor_neighbours_change_a_bit() -> None:
     lengths, sharing = packed(LENGTHS, 9)
     assert sharing is not None
-    given = [x.requires_grad_() for x in inputs(len(sharing.kept), 4, 2, 24)]
+    given = [x.requires_grad_() for x in inputs(len(sharing.positions), 4, 2, 24)]
     threads = torch.get_num_threads()
     found = []
     try:

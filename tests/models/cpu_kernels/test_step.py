@@ -343,7 +343,7 @@ def test_changes_of_the_model_are_followed(change: Callable[[Any], None], stays_
     ids, starts = some_rows(5)
     before = decoded(view, ids, starts)
     change(model)
-    assert step.follow() is stays_native
+    assert step.refresh() is stays_native
     after = decoded(view, ids, starts)
     assert far(after, before) > 1e-3
     assert far(after, decoded(DecoderView(model), ids, starts)) < (1e-4 if stays_native else 1e-5)
@@ -375,10 +375,10 @@ def test_logits_follow_the_head_alone(change: Callable[[Any], None]) -> None:
     step, view = NativeStep(model), native_view(model)
     hidden = torch.randn(5, 32)
     before = view.logits(hidden)
-    assert step.follow_head()
+    assert step.refresh_head()
     change(model)
     with torch.no_grad():
-        assert step.follow_head() is (change in (laid_elsewhere, the_head))
+        assert step.refresh_head() is (change in (laid_elsewhere, the_head))
         hidden = hidden.to(model.dtype)
         after = view.logits(hidden)
         assert far(after, before) > 1e-3
@@ -389,9 +389,9 @@ def test_it_is_native_again_once_a_hook_is_gone() -> None:
     model = make()
     step = NativeStep(model)
     hook = model.model.layers[0].mlp.register_forward_hook(lambda *_: None)
-    assert not step.follow()
+    assert not step.refresh()
     hook.remove()
-    assert step.follow()
+    assert step.refresh()
 
 
 def test_what_torch_does_not_count_is_seen_when_told() -> None:
@@ -400,7 +400,7 @@ def test_what_torch_does_not_count_is_seen_when_told() -> None:
     ids, starts = some_rows(5)
     before = decoded(view, ids, starts)
     model.model.layers[1].mlp.up_proj.weight.data.mul_(1.5)
-    view.follow_weights()
+    view.refresh_weights()
     after = decoded(view, ids, starts)
     assert far(after, before) > 1e-3
     assert far(after, decoded(DecoderView(model), ids, starts)) < 1e-4

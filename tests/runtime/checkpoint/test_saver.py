@@ -16,7 +16,7 @@ from torch import Tensor
 from distflow.runtime.checkpoint.checkpoint import CheckpointError, CheckpointStore
 from distflow.runtime.checkpoint.saver import Saver
 from distflow.runtime.wait_log import Wait, Waits
-from distflow.training.collective import OneRank
+from distflow.training.engine import OneRank
 
 
 @dataclass

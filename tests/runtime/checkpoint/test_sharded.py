@@ -20,7 +20,7 @@ from distflow.runtime.checkpoint.checkpoint import CheckpointError, CheckpointSt
 from distflow.runtime.checkpoint.saver import Saver
 from distflow.runtime.checkpoint.state import restore, saved_parts
 from distflow.runtime.resources import build_resources
-from distflow.training.collective import OneRank
+from distflow.training.engine import OneRank
 from tests.e2e.runs import Playground
 from tests.ranks import run_ranks
 from tests.runtime.checkpoint.sharded_worker import SEED, draws, resume_point, whole_odd_tensors

@@ -81,12 +81,12 @@ def test_an_engine_that_refuses_holds_the_run_with_its_reason() -> None:
 
 
 def test_unchanged_weights_leave_the_engine_with_the_trainer_s_weights() -> None:
-    engine = Engine(hashes=HASHES, alias=True)
+    engine = Engine(hashes=HASHES, version_only=True)
     port_to(engine).alias(TWO, HASHES)
     assert engine.served == [(TWO, {})]
     others = HASHES | {"b": "of an older version"}
     with pytest.raises(TrustError, match="serve the weights that it has as version 2, .* tensors that differ: b"):
-        port_to(Engine(hashes=others, alias=True)).alias(TWO, HASHES)
+        port_to(Engine(hashes=others, version_only=True)).alias(TWO, HASHES)
 
 
 @pytest.mark.parametrize("hashes", [{}, {**stripe_hashes(tensors("a", "b")), "c": "other"}])

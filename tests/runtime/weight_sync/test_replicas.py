@@ -4,7 +4,7 @@ import pytest
 
 from distflow.errors import TrustError
 from distflow.runtime.weight_sync.receipts import check_replicas
-from distflow.training.collective import OneRank
+from distflow.training.engine import OneRank
 
 
 class TwoRanks(OneRank):

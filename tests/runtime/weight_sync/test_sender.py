@@ -142,7 +142,7 @@ class Engine:
     async def load_weights(self, version: Version, weights: Any) -> Receipt:
         if weights is None:
             self.version = version
-            return Receipt(version, alias=True)
+            return Receipt(version, version_only=True)
         sent = stripe_hashes(weights)
         self._held = self._held | {name: own for name, own in sent.items() if name != self._skipped}
         self.version = replace(version, step=version.step - self._behind)
@@ -157,7 +157,7 @@ def test_a_receiver_asks_the_engine_what_it_holds() -> None:
     engine, sent = Engine(), stripe_hashes(weights(1, 2))
     receive = receive_from(engine)
     assert receive(Version(0, 2), weights(1, 2)) == Receipt(Version(0, 2), sent)
-    assert receive(Version(0, 3), None) == Receipt(Version(0, 3), sent, alias=True)
+    assert receive(Version(0, 3), None) == Receipt(Version(0, 3), sent, version_only=True)
 
 
 @pytest.mark.parametrize("engine", [Engine(skipped="w1", claimed="w1"), Engine(behind=1)])

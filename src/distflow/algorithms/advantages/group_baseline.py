@@ -19,7 +19,7 @@ class GroupRule:
     baseline: the mean reward of the group, plain or weighted by response lengths.
     leave_one_out: a sample's own reward is not in its baseline.
     scale: divide by the unbiased standard deviation of the group, or of the whole batch, plus `epsilon`; or not.
-    alone: what a group of one valid sample gets: its reward over (1 + epsilon if scaled), or zero.
+    alone: the advantage in a group of one valid sample: its reward over (1 + epsilon if scaled), or zero.
     """
 
     baseline: Literal["mean", "length_weighted_mean"] = "mean"

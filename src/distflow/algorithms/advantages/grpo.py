@@ -111,16 +111,16 @@ def compute_gdpo_advantage(
     samples, as in NVIDIA's TRL. The summed rewards, and a KL in them, are not read.
     """
     summed = torch.zeros(len(response_mask), dtype=torch.float64, device=response_mask.device)
-    judged = torch.ones_like(summed, dtype=torch.bool) if valid is None else valid.bool()
+    is_valid = torch.ones_like(summed, dtype=torch.bool) if valid is None else valid.bool()
     rule = grpo_rule(norm_adv_by_std_in_grpo, adv_epsilon)
     weights = _weights_of_samples(reward_weights or {}, domain, len(summed))
     for name in sorted({name for parts in reward_parts for name in parts}):
         scores = summed.new_tensor([parts.get(name, 0.0) for parts in reward_parts])
         weight = summed.new_tensor([of_sample.get(name, 1.0) for of_sample in weights])
-        has_part = judged & torch.tensor([name in parts for parts in reward_parts], device=summed.device)
+        has_part = is_valid & torch.tensor([name in parts for parts in reward_parts], device=summed.device)
         summed = summed + weight * group_advantage(scores, group_index, rule, has_part)
     if whiten_over == "samples":
-        whitened = masked_whiten(summed, judged, reduce)
+        whitened = masked_whiten(summed, is_valid, reduce)
         advantages = on_tokens(whitened, response_mask)
     else:
         spread = summed[:, None].expand(response_mask.shape)

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from distflow.algorithms.losses.ratio import Stats, as_stat, clip_range, clipped_surrogate, log_ratio
-from distflow.algorithms.masked_reductions import Reduce, global_sum, masked_mean, under_mask
+from distflow.algorithms.losses.clipped_ratio import Stats, clip_range, clipped_surrogate
+from distflow.algorithms.masked_reductions import Reduce, as_stat, global_sum, log_ratio, masked_mean, under_mask
 from distflow.algorithms.registry import register_policy_loss
 from distflow.graph.fields import register_field
 from distflow.graph.node_decorator import node

@@ -10,17 +10,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from distflow.algorithms.losses.ratio import (
-    MAX_LOG_RATIO,
-    Stats,
-    as_stat,
-    check_dual_clip,
-    clip_range,
-    clipped_surrogate,
-    log_ratio,
-    raw_log_ratio,
-)
-from distflow.algorithms.masked_reductions import under_mask
+from distflow.algorithms.losses.clipped_ratio import Stats, check_dual_clip, clip_range, clipped_surrogate
+from distflow.algorithms.masked_reductions import MAX_LOG_RATIO, as_stat, log_ratio, raw_log_ratio, under_mask
 from distflow.algorithms.registry import register_policy_loss
 from distflow.errors import hint
 
@@ -49,21 +40,21 @@ class RejectionSampling:
     lower: float | None = None
 
     @staticmethod
-    def of(given: Mapping[str, object]) -> "RejectionSampling":
+    def of(options: Mapping[str, object]) -> "RejectionSampling":
         """Raises ValueError for an unknown name, or invalid bounds or choices."""
-        if not isinstance(given, Mapping):
-            raise ValueError(f"rejection_sampling is a mapping, e.g. {{metric: kl_k3, upper: 0.1}}, not {given!r}")
+        if not isinstance(options, Mapping):
+            raise ValueError(f"rejection_sampling is a mapping, e.g. {{metric: kl_k3, upper: 0.1}}, not {options!r}")
         known = [f.name for f in fields(RejectionSampling)]
-        for name, value in given.items():
+        for name, value in options.items():
             if name not in known:
                 raise ValueError(f"rejection_sampling has no '{name}'{hint(name, known)}")
             if name in _CHOICES and value not in _CHOICES[name]:
                 raise ValueError(f"rejection_sampling.{name} '{value}' is none of {', '.join(_CHOICES[name])}")
             if name in ("upper", "lower") and not _is_bound(name, value):
                 raise ValueError(f"rejection_sampling.{name} must be a number, not {value!r}")
-        made = RejectionSampling(**given)  # type: ignore[arg-type]  # checked one by one above
-        made._check()
-        return made
+        rule = RejectionSampling(**options)  # type: ignore[arg-type]  # checked one by one above
+        rule._check()
+        return rule
 
     def _check(self) -> None:
         if self.lower is not None and self.lower > self.upper:
@@ -105,8 +96,8 @@ def behaviour_weights(behaviour: Tensor, loss_mask: Tensor, rule: RejectionSampl
     if rule.lower is not None:
         outside = outside | (measured < rule.lower)
     outside = outside & inside
-    kept = torch.zeros_like(weight) if rule.action == "mask" else weight.clamp(rule.lower or 0.0, rule.upper)
-    return torch.where(outside, kept, weight), outside
+    replacement = torch.zeros_like(weight) if rule.action == "mask" else weight.clamp(rule.lower or 0.0, rule.upper)
+    return torch.where(outside, replacement, weight), outside
 
 
 def _ratio(log_ratio: Tensor) -> Tensor:
@@ -183,6 +174,8 @@ def compute_decoupled_loss(
         weight, above = behaviour_weights(unclamped, loss_mask, RejectionSampling.of(rejection_sampling))
     elif behav_imp_weight_cap is not None:
         above = weight > behav_imp_weight_cap
-        kept = torch.zeros_like(weight) if behav_imp_weight_mode == "mask" else weight.clamp(max=behav_imp_weight_cap)
-        weight = torch.where(above, kept, weight)
+        replacement = (
+            torch.zeros_like(weight) if behav_imp_weight_mode == "mask" else weight.clamp(max=behav_imp_weight_cap)
+        )
+        weight = torch.where(above, replacement, weight)
     return loss * weight, stats | {"behave_imp_weight": weight, "behave_capped": as_stat(above, weight)}

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from distflow.algorithms.advantages.group_baseline import sample_scores
-from distflow.algorithms.losses.ratio import MAX_LOG_RATIO, Stats, as_stat, clip_range, log_ratio, raw_log_ratio
-from distflow.algorithms.masked_reductions import under_mask
+from distflow.algorithms.losses.clipped_ratio import Stats, clip_range
+from distflow.algorithms.masked_reductions import MAX_LOG_RATIO, as_stat, log_ratio, raw_log_ratio, under_mask
 from distflow.algorithms.registry import register_policy_loss
 
 

@@ -2,39 +2,15 @@
 included, without padding and without a matrix that is saved for the backward pass."""
 
 import ctypes
-from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from distflow.models.cpu_kernels.build import library
-from distflow.models.cpu_kernels.tensor_arguments import ADDRESS, COUNT
-from distflow.models.shared_prefixes import Sharing
-
-
-@dataclass(frozen=True)
-class Sequences:
-    """Packed sequences, all int64 on the CPU. place: `(tokens,)`, of each token its row. starts: `(sequences + 1,)`, in
-    `place`. shared: `(sequences,)`, tokens at the beginning whose rows an earlier sequence has too; the others' rows
-    follow each other."""
-
-    place: Tensor
-    starts: Tensor
-    shared: Tensor
-    longest: int
-
-    @staticmethod
-    def of(lengths: Tensor, sharing: Sharing | None) -> "Sequences":
-        """lengths: int64 `(sequences,)`, all at least 1, on the CPU."""
-        starts = torch.cat((lengths.new_zeros(1), lengths.cumsum(0)))
-        longest = int(lengths.max())
-        if sharing is None:
-            return Sequences(torch.arange(int(starts[-1])), starts, torch.zeros_like(lengths), longest)
-        kept = torch.zeros(len(sharing.place) + 1, dtype=torch.int64).index_fill_(0, sharing.kept + 1, 1).cumsum(0)
-        return Sequences(sharing.place, starts, lengths - (kept[starts[1:]] - kept[starts[:-1]]), longest)
+from distflow.models.cpu_kernels.build import ADDRESS, COUNT, library
+from distflow.models.packing import Sequences
 
 
 class _Packing(ctypes.Structure):
@@ -43,18 +19,6 @@ class _Packing(ctypes.Structure):
         *((name, COUNT) for name in ("sequences", "longest", "heads", "kv_heads", "head_dim")),
         ("scale", ctypes.c_float),
     ]
-
-
-class _SavedForBackward(Protocol):
-    """What a forward pass keeps for its backward pass."""
-
-    sequences: Sequences
-    scale: float
-
-    @property
-    def saved_tensors(self) -> tuple[Tensor, ...]: ...
-
-    def save_for_backward(self, *tensors: Tensor) -> None: ...
 
 
 def attend(queries: Tensor, keys: Tensor, values: Tensor, sequences: Sequences, scale: float) -> Tensor:
@@ -66,9 +30,7 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, sequences: Sequences, 
 
 class _Attention(Function):
     @staticmethod
-    def forward(
-        ctx: _SavedForBackward, queries: Tensor, keys: Tensor, values: Tensor, sequences: Sequences, scale: float
-    ) -> Tensor:
+    def forward(ctx: Any, queries: Tensor, keys: Tensor, values: Tensor, sequences: Sequences, scale: float) -> Tensor:
         mixed, log_sums = torch.empty_like(queries), queries.new_empty(queries.shape[:2])
         _run("attend", sequences, scale, queries, keys, values, mixed, log_sums)
         ctx.save_for_backward(queries, keys, values, mixed, log_sums)
@@ -77,7 +39,7 @@ class _Attention(Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: _SavedForBackward, of_mixed: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+    def backward(ctx: Any, of_mixed: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         queries, keys, values, mixed, log_sums = ctx.saved_tensors
         sequences, of_mixed = ctx.sequences, of_mixed.contiguous()
         added = [keys.new_empty(len(sequences.place), *keys.shape[1:]) for _ in range(2)]
@@ -91,7 +53,7 @@ class _Attention(Function):
 
 
 def _run(name: str, sequences: Sequences, scale: float, queries: Tensor, keys: Tensor, *others: Tensor) -> None:
-    """others: values, and what the C function takes after them."""
+    """others: values, and the C function's arguments after them."""
     threads = torch.get_num_threads()
     of = (sequences.place, sequences.starts, sequences.shared)
     packing = _Packing(

@@ -1,4 +1,5 @@
-"""Compiling this folder's C for the processor at hand, with the C compiler that the machine has, once for all runs."""
+"""Compiles this folder's C for the processor at hand, with the machine's C compiler, once for all runs; has the types
+of its functions' arguments."""
 
 import ctypes
 import functools
@@ -11,6 +12,7 @@ import tempfile
 from pathlib import Path
 
 from threadpoolctl import threadpool_info
+from torch import Tensor
 
 FOLDER = Path(__file__).parent
 FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-fPIC") + (
@@ -18,6 +20,7 @@ FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fope
     ("-mprefer-vector-width=512",) if platform.machine() == "x86_64" else ()
 )
 LONGEST_S = 60.0
+ADDRESS, COUNT = ctypes.c_void_p, ctypes.c_int64
 
 
 class NotNative(Exception):
@@ -58,7 +61,7 @@ def _load() -> ctypes.CDLL:
     try:
         return ctypes.CDLL(str(path))
     except OSError as error:
-        raise NotNative(f"what {compiler} made cannot be loaded: {error}") from None
+        raise NotNative(f"the library that {compiler} made cannot be loaded: {error}") from None
 
 
 def name() -> str:
@@ -76,13 +79,13 @@ def _openmp() -> None:
 
 
 def _cache() -> Path:
-    """A folder that nobody else can write to: what lies there is loaded into the process."""
+    """A folder that nobody else can write to: its files are loaded into the process."""
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "distflow"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         state = folder.stat()
     except OSError as error:
-        raise NotNative(f"there is no cache for what is compiled: {error}") from None
+        raise NotNative(f"there is no cache for compiled code: {error}") from None
     if state.st_uid != os.getuid() or state.st_mode & 0o022:
         raise NotNative(f"{folder} can be written to by others: chmod 700 it")
     return folder
@@ -103,7 +106,7 @@ def _compile(compiler: str, path: Path) -> None:
         compiled = [Path(folder) / f"{source.stem}.o" for source in FOLDER.glob("*.c")]
         for each in compiled:
             _run(compiler, *FLAGS, "-c", str(FOLDER / f"{each.stem}.c"), "-o", str(each))
-        # Without -fopenmp: whose OpenMP it is, is settled when it is loaded.
+        # Without -fopenmp: the OpenMP library is found when it is loaded.
         linked = Path(folder) / "native.so"
         _run(compiler, "-shared", *map(str, compiled), "-o", str(linked))
         linked.replace(path)
@@ -117,3 +120,15 @@ def _run(*command: str) -> str:
     if done.returncode:
         raise NotNative(f"{' '.join(command)} failed: {done.stderr.strip()[-400:]}")
     return done.stdout
+
+
+class Norm(ctypes.Structure):
+    _fields_ = [("weight", ADDRESS), ("of_weight", ADDRESS), ("size", COUNT), ("epsilon", ctypes.c_float)]
+
+
+def norm_of(weight: Tensor | None, of_weight: Tensor | None, epsilon: float) -> Norm:
+    return Norm(address(weight), address(of_weight), 0 if weight is None else len(weight), epsilon)
+
+
+def address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()

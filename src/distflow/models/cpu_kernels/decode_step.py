@@ -8,9 +8,8 @@ import logging
 import torch
 from torch import Tensor, nn
 
-from distflow.models.cpu_kernels.build import NotNative, library
-from distflow.models.cpu_kernels.tensor_arguments import ADDRESS, COUNT
-from distflow.models.cpu_kernels.weight_layout import check, pack, parts, seen, seen_of_head
+from distflow.models.cpu_kernels.build import ADDRESS, COUNT, NotNative, library
+from distflow.models.cpu_kernels.weight_layout import check_modules, head_key, layer_modules, layout_key, pack_weights
 
 
 def draw(logits: Tensor, temperature: float, uniform: Tensor) -> tuple[Tensor, Tensor] | None:
@@ -44,7 +43,7 @@ class NativeStep:
     """Computes what `DecoderView` does by torch, in another order of sums; a row's bits do not depend on its batch.
 
     The weights are copied into a layout of their own, as much memory again, and again when they change: in place, or
-    by others taking their place, but not by way of `weight.data`, which counts no changes; `forget` is for that.
+    by others taking their place, but not by way of `weight.data`, which counts no changes; `expire` is for that.
     """
 
     def __init__(self, causal: nn.Module, halves: bool = False) -> None:
@@ -61,29 +60,29 @@ class NativeStep:
         self._panel: int = self._library.panel_width()
         self._causal, self._halves = causal, halves
         self.values_dtype = torch.bfloat16 if halves else torch.float32  # which products make them in
-        self._seen = seen(causal)
-        self._packed = pack(causal, self._panel, halves)
+        self._key = layout_key(causal)
+        self._packed = pack_weights(causal, self._panel, halves)
         self._scratch = torch.empty(0)
 
-    def forget(self) -> None:
+    def expire(self) -> None:
         """Have the weights copied before the next step."""
-        self._seen = []
+        self._key = []
 
-    def follow(self) -> bool:
+    def refresh(self) -> bool:
         """Update the copies of the weights. False: the model has changed, and only torch can compute it."""
-        now = seen(self._causal)
-        if now != self._seen:
+        now = layout_key(self._causal)
+        if now != self._key:
             try:
                 _check(self._causal)
             except NotNative:
                 return False
-            self._packed, self._seen = pack(self._causal, self._panel, self._halves), now
+            self._packed, self._key = pack_weights(self._causal, self._panel, self._halves), now
         return True
 
-    def follow_head(self) -> bool:
+    def refresh_head(self) -> bool:
         """The same for `logits` alone, in less time."""
-        now = seen_of_head(self._causal)
-        return self._seen[-len(now) :] == now or self.follow()
+        now = head_key(self._causal)
+        return self._key[-len(now) :] == now or self.refresh()
 
     def decode(
         self, token_ids: Tensor, positions: Tensor, keys: Tensor, values: Tensor, cos: Tensor, sin: Tensor
@@ -131,4 +130,4 @@ class NativeStep:
 def _check(causal: nn.Module) -> None:
     """Raises NotNative for a model that `decode.c` does not compute."""
     decoder, head = causal._modules["model"], causal._modules["lm_head"]
-    check((*parts(decoder), head), causal.config.rms_norm_eps)  # type: ignore[arg-type,union-attr]
+    check_modules((*layer_modules(decoder), head), causal.config.rms_norm_eps)  # type: ignore[arg-type,union-attr]

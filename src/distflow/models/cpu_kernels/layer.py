@@ -4,15 +4,14 @@ backward. Intermediate results stay in the processor's cache."""
 
 import ctypes
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from distflow.models.cpu_kernels.build import library
-from distflow.models.cpu_kernels.tensor_arguments import ADDRESS, COUNT, Norm, address, norm_of
+from distflow.models.cpu_kernels.build import ADDRESS, COUNT, Norm, address, library, norm_of
 
 
 class _Linear(ctypes.Structure):
@@ -25,7 +24,7 @@ class _Linear(ctypes.Structure):
 class _Projection(ctypes.Structure):
     _fields_ = [
         *(("linear", _Linear), ("norm", Norm)),
-        *((name, ADDRESS) for name in ("projected", "made", "of_made")),
+        *((name, ADDRESS) for name in ("projected", "outputs", "of_outputs")),
         ("rotates", COUNT),
     ]
 
@@ -42,7 +41,7 @@ class _After(ctypes.Structure):
     _fields_ = [
         *(
             (name, ADDRESS)
-            for name in ("x", "mixed", "attended", "gates", "ups", "made", "of_made", "of_x", "of_mixed")
+            for name in ("x", "mixed", "attended", "gates", "ups", "outputs", "of_outputs", "of_x", "of_mixed")
         ),
         ("norm", Norm),
         *((name, _Linear) for name in ("output", "gate", "up", "down")),
@@ -50,21 +49,9 @@ class _After(ctypes.Structure):
     ]
 
 
-class _SavedForBackward(Protocol):
-    """What a forward pass keeps for its backward pass."""
-
-    head_dim: int
-    epsilon: float
-
-    @property
-    def saved_tensors(self) -> tuple[Any, ...]: ...
-
-    def save_for_backward(self, *tensors: Tensor | None) -> None: ...
-
-
 def before_attention(layer: Any, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Rotated queries `(rows, heads, head_dim)`, rotated keys and values `(rows, kv_heads, head_dim)`, of a layer that
-    `weight_layout.check` accepts.
+    `weight_layout.check_modules` accepts.
 
     x: float32 `(rows, hidden)`. cos, sin: `(rows, head_dim)`, as the model makes them. Differentiable once.
     """
@@ -73,7 +60,7 @@ def before_attention(layer: Any, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[T
     for name in ("q", "k", "v"):
         linear, head_norm = getattr(attention, f"{name}_proj"), getattr(attention, f"{name}_norm", None)
         weights += (linear.weight, linear.bias, None if head_norm is None else head_norm.weight)
-    made = _BeforeAttention.apply(
+    outputs = _BeforeAttention.apply(
         x.contiguous(),
         cos.contiguous(),
         sin.contiguous(),
@@ -82,7 +69,7 @@ def before_attention(layer: Any, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[T
         norm.weight,
         *weights,
     )
-    queries, keys, values = (each.unflatten(1, (-1, attention.head_dim)) for each in made)
+    queries, keys, values = (each.unflatten(1, (-1, attention.head_dim)) for each in outputs)
     return queries, keys, values
 
 
@@ -95,7 +82,7 @@ def after_attention(layer: Any, x: Tensor, mixed: Tensor) -> Tensor:
         for linear in (layer.self_attn.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj)
         for weight in (linear.weight, linear.bias)
     ]
-    made: Tensor = _AfterAttention.apply(
+    outputs: Tensor = _AfterAttention.apply(
         x.contiguous(),
         mixed.flatten(1).contiguous(),
         norm.variance_epsilon,
@@ -103,13 +90,13 @@ def after_attention(layer: Any, x: Tensor, mixed: Tensor) -> Tensor:
         norm.weight,
         *weights,
     )
-    return made
+    return outputs
 
 
 class _BeforeAttention(Function):
     @staticmethod
     def forward(
-        ctx: _SavedForBackward,
+        ctx: Any,
         x: Tensor,
         cos: Tensor,
         sin: Tensor,
@@ -118,35 +105,35 @@ class _BeforeAttention(Function):
         norm: Tensor,
         *weights: Tensor,
     ) -> tuple[Tensor, ...]:
-        made = [x.new_empty(len(x), len(weight)) for weight in weights[::3]]
+        outputs = [x.new_empty(len(x), len(weight)) for weight in weights[::3]]
         projected = [
             None if of_heads is None else torch.empty_like(each)
-            for of_heads, each in zip(weights[2::3], made, strict=True)
+            for of_heads, each in zip(weights[2::3], outputs, strict=True)
         ]
-        saved = (x, cos, sin, norm, *weights, *projected)
-        ctx.save_for_backward(*saved)
+        tensors = (x, cos, sin, norm, *weights, *projected)
+        ctx.save_for_backward(*tensors)
         ctx.head_dim, ctx.epsilon = head_dim, epsilon
-        job = _before(ctx, saved, [None] * 10)
-        for place, each in zip(job.projections, made, strict=True):
-            place.made = each.data_ptr()
+        job = _before(ctx, tensors, [None] * 10)
+        for place, each in zip(job.projections, outputs, strict=True):
+            place.outputs = each.data_ptr()
         _run("before", job, backward=False)
-        return tuple(made)
+        return tuple(outputs)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: _SavedForBackward, *of_made: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *of_outputs: Tensor) -> tuple[Tensor | None, ...]:
         x, _, _, norm, *others = ctx.saved_tensors
         of_x, of_weights = torch.empty_like(x), [_like(weight) for weight in (norm, *others[:9])]
-        job, given = _before(ctx, ctx.saved_tensors, of_weights), [each.contiguous() for each in of_made]
+        job, gradients = _before(ctx, ctx.saved_tensors, of_weights), [each.contiguous() for each in of_outputs]
         job.of_x = of_x.data_ptr()
-        for place, each in zip(job.projections, given, strict=True):
-            place.of_made = each.data_ptr()
+        for place, each in zip(job.projections, gradients, strict=True):
+            place.of_outputs = each.data_ptr()
         _run("before", job, backward=True)
         return of_x, None, None, None, None, *of_weights
 
 
-def _before(ctx: _SavedForBackward, saved: Sequence[Any], of_weights: Sequence[Tensor | None]) -> Any:
-    x, cos, sin, norm, *others = saved
+def _before(ctx: Any, tensors: Sequence[Any], of_weights: Sequence[Tensor | None]) -> Any:
+    x, cos, sin, norm, *others = tensors
     weights, projected = others[:9], others[9:]
     of_norm, *of_others = of_weights
     job = _Before(x.data_ptr(), None, cos.data_ptr(), sin.data_ptr(), norm_of(norm, of_norm, ctx.epsilon))
@@ -162,32 +149,32 @@ def _before(ctx: _SavedForBackward, saved: Sequence[Any], of_weights: Sequence[T
 class _AfterAttention(Function):
     @staticmethod
     def forward(
-        ctx: _SavedForBackward, x: Tensor, mixed: Tensor, epsilon: float, keeps: bool, norm: Tensor, *weights: Tensor
+        ctx: Any, x: Tensor, mixed: Tensor, epsilon: float, keeps: bool, norm: Tensor, *weights: Tensor
     ) -> Tensor:
-        attended, made = torch.empty_like(x), torch.empty_like(x)
+        attended, outputs = torch.empty_like(x), torch.empty_like(x)
         stride = library().gates_stride(COUNT(len(weights[2])))
         gates, ups = ((x.new_empty(len(x), stride) if keeps else None) for _ in range(2))
-        saved = (mixed, attended, gates, ups, norm, *weights)
-        ctx.save_for_backward(*saved)
+        tensors = (mixed, attended, gates, ups, norm, *weights)
+        ctx.save_for_backward(*tensors)
         ctx.epsilon = epsilon
-        job = _after(ctx, saved, [None] * 9)
-        job.x, job.made = x.data_ptr(), made.data_ptr()
+        job = _after(ctx, tensors, [None] * 9)
+        job.x, job.outputs = x.data_ptr(), outputs.data_ptr()
         _run("after", job, backward=False)
-        return made
+        return outputs
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: _SavedForBackward, of_made: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, of_outputs: Tensor) -> tuple[Tensor | None, ...]:
         mixed, attended, _, _, *weights = ctx.saved_tensors
         of_x, of_mixed, of_weights = torch.empty_like(attended), torch.empty_like(mixed), [_like(w) for w in weights]
-        job, of_made = _after(ctx, ctx.saved_tensors, of_weights), of_made.contiguous()
-        job.of_made, job.of_x, job.of_mixed = (each.data_ptr() for each in (of_made, of_x, of_mixed))
+        job, of_outputs = _after(ctx, ctx.saved_tensors, of_weights), of_outputs.contiguous()
+        job.of_outputs, job.of_x, job.of_mixed = (each.data_ptr() for each in (of_outputs, of_x, of_mixed))
         _run("after", job, backward=True)
         return of_x, of_mixed, None, None, *of_weights
 
 
-def _after(ctx: _SavedForBackward, saved: Sequence[Any], of_weights: Sequence[Tensor | None]) -> Any:
-    mixed, attended, gates, ups, norm, *weights = saved
+def _after(ctx: Any, tensors: Sequence[Any], of_weights: Sequence[Tensor | None]) -> Any:
+    mixed, attended, gates, ups, norm, *weights = tensors
     of_norm, *of_others = of_weights
     job = _After(norm=norm_of(norm, of_norm, ctx.epsilon), rows=len(attended))
     job.mixed, job.attended, job.gates, job.ups = (address(each) for each in (mixed, attended, gates, ups))

@@ -1,4 +1,9 @@
-"""A decoder's weights in the layout of `decode.c`, and what that layout was made of."""
+"""Weights in the layouts that products on a CPU are fast with.
+
+For `decode.c` a decoder's weights are packed into a layout of our own. Linear maps in bfloat16 that torch computes keep
+a copy in oneDNN's layout: it brings a weight into it before each product otherwise, which takes as long as a product of
+few rows. Both take as much memory again, and are made again when the weights change.
+"""
 
 import ctypes
 from collections.abc import Iterable, Iterator, Sequence
@@ -9,14 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
-from distflow.models.cpu_kernels.build import NotNative
-from distflow.models.cpu_kernels.tensor_arguments import ADDRESS, COUNT
+from distflow.models.cpu_kernels.build import ADDRESS, COUNT, NotNative
 
 MAKERS = ("torch.nn.", "transformers.")
-PAIRS_UNIT = 32  # `halves.h`: what the numbers of a row of pairs are filled up to
+PAIRS_UNIT = 32  # `halves.h`: rows of pairs are padded to a multiple of it
 KINDS = ("Linear", "Embedding", "RMSNorm", "MLP", "Attention", "SiLU", "SiLUActivation", "DecoderLayer", "Model")
-"""What a module's class is named, or ends with. Of others, and of those whose `forward` is not by one of the makers,
-nobody here knows what they compute."""
+"""Endings of the class names of known modules. Others may compute anything, and so may those with a `forward` that is
+not by one of the makers."""
 
 
 class Linear(ctypes.Structure):
@@ -40,25 +44,25 @@ class Model(ctypes.Structure):
 
 
 @dataclass(frozen=True)
-class Packed:
-    """kept: memory that the addresses in `model` and `head` lead to."""
+class PackedWeights:
+    """memory: of the addresses in `model` and `head`."""
 
     model: Model
     head: Linear
-    kept: list[object]
+    memory: list[object]
 
 
-def seen(causal: nn.Module) -> list[object]:
-    """Changes whenever what `pack` makes of the model does, but for weights changed by way of `weight.data`."""
-    return _seen_of(parts(causal._modules["model"])) + seen_of_head(causal)  # type: ignore[arg-type]
+def layout_key(causal: nn.Module) -> list[object]:
+    """Changes whenever the result of `pack_weights` would, except for weights changed by way of `weight.data`."""
+    return _key_of(layer_modules(causal._modules["model"])) + head_key(causal)  # type: ignore[arg-type]
 
 
-def seen_of_head(causal: nn.Module) -> list[object]:
-    """The end of `seen`: what logits are made of."""
-    return [_has_any_global_hook(), *_seen_of([causal._modules["lm_head"]])]  # type: ignore[list-item]
+def head_key(causal: nn.Module) -> list[object]:
+    """The end of `layout_key`: of the output head alone."""
+    return [_has_any_global_hook(), *_key_of([causal._modules["lm_head"]])]  # type: ignore[list-item]
 
 
-def _seen_of(modules: Iterable[nn.Module]) -> list[object]:
+def _key_of(modules: Iterable[nn.Module]) -> list[object]:
     found: list[object] = []
     for module in modules:
         fields = vars(module)
@@ -75,8 +79,8 @@ def _seen_of(modules: Iterable[nn.Module]) -> list[object]:
     return found
 
 
-def parts(decoder: nn.Module) -> Iterator[nn.Module]:
-    """The modules that its layers call, those that these call, and what stands before and after the layers."""
+def layer_modules(decoder: nn.Module) -> Iterator[nn.Module]:
+    """The modules that its layers call, those that these call, and those before and after the layers."""
     # Not as attributes: looked up in each step, those of a module would take longer than some steps.
     body = decoder._modules
     for layer in body["layers"]._modules.values():  # type: ignore[union-attr]
@@ -88,7 +92,7 @@ def parts(decoder: nn.Module) -> Iterator[nn.Module]:
 
 
 def side_by_side(modules: Sequence[nn.Linear], dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-    """Weight and bias of the one linear map that makes, in this order, what these make of the same input."""
+    """Weight and bias of one linear map with the outputs of these, in this order."""
     weights = [module.weight.to(dtype) for module in modules]
     weight = torch.cat(weights) if len(weights) > 1 else weights[0]  # without a copy of one that is alone
     if all(module.bias is None for module in modules):
@@ -98,11 +102,11 @@ def side_by_side(modules: Sequence[nn.Linear], dtype: torch.dtype) -> tuple[Tens
 
 
 @torch.no_grad()
-def pack(causal: Any, panel: int, halves: bool) -> Packed:
-    """Of a model whose parts `check` has nothing against. panel: columns that are computed together. halves: products
-    are of bfloat16."""
+def pack_weights(causal: Any, panel: int, halves: bool) -> PackedWeights:
+    """Of a model that `check_modules` accepts. panel: columns that are computed together. halves: products are of
+    bfloat16."""
     config, layers = causal.config, causal.model.layers
-    kept: list[object] = []
+    memory: list[object] = []
 
     def linear(*modules: nn.Linear) -> Linear:
         weight, bias = side_by_side(modules, torch.bfloat16 if halves else torch.float32)
@@ -112,14 +116,14 @@ def pack(causal: Any, panel: int, halves: bool) -> Packed:
         words = padded.view(torch.int32)  # numbers, or pairs of them
         panels = words.unflatten(0, (-1, panel)).transpose(1, 2).contiguous()
         bias = None if bias is None else bias.float()
-        kept.append((panels, bias))
+        memory.append((panels, bias))
         return Linear(panels.data_ptr(), None if bias is None else bias.data_ptr(), depth, columns, halves)
 
     def weight(module: Any) -> int | None:
         return None if module is None else module.weight.data_ptr()
 
-    made = (Layer * len(layers))()
-    for place, layer in zip(made, layers, strict=True):
+    c_layers = (Layer * len(layers))()
+    for place, layer in zip(c_layers, layers, strict=True):
         attention, mlp = layer.self_attn, layer.mlp
         place.input_norm, place.post_norm = weight(layer.input_layernorm), weight(layer.post_attention_layernorm)
         place.query_norm = weight(getattr(attention, "q_norm", None))
@@ -127,19 +131,19 @@ def pack(causal: Any, panel: int, halves: bool) -> Packed:
         place.query_key_value = linear(attention.q_proj, attention.k_proj, attention.v_proj)
         place.output = linear(attention.o_proj)
         place.gate_up, place.down = linear(mlp.gate_proj, mlp.up_proj), linear(mlp.down_proj)
-    kept.append(made)
+    memory.append(c_layers)
     model = Model(
         weight(causal.model.embed_tokens),
         weight(causal.model.norm),
-        ctypes.addressof(made),
+        ctypes.addressof(c_layers),
         *(causal.model.embed_tokens.num_embeddings, len(layers), config.hidden_size, mlp.down_proj.in_features),
         *(config.num_attention_heads, config.num_key_value_heads, attention.head_dim, halves),
         *(config.rms_norm_eps, attention.scaling),
     )
-    return Packed(model, linear(causal.lm_head), kept)
+    return PackedWeights(model, linear(causal.lm_head), memory)
 
 
-def check(modules: Iterable[nn.Module], epsilon: float) -> None:
+def check_modules(modules: Iterable[nn.Module], epsilon: float) -> None:
     """Raises NotNative where one of these parts of a decoder is none that the C of this folder computes. epsilon: of
     all norms."""
     if _has_any_global_hook():
@@ -166,3 +170,43 @@ def _check_weight(name: str, weight: Tensor) -> None:
         raise NotNative(f"it is for float32 on a CPU, and {name} is in {dtype} on {weight.device}")
     if weight.is_inference() or not weight.is_contiguous():
         raise NotNative(f"a weight of {name} was made in inference mode, or does not lie together")
+
+
+class PrepackedLinear(nn.Linear):
+    """As `nn.Linear`; with gradients it is no more than that."""
+
+    _packed: Tensor
+    _packed_of: tuple[int, int] | None = None
+    """Where the weight lay then, and the number of changes in place that it had seen."""
+    _held: Tensor
+    """The memory there: as long as it is held, no other weight comes to lie there."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        if torch.is_grad_enabled() or not _gains(self.weight):
+            return super().forward(input)
+        now = self.weight.data_ptr(), self.weight._version
+        if now != self._packed_of:
+            self._held, self._packed_of = self.weight.detach(), now
+            self._packed = torch.ops.mkldnn._reorder_linear_weight(self._held)
+        return torch.ops.mkldnn._linear_pointwise(input, self._packed, self.bias, "none", [], "")
+
+
+def prepack(model: nn.Module) -> None:
+    """Make plain linear maps such, where there is something to gain. Their weights may be changed in place, or laid
+    elsewhere, but not by way of `weight.data`, which counts no changes."""
+    if not _is_there():
+        return
+    for module in model.modules():
+        if type(module) is nn.Linear and _gains(module.weight):
+            module.__class__ = PrepackedLinear
+
+
+def _is_there() -> bool:
+    """The operators are torch's own, for its compiler; a build without oneDNN has none of them."""
+    names = ("_is_mkldnn_bf16_supported", "_reorder_linear_weight", "_linear_pointwise")
+    return all(hasattr(torch.ops.mkldnn, name) for name in names) and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
+def _gains(weight: Tensor) -> bool:
+    """One that was made in inference mode counts no changes."""
+    return weight.dtype == torch.bfloat16 and weight.device.type == "cpu" and not weight.is_inference()

@@ -30,7 +30,7 @@ from distflow.graph import NodeOutput, NodeRole, node, node_factory
 from distflow.pipelines.nodes.by_domain import by_domain
 from distflow.rewards.score import RIGHT
 from distflow.runtime.context import NodeContext
-from distflow.training.collective import Collective
+from distflow.training.engine import Collective
 
 
 def masks_samples(algorithm: AlgorithmConfig) -> bool:

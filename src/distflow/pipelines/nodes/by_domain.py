@@ -15,7 +15,7 @@ from distflow.graph import BoundNode, Node, NodeOutput, compile_inputs, node
 from distflow.graph.bind import bind_alone
 from distflow.runtime.context import NodeContext
 from distflow.runtime.step_metrics import over_ranks
-from distflow.training.collective import Collective
+from distflow.training.engine import Collective
 
 Factory = Callable[[Config], Callable[..., object]]
 

@@ -28,7 +28,7 @@ def policy_objective(config: Config, derives_old: bool = False, corrected: bool 
         loss,
         _loss_options(loss, config),
         loss_agg_mode=actor.loss_agg_mode,
-        loss_scale_factor=_scale(config, actor.loss_agg_mode, loss.seed_style),
+        loss_scale_factor=_scale(config, actor.loss_agg_mode, loss.returns_scalar),
         entropy_coef=actor.entropy_coef,
         kl_loss_type=actor.kl_loss_type if actor.use_kl_loss else None,
         kl_loss_coef=actor.kl_loss_coef if actor.use_kl_loss else 0.0,
@@ -40,7 +40,7 @@ def policy_objective(config: Config, derives_old: bool = False, corrected: bool 
         derives_old=derives_old,
         correction=DRIFT_CORRECTION if corrected else correction(config) if corrects and interpolates else None,
         off_policy_mask_threshold=actor.off_policy_mask_threshold,
-        actor={**plain(actor), **actor.policy_loss_kwargs} if loss.seed_style else None,
+        actor={**plain(actor), **actor.policy_loss_kwargs} if loss.returns_scalar else {},
     )
 
 
@@ -123,7 +123,7 @@ def _loss_options(loss: PolicyLoss, config: Config) -> dict[str, object]:
     own |= {name: getattr(actor, name) for name in names if name not in own}
     if config.algorithm.rollout_correction.level and "behav_imp_weight_mode" in loss.options:
         own["behav_imp_weight_mode"] = "disabled"  # the correction weighs in its place
-    if not loss.seed_style:
+    if not loss.returns_scalar:
         free = [name for name in (*loss.options, *loss.selection_options) if name not in dir(actor)]
         check_options(f"policy loss '{loss.name}' (actor.policy_loss_kwargs)", actor.policy_loss_kwargs, free)
         own |= actor.policy_loss_kwargs

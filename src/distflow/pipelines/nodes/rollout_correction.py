@@ -20,7 +20,7 @@ from distflow.config.keys.algorithm import spread
 from distflow.graph import NodeOutput, NodeRole, node, node_factory
 from distflow.pipelines.nodes.objectives import DRIFT_CORRECTION
 from distflow.runtime.context import NodeContext
-from distflow.training.collective import Collective
+from distflow.training.engine import Collective
 
 
 @node_factory

@@ -23,8 +23,7 @@ from distflow.pipelines.nodes.objectives import (
 )
 from distflow.pipelines.nodes.rollout_correction import drift_weights, has_drifted
 from distflow.runtime.context import NodeContext
-from distflow.training.collective import Collective
-from distflow.training.engine import Counts, LossFn, Sums, TrainEngine
+from distflow.training.engine import Collective, Counts, LossFn, Sums, TrainEngine
 
 register_field(
     "trainer_log_probs",

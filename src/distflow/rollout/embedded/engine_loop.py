@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 class StepLoop:
     """Consumes commands, then steps; waits for a command where there is nothing to step or the loop is paused;
-    unblocked by `post`; produces what `step` does. Commands and steps never overlap, so the engine needs no lock.
+    unblocked by `post`; produces the effects of `step`. Commands and steps never overlap, so the engine needs no lock.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class StepLoop:
         def run() -> None:
             try:
                 result = command()
-            except Exception as error:  # the thread's edge: whoever waits gets it
+            except Exception as error:  # a sender's tensors may raise anything; whoever waits gets it, not the loop
                 settle(loop, future, error)
             else:
                 settle(loop, future, result)
@@ -89,10 +89,10 @@ class StepLoop:
         self._thread.join()
         # The engine's threads have ended, so these too overlap with nothing.
         while not self._commands.empty():
-            self._attempt(self._commands.get())
+            self.attempt(self._commands.get())
 
     def _run(self) -> None:
-        """Wait for something to do; leave all computing, that of commands included, to the host's thread where it has
+        """Wait for something to do; leave all computing, of commands too, to the host's thread where it has
         nothing to do, else to one that ends when it has no more."""
         while not self._stopping:
             # A thread that is wanted elsewhere may have left commands.
@@ -112,7 +112,7 @@ class StepLoop:
             torch.set_num_threads(self._num_threads)  # of this thread
         try:
             self._work(lambda: self._host is not None and self._host.waits)
-        except BaseException as error:  # the thread's edge: what ends it must not leave requests without a result
+        except (SystemExit, KeyboardInterrupt, asyncio.CancelledError) as error:  # no request may be left waiting
             self.paused = False
             self._fail(RuntimeError(f"{type(error).__name__}: {error}"))
 
@@ -121,20 +121,24 @@ class StepLoop:
         to be had."""
         while not self._stopping and not ends():
             if not self._commands.empty():
-                self._attempt(self._commands.get())
+                self.attempt(self._commands.get())
             elif self._can_step():
-                self._attempt(self._step)
+                self.attempt(self._step)
             else:
                 return
 
-    def _attempt(self, action: Callable[[], None]) -> None:
+    def attempt(self, action: Callable[[], None]) -> None:
+        """Do it on the thread that computes; every waiting request gets its error."""
+        is_done = False
         try:
             action()
-        except Exception as error:  # the thread's edge: every waiting request gets it
+            is_done = True
+        except Exception as error:  # a model's or a tokenizer's code may raise anything; the loop continues after it
+            is_done = True
             self._fail(error)
-        except BaseException:  # the thread itself is interrupted, or ended
-            self.paused = True  # its work is half done: nothing can continue from there
-            raise
+        finally:
+            if not is_done:  # the thread is interrupted, or ended: nothing can continue from work that is half done
+                self.paused = True
 
 
 def settle(loop: asyncio.AbstractEventLoop, future: "asyncio.Future[T]", outcome: T | Exception) -> None:

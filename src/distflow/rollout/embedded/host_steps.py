@@ -14,7 +14,7 @@ makes tiles smaller, down to single rows.
 """
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from collections.abc import Sequence as Rows
 from functools import partial
 
@@ -23,10 +23,9 @@ from torch import Tensor
 
 from distflow.models.attention import BLOCK
 from distflow.models.cached_decoder import DecoderView, PromptKV
-from distflow.rollout.embedded.kv_cache import KVSlots
-from distflow.rollout.embedded.request_lane import Drawn, RequestLane
-from distflow.rollout.embedded.sampler import Draws, sample
-from distflow.rollout.embedded.scheduler import Prefill, SamplingLaw, Sequence, Work
+from distflow.rollout.embedded.kv_cache import KVSlots, PromptCache
+from distflow.rollout.embedded.sampler import Draws, StepTokens, rows_by_law, sample
+from distflow.rollout.embedded.scheduler import LaneLimits, Prefill, Scheduler, Sequence, Work
 
 LARGEST = 32
 _TRIED_LAYERS = 64
@@ -35,7 +34,7 @@ Feed = Callable[[Sequence], tuple[int, int]]
 """The token that a sequence gives the model next, and its position."""
 
 
-class Tiles:
+class BatchTiles:
     """The steps of an engine, in batch tiles of `size` rows."""
 
     def __init__(self, decoder: DecoderView) -> None:
@@ -44,12 +43,12 @@ class Tiles:
         while self.size > 1 and not self._is_same_in_each_place():
             self.size //= 2
 
-    def draw(self, lane: RequestLane, work: Work, weights: object) -> Draws:
+    def draw(self, lane: "RequestLane", work: Work, weights: object) -> Draws:
         """The next token of each of the work's sequences. weights: identifies the decoder's weights."""
         hidden = self._prefill(lane, work, weights) if work.prefills else self._decode(lane, _last)
         return self._sample(self._logits(hidden), work.sequences)
 
-    def _prefill(self, lane: RequestLane, work: Work, weights: object) -> Tensor:
+    def _prefill(self, lane: "RequestLane", work: Work, weights: object) -> Tensor:
         """Returns `(rows, hidden)` of the last token of each sequence."""
         slot, parts = work.first_slot, []
         for prompt, sequences in itertools.groupby(work.sequences, key=lambda sequence: sequence.prompt_ids):
@@ -64,14 +63,14 @@ class Tiles:
             return hidden
         return torch.where(begun[:, None], self._decode_again(lane)[work.first_slot :], hidden)
 
-    def _decode_again(self, lane: RequestLane) -> Tensor:
+    def _decode_again(self, lane: "RequestLane") -> Tensor:
         """Decode again all tokens that running sequences have drawn. A sequence with none, or no more, writes what its
         next step overwrites."""
         for index in range(max(len(sequence.token_ids) for sequence in lane.scheduler.running)):
             hidden = self._decode(lane, partial(_drawn, index))
         return hidden
 
-    def _decode(self, lane: RequestLane, feed: Feed) -> Tensor:
+    def _decode(self, lane: "RequestLane", feed: Feed) -> Tensor:
         """One token of each running sequence; `(rows, hidden)` in the order of the slots."""
         running, device = lane.scheduler.running, self._decoder.device
         fed = [feed(sequence) for sequence in running]
@@ -97,11 +96,8 @@ class Tiles:
         return torch.cat([self._decoder.logits(tile) for tile in tiles])
 
     def _sample(self, logits: Tensor, sequences: Rows[Sequence]) -> Draws:
-        laws: dict[SamplingLaw, list[int]] = {}
-        for row, sequence in enumerate(sequences):
-            laws.setdefault(sequence.law, []).append(row)
         parts, order = [], []
-        for law, rows in laws.items():
+        for law, rows in rows_by_law([sequence.law for sequence in sequences]).items():
             # Rows of one call decide together how far they look for a nucleus.
             size = 1 if law.top_p < 1.0 else self.size
             for start in range(0, len(rows), size):
@@ -143,41 +139,73 @@ def _drawn(index: int, sequence: Sequence) -> tuple[int, int]:
     return (sequence.token_ids[number] if sequence.token_ids else 0), len(sequence.prompt_ids) + max(number, 0)
 
 
-def step_here(lane: RequestLane, decoder: DecoderView, tiles: Tiles | None, weights: object) -> Drawn:
-    """The lane's next step. weights: identifies the decoder's weights."""
-    work = lane.scheduler.schedule()
-    if tiles is not None:
-        draws = tiles.draw(lane, work, weights)
-    else:
-        hidden = _prefill(lane, decoder, work, weights) if work.prefills else _decode(lane, decoder, work)
-        draws = sample(decoder.logits(hidden), work.sequences)
-    return Drawn(work.sequences, *(column.tolist() for column in draws))
+class RequestLane:
+    """Sequences that are decoded together on the host, with their queue, slots and cached prompts. Lanes share
+    nothing, so that requests of one do not affect the batches of another."""
 
+    def __init__(self, name: str, decoder: DecoderView, tiles: BatchTiles | None, limits: LaneLimits) -> None:
+        """tiles: None decodes all sequences in one batch."""
+        self.name = name
+        self.scheduler = Scheduler(limits.max_num_seqs, limits.max_prefill_tokens)
+        self.slots = KVSlots()
+        self.prompts = PromptCache(limits.prompt_cache_tokens)
+        self._decoder = decoder
+        self._tiles = tiles
 
-def _prefill(lane: RequestLane, decoder: DecoderView, work: Work, weights: object) -> Tensor:
-    """Returns `(rows, hidden)` of the last prompt tokens, in the order of the slots."""
-    slot, hidden = work.first_slot, []
-    num_tokens_at_most = max(len(each.prompt_ids) + each.params.max_tokens for each in work.sequences)
-    for prefill in work.prefills:
-        for forward, rows in _rows_of(lane, decoder, prefill, weights):
-            lane.slots.fill(forward, rows, slot, lane.scheduler.num_wanted, num_tokens_at_most)
-            hidden.append(forward.hidden[torch.tensor(rows, device=forward.hidden.device)])
-            slot += len(rows)
-    return torch.cat(hidden)
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work
 
+    @property
+    def can_step(self) -> bool:
+        return self.scheduler.has_work
 
-def _rows_of(
-    lane: RequestLane, decoder: DecoderView, prefill: Prefill, weights: object
-) -> list[tuple[PromptKV, list[int]]]:
-    """Forwards with the rows to copy from each, a row for each sequence, in order."""
-    places = lane.prompts.rows(weights, prefill.contexts, decoder.prefill)
-    places = [place for place, starts in zip(places, prefill.starts, strict=True) for _ in starts]
-    runs = itertools.groupby(places, key=lambda place: id(place[0]))
-    return [(run[0][0], [row for _, row in run]) for run in (list(group) for _, group in runs)]
+    def leave(self, gone: Collection[Sequence]) -> None:
+        """Forget sequences, finished or aborted; with the last one all memory is dropped."""
+        self.slots.move(self.scheduler.remove(gone))
+        if not self.has_work:
+            self.slots.reset()
+            self.prompts.clear()
 
+    def forget_kv(self) -> None:
+        """Running sequences go back to the head of the queue, with the tokens that they have."""
+        self.scheduler.preempt()
+        self.prompts.clear()
+        self.slots.reset()
 
-def _decode(lane: RequestLane, decoder: DecoderView, work: Work) -> Tensor:
-    positions = [sequence.position for sequence in work.sequences]
-    tokens = torch.tensor([sequence.token_ids[-1] for sequence in work.sequences], device=decoder.device)
-    keys, values = lane.slots.window(len(positions), max(positions) + 1, lane.scheduler.num_wanted)
-    return decoder.decode(tokens, torch.tensor(positions, device=decoder.device), keys, values)
+    def step(self, weights: object) -> StepTokens:
+        """The next step; there must be work. weights: identifies the decoder's weights."""
+        work = self.scheduler.schedule()
+        if self._tiles is not None:
+            draws = self._tiles.draw(self, work, weights)
+        else:
+            hidden = self._prefill(work, weights) if work.prefills else self._decode(work)
+            draws = sample(self._decoder.logits(hidden), work.sequences)
+        return StepTokens(work.sequences, *(column.tolist() for column in draws))
+
+    def read(self) -> None:
+        """No step is in flight: each returns its tokens."""
+
+    def _prefill(self, work: Work, weights: object) -> Tensor:
+        """Returns `(rows, hidden)` of the last prompt tokens, in the order of the slots."""
+        slot, hidden = work.first_slot, []
+        num_tokens_at_most = max(len(each.prompt_ids) + each.params.max_tokens for each in work.sequences)
+        for prefill in work.prefills:
+            for forward, rows in self._rows_of(prefill, weights):
+                self.slots.fill(forward, rows, slot, self.scheduler.num_wanted, num_tokens_at_most)
+                hidden.append(forward.hidden[torch.tensor(rows, device=forward.hidden.device)])
+                slot += len(rows)
+        return torch.cat(hidden)
+
+    def _rows_of(self, prefill: Prefill, weights: object) -> list[tuple[PromptKV, list[int]]]:
+        """Forwards with the rows to copy from each, a row for each sequence, in order."""
+        places = self.prompts.rows(weights, prefill.contexts, self._decoder.prefill)
+        places = [place for place, starts in zip(places, prefill.starts, strict=True) for _ in starts]
+        runs = itertools.groupby(places, key=lambda place: id(place[0]))
+        return [(run[0][0], [row for _, row in run]) for run in (list(group) for _, group in runs)]
+
+    def _decode(self, work: Work) -> Tensor:
+        positions, device = [sequence.position for sequence in work.sequences], self._decoder.device
+        tokens = torch.tensor([sequence.token_ids[-1] for sequence in work.sequences], device=device)
+        keys, values = self.slots.window(len(positions), max(positions) + 1, self.scheduler.num_wanted)
+        return self._decoder.decode(tokens, torch.tensor(positions, device=device), keys, values)

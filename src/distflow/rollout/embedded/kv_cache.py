@@ -70,9 +70,9 @@ class KVSlots:
         elif 4 * rounded > 3 * has_extent:
             rounded = has_extent
         if num_slots > has_slots or rounded != has_extent:
-            kept = slice(min(has_slots, num_slots)), slice(None), slice(min(has_extent, rounded))
+            region = slice(min(has_slots, num_slots)), slice(None), slice(min(has_extent, rounded))
             shape = (max(num_slots, num_wanted), rounded)
-            self.keys, self.values = _moved(self.keys, kept, shape), _moved(self.values, kept, shape)
+            self.keys, self.values = _moved(self.keys, region, shape), _moved(self.values, region, shape)
 
 
 class PromptCache:
@@ -100,11 +100,11 @@ class PromptCache:
     ) -> list[tuple[PromptKV, int]]:
         """The place of each context; missing ones are prefilled together and kept."""
         missing = [context for context in contexts if (version, context) not in self._rows]
-        made: dict[tuple[int, ...], tuple[PromptKV, int]] = {}
+        new_rows: dict[tuple[int, ...], tuple[PromptKV, int]] = {}
         if missing:
             forward = prefill(missing)
-            made = {context: (forward, row) for row, context in enumerate(missing)}
-        found = [made.get(context) or self._rows[version, context] for context in contexts]
+            new_rows = {context: (forward, row) for row, context in enumerate(missing)}
+        found = [new_rows.get(context) or self._rows[version, context] for context in contexts]
         if missing:
             self._keep(version, missing, forward)
         return found
@@ -124,8 +124,8 @@ class PromptCache:
                 del self._rows[name]
 
 
-def _moved(memory: Tensor, kept: tuple[slice, slice, slice], shape: tuple[int, int]) -> Tensor:
-    """kept: of slots, kv heads, extent. shape: slots and extent of the new memory."""
+def _moved(memory: Tensor, region: tuple[slice, slice, slice], shape: tuple[int, int]) -> Tensor:
+    """region: the part that is kept, of slots, kv heads, extent. shape: slots and extent of the new memory."""
     new = memory.new_zeros(memory.shape[0], shape[0], memory.shape[2], shape[1], memory.shape[4])
-    new[:, *kept] = memory[:, *kept]
+    new[:, *region] = memory[:, *region]
     return new

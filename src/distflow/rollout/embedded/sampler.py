@@ -1,6 +1,6 @@
 """Drawing tokens: an inverse CDF in vocabulary order, with log-probs before and after truncations and penalties.
 
-Every row is computed on its own, and its uniform number comes from its own counter, so that what is drawn does not
+Every row is computed on its own, and its uniform number comes from its own counter, so that draws do not
 depend on the batch. Top-k, top-p and min-p only mask; nothing is reordered.
 """
 
@@ -32,6 +32,15 @@ class Draws(NamedTuple):
     sampling_log_probs: Tensor
 
 
+class StepTokens(NamedTuple):
+    """One token of each sequence, read on the host; log-probs as in `Generation`."""
+
+    sequences: list[Sequence]
+    token_ids: list[int]
+    rollout_log_probs: list[float]
+    sampling_log_probs: list[float]
+
+
 class Distribution:
     """softmax of scores `(rows, vocab)` float32, as unnormalised masses whose sums are exact to float64."""
 
@@ -53,7 +62,7 @@ class Distribution:
         """The first token whose cumulative mass exceeds `uniform` (float64 `(rows,)`, in [0, 1)) of the total."""
         cumulative = self.block_masses.cumsum(dim=-1)
         target = _below(uniform[:, None] * cumulative[:, -1:], cumulative[:, -1:])
-        # A sum of NaN is found behind the last one: the bounds are for it.
+        # A sum of NaN is found after the last one: the bounds are for it.
         block = torch.searchsorted(cumulative, target, right=True).clamp_(max=cumulative.shape[-1] - 1)
         before = pad(cumulative, (1, 0)).gather(-1, block)
         rows = torch.arange(len(block), device=block.device)
@@ -63,14 +72,20 @@ class Distribution:
         return token_ids.clamp_(max=self.scores.shape[-1] - 1)
 
 
+def rows_by_law(laws: Rows[SamplingLaw]) -> dict[SamplingLaw, list[int]]:
+    """The rows of a batch that are drawn together."""
+    rows: dict[SamplingLaw, list[int]] = {}
+    for row, law in enumerate(laws):
+        rows.setdefault(law, []).append(row)
+    return rows
+
+
 def sample(logits: Tensor, sequences: Rows[Sequence]) -> Draws:
     """Draw the next token of each sequence. logits: `(rows, vocab)` in any float type.
 
     Raises FloatingPointError for logits that are NaN or +inf, or -inf for a whole row.
     """
-    groups: dict[SamplingLaw, list[int]] = {}
-    for row, sequence in enumerate(sequences):
-        groups.setdefault(sequence.law, []).append(row)
+    groups = rows_by_law([sequence.law for sequence in sequences])
     uniform = _uniforms_of(sequences).to(logits.device)
     if len(groups) == 1:
         return _draw_tiles(logits, sequences, uniform)
@@ -151,7 +166,7 @@ def _penalised(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
 
 
 def _truncated(full: Distribution, law: SamplingLaw, candidates: tuple[int, ...]) -> Distribution:
-    """Top-k, then top-p of what is left, then min-p; tokens tied with the last one that is kept are kept too."""
+    """Top-k, then top-p of the rest, then min-p; tokens tied with the last one that is kept are kept too."""
     current = full
     if 0 < law.top_k < full.scores.shape[-1]:
         least = current.scores.topk(law.top_k, dim=-1).values[:, -1:]

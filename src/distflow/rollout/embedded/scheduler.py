@@ -105,6 +105,16 @@ class Work:
     first_slot: int
 
 
+@dataclass(frozen=True)
+class LaneLimits:
+    """max_num_seqs: sequences decoded together. max_prefill_tokens: the most prompt tokens of one step; a single longer
+    prompt runs alone. prompt_cache_tokens: prefilled prompt tokens that are kept while there is work."""
+
+    max_num_seqs: int
+    max_prefill_tokens: int
+    prompt_cache_tokens: int
+
+
 class Scheduler:
     """Slots are given out in the order of submission."""
 
@@ -181,13 +191,13 @@ class Scheduler:
             return []
         gone = set(gone)
         self.waiting = deque(seq for seq in self.waiting if seq not in gone)
-        kept = [slot for slot, seq in enumerate(self.running) if seq not in gone]
-        sources = [slot for slot in kept if slot >= len(kept)]
-        gaps = [slot for slot in range(len(kept)) if self.running[slot] in gone]
+        remaining = [slot for slot, seq in enumerate(self.running) if seq not in gone]
+        sources = [slot for slot in remaining if slot >= len(remaining)]
+        gaps = [slot for slot in range(len(remaining)) if self.running[slot] in gone]
         moves = list(zip(sources, gaps, strict=True))
         for source, gap in moves:
             self.running[gap] = self.running[source]
-        del self.running[len(kept) :]
+        del self.running[len(remaining) :]
         return moves
 
     def begun(self) -> list[Sequence]:

@@ -25,7 +25,7 @@ from distflow.runtime.checkpoint.folder import CheckpointError
 from distflow.runtime.checkpoint.shards import Shards
 from distflow.runtime.checkpoint.writing import GivenUp, Writing
 from distflow.runtime.wait_log import Waits
-from distflow.training.collective import Collective
+from distflow.training.engine import Collective
 
 T = TypeVar("T")
 

@@ -77,7 +77,7 @@ def check_receipt(receipt: Receipt, version: Version, hashes: Mapping[str, str],
     if receipt.shared and not receipt.hashes:
         return
     different = [name for name, own in hashes.items() if receipt.hashes.get(name) != own]
-    if different and receipt.alias:
+    if different and receipt.version_only:
         raise TrustError(
             f"the engine{of} was to serve the weights that it has as version {version.step}, but they are not the "
             f"trainer's; tensors that differ: {', '.join(different[:5])}"

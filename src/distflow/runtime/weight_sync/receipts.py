@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from distflow.errors import TrustError
-from distflow.models.model_parts import unwrapped
-from distflow.models.shards import at_places, whole
+from distflow.models.lora import unwrapped
+from distflow.models.sharding import at_places, whole
 from distflow.rollout.weights import striped_places
 from distflow.runtime.weight_sync.protocol import Bucket
 from distflow.scheduling.groups import Version
-from distflow.training.collective import Collective
+from distflow.training.engine import Collective
 
 FLIPPED = 0.01
 """Share of a merged tensor's elements that rounding may move to a neighbouring value."""

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from distflow.rollout.engine import Receipt
-from distflow.rollout.weights import TakenInPart
+from distflow.rollout.weights import PartialWeightsError
 from distflow.runtime.wait_log import Waits
 from distflow.runtime.weight_sync.protocol import Bucket, Detach, Receive, check_receipt, refused
 from distflow.scheduling.groups import Version
@@ -91,7 +91,7 @@ class StreamedWeights:
     def _receipt(self, load: _Load, version: Version) -> Receipt:
         try:
             return load.receipt.result()
-        except (ValueError, TakenInPart) as err:
+        except (ValueError, PartialWeightsError) as err:
             raise refused(version, err) from err
 
     def _detach(self, receive: Receive) -> None:

@@ -15,14 +15,24 @@ from torch import Tensor, nn
 
 from distflow.errors import UserError
 from distflow.models.cached_decoder import DecoderView, PromptKV
-from distflow.rollout.embedded.cuda.block_manager import PagedAttention, PageMemory, Pages, Part, pages_for, upload
-from distflow.rollout.embedded.cuda.state import DecodeState, Laws, Seat
+from distflow.rollout.embedded.cuda.device_memory import (
+    DecodeState,
+    Laws,
+    Lease,
+    PageCopy,
+    PagedAttention,
+    PageMemory,
+    PagePool,
+    pages_for,
+    upload,
+)
+from distflow.rollout.embedded.sampler import rows_by_law
 from distflow.rollout.embedded.scheduler import SamplingLaw, Sequence
 
 _log = logging.getLogger(__name__)
 
 
-class Graphs:
+class CudaGraphs:
     """A step reads and writes tensors that stay where they are, and waits for nothing on the host.
 
     The first step of a shape runs as it is, so that libraries set themselves up outside of a recording. Where a
@@ -52,7 +62,7 @@ class Graphs:
         graph.replay()
         return result
 
-    def follow_weights(self) -> None:
+    def drop_if_moved(self) -> None:
         """Drop all recordings if weights have other addresses now (the trainer had them on the host meanwhile)."""
         if self.enabled and (addresses := self._weights()) != self._addresses:
             self._addresses = addresses
@@ -89,7 +99,7 @@ MEMORY_SHARE = 0.5
 @dataclass(frozen=True)
 class DeviceOptions:
     """lag: decode steps that run while the host looks at the tokens of those before. page_tokens: of a page of keys and
-    values. num_pages: None is what memory holds. graphs: CUDA graphs, where the device is one of CUDA's."""
+    values. num_pages: None is as many as memory holds. graphs: CUDA graphs, where the device is one of CUDA's."""
 
     lag: int = 1
     page_tokens: int = 64
@@ -97,8 +107,8 @@ class DeviceOptions:
     graphs: bool = True
 
 
-class Chain:
-    """Running requests (`Seat`: slot and pages) and decode steps of all lanes of an engine.
+class AsyncSteps:
+    """Decode steps of all lanes of an engine.
 
     A sequence has one slot and all pages that it can need from its first step to its last, so that nothing moves,
     nothing grows, and no step needs the host. Sequences that start from one prompt share its full pages. Rows of a step
@@ -108,7 +118,7 @@ class Chain:
     def __init__(self, decoder: DecoderView, model: nn.Module, num_slots: int, options: DeviceOptions) -> None:
         """num_slots: of all lanes together."""
         self.lag = options.lag
-        self.graphs = Graphs(model, options.graphs and decoder.device.type == "cuda")
+        self.graphs = CudaGraphs(model, options.graphs and decoder.device.type == "cuda")
         self._decoder = decoder
         self._options = options
         self._num_slots = num_slots
@@ -116,17 +126,15 @@ class Chain:
         self._memory: PageMemory | None = None
         self._rows: dict[int, tuple[tuple[int, ...], Tensor]] = {}  # by size: the slots that are in the tensor
         self._laws: tuple[tuple[SamplingLaw, ...], Laws] = ((), [])
-        self.pages = Pages(0)
+        self.pages = PagePool(0)
         self._state = DecodeState(0, 0, 0, torch.device("cpu"))
 
     def release(self) -> None:
-        """Drop all memory; no sequence may have a seat. It is allocated again when one takes a seat."""
+        """Drop all memory; no sequence may have a lease. It is allocated again with the next one."""
         self.graphs.clear()
         self._memory = None
         self._rows.clear()
         self._state = DecodeState(0, 0, 0, torch.device("cpu"))
-
-    # Seats.
 
     def check(self, sequence: Sequence) -> None:
         """Raises UserError for a sequence that all pages together could not hold."""
@@ -139,7 +147,7 @@ class Chain:
             )
 
     def num_fitting(self, waiting: Iterable[Sequence], most: int) -> int:
-        """How many of the first that wait can have seats, `most` at most."""
+        """How many of the first that wait can have slot and pages, `most` at most."""
         self._open()
         free, count = self.pages.num_free, 0
         for sequence in islice(waiting, most):
@@ -149,45 +157,49 @@ class Chain:
             count += 1
         return count
 
-    def seat(self, forward: PromptKV, row: int, sequences: Rows[Sequence]) -> tuple[list[Seat], list[Part]]:
-        """Seats of sequences with one context, which was prefilled as that row, and what is to be copied for them."""
+    def lease(self, forward: PromptKV, row: int, sequences: Rows[Sequence]) -> tuple[list[Lease], list[PageCopy]]:
+        """Leases for sequences with one context, which was prefilled as that row, and the copies to make for them."""
         size, length = self._options.page_tokens, len(sequences[0].context)
-        seats: list[Seat] = []
-        parts: list[Part] = []
+        leases: list[Lease] = []
+        parts: list[PageCopy] = []
         common: list[int] = []
         for sequence in sequences:
             self.pages.share(common)
             pages = common + self.pages.take(self._num_needed(sequence) - len(common))
             parts.append((row, len(common) * size, length, pages))
             common = pages[: length // size]
-            seats.append(Seat(self._state.free.pop(), pages, len(sequence.token_ids)))
-        return seats, parts
+            leases.append(Lease(self._state.free.pop(), pages, len(sequence.token_ids)))
+        return leases, parts
 
-    def leave(self, seat: Seat) -> None:
+    def free(self, lease: Lease) -> None:
         """Steps that were launched before may still write to slot and pages: whoever gets them is launched after."""
-        self._state.free.append(seat.slot)
-        self.pages.give_back(seat.pages)
+        self._state.free.append(lease.slot)
+        self.pages.give_back(lease.pages)
 
-    # Steps. Each returns what `DecodeState.draw` does, a column for each sequence first.
+    # The steps return the result of `DecodeState.draw`, a column for each sequence first.
 
     def first_draw(
-        self, fills: list[tuple[PromptKV, list[Part]]], hidden: Tensor, sequences: Rows[Sequence], seats: Rows[Seat]
+        self,
+        fills: list[tuple[PromptKV, list[PageCopy]]],
+        hidden: Tensor,
+        sequences: Rows[Sequence],
+        leases: Rows[Lease],
     ) -> Tensor:
-        """Fill the pages of new seats, and draw from the last tokens of their contexts, hidden `(rows, hidden)`."""
+        """Fill the pages of new leases, and draw from the last tokens of their contexts, hidden `(rows, hidden)`."""
         memory = self._open()
         for forward, parts in fills:
             memory.fill(forward, parts)
-        self._state.begin(sequences, seats)
-        slots = upload(torch.tensor([seat.slot for seat in seats]), self._decoder.device)
+        self._state.begin(sequences, leases)
+        slots = upload(torch.tensor([lease.slot for lease in leases]), self._decoder.device)
         return self._state.draw(self._decoder.logits(hidden), slots, self._laws_of(sequences, len(sequences)))
 
-    def decode(self, sequences: Rows[Sequence], seats: Rows[Seat]) -> Tensor:
-        size = padded(len(seats), self._num_slots)
+    def decode(self, sequences: Rows[Sequence], leases: Rows[Lease]) -> Tensor:
+        size = padded(len(leases), self._num_slots)
         longest = max(
-            len(sequence.prompt_ids) + seat.num_drawn for sequence, seat in zip(sequences, seats, strict=True)
+            len(sequence.prompt_ids) + lease.num_drawn for sequence, lease in zip(sequences, leases, strict=True)
         )
         width = min(rounded(pages_for(longest, self._options.page_tokens)), self._most_pages)
-        slots, laws = self._slots_of(seats, size), self._laws_of(sequences, size)
+        slots, laws = self._slots_of(leases, size), self._laws_of(sequences, size)
         forward = partial(self._logits, slots, width)
         if len(laws) == 1:  # its rows are all rows
             return self.graphs.run((size, width, laws[0][0]), lambda: self._state.draw(forward(), slots, laws))
@@ -201,9 +213,9 @@ class Chain:
         hidden = self._decoder.decode_over(state.token[slots], positions, self._decoder.max_positions, attention)
         return self._decoder.logits(hidden)
 
-    def _slots_of(self, seats: Rows[Seat], size: int) -> Tensor:
+    def _slots_of(self, leases: Rows[Lease], size: int) -> Tensor:
         """A tensor that is always the same one for a size, written where it holds other slots."""
-        wanted = tuple(seat.slot for seat in seats) + (self._state.trash,) * (size - len(seats))
+        wanted = tuple(lease.slot for lease in leases) + (self._state.trash,) * (size - len(leases))
         has, tensor = self._rows.get(size, ((), None))
         if tensor is None:
             tensor = torch.zeros(size, dtype=torch.int64, device=self._decoder.device)
@@ -216,10 +228,9 @@ class Chain:
         """Rows without a sequence have the sampling parameters of the first."""
         laws = tuple(sequence.law for sequence in sequences) + (sequences[0].law,) * (size - len(sequences))
         if self._laws[0] != laws:
-            rows: dict[SamplingLaw, list[int]] = {}
-            for row, law in enumerate(laws):
-                rows.setdefault(law, []).append(row)
-            groups = [(law, upload(torch.tensor(own), self._decoder.device)) for law, own in rows.items()]
+            groups = [
+                (law, upload(torch.tensor(rows), self._decoder.device)) for law, rows in rows_by_law(laws).items()
+            ]
             self._laws = (laws, groups)
         return self._laws[1]
 
@@ -234,7 +245,7 @@ class Chain:
             decoder, options = self._decoder, self._options
             num_pages = self._affordable() if options.num_pages is None else options.num_pages
             self._memory = PageMemory(decoder, num_pages, options.page_tokens)
-            self.pages = Pages(num_pages)
+            self.pages = PagePool(num_pages)
             self._state = DecodeState(self._num_slots, self._most_pages, decoder.vocab_size, decoder.device)
         return self._memory
 

@@ -180,7 +180,7 @@ def test_cancelled_requests_leave_their_slots_and_pages_at_once_and_disturb_nobo
                 task.cancel()
             same(list(await asyncio.gather(*tasks)), expected)
             await asyncio.gather(*lost, return_exceptions=True)
-        assert engine._chain is not None and engine._chain.pages.num_free == 199
+        assert engine._steps is not None and engine._steps.pages.num_free == 199
 
     expected = run_all(make_engine(model), kept)
     with_engine(make_engine(model, max_num_seqs=7, on_device=options(2, num_pages=200)), story)

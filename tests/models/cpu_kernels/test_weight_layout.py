@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from distflow.models.cached_decoder import DecoderView
-from distflow.models.cpu_kernels.prepacked_linear import PrepackedLinear, prepack
+from distflow.models.cpu_kernels.weight_layout import PrepackedLinear, prepack
 from distflow.rollout.weights import copy_weights
 from tests.tiny_models import tiny_config
 

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from distflow.models.attention import PACKED_ATTENTION, Packing
+from distflow.models.attention import PACKED_ATTENTION
 from distflow.models.packed_forward import packed_hidden_states
-from distflow.models.shared_prefixes import shared_prefixes
+from distflow.models.packing import Packing, shared_prefixes
 from tests.models.test_packed import make_model
 
 GROUPS = (
@@ -27,10 +27,10 @@ def test_each_token_is_found_at_one_with_the_same_past() -> None:
     sharing = shared_prefixes(ids, lengths)
     assert sharing is not None
     pasts = [tuple(each[: i + 1]) for each in SEQUENCES for i in range(len(each))]
-    assert [pasts[int(sharing.kept[place])] for place in sharing.place] == pasts
-    assert sharing.place[sharing.kept].tolist() == list(range(len(sharing.kept)))
-    assert sharing.kept.tolist() == sorted(sharing.kept.tolist())
-    assert len(sharing.kept) == KEPT
+    assert [pasts[int(sharing.positions[place])] for place in sharing.place] == pasts
+    assert sharing.place[sharing.positions].tolist() == list(range(len(sharing.positions)))
+    assert sharing.positions.tolist() == sorted(sharing.positions.tolist())
+    assert len(sharing.positions) == KEPT
 
 
 @pytest.mark.parametrize("sequences", [[], [[4, 5]], [[4, 5], [5, 5], [4, 5]]])
@@ -57,7 +57,7 @@ def test_states_and_gradients_are_those_of_a_loop(implementation: str) -> None:
     found = packed_hidden_states(model, ids, lengths, wanted=wanted, sharing=sharing)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
     (found * weights[wanted]).sum().backward()
-    assert tokens == [len(sharing.kept) if implementation == PACKED_ATTENTION else len(ids)]
+    assert tokens == [len(sharing.positions) if implementation == PACKED_ATTENTION else len(ids)]
     for name, gradient in gradients.items():
         # A norm's gradient is float32 whatever the model: what is added up before it rounds otherwise than behind it.
         torch.testing.assert_close(model.get_parameter(name).grad, gradient, rtol=0, atol=2e-5, msg=name)
@@ -68,7 +68,7 @@ def test_packing_of_kept_tokens_reads_each_for_all_that_share_it() -> None:
     sharing = shared_prefixes(ids, lengths)
     whole = Packing(lengths, torch.device("cpu")).buckets
     kept = Packing(lengths, torch.device("cpu"), sharing).buckets
-    assert torch.equal(ids[sharing.kept][kept.source], ids[whole.source])
+    assert torch.equal(ids[sharing.positions][kept.source], ids[whole.source])
     counted = torch.cat([kept.home, kept.again]).sort().values
     assert torch.equal(counted, whole.home.sort().values)
-    assert torch.equal(kept.source[kept.home], torch.arange(len(sharing.kept)))
+    assert torch.equal(kept.source[kept.home], torch.arange(len(sharing.positions)))

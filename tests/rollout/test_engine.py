@@ -1,6 +1,6 @@
 """The account of decoding: stretches without a gap."""
 
-from distflow.rollout.activity import Activity, ActivityLog
+from distflow.rollout.engine import Activity, ActivityLog
 
 
 def test_a_stretch_that_is_taken_under_way_leaves_no_gap_whatever_comes_next() -> None:

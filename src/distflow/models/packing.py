@@ -1,0 +1,175 @@
+"""How sequences lie in a packed row: prefixes that they share, and buckets of similar length.
+
+A causal model's state of a token depends only on the tokens before it, so prefixes that packed sequences share are
+computed once. The responses to one prompt share its tokens, and any common prefix; all prompts share a template's head.
+Shared tokens pass through every layer once, except for attention, where each sequence is whole.
+"""
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from distflow.data.batch_columns import send
+
+# A bucket of sequences is padded to its longest; shorter ones than this share of it go to the next bucket.
+_SHORTEST_IN_BUCKET = 0.75
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """positions: int64 `(kept tokens,)`, the packed positions of the tokens that are computed, ascending. place: int64
+    `(tokens,)`, where among them each packed token's state is. Both on the CPU."""
+
+    positions: Tensor
+    place: Tensor
+
+
+def shared_prefixes(input_ids: Tensor, lengths: Tensor) -> Sharing | None:
+    """What each packed sequence has in common with the one before it; None where that is nothing anywhere.
+
+    input_ids: int64 `(tokens,)`, lengths: int64 `(sequences,)`, both on the CPU.
+    """
+    if len(lengths) < 2:
+        return None
+    is_token = torch.arange(int(lengths.max()))[None, :] < lengths[:, None]
+    table = input_ids.new_zeros(is_token.shape).masked_scatter_(is_token, input_ids)
+    alike = (table[1:] == table[:-1]) & is_token[1:] & is_token[:-1]
+    is_kept = is_token.clone()
+    is_kept[1:] &= alike.cumprod(1) == 0
+    positions = is_kept[is_token].nonzero()[:, 0]
+    if len(positions) == len(input_ids):
+        return None
+    # Down a column the last kept token is the one that all shared ones below it repeat; numbers grow downwards.
+    numbers = torch.full(is_token.shape, -1).masked_scatter_(is_kept, torch.arange(len(positions)))
+    return Sharing(positions, numbers.cummax(0).values[is_token])
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """Packed sequences, all int64 on the CPU. place: `(tokens,)`, of each token its row. starts: `(sequences + 1,)`, in
+    `place`. shared: `(sequences,)`, tokens at the beginning whose rows an earlier sequence has too; the others' rows
+    follow each other."""
+
+    place: Tensor
+    starts: Tensor
+    shared: Tensor
+    longest: int
+
+    @staticmethod
+    def of(lengths: Tensor, sharing: Sharing | None) -> "Sequences":
+        """lengths: int64 `(sequences,)`, all at least 1, on the CPU."""
+        starts = torch.cat((lengths.new_zeros(1), lengths.cumsum(0)))
+        longest = int(lengths.max())
+        if sharing is None:
+            return Sequences(torch.arange(int(starts[-1])), starts, torch.zeros_like(lengths), longest)
+        num_before = (
+            torch.zeros(len(sharing.place) + 1, dtype=torch.int64).index_fill_(0, sharing.positions + 1, 1).cumsum(0)
+        )
+        return Sequences(sharing.place, starts, lengths - (num_before[starts[1:]] - num_before[starts[:-1]]), longest)
+
+
+@dataclass(frozen=True, eq=False)
+class Packing:
+    """Sequences in a packed row on `device`. What an attention wants to know of them is made once: layers share it.
+
+    lengths: int64 `(sequences,)`, all at least 1, in packed order. sharing: the packed row has its kept tokens alone.
+    Both on the CPU.
+    """
+
+    lengths: Tensor
+    device: torch.device
+    sharing: Sharing | None = None
+
+    @cached_property
+    def sequences(self) -> Sequences:
+        return Sequences.of(self.lengths, self.sharing)
+
+    @cached_property
+    def buckets(self) -> "Buckets":
+        return Buckets.of(self.lengths, self.device, self.sharing)
+
+
+@dataclass(frozen=True)
+class Buckets:
+    """How a packed row divides into buckets of sequences of similar length, each padded on the right to its longest.
+
+    shapes: (rows, longest) of each, their tokens one bucket after the other. source: int64 `(padded tokens,)`, the
+    packed position of each; padding repeats some real token, since causal attention never lets a real token see it.
+    home: int64 `(tokens,)`, where each packed token stands among the padded ones. again: where those stand that share
+    their packed token with another sequence, all but the one that `home` names; None where none does.
+    """
+
+    shapes: tuple[tuple[int, int], ...]
+    source: Tensor
+    home: Tensor
+    again: Tensor | None
+    _by_heads: dict[int, "HeadRows"] = field(default_factory=dict)
+
+    def of_heads(self, num_heads: int) -> "HeadRows":
+        """The same of rows that are one head of a token each."""
+        if num_heads not in self._by_heads:
+            self._by_heads[num_heads] = HeadRows.of(self, num_heads)
+        return self._by_heads[num_heads]
+
+    @staticmethod
+    def of(lengths: Tensor, device: torch.device, sharing: Sharing | None) -> "Buckets":
+        """See `Packing`."""
+        starts = lengths.cumsum(0) - lengths
+        home = torch.empty(int(lengths.sum()), dtype=torch.int64)
+        shapes: list[tuple[int, int]] = []
+        sources: list[Tensor] = []
+        num_padded = 0
+        for rows in _similar(lengths):
+            longest = int(lengths[rows].max())
+            offsets = torch.arange(longest)[None, :].expand(len(rows), -1)
+            real = offsets < lengths[rows][:, None]
+            source = torch.where(real, starts[rows][:, None] + offsets, starts[rows][:, None])
+            home[source[real]] = num_padded + torch.arange(source.numel()).view_as(source)[real]
+            shapes.append((len(rows), longest))
+            sources.append(source.reshape(-1))
+            num_padded += source.numel()
+        source, again = torch.cat(sources), None
+        if sharing is not None:
+            is_repeated = torch.ones_like(home, dtype=torch.bool).index_fill_(0, sharing.positions, False)
+            source, home, again = sharing.place[source], home[sharing.positions], send(home[is_repeated], device)
+        return Buckets(tuple(shapes), send(source, device), send(home, device), again)
+
+
+class HeadRows(NamedTuple):
+    """`Buckets.source`, `home` and `again` of `(tokens · heads)` rows, where a bucket is `(rows, heads, longest)`."""
+
+    source: Tensor
+    home: Tensor
+    again: Tensor | None
+
+    @staticmethod
+    def of(buckets: Buckets, num_heads: int) -> "HeadRows":
+        device = buckets.source.device
+        heads, slots, start = torch.arange(num_heads, device=device), list[Tensor](), 0
+        for rows, longest in buckets.shapes:
+            size = rows * longest * num_heads
+            numbers = torch.arange(start, start + size, device=device).view(rows, num_heads, longest)
+            slots.append(numbers.transpose(1, 2).reshape(-1, num_heads))
+            start += size
+        slot = torch.cat(slots)
+        source = torch.empty(start, dtype=torch.int64, device=device)
+        source[slot.view(-1)] = (buckets.source[:, None] * num_heads + heads).view(-1)
+        again = None if buckets.again is None else slot[buckets.again].view(-1)
+        return HeadRows(source, slot[buckets.home].view(-1), again)
+
+
+def _similar(lengths: Tensor) -> list[Tensor]:
+    """Indices of sequences, grouped so that none is much shorter than the longest of its group."""
+    by_length = lengths.tolist()
+    groups: list[list[int]] = []
+    longest = 0
+    for index in sorted(range(len(by_length)), key=lambda i: -by_length[i]):
+        length = by_length[index]
+        if not groups or length < _SHORTEST_IN_BUCKET * longest:
+            groups.append([])
+            longest = length
+        groups[-1].append(index)
+    return [torch.tensor(group) for group in groups]

@@ -1,0 +1,241 @@
+"""What decode steps have on the device: paged key-value memory, and the state of each sequence with its random numbers.
+
+Attention gathers the row's pages and multiplies as `DecoderView`. torch has a kernel that reads pages where they lie
+(`torch.nn.attention.varlen`, `block_table`), but only with an implementation of FlashAttention that must be installed
+separately; FlexAttention needs a compiler.
+
+The uniform numbers are those of `rollout/generation_rules.py`, bit for bit. A slot keeps the state of SplitMix64 at its
+next draw, computed from key and position, as the int64 with the bits of the uint64, because torch has few operations on
+uint64: sums and products in two's complement wrap alike, and a mask removes the copies of the sign from a shift.
+"""
+
+from collections.abc import Iterable
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from distflow.models.cached_decoder import DecoderView, PromptKV, attend
+from distflow.rollout.embedded.sampler import Draws, draw_by_law, policy_of
+from distflow.rollout.embedded.scheduler import SamplingLaw, Sequence
+
+TRASH = 0
+"""The page that rows without a sequence write to."""
+
+PageCopy = tuple[int, int, int, Rows[int]]
+"""Row of a prefill, first and end of the positions to copy, pages of the sequence from its first token on."""
+
+_BITS = 1 << 64
+_WEYL = 0x9E3779B97F4A7C15
+_MIX_1 = 0xBF58476D1CE4E5B9 - _BITS
+_MIX_2 = 0x94D049BB133111EB - _BITS
+NEXT = _WEYL - _BITS
+"""What is added to a state for the draw after it."""
+
+
+def pages_for(num_tokens: int, page_tokens: int) -> int:
+    return -(-num_tokens // page_tokens)
+
+
+class PagePool:
+    """Which pages are free. A shared page is free when its last sequence gave it back."""
+
+    def __init__(self, num_pages: int) -> None:
+        """num_pages: page numbers, `TRASH` among them."""
+        self._free = list(range(num_pages - 1, TRASH, -1))
+        self._holders = [0] * num_pages
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def take(self, count: int) -> list[int]:
+        """There must be as many."""
+        assert count <= len(self._free), f"{count} pages wanted, {len(self._free)} are free"
+        pages = [self._free.pop() for _ in range(count)]
+        self.share(pages)
+        return pages
+
+    def share(self, pages: Iterable[int]) -> None:
+        for page in pages:
+            self._holders[page] += 1
+
+    def give_back(self, pages: Iterable[int]) -> None:
+        for page in pages:
+            self._holders[page] -= 1
+            if not self._holders[page]:
+                self._free.append(page)
+
+
+class PageMemory:
+    """`keys`, `values`: `(layers, pages, kv_heads, page_tokens, head_dim)`, zero at first: attention masks what was
+    never written, but a NaN in it would still spread."""
+
+    def __init__(self, decoder: DecoderView, num_pages: int, page_tokens: int) -> None:
+        shape = (decoder.num_layers, num_pages, decoder.num_kv_heads, page_tokens, decoder.head_dim)
+        self.keys = torch.zeros(shape, dtype=decoder.dtype, device=decoder.device)
+        self.values = torch.zeros_like(self.keys)
+        self.page_tokens = page_tokens
+
+    def fill(self, prompts: PromptKV, parts: Iterable[PageCopy]) -> None:
+        """Copy tokens of prefilled prompts to pages."""
+        rows, positions, pages = [], [], []
+        for row, first, end, own in parts:
+            position = np.arange(first, end)
+            rows.append(np.full(len(position), row))
+            positions.append(position)
+            pages.append(np.asarray(own, dtype=np.int64)[position // self.page_tokens])
+        stacked = torch.from_numpy(np.stack([np.concatenate(each) for each in (rows, positions, pages)]))
+        row, position, page = upload(stacked, self.keys.device)
+        offset = position % self.page_tokens
+        self.keys[:, page, :, offset] = prompts.keys[:, row, :, position]
+        self.values[:, page, :, offset] = prompts.values[:, row, :, position]
+
+
+def upload(values: Tensor, device: torch.device) -> Tensor:
+    """Copy to the device, after the work launched before, without waiting for it."""
+    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
+
+
+class PagedAttention:
+    """The attention of one decode step. All layers write and gather at the same places."""
+
+    def __init__(self, memory: PageMemory, tables: Tensor, positions: Tensor, bias: Tensor) -> None:
+        """tables: `(rows, width)`, pages of each row in order; positions: `(rows,)`, of the rows' tokens; bias: see
+        `attend`, of `width` pages."""
+        self._memory = memory
+        self._bias = bias
+        num_kv_heads = memory.keys.shape[2]
+        self._page = tables.gather(1, (positions // memory.page_tokens)[:, None]).squeeze(1)
+        self._offset = positions % memory.page_tokens
+        heads = torch.arange(num_kv_heads, device=tables.device)
+        self._gathered = (tables[:, None] * num_kv_heads + heads[:, None]).flatten()  # (rows, kv heads, width)
+
+    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        """Keep the tokens' keys and values, `(rows, kv_heads, head_dim)`, and attend to all up to them."""
+        keys, values = (
+            self._write_and_gather(self._memory.keys[layer], key),
+            self._write_and_gather(self._memory.values[layer], value),
+        )
+        return attend(query, keys, values, self._bias, scaling)
+
+    def _write_and_gather(self, memory: Tensor, new: Tensor) -> Tensor:
+        """Write the new tokens; returns all of each row, `(rows, kv_heads, width * page_tokens, head_dim)`."""
+        memory[self._page, :, self._offset] = new
+        pages = memory.flatten(0, 1).index_select(0, self._gathered)
+        return pages.view(len(new), memory.shape[1], -1, memory.shape[-1])
+
+
+def state_of(key: int, position: int) -> int:
+    """Of a 64-bit key at a token position, as a signed number. position: how many numbers were drawn before."""
+    state = (key + (position + 1) * _WEYL) % _BITS
+    return state - _BITS if state >= _BITS // 2 else state
+
+
+def uniforms(states: Tensor) -> Tensor:
+    """One float64 in [0, 1) for each state, int64, with 53 random bits."""
+    mixed = (states ^ _shifted(states, 30)) * _MIX_1
+    mixed = (mixed ^ _shifted(mixed, 27)) * _MIX_2
+    mixed = mixed ^ _shifted(mixed, 31)
+    return _shifted(mixed, 11).double() * 2.0**-53
+
+
+def _shifted(bits: Tensor, count: int) -> Tensor:
+    """To the right, zeros from the left."""
+    return (bits >> count) & ((1 << (64 - count)) - 1)
+
+
+Laws = list[tuple[SamplingLaw, Tensor]]
+"""The rows of a batch by their sampling parameters."""
+
+
+@dataclass(eq=False)
+class Lease:
+    """The slot and pages of a running request. num_drawn: its tokens, including those that the host has not read."""
+
+    slot: int
+    pages: list[int]
+    num_drawn: int
+
+
+class DecodeState:
+    """By slot: `token`, the last one, which is the next to be fed, at `position`; `random`, the state of the generator
+    at the next draw; `tables`, the pages, `(slots, most pages of a sequence)`. All int64. The slot after the last one
+    is for rows without a sequence: token and position 0, in the page `TRASH`.
+    """
+
+    def __init__(self, num_slots: int, most_pages: int, vocab_size: int, device: torch.device) -> None:
+        self.trash = num_slots
+        self.token, self.position, self.random = torch.zeros(3, num_slots + 1, dtype=torch.int64, device=device)
+        self.tables = torch.full((num_slots + 1, most_pages), TRASH, dtype=torch.int64, device=device)
+        self._vocab_size = vocab_size
+        self._seen: Tensor | None = None  # bool (slots, vocab), made when a penalty is first used
+        self.free = list(range(num_slots - 1, -1, -1))
+
+    def begin(self, sequences: Rows[Sequence], leases: Rows[Lease]) -> None:
+        """Write the state for the first draw of each, from the last token of the context, which was prefilled."""
+        width = max(len(lease.pages) for lease in leases)
+        rows = [
+            [
+                lease.slot,
+                sequence.position,
+                state_of(sequence.key, sequence.num_drawn + len(sequence.token_ids)),
+                *lease.pages,
+                *[TRASH] * (width - len(lease.pages)),
+            ]
+            for sequence, lease in zip(sequences, leases, strict=True)
+        ]
+        written = upload(torch.tensor(rows), self.token.device)
+        slots = written[:, 0]
+        self.position[slots], self.random[slots] = written[:, 1], written[:, 2]
+        self.tables[slots, :width] = written[:, 3:]
+        if any(sequence.law.repetition_penalty != 1.0 for sequence in sequences):
+            self._remember(sequences, leases, slots)
+
+    def _remember(self, sequences: Rows[Sequence], leases: Rows[Lease], slots: Tensor) -> None:
+        if self._seen is None:
+            self._seen = torch.zeros(self.trash + 1, self._vocab_size, dtype=torch.bool, device=self.token.device)
+        occurred = [
+            (lease.slot, token)
+            for sequence, lease in zip(sequences, leases, strict=True)
+            for token in set(sequence.context)
+        ]
+        slot, token = upload(torch.tensor(occurred), self.token.device).unbind(-1)
+        self._seen[slots] = False
+        self._seen[slot, token] = True
+
+    def draw(self, logits: Tensor, slots: Tensor, laws: Laws) -> Tensor:
+        """One token a row, from logits `(rows, vocab)`; `slots` advance by it.
+
+        Returns float64 `(4, rows)`: token ids, log-probs as in `Draws`, and 1 where the logits were finite. Nothing is
+        waited for.
+        """
+        logits, uniform = logits.float(), uniforms(self.random[slots])
+        parts = [self._draw_law(logits, slots, uniform, law, rows) for law, rows in laws]
+        if len(laws) == 1:
+            draws, finite = parts[0]
+        else:
+            back = torch.cat([rows for _, rows in laws]).argsort()
+            draws = Draws(*(torch.cat(column)[back] for column in zip(*(part for part, _ in parts), strict=True)))
+            finite = torch.cat([each for _, each in parts])[back]
+        nobody = slots == self.trash
+        self.token[slots] = draws.token_ids.masked_fill(nobody, 0)
+        self.position[slots] = (self.position[slots] + 1).masked_fill(nobody, 0)
+        self.random[slots] = self.random[slots] + NEXT
+        if self._seen is not None:
+            self._seen[slots, draws.token_ids] = True
+        return torch.stack([column.double() for column in (*draws, finite)])
+
+    def _draw_law(
+        self, logits: Tensor, slots: Tensor, uniform: Tensor, law: SamplingLaw, rows: Tensor
+    ) -> tuple[Draws, Tensor]:
+        """rows: those of the law; as many as there are means all, in order."""
+        if len(rows) != len(slots):
+            logits, slots, uniform = logits[rows], slots[rows], uniform[rows]
+        policy = policy_of(logits, law)
+        penalised = law.repetition_penalty != 1.0 and self._seen is not None
+        seen = self._seen[slots] if penalised and self._seen is not None else None
+        draws = draw_by_law(policy, logits, law, uniform, seen, (logits.shape[-1],))
+        return draws, torch.isfinite(policy.top).squeeze(-1)
