@@ -92,8 +92,8 @@ class RawRow:
 class BadRows:
     """What to do with a bad row: collect it to report all of them together, or count and skip it.
 
-    policy: "error" or "skip" (data.bad_rows). broken: rows that could be read, and are left out since no answer to
-    them could be judged.
+    policy: "error" or "skip" (data.bad_rows). broken: rows that could be read, but are left out because no response to
+    them could be scored.
     """
 
     policy: str = "error"
@@ -180,8 +180,8 @@ def _is_conversation(values: Mapping[str, object], columns: Columns) -> bool:
 
 
 def _no_column(key: str, name: str, columns: Columns, source: str, seen: set[str]) -> str:
-    said = _what_is_missing(key, name, columns, source, seen)
-    return said.replace(key, key.replace("data.", f"{columns.group}.", 1))
+    message = _what_is_missing(key, name, columns, source, seen)
+    return message.replace(key, key.replace("data.", f"{columns.group}.", 1))
 
 
 def _what_is_missing(key: str, name: str, columns: Columns, source: str, seen: set[str]) -> str:
@@ -196,10 +196,10 @@ def _what_is_missing(key: str, name: str, columns: Columns, source: str, seen: s
     if columns.messages is not None and name in (columns.prompt, columns.response):
         meant = meant or (f"; set data.messages_key={conversation}" if conversation else "")
         meant = f", nor one of conversations, '{columns.messages}' (data.messages_key){meant}"
-    said = f"no row of {source} has the column '{name}' ({key}){meant}; columns: {', '.join(sorted(seen)) or 'none'}"
+    message = f"no row of {source} has the column '{name}' ({key}){meant}; columns: {', '.join(sorted(seen)) or 'none'}"
     if key == "data.answer_key" and not meant:
-        said += "; without answers, judge by a function of your own: custom_reward_function.path=my_reward.py"
-    return said
+        message += "; without answers, score by a function of your own: custom_reward_function.path=my_reward.py"
+    return message
 
 
 def _raw_row(record: Record, columns: Columns) -> RawRow:
@@ -265,7 +265,7 @@ def _extra_info(values: Mapping[str, object], columns: Columns, is_conversation:
 
 
 def plain(value: object) -> JSON:
-    """What JSON can hold of a value: verifiers, ledgers and saved batches carry it. Dates become ISO texts."""
+    """The value as JSON, for reward functions, ledgers and saved batches. Dates become ISO texts."""
     if value is None or isinstance(value, str | bool | int | float):
         return value
     if isinstance(value, Mapping):

@@ -34,8 +34,8 @@ def read_records(source: str, key: str, wanted: int = -1) -> Iterator[Record]:
     size = settings.get("size", _SIZE)
     if isinstance(size, bool) or not isinstance(size, int) or size < 1:
         raise UserError(f"{key}: '{source}': size is {size!r}, not a number of rows")
-    given = json.dumps({"seed": _SEED, **settings, "size": size})
-    yield from read_printed_rows("distflow.data.reasoning_gym", (name, given, str(wanted)), source, key)
+    arguments = json.dumps({"seed": _SEED, **settings, "size": size})
+    yield from read_printed_rows("distflow.data.reasoning_gym", (name, arguments, str(wanted)), source, key)
 
 
 def read_entry(text: str) -> dict[str, object]:
@@ -77,18 +77,18 @@ def make_dataset(name: str, settings: Mapping[str, object]) -> "object":
 
 def main(name: str, settings: str, wanted: str) -> None:
     """Print one row per line, or an error."""
-    given = json.loads(settings)
+    options = json.loads(settings)
     try:
-        dataset = make_dataset(name, given)
+        dataset = make_dataset(name, options)
     except UserError as error:
         print(json.dumps({"error": str(error)}))
         return
-    size = given["size"] if int(wanted) < 0 else min(given["size"], int(wanted))
+    size = options["size"] if int(wanted) < 0 else min(options["size"], int(wanted))
     for index in range(size):
         entry = dataset[index]  # type: ignore[index]  # as all of that package
-        made = {"name": name, "settings": given, "entry": write_entry(entry)}
+        origin = {"name": name, "settings": options, "entry": write_entry(entry)}
         row = {"prompt": entry["question"], "answer": entry["answer"], "data_source": f"reasoning-gym/{name}"}
-        print(json.dumps({**row, COLUMN: made}, default=str))
+        print(json.dumps({**row, COLUMN: origin}, default=str))
 
 
 if __name__ == "__main__":

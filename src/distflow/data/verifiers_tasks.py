@@ -1,7 +1,7 @@
-"""Rows of tasksets of the package `verifiers`: `verifiers:ID?name=value`, read in a process of its own.
+"""Rows of tasksets of the package `verifiers`: `verifiers:ID?name=value`, read in a separate process.
 
-Of what an environment may be there is only this so far: a task that one answer without tools ends, and whose rewards
-need nothing but that answer. Anything else is refused by what it would need.
+Only one kind of environment is supported: a task ends with one response, without tools, and its rewards need nothing
+but that response. Any other is rejected with the name of the feature that it needs.
 """
 
 import importlib.util
@@ -18,15 +18,15 @@ from distflow.errors import UserError
 
 PREFIX = "verifiers:"
 COLUMN = "verifiers"
-"""Where a row keeps what its rewards need: the taskset, its settings, and the task's data."""
+"""Column with the input of a row's rewards: the taskset, its settings, and the task's data."""
 MISSING = "needs the package verifiers: pip install 'distflow[verifiers]'"
 
 
 def read_records(source: str, key: str, wanted: int = -1) -> Iterator[Record]:
-    """The tasks that `source` names, the first `wanted` of them where that is not negative, as rows with the columns
-    prompt, answer (where the task has one), data_source (`verifiers/ID`) and `COLUMN`.
+    """The tasks of the taskset `source`, the first `wanted` of them if that is not negative, as rows with the columns
+    prompt, answer (if the task has one), data_source (`verifiers/ID`) and `COLUMN`.
 
-    Raises UserError, naming the config's `key`, for a package or taskset that there is not, and one that needs more.
+    Raises UserError, naming the config's `key`, if the package or the taskset is missing, or a task is not supported.
     """
     if importlib.util.find_spec("verifiers") is None:
         raise UserError(f"{key}: '{source}' {MISSING}")
@@ -36,7 +36,7 @@ def read_records(source: str, key: str, wanted: int = -1) -> Iterator[Record]:
 
 
 def load_taskset(name: str, settings: Mapping[str, object]) -> Any:
-    """Raises UserError for a taskset or a setting that there is not."""
+    """Raises UserError for an unknown taskset or setting."""
     from verifiers.v1.utils.loaders import taskset_class, taskset_config_type
 
     try:
@@ -47,7 +47,7 @@ def load_taskset(name: str, settings: Mapping[str, object]) -> Any:
 
 
 def find_fault(name: str, taskset: Any, task: Any) -> str:
-    """What the task needs that is not there; empty where one answer is all."""
+    """The unsupported feature that the task needs; empty if one response is enough."""
     from verifiers.v1 import Env, Task
     from verifiers.v1.envs.single_agent import SingleAgentEnv
     from verifiers.v1.utils.loaders import environment_class
@@ -75,7 +75,7 @@ def find_fault(name: str, taskset: Any, task: Any) -> str:
 
 
 def read_task(name: str, settings: Mapping[str, object], data: object) -> Any:
-    """The task again, of a row's `COLUMN`."""
+    """The task of a row, from the values in its `COLUMN`."""
     taskset = load_taskset(name, settings)
     kind = type(taskset).task_type()
     return kind(kind.data_type().model_validate(data), taskset.config.task)
@@ -103,7 +103,7 @@ def _lines(name: str, settings: Mapping[str, object], wanted: int) -> Iterator[d
 
 
 def main(name: str, settings: str, wanted: str) -> None:
-    """Print a row a line, or why there are none; what the taskset prints goes elsewhere."""
+    """Print one row per line, or an error; the taskset's own output goes to standard error."""
     with redirect_stdout(sys.stderr):
         try:
             rows = list(_lines(name, json.loads(settings), int(wanted)))
