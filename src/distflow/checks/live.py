@@ -152,7 +152,7 @@ def check_versions(batch: Batch, step: int, served: int, max_staleness: int) -> 
             f"{int(versions[too_old][0])}, but version {served} was synced, and weights may be {max_staleness} steps "
             "old (async.max_staleness): they were not sent, or the engine does not use them"
         )
-    rows = _rows(batch)[of_policy]
+    rows = torch.arange(len(batch)).repeat_interleave(batch.lengths("response"))[of_policy]
     falls = (versions[of_policy].diff() < 0) & (rows.diff() == 0)
     if bool(falls.any()):
         uid = batch["uid"][int(rows[1:][falls][0])]
@@ -296,11 +296,6 @@ def _where(batch: Batch, wrong: Tensor) -> tuple[str, int]:
     ends = batch.lengths("response").cumsum(0)
     row = int((ends <= position).sum())
     return batch["uid"][row], position - int(ends[row] - batch.lengths("response")[row])
-
-
-def _rows(batch: Batch) -> Tensor:
-    """The sample of each response token."""
-    return torch.arange(len(batch)).repeat_interleave(batch.lengths("response"))
 
 
 def _unmoved(role: str, names: list[str], after: int) -> str:

@@ -35,7 +35,6 @@ TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json", "tokenizer_config
 
 Row = TypeVar("Row")
 Value = TypeVar("Value", bound=JSON)
-_OUT_OF_MEMORY = "it ran out of memory"
 _REFUSES = "the chat template refuses the messages"
 
 Turn = tuple[int, int, int]
@@ -216,7 +215,7 @@ def _rendered(row: Row, render: Callable[[Row], JSON]) -> tuple[str, JSON]:
         value = render(row)
         characters = len(value) if isinstance(value, str) else len(json.dumps(value, ensure_ascii=False))
     except MemoryError:
-        return "fails", _OUT_OF_MEMORY
+        return "fails", "it ran out of memory"
     except RowError as error:
         return "refused", str(error)
     except jinja2.TemplateError as error:
