@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl
@@ -95,6 +96,17 @@ def read_printed_rows(module: str, arguments: Sequence[str], source: str, key: s
         if "error" in found:
             raise UserError(f"{key}: '{source}': {found['error']}")
         yield Record(f"{source}, row {number}", found)
+
+
+def print_rows(rows: Iterable[Mapping[str, object]]) -> None:
+    """Print rows, or an error, for `read_printed_rows`; other output of their code goes to standard error."""
+    out = sys.stdout
+    with redirect_stdout(sys.stderr):
+        try:
+            for row in rows:
+                print(json.dumps(row, default=str), file=out)
+        except UserError as error:
+            print(json.dumps({"error": str(error)}), file=out)
 
 
 def read_settings(query: str) -> dict[str, JSON]:

@@ -9,11 +9,10 @@ import inspect
 import json
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import redirect_stdout
 from typing import Any
 
 from distflow.data.dataset_columns import Record
-from distflow.data.python_rows import read_printed_rows, read_settings
+from distflow.data.python_rows import print_rows, read_printed_rows, read_settings
 from distflow.errors import UserError
 
 PREFIX = "verifiers:"
@@ -92,7 +91,7 @@ def _row(name: str, settings: Mapping[str, object], task: Any) -> dict[str, obje
     return {**row, COLUMN: {"name": name, "settings": dict(settings), "task": data}}
 
 
-def _lines(name: str, settings: Mapping[str, object], wanted: int) -> Iterator[dict[str, object]]:
+def _generate_rows(name: str, settings: Mapping[str, object], wanted: int) -> Iterator[dict[str, object]]:
     taskset = load_taskset(name, settings)
     if wanted < 0 and not taskset.bounded:
         raise UserError("the taskset has no end: set data.train_max_samples (of a domain, its own)")
@@ -102,16 +101,5 @@ def _lines(name: str, settings: Mapping[str, object], wanted: int) -> Iterator[d
         yield _row(name, settings, task)
 
 
-def main(name: str, settings: str, wanted: str) -> None:
-    """Print one row per line, or an error; the taskset's own output goes to standard error."""
-    with redirect_stdout(sys.stderr):
-        try:
-            rows = list(_lines(name, json.loads(settings), int(wanted)))
-        except UserError as error:
-            rows = [{"error": str(error)}]
-    for row in rows:
-        print(json.dumps(row))
-
-
 if __name__ == "__main__":
-    main(*sys.argv[1:4])
+    print_rows(_generate_rows(sys.argv[1], json.loads(sys.argv[2]), int(sys.argv[3])))
