@@ -2,7 +2,7 @@
 that are too long are left out or cut, and counted."""
 
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -222,20 +222,19 @@ def _encode_chunk(
     rows: Sequence[RawRow], texts: Sequence[_Text], tokenizer: PreTrainedTokenizerBase, ends: Collection[int]
 ) -> list[list[Encoded] | str]:
     """One entry per row: its encoded rows, or an error."""
-    out: list[Encoded | str] = [entry if isinstance(entry, str) else "" for entry in texts]
+    prompts = {i: entry for i, entry in enumerate(texts) if isinstance(entry, _Prompt)}
+    responses = _response_ids(rows, prompts, tokenizer)
+    encoded: dict[int, list[Encoded] | str] = {}
     for is_chat in (False, True):
-        chosen = [
-            (i, entry.text) for i, entry in enumerate(texts) if isinstance(entry, _Prompt) and entry.is_chat == is_chat
-        ]
+        chosen = [i for i, prompt in prompts.items() if prompt.is_chat == is_chat]
         special = {"add_special_tokens": False} if is_chat else {}
-        tokens = _tokenise(tokenizer, [text for _, text in chosen], **special)
-        for (i, text), ids in zip(chosen, tokens, strict=True):
-            out[i] = Encoded(text, ids) if ids else "the prompt has no tokens"
-    answered = _with_responses(rows, out, tokenizer)
-    return [
-        _conversation(text, tokenizer, ends) if isinstance(text, list) else entry if isinstance(entry, str) else [entry]
-        for text, entry in zip(texts, answered, strict=True)
-    ]
+        tokens = _tokenise(tokenizer, [prompts[i].text for i in chosen], **special)
+        for i, ids in zip(chosen, tokens, strict=True):
+            encoded[i] = [Encoded(prompts[i].text, ids, responses.get(i))] if ids else "the prompt has no tokens"
+    for i, entry in enumerate(texts):
+        if not isinstance(entry, _Prompt):
+            encoded[i] = entry if isinstance(entry, str) else _conversation(entry, tokenizer, ends)
+    return [encoded[i] for i in range(len(texts))]
 
 
 def _conversation(
@@ -310,15 +309,10 @@ def _tokenise(tokenizer: PreTrainedTokenizerBase, texts: list[str], **settings: 
     return tokenizer(texts, return_attention_mask=False, verbose=False, **settings)["input_ids"] if texts else []
 
 
-def _with_responses(
-    rows: Sequence[RawRow], encoded: list[Encoded | str], tokenizer: PreTrainedTokenizerBase
-) -> list[Encoded | str]:
+def _response_ids(
+    rows: Sequence[RawRow], indices: Iterable[int], tokenizer: PreTrainedTokenizerBase
+) -> dict[int, list[int]]:
     """Responses are tokenised separately, as an engine generates them, and end with the end token."""
-    indices = [i for i, entry in enumerate(encoded) if isinstance(entry, Encoded) and rows[i].response is not None]
-    responses = _tokenise(tokenizer, [str(rows[i].response) for i in indices], add_special_tokens=False)
-    for i, ids in zip(indices, responses, strict=True):
-        entry = encoded[i]
-        assert isinstance(entry, Encoded)
-        ended = ids if ids and ids[-1] == tokenizer.eos_token_id else [*ids, tokenizer.eos_token_id]
-        encoded[i] = replace(entry, response_ids=ended)
-    return encoded
+    answered, end = [i for i in indices if rows[i].response is not None], tokenizer.eos_token_id
+    responses = _tokenise(tokenizer, [str(rows[i].response) for i in answered], add_special_tokens=False)
+    return {i: ids if ids and ids[-1] == end else [*ids, end] for i, ids in zip(answered, responses, strict=True)}
