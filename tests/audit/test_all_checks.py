@@ -1,4 +1,4 @@
-"""The auditor in healthy runs and on what users bring: silence, or one message that says what was seen."""
+"""The auditor in healthy runs and with user functions: silence, or one message with the finding."""
 
 from pathlib import Path
 from typing import Any
@@ -79,7 +79,7 @@ CASES = [pytest.param(name, marks=[pytest.mark.slow] if i > 6 else []) for i, na
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_healthy_run_is_proven_and_silent(playground: Playground, name: str) -> None:
+def test_a_healthy_run_passes_all_checks_silently(playground: Playground, name: str) -> None:
     run = playground.run(*HEALTHY[name], *ALWAYS)
     assert run.notes("warning") == []
     assert [set(dict(event.fields["unproven"])) for event in audits(run)] == [NOT_PROVEN.get(name, set())] * 3
@@ -87,7 +87,7 @@ def test_a_healthy_run_is_proven_and_silent(playground: Playground, name: str) -
     assert "3 steps were audited" in (run.folder / "report.html").read_text()
 
 
-def test_supervised_steps_are_proven(playground: Playground) -> None:
+def test_supervised_steps_pass_the_checks(playground: Playground) -> None:
     gone = ("reward.functions", "reward.num_workers", "custom_reward_function.path", "actor_rollout_ref.rollout.n")
     run = playground.run("sft", "data.response_key=answer", *ALWAYS, *(f"~{key}" for key in gone))
     assert set(audits(run)[0].fields["proven"]) >= {"responses", "masks", "loss", "gradients", "optimizer"}
@@ -101,15 +101,15 @@ def test_audits_at_start_and_once_in_so_many_steps(playground: Playground) -> No
     assert len(audits(run)) == 3, "a finished run takes no step"
 
 
-VERDICTS = {
+NONDETERMINISTIC = {
     "clock": ("import time\n", "time.perf_counter_ns() % 1000 / 1000"),
     "counting": ("from itertools import count\nCOUNT = count()\n", "float(next(COUNT) % 5)"),
 }
 
 
-@pytest.mark.parametrize("kind", VERDICTS)
-def test_a_verifier_that_contradicts_itself_is_told_once(playground: Playground, kind: str) -> None:
-    head, value = VERDICTS[kind]
+@pytest.mark.parametrize("kind", NONDETERMINISTIC)
+def test_a_nondeterministic_reward_function_is_reported_once(playground: Playground, kind: str) -> None:
+    head, value = NONDETERMINISTIC[kind]
     playground.write_reward(f"{head}\ndef compute_score(data_source, solution_str, ground_truth): return {value}\n")
     run = playground.run("grpo", *ALWAYS, "trust.check_rewards=false")
     (warning,) = run.notes("warning")
@@ -117,7 +117,7 @@ def test_a_verifier_that_contradicts_itself_is_told_once(playground: Playground,
     assert dict(audits(run)[-1].fields["unproven"]).keys() == {"reward_results"}
 
 
-def test_a_check_that_fails_itself_is_told_and_costs_nothing_else(
+def test_a_check_that_raises_is_reported_and_has_no_other_effect(
     playground: Playground, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rewards, "functions_of", lambda *_: 1 / 0)
@@ -178,7 +178,7 @@ USERS = {
 
 
 @pytest.mark.parametrize("name", USERS)
-def test_what_users_bring_is_audited_for_what_holds_for_any(
+def test_user_functions_are_audited_for_general_properties(
     playground: Playground, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     override, message = USERS[name]
@@ -210,7 +210,7 @@ def short():
 """
 
 
-def test_the_loss_of_a_program_without_old_log_probs_is_proven(playground: Playground) -> None:
+def test_the_loss_of_a_pipeline_without_old_log_probs_is_proven(playground: Playground) -> None:
     (playground.folder / "short.py").write_text(SHORT)
     pipeline = ("~dag.pipeline", f"dag.custom_pipeline_fn={playground.folder}/short.py:short")
     run = playground.run("grpo", *pipeline, *ALWAYS, *TWO, f"{ACTOR}.use_kl_loss=false")
@@ -246,12 +246,12 @@ def test_on_mismatch(playground: Playground, monkeypatch: pytest.MonkeyPatch, an
         assert run.metrics()[1]["rollout_corr/rollout_is_mean"] == pytest.approx(1.0005, abs=1e-4)
 
 
-def test_every_check_says_what_it_needs() -> None:
+def test_every_check_states_its_needs() -> None:
     assert len({check.name for check in CHECKS}) == len(CHECKS)
     for check in CHECKS:
         assert isinstance(check, Check) and check.statement and check.needs and check.limit
 
 
-def test_the_docs_hold_the_table_as_it_is() -> None:
+def test_the_docs_have_the_present_table() -> None:
     docs = (Path(__file__).parents[2] / "docs" / "trust.md").read_text(encoding="utf-8")
     assert markdown_table() in docs, "put the text of audit.all_checks.markdown_table() into docs/trust.md"

@@ -32,7 +32,7 @@ def rough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Playground:
     return Playground(tmp_path, initializer_range=0.5, num_hidden_layers=4)
 
 
-def test_what_rounding_moves_is_no_alarm(rough: Playground, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_moves_by_rounding_are_no_alarm(rough: Playground, monkeypatch: pytest.MonkeyPatch) -> None:
     measured: list[float] = []
     original = sampled_tokens.moved_draws
     monkeypatch.setattr(
@@ -44,7 +44,7 @@ def test_what_rounding_moves_is_no_alarm(rough: Playground, monkeypatch: pytest.
     assert 0.01 < measured[0] < 0.06
 
 
-def test_where_rounding_moves_too_much_nothing_is_claimed(rough: Playground, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_large_moves_by_rounding_are_not_checked(rough: Playground, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampled_tokens, "WIDEST", 0.05)
     rough.run("grpo", *BFLOAT16)
     (audit,) = [event for event in read_events(rough.folder / "run") if event.kind == "audit"]

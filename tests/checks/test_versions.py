@@ -1,4 +1,4 @@
-"""Versions of tokens: published, young enough, never going back within a sample."""
+"""Versions of tokens: synced, not too stale, never decreasing within a sample."""
 
 import pytest
 import torch

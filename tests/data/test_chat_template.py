@@ -74,7 +74,7 @@ def test_rows_come_in_order_and_what_is_raised_refuses_its_own(tokenizer: PreTra
     assert list(render_all([], render, tokenizer)) == []
 
 
-def test_a_crash_is_told(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_a_crash_is_reported(tokenizer: PreTrainedTokenizerBase) -> None:
     def render(number: int) -> str:
         os.kill(os.getpid(), signal.SIGSEGV)
         return ""

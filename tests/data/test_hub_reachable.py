@@ -1,4 +1,4 @@
-"""A hub that cannot be reached is told within seconds, and the libraries no longer try."""
+"""A hub that cannot be reached is reported within seconds, and the libraries no longer try it."""
 
 import socket
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from distflow.data.sources import unreachable
 
 
 @pytest.fixture(autouse=True)
-def asked_anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def reset(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
     for name in ("https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY"):

@@ -71,7 +71,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("what", FAULTS)
-def test_mistakes_are_told_with_their_line_or_skipped(tmp_path: Path, what: str) -> None:
+def test_mistakes_are_reported_with_their_line_or_skipped(tmp_path: Path, what: str) -> None:
     bad, said = FAULTS[what]
     with pytest.raises(UserError) as found:
         load(tmp_path, messages(), bad)

@@ -57,7 +57,7 @@ def test_settings_reach_the_data_set_and_rows_are_its_own() -> None:
         ("chain_sum?min_terms=0", "refuses its settings"),
     ],
 )
-def test_a_source_that_means_nothing_is_told(source: str, said: str) -> None:
+def test_an_invalid_source_is_reported(source: str, said: str) -> None:
     name, _, setting = source.partition("?")
     with pytest.raises(UserError) as caught:
         make_dataset(name, {key: int(value) for key, value in parse_qsl(setting)})
@@ -65,7 +65,7 @@ def test_a_source_that_means_nothing_is_told(source: str, said: str) -> None:
 
 
 @installed
-def test_it_is_told_with_the_key_that_names_it() -> None:
+def test_an_unknown_data_set_is_reported_with_the_key() -> None:
     with pytest.raises(UserError, match="data.train_files: 'reasoning-gym:chain_sums': reasoning-gym has no data set"):
         rows_of("chain_sums")
 

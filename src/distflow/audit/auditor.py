@@ -72,9 +72,9 @@ class Auditor:
         engines = (resources.actor, resources.critic, resources.ref)
         models = [model for each in engines if isinstance(model := getattr(each, "model", None), nn.Module)]
         turns = Turns(inputs.ports.collective, models)
-        kept = KeptWeights(spec.data.max_staleness + 1, spec.weight_dtype)
+        older_weights = KeptWeights(spec.data.max_staleness + 1, spec.weight_dtype)
         state = inputs.state.setdefault(AUDIT_STATE, {})
-        run = AuditedRun(inputs, services, pipeline, training_steps, bring, turns, kept, state)
+        run = AuditedRun(inputs, services, pipeline, training_steps, bring, turns, older_weights, state)
         first, warmup = inputs.version.step, spec.config.trainer.critic_warmup  # the policy is first trained after it
         return Auditor(run, groups, AuditSchedule(spec.options.audit_freq, first, spec.data.max_staleness, (warmup,)))
 
@@ -85,7 +85,7 @@ class Auditor:
         self._group_ids, self._served = group_ids, served
         self._decide(step)
         self._records = self.groups.take(group_ids)
-        self._run.kept.forget(step - self._run.spec.data.max_staleness - 1)
+        self._run.older_weights.forget(step - self._run.spec.data.max_staleness - 1)
         with self._schedule.timed():
             if served == step:
                 self._remember(step)
@@ -104,7 +104,7 @@ class Auditor:
             dtype, engine = run.spec.weight_dtype, run.engine_hashes()
             self._sent_hashes = {name: stripe_hash(w, dtype) for name, w in actor.weights() if name in engine}
         if self._schedule.expects(version) and model is not None and not spread:
-            run.kept.keep(version, model)
+            run.older_weights.keep(version, model)
 
     def _decide(self, step: int) -> None:
         """Whether to audit the step or only to run the cheap checks: decided once for all ranks, as clocks differ."""

@@ -98,12 +98,12 @@ def audited_samples(recorded: RecordedStep) -> list[Sample]:
     model = getattr(recorded.run.resources.actor, "model", None)
     total = sum(len(sample["response_ids"]) + len(sample["prompt_ids"]) for sample in recorded.samples)
     chosen: list[Sample] = []
-    taken = entries = 0
+    num_tokens = entries = 0
     for sample in recorded.some_samples(MOST):
         length = len(sample["response_ids"]) + len(sample["prompt_ids"])
-        taken += length
+        num_tokens += length
         entries += len(sample["response_ids"]) * (vocabulary_of(model) if isinstance(model, nn.Module) else 0)
-        if (len(chosen) >= LEAST and taken > SHARE * total) or (chosen and entries > MOST_ENTRIES):
+        if (len(chosen) >= LEAST and num_tokens > SHARE * total) or (chosen and entries > MOST_ENTRIES):
             break
         if isinstance(model, nn.Module) and len(sample["response_ids"]) and fits(model, length):
             chosen.append(sample)

@@ -212,13 +212,13 @@ def _message(update: UpdateRecord, name: str, batch: MiniBatch, expected: Tensor
 def _mini_batch(recorded: RecordedStep, update: UpdateRecord) -> MiniBatch:
     """Raises Wrong if the micro-batches are not exactly the mini-batch's samples."""
     known = {str(sample["uid"]): sample for sample in recorded.samples}
-    taken = [uid for micro in update.micros for uid in micro.uids]
-    if sorted(taken) != sorted(update.uids):
+    uids = [uid for micro in update.micros for uid in micro.uids]
+    if sorted(uids) != sorted(update.uids):
         raise Wrong(
-            f"the micro-batches of a mini-batch hold {len(taken)} samples, the mini-batch {len(update.uids)}: some "
+            f"the micro-batches of a mini-batch hold {len(uids)} samples, the mini-batch {len(update.uids)}: some "
             "were left out or taken twice"
         )
-    samples = [known[uid] for uid in taken]
+    samples = [known[uid] for uid in uids]
     lengths = [len(sample["response_ids"]) for sample in samples]
     outputs: dict[str, list[Tensor]] = {name: [] for name in update.loss.outputs}
     gradients: dict[str, list[Tensor]] = {name: [] for name in update.loss.outputs}

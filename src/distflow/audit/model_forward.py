@@ -159,7 +159,7 @@ class KeptWeights:
 
     def forget(self, version: int) -> None:
         """Drop that version and older ones: their tokens will not be audited any more."""
-        self._copies = {kept: copy for kept, copy in self._copies.items() if kept > version}
+        self._copies = {other: copy for other, copy in self._copies.items() if other > version}
 
     def of(self, version: int) -> Weights | None:
         """The weights of a version, None if they were not kept."""
@@ -229,10 +229,10 @@ class Turns:
 @contextmanager
 def _without_gradients(model: nn.Module) -> Iterator[None]:
     """Inside, the model starts without gradients; afterwards it has its old ones."""
-    kept = {parameter: parameter.grad for parameter in model.parameters()}
+    gradients = {parameter: parameter.grad for parameter in model.parameters()}
     try:
         model.zero_grad(set_to_none=True)
         yield
     finally:
-        for parameter, gradient in kept.items():
+        for parameter, gradient in gradients.items():
             parameter.grad = gradient

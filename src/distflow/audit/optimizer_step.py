@@ -89,12 +89,10 @@ def audit_gradients(recorded: RecordedStep) -> str | None:
 def audit_optimizer(recorded: RecordedStep) -> str | None:
     if not recorded.updates:
         return "no update was recorded"
-    known = [_same_weights(update, settings, rate, taken) for update, settings, rate, taken in scheduled(recorded)]
-    return (
-        None
-        if any(known)
-        else "only the learning rate: the optimizer is neither adamw nor sgd, or its engine does not expose it"
-    )
+    known = [_same_weights(*each) for each in scheduled(recorded)]
+    if not any(known):
+        return "only the learning rate: the optimizer is neither adamw nor sgd, or its engine does not expose it"
+    return None
 
 
 def _through_packing(
@@ -160,15 +158,15 @@ def scheduled(recorded: RecordedStep) -> Iterator[tuple[UpdateRecord, OptimConfi
     """Each update that was not skipped, its optimizer's config, its scheduled rate, and the number of updates before
     it. Raises Wrong if it was made at another rate."""
     for role in sorted({update.role for update in recorded.updates}):
-        taken = recorded.num_updates.get(role, 0)
+        num_before = recorded.num_updates.get(role, 0)
         settings = (recorded.config.critic if role == "critic" else recorded.config.actor_rollout_ref.actor).optim
         for update in recorded.updates_of(role):
             if update.metrics.get("skipped"):
                 continue
-            rate = settings.lr * schedule(settings, taken, total_updates(recorded, role))
+            rate = settings.lr * schedule(settings, num_before, total_updates(recorded, role))
             _same_rate(update, rate)
-            yield update, settings, rate, taken
-            taken += 1
+            yield update, settings, rate, num_before
+            num_before += 1
 
 
 def audit_learning_rates(recorded: RecordedStep) -> str | None:
@@ -210,7 +208,7 @@ def _same_rate(update: UpdateRecord, rate: float) -> None:
         raise Wrong(f"the learning rate of the {update.role} is {found:.4g}, but the schedule gives {rate:.4g}")
 
 
-def _same_weights(update: UpdateRecord, settings: OptimConfig, rate: float, taken: int) -> bool:
+def _same_weights(update: UpdateRecord, settings: OptimConfig, rate: float, num_before: int) -> bool:
     """Whether there is a formula to compare with."""
     if settings.optimizer not in ("adamw", "sgd") or not update.stripes:
         return False
@@ -220,10 +218,10 @@ def _same_weights(update: UpdateRecord, settings: OptimConfig, rate: float, take
                 f"the optimizer of the {update.role} was not called, or {name} had no gradient, though the update was "
                 "not skipped"
             )
-        steps = int(stripe.moments.get("step", 0 if settings.optimizer == "adamw" else taken))
-        if steps != taken:
+        steps = int(stripe.moments.get("step", 0 if settings.optimizer == "adamw" else num_before))
+        if steps != num_before:
             raise Wrong(
-                f"the optimizer of the {update.role} has counted {steps} steps, but {taken} were taken: its "
+                f"the optimizer of the {update.role} has counted {steps} steps, but {num_before} were taken: its "
                 "moments were lost"
             )
         expected = _adamw(stripe, settings, rate) if settings.optimizer == "adamw" else _sgd(stripe, settings, rate)

@@ -98,8 +98,8 @@ def _decoupled(tokens: Tokens, options: Options) -> Tensor:
 def _interpolated(tokens: Tokens, step: int) -> Tensor:
     """Between the engine's log-prob and the current one, at the position of the step's version between the token's
     version and the next."""
-    made = tokens.columns["versions"]
-    share = (step - made) / (step + 1 - made)
+    versions = tokens.columns["versions"]
+    share = (step - versions) / (step + 1 - versions)
     return (1 - share) * tokens.old + share * tokens.now.detach()
 
 

@@ -1,4 +1,4 @@
-"""What a check of the auditor is, and what it gets: the data of a step, sample by sample, as plain tensors of one
+"""The checks of the auditor and their input: the data of a recorded step, sample by sample, as plain tensors of one
 sample each, never columns of many."""
 
 import copy
@@ -42,8 +42,8 @@ Limit = TypeVar("Limit")
 class AuditedRun:
     """The run as the auditor of one worker sees it.
 
-    training_steps: of this worker. bring: brings all models onto the device. turns: runs the models. kept: weights of
-    older versions. state: JSON values that persist across audits and are in every checkpoint.
+    training_steps: of this worker. bring: brings all models onto the device. turns: runs the models. state: JSON values
+    that persist across audits and are in every checkpoint.
     """
 
     inputs: WorkerInputs
@@ -52,7 +52,7 @@ class AuditedRun:
     training_steps: Sequence[Step]
     bring: Callable[[], None]
     turns: Turns
-    kept: KeptWeights
+    older_weights: KeptWeights
     state: dict[str, Any]
     _warnings: set[str] = field(default_factory=set)
 
@@ -156,9 +156,9 @@ class RecordedStep:
         for request, result in record.generated if record else ():
             if request.params.greedy and not self.run.spec.sampling.greedy:
                 continue  # of a baseline
-            for made in result.generations:
-                if made.sample == index_of(sample):
-                    return request, made
+            for generation in result.generations:
+                if generation.sample == index_of(sample):
+                    return request, generation
         return None
 
     def is_ours(self, column: str) -> bool:

@@ -128,13 +128,13 @@ def _same_baseline(recorded: RecordedStep, sample: Sample) -> None:
         raise Wrong(
             f"group {record.prompt_group.group_id} has {len(found)} greedy responses, but its baseline needs one"
         )
-    request, made = found[0]
+    request, response = found[0]
     if request.params.max_tokens != response_limit(recorded.config, sample["domain"]):
         raise Wrong(
             f"the greedy response of group {record.prompt_group.group_id} may have {request.params.max_tokens} tokens"
         )
-    text = str(recorded.run.resources.tokenizer.decode(list(made.token_ids), skip_special_tokens=True))
-    total = _overlong(recorded, sample["domain"], len(made.token_ids))
+    text = str(recorded.run.resources.tokenizer.decode(list(response.token_ids), skip_special_tokens=True))
+    total = _overlong(recorded, sample["domain"], len(response.token_ids))
     for name, weight in functions_of(recorded, sample).items():
         results = [r for called, arguments, r in record.scored if called == name and arguments["solution_str"] == text]
         if not results or not isinstance(results[-1], Score):

@@ -104,14 +104,14 @@ def audit_masks(recorded: RecordedStep) -> str | None:
     if recorded.is_written("loss_mask") and not recorded.is_ours("loss_mask"):
         return "a user's node writes loss_mask"
     for sample in recorded.samples:
-        made = (sample["versions"] >= 0).double()
+        of_policy = (sample["versions"] >= 0).double()
         found = recorded.generation(sample)
-        if found is not None and int(made.sum()) != len(found[1].token_ids):
+        if found is not None and int(of_policy.sum()) != len(found[1].token_ids):
             raise Wrong(
-                f"sample {sample['uid']}: {int(made.sum())} tokens are marked as the policy's, but it generated "
+                f"sample {sample['uid']}: {int(of_policy.sum())} tokens are marked as the policy's, but it generated "
                 f"{len(found[1].token_ids)}"
             )
-        for name, expected in (("response_mask", made), ("loss_mask", made * float(sample["valid"]))):
+        for name, expected in (("response_mask", of_policy), ("loss_mask", of_policy * float(sample["valid"]))):
             algorithm = algorithm_of(recorded.config, sample["domain"])
             bounds = (algorithm.difficulty_mask, algorithm.mask_long_errors)
             masks = algorithm.mask_truncated or any(bound is not None for bound in bounds)
@@ -168,19 +168,19 @@ def _tokenised(recorded: RecordedStep, sample: Sample, row: PromptRow) -> None:
         raise Wrong(f"the prompt of sample {sample['uid']} is not the tokens of its text {_short(row.prompt_text)}")
 
 
-def _generated(recorded: RecordedStep, sample: Sample, made: Generation, version: int) -> None:
+def _generated(recorded: RecordedStep, sample: Sample, generation: Generation, version: int) -> None:
     """The sample is the engine's generation. version: of the engine when the group was requested."""
-    _same(sample, "response_ids", sample["response_ids"].tolist(), list(made.token_ids), "the engine")
-    log_probs = torch.tensor(made.rollout_log_probs, dtype=torch.float32)
+    _same(sample, "response_ids", sample["response_ids"].tolist(), list(generation.token_ids), "the engine")
+    log_probs = torch.tensor(generation.rollout_log_probs, dtype=torch.float32)
     if not torch.equal(sample["rollout_log_probs"], log_probs):
         raise Wrong(f"rollout_log_probs of sample {sample['uid']} are not those that the engine returned")
     if recorded.is_written("prox_log_probs") and not torch.equal(sample["old_log_probs"], log_probs):
         raise Wrong(f"old_log_probs of sample {sample['uid']} must be the engine's where there are prox_log_probs")
-    _same(sample, "versions", sample["versions"].tolist(), list(made.versions), "the engine")
-    if min(made.versions, default=version) < version:
+    _same(sample, "versions", sample["versions"].tolist(), list(generation.versions), "the engine")
+    if min(generation.versions, default=version) < version:
         raise Wrong(
             f"sample {sample['uid']} was requested when the engine had version {version}, but has tokens of version "
-            f"{min(made.versions)}: the engine went back to older weights"
+            f"{min(generation.versions)}: the engine went back to older weights"
         )
 
 

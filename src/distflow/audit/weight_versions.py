@@ -101,13 +101,13 @@ def _scores(recorded: RecordedStep, model: nn.Module, sample: Sample) -> tuple[P
 
 def _weights_of(recorded: RecordedStep, version: int) -> Weights | None:
     """The policy has the last synced version only if the sync was right before this step."""
-    return PRESENT if version == recorded.served == recorded.step else recorded.run.kept.of(version)
+    return PRESENT if version == recorded.served == recorded.step else recorded.run.older_weights.of(version)
 
 
 def _over_older_keys(turns: Turns, model: nn.Module, ids: Sequence[int], weights: Sequence[Weights | None]) -> Tensor:
-    """Logits `(tokens, vocabulary)` that each token was drawn from, if keys and values are kept over weight syncs:
-    those of a position are of the weights that drew the next token, those of the prompt of the first token's weights.
-    Zeros from the first token with unknown weights on."""
+    """Logits `(tokens, vocabulary)` that each token was drawn from, if the engine keeps keys and values over weight
+    syncs: a position has keys and values by the weights that drew the next token, the prompt by those of the first
+    token. Zeros from the first token with unknown weights on."""
     found, cache = torch.zeros(len(weights), vocabulary_of(model)), DynamicCache(config=unwrapped(model).config)
     first, fed, done = len(ids) - len(weights) - 1, 0, 0
     for _, run in groupby(weights, key=id):
@@ -135,8 +135,8 @@ def _forward(turns: Turns, model: nn.Module, weights: Weights, ids: Sequence[int
     device = next(model.parameters()).device
     swapped = {name: weight.to(device) for name, weight in weights.items()}
     inputs = {"input_ids": torch.tensor([list(ids)], device=device), **options}
-    made: Any = functional_call(model, swapped, kwargs=inputs) if swapped else turns.run(model, **inputs)
-    logits: Tensor = made.logits[0]
+    output: Any = functional_call(model, swapped, kwargs=inputs) if swapped else turns.run(model, **inputs)
+    logits: Tensor = output.logits[0]
     return logits.float().cpu()
 
 

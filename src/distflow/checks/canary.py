@@ -96,12 +96,12 @@ def make_canary(spec: Spec, resources: Resources) -> Canary:
 
 
 def _sample(row: int, request: GenerateRequest, result: GenerateResult) -> Sample:
-    (made,) = result.generations
+    (generation,) = result.generations
     segment = Segment(
         "policy",
-        tuple(made.token_ids),
-        tuple(made.rollout_log_probs),
-        tuple(made.sampling_log_probs),
-        tuple(made.versions),
+        tuple(generation.token_ids),
+        tuple(generation.rollout_log_probs),
+        tuple(generation.sampling_log_probs),
+        tuple(generation.versions),
     )
     return Sample(f"{row}-0", row, [Segment("prompt", request.prompt_ids), segment])

@@ -76,8 +76,8 @@ class NonFinite:
 
     def _save(self, role: str, engine: TrainEngine, batch: Batch, metrics: dict[str, float], step: int) -> Path:
         bundle = self._make_folder(role, step)
-        kept = [n for n in batch.names if n in KEPT_OBJECTS or isinstance(batch.flat(n), Tensor)]
-        batch.only(kept).save(bundle / BATCH)
+        names = [n for n in batch.names if n in KEPT_OBJECTS or isinstance(batch.flat(n), Tensor)]
+        batch.only(names).save(bundle / BATCH)
         before = self._last.get(role, bundle) / WEIGHTS
         if self._in_a_row[role] > 1 and before.is_file():
             os.link(before, bundle / WEIGHTS)  # a skipped update changed nothing

@@ -360,9 +360,9 @@ class Batch:
         """
         mask: Tensor = self.flat("response_mask")
         lengths = send(self._lengths[Axis.RESPONSE], mask.device)
-        made = (mask > 0).nonzero()[:, 0]
-        owner = torch.arange(len(self), device=mask.device).repeat_interleave(lengths, output_size=len(mask))[made]
-        last = torch.full_like(lengths, -1).scatter_reduce_(0, owner, made, "amax")
+        positions = (mask > 0).nonzero()[:, 0]
+        owner = torch.arange(len(self), device=mask.device).repeat_interleave(lengths, output_size=len(mask))[positions]
+        last = torch.full_like(lengths, -1).scatter_reduce_(0, owner, positions, "amax")
         answered = last >= 0
         return torch.zeros_like(mask).index_put_((last[answered],), self.flat("scores").to(mask.dtype)[answered])
 

@@ -33,7 +33,7 @@ def guess_field(name: str, value: Written, shapes: Shapes) -> Field:
     found = "; ".join(f"{axis.value}: {' or '.join(map(str, shapes[axis]))}" for axis in fitting or shapes)
     raise ValueError(
         f"column '{name}' of shape {shape} fits {'more than one' if fitting else 'no'} axis of this batch ({found}): "
-        f"say what it is, once, by register_field('{name}', dtype=..., axis=...)"
+        f"declare it once by register_field('{name}', dtype=..., axis=...)"
     )
 
 
@@ -44,7 +44,7 @@ def check_same_fields(ours: Mapping[str, Field], theirs: Mapping[str, Field]) ->
         name = different[0]
         raise ValueError(
             f"column '{name}' is {ours[name]} in one batch and {theirs[name]} in another: write the same in both, or "
-            f"say what it is by register_field('{name}', dtype=..., axis=...)"
+            f"declare it by register_field('{name}', dtype=..., axis=...)"
         )
 
 

@@ -1,7 +1,7 @@
 """A batch as plain bytes for transfer between processes, and a batch from rows of several such batches.
 
-A buffer holds one column, its rows one behind another, so that whoever carries buffers needs to know nothing about
-tokens, dtypes or texts, and rows are picked by copying bytes.
+A buffer holds one column, row after row. Code that transfers buffers needs to know nothing about tokens, dtypes or
+texts, and rows are picked by copying bytes.
 """
 
 import json

@@ -35,7 +35,6 @@ TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json", "tokenizer_config
 
 Row = TypeVar("Row")
 Value = TypeVar("Value", bound=JSON)
-_OUT_OF_MEMORY = "it ran out of memory"
 _REFUSES = "the chat template refuses the messages"
 
 Turn = tuple[int, int, int]
@@ -58,8 +57,8 @@ def render_all(
 ) -> Iterator[Value | Refused]:
     """One entry per row, in order: the result of `render`, a JSON value.
 
-    render: calls the tokenizer's template; what it raises is a `Refused`. It runs in a fork of this process, which has
-    the tokenizer as it is. Raises UserError naming the template's file where a row takes longer than
+    render: calls the tokenizer's template; an error that it raises becomes a `Refused`. It runs in a fork of this
+    process, with the tokenizer as it is. Raises UserError naming the template's file if a row takes longer than
     `RENDERS_WITHIN_S`, becomes longer than `MAX_CHARACTERS` or needs more than `MORE_MEMORY_BYTES`.
     """
     if not rows:
@@ -92,7 +91,7 @@ def template_of(tokenizer: PreTrainedTokenizerBase) -> str:
 
 @dataclass(frozen=True)
 class Chat:
-    """What one row passes to the chat template."""
+    """The values that one row passes to the chat template."""
 
     messages: Messages
     tools: list[JSON] = field(default_factory=list)
@@ -131,14 +130,14 @@ class ChatTemplate:
 
     def render_marked(self, chat: Chat) -> tuple[str, list[tuple[int, int]]]:
         """The whole conversation, and the parts of it that the template marks as generated."""
-        made: Any = render_jinja_template(
+        rendered: Any = render_jinja_template(
             [chat.messages],
             tools=chat.tools or None,  # type: ignore[arg-type]  # declared as a list of any mappings
             chat_template=self._text(chat),
             return_assistant_tokens_mask=True,
             **{**self._tokenizer.special_tokens_map, **chat.kwargs},
         )
-        (text,), (blocks,) = made
+        (text,), (blocks,) = rendered
         return str(text), [(start, end) for start, end in blocks if start < end]
 
     def _text(self, chat: Chat) -> str:
@@ -157,7 +156,7 @@ def render_turns(chat: Chat, template: ChatTemplate, ends: Sequence[str]) -> lis
     turns = []
     for number, (place, prompt) in enumerate(zip(places, prompts, strict=True), 1):
         text = template.render(chat, place + 1, prompts=False)
-        turns.append((text, _behind(prompt, text, number, ends)))
+        turns.append((text, _turn_after(prompt, text, number, ends)))
     return _joined(turns)
 
 
@@ -166,24 +165,24 @@ def encode_turns(
 ) -> tuple[list[int], list[tuple[int, int]]]:
     """Token ids up to the end of the last turn, and each turn's position in them.
 
-    They are those of the whole text at once. Raises RowError where a turn would not follow the tokens that the model is
-    prompted by, which are those of the text before it alone.
+    The whole text is tokenised at once. Raises RowError if a turn does not follow the tokens with which the model would
+    be prompted: those of the text before the turn alone.
     """
     text, turns = rendered
-    made: Any = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-    ids, begins = made["input_ids"], [begin for begin, _ in made["offset_mapping"]]
+    encoding: Any = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    ids, begins = encoding["input_ids"], [begin for begin, _ in encoding["offset_mapping"]]
     spans = []
     for number, start, end in turns:
-        first, behind = bisect_left(begins, start), bisect_left(begins, end)
+        first, end_place = bisect_left(begins, start), bisect_left(begins, end)
         if not _is_prompted(text[:start], ids[:first], begins, tokenizer):
             raise RowError(
                 f"turn {number} of the assistant begins inside a token, between {text[:start][-_SHOWN:]!r} and "
                 f"{text[start:][:_SHOWN]!r}, which would train on tokens that the model does not generate: take white "
                 "space off the turn, or use a template that puts none there"
             )
-        if ids[behind - 1] not in end_ids:
+        if ids[end_place - 1] not in end_ids:
             raise RowError(f"{text[:end][-_SHOWN:]!r} ends turn {number} of the assistant by more than a token")
-        spans.append((first, behind))
+        spans.append((first, end_place))
     return ids[: spans[-1][1]], spans
 
 
@@ -216,7 +215,7 @@ def _rendered(row: Row, render: Callable[[Row], JSON]) -> tuple[str, JSON]:
         value = render(row)
         characters = len(value) if isinstance(value, str) else len(json.dumps(value, ensure_ascii=False))
     except MemoryError:
-        return "fails", _OUT_OF_MEMORY
+        return "fails", "it ran out of memory"
     except RowError as error:
         return "refused", str(error)
     except jinja2.TemplateError as error:
@@ -248,12 +247,12 @@ def _is_prompted(text: str, ids: list[int], begins: Sequence[int], tokenizer: Pr
 
 
 def _ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    made: Any = tokenizer(text, add_special_tokens=False, verbose=False)
-    return list(made["input_ids"])
+    encoding: Any = tokenizer(text, add_special_tokens=False, verbose=False)
+    return list(encoding["input_ids"])
 
 
-def _behind(prompt: str, text: str, number: int, ends: Sequence[str]) -> Turn:
-    """The turn at the end of the text, for which the prompt asks."""
+def _turn_after(prompt: str, text: str, number: int, ends: Sequence[str]) -> Turn:
+    """The turn at the end of the text, after its prompt."""
     if not text.startswith(prompt):
         same = len(commonprefix([prompt, text]))
         raise RowError(

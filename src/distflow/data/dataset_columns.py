@@ -92,8 +92,8 @@ class RawRow:
 class BadRows:
     """What to do with a bad row: collect it to report all of them together, or count and skip it.
 
-    policy: "error" or "skip" (data.bad_rows). broken: rows that could be read, and are left out since no answer to
-    them could be judged.
+    policy: "error" or "skip" (data.bad_rows). broken: rows that could be read, but are left out because no response to
+    them could be scored.
     """
 
     policy: str = "error"
@@ -146,7 +146,8 @@ def read_rows(records: Iterator[Record], columns: Columns, bad_rows: BadRows, so
         yield row
     if num_read and missing:
         key, name = next(iter(missing.items()))
-        raise UserError(_no_column(key, name, columns, source, seen))
+        message = _missing_column(key, name, columns, source, seen)
+        raise UserError(message.replace(key, key.replace("data.", f"{columns.group}.", 1)))
 
 
 def find(values: Mapping[str, object], name: str) -> object:
@@ -179,12 +180,7 @@ def _is_conversation(values: Mapping[str, object], columns: Columns) -> bool:
     return find(values, columns.prompt) is None or find(values, columns.response) is None
 
 
-def _no_column(key: str, name: str, columns: Columns, source: str, seen: set[str]) -> str:
-    said = _what_is_missing(key, name, columns, source, seen)
-    return said.replace(key, key.replace("data.", f"{columns.group}.", 1))
-
-
-def _what_is_missing(key: str, name: str, columns: Columns, source: str, seen: set[str]) -> str:
+def _missing_column(key: str, name: str, columns: Columns, source: str, seen: set[str]) -> str:
     if name in seen:
         return f"the column '{name}' ({key}) of {source} is empty in every row"
     if len(seen) == 1 and (found := re.search(r"[;\t|]", next(iter(seen)))):
@@ -196,10 +192,10 @@ def _what_is_missing(key: str, name: str, columns: Columns, source: str, seen: s
     if columns.messages is not None and name in (columns.prompt, columns.response):
         meant = meant or (f"; set data.messages_key={conversation}" if conversation else "")
         meant = f", nor one of conversations, '{columns.messages}' (data.messages_key){meant}"
-    said = f"no row of {source} has the column '{name}' ({key}){meant}; columns: {', '.join(sorted(seen)) or 'none'}"
+    message = f"no row of {source} has the column '{name}' ({key}){meant}; columns: {', '.join(sorted(seen)) or 'none'}"
     if key == "data.answer_key" and not meant:
-        said += "; without answers, judge by a function of your own: custom_reward_function.path=my_reward.py"
-    return said
+        message += "; without answers, score by a function of your own: custom_reward_function.path=my_reward.py"
+    return message
 
 
 def _raw_row(record: Record, columns: Columns) -> RawRow:
@@ -215,6 +211,7 @@ def _raw_row(record: Record, columns: Columns) -> RawRow:
     answer = plain(find(values, columns.answer))
     if columns.answer_required and answer in (None, "", []):
         raise RowError(f"no answer in the column '{columns.answer}'")
+    kwargs = plain(values.get(TEMPLATE_KWARGS_COLUMN))
     domain = find(values, columns.domain) if columns.domain is not None else columns.only_domain
     is_chat = columns.is_chat or not isinstance(prompt, str)
     return RawRow(
@@ -225,7 +222,7 @@ def _raw_row(record: Record, columns: Columns) -> RawRow:
         response=None if is_conversation or columns.response is None else _response(values, columns.response),
         extra_info=_extra_info(values, columns, is_conversation),
         tools=read_tools(plain(find(values, columns.tools)), columns.tools) if is_chat else [],
-        template_kwargs=_template_kwargs(values) if is_chat else {},
+        template_kwargs=read_template_kwargs(kwargs, TEMPLATE_KWARGS_COLUMN) if is_chat else {},
         is_conversation=is_conversation,
         pass_rate=None if columns.pass_rate is None else _pass_rate(values, columns.pass_rate),
     )
@@ -250,10 +247,6 @@ def _response(values: Mapping[str, object], name: str) -> str:
     return found
 
 
-def _template_kwargs(values: Mapping[str, object]) -> dict[str, JSON]:
-    return read_template_kwargs(plain(values.get(TEMPLATE_KWARGS_COLUMN)), TEMPLATE_KWARGS_COLUMN)
-
-
 def _extra_info(values: Mapping[str, object], columns: Columns, is_conversation: bool) -> dict[str, JSON]:
     """The rest of the row; a column `extra_info` that is a mapping is spread, as reward functions expect it."""
     used = {columns.prompt, columns.answer, columns.domain, columns.response}
@@ -265,7 +258,7 @@ def _extra_info(values: Mapping[str, object], columns: Columns, is_conversation:
 
 
 def plain(value: object) -> JSON:
-    """What JSON can hold of a value: verifiers, ledgers and saved batches carry it. Dates become ISO texts."""
+    """The value as JSON, for reward functions, ledgers and saved batches. Dates become ISO texts."""
     if value is None or isinstance(value, str | bool | int | float):
         return value
     if isinstance(value, Mapping):

@@ -1,9 +1,9 @@
 """The process's global random generators, of `random`, numpy and torch: they belong to user functions.
 
 Nothing in this package uses them: samples, shuffles and initial weights have generators of their own. In the
-training loop, where one function runs after another, what a function of the user draws and seeds lasts, and is in
-every checkpoint. In the rollout loop and in the verifiers' processes calls run in no fixed order: each has
-generators of its own, seeded by whom it works for, and leaves no trace.
+training loop functions run one after another, so the states that user functions leave persist, and are in every
+checkpoint. In the rollout loop and in the processes of reward functions calls run in no fixed order: each call has
+generators of its own, seeded by the row or group that it works for, and does not change the global ones.
 
 Imports neither numpy nor torch by itself: a reward worker may not need them.
 """

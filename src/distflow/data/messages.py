@@ -1,4 +1,4 @@
-"""What a row passes to the chat template: messages, tools and further arguments, checked and as templates expect them.
+"""A row's values for the chat template: messages, tools and further arguments, checked and as templates expect them.
 
 Entries that are null count as absent: files with typed columns have them where other rows have a value.
 """
@@ -71,8 +71,8 @@ def read_template_kwargs(found: JSON, name: str) -> dict[str, JSON]:
     found = _without_nulls(_parsed(found, what)) if found else {}
     if not isinstance(found, dict):
         raise RowError(f"{what} are {kind(found)}, not a mapping")
-    if taken := [key for key in found if key in TEMPLATE_PARAMETERS]:
-        raise RowError(f"{what} may not hold '{taken[0]}', which is set already")
+    if reserved := [key for key in found if key in TEMPLATE_PARAMETERS]:
+        raise RowError(f"{what} may not hold '{reserved[0]}', which is set already")
     check_unicode(found, what)
     return found
 

@@ -35,9 +35,9 @@ Turns = tuple[tuple[int, int], ...]
 class PromptRow:
     """One prompt, ready for an engine.
 
-    index: its row in the set, as groups count. prompt_text: what was tokenised. response_ids: the response to learn,
-    with the end token (SFT), else None. turns: of a conversation, where in the response the assistant's turns begin and
-    end; None where all of it is one. origin: file and line.
+    index: its row in the set. prompt_text: the text that was tokenised. response_ids: the response to train on, with
+    the end token (SFT), else None. turns: start and end of the assistant's turns in the response of a conversation;
+    None if all of it is one turn. origin: file and line.
     """
 
     index: int
@@ -51,7 +51,7 @@ class PromptRow:
     turns: Turns | None = None
 
     def answer(self, version: int) -> list[Segment]:
-        """The response: trained segments as written by the policy of that version, those between by others."""
+        """The response: trained segments as those of the policy of that version, the others as the environment's."""
         ids = self.response_ids or ()
         segments, done = [], 0
         for start, end in self.turns or ((0, len(ids)),):
@@ -106,10 +106,10 @@ class PromptReport:
     num_outside: int = 0
 
     def lines(self) -> list[str]:
-        """Lines on what is used, and what is left out and why."""
+        """Lines on the rows that are used, and those that are left out and why."""
         counts = {
-            "turns of the assistant to learn": self.num_turns,
-            "rows more, of turns that the chat template writes otherwise once others follow": self.num_texts_more,
+            "turns of the assistant to train on": self.num_turns,
+            "more rows, of turns that the chat template writes differently once others follow": self.num_texts_more,
             "bad rows skipped": self.num_bad,
             "rows outside of data.pass_rate left out": self.num_outside,
             "over-long prompts left out": self.num_overlong_prompts,

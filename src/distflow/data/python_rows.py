@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl
@@ -20,22 +21,22 @@ MAX_ROWS = 1_000_000
 GivenRows = Iterable[object] | Callable[[], Iterable[object]]
 
 
-def keep_rows(given: GivenRows, file: Path, *, name: str, wanted: int, resuming: bool) -> bool:
+def keep_rows(values: GivenRows, file: Path, *, name: str, wanted: int, resuming: bool) -> bool:
     """Write the rows to `file`; returns whether the rows already in it are used instead.
 
-    given: a list of mappings, a `datasets.Dataset`, a `DataFrame`, an iterator, or a function that returns one of them.
-    name: what messages call it. wanted: rows that are needed, -1 for all. resuming: a checkpoint was made with the rows
-    of the file. An iterator is then not read, for it may give other rows each time; others must hold the same ones.
-    Raises UserError if they are not rows, or differ from the checkpoint's.
+    values: a list of mappings, a `datasets.Dataset`, a `DataFrame`, an iterator, or a function that returns one of
+    them. name: for messages. wanted: number of rows needed, -1 for all. resuming: a checkpoint was made with the rows
+    of the file. An iterator is then not read, as it may give other rows each time; others must hold the same rows.
+    Raises UserError if the values are not rows, or differ from the checkpoint's.
     """
-    if resuming and file.is_file() and not hasattr(given, "__len__"):
+    if resuming and file.is_file() and not hasattr(values, "__len__"):
         return True
-    rows: Any = _iterable(given, name)
+    rows: Any = _iterable(values, name)
     max_rows = len(rows) if hasattr(rows, "__len__") else MAX_ROWS
-    texts = json_lines(rows, source=_called(given), key=name, wanted=wanted, max_rows=max_rows)
+    texts = json_lines(rows, source=_called(values), key=name, wanted=wanted, max_rows=max_rows)
     if not texts:
-        again = " (an iterator can be read once: make it anew)" if hasattr(given, "__next__") else ""
-        raise UserError(f"{name}: no rows in {_called(given)}{again}")
+        again = " (an iterator can be read once: make it anew)" if hasattr(values, "__next__") else ""
+        raise UserError(f"{name}: no rows in {_called(values)}{again}")
     data = "".join(f"{text}\n" for text in texts).encode()
     if resuming and file.is_file() and file.read_bytes() != data:
         raise UserError(
@@ -49,14 +50,14 @@ def keep_rows(given: GivenRows, file: Path, *, name: str, wanted: int, resuming:
 def json_lines(rows: object, *, source: str, key: str, wanted: int = -1, max_rows: int = MAX_ROWS) -> list[str]:
     """Each row as one JSON text. wanted: stop after so many; -1 takes all, at most `max_rows`.
 
-    Raises UserError for what cannot be iterated over or gives more, and for rows that are no mappings.
+    Raises UserError if it is not iterable or gives more, and for a row that is not a mapping.
     """
     try:
-        taken = itertools.islice(iter(rows), wanted if wanted >= 0 else max_rows + 1)  # type: ignore[call-overload]
+        rows_read = itertools.islice(iter(rows), wanted if wanted >= 0 else max_rows + 1)  # type: ignore[call-overload]
     except TypeError:
         raise UserError(f"{key}: {source} gives {type(rows).__name__}, which cannot be iterated over") from None
     texts: list[str] = []
-    for row in taken:
+    for row in rows_read:
         if not isinstance(row, Mapping):
             raise UserError(
                 f"{key}: row {len(texts) + 1} of {source} is {type(row).__name__}, not a mapping from columns to values"
@@ -76,7 +77,7 @@ def read_printed_rows(module: str, arguments: Sequence[str], source: str, key: s
     Hashes of texts, on which some packages depend, do not vary in that process. Raises UserError, naming the config's
     `key` and its `source`, for such an error and if the process fails.
     """
-    made = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-P", "-m", module, *arguments],
         env={
             **os.environ,
@@ -87,39 +88,50 @@ def read_printed_rows(module: str, arguments: Sequence[str], source: str, key: s
         text=True,
         stdin=subprocess.DEVNULL,
     )
-    if made.returncode:
-        said = (made.stderr.strip() or f"its process ended with {made.returncode}").splitlines()[-1]
-        raise UserError(f"{key}: '{source}' gives no rows: {said}")
-    for number, line in enumerate(made.stdout.splitlines(), 1):
+    if process.returncode:
+        reason = (process.stderr.strip() or f"its process ended with {process.returncode}").splitlines()[-1]
+        raise UserError(f"{key}: '{source}' gives no rows: {reason}")
+    for number, line in enumerate(process.stdout.splitlines(), 1):
         found = json.loads(line)
         if "error" in found:
             raise UserError(f"{key}: '{source}': {found['error']}")
         yield Record(f"{source}, row {number}", found)
 
 
+def print_rows(rows: Iterable[Mapping[str, object]]) -> None:
+    """Print rows, or an error, for `read_printed_rows`; other output of their code goes to standard error."""
+    out = sys.stdout
+    with redirect_stdout(sys.stderr):
+        try:
+            for row in rows:
+                print(json.dumps(row, default=str), file=out)
+        except UserError as error:
+            print(json.dumps({"error": str(error)}), file=out)
+
+
 def read_settings(query: str) -> dict[str, JSON]:
-    """`a=1&b=x`: values as JSON has them, else texts."""
+    """The settings in `a=1&b=x`: values that are JSON are parsed, others are texts."""
     return {name: _value(text) for name, text in parse_qsl(query, keep_blank_values=True)}
 
 
-def _iterable(given: Any, name: str) -> object:
+def _iterable(values: Any, name: str) -> object:
     """An iterable of rows. Raises UserError for whole tables and for splits."""
-    if isinstance(given, Mapping):
-        splits = [key for key, value in given.items() if hasattr(value, "column_names")]
-        what = f"the splits {', '.join(map(str, splits))}" if splits else f"a {type(given).__name__}"
+    if isinstance(values, Mapping):
+        splits = [key for key, value in values.items() if hasattr(value, "column_names")]
+        what = f"the splits {', '.join(map(str, splits))}" if splits else f"a {type(values).__name__}"
         how = f"give one, e.g. {name}=dataset[{splits[0]!r}]" if splits else "give a list of rows, each a dict"
         raise UserError(f"{name} is {what}, no rows: {how}")
-    if not (callable(given) or hasattr(given, "__iter__")):
-        raise UserError(f"{name} is of type {type(given).__name__}, no rows: give a list of rows, each a dict")
-    if callable(given) and not hasattr(given, "__iter__"):
-        given = given()
-    if hasattr(given, "notna") and hasattr(given, "to_dict"):  # pandas, whose empty cells are NaN
-        return given.astype(object).where(given.notna(), None).to_dict("records")
-    return given
+    if not (callable(values) or hasattr(values, "__iter__")):
+        raise UserError(f"{name} is of type {type(values).__name__}, no rows: give a list of rows, each a dict")
+    if callable(values) and not hasattr(values, "__iter__"):
+        values = values()
+    if hasattr(values, "notna") and hasattr(values, "to_dict"):  # pandas, whose empty cells are NaN
+        return values.astype(object).where(values.notna(), None).to_dict("records")
+    return values
 
 
-def _called(given: object) -> str:
-    return f"the {type(given).__name__} {getattr(given, '__qualname__', '')}".strip()
+def _called(values: object) -> str:
+    return f"the {type(values).__name__} {getattr(values, '__qualname__', '')}".strip()
 
 
 def _value(text: str) -> JSON:

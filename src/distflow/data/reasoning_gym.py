@@ -9,9 +9,10 @@ import importlib.util
 import json
 import sys
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 from distflow.data.dataset_columns import Record
-from distflow.data.python_rows import read_printed_rows, read_settings
+from distflow.data.python_rows import print_rows, read_printed_rows, read_settings
 from distflow.errors import UserError, hint
 
 PREFIX = "reasoning-gym:"
@@ -34,8 +35,8 @@ def read_records(source: str, key: str, wanted: int = -1) -> Iterator[Record]:
     size = settings.get("size", _SIZE)
     if isinstance(size, bool) or not isinstance(size, int) or size < 1:
         raise UserError(f"{key}: '{source}': size is {size!r}, not a number of rows")
-    given = json.dumps({"seed": _SEED, **settings, "size": size})
-    yield from read_printed_rows("distflow.data.reasoning_gym", (name, given, str(wanted)), source, key)
+    arguments = json.dumps({"seed": _SEED, **settings, "size": size})
+    yield from read_printed_rows("distflow.data.reasoning_gym", (name, arguments, str(wanted)), source, key)
 
 
 def read_entry(text: str) -> dict[str, object]:
@@ -59,7 +60,7 @@ def write_entry(entry: Mapping[str, object]) -> str:
     return text if same else json.dumps(entry)
 
 
-def make_dataset(name: str, settings: Mapping[str, object]) -> "object":
+def make_dataset(name: str, settings: Mapping[str, object]) -> Any:
     """Raises UserError for an unknown name or setting, or one that the data set refuses."""
     from reasoning_gym.factory import DATASETS, create_dataset
 
@@ -75,21 +76,14 @@ def make_dataset(name: str, settings: Mapping[str, object]) -> "object":
         raise UserError(f"'{name}' refuses its settings {json.dumps(dict(settings))}: {reason}") from error
 
 
-def main(name: str, settings: str, wanted: str) -> None:
-    """Print one row per line, or an error."""
-    given = json.loads(settings)
-    try:
-        dataset = make_dataset(name, given)
-    except UserError as error:
-        print(json.dumps({"error": str(error)}))
-        return
-    size = given["size"] if int(wanted) < 0 else min(given["size"], int(wanted))
-    for index in range(size):
-        entry = dataset[index]  # type: ignore[index]  # as all of that package
-        made = {"name": name, "settings": given, "entry": write_entry(entry)}
+def _generate_rows(name: str, settings: Mapping[str, Any], wanted: int) -> Iterator[dict[str, object]]:
+    dataset = make_dataset(name, settings)
+    for index in range(settings["size"] if wanted < 0 else min(settings["size"], wanted)):
+        entry = dataset[index]
+        origin = {"name": name, "settings": settings, "entry": write_entry(entry)}
         row = {"prompt": entry["question"], "answer": entry["answer"], "data_source": f"reasoning-gym/{name}"}
-        print(json.dumps({**row, COLUMN: made}, default=str))
+        yield {**row, COLUMN: origin}
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:4])
+    print_rows(_generate_rows(sys.argv[1], json.loads(sys.argv[2]), int(sys.argv[3])))

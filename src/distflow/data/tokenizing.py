@@ -1,10 +1,8 @@
-"""Prompts and responses that are too long: left out or cut, and counted.
-
-From rows to token ids: templates, chat messages, responses. Each prompt is tokenised once.
-"""
+"""From rows to token ids: templates, chat messages, responses; each prompt is tokenised once. Prompts and responses
+that are too long are left out or cut, and counted."""
 
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -36,7 +34,7 @@ def fit(
     num_bad: int,
     num_outside: int,
 ) -> PromptSet:
-    """Leave out or cut what is too long, and count it."""
+    """Leave out or cut rows that are too long, and count them."""
     kept: list[tuple[RawRow, Encoded]] = []
     num_prompts = num_responses = num_truncated = 0
     for row, entry in good:
@@ -119,12 +117,12 @@ def encode_rows(
     """Tokenise the prompts (and responses, where the rows have them); leave out or cut those that are too long.
 
     A text prompt is tokenised with the tokenizer's own special tokens; a chat is rendered by its template, with the
-    generation prompt, and gets none besides. Of a conversation the assistant's turns are the response; it becomes
-    several rows where the template writes a turn otherwise once others follow. Rows that the template refuses, or of
-    which it cannot be told what is learnt, are added to `bad_rows`. end_ids: tokens that end a turn, besides the
-    tokenizer's end token.
-    Raises UserError for a tokenizer without what is needed, for bad rows unless skipped, for a prompt that is too long
-    with truncation "error", and where no row is left.
+    generation prompt, and gets no others. The response of a conversation is the assistant's turns; it becomes several
+    rows if the template writes a turn differently once others follow. Rows that the template refuses, or whose trained
+    part cannot be determined, are added to `bad_rows`. end_ids: tokens that end a turn, besides the tokenizer's end
+    token.
+    Raises UserError for a tokenizer that lacks a template or an end token, for bad rows unless skipped, for a prompt
+    that is too long with truncation "error", and if no row is left.
     """
     rows, num_outside = _within(rows, options)
     _check_options(tokenizer, rows, options)
@@ -144,7 +142,7 @@ def encode_rows(
 
 
 def _within(rows: Sequence[RawRow], options: PromptOptions) -> tuple[Sequence[RawRow], int]:
-    """The rows whose pass rate is wanted, and how many are not."""
+    """The rows with a pass rate within the band, and the number of the others."""
     if options.pass_rate is None:
         return rows, 0
     low, high = options.pass_rate
@@ -191,9 +189,9 @@ def _check_options(tokenizer: PreTrainedTokenizerBase, rows: Sequence[RawRow], o
 def _encode_all(
     rows: Sequence[RawRow], tokenizer: PreTrainedTokenizerBase, options: PromptOptions, end_ids: Collection[int]
 ) -> Iterator[list[Encoded] | str]:
-    """In chunks; over threads where there are several: tokenizers written in Rust let go of the interpreter.
+    """In chunks, over threads if there are several: tokenizers written in Rust release the interpreter's lock.
 
-    The threads share one tokenizer: no call asks for padding or truncation, the settings that a call would change.
+    The threads share one tokenizer: no call asks for padding or truncation, which would change its settings.
     """
     ends = sorted({*end_ids, *([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id])})
     rendered = _render(rows, tokenizer, options, ends)
@@ -217,33 +215,32 @@ class _Prompt:
 
 
 _Text = _Prompt | list[Rendered] | str
-"""A prompt, a conversation with its turns, or why the row has no text."""
+"""A prompt, a conversation with its turns, or the reason why the row has no text."""
 
 
 def _encode_chunk(
     rows: Sequence[RawRow], texts: Sequence[_Text], tokenizer: PreTrainedTokenizerBase, ends: Collection[int]
 ) -> list[list[Encoded] | str]:
-    """One entry a row: what it becomes, or what is wrong with it."""
-    out: list[Encoded | str] = [entry if isinstance(entry, str) else "" for entry in texts]
+    """One entry per row: its encoded rows, or an error."""
+    prompts = {i: entry for i, entry in enumerate(texts) if isinstance(entry, _Prompt)}
+    responses = _response_ids(rows, prompts, tokenizer)
+    encoded: dict[int, list[Encoded] | str] = {}
     for is_chat in (False, True):
-        chosen = [
-            (i, entry.text) for i, entry in enumerate(texts) if isinstance(entry, _Prompt) and entry.is_chat == is_chat
-        ]
+        chosen = [i for i, prompt in prompts.items() if prompt.is_chat == is_chat]
         special = {"add_special_tokens": False} if is_chat else {}
-        tokens = _tokenise(tokenizer, [text for _, text in chosen], **special)
-        for (i, text), ids in zip(chosen, tokens, strict=True):
-            out[i] = Encoded(text, ids) if ids else "the prompt has no tokens"
-    answered = _with_responses(rows, out, tokenizer)
-    return [
-        _conversation(text, tokenizer, ends) if isinstance(text, list) else entry if isinstance(entry, str) else [entry]
-        for text, entry in zip(texts, answered, strict=True)
-    ]
+        tokens = _tokenise(tokenizer, [prompts[i].text for i in chosen], **special)
+        for i, ids in zip(chosen, tokens, strict=True):
+            encoded[i] = [Encoded(prompts[i].text, ids, responses.get(i))] if ids else "the prompt has no tokens"
+    for i, entry in enumerate(texts):
+        if not isinstance(entry, _Prompt):
+            encoded[i] = entry if isinstance(entry, str) else _conversation(entry, tokenizer, ends)
+    return [encoded[i] for i in range(len(texts))]
 
 
 def _conversation(
     rendered: list[Rendered], tokenizer: PreTrainedTokenizerBase, ends: Collection[int]
 ) -> list[Encoded] | str:
-    """What is before the first turn that is learnt is the prompt, the rest the response."""
+    """The prompt ends where the first trained turn begins; the rest is the response."""
     encoded = []
     for text, turns in rendered:
         try:
@@ -261,7 +258,7 @@ def _conversation(
 def _render(
     rows: Sequence[RawRow], tokenizer: PreTrainedTokenizerBase, options: PromptOptions, ends: Collection[int]
 ) -> list[_Text]:
-    """One entry a row. The template runs for all rows that are chats, see `render_all`."""
+    """One entry per row. The template runs for all rows that are chats, see `render_all`."""
     template, end_texts = ChatTemplate(tokenizer), [str(tokenizer.decode([end])) for end in ends]
 
     def render(chat: tuple[Chat, bool]) -> JSON:
@@ -282,12 +279,12 @@ def _text(rendered: object) -> _Text:
         return str(rendered)
     if isinstance(rendered, str):
         return _Prompt(rendered, True)
-    assert isinstance(rendered, list), "what `render` gave"
+    assert isinstance(rendered, list), "the result of `render`"
     return rendered
 
 
 def _prompt(row: RawRow, options: PromptOptions) -> str | Chat:
-    """The text as it is, or what the chat template makes a text of."""
+    """The text, or the values for the chat template."""
     prompt = row.prompt
     if isinstance(prompt, str):
         if options.prompt_template is not None:
@@ -312,15 +309,10 @@ def _tokenise(tokenizer: PreTrainedTokenizerBase, texts: list[str], **settings: 
     return tokenizer(texts, return_attention_mask=False, verbose=False, **settings)["input_ids"] if texts else []
 
 
-def _with_responses(
-    rows: Sequence[RawRow], encoded: list[Encoded | str], tokenizer: PreTrainedTokenizerBase
-) -> list[Encoded | str]:
-    """Responses are tokenised apart, as an engine would have made them, and end with the end token."""
-    indices = [i for i, entry in enumerate(encoded) if isinstance(entry, Encoded) and rows[i].response is not None]
-    responses = _tokenise(tokenizer, [str(rows[i].response) for i in indices], add_special_tokens=False)
-    for i, ids in zip(indices, responses, strict=True):
-        entry = encoded[i]
-        assert isinstance(entry, Encoded)
-        ended = ids if ids and ids[-1] == tokenizer.eos_token_id else [*ids, tokenizer.eos_token_id]
-        encoded[i] = replace(entry, response_ids=ended)
-    return encoded
+def _response_ids(
+    rows: Sequence[RawRow], indices: Iterable[int], tokenizer: PreTrainedTokenizerBase
+) -> dict[int, list[int]]:
+    """Responses are tokenised separately, as an engine generates them, and end with the end token."""
+    answered, end = [i for i in indices if rows[i].response is not None], tokenizer.eos_token_id
+    responses = _tokenise(tokenizer, [str(rows[i].response) for i in answered], add_special_tokens=False)
+    return {i: ids if ids and ids[-1] == end else [*ids, end] for i, ids in zip(answered, responses, strict=True)}

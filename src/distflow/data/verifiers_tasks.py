@@ -1,7 +1,7 @@
-"""Rows of tasksets of the package `verifiers`: `verifiers:ID?name=value`, read in a process of its own.
+"""Rows of tasksets of the package `verifiers`: `verifiers:ID?name=value`, read in a separate process.
 
-Of what an environment may be there is only this so far: a task that one answer without tools ends, and whose rewards
-need nothing but that answer. Anything else is refused by what it would need.
+Only one kind of environment is supported: a task ends with one response, without tools, and its rewards need nothing
+but that response. Any other is rejected with the name of the feature that it needs.
 """
 
 import importlib.util
@@ -9,24 +9,23 @@ import inspect
 import json
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import redirect_stdout
 from typing import Any
 
 from distflow.data.dataset_columns import Record
-from distflow.data.python_rows import read_printed_rows, read_settings
+from distflow.data.python_rows import print_rows, read_printed_rows, read_settings
 from distflow.errors import UserError
 
 PREFIX = "verifiers:"
 COLUMN = "verifiers"
-"""Where a row keeps what its rewards need: the taskset, its settings, and the task's data."""
+"""Column with the input of a row's rewards: the taskset, its settings, and the task's data."""
 MISSING = "needs the package verifiers: pip install 'distflow[verifiers]'"
 
 
 def read_records(source: str, key: str, wanted: int = -1) -> Iterator[Record]:
-    """The tasks that `source` names, the first `wanted` of them where that is not negative, as rows with the columns
-    prompt, answer (where the task has one), data_source (`verifiers/ID`) and `COLUMN`.
+    """The tasks of the taskset `source`, the first `wanted` of them if that is not negative, as rows with the columns
+    prompt, answer (if the task has one), data_source (`verifiers/ID`) and `COLUMN`.
 
-    Raises UserError, naming the config's `key`, for a package or taskset that there is not, and one that needs more.
+    Raises UserError, naming the config's `key`, if the package or the taskset is missing, or a task is not supported.
     """
     if importlib.util.find_spec("verifiers") is None:
         raise UserError(f"{key}: '{source}' {MISSING}")
@@ -36,7 +35,7 @@ def read_records(source: str, key: str, wanted: int = -1) -> Iterator[Record]:
 
 
 def load_taskset(name: str, settings: Mapping[str, object]) -> Any:
-    """Raises UserError for a taskset or a setting that there is not."""
+    """Raises UserError for an unknown taskset or setting."""
     from verifiers.v1.utils.loaders import taskset_class, taskset_config_type
 
     try:
@@ -47,7 +46,7 @@ def load_taskset(name: str, settings: Mapping[str, object]) -> Any:
 
 
 def find_fault(name: str, taskset: Any, task: Any) -> str:
-    """What the task needs that is not there; empty where one answer is all."""
+    """The unsupported feature that the task needs; empty if one response is enough."""
     from verifiers.v1 import Env, Task
     from verifiers.v1.envs.single_agent import SingleAgentEnv
     from verifiers.v1.utils.loaders import environment_class
@@ -75,7 +74,7 @@ def find_fault(name: str, taskset: Any, task: Any) -> str:
 
 
 def read_task(name: str, settings: Mapping[str, object], data: object) -> Any:
-    """The task again, of a row's `COLUMN`."""
+    """The task of a row, from the values in its `COLUMN`."""
     taskset = load_taskset(name, settings)
     kind = type(taskset).task_type()
     return kind(kind.data_type().model_validate(data), taskset.config.task)
@@ -92,7 +91,7 @@ def _row(name: str, settings: Mapping[str, object], task: Any) -> dict[str, obje
     return {**row, COLUMN: {"name": name, "settings": dict(settings), "task": data}}
 
 
-def _lines(name: str, settings: Mapping[str, object], wanted: int) -> Iterator[dict[str, object]]:
+def _generate_rows(name: str, settings: Mapping[str, object], wanted: int) -> Iterator[dict[str, object]]:
     taskset = load_taskset(name, settings)
     if wanted < 0 and not taskset.bounded:
         raise UserError("the taskset has no end: set data.train_max_samples (of a domain, its own)")
@@ -102,16 +101,5 @@ def _lines(name: str, settings: Mapping[str, object], wanted: int) -> Iterator[d
         yield _row(name, settings, task)
 
 
-def main(name: str, settings: str, wanted: str) -> None:
-    """Print a row a line, or why there are none; what the taskset prints goes elsewhere."""
-    with redirect_stdout(sys.stderr):
-        try:
-            rows = list(_lines(name, json.loads(settings), int(wanted)))
-        except UserError as error:
-            rows = [{"error": str(error)}]
-    for row in rows:
-        print(json.dumps(row))
-
-
 if __name__ == "__main__":
-    main(*sys.argv[1:4])
+    print_rows(_generate_rows(sys.argv[1], json.loads(sys.argv[2]), int(sys.argv[3])))
