@@ -21,14 +21,14 @@ import argparse
 import asyncio
 import time
 from collections.abc import Mapping
-from functools import cache, partial
+from functools import cache
 from typing import NamedTuple
 
 from distflow.builtin_names import REWARDS
 from distflow.errors import UserError
 from distflow.observe.files import JSON
 from distflow.rewards.code.reward import score_program
-from distflow.rewards.pool.pool import RewardPool
+from distflow.rewards.pool.pool import PoolSettings, RewardPool
 from distflow.rewards.score import RewardResult, Score
 from distflow.sandbox.sandbox import LEVELS, Sandbox
 
@@ -116,9 +116,7 @@ async def ask_one(pool: RewardPool, name: str, response: str, ground_truth: obje
 async def measure(work: Work, num_workers: int, num_verdicts: int) -> tuple[float, float]:
     """Verdicts per second, seconds of start-up."""
     began = time.monotonic()
-    pool = await asyncio.to_thread(
-        partial(RewardPool, {"work": work.target}, num_workers=num_workers, timeout_s=TIMEOUT_S)
-    )
+    pool = await asyncio.to_thread(PoolSettings({"work": work.target}, num_workers, TIMEOUT_S).start)
     try:
         while len(pool.pids()) < num_workers:
             await ask(pool, work, 2 * num_workers)
@@ -133,7 +131,7 @@ async def longest_beside_a_hang(work: Work, hang: tuple[str, str, object] | None
     """Milliseconds that the slowest of so many verdicts took, asked for one after another while `hang` (function,
     response, ground truth) holds the other of two processes."""
     functions = {"work": work.target, "hang": "distflow.rewards.self_check:hang"}
-    pool = await asyncio.to_thread(partial(RewardPool, functions, num_workers=2, timeout_s=TIMEOUT_S))
+    pool = await asyncio.to_thread(PoolSettings(functions, 2, TIMEOUT_S).start)
     try:
         while len(pool.pids()) < 2:
             await ask(pool, work, 4)

@@ -1,4 +1,4 @@
-"""Finding the final answer in a text: the last complete box, what follows the last `####`, or an "answer is" phrase.
+"""Finding the final answer in a text: the last complete box, the text after the last `####`, or an "answer is" phrase.
 
 Adjacent boxes are one answer, a list: a response that boxes two answers has not decided. Each search takes time linear
 in the text, as the policy writes it.

@@ -31,7 +31,7 @@ _LENGTH = 12
 _PLAIN = (int, float, complex, bool, str, bytes, type(None))
 PARAMETERS = ("data_source", "solution_str", "ground_truth", "extra_info")
 PROMPT, PROMPTS = "prompt", "prompts"
-"""The prompt's text, for an async function with this parameter; those of all responses, for a batched one."""
+"""Parameters for the prompt's text, of an async function, and for the prompts of all responses, of a batched one."""
 FAILS, FAILS_TARGET = "(a probe that fails)", "distflow.rewards.self_check:fail"
 """A function of every pool that must return a reward error; the auditor calls it."""
 
@@ -121,7 +121,7 @@ def load_reward(target: str) -> Callable[..., object]:
 
 
 def find_fault(function: Callable[..., object]) -> str:
-    """Why its parameters are not those of a reward function; empty if they are."""
+    """Why its parameters do not fit a reward function; empty if they do."""
     try:
         parameters = inspect.signature(function).parameters
     except ValueError:

@@ -69,7 +69,7 @@ class BudgetSpent(ValueError):
 
 
 class Unavailable(Exception):
-    """Another attempt may succeed. wait_s: what the endpoint asked for, or None."""
+    """Another attempt may succeed. wait_s: the wait that the endpoint asked for, or None."""
 
     def __init__(self, reason: str, wait_s: float | None = None) -> None:
         super().__init__(reason)
@@ -358,7 +358,7 @@ def _begin(text: str) -> str:
 
 
 def _without(secret: str, text: str) -> str:
-    """The text without the secret; a short one, like EMPTY, is no secret and may be part of any word."""
+    """The text without the secret; a short one, like EMPTY, is not secret and may be part of any word."""
     return text.replace(secret, "***") if len(secret) >= _SHORTEST_SECRET else text
 
 

@@ -94,7 +94,7 @@ def own_reward_result(score: Score) -> float:
 
 @dataclass(frozen=True)
 class Case:
-    """A response whose score is known: `good` ones score 1, the others 0, unless another score is named."""
+    """A response with a known score: 1 if it is `good`, else 0, unless `score` has another one."""
 
     response: str
     ground_truth: object
@@ -129,7 +129,7 @@ def bounded(remarks: Mapping[object, object]) -> dict[str, JSON]:
 
 
 def shortened(text: str, most: int = MAX_TEXT) -> str:
-    """At most `most` characters of a text, with a note on what is missing in the middle."""
+    """At most `most` characters of a text, with a note in place of the middle."""
     half = most // 2
     return text if len(text) <= most else f"{text[:half]}\n[… {len(text) - 2 * half:,} characters …]\n{text[-half:]}"
 

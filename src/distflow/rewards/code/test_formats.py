@@ -16,7 +16,7 @@ _METHOD = re.compile(r"(?:Solution\(\)\.)?([A-Za-z_]\w*)")
 
 @dataclass(frozen=True)
 class StreamTests:
-    """Standard inputs of a program, and what it must print."""
+    """Standard inputs of a program, and the outputs that it must print."""
 
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
@@ -24,7 +24,7 @@ class StreamTests:
 
 @dataclass(frozen=True)
 class CallTests:
-    """Arguments of a function (or a method of `Solution`), and what it must return, as JSON values."""
+    """Arguments of a function (or a method of `Solution`), and the results that it must return, as JSON values."""
 
     name: str
     inputs: tuple[list[Any], ...]
@@ -162,7 +162,7 @@ def _read_check(columns: Mapping[str, object]) -> AssertTests:
 
 
 def parse(code: str, what: str) -> ast.Module:
-    """Raises ValueError for tests that are no Python."""
+    """Raises ValueError for tests that are not Python."""
     try:
         return ast.parse(code)
     except (SyntaxError, ValueError, RecursionError) as error:

@@ -33,7 +33,7 @@ class OutOfTime(BaseException):
 
 
 def is_affordable(answer: str) -> bool:
-    """False for a text that is too long, too deep, or whose value may have more than `MAX_BITS` bits.
+    """False for a text that is too long or too deep, or if its value may have more than `MAX_BITS` bits.
 
     The value is bounded from above as the text is read, e.g. bits(a^b) ≤ bits(a) · 2^bits(b).
     """

@@ -1,6 +1,6 @@
 r"""`math`: is the final answer mathematically equal to the ground truth?
 
-The answer is the last box, else what follows `####`, else what the text calls the answer, else the last formula or
+The answer is the last box, else the text after `####`, else the part called the answer, else the last formula or
 number. Every response gets a score: an answer that is too costly to compare, or makes the comparison raise, is wrong.
 Only a full memory and a full stack are reward errors.
 """

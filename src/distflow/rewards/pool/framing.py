@@ -18,7 +18,7 @@ class PeerGone(Exception):
 
 
 def encode(message: Mapping[str, object]) -> bytes:
-    """Raises TypeError for what JSON cannot hold, ValueError for a message beyond `MAX_FRAME_BYTES`."""
+    """Raises TypeError for values that JSON has not, ValueError for a message beyond `MAX_FRAME_BYTES`."""
     body = json.dumps(dict(message)).encode()
     if len(body) > MAX_FRAME_BYTES:
         raise ValueError(f"a message of {len(body):,} bytes is above the limit of {MAX_FRAME_BYTES:,}")
