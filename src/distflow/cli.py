@@ -19,7 +19,7 @@ HYDRA_OPTIONS = ("config-path", "config-name", "config-dir", "multirun")
 
 
 class Command(NamedTuple):
-    """help: one line. module: has `add_arguments(parser)` and `run(arguments) -> exit status`.
+    """help: one line. module: has `add_NAME_arguments(parser)` and `run_NAME(arguments) -> exit status`.
 
     runs_code: whether it runs the user's code. The others only read, perhaps another person's files.
     """
@@ -31,19 +31,19 @@ class Command(NamedTuple):
 
 COMMANDS: dict[str, Command] = {
     "train": Command("train by a preset or a YAML file", "distflow.commands.train", runs_code=True),
-    "sft": Command("supervised fine-tuning", "distflow.commands.sft", runs_code=True),
+    "sft": Command("supervised fine-tuning", "distflow.commands.train", runs_code=True),
     "eval": Command(
         "generate responses to data.val_files and print the accuracy", "distflow.commands.eval", runs_code=True
     ),
-    "export": Command("write a checkpoint as a Hugging Face folder", "distflow.commands.export"),
+    "export": Command("write a checkpoint as a Hugging Face folder", "distflow.commands.run_folder"),
     "config": Command("print the resolved config", "distflow.commands.config"),
     "reward": Command("try a reward on right and wrong answers", "distflow.commands.reward", runs_code=True),
     "doctor": Command("what this machine has, what extras would add, what is wrong", "distflow.commands.doctor"),
     "sandbox": Command("run a Python file as the code under test is run", "distflow.commands.sandbox"),
-    "selftest": Command("prove on this machine that each path gives the same numbers", "distflow.commands.selftest"),
-    "replay": Command("run a saved non-finite update again, on the CPU", "distflow.commands.replay"),
+    "selftest": Command("prove on this machine that each path gives the same numbers", "distflow.commands.doctor"),
+    "replay": Command("run a saved non-finite update again, on the CPU", "distflow.commands.run_folder"),
     "why": Command("what a step was made of: its groups, and what was dropped", "distflow.commands.why"),
-    "report": Command("write report.html of a run again", "distflow.commands.report"),
+    "report": Command("write report.html of a run again", "distflow.commands.run_folder"),
 }
 
 
@@ -81,9 +81,9 @@ def make_parser() -> argparse.ArgumentParser:
     parsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, entry in COMMANDS.items():
         command, module = parsers.add_parser(name, help=entry.help, description=entry.help), import_module(entry.module)
-        module.add_arguments(command)
+        getattr(module, f"add_{name}_arguments")(command)
         command.add_argument("--debug", action="store_true", help="show the traceback of an error")
-        command.set_defaults(run=module.run)
+        command.set_defaults(run=getattr(module, f"run_{name}"))
     return parser
 
 

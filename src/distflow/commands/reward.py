@@ -22,7 +22,7 @@ _EXAMPLES = 3
 _SHOWN = 100
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_reward_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("action", choices=["check"])
     parser.add_argument(
         "reward", metavar="REWARD", help="file.py, file.py:function, module:function or a built-in name"
@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--workers", type=_positive, default=2, help="reward processes")
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run_reward(arguments: argparse.Namespace) -> int:
     """Print what the reward function scored wrongly; 1 where there is any. Runs its code."""
     from distflow.rewards.functions import with_options
     from distflow.rewards.pool.domain_pools import alone, is_large

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from distflow.commands.arguments import LEDGER, add_run_argument, find_run
+from distflow.commands.shared import LEDGER, add_run_argument, find_run
 from distflow.observe.sanitize import escape_control
 
 if TYPE_CHECKING:
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 MAX_TEXT = 80
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_why_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("step", metavar="STEP", type=int, help="counted from 1, as the files of samples/ are")
     add_run_argument(parser)
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run_why(arguments: argparse.Namespace) -> int:
     from distflow.observe.reading.run_reader import read_samples
     from distflow.observe.writing.run_folder import sample_file_name
     from distflow.scheduling.lineage import step_lineage
@@ -149,7 +149,7 @@ def _restarts(groups: Sequence["GroupLineage"]) -> list[str]:
 def _said(groups: Sequence["GroupLineage"], responses: Mapping[int, "Responses"]) -> list[str]:
     """The remarks of reward functions on a response of each group: on one with a reward error, else on the first wrong
     one."""
-    from distflow.observe.reading.reward_results import failure, in_short, is_right
+    from distflow.observe.reading.run_reader import failure, in_short, is_right
 
     lines = []
     for group in groups:

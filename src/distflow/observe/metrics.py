@@ -13,6 +13,10 @@ Kind = Literal["mean", "sum", "max", "min", "last", "percentile"]
 Nested: TypeAlias = dict[str, "float | Nested"]
 
 
+TIMED_OUT = "no score within"
+"""How the text of a reward error begins that counts as a timeout."""
+
+
 @dataclass(frozen=True)
 class Metric:
     """One metric or family of metrics.

@@ -39,8 +39,7 @@ from distflow.runtime.checkpoint.find_checkpoint import CHECKPOINTS
 from distflow.runtime.prompt_group import Group
 from distflow.runtime.spec import Launch, Spec
 from distflow.runtime.stop import Interrupted
-from distflow.selftest.figures import Figures, Step, figures_of
-from distflow.selftest.reference_record import Recorded
+from distflow.selftest.figures import Figures, Recorded, Step, figures_of
 
 TOKENIZER = "builtin:tiny-arithmetic"
 _SIZES = {

@@ -12,8 +12,7 @@ import threading
 import pytest
 
 from distflow.observe.sanitize import escape_control
-from distflow.observe.writing.live_panel import duration, sparkline
-from distflow.observe.writing.terminal import TerminalView, can_redraw, step_line
+from distflow.observe.writing.terminal import TerminalView, can_redraw, duration, sparkline, step_line
 
 VALUES = {
     "reward/mean_score": 0.5124,

@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 from distflow.observe.files import JSON
 from distflow.observe.reading.run_reader import Timeline, read_samples, sample_splits, sample_steps
+from distflow.observe.report.step import RunActivity
 from distflow.observe.report.summary import REWARD, Steps, Tone, joined, known_values
-from distflow.observe.report.timeline import RunActivity
 
 
 class Finding(NamedTuple):

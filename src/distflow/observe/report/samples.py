@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import TypedDict
 
 from distflow.observe.files import JSON, encode
-from distflow.observe.reading.reward_results import failure, remarks
-from distflow.observe.reading.run_reader import Timeline, read_samples, sample_splits, sample_steps
+from distflow.observe.reading.run_reader import Timeline, failure, read_samples, remarks, sample_splits, sample_steps
 from distflow.observe.writing.run_folder import DROPPED
 
 MAX_TEXT = 4000

@@ -1,21 +1,25 @@
-"""What rollout loop and training loop did and waited for, from a run's spans and ledger: timelines of its steps.
+"""How steps run: the pipeline as a graph, from plan.json, and timelines of the activities and waits of rollout loop and
+training loop, from the run's spans and ledger."""
 
-Also the error bars of accuracies.
-"""
-
-import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import NamedTuple, TypedDict
 
-from distflow.observe.files import read_records
-from distflow.observe.reading.run_reader import MetricsRecord, Span, read_spans
+from distflow.observe.files import JSON, read_records
+from distflow.observe.reading.run_reader import MetricsRecord, read_json, read_spans
+from distflow.observe.report.summary import Steps
+from distflow.observe.writing.run_folder import Span
 
 TRAINING = "train"
 """What spans of decoding for training are called."""
 
+MAX_NODES = 100
+MAX_SPANS = 300
+MAX_STEPS = 10
+_LEAST_SHARE = 0.0005
 _MAX_LEDGER_BYTES = 8_000_000
 _STEP = re.compile(r"step (\d+)")
 
@@ -83,47 +87,6 @@ def _covered(spans: Iterable[Span], start: float, end: float) -> float:
         until = max(until, span.end)
     return total
 
-
-Z_95 = 1.959963984540054
-"""The normal quantile of a two-sided 95 % interval."""
-
-
-def wilson(share: float, number: float) -> tuple[float, float]:
-    """The 95 % score interval of a share of `number` independent trials (Wilson, JASA 22:158, 1927).
-
-    Unlike the normal one it stays within [0, 1], and has a width at shares of 0 and 1.
-    """
-    squared = Z_95 * Z_95 / number
-    middle = (share + squared / 2) / (1 + squared)
-    half = Z_95 * math.sqrt(share * (1 - share) / number + squared / (4 * number)) / (1 + squared)
-    return max(middle - half, 0.0), min(middle + half, 1.0)
-
-
-def error_bars(
-    columns: Mapping[str, Sequence[float | str | None]], trials: Mapping[str, int]
-) -> dict[str, list[list[float] | None]]:
-    """An interval for each value of the columns `val_correct/DOMAIN/...`, None where there is no share.
-
-    trials: the validation problems of each domain, "all" among them. Several responses to a problem are one trial.
-    """
-    bars: dict[str, list[list[float] | None]] = {}
-    for name, values in columns.items():
-        group, _, rest = name.partition("/")
-        number = trials.get(rest.rpartition("/")[0], 0) if group == "val_correct" else 0
-        if number:
-            bars[name] = [_interval(value, number) for value in values]
-    return bars
-
-
-def _interval(value: float | str | None, number: int) -> list[float] | None:
-    if not isinstance(value, float) or not 0 <= value <= 1:
-        return None
-    return [float(f"{end:.4g}") for end in wilson(value, number)]
-
-
-MAX_SPANS = 300
-MAX_STEPS = 10
-_LEAST_SHARE = 0.0005
 
 Bar = tuple[float, float, str, int | None, float | None]
 """Start and end in seconds since the window began, and what it is. For a group the steps by which it was stale when it
@@ -299,3 +262,74 @@ def _bar(activity: RunActivity, span: Span, start: float, end: float) -> Bar:
     until = round(min(_until(activity, span), end) - start, 4) if span.kind == "group" else None
     begin, finish = max(span.start, start), max(min(span.end, end), start)
     return (round(begin - start, 4), round(finish - start, 4), span.what, level, until)
+
+
+class DrawnNode(TypedDict):
+    """deps: nodes that it directly follows, without those that it follows by way of others. layer: how many nodes lie
+    on the longest way to it. seconds: the mean of its phase a step, None where that was not timed."""
+
+    name: str
+    role: str
+    plane: str
+    engines: list[str]
+    reads: list[str]
+    writes: list[str]
+    deps: list[str]
+    layer: int
+    phase: str
+    seconds: float | None
+
+
+def pipeline_graph(run_dir: Path, steps: Steps) -> list[DrawnNode]:
+    """The nodes in an order in which they may run; none where plan.json tells none, or something that is no graph."""
+    plan = read_json(run_dir, "plan.json")
+    nodes = _nodes(plan)
+    names = {node["name"] for node in nodes}
+    deps = {node["name"]: [dep for dep in node["deps"] if dep in names] for node in nodes}
+    try:
+        order = list(TopologicalSorter(deps).static_order())
+    except CycleError:
+        return []
+    if len(nodes) > MAX_NODES or len(names) < len(nodes):
+        return []
+    before: dict[str, set[str]] = {}
+    layers: dict[str, int] = {}
+    for name in order:
+        before[name] = {far for dep in deps[name] for far in (dep, *before[dep])}
+        layers[name] = 1 + max((layers[dep] for dep in deps[name]), default=-1)
+    for node in nodes:
+        own = deps[node["name"]]
+        node["deps"] = [dep for dep in own if not any(dep in before[other] for other in own)]
+        node["layer"] = layers[node["name"]]
+        node["seconds"] = _mean_seconds(node["phase"], steps) if node["plane"] == "training" else None
+    return nodes
+
+
+def _nodes(plan: Mapping[str, JSON]) -> list[DrawnNode]:
+    nodes = plan.get("nodes")
+    found = nodes if isinstance(nodes, list) else []
+    return [_node(node) for node in found if isinstance(node, dict) and isinstance(node.get("name"), str)]
+
+
+def _node(node: Mapping[str, JSON]) -> DrawnNode:
+    return {
+        "name": str(node["name"]),
+        "role": str(node.get("role", "")),
+        "plane": str(node.get("plane", "")),
+        "engines": _texts(node.get("engines")),
+        "reads": _texts(node.get("reads")),
+        "writes": _texts(node.get("writes")),
+        "deps": _texts(node.get("deps")),
+        "layer": 0,
+        "phase": str(node.get("phase", "")),
+        "seconds": None,
+    }
+
+
+def _texts(value: JSON) -> list[str]:
+    return [item for item in value if isinstance(item, str)] if isinstance(value, list) else []
+
+
+def _mean_seconds(phase: str, steps: Steps) -> float | None:
+    times: Sequence[float] = [values[name] for values in steps.values() if (name := f"timing_s/{phase}") in values]
+    return float(f"{sum(times) / len(times):.4g}") if times else None
