@@ -1,4 +1,4 @@
-"""The command line: parses, runs a command, and turns what it raises into a message and an exit status."""
+"""The command line: parses, runs a command, and turns an error into a message and an exit status."""
 
 import argparse
 import os
@@ -65,17 +65,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return exit_status(signal.SIGPIPE)
         except Exception as err:  # the top level: one message, a status, the traceback on request
-            if arguments.debug:
-                traceback.print_exc()
-            else:
-                print(f"distflow: {_message(err)}", file=sys.stderr)
-            status = USER_FAULT if _is_users(err) else OUR_FAULT
-            _leave_hanging_thread(err, status)
-            return status
+            return _failed(err, arguments.debug)
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The parser of all commands; what it parses has the command's `run`."""
+    """The parser of all commands; parsed arguments have the function of the command as `run`."""
     parser = argparse.ArgumentParser(prog="distflow", description="RL post-training of language models as a dataflow")
     parser.add_argument("--version", action="version", version=__version__)
     parsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -115,21 +109,21 @@ def _unrecognized(words: list[str], takes_keys: bool) -> str:
     return f"{message}\nkeys of the config are written key=value, without dashes: {advice}"
 
 
-def _message(err: Exception) -> str:
-    return str(err) if _is_users(err) else f"{type(err).__name__}: {err} (--debug shows where)"
-
-
-def _leave_hanging_thread(err: BaseException, status: int) -> None:
-    """End the process here, where it would wait for a thread that never ends."""
+def _failed(err: Exception, debug: bool) -> int:
+    """Report the error; returns the exit status, or ends the process here where it would wait for a thread that never
+    ends."""
+    from distflow.errors import UserError
     from distflow.runtime.loop_thread import LoopGivenUp
 
+    is_users = isinstance(err, UserError)
+    if debug:
+        traceback.print_exc()
+    else:
+        message = str(err) if is_users else f"{type(err).__name__}: {err} (--debug shows where)"
+        print(f"distflow: {message}", file=sys.stderr)
+    status = USER_FAULT if is_users else OUR_FAULT
     if isinstance(err, LoopGivenUp):
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         leave_at_once(status)
-
-
-def _is_users(err: BaseException) -> bool:
-    from distflow.errors import UserError
-
-    return isinstance(err, UserError)
+    return status

@@ -1,4 +1,4 @@
-"""`distflow export`, `replay` and `report`: what can be made of a run's folder."""
+"""`distflow export`, `replay` and `report`: a model, a repeated update or a report from a run's folder."""
 
 import argparse
 from pathlib import Path

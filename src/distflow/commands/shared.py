@@ -1,7 +1,5 @@
-"""What commands share: arguments, the run's folder that a command looks at, and a quick start of runs.
-
-A run's reward processes start, and torch is imported without garbage collection, while the command goes on.
-"""
+"""Shared by commands: arguments, finding a run's folder, and a quick start of runs: reward processes start while
+torch is imported, without garbage collection."""
 
 import argparse
 import gc

@@ -1,4 +1,4 @@
-"""`distflow why`: the groups of a step, how each was generated, and what was dropped meanwhile."""
+"""`distflow why`: the groups of a step, how each was generated, and the groups dropped since the previous step."""
 
 import argparse
 import time
@@ -42,7 +42,7 @@ def run_why(arguments: argparse.Namespace) -> int:
         group_ids = ", ".join(map(str, lineage.aborted))
         lines += ["", f"aborted when the step was full, to be generated again: groups {group_ids}"]
         lines += [f"  {lineage.aborted_tokens:,} tokens that were generated for them are discarded"]
-    lines += _said(lineage.groups, responses)
+    lines += _remarks(lineage.groups, responses)
     lines += _restarts([*lineage.groups, *lineage.dropped])
     print("\n".join(lines))
     return 0
@@ -146,7 +146,7 @@ def _restarts(groups: Sequence["GroupLineage"]) -> list[str]:
     return lines + [f"  group {group.group_id}: {', then '.join(map(_start, group.attempts))}" for group in tried]
 
 
-def _said(groups: Sequence["GroupLineage"], responses: Mapping[int, "Responses"]) -> list[str]:
+def _remarks(groups: Sequence["GroupLineage"], responses: Mapping[int, "Responses"]) -> list[str]:
     """The remarks of reward functions on a response of each group: on one with a reward error, else on the first wrong
     one."""
     from distflow.observe.reading.run_reader import failure, in_short, is_right
@@ -162,7 +162,7 @@ def _said(groups: Sequence["GroupLineage"], responses: Mapping[int, "Responses"]
             lines.append(
                 f"  {escape_control(str(own[0].get('uid')), MAX_TEXT, one_line=True)} {reward_result:<7} {said}"
             )
-    return ["", "what reward functions said", *lines] if lines else []
+    return ["", "remarks of reward functions", *lines] if lines else []
 
 
 def _start(attempt: "Attempt") -> str:

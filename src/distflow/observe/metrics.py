@@ -228,7 +228,7 @@ def _pattern(name: str) -> re.Pattern[str]:
 
 
 def headlines(values: Mapping[str, float]) -> dict[Headline, float]:
-    """What a line of text shows of these metrics."""
+    """The metrics among these that a line of text shows."""
     present = {line: next((name for name in line.names if name in values), None) for line in HEADLINES}
     return {line: values[name] for line, name in present.items() if name is not None}
 

@@ -131,7 +131,7 @@ def left_out(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def advice(failed: Sequence[Row], folder: Path) -> Iterator[str]:
-    """What failed, and what can be done about it."""
+    """The failed pairs, and what to do about them."""
     for row in failed:
         yield f"FAILED: {row.pipeline}, {row.pair}: {row.fault or 'they differ by more than the limit'}"
     yield f"the runs are kept: {folder}/PIPELINE/RUN, with report.html in each, and PIPELINE/killed.log"

@@ -1,7 +1,7 @@
 """Reads a run's folder: while it is written, after a crash, and across resumes.
 
-After a resume from step k, what earlier restarts wrote about steps after k never happened for the run that went
-on. Readers return the surviving timeline; events, being history, are all returned and marked.
+After a resume from step k, records of earlier restarts about steps after k no longer hold. Readers return the surviving
+timeline; events, being history, are all returned and marked.
 """
 
 import math
@@ -36,7 +36,7 @@ class MetricsRecord:
 
 @dataclass(frozen=True)
 class Event:
-    """Something that happened. `rolled_back`: at a step that a later restart went back behind."""
+    """Something that happened. `rolled_back`: at a step that a later restart rolled back."""
 
     t: float
     restart: int
@@ -54,7 +54,7 @@ class Timeline:
     kept_until: Mapping[int, int] = field(default_factory=dict)
 
     def survives(self, restart: int, step: int) -> bool:
-        """Whether what restart `restart` wrote about `step` belongs to the run that went on."""
+        """Whether records of `step` by `restart` still hold after later restarts."""
         return all(step <= kept for later, kept in self.kept_until.items() if later > restart)
 
 
@@ -73,7 +73,7 @@ def read_config(run_dir: Path) -> dict[str, JSON]:
 
 
 def read_spans(run_dir: Path, max_bytes: int = 3_000_000) -> dict[str, list[Span]]:
-    """What each actor recorded last, as much of it as the end of its file holds."""
+    """The last spans of each actor, as many as the end of its file holds."""
     folder = run_dir / "spans"
     paths = sorted(folder.glob("*.jsonl")) if folder.is_dir() else []
     spans = {path.stem: list(filter(None, map(_span, read_records(path, max_bytes)[0]))) for path in paths}
@@ -81,7 +81,8 @@ def read_spans(run_dir: Path, max_bytes: int = 3_000_000) -> dict[str, list[Span
 
 
 def read_timeline(run_dir: Path) -> Timeline:
-    """What resumes kept: as their start event says, else everything before the first training step they wrote."""
+    """The last step that each resume kept: from its start event, else the one before the first training step that it
+    wrote."""
     events, num_unreadable = read_records(run_dir / "events.jsonl")
     starts = [event for event in events if event.get("kind") == "start"]
     kept = {
@@ -97,7 +98,7 @@ def read_timeline(run_dir: Path) -> Timeline:
 
 
 def read_damage(run_dir: Path) -> list[str]:
-    """What of the metrics and events cannot be read, a sentence a file; readers step over it. None where all can."""
+    """A sentence for each of the files of metrics and events with unreadable lines, which readers skip."""
     raw, num_unreadable = read_records(run_dir / "metrics.jsonl")
     lost = {"metrics.jsonl": num_unreadable + sum(_metrics_record(record) is None for record in raw)}
     lost["events.jsonl"] = read_records(run_dir / "events.jsonl")[1]
@@ -127,7 +128,7 @@ def read_metrics(run_dir: Path, timeline: Timeline | None = None) -> list[Metric
 
 
 def _merged(records: Sequence[MetricsRecord]) -> list[MetricsRecord]:
-    """One record for what several of the run's processes wrote of one step; the first counts."""
+    """One record for those that several processes of the run wrote of one step; the first counts."""
     merged: dict[tuple[int, str, int], MetricsRecord] = {}
     for record in records:
         key = (record.step, record.kind, record.restart)
@@ -265,7 +266,7 @@ def is_right(row: Mapping[str, object]) -> bool | None:
 
 
 def in_short(row: Mapping[str, object], most: int = 160) -> str:
-    """What to look at first, in one line for the terminal; empty if the reward functions reported only a score."""
+    """The most important remark, in one line for the terminal; empty if the reward functions reported only a score."""
     if errors := row.get("errors"):
         return escape_control(str(errors[0] if isinstance(errors, list) else errors), most, one_line=True)
     shown = [f"{part}: {said}" for part, own in remarks(row).items() if (said := _short(own))]

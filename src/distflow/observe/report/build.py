@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from string import Template
-from typing import Any, NotRequired, TypedDict
+from typing import Any
 
 from distflow.observe.files import JSON, encode, write_atomically
 from distflow.observe.reading.run_reader import (
@@ -22,10 +22,6 @@ from distflow.observe.reading.run_reader import (
     read_timeline,
 )
 from distflow.observe.report.charts import (
-    ChosenChart,
-    Constant,
-    Histogram,
-    Series,
     choose_charts,
     describe,
     error_bars,
@@ -36,10 +32,10 @@ from distflow.observe.report.charts import (
     unit_of,
     wilson,
 )
-from distflow.observe.report.domains import Domain, domain_charts, domain_docs, domain_table
+from distflow.observe.report.domains import domain_charts, domain_docs, domain_table
 from distflow.observe.report.findings import Finding, accuracy_counts_nothing, findings, idle_sides
-from distflow.observe.report.samples import Samples, before_and_after, num_problems, thin_samples
-from distflow.observe.report.step import DrawnNode, StepTimeline, pipeline_graph, read_activity, timelines
+from distflow.observe.report.samples import before_and_after, num_problems, thin_samples
+from distflow.observe.report.step import pipeline_graph, read_activity, timelines
 from distflow.observe.report.summary import (
     REWARD,
     Accuracy,
@@ -86,42 +82,11 @@ SCRIPTS = (
 )
 
 
-class ReportData(TypedDict):
-    """Everything that the page shows, as JSON data. samples: as of `thin_samples`, in the room that the rest leaves."""
-
-    title: str
-    head: list[list[str]]
-    facts: list[list[str]]
-    status: dict[str, str]
-    written: str
-    failure: dict[str, str] | None
-    sentences: list[dict[str, str]]
-    tiles: list[dict[str, str]]
-    problems: list[EventGroup]
-    log: list[dict[str, object]]
-    compare: dict[str, object] | None
-    domains: list[Domain]
-    series: Series
-    bars: dict[str, list[list[float] | None]]
-    charts: list[ChosenChart]
-    others: list[str]
-    constants: list[Constant]
-    units: dict[str, str]
-    docs: dict[str, str]
-    histograms: list[Histogram]
-    pipeline: list[DrawnNode]
-    timelines: list[StepTimeline]
-    preset: str
-    changed: list[dict[str, str]] | None
-    config: str
-    samples: NotRequired[Samples]
-
-
 def write_report(run_dir: Path) -> Path:
     """Write `report.html` into the run's folder and return its path; works while the run is going and after a crash.
 
-    What is missing in it is missing in the report, and said. Raises RunFolderError if there is no such folder, or it is
-    somebody's; UserError for a file that may not be read.
+    The report says which files are missing. Raises RunFolderError if there is no such folder, or it is not a run's;
+    UserError for a file that may not be read.
     """
     run_dir = Path(run_dir)
     if not run_dir.is_dir():
@@ -136,8 +101,9 @@ def write_report(run_dir: Path) -> Path:
     return path
 
 
-def report_data(run_dir: Path) -> ReportData:
-    """Read the run's folder; what is missing in it is empty here."""
+def report_data(run_dir: Path) -> dict[str, Any]:
+    """Everything that the page shows, as JSON data; parts that are missing in the run's folder are empty. The samples
+    have the room that the rest leaves."""
     timeline = read_timeline(run_dir)
     records, events = read_metrics(run_dir, timeline), read_events(run_dir, timeline)
     steps = tabulate(records)
@@ -155,7 +121,7 @@ def report_data(run_dir: Path) -> ReportData:
     counted = None if accuracy_counts_nothing(steps) else accuracy
     written = max([event.t for event in events[-1:]] + [record.t for record in records[-1:]], default=0.0)
     end = ending(events, failed, steps, run.get("total_steps"), written)
-    data: ReportData = {
+    data: dict[str, Any] = {
         "title": str(run.get("experiment") or run.get("title") or run_dir.resolve().name),
         "head": _facts(run, HEAD),
         "facts": _facts(run, [key for key in run if key not in (*HEAD, *HIDDEN) and not key.endswith("fingerprint")]),
@@ -195,7 +161,7 @@ def _sentences(
     steps: Steps,
     events: Sequence[Event],
 ) -> list[dict[str, str]]:
-    """The most important first: how it ended, what kept it from learning, whether it learned, what else there is."""
+    """The most important first: how it ended, obstacles to learning, whether it learned, other findings."""
     said: list[Finding] = [Finding(*end)]
     if not steps:
         said.append(Finding("unknown", "No step has been recorded yet."))
@@ -206,7 +172,7 @@ def _sentences(
         # that.
         outcome = [Finding(*describe_learning(accuracy, steps))] if accuracy or not hindered else []
         rest = [Finding(*problems(groups, steps)), Finding(*describe_audits(events))]
-        if end[0] == "bad":  # beside a failure it is no matter what did not go wrong, or was not begun
+        if end[0] == "bad":  # after a failure, checks that passed or did not run do not matter
             outcome = [finding for finding in outcome if finding.tone != "unknown"]
             rest = [finding for finding, counts in zip(rest, (groups, has_audits(events)), strict=True) if counts]
         said += [*hindered, *outcome, *others, *rest, Finding("unknown", time_sentence(steps))]
@@ -224,7 +190,7 @@ def _facts(run: Mapping[str, JSON], keys: Sequence[str]) -> list[list[str]]:
 
 
 def _changed(run: Mapping[str, JSON]) -> list[dict[str, str]] | None:
-    """What the config says differently from its preset; None where the run did not write that down."""
+    """The keys whose values differ from the preset's; None where the run did not record them."""
     changed = run.get("changed")
     if not isinstance(changed, list):
         return None
@@ -278,7 +244,7 @@ def page(data: Mapping[str, Any]) -> bytes:
 
 
 def _paragraphs(data: Mapping[str, Any]) -> list[str]:
-    """The sentences on top; the whole error stands behind the first, which tells how the run ended."""
+    """The sentences on top; the whole error follows the first, which says how the run ended."""
     found = [
         f'<p class="{sentence["tone"]}">{_text(sentence["text"])}'
         + (f' <span class="advice">{_text(sentence["advice"])}</span>' if sentence["advice"] else "")
@@ -333,7 +299,7 @@ def _accuracy_tiles(accuracy: Accuracy) -> list[dict[str, str]]:
 
 
 def _likely(accuracy: Accuracy, share: float) -> str:
-    """Between what the accuracy lies, where it is a share of a known number."""
+    """The interval of the accuracy, where it is a share of a known number."""
     if not accuracy.num_problems or not 0 <= share <= 1:
         return "on validation problems"
     low, high = wilson(share, accuracy.num_problems)

@@ -120,7 +120,7 @@ def choose_charts(names: Iterable[str], by_domain: Sequence[ChosenChart] = ()) -
 def set_constants_apart(
     charts: Sequence[ChosenChart], others: Sequence[str], columns: Mapping[str, Column]
 ) -> tuple[list[ChosenChart], list[str], list[Constant]]:
-    """The charts with the lines that move, the other metrics that move, and what does not: of that a picture is no use.
+    """The charts with the lines that move, the other metrics that move, and constant metrics, which need no picture.
 
     A stack keeps all of its layers as long as one moves.
     """
@@ -146,7 +146,7 @@ def unit_of(name: str) -> str:
 
 
 def _is_constant(column: Sequence[float | str | None]) -> bool:
-    """But for what differs by rounding alone."""
+    """Equal values, apart from rounding."""
     known = _known(column)
     numbers = [value for value in known if isinstance(value, float)]
     if len(numbers) < len(known):
@@ -192,7 +192,7 @@ def series(steps: Mapping[int, Mapping[str, float]], max_points: int = MAX_POINT
 
 
 def _extremes(bucket: Sequence[int], steps: Mapping[int, Mapping[str, float]], name: str) -> list[float | str | None]:
-    """What stands for a bucket of steps: its least and greatest value as they came, and never hides a NaN."""
+    """The points of a bucket of steps: its least and greatest value in their order; a NaN is never hidden."""
     found = [(step, steps[step][name]) for step in bucket if name in steps[step]]
     if len(found) == 1:
         (step, value) = found[0]
@@ -232,7 +232,7 @@ class Part(TypedDict):
 
 
 class Histogram(TypedDict):
-    """bins: what each holds, in words; parts: early and late responses, over the same bins."""
+    """bins: the values of each, in words; parts: early and late responses, over the same bins."""
 
     title: str
     unit: str

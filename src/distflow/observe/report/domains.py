@@ -17,7 +17,7 @@ _SCORE = "mean_score"
 
 
 class Domain(TypedDict):
-    """What came of a domain. share: of all groups that were trained on. reward: over the first and the last tenth of
+    """The results of a domain. share: of all groups that were trained on. reward: over the first and the last tenth of
     the steps; accuracy, best: at the first and the last validation, `best` being pass@k of the largest k. calls:
     of reward functions in training; errors, timeouts: of these. dropped: groups by reason. None: not measured."""
 
@@ -106,8 +106,8 @@ def domain_charts(columns: Mapping[str, Column]) -> list[ChosenChart]:
 
 
 def domain_docs(columns: Iterable[str]) -> dict[str, str]:
-    """What each mean of the reward is of, in words: `reward/code/mean` and `reward/code/code` do not say it. None
-    without two domains."""
+    """Descriptions of the means of rewards, as names such as `reward/code/code` are ambiguous. None without two
+    domains."""
     names = _find(columns)
     docs = {f"reward/{part}/mean": f"mean of the part {part} of the reward, over all domains" for part in names.parts}
     for domain, parts in names.of_domain.items():

@@ -1,4 +1,4 @@
-"""What a run's numbers mean for its user, in words: what to look at first, and which key to change.
+"""Findings on a run's numbers, in words: the most important ones first, with the key to change.
 
 Also which side waits for the other when rollout and training overlap.
 """
@@ -16,7 +16,7 @@ from distflow.observe.report.summary import REWARD, Steps, Tone, joined, known_v
 
 
 class Finding(NamedTuple):
-    """text: what was found. advice: what to do. hinders: it kept the run from learning anything."""
+    """advice: what to do about it, or "". hinders: it kept the run from learning anything."""
 
     tone: Tone
     text: str
@@ -113,7 +113,7 @@ def equal_groups(steps: Steps) -> Finding | None:
 
 
 def reward_errors_of(run_dir: Path, timeline: Timeline, steps: Steps) -> Finding | None:
-    """Responses whose reward function failed, with what it said most."""
+    """Responses with reward errors, with the most frequent messages."""
     errors = {step: n for step, values in steps.items() if (n := _failed(values))}
     validation = {step: n for step, values in steps.items() if (n := _finite(values.get("val/errors", 0.0)))}
     if not errors and not validation:
@@ -263,7 +263,7 @@ def idle_sides(activity: RunActivity, config: Mapping[str, JSON]) -> list[Findin
 
 
 def _slower_side(waited: float, idle: float, staleness: int) -> tuple[str, str] | None:
-    """What is slow, and what to change."""
+    """The slower side, and what to change."""
     if waited >= MUCH and idle <= LITTLE:
         return "generation is the slower side", (
             "Give it more threads (actor_rollout_ref.rollout.num_threads); more staleness would not make it faster."

@@ -38,7 +38,7 @@ def cut_response(row: Mapping[str, object], max_text: int = MAX_TEXT) -> dict[st
 
 
 def cut(value: object, max_text: int) -> object:
-    """Texts of at most about so many characters, and 50 entries of what has more."""
+    """Texts of at most about `max_text` characters, lists and mappings of at most 50 entries."""
     if isinstance(value, str) and len(value) > max_text:
         half = max_text // 2
         return f"{value[:half]}\n[… {len(value) - 2 * half:,} characters left out …]\n{value[-half:]}"

@@ -14,7 +14,7 @@ from distflow.observe.report.summary import Steps
 from distflow.observe.writing.run_folder import Span
 
 TRAINING = "train"
-"""What spans of decoding for training are called."""
+"""Name of spans of decoding for training."""
 
 MAX_NODES = 100
 MAX_SPANS = 300
@@ -56,8 +56,7 @@ class RunActivity:
         return sum(_covered(spans, start, end) for spans in engines) / max(len(engines), 1)
 
     def ran(self, start: float, end: float) -> float:
-        """The seconds in which the run went on, without those of validations and saves, when both sides
-        rest."""
+        """The seconds in which the run went on, without validations and saves, when both sides are idle."""
         phases = [s for s in self.spans.get("training", ()) if s.kind == "phase"]
         idle = (s for s in phases if s.what in ("eval", "save", "save_wait"))
         return _covered(phases, start, end) - _covered(idle, start, end)
@@ -102,7 +101,7 @@ class Lane(TypedDict):
 
 
 class StepTimeline(TypedDict):
-    """first, last: its steps. why: what makes them ones to look at. steps, synced: when each step ended, and when
+    """first, last: its steps. why: they are shown. steps, synced: when each step ended, and when
     weights were synced, with the number of their step. paused: when validations ran. notes: sentences on it."""
 
     first: int
@@ -198,7 +197,7 @@ def _shares(activity: RunActivity, start: float, end: float) -> list[str]:
 
 
 def _lanes(activity: RunActivity, start: float, end: float) -> tuple[list[Lane], list[str]]:
-    """With sentences on what is left out."""
+    """The lanes, and sentences on spans that are not drawn."""
     lanes: list[Lane] = []
     left_out, notes = 0, []
     for actor, spans in activity.spans.items():
@@ -244,8 +243,8 @@ def _sampled(groups: Sequence[Span]) -> tuple[list[Span], int]:
 
 
 def _longest(spans: Sequence[Span], least_s: float) -> list[Span]:
-    """Those that can be seen, by their start; longer ones first where two begin together, so that what lies within
-    another is drawn upon it."""
+    """Those that are long enough to be seen, by their start; of two that begin together the longer one first, so that a
+    span within another is drawn on top of it."""
     seen = sorted((span for span in spans if span.end - span.start >= least_s), key=lambda span: span.start - span.end)
     return sorted(seen[:MAX_SPANS], key=lambda span: (span.start, -span.end))
 

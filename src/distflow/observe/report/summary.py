@@ -1,4 +1,4 @@
-"""What the report says in words: did it learn, did anything go wrong, where did the time go."""
+"""The sentences of the report: did it learn, did anything go wrong, where did the time go."""
 
 import math
 import re
@@ -67,7 +67,7 @@ class Accuracy:
         return self.points[-1][1] - self.points[0][1]
 
     def noise(self) -> float | None:
-        """Two standard errors of the change, as of independent problems; None for what is no share of a number."""
+        """Two standard errors of the change, as of independent problems; None where that number is not known."""
         ends = (self.points[0][1], self.points[-1][1])
         if not self.num_problems or not all(0 <= value <= 1 for value in ends):
             return None
@@ -145,7 +145,7 @@ def known_values(steps: Steps, name: str) -> list[float]:
 
 
 def problems(groups: Sequence[EventGroup], steps: Steps) -> tuple[Tone, str]:
-    """What went wrong, counted; `groups` are those of `group_events`."""
+    """Counts of problems; `groups` are those of `group_events`."""
     counts = []
     for kind in PROBLEM_KINDS:
         number = sum(group["count"] for group in groups if group["kind"] == kind)
@@ -246,7 +246,7 @@ def status(events: Sequence[Event]) -> dict[str, str]:
 
 
 def failure(events: Sequence[Event]) -> Failure | None:
-    """What ended the last start of a run that failed; None where it did not fail."""
+    """The error that ended the last start of a run; None where it did not fail."""
     starts = [i for i, event in enumerate(events) if event.kind == "start"]
     last = events[starts[-1] :] if starts else events
     errors = [event for event in last if event.kind == "error"]

@@ -38,7 +38,7 @@ class TerminalView:
     file: where to write, standard output unless given. live: whether to redraw in place; unless given, it is done when
     `file` is a terminal that can, and neither NO_COLOR nor TERM=dumb asks for plain text.
 
-    What it showed last stays on the screen when it is closed, below the warnings; what is printed afterwards follows.
+    The last view stays on the screen when it is closed, below the warnings; later output follows it.
     Plain lines come for the first and the last step, for validations, and else once in a few seconds at most.
     """
 

@@ -33,7 +33,7 @@ class TrackerError(UserError):
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """What a tracker is made from. config: the whole config as plain data."""
+    """The run that a tracker is made for. config: the whole config as plain data."""
 
     run_dir: Path
     project: str
