@@ -42,9 +42,8 @@ def replacing(path: Path) -> Iterator[Path]:
         aside.chmod(0o600)  # who writes by path may have made it anew
         sync(aside)
         os.replace(aside, path)
-    except BaseException:
-        aside.unlink(missing_ok=True)
-        raise
+    finally:
+        aside.unlink(missing_ok=True)  # after an error; else it has been renamed
     sync(path.parent)
 
 
