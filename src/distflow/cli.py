@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return exit_status(signal.SIGPIPE)
         except Exception as err:  # the top level: one message, a status, the traceback on request
-            return _failed(err, arguments.debug)
+            return _report_error(err, arguments.debug)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -109,7 +109,7 @@ def _unrecognized(words: list[str], takes_keys: bool) -> str:
     return f"{message}\nkeys of the config are written key=value, without dashes: {advice}"
 
 
-def _failed(err: Exception, debug: bool) -> int:
+def _report_error(err: Exception, debug: bool) -> int:
     """Report the error; returns the exit status, or ends the process here where it would wait for a thread that never
     ends."""
     from distflow.errors import UserError

@@ -74,8 +74,8 @@ def _load(preset: str, overrides: list[str], folder: Path) -> "Loaded":
     if Path(preset).expanduser().is_dir():
         from distflow.launch.initial_policy import write_config_of
 
-        preset, begun = str(write_config_of(Path(preset), folder / "config_of_the_run.yaml")), _OF_THE_BEGINNING
-        overrides = [*begun, *overrides]
+        preset, initial = str(write_config_of(Path(preset), folder / "config_of_the_run.yaml")), _OF_THE_BEGINNING
+        overrides = [*initial, *overrides]
     overrides = [*overrides, *_EVAL_ONLY, f"trainer.default_local_dir={folder}/run"]
     loaded = load_config(preset, overrides, complete=False, needed=NEEDED_TO_EVALUATE)
     _check_whole(loaded.config)

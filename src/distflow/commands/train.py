@@ -15,15 +15,11 @@ if TYPE_CHECKING:
     from distflow.runtime.spec import Launch
 
 
-def add_train_arguments(parser: argparse.ArgumentParser) -> None:
-    _add_arguments(parser, default=None)
-
-
 def add_sft_arguments(parser: argparse.ArgumentParser) -> None:
-    _add_arguments(parser, default="sft")
+    add_train_arguments(parser, default="sft")
 
 
-def _add_arguments(parser: argparse.ArgumentParser, default: str | None) -> None:
+def add_train_arguments(parser: argparse.ArgumentParser, default: str | None = None) -> None:
     add_preset_arguments(parser, default)
     parser.add_argument("--resume", metavar="auto|never|PATH", help="where to resume from (default: auto)")
     parser.add_argument("--allow-change", action="append", default=[], metavar="KEY", help="may differ on resume")

@@ -157,10 +157,10 @@ def _remarks(groups: Sequence["GroupLineage"], responses: Mapping[int, "Response
             responses.get(group.group_id, ()),
             key=lambda response: (failure(response) is None, is_right(response) is True),
         )
-        if own and (said := in_short(own[0])):
+        if own and (remark := in_short(own[0])):
             reward_result = failure(own[0]) or {True: "right", False: "wrong", None: ""}[is_right(own[0])]
             lines.append(
-                f"  {escape_control(str(own[0].get('uid')), MAX_TEXT, one_line=True)} {reward_result:<7} {said}"
+                f"  {escape_control(str(own[0].get('uid')), MAX_TEXT, one_line=True)} {reward_result:<7} {remark}"
             )
     return ["", "remarks of reward functions", *lines] if lines else []
 

@@ -209,8 +209,8 @@ class Lab:
         """Two workers over Ray with half of each weight, and one process that resumes from their checkpoint of step
         `saved_at`."""
         self._run(self._spec("resharded", *_over_ray(2), _SHARDED, _UNAUDITED), launch_ray)
-        saved = self.folder / "resharded" / CHECKPOINTS / f"step-{saved_at:06d}"
-        return self._run(self._spec("resharded", _UNAUDITED, f"trainer.resume_mode={saved}"))
+        checkpoint = self.folder / "resharded" / CHECKPOINTS / f"step-{saved_at:06d}"
+        return self._run(self._spec("resharded", _UNAUDITED, f"trainer.resume_mode={checkpoint}"))
 
     def killed(self, after: int) -> Figures:
         """The same in a process that is killed somewhere in the step after `after`, and resumed by another one."""

@@ -85,7 +85,7 @@ def read_timeline(run_dir: Path) -> Timeline:
     wrote."""
     events, num_unreadable = read_records(run_dir / "events.jsonl")
     starts = [event for event in events if event.get("kind") == "start"]
-    kept = {
+    kept_until = {
         restart: step
         for event in starts
         if (restart := _whole(event.get("restart"))) and (step := _resumed_at(event)) is not None
@@ -93,8 +93,8 @@ def read_timeline(run_dir: Path) -> Timeline:
     silent = not starts or any(_whole(event.get("restart")) and _resumed_at(event) is None for event in starts)
     if silent or num_unreadable:  # a start event may be among the lines that are lost
         for restart, step in _first_steps(run_dir).items():
-            kept.setdefault(restart, step - 1)
-    return Timeline(kept)
+            kept_until.setdefault(restart, step - 1)
+    return Timeline(kept_until)
 
 
 def read_damage(run_dir: Path) -> list[str]:
@@ -123,8 +123,8 @@ def read_metrics(run_dir: Path, timeline: Timeline | None = None) -> list[Metric
     for record in records:
         key = (record.step, record.kind)
         newest[key] = max(record.restart, newest.get(key, record.restart))
-    kept = [record for record in records if record.restart == newest[(record.step, record.kind)]]
-    return sorted(_merged(kept), key=lambda record: record.step)
+    current = [record for record in records if record.restart == newest[(record.step, record.kind)]]
+    return sorted(_merged(current), key=lambda record: record.step)
 
 
 def _merged(records: Sequence[MetricsRecord]) -> list[MetricsRecord]:
@@ -269,18 +269,18 @@ def in_short(row: Mapping[str, object], most: int = 160) -> str:
     """The most important remark, in one line for the terminal; empty if the reward functions reported only a score."""
     if errors := row.get("errors"):
         return escape_control(str(errors[0] if isinstance(errors, list) else errors), most, one_line=True)
-    shown = [f"{part}: {said}" for part, own in remarks(row).items() if (said := _short(own))]
+    shown = [f"{part}: {remark}" for part, own in remarks(row).items() if (remark := _short(own))]
     return escape_control("; ".join(shown), most, one_line=True)
 
 
-def _short(said: Mapping[str, object]) -> str:
-    failed, followed = said.get("failed"), said.get("followed")
+def _short(remark: Mapping[str, object]) -> str:
+    failed, followed = remark.get("failed"), remark.get("followed")
     if isinstance(failed, list) and failed and isinstance(failed[0], Mapping):
         return f"{failed[0].get('case')}: {failed[0].get('why')}"
     if isinstance(followed, Mapping):
         broken = [str(name) for name, kept in followed.items() if not kept]
         return f"not followed: {', '.join(broken)}" if broken else f"all {len(followed)} followed"
-    if "extracted" in said:
-        found = said["extracted"]
-        return f"{'no answer' if found is None else found}, wanted {said.get('wanted')}"
-    return str(said["reason"]) if said.get("reason") else ""
+    if "extracted" in remark:
+        found = remark["extracted"]
+        return f"{'no answer' if found is None else found}, wanted {remark.get('wanted')}"
+    return str(remark["reason"]) if remark.get("reason") else ""

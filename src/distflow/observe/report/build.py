@@ -162,9 +162,9 @@ def _sentences(
     events: Sequence[Event],
 ) -> list[dict[str, str]]:
     """The most important first: how it ended, obstacles to learning, whether it learned, other findings."""
-    said: list[Finding] = [Finding(*end)]
+    ordered: list[Finding] = [Finding(*end)]
     if not steps:
-        said.append(Finding("unknown", "No step has been recorded yet."))
+        ordered.append(Finding("unknown", "No step has been recorded yet."))
     else:
         hindered = [finding for finding in found if finding.hinders]
         others = [finding for finding in found if not finding.hinders]
@@ -175,8 +175,8 @@ def _sentences(
         if end[0] == "bad":  # after a failure, checks that passed or did not run do not matter
             outcome = [finding for finding in outcome if finding.tone != "unknown"]
             rest = [finding for finding, counts in zip(rest, (groups, has_audits(events)), strict=True) if counts]
-        said += [*hindered, *outcome, *others, *rest, Finding("unknown", time_sentence(steps))]
-    return [{"tone": tone, "text": text, "advice": advice} for tone, text, advice, _ in said if text]
+        ordered += [*hindered, *outcome, *others, *rest, Finding("unknown", time_sentence(steps))]
+    return [{"tone": tone, "text": text, "advice": advice} for tone, text, advice, _ in ordered if text]
 
 
 def _damage(run_dir: Path) -> list[dict[str, str]]:

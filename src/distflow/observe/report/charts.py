@@ -101,20 +101,20 @@ def choose_charts(names: Iterable[str], by_domain: Sequence[ChosenChart] = ()) -
     A metric is in the first chart that takes it; a chart has at most 8 lines (a stack has all). by_domain: charts that
     were chosen before; they come after those of the accuracy and the reward.
     """
-    taken_before = {name for chart in by_domain for name in chart["names"]}
-    left = sorted(set(names) - taken_before)
+    in_domain_charts = {name for chart in by_domain for name in chart["names"]}
+    remaining = sorted(set(names) - in_domain_charts)
     charts: list[ChosenChart] = []
     for position, chart in enumerate(CHARTS):
         if position == _NUM_FIRST:
             charts += by_domain
-        taken = [name for pattern in chart.patterns for name in left if re.fullmatch(pattern, name)]
-        taken = list(dict.fromkeys(taken))
+        fitting = (name for pattern in chart.patterns for name in remaining if re.fullmatch(pattern, name))
+        matching = list(dict.fromkeys(fitting))
         if chart.kind == "line":
-            taken = taken[:_MAX_LINES]
-        if taken:
-            charts.append({"question": chart.question, "kind": chart.kind, "unit": chart.unit, "names": taken})
-            left = [name for name in left if name not in taken]
-    return charts, left
+            matching = matching[:_MAX_LINES]
+        if matching:
+            charts.append({"question": chart.question, "kind": chart.kind, "unit": chart.unit, "names": matching})
+            remaining = [name for name in remaining if name not in matching]
+    return charts, remaining
 
 
 def set_constants_apart(
@@ -201,13 +201,13 @@ def _extremes(bucket: Sequence[int], steps: Mapping[int, Mapping[str, float]], n
         return isolated
     values = [value for _, value in found]
     finite = [value for value in values if abs(value) < float("inf")]
-    kept: list[float] = []
+    extremes: list[float] = []
     if finite:
         low, high = min(finite), max(finite)
-        kept = [low, high] if finite.index(low) <= finite.index(high) else [high, low]
+        extremes = [low, high] if finite.index(low) <= finite.index(high) else [high, low]
     if len(finite) < len(values):
-        kept = [*kept[:1], next(value for value in values if not abs(value) < float("inf"))]
-    points: list[float | str | None] = [_point(value) for value in kept]
+        extremes = [*extremes[:1], next(value for value in values if not abs(value) < float("inf"))]
+    points: list[float | str | None] = [_point(value) for value in extremes]
     return (points + [None, None])[: min(len(bucket), 2)]
 
 
@@ -248,12 +248,12 @@ def histograms(run_dir: Path, timeline: Timeline) -> list[Histogram]:
     scored = {name: [row for row in rows if not row.get("errors")] for name, rows in ends.items()}
     rewards = {name: _numbers(rows, "score") for name, rows in scored.items()}
     stale = {name: _numbers(rows, _STALENESS) for name, rows in ends.items()}
-    asked = (
+    questions = (
         ("How long are the responses?", "tokens", lengths),
         ("Which rewards do they get?", "reward", rewards),
         ("How stale are they when trained on?", "steps", stale if any(map(any, stale.values())) else {}),
     )
-    return [histogram(title, unit, values) for title, unit, values in asked if any(values.values())]
+    return [histogram(title, unit, values) for title, unit, values in questions if any(values.values())]
 
 
 def histogram(title: str, unit: str, values: Mapping[str, Sequence[float]]) -> Histogram:
@@ -314,8 +314,8 @@ def _ends(run_dir: Path, timeline: Timeline) -> dict[str, list[dict[str, JSON]]]
 def _with_staleness(row: dict[str, JSON], step: int) -> dict[str, JSON]:
     """In steps; the step that is counted from 1 trains weights of the version before it."""
     versions = row.get("versions")
-    made = [v for v in versions if isinstance(v, int)] if isinstance(versions, list) else []
-    return {**row, _STALENESS: step - 1 - min(made)} if made else row
+    known = [v for v in versions if isinstance(v, int)] if isinstance(versions, list) else []
+    return {**row, _STALENESS: step - 1 - min(known)} if known else row
 
 
 def _steps(steps: Sequence[int]) -> str:

@@ -118,17 +118,17 @@ def reward_errors_of(run_dir: Path, timeline: Timeline, steps: Steps) -> Finding
     validation = {step: n for step, values in steps.items() if (n := _finite(values.get("val/errors", 0.0)))}
     if not errors and not validation:
         return None
-    asked = sum(known_values(steps, "reward/calls"))
-    said = Counter(_messages(run_dir, timeline, "train", errors))
+    num_calls = sum(known_values(steps, "reward/calls"))
+    messages = Counter(_messages(run_dir, timeline, "train", errors))
     for split in sample_splits(run_dir):
         if split != "train":
-            said.update(_messages(run_dir, timeline, split, validation))
-    of = f" of {asked:,.0f}" if asked else ""
+            messages.update(_messages(run_dir, timeline, split, validation))
+    of = f" of {num_calls:,.0f}" if num_calls else ""
     end = "," if validation else ""
     parts = [f"on {sum(errors.values()):,.0f}{of} responses in training, which are left out{end}"] if errors else []
     parts += [f"on {sum(validation.values()):,.0f} validation responses, which count as wrong"] if validation else []
-    kinds = [f"“{message}” ({number:,} times in the samples)" for message, number in said.most_common(2)]
-    share = sum(errors.values()) / asked if asked else 1.0
+    kinds = [f"“{message}” ({number:,} times in the samples)" for message, number in messages.most_common(2)]
+    share = sum(errors.values()) / num_calls if num_calls else 1.0
     return Finding(
         "bad" if share > 0.05 or validation else "flat",
         f"The reward function failed {joined(parts)}." + (f" It said {joined(kinds)}." if kinds else ""),
@@ -244,8 +244,8 @@ def idle_sides(activity: RunActivity, config: Mapping[str, JSON]) -> list[Findin
     left to generate. Nothing of a synchronous run, where one side always waits."""
     edge = config.get("async")
     staleness = edge.get("max_staleness") if isinstance(edge, dict) else None
-    begun = max((s.start for part in activity.spans.values() for s in part if s.kind == "group"), default=0.0)
-    times = sorted(t for t in activity.taken.values() if t <= begun)
+    last_start = max((s.start for part in activity.spans.values() for s in part if s.kind == "group"), default=0.0)
+    times = sorted(t for t in activity.taken_at.values() if t <= last_start)
     if not isinstance(staleness, int) or staleness < 1 or not activity.decodes or len(times) < MANY_STEPS:
         return []
     part = times[-max(len(times) // 4, MANY_STEPS // 2) - 1 :]

@@ -148,8 +148,8 @@ def _chosen(groups: Sequence[SampleGroup], sizes: Sequence[int], max_bytes: int)
     if sum(sizes[i] for i in failed) > max_bytes // 2:
         failed = []
     others = [i for i in by_domain if i not in failed]
-    left = max_bytes - sum(sizes[i] for i in failed)
-    return sorted([*failed, *(others[i] for i in _fitting([sizes[i] for i in others], left))])
+    room = max_bytes - sum(sizes[i] for i in failed)
+    return sorted([*failed, *(others[i] for i in _fitting([sizes[i] for i in others], room))])
 
 
 def _fitting(sizes: Sequence[int], max_bytes: int) -> list[int]:

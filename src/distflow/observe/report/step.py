@@ -27,12 +27,12 @@ _STEP = re.compile(r"step (\d+)")
 @dataclass(frozen=True)
 class RunActivity:
     """spans: by side. trained_at: the step that trained on a group. oldest: the lowest weight version of a
-    group's tokens. taken: when a step was taken off the sample queue. decodes: whether decoding was recorded."""
+    group's tokens. taken_at: when a step was taken off the sample queue. decodes: whether decoding was recorded."""
 
     spans: Mapping[str, Sequence[Span]]
     trained_at: Mapping[int, int]
     oldest: Mapping[int, int]
-    taken: Mapping[int, float]
+    taken_at: Mapping[int, float]
     decodes: bool
 
     def staleness(self, group: Span) -> int | None:
@@ -66,7 +66,7 @@ def read_activity(run_dir: Path) -> RunActivity:
     """Of as much of the run as the ends of its files hold."""
     spans = read_spans(run_dir)
     waits = [s for s in spans.get("training", ()) if s.kind == "wait"]
-    taken = {int(found[1]): span.end for span in waits if (found := _STEP.fullmatch(span.what))}
+    taken_at = {int(found[1]): span.end for span in waits if (found := _STEP.fullmatch(span.what))}
     trained_at, oldest = dict[int, int](), dict[int, int]()
     for record in read_records(run_dir / "ledger.jsonl", _MAX_LEDGER_BYTES)[0]:
         match record:
@@ -75,7 +75,7 @@ def read_activity(run_dir: Path) -> RunActivity:
             case {"kind": "complete", "group_id": int(group_id), "version": int(version)}:
                 oldest[group_id] = version
     decodes = any(span.kind == "decode" for part in spans.values() for span in part)
-    return RunActivity(spans, trained_at, oldest, taken, decodes)
+    return RunActivity(spans, trained_at, oldest, taken_at, decodes)
 
 
 def _covered(spans: Iterable[Span], start: float, end: float) -> float:
@@ -253,7 +253,7 @@ def _until(activity: RunActivity, span: Span) -> float:
     """When a group left the sample queue to be trained on; of other spans their end."""
     is_done = span.kind == "group" and span.what == "complete"
     step = activity.trained_at.get(span.group_id) if is_done and span.group_id is not None else None
-    return max(span.end, activity.taken.get(step, span.end)) if step is not None else span.end
+    return max(span.end, activity.taken_at.get(step, span.end)) if step is not None else span.end
 
 
 def _bar(activity: RunActivity, span: Span, start: float, end: float) -> Bar:

@@ -169,11 +169,11 @@ def describe_audits(events: Sequence[Event]) -> tuple[Tone, str]:
     if not audits:
         return "flat", "No step was audited: trust.audit_freq is 0, or the run ended before its first audit."
     names = _names(fields.get("proven") for fields in audits)
-    left: dict[str, JSON] = {}
+    unchecked: dict[str, JSON] = {}
     for fields in audits:
         if isinstance(unproven := fields.get("unproven"), dict):
-            left.update(unproven)
-    reasons = "; ".join(f"{name} ({reason})" for name, reason in left.items())
+            unchecked.update(unproven)
+    reasons = "; ".join(f"{name} ({reason})" for name, reason in unchecked.items())
     counted = f"{len(audits):,} step{'s were' if len(audits) > 1 else ' was'} audited; these checks passed"
     text = f"{counted}: {', '.join(names)}." + (f" Not checked, or not in every audit: {reasons}." if reasons else "")
     return "flat" if reasons else "good", text
@@ -203,13 +203,13 @@ def time_sentence(steps: Steps) -> str:
     if not total or not phases or not math.isfinite(total):
         return ""
     shares = {name: seconds / total for name, seconds in sorted(phases.items(), key=lambda phase: -phase[1])}
-    said = [f"{name} {share:.0%}" for name, share in shares.items() if share >= _SMALL_SHARE]
+    phrases = [f"{name} {share:.0%}" for name, share in shares.items() if share >= _SMALL_SHARE]
     small = [name for name, share in shares.items() if 0 < share < _SMALL_SHARE]
     if small:
-        said.append(f"{joined(small)} {sum(shares[name] for name in small):.0%}")
+        phrases.append(f"{joined(small)} {sum(shares[name] for name in small):.0%}")
     num_steps = sum("timing_s/step" in values for values in steps.values())
     took = f"{num_steps:,} steps took" if num_steps > 1 else "One step took"
-    return f"{took} {readable_s(total)}: {', '.join(said)}."
+    return f"{took} {readable_s(total)}: {', '.join(phrases)}."
 
 
 def group_events(events: Sequence[Event], max_groups: int = 200) -> list[EventGroup]:
@@ -281,8 +281,8 @@ def ending(
     if word == "stopped":
         signals = [found[1] for event in events if (found := re.match(r"(SIG[A-Z]+): ", event.message))]
         by = f" by {signals[-1]}" if signals else ""
-        saved = any(event.kind == "checkpoint" and event.step == done for event in events)
-        then = "the same command resumes from there" if saved else "that step has no checkpoint"
+        has_checkpoint = any(event.kind == "checkpoint" and event.step == done for event in events)
+        then = "the same command resumes from there" if has_checkpoint else "that step has no checkpoint"
         return "flat", f"It was stopped{by} {after}; {then}."
     if word == "no end yet":
         last = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(written))

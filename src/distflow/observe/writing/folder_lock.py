@@ -104,8 +104,8 @@ def writer_of(path: Path) -> int | None:
     """
     try:
         with (path / WRITER).open("rb+") as file:
-            asked = struct.pack(_LOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
-            kind, _, _, _, pid = struct.unpack(_LOCK, fcntl.fcntl(file, fcntl.F_GETLK, asked))
+            request = struct.pack(_LOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+            kind, _, _, _, pid = struct.unpack(_LOCK, fcntl.fcntl(file, fcntl.F_GETLK, request))
     except OSError:
         return None
     return None if kind == fcntl.F_UNLCK else int(pid)

@@ -18,7 +18,7 @@ from distflow.observe.metrics import nest
 from distflow.observe.writing.folder_lock import FILES, FOLDERS, MARK, own
 
 EARLIER: Final = "earlier"
-_KEPT: Final = (EARLIER, "data", "models")
+_NOT_MOVED: Final = (EARLIER, "data", "models")
 """Not moved: the next run may be reading them. Names of the files in them follow from their content."""
 
 _MOVING: Final = ".moving"
@@ -46,7 +46,7 @@ def finish_moving(run_dir: Path) -> None:
 
 
 def _of_a_run(run_dir: Path) -> list[str]:
-    names = [name for name in (*FILES, *FOLDERS) if name not in _KEPT]
+    names = [name for name in (*FILES, *FOLDERS) if name not in _NOT_MOVED]
     return [name for name in names if os.path.lexists(run_dir / name)]
 
 
@@ -57,8 +57,8 @@ def _moving(run_dir: Path) -> Path | None:
 def _begin_moving(run_dir: Path) -> Path:
     folder = run_dir / EARLIER
     folder.mkdir(mode=0o700, exist_ok=True)
-    taken = {path.stem for path in folder.iterdir()}
-    target = folder / f"{next(number for number in count(1) if str(number) not in taken)}{_MOVING}"
+    numbers = {path.stem for path in folder.iterdir()}
+    target = folder / f"{next(number for number in count(1) if str(number) not in numbers)}{_MOVING}"
     target.mkdir(mode=0o700)
     os.close(os.open(target / MARK, os.O_RDONLY | os.O_CREAT | os.O_EXCL, 0o600))
     return target

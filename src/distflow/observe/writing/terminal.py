@@ -117,7 +117,7 @@ class TerminalView:
 
     def serves(self, version: int) -> None:
         """The version that the engine serves, as `queue`."""
-        self._panel.served = version
+        self._panel.served_version = version
 
     def audited(self, step: int, num_proven: int, num_checks: int) -> None:
         """A step was audited."""
@@ -228,7 +228,7 @@ class Panel:
         self.num_notes = 0
         self.audit = ""
         self.queue: Queue | None = None
-        self.served: int | None = None
+        self.served_version: int | None = None
         self.failure = ""
         self.sample: tuple[str, str, str] | None = None
 
@@ -318,12 +318,12 @@ class Panel:
         if self.queue is not None:
             running, complete, dropped = self.queue
             rows.append(_row("rollouts", f"{running:>4,} running, {complete:>5,} queued, {dropped:>5,} dropped"))
-        if self.served is not None:
+        if self.served_version is not None:
             stale = ""
             if mean := self.values.get("async/version_diff/mean", 0.0):
                 most = self.values.get("async/version_diff/max", mean)
                 stale = f"; trained on {mean:.1f} steps stale, {most:.0f} at most"
-            rows.append(_row("engine", f"serves version {self.served:,}{stale}"))
+            rows.append(_row("engine", f"serves version {self.served_version:,}{stale}"))
         return rows
 
     def _checks(self) -> list[RenderableType]:

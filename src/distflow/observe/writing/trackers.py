@@ -139,9 +139,9 @@ def open_trackers(
 
     Raises TrackerError for an unknown name, or for one whose package is not installed.
     """
-    asked = list(dict.fromkeys(names))
+    chosen_names = list(dict.fromkeys(names))
     remote: dict[str, Callable[[], Tracker]] = {}
-    for name in asked:
+    for name in chosen_names:
         if name not in TRACKERS:
             raise TrackerError(
                 f"trainer.logger names {name!r}, which is no tracker (metrics.jsonl is always written)"
@@ -150,7 +150,7 @@ def open_trackers(
         if name not in local and TRACKERS[name].target:
             _need(name, TRACKERS[name].package)
             remote[name] = partial(_build, TRACKERS[name].target, run)
-    return Trackers([local[name] for name in asked if name in local], remote, on_failure)
+    return Trackers([local[name] for name in chosen_names if name in local], remote, on_failure)
 
 
 def _need(name: str, package: str) -> None:
@@ -224,17 +224,17 @@ class WandbTracker:
 def _wandb_mode() -> Any:
     import wandb
 
-    asked = os.environ.get("WANDB_MODE")
-    if asked in _WANDB_MODES:
-        return asked
+    mode = os.environ.get("WANDB_MODE")
+    if mode in _WANDB_MODES:
+        return mode
     return "online" if wandb.login(verify=False, prompt=False) else "offline"
 
 
 def _wandb_run_id(run_dir: Path) -> str:
     """The same for every restart: stored in the run's folder, derived from its path and time at the first start."""
-    kept = run_dir / "wandb.json"
-    if kept.exists():
-        return str(json.loads(kept.read_bytes())["id"])
+    file = run_dir / "wandb.json"
+    if file.exists():
+        return str(json.loads(file.read_bytes())["id"])
     run_id = hashlib.sha256(f"{run_dir.resolve()} {os.urandom(8).hex()}".encode()).hexdigest()[:16]
-    kept.write_text(json.dumps({"id": run_id}) + "\n")
+    file.write_text(json.dumps({"id": run_id}) + "\n")
     return run_id
