@@ -242,8 +242,7 @@ MUCH, LITTLE = 0.3, 0.15
 def idle_sides(activity: RunActivity, config: Mapping[str, JSON]) -> list[Finding]:
     """Over the last quarter of the steps, four at least, in which groups were still begun: at the end of a run none is
     left to generate. Nothing of a synchronous run, where one side always waits."""
-    edge = config.get("async")
-    staleness = edge.get("max_staleness") if isinstance(edge, dict) else None
+    staleness = _at(config, "async", "max_staleness")
     last_start = max((s.start for part in activity.spans.values() for s in part if s.kind == "group"), default=0.0)
     times = sorted(t for t in activity.taken_at.values() if t <= last_start)
     if not isinstance(staleness, int) or staleness < 1 or not activity.decodes or len(times) < MANY_STEPS:

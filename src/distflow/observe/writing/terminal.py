@@ -77,13 +77,12 @@ class TerminalView:
                 cast(TextIO, SanitizedStream(sys.stderr)),
             )
 
-    def phase(self, name: str, done: int | None = None, total: int | None = None) -> None:
-        """Say what the run is doing now, e.g. `phase("rollout", 12, 64)`; shown only by the live view."""
+    def phase(self, name: str) -> None:
+        """The current phase of the run; shown only by the live view."""
         with self._lock:
             name = escape_control(name, 40, one_line=True)
             if name != self._panel.phase:
                 self._panel.phase, self._panel.phase_since = name, self._clock()
-            self._panel.phase_done = "" if done is None else f"{done}/{total}" if total else str(done)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Take the metrics of a finished step; several calls for one step are added up."""
@@ -143,9 +142,8 @@ class TerminalView:
                 self._panel.num_notes += 1
             self._write(text if kind == "info" else f"{kind}: {text}", TONES.get(kind, ""))
 
-    def close(self, summary: Sequence[str] = ()) -> None:
-        """Draw the live view for the last time, or write the line of the last step, and print the lines of `summary`; a
-        second call does only the latter."""
+    def close(self) -> None:
+        """Draw the live view for the last time, or write the line of the last step; a second call does nothing."""
         # Without the lock: `stop` waits for the thread that draws, which may wait for the lock.
         live, self._live = self._live, None
         if live:
@@ -154,8 +152,6 @@ class TerminalView:
         if self._unwritten:
             self._write(self._unwritten)
             self._unwritten = ""
-        for line in summary:
-            self._write(escape_control(line))
 
     def _write(self, line: str, style: str = "") -> None:
         if self._live:
@@ -223,7 +219,7 @@ class Panel:
         self.step_ends: deque[float] = deque([now], maxlen=20)
         self.values: dict[str, float] = {}
         self.history: dict[Headline, deque[float]] = {}
-        self.phase, self.phase_since, self.phase_done = "starting", now, ""
+        self.phase, self.phase_since = "starting", now
         self.notes: deque[tuple[str, str]] = deque(maxlen=3)
         self.num_notes = 0
         self.audit = ""
@@ -279,7 +275,7 @@ class Panel:
         table.add_row(Text(step, style="bold"), bar, Text(times))
         if self.ended is not None:
             return [table]
-        return [table, _row("now", f"{self.phase} {duration(now - self.phase_since)} {self.phase_done}".strip())]
+        return [table, _row("now", f"{self.phase} {duration(now - self.phase_since)}")]
 
     def _numbers(self, columns: int) -> list[RenderableType]:
         abreast = 2 if columns >= _TWO_ABREAST else 1
