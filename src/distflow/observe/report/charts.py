@@ -19,6 +19,12 @@ Column: TypeAlias = Sequence[float | str | None]
 
 MAX_POINTS = 1500
 MAX_SERIES = 300
+MAX_BINS = 24
+_FEW_VALUES = 12
+_MAX_STEPS = 5
+_STALENESS = "staleness of the oldest token"
+Z_95 = 1.959963984540054
+"""The normal quantile of a two-sided 95 % interval."""
 _MAX_LINES = 8
 _LARGE = r"(rollout|train_step|update_weights|recompute_logp)"  # the phases whose memory is looked for first
 
@@ -217,12 +223,6 @@ def _point(value: float | None) -> float | str | None:
     return float(f"{value:.6g}") if abs(value) < float("inf") else number_name(value)
 
 
-MAX_BINS = 24
-_FEW_VALUES = 12
-_MAX_STEPS = 5
-_STALENESS = "staleness of the oldest token"
-
-
 class Part(TypedDict):
     """name: which responses. number: how many. shares: of them, in each bin."""
 
@@ -328,10 +328,6 @@ def _numbers(rows: Sequence[Mapping[str, JSON]], key: str) -> list[float]:
         for row in rows
         if isinstance(value := row.get(key), int | float) and not isinstance(value, bool) and math.isfinite(value)
     ]
-
-
-Z_95 = 1.959963984540054
-"""The normal quantile of a two-sided 95 % interval."""
 
 
 def wilson(share: float, number: float) -> tuple[float, float]:

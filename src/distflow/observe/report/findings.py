@@ -26,6 +26,9 @@ class Finding(NamedTuple):
 
 MANY_CUT = 0.1
 MANY_EQUAL = 0.5
+MANY_STEPS = 8
+MUCH, LITTLE = 0.3, 0.15
+"""Shares of the time above which idleness is reported, and below which it counts as none."""
 _RIGHT = 1.0 - 1e-6
 _MAX_SHOWN = 300
 
@@ -232,11 +235,6 @@ def _mean(values: Sequence[float]) -> float:
 
 def _count(number: int, noun: str) -> str:
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
-
-
-MANY_STEPS = 8
-MUCH, LITTLE = 0.3, 0.15
-"""Shares of the time above which idleness is reported, and below which it counts as none."""
 
 
 def idle_sides(activity: RunActivity, config: Mapping[str, JSON]) -> list[Finding]:

@@ -11,6 +11,9 @@ from distflow.observe.reading.run_reader import Timeline, failure, read_samples,
 from distflow.observe.writing.run_folder import DROPPED
 
 MAX_TEXT = 4000
+MAX_STEPS = 40
+_LEAST_TEXT = 100
+_FAILED_FIRST = 2
 _TEXT_KEYS = ("response", "errors", "reward_parts")
 _KEYS = ("score", "acc", "advantage", "masked", "response_length", "finish_reason", "versions", "kind", "dropped")
 
@@ -47,11 +50,6 @@ def cut(value: object, max_text: int) -> object:
     if isinstance(value, list):
         return [cut(item, max_text) for item in value[:50]]
     return value
-
-
-MAX_STEPS = 40
-_LEAST_TEXT = 100
-_FAILED_FIRST = 2
 
 
 class SampleGroup(TypedDict):
