@@ -125,10 +125,10 @@ def mine_pipeline(config):
         "cli.py COMMANDS",
         '"greet": Command("say hello", "distflow.commands.greet"),',
         """
-def add_arguments(parser):
+def add_greet_arguments(parser):
     parser.add_argument("whom")
 
-def run(arguments):
+def run_greet(arguments):
     seen(arguments.whom)
     return 0
 """,

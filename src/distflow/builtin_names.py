@@ -372,11 +372,11 @@ TRACKERS: dict[str, Tracker] = {
     "console": Tracker("lines or a live view in the terminal", "distflow.observe.writing.terminal:TerminalView"),
     "tensorboard": Tracker(
         "TensorBoard's event files in the run's folder",
-        "distflow.observe.writing.tracker_tensorboard:TensorBoardTracker",
+        "distflow.observe.writing.trackers:TensorBoardTracker",
         package="tensorboard",
     ),
     "wandb": Tracker(
-        "Weights & Biases, online or offline", "distflow.observe.writing.tracker_wandb:WandbTracker", package="wandb"
+        "Weights & Biases, online or offline", "distflow.observe.writing.trackers:WandbTracker", package="wandb"
     ),
     "jsonl": Tracker("metrics.jsonl in the run's folder, which every run writes"),
     "file": Tracker("the same, under its name in verl"),

@@ -1,4 +1,4 @@
-"""The command line: parses, runs a command, and turns what it raises into a message and an exit status."""
+"""The command line: parses, runs a command, and turns an error into a message and an exit status."""
 
 import argparse
 import os
@@ -19,7 +19,7 @@ HYDRA_OPTIONS = ("config-path", "config-name", "config-dir", "multirun")
 
 
 class Command(NamedTuple):
-    """help: one line. module: has `add_arguments(parser)` and `run(arguments) -> exit status`.
+    """help: one line. module: has `add_NAME_arguments(parser)` and `run_NAME(arguments) -> exit status`.
 
     runs_code: whether it runs the user's code. The others only read, perhaps another person's files.
     """
@@ -31,19 +31,19 @@ class Command(NamedTuple):
 
 COMMANDS: dict[str, Command] = {
     "train": Command("train by a preset or a YAML file", "distflow.commands.train", runs_code=True),
-    "sft": Command("supervised fine-tuning", "distflow.commands.sft", runs_code=True),
+    "sft": Command("supervised fine-tuning", "distflow.commands.train", runs_code=True),
     "eval": Command(
         "generate responses to data.val_files and print the accuracy", "distflow.commands.eval", runs_code=True
     ),
-    "export": Command("write a checkpoint as a Hugging Face folder", "distflow.commands.export"),
+    "export": Command("write a checkpoint as a Hugging Face folder", "distflow.commands.run_folder"),
     "config": Command("print the resolved config", "distflow.commands.config"),
     "reward": Command("try a reward on right and wrong answers", "distflow.commands.reward", runs_code=True),
     "doctor": Command("what this machine has, what extras would add, what is wrong", "distflow.commands.doctor"),
     "sandbox": Command("run a Python file as the code under test is run", "distflow.commands.sandbox"),
-    "selftest": Command("prove on this machine that each path gives the same numbers", "distflow.commands.selftest"),
-    "replay": Command("run a saved non-finite update again, on the CPU", "distflow.commands.replay"),
+    "selftest": Command("prove on this machine that each path gives the same numbers", "distflow.commands.doctor"),
+    "replay": Command("run a saved non-finite update again, on the CPU", "distflow.commands.run_folder"),
     "why": Command("what a step was made of: its groups, and what was dropped", "distflow.commands.why"),
-    "report": Command("write report.html of a run again", "distflow.commands.report"),
+    "report": Command("write report.html of a run again", "distflow.commands.run_folder"),
 }
 
 
@@ -65,25 +65,19 @@ def main(argv: Sequence[str] | None = None) -> int:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return exit_status(signal.SIGPIPE)
         except Exception as err:  # the top level: one message, a status, the traceback on request
-            if arguments.debug:
-                traceback.print_exc()
-            else:
-                print(f"distflow: {_message(err)}", file=sys.stderr)
-            status = USER_FAULT if _is_users(err) else OUR_FAULT
-            _leave_hanging_thread(err, status)
-            return status
+            return _report_error(err, arguments.debug)
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The parser of all commands; what it parses has the command's `run`."""
+    """The parser of all commands; parsed arguments have the function of the command as `run`."""
     parser = argparse.ArgumentParser(prog="distflow", description="RL post-training of language models as a dataflow")
     parser.add_argument("--version", action="version", version=__version__)
     parsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, entry in COMMANDS.items():
         command, module = parsers.add_parser(name, help=entry.help, description=entry.help), import_module(entry.module)
-        module.add_arguments(command)
+        getattr(module, f"add_{name}_arguments")(command)
         command.add_argument("--debug", action="store_true", help="show the traceback of an error")
-        command.set_defaults(run=module.run)
+        command.set_defaults(run=getattr(module, f"run_{name}"))
     return parser
 
 
@@ -115,21 +109,21 @@ def _unrecognized(words: list[str], takes_keys: bool) -> str:
     return f"{message}\nkeys of the config are written key=value, without dashes: {advice}"
 
 
-def _message(err: Exception) -> str:
-    return str(err) if _is_users(err) else f"{type(err).__name__}: {err} (--debug shows where)"
-
-
-def _leave_hanging_thread(err: BaseException, status: int) -> None:
-    """End the process here, where it would wait for a thread that never ends."""
+def _report_error(err: Exception, debug: bool) -> int:
+    """Report the error; returns the exit status, or ends the process here where it would wait for a thread that never
+    ends."""
+    from distflow.errors import UserError
     from distflow.runtime.loop_thread import LoopGivenUp
 
+    is_users = isinstance(err, UserError)
+    if debug:
+        traceback.print_exc()
+    else:
+        message = str(err) if is_users else f"{type(err).__name__}: {err} (--debug shows where)"
+        print(f"distflow: {message}", file=sys.stderr)
+    status = USER_FAULT if is_users else OUR_FAULT
     if isinstance(err, LoopGivenUp):
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         leave_at_once(status)
-
-
-def _is_users(err: BaseException) -> bool:
-    from distflow.errors import UserError
-
-    return isinstance(err, UserError)
+    return status

@@ -15,9 +15,9 @@ from distflow.observe.reading.run_reader import read_metrics
 from distflow.rollout import weights as weights_module
 from distflow.rollout.embedded import engine
 from distflow.selftest import comparisons, runs
-from distflow.selftest import reference_record as recorded_file
+from distflow.selftest import figures as recorded_file
 from distflow.selftest.comparisons import Row, compare, of_paths, of_workers
-from distflow.selftest.reference_record import RECORDED, Recorded, read_recorded, write_recorded
+from distflow.selftest.figures import RECORDED, Recorded, read_recorded, write_recorded
 
 PERTURBED = """
 import distflow.launch.local_launcher as local

@@ -116,7 +116,7 @@ class PythonInputs:
             return "reward"
         return what
 
-    def named_in(self, loaded: Loaded) -> Loaded:
+    def with_files(self, loaded: Loaded) -> Loaded:
         """The checked config with the files to come. Raises UserError for a reward that would score nothing."""
         from distflow.rewards.functions import name_of
 
@@ -138,7 +138,7 @@ class PythonInputs:
         origins |= dict.fromkeys(keys, _HERE)
         return replace(loaded, config=config, origins=origins)
 
-    def keep(self, config: Config, resuming: bool, say: Callable[[str], None]) -> None:
+    def write(self, config: Config, resuming: bool, say: Callable[[str], None]) -> None:
         """Write the files. Raises UserError for what cannot be written, and for other rows than a resumed run's."""
         from distflow.rewards.functions import fingerprint_function, write_function
 

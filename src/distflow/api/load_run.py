@@ -68,30 +68,11 @@ def _value(value: object) -> str:
 
 
 def _cell_text(text: str) -> str:
-    return html.escape(escape_control(text[:_SHOWN_CHARACTERS], one_line=True))
+    return _text(text[:_SHOWN_CHARACTERS])
 
 
-def run_html(
-    status: str,
-    accuracy: tuple[float | None, float | None],
-    trained: Sequence[Mapping[str, object]],
-    folder: Path,
-    report: Path,
-) -> str:
-    """A table of few rows, with all text escaped. accuracy: before and after. trained: the metrics of each step."""
-    before, after = accuracy
-    rows = {"status": status}
-    if after is not None:
-        was = f"{before:.3f} before, " if before is not None else ""
-        rows["accuracy"] = f"{was}{after:.3f} now"
-    if trained:
-        numbers = {name: value for name, value in trained[-1].items() if isinstance(value, float)}
-        rows |= {line.label: line.text(value).strip() for line, value in headlines(numbers).items()}
-    rows |= {"folder": str(folder), "report": str(report)}
-    cells = "".join(f"<tr><th>{_text(name)}</th><td>{_text(value)}</td></tr>" for name, value in rows.items())
-    rewards = [value for row in trained if isinstance(value := row.get(REWARD), float) and math.isfinite(value)]
-    curve = f"<tr><th>reward by step</th><td>{_curve(rewards)}</td></tr>" if len(rewards) > 1 else ""
-    return f"<table><tbody>{cells}{curve}</tbody></table>"
+def _text(text: str) -> str:
+    return html.escape(escape_control(text, one_line=True))
 
 
 def _curve(values: Sequence[float]) -> str:
@@ -104,10 +85,6 @@ def _curve(values: Sequence[float]) -> str:
     line = f'<polyline points="{points}" fill="none" stroke="currentColor" stroke-width="1.5"/>'
     size = f'width="{_WIDTH}" height="{_HEIGHT}" viewBox="0 -2 {_WIDTH} {_HEIGHT + 4}"'
     return f"{low:.3g} <svg {size}>{line}</svg> {high:.3g}"
-
-
-def _text(text: str) -> str:
-    return html.escape(escape_control(text, one_line=True))
 
 
 def load_run(folder: str | Path) -> "Run":
@@ -229,8 +206,19 @@ class Run:
         return f"<Run {self.folder}: {self.status}, {self.num_steps} steps>"
 
     def _repr_html_(self) -> str:
-        status, accuracy = f"{self.status}, {self.num_steps} steps", (self.accuracy_before, self.accuracy_after)
-        return run_html(status, accuracy, self.metrics("train"), self.folder, self.report)
+        """A table of few rows and the curve of the reward, with all text escaped."""
+        before, after, trained = self.accuracy_before, self.accuracy_after, self.metrics("train")
+        rows = {"status": f"{self.status}, {self.num_steps} steps"}
+        if after is not None:
+            rows["accuracy"] = (f"{before:.3f} before, " if before is not None else "") + f"{after:.3f} now"
+        if trained:
+            numbers = {name: value for name, value in trained[-1].items() if isinstance(value, float)}
+            rows |= {line.label: line.text(value).strip() for line, value in headlines(numbers).items()}
+        rows |= {"folder": str(self.folder), "report": str(self.report)}
+        cells = "".join(f"<tr><th>{_text(name)}</th><td>{_text(value)}</td></tr>" for name, value in rows.items())
+        rewards = [value for row in trained if isinstance(value := row.get(REWARD), float) and math.isfinite(value)]
+        curve = f"<tr><th>reward by step</th><td>{_curve(rewards)}</td></tr>" if len(rewards) > 1 else ""
+        return f"<table><tbody>{cells}{curve}</tbody></table>"
 
     def _accuracy(self) -> tuple[tuple[int, float], ...]:
         """(step, value) of each validation."""

@@ -2,11 +2,11 @@
 
 import inspect
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from distflow.api.arguments import Overrides, PythonInputs, Reward, Rows
 from distflow.api.load_run import Run
@@ -17,14 +17,13 @@ from distflow.config.per_domain import train_files
 from distflow.errors import UserError
 
 if TYPE_CHECKING:
-    from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
     from distflow.data.batch import Batch
     from distflow.launch.local_launcher import Running
     from distflow.runtime.sample_queue.protocol import TrainingStep
     from distflow.runtime.spec import Spec
-    from distflow.training.engine import LossFn, Scorer, TrainEngine, TrainState
+    from distflow.training.engine import LossFn, Scorer, TrainEngine
 
 ShouldAccept = Callable[["Batch"], bool]
 
@@ -48,11 +47,11 @@ def rollouts(
     is not accepted is dropped as rejected, and another starts. It runs on a thread of its own.
     Raises UserError or PipelineError for a mistake of the user's.
     """
-    given = PythonInputs(data, val_data, reward)
+    inputs = PythonInputs(data, val_data, reward)
     has_data = data is not None or any(files for _, files in train_files(_peek(preset_or_config, overrides)))
     if not has_data:
-        given = replace(given, data=_placeholders(_peek(preset_or_config, overrides)))
-    loaded = read(preset_or_config, overrides, given, resume)
+        inputs = replace(inputs, data=_placeholders(_peek(preset_or_config, overrides)))
+    loaded = read(preset_or_config, overrides, inputs, resume)
     if not is_rl(loaded.config):
         raise UserError(f"the pipeline {pipeline_name(loaded.config)} generates nothing: distflow.train runs it")
     if loaded.config.trainer.launcher != "local":
@@ -63,7 +62,7 @@ def rollouts(
         )
     if should_accept is not None:
         _check_should_accept(should_accept)
-    return Rollouts(loaded, given, should_accept, has_data=has_data)
+    return Rollouts(loaded, inputs, should_accept, has_data=has_data)
 
 
 @dataclass(frozen=True)
@@ -91,10 +90,10 @@ class Rollouts:
     """
 
     def __init__(
-        self, loaded: Loaded, given: PythonInputs, should_accept: ShouldAccept | None, *, has_data: bool
+        self, loaded: Loaded, inputs: PythonInputs, should_accept: ShouldAccept | None, *, has_data: bool
     ) -> None:
         self.config: Config = loaded.config
-        self._loaded, self._given, self._should_accept, self._has_data = loaded, given, should_accept, has_data
+        self._loaded, self._inputs, self._should_accept, self._has_data = loaded, inputs, should_accept, has_data
         self._stack = ExitStack()
         self._running: Running | None = None
         self._parts: list[TrainingStep[Batch]] = []  # of the step that `publish` ends
@@ -251,12 +250,12 @@ class Rollouts:
     @property
     def actor(self) -> "TrainEngine":
         """The policy's train engine."""
-        return _Trainer(self, "actor", self._engine("actor"))
+        return cast("TrainEngine", _CheckedEngine(self, "actor", self._engine("actor")))
 
     @property
     def critic(self) -> "TrainEngine":
         """The critic's. Raises UserError where the pipeline has none, as `ref` does."""
-        return _Trainer(self, "critic", self._engine("critic"))
+        return cast("TrainEngine", _CheckedEngine(self, "critic", self._engine("critic")))
 
     @property
     def ref(self) -> "Scorer":
@@ -283,7 +282,7 @@ class Rollouts:
         """The spec of the run, without audits: it is not known how the user's loop trains."""
         from distflow.launch.select_pipeline import accepting
 
-        spec = make_spec_of(self._given, self._loaded)
+        spec = make_spec_of(self._inputs, self._loaded)
         if not self._has_data:
             if spec.config.trainer.total_training_steps is None:
                 raise UserError("without data the number of steps is unknown: set trainer.total_training_steps")
@@ -314,12 +313,6 @@ class Rollouts:
             raise UserError(f"the pipeline '{self._pipeline.graph_id}' has no {name}: no node of it uses one")
         return engine
 
-    def _train_step(self, role: str, engine: "TrainEngine", batch: "Batch", loss: "LossFn") -> dict[str, float]:
-        self._refuse_while_shared()
-        metrics = self._entered.worker.train_step(role, engine, batch, loss)
-        self._updates.append({f"{role}/{name}": value for name, value in metrics.items()})
-        return metrics
-
     def _refuse_while_shared(self) -> None:
         """At staleness 0 the engine computes on the very weights that an update changes."""
         num_running = self._entered.intake.standing().group_counts.running
@@ -330,39 +323,21 @@ class Rollouts:
             )
 
 
-class _Trainer:
-    """A `TrainEngine` whose optimizer steps are checked and recorded."""
+class _CheckedEngine:
+    """A `TrainEngine` whose optimizer steps are checked and recorded; everything else is the engine's own."""
 
     def __init__(self, rollouts: Rollouts, role: str, engine: "TrainEngine") -> None:
         self._rollouts, self._role, self._engine = rollouts, role, engine
 
-    def forward(self, batch: "Batch", outputs: tuple[str, ...]) -> "Batch":
-        """See `Scorer`."""
-        return self._engine.forward(batch, outputs)
-
     def train_step(self, batch: "Batch", loss_fn: "LossFn") -> dict[str, float]:
         """See `TrainEngine`. Raises TrustError where updates stay not finite."""
-        return self._rollouts._train_step(self._role, self._engine, batch, loss_fn)
+        self._rollouts._refuse_while_shared()
+        metrics = self._rollouts._entered.worker.train_step(self._role, self._engine, batch, loss_fn)
+        self._rollouts._updates.append({f"{self._role}/{name}": value for name, value in metrics.items()})
+        return metrics
 
-    def weights(self) -> "Iterator[tuple[str, Tensor]]":
-        """See `TrainEngine`."""
-        return self._engine.weights()
-
-    def state(self) -> "TrainState":
-        """See `TrainEngine`."""
-        return self._engine.state()
-
-    def load_state(self, state: "TrainState") -> None:
-        """See `TrainEngine`."""
-        self._engine.load_state(state)
-
-    def offload(self, weights: bool = True, moments: bool = True) -> None:
-        """See `TrainEngine`."""
-        self._engine.offload(weights, moments)
-
-    def onload(self) -> None:
-        """See `TrainEngine`."""
-        self._engine.onload()
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
 
 
 def _peek(preset_or_config: PresetOrConfig, overrides: Overrides) -> Config:

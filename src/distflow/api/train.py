@@ -26,25 +26,31 @@ if TYPE_CHECKING:
 PresetOrConfig = str | Path | Mapping[str, object]
 
 
-def read(preset_or_config: PresetOrConfig, overrides: Overrides, given: PythonInputs, resume: str | None) -> Loaded:
+def read(preset_or_config: PresetOrConfig, overrides: Overrides, inputs: PythonInputs, resume: str | None) -> Loaded:
     """The checked config, with the files of rows and reward in it. Raises UserError."""
     preset, lines = preset_and_lines(preset_or_config, overrides)
     say(f"distflow {__version__} · {preset}")
-    loaded = given.named_in(_load(preset, [*lines, *given.lines(lines), *resume_override(resume)], given))
+    loaded = inputs.with_files(_load(preset, [*lines, *inputs.lines(lines), *resume_override(resume)], inputs))
     for line in loaded.notes:
         say(line)
     return loaded
 
 
-def make_spec_of(given: PythonInputs, loaded: Loaded) -> "Spec":
+def make_spec_of(inputs: PythonInputs, loaded: Loaded) -> "Spec":
     """Write rows and reward into the run's folder, and make the spec. Raises UserError or PipelineError."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="IProgress not found")  # tqdm's, of a notebook without its widgets
         from distflow.launch.make_spec import make_spec
         from distflow.launch.trusted_code import named_code
+        from distflow.runtime.checkpoint.checkpoint import CheckpointStore
+        from distflow.runtime.checkpoint.find_checkpoint import CHECKPOINTS
+        from distflow.runtime.errors import writing_to
     for line in named_code(loaded.config):
         say(f"your code: {line}")
-    _keep(given, loaded)
+    trainer = loaded.config.trainer
+    with claimed(trainer.run_dir), writing_to(trainer.run_dir):
+        resuming = trainer.resume_mode != "never" and CheckpointStore(trainer.run_dir / CHECKPOINTS).exists()
+        inputs.write(loaded.config, resuming, say)
     spec = make_spec(loaded, say)
     for line in describe(spec.config):
         say(line)
@@ -63,29 +69,17 @@ def preset_and_lines(config: str | Path | Mapping[str, object], overrides: Overr
     return presets[0], [*to_lines(values), *to_lines(overrides)]
 
 
-def _load(preset: str, lines: Sequence[str], given: PythonInputs) -> Loaded:
+def _load(preset: str, lines: Sequence[str], inputs: PythonInputs) -> Loaded:
     try:
         return load_config(preset, lines, needed=NEEDED_TO_TRAIN)
     except ConfigError as error:
-        raise ConfigError([_in_python(problem, given) for problem in error.problems]) from None
+        raise ConfigError([_in_python(problem, inputs) for problem in error.problems]) from None
 
 
-def _in_python(problem: Problem, given: PythonInputs) -> Problem:
+def _in_python(problem: Problem, inputs: PythonInputs) -> Problem:
     """Name arguments in place of a command line, and of files that are not written yet."""
-    places = tuple((given.shown(what), "given" if where == COMMAND_LINE else where) for what, where in problem.places)
+    places = tuple((inputs.shown(what), "given" if where == COMMAND_LINE else where) for what, where in problem.places)
     return replace(problem, places=places)
-
-
-def _keep(given: PythonInputs, loaded: Loaded) -> None:
-    """Write rows and reward into the run's folder."""
-    from distflow.runtime.checkpoint.checkpoint import CheckpointStore
-    from distflow.runtime.checkpoint.find_checkpoint import CHECKPOINTS
-    from distflow.runtime.errors import writing_to
-
-    trainer = loaded.config.trainer
-    with claimed(trainer.run_dir), writing_to(trainer.run_dir):
-        resuming = trainer.resume_mode != "never" and CheckpointStore(trainer.run_dir / CHECKPOINTS).exists()
-        given.keep(loaded.config, resuming, say)
 
 
 @contextmanager
@@ -134,11 +128,11 @@ def train(
     from distflow.runtime.user_calls.sync_calls import Callbacks
 
     callbacks = Callbacks(on_step, on_validation, on_save)
-    given = PythonInputs(data, val_data, reward)
-    loaded = read(preset_or_config, overrides, given, resume)
+    inputs = PythonInputs(data, val_data, reward)
+    loaded = read(preset_or_config, overrides, inputs, resume)
     check_keys(allow_change)
     with settings_restored():
-        spec = make_spec_of(given, loaded)
+        spec = make_spec_of(inputs, loaded)
         launch = cast("Launch", load(LAUNCHERS[spec.options.launcher].target))
         launch(spec, allow_change=tuple(allow_change), say=say, callbacks=callbacks, embedded=True)
     run = Run(spec.run_dir)

@@ -1,4 +1,5 @@
-"""The commands of `distflow`, one a file: `add_arguments(parser)` and `run(arguments) -> exit status`.
+"""The commands of `distflow`, by subject: each NAME has `add_NAME_arguments(parser)` and `run_NAME(arguments) -> exit
+status` in the module that `cli.COMMANDS` names.
 
-Importing one is cheap: what is heavy is imported in `run`, once the config is known to be sound.
+Importing a module is cheap: heavy modules are imported by `run_NAME`, once the config is known to be sound.
 """

@@ -4,21 +4,21 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
-from distflow.commands.arguments import add_config_arguments, add_trust_argument
+from distflow.commands.shared import add_preset_arguments, add_trust_argument
 
 if TYPE_CHECKING:
     from distflow.config import Config, Loaded
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_config_arguments(parser)
+def add_config_arguments(parser: argparse.ArgumentParser) -> None:
+    add_preset_arguments(parser)
     parser.add_argument("--explain", metavar="KEY", help="what one key means, its default and where it was set")
     parser.add_argument("--graph", action="store_true", help="the pipeline, drawn in text")
     parser.add_argument("--mermaid", action="store_true", help="the pipeline as a Mermaid flowchart")
     add_trust_argument(parser, "the config names, where it has groups or a pipeline of its own")
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run_config(arguments: argparse.Namespace) -> int:
     from distflow.config import explain, load_config
 
     trusted = arguments.trust_code

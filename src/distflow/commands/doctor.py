@@ -1,4 +1,5 @@
-"""`distflow doctor`: reports what this machine has, what extras would add, which ports a run has open, and faults."""
+"""`distflow doctor`: what this machine has, what extras would add, which ports a run has open, and faults; `distflow
+selftest`: proves on this machine that a tiny run gives the same numbers on each path."""
 
 import argparse
 import importlib.metadata
@@ -7,10 +8,11 @@ import os
 import platform
 import shutil
 import tempfile
+import time
 from pathlib import Path
 
 from distflow import __version__
-from distflow.commands.arguments import add_run_argument, find_run, newest_run
+from distflow.commands.shared import add_run_argument, find_run, importing, newest_run
 from distflow.observe.open_ports import family, listeners
 from distflow.observe.reading.run_reader import read_json
 from distflow.observe.sanitize import escape_control
@@ -29,11 +31,11 @@ NEEDED = ("torch", "transformers", "safetensors", "numpy", "hydra-core", "datase
 MIN_FREE_BYTES = 2 * 1024**3
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
     add_run_argument(parser)
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run_doctor(arguments: argparse.Namespace) -> int:
     """Look at this machine; 1 where something would keep a run from working. Loads torch."""
     ports = _of_run(arguments.run_dir)
     faults = [*_missing_packages(), *_disk_faults(), *_thread_faults()]
@@ -41,6 +43,34 @@ def run(arguments: argparse.Namespace) -> int:
     lines += ["", "extras", *_indent(_extras()), *ports, "", "wrong", *_indent(faults or ["nothing found"])]
     print("\n".join(lines))
     return 1 if faults else 0
+
+
+def add_selftest_arguments(parser: argparse.ArgumentParser) -> None:
+    """It has no arguments of its own."""
+
+
+def run_selftest(arguments: argparse.Namespace) -> int:
+    """1 where a pair differs: the folders of its runs are then kept."""
+    started = time.monotonic()
+    print(f"distflow {__version__} · selftest", flush=True)
+    with importing():
+        from distflow.selftest.comparisons import advice, compare_all, head, left_out, line
+        from distflow.selftest.figures import RECORDED, read_recorded
+
+    rows, failed, folder = [], [], Path(tempfile.mkdtemp(prefix="distflow-selftest-"))
+    try:
+        print(head(), flush=True)
+        for row in compare_all(read_recorded(RECORDED), folder):
+            print(line(row), flush=True)
+            rows.append(row)
+            failed += [] if row.ok or row.left_out else [row]
+    finally:
+        if not failed:
+            shutil.rmtree(folder, ignore_errors=True)  # reward processes of an interrupted run may still be ending
+    print(f"{time.monotonic() - started:.0f} s", flush=True)
+    for text in (*left_out(rows), *(advice(failed, folder) if failed else ())):
+        print(text)
+    return 1 if failed else 0
 
 
 def _machine() -> list[str]:

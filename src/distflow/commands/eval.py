@@ -7,7 +7,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from distflow import __version__
-from distflow.commands.arguments import add_config_arguments
+from distflow.commands.shared import add_preset_arguments, importing, rewards_ahead
 from distflow.errors import UserError
 from distflow.observe.sanitize import escape_control
 
@@ -30,11 +30,11 @@ _OF_THE_BEGINNING = (
 )
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_config_arguments(parser, what="a preset's name, a YAML file, or the folder of a run or of a checkpoint")
+def add_eval_arguments(parser: argparse.ArgumentParser) -> None:
+    add_preset_arguments(parser, what="a preset's name, a YAML file, or the folder of a run or of a checkpoint")
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run_eval(arguments: argparse.Namespace) -> int:
     print(f"distflow {__version__} · evaluating {arguments.preset}", flush=True)
     # Encoded prompts go to a temporary folder: a run may be writing to the config's.
     with TemporaryDirectory() as folder:
@@ -54,8 +54,6 @@ def _check_whole(config: "Config") -> None:
 
 
 def _evaluated(arguments: argparse.Namespace, folder: Path) -> dict[str, float]:
-    from distflow.commands.prestart import importing, rewards_ahead
-
     loaded, say = _load(arguments.preset, arguments.overrides, folder), partial(print, flush=True)
     for line in loaded.notes:
         say(line)
@@ -76,8 +74,8 @@ def _load(preset: str, overrides: list[str], folder: Path) -> "Loaded":
     if Path(preset).expanduser().is_dir():
         from distflow.launch.initial_policy import write_config_of
 
-        preset, begun = str(write_config_of(Path(preset), folder / "config_of_the_run.yaml")), _OF_THE_BEGINNING
-        overrides = [*begun, *overrides]
+        preset, initial = str(write_config_of(Path(preset), folder / "config_of_the_run.yaml")), _OF_THE_BEGINNING
+        overrides = [*initial, *overrides]
     overrides = [*overrides, *_EVAL_ONLY, f"trainer.default_local_dir={folder}/run"]
     loaded = load_config(preset, overrides, complete=False, needed=NEEDED_TO_EVALUATE)
     _check_whole(loaded.config)

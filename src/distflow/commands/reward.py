@@ -5,6 +5,7 @@ import asyncio
 import json
 import statistics
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
@@ -22,7 +23,7 @@ _EXAMPLES = 3
 _SHOWN = 100
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_reward_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("action", choices=["check"])
     parser.add_argument(
         "reward", metavar="REWARD", help="file.py, file.py:function, module:function or a built-in name"
@@ -38,13 +39,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--right-from", type=float, default=RIGHT, metavar="X", help="score of what the labels call right"
     )
     parser.add_argument("--options", type=_options, default={}, metavar="JSON", help="those of the part, as an object")
-    parser.add_argument("--rows", type=_not_negative, default=200, help="how many of the first rows are used; 0 is all")
-    parser.add_argument("--show", type=_not_negative, default=3, help="faults of each kind that are shown; 0 is all")
+    parser.add_argument(
+        "--rows", type=partial(_at_least, 0), default=200, help="how many of the first rows are used; 0 is all"
+    )
+    parser.add_argument(
+        "--show", type=partial(_at_least, 0), default=3, help="faults of each kind that are shown; 0 is all"
+    )
     parser.add_argument("--timeout", type=float, default=10.0, metavar="SECONDS", help="that one call may take")
-    parser.add_argument("--workers", type=_positive, default=2, help="reward processes")
+    parser.add_argument("--workers", type=partial(_at_least, 1), default=2, help="reward processes")
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run_reward(arguments: argparse.Namespace) -> int:
     """Print what the reward function scored wrongly; 1 where there is any. Runs its code."""
     from distflow.rewards.functions import with_options
     from distflow.rewards.pool.domain_pools import alone, is_large
@@ -77,18 +82,10 @@ def _options(text: str) -> dict[str, object]:
     return found
 
 
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError("must be 1 or more")
-    return number
-
-
-def _not_negative(text: str) -> int:
-    number = int(text)
-    if number < 0:
-        raise argparse.ArgumentTypeError("must be 0 or more")
-    return number
+def _at_least(minimum: int, text: str) -> int:
+    if not text.isdecimal() or int(text) < minimum:
+        raise argparse.ArgumentTypeError(f"must be a whole number, {minimum} or more")
+    return int(text)
 
 
 def _target(name: str, has_responses: bool) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 from distflow.errors import UserError, missing_path
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_sandbox_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     action = actions.add_parser("run", help="run a Python file with the limits of a reward call")
     action.add_argument("file", metavar="FILE", help="the program")
@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     action.add_argument("--at-once", type=int, default=os.cpu_count() or 1, metavar="N", help="programs at a time")
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run_sandbox(arguments: argparse.Namespace) -> int:
     """Run the action; returns the exit status."""
     return _serve(arguments) if arguments.action == "serve" else _run(arguments)
 

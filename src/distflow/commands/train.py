@@ -1,11 +1,13 @@
-"""`distflow train`: a run by a preset or a YAML file."""
+"""`distflow train`: a run by a preset or a YAML file; `distflow sft`: the same with the preset `sft` unless another is
+named."""
 
 import argparse
+from functools import partial
 from typing import TYPE_CHECKING, cast
 
 from distflow import __version__
 from distflow.builtin_names import LAUNCHERS
-from distflow.commands.arguments import add_config_arguments
+from distflow.commands.shared import add_preset_arguments, importing, rewards_ahead
 from distflow.import_target import load
 from distflow.runtime.stop import exit_status
 
@@ -13,31 +15,28 @@ if TYPE_CHECKING:
     from distflow.runtime.spec import Launch
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_config_arguments(parser)
-    add_resume_arguments(parser)
+def add_sft_arguments(parser: argparse.ArgumentParser) -> None:
+    add_train_arguments(parser, default="sft")
 
 
-def add_resume_arguments(parser: argparse.ArgumentParser) -> None:
+def add_train_arguments(parser: argparse.ArgumentParser, default: str | None = None) -> None:
+    add_preset_arguments(parser, default)
     parser.add_argument("--resume", metavar="auto|never|PATH", help="where to resume from (default: auto)")
     parser.add_argument("--allow-change", action="append", default=[], metavar="KEY", help="may differ on resume")
 
 
-def say(line: str) -> None:
-    """Print at once, also where standard output is a file."""
-    print(line, flush=True)
+def run_sft(arguments: argparse.Namespace) -> int:
+    if "=" in arguments.preset:  # the preset was left out, and this is the first override
+        arguments.preset, arguments.overrides = "sft", [arguments.preset, *arguments.overrides]
+    return run_train(arguments)
 
 
-def run(arguments: argparse.Namespace) -> int:
-    from distflow.commands.prestart import importing, rewards_ahead
+def run_train(arguments: argparse.Namespace) -> int:
     from distflow.config import describe, load_config
     from distflow.config.compose.check_paths import NEEDED_TO_TRAIN
     from distflow.config.derived_settings import check_keys, resume_override
 
-    if (
-        arguments.command == "sft" and "=" in arguments.preset
-    ):  # the preset was left out, and this is the first override
-        arguments.preset, arguments.overrides = "sft", [arguments.preset, *arguments.overrides]
+    say = partial(print, flush=True)
     say(f"distflow {__version__} · {arguments.preset}")
     overrides = [*arguments.overrides, *resume_override(arguments.resume)]
     loaded = load_config(arguments.preset, overrides, needed=NEEDED_TO_TRAIN)

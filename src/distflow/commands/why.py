@@ -1,4 +1,4 @@
-"""`distflow why`: the groups of a step, how each was generated, and what was dropped meanwhile."""
+"""`distflow why`: the groups of a step, how each was generated, and the groups dropped since the previous step."""
 
 import argparse
 import time
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from distflow.commands.arguments import LEDGER, add_run_argument, find_run
+from distflow.commands.shared import LEDGER, add_run_argument, find_run
 from distflow.observe.sanitize import escape_control
 
 if TYPE_CHECKING:
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 MAX_TEXT = 80
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_why_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("step", metavar="STEP", type=int, help="counted from 1, as the files of samples/ are")
     add_run_argument(parser)
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run_why(arguments: argparse.Namespace) -> int:
     from distflow.observe.reading.run_reader import read_samples
     from distflow.observe.writing.run_folder import sample_file_name
     from distflow.scheduling.lineage import step_lineage
@@ -42,7 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
         group_ids = ", ".join(map(str, lineage.aborted))
         lines += ["", f"aborted when the step was full, to be generated again: groups {group_ids}"]
         lines += [f"  {lineage.aborted_tokens:,} tokens that were generated for them are discarded"]
-    lines += _said(lineage.groups, responses)
+    lines += _remarks(lineage.groups, responses)
     lines += _restarts([*lineage.groups, *lineage.dropped])
     print("\n".join(lines))
     return 0
@@ -146,10 +146,10 @@ def _restarts(groups: Sequence["GroupLineage"]) -> list[str]:
     return lines + [f"  group {group.group_id}: {', then '.join(map(_start, group.attempts))}" for group in tried]
 
 
-def _said(groups: Sequence["GroupLineage"], responses: Mapping[int, "Responses"]) -> list[str]:
+def _remarks(groups: Sequence["GroupLineage"], responses: Mapping[int, "Responses"]) -> list[str]:
     """The remarks of reward functions on a response of each group: on one with a reward error, else on the first wrong
     one."""
-    from distflow.observe.reading.reward_results import failure, in_short, is_right
+    from distflow.observe.reading.run_reader import failure, in_short, is_right
 
     lines = []
     for group in groups:
@@ -157,12 +157,12 @@ def _said(groups: Sequence["GroupLineage"], responses: Mapping[int, "Responses"]
             responses.get(group.group_id, ()),
             key=lambda response: (failure(response) is None, is_right(response) is True),
         )
-        if own and (said := in_short(own[0])):
+        if own and (remark := in_short(own[0])):
             reward_result = failure(own[0]) or {True: "right", False: "wrong", None: ""}[is_right(own[0])]
             lines.append(
-                f"  {escape_control(str(own[0].get('uid')), MAX_TEXT, one_line=True)} {reward_result:<7} {said}"
+                f"  {escape_control(str(own[0].get('uid')), MAX_TEXT, one_line=True)} {reward_result:<7} {remark}"
             )
-    return ["", "what reward functions said", *lines] if lines else []
+    return ["", "remarks of reward functions", *lines] if lines else []
 
 
 def _start(attempt: "Attempt") -> str:

@@ -42,9 +42,8 @@ def replacing(path: Path) -> Iterator[Path]:
         aside.chmod(0o600)  # who writes by path may have made it anew
         sync(aside)
         os.replace(aside, path)
-    except BaseException:
-        aside.unlink(missing_ok=True)
-        raise
+    finally:
+        aside.unlink(missing_ok=True)  # after an error; else it has been renamed
     sync(path.parent)
 
 
@@ -54,7 +53,7 @@ def is_aside(name: str) -> bool:
 
 
 def remove_asides(folder: Path) -> None:
-    """Remove what a kill left anywhere below, for whoever alone writes there. Links are not followed."""
+    """Remove the files that a kill left anywhere below; for the only writer there. Links are not followed."""
     for root, _, names in os.walk(folder):
         for name in filter(is_aside, names):
             Path(root, name).unlink(missing_ok=True)
@@ -76,7 +75,7 @@ def sync(path: Path) -> None:
 
 
 JSON: TypeAlias = None | bool | int | float | str | list["JSON"] | dict[str, "JSON"]
-"""What the `json` module reads, and `to_json` makes of whatever it is given."""
+"""A value that the `json` module reads, and that `to_json` returns."""
 
 MAX_DEPTH = 100
 NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
@@ -117,7 +116,7 @@ def to_number(value: object) -> float | None:
 
 
 def is_deep(value: object, limit: int = MAX_DEPTH) -> bool:
-    """Whether lists and mappings lie in one another deeper than `limit`: what walks down such a value may fail."""
+    """Whether lists and mappings are nested deeper than `limit`: recursion over such a value may fail."""
     level = [value]
     for _ in range(limit + 1):
         level = [item for holder in level if isinstance(holder, dict | list) for item in _items(holder)]
@@ -131,8 +130,8 @@ def _items(holder: dict[object, object] | list[object]) -> Iterable[object]:
 
 
 def encode(value: object, indent: int | None = None) -> bytes:
-    """JSON in UTF-8. A lone surrogate, which UTF-8 cannot hold, and what cannot be seen become JSON escapes: they are
-    read back as they were."""
+    """JSON in UTF-8. Lone surrogates, which UTF-8 cannot hold, and invisible characters become JSON escapes: they are
+    read back unchanged."""
     text = json.dumps(to_json(value), ensure_ascii=False, allow_nan=False, indent=indent)
     return escaped_json(text).encode("utf-8", "backslashreplace")
 

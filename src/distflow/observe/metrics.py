@@ -13,6 +13,10 @@ Kind = Literal["mean", "sum", "max", "min", "last", "percentile"]
 Nested: TypeAlias = dict[str, "float | Nested"]
 
 
+TIMED_OUT = "no score within"
+"""How the text of a reward error begins that counts as a timeout."""
+
+
 @dataclass(frozen=True)
 class Metric:
     """One metric or family of metrics.
@@ -72,11 +76,7 @@ METRICS = (
     Metric("sample_mask/long_errors/*", "mean", "the same of one domain", "share"),
     Metric("sample_mask/difficulty", "mean", "share left out because their prompt is too easy or too hard", "share"),
     Metric("sample_mask/difficulty/*", "mean", "the same of one domain", "share"),
-    Metric(
-        "rollout_corr/rollout_is_max",
-        "max",
-        "largest importance weight, trainer over rollout policy, uncorrected",
-    ),
+    Metric("rollout_corr/rollout_is_max", "max", "largest importance weight, trainer over rollout policy, uncorrected"),
     Metric("rollout_corr/rollout_is_mean", "mean", "mean importance weight, uncorrected"),
     Metric(
         "rollout_corr/rollout_is_corrected_frac", "mean", "share of tokens whose weight the correction changed", "share"
@@ -112,10 +112,7 @@ METRICS = (
     Metric("reward/timeouts", "sum", "reward calls that timed out", "samples"),
     Metric("reward/retries", "sum", "reward calls that failed and were retried", "calls"),
     Metric(
-        "reward/retried_calls",
-        "sum",
-        "reward calls repeated because the process or actor that ran them died",
-        "calls",
+        "reward/retried_calls", "sum", "reward calls repeated because the process or actor that ran them died", "calls"
     ),
     Metric("reward/calls", "sum", "reward calls, those on dropped groups included", "samples"),
     Metric("reward/error_rate", "mean", "share of reward calls that failed, by an error or a timeout", "share"),
@@ -169,12 +166,7 @@ METRICS = (
     Metric("throughput/tokens_per_s", "sum", "tokens trained on, prompts too, per second of the step", "tokens/s"),
     Metric("throughput/*", "sum", "work done per second", "1/s"),
     Metric("memory/process/peak", "max", "peak resident memory of the process since it started", "bytes"),
-    Metric(
-        "memory/process/*",
-        "max",
-        "the same in this phase alone; without reward processes",
-        "bytes",
-    ),
+    Metric("memory/process/*", "max", "the same in this phase alone; without reward processes", "bytes"),
     Metric("memory/cuda/peak", "max", "the most that torch had allocated on the accelerator since the start", "bytes"),
     Metric("memory/cuda/*", "max", "the same in this phase alone", "bytes"),
     Metric("memory/*", "max", "memory in use", "bytes"),
@@ -224,7 +216,7 @@ def _pattern(name: str) -> re.Pattern[str]:
 
 
 def headlines(values: Mapping[str, float]) -> dict[Headline, float]:
-    """What a line of text shows of these metrics."""
+    """The metrics among these that a line of text shows."""
     present = {line: next((name for name in line.names if name in values), None) for line in HEADLINES}
     return {line: values[name] for line, name in present.items() if name is not None}
 

@@ -1,4 +1,4 @@
-"""Which TCP ports processes listen on, and where, as /proc tells. Linux."""
+"""Which TCP ports processes listen on, and at which address, from /proc. Linux."""
 
 import ipaddress
 import re

@@ -17,8 +17,8 @@ from contextlib import contextmanager
 from typing import TextIO
 
 _HIDDEN = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}
-# What a terminal or an editor obeys although JSON lets it stand: DEL and C1, soft hyphen, marks of direction, joiners,
-# separators, interlinear marks, tags.
+# Characters that a terminal or an editor obeys although JSON allows them: DEL and C1, soft hyphen, marks of direction,
+# joiners, separators, interlinear marks, tags.
 _OBEYED = re.compile(
     "[\x7f-\x9f\xad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\U000e0000-\U000e007f]"
 )

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from distflow.builtin_names import CUSTOM_REWARD, REWARDS
 from distflow.observe.files import JSON
-from distflow.observe.reading.reward_results import TIMED_OUT
+from distflow.observe.metrics import TIMED_OUT
 
 CUT = "cut_tokens"
 """Key of a reward function's result: how many tokens it did not read."""

@@ -8,8 +8,7 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 
 from distflow.cluster.ray_entry import NEEDED, is_installed, own_ray
-from distflow.selftest.figures import Differences, Figures, differences
-from distflow.selftest.reference_record import Recorded
+from distflow.selftest.figures import Differences, Figures, Recorded, differences
 from distflow.selftest.runs import Lab
 
 TOLERANCE = 5e-6
@@ -132,7 +131,7 @@ def left_out(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def advice(failed: Sequence[Row], folder: Path) -> Iterator[str]:
-    """What failed, and what can be done about it."""
+    """The failed pairs, and what to do about them."""
     for row in failed:
         yield f"FAILED: {row.pipeline}, {row.pair}: {row.fault or 'they differ by more than the limit'}"
     yield f"the runs are kept: {folder}/PIPELINE/RUN, with report.html in each, and PIPELINE/killed.log"

@@ -39,8 +39,7 @@ from distflow.runtime.checkpoint.find_checkpoint import CHECKPOINTS
 from distflow.runtime.prompt_group import Group
 from distflow.runtime.spec import Launch, Spec
 from distflow.runtime.stop import Interrupted
-from distflow.selftest.figures import Figures, Step, figures_of
-from distflow.selftest.reference_record import Recorded
+from distflow.selftest.figures import Figures, Recorded, Step, figures_of
 
 TOKENIZER = "builtin:tiny-arithmetic"
 _SIZES = {
@@ -210,8 +209,8 @@ class Lab:
         """Two workers over Ray with half of each weight, and one process that resumes from their checkpoint of step
         `saved_at`."""
         self._run(self._spec("resharded", *_over_ray(2), _SHARDED, _UNAUDITED), launch_ray)
-        saved = self.folder / "resharded" / CHECKPOINTS / f"step-{saved_at:06d}"
-        return self._run(self._spec("resharded", _UNAUDITED, f"trainer.resume_mode={saved}"))
+        checkpoint = self.folder / "resharded" / CHECKPOINTS / f"step-{saved_at:06d}"
+        return self._run(self._spec("resharded", _UNAUDITED, f"trainer.resume_mode={checkpoint}"))
 
     def killed(self, after: int) -> Figures:
         """The same in a process that is killed somewhere in the step after `after`, and resumed by another one."""

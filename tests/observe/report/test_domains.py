@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 
-from distflow.observe.reading.reward_results import failure, in_short, is_right, remarks
-from distflow.observe.reading.run_reader import Timeline
+from distflow.observe.reading.run_reader import Timeline, failure, in_short, is_right, remarks
 from distflow.observe.report.build import report_data
 from distflow.observe.report.charts import choose_charts
 from distflow.observe.report.domains import domain_charts, domain_docs, domain_table

@@ -10,11 +10,19 @@ import pytest
 
 from distflow.observe.reading.run_reader import MetricsRecord, Timeline, read_metrics, read_spans
 from distflow.observe.report.build import report_data
-from distflow.observe.report.charts import MAX_BINS, choose_charts, histogram, histograms, set_constants_apart
+from distflow.observe.report.charts import (
+    MAX_BINS,
+    Z_95,
+    choose_charts,
+    error_bars,
+    histogram,
+    histograms,
+    set_constants_apart,
+    wilson,
+)
 from distflow.observe.report.findings import idle_sides
-from distflow.observe.report.pipeline import pipeline_graph
 from distflow.observe.report.samples import num_problems, sample_groups, thin_samples
-from distflow.observe.report.timeline import MAX_SPANS, Z_95, StepTimeline, error_bars, read_activity, timelines, wilson
+from distflow.observe.report.step import MAX_SPANS, StepTimeline, pipeline_graph, read_activity, timelines
 from distflow.observe.writing.run_folder import RunFolder, Span
 from tests.observe.conftest import write_asynchronous_run
 

@@ -1,7 +1,7 @@
 """Reads a run's folder: while it is written, after a crash, and across resumes.
 
-After a resume from step k, what earlier restarts wrote about steps after k never happened for the run that went
-on. Readers return the surviving timeline; events, being history, are all returned and marked.
+After a resume from step k, records of earlier restarts about steps after k no longer hold. Readers return the surviving
+timeline; events, being history, are all returned and marked.
 """
 
 import math
@@ -9,13 +9,16 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Literal
 
 import yaml
 
 from distflow.observe.files import JSON, is_deep, read_object, read_records, to_number
-from distflow.observe.metrics import flatten
+from distflow.observe.metrics import TIMED_OUT, flatten
+from distflow.observe.sanitize import escape_control
 from distflow.observe.writing.run_folder import Span, sample_file_name, samples_dir
 
+RIGHT = 1.0 - 1e-6
 _MAX_CONFIG_BYTES = 1_000_000
 _NUMBERS_OF_A_SAMPLE = ("score", "acc", "advantage")
 
@@ -33,7 +36,7 @@ class MetricsRecord:
 
 @dataclass(frozen=True)
 class Event:
-    """Something that happened. `rolled_back`: at a step that a later restart went back behind."""
+    """Something that happened. `rolled_back`: at a step that a later restart rolled back."""
 
     t: float
     restart: int
@@ -51,7 +54,7 @@ class Timeline:
     kept_until: Mapping[int, int] = field(default_factory=dict)
 
     def survives(self, restart: int, step: int) -> bool:
-        """Whether what restart `restart` wrote about `step` belongs to the run that went on."""
+        """Whether records of `step` by `restart` still hold after later restarts."""
         return all(step <= kept for later, kept in self.kept_until.items() if later > restart)
 
 
@@ -70,7 +73,7 @@ def read_config(run_dir: Path) -> dict[str, JSON]:
 
 
 def read_spans(run_dir: Path, max_bytes: int = 3_000_000) -> dict[str, list[Span]]:
-    """What each actor recorded last, as much of it as the end of its file holds."""
+    """The last spans of each actor, as many as the end of its file holds."""
     folder = run_dir / "spans"
     paths = sorted(folder.glob("*.jsonl")) if folder.is_dir() else []
     spans = {path.stem: list(filter(None, map(_span, read_records(path, max_bytes)[0]))) for path in paths}
@@ -78,10 +81,11 @@ def read_spans(run_dir: Path, max_bytes: int = 3_000_000) -> dict[str, list[Span
 
 
 def read_timeline(run_dir: Path) -> Timeline:
-    """What resumes kept: as their start event says, else everything before the first training step they wrote."""
+    """The last step that each resume kept: from its start event, else the one before the first training step that it
+    wrote."""
     events, num_unreadable = read_records(run_dir / "events.jsonl")
     starts = [event for event in events if event.get("kind") == "start"]
-    kept = {
+    kept_until = {
         restart: step
         for event in starts
         if (restart := _whole(event.get("restart"))) and (step := _resumed_at(event)) is not None
@@ -89,12 +93,12 @@ def read_timeline(run_dir: Path) -> Timeline:
     silent = not starts or any(_whole(event.get("restart")) and _resumed_at(event) is None for event in starts)
     if silent or num_unreadable:  # a start event may be among the lines that are lost
         for restart, step in _first_steps(run_dir).items():
-            kept.setdefault(restart, step - 1)
-    return Timeline(kept)
+            kept_until.setdefault(restart, step - 1)
+    return Timeline(kept_until)
 
 
 def read_damage(run_dir: Path) -> list[str]:
-    """What of the metrics and events cannot be read, a sentence a file; readers step over it. None where all can."""
+    """A sentence for each of the files of metrics and events with unreadable lines, which readers skip."""
     raw, num_unreadable = read_records(run_dir / "metrics.jsonl")
     lost = {"metrics.jsonl": num_unreadable + sum(_metrics_record(record) is None for record in raw)}
     lost["events.jsonl"] = read_records(run_dir / "events.jsonl")[1]
@@ -119,12 +123,12 @@ def read_metrics(run_dir: Path, timeline: Timeline | None = None) -> list[Metric
     for record in records:
         key = (record.step, record.kind)
         newest[key] = max(record.restart, newest.get(key, record.restart))
-    kept = [record for record in records if record.restart == newest[(record.step, record.kind)]]
-    return sorted(_merged(kept), key=lambda record: record.step)
+    current = [record for record in records if record.restart == newest[(record.step, record.kind)]]
+    return sorted(_merged(current), key=lambda record: record.step)
 
 
 def _merged(records: Sequence[MetricsRecord]) -> list[MetricsRecord]:
-    """One record for what several of the run's processes wrote of one step; the first counts."""
+    """One record for those that several processes of the run wrote of one step; the first counts."""
     merged: dict[tuple[int, str, int], MetricsRecord] = {}
     for record in records:
         key = (record.step, record.kind, record.restart)
@@ -231,3 +235,52 @@ def _sample(row: dict[str, JSON]) -> dict[str, JSON]:
 
 def _whole(value: object) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def remarks(row: Mapping[str, object]) -> dict[str, dict[str, object]]:
+    """`extra` of the row by part of the reward: its keys are PART/KEY, and a part may be a path."""
+    extra, scored = row.get("extra"), row.get("reward_parts")
+    parts = sorted(map(str, scored), key=len, reverse=True) if isinstance(scored, Mapping) else []
+    found: dict[str, dict[str, object]] = {}
+    for name, value in extra.items() if isinstance(extra, Mapping) else ():
+        part = next((part for part in parts if str(name).startswith(f"{part}/")), str(name).partition("/")[0])
+        key = str(name).removeprefix(part).removeprefix("/")
+        if key != "acc":  # the row's own
+            found.setdefault(part, {})[key] = value
+    return found
+
+
+def failure(row: Mapping[str, object]) -> Literal["error", "timeout"] | None:
+    """Why the row has no score; None where it has one."""
+    errors = row.get("errors")
+    if not errors:
+        return None
+    texts = errors if isinstance(errors, list) else [errors]
+    return "timeout" if any(str(text).startswith(TIMED_OUT) for text in texts) else "error"
+
+
+def is_right(row: Mapping[str, object]) -> bool | None:
+    """Whether the response counts as correct; None if that is unknown."""
+    accuracy = row.get("acc") if row.get("acc") is not None else row.get("score")
+    return accuracy >= RIGHT if isinstance(accuracy, int | float) and not row.get("errors") else None
+
+
+def in_short(row: Mapping[str, object], most: int = 160) -> str:
+    """The most important remark, in one line for the terminal; empty if the reward functions reported only a score."""
+    if errors := row.get("errors"):
+        return escape_control(str(errors[0] if isinstance(errors, list) else errors), most, one_line=True)
+    shown = [f"{part}: {remark}" for part, own in remarks(row).items() if (remark := _short(own))]
+    return escape_control("; ".join(shown), most, one_line=True)
+
+
+def _short(remark: Mapping[str, object]) -> str:
+    failed, followed = remark.get("failed"), remark.get("followed")
+    if isinstance(failed, list) and failed and isinstance(failed[0], Mapping):
+        return f"{failed[0].get('case')}: {failed[0].get('why')}"
+    if isinstance(followed, Mapping):
+        broken = [str(name) for name, kept in followed.items() if not kept]
+        return f"not followed: {', '.join(broken)}" if broken else f"all {len(followed)} followed"
+    if "extracted" in remark:
+        found = remark["extracted"]
+        return f"{'no answer' if found is None else found}, wanted {remark.get('wanted')}"
+    return str(remark["reason"]) if remark.get("reason") else ""

@@ -1,10 +1,15 @@
 """Writes `report.html`: one file with everything inside, which opens offline and runs nothing but our own script."""
 
+import base64
+import hashlib
+import html
 import json
 import time
 from collections.abc import Mapping, Sequence
+from importlib.resources import files
 from pathlib import Path
-from typing import NotRequired, TypedDict
+from string import Template
+from typing import Any
 
 from distflow.observe.files import JSON, encode, write_atomically
 from distflow.observe.reading.run_reader import (
@@ -17,24 +22,22 @@ from distflow.observe.reading.run_reader import (
     read_timeline,
 )
 from distflow.observe.report.charts import (
-    ChosenChart,
-    Constant,
-    Histogram,
-    Series,
     choose_charts,
     describe,
+    error_bars,
     histograms,
     series,
     set_constants_apart,
     tabulate,
     unit_of,
+    wilson,
 )
-from distflow.observe.report.domains import Domain, domain_charts, domain_docs, domain_table
+from distflow.observe.report.domains import domain_charts, domain_docs, domain_table
 from distflow.observe.report.findings import Finding, accuracy_counts_nothing, findings, idle_sides
-from distflow.observe.report.page import page, tiles
-from distflow.observe.report.pipeline import DrawnNode, pipeline_graph
-from distflow.observe.report.samples import Samples, before_and_after, num_problems, thin_samples
+from distflow.observe.report.samples import before_and_after, num_problems, thin_samples
+from distflow.observe.report.step import pipeline_graph, read_activity, timelines
 from distflow.observe.report.summary import (
+    REWARD,
     Accuracy,
     EventGroup,
     Steps,
@@ -46,11 +49,13 @@ from distflow.observe.report.summary import (
     find_accuracy,
     group_events,
     has_audits,
+    known_values,
     problems,
+    readable_s,
     status,
     time_sentence,
 )
-from distflow.observe.report.timeline import StepTimeline, error_bars, read_activity, timelines
+from distflow.observe.sanitize import escape_control
 from distflow.observe.writing.folder_lock import RunFolderError, is_ours
 
 MAX_BYTES = 1_300_000
@@ -63,43 +68,25 @@ _LEAST_SAMPLES_BYTES = 200_000
 _MAX_CONFIG = 100_000
 _MAX_LOG = 300
 
-
-class ReportData(TypedDict):
-    """Everything that the page shows, as JSON data. samples: as of `thin_samples`, in the room that the rest leaves."""
-
-    title: str
-    head: list[list[str]]
-    facts: list[list[str]]
-    status: dict[str, str]
-    written: str
-    failure: dict[str, str] | None
-    sentences: list[dict[str, str]]
-    tiles: list[dict[str, str]]
-    problems: list[EventGroup]
-    log: list[dict[str, object]]
-    compare: dict[str, object] | None
-    domains: list[Domain]
-    series: Series
-    bars: dict[str, list[list[float] | None]]
-    charts: list[ChosenChart]
-    others: list[str]
-    constants: list[Constant]
-    units: dict[str, str]
-    docs: dict[str, str]
-    histograms: list[Histogram]
-    pipeline: list[DrawnNode]
-    timelines: list[StepTimeline]
-    preset: str
-    changed: list[dict[str, str]] | None
-    config: str
-    samples: NotRequired[Samples]
+SCRIPTS = (
+    "text.js",
+    "top.js",
+    "curves.js",
+    "figures.js",
+    "step.js",
+    "timeline.js",
+    "domains.js",
+    "reward_results.js",
+    "samples.js",
+    "report.js",
+)
 
 
 def write_report(run_dir: Path) -> Path:
     """Write `report.html` into the run's folder and return its path; works while the run is going and after a crash.
 
-    What is missing in it is missing in the report, and said. Raises RunFolderError if there is no such folder, or it is
-    somebody's; UserError for a file that may not be read.
+    The report says which files are missing. Raises RunFolderError if there is no such folder, or it is not a run's;
+    UserError for a file that may not be read.
     """
     run_dir = Path(run_dir)
     if not run_dir.is_dir():
@@ -114,8 +101,9 @@ def write_report(run_dir: Path) -> Path:
     return path
 
 
-def report_data(run_dir: Path) -> ReportData:
-    """Read the run's folder; what is missing in it is empty here."""
+def report_data(run_dir: Path) -> dict[str, Any]:
+    """Everything that the page shows, as JSON data; parts that are missing in the run's folder are empty. The samples
+    have the room that the rest leaves."""
     timeline = read_timeline(run_dir)
     records, events = read_metrics(run_dir, timeline), read_events(run_dir, timeline)
     steps = tabulate(records)
@@ -133,7 +121,7 @@ def report_data(run_dir: Path) -> ReportData:
     counted = None if accuracy_counts_nothing(steps) else accuracy
     written = max([event.t for event in events[-1:]] + [record.t for record in records[-1:]], default=0.0)
     end = ending(events, failed, steps, run.get("total_steps"), written)
-    data: ReportData = {
+    data: dict[str, Any] = {
         "title": str(run.get("experiment") or run.get("title") or run_dir.resolve().name),
         "head": _facts(run, HEAD),
         "facts": _facts(run, [key for key in run if key not in (*HEAD, *HIDDEN) and not key.endswith("fingerprint")]),
@@ -173,10 +161,10 @@ def _sentences(
     steps: Steps,
     events: Sequence[Event],
 ) -> list[dict[str, str]]:
-    """The most important first: how it ended, what kept it from learning, whether it learned, what else there is."""
-    said: list[Finding] = [Finding(*end)]
+    """The most important first: how it ended, obstacles to learning, whether it learned, other findings."""
+    ordered: list[Finding] = [Finding(*end)]
     if not steps:
-        said.append(Finding("unknown", "No step has been recorded yet."))
+        ordered.append(Finding("unknown", "No step has been recorded yet."))
     else:
         hindered = [finding for finding in found if finding.hinders]
         others = [finding for finding in found if not finding.hinders]
@@ -184,11 +172,11 @@ def _sentences(
         # that.
         outcome = [Finding(*describe_learning(accuracy, steps))] if accuracy or not hindered else []
         rest = [Finding(*problems(groups, steps)), Finding(*describe_audits(events))]
-        if end[0] == "bad":  # beside a failure it is no matter what did not go wrong, or was not begun
+        if end[0] == "bad":  # after a failure, checks that passed or did not run do not matter
             outcome = [finding for finding in outcome if finding.tone != "unknown"]
             rest = [finding for finding, counts in zip(rest, (groups, has_audits(events)), strict=True) if counts]
-        said += [*hindered, *outcome, *others, *rest, Finding("unknown", time_sentence(steps))]
-    return [{"tone": tone, "text": text, "advice": advice} for tone, text, advice, _ in said if text]
+        ordered += [*hindered, *outcome, *others, *rest, Finding("unknown", time_sentence(steps))]
+    return [{"tone": tone, "text": text, "advice": advice} for tone, text, advice, _ in ordered if text]
 
 
 def _damage(run_dir: Path) -> list[dict[str, str]]:
@@ -202,7 +190,7 @@ def _facts(run: Mapping[str, JSON], keys: Sequence[str]) -> list[list[str]]:
 
 
 def _changed(run: Mapping[str, JSON]) -> list[dict[str, str]] | None:
-    """What the config says differently from its preset; None where the run did not write that down."""
+    """The keys whose values differ from the preset's; None where the run did not record them."""
     changed = run.get("changed")
     if not isinstance(changed, list):
         return None
@@ -223,3 +211,100 @@ def _config_text(run_dir: Path, run: Mapping[str, JSON]) -> str:
     except OSError as error:
         text = f"(config.yaml cannot be read: {error.strerror})"
     return text[:_MAX_CONFIG]
+
+
+def page(data: Mapping[str, Any]) -> bytes:
+    """The template filled in with what `report_data` found. Only the two scripts and the style with the hashes named in
+    the policy may act."""
+    static = files("distflow.observe.report") / "static"
+
+    def read(name: str) -> str:
+        text = (static / name).read_text(encoding="utf-8")
+        assert "</script" not in text.lower() and "</style" not in text.lower(), f"{name} would end its own tag"
+        return text
+
+    plot = read("uplot/uPlot.iife.min.js")
+    script = "\n".join(read(name) for name in SCRIPTS)
+    style = read("uplot/uPlot.min.css") + "\n" + read("report.css")
+    policy = (
+        f"default-src 'none'; script-src {_hash(plot)} {_hash(script)}; style-src {_hash(style)}; "
+        "img-src data:; base-uri 'none'; form-action 'none'"
+    )
+    filled = Template((static / "report.html").read_text(encoding="utf-8")).substitute(
+        policy=html.escape(policy, quote=True).replace("&#x27;", "'"),
+        title=_text(data["title"]),
+        status=_text(data["status"]["word"]),
+        sentences="\n".join(_paragraphs(data)),
+        style=style,
+        plot=plot,
+        script=script,
+        data=embed(data),
+    )
+    return filled.encode("utf-8", "backslashreplace")
+
+
+def _paragraphs(data: Mapping[str, Any]) -> list[str]:
+    """The sentences on top; the whole error follows the first, which says how the run ended."""
+    found = [
+        f'<p class="{sentence["tone"]}">{_text(sentence["text"])}'
+        + (f' <span class="advice">{_text(sentence["advice"])}</span>' if sentence["advice"] else "")
+        + "</p>"
+        for sentence in data["sentences"]
+    ]
+    if data["failure"]:
+        found.insert(1, f'<div id="failure">{html.escape(escape_control(data["failure"]["message"]))}</div>')
+    return found
+
+
+def embed(data: object) -> str:
+    """JSON that stays data inside a script tag: no "<" in it can end or open anything."""
+    return encode(data).decode("utf-8").replace("<", "\\u003c")
+
+
+def _hash(source: str) -> str:
+    digest = base64.b64encode(hashlib.sha256(source.encode()).digest()).decode()
+    return f"'sha256-{digest}'"
+
+
+def _text(text: str) -> str:
+    return html.escape(escape_control(text, one_line=True))
+
+
+def tiles(accuracy: Accuracy | None, steps: Steps) -> list[dict[str, str]]:
+    """The few numbers to read first: label, value, and a line below."""
+    found = _accuracy_tiles(accuracy) if accuracy else []
+    for label, name in (("reward", REWARD), ("loss", "sft/loss"), ("validation loss", "sft/val_loss")):
+        values = known_values(steps, name)
+        if values:
+            found.append(_tile(label, f"{values[-1]:.3g}", f"{values[0]:.3g} at first"))
+    speeds = sorted(known_values(steps, "throughput/tokens_per_s"))
+    if speeds:
+        found.append(_tile("tokens a second", f"{speeds[len(speeds) // 2]:,.0f}", "median of the steps"))
+    seconds = known_values(steps, "timing_s/step")
+    if seconds:
+        found.append(_tile("steps", f"{len(seconds):,}", f"in {readable_s(sum(seconds))}"))
+    return found
+
+
+def _accuracy_tiles(accuracy: Accuracy) -> list[dict[str, str]]:
+    (first_step, first), (last_step, last) = accuracy.points[0], accuracy.points[-1]
+    where = "before RL" if accuracy.before_training else f"at step {first_step}"
+    found = [_tile(f"accuracy {where}", f"{first:.2f}", _likely(accuracy, first))]
+    if len(accuracy.points) > 1:
+        best_step, best = accuracy.best
+        found.append(_tile(f"accuracy at step {last_step}", f"{last:.2f}", _likely(accuracy, last)))
+        if best > last:
+            found.append(_tile("best accuracy", f"{best:.2f}", f"at step {best_step}"))
+    return found
+
+
+def _likely(accuracy: Accuracy, share: float) -> str:
+    """The interval of the accuracy, where it is a share of a known number."""
+    if not accuracy.num_problems or not 0 <= share <= 1:
+        return "on validation problems"
+    low, high = wilson(share, accuracy.num_problems)
+    return f"95 %: {low:.2f} to {high:.2f}"
+
+
+def _tile(label: str, value: str, note: str) -> dict[str, str]:
+    return {"label": label, "value": value, "note": note}

@@ -19,6 +19,12 @@ Column: TypeAlias = Sequence[float | str | None]
 
 MAX_POINTS = 1500
 MAX_SERIES = 300
+MAX_BINS = 24
+_FEW_VALUES = 12
+_MAX_STEPS = 5
+_STALENESS = "staleness of the oldest token"
+Z_95 = 1.959963984540054
+"""The normal quantile of a two-sided 95 % interval."""
 _MAX_LINES = 8
 _LARGE = r"(rollout|train_step|update_weights|recompute_logp)"  # the phases whose memory is looked for first
 
@@ -101,26 +107,26 @@ def choose_charts(names: Iterable[str], by_domain: Sequence[ChosenChart] = ()) -
     A metric is in the first chart that takes it; a chart has at most 8 lines (a stack has all). by_domain: charts that
     were chosen before; they come after those of the accuracy and the reward.
     """
-    taken_before = {name for chart in by_domain for name in chart["names"]}
-    left = sorted(set(names) - taken_before)
+    in_domain_charts = {name for chart in by_domain for name in chart["names"]}
+    remaining = sorted(set(names) - in_domain_charts)
     charts: list[ChosenChart] = []
     for position, chart in enumerate(CHARTS):
         if position == _NUM_FIRST:
             charts += by_domain
-        taken = [name for pattern in chart.patterns for name in left if re.fullmatch(pattern, name)]
-        taken = list(dict.fromkeys(taken))
+        fitting = (name for pattern in chart.patterns for name in remaining if re.fullmatch(pattern, name))
+        matching = list(dict.fromkeys(fitting))
         if chart.kind == "line":
-            taken = taken[:_MAX_LINES]
-        if taken:
-            charts.append({"question": chart.question, "kind": chart.kind, "unit": chart.unit, "names": taken})
-            left = [name for name in left if name not in taken]
-    return charts, left
+            matching = matching[:_MAX_LINES]
+        if matching:
+            charts.append({"question": chart.question, "kind": chart.kind, "unit": chart.unit, "names": matching})
+            remaining = [name for name in remaining if name not in matching]
+    return charts, remaining
 
 
 def set_constants_apart(
     charts: Sequence[ChosenChart], others: Sequence[str], columns: Mapping[str, Column]
 ) -> tuple[list[ChosenChart], list[str], list[Constant]]:
-    """The charts with the lines that move, the other metrics that move, and what does not: of that a picture is no use.
+    """The charts with the lines that move, the other metrics that move, and constant metrics, which need no picture.
 
     A stack keeps all of its layers as long as one moves.
     """
@@ -146,7 +152,7 @@ def unit_of(name: str) -> str:
 
 
 def _is_constant(column: Sequence[float | str | None]) -> bool:
-    """But for what differs by rounding alone."""
+    """Equal values, apart from rounding."""
     known = _known(column)
     numbers = [value for value in known if isinstance(value, float)]
     if len(numbers) < len(known):
@@ -192,7 +198,7 @@ def series(steps: Mapping[int, Mapping[str, float]], max_points: int = MAX_POINT
 
 
 def _extremes(bucket: Sequence[int], steps: Mapping[int, Mapping[str, float]], name: str) -> list[float | str | None]:
-    """What stands for a bucket of steps: its least and greatest value as they came, and never hides a NaN."""
+    """The points of a bucket of steps: its least and greatest value in their order; a NaN is never hidden."""
     found = [(step, steps[step][name]) for step in bucket if name in steps[step]]
     if len(found) == 1:
         (step, value) = found[0]
@@ -201,13 +207,13 @@ def _extremes(bucket: Sequence[int], steps: Mapping[int, Mapping[str, float]], n
         return isolated
     values = [value for _, value in found]
     finite = [value for value in values if abs(value) < float("inf")]
-    kept: list[float] = []
+    extremes: list[float] = []
     if finite:
         low, high = min(finite), max(finite)
-        kept = [low, high] if finite.index(low) <= finite.index(high) else [high, low]
+        extremes = [low, high] if finite.index(low) <= finite.index(high) else [high, low]
     if len(finite) < len(values):
-        kept = [*kept[:1], next(value for value in values if not abs(value) < float("inf"))]
-    points: list[float | str | None] = [_point(value) for value in kept]
+        extremes = [*extremes[:1], next(value for value in values if not abs(value) < float("inf"))]
+    points: list[float | str | None] = [_point(value) for value in extremes]
     return (points + [None, None])[: min(len(bucket), 2)]
 
 
@@ -215,12 +221,6 @@ def _point(value: float | None) -> float | str | None:
     if value is None:
         return None
     return float(f"{value:.6g}") if abs(value) < float("inf") else number_name(value)
-
-
-MAX_BINS = 24
-_FEW_VALUES = 12
-_MAX_STEPS = 5
-_STALENESS = "staleness of the oldest token"
 
 
 class Part(TypedDict):
@@ -232,7 +232,7 @@ class Part(TypedDict):
 
 
 class Histogram(TypedDict):
-    """bins: what each holds, in words; parts: early and late responses, over the same bins."""
+    """bins: the values of each, in words; parts: early and late responses, over the same bins."""
 
     title: str
     unit: str
@@ -248,12 +248,12 @@ def histograms(run_dir: Path, timeline: Timeline) -> list[Histogram]:
     scored = {name: [row for row in rows if not row.get("errors")] for name, rows in ends.items()}
     rewards = {name: _numbers(rows, "score") for name, rows in scored.items()}
     stale = {name: _numbers(rows, _STALENESS) for name, rows in ends.items()}
-    asked = (
+    questions = (
         ("How long are the responses?", "tokens", lengths),
         ("Which rewards do they get?", "reward", rewards),
         ("How stale are they when trained on?", "steps", stale if any(map(any, stale.values())) else {}),
     )
-    return [histogram(title, unit, values) for title, unit, values in asked if any(values.values())]
+    return [histogram(title, unit, values) for title, unit, values in questions if any(values.values())]
 
 
 def histogram(title: str, unit: str, values: Mapping[str, Sequence[float]]) -> Histogram:
@@ -314,8 +314,8 @@ def _ends(run_dir: Path, timeline: Timeline) -> dict[str, list[dict[str, JSON]]]
 def _with_staleness(row: dict[str, JSON], step: int) -> dict[str, JSON]:
     """In steps; the step that is counted from 1 trains weights of the version before it."""
     versions = row.get("versions")
-    made = [v for v in versions if isinstance(v, int)] if isinstance(versions, list) else []
-    return {**row, _STALENESS: step - 1 - min(made)} if made else row
+    known = [v for v in versions if isinstance(v, int)] if isinstance(versions, list) else []
+    return {**row, _STALENESS: step - 1 - min(known)} if known else row
 
 
 def _steps(steps: Sequence[int]) -> str:
@@ -328,3 +328,36 @@ def _numbers(rows: Sequence[Mapping[str, JSON]], key: str) -> list[float]:
         for row in rows
         if isinstance(value := row.get(key), int | float) and not isinstance(value, bool) and math.isfinite(value)
     ]
+
+
+def wilson(share: float, number: float) -> tuple[float, float]:
+    """The 95 % score interval of a share of `number` independent trials (Wilson, JASA 22:158, 1927).
+
+    Unlike the normal one it stays within [0, 1], and has a width at shares of 0 and 1.
+    """
+    squared = Z_95 * Z_95 / number
+    middle = (share + squared / 2) / (1 + squared)
+    half = Z_95 * math.sqrt(share * (1 - share) / number + squared / (4 * number)) / (1 + squared)
+    return max(middle - half, 0.0), min(middle + half, 1.0)
+
+
+def error_bars(
+    columns: Mapping[str, Sequence[float | str | None]], trials: Mapping[str, int]
+) -> dict[str, list[list[float] | None]]:
+    """An interval for each value of the columns `val_correct/DOMAIN/...`, None where there is no share.
+
+    trials: the validation problems of each domain, "all" among them. Several responses to a problem are one trial.
+    """
+    bars: dict[str, list[list[float] | None]] = {}
+    for name, values in columns.items():
+        group, _, rest = name.partition("/")
+        number = trials.get(rest.rpartition("/")[0], 0) if group == "val_correct" else 0
+        if number:
+            bars[name] = [_interval(value, number) for value in values]
+    return bars
+
+
+def _interval(value: float | str | None, number: int) -> list[float] | None:
+    if not isinstance(value, float) or not 0 <= value <= 1:
+        return None
+    return [float(f"{end:.4g}") for end in wilson(value, number)]

@@ -17,7 +17,7 @@ _SCORE = "mean_score"
 
 
 class Domain(TypedDict):
-    """What came of a domain. share: of all groups that were trained on. reward: over the first and the last tenth of
+    """The results of a domain. share: of all groups that were trained on. reward: over the first and the last tenth of
     the steps; accuracy, best: at the first and the last validation, `best` being pass@k of the largest k. calls:
     of reward functions in training; errors, timeouts: of these. dropped: groups by reason. None: not measured."""
 
@@ -56,7 +56,7 @@ def domain_charts(columns: Mapping[str, Column]) -> list[ChosenChart]:
     """One for each question on which domains differ, of at most `MAX_LINES` lines; none without two domains."""
     names = _find(columns)
     domains = names.domains
-    asked: list[tuple[str, str, dict[str, str]]] = [
+    questions: list[tuple[str, str, dict[str, str]]] = [
         (
             "In which domains does the accuracy rise?",
             "share correct",
@@ -95,19 +95,21 @@ def domain_charts(columns: Mapping[str, Column]) -> list[ChosenChart]:
         ),
     ]
     charts: list[ChosenChart] = []
-    for question, unit, labels in asked:
+    for question, unit, labels in questions:
         shown = [name for name in labels if name in columns][:MAX_LINES]
         if shown:
-            kept = {name: labels[name] for name in shown}
-            colors = {name: domains.index(label) for name, label in kept.items() if label in domains}
-            chart: ChosenChart = {"question": question, "kind": "line", "unit": unit, "names": shown, "labels": kept}
-            charts.append({**chart, "colors": colors} if len(colors) == len(shown) else chart)
+            chart: ChosenChart = {"question": question, "kind": "line", "unit": unit, "names": shown}
+            chart["labels"] = {name: labels[name] for name in shown}
+            colors = {name: domains.index(label) for name, label in chart["labels"].items() if label in domains}
+            if len(colors) == len(shown):
+                chart["colors"] = colors
+            charts.append(chart)
     return charts
 
 
 def domain_docs(columns: Iterable[str]) -> dict[str, str]:
-    """What each mean of the reward is of, in words: `reward/code/mean` and `reward/code/code` do not say it. None
-    without two domains."""
+    """Descriptions of the means of rewards, as names such as `reward/code/code` are ambiguous. None without two
+    domains."""
     names = _find(columns)
     docs = {f"reward/{part}/mean": f"mean of the part {part} of the reward, over all domains" for part in names.parts}
     for domain, parts in names.of_domain.items():
@@ -128,13 +130,13 @@ def _find(names: Iterable[str]) -> _Names:
     # A part called "mean" is one of all domains too; else DOMAIN/mean is the part that is called like the domain.
     tails = {_SCORE, *(() if "reward/mean/mean" in known else ("mean",))}
     longest_first = sorted(domains, key=len, reverse=True)
-    taken = set()
+    in_domains = set()
     for name in known:
         domain = next((domain for domain in longest_first if name.startswith(f"reward/{domain}/")), None)
         if domain is not None and (part := name.removeprefix(f"reward/{domain}/")) not in tails:
             of_domain[domain].append(part)
-            taken.add(name)
-    parts = [m[1] for name in known if name not in taken and (m := re.fullmatch(r"reward/(.+)/mean", name))]
+            in_domains.add(name)
+    parts = [m[1] for name in known if name not in in_domains and (m := re.fullmatch(r"reward/(.+)/mean", name))]
     return _Names(domains, parts, of_domain)
 
 

@@ -1,4 +1,4 @@
-"""What a run's numbers mean for its user, in words: what to look at first, and which key to change.
+"""Findings on a run's numbers, in words: the most important ones first, with the key to change.
 
 Also which side waits for the other when rollout and training overlap.
 """
@@ -11,12 +11,12 @@ from typing import NamedTuple
 
 from distflow.observe.files import JSON
 from distflow.observe.reading.run_reader import Timeline, read_samples, sample_splits, sample_steps
+from distflow.observe.report.step import RunActivity
 from distflow.observe.report.summary import REWARD, Steps, Tone, joined, known_values
-from distflow.observe.report.timeline import RunActivity
 
 
 class Finding(NamedTuple):
-    """text: what was found. advice: what to do. hinders: it kept the run from learning anything."""
+    """advice: what to do about it, or "". hinders: it kept the run from learning anything."""
 
     tone: Tone
     text: str
@@ -26,6 +26,9 @@ class Finding(NamedTuple):
 
 MANY_CUT = 0.1
 MANY_EQUAL = 0.5
+MANY_STEPS = 8
+MUCH, LITTLE = 0.3, 0.15
+"""Shares of the time above which idleness is reported, and below which it counts as none."""
 _RIGHT = 1.0 - 1e-6
 _MAX_SHOWN = 300
 
@@ -113,22 +116,22 @@ def equal_groups(steps: Steps) -> Finding | None:
 
 
 def reward_errors_of(run_dir: Path, timeline: Timeline, steps: Steps) -> Finding | None:
-    """Responses whose reward function failed, with what it said most."""
+    """Responses with reward errors, with the most frequent messages."""
     errors = {step: n for step, values in steps.items() if (n := _failed(values))}
     validation = {step: n for step, values in steps.items() if (n := _finite(values.get("val/errors", 0.0)))}
     if not errors and not validation:
         return None
-    asked = sum(known_values(steps, "reward/calls"))
-    said = Counter(_messages(run_dir, timeline, "train", errors))
+    num_calls = sum(known_values(steps, "reward/calls"))
+    messages = Counter(_messages(run_dir, timeline, "train", errors))
     for split in sample_splits(run_dir):
         if split != "train":
-            said.update(_messages(run_dir, timeline, split, validation))
-    of = f" of {asked:,.0f}" if asked else ""
+            messages.update(_messages(run_dir, timeline, split, validation))
+    of = f" of {num_calls:,.0f}" if num_calls else ""
     end = "," if validation else ""
     parts = [f"on {sum(errors.values()):,.0f}{of} responses in training, which are left out{end}"] if errors else []
     parts += [f"on {sum(validation.values()):,.0f} validation responses, which count as wrong"] if validation else []
-    kinds = [f"“{message}” ({number:,} times in the samples)" for message, number in said.most_common(2)]
-    share = sum(errors.values()) / asked if asked else 1.0
+    kinds = [f"“{message}” ({number:,} times in the samples)" for message, number in messages.most_common(2)]
+    share = sum(errors.values()) / num_calls if num_calls else 1.0
     return Finding(
         "bad" if share > 0.05 or validation else "flat",
         f"The reward function failed {joined(parts)}." + (f" It said {joined(kinds)}." if kinds else ""),
@@ -234,18 +237,12 @@ def _count(number: int, noun: str) -> str:
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
-MANY_STEPS = 8
-MUCH, LITTLE = 0.3, 0.15
-"""Shares of the time above which idleness is reported, and below which it counts as none."""
-
-
 def idle_sides(activity: RunActivity, config: Mapping[str, JSON]) -> list[Finding]:
     """Over the last quarter of the steps, four at least, in which groups were still begun: at the end of a run none is
     left to generate. Nothing of a synchronous run, where one side always waits."""
-    edge = config.get("async")
-    staleness = edge.get("max_staleness") if isinstance(edge, dict) else None
-    begun = max((s.start for part in activity.spans.values() for s in part if s.kind == "group"), default=0.0)
-    times = sorted(t for t in activity.taken.values() if t <= begun)
+    staleness = _at(config, "async", "max_staleness")
+    last_start = max((s.start for part in activity.spans.values() for s in part if s.kind == "group"), default=0.0)
+    times = sorted(t for t in activity.taken_at.values() if t <= last_start)
     if not isinstance(staleness, int) or staleness < 1 or not activity.decodes or len(times) < MANY_STEPS:
         return []
     part = times[-max(len(times) // 4, MANY_STEPS // 2) - 1 :]
@@ -263,7 +260,7 @@ def idle_sides(activity: RunActivity, config: Mapping[str, JSON]) -> list[Findin
 
 
 def _slower_side(waited: float, idle: float, staleness: int) -> tuple[str, str] | None:
-    """What is slow, and what to change."""
+    """The slower side, and what to change."""
     if waited >= MUCH and idle <= LITTLE:
         return "generation is the slower side", (
             "Give it more threads (actor_rollout_ref.rollout.num_threads); more staleness would not make it faster."

@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import TypedDict
 
 from distflow.observe.files import JSON, encode
-from distflow.observe.reading.reward_results import failure, remarks
-from distflow.observe.reading.run_reader import Timeline, read_samples, sample_splits, sample_steps
+from distflow.observe.reading.run_reader import Timeline, failure, read_samples, remarks, sample_splits, sample_steps
 from distflow.observe.writing.run_folder import DROPPED
 
 MAX_TEXT = 4000
+MAX_STEPS = 40
+_LEAST_TEXT = 100
+_FAILED_FIRST = 2
 _TEXT_KEYS = ("response", "errors", "reward_parts")
 _KEYS = ("score", "acc", "advantage", "masked", "response_length", "finish_reason", "versions", "kind", "dropped")
 
@@ -39,7 +41,7 @@ def cut_response(row: Mapping[str, object], max_text: int = MAX_TEXT) -> dict[st
 
 
 def cut(value: object, max_text: int) -> object:
-    """Texts of at most about so many characters, and 50 entries of what has more."""
+    """Texts of at most about `max_text` characters, lists and mappings of at most 50 entries."""
     if isinstance(value, str) and len(value) > max_text:
         half = max_text // 2
         return f"{value[:half]}\n[… {len(value) - 2 * half:,} characters left out …]\n{value[-half:]}"
@@ -48,11 +50,6 @@ def cut(value: object, max_text: int) -> object:
     if isinstance(value, list):
         return [cut(item, max_text) for item in value[:50]]
     return value
-
-
-MAX_STEPS = 40
-_LEAST_TEXT = 100
-_FAILED_FIRST = 2
 
 
 class SampleGroup(TypedDict):
@@ -149,8 +146,8 @@ def _chosen(groups: Sequence[SampleGroup], sizes: Sequence[int], max_bytes: int)
     if sum(sizes[i] for i in failed) > max_bytes // 2:
         failed = []
     others = [i for i in by_domain if i not in failed]
-    left = max_bytes - sum(sizes[i] for i in failed)
-    return sorted([*failed, *(others[i] for i in _fitting([sizes[i] for i in others], left))])
+    room = max_bytes - sum(sizes[i] for i in failed)
+    return sorted([*failed, *(others[i] for i in _fitting([sizes[i] for i in others], room))])
 
 
 def _fitting(sizes: Sequence[int], max_bytes: int) -> list[int]:

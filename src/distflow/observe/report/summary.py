@@ -1,4 +1,4 @@
-"""What the report says in words: did it learn, did anything go wrong, where did the time go."""
+"""The sentences of the report: did it learn, did anything go wrong, where did the time go."""
 
 import math
 import re
@@ -67,7 +67,7 @@ class Accuracy:
         return self.points[-1][1] - self.points[0][1]
 
     def noise(self) -> float | None:
-        """Two standard errors of the change, as of independent problems; None for what is no share of a number."""
+        """Two standard errors of the change, as of independent problems; None where that number is not known."""
         ends = (self.points[0][1], self.points[-1][1])
         if not self.num_problems or not all(0 <= value <= 1 for value in ends):
             return None
@@ -145,7 +145,7 @@ def known_values(steps: Steps, name: str) -> list[float]:
 
 
 def problems(groups: Sequence[EventGroup], steps: Steps) -> tuple[Tone, str]:
-    """What went wrong, counted; `groups` are those of `group_events`."""
+    """Counts of problems; `groups` are those of `group_events`."""
     counts = []
     for kind in PROBLEM_KINDS:
         number = sum(group["count"] for group in groups if group["kind"] == kind)
@@ -169,11 +169,11 @@ def describe_audits(events: Sequence[Event]) -> tuple[Tone, str]:
     if not audits:
         return "flat", "No step was audited: trust.audit_freq is 0, or the run ended before its first audit."
     names = _names(fields.get("proven") for fields in audits)
-    left: dict[str, JSON] = {}
+    unchecked: dict[str, JSON] = {}
     for fields in audits:
         if isinstance(unproven := fields.get("unproven"), dict):
-            left.update(unproven)
-    reasons = "; ".join(f"{name} ({reason})" for name, reason in left.items())
+            unchecked.update(unproven)
+    reasons = "; ".join(f"{name} ({reason})" for name, reason in unchecked.items())
     counted = f"{len(audits):,} step{'s were' if len(audits) > 1 else ' was'} audited; these checks passed"
     text = f"{counted}: {', '.join(names)}." + (f" Not checked, or not in every audit: {reasons}." if reasons else "")
     return "flat" if reasons else "good", text
@@ -203,13 +203,13 @@ def time_sentence(steps: Steps) -> str:
     if not total or not phases or not math.isfinite(total):
         return ""
     shares = {name: seconds / total for name, seconds in sorted(phases.items(), key=lambda phase: -phase[1])}
-    said = [f"{name} {share:.0%}" for name, share in shares.items() if share >= _SMALL_SHARE]
+    phrases = [f"{name} {share:.0%}" for name, share in shares.items() if share >= _SMALL_SHARE]
     small = [name for name, share in shares.items() if 0 < share < _SMALL_SHARE]
     if small:
-        said.append(f"{joined(small)} {sum(shares[name] for name in small):.0%}")
+        phrases.append(f"{joined(small)} {sum(shares[name] for name in small):.0%}")
     num_steps = sum("timing_s/step" in values for values in steps.values())
     took = f"{num_steps:,} steps took" if num_steps > 1 else "One step took"
-    return f"{took} {readable_s(total)}: {', '.join(said)}."
+    return f"{took} {readable_s(total)}: {', '.join(phrases)}."
 
 
 def group_events(events: Sequence[Event], max_groups: int = 200) -> list[EventGroup]:
@@ -246,7 +246,7 @@ def status(events: Sequence[Event]) -> dict[str, str]:
 
 
 def failure(events: Sequence[Event]) -> Failure | None:
-    """What ended the last start of a run that failed; None where it did not fail."""
+    """The error that ended the last start of a run; None where it did not fail."""
     starts = [i for i, event in enumerate(events) if event.kind == "start"]
     last = events[starts[-1] :] if starts else events
     errors = [event for event in last if event.kind == "error"]
@@ -281,8 +281,8 @@ def ending(
     if word == "stopped":
         signals = [found[1] for event in events if (found := re.match(r"(SIG[A-Z]+): ", event.message))]
         by = f" by {signals[-1]}" if signals else ""
-        saved = any(event.kind == "checkpoint" and event.step == done for event in events)
-        then = "the same command resumes from there" if saved else "that step has no checkpoint"
+        has_checkpoint = any(event.kind == "checkpoint" and event.step == done for event in events)
+        then = "the same command resumes from there" if has_checkpoint else "that step has no checkpoint"
         return "flat", f"It was stopped{by} {after}; {then}."
     if word == "no end yet":
         last = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(written))

@@ -1,4 +1,4 @@
-"""Whose a folder is, and who may write there: a run takes one that is new, empty or a run's, and no other."""
+"""The owner and the writer of a folder: a run takes one that is new, empty or a run's, and no other."""
 
 import fcntl
 import os
@@ -55,8 +55,8 @@ class RunFolderError(UserError):
 def claimed(path: Path) -> Iterator[None]:
     """Make the folder and keep other processes from writing there, for whoever changes it before a `RunFolder` opens.
 
-    What this process makes meanwhile, there or elsewhere, is for its owner alone. A `RunFolder` that the same process
-    closes gives the claim up as well. Raises RunFolderError, as that does.
+    Files that this process creates meanwhile, anywhere, are for their owner alone. A `RunFolder` that the same process
+    closes releases the claim as well. Raises RunFolderError, as that does.
     """
     fd = own(path)
     umask = os.umask(0o077)
@@ -104,8 +104,8 @@ def writer_of(path: Path) -> int | None:
     """
     try:
         with (path / WRITER).open("rb+") as file:
-            asked = struct.pack(_LOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
-            kind, _, _, _, pid = struct.unpack(_LOCK, fcntl.fcntl(file, fcntl.F_GETLK, asked))
+            request = struct.pack(_LOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+            kind, _, _, _, pid = struct.unpack(_LOCK, fcntl.fcntl(file, fcntl.F_GETLK, request))
     except OSError:
         return None
     return None if kind == fcntl.F_UNLCK else int(pid)

@@ -1,8 +1,6 @@
-"""Runs that were in a folder before the one that is there: each whole, in `earlier/N` of the folder.
+"""The writer of a run's folder. `run_reader` reads it; `docs/observe.md` describes every file.
 
-The writer of a run's folder, which is the interface of everything that looks at a run.
-
-`run_reader` reads what is written here; `docs/observe.md` describes every file.
+Also moves an earlier run of the folder aside, whole, into `earlier/N`.
 """
 
 import os
@@ -20,8 +18,8 @@ from distflow.observe.metrics import nest
 from distflow.observe.writing.folder_lock import FILES, FOLDERS, MARK, own
 
 EARLIER: Final = "earlier"
-_KEPT: Final = (EARLIER, "data", "models")
-"""What the next run may be reading by then; the names of what lies there follow from what it holds."""
+_NOT_MOVED: Final = (EARLIER, "data", "models")
+"""Not moved: the next run may be reading them. Names of the files in them follow from their content."""
 
 _MOVING: Final = ".moving"
 
@@ -48,7 +46,7 @@ def finish_moving(run_dir: Path) -> None:
 
 
 def _of_a_run(run_dir: Path) -> list[str]:
-    names = [name for name in (*FILES, *FOLDERS) if name not in _KEPT]
+    names = [name for name in (*FILES, *FOLDERS) if name not in _NOT_MOVED]
     return [name for name in names if os.path.lexists(run_dir / name)]
 
 
@@ -59,8 +57,8 @@ def _moving(run_dir: Path) -> Path | None:
 def _begin_moving(run_dir: Path) -> Path:
     folder = run_dir / EARLIER
     folder.mkdir(mode=0o700, exist_ok=True)
-    taken = {path.stem for path in folder.iterdir()}
-    target = folder / f"{next(number for number in count(1) if str(number) not in taken)}{_MOVING}"
+    numbers = {path.stem for path in folder.iterdir()}
+    target = folder / f"{next(number for number in count(1) if str(number) not in numbers)}{_MOVING}"
     target.mkdir(mode=0o700)
     os.close(os.open(target / MARK, os.O_RDONLY | os.O_CREAT | os.O_EXCL, 0o600))
     return target
@@ -108,9 +106,8 @@ class RunFolder:
     """Appends metrics, events and spans, and writes samples and JSON files whole. Safe to call from several threads.
 
     restart: counts the starts of this run in this folder, from 0.
-    resumed_at: the step whose checkpoint this restart goes on from; what earlier restarts wrote about later
-    steps was rolled back, and readers leave it out (-1: it starts anew, so all of it was). Without it that is taken
-    from the first step that is written.
+    resumed_at: the step of the checkpoint that this restart resumes from (-1: it starts anew); readers leave out
+    records of earlier restarts about later steps. Without it that step is taken from the first step that is written.
     part: 0 owns the folder. Others join it: their spans and samples are in files of their own, and of events they
     append whole lines.
 
@@ -169,7 +166,7 @@ class RunFolder:
             self._events.append(record)
 
     def span(self, actor: str, span: Span) -> None:
-        """Append to `spans/ACTOR.jsonl` what an actor did or waited for."""
+        """Append to `spans/ACTOR.jsonl` an activity or a wait of an actor."""
         record = {"t0": span.start, "t1": span.end, "kind": span.kind, "what": span.what, "restart": self.restart}
         optional = {key: getattr(span, key) for key in ("step", "group_id", "version", "on")}
         record.update({key: value for key, value in optional.items() if value is not None})

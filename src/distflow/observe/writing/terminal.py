@@ -1,6 +1,7 @@
 """The live view of a run in a terminal; without a real one, plain lines.
 
-Text of models and data goes through `escape_control` and is never read as markup.
+A number of the live view has its place from the first step on: labels, values, curves and their ranges have fixed
+widths. Text of models and data goes through `escape_control` and is never read as markup.
 """
 
 import contextlib
@@ -8,18 +9,25 @@ import os
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import TextIO, cast
+from typing import NamedTuple, TextIO, cast
 
-from rich.console import Console, ConsoleDimensions, RenderableType
+from rich.console import Console, ConsoleDimensions, Group, RenderableType
 from rich.live import Live
 from rich.panel import Panel as Frame
+from rich.progress_bar import ProgressBar
+from rich.table import Table
 from rich.text import Text
 
-from distflow.observe.metrics import headlines
+from distflow.observe.metrics import Headline, headlines
 from distflow.observe.sanitize import SanitizedStream, escape_control
-from distflow.observe.writing.live_panel import TONES, Panel, Queue, duration
 
+TONES = {"warning": "yellow", "error": "red", "finding": "yellow"}
+_BARS = "▁▂▃▄▅▆▇█"
+_LABEL, _VALUE, _RANGE, _CURVE = 10, 9, 15, 40
+_TWO_ABREAST = 96
+"""Columns from which numbers stand in two columns."""
 _REDRAWS_PER_S = 4
 _PLAIN_EVERY_S = 5.0
 
@@ -30,7 +38,7 @@ class TerminalView:
     file: where to write, standard output unless given. live: whether to redraw in place; unless given, it is done when
     `file` is a terminal that can, and neither NO_COLOR nor TERM=dumb asks for plain text.
 
-    What it showed last stays on the screen when it is closed, below the warnings; what is printed afterwards follows.
+    The last view stays on the screen when it is closed, below the warnings; later output follows it.
     Plain lines come for the first and the last step, for validations, and else once in a few seconds at most.
     """
 
@@ -69,13 +77,12 @@ class TerminalView:
                 cast(TextIO, SanitizedStream(sys.stderr)),
             )
 
-    def phase(self, name: str, done: int | None = None, total: int | None = None) -> None:
-        """Say what the run is doing now, e.g. `phase("rollout", 12, 64)`; shown only by the live view."""
+    def phase(self, name: str) -> None:
+        """The current phase of the run; shown only by the live view."""
         with self._lock:
             name = escape_control(name, 40, one_line=True)
             if name != self._panel.phase:
                 self._panel.phase, self._panel.phase_since = name, self._clock()
-            self._panel.phase_done = "" if done is None else f"{done}/{total}" if total else str(done)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Take the metrics of a finished step; several calls for one step are added up."""
@@ -109,7 +116,7 @@ class TerminalView:
 
     def serves(self, version: int) -> None:
         """The version that the engine serves, as `queue`."""
-        self._panel.served = version
+        self._panel.served_version = version
 
     def audited(self, step: int, num_proven: int, num_checks: int) -> None:
         """A step was audited."""
@@ -135,9 +142,8 @@ class TerminalView:
                 self._panel.num_notes += 1
             self._write(text if kind == "info" else f"{kind}: {text}", TONES.get(kind, ""))
 
-    def close(self, summary: Sequence[str] = ()) -> None:
-        """Draw the live view for the last time, or write the line of the last step, and print the lines of `summary`; a
-        second call does only the latter."""
+    def close(self) -> None:
+        """Draw the live view for the last time, or write the line of the last step; a second call does nothing."""
         # Without the lock: `stop` waits for the thread that draws, which may wait for the lock.
         live, self._live = self._live, None
         if live:
@@ -146,8 +152,6 @@ class TerminalView:
         if self._unwritten:
             self._write(self._unwritten)
             self._unwritten = ""
-        for line in summary:
-            self._write(escape_control(line))
 
     def _write(self, line: str, style: str = "") -> None:
         if self._live:
@@ -194,3 +198,181 @@ def step_line(step: int, total_steps: int, values: Mapping[str, float], eta_s: f
 
 def _is_validation(values: Mapping[str, float]) -> bool:
     return any(name.startswith("val_correct/") or name == "sft/val_loss" for name in values)
+
+
+class Queue(NamedTuple):
+    """Numbers of groups: those running, those complete in the sample queue, and those dropped since the start."""
+
+    running: int
+    complete: int
+    dropped: int
+
+
+class Panel:
+    """The state of a run as it is shown. now: the time in seconds, of any one clock."""
+
+    def __init__(self, total_steps: int, now: float):
+        self.total_steps = total_steps
+        self.step = 0
+        self.started = now
+        self.ended: float | None = None
+        self.step_ends: deque[float] = deque([now], maxlen=20)
+        self.values: dict[str, float] = {}
+        self.history: dict[Headline, deque[float]] = {}
+        self.phase, self.phase_since = "starting", now
+        self.notes: deque[tuple[str, str]] = deque(maxlen=3)
+        self.num_notes = 0
+        self.audit = ""
+        self.queue: Queue | None = None
+        self.served_version: int | None = None
+        self.failure = ""
+        self.sample: tuple[str, str, str] | None = None
+
+    def take(self, step: int, values: Mapping[str, float], now: float) -> None:
+        """The metrics of a finished step, or some of them."""
+        if step > self.step or len(self.step_ends) == 1:
+            self.step_ends.append(now)
+        self.step = max(self.step, step)
+        if "timing_s/step" in values:  # what an earlier step spent on a validation is no share of this one
+            self.values = {name: value for name, value in self.values.items() if not name.startswith("timing_s/")}
+        self.values.update(values)
+        for line, value in headlines(values).items():
+            self.history.setdefault(line, deque(maxlen=_CURVE)).append(value)
+
+    def eta_s(self) -> float | None:
+        """From the pace of the last steps; None before there is one, and after the last step."""
+        if len(self.step_ends) < 2 or self.step >= self.total_steps:
+            return None
+        pace = (self.step_ends[-1] - self.step_ends[0]) / (len(self.step_ends) - 1)
+        return pace * (self.total_steps - self.step)
+
+    def render(self, now: float, columns: int, rows: int) -> RenderableType:
+        """At most `rows` lines, the least important left out."""
+        top = self._progress(now)
+        urgent = self._reward_errors()
+        numbers = self._numbers(columns)[: max(rows - len(top) - len(urgent), 0)]
+        below = [*self._queue(), *self._checks(), *self._times()]
+        below += [_row(kind, message, style=TONES[kind]) for kind, message in self.notes]
+        if self.num_notes > len(self.notes):
+            below.append(_row("", f"and {self.num_notes - len(self.notes)} earlier ones, in events.jsonl", style="dim"))
+        if self.sample:
+            prompt, response, score = self.sample
+            below += [_row("prompt", prompt), _row("response", response, f"  score {score}")]
+        lines = [*top, *numbers, *urgent, *below]
+        return Group(*lines[: max(rows, 1)])
+
+    def _progress(self, now: float) -> list[RenderableType]:
+        table = Table.grid(padding=(0, 2), expand=True)
+        table.add_column(no_wrap=True)
+        table.add_column(ratio=1)
+        table.add_column(no_wrap=True)
+        eta = self.eta_s()
+        times = f"{duration(now - self.started)} so far" + (f", {duration(eta)} to go" if eta is not None else "")
+        if self.ended is not None:
+            times = f"ended after {duration(self.ended - self.started)}"
+        step = f"step {self.step:>{len(str(self.total_steps))}}/{self.total_steps}"
+        bar = ProgressBar(total=max(self.total_steps, 1), completed=self.step)
+        table.add_row(Text(step, style="bold"), bar, Text(times))
+        if self.ended is not None:
+            return [table]
+        return [table, _row("now", f"{self.phase} {duration(now - self.phase_since)}")]
+
+    def _numbers(self, columns: int) -> list[RenderableType]:
+        abreast = 2 if columns >= _TWO_ABREAST else 1
+        width = (columns - 3 * (abreast - 1)) // abreast
+        shown = headlines(self.values)
+        cells = [self._number(line, shown[line], width) for line in self.history]  # as they came: none ever moves
+        rows = [cells[first : first + abreast] for first in range(0, len(cells), abreast)]
+        return [Text("   ", no_wrap=True, overflow="crop").join(row) for row in rows]
+
+    def _number(self, line: Headline, value: float, width: int) -> Text:
+        """Label, value, curve of the last steps, and between which values that runs; as much of it as there is room."""
+        room = width - _LABEL - _VALUE - 2
+        span = _RANGE if room >= _RANGE + 8 else 0
+        curve = min(room - span - bool(span), _CURVE)
+        shown = list(self.history[line])[-curve:] if curve > 0 else []
+        cell = Text(no_wrap=True, overflow="crop").append(f"{line.label:<{_LABEL}}", "dim")
+        cell.append(f"{line.text(value):>{_VALUE}}  ", "bold").append(
+            f"{sparkline(shown, curve):<{max(curve, 0)}}", "cyan"
+        )
+        if span:
+            cell.append(f" {_range(line, shown):<{span}}", "dim")
+        return cell
+
+    def _reward_errors(self) -> list[RenderableType]:
+        """How many reward errors the last step had, and what the last one said."""
+        if "reward/calls" not in self.values:
+            return []
+        calls, rate = int(self.values["reward/calls"]), self.values.get("reward/error_rate", 0.0)
+        if not rate:
+            return [_row("errors", f"0 of {calls:,} reward calls")]
+        return [_row("errors", f"{round(rate * calls):,} of {calls:,} reward calls: {self.failure}", style="red")]
+
+    def _queue(self) -> list[RenderableType]:
+        """What the sample queue holds; the weights that the engine serves, and how stale the last step was."""
+        rows = []
+        if self.queue is not None:
+            running, complete, dropped = self.queue
+            rows.append(_row("rollouts", f"{running:>4,} running, {complete:>5,} queued, {dropped:>5,} dropped"))
+        if self.served_version is not None:
+            stale = ""
+            if mean := self.values.get("async/version_diff/mean", 0.0):
+                most = self.values.get("async/version_diff/max", mean)
+                stale = f"; trained on {mean:.1f} steps stale, {most:.0f} at most"
+            rows.append(_row("engine", f"serves version {self.served_version:,}{stale}"))
+        return rows
+
+    def _checks(self) -> list[RenderableType]:
+        warnings = f"{self.num_notes} warning{'s' if self.num_notes != 1 else ''}" if self.num_notes else "no warnings"
+        return (
+            [_row("checks", f"{self.audit}{warnings}", style="yellow" if self.num_notes else "")] if self.step else []
+        )
+
+    def _times(self) -> list[RenderableType]:
+        step_s = self.values.get("timing_s/step", 0.0)
+        phases = {
+            name.removeprefix("timing_s/"): seconds
+            for name, seconds in self.values.items()
+            if name.startswith("timing_s/") and name != "timing_s/step"
+        }
+        longest = sorted(phases.items(), key=lambda item: -item[1])[:4]
+        shares = [f"{name} {seconds / step_s:.0%}" for name, seconds in longest if step_s and seconds]
+        return [_row("time", f"{step_s:.1f} s a step: {' · '.join(shares)}")] if shares else []
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """The last `width` values as bars between their least and greatest; a value that is not finite is "×"."""
+    last = list(values)[-width:]
+    finite = [value for value in last if abs(value) < float("inf")]
+    low, high = (min(finite), max(finite)) if finite else (0.0, 0.0)
+    bars = []
+    for value in last:
+        if not abs(value) < float("inf"):
+            bars.append("×")
+        else:
+            height = (value - low) / (high - low) if high > low else 0.5
+            bars.append(_BARS[min(int(height * len(_BARS)), len(_BARS) - 1)])
+    return "".join(bars)
+
+
+def duration(seconds: float) -> str:
+    """`0:07`, `12:30`, `3:05:00`."""
+    whole = max(int(seconds), 0)
+    hours, minutes, rest = whole // 3600, whole // 60 % 60, whole % 60
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def _range(line: Headline, values: Sequence[float]) -> str:
+    """The least and the greatest of those that are finite."""
+    finite = [value for value in values if abs(value) < float("inf")]
+    return f"{line.text(min(finite)).strip()}…{line.text(max(finite)).strip()}" if finite else ""
+
+
+def _row(label: str, text: str, tail: str = "", style: str = "") -> RenderableType:
+    table = Table.grid(padding=(0, 0, 0, 1), expand=True)
+    table.add_column(width=_LABEL - 1, no_wrap=True)
+    table.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
+    table.add_column(no_wrap=True)
+    shown = Text(escape_control(text, one_line=True), style=style, no_wrap=True, overflow="ellipsis")
+    table.add_row(Text(escape_control(label), style="dim"), shown, Text(tail))
+    return table

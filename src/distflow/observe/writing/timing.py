@@ -71,8 +71,8 @@ class PhaseTimer:
         return metrics
 
     def _charge(self) -> float:
-        """At a border of a phase: what passed since the last one is of the phase that ran, and so is what measuring its
-        memory takes. Returns the clock."""
+        """At a border of a phase: charge the time since the last border, with the measurement of memory, to the phase
+        that ran. Returns the clock."""
         name = self.now
         if self._on_charge:
             self._on_charge(name)

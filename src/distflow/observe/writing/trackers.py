@@ -1,7 +1,10 @@
 """Sends metrics to trackers (console, TensorBoard, Weights & Biases) which can neither slow a run down nor end it."""
 
 import contextlib
+import hashlib
 import importlib.util
+import json
+import os
 import queue
 import threading
 import time
@@ -9,17 +12,19 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 from distflow.builtin_names import TRACKERS
 from distflow.errors import UserError, hint
 from distflow.import_target import load
+from distflow.observe.files import to_json
 
 # Called once for each tracker that fails: the kind of the event ("warning"), and what happened.
 OnFailure = Callable[[str, str], None]
 
 _QUEUE_LENGTH = 256
 _CLOSE_TIMEOUT_S = 30.0
+_WANDB_MODES = ("online", "offline", "disabled", "shared", "dryrun")
 
 
 class TrackerError(UserError):
@@ -28,7 +33,7 @@ class TrackerError(UserError):
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """What a tracker is made from. config: the whole config as plain data."""
+    """The run that a tracker is made for. config: the whole config as plain data."""
 
     run_dir: Path
     project: str
@@ -117,7 +122,7 @@ class _TrackerThread:
             while (item := self._queue.get()) is not None:
                 tracker.log(*item)
             tracker.close()
-        except BaseException as error:  # the edge of a foreign library: whatever it raises must not reach the run
+        except BaseException as error:  # of another library, in a thread of its own: nothing of it may end the run
             self._failed.set()
             self._tell(f"failed and is off for the rest of the run ({type(error).__name__}: {error})")
 
@@ -134,9 +139,9 @@ def open_trackers(
 
     Raises TrackerError for an unknown name, or for one whose package is not installed.
     """
-    asked = list(dict.fromkeys(names))
+    chosen_names = list(dict.fromkeys(names))
     remote: dict[str, Callable[[], Tracker]] = {}
-    for name in asked:
+    for name in chosen_names:
         if name not in TRACKERS:
             raise TrackerError(
                 f"trainer.logger names {name!r}, which is no tracker (metrics.jsonl is always written)"
@@ -145,7 +150,7 @@ def open_trackers(
         if name not in local and TRACKERS[name].target:
             _need(name, TRACKERS[name].package)
             remote[name] = partial(_build, TRACKERS[name].target, run)
-    return Trackers([local[name] for name in asked if name in local], remote, on_failure)
+    return Trackers([local[name] for name in chosen_names if name in local], remote, on_failure)
 
 
 def _need(name: str, package: str) -> None:
@@ -158,3 +163,78 @@ def _need(name: str, package: str) -> None:
 
 def _build(target: str, run: TrackedRun) -> Tracker:
     return cast(Callable[[TrackedRun], Tracker], load(target))(run)
+
+
+class TensorBoardTracker:
+    """One scalar per metric name; `tensorboard --logdir RUN/tensorboard` shows them. Event files are written by the
+    package `tensorboard` alone: neither TensorFlow nor torch is loaded."""
+
+    def __init__(self, run: TrackedRun):
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        folder = run.run_dir / "tensorboard"
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._writer = EventFileWriter(str(folder))
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Add one event with all scalars, and flush it so that a running TensorBoard sees it."""
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        scalars = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
+        self._writer.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=scalars)))
+        self._writer.flush()
+
+    def close(self) -> None:
+        """Flush and close the event file."""
+        self._writer.close()
+
+
+class WandbTracker:
+    """One run of Weights & Biases for each run folder, which a resumed run continues; offline, `wandb sync` uploads it.
+
+    The environment variable WANDB_MODE decides (`online`, `offline`, `disabled`); without it the run is online if
+    there is an API key and offline otherwise: it never asks for one.
+    """
+
+    def __init__(self, run: TrackedRun):
+        import wandb
+
+        self._run = wandb.init(
+            dir=str(run.run_dir),
+            project=run.project,
+            name=run.experiment,
+            id=_wandb_run_id(run.run_dir),
+            resume="allow",
+            config={name: to_json(value) for name, value in run.config.items()},
+            mode=_wandb_mode(),
+            settings=wandb.Settings(silent=True, console="off", x_disable_stats=True),
+        )
+        self._run.define_metric("*", step_metric="step")
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Log all metrics against `step`, which may repeat (training, validation) or go back (a resume)."""
+        self._run.log({**values, "step": step})
+
+    def close(self) -> None:
+        """Finish the run: what is queued is sent or written."""
+        self._run.finish()
+
+
+def _wandb_mode() -> Any:
+    import wandb
+
+    mode = os.environ.get("WANDB_MODE")
+    if mode in _WANDB_MODES:
+        return mode
+    return "online" if wandb.login(verify=False, prompt=False) else "offline"
+
+
+def _wandb_run_id(run_dir: Path) -> str:
+    """The same for every restart: stored in the run's folder, derived from its path and time at the first start."""
+    file = run_dir / "wandb.json"
+    if file.exists():
+        return str(json.loads(file.read_bytes())["id"])
+    run_id = hashlib.sha256(f"{run_dir.resolve()} {os.urandom(8).hex()}".encode()).hexdigest()[:16]
+    file.write_text(json.dumps({"id": run_id}) + "\n")
+    return run_id

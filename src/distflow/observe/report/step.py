@@ -1,21 +1,25 @@
-"""What rollout loop and training loop did and waited for, from a run's spans and ledger: timelines of its steps.
+"""How steps run: the pipeline as a graph, from plan.json, and timelines of the activities and waits of rollout loop and
+training loop, from the run's spans and ledger."""
 
-Also the error bars of accuracies.
-"""
-
-import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import NamedTuple, TypedDict
 
-from distflow.observe.files import read_records
-from distflow.observe.reading.run_reader import MetricsRecord, Span, read_spans
+from distflow.observe.files import JSON, read_records
+from distflow.observe.reading.run_reader import MetricsRecord, read_json, read_spans
+from distflow.observe.report.summary import Steps
+from distflow.observe.writing.run_folder import Span
 
 TRAINING = "train"
-"""What spans of decoding for training are called."""
+"""Name of spans of decoding for training."""
 
+MAX_NODES = 100
+MAX_SPANS = 300
+MAX_STEPS = 10
+_LEAST_SHARE = 0.0005
 _MAX_LEDGER_BYTES = 8_000_000
 _STEP = re.compile(r"step (\d+)")
 
@@ -23,12 +27,12 @@ _STEP = re.compile(r"step (\d+)")
 @dataclass(frozen=True)
 class RunActivity:
     """spans: by side. trained_at: the step that trained on a group. oldest: the lowest weight version of a
-    group's tokens. taken: when a step was taken off the sample queue. decodes: whether decoding was recorded."""
+    group's tokens. taken_at: when a step was taken off the sample queue. decodes: whether decoding was recorded."""
 
     spans: Mapping[str, Sequence[Span]]
     trained_at: Mapping[int, int]
     oldest: Mapping[int, int]
-    taken: Mapping[int, float]
+    taken_at: Mapping[int, float]
     decodes: bool
 
     def staleness(self, group: Span) -> int | None:
@@ -52,8 +56,7 @@ class RunActivity:
         return sum(_covered(spans, start, end) for spans in engines) / max(len(engines), 1)
 
     def ran(self, start: float, end: float) -> float:
-        """The seconds in which the run went on, without those of validations and saves, when both sides
-        rest."""
+        """The seconds in which the run went on, without validations and saves, when both sides are idle."""
         phases = [s for s in self.spans.get("training", ()) if s.kind == "phase"]
         idle = (s for s in phases if s.what in ("eval", "save", "save_wait"))
         return _covered(phases, start, end) - _covered(idle, start, end)
@@ -63,7 +66,7 @@ def read_activity(run_dir: Path) -> RunActivity:
     """Of as much of the run as the ends of its files hold."""
     spans = read_spans(run_dir)
     waits = [s for s in spans.get("training", ()) if s.kind == "wait"]
-    taken = {int(found[1]): span.end for span in waits if (found := _STEP.fullmatch(span.what))}
+    taken_at = {int(found[1]): span.end for span in waits if (found := _STEP.fullmatch(span.what))}
     trained_at, oldest = dict[int, int](), dict[int, int]()
     for record in read_records(run_dir / "ledger.jsonl", _MAX_LEDGER_BYTES)[0]:
         match record:
@@ -72,7 +75,7 @@ def read_activity(run_dir: Path) -> RunActivity:
             case {"kind": "complete", "group_id": int(group_id), "version": int(version)}:
                 oldest[group_id] = version
     decodes = any(span.kind == "decode" for part in spans.values() for span in part)
-    return RunActivity(spans, trained_at, oldest, taken, decodes)
+    return RunActivity(spans, trained_at, oldest, taken_at, decodes)
 
 
 def _covered(spans: Iterable[Span], start: float, end: float) -> float:
@@ -83,47 +86,6 @@ def _covered(spans: Iterable[Span], start: float, end: float) -> float:
         until = max(until, span.end)
     return total
 
-
-Z_95 = 1.959963984540054
-"""The normal quantile of a two-sided 95 % interval."""
-
-
-def wilson(share: float, number: float) -> tuple[float, float]:
-    """The 95 % score interval of a share of `number` independent trials (Wilson, JASA 22:158, 1927).
-
-    Unlike the normal one it stays within [0, 1], and has a width at shares of 0 and 1.
-    """
-    squared = Z_95 * Z_95 / number
-    middle = (share + squared / 2) / (1 + squared)
-    half = Z_95 * math.sqrt(share * (1 - share) / number + squared / (4 * number)) / (1 + squared)
-    return max(middle - half, 0.0), min(middle + half, 1.0)
-
-
-def error_bars(
-    columns: Mapping[str, Sequence[float | str | None]], trials: Mapping[str, int]
-) -> dict[str, list[list[float] | None]]:
-    """An interval for each value of the columns `val_correct/DOMAIN/...`, None where there is no share.
-
-    trials: the validation problems of each domain, "all" among them. Several responses to a problem are one trial.
-    """
-    bars: dict[str, list[list[float] | None]] = {}
-    for name, values in columns.items():
-        group, _, rest = name.partition("/")
-        number = trials.get(rest.rpartition("/")[0], 0) if group == "val_correct" else 0
-        if number:
-            bars[name] = [_interval(value, number) for value in values]
-    return bars
-
-
-def _interval(value: float | str | None, number: int) -> list[float] | None:
-    if not isinstance(value, float) or not 0 <= value <= 1:
-        return None
-    return [float(f"{end:.4g}") for end in wilson(value, number)]
-
-
-MAX_SPANS = 300
-MAX_STEPS = 10
-_LEAST_SHARE = 0.0005
 
 Bar = tuple[float, float, str, int | None, float | None]
 """Start and end in seconds since the window began, and what it is. For a group the steps by which it was stale when it
@@ -139,7 +101,7 @@ class Lane(TypedDict):
 
 
 class StepTimeline(TypedDict):
-    """first, last: its steps. why: what makes them ones to look at. steps, synced: when each step ended, and when
+    """first, last: its steps. why: they are shown. steps, synced: when each step ended, and when
     weights were synced, with the number of their step. paused: when validations ran. notes: sentences on it."""
 
     first: int
@@ -235,7 +197,7 @@ def _shares(activity: RunActivity, start: float, end: float) -> list[str]:
 
 
 def _lanes(activity: RunActivity, start: float, end: float) -> tuple[list[Lane], list[str]]:
-    """With sentences on what is left out."""
+    """The lanes, and sentences on spans that are not drawn."""
     lanes: list[Lane] = []
     left_out, notes = 0, []
     for actor, spans in activity.spans.items():
@@ -281,8 +243,8 @@ def _sampled(groups: Sequence[Span]) -> tuple[list[Span], int]:
 
 
 def _longest(spans: Sequence[Span], least_s: float) -> list[Span]:
-    """Those that can be seen, by their start; longer ones first where two begin together, so that what lies within
-    another is drawn upon it."""
+    """Those that are long enough to be seen, by their start; of two that begin together the longer one first, so that a
+    span within another is drawn on top of it."""
     seen = sorted((span for span in spans if span.end - span.start >= least_s), key=lambda span: span.start - span.end)
     return sorted(seen[:MAX_SPANS], key=lambda span: (span.start, -span.end))
 
@@ -291,7 +253,7 @@ def _until(activity: RunActivity, span: Span) -> float:
     """When a group left the sample queue to be trained on; of other spans their end."""
     is_done = span.kind == "group" and span.what == "complete"
     step = activity.trained_at.get(span.group_id) if is_done and span.group_id is not None else None
-    return max(span.end, activity.taken.get(step, span.end)) if step is not None else span.end
+    return max(span.end, activity.taken_at.get(step, span.end)) if step is not None else span.end
 
 
 def _bar(activity: RunActivity, span: Span, start: float, end: float) -> Bar:
@@ -299,3 +261,74 @@ def _bar(activity: RunActivity, span: Span, start: float, end: float) -> Bar:
     until = round(min(_until(activity, span), end) - start, 4) if span.kind == "group" else None
     begin, finish = max(span.start, start), max(min(span.end, end), start)
     return (round(begin - start, 4), round(finish - start, 4), span.what, level, until)
+
+
+class DrawnNode(TypedDict):
+    """deps: nodes that it directly follows, without those that it follows by way of others. layer: how many nodes lie
+    on the longest way to it. seconds: the mean of its phase a step, None where that was not timed."""
+
+    name: str
+    role: str
+    plane: str
+    engines: list[str]
+    reads: list[str]
+    writes: list[str]
+    deps: list[str]
+    layer: int
+    phase: str
+    seconds: float | None
+
+
+def pipeline_graph(run_dir: Path, steps: Steps) -> list[DrawnNode]:
+    """The nodes in an order in which they may run; none where plan.json tells none, or something that is no graph."""
+    plan = read_json(run_dir, "plan.json")
+    nodes = _nodes(plan)
+    names = {node["name"] for node in nodes}
+    deps = {node["name"]: [dep for dep in node["deps"] if dep in names] for node in nodes}
+    try:
+        order = list(TopologicalSorter(deps).static_order())
+    except CycleError:
+        return []
+    if len(nodes) > MAX_NODES or len(names) < len(nodes):
+        return []
+    before: dict[str, set[str]] = {}
+    layers: dict[str, int] = {}
+    for name in order:
+        before[name] = {far for dep in deps[name] for far in (dep, *before[dep])}
+        layers[name] = 1 + max((layers[dep] for dep in deps[name]), default=-1)
+    for node in nodes:
+        own = deps[node["name"]]
+        node["deps"] = [dep for dep in own if not any(dep in before[other] for other in own)]
+        node["layer"] = layers[node["name"]]
+        node["seconds"] = _mean_seconds(node["phase"], steps) if node["plane"] == "training" else None
+    return nodes
+
+
+def _nodes(plan: Mapping[str, JSON]) -> list[DrawnNode]:
+    nodes = plan.get("nodes")
+    found = nodes if isinstance(nodes, list) else []
+    return [_node(node) for node in found if isinstance(node, dict) and isinstance(node.get("name"), str)]
+
+
+def _node(node: Mapping[str, JSON]) -> DrawnNode:
+    return {
+        "name": str(node["name"]),
+        "role": str(node.get("role", "")),
+        "plane": str(node.get("plane", "")),
+        "engines": _texts(node.get("engines")),
+        "reads": _texts(node.get("reads")),
+        "writes": _texts(node.get("writes")),
+        "deps": _texts(node.get("deps")),
+        "layer": 0,
+        "phase": str(node.get("phase", "")),
+        "seconds": None,
+    }
+
+
+def _texts(value: JSON) -> list[str]:
+    return [item for item in value if isinstance(item, str)] if isinstance(value, list) else []
+
+
+def _mean_seconds(phase: str, steps: Steps) -> float | None:
+    times: Sequence[float] = [values[name] for values in steps.values() if (name := f"timing_s/{phase}") in values]
+    return float(f"{sum(times) / len(times):.4g}") if times else None

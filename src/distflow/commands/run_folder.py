@@ -1,0 +1,47 @@
+"""`distflow export`, `replay` and `report`: a model, a repeated update or a report from a run's folder."""
+
+import argparse
+from pathlib import Path
+
+from distflow.commands.shared import add_trust_argument
+
+
+def add_export_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("checkpoint", help="a run's folder, or one of its checkpoints")
+    parser.add_argument("--to", required=True, metavar="DIR", help="a folder that is empty or not there yet")
+    add_trust_argument(parser, "came with the model")
+
+
+def run_export(arguments: argparse.Namespace) -> int:
+    from distflow.launch.initial_policy import export_checkpoint
+
+    export_checkpoint(Path(arguments.checkpoint), Path(arguments.to), trust_code=arguments.trust_code, say=print)
+    return 0
+
+
+def add_replay_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("bundle", help="a folder below RUN/bundles")
+    add_trust_argument(parser, "the run imported, or that came with its model")
+
+
+def run_replay(arguments: argparse.Namespace) -> int:
+    from distflow.launch.replay_update import replay_bundle
+
+    for line in replay_bundle(Path(arguments.bundle), trust_code=arguments.trust_code):
+        print(line)
+    return 0
+
+
+def add_report_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run_dir")
+
+
+def run_report(arguments: argparse.Namespace) -> int:
+    from distflow.errors import UserError
+    from distflow.observe.report.build import write_report
+
+    run_dir = Path(arguments.run_dir)
+    if run_dir.is_dir() and not (run_dir / "events.jsonl").is_file():
+        raise UserError(f"{run_dir} is no run's folder: it holds no file events.jsonl")
+    print(f"report: {write_report(run_dir)}")
+    return 0

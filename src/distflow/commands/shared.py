@@ -1,0 +1,89 @@
+"""Shared by commands: arguments, finding a run's folder, and a quick start of runs: reward processes start while
+torch is imported, without garbage collection."""
+
+import argparse
+import gc
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from distflow.errors import UserError
+
+if TYPE_CHECKING:
+    from distflow.config import Config
+
+RUNS = Path("runs")
+LEDGER = "ledger.jsonl"
+
+
+def add_preset_arguments(
+    parser: argparse.ArgumentParser, default: str | None = None, what: str = "a preset's name, or a YAML file"
+) -> None:
+    """default: the preset if none is named; without it one must be. what: can be named."""
+    nargs = "?" if default else None
+    parser.add_argument("preset", nargs=nargs, default=default, help=what)
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="Hydra's override syntax")
+
+
+def add_trust_argument(parser: argparse.ArgumentParser, which: str) -> None:
+    """Without it a command that reads files runs no Python code that they name."""
+    parser.add_argument("--trust-code", action="store_true", help=f"run Python code that {which}")
+
+
+def add_run_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--run", dest="run_dir", metavar="DIR", help="the run's folder; without it the newest of runs/*/*"
+    )
+
+
+def find_run(run_dir: str | None) -> Path:
+    """The named folder, or the newest run below runs/. Raises UserError if it does not exist."""
+    found = Path(run_dir).expanduser() if run_dir is not None else newest_run()
+    if found is None:
+        raise UserError(f"there is no run below {RUNS.absolute()}: name the run's folder with --run DIR")
+    if not found.is_dir():
+        raise UserError(f"there is no folder {found}: name the run's folder with --run DIR")
+    return found
+
+
+def newest_run() -> Path | None:
+    """The run of the current folder's runs/ whose ledger was written last."""
+    ledgers = sorted(RUNS.glob(f"*/*/{LEDGER}"), key=lambda path: path.stat().st_mtime)
+    return ledgers[-1].parent if ledgers else None
+
+
+@contextmanager
+def rewards_ahead(config: "Config") -> Iterator[None]:
+    """Load and self-check meanwhile the reward functions that a built-in pipeline will use; a user's may use none.
+
+    Raises UserError for an unknown reward.
+    """
+    from distflow.config.derived_settings import find_pipeline
+    from distflow.rewards.pool.domain_pools import RewardSettings, pool_settings, started_early
+    from distflow.rewards.self_check import self_check_once
+
+    pipeline = find_pipeline(config)
+    with ExitStack() as stack:
+        if pipeline is not None and pipeline.generates:
+            for each in pool_settings(RewardSettings.of(config)).values():
+                stack.enter_context(started_early(each))
+            if config.trust.check_rewards:
+                self_check_once()
+        yield
+
+
+@contextmanager
+def importing() -> Iterator[None]:
+    """Imports torch without the garbage collector, which would scan all imported objects again and again: an eighth of
+    the time. The objects are frozen, so that later collections skip them."""
+    if "torch" in sys.modules:
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
