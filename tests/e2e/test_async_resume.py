@@ -23,7 +23,6 @@ pytestmark = pytest.mark.slow
 # answers the n-th request: HELD=n.
 KILLED = """
 import asyncio, itertools, os, signal
-from dataclasses import replace
 from distflow.scheduling.ledger import Ledger
 from distflow.pipelines.grpo import grpo_pipeline as make
 from distflow.rollout.embedded import engine
@@ -69,11 +68,13 @@ def append(self, kind, whole=Ledger.append, **fields):
 
 
 def begin(self, step, whole=CheckpointStore.begin):
-    return replace(whole(self, step), on_point=reached)
+    checkpoint, self.on_point = whole(self, step), reached
+    return checkpoint
 
 
 def writing(self, step, whole=CheckpointStore.writing):
-    return replace(whole(self, step), on_point=reached)
+    checkpoint, self.on_point = whole(self, step), reached
+    return checkpoint
 
 
 async def generate(self, request, whole=engine.EmbeddedEngine.generate, requests=itertools.count(1)):

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from distflow.errors import UserError
 from distflow.graph.wiring import ancestors
+from distflow.planning.multi_device import Cluster, place
 from distflow.planning.part_assignment import Part, apportion, sort_parts, split
-from distflow.planning.rank_placement import Cluster, place
 
 Graph = tuple[dict[str, tuple[str, ...]], dict[str, tuple[str, ...]]]
 

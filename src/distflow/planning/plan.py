@@ -1,6 +1,6 @@
-"""The process groups of a plan: which ranks speak to each other, in one order on every rank.
+"""The plan of a run: which rank runs which nodes, joined by which channels, and the process groups of the ranks.
 
-The plan of a run: which rank runs which nodes, joined by which channels. Frozen data, made without any device.
+Frozen data, made without any device.
 """
 
 from collections.abc import Sequence
@@ -176,8 +176,8 @@ def check_plan(plan: Plan, pipeline: BoundPipeline) -> None:
 
 
 def dp_groups_of(plan: Plan) -> tuple[tuple[int, ...], ...]:
-    """Ranks that run the same nodes of the training loop: they share every step. The team that trains the policy is
-    first: what is true of all is told by its first rank."""
+    """Ranks that run the same nodes of the training loop: they share every step. The dp group that trains the policy
+    is first: its first rank reports for all."""
     dp_groups: dict[tuple[str, ...], list[int]] = {}
     for rank in plan.ranks:
         if rank.training_nodes:

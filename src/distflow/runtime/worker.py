@@ -13,7 +13,7 @@ from distflow.data.batch import Batch
 from distflow.graph import NodeStatus
 from distflow.observe.metrics import Measured
 from distflow.rewards.call_counts import RewardCounts
-from distflow.runtime.checkpoint.state import copy_of_state, joined, part_of_rank, saved_parts
+from distflow.runtime.checkpoint.state import copy_of_state, merge_node_states, part_of_rank, saved_parts
 from distflow.runtime.compiled_node import Step
 from distflow.runtime.context import NodeContext
 from distflow.runtime.resources import Resources
@@ -248,7 +248,7 @@ class Worker:
         metric = score(best, validated) if best is not None and validated else None
         everyone = self._ports.everyone
         with self._recorder.phases("save"):
-            state = joined(everyone.gather(copy_of_state(self._parts.inputs.state)))
+            state = merge_node_states(everyone.gather(copy_of_state(self._parts.inputs.state)))
             parts = saved_parts(self._spec, self.resources, released, state, everyone.rank)
             others = [part_of_rank(rank) for rank in range(1, everyone.size)]
             self._parts.saver.save(step, parts, others, metric, wait=last)

@@ -19,11 +19,9 @@ from typing import Final, TypeVar
 import torch
 from torch import Tensor
 
-from distflow.runtime.checkpoint.checkpoint import CheckpointStore
-from distflow.runtime.checkpoint.files import is_all_tensors
-from distflow.runtime.checkpoint.folder import CheckpointError
+from distflow.runtime.checkpoint.checkpoint import CheckpointStore, GivenUp, Writing
+from distflow.runtime.checkpoint.files import CheckpointError, is_all_tensors
 from distflow.runtime.checkpoint.shards import Shards
-from distflow.runtime.checkpoint.writing import GivenUp, Writing
 from distflow.runtime.wait_log import Waits
 from distflow.training.collective import Collective
 
@@ -169,7 +167,7 @@ class Saver:
         try:
             with self._waits("training", f"checkpoint of step {step}", on="other ranks"):
                 failures = [why for why in self._ranks.gather(_failure_text(error)) if why is not None]
-        except Exception:
+        except RuntimeError:  # of torch.distributed
             if error is not None:
                 raise error from error.__cause__  # it may say why the others are gone
             raise

@@ -15,9 +15,8 @@ from distflow.models.weight_checks import magnitudes, unsound
 from distflow.planning.plan import dp_groups_of
 from distflow.runtime.audit_protocol import AUDIT_STATE
 from distflow.runtime.checkpoint.checkpoint import Checkpoint
-from distflow.runtime.checkpoint.files import shard_name
+from distflow.runtime.checkpoint.files import CheckpointError, shard_name
 from distflow.runtime.checkpoint.find_checkpoint import as_list, ways_to_start
-from distflow.runtime.checkpoint.folder import CheckpointError
 from distflow.runtime.checkpoint.shards import is_sharded, own_shards
 from distflow.runtime.context import NodeState
 from distflow.runtime.resources import Resources
@@ -157,10 +156,11 @@ def _parts_of_the_run(
 
 
 def _generator_states() -> dict[str, object]:
+    name, keys, *rest = np.random.get_state()
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     return {
         "python": random.getstate(),
-        "numpy": _numpy_state(),
+        "numpy": [name, np.asarray(keys).tolist(), *rest],
         "torch": torch.get_rng_state().tolist(),
         "cuda": [device_state.tolist() for device_state in cuda],
     }
@@ -176,12 +176,7 @@ def _refuse_garbage(checkpoint: Checkpoint, role: str, now: TrainState, saved: T
         )
 
 
-def _numpy_state() -> list[object]:
-    name, keys, *rest = np.random.get_state()
-    return [name, np.asarray(keys).tolist(), *rest]
-
-
-def joined(states: Sequence[NodeState]) -> NodeState:
+def merge_node_states(states: Sequence[NodeState]) -> NodeState:
     """The state of all nodes from the states of each rank; for a node that several ranks run, the state of the first.
     The audit's count of each model's updates is only on the ranks that train that model."""
     found = {node: kept for state in reversed(states) for node, kept in state.items()}
