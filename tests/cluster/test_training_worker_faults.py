@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from distflow.cluster.failures import WorkerDied, WorkerHangs
+from distflow.cluster.actor_calls import WorkerDied, WorkerHangs
 from distflow.cluster.ray_entry import launch_ray
 from distflow.runtime.checkpoint.files import CheckpointError
 from distflow.runtime.fault_injection import Fault

@@ -28,7 +28,7 @@ from distflow.pipelines.grpo import grpo_pipeline as make
 from distflow.rollout.embedded import engine
 from distflow.runtime.checkpoint.checkpoint import CheckpointStore
 from distflow.runtime.sample_queue.local import LocalSampleQueue
-from distflow.runtime.weight_sync.protocol import LocalWeights
+from distflow.runtime.weight_sync.ports import LocalWeights
 from distflow.training.torch_engine import TorchTrainEngine
 
 planted, _, at = os.environ.get("KILL_AT", ":0").partition(":")

@@ -1,37 +1,35 @@
 """The coordinator as a Ray actor. It handles metadata and references alone; samples go from worker to worker."""
 
 import os
-import pickle
-import threading
-from collections import Counter, defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from distflow.cluster.object_store import GroupRef, to_group
+from distflow.cluster.log_forwarding import Message, MessageQueue
+from distflow.cluster.sample_queue import GroupRef, Page, to_group
 from distflow.launch.run_setup import Start, begin_ledger
 from distflow.observe.metrics import Measured
+from distflow.planning.plan import dp_groups_of
 from distflow.rewards.call_counts import RewardCounts
 from distflow.runtime.checkpoint.state import load_live
+from distflow.runtime.rank_info import queue_dp_group
 from distflow.runtime.sample_queue.local import pending_groups_of
-from distflow.runtime.sample_queue.pending_groups import Consumed, DpGroupShares, Facts, PendingGroup, Portion
+from distflow.runtime.sample_queue.pending_groups import Consumed, Facts, PendingGroup, Portion
 from distflow.runtime.sample_queue.protocol import Failure, NewWorkers
 from distflow.runtime.sample_queue.shared import SharedSampleQueue
 from distflow.runtime.spec import Spec
 from distflow.runtime.wait_log import Waits
 from distflow.scheduling.curriculum import Accuracy
 from distflow.scheduling.groups import GroupCounts, PromptGroup, Version
-from distflow.scheduling.snapshot import Snapshot
 
-News = tuple[str, tuple[Any, ...]]
-"""A method of the driver's view or callbacks, and its arguments."""
-
-_MOST_NEWS = 10_000
-_MOST_BYTES = 32_768
-"""Of news in one reply."""
 _PAGE = 64
 """Groups in one reply: a reference has some 170 bytes, the measurements of a group some hundreds. No object of more
 than 64 kB comes here or goes to the driver."""
+
+
+class RunEnded(RuntimeError):
+    """The run has ended, and no more groups are issued."""
 
 
 @dataclass(frozen=True)
@@ -45,51 +43,36 @@ class Standing:
     group_counts: GroupCounts
 
 
-@dataclass(frozen=True)
-class Page:
-    """A part of the state that a checkpoint resumes from. cut: with the groups of this page alone. more: another page
-    follows."""
-
-    cut: Snapshot
-    live: Mapping[int, PendingGroup[GroupRef]]
-    more: bool
-
-
 class CoordinatorActor:
-    """Each method call runs on a thread of its own, and may wait there.
+    """Each method call runs on a thread of its own, and may wait there. Methods without a docstring are those of
+    `SharedSampleQueue`.
 
     A call that the worker does not wait for may fail here: then the run fails, and every worker is notified.
     """
 
-    def __init__(
-        self,
-        spec: Spec,
-        start: Start,
-        allowed: tuple[str, ...],
-        dp_groups: Sequence[DpGroupShares],
-        workers: Sequence[str],
-    ) -> None:
-        """See `SharedSampleQueue`."""
+    def __init__(self, spec: Spec, start: Start, allowed: tuple[str, ...]) -> None:
+        """allowed: config keys that may differ from the checkpoint."""
         os.umask(0o077)
         self._coordinator, self._ledger = begin_ledger(spec, start.checkpoint, allowed)
         live = pending_groups_of(load_live(start.checkpoint)) if start.checkpoint else {}
-        held: dict[int, PendingGroup[GroupRef]] = {}
+        refs: dict[int, PendingGroup[GroupRef]] = {}
         for number, each in live.items():
             group, num_bytes = to_group(each.group)
-            held[number] = PendingGroup(group, each.num_tokens, each.measured)
+            refs[number] = PendingGroup(group, each.num_tokens, each.measured)
             if self._coordinator.holds(number):
                 self._coordinator.weigh(number, num_bytes)
         self._queue = SharedSampleQueue[GroupRef](
-            self._coordinator, Waits(), dp_groups, workers, live=held, changed=self._show_queue, may_be_lost=True
+            self._coordinator,
+            Waits(),
+            [queue_dp_group(spec, dp_group) for dp_group in dp_groups_of(spec.plan)],
+            [str(rank.rank) for rank in spec.plan.ranks if rank.rollout_nodes],
+            live=refs,
+            changed=self._show_queue,
+            may_be_lost=True,
         )
         self._rests: dict[int, Sequence[GroupRef]] = {}  # of a step's groups, by rank
         self._consumed: Consumed[GroupRef] | None = None  # until the leading rank takes the next step
-        self._news: deque[News] = deque(maxlen=_MOST_NEWS)
-        self._early: dict[str, dict[int, News]] = defaultdict(
-            dict
-        )  # arrived before an earlier message of the same sender
-        self._num_told = Counter[str]()
-        self._news_changed = threading.Condition()
+        self._messages = MessageQueue()
 
     def standing(self) -> Standing:
         coordinator = self._coordinator
@@ -104,9 +87,8 @@ class CoordinatorActor:
     def alive(self) -> None:
         """Replied to on a thread of its own."""
 
-    def wait_for_groups(self, worker: int, served: int | None) -> list[PromptGroup] | None:
-        """See `SharedSampleQueue`."""
-        return self._queue.wait_for_groups(worker, served)
+    def wait_for_groups(self, worker: int, lowest_version: int | None) -> list[PromptGroup] | None:
+        return self._queue.wait_for_groups(worker, lowest_version)
 
     def put(
         self,
@@ -117,11 +99,9 @@ class CoordinatorActor:
         reward_counts: RewardCounts,
     ) -> None:
         """reward_counts: by its worker since the group before it."""
-        try:
+        with self._failing():
             self._queue.count(reward_counts)
             self._queue.put(prompt_group, group, facts, measured)
-        except Exception as err:  # nobody waits for the reply
-            self._queue.fail(err)
 
     def drop(
         self,
@@ -133,22 +113,17 @@ class CoordinatorActor:
         reward_counts: RewardCounts,
     ) -> None:
         """reward_counts: see `put`."""
-        try:
+        with self._failing():
             self._queue.count(reward_counts)
             self._queue.drop(prompt_group, reason, failure, lost=lost, accuracy=accuracy)
-        except Exception as err:  # nobody waits for the reply
-            self._queue.fail(err)
 
     def lose(self, worker: int) -> int:
-        """See `SharedSampleQueue`."""
         return self._queue.lose(worker)
 
     def join(self, name: str) -> int:
-        """See `SharedSampleQueue`."""
         return self._queue.join(name)
 
     def tell_of_new_workers(self) -> None:
-        """See `SharedSampleQueue`."""
         self._queue.tell_of_new_workers()
 
     def take(self, step: int, rank: int) -> Portion[GroupRef] | NewWorkers | None:
@@ -168,12 +143,11 @@ class CoordinatorActor:
         return found
 
     def read(self, step: int, rank: int, lost: Sequence[int]) -> bool:
-        """See `SharedSampleQueue`."""
         return self._queue.read(step, rank, lost)
 
-    def release(self, step: int, rank: int, published: bool) -> Consumed[GroupRef]:
+    def release(self, step: int, rank: int, weights_sent: bool) -> Consumed[GroupRef]:
         """See `SampleQueuePort`. `checkpoint_page` returns the state that a checkpoint resumes from."""
-        consumed = self._queue.release(step, rank, published)
+        consumed = self._queue.release(step, rank, weights_sent)
         if rank == 0:
             self._consumed = consumed
         return replace(consumed, cut={**consumed.cut, "live": []}, live={})
@@ -187,11 +161,9 @@ class CoordinatorActor:
         )
 
     def stop(self) -> None:
-        """See `SharedSampleQueue`."""
         self._queue.stop()
 
     def fail(self, failure: BaseException) -> None:
-        """See `SharedSampleQueue`."""
         self._queue.fail(failure)
 
     def end(self) -> None:
@@ -199,33 +171,20 @@ class CoordinatorActor:
         self._queue.fail(RunEnded("the run has ended"))
         self._ledger.close()
 
-    def tell(self, sender: str, number: int, method: str, *arguments: Any) -> None:
-        """Queue a message for the driver, after all earlier ones of the sender. number: of the message, from 0."""
-        with self._news_changed:
-            early = self._early[sender]
-            early[number] = method, arguments
-            while (due := early.pop(self._num_told[sender], None)) is not None:
-                self._news.append(due)
-                self._num_told[sender] += 1
-            self._news_changed.notify_all()
+    def add_message(self, sender: str, number: int, method: str, *arguments: Any) -> None:
+        """See `MessageQueue.append_in_order`."""
+        self._messages.append_in_order(sender, number, method, *arguments)
 
-    def news(self, timeout_s: float) -> list[News]:
-        """The messages since the last call, or the first of them; waits up to `timeout_s` for one."""
-        with self._news_changed:
-            if not self._news:
-                self._news_changed.wait(timeout_s)
-            found, num_bytes = list[News](), 0
-            while self._news and num_bytes < _MOST_BYTES:
-                found.append(self._news.popleft())
-                num_bytes += len(pickle.dumps(found[-1]))
-            return found
+    def messages(self, timeout_s: float) -> list[Message]:
+        """See `MessageQueue.fetch`."""
+        return self._messages.fetch(timeout_s)
 
-    def _show_queue(self, group_counts: GroupCounts) -> None:
-        with self._news_changed:
-            self._news.append(
-                ("queue", (group_counts.running, group_counts.complete, sum(group_counts.dropped.values())))
-            )
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as err:  # nobody waits for the reply: whatever it is ends the run
+            self._queue.fail(err)
 
-
-class RunEnded(RuntimeError):
-    """The run has ended, and no more groups are issued."""
+    def _show_queue(self, counts: GroupCounts) -> None:
+        self._messages.append("queue", counts.running, counts.complete, sum(counts.dropped.values()))

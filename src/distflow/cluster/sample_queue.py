@@ -1,15 +1,19 @@
-"""The sample queue as a worker in a process of its own sees it: a client of the coordinator actor."""
+"""The sample queue as a worker in a process of its own sees it: a client of the coordinator actor. Groups lie in Ray's
+object store, as plain buffers of their columns; the coordinator has references to them."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-from distflow.cluster.coordinator_actor import Page
-from distflow.cluster.object_store import GroupLost, GroupRef, lost_among, reply, shortened, to_batch, to_group
+import ray
+from ray.exceptions import ObjectLostError
+
+from distflow.cluster.actor_calls import reply, shortened
 from distflow.data.batch import Batch
+from distflow.data.buffers import from_buffers, gather, to_buffers
 from distflow.observe.metrics import Measured
 from distflow.rewards.call_counts import RewardCounts
 from distflow.runtime import fault_injection
@@ -19,6 +23,56 @@ from distflow.runtime.sample_queue.protocol import Failure, NewWorkers, Released
 from distflow.runtime.wait_log import Waits
 from distflow.scheduling.curriculum import Accuracy
 from distflow.scheduling.groups import PromptGroup
+from distflow.scheduling.snapshot import Snapshot
+
+GroupRef = tuple["ray.ObjectRef[Any]"]
+"""Of a group's buffers; in a tuple, so that Ray passes the reference and not the object."""
+
+
+class GroupLost(RuntimeError):
+    """A group is gone with the process that held it in memory."""
+
+
+@dataclass(frozen=True)
+class Page:
+    """A part of the state that a checkpoint resumes from. cut: with the groups of this page alone. more: another page
+    follows."""
+
+    cut: Snapshot
+    live: Mapping[int, PendingGroup[GroupRef]]
+    more: bool
+
+
+def to_group(batch: Batch) -> tuple[GroupRef, int]:
+    """Store the group's columns where every process of this machine reads them without a copy; returns their size."""
+    buffers = to_buffers(batch)
+    return (ray.put(buffers),), sum(column.nbytes for column in buffers.values())
+
+
+def to_batch(groups: Sequence[GroupRef], like: GroupRef) -> Batch:
+    """The rows of the groups in order. like: a group that has the columns, where there are no groups. Raises
+    GroupLost."""
+    try:
+        if not groups:
+            return from_buffers(ray.get(like[0])).select([])
+        parts = ray.get([group[0] for group in groups])
+    except ObjectLostError as err:
+        raise GroupLost("a worker that held prompt groups has died") from err
+    rows = [(part, row) for part, buffers in enumerate(parts) for row in range(buffers["lengths.prompt"].size // 8)]
+    return gather(parts, rows)
+
+
+def lost_among(groups: Mapping[int, GroupRef]) -> list[int]:
+    """Those that cannot be read any more."""
+    return [number for number, group in groups.items() if _is_lost(group)]
+
+
+def _is_lost(group: GroupRef) -> bool:
+    try:
+        ray.get(group[0])
+    except ObjectLostError:
+        return True
+    return False
 
 
 class AgreedStop:
@@ -46,13 +100,13 @@ class RaySampleQueue:
         self._stop, self._ready = stop, ready
         self._reward_counts = RewardCounts()  # of groups that end next
 
-    async def prompt_groups(self, served: Callable[[], int | None]) -> AsyncIterator[list[PromptGroup]]:
+    async def prompt_groups(self, lowest_version: Callable[[], int | None]) -> AsyncIterator[list[PromptGroup]]:
         """See `SampleQueuePort`."""
         if self._ready is not None:
             with self._waits("rollout", "weights", on="training"):
                 await asyncio.wrap_future(self._ready)
         while True:
-            asked = self._coordinator.wait_for_groups.remote(self._worker, served())
+            asked = self._coordinator.wait_for_groups.remote(self._worker, lowest_version())
             with self._waits("rollout", "capacity", on="coordinator"):
                 prompt_groups = await asyncio.wrap_future(asked.future())
             if prompt_groups is None:
@@ -106,11 +160,11 @@ class RaySampleQueue:
                 assert batch is not None, "no group of it is lost"
                 return Share(portion.group_ids, batch, portion.metrics, portion.judged)
 
-    def release(self, step: int, rank: int, published: bool) -> Released:
+    def release(self, step: int, rank: int, weights_sent: bool) -> Released:
         """See `SampleQueuePort`."""
         fault_injection.reach("release")
         with self._waits("training", f"release of step {step}", on="other ranks"):
-            end: Consumed[GroupRef] = reply(self._coordinator.release.remote(step, self._first + rank, published))
+            end: Consumed[GroupRef] = reply(self._coordinator.release.remote(step, self._first + rank, weights_sent))
         self._stop.wanted = end.stopping
         return Released(end.version, end.finished, end.group_counts, self._checkpoint_state, end.domains)
 

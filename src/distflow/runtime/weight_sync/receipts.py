@@ -54,12 +54,12 @@ def check_sent(bucket: Bucket, model: nn.Module, step: int) -> None:
         )
 
 
-def check_served(served: Version | None, version: Version) -> None:
-    """After the sync of `version` all engines have it, in whatever process. served: the oldest version of any of them,
+def check_all_synced(oldest: Version | None, version: Version) -> None:
+    """After the sync of `version` all engines have it, in whatever process. oldest: the oldest version of any of them,
     None if there are none. Raises TrustError if it is another: at staleness 0 that engine would wait for the version,
     and the trainer for the engine, for ever."""
-    if served not in (None, version):
-        raise TrustError(f"version {version.step} was sent, but an engine has {served.step}: weights did not reach it")
+    if oldest not in (None, version):
+        raise TrustError(f"version {version.step} was sent, but an engine has {oldest.step}: weights did not reach it")
 
 
 def _is_own(name: str, tensor: Tensor, causal: nn.Module, own: dict[str, nn.Parameter]) -> bool:

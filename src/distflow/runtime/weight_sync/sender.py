@@ -18,7 +18,7 @@ from distflow.runtime.audit_protocol import Updates
 from distflow.runtime.offload import Offload
 from distflow.runtime.rollout_services import Session
 from distflow.runtime.weight_sync.protocol import Bucket, WeightPort
-from distflow.runtime.weight_sync.receipts import check_replicas, check_sent, check_served
+from distflow.runtime.weight_sync.receipts import check_all_synced, check_replicas, check_sent
 from distflow.runtime.worker_inputs import WorkerInputs
 from distflow.scheduling.groups import Version
 from distflow.training.engine import TrainEngine
@@ -74,7 +74,7 @@ class WeightSender:
             now = stripe_hashes(self._weights())
             if now == self._last:
                 self._advance_to(version)
-                self._port.alias(version, now)
+                self._port.renumber(version, now)
                 return False, {}
         return True, self.sync(version)
 
@@ -224,7 +224,7 @@ class WeightSync:
             return updated, {}
         self._offload.only(("actor",))
         outcome = self._sender.sync_changed(version, updated)
-        check_served(self._served_version(), version)
+        check_all_synced(self._oldest_version(), version)
         check_replicas(self._sender.hashes, version.step, self._ports.collective)
         self._recorder.serves(version)
         return outcome
@@ -239,7 +239,7 @@ class WeightSync:
         if not sent:
             self._sender.push_again()
 
-    def _served_version(self) -> Version | None:
+    def _oldest_version(self) -> Version | None:
         """The oldest version of the engines to which this rank sends; None if it has none."""
         own = [self._engine.version] if self._engine is not None else []
         confirmed = self._ports.weights.confirmed
