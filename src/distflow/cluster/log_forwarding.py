@@ -5,7 +5,7 @@ import pickle
 import secrets
 import threading
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable
+from dataclasses import fields
 from functools import partial
 from typing import Any, cast
 
@@ -19,6 +19,7 @@ from distflow.runtime.user_calls.sync_calls import Callbacks, Caller
 Message = tuple[str, tuple[Any, ...]]
 """A method of the driver's view or callbacks, and its arguments."""
 
+_CALLBACKS = tuple(field.name for field in fields(Callbacks))
 _MAX_SAMPLE_CHARS = 1000
 _LOOKS_EVERY_S = 0.5
 _MAX_MESSAGES = 10_000
@@ -59,7 +60,7 @@ def remote_callbacks(send: MessageSender, place: Place) -> Callbacks:
     """Callbacks that call the user's functions in the driver, for the worker that leads."""
     if not place.leads:
         return Callbacks()
-    return Callbacks(*(partial(send, name) for name in ("on_step", "on_validation", "on_save")))
+    return Callbacks(*(partial(send, name) for name in _CALLBACKS))
 
 
 class _RemoteView:
@@ -120,12 +121,7 @@ class DriverOutput:
     """Passes what workers report to the driver's terminal and to the user's callbacks."""
 
     def __init__(self, view: TerminalView, caller: Caller) -> None:
-        self._view = view
-        self._callers: dict[str, Callable[..., None]] = {
-            "on_step": caller.step,
-            "on_validation": caller.validation,
-            "on_save": caller.save,
-        }
+        self._view, self._caller = view, caller
         self._asked: Any = None
 
     def show(self, coordinator: Any, last: bool = False) -> None:
@@ -136,5 +132,7 @@ class DriverOutput:
         asked, self._asked = self._asked, None
         messages: list[Message] = reply_of(asked, COORDINATOR)
         for method, arguments in messages:
-            show: Callable[..., None] = self._callers.get(method) or getattr(self._view, method)
-            show(*arguments)
+            if method in _CALLBACKS:
+                self._caller.call(method, *arguments)
+            else:
+                getattr(self._view, method)(*arguments)

@@ -64,15 +64,13 @@ def to_batch(groups: Sequence[GroupRef], like: GroupRef) -> Batch:
 
 def lost_among(groups: Mapping[int, GroupRef]) -> list[int]:
     """Those that cannot be read any more."""
-    return [number for number, group in groups.items() if _is_lost(group)]
-
-
-def _is_lost(group: GroupRef) -> bool:
-    try:
-        ray.get(group[0])
-    except ObjectLostError:
-        return True
-    return False
+    lost = []
+    for number, group in groups.items():
+        try:
+            ray.get(group[0])
+        except ObjectLostError:
+            lost.append(number)
+    return lost
 
 
 class AgreedStop:
