@@ -155,9 +155,9 @@ class CoordinatorActor:
     def checkpoint_page(self, page: int) -> Page:
         """Of the step released last, for the leading rank, before it takes the next one."""
         assert self._consumed is not None
-        cut, held, here = self._consumed.cut, [*self._consumed.live.items()], slice(page * _PAGE, (page + 1) * _PAGE)
+        cut, live, here = self._consumed.cut, [*self._consumed.live.items()], slice(page * _PAGE, (page + 1) * _PAGE)
         return Page(
-            {**cut, "live": cut["live"][here]}, dict(held[here]), max(len(held), len(cut["live"])) > (page + 1) * _PAGE
+            {**cut, "live": cut["live"][here]}, dict(live[here]), max(len(live), len(cut["live"])) > (page + 1) * _PAGE
         )
 
     def stop(self) -> None:

@@ -34,10 +34,10 @@ class ProcessGroups:
         timeout: how long one may wait for the others. All of them call this."""
         self._plan, self._timeout = plan, timeout
         self._training_ranks = [rank for dp_group in dp_groups for rank in dp_group]
-        planned = [group.ranks for group in plan.groups if set(group.ranks) <= set(self._training_ranks)]
+        of_plan = [group.ranks for group in plan.groups if set(group.ranks) <= set(self._training_ranks)]
         self._groups = {
             ranks: dist.new_group(self._places(ranks), timeout)
-            for ranks in dict.fromkeys([*planned, *dp_groups])
+            for ranks in dict.fromkeys([*of_plan, *dp_groups])
             if len(ranks) > 1
         }
 

@@ -176,11 +176,11 @@ class RaySampleQueue:
             pages.append(reply(self._coordinator.checkpoint_page.remote(len(pages))))
         cut = pages[0].cut
         cut["live"] = [group for page in pages for group in page.cut["live"]]
-        held = {}
+        live = {}
         for number, each in ((number, each) for page in pages for number, each in page.live.items()):
             with suppress(GroupLost):  # a resumed run generates it again
-                held[number] = PendingGroup(to_batch([each.group], each.group), each.num_tokens, each.measured)
-        return ResumePoint(cut, live_of(held))
+                live[number] = PendingGroup(to_batch([each.group], each.group), each.num_tokens, each.measured)
+        return ResumePoint(cut, live_of(live))
 
 
 def _read(portion: Portion[GroupRef], groups: Sequence[GroupRef]) -> tuple[Batch | None, list[int]]:
@@ -188,8 +188,8 @@ def _read(portion: Portion[GroupRef], groups: Sequence[GroupRef]) -> tuple[Batch
     try:
         return to_batch(groups, portion.like), []
     except GroupLost:
-        wanted = dict(zip(portion.own, groups, strict=True)) or {portion.group_ids[0]: portion.like}
-        return None, lost_among(wanted)
+        by_id = dict(zip(portion.own, groups, strict=True)) or {portion.group_ids[0]: portion.like}
+        return None, lost_among(by_id)
 
 
 def _shortened(failure: Failure | None) -> Failure | None:

@@ -45,7 +45,7 @@ class DpGroup:
 def plan_ray(pipeline: BoundPipeline, config: Config, device: str, sizes: Mapping[str, str | float]) -> Plan:
     """One rank a device: `trainer.nnodes` machines with `trainer.n_gpus_per_node` each.
 
-    device: what each worker computes on, as it sees it. sizes: parameters of the model of each role, for the scheduler.
+    device: of each worker, as it sees it. sizes: parameters of the model of each role, for the scheduler.
     Raises UserError where the allocation cannot be read, contradicts another key or does not fit the pipeline, and
     where devices are too few.
     """
@@ -189,8 +189,8 @@ def _placed(
         for rank in range(cluster.num_devices)
     )
     layouts = tuple(
-        Layout(role, engine, held, sizes, _shard(role, engine, sizes, config))
-        for dp_group, held in zip(dp_groups, where, strict=True)
+        Layout(role, engine, own_ranks, sizes, _shard(role, engine, sizes, config))
+        for dp_group, own_ranks in zip(dp_groups, where, strict=True)
         for role, (engine, sizes) in dp_group.roles.items()
     )
     return Plan(
@@ -199,7 +199,7 @@ def _placed(
         make_channels(pipeline, ranks),
         layouts,
         process_groups(layouts),
-        # what waits in the host's memory may have to be sent from there
+        # an offloaded engine may have to send from the host's memory
         choose_backends(device, cluster.num_devices, 1 if offload_keys(config) else dag.backend_threshold),
     )
 
@@ -267,8 +267,8 @@ def _cost(shares: list[int], holes: list[int], size: int) -> tuple[int, int]:
     for share in [*left, *(share for share in shares if share > size)]:
         while share:
             node = _next_node(share, holes)
-            taken = min(share, holes[node])
-            share, holes[node], pieces = share - taken, holes[node] - taken, pieces + 1
+            piece = min(share, holes[node])
+            share, holes[node], pieces = share - piece, holes[node] - piece, pieces + 1
     return len(left), pieces
 
 

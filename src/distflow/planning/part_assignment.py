@@ -27,20 +27,20 @@ class Part:
 def split(deps: Edges, holds: Mapping[str, Collection[str]]) -> list[tuple[str, ...]]:
     """The irreducible parts of a graph: an exit with all that it depends on, so that a join keeps each of its inputs.
 
-    Exits whose nodes hold something in common are one part. What holds nothing and leads to several parts is in each.
-    holds: what a run has once, by node: its engines. Nodes of a part are in topological order, parts by their first
-    exit in the order of `deps`.
+    Exits are one part if their nodes use an engine in common. A node without an engine that leads to several parts is
+    in each. holds: the engines of each node; a run has each engine once. Nodes of a part are in topological order,
+    parts by their first exit in the order of `deps`.
     """
-    before, behind = ancestors(deps), dependents(deps)
-    closures = [{exit_, *before[exit_]} for exit_ in deps if not behind[exit_]]
+    before, after = ancestors(deps), dependents(deps)
+    closures = [{exit_, *before[exit_]} for exit_ in deps if not after[exit_]]
     parts: list[set[str]] = []
     for nodes in closures:
-        held = _held_by(nodes, holds)
-        joined = [part for part in parts if held & _held_by(part, holds)]
-        for part in joined[1:]:
+        contents = _contents(nodes, holds)
+        common = [part for part in parts if contents & _contents(part, holds)]
+        for part in common[1:]:
             parts.remove(part)
-        if joined:
-            joined[0].update(nodes, *joined[1:])
+        if common:
+            common[0].update(nodes, *common[1:])
         else:
             parts.append(nodes)
     order = topological_order(deps)
@@ -48,9 +48,9 @@ def split(deps: Edges, holds: Mapping[str, Collection[str]]) -> list[tuple[str, 
 
 
 def pipeline_parts(pipeline: BoundPipeline, sizes: Mapping[str, str | float]) -> list[Part]:
-    """The parts of a pipeline, as they are served: the largest model first, then the longest chain.
+    """The parts of a pipeline in the order in which they get devices: the largest model first, then the longest chain.
 
-    Every prompt group goes through the whole rollout loop, so that all that learns from an engine there is one
+    Every prompt group goes through the whole rollout loop, so all nodes that train from an engine there are one
     part. A part without any engine goes with the first that has one. sizes: parameters of the model of each role.
     """
     rollout_nodes = tuple(node.node_id for node in pipeline.rollout_nodes)
@@ -59,7 +59,7 @@ def pipeline_parts(pipeline: BoundPipeline, sizes: Mapping[str, str | float]) ->
         return [_part(pipeline, [node.node_id for node in pipeline.nodes], sizes)]
     deps = {n.node_id: tuple(dep for dep in n.deps if dep not in rollout_nodes) for n in pipeline.training_nodes}
     found = split(deps, holds)
-    trained = [nodes for nodes in found if _held_by(nodes, holds)] or found[:1]
+    trained = [nodes for nodes in found if _contents(nodes, holds)] or found[:1]
     idle = {node for nodes in found if nodes not in trained for node in nodes}
     parts = sort_parts([_part(pipeline, (*rollout_nodes, *nodes), sizes) for nodes in trained])
     first = {*parts[0].nodes, *idle}
@@ -135,8 +135,8 @@ def _part(pipeline: BoundPipeline, node_ids: Sequence[str], sizes: Mapping[str, 
     return Part(tuple(node_ids), tuple(engines), sum(parse_size(sizes.get(model, 0)) for model in models))
 
 
-def _held_by(nodes: Collection[str], holds: Mapping[str, Collection[str]]) -> set[str]:
-    return {held for node in nodes for held in holds.get(node, ())}
+def _contents(nodes: Collection[str], holds: Mapping[str, Collection[str]]) -> set[str]:
+    return {each for node in nodes for each in holds.get(node, ())}
 
 
 class _Shape:

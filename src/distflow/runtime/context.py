@@ -14,7 +14,7 @@ from distflow.errors import UserError
 from distflow.rewards.router import RewardOutcome, RewardRouter
 from distflow.runtime.prompt_group import Group
 from distflow.runtime.resources import Resources
-from distflow.runtime.user_calls.async_calls import ours
+from distflow.runtime.user_calls.async_calls import deadline_paused
 from distflow.scheduling.data_order import minibatches
 from distflow.training.engine import LossFn, TrainEngine
 
@@ -30,7 +30,7 @@ NodeState = dict[str, dict[str, Any]]
 
 async def score_samples(router: RewardRouter, samples: Sequence[Sample]) -> list[RewardOutcome]:
     """Implements the parameter `reward_fn` of a node. The reward functions have deadlines of their own."""
-    with ours():
+    with deadline_paused():
         return await router(samples)
 
 

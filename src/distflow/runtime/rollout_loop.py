@@ -26,7 +26,7 @@ from distflow.runtime.resources import Resources
 from distflow.runtime.sample_queue.local import accuracy_of
 from distflow.runtime.sample_queue.protocol import Failure, SampleQueuePort, StoppingSampleQueue
 from distflow.runtime.spec import Spec
-from distflow.runtime.user_calls.async_calls import ours
+from distflow.runtime.user_calls.async_calls import deadline_paused
 from distflow.runtime.user_calls.sync_calls import PlainCalls
 from distflow.runtime.wait_log import Waits
 from distflow.scheduling.groups import PromptGroup, Version
@@ -70,7 +70,7 @@ class SubmissionGate:
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         """The engine's `generate`; its request is in the engine's queue before this yields for the first time.
         Responses that a weight update cut off are generated again."""
-        with ours():
+        with deadline_paused():
             fault_injection.reach("rollout.generate")
             result = await self._ask(request)
             while aborted := tuple(made.sample for made in result.generations if made.finish_reason == "abort"):

@@ -121,24 +121,24 @@ class Saver:
         """Wait for the save in progress, if there is one."""
         if self._under_way is None:
             return
-        saved = self._under_way
-        if not saved.path.done():
-            with self._waits("training", f"checkpoint of step {saved.step}", on="its writer"):
-                wait_for([saved.path])
+        save = self._under_way
+        if not save.path.done():
+            with self._waits("training", f"checkpoint of step {save.step}", on="its writer"):
+                wait_for([save.path])
         self._under_way = None
-        path = self._together(saved.step, saved.path)
+        path = self._together(save.step, save.path)
         if path is not None:
-            self._on_saved(saved.step, path)
+            self._on_saved(save.step, path)
 
     def _report_alone(self) -> None:
         """Report the outcome of the save in progress on this rank, without waiting for others."""
-        saved, self._under_way = self._under_way, None
-        if saved is None:
+        save, self._under_way = self._under_way, None
+        if save is None:
             return
-        error = saved.path.exception()
+        error = save.path.exception()
         with suppress(OSError):  # the error that ends the run is the one to report
-            if error is None and (path := saved.path.result()) is not None:
-                self._on_saved(saved.step, path)
+            if error is None and (path := save.path.result()) is not None:
+                self._on_saved(save.step, path)
             elif error is not None and not isinstance(error, GivenUp):
                 self._warn(str(error))
 

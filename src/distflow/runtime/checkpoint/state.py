@@ -105,8 +105,8 @@ def load_live(checkpoint: Checkpoint) -> Live:
     """The groups that were in the queue. Raises CheckpointError for unexpected content."""
     with checkpoint.reading():
         batch = Batch.from_tensors(checkpoint.load("live")) if "live" in checkpoint.parts else None
-        saved = checkpoint.load("run")["live_measured"]
-        return Live(batch, {int(number): [(m, w) for m, w in parts] for number, parts in saved.items()})
+        measured = checkpoint.load("run")["live_measured"]
+        return Live(batch, {int(number): [(m, w) for m, w in parts] for number, parts in measured.items()})
 
 
 def set_generators(checkpoint: Checkpoint | None, seed: int, rank: int = 0) -> None:
@@ -120,14 +120,14 @@ def set_generators(checkpoint: Checkpoint | None, seed: int, rank: int = 0) -> N
     if checkpoint is None or (rank and part_of_rank(rank) not in checkpoint.parts):
         return
     with checkpoint.reading():
-        saved = checkpoint.load(part_of_rank(rank))
-        version, internal, gauss = saved["python"]
+        states = checkpoint.load(part_of_rank(rank))
+        version, internal, gauss = states["python"]
         random.setstate((version, tuple(internal), gauss))
-        name, keys, *rest = saved["numpy"]
+        name, keys, *rest = states["numpy"]
         np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
-        torch.set_rng_state(torch.tensor(saved["torch"], dtype=torch.uint8))
+        torch.set_rng_state(torch.tensor(states["torch"], dtype=torch.uint8))
         devices = range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0)
-        for i, device_state in zip(devices, saved["cuda"], strict=False):
+        for i, device_state in zip(devices, states["cuda"], strict=False):
             torch.cuda.set_rng_state(torch.tensor(device_state, dtype=torch.uint8), i)
 
 

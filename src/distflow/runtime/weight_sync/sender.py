@@ -158,15 +158,15 @@ class WeightReceiver:
     async def _load(self, version: Version, weights: Iterable[tuple[str, Tensor]] | None) -> Receipt:
         engine = self._engine
         receipt = await engine.load_weights(version, weights)
-        held = await engine.hashes()
-        claimed = {name: held.get(name) for name in receipt.hashes}
-        if engine.version != receipt.version or claimed != receipt.hashes:
+        hashes = await engine.hashes()
+        same = {name: hashes.get(name) for name in receipt.hashes} == receipt.hashes
+        if engine.version != receipt.version or not same:
             raise TrustError(
                 f"the rollout engine's receipt is for {receipt.version}, but it serves {engine.version}, and "
-                f"{sum(held.get(name) != own for name, own in receipt.hashes.items())} of its tensors are not those "
+                f"{sum(hashes.get(name) != own for name, own in receipt.hashes.items())} of its tensors are not those "
                 "that the receipt names: weights that were not loaded, or a version number without its weights"
             )
-        return replace(receipt, hashes=held)
+        return replace(receipt, hashes=hashes)
 
 
 class WeightSync:
@@ -218,8 +218,8 @@ class WeightSync:
         if self._sender is None:
             return
         self._offload.only(("actor",))
-        sent = self.step < step and self.send(Version(self._version.restart, step))[0]
-        if not sent:
+        is_newer = self.step < step and self.send(Version(self._version.restart, step))[0]
+        if not is_newer:
             self._sender.push_again()
 
     def _oldest_version(self) -> Version | None:
