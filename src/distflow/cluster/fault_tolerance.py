@@ -80,12 +80,10 @@ class Blame:
         return error
 
     def cause_of(self, error: BaseException, running: Mapping[Any, int]) -> WorkerDied | None:
-        """The failure of another worker that a worker's error follows from, if there is one."""
-        return self._hanging(running) if isinstance(error, PeersLate) else self._death_causing(error, running)
-
-    def _death_causing(self, error: BaseException, running: Mapping[Any, int]) -> WorkerDied | None:
-        """A worker's error may follow from the death of another, which Ray reports a moment later. An error of the
-        user's code mostly does not."""
+        """The failure of another worker that a worker's error follows from, if there is one. Ray reports a death a
+        moment later. An error of the user's code mostly does not follow from one."""
+        if isinstance(error, PeersLate):
+            return self._hanging(running)
         for number, actor in self._services.items():
             try:
                 ray.get(actor.alive.remote(), timeout=_DEATH_IS_REPORTED_WITHIN_S)

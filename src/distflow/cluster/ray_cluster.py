@@ -107,11 +107,10 @@ def failed_process(or_stopped: bool = False) -> str | None:
     """Names a process of this one's own Ray that has died; None where none has, or there is no such Ray. or_stopped: or
     one that is stopped, of which a worker may have died."""
     own = {kind: process for name in _NEEDED for kind, process in _own_processes() if kind == name}
-    for how, fails in (("has died", _has_died), ("is stopped", _is_stopped))[: 1 + or_stopped]:
-        for kind, process in own.items():
-            if fails(process):
-                return f"Ray's {kind} (pid {process.pid}) {how}"
-    return None
+    failed = [(kind, "has died") for kind, process in own.items() if process.poll() is not None]
+    if or_stopped:
+        failed += [(kind, "is stopped") for kind, process in own.items() if _is_stopped(process)]
+    return next((f"Ray's {kind} (pid {own[kind].pid}) {how}" for kind, how in failed), None)
 
 
 def _own_processes() -> list[tuple[str, "Popen[Any]"]]:
@@ -119,10 +118,6 @@ def _own_processes() -> list[tuple[str, "Popen[Any]"]]:
     node = ray._private.worker._global_node
     found: Mapping[str, Sequence[Any]] = node.all_processes if node is not None else {}
     return [(kind, info.process) for kind, infos in found.items() for info in infos]
-
-
-def _has_died(process: "Popen[Any]") -> bool:
-    return process.poll() is not None
 
 
 def _is_stopped(process: "Popen[Any]") -> bool:

@@ -77,11 +77,6 @@ def parse_allocation(text: str) -> Allocation:
     return _Parser(Allocation(" ".join(text.split()), ())).allocation()
 
 
-def parse_sizes(text: str) -> Sizes:
-    """Of `d4p1m1`, say. Raises UserError."""
-    return _sizes(Allocation(text, ()), text, 0)
-
-
 def require_engines(allocation: Allocation) -> None:
     """Raises UserError for an engine that is known and not implemented yet."""
     for part in allocation.parts:

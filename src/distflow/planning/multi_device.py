@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from distflow.config import Config
 from distflow.config.derived_settings import offload_keys
 from distflow.errors import UserError
-from distflow.graph import BoundNode, BoundPipeline
+from distflow.graph import BoundPipeline
 from distflow.planning.allocation_expression import KEY, Allocation, check_agreement, parse_allocation
 from distflow.planning.layout import Layout, Sizes
 from distflow.planning.part_assignment import apportion, pipeline_parts
@@ -162,12 +162,11 @@ def _check_engines_lie_together(pipeline: BoundPipeline, dp_groups: Sequence[DpG
         for dp_group in dp_groups:
             apart = [engine for engine in node.engines if engine not in dp_group.roles]
             if node.node_id in dp_group.nodes and apart:
-                raise UserError(_apart(node, apart[0], [engine for engine in dp_group.roles if engine in node.engines]))
-
-
-def _apart(node: BoundNode, engine: str, here: Sequence[str]) -> str:
-    beside = f"'{here[0]}'" if here else "the engines of its plane"
-    return f"{KEY}: node '{node.node_id}' uses '{engine}', which is not on the devices of {beside}: join them with '|'"
+                here = next((f"'{engine}'" for engine in dp_group.roles if engine in node.engines), None)
+                raise UserError(
+                    f"{KEY}: node '{node.node_id}' uses '{apart[0]}', which is not on the devices of "
+                    f"{here or 'the engines of its plane'}: join them with '|'"
+                )
 
 
 def _placed(
@@ -242,7 +241,10 @@ def place(shares: Sequence[int], cluster: Cluster, cohesion: bool = True, load: 
         while len(ranks[part]) < shares[part]:
             wanted = shares[part] - len(ranks[part])
             holes = [len(ranks_) for ranks_ in free]
-            node = _next_node(wanted, holes) if cohesion else _any_node(holes, load)
+            if cohesion:
+                node = _next_node(wanted, holes)
+            else:
+                node = holes.index(max(holes)) if load else next(node for node, hole in enumerate(holes) if hole)
             ranks[part] += _take(free[node], min(wanted, holes[node]) if cohesion else 1)
     return [tuple(sorted(found)) for found in ranks]
 
@@ -286,10 +288,6 @@ def _next_node(wanted: int, holes: list[int]) -> int:
     """Where the next piece of a part goes: the smallest hole that takes all of it, else the largest."""
     enough = [hole for hole in holes if hole >= wanted]
     return holes.index(min(enough) if enough else max(holes))
-
-
-def _any_node(holes: list[int], load: bool) -> int:
-    return holes.index(max(holes)) if load else next(node for node, hole in enumerate(holes) if hole)
 
 
 def _less(holes: list[int], node: int, share: int) -> list[int]:

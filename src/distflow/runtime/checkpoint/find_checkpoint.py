@@ -122,12 +122,9 @@ def describe_choice(checkpoint: Checkpoint, source: Path) -> str:
     line = f"step {checkpoint.step} of {source}"
     if checkpoint.path.resolve() == source.expanduser().resolve():
         return line
-    best = _best(checkpoint.path.parent)
-    others = f"; the best is {best}" if best and best != checkpoint.path else ""
+    measured = [
+        (metric, path) for path in by_age(checkpoint.path.parent) if (metric := read_manifest(path).metric) is not None
+    ]
+    best = max(measured)[1] if measured else checkpoint.path  # which `trainer.keep_best` kept
+    others = f"; the best is {best}" if best != checkpoint.path else ""
     return f"{line}, its newest checkpoint{others}" + (f" ({checkpoint.message})" if checkpoint.message else "")
-
-
-def _best(store: Path) -> Path | None:
-    """The one that `trainer.keep_best` kept."""
-    measured = [(metric, path) for path in by_age(store) if (metric := read_manifest(path).metric) is not None]
-    return max(measured)[1] if measured else None

@@ -207,7 +207,7 @@ class WeightSync:
             return updated, {}
         self._offload.only(("actor",))
         outcome = self._sender.sync_changed(version, updated)
-        check_all_synced(self._oldest_version(), version)
+        self._check_all_synced(version)
         check_replicas(self._sender.hashes, version.step, self._ports.collective)
         self._recorder.serves(version)
         return outcome
@@ -222,11 +222,15 @@ class WeightSync:
         if not is_newer:
             self._sender.push_again()
 
-    def _oldest_version(self) -> Version | None:
-        """The oldest version of the engines to which this rank sends; None if it has none."""
-        own = [self._engine.version] if self._engine is not None else []
-        confirmed = self._ports.weights.confirmed
-        return min([*own, *([confirmed] if confirmed is not None else [])], default=None)
+    def _check_all_synced(self, version: Version) -> None:
+        """All engines to which this rank sends have the version, in whatever process. Raises TrustError if the oldest has
+        another: at staleness 0 that engine would wait for the version, and the trainer for the engine, for ever."""
+        own = self._engine.version if self._engine is not None else None
+        oldest = min((has for has in (own, self._ports.weights.confirmed) if has is not None), default=version)
+        if oldest != version:
+            raise TrustError(
+                f"version {version.step} was sent, but an engine has {oldest.step}: weights did not reach it"
+            )
 
 
 def buckets(weights: Iterable[tuple[str, Tensor]], max_bytes: int) -> Iterator[Bucket]:
@@ -276,14 +280,6 @@ def check_sent(bucket: Bucket, model: nn.Module, step: int) -> None:
             f"({len(different)} tensors) differ from the trainer's current ones: an older copy, an adapter "
             "that was not merged or is scaled otherwise, or another tensor's values"
         )
-
-
-def check_all_synced(oldest: Version | None, version: Version) -> None:
-    """After the sync of `version` all engines have it, in whatever process. oldest: the oldest version of any of them,
-    None if there are none. Raises TrustError if it is another: at staleness 0 that engine would wait for the version,
-    and the trainer for the engine, for ever."""
-    if oldest not in (None, version):
-        raise TrustError(f"version {version.step} was sent, but an engine has {oldest.step}: weights did not reach it")
 
 
 def _refuse_garbage(version: Version, bucket: Bucket) -> None:
