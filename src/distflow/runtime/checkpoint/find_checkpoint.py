@@ -122,9 +122,8 @@ def describe_choice(checkpoint: Checkpoint, source: Path) -> str:
     line = f"step {checkpoint.step} of {source}"
     if checkpoint.path.resolve() == source.expanduser().resolve():
         return line
-    measured = [
-        (metric, path) for path in by_age(checkpoint.path.parent) if (metric := read_manifest(path).metric) is not None
-    ]
+    metrics = [(read_manifest(path).metric, path) for path in by_age(checkpoint.path.parent)]
+    measured = [(metric, path) for metric, path in metrics if metric is not None]
     best = max(measured)[1] if measured else checkpoint.path  # which `trainer.keep_best` kept
     others = f"; the best is {best}" if best != checkpoint.path else ""
     return f"{line}, its newest checkpoint{others}" + (f" ({checkpoint.message})" if checkpoint.message else "")

@@ -223,8 +223,8 @@ class WeightSync:
             self._sender.push_again()
 
     def _check_all_synced(self, version: Version) -> None:
-        """All engines to which this rank sends have the version, in whatever process. Raises TrustError if the oldest has
-        another: at staleness 0 that engine would wait for the version, and the trainer for the engine, for ever."""
+        """All engines to which this rank sends have the version, in whatever process. Raises TrustError if the oldest
+        has another: at staleness 0 that engine would wait for the version, and the trainer for the engine, for ever."""
         own = self._engine.version if self._engine is not None else None
         oldest = min((has for has in (own, self._ports.weights.confirmed) if has is not None), default=version)
         if oldest != version:
