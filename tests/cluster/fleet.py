@@ -14,14 +14,13 @@ import torch
 from ray._private.internal_api import get_memory_info_reply, get_state_from_address
 from torch import Tensor
 
-from distflow.cluster.rollout_workers import RolloutWorkers
-from distflow.cluster.weight_sync import Fleet, put_in_store
+from distflow.cluster.rollout_workers import RayWeights, RolloutWorkers, put_in_store
 from distflow.rollout.engine import Receipt
 from distflow.rollout.weights import copy_weights, stripe_hashes
 from distflow.runtime import fault_injection
 from distflow.runtime.wait_log import Waits
 from distflow.runtime.weight_sync.buckets import Carry, write_bucket
-from distflow.runtime.weight_sync.receiver import Arrivals
+from distflow.runtime.weight_sync.ports import IncomingWeights, LocalWeights
 from distflow.runtime.weight_sync.sender import WeightSender
 from distflow.scheduling.groups import Version
 
@@ -48,8 +47,8 @@ class Away:
     """A worker's process with an engine that only holds weights."""
 
     def __init__(self) -> None:
-        self._arrivals, self._model, self._served = Arrivals(), Holder(), Version(0, 0)
-        self._arrivals.attach(self)
+        self._incoming, self._model, self._served = IncomingWeights(), Holder(), Version(0, 0)
+        self._incoming.attach(self)
 
     def __call__(self, version: Version, weights: Any) -> Receipt:
         hashes = copy_weights(self._model, weights) if weights is not None else self._hashes()
@@ -62,11 +61,11 @@ class Away:
     def arm(self, rank: int) -> None:
         fault_injection.arm(rank)
 
-    def take(self, version: Version, number: int, sent: Any, wanted: str) -> str | None:
-        return self._arrivals.take(version, number, sent, wanted)
+    def receive(self, *bucket: Any) -> str | None:
+        return self._incoming.receive(*bucket)
 
-    def serve(self, version: Version, num_buckets: int | None) -> Receipt:
-        return self._arrivals.serve(version, num_buckets)
+    def load(self, *version: Any) -> Receipt:
+        return self._incoming.load(*version)
 
     def spoil(self) -> None:
         with torch.no_grad():
@@ -101,8 +100,14 @@ def rollout_workers_of(workers: Mapping[int, Any], note: Callable[[str], None] =
     return members
 
 
-def fleet_of(workers: Mapping[int, Any], carry: Carry = put_in_store) -> Fleet:
-    return Fleet(rollout_workers_of(workers), carry, 60, Waits())
+def weights_to(
+    members: RolloutWorkers, carry: Carry = put_in_store, timeout_s: float = 60, waits: Waits | None = None
+) -> RayWeights:
+    return RayWeights(LocalWeights(Waits()), members, carry, timeout_s, waits or Waits())
+
+
+def fleet_of(workers: Mapping[int, Any], carry: Carry = put_in_store) -> RayWeights:
+    return weights_to(rollout_workers_of(workers), carry)
 
 
 def carrier(name: str, run_dir: Path) -> Carry:

@@ -14,8 +14,8 @@ import pytest
 from ray.util.placement_group import placement_group, remove_placement_group
 
 from distflow import __version__
-from distflow.cluster import placement, worker_actor
-from distflow.cluster.failures import WorkerFailed
+from distflow.cluster import ray_cluster, worker_actor
+from distflow.cluster.actor_calls import WorkerFailed
 from distflow.cluster.ray_entry import launch_ray
 from distflow.errors import UserError
 from tests.cluster.test_faults import wait_until, workers
@@ -106,8 +106,8 @@ def test_a_step_with_fewer_groups_than_workers_and_paths_from_the_drivers_folder
 def test_room_that_others_hold_is_waited_for_aloud_and_not_for_ever(
     ground: Playground, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(placement, "STARTS_WITHIN_S", 1.0)
-    monkeypatch.setattr(placement, "_SAYS_AFTER_S", 0.1)
+    monkeypatch.setattr(ray_cluster, "PLACED_WITHIN_S", 1.0)
+    monkeypatch.setattr(ray_cluster, "_SAYS_AFTER_S", 0.1)
     _, spec = ground.spec("grpo", *TWO)
     held, said = placement_group([{"CPU": 3}]), list[str]()
     held.wait()

@@ -3,7 +3,7 @@ one process does."""
 
 import pytest
 
-from distflow.cluster.failures import WorkerDied
+from distflow.cluster.actor_calls import WorkerDied
 from distflow.cluster.ray_entry import launch_ray
 from distflow.runtime.errors import NodeError
 from tests.cluster.test_supervisor import check_same, distance

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from distflow import cli
-from distflow.cluster import heartbeat
-from distflow.cluster.failures import WorkerDied
+from distflow.cluster import actor_calls
+from distflow.cluster.actor_calls import WorkerDied
 from distflow.cluster.ray_entry import launch_ray
 from distflow.scheduling import ledger
 from tests.cluster import leftovers
@@ -76,7 +76,7 @@ def test_a_worker_that_is_killed_ends_the_run_and_the_same_command_goes_on(groun
     config, spec = ground.spec("grpo", *ENDLESS)
     with struck(folder, lambda: os.kill(workers()[victim], signal.SIGKILL)) as when, pytest.raises(WorkerDied) as told:
         launch_ray(spec)
-    assert time.monotonic() - when[0] < heartbeat.ANSWERS_WITHIN_S
+    assert time.monotonic() - when[0] < actor_calls.REPLIES_WITHIN_S
     assert f"worker {victim} of 2" in str(told.value) and "resumes from step-" in str(told.value)
     assert notes(folder, "end") == ["the run failed"] and notes(folder, "error")
     assert all('"release of step 2"' in (folder / "spans" / f"training{part}.jsonl").read_text() for part in ("", "-1"))
@@ -93,7 +93,7 @@ def test_a_worker_that_is_killed_ends_the_run_and_the_same_command_goes_on(groun
 def test_a_worker_that_is_stopped_is_named_within_the_deadline_and_others_leave_their_stacks(
     ground: Playground, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(heartbeat, "ANSWERS_WITHIN_S", 12.0)
+    monkeypatch.setattr(actor_calls, "REPLIES_WITHIN_S", 12.0)
     folder = ground.folder / "run"
     _, spec = ground.spec("grpo", *ENDLESS)
     with struck(folder, lambda: os.kill(workers()[1], signal.SIGSTOP)), pytest.raises(WorkerDied) as told:

@@ -8,12 +8,11 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
-from distflow.cluster import heartbeat, restarts
-from distflow.cluster.failures import WorkerDied
+from distflow.cluster import actor_calls, fault_tolerance
+from distflow.cluster.actor_calls import WorkerDied
 from distflow.cluster.ray_entry import launch_ray
 from distflow.runtime import fault_injection
 from distflow.runtime.fault_injection import Fault
@@ -143,7 +142,7 @@ def test_the_only_one_that_generates_and_cannot_be_started_again_ends_the_run_by
 ) -> None:
     """No process of torch is ready within a second."""
     plan(Fault("queue.put", rank=0, call=7))
-    monkeypatch.setattr(restarts, "heartbeat", SimpleNamespace(STARTS_WITHIN_S=1.0))  # for those that come later
+    monkeypatch.setattr(fault_tolerance, "STARTS_WITHIN_S", 1.0)  # for those that come later
     told = "no other process could be started as worker 0 within 1 s: .*no rollout worker is left"
     with pytest.raises(WorkerDied, match=told):
         run(ground, *ONE_GENERATES, *STEPS, name="without")
@@ -152,7 +151,7 @@ def test_the_only_one_that_generates_and_cannot_be_started_again_ends_the_run_by
 def test_a_worker_that_is_stopped_is_killed_and_replaced_and_streams_stay_within_their_staleness(
     ground: Playground, plan: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(heartbeat, "ANSWERS_WITHIN_S", 12.0)
+    monkeypatch.setattr(actor_calls, "REPLIES_WITHIN_S", 12.0)
     plan(Fault("rollout.generate", rank=1, call=3, action="SIGSTOP"))
     steps = ("trainer.total_training_steps=4", CONSTANT, "async.max_staleness=1")
     found = run(ground, *TWO_GENERATE, *steps, name="stopped")

@@ -86,6 +86,6 @@ def test_a_hang_costs_its_own_score_and_no_other(ground: Playground) -> None:
 
 
 def test_a_cluster_without_room_for_them_is_told(ground: Playground, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reward_actors, "STARTS_WITHIN_S", 3.0)
+    monkeypatch.setattr(reward_actors, "PLACED_WITHIN_S", 3.0)
     with pytest.raises(UserError, match=r"no room for 30 reward actors of 2 CPUs.*reward\.num_actors"):
         run(ground, RAY, "reward.num_actors=30", "reward.actor_cpus=2", name="many")

@@ -5,9 +5,9 @@ from collections.abc import Callable
 
 import pytest
 
-from distflow.cluster.failures import WorkerDied, WorkerHangs
+from distflow.cluster.actor_calls import WorkerDied, WorkerHangs
 from distflow.cluster.ray_entry import launch_ray
-from distflow.runtime.checkpoint.folder import CheckpointError
+from distflow.runtime.checkpoint.files import CheckpointError
 from distflow.runtime.fault_injection import Fault
 from distflow.runtime.weight_sync.buckets import WEIGHTS
 from distflow.scheduling import ledger

@@ -11,7 +11,7 @@ import pytest
 import ray
 from ray.exceptions import RayActorError
 
-from distflow.cluster.weight_sync import Fleet, Stalled
+from distflow.cluster.rollout_workers import Stalled
 from distflow.errors import TrustError, UserError
 from distflow.rollout.weights import stripe_hashes
 from distflow.runtime import fault_injection
@@ -31,6 +31,7 @@ from tests.cluster.fleet import (
     start_workers,
     states,
     weights,
+    weights_to,
     within,
 )
 
@@ -101,7 +102,7 @@ def test_a_flipped_bit_is_found_by_the_hash_and_the_bucket_comes_again(
     plan(*(Fault("weights.arrived", *at, action="flip") for at in ((2, 1), (2, 2), (5, 4))))
     arm(workers)
     notes, version = list[str](), after(newest(workers))
-    fleet = Fleet(rollout_workers_of(workers, notes.append), carrier(way, tmp_path), 60, Waits())
+    fleet = weights_to(rollout_workers_of(workers, notes.append), carrier(way, tmp_path))
     publisher(Trainer(version.step), fleet).sync(version)
     assert states(workers) == served(version) * 2
     refused = [
@@ -118,7 +119,7 @@ def test_a_bucket_that_is_refused_every_time_ends_it_and_names_who_refused(
     plan(*(Fault("weights.arrived", 5, call, action="flip") for call in (2, 3, 4)))
     arm(workers)
     old = newest(workers)
-    fleet = Fleet(rollout_workers_of(workers, lambda note: None), carrier(way, tmp_path), 60, Waits())
+    fleet = weights_to(rollout_workers_of(workers, lambda note: None), carrier(way, tmp_path))
     with pytest.raises(
         TrustError, match=r"bucket 1 of the weights of step 2 was sent 3 times, .* \(worker 5: its bytes are not those"
     ):
@@ -141,7 +142,7 @@ def test_who_dies_or_stops_in_a_weight_update_is_fenced_and_named_and_the_others
     arm(everyone)
     told, notes, version = list[Wait](), list[str](), after(newest(workers))
     members = rollout_workers_of(everyone, notes.append)
-    fleet = Fleet(members, carrier(way, tmp_path), 5.0, Waits(lambda wait, ended: told.append(wait)))
+    fleet = weights_to(members, carrier(way, tmp_path), 5.0, Waits(lambda wait, ended: told.append(wait)))
     sender = publisher(Trainer(version.step), fleet)
     sender.sync(version)
     assert notes == [
@@ -156,12 +157,12 @@ def test_who_dies_or_stops_in_a_weight_update_is_fenced_and_named_and_the_others
         asked[0] == "worker 2, worker 5, worker 3, worker 4, worker 6" and asked[-1] == "worker 2, worker 5, worker 6"
     )
     within(lambda: not Path(f"/proc/{stopped}").exists(), "it is there still")
-    assert states(workers) == served(version) * 2 and list(members.serving()) == [2, 5]
+    assert states(workers) == served(version) * 2 and list(members.with_newest_weights()) == [2, 5]
     come = start_workers(3)[3]
     pid_of(come)  # it has started
     members.join(3, come)
     sender.push_again()
-    assert states({3: come}) == served(version) and list(members.serving()) == [2, 3, 5]
+    assert states({3: come}) == served(version) and list(members.with_newest_weights()) == [2, 3, 5]
     assert list(tmp_path.iterdir()) == []
     ray.kill(come)
 
@@ -223,7 +224,7 @@ def test_a_file_that_is_spoiled_on_the_disk_is_written_again(
     workers: dict[int, Any], tmp_path: Path, strike: Callable[[Path], None], why: str
 ) -> None:
     notes, version = list[str](), after(newest(workers))
-    fleet = Fleet(rollout_workers_of(workers, notes.append), striking(tmp_path, strike), 60, Waits())
+    fleet = weights_to(rollout_workers_of(workers, notes.append), striking(tmp_path, strike))
     publisher(Trainer(version.step), fleet).sync(version)
     assert states(workers) == served(version) * 2
     assert len(notes) == 1 and re.search(rf"bucket 1 .*\(worker 2: .*{why}.*; worker 5: .*{why}", notes[0])
@@ -238,7 +239,7 @@ def test_a_disk_that_hangs_is_named_after_the_deadline(workers: dict[int, Any], 
         pipe.write_bytes(b"")  # waits for a reader, as a network's file system does for its server
         return write_bucket(tmp_path, version, number, packed)
 
-    fleet = Fleet(rollout_workers_of(workers), carry, 0.5, Waits())
+    fleet = weights_to(rollout_workers_of(workers), carry, 0.5)
     with pytest.raises(Stalled, match=r"bucket 0 of the weights of step 2 could not be put .* within 0\.5 s .*hangs"):
         publisher(Trainer(2), fleet).sync(after(old))
     assert states(workers) == served(old) * 2
@@ -247,7 +248,7 @@ def test_a_disk_that_hangs_is_named_after_the_deadline(workers: dict[int, Any], 
 
 def test_a_folder_that_a_worker_does_not_see_is_named(workers: dict[int, Any], tmp_path: Path) -> None:
     old = newest(workers)
-    fleet = Fleet(rollout_workers_of(workers), striking(tmp_path, Path.unlink), 60, Waits())
+    fleet = weights_to(rollout_workers_of(workers), striking(tmp_path, Path.unlink))
     with pytest.raises(
         UserError, match=r"bucket-00001.safetensors, .* is not there on .*\(trainer.default_local_dir\)"
     ):

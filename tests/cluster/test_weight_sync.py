@@ -8,13 +8,11 @@ from typing import Any
 import pytest
 import ray
 
-from distflow.cluster.weight_sync import RayWeights, put_in_store
+from distflow.cluster.rollout_workers import put_in_store
 from distflow.errors import TrustError
 from distflow.rollout.weights import stripe_hashes
-from distflow.runtime.wait_log import Waits
 from distflow.runtime.weight_sync import sender
 from distflow.runtime.weight_sync.buckets import hash_of
-from distflow.runtime.weight_sync.protocol import LocalWeights
 from distflow.scheduling.groups import Version
 from tests.cluster.fleet import (
     BUCKET_BYTES,
@@ -52,7 +50,7 @@ def test_a_version_arrives_at_all_bucket_by_bucket_and_leaves_nothing_behind(
     on_their_way = stored_bytes if way == "store" else partial(file_bytes, tmp_path)
     version = {"store": ONE, "disk": TWO}[way]
     trainer, before = Trainer(version.step, on_their_way), on_their_way()
-    port = RayWeights(LocalWeights(Waits()), fleet_of(workers, carrier(way, tmp_path)))
+    port = fleet_of(workers, carrier(way, tmp_path))
     publisher(trainer, port).sync(version)
     assert states(workers) == [(version, stripe_hashes(weights(version.step)))] * 2 and port.confirmed == version
     assert 0 < max(trainer.seen) - before < 2 * BUCKET_BYTES, "more than one bucket was on its way"
@@ -80,22 +78,22 @@ def test_a_version_that_is_broken_off_is_served_by_nobody_and_is_no_part_of_the_
 def test_buckets_of_two_versions_are_never_put_together(workers: dict[int, Any]) -> None:
     worker, empty = workers[2], (put_in_store(THREE, 0, []), hash_of([]))
     took = ray.get(worker.state.remote())[1:]
-    assert ray.get(worker.take.remote(Version(2, 1), 0, *empty)) is None
+    assert ray.get(worker.receive.remote(Version(2, 1), 0, *empty)) is None
     with pytest.raises(ValueError, match="bucket 1 of Version.*step=2.* came after 1 buckets of Version.*step=1"):
-        ray.get(worker.take.remote(Version(2, 2), 1, *empty))
+        ray.get(worker.receive.remote(Version(2, 2), 1, *empty))
     with pytest.raises(ValueError, match="1 buckets of .* came, not 2 of "):
-        ray.get(worker.serve.remote(Version(2, 1), 2))
+        ray.get(worker.load.remote(Version(2, 1), 2))
     assert ray.get(worker.state.remote())[1:] == took
 
 
 def test_receipts_of_all_are_compared_by_the_name_of_the_worker(workers: dict[int, Any]) -> None:
     fleet = fleet_of(workers)
     publisher(Trainer(1), fleet).sync(Version(3, 1))
-    fleet.alias(Version(3, 2), stripe_hashes(weights(1)))
+    fleet.renumber(Version(3, 2), stripe_hashes(weights(1)))
     assert fleet.confirmed == Version(3, 2)
     ray.get(workers[5].spoil.remote())
-    with pytest.raises(TrustError, match="the engine of worker 5 was to serve .* tensors that differ: b"):
-        fleet.alias(Version(3, 3), stripe_hashes(weights(1)))
+    with pytest.raises(TrustError, match="the engine of worker 5 was to use .* tensors that differ: b"):
+        fleet.renumber(Version(3, 3), stripe_hashes(weights(1)))
     fleet.begin(Version(3, 4))
     with pytest.raises(TrustError, match="the engine refused the weights of version 4: .*: missing"):
         fleet.put(weights(1)[:3])

@@ -11,7 +11,7 @@ import pytest
 
 from distflow.rollout.embedded import EmbeddedEngine
 from distflow.runtime.spec import Spec
-from distflow.runtime.weight_sync.protocol import LocalWeights
+from distflow.runtime.weight_sync.ports import LocalWeights
 from distflow.scheduling.ledger import timeline, verify
 from tests.e2e.runs import Playground, Run
 
@@ -91,19 +91,19 @@ class Pushed:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.sent, self.named = list[int](), list[int]()
-        commit, alias = LocalWeights.commit, LocalWeights.alias
+        commit, renumber = LocalWeights.commit, LocalWeights.renumber
 
         def note_commit(port: LocalWeights, *unmoved: Any) -> None:
             assert port._version is not None
             self.sent.append(port._version.step)
             commit(port, *unmoved)
 
-        def note_alias(port: LocalWeights, version: Any, *hashes: Any) -> None:
+        def note_renumber(port: LocalWeights, version: Any, *hashes: Any) -> None:
             self.named.append(version.step)
-            alias(port, version, *hashes)
+            renumber(port, version, *hashes)
 
         monkeypatch.setattr(LocalWeights, "commit", note_commit)
-        monkeypatch.setattr(LocalWeights, "alias", note_alias)
+        monkeypatch.setattr(LocalWeights, "renumber", note_renumber)
 
 
 def test_steps_without_an_update_send_nothing_and_count_on(

@@ -23,14 +23,13 @@ pytestmark = pytest.mark.slow
 # answers the n-th request: HELD=n.
 KILLED = """
 import asyncio, itertools, os, signal
-from dataclasses import replace
 from distflow.scheduling.ledger import Ledger
 from distflow.pipelines.grpo import grpo_pipeline as make
 from distflow.rollout import weights as weights_module
 from distflow.rollout.embedded import engine
 from distflow.runtime.checkpoint.checkpoint import CheckpointStore
 from distflow.runtime.sample_queue.local import LocalSampleQueue
-from distflow.runtime.weight_sync.protocol import LocalWeights
+from distflow.runtime.weight_sync.ports import LocalWeights
 from distflow.training.torch_engine import TorchTrainEngine
 
 planted, _, at = os.environ.get("KILL_AT", ":0").partition(":")
@@ -70,11 +69,13 @@ def append(self, kind, whole=Ledger.append, **fields):
 
 
 def begin(self, step, whole=CheckpointStore.begin):
-    return replace(whole(self, step), on_point=reached)
+    checkpoint, self.on_point = whole(self, step), reached
+    return checkpoint
 
 
 def writing(self, step, whole=CheckpointStore.writing):
-    return replace(whole(self, step), on_point=reached)
+    checkpoint, self.on_point = whole(self, step), reached
+    return checkpoint
 
 
 async def generate(self, request, whole=engine.EmbeddedEngine.generate, requests=itertools.count(1)):

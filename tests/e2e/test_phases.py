@@ -9,7 +9,7 @@ import pytest
 
 from distflow.launch import local_launcher
 from distflow.launch.local_launcher import launch_local
-from distflow.runtime.checkpoint import writing
+from distflow.runtime.checkpoint import checkpoint
 from distflow.runtime.user_calls.sync_calls import Callbacks
 from tests.e2e.runs import REWARD, Playground, Run
 
@@ -67,7 +67,7 @@ def test_named_phases_add_up_to_the_clock(
     if slow == "rollout":
         ground.write_reward(SLOW_REWARD)
     if slow == "save":
-        monkeypatch.setattr(writing, "write_part", sleeping(writing.write_part))
+        monkeypatch.setattr(checkpoint, "write_part", sleeping(checkpoint.write_part))
     pause = (lambda: time.sleep(SLOW_S)) if slow == "callbacks" else (lambda: None)
     left_out, beside_the_clock = list[bool](), list[bool]()
     steps = timed(ground, preset, *keys, "trust.audit_freq=0", on_step=pause)

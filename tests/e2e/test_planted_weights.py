@@ -19,7 +19,7 @@ from distflow.rollout.embedded.host_steps import RequestLane
 from distflow.rollout.embedded.kv_cache import PromptCache
 from distflow.rollout.embedded.scheduler import Sequence
 from distflow.rollout.weights import stripe_hashes
-from distflow.runtime.weight_sync.protocol import LocalWeights
+from distflow.runtime.weight_sync.ports import LocalWeights
 from distflow.runtime.weight_sync.sender import WeightSender
 from distflow.scheduling.groups import CountsError
 from distflow.training.torch_engine import TorchTrainEngine
@@ -321,12 +321,12 @@ def test_an_old_copy_that_is_swapped_in_after_a_pause(playground: Playground, mo
     assert fired
 
 
-def test_an_alias_in_the_place_of_changed_weights(playground: Playground, monkeypatch: Patch) -> None:
+def test_a_new_version_number_in_the_place_of_changed_weights(playground: Playground, monkeypatch: Patch) -> None:
     fired = Fired()
 
     def sync_changed(self: WeightSender, version: Any, updated: bool) -> Any:
         fired.append(updated)
-        self._port.alias(version, {})
+        self._port.renumber(version, {})
         return False, {}
 
     monkeypatch.setattr(WeightSender, "sync_changed", sync_changed)

@@ -139,12 +139,12 @@ def test_what_is_no_checkpoint_is_named(ground: Playground, tmp_path: Path) -> N
 
 def test_the_best_checkpoint_is_told_where_it_is_another(ground: Playground, tmp_path: Path) -> None:
     from distflow.runtime.checkpoint.checkpoint import CheckpointStore
-    from distflow.runtime.checkpoint.find_checkpoint import described
+    from distflow.runtime.checkpoint.find_checkpoint import describe_choice
 
     store = CheckpointStore(tmp_path / "checkpoints", keep_best=1)
     for step, metric in ((1, 0.5), (2, 0.9), (3, 0.7)):
         writing = store.begin(step)
         writing.write("run", {})
         writing.commit(["run"], metric)
-    line = described(policy_checkpoint(tmp_path), tmp_path)
+    line = describe_choice(policy_checkpoint(tmp_path), tmp_path)
     assert line == f"step 3 of {tmp_path}, its newest checkpoint; the best is {tmp_path}/checkpoints/step-000002"

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from distflow.builtin_names import ROLLOUT_ENGINES, TRAIN_ENGINES
 from distflow.errors import UserError
-from distflow.planning.allocation_expression import Allocation, parse_allocation, parse_sizes, require_engines
+from distflow.planning.allocation_expression import Allocation, parse_allocation, require_engines
 from distflow.planning.layout import Sizes
 
 
@@ -40,10 +40,14 @@ def test_the_references(text: str, num_devices: int, parts: list[list[tuple[str,
     assert read(text) == parts
 
 
+def sizes(text: str) -> Sizes:
+    return parse_allocation(f"megatron:{text}").parts[0].sizes
+
+
 def test_sizes() -> None:
-    assert parse_sizes("d4p1m1") == Sizes(data=4) and parse_sizes("d2p2m1") == Sizes(data=2, pipeline=2)
-    assert parse_sizes("t2d3c2p4e6") == Sizes(data=3, tensor=2, pipeline=4, context=2, expert=6)
-    assert parse_sizes("t2d3c2p4e6").num_devices == 48
+    assert sizes("d4p1m1") == Sizes(data=4) and sizes("d2p2m1") == Sizes(data=2, pipeline=2)
+    assert sizes("t2d3c2p4e6") == Sizes(data=3, tensor=2, pipeline=4, context=2, expert=6)
+    assert sizes("t2d3c2p4e6").num_devices == 48
 
 
 @pytest.mark.parametrize(

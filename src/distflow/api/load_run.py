@@ -183,8 +183,8 @@ class Run:
     @property
     def checkpoints(self) -> list[Path]:
         """Folders of checkpoints, the oldest first; the last is what `export` takes."""
+        from distflow.runtime.checkpoint.files import by_age
         from distflow.runtime.checkpoint.find_checkpoint import CHECKPOINTS
-        from distflow.runtime.checkpoint.folder import by_age
 
         return by_age(self.folder / CHECKPOINTS)
 

@@ -1,33 +1,30 @@
 """The coordinator as a Ray actor. It handles metadata and references alone; samples go from worker to worker."""
 
 import os
-import pickle
-import threading
-from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from distflow.cluster.object_store import GroupRef, to_group
+from distflow.cluster.log_forwarding import Message, MessageQueue
+from distflow.cluster.sample_queue import GroupRef, to_group
 from distflow.launch.run_setup import Start, begin_ledger
+from distflow.planning.plan import dp_groups_of
 from distflow.rewards.score import RewardCounts
 from distflow.runtime.checkpoint.state import load_queued
+from distflow.runtime.rank_info import queue_dp_group
 from distflow.runtime.sample_queue.protocol import FinishedGroup, NewWorkers, ResumePoint, TrainingStep
 from distflow.runtime.sample_queue.shared import SharedSampleQueue
 from distflow.runtime.spec import Spec
 from distflow.runtime.wait_log import Waits
-from distflow.scheduling.bin_packing import DpGroupShares
 from distflow.scheduling.groups import GroupCounts, Version
 
-News = tuple[str, tuple[Any, ...]]
-"""A method of the driver's view or callbacks, and its arguments."""
-
-_MOST_NEWS = 10_000
-_MOST_BYTES = 32_768
-"""Of news in one reply."""
 _PAGE = 64
 """Groups in one reply: a reference has some 170 bytes, the measurements of a group some hundreds. No object of more
 than 64 kB comes here or goes to the driver."""
+
+
+class RunEnded(RuntimeError):
+    """The run has ended, and no more groups are issued."""
 
 
 @dataclass(frozen=True)
@@ -47,15 +44,8 @@ class CoordinatorActor(SharedSampleQueue[GroupRef]):
     A call that the worker does not wait for may fail here: then the run fails, and every worker is notified.
     """
 
-    def __init__(
-        self,
-        spec: Spec,
-        start: Start,
-        allowed: tuple[str, ...],
-        dp_groups: Sequence[DpGroupShares],
-        workers: Sequence[str],
-    ) -> None:
-        """See `SharedSampleQueue`."""
+    def __init__(self, spec: Spec, start: Start, allowed: tuple[str, ...]) -> None:
+        """allowed: config keys that may differ from the checkpoint."""
         os.umask(0o077)
         coordinator, self._ledger = begin_ledger(spec, start.checkpoint, allowed)
         queued: dict[int, FinishedGroup[GroupRef]] = {}
@@ -66,15 +56,16 @@ class CoordinatorActor(SharedSampleQueue[GroupRef]):
             if coordinator.holds(number):
                 coordinator.weigh(number, num_bytes)
         super().__init__(
-            coordinator, Waits(), dp_groups, workers, queued=queued, changed=self._show_queue, may_be_lost=True
+            coordinator,
+            Waits(),
+            [queue_dp_group(spec, dp_group) for dp_group in dp_groups_of(spec.plan)],
+            [str(rank.rank) for rank in spec.plan.ranks if rank.rollout_nodes],
+            queued=queued,
+            changed=self._show_queue,
+            may_be_lost=True,
         )
         self._rests: dict[int, Sequence[GroupRef]] = {}  # of a step's groups, by rank
-        self._news: deque[News] = deque(maxlen=_MOST_NEWS)
-        self._early: dict[str, dict[int, News]] = defaultdict(
-            dict
-        )  # arrived before an earlier message of the same sender
-        self._num_told = Counter[str]()
-        self._news_changed = threading.Condition()
+        self._messages = MessageQueue()
 
     def progress(self) -> Progress:
         coordinator = self._coordinator
@@ -124,33 +115,13 @@ class CoordinatorActor(SharedSampleQueue[GroupRef]):
         self.fail(RunEnded("the run has ended"))
         self._ledger.close()
 
-    def tell(self, sender: str, number: int, method: str, *arguments: Any) -> None:
-        """Queue a message for the driver, after all earlier ones of the sender. number: of the message, from 0."""
-        with self._news_changed:
-            early = self._early[sender]
-            early[number] = method, arguments
-            while (due := early.pop(self._num_told[sender], None)) is not None:
-                self._news.append(due)
-                self._num_told[sender] += 1
-            self._news_changed.notify_all()
+    def add_message(self, sender: str, number: int, method: str, *arguments: Any) -> None:
+        """See `MessageQueue.append_in_order`."""
+        self._messages.append_in_order(sender, number, method, *arguments)
 
-    def news(self, timeout_s: float) -> list[News]:
-        """The messages since the last call, or the first of them; waits up to `timeout_s` for one."""
-        with self._news_changed:
-            if not self._news:
-                self._news_changed.wait(timeout_s)
-            found, num_bytes = list[News](), 0
-            while self._news and num_bytes < _MOST_BYTES:
-                found.append(self._news.popleft())
-                num_bytes += len(pickle.dumps(found[-1]))
-            return found
+    def messages(self, timeout_s: float) -> list[Message]:
+        """See `MessageQueue.fetch`."""
+        return self._messages.fetch(timeout_s)
 
-    def _show_queue(self, group_counts: GroupCounts) -> None:
-        with self._news_changed:
-            self._news.append(
-                ("queue", (group_counts.running, group_counts.complete, sum(group_counts.dropped.values())))
-            )
-
-
-class RunEnded(RuntimeError):
-    """The run has ended, and no more groups are issued."""
+    def _show_queue(self, counts: GroupCounts) -> None:
+        self._messages.append("queue", counts.running, counts.complete, sum(counts.dropped.values()))

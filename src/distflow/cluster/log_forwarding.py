@@ -1,40 +1,47 @@
-"""Forwards what workers report to the driver's terminal and to the user's callbacks: both sides."""
+"""Forwards reports of workers to the driver's terminal and to the user's callbacks: the workers' side, the queue in the
+coordinator, and the driver's side."""
 
+import pickle
 import secrets
 import threading
-from collections.abc import Callable
+from collections import Counter, defaultdict, deque
+from dataclasses import fields
 from functools import partial
-from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import ray
 
-from distflow.cluster.coordinator_actor import News
-from distflow.cluster.failures import reply_of
-from distflow.cluster.heartbeat import COORDINATOR
-from distflow.cluster.object_store import shortened
+from distflow.cluster.actor_calls import COORDINATOR, reply_of, shortened
 from distflow.observe.writing.terminal import TerminalView
 from distflow.runtime.rank_info import Place
 from distflow.runtime.user_calls.sync_calls import Callbacks, Caller
 
-_MOST_SHOWN = 1000  # characters of a sample
+Message = tuple[str, tuple[Any, ...]]
+"""A method of the driver's view or callbacks, and its arguments."""
+
+_CALLBACKS = tuple(field.name for field in fields(Callbacks))
+_MAX_SAMPLE_CHARS = 1000
 _LOOKS_EVERY_S = 0.5
+_MAX_MESSAGES = 10_000
+_MAX_BYTES = 32_768
+"""Of messages in one reply."""
 
 
-class Teller:
+class MessageSender:
     """Sends messages to the driver through the coordinator. Its calls run on many threads, so messages are numbered."""
 
     def __init__(self, coordinator: Any) -> None:
         self._coordinator, self._sender, self._lock = coordinator, secrets.token_hex(8), threading.Lock()
-        self._num_told, self._under_way = 0, list[Any]()
+        self._num_messages, self._under_way = 0, list[Any]()
 
     def __call__(self, method: str, *arguments: Any) -> None:
         with self._lock:
             self._wait(timeout_s=0.0)
-            self._under_way.append(self._coordinator.tell.remote(self._sender, self._num_told, method, *arguments))
-            self._num_told += 1
+            call = self._coordinator.add_message.remote(self._sender, self._num_messages, method, *arguments)
+            self._under_way.append(call)
+            self._num_messages += 1
 
-    def end(self) -> None:
+    def flush(self) -> None:
         """Wait until all has arrived, or the coordinator's process is gone."""
         with self._lock:
             self._wait()
@@ -44,64 +51,88 @@ class Teller:
             _, self._under_way = ray.wait(self._under_way, num_returns=len(self._under_way), timeout=timeout_s)
 
 
-class RemoteView:
+def remote_view(send: MessageSender, place: Place) -> TerminalView:
     """The driver's `TerminalView`. A worker that does not lead shows its notes alone."""
+    return cast(TerminalView, _RemoteView(send, place))
 
-    def __init__(self, tell: Teller, place: Place) -> None:
-        self._tell, self._place = tell, place
+
+def remote_callbacks(send: MessageSender, place: Place) -> Callbacks:
+    """Callbacks that call the user's functions in the driver, for the worker that leads."""
+    if not place.leads:
+        return Callbacks()
+    return Callbacks(*(partial(send, name) for name in _CALLBACKS))
+
+
+class _RemoteView:
+    def __init__(self, send: MessageSender, place: Place) -> None:
+        self._send, self._place = send, place
 
     def note(self, kind: str, message: str) -> None:
         where = "" if self._place.leads else f"worker {self._place.rank}: "
-        self._tell("note", kind, where + shortened(message))
+        self._send("note", kind, where + shortened(message))
 
     def sample(self, prompt: str, response: str, score: float | None) -> None:
-        self._leader("sample", prompt[:_MOST_SHOWN], response[:_MOST_SHOWN], score)
+        self._send_if_leading("sample", prompt[:_MAX_SAMPLE_CHARS], response[:_MAX_SAMPLE_CHARS], score)
 
     def __getattr__(self, name: str) -> Any:
-        return partial(self._leader, name)
+        return partial(self._send_if_leading, name)
 
-    def _leader(self, method: str, *arguments: Any) -> None:
+    def _send_if_leading(self, method: str, *arguments: Any) -> None:
         if self._place.leads:
-            self._tell(method, *arguments)
+            self._send(method, *arguments)
 
 
-def remote_callbacks(tell: Teller) -> Callbacks:
-    """Callbacks that call the user's functions in the driver."""
+class MessageQueue:
+    """The messages that the driver has not fetched yet. Any method may be called on any thread."""
 
-    def on_step(step: int, metrics: dict[str, float]) -> None:
-        tell("on_step", step, metrics)
+    def __init__(self) -> None:
+        self._messages: deque[Message] = deque(maxlen=_MAX_MESSAGES)
+        self._early: dict[str, dict[int, Message]] = defaultdict(dict)  # before an earlier one of the same sender
+        self._num_queued = Counter[str]()
+        self._changed = threading.Condition()
 
-    def on_validation(step: int, metrics: dict[str, float]) -> None:
-        tell("on_validation", step, metrics)
+    def append(self, method: str, *arguments: Any) -> None:
+        with self._changed:
+            self._messages.append((method, arguments))
 
-    def on_save(step: int, path: Path) -> None:
-        tell("on_save", step, path)
+    def append_in_order(self, sender: str, number: int, method: str, *arguments: Any) -> None:
+        """Queue a message after all earlier ones of the sender. number: of the message, from 0."""
+        with self._changed:
+            early = self._early[sender]
+            early[number] = method, arguments
+            while (due := early.pop(self._num_queued[sender], None)) is not None:
+                self._messages.append(due)
+                self._num_queued[sender] += 1
+            self._changed.notify_all()
 
-    return Callbacks(on_step, on_validation, on_save)
+    def fetch(self, timeout_s: float) -> list[Message]:
+        """The messages since the last call, or the first of them; waits up to `timeout_s` for one."""
+        with self._changed:
+            if not self._messages:
+                self._changed.wait(timeout_s)
+            found, num_bytes = list[Message](), 0
+            while self._messages and num_bytes < _MAX_BYTES:
+                found.append(self._messages.popleft())
+                num_bytes += len(pickle.dumps(found[-1]))
+            return found
 
 
 class DriverOutput:
     """Passes what workers report to the driver's terminal and to the user's callbacks."""
 
     def __init__(self, view: TerminalView, caller: Caller) -> None:
-        self._view = view
-        self._callers: dict[str, Callable[..., None]] = {
-            "on_step": caller.step,
-            "on_validation": caller.validation,
-            "on_save": caller.save,
-        }
+        self._view, self._caller = view, caller
         self._asked: Any = None
 
     def show(self, coordinator: Any, last: bool = False) -> None:
         """Show what has been reported since, or is within a moment. Raises WorkerDied where the coordinator is gone."""
-        for method, arguments in self._news(coordinator, last):
-            tell: Callable[..., None] = self._callers.get(method) or getattr(self._view, method)
-            tell(*arguments)
-
-    def _news(self, coordinator: Any, last: bool) -> list[News]:
-        self._asked = self._asked or coordinator.news.remote(0.0 if last else _LOOKS_EVERY_S)
+        self._asked = self._asked or coordinator.messages.remote(0.0 if last else _LOOKS_EVERY_S)
         if not last and not ray.wait([self._asked], timeout=2 * _LOOKS_EVERY_S)[0]:
-            return []  # whether it responds at all, its heartbeat reports
+            return  # whether it responds at all, its heartbeat reports
         asked, self._asked = self._asked, None
-        found: list[News] = reply_of(asked, COORDINATOR)
-        return found
+        messages: list[Message] = reply_of(asked, COORDINATOR)
+        for method, arguments in messages:
+            if method in _CALLBACKS:
+                self._caller.call(method, *arguments)
+            else:
+                getattr(self._view, method)(*arguments)

@@ -18,7 +18,7 @@ from distflow.planning.layout import Axis, Layout, Part
 from distflow.planning.plan import Plan
 from distflow.runtime.rank_info import Place, dp_group_layout
 from distflow.runtime.spec import Spec
-from distflow.training.engine import Collective, Named, OneRank, Plain, Reducible
+from distflow.training.engine import Collective, OneRank, Plain, Reducible
 
 
 def backend_of(plan: Plan) -> str:
@@ -34,10 +34,10 @@ class ProcessGroups:
         timeout: how long one may wait for the others. All of them call this."""
         self._plan, self._timeout = plan, timeout
         self._training_ranks = [rank for dp_group in dp_groups for rank in dp_group]
-        planned = [group.ranks for group in plan.groups if set(group.ranks) <= set(self._training_ranks)]
+        of_plan = [group.ranks for group in plan.groups if set(group.ranks) <= set(self._training_ranks)]
         self._groups = {
             ranks: dist.new_group(self._places(ranks), timeout)
-            for ranks in dict.fromkeys([*planned, *dp_groups])
+            for ranks in dict.fromkeys([*of_plan, *dp_groups])
             if len(ranks) > 1
         }
 
@@ -95,16 +95,13 @@ class TorchCollective:
     def _reduce(self, value: Reducible, op: dist.ReduceOp.RedOpType) -> Reducible:
         if isinstance(value, Tensor):
             return self._all_reduce(value.detach().clone(), op)
-        if isinstance(value, dict):
-            return self._reduce_named(value, op)
-        return self._all_reduce(self._numbers([value]), op).item()
-
-    def _reduce_named(self, values: Named, op: dist.ReduceOp.RedOpType) -> Named:
-        names = sorted(values)
+        if not isinstance(value, dict):
+            return self._all_reduce(self._numbers([value]), op).item()
+        names = sorted(value)
         self._check_names(names)
-        reduced = self._all_reduce(self._numbers([values[name] for name in names]), op).tolist()
-        found = dict(zip(names, reduced, strict=True))
-        return {name: found[name] for name in values}
+        reduced = self._all_reduce(self._numbers([value[name] for name in names]), op).tolist()
+        by_name = dict(zip(names, reduced, strict=True))
+        return {name: by_name[name] for name in value}
 
     def _check_names(self, names: list[str]) -> None:
         """By a hash: tensors of unlike lengths would hang or mix up numbers, and names are sent only for the

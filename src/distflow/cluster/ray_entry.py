@@ -1,4 +1,5 @@
-"""Entry of the Ray launcher: sets the environment that Ray reads when it is imported."""
+"""The Ray launcher. It sets the environment that Ray reads when it is imported, so modules that import Ray are imported
+after that."""
 
 import functools
 import importlib.util
@@ -8,9 +9,14 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from distflow.errors import UserError
+from distflow.launch.run_setup import done_before, find_accuracies, starting
+from distflow.observe.report.build import write_report
+from distflow.runtime.checkpoint.state import check_same_facts
+from distflow.runtime.recorder import reported
 from distflow.runtime.spec import Outcome, Spec
 from distflow.runtime.user_calls.sync_calls import Callbacks
 
@@ -31,9 +37,27 @@ def launch_ray(
     if not is_installed():
         raise UserError(f"trainer.launcher=ray {NEEDED}")
     with _private_ray(spec.run_dir):
-        from distflow.cluster.supervisor import launch
+        from distflow.cluster.ray_cluster import bundles_of, connect_ray
+        from distflow.cluster.supervisor import RayRun
 
-        return launch(spec, allow_change, say, callbacks, embedded)
+        spec = replace(spec, options=replace(spec.options, run_dir=spec.run_dir.absolute()))  # actors start elsewhere
+        with starting(spec, allow_change) as start:
+            if start.checkpoint:
+                check_same_facts(start.checkpoint, spec, spec.facts)
+            if done := done_before(spec, start, say):
+                return done
+            start.set_aside(spec, say)
+        needs = spec.options.worker
+        with (
+            connect_ray(spec.plan, say, needs.num_reward_actors * needs.reward_cpus) as ends,
+            bundles_of(spec.plan, needs, say, ends) as bundles,
+            reported(spec.run_dir, say),
+            RayRun(spec, start, allow_change, bundles) as run,
+        ):
+            differences = run.build(say)
+            steps, stop = run.watch(differences, callbacks, ends_process=not embedded)
+    stopped = stop.wanted and not run.finished
+    return Outcome(steps, stop.signal, stopped, write_report(spec.run_dir), *find_accuracies(spec.run_dir))
 
 
 def is_installed() -> bool:
@@ -51,9 +75,9 @@ def own_ray(folder: Path, num_workers: int) -> Iterator[None]:
     address = os.environ.pop("RAY_ADDRESS", None)
     try:
         with _private_ray(folder):
-            from distflow.cluster.local_ray import started
+            from distflow.cluster.ray_cluster import start_ray
 
-            with started(num_workers):
+            with start_ray(num_workers):
                 yield
     finally:
         if address is not None:

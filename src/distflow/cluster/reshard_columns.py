@@ -12,8 +12,9 @@ import numpy as np
 import ray
 from ray import ObjectRef
 from ray.actor import ActorHandle
-from ray.exceptions import ObjectLostError, RayActorError, RayTaskError
+from ray.exceptions import ObjectLostError, RayActorError
 
+from distflow.cluster.actor_calls import reply
 from distflow.data.batch import Batch
 from distflow.data.buffers import Buffers, gather, to_buffers
 from distflow.runtime.wait_log import Waits
@@ -61,18 +62,12 @@ class ReshardActor:
 
     async def take(self, key: Key, rank: int, readers: Readers, select: Select | None) -> Share[ObjectRef]:
         """Waits until the step is complete."""
-        await self._until(
-            lambda: self._exchange.missing(key) is None,
-            lambda: f"rank {rank} has waited for {key}: {self._exchange.missing(key)}",
-        )
+        await self._complete(key, rank)
         return self._exchange.take(key, rank, readers, select)
 
     async def pick(self, key: Key, rank: int, num_ranks: int, uids: Sequence[str]) -> Share[ObjectRef]:
         """Waits until the step is complete."""
-        await self._until(
-            lambda: self._exchange.missing(key) is None,
-            lambda: f"rank {rank} has waited for {key}: {self._exchange.missing(key)}",
-        )
+        await self._complete(key, rank)
         return self._exchange.pick(key, num_ranks, uids)
 
     async def release(self, key: Key, rank: int) -> None:
@@ -89,6 +84,12 @@ class ReshardActor:
         """Raise it in every waiting and later call. The first one counts; later ones follow from it."""
         self._failure = self._failure or failure
         await self._wake()
+
+    async def _complete(self, key: Key, rank: int) -> None:
+        await self._until(
+            lambda: self._exchange.missing(key) is None,
+            lambda: f"rank {rank} has waited for {key}: {self._exchange.missing(key)}",
+        )
 
     async def _until(self, holds: Callable[[], bool], problem: Callable[[], str]) -> None:
         try:
@@ -135,18 +136,16 @@ class RayReshard:
         select: which samples are read at all, the same of every rank; it is shipped to the actor. Waits until the step
         is complete. Raises TimeoutError, and ReshardError where the step cannot be completed any more.
         """
-        with self._waits("exchange", str(key), on="writers"):
-            share: Share[ObjectRef] = _result(self._actor.take.remote(key, rank, readers, select))
-        return self._fetched(key, rank, share)
+        return self._fetch(key, rank, self._actor.take.remote(key, rank, readers, select))
 
     def pick(self, key: Key, rank: int, num_ranks: int, uids: Sequence[str]) -> Batch:
         """See `ReshardPort`."""
-        with self._waits("exchange", str(key), on="writers"):
-            share: Share[ObjectRef] = _result(self._actor.pick.remote(key, rank, num_ranks, uids))
-        return self._fetched(key, rank, share)
+        return self._fetch(key, rank, self._actor.pick.remote(key, rank, num_ranks, uids))
 
-    def _fetched(self, key: Key, rank: int, share: Share[ObjectRef]) -> Batch:
-        """Copy the rows into memory of its own, and release the objects."""
+    def _fetch(self, key: Key, rank: int, asked: ObjectRef) -> Batch:
+        """Copy the rows of the share that was asked for into memory of its own, and release the objects."""
+        with self._waits("exchange", str(key), on="writers"):
+            share: Share[ObjectRef] = _result(asked)
         try:
             parts: list[Buffers] = ray.get(list(share.refs))
         except ObjectLostError as lost:
@@ -172,10 +171,8 @@ def packed_metas(batch: Batch, node_id: str, info: Sequence[str]) -> Metas:
 
 
 def _result(ref: ObjectRef) -> Any:
-    """The result of an actor's method. Raises what it raised, with the actor's traceback as the cause."""
+    """As `reply`. Raises ReshardError where the actor is gone."""
     try:
-        return ray.get(ref)
-    except RayTaskError as error:
-        raise error.cause from error
+        return reply(ref)
     except RayActorError as gone:
         raise ReshardError(f"the exchange has ended: {gone}") from gone

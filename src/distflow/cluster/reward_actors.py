@@ -10,11 +10,10 @@ from typing import Any, cast
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
-from distflow.cluster.heartbeat import FIRST_REWARD_ACTOR, name_of
-from distflow.cluster.object_store import reply, shortened
-from distflow.cluster.placement import STARTS_WITHIN_S
+from distflow.cluster.actor_calls import FIRST_REWARD_ACTOR, name_of, reply, shortened
+from distflow.cluster.ray_cluster import PLACED_WITHIN_S
 from distflow.errors import UserError
-from distflow.rewards.pool.domain_pools import StartPool
+from distflow.rewards.pool.domain_pools import StartPool, take_pool
 from distflow.rewards.pool.pool import OnRepeat, Pool, PoolSettings, RewardPool
 from distflow.rewards.score import Error, RewardResult
 from distflow.runtime.rank_info import Home
@@ -132,20 +131,20 @@ class RewardActorPool(Pool):
         self._closed = True
 
 
-class Deaths:
+class DeathWatch:
     """Reports each death of an actor once. Ray notices one after a second or two; in a run that ends before that,
     `reward/retried_calls` alone shows it."""
 
     def __init__(self, reward_actors: Sequence[Any]) -> None:
         self._reward_actors = reward_actors
         self._lives = {number: reward_actor.live.remote() for number, reward_actor in enumerate(reward_actors)}
-        self._coming: dict[int, Any] = {}
+        self._restarting: dict[int, Any] = {}
 
-    def found(self) -> list[str]:
+    def new_deaths(self) -> list[str]:
         """A sentence on each death since the last call."""
-        for number, ref in list(self._coming.items()):
+        for number, ref in list(self._restarting.items()):
             if ray.wait([ref], timeout=0)[0]:
-                del self._coming[number]
+                del self._restarting[number]
                 self._lives[number] = self._reward_actors[number].live.remote()
         deaths = []
         for number, ref in list(self._lives.items()):
@@ -154,13 +153,13 @@ class Deaths:
                     f"{name_of(FIRST_REWARD_ACTOR - number)} has died (killed, out of memory, or its machine is gone; "
                     f"Ray says: {_why(ref)}) and is started again; its calls are retried (reward/retried_calls)"
                 )
-                self.forgive(number)
+                self.ignore(number)
         return deaths
 
-    def forgive(self, number: int) -> None:
+    def ignore(self, number: int) -> None:
         """Report nothing more of that one before it has started again."""
         self._lives.pop(number, None)
-        self._coming[number] = self._reward_actors[number].alive.remote()
+        self._restarting[number] = self._reward_actors[number].alive.remote()
 
 
 def _why(lived: "ray.ObjectRef[Any]") -> str:
@@ -192,7 +191,7 @@ def start_reward_actors(spec: Spec) -> list[Any]:
         for _ in range(needs.num_reward_actors)
     ]
     try:
-        ray.get([reward_actor.alive.remote() for reward_actor in reward_actors], timeout=STARTS_WITHIN_S)
+        ray.get([reward_actor.alive.remote() for reward_actor in reward_actors], timeout=PLACED_WITHIN_S)
     except GetTimeoutError:
         for reward_actor in reward_actors:
             ray.kill(reward_actor)
@@ -204,5 +203,5 @@ def start_reward_actors(spec: Spec) -> list[Any]:
 
 
 def pools_of(reward_actors: Sequence[Any]) -> StartPool:
-    """Starts a worker's pools in the reward actors."""
-    return partial(RewardActorPool, reward_actors)
+    """Starts a worker's pools in the reward actors; beside the worker where there are none."""
+    return partial(RewardActorPool, reward_actors) if reward_actors else take_pool

@@ -1,16 +1,31 @@
-"""The rollout workers in other processes: which ones run, and which weights each has."""
+"""The rollout workers in other processes: which ones run, which weights each has, and how they get new ones.
+
+Buckets of weights go there through Ray's object store or files, and receipts come back.
+"""
 
 import threading
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Container, Mapping
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import ray
 from ray.exceptions import RayActorError, RayTaskError
+from torch import Tensor
 
+from distflow.cluster.actor_calls import kill
+from distflow.errors import TrustError, UserError
+from distflow.runtime.rollout_services import on_a_thread
+from distflow.runtime.spec import Spec
 from distflow.runtime.step_metrics import ValidationResults
+from distflow.runtime.wait_log import Waits
+from distflow.runtime.weight_sync.buckets import Carry, Packed, SentBucket, hash_of, pack, unpack, write_bucket
+from distflow.runtime.weight_sync.protocol import Bucket, Detach, Receive, WeightPort, check_receipt, refused
 from distflow.scheduling.groups import Version
+
+MAX_SENDS = 3
+"""How often a bucket is sent to a worker that rejects it."""
 
 
 class RolloutWorkers:
@@ -30,8 +45,8 @@ class RolloutWorkers:
             self._workers[rank] = worker
             self._versions.pop(rank, None)
 
-    def took(self, rank: int, version: Version) -> None:
-        """It has loaded the version."""
+    def loaded(self, rank: int, version: Version) -> None:
+        """The worker has loaded the version."""
         with self._lock:
             if rank in self._workers:
                 self._versions[rank] = version
@@ -46,7 +61,7 @@ class RolloutWorkers:
         with self._lock:
             return {rank: self._workers[rank] for rank in sorted(self._versions)}
 
-    def serving(self) -> dict[int, Any]:
+    def with_newest_weights(self) -> dict[int, Any]:
         """Those that have the newest version that any of them has."""
         with self._lock:
             newest = max(self._versions.values(), default=None)
@@ -70,13 +85,12 @@ class RolloutWorkers:
                 except RayTaskError as err:
                     raise err.cause from err
                 except RayActorError:
-                    self._leave(rank, workers[rank], f"worker {rank} died before it had replied for {what}")
+                    self._remove(rank, workers[rank], f"worker {rank} died before it had replied for {what}")
             if not done:
                 break
         for rank in waiting.values():
-            with suppress(Exception):  # it is gone already
-                ray.kill(workers[rank])
-            self._leave(
+            kill(workers[rank])
+            self._remove(
                 rank,
                 workers[rank],
                 f"worker {rank} did not reply for {what} within {timeout_s:g} s "
@@ -87,10 +101,10 @@ class RolloutWorkers:
     def validate(self, step: int) -> list[ValidationResults]:
         """Each that has the newest weights generates for a part of the validation prompts; another one takes over the
         part of one that dies. Empty where none is left."""
-        num_parts, results = len(self.serving()), dict[int, ValidationResults]()
+        num_parts, results = len(self.with_newest_weights()), dict[int, ValidationResults]()
         while len(results) < num_parts:
             left = [part for part in range(num_parts) if part not in results]
-            parts = dict(zip(workers := self.serving(), left, strict=False))
+            parts = dict(zip(workers := self.with_newest_weights(), left, strict=False))
             if not parts:
                 break
             asked = {rank: workers[rank].validate.remote(step, part, num_parts) for rank, part in parts.items()}
@@ -101,9 +115,171 @@ class RolloutWorkers:
             return []
         return [results[part] for part in range(num_parts)]
 
-    def _leave(self, rank: int, worker: Any, why: str) -> None:
+    def _remove(self, rank: int, worker: Any, why: str) -> None:
         with self._lock:
             if self._workers.get(rank) is worker:
                 del self._workers[rank]
                 self._versions.pop(rank, None)
         self.note(why)
+
+
+class Stalled(RuntimeError):
+    """Weights cannot be stored where the workers read them."""
+
+
+@dataclass(frozen=True)
+class InStore:
+    """A `SentBucket` in Ray's object store, which frees it with this reference."""
+
+    ref: "ray.ObjectRef[Packed]"
+
+    def get(self) -> list[tuple[str, Tensor]]:
+        shared = ray.get(self.ref)  # read-only
+        return unpack([(name, dtype, shape, values.copy()) for name, dtype, shape, values in shared])
+
+    def drop(self) -> None:
+        """Nothing to do."""
+
+
+def put_in_store(version: Version, number: int, packed: Packed) -> InStore:
+    """See `Carry`."""
+    return InStore(ray.put(packed))
+
+
+def carrier_of(spec: Spec) -> Carry:
+    """The one that the config names."""
+    return partial(write_bucket, spec.run_dir) if spec.options.weight_update_mode == "disk" else put_in_store
+
+
+@dataclass
+class _InFlight:
+    """A bucket that workers are receiving. asked: their pending replies, by rank."""
+
+    number: int
+    packed: Packed
+    hash: str
+    sent: SentBucket
+    asked: dict[int, Any]
+
+
+class RayWeights:
+    """The `WeightPort` of the trainer that sends weights to engines of other processes, and to its own if it has one.
+
+    A bucket is stored once, for all of them, and removed when each has copied it, before the next is stored. A worker
+    that finds other bytes than were sent rejects it, and gets it again, twice.
+    A worker that dies meanwhile, or is late, is skipped from then on: its replacement has nothing of the version.
+    Used by the training thread alone.
+    """
+
+    def __init__(
+        self, own: WeightPort, workers: RolloutWorkers, carry: Carry, timeout_s: float | None, waits: Waits
+    ) -> None:
+        """own: to its own engine. timeout_s: how long one bucket may take to arrive everywhere, or a version to be
+        loaded; None is for ever."""
+        self.confirmed = Version(0, 0)  # the initial weights
+        self._own, self._rollout_workers, self._carry = own, workers, carry
+        self._timeout_s, self._waits = timeout_s, waits
+        self._version: Version | None = None
+        self._receiving: dict[int, Any] = {}  # workers by rank
+        self._in_flight: _InFlight | None = None
+        self._num_buckets = 0
+
+    def attach(self, receive: Receive) -> Detach:
+        return self._own.attach(receive)
+
+    def begin(self, version: Version) -> None:
+        """Of other workers, those that do not have the version yet receive it."""
+        self._own.begin(version)
+        if self._in_flight is not None:  # of a sync that was aborted
+            self._in_flight.sent.drop()
+        self._version, self._receiving = version, self._rollout_workers.without(version)
+        self._in_flight, self._num_buckets = None, 0
+
+    def put(self, bucket: Bucket) -> None:
+        assert self._version is not None, "a version is begun before it is sent"
+        self._finish_bucket(self._version)
+        if self._receiving:
+            packed = pack(bucket)
+            self._send(self._version, self._num_buckets, packed, hash_of(packed), self._receiving)
+            self._num_buckets += 1
+        self._own.put(bucket)
+
+    def commit(self, hashes: Mapping[str, str]) -> None:
+        assert self._version is not None, "a version is begun before it is committed"
+        self._own.commit(hashes)
+        self._finish_bucket(self._version)
+        self._load(self._receiving, self._version, self._num_buckets, hashes)
+        self._version, self._receiving = None, {}
+
+    def renumber(self, version: Version, hashes: Mapping[str, str]) -> None:
+        self._own.renumber(version, hashes)
+        self._load(self._rollout_workers.with_weights(), version, None, hashes)
+
+    def _send(self, version: Version, number: int, packed: Packed, own_hash: str, to: Container[int]) -> None:
+        sent = self._put_for_workers(version, number, packed)
+        workers = {rank: worker for rank, worker in self._receiving.items() if rank in to}
+        asked = {rank: worker.receive.remote(version, number, sent, own_hash) for rank, worker in workers.items()}
+        self._in_flight = _InFlight(number, packed, own_hash, sent, asked)
+
+    def _put_for_workers(self, version: Version, number: int, packed: Packed) -> SentBucket:
+        """On a thread of its own, because a write to a file system that hangs never returns. Raises Stalled."""
+        putting = on_a_thread(partial(self._carry, version, number, packed))
+        try:
+            with self._waits("training", f"weights of step {version.step}", on="storage"):
+                return putting.result(self._timeout_s)
+        except TimeoutError as err:
+            if putting.done():  # its own
+                raise
+            raise Stalled(
+                f"bucket {number} of the weights of step {version.step} could not be put where workers read it within "
+                f"{self._timeout_s:g} s (actor_rollout_ref.rollout.timeout_s): Ray's object store, or with "
+                "actor.weight_update_mode=disk the file system of the run's folder, hangs"
+            ) from err
+
+    def _finish_bucket(self, version: Version) -> None:
+        """Wait until every worker that still runs has the current bucket."""
+        num_sent = 1
+        while (bucket := self._in_flight) is not None:
+            rejections = self._rejections(bucket, version)
+            self._in_flight = None
+            bucket.sent.drop()
+            if not rejections:
+                break
+            reasons = "; ".join(f"worker {rank}: {why}" for rank, why in sorted(rejections.items()))
+            what = f"bucket {bucket.number} of the weights of step {version.step}"
+            if num_sent == MAX_SENDS:
+                raise TrustError(
+                    f"{what} was sent {MAX_SENDS} times, and was rejected each time ({reasons}). The memory, the disk "
+                    "or the network between this process and that one corrupts data: fix that first"
+                )
+            self._rollout_workers.note(f"{what} was rejected and is sent again ({reasons})")
+            self._send(version, bucket.number, bucket.packed, bucket.hash, rejections)
+            num_sent += 1
+
+    def _rejections(self, bucket: _InFlight, version: Version) -> dict[int, str]:
+        """Why workers rejected a bucket, by rank."""
+        replies = self._replies(bucket.asked, version)
+        gone = bucket.asked.keys() - replies.keys()
+        self._receiving = {rank: worker for rank, worker in self._receiving.items() if rank not in gone}
+        return {rank: why for rank, why in replies.items() if why is not None}
+
+    def _load(
+        self, workers: Mapping[int, Any], version: Version, num_buckets: int | None, hashes: Mapping[str, str]
+    ) -> None:
+        asked = {rank: worker.load.remote(version, num_buckets) for rank, worker in workers.items()}
+        for rank, receipt in self._replies(asked, version).items():
+            check_receipt(receipt, version, hashes, f" of worker {rank}")
+            self._rollout_workers.loaded(rank, version)
+        self.confirmed = version
+
+    def _replies(self, asked: Mapping[int, Any], version: Version) -> dict[int, Any]:
+        """By rank; see `RolloutWorkers`."""
+        what = f"weights of step {version.step}"
+        on = ", ".join(f"worker {rank}" for rank in asked)
+        try:
+            with self._waits("training", what, on=on):
+                return self._rollout_workers.replies(asked, f"the {what}", self._timeout_s)
+        except UserError:
+            raise
+        except ValueError as err:
+            raise refused(version, err) from err

@@ -1,19 +1,58 @@
-"""The sample queue as a worker in a process of its own sees it: a client of the coordinator actor."""
+"""The sample queue as a worker in a process of its own sees it: a client of the coordinator actor. Groups lie in Ray's
+object store, as plain buffers of their columns; the coordinator has references to them."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from distflow.cluster.object_store import GroupLost, GroupRef, lost_among, reply, shortened, to_batch, to_group
+import ray
+from ray.exceptions import ObjectLostError
+
+from distflow.cluster.actor_calls import reply, shortened
 from distflow.data.batch import Batch
+from distflow.data.buffers import gather, to_buffers
 from distflow.rewards.score import RewardCounts
 from distflow.runtime import fault_injection
 from distflow.runtime.sample_queue.protocol import FinishedGroup, NewWorkers, Released, ResumePoint, TrainingStep
 from distflow.runtime.wait_log import Waits
 from distflow.scheduling.groups import PromptGroup
+
+GroupRef = tuple["ray.ObjectRef[Any]"]
+"""Of a group's buffers; in a tuple, so that Ray passes the reference and not the object."""
+
+
+class GroupLost(RuntimeError):
+    """A group is gone with the process that held it in memory."""
+
+
+def to_group(batch: Batch) -> tuple[GroupRef, int]:
+    """Store the group's columns where every process of this machine reads them without a copy; returns their size."""
+    buffers = to_buffers(batch)
+    return (ray.put(buffers),), sum(column.nbytes for column in buffers.values())
+
+
+def to_batch(groups: Sequence[GroupRef]) -> Batch:
+    """The rows of the groups in order. Raises GroupLost."""
+    try:
+        parts = ray.get([group[0] for group in groups])
+    except ObjectLostError as err:
+        raise GroupLost("a worker that held prompt groups has died") from err
+    rows = [(part, row) for part, buffers in enumerate(parts) for row in range(buffers["lengths.prompt"].size // 8)]
+    return gather(parts, rows)
+
+
+def lost_among(groups: Mapping[int, GroupRef]) -> list[int]:
+    """Those that cannot be read any more."""
+    lost = []
+    for number, group in groups.items():
+        try:
+            ray.get(group[0])
+        except ObjectLostError:
+            lost.append(number)
+    return lost
 
 
 class AgreedStop:

@@ -15,7 +15,7 @@ from distflow.runtime.rollout_services import Session
 from distflow.runtime.spec import Spec
 from distflow.runtime.validation import Validator, validation_loss
 from distflow.runtime.wait_log import Waits
-from distflow.runtime.weight_sync.protocol import LocalWeights
+from distflow.runtime.weight_sync.ports import LocalWeights
 from distflow.runtime.weight_sync.sender import WeightReceiver, WeightSender
 from distflow.scheduling.groups import Version
 

@@ -17,9 +17,8 @@ from distflow.launch.trusted_code import model_code, only_if_trusted, without_mo
 from distflow.models.export import check_target, export_model
 from distflow.observe.files import read_object
 from distflow.runtime.checkpoint.checkpoint import Checkpoint
-from distflow.runtime.checkpoint.files import MANIFEST
-from distflow.runtime.checkpoint.find_checkpoint import CHECKPOINTS, described, is_of_a_run, policy_checkpoint
-from distflow.runtime.checkpoint.folder import checkpoints_in
+from distflow.runtime.checkpoint.files import MANIFEST, checkpoints_in
+from distflow.runtime.checkpoint.find_checkpoint import CHECKPOINTS, describe_choice, is_of_a_run, policy_checkpoint
 from distflow.training.engine import TrainState
 
 NOTE = "distflow.json"
@@ -38,7 +37,7 @@ def export_checkpoint(source: Path, target: Path, *, trust_code: bool = False, s
     """
     checkpoint = policy_checkpoint(source)
     note = {"run": str(source), "step": checkpoint.step, "checkpoint": identity(checkpoint)}
-    say(described(checkpoint, source))
+    say(describe_choice(checkpoint, source))
     if read_object(target / NOTE).get("checkpoint") == note["checkpoint"]:
         say(f"{target} holds it already")
         return target
@@ -129,7 +128,7 @@ def _folder(path: str | None, config: Config, say: Say) -> str | None:
     copies.mkdir(mode=0o700, exist_ok=True)
     source = Path(path)
     checkpoint = policy_checkpoint(source)
-    say(f"model: {described(checkpoint, source)}")
+    say(f"model: {describe_choice(checkpoint, source)}")
     target = copies / f"{checkpoint.path.name}-{identity(checkpoint)[:8]}"
     trusted = config.actor_rollout_ref.model.trust_remote_code
     return str(export_checkpoint(source, target, trust_code=trusted))

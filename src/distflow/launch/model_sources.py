@@ -17,7 +17,7 @@ from distflow.models.lora import add_lora
 from distflow.models.sharding import check_divisible
 from distflow.models.tokenizer import load_tokenizer
 from distflow.planning.layout import Layout
-from distflow.planning.model_size import count_parameters, parse_size
+from distflow.planning.part_assignment import count_parameters, parse_size
 
 
 class Source(SourceOptions):

@@ -21,7 +21,7 @@ from distflow.runtime.checkpoint.find_checkpoint import (
     done_message,
     find_checkpoint,
     is_done,
-    remaining,
+    remaining_plan,
     resumes_here,
 )
 from distflow.runtime.checkpoint.state import check_same_config
@@ -118,7 +118,7 @@ def begin_ledger(spec: Spec, checkpoint: Checkpoint | None, allowed: tuple[str, 
     with checkpoint.reading():
         snapshot: Snapshot = checkpoint.load("run")["coordinator"]
         ledger = Ledger(path, mark_of(snapshot))
-        coordinator = Coordinator(remaining(spec.data, snapshot), ledger, snapshot)
+        coordinator = Coordinator(remaining_plan(spec.data, snapshot), ledger, snapshot)
     if allowed:
         ledger.append("allowed_change", keys=list(allowed))
     return coordinator, ledger

@@ -31,7 +31,7 @@ _LETTERS: dict[str, Axis] = {
 }
 _ENGINES: dict[str, RolloutEngineEntry | TrainEngineEntry] = {**ROLLOUT_ENGINES, **TRAIN_ENGINES}
 _EXAMPLE = "embedded[rollout]:d2+fsdp[actor]:d4"
-_TOKEN = re.compile(r"\s*(?:(?P<word>[^\W\d_]\w*)|(?P<sign>[+|:\[\]]))")
+_TOKEN = re.compile(r"(?P<word>[^\W\d_]\w*)|(?P<sign>[+|:\[\]])|(?P<other>\S)")
 _SIZE = re.compile(r"([a-zA-Z])([0-9]{1,6})")
 
 
@@ -47,7 +47,7 @@ class AllocatedPart:
 
 @dataclass(frozen=True)
 class Allocation:
-    """Parts by the devices that they share; `text` is what was written."""
+    """Parts by the devices that they share. text: the expression."""
 
     text: str
     groups: tuple[tuple[AllocatedPart, ...], ...]
@@ -77,11 +77,6 @@ def parse_allocation(text: str) -> Allocation:
     return _Parser(Allocation(" ".join(text.split()), ())).allocation()
 
 
-def parse_sizes(text: str) -> Sizes:
-    """Of `d4p1m1`, say. Raises UserError."""
-    return _sizes(Allocation(text, ()), text, 0)
-
-
 def require_engines(allocation: Allocation) -> None:
     """Raises UserError for an engine that is known and not implemented yet."""
     for part in allocation.parts:
@@ -92,17 +87,19 @@ def require_engines(allocation: Allocation) -> None:
 
 
 class _Parser:
-    """Reads the text from left to right, one token ahead."""
+    """Reads the text from left to right."""
 
     def __init__(self, written: Allocation) -> None:
-        self._written, self._at = written, 0
-        self._advance()
+        found = _TOKEN.finditer(written.text)
+        self._written = written
+        self._tokens = [(str(match.lastgroup), match[0], match.start()) for match in found]
+        self._tokens.append(("end", "", len(written.text)))
 
     def allocation(self) -> Allocation:
         groups = [self._group()]
         while self._takes("+"):
             groups.append(self._group())
-        if not self._ended:
+        if self._tokens[0][0] != "end":
             self._refuse("expected '+', '|' or the end here")
         found = replace(self._written, groups=tuple(groups))
         _check_roles(found)
@@ -158,31 +155,20 @@ class _Parser:
 
     def _word(self, wanted: str) -> tuple[int, str]:
         """The word that comes next, and where it begins."""
-        if self._token is None or self._token["word"] is None:
+        kind, word, at = self._tokens[0]
+        if kind != "word":
             self._refuse(f"expected {wanted} here, as in {_EXAMPLE}")
-        found = self._token.start("word"), self._token["word"]
-        self._advance()
-        return found
+        del self._tokens[0]
+        return at, word
 
     def _takes(self, sign: str) -> bool:
-        if self._token is None or self._token["sign"] != sign:
+        if self._tokens[0][:2] != ("sign", sign):
             return False
-        self._advance()
+        del self._tokens[0]
         return True
 
-    @property
-    def _ended(self) -> bool:
-        return self._token is None and not self._written.text[self._at :].strip()
-
-    def _advance(self) -> None:
-        self._token = _TOKEN.match(self._written.text, self._at)
-        self._at = self._token.end() if self._token else self._at
-
     def _refuse(self, what: str) -> NoReturn:
-        rest = self._written.text[self._at :]
-        unread = self._at + len(rest) - len(rest.lstrip())
-        group = "word" if self._token and self._token["word"] else "sign"
-        self._written.refuse(self._token.start(group) if self._token else unread, what)
+        self._written.refuse(self._tokens[0][2], what)
 
 
 def _is_sizes(text: str) -> bool:
@@ -230,10 +216,10 @@ _ROLLOUT = "actor_rollout_ref.rollout"
 
 
 def follow_allocation(loaded: Loaded) -> Loaded:
-    """The config in which what nobody set says what the allocation says; `check_agreement` judges the rest.
+    """The config in which keys that nobody set follow the allocation; `check_agreement` rejects others that differ.
 
-    Raises UserError for what is no allocation or names an engine that is not implemented yet, ConfigError where other
-    keys do not go with its engines."""
+    Raises UserError for an expression that is no allocation or names an engine that is not implemented yet, ConfigError
+    where other keys do not go with its engines."""
     if not loaded.config.trainer.allocation:
         return loaded
     allocation = parse_allocation(loaded.config.trainer.allocation)
@@ -271,7 +257,7 @@ def _engines(allocation: Allocation, config: Config) -> Iterator[tuple[str, obje
 
 
 def _devices(allocation: Allocation, loaded: Loaded) -> Iterator[tuple[str, object, object]]:
-    """Machines and devices of each: what was set of them stays, if it divides the devices; unset, it is one machine."""
+    """Machines and devices of each: a number that was set stays if it divides the devices, else one machine."""
     nodes, devices = loaded.config.trainer.nnodes, loaded.config.trainer.n_gpus_per_node
     total = allocation.num_devices
     if is_free(_DEVICES, loaded.origins) and total % nodes == 0:

@@ -1,5 +1,6 @@
-"""Which parts of a pipeline are independent of one another, and how many devices each gets."""
+"""Which parts of a pipeline are independent, how many devices each gets, and how many parameters its models have."""
 
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -7,7 +8,11 @@ from fractions import Fraction
 from distflow.errors import UserError
 from distflow.graph import BoundPipeline
 from distflow.graph.wiring import Edges, ancestors, dependents, topological_order
-from distflow.planning.model_size import parse_size
+
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+_WRITTEN = re.compile(r"([0-9]+(?:\.[0-9]+)?)([KMBT]?)")
+_WITH_QKV_BIAS = ("qwen2", "qwen2_moe")
+_WITH_QK_NORMS = ("qwen3", "qwen3_moe")
 
 
 @dataclass(frozen=True)
@@ -22,20 +27,20 @@ class Part:
 def split(deps: Edges, holds: Mapping[str, Collection[str]]) -> list[tuple[str, ...]]:
     """The irreducible parts of a graph: an exit with all that it depends on, so that a join keeps each of its inputs.
 
-    Exits whose nodes hold something in common are one part. What holds nothing and leads to several parts is in each.
-    holds: what a run has once, by node: its engines. Nodes of a part are in topological order, parts by their first
-    exit in the order of `deps`.
+    Exits are one part if their nodes use an engine in common. A node without an engine that leads to several parts is
+    in each. holds: the engines of each node; a run has each engine once. Nodes of a part are in topological order,
+    parts by their first exit in the order of `deps`.
     """
-    before, behind = ancestors(deps), dependents(deps)
-    closures = [{exit_, *before[exit_]} for exit_ in deps if not behind[exit_]]
+    before, after = ancestors(deps), dependents(deps)
+    closures = [{exit_, *before[exit_]} for exit_ in deps if not after[exit_]]
     parts: list[set[str]] = []
     for nodes in closures:
-        held = _held_by(nodes, holds)
-        joined = [part for part in parts if held & _held_by(part, holds)]
-        for part in joined[1:]:
+        contents = _contents(nodes, holds)
+        common = [part for part in parts if contents & _contents(part, holds)]
+        for part in common[1:]:
             parts.remove(part)
-        if joined:
-            joined[0].update(nodes, *joined[1:])
+        if common:
+            common[0].update(nodes, *common[1:])
         else:
             parts.append(nodes)
     order = topological_order(deps)
@@ -43,9 +48,9 @@ def split(deps: Edges, holds: Mapping[str, Collection[str]]) -> list[tuple[str, 
 
 
 def pipeline_parts(pipeline: BoundPipeline, sizes: Mapping[str, str | float]) -> list[Part]:
-    """The parts of a pipeline, as they are served: the largest model first, then the longest chain.
+    """The parts of a pipeline in the order in which they get devices: the largest model first, then the longest chain.
 
-    Every prompt group goes through the whole rollout loop, so that all that learns from an engine there is one
+    Every prompt group goes through the whole rollout loop, so all nodes that train from an engine there are one
     part. A part without any engine goes with the first that has one. sizes: parameters of the model of each role.
     """
     rollout_nodes = tuple(node.node_id for node in pipeline.rollout_nodes)
@@ -54,7 +59,7 @@ def pipeline_parts(pipeline: BoundPipeline, sizes: Mapping[str, str | float]) ->
         return [_part(pipeline, [node.node_id for node in pipeline.nodes], sizes)]
     deps = {n.node_id: tuple(dep for dep in n.deps if dep not in rollout_nodes) for n in pipeline.training_nodes}
     found = split(deps, holds)
-    trained = [nodes for nodes in found if _held_by(nodes, holds)] or found[:1]
+    trained = [nodes for nodes in found if _contents(nodes, holds)] or found[:1]
     idle = {node for nodes in found if nodes not in trained for node in nodes}
     parts = sort_parts([_part(pipeline, (*rollout_nodes, *nodes), sizes) for nodes in trained])
     first = {*parts[0].nodes, *idle}
@@ -88,6 +93,31 @@ def apportion(sizes: Sequence[float], num_devices: int, strategy: str) -> list[i
     return shares
 
 
+def parse_size(written: str | float) -> int:
+    """Parameters of "70B", "500M", "0.5b" or a number. Raises UserError."""
+    if isinstance(written, str):
+        match = _WRITTEN.fullmatch(written.strip().upper())
+        if match is None:
+            raise UserError(f"'{written}' is no size of a model; write e.g. 70B, 500M or a number of parameters")
+        return round(float(match[1]) * _UNITS[match[2]])
+    if not 0 <= written < float("inf"):
+        raise UserError(f"{written} is no number of parameters")
+    return round(written)
+
+
+def count_parameters(config: Mapping[str, object]) -> int:
+    """Parameters of a decoder by its config, as `transformers` makes a dict of it: exact for the families of Llama,
+    Mistral, Mixtral, Qwen2 and Qwen3, their mixtures of experts too, an estimate for others.
+
+    Raises UserError where the shape is not said.
+    """
+    text = config.get("text_config")
+    shape = _Shape({**config, **text} if isinstance(text, Mapping) else config)
+    embeddings = shape.vocab * shape.hidden * (1 if shape.is_on("tie_word_embeddings") else 2)
+    layers = sum(shape.attention + shape.feed_forward(layer) + 2 * shape.hidden for layer in range(shape.num_layers))
+    return embeddings + layers + shape.hidden
+
+
 def _quotas(weights: list[Fraction], num_devices: int) -> list[Fraction]:
     small: set[int] = set()
     while True:
@@ -105,5 +135,57 @@ def _part(pipeline: BoundPipeline, node_ids: Sequence[str], sizes: Mapping[str, 
     return Part(tuple(node_ids), tuple(engines), sum(parse_size(sizes.get(model, 0)) for model in models))
 
 
-def _held_by(nodes: Collection[str], holds: Mapping[str, Collection[str]]) -> set[str]:
-    return {held for node in nodes for held in holds.get(node, ())}
+def _contents(nodes: Collection[str], holds: Mapping[str, Collection[str]]) -> set[str]:
+    return {each for node in nodes for each in holds.get(node, ())}
+
+
+class _Shape:
+    """The numbers of a config under the names that families give them."""
+
+    def __init__(self, config: Mapping[str, object]) -> None:
+        self._config = config
+        self.hidden = self._number("hidden_size", "n_embd", "d_model")
+        self.vocab = self._number("vocab_size")
+        self.num_layers = self._number("num_hidden_layers", "n_layer", "num_layers")
+        self._kind = str(config.get("model_type", ""))
+
+    @property
+    def attention(self) -> int:
+        """Query, key, value and output projections of one layer."""
+        heads = self._number("num_attention_heads", "n_head", "num_heads")
+        head = self._number("head_dim", default=self.hidden // heads)
+        queries, keys = heads * head, self._number("num_key_value_heads", default=heads) * head
+        weights = 2 * self.hidden * (queries + keys)
+        if self.is_on("attention_bias"):
+            weights += queries + 2 * keys + self.hidden
+        elif self._kind in _WITH_QKV_BIAS:
+            weights += queries + 2 * keys
+        return weights + (2 * head if self._kind in _WITH_QK_NORMS else 0)
+
+    def feed_forward(self, layer: int) -> int:
+        """Gated projections of a layer; of its experts, their router and what they share, where it has experts."""
+        inner = self._number("intermediate_size", "n_inner", default=4 * self.hidden)
+        experts = self._number("num_experts", "num_local_experts", "n_routed_experts", default=0)
+        if not experts or not self._is_sparse(layer):
+            return 3 * self.hidden * inner + (2 * inner + self.hidden if self.is_on("mlp_bias") else 0)
+        each = 3 * self.hidden * self._number("moe_intermediate_size", default=inner)
+        shared = self._number("shared_expert_intermediate_size", default=0)
+        gate = self.hidden if shared else 0
+        common = each * self._number("n_shared_experts", default=0) + 3 * self.hidden * shared + gate
+        return experts * (each + self.hidden) + common
+
+    def _is_sparse(self, layer: int) -> bool:
+        dense = self._config.get("mlp_only_layers")
+        every = self._number("decoder_sparse_step", default=1)
+        is_dense = isinstance(dense, list) and layer in dense
+        return layer >= self._number("first_k_dense_replace", default=0) and not is_dense and (layer + 1) % every == 0
+
+    def is_on(self, name: str) -> bool:
+        return self._config.get(name) is True
+
+    def _number(self, *names: str, default: int | None = None) -> int:
+        found = next((self._config[name] for name in names if isinstance(self._config.get(name), int)), default)
+        if not isinstance(found, int):
+            said = "say its size, e.g. dag.model_sizes.actor=7B"
+            raise UserError(f"the model's config.json does not say its {names[0]}: {said}")
+        return found

@@ -1,6 +1,6 @@
-"""The process groups of a plan: which ranks speak to each other, in one order on every rank.
+"""The plan of a run: which rank runs which nodes, joined by which channels, and the process groups of the ranks.
 
-The plan of a run: which rank runs which nodes, joined by which channels. Frozen data, made without any device.
+Frozen data, made without any device.
 """
 
 from collections.abc import Sequence
@@ -80,7 +80,7 @@ class Plan:
     """Placement of a pipeline.
 
     layouts: of each role's model, where there are several ranks. groups: the process groups that they make, in the
-    order in which every rank creates them. backends: what these speak over, that of tensors first.
+    order in which every rank creates them. backends: of these groups, the one that carries tensors first.
     """
 
     pipeline: str
@@ -150,9 +150,9 @@ def check_plan(plan: Plan, pipeline: BoundPipeline) -> None:
     for rank in plan.ranks:
         wanted = rank_plan(pipeline, rank.rank, rank.device, rank.rollout_nodes, rank.training_nodes)
         pairs = (("engine", rank.engines, wanted.engines), ("service", rank.services, wanted.services))
-        for what, given, needed in pairs:
-            unused = [name for name in given if name not in needed]
-            missing = [name for name in needed if name not in given]
+        for what, names, needed in pairs:
+            unused = [name for name in names if name not in needed]
+            missing = [name for name in needed if name not in names]
             if unused:
                 raise UserError(
                     f"the plan gives rank {rank.rank} the {what} '{unused[0]}', which no node of pipeline "
@@ -176,8 +176,8 @@ def check_plan(plan: Plan, pipeline: BoundPipeline) -> None:
 
 
 def dp_groups_of(plan: Plan) -> tuple[tuple[int, ...], ...]:
-    """Ranks that run the same nodes of the training loop: they share every step. The team that trains the policy is
-    first: what is true of all is told by its first rank."""
+    """Ranks that run the same nodes of the training loop: they share every step. The dp group that trains the policy
+    is first: its first rank reports for all."""
     dp_groups: dict[tuple[str, ...], list[int]] = {}
     for rank in plan.ranks:
         if rank.training_nodes:
@@ -187,7 +187,7 @@ def dp_groups_of(plan: Plan) -> tuple[tuple[int, ...], ...]:
 
 
 def make_channels(pipeline: BoundPipeline, ranks: Sequence[RankPlan]) -> tuple[Channel, ...]:
-    """How each node gets what another writes: by reference where every rank that runs it runs the other too."""
+    """How each node gets the columns of another: by reference where every rank that runs it runs the other too."""
     homes: dict[str, set[int]] = {node.node_id: set() for node in pipeline.nodes}
     for rank in ranks:
         for node_id in (*rank.rollout_nodes, *rank.training_nodes):

@@ -57,7 +57,7 @@ def _first_version_quota(folder: Path) -> Iterator[int]:
 
 
 def share_threads(cores: int, trainer: int | None, rollout: int | None) -> tuple[int, int]:
-    """(training's, generation's): what is not given is the rest of the cores, at least 1; of nothing given, half."""
+    """Threads of (training, generation). One that is None gets the other cores, at least 1; if both are, each half."""
     if trainer is None and rollout is None:
         rollout = max(1, cores // 2)
     if trainer is None:

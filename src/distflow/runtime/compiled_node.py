@@ -20,7 +20,7 @@ from distflow.runtime.context import NodeContext
 from distflow.runtime.errors import BadOutput, NodeError, is_ours, node_error, output_error
 from distflow.runtime.prompt_group import Group
 from distflow.runtime.user_calls.async_calls import run_async
-from distflow.runtime.user_calls.reward_adapters import adapted
+from distflow.runtime.user_calls.reward_adapters import adapt
 from distflow.runtime.user_calls.sync_calls import DeadlinePassed, PlainCalls
 
 
@@ -135,7 +135,7 @@ class Step:
 
 def compile_steps(nodes: Sequence[BoundNode], resources: Mapping[str, object]) -> tuple[Step, ...]:
     """resources: engines and services by name, and `reduce`. Raises PipelineError if one is missing."""
-    return tuple(Step(node, adapted(node.fn, node.contract.form), compile_inputs(node, resources)) for node in nodes)
+    return tuple(Step(node, adapt(node.fn, node.contract.form), compile_inputs(node, resources)) for node in nodes)
 
 
 def _written(columns: Mapping[str, object]) -> dict[str, Written]:

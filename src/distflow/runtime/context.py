@@ -14,7 +14,7 @@ from distflow.errors import UserError
 from distflow.rewards.router import RewardOutcome, RewardRouter
 from distflow.runtime.prompt_group import Group
 from distflow.runtime.resources import Resources
-from distflow.runtime.user_calls.async_calls import ours
+from distflow.runtime.user_calls.async_calls import deadline_paused
 from distflow.scheduling.data_order import minibatches
 from distflow.training.engine import LossFn, TrainEngine
 
@@ -77,7 +77,7 @@ class NodeContext:
                 "ctx.reward_fn has no reward functions: they run beside the rollout loop of pipelines in which a node "
                 "has a parameter `reward_fn`. Add it to your function, and call `await reward_fn(samples)`"
             )
-        with ours():  # the reward functions have deadlines of their own
+        with deadline_paused():  # the reward functions have deadlines of their own
             return await self.router(self.group.samples if isinstance(samples, Batch) else samples)
 
 

@@ -10,7 +10,7 @@ from distflow.rollout.engine import GenerateRequest, GenerateResult, RolloutEngi
 from distflow.runtime import fault_injection
 from distflow.runtime.audit_protocol import GroupRecorder
 from distflow.runtime.sample_queue.protocol import StoppingSampleQueue
-from distflow.runtime.user_calls.async_calls import ours
+from distflow.runtime.user_calls.async_calls import deadline_paused
 from distflow.runtime.user_calls.sync_calls import PlainCalls
 from distflow.scheduling.groups import PromptGroup, Version
 
@@ -43,7 +43,7 @@ class SubmissionGate:
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         """The engine's `generate`; its request is in the engine's queue before this yields for the first time.
         Responses that a weight update cut off are generated again."""
-        with ours():
+        with deadline_paused():
             fault_injection.reach("rollout.generate")
             result = await self._ask(request)
             while aborted := tuple(made.sample for made in result.generations if made.finish_reason == "abort"):

@@ -248,7 +248,7 @@ class Recorder:
         self.folder.metrics(step, "train", metrics)
         self._trackers.log(step, metrics)
         self._show_one(batch)
-        self._callbacks.step(step, metrics)
+        self._callbacks.call("on_step", step, dict(metrics))
 
     def validation(self, step: int, metrics: Mapping[str, float], rows: Sequence[Mapping[str, object]]) -> None:
         """Validation after `step` steps. metrics: of all ranks. rows: this rank's."""
@@ -258,12 +258,12 @@ class Recorder:
             return
         self.folder.metrics(step, "val", metrics)
         self._trackers.log(step, metrics)
-        self._callbacks.validation(step, metrics)
+        self._callbacks.call("on_validation", step, dict(metrics))
 
     def checkpoint_saved(self, step: int, path: Path) -> None:
         """The checkpoint of the weights after `step` steps."""
         self.folder.event("checkpoint", f"saved {path.name}", step=step)
-        self._callbacks.save(step, path)
+        self._callbacks.call("on_save", step, path)
 
     def keep_groups(self, step: int, batch: Batch) -> None:
         """Write all columns of this worker's share of a step, if `trainer.save_groups` says so."""

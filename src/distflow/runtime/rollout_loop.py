@@ -22,7 +22,7 @@ from distflow.runtime.prompt_group import Group, accuracy_of, finished_group, ne
 from distflow.runtime.resources import Resources
 from distflow.runtime.sample_queue.protocol import FinishedGroup, SampleQueuePort, StoppingSampleQueue
 from distflow.runtime.spec import Spec
-from distflow.runtime.user_calls.async_calls import ours
+from distflow.runtime.user_calls.async_calls import deadline_paused
 from distflow.runtime.user_calls.sync_calls import PlainCalls
 from distflow.runtime.wait_log import Waits
 from distflow.scheduling.groups import PromptGroup
@@ -35,7 +35,7 @@ class RolloutLoopFailed(RuntimeError):
 
 
 async def _score_samples(router: RewardRouter, waits: Waits, samples: Sequence[Sample]) -> list[RewardOutcome]:
-    with waits("reward", "scores", on="reward functions"), ours():
+    with waits("reward", "scores", on="reward functions"), deadline_paused():
         return await router(samples)
 
 

@@ -11,7 +11,7 @@ from types import TracebackType
 from distflow.data.batch import Batch
 from distflow.graph import NodeStatus
 from distflow.rewards.score import RewardCounts
-from distflow.runtime.checkpoint.state import copy_of_state, joined, part_of_rank, saved_parts
+from distflow.runtime.checkpoint.state import copy_of_state, merge_node_states, part_of_rank, saved_parts
 from distflow.runtime.compiled_node import Step
 from distflow.runtime.context import NodeContext
 from distflow.runtime.resources import Resources
@@ -249,7 +249,7 @@ class Worker:
         metric = score(best, validated) if best is not None and validated else None
         everyone = self._ports.everyone
         with self._recorder.phases("save"):
-            state = joined(everyone.gather(copy_of_state(self._parts.inputs.state)))
+            state = merge_node_states(everyone.gather(copy_of_state(self._parts.inputs.state)))
             parts = saved_parts(self._spec, self.resources, self._ports.queue.resume_point, state, everyone.rank)
             others = [part_of_rank(rank) for rank in range(1, everyone.size)]
             self._parts.saver.save(step, parts, others, metric, wait=last)

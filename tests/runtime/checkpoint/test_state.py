@@ -10,7 +10,7 @@ import torch
 from distflow.errors import UserError
 from distflow.runtime.audit_protocol import AUDIT_STATE
 from distflow.runtime.checkpoint.checkpoint import CheckpointStore
-from distflow.runtime.checkpoint.state import check_same_facts, joined, restore, saved_parts, set_generators
+from distflow.runtime.checkpoint.state import check_same_facts, merge_node_states, restore, saved_parts, set_generators
 from distflow.runtime.prompt_group import finished_group
 from distflow.runtime.resources import build_resources
 from distflow.runtime.sample_queue.protocol import ResumePoint
@@ -92,12 +92,12 @@ def test_a_run_that_starts_draws_by_its_seed() -> None:
 def test_what_ranks_keep_is_that_of_the_first_but_of_updates_each_has_those_of_its_own_models() -> None:
     first = {"mine": {"seen": 1}, AUDIT_STATE: {"updates": {"actor": 5}, "reference": [1]}}
     second = {"mine": {"seen": 2}, "theirs": {}, AUDIT_STATE: {"updates": {"critic": 4}, "reference": [2]}}
-    assert joined([first, second]) == {
+    assert merge_node_states([first, second]) == {
         "mine": {"seen": 1},
         "theirs": {},
         AUDIT_STATE: {"updates": {"actor": 5, "critic": 4}, "reference": [1]},
     }
-    assert joined([{}, {}]) == {}
+    assert merge_node_states([{}, {}]) == {}
 
 
 def test_weights_data_or_tokens_that_are_not_those_of_before_are_refused_and_another_machine_is_told(

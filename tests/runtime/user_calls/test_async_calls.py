@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from distflow.data import global_generators
-from distflow.runtime.user_calls.async_calls import ours, run_async
+from distflow.runtime.user_calls.async_calls import deadline_paused, run_async
 from distflow.runtime.user_calls.sync_calls import DeadlinePassed, PlainCalls
 
 Work = Callable[[], Awaitable[Any]]
@@ -67,7 +67,7 @@ def test_one_that_swallows_its_cancellation_is_left_behind() -> None:
 def test_what_it_waits_for_of_ours_does_not_count() -> None:
     async def asks() -> str:
         for _ in range(3):
-            with ours():
+            with deadline_paused():
                 await asyncio.sleep(0.1)
         return "answered"
 

@@ -3,33 +3,58 @@
 FOLDER/step-000012/   one file a part, or one for each rank that has shards of it, and manifest.json with their sizes
                       and checksums
 FOLDER/latest         the name of the newest, moved last
+
+Each process writes its own parts of a checkpoint, one process commits them all.
 """
 
+import errno
+import math
+import os
+import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from safetensors import SafetensorError
 
 from distflow.errors import UserError
-from distflow.runtime.checkpoint.files import MANIFEST, DamagedError, part_of, read_manifest, read_part, verify
-from distflow.runtime.checkpoint.folder import (
+from distflow.observe.files import sync, write_atomically
+from distflow.runtime.checkpoint.files import (
+    BEGUN,
     LATEST,
+    MANIFEST,
+    PARTIAL,
+    REMOVED,
     CheckpointError,
+    DamagedError,
+    FileEntry,
+    Manifest,
     by_age,
     checkpoints_in,
+    describe,
     make_partial,
+    next_serial,
+    part_of,
     partial_of,
+    parts_in,
+    read_manifest,
+    read_part,
+    remove_checkpoint,
     remove_leftovers,
+    remove_partial,
     serial_of,
+    verify,
+    write_manifest,
+    write_part,
 )
 from distflow.runtime.checkpoint.shards import Layout
-from distflow.runtime.checkpoint.writing import Retention, Writing, or_give_up
 
 _MAX_NAME = 256
+_NAME: Final = re.compile(r"\w+(-rank\d+)?")
+_FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @dataclass(frozen=True)
@@ -77,10 +102,110 @@ class Checkpoint:
             ) from err
 
 
+class GivenUp(CheckpointError):
+    """Another process could not write its part, and reports why."""
+
+    def __init__(self, step: int, folder: Path) -> None:
+        super().__init__(
+            f"the checkpoint of step {step} was not written to {folder}: another process could not write its part of "
+            "it, and reports why. Earlier ones are complete"
+        )
+
+
+@dataclass(frozen=True)
+class Writing:
+    """A checkpoint that `CheckpointStore.begin` began, in the folder `partial`."""
+
+    store: "CheckpointStore"
+    step: int
+    partial: Path
+
+    def write(self, name: str, part: object) -> None:
+        """Write one part: tensors by name, this rank's shards of them, or a JSON value. It is on the disk when this
+        returns.
+
+        name: also the file's; no two processes write the same, and `shard_name` makes it for shards. Raises
+        CheckpointError if the disk is full or cannot be written, or another process abandoned the checkpoint: it is
+        abandoned, and earlier ones are still there.
+        """
+        assert name != "manifest" and _NAME.fullmatch(name), f"a part's name becomes a file's: {name!r}"
+        with or_give_up(self.step, self.store.folder, self._given_up):
+            write_part(self.partial, name, part)
+            self.store.on_point(f"part {name}")
+
+    def commit(
+        self,
+        expected: Collection[str],
+        metric: float | None = None,
+        keep_waiting: Callable[[], bool] = lambda: False,
+    ) -> Path:
+        """Make it the latest checkpoint, then remove old ones. For one process, after the others have written.
+
+        expected: the names of all parts. metric: higher is better; one that is not finite counts as none.
+        keep_waiting: called repeatedly, and blocks for a while, as long as parts of other processes are missing.
+        Returns its folder once it is on the disk. Raises CheckpointError if a part is missing, or as `write`: then
+        nothing is committed.
+        """
+        with or_give_up(self.step, self.store.folder):
+            while self._missing(expected) and not self._given_up() and keep_waiting():
+                pass
+            files = self._files(expected)
+            folder = self.store.folder
+            score = metric if metric is not None and math.isfinite(metric) else None
+            write_manifest(self.partial, Manifest(self.step, next_serial(folder), score, files))
+            (self.partial / BEGUN).unlink()
+            self.store.on_point("manifest")
+            final = self.partial.with_name(self.partial.name.removesuffix(PARTIAL))
+            self.partial.rename(final)
+            self.store.on_point("renamed")
+            sync(folder)
+            write_atomically(folder / LATEST, final.name.encode())
+            self.store.on_point("latest")
+            self._remove_old()
+            return final
+
+    def _files(self, expected: Collection[str]) -> dict[str, FileEntry]:
+        missing = self._missing(expected)
+        if missing and self._given_up():
+            raise GivenUp(self.step, self.store.folder)
+        if missing:
+            with suppress(OSError):
+                remove_partial(self.partial)
+            raise CheckpointError(
+                f"the checkpoint of step {self.step} was not written to {self.store.folder}: {', '.join(missing)} "
+                "missing, as the process that was to write it failed or is gone. Earlier ones are complete"
+            )
+        return {path.name: describe(path) for path in parts_in(self.partial)}
+
+    def _missing(self, expected: Collection[str]) -> list[str]:
+        return sorted(set(expected) - {path.stem for path in parts_in(self.partial)})
+
+    def _given_up(self) -> bool:
+        """Whether a process that could not write removed the checkpoint."""
+        return not (self.partial / BEGUN).exists()
+
+    def _remove_old(self) -> None:
+        """Keep only the newest few and the best few. The newest, which was just written, always stays."""
+        if self.store.keep_last is None:
+            return
+        paths = by_age(self.store.folder)
+        metrics = {path: metric for path in paths if (metric := read_manifest(path).metric) is not None}
+        best = sorted(metrics, key=lambda path: metrics[path], reverse=True)
+        kept = {*paths[-self.store.keep_last :], *best[: self.store.keep_best]}
+        for path in paths:
+            aside = path.with_name(path.name + REMOVED)
+            somebodys = path.is_symlink() or aside.exists()  # our own leftovers are gone by now
+            if path not in kept and not somebodys:
+                path.rename(aside)
+                self.store.on_point(f"removing {path.name}")
+                remove_checkpoint(aside)
+
+
 class CheckpointStore:
     """The checkpoints of one run. One process begins and commits a checkpoint; any may write parts of it.
 
-    keep_last, keep_best: see `Retention`. on_point: see `Writing`.
+    keep_last: how many of the newest are kept, None for all. keep_best: in addition, how many with the highest metric.
+    on_point: called with the name of each point of a write that is reached, to inject faults there.
     """
 
     def __init__(
@@ -94,9 +219,7 @@ class CheckpointStore:
             raise CheckpointError(
                 f"{keep_last} checkpoints cannot be kept: at least 1 must be, or a kill loses the run"
             )
-        self.folder = folder
-        self._retention = Retention(keep_last, keep_best)
-        self._on_point = on_point
+        self.folder, self.keep_last, self.keep_best, self.on_point = folder, keep_last, keep_best, on_point
 
     def begin(self, step: int) -> Writing:
         """Begin a checkpoint beside the others; the leftovers of one that was not committed are removed.
@@ -105,8 +228,8 @@ class CheckpointStore:
         """
         with or_give_up(step, self.folder):
             partial = make_partial(self.folder, step)
-        self._on_point("begun")
-        return Writing(step, partial, self._retention, self._on_point)
+        self.on_point("begun")
+        return Writing(self, step, partial)
 
     def writing(self, step: int) -> Writing:
         """Join the checkpoint that another process began. Raises CheckpointError if there is none."""
@@ -116,7 +239,7 @@ class CheckpointStore:
                 f"no checkpoint of step {step} is being written to {self.folder}: if a run has several machines, "
                 "all must see that folder (trainer.default_local_dir)"
             )
-        return Writing(step, partial, self._retention, self._on_point)
+        return Writing(self, step, partial)
 
     def load(self, which: Literal["latest"] | int | Path = LATEST) -> Checkpoint:
         """A checkpoint verified against its checksums: the latest, the one of a step, or the one in a folder.
@@ -193,6 +316,31 @@ class CheckpointStore:
     def _listing(self) -> str:
         names = ", ".join(path.name for path in by_age(self.folder))
         return f"There are: {names}" if names else "There is no other"
+
+
+@contextmanager
+def or_give_up(step: int, folder: Path, given_up: Callable[[], bool] = lambda: False) -> Iterator[None]:
+    """If a write fails, remove what was written of its checkpoint, which also frees the disk.
+
+    given_up: whether another process did so already, which made this write fail.
+    """
+    try:
+        yield
+    except (OSError, SafetensorError) as err:
+        failure = GivenUp(step, folder) if given_up() else CheckpointError(_failure(step, folder, err))
+        with suppress(OSError):  # the failure of the write itself is the one to report
+            remove_leftovers(folder)
+        raise failure from err
+
+
+def _failure(step: int, folder: Path, err: Exception) -> str:
+    # safetensors reports the system's errors by their text alone
+    full = getattr(err, "errno", None) in _FULL or any(os.strerror(number) in str(err) for number in _FULL)
+    cause = "the disk is full" if full else str(err)
+    return (
+        f"the checkpoint of step {step} could not be written to {folder}: {cause}. Earlier ones "
+        "are complete. Free space, or set trainer.default_local_dir to another folder; then start again"
+    )
 
 
 def _open(path: Path) -> Checkpoint:

@@ -9,8 +9,7 @@ from distflow.errors import UserError
 from distflow.observe.writing.folder_lock import MARK
 from distflow.observe.writing.run_folder import EARLIER
 from distflow.runtime.checkpoint.checkpoint import Checkpoint, CheckpointStore
-from distflow.runtime.checkpoint.files import MANIFEST, read_manifest
-from distflow.runtime.checkpoint.folder import by_age, checkpoints_in
+from distflow.runtime.checkpoint.files import MANIFEST, by_age, checkpoints_in, read_manifest
 from distflow.runtime.spec import Spec
 from distflow.scheduling.coordinator import Coordinator, mark_of
 from distflow.scheduling.data_plan import DataPlan
@@ -47,10 +46,10 @@ def resumes_here(checkpoint: Checkpoint | None, mode: str, run_dir: Path) -> boo
 def is_done(checkpoint: Checkpoint, spec: Spec) -> bool:
     """Whether no step of the run is left after a checkpoint."""
     snapshot = _snapshot(checkpoint)
-    return Coordinator(remaining(spec.data, snapshot), None, snapshot).finished
+    return Coordinator(remaining_plan(spec.data, snapshot), None, snapshot).finished
 
 
-def remaining(plan: DataPlan, snapshot: Snapshot) -> DataPlan:
+def remaining_plan(plan: DataPlan, snapshot: Snapshot) -> DataPlan:
     """The plan after a snapshot. Raised epochs continue after a step that was short because the data had ended, which
     takes one more step."""
     if plan.total_groups is None:
@@ -63,7 +62,11 @@ def remaining(plan: DataPlan, snapshot: Snapshot) -> DataPlan:
 def done_message(checkpoint: Checkpoint, spec: Spec, resumes: bool) -> str:
     """For the user. resumes: the run that is done is the folder's own; raises UserError if it is another."""
     by_steps = spec.data.total_groups is None
-    longer = f"trainer.total_training_steps={2 * checkpoint.step}" if by_steps else _more_epochs(spec)
+    longer = (
+        f"trainer.total_training_steps={2 * checkpoint.step}"
+        if by_steps
+        else f"trainer.total_epochs={2 * spec.config.trainer.total_epochs}"
+    )
     ways = as_list({"to continue": longer, **ways_to_start(spec)})
     if not resumes:
         raise UserError(f"{checkpoint.path} is the end of its run, and nothing is left to do.\n{ways}")
@@ -83,10 +86,6 @@ def as_list(ways: Mapping[str, str]) -> str:
     """Lines such as `  to start anew:    --resume never`."""
     width = max(map(len, ways)) + 2
     return "\n".join(f"  {f'{what}:':<{width}}{how}" for what, how in ways.items())
-
-
-def _more_epochs(spec: Spec) -> str:
-    return f"trainer.total_epochs={2 * spec.config.trainer.total_epochs}"
 
 
 def _snapshot(checkpoint: Checkpoint) -> Snapshot:
@@ -118,17 +117,13 @@ def policy_checkpoint(source: Path) -> Checkpoint:
     return CheckpointStore(store).load(folder if (folder / MANIFEST).is_file() else "latest")
 
 
-def described(checkpoint: Checkpoint, source: Path) -> str:
-    """A line for the user: which step was loaded, and where the best one is if that is another."""
+def describe_choice(checkpoint: Checkpoint, source: Path) -> str:
+    """A line for the user: the step that was loaded, and the best checkpoint if that is another one."""
     line = f"step {checkpoint.step} of {source}"
     if checkpoint.path.resolve() == source.expanduser().resolve():
         return line
-    best = _best(checkpoint.path.parent)
-    others = f"; the best is {best}" if best and best != checkpoint.path else ""
+    metrics = [(read_manifest(path).metric, path) for path in by_age(checkpoint.path.parent)]
+    measured = [(metric, path) for metric, path in metrics if metric is not None]
+    best = max(measured)[1] if measured else checkpoint.path  # which `trainer.keep_best` kept
+    others = f"; the best is {best}" if best != checkpoint.path else ""
     return f"{line}, its newest checkpoint{others}" + (f" ({checkpoint.message})" if checkpoint.message else "")
-
-
-def _best(store: Path) -> Path | None:
-    """The one that `trainer.keep_best` kept."""
-    measured = [(metric, path) for path in by_age(store) if (metric := read_manifest(path).metric) is not None]
-    return max(measured)[1] if measured else None

@@ -19,11 +19,9 @@ from typing import Final, TypeVar
 import torch
 from torch import Tensor
 
-from distflow.runtime.checkpoint.checkpoint import CheckpointStore
-from distflow.runtime.checkpoint.files import is_all_tensors
-from distflow.runtime.checkpoint.folder import CheckpointError
+from distflow.runtime.checkpoint.checkpoint import CheckpointStore, GivenUp, Writing
+from distflow.runtime.checkpoint.files import CheckpointError, is_all_tensors
 from distflow.runtime.checkpoint.shards import Shards
-from distflow.runtime.checkpoint.writing import GivenUp, Writing
 from distflow.runtime.wait_log import Waits
 from distflow.training.engine import Collective
 
@@ -123,24 +121,24 @@ class Saver:
         """Wait for the save in progress, if there is one."""
         if self._under_way is None:
             return
-        saved = self._under_way
-        if not saved.path.done():
-            with self._waits("training", f"checkpoint of step {saved.step}", on="its writer"):
-                wait_for([saved.path])
+        save = self._under_way
+        if not save.path.done():
+            with self._waits("training", f"checkpoint of step {save.step}", on="its writer"):
+                wait_for([save.path])
         self._under_way = None
-        path = self._together(saved.step, saved.path)
+        path = self._together(save.step, save.path)
         if path is not None:
-            self._on_saved(saved.step, path)
+            self._on_saved(save.step, path)
 
     def _report_alone(self) -> None:
         """Report the outcome of the save in progress on this rank, without waiting for others."""
-        saved, self._under_way = self._under_way, None
-        if saved is None:
+        save, self._under_way = self._under_way, None
+        if save is None:
             return
-        error = saved.path.exception()
+        error = save.path.exception()
         with suppress(OSError):  # the error that ends the run is the one to report
-            if error is None and (path := saved.path.result()) is not None:
-                self._on_saved(saved.step, path)
+            if error is None and (path := save.path.result()) is not None:
+                self._on_saved(save.step, path)
             elif error is not None and not isinstance(error, GivenUp):
                 self._warn(str(error))
 
@@ -169,7 +167,7 @@ class Saver:
         try:
             with self._waits("training", f"checkpoint of step {step}", on="other ranks"):
                 failures = [why for why in self._ranks.gather(_failure_text(error)) if why is not None]
-        except Exception:
+        except RuntimeError:  # of torch.distributed
             if error is not None:
                 raise error from error.__cause__  # it may say why the others are gone
             raise

@@ -15,9 +15,8 @@ from distflow.models.weight_checks import magnitudes, unsound
 from distflow.planning.plan import dp_groups_of
 from distflow.runtime.audit_protocol import AUDIT_STATE
 from distflow.runtime.checkpoint.checkpoint import Checkpoint
-from distflow.runtime.checkpoint.files import shard_name
+from distflow.runtime.checkpoint.files import CheckpointError, shard_name
 from distflow.runtime.checkpoint.find_checkpoint import as_list, ways_to_start
-from distflow.runtime.checkpoint.folder import CheckpointError
 from distflow.runtime.checkpoint.shards import is_sharded, own_shards
 from distflow.runtime.context import NodeState
 from distflow.runtime.prompt_group import finished_group
@@ -136,14 +135,14 @@ def set_generators(checkpoint: Checkpoint | None, seed: int, rank: int = 0) -> N
     if checkpoint is None or (rank and part_of_rank(rank) not in checkpoint.parts):
         return
     with checkpoint.reading():
-        saved = checkpoint.load(part_of_rank(rank))
-        version, internal, gauss = saved["python"]
+        states = checkpoint.load(part_of_rank(rank))
+        version, internal, gauss = states["python"]
         random.setstate((version, tuple(internal), gauss))
-        name, keys, *rest = saved["numpy"]
+        name, keys, *rest = states["numpy"]
         np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
-        torch.set_rng_state(torch.tensor(saved["torch"], dtype=torch.uint8))
+        torch.set_rng_state(torch.tensor(states["torch"], dtype=torch.uint8))
         devices = range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0)
-        for i, device_state in zip(devices, saved["cuda"], strict=False):
+        for i, device_state in zip(devices, states["cuda"], strict=False):
             torch.cuda.set_rng_state(torch.tensor(device_state, dtype=torch.uint8), i)
 
 
@@ -172,10 +171,11 @@ def _parts_of_the_run(
 
 
 def _generator_states() -> dict[str, object]:
+    name, keys, *rest = np.random.get_state()
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     return {
         "python": random.getstate(),
-        "numpy": _numpy_state(),
+        "numpy": [name, np.asarray(keys).tolist(), *rest],
         "torch": torch.get_rng_state().tolist(),
         "cuda": [device_state.tolist() for device_state in cuda],
     }
@@ -191,12 +191,7 @@ def _refuse_garbage(checkpoint: Checkpoint, role: str, now: TrainState, saved: T
         )
 
 
-def _numpy_state() -> list[object]:
-    name, keys, *rest = np.random.get_state()
-    return [name, np.asarray(keys).tolist(), *rest]
-
-
-def joined(states: Sequence[NodeState]) -> NodeState:
+def merge_node_states(states: Sequence[NodeState]) -> NodeState:
     """The state of all nodes from the states of each rank; for a node that several ranks run, the state of the first.
     The audit's count of each model's updates is only on the ranks that train that model."""
     found = {node: kept for state in reversed(states) for node, kept in state.items()}

@@ -94,14 +94,14 @@ async def run_async(
         left = [each for each in tasks if not each.done()]
         for each in left:
             each.cancel()
-            each.add_done_callback(_heard)
+            each.add_done_callback(_retrieve_error)
         if left:
             await _until_ended(left)
         raise
     finally:
         if not task.done():
             task.cancel()
-            task.add_done_callback(_heard)
+            task.add_done_callback(_retrieve_error)
     if isinstance(returned, _Exit):
         raise returned.error
     return returned
@@ -116,8 +116,8 @@ async def _until_ended(cancelled: "Sequence[asyncio.Task[Any]]") -> None:
 
 
 @contextmanager
-def ours() -> Iterator[None]:
-    """Around what a user's function awaits of us: meanwhile its clock is stopped, and new tasks are not its own."""
+def deadline_paused() -> Iterator[None]:
+    """For a user's function that awaits something of ours: its clock is stopped, and new tasks are not its own."""
     strand = _strand.get()
     if strand is None:
         yield
@@ -144,7 +144,7 @@ async def _awaited(function: Callable[[], Awaitable[T]]) -> T | _Exit:
         return _Exit(err)
 
 
-def _heard(task: "asyncio.Task[Any]") -> None:
+def _retrieve_error(task: "asyncio.Task[Any]") -> None:
     """Retrieve an exception that nobody waits for; asyncio would complain otherwise."""
     if not task.cancelled():
         task.exception()
@@ -194,5 +194,5 @@ def _steps(work: Work[T], strand: _Strand) -> Generator[Any, Any, T]:
             strand.turn.release()
         try:
             resume = partial(work.send, (yield waits_for))
-        except BaseException as err:  # a cancellation, or the loop's end
+        except BaseException as err:  # any error of the awaited future, which is the work's to handle
             resume = partial(work.throw, err)

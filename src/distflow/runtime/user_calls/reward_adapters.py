@@ -3,6 +3,7 @@
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from torch import Tensor
 
@@ -15,7 +16,7 @@ from distflow.runtime.errors import BadOutput
 _DERIVED = ("input_ids", "attention_mask", "loss_mask", "index", "data_source")
 
 
-def adapted(fn: Callable[..., object], form: Form) -> Callable[..., object]:
+def adapt(fn: Callable[..., object], form: Form) -> Callable[..., object]:
     """A function that is called as its contract says: with columns, or with `batch` and `config`."""
     if form is Form.SAMPLE_REWARD:
         return partial(_score_each_async, fn) if is_async(fn) else partial(_score_each, fn)
@@ -24,38 +25,22 @@ def adapted(fn: Callable[..., object], form: Form) -> Callable[..., object]:
     return fn
 
 
-def _score_each(
-    fn: Callable[..., object],
-    data_source: list[str],
-    responses: list[str],
-    ground_truth: list[object],
-    extra_info: list[object] | None = None,
-    **options: object,
-) -> dict[str, list[float]]:
+def _score_each(fn: Callable[..., object], **columns: Any) -> dict[str, list[float]]:
     """`compute_score(data_source, solution_str, ground_truth[, extra_info])`: one number, or a dict with `score` and,
     if that is not the accuracy of the response, `acc`."""
-    calls = _calls(data_source, responses, ground_truth, extra_info, options)
-    return _columns([_score(i, fn(**call)) for i, call in enumerate(calls)])
+    return _columns([_score(i, fn(**call)) for i, call in enumerate(_calls(**columns))])
 
 
-async def _score_each_async(
-    fn: Callable[..., Awaitable[object]],
-    data_source: list[str],
-    responses: list[str],
-    ground_truth: list[object],
-    extra_info: list[object] | None = None,
-    **options: object,
-) -> dict[str, list[float]]:
-    calls = _calls(data_source, responses, ground_truth, extra_info, options)
-    return _columns([_score(i, await fn(**call)) for i, call in enumerate(calls)])
+async def _score_each_async(fn: Callable[..., Awaitable[object]], **columns: Any) -> dict[str, list[float]]:
+    return _columns([_score(i, await fn(**call)) for i, call in enumerate(_calls(**columns))])
 
 
 def _calls(
     data_source: list[str],
     responses: list[str],
     ground_truth: list[object],
-    extra_info: list[object] | None,
-    options: Mapping[str, object],
+    extra_info: list[object] | None = None,
+    **options: object,
 ) -> Iterator[dict[str, object]]:
     """The arguments for each sample."""
     for i, (source, text, truth) in enumerate(zip(data_source, responses, ground_truth, strict=True)):

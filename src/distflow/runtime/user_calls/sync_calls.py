@@ -5,7 +5,7 @@ import asyncio
 import contextvars
 import inspect
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
 from functools import partial
@@ -68,7 +68,7 @@ async def _in_a_thread(function: Callable[[], T], deadline_s: float) -> T:
         except (SystemExit, KeyboardInterrupt) as err:
             error = RuntimeError(f"it asked to exit ({err!r})").with_traceback(err.__traceback__)  # names the place
             outcome = partial(future.set_exception, error)
-        except Exception as err:  # the border to user code
+        except Exception as err:  # user code may raise anything
             outcome = partial(future.set_exception, err)
         if not loop.is_closed():  # a future is its loop's own: only the loop's thread may settle it
             loop.call_soon_threadsafe(settle, outcome)
@@ -104,7 +104,7 @@ class Callbacks:
 
 
 class Caller:
-    """Calls them; an error in one becomes a warning, and the run continues. timed: entered around each call."""
+    """Calls callbacks; an error in one becomes a warning, and the run continues. timed: entered around each call."""
 
     def __init__(
         self,
@@ -114,22 +114,15 @@ class Caller:
     ) -> None:
         self._callbacks, self._warn, self._timed = callbacks, warn, timed
 
-    def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._call("on_step", self._callbacks.on_step, step, dict(metrics))
-
-    def validation(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._call("on_validation", self._callbacks.on_validation, step, dict(metrics))
-
-    def save(self, step: int, path: Path) -> None:
-        self._call("on_save", self._callbacks.on_save, step, path)
-
-    def _call(self, name: str, function: Callable[..., object] | None, *arguments: object) -> None:
+    def call(self, name: str, step: int, result: dict[str, float] | Path) -> None:
+        """name: of one of the `Callbacks`, which may be missing. result: metrics or a checkpoint's folder."""
+        function = getattr(self._callbacks, name)
         if function is None:
             return
         try:
             with self._timed(), global_generators.lent(global_generators.states()):
-                function(*arguments)
-        except Exception as error:  # the border to user code
+                function(step, result)
+        except Exception as error:  # user code may raise anything
             place = f" (at {found})" if (found := users_place(error)) else ""
             own = getattr(function, "__name__", type(function).__name__)
             self._warn(f"{name}: {own} raised {type(error).__name__}: {error}{place}; the run continues")

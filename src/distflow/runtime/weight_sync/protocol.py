@@ -1,16 +1,13 @@
-"""The protocol of the weight sync from trainer to rollout engines, which one file for each transport implements, and
-its implementation in one process, where tensors are passed by reference."""
+"""The protocol of the weight sync from trainer to rollout engines; see `ports` and `cluster/rollout_workers`."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from functools import partial
 from typing import Protocol
 
 from torch import Tensor
 
 from distflow.errors import TrustError
 from distflow.rollout.engine import Receipt
-from distflow.runtime.wait_log import Waits
 from distflow.scheduling.groups import Version
 
 Bucket = Sequence[tuple[str, Tensor]]
@@ -61,7 +58,7 @@ class WeightPort(Protocol):
         """
         ...
 
-    def alias(self, version: Version, hashes: Mapping[str, str]) -> None:
+    def renumber(self, version: Version, hashes: Mapping[str, str]) -> None:
         """A version with the weights of the last one: engines use them under its number, nothing is sent.
 
         hashes: of the trainer's weights now. Raises TrustError if an engine has others.
@@ -79,7 +76,7 @@ def check_receipt(receipt: Receipt, version: Version, hashes: Mapping[str, str],
     different = [name for name, own in hashes.items() if receipt.hashes.get(name) != own]
     if different and receipt.version_only:
         raise TrustError(
-            f"the engine{of} was to serve the weights that it has as version {version.step}, but they are not the "
+            f"the engine{of} was to use the weights that it has as version {version.step}, but they are not the "
             f"trainer's; tensors that differ: {', '.join(different[:5])}"
         )
     if different:
@@ -90,54 +87,3 @@ def check_receipt(receipt: Receipt, version: Version, hashes: Mapping[str, str],
 def refused(version: Version, reason: Exception) -> TrustError:
     """The error to raise if weights do not fit."""
     return TrustError(f"the engine refused the weights of version {version.step}: {reason}")
-
-
-class LocalWeights:
-    """Collects the buckets of a version until it is complete, then passes them to the engines of this process. Without
-    engines it collects nothing.
-
-    Used by the training thread alone, so it needs no lock. An engine reads the trainer's own tensors on a thread of its
-    own, while `commit` waits for its receipt: no optimizer step can change them meanwhile.
-    """
-
-    confirmed = None  # there are no other processes
-
-    def __init__(self, waits: Waits) -> None:
-        self._waits = waits
-        self._receivers: list[Receive] = []
-        self._version: Version | None = None
-        self._tensors: list[tuple[str, Tensor]] = []
-
-    def attach(self, receive: Receive) -> Detach:
-        """See `WeightPort`."""
-        self._receivers.append(receive)
-        return partial(self._receivers.remove, receive)
-
-    def begin(self, version: Version) -> None:
-        """See `WeightPort`."""
-        self._version, self._tensors = version, []
-
-    def put(self, bucket: Bucket) -> None:
-        """See `WeightPort`."""
-        if self._receivers:
-            self._tensors += bucket
-
-    def commit(self, hashes: Mapping[str, str]) -> None:
-        """See `WeightPort`."""
-        assert self._version is not None, "a version is begun before it is committed"
-        for receive in self._receivers:
-            with self._waits("training", f"weights of step {self._version.step}", on="rollout engine"):
-                check_receipt(self._pass_to(receive, self._version), self._version, hashes)
-        self._version, self._tensors = None, []
-
-    def alias(self, version: Version, hashes: Mapping[str, str]) -> None:
-        """See `WeightPort`."""
-        for receive in self._receivers:
-            with self._waits("training", f"alias of step {version.step}", on="rollout engine"):
-                check_receipt(receive(version, None), version, hashes)
-
-    def _pass_to(self, receive: Receive, version: Version) -> Receipt:
-        try:
-            return receive(version, self._tensors)
-        except ValueError as err:
-            raise refused(version, err) from err

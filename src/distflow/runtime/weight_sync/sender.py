@@ -1,5 +1,11 @@
-"""Sends the trainer's weights in buckets when a sync is due, and runs the canary when that is due."""
+"""Sends the trainer's weights in buckets when a sync is due, and runs the canary when that is due.
 
+Checks of each sync: ranks that train the same model have the same weights, the sent weights are the trainer's current
+ones with adapters merged, and engines have the version that was sent.
+"""
+
+import hashlib
+import json
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import replace
@@ -10,20 +16,23 @@ from torch import Tensor, nn
 
 from distflow.data.batch import Batch
 from distflow.errors import TrustError
+from distflow.models.lora import unwrapped
+from distflow.models.sharding import at_places, whole
 from distflow.models.weight_checks import magnitudes, unsound
 from distflow.rollout.engine import Receipt, RolloutEngine
-from distflow.rollout.weights import stripe_hashes
+from distflow.rollout.weights import stripe_hashes, striped_places
 from distflow.runtime import fault_injection
 from distflow.runtime.audit_protocol import Updates
 from distflow.runtime.offload import Offload
 from distflow.runtime.rollout_services import Session
 from distflow.runtime.weight_sync.protocol import Bucket, WeightPort
-from distflow.runtime.weight_sync.receipts import check_replicas, check_sent, check_served
 from distflow.runtime.worker_inputs import WorkerInputs
 from distflow.scheduling.groups import Version
-from distflow.training.engine import TrainEngine
+from distflow.training.engine import Collective, TrainEngine
 
 BUCKET_BYTES = 2**28
+FLIPPED = 0.01
+"""Share of a merged tensor's elements that rounding may move to a neighbouring value."""
 
 
 class Canary(Protocol):
@@ -74,7 +83,7 @@ class WeightSender:
             now = stripe_hashes(self._weights())
             if now == self._last:
                 self._advance_to(version)
-                self._port.alias(version, now)
+                self._port.renumber(version, now)
                 return False, {}
         return True, self.sync(version)
 
@@ -104,20 +113,17 @@ class WeightSender:
         fault_injection.reach("weights.begin")
         self._port.begin(version)
         self._last = {}
+        model = getattr(self._actor, "model", None)
         for bucket in buckets(self._weights(), BUCKET_BYTES):
-            self._put(version, bucket)
+            _refuse_garbage(version, bucket)
+            if isinstance(model, nn.Module):
+                check_sent(bucket, model, version.step)
+            self._last |= stripe_hashes(bucket)
+            self._port.put(bucket)
             del bucket  # before the next is gathered
             fault_injection.reach("weights.put")
         self._port.commit(self._last)
         fault_injection.reach("weights.sent")
-
-    def _put(self, version: Version, bucket: Bucket) -> None:
-        model = getattr(self._actor, "model", None)
-        _refuse_garbage(version, bucket)
-        if isinstance(model, nn.Module):
-            check_sent(bucket, model, version.step)
-        self._last |= stripe_hashes(bucket)
-        self._port.put(bucket)
 
     def _advance_to(self, version: Version) -> None:
         if self._version is not None and version <= self._version:
@@ -151,39 +157,15 @@ class WeightReceiver:
     async def _load(self, version: Version, weights: Iterable[tuple[str, Tensor]] | None) -> Receipt:
         engine = self._engine
         receipt = await engine.load_weights(version, weights)
-        held = await engine.hashes()
-        claimed = {name: held.get(name) for name in receipt.hashes}
-        if engine.version != receipt.version or claimed != receipt.hashes:
+        hashes = await engine.hashes()
+        same = {name: hashes.get(name) for name in receipt.hashes} == receipt.hashes
+        if engine.version != receipt.version or not same:
             raise TrustError(
                 f"the rollout engine's receipt is for {receipt.version}, but it serves {engine.version}, and "
-                f"{sum(held.get(name) != own for name, own in receipt.hashes.items())} of its tensors are not those "
+                f"{sum(hashes.get(name) != own for name, own in receipt.hashes.items())} of its tensors are not those "
                 "that the receipt names: weights that were not loaded, or a version number without its weights"
             )
-        return replace(receipt, hashes=held)
-
-
-def _refuse_garbage(version: Version, bucket: Bucket) -> None:
-    wrong = unsound(magnitudes(bucket))
-    if wrong:
-        raise TrustError(
-            f"the weights of version {version.step} must not be served: {wrong[0]}, {len(wrong)} tensors or more. "
-            "Something changed them since the last update, after which they were sound"
-        )
-
-
-def buckets(weights: Iterable[tuple[str, Tensor]], max_bytes: int) -> Iterator[Bucket]:
-    """Runs of neighbouring tensors of at most `max_bytes` together; a larger one is a bucket of its own."""
-    bucket: list[tuple[str, Tensor]] = []
-    num_bytes = 0
-    for name, tensor in weights:
-        if bucket and num_bytes + tensor.nbytes > max_bytes:
-            full, bucket, num_bytes = bucket, [], 0
-            yield full
-            del full
-        bucket.append((name, tensor))
-        num_bytes += tensor.nbytes
-    if bucket:
-        yield bucket
+        return replace(receipt, hashes=hashes)
 
 
 class WeightSync:
@@ -224,7 +206,7 @@ class WeightSync:
             return updated, {}
         self._offload.only(("actor",))
         outcome = self._sender.sync_changed(version, updated)
-        check_served(self._served_version(), version)
+        self._check_all_synced(version)
         check_replicas(self._sender.hashes, version.step, self._ports.collective)
         self._recorder.serves(version)
         return outcome
@@ -235,12 +217,104 @@ class WeightSync:
         if self._sender is None:
             return
         self._offload.only(("actor",))
-        sent = self.step < step and self.send(Version(self._version.restart, step))[0]
-        if not sent:
+        is_newer = self.step < step and self.send(Version(self._version.restart, step))[0]
+        if not is_newer:
             self._sender.push_again()
 
-    def _served_version(self) -> Version | None:
-        """The oldest version of the engines to which this rank sends; None if it has none."""
-        own = [self._engine.version] if self._engine is not None else []
-        confirmed = self._ports.weights.confirmed
-        return min([*own, *([confirmed] if confirmed is not None else [])], default=None)
+    def _check_all_synced(self, version: Version) -> None:
+        """All engines to which this rank sends have the version, in whatever process. Raises TrustError if the oldest
+        has another: at staleness 0 that engine would wait for the version, and the trainer for the engine, for ever."""
+        own = self._engine.version if self._engine is not None else None
+        oldest = min((has for has in (own, self._ports.weights.confirmed) if has is not None), default=version)
+        if oldest != version:
+            raise TrustError(
+                f"version {version.step} was sent, but an engine has {oldest.step}: weights did not reach it"
+            )
+
+
+def buckets(weights: Iterable[tuple[str, Tensor]], max_bytes: int) -> Iterator[Bucket]:
+    """Runs of neighbouring tensors of at most `max_bytes` together; a larger one is a bucket of its own."""
+    bucket: list[tuple[str, Tensor]] = []
+    num_bytes = 0
+    for name, tensor in weights:
+        if bucket and num_bytes + tensor.nbytes > max_bytes:
+            full, bucket, num_bytes = bucket, [], 0
+            yield full
+            del full
+        bucket.append((name, tensor))
+        num_bytes += tensor.nbytes
+    if bucket:
+        yield bucket
+
+
+def check_replicas(hashes: Mapping[str, str], step: int, ranks: Collective) -> None:
+    """hashes: of the weights that this rank has sent, by name. Raises TrustError naming tensors, on every rank."""
+    if ranks.size == 1:
+        return
+    text = json.dumps(sorted(hashes.items()))
+    digest = float(int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "little"))
+    if ranks.max(digest) == -ranks.max(-digest):
+        return
+    everyone = ranks.gather(dict(hashes))
+    odd = [name for name in hashes if len({own.get(name) for own in everyone}) > 1]
+    raise TrustError(
+        f"the ranks that train together no longer have the same weights after step {step}: {', '.join(odd[:5])}, "
+        f"{len(odd)} tensors in all. A node or callback changed them on some rank, or a device computes wrongly"
+    )
+
+
+def check_sent(bucket: Bucket, model: nn.Module, step: int) -> None:
+    """Compare a stripe of each tensor with the module's, computed element by element; of a sharded one the elements on
+    this rank.
+
+    Raises TrustError naming the tensors that differ: left from an older version, without their adapter, or mixed up.
+    The engine rejects names that the module does not have.
+    """
+    causal = unwrapped(model)
+    own = dict(causal.named_parameters(remove_duplicate=False))
+    different = [name for name, tensor in bucket if not _is_own(name, tensor, causal, own)]
+    if different:
+        raise TrustError(
+            f"the weights of version {step} are not the trainer's: {', '.join(different[:5])} "
+            f"({len(different)} tensors) differ from the trainer's current ones: an older copy, an adapter "
+            "that was not merged or is scaled otherwise, or another tensor's values"
+        )
+
+
+def _refuse_garbage(version: Version, bucket: Bucket) -> None:
+    wrong = unsound(magnitudes(bucket))
+    if wrong:
+        raise TrustError(
+            f"the weights of version {version.step} must not be served: {wrong[0]}, {len(wrong)} tensors or more. "
+            "Something changed them since the last update, after which they were sound"
+        )
+
+
+def _is_own(name: str, tensor: Tensor, causal: nn.Module, own: dict[str, nn.Parameter]) -> bool:
+    owner, _, leaf = name.rpartition(".")
+    base = own.get(f"{owner}.base_layer.{leaf}")
+    parameter = own.get(name) if base is None else base
+    if parameter is None:
+        return True
+    if parameter.shape != tensor.shape:
+        return False
+    stripe = striped_places(tensor.numel())
+    held, own_values = at_places(parameter, stripe)
+    places, expected = stripe[held], own_values.cpu()
+    sent = tensor.detach().reshape(-1)[places.to(tensor.device)].cpu()
+    if base is None or leaf != "weight":
+        return torch.equal(sent, expected.to(sent.dtype))
+    delta = _delta(causal.get_submodule(owner), places)
+    merged = (expected + delta.to(expected.dtype)).to(sent.dtype).double()
+    rounding = 16 * torch.finfo(torch.float32).eps * (expected.double().abs() + delta.abs())
+    return float(((sent.double() - merged).abs() > rounding).double().sum()) <= FLIPPED * len(stripe)
+
+
+def _delta(layer: nn.Module, places: Tensor) -> Tensor:
+    """What the layer's adapters add to its weight `(out, in)` at flat places: the sum of scale · B A."""
+    total = torch.zeros(len(places), dtype=torch.float64)
+    for name in layer.active_adapters:  # type: ignore[union-attr]  # of peft's layers, as what follows
+        down, up = (whole(getattr(layer, part)[name].weight.detach()).cpu().double() for part in ("lora_A", "lora_B"))
+        rows, columns = places // down.shape[1], places % down.shape[1]
+        total += layer.scaling[name] * (up[rows] * down[:, columns].T).sum(-1)  # type: ignore[index]
+    return total

@@ -10,7 +10,7 @@ from distflow.errors import TrustError
 from distflow.rollout.engine import Receipt
 from distflow.rollout.weights import stripe_hashes
 from distflow.runtime.wait_log import Waits
-from distflow.runtime.weight_sync.protocol import LocalWeights
+from distflow.runtime.weight_sync.ports import LocalWeights
 from distflow.scheduling.groups import Version
 
 ONE, TWO = Version(0, 1), Version(0, 2)
@@ -82,11 +82,11 @@ def test_an_engine_that_refuses_holds_the_run_with_its_reason() -> None:
 
 def test_unchanged_weights_leave_the_engine_with_the_trainer_s_weights() -> None:
     engine = Engine(hashes=HASHES, version_only=True)
-    port_to(engine).alias(TWO, HASHES)
+    port_to(engine).renumber(TWO, HASHES)
     assert engine.served == [(TWO, {})]
     others = HASHES | {"b": "of an older version"}
-    with pytest.raises(TrustError, match="serve the weights that it has as version 2, .* tensors that differ: b"):
-        port_to(Engine(hashes=others, version_only=True)).alias(TWO, HASHES)
+    with pytest.raises(TrustError, match="use the weights that it has as version 2, .* tensors that differ: b"):
+        port_to(Engine(hashes=others, version_only=True)).renumber(TWO, HASHES)
 
 
 @pytest.mark.parametrize("hashes", [{}, {**stripe_hashes(tensors("a", "b")), "c": "other"}])

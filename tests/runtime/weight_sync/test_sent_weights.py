@@ -1,4 +1,4 @@
-"""What is sent to engines, compared element by element with what the trainer has."""
+"""The weights that are sent to engines are the trainer's, element by element, and those of all ranks that train it."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from distflow.errors import TrustError
 from distflow.models.loading import load_model
 from distflow.models.lora import add_lora, named_weights
-from distflow.runtime.weight_sync.receipts import check_sent
+from distflow.runtime.weight_sync.sender import check_replicas, check_sent
+from distflow.training.engine import OneRank
 from tests.tiny_models import write_tiny_model
 
 Q = "model.layers.1.self_attn.q_proj.weight"
@@ -67,3 +68,43 @@ def test_a_model_without_its_small_adapter(folder: Path, dtype: torch.dtype, by:
     bare = sent(load_model(folder), dtype)
     with pytest.raises(TrustError, match="an adapter that was not merged"):
         check_sent(list(bare.items()), model, 3)
+
+
+class TwoRanks(OneRank):
+    """The other one has these hashes."""
+
+    size = 2
+
+    def __init__(self, other: dict[str, str]) -> None:
+        self.others = TwoRanks.digests(other)
+        self.other = other
+
+    @staticmethod
+    def digests(hashes: dict[str, str]) -> list[float]:
+        seen = Recording()
+        check_replicas(hashes, 0, seen)
+        return seen.seen
+
+    def max(self, value):  # type: ignore[no-untyped-def]
+        return max(value, self.others.pop(0))
+
+    def gather(self, value):  # type: ignore[no-untyped-def]
+        return [value, self.other]
+
+
+class Recording(OneRank):
+    size = 2
+
+    def __init__(self) -> None:
+        self.seen: list[float] = []
+
+    def max(self, value):  # type: ignore[no-untyped-def]
+        self.seen.append(value)
+        return value
+
+
+def test_the_same_weights_pass_and_others_are_named() -> None:
+    own = {"a": "1", "b": "2", "c": "3"}
+    check_replicas(own, 4, TwoRanks(dict(own)))
+    with pytest.raises(TrustError, match="after step 4: b, 1 tensors in all"):
+        check_replicas(own, 4, TwoRanks({**own, "b": "9"}))

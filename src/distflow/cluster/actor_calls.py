@@ -1,18 +1,39 @@
-"""Checks that the processes of a run respond, and describes one that does not."""
+"""Calls of a run's Ray actors: replies and errors, in messages of bounded size, and whether the actors respond."""
 
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
-ANSWERS_WITHIN_S = 60.0
+REPLIES_WITHIN_S = 60.0
 STARTS_WITHIN_S = 300.0
 ENDS_WITHIN_S = 20.0
 COORDINATOR, EXCHANGE, FIRST_REWARD_ACTOR = -1, -2, -3
 """In place of a rank; further reward actors have lower numbers."""
+MOST_TEXT = 2000
+"""Characters of a text that is sent to the coordinator or the driver."""
+
 _AWAY_S = 5.0
+
+
+class WorkerDied(RuntimeError):
+    """A worker's process is gone: the run ends, and resumes from its last checkpoint when it is started again."""
+
+
+class WorkerHangs(WorkerDied):
+    """A worker's process is alive, and does not reach the collective call that the other ranks wait in."""
+
+
+class PeersLate(RuntimeError):
+    """Another rank did not reach a collective call in time."""
+
+
+class WorkerFailed(RuntimeError):
+    """A worker raised before the run began, and the user's input is not the cause."""
 
 
 def name_of(number: int) -> str:
@@ -20,6 +41,41 @@ def name_of(number: int) -> str:
     if number <= FIRST_REWARD_ACTOR:
         return f"actor {FIRST_REWARD_ACTOR - number} of the reward actors"
     return {COORDINATOR: "the coordinator", EXCHANGE: "the exchange"}.get(number, f"worker {number}")
+
+
+def reply(ref: Any) -> Any:
+    """Wait for the result of an actor's call. Raises what the actor raised."""
+    try:
+        return ray.get(ref)
+    except RayTaskError as err:
+        raise err.cause from err
+
+
+def reply_of(ref: Any, number: int) -> Any:
+    """The reply of the actor of a rank or service. Raises WorkerDied where it is gone or silent."""
+    try:
+        return ray.get(ref, timeout=REPLIES_WITHIN_S)
+    except (RayActorError, GetTimeoutError) as err:
+        raise WorkerDied(f"{name_of(number)}'s process is gone or does not answer ({type(err).__name__}).") from err
+
+
+def kill(actor: Any) -> None:
+    """Kill an actor's process, if there is one still."""
+    with suppress(Exception):  # Ray itself may be what has failed
+        ray.kill(actor)
+
+
+def shortened(text: str) -> str:
+    """The text, or its beginning where it is long."""
+    return text if len(text) <= MOST_TEXT else f"{text[:MOST_TEXT]} ... ({len(text):,} characters)"
+
+
+def shorten(error: BaseException) -> None:
+    """Shorten the message of an exception, and of its causes."""
+    link: BaseException | None = error
+    while link is not None:
+        link.args = tuple(shortened(arg) if isinstance(arg, str) else arg for arg in link.args)
+        link = link.__cause__ or link.__context__
 
 
 class Heartbeat:
@@ -71,4 +127,4 @@ class Heartbeat:
 
     def _limit_s(self, rank: int) -> float:
         """How long it may take to reply. The first time it still starts and imports."""
-        return ANSWERS_WITHIN_S if rank in self._heard else STARTS_WITHIN_S
+        return REPLIES_WITHIN_S if rank in self._heard else STARTS_WITHIN_S

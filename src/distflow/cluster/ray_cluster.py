@@ -1,21 +1,30 @@
-"""Connects to Ray or starts one, and reserves the resources of a run's workers there."""
+"""The Ray of a run: connects to one or starts one, which ends with the run, and reserves resources for the workers."""
 
 import logging
 import os
 import socket
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from subprocess import Popen
+from typing import Any
 
 import ray
+from ray._private import services
 from ray.exceptions import GetTimeoutError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
-from distflow.cluster.local_ray import started
+from distflow.cluster.actor_calls import ENDS_WITHIN_S
+from distflow.cluster.reaper import descendants, kill_those
 from distflow.errors import UserError
-from distflow.planning.plan import Plan
+from distflow.planning.plan import Plan, RankPlan, dp_groups_of
+from distflow.planning.threads import share_threads, usable_cores
+from distflow.runtime.rank_info import Home, Place
 from distflow.runtime.spec import Spec, WorkerNeeds
 
-STARTS_WITHIN_S = 120.0
+PLACED_WITHIN_S = 120.0
 _SAYS_AFTER_S = 5.0
 _CONNECTS_WITHIN_S = 10.0
 _WORKER_BYTES = 350e6
@@ -27,10 +36,12 @@ _TOKEN_ADVICE = (
 )
 _SHARE_OF_STORE = 0.5
 _MB = 10**6
+_NEEDED = ("raylet", "gcs_server")
+"""Ray's names for those of its processes that a run needs."""
 
 
 @contextmanager
-def connected(plan: Plan, say: Callable[[str], None], more_cpus: int = 0) -> Iterator[bool]:
+def connect_ray(plan: Plan, say: Callable[[str], None], more_cpus: int = 0) -> Iterator[bool]:
     """Connect this process to the Ray that RAY_ADDRESS names or that it is connected to already, else to one of its own
     on loopback, which ends with the block and all that runs there. Yields whether it is its own. more_cpus: for that
     one, besides those of the workers."""
@@ -51,8 +62,88 @@ def connected(plan: Plan, say: Callable[[str], None], more_cpus: int = 0) -> Ite
         return
     check_room(plan)
     say(f"starting Ray for {len(plan.ranks)} workers on this machine")
-    with started(len(plan.ranks) + more_cpus):
+    with start_ray(len(plan.ranks) + more_cpus):
         yield True
+
+
+class RayFailed(RuntimeError):
+    """The Ray of this process's own could not be started."""
+
+
+@contextmanager
+def start_ray(num_cpus: int) -> Iterator[None]:
+    """A Ray of this machine with so many CPUs at least, which ends with the block."""
+    try:
+        with _own_process_groups():
+            ray.init(
+                address="local",  # never one that another process has started here
+                num_cpus=max(num_cpus, usable_cores()),
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                _node_ip_address="127.0.0.1",
+            )
+    except Exception as err:  # Ray raises no type of its own
+        raise RayFailed(f"no Ray could be started on this machine: {err}") from err
+    try:
+        yield
+    finally:
+        _end_own()
+
+
+@contextmanager
+def _own_process_groups() -> Iterator[None]:
+    """What Ray starts inside gets process groups of its own: a signal to ours, as `timeout` sends it, must reach the
+    run alone, which saves before its Ray ends."""
+    popen = services.ConsolePopen
+    services.ConsolePopen = partial(popen, process_group=0)  # type: ignore[misc,assignment]
+    try:
+        yield
+    finally:
+        services.ConsolePopen = popen  # type: ignore[misc]
+
+
+def failed_process(or_stopped: bool = False) -> str | None:
+    """Names a process of this one's own Ray that has died; None where none has, or there is no such Ray. or_stopped: or
+    one that is stopped, of which a worker may have died."""
+    own = {kind: process for name in _NEEDED for kind, process in _own_processes() if kind == name}
+    failed = [(kind, "has died") for kind, process in own.items() if process.poll() is not None]
+    if or_stopped:
+        failed += [(kind, "is stopped") for kind, process in own.items() if _is_stopped(process)]
+    return next((f"Ray's {kind} (pid {own[kind].pid}) {how}" for kind, how in failed), None)
+
+
+def _own_processes() -> list[tuple[str, "Popen[Any]"]]:
+    """With Ray's names for them."""
+    node = ray._private.worker._global_node
+    found: Mapping[str, Sequence[Any]] = node.all_processes if node is not None else {}
+    return [(kind, info.process) for kind, infos in found.items() for info in infos]
+
+
+def _is_stopped(process: "Popen[Any]") -> bool:
+    try:
+        return Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
+    except OSError:  # it has ended, or this is no Linux
+        return False
+
+
+def _end_own() -> None:
+    """Ray asks its processes to end; one that is stopped cannot, and is killed."""
+    node = ray._private.worker._global_node
+    processes = [process for _, process in _own_processes()]
+    below = {each for process in processes for each in descendants(process.pid)}
+
+    def kill() -> None:
+        if node is not None:
+            node.kill_all_processes(check_alive=False, allow_graceful=False, wait=False)
+        kill_those(below)
+
+    if any(map(_is_stopped, processes)):
+        kill()
+    late = threading.Timer(ENDS_WITHIN_S, kill)
+    late.start()
+    ray.shutdown()
+    late.cancel()
 
 
 @contextmanager
@@ -67,7 +158,7 @@ def bundles_of(plan: Plan, each: WorkerNeeds, say: Callable[[str], None], ends: 
     group = placement_group(wanted, strategy="PACK" if len(nodes) == 1 else "STRICT_SPREAD")
     needs = f"{len(nodes)} machine(s) with {', '.join(map(_counted, wanted))}"
     try:
-        _wait_for(group, say, needs, STARTS_WITHIN_S if _fits(wanted) else 0.0)
+        _wait_for(group, say, needs, PLACED_WITHIN_S if _fits(wanted) else 0.0)
     except GetTimeoutError:
         remove_placement_group(group)
         have = "; ".join(_counted(node["Resources"]) for node in ray.nodes() if node["Alive"])
@@ -152,3 +243,23 @@ def bound_of(spec: Spec) -> int:
         return spec.options.max_held_mb * _MB
     stores = [node["Resources"].get("object_store_memory", 0) for node in ray.nodes() if node["Alive"]]
     return int(_SHARE_OF_STORE * min(store for store in stores if store))
+
+
+def places_of(spec: Spec) -> list[Place]:
+    """Of each worker, by rank. Workers of one machine share its cores."""
+    ranks, dp_groups, home = spec.plan.ranks, dp_groups_of(spec.plan), Home.of_driver()
+    generators = tuple(rank.rank for rank in ranks if rank.rollout_nodes)
+    places = []
+    for rank in ranks:
+        cores = max(1, usable_cores() // sum(other.node == rank.node for other in ranks))
+        number = generators.index(rank.rank) if rank.rank in generators else -1
+        places.append(Place(rank.rank, dp_groups, generators, _threads(spec, rank, cores), home, number))
+    return places
+
+
+def _threads(spec: Spec, rank: RankPlan, cores: int) -> int:
+    """Threads of torch for a worker, or for its training loop where its engine computes at the same time."""
+    trainer, rollout = spec.config.trainer.num_threads, spec.config.actor_rollout_ref.rollout.num_threads
+    if spec.data.max_staleness and rank.training_nodes and "rollout" in rank.engines:
+        return share_threads(cores, trainer, rollout)[0]
+    return trainer or cores

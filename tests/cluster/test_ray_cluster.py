@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from distflow.cluster.placement import check_room
+from distflow.cluster.ray_cluster import check_room
 from distflow.errors import UserError
 from distflow.planning.plan import Plan, RankPlan
 

@@ -1,0 +1,286 @@
+"""A worker fails or dies: which one made the run fail, where the next start resumes, and who replaces a rollout worker.
+
+Of a rollout worker that dies, only the groups that it was generating are lost, and they are issued again.
+"""
+
+import re
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+
+from distflow.cluster.actor_calls import (
+    COORDINATOR,
+    ENDS_WITHIN_S,
+    STARTS_WITHIN_S,
+    PeersLate,
+    WorkerDied,
+    WorkerFailed,
+    WorkerHangs,
+    kill,
+    name_of,
+    reply_of,
+)
+from distflow.cluster.coordinator_actor import Progress
+from distflow.cluster.ray_cluster import failed_process
+from distflow.errors import UserError
+from distflow.launch.run_setup import open_store
+from distflow.observe.reading.run_reader import read_events
+from distflow.observe.writing.run_folder import RunFolder
+from distflow.runtime.engine_watch import STACKS
+from distflow.runtime.rank_info import Place
+from distflow.runtime.spec import Spec
+
+MOST_DEATHS = 3
+WITHIN_S = 3600.0
+
+_DRIVER = -1  # among the parts of a run's folder
+_DEATH_IS_REPORTED_WITHIN_S = 2.0
+_STARVED_S = 10.0
+"""What a busy machine may need for the same, or to report that others are late as well."""
+_CAUSES = "killed from outside, out of memory, or crashed in native code."
+_THERE = (
+    "If it is there for the process that starts the run: have it on every machine, at the same path or installed, "
+    "modules on the PYTHONPATH with which Ray was started there"
+)
+_SAME = "It lacks what the process that starts the run has imported: install the same distflow on every machine"
+_OF_IMPORTS = ("ModuleNotFoundError", "ImportError", "AttributeError")
+
+
+class Blame:
+    """Finds the cause of a failed call of a run's workers."""
+
+    def __init__(
+        self, spec: Spec, workers: Sequence[Any], trainers: Sequence[int], services: Mapping[int, Any]
+    ) -> None:
+        """workers: by rank; the caller replaces one that is gone. trainers: their ranks. services: the actors that are
+        no workers, by the number that stands in place of a rank."""
+        self._spec, self._workers, self._training_ranks, self._services = spec, workers, trainers, services
+
+    def outcome(self, ref: Any, rank: int, timeout_s: float | None = None) -> int | BaseException:
+        """The result of the worker's `run`, or the error with which it ended: what it raised, WorkerDied, WorkerFailed;
+        GetTimeoutError where it has not ended."""
+        error: BaseException
+        try:
+            return int(ray.get(ref, timeout=timeout_s))
+        except RayTaskError as err:
+            error = err.cause
+            error.__cause__ = err
+        except RayActorError as err:
+            error = self.died(rank, f"while the run was under way{self._in_step()}", err)
+            error.__cause__ = err
+        except RayError as err:
+            error = err
+        return error
+
+    def cause_of(self, error: BaseException, running: Mapping[Any, int]) -> WorkerDied | None:
+        """The failure of another worker that a worker's error follows from, if there is one. Ray reports a death a
+        moment later. An error of the user's code mostly does not follow from one."""
+        if isinstance(error, PeersLate):
+            return self._hanging(running)
+        for number, actor in self._services.items():
+            try:
+                ray.get(actor.alive.remote(), timeout=_DEATH_IS_REPORTED_WITHIN_S)
+            except RayActorError as err:
+                return WorkerDied(f"{name_of(number)} has died ({_process_of(err)}): {_CAUSES}")
+            except GetTimeoutError:  # its heartbeat reports it, if it is more than slow
+                continue
+        training = {ref: rank for ref, rank in running.items() if rank in self._training_ranks}
+        within_s = _DEATH_IS_REPORTED_WITHIN_S if isinstance(error, UserError) else _STARVED_S
+        until = time.monotonic() + within_s
+        while training and time.monotonic() < until:
+            done, _ = ray.wait(list(training), timeout=max(until - time.monotonic(), 0.0))
+            outcomes = [self.outcome(ref, training.pop(ref)) for ref in done]
+            if died := [outcome for outcome in outcomes if isinstance(outcome, WorkerDied)]:
+                return died[0]  # errors of others have the same cause
+        return None
+
+    def _hanging(self, running: Mapping[Any, int]) -> WorkerHangs | None:
+        """Workers that did not come in time for one that waited; None where they have ended since."""
+        training = [ref for ref, rank in running.items() if rank in self._training_ranks]
+        if not training:
+            return None
+        _, late = ray.wait(training, num_returns=len(training), timeout=_STARVED_S)
+        if not late:
+            return None
+        stacks = self._spec.run_dir / STACKS
+        asked = [self._workers[rank].write_stacks.remote(stacks) for rank in running.values()]
+        asked += [self._workers[running[ref]].where.remote() for ref in late]
+        answered, _ = ray.wait(asked, num_returns=len(asked), timeout=ENDS_WITHIN_S)
+        places = [
+            f"worker {running[ref]} is {ray.get(where) if where in answered else 'silent'}"
+            for ref, where in zip(late, asked[-len(late) :], strict=True)
+        ]
+        return WorkerHangs(
+            f"{' and '.join(places)}, and has not reached a collective call of all ranks within "
+            f"{self._spec.options.peers_timeout_s:g} s (trainer.peers_timeout_s): a function or a lock that "
+            f"does not end, or a rank with much more to do. Its stacks are in {stacks}."
+        )
+
+    def died(self, rank: int, when: str, err: RayActorError) -> WorkerDied | WorkerFailed | UserError:
+        """The error to raise for a worker without a process."""
+        if err.actor_init_failed:  # by an exception, which is all that Ray reports of it
+            said = str(err).strip().splitlines()[-1]
+            message = f"{self._who(rank, err)} could not be started: {said}"
+            return UserError(f"{message}\n{_SAME}") if said.startswith(_OF_IMPORTS) else WorkerFailed(message)
+        plan = self._spec.plan.ranks[rank]
+        does = " and ".join(
+            name for name, nodes in (("generates", plan.rollout_nodes), ("trains", plan.training_nodes)) if nodes
+        )
+        return WorkerDied(
+            f"worker {rank} of {len(self._workers)}, which {does}, has died {when} ({_process_of(err)}): {_CAUSES}"
+        )
+
+    def build_failed(self, rank: int, err: RayTaskError) -> Exception:
+        """The error to raise for one that a worker raised before the run began. Its traceback is in `err`, which
+        `--debug` shows."""
+        who = self._who(rank, err)
+        if isinstance(err.cause, UserError):
+            return UserError(f"{who}: {err.cause}\n{_THERE}")
+        return WorkerFailed(f"{who} could not build its engines: {type(err.cause).__name__}: {err.cause}")
+
+    def _in_step(self) -> str:
+        try:
+            asked = self._services[COORDINATOR].progress.remote()
+            progress: Progress = ray.get(asked, timeout=_DEATH_IS_REPORTED_WITHIN_S)
+        except (RayActorError, GetTimeoutError):  # which is reported on its own
+            return ""
+        return f", in step {min(progress.version.step + 1, progress.total_steps)}"
+
+    def _who(self, rank: int, err: Exception) -> str:
+        """With the process, as Ray's own text has it."""
+        where = re.search(r"pid=(\d+), ip=([^,)]+)", str(err))
+        process = f" (pid {where[1]} on {where[2]})" if where else ""
+        return f"worker {rank} of {len(self._workers)}{process}"
+
+
+def _process_of(err: RayActorError) -> str:
+    """As Ray's own text has it."""
+    return next((line.strip() for line in str(err).splitlines() if line.strip().startswith("pid:")), "pid: unknown")
+
+
+@contextmanager
+def with_resume_hint(spec: Spec) -> Iterator[None]:
+    """Adds to the error of a death that ends the run where the next start resumes. Where a process of Ray itself is
+    gone or stopped, it names that one as the cause."""
+    try:
+        yield
+    except WorkerDied as died:
+        process = failed_process(or_stopped=True)
+        message = f"{process}, and the workers with it: {_CAUSES}" if process else str(died)
+        store = open_store(spec)
+        where = (
+            store.load().path.name if store.exists() else "the start: there is no checkpoint yet (trainer.save_freq)"
+        )
+        raise type(died)(f"{message} The same command resumes from {where}") from died
+
+
+def note_failure(run_dir: Path, error: BaseException) -> None:
+    """Record how the run ended, for workers that were killed before they could."""
+    events = read_events(run_dir)
+    if events and events[-1].kind != "end":
+        with RunFolder(run_dir, events[-1].restart, part=_DRIVER) as folder:
+            folder.event("error", f"{type(error).__name__}: {error}", raised=type(error).__name__)
+            folder.event("end", "the run failed", status="failed")
+
+
+@dataclass(frozen=True)
+class _Starting:
+    rank: int
+    worker: Any
+    deadline: float
+
+
+class Replacements:
+    """Replaces rollout workers that die. A worker that dies for the fourth time within an hour ends the run, and
+    so does one that cannot be started while no other is left."""
+
+    def __init__(
+        self, places: Mapping[int, Place], start: Callable[[Place], Any], coordinator: Any, leader: Any
+    ) -> None:
+        """places: of the workers that may be replaced, by rank. start: makes a worker's actor. leader: the worker that
+        sends weights."""
+        self._places, self._start = dict(places), start
+        self._coordinator, self._leader = coordinator, leader
+        self._deaths: dict[int, deque[float]] = {rank: deque() for rank in places}
+        self._starting: dict[Any, _Starting] = {}
+        self._given_up = set[int]()
+
+    @property
+    def ranks(self) -> list[int]:
+        """Of the workers that may be replaced."""
+        return list(self._places)
+
+    def __contains__(self, rank: int) -> bool:
+        return rank in self._places
+
+    def begin(self, rank: int, why: str) -> None:
+        """Start another worker in place of one that is gone or counts as gone; its groups go to others. Raises
+        WorkerDied."""
+        num_groups = reply_of(self._coordinator.lose.remote(self._places[rank].generator), COORDINATOR)
+        self._check(rank, why)
+        number = reply_of(self._coordinator.join.remote(str(rank)), COORDINATOR)
+        self._places[rank] = replace(self._places[rank], generator=number)
+        worker = self._start(self._places[rank])
+        self._starting[worker.build.remote()] = _Starting(rank, worker, time.monotonic() + STARTS_WITHIN_S)
+        self._say(f"{why} The {num_groups} prompt groups that it had are issued again; another is started in its place")
+
+    def ready(self) -> dict[int, Any]:
+        """Workers that are ready to run, by rank. Raises WorkerDied, or what one raised when it was built."""
+        ready = {}
+        for ref in [ref for ref in self._starting if ray.wait([ref], timeout=0)[0]]:
+            starting = self._starting.pop(ref)
+            try:
+                ray.get(ref)
+            except RayTaskError as err:
+                raise err.cause from err
+            except RayActorError:
+                self.begin(starting.rank, f"The worker that was started as worker {starting.rank} has died at once.")
+            else:
+                ready[starting.rank] = starting.worker
+        for ref, starting in list(self._starting.items()):
+            if time.monotonic() > starting.deadline:
+                del self._starting[ref]
+                self._give_up(starting)
+        return ready
+
+    def connect(self, rank: int, worker: Any) -> None:
+        """The worker runs: the leader sends it weights, and then it gets groups."""
+        self._leader.join.remote(rank, worker)
+        self._say(f"worker {rank} runs again")
+
+    @property
+    def starting(self) -> list[Any]:
+        """The workers that are starting."""
+        return [starting.worker for starting in self._starting.values()]
+
+    def _check(self, rank: int, why: str) -> None:
+        deaths, now = self._deaths[rank], time.monotonic()
+        deaths.append(now)
+        while now - deaths[0] > WITHIN_S:
+            deaths.popleft()
+        if len(deaths) > MOST_DEATHS:
+            raise WorkerDied(
+                f"worker {rank} has died {len(deaths)} times within {WITHIN_S / 60:g} minutes and is not replaced "
+                f"again: see what kills it (memory, a device, a prompt that crashes the engine). The last time: {why}"
+            )
+
+    def _give_up(self, starting: _Starting) -> None:
+        kill(starting.worker)
+        self._given_up.add(starting.rank)
+        message = (
+            f"no other process could be started as worker {starting.rank} within {STARTS_WITHIN_S:g} s: its "
+            "machine or its device may be gone"
+        )
+        if self._given_up == set(self._places[starting.rank].generators):
+            raise WorkerDied(f"{message}, and no rollout worker is left")
+        self._say(f"{message}; the run continues without it")
+
+    def _say(self, message: str) -> None:
+        self._leader.note.remote("warning", message)

@@ -1,0 +1,75 @@
+"""The ports of a Ray worker: how its loops, and its errors, reach the coordinator, the exchange and other workers."""
+
+from collections.abc import Iterator
+from concurrent.futures import CancelledError
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+from distflow.cluster.actor_calls import PeersLate, shorten
+from distflow.cluster.process_groups import Collectives
+from distflow.cluster.reshard_columns import RayReshard
+from distflow.cluster.rollout_workers import RayWeights, RolloutWorkers, carrier_of
+from distflow.cluster.sample_queue import AgreedStop, RaySampleQueue
+from distflow.runtime.rank_info import Place
+from distflow.runtime.spec import Spec
+from distflow.runtime.wait_log import Waits
+from distflow.runtime.weight_sync.ports import IncomingWeights, LocalWeights, StreamedWeights
+from distflow.runtime.weight_sync.protocol import WeightPort
+from distflow.runtime.worker_inputs import Ports
+
+_OTHERS_ARE_LATE = "Timed out waiting"  # from gloo's message
+
+
+class WorkerPorts:
+    """One worker's."""
+
+    def __init__(self, spec: Spec, place: Place, coordinator: Any, exchange: Any) -> None:
+        """coordinator, exchange: handles of the actors. exchange: None where dp groups send each other nothing."""
+        self._spec, self._place, self._coordinator, self._exchange = spec, place, coordinator, exchange
+        self.stop, self.incoming_weights = AgreedStop(), IncomingWeights()
+
+    def build(self, among: Collectives, waits: Waits, rollout_workers: RolloutWorkers | None) -> Ports:
+        """rollout_workers: those that only generate, for the leading worker."""
+        place = self._place
+        weights: WeightPort = self.incoming_weights
+        ready, reshard = None, None
+        if place.dp_group:
+            weights = LocalWeights(waits) if among.mesh is None else StreamedWeights(waits)
+            reshard = RayReshard(self._exchange, waits) if self._exchange is not None else None
+        elif "rollout" in self._spec.plan.ranks[place.rank].engines:
+            ready = self.incoming_weights.ready
+        if rollout_workers is not None:
+            carry, timeout_s = carrier_of(self._spec), self._spec.options.engine_timeout_s
+            weights = RayWeights(weights, rollout_workers, carry, timeout_s, waits)
+        queue = RaySampleQueue(self._coordinator, place.generator, place.first, waits, self.stop, ready)
+        ports = Ports(
+            queue, None, weights, among.dp_group, among.data, among.everyone, self._rollout_ended, reshard=reshard
+        )
+        return ports if rollout_workers is None else replace(ports, validate=rollout_workers.validate)
+
+    @contextmanager
+    def short_errors(self, are_reported: bool) -> Iterator[None]:
+        """Shortens the message of an error inside. are_reported: to the others, before this worker exits and cancels
+        its work, so that they stop waiting. Not one that says that others are late: the driver finds out which one it
+        is."""
+        try:
+            yield
+        except BaseException as err:  # all that ends this worker, an exit that somebody asks for too
+            if are_reported and isinstance(err, RuntimeError) and _OTHERS_ARE_LATE in str(err):
+                raise PeersLate(f"worker {self._place.rank} timed out waiting for the others: {err}") from err
+            shorten(err)
+            if are_reported:
+                self._fail(err)
+            raise
+
+    def _rollout_ended(self, error: BaseException) -> None:
+        """The rollout loop here has ended. A worker that cancels it is exiting, and has reported why if it failed."""
+        if not isinstance(error, CancelledError):
+            shorten(error)
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        self._coordinator.fail.remote(error)
+        if self._exchange is not None:
+            self._exchange.fail.remote(error)

@@ -1,0 +1,215 @@
+"""The weight ports of one process: of an engine beside its trainer, by reference or bucket by bucket, and of a process
+that only generates, to which versions come from another process."""
+
+import threading
+from collections.abc import Iterator, Mapping
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import dataclass
+from functools import partial
+from queue import SimpleQueue
+from typing import Any
+
+from torch import Tensor
+
+from distflow.rollout.engine import Receipt
+from distflow.rollout.weights import PartialWeightsError
+from distflow.runtime import fault_injection
+from distflow.runtime.wait_log import Waits
+from distflow.runtime.weight_sync.buckets import SentBucket, Spoiled, hash_of, pack
+from distflow.runtime.weight_sync.protocol import Bucket, Detach, Receive, check_receipt, refused
+from distflow.scheduling.groups import Version
+
+
+class LocalWeights:
+    """A `WeightPort` that collects the buckets of a version until it is complete, then passes them to the engines of
+    this process. Without engines it collects nothing.
+
+    Used by the training thread alone, so it needs no lock. An engine reads the trainer's own tensors on a thread of its
+    own, while `commit` waits for its receipt: no optimizer step can change them meanwhile.
+    """
+
+    confirmed = None  # there are no other processes
+
+    def __init__(self, waits: Waits) -> None:
+        self._waits = waits
+        self._receivers: list[Receive] = []
+        self._version: Version | None = None
+        self._tensors: list[tuple[str, Tensor]] = []
+
+    def attach(self, receive: Receive) -> Detach:
+        self._receivers.append(receive)
+        return partial(self._detach, receive)
+
+    def begin(self, version: Version) -> None:
+        self._version, self._tensors = version, []
+
+    def put(self, bucket: Bucket) -> None:
+        if self._receivers:
+            self._tensors += bucket
+
+    def commit(self, hashes: Mapping[str, str]) -> None:
+        version = self._begun()
+        for receive in self._receivers:
+            with self._waits("training", f"weights of step {version.step}", on="rollout engine"):
+                try:
+                    receipt = receive(version, self._tensors)
+                except ValueError as err:
+                    raise refused(version, err) from err
+                check_receipt(receipt, version, hashes)
+        self._version, self._tensors = None, []
+
+    def renumber(self, version: Version, hashes: Mapping[str, str]) -> None:
+        for receive in self._receivers:
+            with self._waits("training", f"version number of step {version.step}", on="rollout engine"):
+                check_receipt(receive(version, None), version, hashes)
+
+    def _begun(self) -> Version:
+        assert self._version is not None, "a version is begun before it is sent"
+        return self._version
+
+    def _detach(self, receive: Receive) -> None:
+        self._receivers.remove(receive)
+
+
+_Item = tuple[Bucket, "Future[None]"]
+"""A bucket, and a future that is set when the engine has loaded all of it."""
+
+
+class BrokenOff(RuntimeError):
+    """The rest of a version does not come; the received part is not to be used."""
+
+
+@dataclass(frozen=True)
+class _Load:
+    """An engine that loads a version. items: None at the end."""
+
+    items: "SimpleQueue[_Item | None | BrokenOff]"
+    receipt: "Future[Receipt]"
+
+    def result(self, version: Version) -> Receipt:
+        """Raises TrustError if the weights do not fit."""
+        try:
+            return self.receipt.result()
+        except (ValueError, PartialWeightsError) as err:
+            raise refused(version, err) from err
+
+
+class StreamedWeights(LocalWeights):
+    """For weights gathered from ranks: each bucket is loaded directly into the copy of an engine of this process, and
+    `put` returns when it is there: at most one bucket is in memory, beside the tensor that is gathered next. From
+    `begin` to `commit` the engine computes nothing, so no token is of two versions. An engine with a part of a version
+    does not generate before it has all of a later one.
+    """
+
+    def __init__(self, waits: Waits) -> None:
+        super().__init__(waits)
+        self._loads: list[_Load] = []
+
+    def begin(self, version: Version) -> None:
+        wait([load.receipt for load in self._break_off()])
+        self._version = version
+        for receive in self._receivers:
+            items: SimpleQueue[_Item | None | BrokenOff] = SimpleQueue()
+            self._loads.append(_Load(items, receive.start(version, _tensors(items))))
+
+    def put(self, bucket: Bucket) -> None:
+        version = self._begun()
+        for load in self._loads:
+            loaded: Future[None] = Future()
+            load.items.put((bucket, loaded))
+            with self._waits("training", f"weights of step {version.step}", on="rollout engine"):
+                either: list[Future[Any]] = [loaded, load.receipt]
+                wait(either, return_when=FIRST_COMPLETED)
+            if load.receipt.done():  # before it has all: it failed
+                load.result(version)
+
+    def commit(self, hashes: Mapping[str, str]) -> None:
+        version = self._begun()
+        for load in self._loads:
+            load.items.put(None)
+            with self._waits("training", f"weights of step {version.step}", on="rollout engine"):
+                check_receipt(load.result(version), version, hashes)
+        self._version, self._loads = None, []
+
+    def _detach(self, receive: Receive) -> None:
+        self._break_off()
+        super()._detach(receive)
+
+    def _break_off(self) -> list[_Load]:
+        """End the loads of an incomplete version; returns them."""
+        loads, self._loads, self._version = self._loads, [], None
+        for load in loads:
+            load.items.put(BrokenOff("the version was not sent completely"))
+        return loads
+
+
+class IncomingWeights:
+    """The `WeightPort` of a worker that does not train. A version is collected beside the weights of its engine, which
+    uses these until all of the new ones are there; an incomplete version is discarded when the next begins. `receive`
+    and `load` are called from outside, one after another."""
+
+    confirmed = None  # it sends nothing
+
+    def __init__(self) -> None:
+        self.ready: Future[None] = Future()  # set after the first version is loaded
+        self._receive: Receive | None = None
+        self._attached = threading.Event()
+        self._version: Version | None = None
+        self._buckets: list[list[tuple[str, Tensor]]] = []
+
+    def attach(self, receive: Receive) -> Detach:
+        self._receive = receive
+        self._attached.set()
+        return lambda: None
+
+    def receive(self, version: Version, number: int, bucket: SentBucket, own_hash: str) -> str | None:
+        """Receive a bucket of a version. number: from 0; the first one begins the version. own_hash: of the bucket.
+        Returns None, or why it was rejected: it may be sent again. Raises ValueError if an earlier one is missing,
+        UserError if it is not visible from here."""
+        fault_injection.reach("weights.take")
+        if number == 0:
+            self._version, self._buckets = version, []
+        if (version, number) != (self._version, len(self._buckets)):
+            raise ValueError(f"bucket {number} of {version} came after {len(self._buckets)} buckets of {self._version}")
+        buckets = self._buckets  # whatever is begun meanwhile
+        try:
+            weights = bucket.get()
+        except Spoiled as err:
+            return str(err)
+        arrived = pack(weights)
+        fault_injection.reach("weights.arrived", next((values.data for *_, values in arrived), None))
+        if hash_of(arrived) != own_hash:
+            return "its bytes are not those that were sent, by their hash"
+        buckets.append(weights)
+        return None
+
+    def load(self, version: Version, num_buckets: int | None) -> Receipt:
+        """The engine loads the received version; num_buckets None: its own weights under another number. Waits until
+        the worker has started. Raises ValueError if buckets are missing, and as `Receive`."""
+        fault_injection.reach("weights.serve")
+        buckets, self._buckets = self._buckets, []
+        if num_buckets and (version, num_buckets) != (self._version, len(buckets)):
+            raise ValueError(f"{len(buckets)} buckets of {self._version} came, not {num_buckets} of {version}")
+        self._attached.wait()
+        assert self._receive is not None, "it is attached"
+        weights = None if num_buckets is None else [each for bucket in buckets for each in bucket]
+        receipt = self._receive(version, weights)
+        if not self.ready.done():
+            self.ready.set_result(None)
+        return receipt
+
+    def begin(self, *_: object) -> None:
+        raise AssertionError("a worker that does not train sends no weights")
+
+    put = commit = renumber = begin
+
+
+def _tensors(items: "SimpleQueue[_Item | None | BrokenOff]") -> Iterator[tuple[str, Tensor]]:
+    """The tensors as they come, on the engine's thread. References none while it waits. Raises BrokenOff."""
+    while (item := items.get()) is not None:
+        if isinstance(item, BrokenOff):
+            raise item
+        bucket, loaded = item
+        yield from bucket
+        del item, bucket
+        loaded.set_result(None)
