@@ -212,7 +212,7 @@ def short():
 
 def test_the_loss_of_a_program_without_old_log_probs_is_proven(playground: Playground) -> None:
     (playground.folder / "short.py").write_text(SHORT)
-    pipeline = ("~dag.pipeline", f"dag.custom_pipeline_fn={playground.folder}/short.py:short")
+    pipeline = (f"dag.pipeline={playground.folder}/short.py:short",)
     run = playground.run("grpo", *pipeline, *ALWAYS, *TWO, f"{ACTOR}.use_kl_loss=false")
     assert run.notes("warning") == []
     assert all({"loss", "gradients"} <= set(audit.fields["proven"]) for audit in audits(run))

@@ -112,7 +112,7 @@ def pipeline(config):
 """
     )
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert scores(tmp_path, playground, "grpo", ("dag.custom_pipeline_fn=mine_of_old:pipeline",))
+    assert scores(tmp_path, playground, "grpo", ("dag.pipeline=mine_of_old:pipeline",))
 
 
 def test_the_rollouts_own_may_be_taken(playground: Playground) -> None:

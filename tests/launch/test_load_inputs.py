@@ -211,7 +211,7 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def refuse_own(builder: str, *overrides: str) -> None:
-    chosen = ("~dag.pipeline", f"dag.custom_pipeline_fn=own_inert_pipeline:{builder}")
+    chosen = (f"dag.pipeline=own_inert_pipeline:{builder}",)
     refuse("grpo", "trainer.imports=[own_inert_pipeline]", *chosen, *overrides)
 
 

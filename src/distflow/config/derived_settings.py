@@ -55,16 +55,14 @@ CUSTOM = "custom"
 
 
 def pipeline_name(config: Config) -> str:
-    """The built-in pipeline that runs, or `custom` where the user gives one.
-
-    `dag.custom_pipeline_fn` and `dag.nodes` come first, then `dag.pipeline`; else `algorithm.workflow_type` and
-    `algorithm.adv_estimator` decide.
-    """
-    if config.dag.custom_pipeline_fn or config.dag.nodes:
+    """The built-in pipeline that runs, or `custom` where `dag.pipeline` is the user's own. Where it is null,
+    `algorithm.workflow_type` and `algorithm.adv_estimator` decide."""
+    chosen = config.dag.pipeline
+    if chosen is not None and not (isinstance(chosen, str) and chosen in PIPELINES):
         return CUSTOM
     is_dapo = config.algorithm.workflow_type == "DAPO"
-    if config.dag.pipeline:
-        return config.dag.pipeline  # the rules refuse one that contradicts workflow_type
+    if chosen is not None:
+        return chosen  # the rules refuse one that contradicts workflow_type
     if is_dapo:
         return "dapo"
     estimator = find_estimator(config)
@@ -101,7 +99,16 @@ def find_estimator(config: Config) -> Estimator | None:
 
 def may_have_user_names(config: Config) -> bool:
     """Whether modules of the user are loaded that may register names of their own."""
-    return bool(config.trainer.imports or config.dag.custom_pipeline_fn or config.dag.nodes)
+    return bool(config.trainer.imports) or pipeline_name(config) == CUSTOM
+
+
+def functions_of_pipeline(config: Config) -> list[str]:
+    """The functions that the user's own pipeline names in `dag.pipeline`: the one that builds it, or those of its
+    nodes; a marker has none."""
+    own = config.dag.pipeline if pipeline_name(config) == CUSTOM else None
+    if own is None or isinstance(own, str):
+        return [own] if own else []
+    return [str(node["func"]) for node in own if "func" in node]
 
 
 def is_sharded(config: Config) -> bool:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from distflow.builtin_names import PIPELINES
-from distflow.config.compose.values import Mismatch
+from distflow.config.compose.values import Mismatch, show
 from distflow.config.keys.declare import key
 
 NODE_KEYS = (
@@ -39,13 +39,17 @@ MARKERS = ("PUT_TO_BUFFER", "GET_FROM_BUFFER", "BARRIER_SYNC")
 """Types of nodes that have no func."""
 
 
-def parse_nodes(value: object) -> tuple[dict[str, object], ...]:
-    """The nodes of a pipeline written in YAML, each with an id and, unless it is a marker, a func. Raises Mismatch
+def parse_pipeline(value: object) -> str | tuple[dict[str, object], ...] | None:
+    """A name as it is; nodes written in YAML if each has an id and, unless it is a marker, a func. Raises Mismatch
     naming the entry."""
-    if value is None:
-        return ()
-    if not isinstance(value, list | tuple):
-        raise Mismatch("is not a list of nodes", "write - {id: ..., func: module:function, deps: [...]}")
+    if value is None or isinstance(value, str):
+        return value
+    if not isinstance(value, list | tuple) or not value:
+        raise Mismatch(
+            f"is {show(value)}, neither a name nor a list of nodes",
+            f"write one of {', '.join(PIPELINES)}, module:function, file.py:function, or nodes as "
+            "- {id: ..., func: module:function, deps: [...]}",
+        )
     seen: set[str] = set()
     for place, node in enumerate(value, start=1):
         _check_node(place, node, seen)
@@ -79,14 +83,13 @@ def _is_marker(node: Mapping[str, object]) -> bool:
 
 @dataclass(frozen=True)
 class DagConfig:
-    """The pipeline: `custom_pipeline_fn` and `nodes` take precedence over `pipeline`."""
+    """The pipeline that runs, and how it is laid out on devices."""
 
-    pipeline: str | None = key(
-        None, "built-in pipeline; null goes by algorithm.workflow_type and adv_estimator", choices=tuple(PIPELINES)
-    )
-    custom_pipeline_fn: str | None = key(None, "module:function or file.py:function that returns the pipeline")
-    nodes: tuple[dict[str, object], ...] = key(
-        (), f"a pipeline as a list of nodes ({', '.join(NODE_KEYS)})", parse=parse_nodes
+    pipeline: str | tuple[dict[str, object], ...] | None = key(
+        None,
+        f"built-in pipeline ({', '.join(PIPELINES)}), module:function or file.py:function that returns one, or a list "
+        f"of nodes ({', '.join(NODE_KEYS)}); null goes by algorithm.workflow_type and adv_estimator",
+        parse=parse_pipeline,
     )
     generates: bool | None = key(
         None, "whether your own pipeline generates its training data; null infers it from its nodes"

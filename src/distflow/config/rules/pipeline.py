@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from distflow.builtin_names import ESTIMATORS, POLICY_LOSSES, REWARDS
+from distflow.builtin_names import ESTIMATORS, PIPELINES, POLICY_LOSSES, REWARDS
 from distflow.config.derived_settings import (
     CUSTOM,
     find_estimator,
@@ -18,18 +18,17 @@ from distflow.errors import nearest
 from distflow.import_target import split_name
 
 
-def one_pipeline(config: Config) -> Iterator[Finding]:
-    """A pipeline of the user's own is given in one way."""
-    if config.dag.custom_pipeline_fn and config.dag.nodes:
+def named_pipeline(config: Config) -> Iterator[Finding]:
+    """A pipeline is a built-in one, or its name leads to a function."""
+    name = config.dag.pipeline
+    if isinstance(name, str) and name not in PIPELINES and not _is_reference(name):
+        guess = nearest(name, PIPELINES)
+        meant = f"did you mean {guess}? " if guess else ""
         yield Finding(
-            ("dag.nodes", "dag.custom_pipeline_fn"), "two pipelines are given", "keep one of them and remove the other"
-        )
-    function = config.dag.custom_pipeline_fn
-    if function is not None and not _is_reference(function):
-        yield Finding(
-            ("dag.custom_pipeline_fn",),
-            f"'{function}' names no function",
-            "write module:function or file.py:function",
+            ("dag.pipeline",),
+            "is neither a built-in pipeline nor the name of a function",
+            f"{meant}built in are {', '.join(PIPELINES)}; your own is module:function, file.py:function or a list of "
+            "nodes",
         )
 
 
@@ -125,7 +124,7 @@ def _is_reference(text: str) -> bool:
 
 
 RULES = (
-    one_pipeline,
+    named_pipeline,
     pipeline_and_workflow,
     pipeline_and_estimator,
     group_of_one,
