@@ -54,7 +54,10 @@ HEALTHY = {
         f"{ACTOR}.optim.lr=1e-2",
         *TWO,
     ),
-    "corrected": ("grpo", *(f"{ALGORITHM}.rollout_correction.{key}" for key in ("level=geometric", "mode=mask"))),
+    "corrected": (
+        "grpo",
+        *(f"{ALGORITHM}.rollout_correction.{key}" for key in ("rollout_is=geometric", "rollout_is_threshold=[0,2]")),
+    ),
     "rejected": (
         "grpo",
         f"{ALGORITHM}.rollout_correction.rollout_rs=[token_k1]",

@@ -619,31 +619,43 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
     ),
     "options of no correction": (
         "grpo",
-        ["algorithm.rollout_correction.cap=3"],
-        "algorithm.rollout_correction.cap",
-        ("level=token",),
+        [f"{CORRECTION}.rollout_is_threshold=3"],
+        f"{CORRECTION}.rollout_is_threshold",
+        ("rollout_is=token",),
     ),
-    "a low end of truncation": (
+    "a threshold that is none": (
         "grpo",
-        ["algorithm.rollout_correction={level: token, floor: 0.5}"],
-        "algorithm.rollout_correction.floor",
-        ("mode=mask",),
+        [f"{CORRECTION}={{rollout_is: token, rollout_is_threshold: [1, 2, 3]}}"],
+        f"{CORRECTION}.rollout_is_threshold",
+        ("neither a number nor a band", "[0.5, 2.0]"),
+    ),
+    "a threshold of 0": (
+        "grpo",
+        [f"{CORRECTION}={{rollout_is: token, rollout_is_threshold: 0}}"],
+        f"{CORRECTION}.rollout_is_threshold",
+        ("> 0",),
+    ),
+    "a level of weights under another name": (
+        "grpo",
+        [f"{CORRECTION}.level=token"],
+        f"{CORRECTION}.level",
+        ("no such key",),
     ),
     "an empty band": (
         "grpo",
-        ["algorithm.rollout_correction={level: token, mode: mask, floor: 3}"],
-        "algorithm.rollout_correction.floor",
+        [f"{CORRECTION}={{rollout_is: token, rollout_is_threshold: [3, 2]}}"],
+        f"{CORRECTION}.rollout_is_threshold",
         ("no weight",),
     ),
     **{
         f"a correction done twice, by {name}": (
             "grpo",
             [
-                f"{CORRECTION}.level=token",
+                f"{CORRECTION}.rollout_is=token",
                 f"{ACTOR}.policy_loss=decoupled",
                 f"+{ACTOR}.policy_loss_kwargs.{name}={value}",
             ],
-            f"{CORRECTION}.level",
+            f"{CORRECTION}.rollout_is",
             ("twice", name),
         )
         for name, value in (
@@ -655,7 +667,7 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
     "a mean of weights that are made in the loss": (
         "grpo",
         [
-            f"{CORRECTION}={{level: token, rollout_is_batch_normalize: true}}",
+            f"{CORRECTION}={{rollout_is: token, rollout_is_batch_normalize: true}}",
             f"{ACTOR}.policy_loss=decoupled",
             f"{ACTOR}.prox=interpolate",
         ],
@@ -666,7 +678,7 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
         "grpo",
         [f"{CORRECTION}.rollout_is_batch_normalize=true"],
         f"{CORRECTION}.rollout_is_batch_normalize",
-        ("level=token",),
+        ("rollout_is=token",),
     ),
     "a rejection without a bound": (
         "grpo",

@@ -79,10 +79,8 @@ algorithm:
   kl_penalty: low_var_kl
   kl_ctrl: {type: adaptive, kl_coef: 0.01, target_kl: 0.1, horizon: 10000, mean: sequence}
   rollout_correction:
-    level: sequence
-    mode: mask
-    cap: 3
-    floor: 0.5
+    rollout_is: sequence
+    rollout_is_threshold: [0.5, 3]
     rollout_is_batch_normalize: true
     rollout_rs: [token_k1, seq_mean_k3]
     rollout_rs_threshold: [[0.5, 2.0], 0.1]

@@ -84,7 +84,7 @@ def functions(pipeline: BoundPipeline) -> list[Any]:
         (f"{ACTOR}.ppo_epochs=2",),
         (f"{ACTOR}.ppo_mini_batch_size=2",),
         ("algorithm.use_kl_in_reward=true",),
-        ("algorithm.rollout_correction.level=token",),
+        ("algorithm.rollout_correction.rollout_is=token",),
         ("algorithm.rollout_correction={rollout_rs: token_k1, rollout_rs_threshold: 2}",),
         (f"{ACTOR}.policy_loss=clip_cov",),
         ("async.max_staleness=1",),

@@ -75,7 +75,8 @@ def audit_correction(recorded: RecordedStep) -> str | None:
     if settings.rollout_is_batch_normalize:
         return "the auditor has no formula for weights that are divided by their mean"
     own = "prox_log_probs" if "prox_log_probs" in recorded.batch else "old_log_probs"
-    level, floor = settings.level or "token", settings.floor or 0.0
+    level, threshold = settings.rollout_is or "token", settings.rollout_is_threshold
+    lower, upper = threshold if isinstance(threshold, tuple) else (0.0, threshold)
     for sample in recorded.samples:
         counted = sample["response_mask"].double() * float(sample["valid"])
         gap = (doubles(sample[own]) - doubles(sample["rollout_log_probs"])) * counted
@@ -84,17 +85,17 @@ def audit_correction(recorded: RecordedStep) -> str | None:
                 gap, float(gap.sum()) / (float(counted.sum()) or 1.0 if level == "geometric" else 1.0)
             )
         raw = gap.clamp(-20, 20).exp()
-        kept = torch.where((raw > settings.cap) | (raw < floor), 0.0, raw)
-        expected = (kept if settings.level and settings.mode == "mask" else raw.clamp(max=settings.cap)) * counted
+        inside = torch.where((raw > upper) | (raw < lower), 0.0, raw)
+        expected = (inside if isinstance(threshold, tuple) else raw.clamp(max=upper)) * counted
         # At a bound of the band the result depends on rounding.
-        near = ((raw - settings.cap).abs() < CORRECTION_LIMIT) | ((raw - floor).abs() < CORRECTION_LIMIT)
+        near = ((raw - upper).abs() < CORRECTION_LIMIT) | ((raw - lower).abs() < CORRECTION_LIMIT)
         wrong = ((doubles(sample["rollout_is_weights"]) - expected).abs() > CORRECTION_LIMIT * raw) & ~near
         if bool(wrong.any()):
             token = int(wrong.nonzero()[0])
             raise Wrong(
                 f"the correction weight of sample {sample['uid']} is {float(sample['rollout_is_weights'][token]):g} at "
-                f"token {token}, but the trainer's over the engine's probability, by {level} and with its cap, is "
-                f"{float(expected[token]):g}"
+                f"token {token}, but the trainer's over the engine's probability, by {level} and with its threshold, "
+                f"is {float(expected[token]):g}"
             )
     return None
 

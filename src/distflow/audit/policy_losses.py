@@ -74,7 +74,7 @@ def _decoupled(tokens: Tokens, options: Options) -> Tensor:
         tokens.columns["prox_log_probs"] if options["prox"] == "recompute" else _interpolated(tokens, options["step"])
     )
     loss = clipped(ratio_to(tokens.now, prox), tokens.advantages, options, dual=True)
-    if options["correction"].level is not None:
+    if options["correction"].rollout_is is not None:
         # With recomputed log-probs the weights are a column, as for every loss.
         return loss if options["prox"] == "recompute" else loss * _corrected(tokens, prox, options["correction"])
     mode, cap = options.get("behav_imp_weight_mode", "mask"), options.get("behav_imp_weight_cap", 5.0)
@@ -98,12 +98,13 @@ def _interpolated(tokens: Tokens, step: int) -> Tensor:
 
 def _corrected(tokens: Tokens, prox: Tensor, correction: Any) -> Tensor:
     gap = prox - tokens.columns["rollout_log_probs"]
-    if correction.level != "token":
-        gap = tokens.mean(gap) if correction.level == "geometric" else tokens.sum(gap)
+    if correction.rollout_is != "token":
+        gap = tokens.mean(gap) if correction.rollout_is == "geometric" else tokens.sum(gap)
     raw = gap.clamp(-20, 20).exp()
-    if correction.mode == "truncate":
-        return raw.clamp(max=correction.cap)
-    return torch.where((raw > correction.cap) | (raw < (correction.floor or 0.0)), torch.zeros_like(raw), raw)
+    threshold = correction.rollout_is_threshold
+    if not isinstance(threshold, tuple):
+        return raw.clamp(max=threshold)
+    return torch.where((raw > threshold[1]) | (raw < threshold[0]), torch.zeros_like(raw), raw)
 
 
 def _gspo(tokens: Tokens, options: Options) -> Tensor:

@@ -111,8 +111,8 @@ TRL = {
     "reward_funcs=accuracy": "reward.functions",
     "multi_objective_aggregation=normalize_then_sum": "write algorithm.adv_estimator=gdpo",
     "use_vllm=True": "vLLM is not implemented yet",
-    "vllm_importance_sampling_mode=token_truncate": f"write {CORRECTION}.level=token {CORRECTION}.mode=truncate",
-    "vllm_importance_sampling_cap=2.0": f"write {CORRECTION}.cap=2.0",
+    "vllm_importance_sampling_mode=token_truncate": f"rollout_is=token {CORRECTION}.rollout_is_threshold=3.0",
+    "vllm_importance_sampling_cap=2.0": f"write {CORRECTION}.rollout_is_threshold=2.0",
     "sync_ref_model=True": "stays the model before the first step",
     "top_entropy_quantile=0.2": "all tokens count",
     "learning_rate=1e-5": f"write {OPTIM}.lr=1e-05",
@@ -372,9 +372,9 @@ DANGEROUS = [
     (f"{ACTOR}.min_grad_norm", "max_grad_norm"),
     ("data.prompt_id", "prompt_key"),
     ("logging.path", "model.path"),
-    ("log.level", "rollout_correction.level"),
+    ("log.level", "reward_norm.mean_level"),
     ("wandb.name", "rollout.name"),
-    ("server.mode", "rollout_correction.mode"),
+    ("server.mode", "actor.weight_update_mode"),
 ]
 
 

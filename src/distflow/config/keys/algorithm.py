@@ -32,6 +32,16 @@ def parse_bounds(value: object) -> tuple[Bounds, ...]:
     return tuple(_parse_bound(entry) for entry in entries)
 
 
+def parse_threshold(value: object) -> float | tuple[float, float]:
+    """`upper`, or a band as `[lower, upper]` or verl's string "lower_upper". Raises Mismatch."""
+    try:
+        lower, upper = _parse_bound(value)
+    except Mismatch:
+        what = f"is {show(value)}, neither a number nor a band"
+        raise Mismatch(what, "write an upper bound such as 2.0, or [0.5, 2.0] for a band") from None
+    return upper if lower is None else (lower, upper)
+
+
 def _parse_bound(entry: object) -> Bounds:
     parts: Sequence[Any] = (
         entry.split("_") if isinstance(entry, str) else entry if isinstance(entry, list | tuple) else [entry]
@@ -96,19 +106,21 @@ def is_on(norm: NormConfig) -> bool:
 
 @dataclass(frozen=True)
 class RolloutCorrectionConfig:
-    """Importance weights against the mismatch of rollout engine and trainer."""
+    """Importance weights against the mismatch of rollout engine and trainer, and rejection of tokens and sequences."""
 
-    level: str | None = key(
+    rollout_is: str | None = key(
         None, "what one weight covers; null is off (off-policy correction)", choices=("token", "sequence", "geometric")
     )
-    mode: str = key(
-        "truncate",
-        "truncate: weights above the cap become the cap; mask: tokens outside the band are left out",
-        choices=("truncate", "mask"),
+    rollout_is_threshold: float | tuple[float, float] = key(
+        2.0,
+        "largest weight, to which larger ones are truncated; or [lower, upper], a band outside of which they are 0 "
+        "(IcePop)",
+        above=0,
+        parse=parse_threshold,
     )
-    cap: float = key(2.0, "largest weight", above=0)
-    floor: float | None = key(None, "low end of the band in mask mode (IcePop); null is no low end", above=0)
-    rollout_is_batch_normalize: bool = key(False, "divide the weights by their mean over the step, after the cap")
+    rollout_is_batch_normalize: bool = key(
+        False, "divide the weights by their mean over the step, after rollout_is_threshold"
+    )
     rollout_rs: tuple[str, ...] = key(
         (),
         "statistics of the mismatch by which tokens or sequences are left out of the loss; empty is off",

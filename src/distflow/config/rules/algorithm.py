@@ -86,33 +86,28 @@ def corrections(config: Config) -> Iterator[Finding]:
     """A correction is on if its options are set, its band has room, and it is not done twice."""
     correction = config.algorithm.rollout_correction
     default = RolloutCorrectionConfig()
-    if correction.level is None:
-        for name in ("mode", "cap", "floor", "rollout_is_batch_normalize"):
+    threshold = correction.rollout_is_threshold
+    if correction.rollout_is is None:
+        for name in ("rollout_is_threshold", "rollout_is_batch_normalize"):
             if getattr(correction, name) != getattr(default, name):
                 yield Finding(
-                    (f"{_CORRECTION}.{name}", f"{_CORRECTION}.level"),
+                    (f"{_CORRECTION}.{name}", f"{_CORRECTION}.rollout_is"),
                     "it shapes a correction that is off",
-                    f"set {_CORRECTION}.level=token (or sequence, geometric), or remove it",
+                    f"set {_CORRECTION}.rollout_is=token (or sequence, geometric), or remove it",
                 )
         return
-    if correction.floor is not None and correction.mode != "mask":
+    if isinstance(threshold, tuple) and not 0 <= threshold[0] < threshold[1]:
         yield Finding(
-            (f"{_CORRECTION}.floor", f"{_CORRECTION}.mode"),
-            "truncating has no low end",
-            f"set {_CORRECTION}.mode=mask, or remove it",
-        )
-    if correction.floor is not None and correction.floor >= correction.cap:
-        yield Finding(
-            (f"{_CORRECTION}.floor", f"{_CORRECTION}.cap"),
-            f"no weight lies between {correction.floor:g} and {correction.cap:g}",
-            "set the floor below the cap, e.g. 0.5 and 2.0",
+            (f"{_CORRECTION}.rollout_is_threshold",),
+            f"no weight lies between {threshold[0]:g} and {threshold[1]:g}",
+            "set the lower bound to 0 or more and below the upper one, e.g. [0.5, 2.0]",
         )
     own = {"behav_imp_weight_cap", "behav_imp_weight_mode", "rejection_sampling"}
     for name in sorted(own & set(config.actor_rollout_ref.actor.policy_loss_kwargs)):
         yield Finding(
-            (f"{_CORRECTION}.level", f"{ACTOR}.policy_loss_kwargs.{name}"),
+            (f"{_CORRECTION}.rollout_is", f"{ACTOR}.policy_loss_kwargs.{name}"),
             "the correction weighs in place of the decoupled loss, both would weigh twice",
-            f"set {_CORRECTION}.level=null, or take {name} out: level, mode, cap and floor say the same",
+            f"set {_CORRECTION}.rollout_is=null, or take {name} out: rollout_is and rollout_is_threshold say the same",
         )
     if _interpolates(config) and correction.rollout_is_batch_normalize:
         yield Finding(
@@ -128,7 +123,7 @@ def old_log_probs(config: Config) -> Iterator[Finding]:
     correction, key = config.algorithm.rollout_correction, "algorithm.recompute_old_log_probs"
     if config.algorithm.recompute_old_log_probs != "false":
         return
-    for name, on in (("level", correction.level is not None), ("rollout_rs", bool(correction.rollout_rs))):
+    for name, on in (("rollout_is", correction.rollout_is is not None), ("rollout_rs", bool(correction.rollout_rs))):
         if on:
             yield Finding(
                 (key, f"{_CORRECTION}.{name}"),
