@@ -18,7 +18,7 @@ _SHORT_FORMS = {
     "MODEL": "actor_rollout_ref.model",
     "CORRECTION": "algorithm.rollout_correction",
 }
-_GROUPS = ("answers", "keys", "values", "defaults", "beside_keys")
+_GROUPS = ("answers", "keys", "values", "defaults", "beside_keys", "example")
 _CONSTANTS = {"null": None, "true": True, "false": False}
 _HARMLESS = {"any": ANY, "off": (None, False)}
 
@@ -36,6 +36,7 @@ class Table:
     values: of keys that both have, the values that are called otherwise here.
     defaults: what the system has where nothing is given, as `key=value`: the override that says it here.
     beside_keys: what is no key: what it is here.
+    example: a well-known run of the system, and what trains the same here, for the docs.
     """
 
     sources: tuple[str, ...]
@@ -43,6 +44,7 @@ class Table:
     values: Mapping[str, Mapping[Any, str]]
     defaults: Mapping[str, str]
     beside_keys: Mapping[str, str]
+    example: Mapping[str, Any]
 
     def find(self, key: str) -> Name | None:
         """What the system means by a key. Of patterns that match, the first one counts."""
@@ -109,6 +111,7 @@ def _table(raw: dict[str, Any]) -> Table:
         values={key: _read_values(key, entry) for key, entry in groups["values"].items()},
         defaults=_texts("defaults", groups["defaults"]),
         beside_keys=_texts("beside_keys", groups["beside_keys"]),
+        example=groups["example"],
     )
 
 

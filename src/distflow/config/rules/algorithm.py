@@ -4,11 +4,10 @@ from collections.abc import Iterator
 
 from distflow.builtin_names import FILTER_METRICS, POLICY_LOSSES
 from distflow.config.derived_settings import is_rl
-from distflow.config.keys.algorithm import RolloutCorrectionConfig, spread
-from distflow.config.keys.engines import CriticConfig
+from distflow.config.keys.algorithm import spread
 from distflow.config.keys.schema import Config
 from distflow.config.per_domain import filters_groups, reward_functions
-from distflow.config.rules.finding import ACTOR, ROLLOUT, Finding
+from distflow.config.rules import ACTOR, ROLLOUT, Finding
 
 _CONTROL = "algorithm.kl_ctrl"
 _CORRECTION = "algorithm.rollout_correction"
@@ -26,18 +25,6 @@ def kl_control(config: Config) -> Iterator[Finding]:
                 "the adaptive controller needs it",
                 f"set {_CONTROL}.{name}={example}, or {_CONTROL}.type=fixed",
             )
-        if not adaptive and value is not None:
-            yield Finding(
-                (f"{_CONTROL}.{name}", f"{_CONTROL}.type"),
-                "a fixed coefficient follows no target",
-                f"set {_CONTROL}.type=adaptive, or remove it",
-            )
-    if not adaptive and control.mean != "token":
-        yield Finding(
-            (f"{_CONTROL}.mean", f"{_CONTROL}.type"),
-            "a fixed coefficient is shown no KL",
-            f"set {_CONTROL}.type=adaptive, or remove it",
-        )
     if adaptive and not algorithm.use_kl_in_reward:
         yield Finding(
             (f"{_CONTROL}.type", "algorithm.use_kl_in_reward"),
@@ -63,15 +50,9 @@ def kl_terms_count(config: Config) -> Iterator[Finding]:
         )
 
 
-def loss_options(config: Config) -> Iterator[Finding]:
-    """Options of the loss that something takes, and that leave the ratio room."""
+def clip_ratios(config: Config) -> Iterator[Finding]:
+    """The clip leaves the ratio room."""
     actor = config.actor_rollout_ref.actor
-    if actor.loss_scale_factor is not None and actor.loss_agg_mode != "seq-mean-token-sum-norm":
-        yield Finding(
-            (f"{ACTOR}.loss_scale_factor", f"{ACTOR}.loss_agg_mode"),
-            f"'{actor.loss_agg_mode}' divides by no such factor",
-            f"set {ACTOR}.loss_agg_mode=seq-mean-token-sum-norm, or remove it",
-        )
     loss = POLICY_LOSSES.get(actor.policy_loss)
     cuts = loss is not None and loss.clips and not loss.divergence
     if cuts and actor.clip_ratio_low is None and actor.clip_ratio > 1:
@@ -83,18 +64,10 @@ def loss_options(config: Config) -> Iterator[Finding]:
 
 
 def corrections(config: Config) -> Iterator[Finding]:
-    """A correction is on if its options are set, its band has room, and it is not done twice."""
+    """The band of weights has room, and the correction is not done twice."""
     correction = config.algorithm.rollout_correction
-    default = RolloutCorrectionConfig()
     threshold = correction.rollout_is_threshold
     if correction.rollout_is is None:
-        for name in ("rollout_is_threshold", "rollout_is_batch_normalize"):
-            if getattr(correction, name) != getattr(default, name):
-                yield Finding(
-                    (f"{_CORRECTION}.{name}", f"{_CORRECTION}.rollout_is"),
-                    "it shapes a correction that is off",
-                    f"set {_CORRECTION}.rollout_is=token (or sequence, geometric), or remove it",
-                )
         return
     if isinstance(threshold, tuple) and not 0 <= threshold[0] < threshold[1]:
         yield Finding(
@@ -215,24 +188,13 @@ def oversampling(config: Config) -> Iterator[Finding]:
             )
 
 
-def value_loss(config: Config) -> Iterator[Finding]:
-    """Huber's number belongs to Huber's loss."""
-    if config.critic.value_loss != "huber" and config.critic.huber_delta != CriticConfig().huber_delta:
-        yield Finding(
-            ("critic.huber_delta", "critic.value_loss"),
-            "a squared error has no such bound",
-            "set critic.value_loss=huber, or remove it",
-        )
-
-
 RULES = (
     kl_control,
     kl_terms_count,
-    loss_options,
+    clip_ratios,
     corrections,
     old_log_probs,
     rejection,
     dynamic_sampling,
     oversampling,
-    value_loss,
 )

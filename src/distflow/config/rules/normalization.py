@@ -6,7 +6,7 @@ from distflow.config.derived_settings import find_estimator, find_pipeline, is_r
 from distflow.config.keys.algorithm import NormConfig, is_on
 from distflow.config.keys.schema import Config
 from distflow.config.per_domain import reward_functions
-from distflow.config.rules.finding import ROLLOUT, Finding
+from distflow.config.rules import ROLLOUT, Finding
 
 _REWARD_NORM, _ADV_NORM = "algorithm.reward_norm", "algorithm.adv_norm"
 

@@ -13,7 +13,8 @@ from distflow.config.derived_settings import (
     pipeline_name,
 )
 from distflow.config.keys.schema import Config
-from distflow.config.rules.finding import ACTOR, ROLLOUT, Finding
+from distflow.config.per_domain import named_rewards
+from distflow.config.rules import ACTOR, ROLLOUT, Finding
 from distflow.errors import nearest
 from distflow.import_target import split_name
 
@@ -87,9 +88,7 @@ def known_names(config: Config) -> Iterator[Finding]:
         ("algorithm.adv_estimator", config.algorithm.adv_estimator, tuple(ESTIMATORS)),
         (f"{ACTOR}.policy_loss", config.actor_rollout_ref.actor.policy_loss, tuple(POLICY_LOSSES)),
     ]
-    judged = [(f"reward.functions.{domain}", parts) for domain, parts in config.reward.functions.items()]
-    judged += [(f"data.domains.{name}.reward", domain.reward) for name, domain in config.data.domains.items()]
-    for key, parts in judged:
+    for key, _, parts in named_rewards(config):
         named = (part.name for part in parts if ":" not in part.name)  # module:function names itself
         asked += [(key, name, tuple(REWARDS)) for name in named]
     for key, name, table in asked:

@@ -14,10 +14,9 @@ from distflow.config.derived_settings import (
     mini_batch_sizes,
     run_steps,
 )
-from distflow.config.keys.run import TrainerConfig
 from distflow.config.keys.schema import Config
 from distflow.config.per_domain import val_files, validates
-from distflow.config.rules.finding import ROLLOUT, Finding
+from distflow.config.rules import ROLLOUT, Finding
 from distflow.errors import missing_path, nearest
 
 
@@ -47,12 +46,6 @@ def keep_best(config: Config) -> Iterator[Finding]:
     """The best checkpoint is known only where checkpoints are saved and validated."""
     trainer = config.trainer
     if not trainer.keep_best:
-        if trainer.keep_best_metric != TrainerConfig.keep_best_metric:
-            yield Finding(
-                ("trainer.keep_best_metric", "trainer.keep_best"),
-                "no best checkpoint is kept",
-                "set trainer.keep_best=true, or remove the metric",
-            )
         return
     if not validates(config):
         yield Finding(
@@ -95,17 +88,6 @@ def run_folder(config: Config) -> Iterator[Finding]:
             )
 
 
-def saved_groups(config: Config) -> Iterator[Finding]:
-    """How many steps to keep is taken only by last_k."""
-    trainer = config.trainer
-    if trainer.save_groups_last != TrainerConfig.save_groups_last and trainer.save_groups != "last_k":
-        yield Finding(
-            ("trainer.save_groups_last", "trainer.save_groups"),
-            f"save_groups={trainer.save_groups} does not count steps",
-            "set trainer.save_groups=last_k, or remove it",
-        )
-
-
 def user_modules(config: Config) -> Iterator[Finding]:
     """Modules are named, not files."""
     for module in config.trainer.imports:
@@ -114,7 +96,7 @@ def user_modules(config: Config) -> Iterator[Finding]:
             yield Finding(("trainer.imports",), f"'{module}' is no name of a module", advice)
 
 
-RULES = (validation, keep_best, resume, run_folder, saved_groups, user_modules)
+RULES = (validation, keep_best, resume, run_folder, user_modules)
 
 
 def mini_batches(config: Config, room: RunLimits) -> Iterator[Finding]:
