@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from distflow.config import load_config
-from distflow.config.keys.dag import MARKERS, NODE_KEYS
+from distflow.config.keys.run import MARKERS, NODE_KEYS
 from distflow.errors import UserError
 from distflow.graph import Pipeline, PipelineError
 from distflow.graph.roles import MARKER_TYPES

@@ -1,11 +1,4 @@
-"""How the rewards of a domain become advantages, where `algorithm.domains` has it otherwise than `algorithm`.
-
-Which pipeline a config asks for, and what that means for the other keys.
-
-Sizes that must fit one another, and into the room that a run has.
-
-Where a run goes on from, as it is asked for beside its config.
-"""
+"""Settings that follow from several keys: the pipeline that runs, the algorithm of a domain, sizes and step counts."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -16,9 +9,8 @@ from distflow.builtin_names import ESTIMATORS, PIPELINES, BuiltinPipeline, Estim
 from distflow.config.compose.key_usage import peek, with_group
 from distflow.config.compose.unknown_keys import suggest
 from distflow.config.keys.algorithm import AlgorithmConfig
-from distflow.config.keys.declare import walk
+from distflow.config.keys.declare import changed, walk
 from distflow.config.keys.engines import ActorFsdpConfig, OptimConfig, RefFsdpConfig, TrainedFsdpConfig
-from distflow.config.keys.named_overrides import changed
 from distflow.config.keys.schema import Config, schema_keys
 from distflow.errors import UserError
 

@@ -13,36 +13,25 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
 
-from distflow.builtin_names import (
-    ESTIMATORS,
-    PIPELINES,
-    POLICY_LOSSES,
-    REWARDS,
-    ROLLOUT_ENGINES,
-    TRACKERS,
-    TRAIN_ENGINES,
-    Entry,
-)
-from distflow.config.compose.load import load_config
+from distflow import builtin_names
+from distflow.config.compose.load import differing, load_config
 from distflow.config.compose.origins import PRESETS, preset_names
 from distflow.config.compose.values import type_name
-from distflow.config.domains import domain_keys
+from distflow.config.keys.data import domain_keys
 from distflow.config.keys.declare import KeyInfo
 from distflow.config.keys.schema import schema_keys
-from distflow.config.migration.names import ANY, NOT_GIVEN, Name, as_override
-from distflow.config.migration.tables import SYSTEMS, all_tables, find_names
-from distflow.config.migration.verl_defaults import differing
+from distflow.config.migration.tables import ANY, NOT_GIVEN, SYSTEMS, Name, all_tables, as_override, find_names
 from distflow.config.serialize import RESUMABLE, show_value
 from distflow.errors import ConfigError
 
-_BUILTIN_NAMES: Mapping[str, Mapping[str, Entry]] = {
-    "Advantage estimators": ESTIMATORS,
-    "Policy losses": POLICY_LOSSES,
-    "Reward functions": REWARDS,
-    "Pipelines": PIPELINES,
-    "Rollout engines": ROLLOUT_ENGINES,
-    "Train engines": TRAIN_ENGINES,
-    "Trackers": TRACKERS,
+_BUILTIN_NAMES: Mapping[str, Mapping[str, builtin_names.Entry]] = {
+    "Advantage estimators": builtin_names.ESTIMATORS,
+    "Policy losses": builtin_names.POLICY_LOSSES,
+    "Reward functions": builtin_names.REWARDS,
+    "Pipelines": builtin_names.PIPELINES,
+    "Rollout engines": builtin_names.ROLLOUT_ENGINES,
+    "Train engines": builtin_names.TRAIN_ENGINES,
+    "Trackers": builtin_names.TRACKERS,
 }
 
 
@@ -116,7 +105,7 @@ def _keys(group: str, keys: Iterable[KeyInfo]) -> str:
     return f"### {group}\n\n" + _table(("key", "default", "type", "allowed", "meaning"), rows)
 
 
-def _entries(entries: Mapping[str, Entry]) -> str:
+def _entries(entries: Mapping[str, builtin_names.Entry]) -> str:
     return _table(("name", "what it is"), [(f"`{name}`", entry.description) for name, entry in entries.items()])
 
 

@@ -9,8 +9,7 @@ from distflow.config import ConfigError, load_config
 from distflow.config.compose.unknown_keys import is_known, suggest
 from distflow.config.compose.values import check_bounds, convert
 from distflow.config.keys.schema import group_names, schema_keys
-from distflow.config.migration.names import NOT_GIVEN
-from distflow.config.migration.tables import all_tables, find_names
+from distflow.config.migration.tables import NOT_GIVEN, all_tables, find_names
 
 ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 REF = "actor_rollout_ref.ref"

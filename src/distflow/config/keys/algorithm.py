@@ -6,9 +6,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from distflow.builtin_names import ESTIMATORS, KL_TYPES, NO_FULL_KL, ROLLOUT_RS
-from distflow.config.compose.values import Mismatch, convert, parse_share_band, show
+from distflow.config.compose.values import (
+    Differing,
+    Mismatch,
+    convert,
+    nested,
+    parse_differing,
+    parse_share_band,
+    show,
+)
 from distflow.config.keys.declare import collect, group, key
-from distflow.config.keys.named_overrides import Differing, nested, parse_differing
 
 Bounds = tuple[float | None, float]
 
@@ -169,7 +176,8 @@ DIFFERING = (
 def parse_domains(value: object) -> Differing:
     """Settings by domain from plain data. Raises Mismatch."""
     form = "write e.g. {code: {adv_estimator: reinforce, reward_norm: {mean_level: running}}}"
-    return parse_differing(value, collect(AlgorithmConfig()), DIFFERING, form)
+    keys = collect(AlgorithmConfig()).items()
+    return parse_differing(value, {name: info for name, info in keys if name.partition(".")[0] in DIFFERING}, form)
 
 
 @dataclass(frozen=True)
@@ -222,7 +230,7 @@ class AlgorithmConfig:
         {},
         "domain → keys of algorithm that differ there; such a domain is normalised and whitened by itself",
         parse=parse_domains,
-        plain=nested,
+        plain=lambda domains: {name: nested(values) for name, values in domains.items()},
     )
     allow_group_of_one: bool = key(False, "accept rollout.n=1 with an estimator that compares the samples of a group")
     bootstrap_truncated: bool = key(

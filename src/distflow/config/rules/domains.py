@@ -1,12 +1,10 @@
-"""Rules of `data.domains`: what each domain cannot do without, and what contradicts the rest of the config.
-
-Rules of `algorithm.domains`: what holds for the run's algorithm holds for each domain's.
-"""
+"""Rules of domains: `data.domains`, and `algorithm.domains`, for which the rules of the run's algorithm hold too."""
 
 from collections.abc import Iterator
 from dataclasses import replace
 
 from distflow.builtin_names import CURRICULA
+from distflow.config.compose.values import did_you_mean
 from distflow.config.derived_settings import (
     CUSTOM,
     config_of,
@@ -16,12 +14,11 @@ from distflow.config.derived_settings import (
     pipeline_name,
     takes_values,
 )
-from distflow.config.domains import DomainConfig
+from distflow.config.keys.data import DomainConfig
 from distflow.config.keys.schema import Config
 from distflow.config.per_domain import reward_functions, unfiltered_domains
 from distflow.config.rules import ROLLOUT, Finding, algorithm, normalization, pipeline
 from distflow.config.rules.unused_options import unused_options
-from distflow.errors import nearest
 
 _LEARNS = ("response_key", "messages_key")
 _GENERATES = (
@@ -105,13 +102,11 @@ def rewards(config: Config) -> Iterator[Finding]:
     has_default = any(not domain.reward and name not in functions for name, domain in domains.items())
     for name in functions:
         if name not in domains and not (name == "default" and has_default):
-            near = nearest(name, domains)
-            meant = f"did you mean {near}? " if near else ""
             what = "no domain is called so" if name != "default" else "each domain names its own functions"
             yield Finding(
                 (f"reward.functions.{name}", "data.domains"),
                 what,
-                f"{meant}take it out; the domains are {', '.join(domains)}",
+                f"{did_you_mean(name, domains)}take it out; the domains are {', '.join(domains)}",
             )
 
 
@@ -202,11 +197,10 @@ def known(config: Config) -> Iterator[Finding]:
     domains = config.data.domains
     for domain in config.algorithm.domains:
         if domains and domain not in domains:
-            near = nearest(domain, domains)
             yield Finding(
                 (f"algorithm.domains.{domain}", "data.domains"),
                 f"there is no domain '{domain}'",
-                f"{f'did you mean {near}? ' if near else ''}the domains are {', '.join(domains)}",
+                f"{did_you_mean(domain, domains)}the domains are {', '.join(domains)}",
             )
 
 

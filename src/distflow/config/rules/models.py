@@ -6,28 +6,21 @@ from pathlib import Path
 
 from distflow.builtin_names import ROLLOUT_ENGINES
 from distflow.config.compose.values import show
-from distflow.config.derived_settings import fsdp_groups, is_rl, is_sharded, may_have_critic
-from distflow.config.keys.dag import DagConfig
-from distflow.config.keys.declare import walk
-from distflow.config.keys.engines import ActorConfig, ModelConfig, OptimConfig
-from distflow.config.keys.run import TrainerConfig
-from distflow.config.keys.schema import Config
+from distflow.config.derived_settings import is_rl, is_sharded, may_have_critic
+from distflow.config.keys.engines import ModelConfig, OptimConfig
+from distflow.config.keys.schema import Config, schema_keys
 from distflow.config.rules import ACTOR, MODEL, ROLLOUT, Finding
+from distflow.config.serialize import changed_from_default
 
 _COMMIT = re.compile(r"[0-9a-f]{7,40}")
 _LOOKS_SECRET = re.compile(r"token|secret|password|passwd|credential|api_?key|access_?key", re.IGNORECASE)
 _WHOLE = f"{ACTOR}.strategy=torch"
-_OF_TRAINER = (
-    "nnodes",
-    "n_gpus_per_node",
-    "allocation",
-    "worker_cpus",
-    "worker_memory_mb",
-    "worker_env",
-    "max_held_mb",
-    "peers_timeout_s",
+_FOR_SEVERAL_DEVICES = (
+    *("trainer.nnodes", "trainer.n_gpus_per_node", "trainer.allocation", "trainer.worker_cpus"),
+    *("trainer.worker_memory_mb", "trainer.worker_env", "trainer.max_held_mb", "trainer.peers_timeout_s"),
+    *("dag.backend_threshold", "dag.apportion_strategy", "dag.model_sizes", "dag.consider_node_cohesion"),
+    *("dag.consider_node_load", "reward.num_actors", f"{ACTOR}.weight_update_mode"),
 )
-_OF_DAG = ("backend_threshold", "apportion_strategy", "model_sizes", "consider_node_cohesion", "consider_node_load")
 
 
 def model_source(config: Config) -> Iterator[Finding]:
@@ -85,15 +78,15 @@ def optimizers(config: Config) -> Iterator[Finding]:
 def sampling(config: Config) -> Iterator[Finding]:
     """There are tokens to choose from, and a response has one."""
     rollout = config.actor_rollout_ref.rollout
-    domains = {f"data.domains.{name}": domain for name, domain in config.data.domains.items()}
-    for key, top_k in (
-        *((f"{key}.top_k", own.top_k) for key, own in {ROLLOUT: rollout, **domains}.items()),
-        (f"{ROLLOUT}.val_kwargs.top_k", rollout.val_kwargs.top_k),
-    ):
+    sampled: list[tuple[str, int | None, tuple[str, ...] | None]] = [
+        (ROLLOUT, rollout.top_k, rollout.stop),
+        (f"{ROLLOUT}.val_kwargs", rollout.val_kwargs.top_k, ()),
+        *((f"data.domains.{name}", own.top_k, own.stop) for name, own in config.data.domains.items()),
+    ]
+    for key, top_k, stop in sampled:
         if top_k == 0:
-            yield Finding((key,), "no token would be left", "set it to -1 (off), or to 1 or more")
-    for key, own in {ROLLOUT: rollout, **domains}.items():
-        if "" in (own.stop or ()):
+            yield Finding((f"{key}.top_k",), "no token would be left", "set it to -1 (off), or to 1 or more")
+        if "" in (stop or ()):
             yield Finding((f"{key}.stop",), "the empty text would end every response at once", "remove it")
 
 
@@ -124,18 +117,12 @@ def one_device(config: Config) -> Iterator[Finding]:
     """The local launcher has one process on one device."""
     if config.trainer.launcher != "local":
         return
-    trainer, dag, actor = TrainerConfig(), DagConfig(), config.actor_rollout_ref.actor
-    keys = [(f"trainer.{name}", getattr(config.trainer, name), getattr(trainer, name)) for name in _OF_TRAINER]
-    keys += [(f"dag.{name}", getattr(config.dag, name), getattr(dag, name)) for name in _OF_DAG]
-    keys.append(("reward.num_actors", config.reward.num_actors, 0))
-    keys.append((f"{ACTOR}.weight_update_mode", actor.weight_update_mode, ActorConfig.weight_update_mode))
-    for key, value, default in keys:
-        if value != default:
-            yield Finding(
-                (key, "trainer.launcher"),
-                f"{show(value)} is for several devices, and the launcher 'local' has one process on one",
-                f"leave it at {show(default)}, or set trainer.launcher=ray",
-            )
+    for key, value, default in changed_from_default(config, _FOR_SEVERAL_DEVICES):
+        yield Finding(
+            (key, "trainer.launcher"),
+            f"{show(value)} is for several devices, and the launcher 'local' has one process on one",
+            f"leave it at {show(default)}, or set trainer.launcher=ray",
+        )
 
 
 def no_secrets(config: Config) -> Iterator[Finding]:
@@ -173,14 +160,12 @@ def whole_weights(config: Config) -> Iterator[Finding]:
     """Where each rank has the weights whole, nothing is said of how they are spread."""
     if is_sharded(config):
         return
-    for prefix, own in fsdp_groups(config).items():
-        for (name, _, value, _), (_, _, default, _) in zip(walk(own, prefix), walk(type(own)(), prefix), strict=True):
-            if value != default:
-                yield Finding(
-                    (name, f"{ACTOR}.strategy"),
-                    "it is for weights that are spread over the ranks that train, and here each rank has them whole",
-                    f"leave it out, or set {ACTOR}.strategy=fsdp and trainer.launcher=ray",
-                )
+    for key, _, _ in changed_from_default(config, (name for name in schema_keys() if ".fsdp_config." in name)):
+        yield Finding(
+            (key, f"{ACTOR}.strategy"),
+            "it is for weights that are spread over the ranks that train, and here each rank has them whole",
+            f"leave it out, or set {ACTOR}.strategy=fsdp and trainer.launcher=ray",
+        )
 
 
 def placement(config: Config) -> Iterator[Finding]:

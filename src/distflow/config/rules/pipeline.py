@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from distflow.builtin_names import ESTIMATORS, PIPELINES, POLICY_LOSSES, REWARDS
+from distflow.config.compose.values import did_you_mean
 from distflow.config.derived_settings import (
     CUSTOM,
     find_estimator,
@@ -15,7 +16,6 @@ from distflow.config.derived_settings import (
 from distflow.config.keys.schema import Config
 from distflow.config.per_domain import named_rewards
 from distflow.config.rules import ACTOR, ROLLOUT, Finding
-from distflow.errors import nearest
 from distflow.import_target import split_name
 
 
@@ -23,13 +23,11 @@ def named_pipeline(config: Config) -> Iterator[Finding]:
     """A pipeline is a built-in one, or its name leads to a function."""
     name = config.dag.pipeline
     if isinstance(name, str) and name not in PIPELINES and not _is_reference(name):
-        guess = nearest(name, PIPELINES)
-        meant = f"did you mean {guess}? " if guess else ""
         yield Finding(
             ("dag.pipeline",),
             "is neither a built-in pipeline nor the name of a function",
-            f"{meant}built in are {', '.join(PIPELINES)}; your own is module:function, file.py:function or a list of "
-            "nodes",
+            f"{did_you_mean(name, PIPELINES)}built in are {', '.join(PIPELINES)}; your own is module:function, "
+            "file.py:function or a list of nodes",
         )
 
 
@@ -93,13 +91,11 @@ def known_names(config: Config) -> Iterator[Finding]:
         asked += [(key, name, tuple(REWARDS)) for name in named]
     for key, name, table in asked:
         if name not in table:
-            guess = nearest(name, table)
-            meant = f"did you mean {guess}? " if guess else ""
             yield Finding(
                 (key,),
                 f"'{name}' is no built-in name",
-                f"{meant}built in are {', '.join(table)}; a function of your own is named file.py:function, and a name "
-                "that a module of yours registers needs the module in trainer.imports",
+                f"{did_you_mean(name, table)}built in are {', '.join(table)}; a function of your own is named "
+                "file.py:function, and a name that a module of yours registers needs the module in trainer.imports",
             )
 
 

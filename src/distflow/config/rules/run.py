@@ -1,7 +1,4 @@
-"""Rules of the run: validation, checkpoints, names.
-
-Rules of sizes that somebody chose: each fits the others, and into the room that the run has.
-"""
+"""Rules of the run: validation, checkpoints, names; sizes that fit each other and the limits of the run."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path

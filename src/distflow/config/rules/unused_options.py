@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from distflow.config.keys.schema import Config, schema_keys
+from distflow.config.keys.schema import Config
 from distflow.config.rules import ACTOR, MODEL, Finding
-from distflow.config.serialize import flatten
+from distflow.config.serialize import changed_from_default, flatten
 
 _CONTROL = "algorithm.kl_ctrl"
 _CORRECTION = "algorithm.rollout_correction"
@@ -53,13 +53,13 @@ OPTIONS = (
 
 def unused_options(config: Config) -> Iterator[Finding]:
     """Every option that is set counts."""
-    values, keys = flatten(config), schema_keys()
+    values = flatten(config)
+    set_keys = {key for key, *_ in changed_from_default(config, (option.key for option in OPTIONS))}
     for option in OPTIONS:
         state = values[option.switch]
         counts = bool(state) if option.any_value else state == option.on
-        if not counts and values[option.key] != keys[option.key].default:
-            advice = f"set {option.switch}={option.on}, or remove it"
-            yield Finding((option.key, option.switch), option.why, advice)
+        if option.key in set_keys and not counts:
+            yield Finding((option.key, option.switch), option.why, f"set {option.switch}={option.on}, or remove it")
 
 
 RULES = (unused_options,)
