@@ -20,6 +20,7 @@ from distflow.algorithms.masked_reductions import Reduce
 from distflow.algorithms.normalization import Moments, Normalization
 from distflow.algorithms.rollout_correction import (
     LEVELS,
+    Correction,
     compute_rejection_mask,
     compute_rollout_weights,
     mismatch_statistics,
@@ -150,7 +151,7 @@ def compare_corrections(ranks: TorchCollective, batch: Batch, mine: Batch, rows:
     for level in LEVELS:
         deviations[f"weights_{level}"] = _deviation(
             lambda b, reduce, level=level: compute_rollout_weights(
-                *_mismatch(b), level=level, batch_normalize=True, reduce=reduce
+                *_mismatch(b), Correction(level), batch_normalize=True, reduce=reduce
             ),
             *(ranks, batch, mine, rows),
         )

@@ -17,7 +17,7 @@ from distflow.algorithms import (
     token_weights,
 )
 from distflow.algorithms.kl import KLController, kl_estimate
-from distflow.algorithms.rollout_correction import compute_rollout_weights
+from distflow.algorithms.rollout_correction import Correction, compute_rollout_weights
 from distflow.algorithms.sample_filters import drop_reason, overlong_penalty
 
 
@@ -256,15 +256,15 @@ def test_truncated_importance_weights() -> None:
     """By token, sequence, geometric mean; capped from above; 0 outside a band."""
     old, rollout, mask = tensor([0.2, 0.6]), tensor([0.0, 0.0]), torch.ones(1, 2)
 
-    def weights(**options: Any) -> list[float]:
-        return compute_rollout_weights(old, rollout, mask, **options)[0][0].tolist()
+    def weights(*options: Any) -> list[float]:
+        return compute_rollout_weights(old, rollout, mask, Correction(*options))[0][0].tolist()
 
     e = math.exp
-    assert weights(level="token", cap=9.0) == pytest.approx([e(0.2), e(0.6)])
-    assert weights(level="sequence", cap=9.0) == pytest.approx([e(0.8), e(0.8)])
-    assert weights(level="geometric", cap=9.0) == pytest.approx([e(0.4), e(0.4)])
-    assert weights(level="token", cap=1.5) == pytest.approx([e(0.2), 1.5])
-    assert weights(level="token", mode="mask", cap=1.9, floor=1.3) == pytest.approx([0.0, e(0.6)])
+    assert weights("token", 9.0) == pytest.approx([e(0.2), e(0.6)])
+    assert weights("sequence", 9.0) == pytest.approx([e(0.8), e(0.8)])
+    assert weights("geometric", 9.0) == pytest.approx([e(0.4), e(0.4)])
+    assert weights("token", 1.5) == pytest.approx([e(0.2), 1.5])
+    assert weights("token", (1.3, 1.9)) == pytest.approx([0.0, e(0.6)])
 
 
 def test_topr() -> None:

@@ -6,7 +6,12 @@ from typing import Any
 import pytest
 import torch
 
-from distflow.algorithms.rollout_correction import compute_rollout_weights, effective_sample_size, mismatch_statistics
+from distflow.algorithms.rollout_correction import (
+    Correction,
+    compute_rollout_weights,
+    effective_sample_size,
+    mismatch_statistics,
+)
 
 
 def raw_weights(batch: Any, level: str) -> list[list[float]]:
@@ -25,22 +30,20 @@ def raw_weights(batch: Any, level: str) -> list[list[float]]:
 
 
 @pytest.mark.parametrize("spread", [0.3, 12.0])
-@pytest.mark.parametrize(
-    ("mode", "floor"), [("truncate", None), ("mask", None), ("mask", 0.5)], ids=["truncate", "mask", "icepop"]
-)
+@pytest.mark.parametrize("threshold", [1.5, (0.0, 1.5), (0.5, 1.5)], ids=["truncate", "mask", "icepop"])
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
 @pytest.mark.parametrize("seed", range(3))
-def test_weights(case: Any, seed: int, level: Any, mode: Any, floor: float | None, spread: float) -> None:
+def test_weights(case: Any, seed: int, level: Any, threshold: Any, spread: float) -> None:
     batch = case(seed, spread=spread)
     weights, stats = compute_rollout_weights(
-        batch["old_log_probs"], batch["log_probs"], batch.mask, level=level, mode=mode, cap=1.5, floor=floor
+        batch["old_log_probs"], batch["log_probs"], batch.mask, Correction(level, threshold)
     )
     raw = raw_weights(batch, level)
 
     def corrected(w: float) -> float:
-        if mode == "truncate":
-            return min(w, 1.5)
-        return w if (floor or 0.0) <= w <= 1.5 else 0.0
+        if isinstance(threshold, float):
+            return min(w, threshold)
+        return w if threshold[0] <= w <= threshold[1] else 0.0
 
     wanted = [[corrected(w) for w in row] for row in raw]
     torch.testing.assert_close(weights.double(), torch.tensor(wanted, dtype=torch.float64), rtol=1e-6, atol=1e-9)
@@ -67,17 +70,15 @@ def test_weights(case: Any, seed: int, level: Any, mode: Any, floor: float | Non
     )
 
 
-@pytest.mark.parametrize(("mode", "floor"), [("truncate", None), ("mask", 0.7)])
+@pytest.mark.parametrize("threshold", [1.5, (0.7, 1.5)])
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
 @pytest.mark.parametrize("seed", range(3))
-def test_normalised_weights_have_the_mean_one(case: Any, seed: int, level: Any, mode: Any, floor: float | None) -> None:
+def test_normalised_weights_have_the_mean_one(case: Any, seed: int, level: Any, threshold: Any) -> None:
     """Over tokens, or over sequences where one weight is a sequence's; after the cap."""
     batch = case(seed, spread=0.4)
     columns = (batch["old_log_probs"], batch["log_probs"], batch.mask)
-    weights, _ = compute_rollout_weights(*columns, level=level, mode=mode, cap=1.5, floor=floor)
-    normalised, stats = compute_rollout_weights(
-        *columns, level=level, mode=mode, cap=1.5, floor=floor, batch_normalize=True
-    )
+    weights, _ = compute_rollout_weights(*columns, Correction(level, threshold))
+    normalised, stats = compute_rollout_weights(*columns, Correction(level, threshold), batch_normalize=True)
     rows = [
         [w for w, m in zip(row, keep, strict=True) if m]
         for row, keep in zip(weights.tolist(), batch.mask.tolist(), strict=True)
@@ -90,7 +91,11 @@ def test_normalised_weights_have_the_mean_one(case: Any, seed: int, level: Any, 
 
 def test_weights_that_are_all_zero_stay() -> None:
     weights, stats = compute_rollout_weights(
-        torch.zeros(1, 2), torch.full((1, 2), -5.0), torch.ones(1, 2), level="token", mode="mask", batch_normalize=True
+        torch.zeros(1, 2),
+        torch.full((1, 2), -5.0),
+        torch.ones(1, 2),
+        Correction("token", (0.0, 2.0)),
+        batch_normalize=True,
     )
     assert weights.tolist() == [[0.0, 0.0]] and stats["rollout_is_batch_norm_factor"] == 1.0
 
@@ -108,7 +113,7 @@ def test_equal_policies_weigh_one_and_carry_no_gradient() -> None:
     log_probs = torch.randn(3, 4, generator=torch.Generator().manual_seed(0)).requires_grad_()
     mask = torch.tensor([[1.0, 1, 1, 1], [1, 1, 0, 0], [0, 0, 0, 0]])
     for level in ("token", "sequence", "geometric"):
-        weights, stats = compute_rollout_weights(log_probs, log_probs, mask, level=level)
+        weights, stats = compute_rollout_weights(log_probs, log_probs, mask, Correction(level))
         assert torch.equal(weights, mask)
         assert not weights.requires_grad
         assert (stats["rollout_is_eff_sample_size"], stats["rollout_is_corrected_frac"]) == (1.0, 0.0)
@@ -116,11 +121,11 @@ def test_equal_policies_weigh_one_and_carry_no_gradient() -> None:
 
 def test_nothing_left_is_reported_not_raised() -> None:
     weights, stats = compute_rollout_weights(
-        torch.zeros(2, 3), torch.full((2, 3), -5.0), torch.ones(2, 3), level="token", mode="mask", cap=2.0
+        torch.zeros(2, 3), torch.full((2, 3), -5.0), torch.ones(2, 3), Correction("token", (0.0, 2.0))
     )
     assert weights.sum() == 0
     assert (stats["rollout_is_eff_sample_size"], stats["rollout_is_corrected_frac"]) == (0.0, 1.0)
-    _, empty = compute_rollout_weights(torch.zeros(0, 0), torch.zeros(0, 0), torch.zeros(0, 0), level="sequence")
+    _, empty = compute_rollout_weights(*[torch.zeros(0, 0)] * 3, Correction("sequence"))
     assert set(empty.values()) == {0.0}
 
 
@@ -139,13 +144,12 @@ def test_mismatch_statistics_by_hand() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"level": "batch"}, "token, sequence, geometric"),
-        ({"level": "token", "mode": "clip"}, "truncate, mask"),
-        ({"level": "token", "cap": 0.0}, "positive"),
-        ({"level": "token", "floor": 0.1}, "mode=mask"),
-        ({"level": "token", "mode": "mask", "floor": 3.0}, "floor must lie"),
+        (("batch",), "token, sequence, geometric"),
+        (("token", 0.0), "positive"),
+        (("token", (-0.1, 2.0)), "must be a band"),
+        (("token", (3.0, 2.0)), "must be a band"),
     ],
 )
 def test_options_without_sense_are_refused(options: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        compute_rollout_weights(torch.zeros(1, 1), torch.zeros(1, 1), torch.ones(1, 1), **options)
+        compute_rollout_weights(torch.zeros(1, 1), torch.zeros(1, 1), torch.ones(1, 1), Correction(*options))

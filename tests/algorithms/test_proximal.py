@@ -74,15 +74,15 @@ def weight_of(gaps: dict[int, float], token: int, correction: Correction | None)
         return weight if weight <= 5.0 else 0.0
     total = sum(gaps.values())
     exponents = {"token": gaps[token], "sequence": total, "geometric": total / len(gaps)}
-    weight = math.exp(exponents[correction.level])
-    if correction.mode == "truncate":
-        return min(weight, correction.cap)
-    return weight if (correction.floor or 0.0) <= weight <= correction.cap else 0.0
+    weight, threshold = math.exp(exponents[correction.rollout_is]), correction.rollout_is_threshold
+    if not isinstance(threshold, tuple):
+        return min(weight, threshold)
+    return weight if threshold[0] <= weight <= threshold[1] else 0.0
 
 
 CORRECTIONS: list[Any] = [None]
-CORRECTIONS += [Correction(level, cap=1.1) for level in ("token", "sequence", "geometric")]
-CORRECTIONS += [Correction(level, "mask", 1.2, 0.7) for level in ("token", "sequence", "geometric")]
+CORRECTIONS += [Correction(level, 1.1) for level in ("token", "sequence", "geometric")]
+CORRECTIONS += [Correction(level, (0.7, 1.2)) for level in ("token", "sequence", "geometric")]
 
 
 @pytest.mark.parametrize("correction", CORRECTIONS, ids=str)
@@ -100,7 +100,7 @@ def test_loss_and_gradient_of_stale_tokens_against_a_loop(correction: Correction
 
 
 def test_a_correction_is_measured_and_weighs_once() -> None:
-    batch, correction = stale_batch(), Correction("token", "mask", 1.2, 0.7)
+    batch, correction = stale_batch(), Correction("token", (0.7, 1.2))
     objective = PolicyObjective(
         "decoupled", {"behav_imp_weight_mode": "disabled"}, interpolates=True, correction=correction
     )

@@ -54,7 +54,10 @@ HEALTHY = {
         f"{ACTOR}.optim.lr=1e-2",
         *TWO,
     ),
-    "corrected": ("grpo", *(f"{ALGORITHM}.rollout_correction.{key}" for key in ("level=geometric", "mode=mask"))),
+    "corrected": (
+        "grpo",
+        *(f"{ALGORITHM}.rollout_correction.{key}" for key in ("rollout_is=geometric", "rollout_is_threshold=[0,2]")),
+    ),
     "rejected": (
         "grpo",
         f"{ALGORITHM}.rollout_correction.rollout_rs=[token_k1]",
@@ -212,7 +215,7 @@ def short():
 
 def test_the_loss_of_a_pipeline_without_old_log_probs_is_proven(playground: Playground) -> None:
     (playground.folder / "short.py").write_text(SHORT)
-    pipeline = ("~dag.pipeline", f"dag.custom_pipeline_fn={playground.folder}/short.py:short")
+    pipeline = (f"dag.pipeline={playground.folder}/short.py:short",)
     run = playground.run("grpo", *pipeline, *ALWAYS, *TWO, f"{ACTOR}.use_kl_loss=false")
     assert run.notes("warning") == []
     assert all({"loss", "gradients"} <= set(audit.fields["proven"]) for audit in audits(run))

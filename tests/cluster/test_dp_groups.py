@@ -112,7 +112,7 @@ def run(ground: Playground, allocation: str, *more: str, name: str) -> Run:
 
 
 def pipeline(ground: Playground, name: str) -> str:
-    return f"dag.custom_pipeline_fn={ground.folder}/of_mine.py:{name}"
+    return f"dag.pipeline={ground.folder}/of_mine.py:{name}"
 
 
 def check_as_one_process(found: Run, alone: Run) -> None:

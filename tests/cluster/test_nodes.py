@@ -81,7 +81,7 @@ def train(cluster: Any, ground: Playground, *overrides: str) -> tuple[int, str, 
 def test_each_worker_is_on_the_machine_of_the_plan(cluster: Any, tmp_path: Path) -> None:
     ground = Playground(tmp_path)
     (tmp_path / "own_pipeline.py").write_text(PIPELINE)
-    pipeline = ("dag.pipeline=null", f"dag.custom_pipeline_fn={tmp_path}/own_pipeline.py:looking")
+    pipeline = (f"dag.pipeline={tmp_path}/own_pipeline.py:looking",)
     env = "trainer.worker_env={OWN_WORD: a, OWN_NUMBER: 7}"
     keys = ("trainer.n_gpus_per_node=2", "trainer.total_training_steps=2", env)
     status, said, _ = train(cluster, ground, *pipeline, *keys)

@@ -82,7 +82,7 @@ def ground(tmp_path_factory: pytest.TempPathFactory, on_ray: None) -> Playground
 def keys(ground: Playground, *more: str) -> tuple[str, ...]:
     return (
         *STEPS,
-        f"dag.custom_pipeline_fn={ground.folder}/two_models.py:two_models",
+        f"dag.pipeline={ground.folder}/two_models.py:two_models",
         f"critic.model.path={ground.folder}/critic",
         f"data.val_files={ground.folder}/rows.jsonl",
         *more,

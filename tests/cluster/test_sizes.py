@@ -91,7 +91,7 @@ def test_no_object_above_64_kb_reaches_driver_or_coordinator(ground: Playground)
 
 def test_a_failure_of_many_words_is_told_by_its_beginning(ground: Playground) -> None:
     (ground.folder / "wordy.py").write_text(WORDY)
-    _, spec = ground.spec("grpo", *KEYS, f"dag.custom_pipeline_fn={ground.folder}/wordy.py:wordy")
+    _, spec = ground.spec("grpo", *KEYS, f"dag.pipeline={ground.folder}/wordy.py:wordy")
     with pytest.raises(NodeError, match="why not") as caught:
         launch_ray(spec)
     told = caught.value.__cause__

@@ -61,7 +61,7 @@ def figures(folder: Path) -> list[dict[str, float]]:
 def test_all_ranks_skip_together_and_stop_together_where_one_process_does(tmp_path: Path, on_ray: None) -> None:
     ground = Playground(tmp_path, num_rows=32)
     (tmp_path / "spoiled.py").write_text(SPOILS)
-    keys = (*STEPS, *ONE_EACH, f"dag.custom_pipeline_fn={tmp_path}/spoiled.py:spoiled")
+    keys = (*STEPS, *ONE_EACH, f"dag.pipeline={tmp_path}/spoiled.py:spoiled")
     with pytest.raises(TrustError, match="2 updates of the actor in a row had a non-finite loss or gradient"):
         ground.run("grpo", *keys, name="alone")
     two = ("trainer.launcher=ray", "trainer.n_gpus_per_node=2")

@@ -275,7 +275,7 @@ if "pytest" not in sys.modules and not hasattr(WeightSender, "speaks"):  # in th
 
 def test_weights_that_are_not_sent_to_an_engine_elsewhere_are_named(ground: Playground) -> None:
     (ground.folder / "silent.py").write_text(SILENT)
-    pipeline = ("dag.pipeline=null", f"dag.custom_pipeline_fn={ground.folder}/silent.py:silent")
+    pipeline = (f"dag.pipeline={ground.folder}/silent.py:silent",)
     with pytest.raises(TrustError, match="version 2 was sent, but an engine has 1: weights did not reach it"):
         run(ground, *STEPS, SPLIT, *pipeline, name="silent")
 

@@ -268,28 +268,34 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
         ("not a valid choice", "whole distributions", "low_var_kl"),
     ),
     # the pipeline
-    "two pipelines": (
+    "siiRL's key of a function": (
         "grpo",
-        ["dag.custom_pipeline_fn=a:b", "dag.nodes=[{id: a, func: 'm:f'}]"],
-        "dag.nodes = [{id: 'a', func: 'm:f'}]",
-        ("two pipelines",),
-    ),
-    "a function without a module": (
-        "grpo",
-        ["dag.custom_pipeline_fn=build"],
+        ["dag.custom_pipeline_fn=a:b"],
         "dag.custom_pipeline_fn",
-        ("module:fun",),
+        ("no such key; siiRL has it", "write dag.pipeline=a:b"),
     ),
-    "a node without func": ("grpo", ["dag.nodes=[{id: a}]"], "dag.nodes", ("entry 1 without 'func'",)),
+    "a list of nodes under a key of its own": (
+        "grpo",
+        ["dag.nodes=[{id: a, func: 'm:f'}]"],
+        "dag.nodes",
+        ("no such key", "dag.pipeline is module:function"),
+    ),
+    "a function without a module": ("grpo", ["dag.pipeline=build"], "dag.pipeline", ("module:fun",)),
+    "a node without func": ("grpo", ["dag.pipeline=[{id: a}]"], "dag.pipeline", ("entry 1 without 'func'",)),
     "a node in siiRL's words": (
         "grpo",
-        ["dag.nodes=[{node_id: a, node_type: COMPUTE, dependencies: [], executable_ref: 'm.f'}]"],
-        "dag.nodes",
+        ["dag.pipeline=[{node_id: a, node_type: COMPUTE, dependencies: [], executable_ref: 'm.f'}]"],
+        "dag.pipeline",
         ("entry 1 in siiRL's words", "'node_id' is id, 'node_type' is type", "'executable_ref' is func here"),
     ),
-    "a node with an unknown key": ("grpo", ["dag.nodes=[{id: a, func: f, dep: b}]"], "dag.nodes", ("'dep'", "deps")),
-    "a node twice": ("grpo", ["dag.nodes=[{id: a, func: f},{id: a, func: f}]"], "dag.nodes", ("two nodes",)),
-    "nodes as a mapping": ("grpo", ["dag.nodes={a: b}"], "dag.nodes", ("not a list",)),
+    "a node with an unknown key": (
+        "grpo",
+        ["dag.pipeline=[{id: a, func: f, dep: b}]"],
+        "dag.pipeline",
+        ("'dep'", "deps"),
+    ),
+    "a node twice": ("grpo", ["dag.pipeline=[{id: a, func: f},{id: a, func: f}]"], "dag.pipeline", ("two nodes",)),
+    "nodes as a mapping": ("grpo", ["dag.pipeline={a: b}"], "dag.pipeline", ("neither a name nor a list",)),
     "DAPO workflow, grpo pipeline": (
         "grpo",
         ["algorithm.workflow_type=DAPO"],
@@ -613,31 +619,43 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
     ),
     "options of no correction": (
         "grpo",
-        ["algorithm.rollout_correction.cap=3"],
-        "algorithm.rollout_correction.cap",
-        ("level=token",),
+        [f"{CORRECTION}.rollout_is_threshold=3"],
+        f"{CORRECTION}.rollout_is_threshold",
+        ("rollout_is=token",),
     ),
-    "a low end of truncation": (
+    "a threshold that is none": (
         "grpo",
-        ["algorithm.rollout_correction={level: token, floor: 0.5}"],
-        "algorithm.rollout_correction.floor",
-        ("mode=mask",),
+        [f"{CORRECTION}={{rollout_is: token, rollout_is_threshold: [1, 2, 3]}}"],
+        f"{CORRECTION}.rollout_is_threshold",
+        ("neither a number nor a band", "[0.5, 2.0]"),
+    ),
+    "a threshold of 0": (
+        "grpo",
+        [f"{CORRECTION}={{rollout_is: token, rollout_is_threshold: 0}}"],
+        f"{CORRECTION}.rollout_is_threshold",
+        ("> 0",),
+    ),
+    "a level of weights under another name": (
+        "grpo",
+        [f"{CORRECTION}.level=token"],
+        f"{CORRECTION}.level",
+        ("no such key",),
     ),
     "an empty band": (
         "grpo",
-        ["algorithm.rollout_correction={level: token, mode: mask, floor: 3}"],
-        "algorithm.rollout_correction.floor",
+        [f"{CORRECTION}={{rollout_is: token, rollout_is_threshold: [3, 2]}}"],
+        f"{CORRECTION}.rollout_is_threshold",
         ("no weight",),
     ),
     **{
         f"a correction done twice, by {name}": (
             "grpo",
             [
-                f"{CORRECTION}.level=token",
+                f"{CORRECTION}.rollout_is=token",
                 f"{ACTOR}.policy_loss=decoupled",
                 f"+{ACTOR}.policy_loss_kwargs.{name}={value}",
             ],
-            f"{CORRECTION}.level",
+            f"{CORRECTION}.rollout_is",
             ("twice", name),
         )
         for name, value in (
@@ -649,7 +667,7 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
     "a mean of weights that are made in the loss": (
         "grpo",
         [
-            f"{CORRECTION}={{level: token, rollout_is_batch_normalize: true}}",
+            f"{CORRECTION}={{rollout_is: token, rollout_is_batch_normalize: true}}",
             f"{ACTOR}.policy_loss=decoupled",
             f"{ACTOR}.prox=interpolate",
         ],
@@ -660,7 +678,7 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
         "grpo",
         [f"{CORRECTION}.rollout_is_batch_normalize=true"],
         f"{CORRECTION}.rollout_is_batch_normalize",
-        ("level=token",),
+        ("rollout_is=token",),
     ),
     "a rejection without a bound": (
         "grpo",

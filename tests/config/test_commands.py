@@ -5,11 +5,12 @@ from pathlib import Path
 import pytest
 
 from distflow.config import ConfigError, load_config
-from distflow.config.migration import examples
+from distflow.config.migration.tables import all_tables
 from distflow.errors import UserError
 from distflow.launch.load_inputs import read_config
 
 ACTOR, ROLLOUT, REF = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
+VERL = all_tables()["verl"].example
 ONE_GPU = {
     f"{ROLLOUT}.tensor_model_parallel_size": "leave it at 1",
     f"{ROLLOUT}.name": "choose from embedded, hf",
@@ -67,7 +68,7 @@ INERT = {
 
 def command(name: str) -> list[str]:
     if name == "verl_grpo_qwen2_7b":
-        return list(examples.VERL)
+        return list(VERL["command"])
     lines = (Path(__file__).parent / "commands" / f"{name}.txt").read_text().splitlines()
     return [line for line in lines if not line.startswith("#")]
 
@@ -105,7 +106,7 @@ def test_with_the_answers_it_trains_what_it_says(name):
 
 
 def test_on_another_preset_what_differs_is_said_once():
-    kept = [override for override in command("verl_grpo_qwen2_7b") if override not in examples.VERL_LEFT_OUT]
+    kept = [override for override in command("verl_grpo_qwen2_7b") if override not in VERL["refused"]]
     *_, last = load_config("grpo", kept).notes
     assert "the preset verl_grpo has them" in last
     assert f"{ACTOR}.optim.scheduler='cosine_with_warmup' (verl 'constant_with_warmup')" in last
@@ -121,7 +122,7 @@ def test_nothing_is_said_of_verl_where_it_is_not_spoken_or_not_meant(preset, ove
 
 
 def test_the_scripts_translation_in_the_docs_is_a_config():
-    loaded = load_config("grpo", list(examples.TRL_HERE))
+    loaded = load_config("grpo", all_tables()["TRL"].example["here"])
     read_config(loaded)
     actor = loaded.config.actor_rollout_ref.actor
     assert (actor.optim.betas, actor.loss_agg_mode, actor.clip_ratio_high) == (

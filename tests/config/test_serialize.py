@@ -79,10 +79,8 @@ algorithm:
   kl_penalty: low_var_kl
   kl_ctrl: {type: adaptive, kl_coef: 0.01, target_kl: 0.1, horizon: 10000, mean: sequence}
   rollout_correction:
-    level: sequence
-    mode: mask
-    cap: 3
-    floor: 0.5
+    rollout_is: sequence
+    rollout_is_threshold: [0.5, 3]
     rollout_is_batch_normalize: true
     rollout_rs: [token_k1, seq_mean_k3]
     rollout_rs_threshold: [[0.5, 2.0], 0.1]
@@ -239,8 +237,6 @@ ELSEWHERE = {
     "data.curriculum.function": "module:function",
     "data.curriculum.every": 3,
     "data.curriculum.smoothing": 0.5,
-    "dag.custom_pipeline_fn": "module:function",
-    "dag.nodes": [{"id": "a", "func": "m:f", "deps": [], "options": {"scale": 0.5}}],
 }
 OF_RAY = {
     "trainer.nnodes",
@@ -293,6 +289,13 @@ def test_keys_that_exclude_others_can_be_set_too(name):
         keys = {"train_files": [], "domains": TWO_DOMAINS, **keys}
     config = good(**{group: keys})
     assert name in {key for key, _, _ in diff(config, good())}
+    assert config_from_dict(to_dict(config)) == config
+
+
+def test_a_pipeline_of_nodes_is_written_and_read_again():
+    nodes = [{"id": "a", "func": "m:f", "deps": [], "options": {"scale": 0.5}}]
+    config = good(dag={"pipeline": nodes})
+    assert config.dag.pipeline == tuple(nodes) and to_dict(config)["dag"]["pipeline"] == nodes
     assert config_from_dict(to_dict(config)) == config
 
 
@@ -368,7 +371,7 @@ def test_defaults_are_those_that_were_settled():
         "trainer.save_groups": "none",
         "trainer.logger": ("console",),
         "trainer.resume_mode": "auto",
-        "dag.custom_pipeline_fn": None,
+        "dag.pipeline": None,
         "dag.enable_perf": False,
         "dag.backend_threshold": 32,
         "dag.apportion_strategy": "param_aware",
@@ -477,7 +480,7 @@ def test_describe_tells_the_rest():
     lines = "\n".join(describe(load_config("dapo", [*GOOD, "actor_rollout_ref.rollout.top_p=0.9"]).config))
     for part in ("[0.8, 1.28]", "no reference is built", "2048 + 4096 = 6144", "note: top_p", "30 epochs"):
         assert part in lines
-    custom = [*GOOD, "dag.pipeline=null", "dag.custom_pipeline_fn=a.b:pipeline"]
+    custom = [*GOOD, "dag.pipeline=a.b:pipeline"]
     lines = describe(load_config("quickstart_grpo", custom, complete=False).config)
     assert "no KL term" in lines  # it may have a reference all the same
     assert "one answer a prompt" in describe(load_config("verl_grpo", complete=False).config)[-1]

@@ -199,8 +199,7 @@ def start(ground: Playground, fault: str, *overrides: str) -> CliRun:
         "trust.check_rewards=false",
         "trust.audit_freq=0",
         "trust.canary_freq=0",
-        "~dag.pipeline",
-        f"dag.custom_pipeline_fn={ground.folder}/faulty.py:make",
+        f"dag.pipeline={ground.folder}/faulty.py:make",
     )
     return CliRun(
         ground.folder / "log", ["train", "grpo", *ground.overrides("run", *keys, *overrides)], {"FAULT": fault}

@@ -141,8 +141,7 @@ def start(ground: Playground, name: str, *overrides: str, flags: tuple[str, ...]
         "trust.check_rewards=false",
         "trust.audit_freq=0",
         "trust.canary_freq=0",
-        "~dag.pipeline",
-        f"dag.custom_pipeline_fn={ground.folder}/killed.py:make",
+        f"dag.pipeline={ground.folder}/killed.py:make",
     )
     arguments = ["train", "grpo", *flags, *ground.overrides(name, *keys, *overrides)]
     return CliRun(ground.folder / f"{name}.log", arguments, environment)

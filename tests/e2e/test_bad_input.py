@@ -143,18 +143,18 @@ BAD_INPUT: dict[str, tuple[Prepare, tuple[str, ...], tuple[str, ...]]] = {
     "inert key": (nothing, ("critic.optim.lr=1e-3",), ("critic.optim.lr (command line)", "do nothing")),
     "no such pipeline": (
         nothing,
-        ("dag.custom_pipeline_fn=nowhere.at_all:make",),
-        ("dag.custom_pipeline_fn", "nowhere"),
+        ("dag.pipeline=nowhere.at_all:make",),
+        ("dag.pipeline", "nowhere"),
     ),
     "pipeline that is none": (
         module("none", "def make():\n    return 3\n"),
-        ("dag.custom_pipeline_fn=program_none:make",),
-        ("dag.custom_pipeline_fn", "int", "TaskGraph"),
+        ("dag.pipeline=program_none:make",),
+        ("dag.pipeline", "int", "TaskGraph"),
     ),
     "pipeline that raises": (
         module("raises", "def make():\n    raise KeyError('what')\n"),
-        ("dag.custom_pipeline_fn=program_raises:make",),
-        ("dag.custom_pipeline_fn", "KeyError", "what"),
+        ("dag.pipeline=program_raises:make",),
+        ("dag.pipeline", "KeyError", "what"),
     ),
     "no such module": (
         nothing,

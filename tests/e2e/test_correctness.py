@@ -133,7 +133,7 @@ def test_a_reward_of_the_user_s_own_is_filtered_and_validated_by_its_verdict(gro
     keys = [
         key for key in ground.overrides("run", *CHEAP) if not key.startswith(("reward.", "custom_reward_function."))
     ]
-    chosen = ("~dag.pipeline", f"dag.custom_pipeline_fn=own_rewards:{builder}", "trainer.test_freq=1")
+    chosen = (f"dag.pipeline=own_rewards:{builder}", "trainer.test_freq=1")
     more = (f"data.val_files={ground.folder}/rows.jsonl", "data.val_max_samples=3", "trainer.val_before_train=false")
     keys = [key for key in keys if not key.startswith(("trainer.test_freq", "trust."))]
     assert cli.main(["train", "grpo", *keys, *chosen, *more, "actor_rollout_ref.actor.use_kl_loss=false"]) == 0

@@ -117,7 +117,7 @@ def start(ground: Playground, command: str, builder: str, *more: str) -> CliRun:
     if builder not in ("judging", "answering"):
         unused = ("reward.functions", "reward.num_workers", "custom_reward_function.", "trust.")
         keys = [key for key in keys if not key.startswith(unused)]
-    pipeline = ("~dag.pipeline", f"dag.custom_pipeline_fn={ground.folder}/endless.py:{builder}")
+    pipeline = (f"dag.pipeline={ground.folder}/endless.py:{builder}",)
     quiet = "actor_rollout_ref.actor.use_kl_loss=false"
     return CliRun(ground.folder / f"{command}-{builder}.log", [command, "grpo", *keys, *pipeline, quiet])
 

@@ -34,7 +34,7 @@ RUNS: dict[str, tuple[str, ...]] = {
         f"{ACTOR}.policy_loss=decoupled",
         f"{ACTOR}.ppo_mini_batch_size=2",
     ),
-    "corrected": ("grpo", f"{ALGORITHM}.rollout_correction.level=sequence", f"{ALGORITHM}.adv_estimator=rloo"),
+    "corrected": ("grpo", f"{ALGORITHM}.rollout_correction.rollout_is=sequence", f"{ALGORITHM}.adv_estimator=rloo"),
     "remax": ("grpo", f"{ALGORITHM}.adv_estimator=remax"),
     "ppo": (
         "ppo",

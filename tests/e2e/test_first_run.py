@@ -111,13 +111,11 @@ def test_a_program_of_ones_own_runs_with_a_preset(bare: Path, capsys: pytest.Cap
     (bare / "pipe.py").write_text(
         "from distflow.pipelines.grpo import grpo_pipeline\n\n\ndef prog(config):\n    return grpo_pipeline(config)\n"
     )
-    pipeline = ("dag.custom_pipeline_fn=pipe.py:prog", "trainer.total_training_steps=1")
+    pipeline = ("dag.pipeline=pipe.py:prog", "trainer.total_training_steps=1")
     assert main(["train", "grpo", MODEL, "data.train_files=rows.jsonl", REWARD, *pipeline]) == 0, (
         capsys.readouterr().err
     )
-    assert (
-        "not used by the pipeline 'grpo_training_pipeline': dag.pipeline (presets/grpo.yaml:" in capsys.readouterr().out
-    )
+    assert "your code: dag.pipeline: pipe.py:prog" in capsys.readouterr().out
 
 
 def test_a_loss_that_returns_one_number_is_told_what_to_return(bare: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -47,8 +47,8 @@ def test_a_run_ends_in_time_and_names_the_engine(tmp_path: Path, engine: str, ea
     ground = Playground(tmp_path, num_rows=8)
     (tmp_path / "hangs.py").write_text(HANGS.replace("EACH_S", str(each_s)))
     keys = (
-        *("trust.check_rewards=false", "trainer.total_epochs=50", "~dag.pipeline"),
-        f"dag.custom_pipeline_fn={tmp_path}/hangs.py:make",
+        *("trust.check_rewards=false", "trainer.total_epochs=50"),
+        f"dag.pipeline={tmp_path}/hangs.py:make",
         *(f"actor_rollout_ref.rollout.name={engine}", "actor_rollout_ref.rollout.timeout_s=2"),
         f"data.val_files={tmp_path}/rows.jsonl",
     )

@@ -67,7 +67,7 @@ def test_weights_are_of_whole_sequences_and_rejected_tokens_leave_every_count(pl
     run = playground.run(
         "ppo",
         "actor_rollout_ref.model.dtype=bfloat16",
-        f"{CORRECTION}={{level: sequence, cap: 100}}",
+        f"{CORRECTION}={{rollout_is: sequence, rollout_is_threshold: 100}}",
         f"{CORRECTION}.rollout_rs=[token_k2,seq_mean_k2]",
         f"{CORRECTION}.rollout_rs_threshold=[1e-6,1]",
         *SAVED,

@@ -84,7 +84,7 @@ def functions(pipeline: BoundPipeline) -> list[Any]:
         (f"{ACTOR}.ppo_epochs=2",),
         (f"{ACTOR}.ppo_mini_batch_size=2",),
         ("algorithm.use_kl_in_reward=true",),
-        ("algorithm.rollout_correction.level=token",),
+        ("algorithm.rollout_correction.rollout_is=token",),
         ("algorithm.rollout_correction={rollout_rs: token_k1, rollout_rs_threshold: 2}",),
         (f"{ACTOR}.policy_loss=clip_cov",),
         ("async.max_staleness=1",),
@@ -112,7 +112,7 @@ def pipeline(config):
 """
     )
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert scores(tmp_path, playground, "grpo", ("dag.custom_pipeline_fn=mine_of_old:pipeline",))
+    assert scores(tmp_path, playground, "grpo", ("dag.pipeline=mine_of_old:pipeline",))
 
 
 def test_the_rollouts_own_may_be_taken(playground: Playground) -> None:

@@ -41,7 +41,7 @@ def test_killed_and_resumed_it_ends_with_the_same_bits(tmp_path: Path) -> None:
 
     def start(name: str) -> CliRun:
         keys = ground.overrides(name, "actor_rollout_ref.rollout.batch_invariant=true", "trainer.save_freq=1")
-        keys += ["dag.pipeline=null", f"dag.custom_pipeline_fn={tmp_path}/late.py:pipeline"]
+        keys += [f"dag.pipeline={tmp_path}/late.py:pipeline"]
         return CliRun(tmp_path / f"{name}.log", ["train", "grpo", *keys])
 
     whole, killed = start("whole"), start("killed")

@@ -265,7 +265,7 @@ ADAPTIVE = ["type=adaptive", "target_kl=0.1", "horizon=100"]
         ["grpo", "actor_rollout_ref.rollout.name=hf"],
         ["ppo", "actor_rollout_ref.model.lora_rank=4", *(f"algorithm.kl_ctrl.{key}" for key in ADAPTIVE)],
         ["grpo", BFLOAT16, "actor_rollout_ref.actor.policy_loss=decoupled", "trainer.save_groups=all"],
-        ["dapo", BFLOAT16, "actor_rollout_ref.model.lora_rank=4", "algorithm.rollout_correction.level=sequence"],
+        ["dapo", BFLOAT16, "actor_rollout_ref.model.lora_rank=4", "algorithm.rollout_correction.rollout_is=sequence"],
     ],
 )
 def test_a_healthy_run_raises_no_alarm(playground: Playground, options: list[str]) -> None:

@@ -97,7 +97,7 @@ def ground(tmp_path_factory: pytest.TempPathFactory) -> Playground:
 
 def start(ground: Playground, name: str, *more: str) -> CliRun:
     cheap = ("trust.check_rewards=false", "trainer.save_freq=1", "trainer.total_epochs=2", "reward.num_workers=2")
-    pipeline = ("~dag.pipeline", f"dag.custom_pipeline_fn={ground.folder}/drawing.py:make")
+    pipeline = (f"dag.pipeline={ground.folder}/drawing.py:make",)
     chosen = ("algorithm.adv_estimator=drawn", "actor_rollout_ref.actor.policy_loss=drawn")
     quiet = ("actor_rollout_ref.actor.use_kl_loss=false", "actor_rollout_ref.actor.ppo_mini_batch_size=2")
     keys = ground.overrides(name, *cheap, *pipeline, *chosen, *quiet, *more)
@@ -150,7 +150,7 @@ def test_our_own_draws_do_not_know_of_theirs(tmp_path: Path) -> None:
     left = []
     for name, prefix, pipeline in (
         ("without", "", ()),
-        ("with", DRAWS, ("~dag.pipeline", f"dag.custom_pipeline_fn={tmp_path}/beside.py:with_draws")),
+        ("with", DRAWS, (f"dag.pipeline={tmp_path}/beside.py:with_draws",)),
     ):
         ground.write_reward(prefix + asked + ("    noise()\n" if prefix else "") + score)
         keys = ground.overrides(name, "trust.check_rewards=false", "trainer.save_freq=1", "trainer.total_epochs=2")

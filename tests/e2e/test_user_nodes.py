@@ -75,8 +75,7 @@ def train(ground: Playground, builder: str, *overrides: str, judges: bool = Fals
     if not judges:
         keys = [key for key in keys if not key.startswith(("reward.", "custom_reward_function."))]
     chosen = (
-        "~dag.pipeline",
-        f"dag.custom_pipeline_fn=own_nodes:{builder}",
+        f"dag.pipeline=own_nodes:{builder}",
         "actor_rollout_ref.actor.use_kl_loss=false",
     )
     return cli.main(["train", "grpo", *keys, *chosen])

@@ -219,8 +219,8 @@ def test_errors_of_a_validation_are_told_and_end_nothing(ground: Playground) -> 
 def test_a_reward_that_is_a_node_counts_too(
     ground: Playground, capsys: pytest.CaptureFixture[str], builder: str, said: str
 ) -> None:
-    keys = ground.overrides("run", "trainer.total_epochs=9", f"dag.custom_pipeline_fn=own_judges:{builder}")
+    keys = ground.overrides("run", "trainer.total_epochs=9", f"dag.pipeline=own_judges:{builder}")
     keys = [key for key in keys if not key.startswith(("reward.", "custom_reward_function."))]
-    assert cli.main(["train", "grpo", *keys, "~dag.pipeline", "actor_rollout_ref.actor.use_kl_loss=false"]) == 2
+    assert cli.main(["train", "grpo", *keys, "actor_rollout_ref.actor.use_kl_loss=false"]) == 2
     err = capsys.readouterr().err
     assert "more than reward.max_error_rate=0.5 allows" in err and said in err

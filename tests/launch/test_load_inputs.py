@@ -92,7 +92,7 @@ INERT = [
     ("sft", f"{ACTOR}.loss_agg_mode=seq-mean-token-sum", ()),
     ("sft", f"{ACTOR}.off_policy_mask_threshold=0.5", ()),
     ("sft", "algorithm.adv_estimator=rloo", ()),
-    ("sft", "algorithm.rollout_correction.level=token", ()),
+    ("sft", "algorithm.rollout_correction.rollout_is=token", ()),
     ("sft", "algorithm.filter_groups.max_num_gen_batches=3", ()),
     ("sft", "reward.num_workers=4", ()),
     ("sft", "trust.canary_freq=3", ()),
@@ -211,7 +211,7 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def refuse_own(builder: str, *overrides: str) -> None:
-    chosen = ("~dag.pipeline", f"dag.custom_pipeline_fn=own_inert_pipeline:{builder}")
+    chosen = (f"dag.pipeline=own_inert_pipeline:{builder}",)
     refuse("grpo", "trainer.imports=[own_inert_pipeline]", *chosen, *overrides)
 
 

@@ -185,7 +185,7 @@ def test_a_registered_function_that_no_worker_can_import(
 
 
 def chosen(builder: str) -> tuple[str, ...]:
-    return ("~dag.pipeline", f"dag.custom_pipeline_fn={builder}")
+    return (f"dag.pipeline={builder}",)
 
 
 def test_a_pipeline_of_the_users_may_hold_what_does_not_pickle(playground: Playground) -> None:
@@ -203,7 +203,7 @@ def test_a_pipeline_that_no_worker_can_import(
     code = "from distflow.pipelines.grpo import grpo_pipeline\ndef homeless(config): return grpo_pipeline(config)"
     by_hand.make = homeless(code, module)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, module, by_hand)
-    with pytest.raises(UserError, match=rf"dag\.custom_pipeline_fn.*'{module}'"):
+    with pytest.raises(UserError, match=rf"dag\.pipeline.*'{module}'"):
         playground.spec("grpo", *chosen(f"{module}:make"))
 
 
@@ -211,17 +211,15 @@ def test_a_node_that_no_worker_can_import(playground: Playground, monkeypatch: p
     by_hand = types.ModuleType("made_by_hand")
     by_hand.look = homeless("def homeless(scores): return scores", "made_by_hand")  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "made_by_hand", by_hand)
-    nodes = "dag.nodes=[{id: look, func: made_by_hand.look}]"
-    config = load_config("grpo", playground.overrides("run", "~dag.pipeline", nodes, "dag.generates=true")).config
-    with pytest.raises(UserError, match=r"dag\.nodes: the function homeless lives in 'made_by_hand'.*my_code:homeless"):
+    nodes = "dag.pipeline=[{id: look, func: made_by_hand.look}]"
+    config = load_config("grpo", playground.overrides("run", nodes, "dag.generates=true")).config
+    with pytest.raises(UserError, match=r"dag\.pipeline: the function homeless .* 'made_by_hand'.*my_code:homeless"):
         check_importable(config)
 
 
 def test_a_marker_among_the_nodes_has_no_function_to_import(playground: Playground) -> None:
-    nodes = "dag.nodes=[{id: wait, type: BARRIER_SYNC}]"
-    check_importable(
-        load_config("grpo", playground.overrides("run", "~dag.pipeline", nodes, "dag.generates=true")).config
-    )
+    nodes = "dag.pipeline=[{id: wait, type: BARRIER_SYNC}]"
+    check_importable(load_config("grpo", playground.overrides("run", nodes, "dag.generates=true")).config)
 
 
 def test_ranks_that_do_not_divide_a_models_layers_are_told_before_anything_is_started(playground: Playground) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from distflow.config import load_config
-from distflow.config.keys.dag import MARKERS, NODE_KEYS
+from distflow.config.keys.run import MARKERS, NODE_KEYS
 from distflow.errors import UserError
 from distflow.graph import Pipeline, PipelineError
 from distflow.graph.roles import MARKER_TYPES
@@ -143,7 +143,7 @@ def test_a_pipeline_in_yaml() -> None:
         "{id: compare, role: ADVANTAGE, func: 'distflow.pipelines.nodes:compute_advantage', deps: [judge]},"
         "{id: learn, type: MODEL_TRAIN, role: ACTOR, func: 'distflow.pipelines.nodes:train_actor', deps: [compare]}]"
     )
-    chosen = config("grpo", "~dag.pipeline", "actor_rollout_ref.actor.use_kl_loss=false", f"dag.nodes={nodes}")
+    chosen = config("grpo", "actor_rollout_ref.actor.use_kl_loss=false", f"dag.pipeline={nodes}")
     assert [node.node_id for node in bind(chosen).nodes] == ["answer", "judge", "compare", "learn"]
 
 
@@ -151,7 +151,7 @@ def test_a_marker_in_yaml_needs_no_function() -> None:
     nodes = (
         "[{id: load, func: 'distflow.pipelines.nodes:load_responses'}, {id: fence, type: barrier_sync, deps: [load]}]"
     )
-    chosen = config("sft", "~dag.pipeline", f"dag.nodes={nodes}")
+    chosen = config("sft", f"dag.pipeline={nodes}")
     assert bind(chosen).node("fence").plane == "training"
     assert set(MARKERS) == {kind.name for kind in MARKER_TYPES}
 
@@ -162,27 +162,27 @@ def test_a_node_in_yaml_takes_what_add_node_does() -> None:
 
 
 def test_a_custom_function_must_return_a_graph() -> None:
-    with pytest.raises(UserError, match="dag.custom_pipeline_fn=os:getcwd returned str"):
-        select_pipeline(config("grpo", "~dag.pipeline", "dag.custom_pipeline_fn='os:getcwd'"))
+    with pytest.raises(UserError, match="dag.pipeline=os:getcwd returned str"):
+        select_pipeline(config("grpo", "dag.pipeline='os:getcwd'"))
 
 
 def test_several_graphs_are_one_pipeline_of_several_parts(tmp_path: Path) -> None:
     file = tmp_path / "pipe.py"
     file.write_text("from distflow.pipelines.sft import sft_pipeline\ndef prog(): return [sft_pipeline()]\n")
     with pytest.raises(UserError, match="returned list; .*: add the nodes of all to one graph; parts of it that have"):
-        select_pipeline(config("sft", "~dag.pipeline", f"dag.custom_pipeline_fn={file}:prog"))
+        select_pipeline(config("sft", f"dag.pipeline={file}:prog"))
 
 
 def test_a_custom_function_may_lie_in_a_file(tmp_path: Path) -> None:
     file = tmp_path / "pipe.py"
     file.write_text("from distflow.pipelines.dapo import dapo_pipeline as prog\n")
-    chosen = config("grpo", "~dag.pipeline", f"dag.custom_pipeline_fn={file}:prog")
+    chosen = config("grpo", f"dag.pipeline={file}:prog")
     assert select_pipeline(chosen).graph_id == "dapo_training_pipeline"
 
 
 def test_a_custom_function_that_is_not_there_is_named() -> None:
-    with pytest.raises(UserError, match="dag.custom_pipeline_fn: .*no_such_module"):
-        select_pipeline(config("grpo", "~dag.pipeline", "dag.custom_pipeline_fn='no_such_module:make'"))
+    with pytest.raises(UserError, match="dag.pipeline: .*no_such_module"):
+        select_pipeline(config("grpo", "dag.pipeline='no_such_module:make'"))
 
 
 def test_an_unknown_estimator_option_is_named() -> None:

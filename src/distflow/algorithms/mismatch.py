@@ -113,7 +113,7 @@ def check_mismatch(
         raise TrustError(f"{message}, above {tolerance.mean:g}, and trust.on_mismatch=stop")
     if weighs or "rollout_is_weights" in batch:
         return metrics, f"{message}; each token's loss is weighted by the ratio of the two from here on"
-    return metrics, f"{message}; algorithm.rollout_correction.level=token weighs it out"
+    return metrics, f"{message}; algorithm.rollout_correction.rollout_is=token weighs it out"
 
 
 def _cause(batch: Batch, metrics: Mapping[str, float]) -> str:

@@ -23,71 +23,74 @@ from distflow.builtin_names import ROLLOUT_RS
 from distflow.graph.fields import register_field
 
 LEVELS = ("token", "sequence", "geometric")
-MODES = ("truncate", "mask")
 
 register_field("rollout_is_weights", doc="importance weight of each token: trainer over rollout policy, corrected")
 
 _SMALLEST_MEAN = 1e-8
 
 Level = Literal["token", "sequence", "geometric"]
-Mode = Literal["truncate", "mask"]
 
 
 @dataclass(frozen=True)
 class Correction:
-    """Options of the weights: see `compute_rollout_weights`."""
+    """Options of the weights, by verl's names. rollout_is: a weight is the ratio of each token, the product over a
+    sequence, or its geometric mean per token. rollout_is_threshold: weights above this number are lowered to it; with
+    (lower, upper), weights outside the band are 0 (IcePop)."""
 
-    level: Level
-    mode: Mode = "truncate"
-    cap: float = 2.0
-    floor: float | None = None
+    rollout_is: Level
+    rollout_is_threshold: float | tuple[float, float] = 2.0
 
     def weights(self, old_log_probs: Tensor, rollout_log_probs: Tensor, loss_mask: Tensor) -> tuple[Tensor, Tensor]:
         """(weights before the correction, weights after it), float64 `(bs, response_length)`, 0 outside the mask.
 
-        A row is a whole sequence. Without gradient. Raises ValueError as `compute_rollout_weights`.
+        A row is a whole sequence. Without gradient. Raises ValueError for an unknown level or an invalid threshold.
         """
-        _check(self.level, self.mode, self.cap, self.floor)
-        raw = _raw_weights(old_log_probs.detach(), rollout_log_probs.detach(), loss_mask, self.level)
-        weights = raw.clamp(max=self.cap)
-        if self.mode == "mask":
-            inside = (raw <= self.cap) & (raw >= (0.0 if self.floor is None else self.floor))
-            weights = torch.where(inside, raw, torch.zeros_like(raw))
+        self._check()
+        raw = _raw_weights(old_log_probs.detach(), rollout_log_probs.detach(), loss_mask, self.rollout_is)
+        if isinstance(self.rollout_is_threshold, tuple):
+            lower, upper = self.rollout_is_threshold
+            weights = torch.where((raw <= upper) & (raw >= lower), raw, torch.zeros_like(raw))
+        else:
+            weights = raw.clamp(max=self.rollout_is_threshold)
         return under_mask(raw, loss_mask), under_mask(weights, loss_mask)
+
+    def _check(self) -> None:
+        threshold = self.rollout_is_threshold
+        if self.rollout_is not in LEVELS:
+            raise ValueError(f"rollout_is '{self.rollout_is}' is unknown; choose one of {', '.join(LEVELS)}")
+        if isinstance(threshold, tuple) and not 0 <= threshold[0] < threshold[1]:
+            raise ValueError(f"rollout_is_threshold must be a band lower < upper from 0 on, not {list(threshold)}")
+        if not isinstance(threshold, tuple) and not threshold > 0:
+            raise ValueError(f"rollout_is_threshold must be positive, not {threshold}")
 
 
 def compute_rollout_weights(
     old_log_probs: Tensor,
     rollout_log_probs: Tensor,
     loss_mask: Tensor,
+    correction: Correction,
     *,
-    level: Level,
-    mode: Mode = "truncate",
-    cap: float = 2.0,
-    floor: float | None = None,
     batch_normalize: bool = False,
     reduce: Reduce | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
     """(weights float32 `(bs, response_length)`, statistics): π_trainer / π_rollout of the tokens under the mask.
 
-    level: the ratio of each token, the product over a sequence, or its geometric mean per token. mode: `truncate`
-    lowers weights above `cap` to it; `mask` sets weights above `cap` or below `floor` to 0. batch_normalize: then
-    divides them by their mean over the global batch, of tokens or of sequences as `level` counts (verl's
-    `rollout_is_batch_normalize`); a mean of 0 changes nothing. Weights carry no gradient and are 0 outside the mask.
-    Statistics are over the global batch: mean and maximum before the correction, the share of weights that it changed,
-    the effective sample size after it (0 if nothing is left), and the mean of the normalisation
-    (`rollout_is_batch_norm_factor`).
-    Raises ValueError for an unknown level or mode, or invalid bounds.
+    batch_normalize: divides the weights, after the threshold, by their mean over the global batch, of tokens or of
+    sequences as `rollout_is` counts (verl's `rollout_is_batch_normalize`); a mean of 0 changes nothing. Weights carry
+    no gradient and are 0 outside the mask. Statistics are over the global batch: mean and maximum before the
+    correction, the share of weights that it changed, the effective sample size after it (0 if nothing is left), and
+    the mean of the normalisation (`rollout_is_batch_norm_factor`). Raises ValueError as `Correction.weights`.
     """
-    raw, weights = Correction(level, mode, cap, floor).weights(old_log_probs, rollout_log_probs, loss_mask)
+    raw, weights = correction.weights(old_log_probs, rollout_log_probs, loss_mask)
+    level = correction.rollout_is
     stats = {
         "rollout_is_mean": float(masked_mean(raw, loss_mask, reduce)),
         "rollout_is_max": _global_max(raw, reduce),
         "rollout_is_corrected_frac": float(masked_mean((weights != raw).double(), loss_mask, reduce)),
-        "rollout_is_eff_sample_size": float(_sample_size(weights, loss_mask, level, reduce)),
+        "rollout_is_eff_sample_size": float(effective_sample_size(*_draws(weights, loss_mask, level), reduce)),
     }
     if batch_normalize:
-        factor = float(_mean_weight(weights, loss_mask, level, reduce))
+        factor = float(masked_mean(*_draws(weights, loss_mask, level), reduce))
         weights = weights / factor if factor > _SMALLEST_MEAN else weights
         stats["rollout_is_batch_norm_factor"] = factor if factor > _SMALLEST_MEAN else 1.0
     return weights.float(), stats
@@ -130,14 +133,6 @@ def _raw_weights(old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor,
     return log_ratio.clamp(-20.0, 20.0).exp()
 
 
-def _sample_size(weights: Tensor, mask: Tensor, level: str, reduce: Reduce | None) -> Tensor:
-    return effective_sample_size(*_draws(weights, mask, level), reduce)
-
-
-def _mean_weight(weights: Tensor, mask: Tensor, level: str, reduce: Reduce | None) -> Tensor:
-    return masked_mean(*_draws(weights, mask, level), reduce)
-
-
 def _draws(weights: Tensor, mask: Tensor, level: str) -> tuple[Tensor, Tensor]:
     """(weights, which of them count): one a token, or one a sequence: a long sequence is a single draw."""
     if level == "token":
@@ -149,19 +144,6 @@ def _draws(weights: Tensor, mask: Tensor, level: str) -> tuple[Tensor, Tensor]:
 def _global_max(values: Tensor, reduce: Reduce | None) -> float:
     largest = values.max() if values.numel() else values.new_zeros(())
     return float(largest if reduce is None else reduce.max(largest))
-
-
-def _check(level: str, mode: str, cap: float, floor: float | None) -> None:
-    if level not in LEVELS:
-        raise ValueError(f"rollout_correction.level '{level}' is unknown; choose one of {', '.join(LEVELS)}")
-    if mode not in MODES:
-        raise ValueError(f"rollout_correction.mode '{mode}' is unknown; choose one of {', '.join(MODES)}")
-    if not cap > 0:
-        raise ValueError(f"rollout_correction.cap must be positive, not {cap}")
-    if floor is not None and mode != "mask":
-        raise ValueError("rollout_correction.floor is the lower end of a band: it needs rollout_correction.mode=mask")
-    if floor is not None and not 0 <= floor < cap:
-        raise ValueError(f"rollout_correction.floor must lie in 0..cap ({cap}), not {floor}")
 
 
 Bounds = tuple[float | None, float]

@@ -67,20 +67,20 @@ def audit_correction(recorded: RecordedStep) -> str | None:
     if settings.rollout_is_batch_normalize:
         return "the auditor has no formula for weights that are divided by their mean"
     own = "prox_log_probs" if "prox_log_probs" in recorded.batch else "old_log_probs"
-    level, masks = settings.level or "token", settings.level is not None and settings.mode == "mask"
+    level, threshold = settings.rollout_is or "token", settings.rollout_is_threshold
     for sample in recorded.samples:
         counted = sample["response_mask"].double() * float(sample["valid"])
         gap = (doubles(sample[own]) - doubles(sample["rollout_log_probs"])) * counted
         if level != "token":
             num_tokens = float(counted.sum()) or 1.0
             gap = torch.full_like(gap, float(gap.sum()) / (num_tokens if level == "geometric" else 1.0))
-        expected = importance_weights(gap, settings, masks) * counted
+        expected = importance_weights(gap, threshold) * counted
         raw = ratio_to(gap, torch.zeros_like(gap))
         # At a bound of the band the result depends on rounding.
-        bounds = (settings.cap, settings.floor or 0.0)
+        bounds = threshold if isinstance(threshold, tuple) else (threshold,)
         near = torch.stack([(raw - bound).abs() < CORRECTION_LIMIT for bound in bounds]).any(0)
         wrong = ((doubles(sample["rollout_is_weights"]) - expected).abs() > CORRECTION_LIMIT * raw) & ~near
-        reason = f", the trainer's probability over the engine's, by {level} and with its cap"
+        reason = f", the trainer's probability over the engine's, by {level} and with its threshold"
         check_tokens(sample, "rollout_is_weights", expected, wrong, reason)
     return None
 

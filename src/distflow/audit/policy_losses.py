@@ -57,12 +57,12 @@ def ratio_to(now: Tensor, then: Tensor) -> Tensor:
     return (now - then).clamp(-20, 20).exp()
 
 
-def importance_weights(gap: Tensor, correction: RolloutCorrectionConfig, masks: bool) -> Tensor:
-    """The ratios e^gap, truncated at the cap. masks: instead 0 outside the band from the floor to the cap."""
+def importance_weights(gap: Tensor, threshold: float | tuple[float, float]) -> Tensor:
+    """The ratios e^gap, truncated at the threshold; 0 outside of it if it is a band."""
     raw = gap.clamp(-20, 20).exp()
-    if not masks:
-        return raw.clamp(max=correction.cap)
-    return torch.where((raw > correction.cap) | (raw < (correction.floor or 0.0)), torch.zeros_like(raw), raw)
+    if not isinstance(threshold, tuple):
+        return raw.clamp(max=threshold)
+    return torch.where((raw > threshold[1]) | (raw < threshold[0]), torch.zeros_like(raw), raw)
 
 
 def clipped(ratio: Tensor, advantages: Tensor, options: Options, dual: bool) -> Tensor:
@@ -83,7 +83,7 @@ def _decoupled(tokens: Tokens, options: Options) -> Tensor:
     recomputes = options["prox"] == "recompute"
     prox = tokens.columns["prox_log_probs"] if recomputes else _interpolated(tokens, options["step"])
     loss = clipped(ratio_to(tokens.now, prox), tokens.advantages, options, dual=True)
-    if options["correction"].level is not None:
+    if options["correction"].rollout_is is not None:
         # With recomputed log-probs the weights are a column, as for every loss.
         return loss if recomputes else loss * _corrected(tokens, prox, options["correction"])
     mode, cap = options.get("behav_imp_weight_mode", "mask"), options.get("behav_imp_weight_cap", 5.0)
@@ -105,9 +105,9 @@ def _interpolated(tokens: Tokens, step: int) -> Tensor:
 
 def _corrected(tokens: Tokens, prox: Tensor, correction: RolloutCorrectionConfig) -> Tensor:
     gap = prox - tokens.columns["rollout_log_probs"]
-    if correction.level != "token":
-        gap = tokens.mean(gap) if correction.level == "geometric" else tokens.sum(gap)
-    return importance_weights(gap, correction, masks=correction.mode != "truncate")
+    if correction.rollout_is != "token":
+        gap = tokens.mean(gap) if correction.rollout_is == "geometric" else tokens.sum(gap)
+    return importance_weights(gap, correction.rollout_is_threshold)
 
 
 def _gspo(tokens: Tokens, options: Options) -> Tensor:

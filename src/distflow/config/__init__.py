@@ -1,6 +1,7 @@
 """Typed configuration: schema, composition by Hydra, checks, and what numbers mean together. Imports no torch."""
 
 from distflow.config.compose.load import (
+    Loaded,
     config_from_dict,
     config_of_run,
     fit_to,
@@ -8,7 +9,6 @@ from distflow.config.compose.load import (
     preset_config,
     with_changes,
 )
-from distflow.config.compose.loaded import Loaded
 from distflow.config.compose.origins import preset_names
 from distflow.config.derived_settings import RunLimits, pipeline_name
 from distflow.config.describe import describe, explain

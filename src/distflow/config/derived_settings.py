@@ -1,11 +1,4 @@
-"""How the rewards of a domain become advantages, where `algorithm.domains` has it otherwise than `algorithm`.
-
-Which pipeline a config asks for, and what that means for the other keys.
-
-Sizes that must fit one another, and into the room that a run has.
-
-Where a run goes on from, as it is asked for beside its config.
-"""
+"""Settings that follow from several keys: the pipeline that runs, the algorithm of a domain, sizes and step counts."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -16,9 +9,8 @@ from distflow.builtin_names import ESTIMATORS, PIPELINES, BuiltinPipeline, Estim
 from distflow.config.compose.key_usage import peek, with_group
 from distflow.config.compose.unknown_keys import suggest
 from distflow.config.keys.algorithm import AlgorithmConfig
-from distflow.config.keys.declare import walk
+from distflow.config.keys.declare import changed, walk
 from distflow.config.keys.engines import ActorFsdpConfig, OptimConfig, RefFsdpConfig, TrainedFsdpConfig
-from distflow.config.keys.named_overrides import changed
 from distflow.config.keys.schema import Config, schema_keys
 from distflow.errors import UserError
 
@@ -55,16 +47,14 @@ CUSTOM = "custom"
 
 
 def pipeline_name(config: Config) -> str:
-    """The built-in pipeline that runs, or `custom` where the user gives one.
-
-    `dag.custom_pipeline_fn` and `dag.nodes` come first, then `dag.pipeline`; else `algorithm.workflow_type` and
-    `algorithm.adv_estimator` decide.
-    """
-    if config.dag.custom_pipeline_fn or config.dag.nodes:
+    """The built-in pipeline that runs, or `custom` where `dag.pipeline` is the user's own. Where it is null,
+    `algorithm.workflow_type` and `algorithm.adv_estimator` decide."""
+    chosen = config.dag.pipeline
+    if chosen is not None and not (isinstance(chosen, str) and chosen in PIPELINES):
         return CUSTOM
     is_dapo = config.algorithm.workflow_type == "DAPO"
-    if config.dag.pipeline:
-        return config.dag.pipeline  # the rules refuse one that contradicts workflow_type
+    if chosen is not None:
+        return chosen  # the rules refuse one that contradicts workflow_type
     if is_dapo:
         return "dapo"
     estimator = find_estimator(config)
@@ -101,7 +91,16 @@ def find_estimator(config: Config) -> Estimator | None:
 
 def may_have_user_names(config: Config) -> bool:
     """Whether modules of the user are loaded that may register names of their own."""
-    return bool(config.trainer.imports or config.dag.custom_pipeline_fn or config.dag.nodes)
+    return bool(config.trainer.imports) or pipeline_name(config) == CUSTOM
+
+
+def functions_of_pipeline(config: Config) -> list[str]:
+    """The functions that the user's own pipeline names in `dag.pipeline`: the one that builds it, or those of its
+    nodes; a marker has none."""
+    own = config.dag.pipeline if pipeline_name(config) == CUSTOM else None
+    if own is None or isinstance(own, str):
+        return [own] if own else []
+    return [str(node["func"]) for node in own if "func" in node]
 
 
 def is_sharded(config: Config) -> bool:

@@ -1,11 +1,9 @@
-"""What the numbers of a config mean together, in a few lines for people.
-
-One key explained: what it means, what it may be, what it is here and who says so.
-"""
+"""The numbers of a config explained in a few lines for people, and one key explained."""
 
 from distflow.builtin_names import POLICY_LOSSES
-from distflow.config.compose.loaded import Loaded
+from distflow.config.compose.load import Loaded
 from distflow.config.compose.origins import COMMAND_LINE
+from distflow.config.compose.shrink_to_fit import count
 from distflow.config.compose.unknown_keys import suggest
 from distflow.config.compose.values import type_name
 from distflow.config.derived_settings import (
@@ -35,15 +33,15 @@ def _step(config: Config) -> str:
     sizes, staleness = sorted(set(group_sizes(config).values())), config.async_.max_staleness
     prompts = config.data.train_batch_size
     policy = "on-policy" if staleness == 0 else f"weights at most {staleness} steps old"
-    samples = f"{_count(prompts, 'prompt')} × {sizes[0]} = {_count(prompts * sizes[0], 'sample')}"
+    samples = f"{count(prompts, 'prompt')} × {sizes[0]} = {count(prompts * sizes[0], 'sample')}"
     if len(sizes) > 1:
-        samples = f"{_count(prompts, 'prompt')} × {sizes[0]} to {sizes[-1]} samples"
+        samples = f"{count(prompts, 'prompt')} × {sizes[0]} to {sizes[-1]} samples"
     return f"{samples} → {_updates(config, *sizes)}, {policy}"
 
 
 def _supervised_step(config: Config) -> str:
     longest = config.data.max_prompt_length + config.data.max_response_length
-    examples = _count(config.data.train_batch_size, "example")
+    examples = count(config.data.train_batch_size, "example")
     return f"{examples} → {_updates(config, 1)}, {longest} tokens each at most, {_micro_batches(config)}"
 
 
@@ -52,7 +50,7 @@ def _updates(config: Config, group_size: int, *others: int) -> str:
     actor, prompts = config.actor_rollout_ref.actor, config.data.train_batch_size
     mini, passes = actor.ppo_mini_batch_size, actor.ppo_epochs if is_rl(config) else 1
     counted, unit = (1, " prompts") if others else (group_size, "")
-    steps = _count(optimizer_steps_a_step(config, "actor"), "optimizer step")
+    steps = count(optimizer_steps_a_step(config, "actor"), "optimizer step")
     shape = f"{steps} of {min(mini, prompts) * counted}{unit}"
     if prompts > mini and prompts % mini:
         shape += f" (the last of a pass {prompts % mini * counted})"
@@ -115,7 +113,7 @@ def _learning_rate(config: Config) -> str:
     if optim.scheduler == "constant" or (optim.lr_warmup_steps < 0 and optim.warmup_ratio == 0):
         rise = ""
     elif optim.lr_warmup_steps >= 0:
-        rise = f", rising for {_count(optim.lr_warmup_steps, 'optimizer step')}"
+        rise = f", rising for {count(optim.lr_warmup_steps, 'optimizer step')}"
     else:
         rise = f", rising for {optim.warmup_ratio:.0%} of the optimizer steps"
     return f"{optim.optimizer}, learning rate {optim.lr:g} ({optim.scheduler}{rise})"
@@ -124,9 +122,9 @@ def _learning_rate(config: Config) -> str:
 def _run(config: Config) -> str:
     trainer = config.trainer
     length = (
-        _count(trainer.total_epochs, "epoch")
+        count(trainer.total_epochs, "epoch")
         if trainer.total_training_steps is None
-        else _count(trainer.total_training_steps, "step")
+        else count(trainer.total_training_steps, "step")
     )
     saves = f"checkpoint {_every(trainer.save_freq)}"
     validation = f"validation {_every(trainer.test_freq)}" if validates(config) else "no validation data"
@@ -155,10 +153,6 @@ def _every(freq: int) -> str:
     if freq <= 0:
         return "never"
     return "every step" if freq == 1 else f"every {freq} steps"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def explain(key: str, loaded: Loaded) -> str:

@@ -1,142 +1,204 @@
-"""The reference page of all keys, made from the schema.
+"""The generated pages of the docs: the reference of all keys, made from the schema, and the one for those who come from
+another system, made from the tables of its names and run against the schema.
 
-`python -m distflow.config.key_reference` writes docs/config.md, and docs/migrating.md beside it.
+`python -m distflow.config.key_reference` writes docs/config.md and docs/migrating.md from the templates in `pages`, in
+which a line `$name` stands for a generated part.
 """
 
+import ast
+import re
+import shlex
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
 
-from distflow.builtin_names import (
-    ESTIMATORS,
-    PIPELINES,
-    POLICY_LOSSES,
-    REWARDS,
-    ROLLOUT_ENGINES,
-    TRACKERS,
-    TRAIN_ENGINES,
-    Entry,
-)
+from distflow import builtin_names
+from distflow.config.compose.load import differing, load_config
 from distflow.config.compose.origins import PRESETS, preset_names
 from distflow.config.compose.values import type_name
-from distflow.config.domains import domain_keys
+from distflow.config.keys.data import domain_keys
 from distflow.config.keys.declare import KeyInfo
 from distflow.config.keys.schema import schema_keys
-from distflow.config.migration import page
+from distflow.config.migration.tables import ANY, NOT_GIVEN, SYSTEMS, Name, all_tables, as_override, find_names
 from distflow.config.serialize import RESUMABLE, show_value
+from distflow.errors import ConfigError
 
-_INTRO = """# Configuration
-
-This page is generated from the schema: `python -m distflow.config.key_reference`.
-
-`distflow train PRESET|FILE.yaml [key=value ...]` composes the defaults below, a preset, a file and the command line, in
-this order. A file builds on a preset (or on a file beside it) with
-
-```yaml
-defaults: [grpo, _self_]
-```
-
-Overrides have Hydra's grammar: `key=value`, `~key` takes back what a preset or file set. Every key has a default, so
-`+key=value` and `++key=value` mean the same as `key=value`, and an unknown key is an error in each form. A mapping with
-names of your own (`reward.functions`, `..._kwargs`) replaces its default as a whole where it is set; later files and
-the command line then add to it. In Python the group `async` is `config.async_`.
-
-`distflow config PRESET key=value` prints the resolved config, with `--explain KEY` what a key means and who set it.
-"""
-
-_OWN_GROUPS = """## Groups of your own
-
-A dataclass becomes a group of keys, checked like the others; `trainer.imports` names the module that registers it.
-
-```python
-from dataclasses import dataclass
-from distflow.config import key, register_config_group
-
-@dataclass(frozen=True)
-class MyConfig:
-    threshold: float = key(0.5, "what counts as a hit", minimum=0, maximum=1)
-
-register_config_group("my_custom", MyConfig)    # my_custom.threshold=0.7 → config.my_custom.threshold
-```
-"""
-
-
-_OF_OTHERS = """## Keys of other systems
-
-Keys of verl, siiRL, TRL, AReaL, OpenRLHF and ROLL are answered with the key here: [migrating](migrating.md) lists them.
-"""
-
-
-def render() -> str:
-    """The whole page."""
-    parts = [_INTRO, _presets(), "## Keys\n"]
-    tables_of_groups = {name: _table(name, keys) for name, keys in _by_group(schema_keys().values()).items()}
-    tables_of_groups["data"] += "\n" + _table("data.domains.NAME", domain_keys().values())
-    parts += tables_of_groups.values()
-    tables: tuple[tuple[str, Mapping[str, Entry]], ...] = (
-        ("Advantage estimators", ESTIMATORS),
-        ("Policy losses", POLICY_LOSSES),
-        ("Reward functions", REWARDS),
-        ("Pipelines", PIPELINES),
-        ("Rollout engines", ROLLOUT_ENGINES),
-        ("Train engines", TRAIN_ENGINES),
-        ("Trackers", TRACKERS),
-    )
-    parts.append("## Built-in names\n")
-    parts += [_names(title, names) for title, names in tables]
-    parts += [_OWN_GROUPS, _resumable(), _OF_OTHERS]
-    return "\n".join(parts)
+_BUILTIN_NAMES: Mapping[str, Mapping[str, builtin_names.Entry]] = {
+    "Advantage estimators": builtin_names.ESTIMATORS,
+    "Policy losses": builtin_names.POLICY_LOSSES,
+    "Reward functions": builtin_names.REWARDS,
+    "Pipelines": builtin_names.PIPELINES,
+    "Rollout engines": builtin_names.ROLLOUT_ENGINES,
+    "Train engines": builtin_names.TRAIN_ENGINES,
+    "Trackers": builtin_names.TRACKERS,
+}
 
 
 def main() -> None:
     """Write both pages to the folder given, else to docs."""
     folder = Path(sys.argv[1] if len(sys.argv) > 1 else "docs")
-    for name, text in (("config.md", render()), ("migrating.md", page.render())):
+    for name, text in (("config.md", render_reference()), ("migrating.md", render_migrating())):
         (folder / name).write_text(text, encoding="utf-8")
         print(folder / name)
 
 
+def render_reference() -> str:
+    """The page of all keys."""
+    groups: dict[str, list[KeyInfo]] = {}
+    for info in schema_keys().values():
+        groups.setdefault(info.name.rpartition(".")[0], []).append(info)
+    tables = {name: _keys(name, keys) for name, keys in groups.items()}
+    tables["data"] += "\n\n" + _keys("data.domains.NAME", domain_keys().values())
+    names = [f"### {title}\n\n{_entries(entries)}" for title, entries in _BUILTIN_NAMES.items()]
+    resumable = ", ".join(f"`{name}`" for name in sorted(RESUMABLE))
+    parts = {
+        "presets": _presets(),
+        "keys": "\n\n".join(tables.values()),
+        "names": "\n\n".join(names),
+        "resumable": f"{resumable}. Any other key is refused unless it is allowed by name.",
+    }
+    return _fill("config.md", parts)
+
+
+def render_migrating() -> str:
+    """The page for users of other systems."""
+    verl, trl = all_tables()["verl"].example, all_tables()["TRL"].example
+    parts = {f"{system.lower()}_names": _names(system) for system in SYSTEMS} | {
+        "verl_differences": _differences(),
+        "verl_command": _translated_verl(verl["command"], verl["refused"]),
+        "trl_defaults": _table(
+            ("there", "here"), [(_code(there), _code(ours)) for there, ours in all_tables()["TRL"].defaults.items()]
+        ),
+        "trl_script": trl["script"].rstrip(),
+        "trl_arguments": _translated_trl(trl["script"]),
+        "trl_command": _command("grpo", map(shlex.quote, trl["here"])),
+    }
+    return _fill("migrating.md", parts)
+
+
+def _fill(page: str, parts: Mapping[str, str]) -> str:
+    template = Path(__file__).with_name("pages").joinpath(page).read_text(encoding="utf-8")
+    return re.sub(r"^\$(\w+)$", lambda found: parts[found[1]], template, flags=re.MULTILINE)
+
+
 def _presets() -> str:
-    lines = ["## Presets\n"]
+    lines = []
     for name in preset_names():
         text = (PRESETS / f"{name}.yaml").read_text(encoding="utf-8")
         comment = takewhile(lambda line: line.startswith("#"), text.splitlines())
         lines.append(f"- `{name}`: " + " ".join(line.lstrip("# ") for line in comment))
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines)
 
 
-def _by_group(keys: Iterable[KeyInfo]) -> dict[str, list[KeyInfo]]:
-    groups: dict[str, list[KeyInfo]] = {}
-    for info in keys:
-        groups.setdefault(info.name.rpartition(".")[0], []).append(info)
-    return groups
+def _keys(group: str, keys: Iterable[KeyInfo]) -> str:
+    rows = [
+        (
+            f"`{info.name.rpartition('.')[2]}`",
+            f"`{show_value(info, info.default)}`",
+            f"`{type_name(info.annotation)}`",
+            info.spec.allowed(),
+            info.spec.description,
+        )
+        for info in keys
+    ]
+    return f"### {group}\n\n" + _table(("key", "default", "type", "allowed", "meaning"), rows)
 
 
-def _table(group: str, keys: Iterable[KeyInfo]) -> str:
-    lines = [f"### {group}\n", "| key | default | type | allowed | meaning |", "|---|---|---|---|---|"]
-    for info in keys:
-        name = info.name.rpartition(".")[2]
-        default = f"`{show_value(info, info.default)}`"
-        cells = [f"`{name}`", default, f"`{type_name(info.annotation)}`", info.spec.allowed(), info.spec.description]
-        lines.append("| " + " | ".join(_cell(cell) for cell in cells) + " |")
-    return "\n".join(lines) + "\n"
+def _entries(entries: Mapping[str, builtin_names.Entry]) -> str:
+    return _table(("name", "what it is"), [(f"`{name}`", entry.description) for name, entry in entries.items()])
 
 
-def _names(title: str, table: Mapping[str, Entry]) -> str:
-    lines = [f"### {title}\n", "| name | what it is |", "|---|---|"]
-    return "\n".join(lines + [f"| `{name}` | {_cell(entry.description)} |" for name, entry in table.items()]) + "\n"
-
-
-def _resumable() -> str:
-    names = ", ".join(f"`{name}`" for name in sorted(RESUMABLE))
-    return (
-        f"## What may change when a run is resumed\n\n{names}. Any other key is refused unless it is allowed by name.\n"
+def _differences() -> str:
+    """The keys in which the base presets differ from verl's defaults."""
+    rows: dict[str, dict[str, str]] = {}
+    for base, preset in (("grpo", "verl_grpo"), ("ppo", "verl_ppo")):
+        theirs = load_config(preset, complete=False)
+        for key, ours, there in differing(load_config(base, complete=False), theirs):
+            rows.setdefault(key, {})["verl"] = there
+            rows[key][base] = ours
+    columns = ("verl", "grpo", "ppo")
+    return _table(
+        ("key", "verl", "`grpo`", "`ppo`"),
+        [
+            (f"`{key}`", *(f"`{cells[name]}`" if name in cells else "as verl" for name in columns))
+            for key, cells in rows.items()
+        ],
     )
 
 
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|")
+def _translated_verl(command: Sequence[str], refused: Sequence[str]) -> str:
+    kept = [override for override in command if override not in refused]
+    said = {
+        line.partition("=")[0]: f"accepted: {line.partition(': ')[2]}" for line in load_config("verl_grpo", kept).notes
+    }
+    said |= {key: f"refused: {text}" for key, text in _refusals(refused)}
+    rows = [(f"`{override}`", said.get(override.partition("=")[0], "the same")) for override in command]
+    return _table(("there", "here"), rows) + "\n\nso that this trains it:\n\n" + _command("verl_grpo", kept)
+
+
+def _refusals(overrides: Sequence[str]) -> Iterable[tuple[str, str]]:
+    try:
+        load_config("verl_grpo", overrides, complete=False)
+    except ConfigError as error:
+        return [
+            (problem.places[0][0].partition(" ")[0], f"{problem.what}; {problem.advice}") for problem in error.problems
+        ]
+    return []
+
+
+def _translated_trl(script: str) -> str:
+    """Each argument of the script's GRPOConfig, and its model, as it is called here."""
+    calls = {
+        node.func.id: {item.arg: item.value for item in node.keywords}
+        for node in ast.walk(ast.parse(script))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+    }
+    arguments = {**calls["GRPOConfig"], "model": calls["GRPOTrainer"]["model"]}
+    rows: dict[str, str] = {}
+    for key, node in arguments.items():
+        value, name = ast.literal_eval(node), find_names(str(key))["TRL"]
+        answer = "; ".join(part for part in (_code(name.overrides(value)), name.note) if part)
+        rows[f"`{key}={value!r}`"] = "as above" if answer in rows.values() else answer
+    return _table(("there", "here"), rows.items())
+
+
+def _command(preset: str, overrides: Iterable[str]) -> str:
+    lines = " \\\n    ".join([f"distflow train {preset}", *overrides])
+    return f"<!-- not run: it needs the model and the data -->\n```bash\n{lines}\n```"
+
+
+def _names(system: str) -> str:
+    """Both tables of a system; keys that are answered alike share a row."""
+    table = all_tables()[system]
+    rows: dict[str, list[str]] = {}
+    for key, name in table.names.items():
+        rows.setdefault(_meaning(name), []).append(f"`{key}`")
+    keys = _table((f"{system}'s key", "here"), [(", ".join(keys), meaning) for meaning, keys in rows.items()])
+    others = _table(("there", "here"), table.beside_keys.items())
+    return f"### {system}'s keys\n\n{keys}\n\n### {system} beside its keys\n\n{others}"
+
+
+def _code(text: str) -> str:
+    return f"`{text}`" if text else ""
+
+
+def _meaning(name: Name) -> str:
+    parts = [_code(name.overrides(NOT_GIVEN) if "{}" in name.ours else name.ours)]
+    if name.values:
+        parts.append(name.in_words())
+    parts.append(name.note)
+    if name.harmless == ANY:
+        parts.append("accepted")
+    elif name.harmless:
+        parts.append("accepted at " + ", ".join(f"`{as_override(value)}`" for value in name.harmless))
+    return "; ".join(part for part in parts if part)
+
+
+def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [" | ".join(heads), "|".join(["---"] * len(heads))]
+    cells = [" | ".join(cell.replace("|", "\\|") for cell in row) for row in rows]
+    return "\n".join([f"| {lines[0]} |", f"|{lines[1]}|", *(f"| {row} |" for row in cells)])
 
 
 if __name__ == "__main__":

@@ -42,6 +42,14 @@ def reward_functions(config: Config) -> Mapping[str, tuple[RewardPart, ...]]:
     return {name: parts for name, parts in chosen.items() if parts}
 
 
+def named_rewards(config: Config) -> Iterator[tuple[str, str, tuple[RewardPart, ...]]]:
+    """(key, domain, reward functions) as `reward.functions` and the domains themselves name them."""
+    for name, parts in config.reward.functions.items():
+        yield f"reward.functions.{name}", name, parts
+    for name, domain in config.data.domains.items():
+        yield f"data.domains.{name}.reward", name, domain.reward
+
+
 def response_limit(config: Config, domain: str) -> int:
     """Tokens that a response to a prompt of the domain may have."""
     own = config.data.domains.get(domain)

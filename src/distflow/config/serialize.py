@@ -1,62 +1,33 @@
 """A config for people and for files: flat, as YAML, compared with another."""
 
-from collections.abc import Mapping
-from dataclasses import fields, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import yaml
 
-from distflow.config.compose.values import show
-from distflow.config.domains import DomainConfig
-from distflow.config.keys.declare import KeyInfo, is_group, walk, yaml_name
-from distflow.config.keys.schema import Config, find_group, group_names
+from distflow.config.compose.values import nested, show
+from distflow.config.keys.data import DomainConfig
+from distflow.config.keys.declare import KeyInfo, walk
+from distflow.config.keys.schema import Config, find_group, group_names, schema_keys
 
 if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
+    pass
 
-_PATHS = (
-    "trainer.project_name",
-    "trainer.experiment_name",
-    "trainer.default_local_dir",
-    "data.train_files",
-    "data.val_files",
-    "actor_rollout_ref.model.path",
-    "actor_rollout_ref.model.tokenizer_path",
-    "critic.model.path",
-    "custom_reward_function.path",
-    "custom_reward_function.name",
-)
-
-_DEVICES = (
-    "trainer.launcher",
-    "trainer.nnodes",
-    "trainer.n_gpus_per_node",
-    "trainer.allocation",
-    "trainer.worker_cpus",
-    "trainer.worker_memory_mb",
-    "trainer.worker_env",
-    "trainer.max_held_mb",
-    "trainer.peers_timeout_s",
-    "reward.num_actors",
-    "reward.actor_cpus",
-    "actor_rollout_ref.actor.strategy",
-    "actor_rollout_ref.actor.weight_update_mode",
-)
-
-RESUMABLE: frozenset[str] = frozenset(
-    (
-        "trainer.total_epochs",
-        "trainer.total_training_steps",
-        "trainer.save_freq",
-        "trainer.test_freq",
-        "trainer.logger",
-        "trainer.resume_mode",
-        *_DEVICES,
-        "reward.timeout_s",
-        "reward.max_error_rate",
-        *_PATHS,
-    )
-)
+_RESUMABLE = {
+    "trainer": (
+        *("total_epochs", "total_training_steps", "save_freq", "test_freq", "logger", "resume_mode"),
+        *("project_name", "experiment_name", "default_local_dir"),
+        *("launcher", "nnodes", "n_gpus_per_node", "allocation", "worker_cpus", "worker_memory_mb", "worker_env"),
+        *("max_held_mb", "peers_timeout_s"),
+    ),
+    "data": ("train_files", "val_files"),
+    "actor_rollout_ref": ("model.path", "model.tokenizer_path", "actor.strategy", "actor.weight_update_mode"),
+    "critic": ("model.path",),
+    "custom_reward_function": ("path", "name"),
+    "reward": ("num_actors", "actor_cpus", "timeout_s", "max_error_rate"),
+}
+RESUMABLE = frozenset(f"{group}.{name}" for group, names in _RESUMABLE.items() for name in names)
 """Keys that may change when a run is resumed: how long, how often, on which devices, where things lie (the files of
 domains too: `changed_keys`), time limits. What lies behind the paths of data is compared by fingerprint, not by name;
 that a reward function has other code is told."""
@@ -70,9 +41,18 @@ def flatten(config: Config) -> dict[str, object]:
     return flat
 
 
+def changed_from_default(config: Config, names: Iterable[str]) -> Iterator[tuple[str, object, object]]:
+    """Those of the keys that have another value than the default: (key, value, default)."""
+    values, keys = flatten(config), schema_keys()
+    for name in names:
+        if values[name] != keys[name].default:
+            yield name, values[name], keys[name].default
+
+
 def to_dict(config: Config) -> dict[str, object]:
     """Nested dicts, lists and scalars that JSON and YAML can hold, with the names of the YAML."""
-    return {name: _plain_group(find_group(config, name)) for name in group_names()}
+    keys = [key for name in group_names() for key in walk(find_group(config, name), name)]
+    return nested({name: spec.plain(value) if spec.plain else value for name, _, value, spec in keys})
 
 
 def to_yaml(config: Config) -> str:
@@ -104,23 +84,3 @@ def _without_files(config: Config) -> dict[str, DomainConfig]:
 def show_value(info: KeyInfo, value: object) -> str:
     """A key's value as it would be written in YAML."""
     return show(info.spec.plain(value) if info.spec.plain else value)
-
-
-def _plain_group(instance: "DataclassInstance") -> dict[str, object]:
-    plain: dict[str, object] = {}
-    for item in fields(instance):
-        value = getattr(instance, item.name)
-        if is_group(value):
-            plain[yaml_name(item.name)] = _plain_group(value)
-        else:
-            spec = item.metadata.get("key")
-            plain[yaml_name(item.name)] = _plain_value(spec.plain(value) if spec and spec.plain else value)
-    return plain
-
-
-def _plain_value(value: object) -> object:
-    if isinstance(value, tuple | list):
-        return [_plain_value(item) for item in value]
-    if isinstance(value, Mapping):
-        return {name: _plain_value(item) for name, item in value.items()}
-    return value

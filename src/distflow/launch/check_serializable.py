@@ -7,7 +7,7 @@ from dataclasses import fields
 
 from distflow.algorithms.registry import find_adv_est, find_policy_loss
 from distflow.config import Config
-from distflow.config.derived_settings import algorithms, is_rl
+from distflow.config.derived_settings import algorithms, functions_of_pipeline, is_rl
 from distflow.errors import UserError
 from distflow.graph.fields import innermost
 from distflow.import_target import load_function
@@ -47,11 +47,8 @@ def check_pickles(spec: Spec) -> None:
 
 def _users_functions(config: Config) -> Iterator[tuple[str, Callable[..., object]]]:
     """(key that names it, function) for all functions that are found by name."""
-    if config.dag.custom_pipeline_fn:
-        yield "dag.custom_pipeline_fn", load_function(config.dag.custom_pipeline_fn)
-    for node in config.dag.nodes:
-        if "func" in node:  # a marker has none
-            yield "dag.nodes", load_function(str(node["func"]))
+    for name in functions_of_pipeline(config):
+        yield "dag.pipeline", load_function(name)
     if is_rl(config):
         for domain, algorithm in algorithms(config):
             key = _ESTIMATOR if domain is None else f"algorithm.domains.{domain}.adv_estimator"

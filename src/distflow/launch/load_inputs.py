@@ -6,9 +6,9 @@ from transformers import PreTrainedTokenizerBase
 
 from distflow.config import Config, Loaded, RunLimits, fit_to, flatten, with_changes
 from distflow.config.compose.key_usage import watch
+from distflow.config.compose.load import is_verls
 from distflow.config.compose.origins import is_preset
 from distflow.config.derived_settings import CUSTOM, pipeline_name
-from distflow.config.migration.verl_defaults import is_verls
 from distflow.data.prompts import PromptSet
 from distflow.errors import UserError
 from distflow.graph import BoundPipeline

@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from distflow.builtin_names import CURRICULA, CUSTOM_REWARD, REWARDS
 from distflow.config import Config, Loaded, describe
-from distflow.config.compose.load import ConfigBuilder
+from distflow.config.compose.load import build
 from distflow.config.compose.origins import PRESETS, preset_names
 from distflow.config.keys.schema import schema_keys
 from distflow.config.per_domain import reward_functions
@@ -34,7 +34,7 @@ def changes(loaded: Loaded) -> tuple[str, list[dict[str, str]]]:
     `Loaded.origin`. Without a preset the schema's defaults are what was before.
     """
     preset = _preset(loaded)
-    before = ConfigBuilder({}).build(_preset_values(preset)) if preset else Config()
+    before = build(_preset_values(preset), {})[0] if preset else Config()
     keys = schema_keys()
     return preset, [
         {

@@ -57,12 +57,11 @@ _AS_ONE = (
 
 def select_pipeline(config: Config) -> TaskGraph:
     """The pipeline of `config`. Raises PipelineError or UserError where the user's own cannot be built."""
-    name = pipeline_name(config)
+    name, own = pipeline_name(config), config.dag.pipeline
     if name != CUSTOM:
         return cast(TaskGraph, _call_pipeline_function(load_function(PIPELINES[name].target), config))
-    if config.dag.custom_pipeline_fn:
-        return _custom(config.dag.custom_pipeline_fn, config)
-    return pipeline_from_config("yaml_pipeline", [dict(entry) for entry in config.dag.nodes])
+    assert own is not None, "a pipeline of the user's is named by dag.pipeline"
+    return _custom(own, config) if isinstance(own, str) else pipeline_from_config("yaml_pipeline", own)
 
 
 def bound(graph: TaskGraph, config: Config) -> BoundPipeline:
@@ -115,7 +114,7 @@ def _custom(path: str, config: Config) -> TaskGraph:
     try:
         make_graph = load_function(path)
     except LoadError as err:
-        raise UserError(f"dag.custom_pipeline_fn: {err}") from err
+        raise UserError(f"dag.pipeline: {err}") from err
     _check_parameters(make_graph, path)
     try:
         graph = _call_pipeline_function(make_graph, config)
@@ -123,10 +122,10 @@ def _custom(path: str, config: Config) -> TaskGraph:
         raise
     except Exception as err:  # a user's code
         place = users_place(err) or "unknown place"
-        raise UserError(f"dag.custom_pipeline_fn={path} raised {type(err).__name__}: {err} (at {place})") from err
+        raise UserError(f"dag.pipeline={path} raised {type(err).__name__}: {err} (at {place})") from err
     if not isinstance(graph, TaskGraph):
         raise UserError(
-            f"dag.custom_pipeline_fn={path} returned {_kind(graph)}; it must return what "
+            f"dag.pipeline={path} returned {_kind(graph)}; it must return what "
             f"Pipeline.build() gives, a TaskGraph{_AS_ONE if _are_graphs(graph) else ''}"
         )
     return graph
@@ -142,8 +141,7 @@ def _check_parameters(make_graph: Callable[..., object], path: str) -> None:
     ]
     if len(required) > 1:
         raise UserError(
-            f"dag.custom_pipeline_fn={path} takes ({', '.join(required)}): a pipeline's function takes the config, or "
-            "nothing"
+            f"dag.pipeline={path} takes ({', '.join(required)}): a pipeline's function takes the config, or nothing"
         )
 
 

@@ -87,7 +87,7 @@ def _notes(loaded: Loaded, reading: Reading, data: Data) -> Iterator[str]:
 def _weighs_staleness(config: Config) -> bool:
     """Whether the loss uses the policy that sampled the tokens."""
     algorithm, loss = config.algorithm, config.actor_rollout_ref.actor.policy_loss
-    corrects = algorithm.rollout_correction.level or algorithm.recompute_old_log_probs == "false"
+    corrects = algorithm.rollout_correction.rollout_is or algorithm.recompute_old_log_probs == "false"
     return bool(corrects) or loss == "decoupled"
 
 

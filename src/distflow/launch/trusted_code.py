@@ -5,7 +5,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from distflow.config import Config
-from distflow.config.per_domain import train_files, val_files
+from distflow.config.derived_settings import functions_of_pipeline
+from distflow.config.per_domain import named_rewards, train_files, val_files
 from distflow.data.sources import is_function
 from distflow.errors import UserError
 from distflow.models.paths import code_of
@@ -22,11 +23,8 @@ def named_code(config: Config) -> list[str]:
 
 def pipeline_code(config: Config) -> list[str]:
     """The code of the pipeline."""
-    code = _imports(config)
-    if config.dag.custom_pipeline_fn:
-        code.append(f"dag.custom_pipeline_fn: {config.dag.custom_pipeline_fn}")
-    names = [str(node["func"]) for node in config.dag.nodes]
-    return code + [f"dag.nodes: {name}" for name in names if not name.startswith("distflow.")]
+    names = functions_of_pipeline(config)
+    return _imports(config) + [f"dag.pipeline: {name}" for name in names if not name.startswith("distflow.")]
 
 
 def replayed_code(config: Config) -> list[str]:
@@ -68,9 +66,7 @@ def _imports(config: Config) -> list[str]:
 
 def _reward_code(config: Config) -> Iterator[str]:
     """Reward functions that are named by their place: module:function, file.py:function."""
-    parts = [(f"reward.functions.{name}", each) for name, each in config.reward.functions.items()]
-    parts += [(f"data.domains.{name}.reward", each.reward) for name, each in config.data.domains.items()]
-    for key, named in parts:
+    for key, _, named in named_rewards(config):
         for part in named:
             if ":" in part.name and not part.name.startswith("distflow."):
                 yield f"{key}: {part.name}"

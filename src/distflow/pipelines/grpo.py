@@ -54,13 +54,13 @@ def prepare_training_data(pipeline: Pipeline, config: Config) -> None:
     if kl_in_reward or config.actor_rollout_ref.actor.use_kl_loss:
         pipeline.add_node("reference_log_prob", nodes.compute_ref_log_prob, only_forward_compute=True)
     correction = config.algorithm.rollout_correction
-    if correction.level and not interpolates_prox(config):  # it is known within the loss only
+    if correction.rollout_is and not interpolates_prox(config):  # it is known within the loss only
         pipeline.add_node("mismatch_weights", nodes.correct_mismatch, phase="mismatch_weights")
     elif corrects_drift(config):
         pipeline.add_node("mismatch_weights", nodes.correct_drift, phase="mismatch_weights")
     if correction.rollout_rs:
         # Weights are computed for whole sequences, rejected tokens included.
-        after = ["mismatch_weights"] if correction.level or corrects_drift(config) else []
+        after = ["mismatch_weights"] if correction.rollout_is or corrects_drift(config) else []
         pipeline.add_node("mismatch_rejection", nodes.reject_mismatch, after, phase="mismatch_rejection")
     each = [algorithm for _, algorithm in algorithms(config)]
     if any(map(masks_samples, each)):

@@ -120,7 +120,7 @@ PRESET_KEYS = {
 }
 """Keys of each preset: every step has two updates, and every term of the loss counts."""
 
-REPLAYED = ("dag.custom_pipeline_fn=distflow.selftest.runs:replayed", "trust.audit_freq=0")
+REPLAYED = ("dag.pipeline=distflow.selftest.runs:replayed", "trust.audit_freq=0")
 """The audit needs the engine's requests, and there are none; the reference loop checks each step instead."""
 
 _SHARDED, _UNAUDITED = f"{_ACTOR}.strategy=fsdp", "trust.audit_freq=0"

@@ -148,8 +148,9 @@ def test_names_of_the_users_own_are_left_to_the_registry_where_modules_are_named
         (["algorithm.workflow_type=DAPO"], "dapo"),
         (["dag.pipeline=sft"], "sft"),
         (["dag.pipeline=dapo", "algorithm.workflow_type=DAPO"], "dapo"),
-        (["dag.pipeline=grpo", "dag.custom_pipeline_fn=mine:build"], "custom"),
-        (["dag.nodes=[{id: a, func: 'm:f'}]"], "custom"),
+        (["dag.pipeline=mine:build"], "custom"),
+        (["dag.pipeline=mine.py:build", "algorithm.workflow_type=DEFAULT"], "custom"),
+        (["dag.pipeline=[{id: a, func: 'm:f'}]"], "custom"),
     ],
 )
 def test_what_selects_the_program(write, overrides, bound_pipeline):

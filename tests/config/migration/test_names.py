@@ -9,8 +9,7 @@ from distflow.config import ConfigError, load_config
 from distflow.config.compose.unknown_keys import is_known, suggest
 from distflow.config.compose.values import check_bounds, convert
 from distflow.config.keys.schema import group_names, schema_keys
-from distflow.config.migration.names import NOT_GIVEN
-from distflow.config.migration.tables import all_tables, find_names
+from distflow.config.migration.tables import NOT_GIVEN, all_tables, find_names
 
 ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 REF = "actor_rollout_ref.ref"
@@ -111,8 +110,8 @@ TRL = {
     "reward_funcs=accuracy": "reward.functions",
     "multi_objective_aggregation=normalize_then_sum": "write algorithm.adv_estimator=gdpo",
     "use_vllm=True": "vLLM is not implemented yet",
-    "vllm_importance_sampling_mode=token_truncate": f"write {CORRECTION}.level=token {CORRECTION}.mode=truncate",
-    "vllm_importance_sampling_cap=2.0": f"write {CORRECTION}.cap=2.0",
+    "vllm_importance_sampling_mode=token_truncate": f"rollout_is=token {CORRECTION}.rollout_is_threshold=3.0",
+    "vllm_importance_sampling_cap=2.0": f"write {CORRECTION}.rollout_is_threshold=2.0",
     "sync_ref_model=True": "stays the model before the first step",
     "top_entropy_quantile=0.2": "all tokens count",
     "learning_rate=1e-5": f"write {OPTIM}.lr=1e-05",
@@ -243,8 +242,8 @@ OTHERS = {
     "trainer.val_only=True": "distflow eval",
     "model.partial_pretrain=m": f"write {MODEL}.path=m",
     "use_remove_padding=True": "",
-    "dag.workflow_path=dag.yaml": "or the list dag.nodes: node_id is id there",
-    "dag_id=mine": "or the list dag.nodes: node_id is id there",
+    "dag.workflow_path=dag.yaml": "or a list of nodes: node_id is id there",
+    "dag_id=mine": "or a list of nodes: node_id is id there",
     "global_config=1": "in a node's options stand the values themselves",
     "dag.env_enable=False": "",
     "dag.env_enable=True": "environments are not implemented yet",
@@ -372,9 +371,9 @@ DANGEROUS = [
     (f"{ACTOR}.min_grad_norm", "max_grad_norm"),
     ("data.prompt_id", "prompt_key"),
     ("logging.path", "model.path"),
-    ("log.level", "rollout_correction.level"),
+    ("log.level", "reward_norm.mean_level"),
     ("wandb.name", "rollout.name"),
-    ("server.mode", "rollout_correction.mode"),
+    ("server.mode", "actor.weight_update_mode"),
 ]
 
 

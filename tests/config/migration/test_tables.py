@@ -8,8 +8,7 @@ import pytest
 
 from distflow.config import load_config
 from distflow.config.migration import tables
-from distflow.config.migration.names import ANY, Name
-from distflow.config.migration.tables import TableError, all_tables, read_table
+from distflow.config.migration.tables import ANY, Name, TableError, all_tables, read_table
 
 FOLDER = Path(tables.__file__).parent
 ACTOR = "actor_rollout_ref.actor"

@@ -17,10 +17,9 @@ BFLOAT16 = (
     "trainer.total_training_steps=1",
     "trust.canary_freq=0",
 )
-TOKEN_WEIGHTS = (*BFLOAT16, "algorithm.rollout_correction.level=token", "algorithm.rollout_correction.cap=100")
 CORRECTION = "algorithm.rollout_correction"
+TOKEN_WEIGHTS = (*BFLOAT16, f"{CORRECTION}.rollout_is=token", f"{CORRECTION}.rollout_is_threshold=100")
 REJECTION = (f"{CORRECTION}.rollout_rs=token_k2", f"{CORRECTION}.rollout_rs_threshold=1e-6")
-MASKED = (*TOKEN_WEIGHTS, "algorithm.rollout_correction.mode=mask")
 
 
 def scores_of(batch: Batch) -> Tensor:
@@ -344,32 +343,32 @@ CASES = (
         given=BFLOAT16,
     ),
     Case(
-        "algorithm.rollout_correction.level",
-        "algorithm.rollout_correction.level=sequence",
+        f"{CORRECTION}.rollout_is",
+        f"{CORRECTION}.rollout_is=sequence",
         "rollout_is_weights: the product over a sequence",
         weights_are(lambda gap, mask: gap.sum(-1, keepdim=True).exp().expand_as(gap)),
         given=TOKEN_WEIGHTS,
     ),
     Case(
-        "algorithm.rollout_correction.mode",
-        "algorithm.rollout_correction.mode=mask",
-        "rollout_is_weights above the cap are 0",
+        f"{CORRECTION}.rollout_is_threshold",
+        f"{CORRECTION}.rollout_is_threshold=[0,1.0]",
+        "rollout_is_weights above the band are 0",
         weights_are(lambda gap, mask: torch.where(gap.exp() > 1.0, 0.0, gap.exp())),
-        given=(*TOKEN_WEIGHTS, "algorithm.rollout_correction.cap=1.0"),
+        given=(*TOKEN_WEIGHTS, f"{CORRECTION}.rollout_is_threshold=1.0"),
     ),
     Case(
-        "algorithm.rollout_correction.cap",
-        "algorithm.rollout_correction.cap=0.5",
+        f"{CORRECTION}.rollout_is_threshold",
+        f"{CORRECTION}.rollout_is_threshold=0.5",
         "the gradient halves",
         loss_weighed_by(0.5),
         given=TOKEN_WEIGHTS,
     ),
     Case(
-        "algorithm.rollout_correction.floor",
-        "algorithm.rollout_correction.floor=1.0",
-        "rollout_is_weights below it are 0",
+        f"{CORRECTION}.rollout_is_threshold",
+        f"{CORRECTION}.rollout_is_threshold=[1.0,100]",
+        "rollout_is_weights below the band are 0",
         outside_the_band_counts_nothing,
-        given=MASKED,
+        given=TOKEN_WEIGHTS,
     ),
     Case(
         f"{CORRECTION}.rollout_is_batch_normalize",

@@ -376,8 +376,8 @@ DAG = (
         given=(ONE,),
     ),
     Case(
-        "dag.custom_pipeline_fn",
-        "dag.custom_pipeline_fn=distflow.pipelines.dapo:dapo_pipeline",
+        "dag.pipeline",
+        "dag.pipeline=distflow.pipelines.dapo:dapo_pipeline",
         "the pipeline",
         program_is("grpo_training_pipeline", "dapo_training_pipeline"),
         given=(ONE,),

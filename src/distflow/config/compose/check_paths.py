@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
-from distflow.config.derived_settings import is_rl, may_have_critic
+from distflow.config.derived_settings import functions_of_pipeline, is_rl, may_have_critic
 from distflow.config.keys.schema import Config
 from distflow.config.per_domain import train_files, val_files
 from distflow.config.rules.check import where
@@ -32,8 +32,7 @@ NEEDED_TO_EVALUATE = frozenset(
         "critic.model.path",
         "custom_reward_function.path",
         "reward.functions",
-        "dag.custom_pipeline_fn",
-        "dag.nodes",
+        "dag.pipeline",
     }
 )
 NEEDED_TO_TRAIN = NEEDED_TO_EVALUATE | {_TRAIN, "data.curriculum.function"}
@@ -69,9 +68,7 @@ def _named(config: Config) -> Iterator[tuple[str, str, Fault]]:
     yield from ((key, part.name, _function_fault) for key, parts in judged for part in parts)
     if config.data.curriculum.function:
         yield "data.curriculum.function", config.data.curriculum.function, _function_fault
-    if config.dag.custom_pipeline_fn:
-        yield "dag.custom_pipeline_fn", config.dag.custom_pipeline_fn, _function_fault
-    yield from (("dag.nodes", str(node.get("func", "")), _function_fault) for node in config.dag.nodes)
+    yield from (("dag.pipeline", name, _function_fault) for name in functions_of_pipeline(config))
 
 
 def data_fault(source: str) -> tuple[str, str] | None:

@@ -1,13 +1,19 @@
-"""Composition of presets, files and overrides by Hydra's compose API, and what each of them set."""
+"""Composition of presets, files and overrides by Hydra's compose API, and what each of them set.
 
+Overrides of the command line have Hydra's grammar; a text that it cannot read is taken as the shell passed it.
+"""
+
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import get_args, get_origin
 
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from hydra.types import RunMode
@@ -25,8 +31,9 @@ from distflow.config.compose.origins import (
     settings_of_value,
     yaml_problem,
 )
-from distflow.config.compose.overrides import read_overrides
-from distflow.errors import ConfigError, Problem, nearest
+from distflow.config.compose.values import did_you_mean
+from distflow.config.keys.schema import schema_keys
+from distflow.errors import ConfigError, Problem
 
 _RUN = "distflow_run"
 _CONFIG_OF_A_RUN = "config.yaml"  # in its folder
@@ -34,6 +41,9 @@ _CONFIG_OF_A_RUN = "config.yaml"  # in its folder
 # What Hydra composes for its own command line, from files that it would read twice in every composition.
 _OF_HYDRA = ("output", "launcher", "sweeper", "help", "hydra_help", "hydra_logging", "job_logging", "callbacks", "env")
 _NONE_OF_HYDRA = [{f"override hydra/{group}": None} for group in _OF_HYDRA]
+
+_CLOSE = "close each bracket, and put the whole in quotes for the shell: 'key=[a, b]', 'key={a: 1, b: [c]}'"
+_ITEM_AT_HOME = re.compile(r"(?<=[\[,])\s*(~[^,\[\]{}'\"]*)")
 
 
 @dataclass
@@ -76,8 +86,7 @@ def find_source(preset_or_file: str) -> Path:
     elif path.suffix in (".yaml", ".yml") or "/" in preset_or_file:
         what, advice = "there is no such file", f"look at its path, or use a preset: {names}"
     else:
-        guess = nearest(preset_or_file, preset_names())
-        meant = f"did you mean {guess}? " if guess else ""
+        meant = did_you_mean(preset_or_file, preset_names())
         what, advice = "is neither a preset nor a file", f"{meant}the presets are {names}"
     raise ConfigError([Problem(((f"'{preset_or_file}'", COMMAND_LINE),), what, advice)])
 
@@ -90,8 +99,8 @@ def compose_values(
     `defaults` hold no list and no mapping of the user's own names: setting one replaces its default as a whole.
     is_known: whether there is such a key; an override of another one is noted as a setting and left out.
     """
-    read = read_overrides(overrides)
-    result, parsed = Composition(problems=read.problems, refused=read.refused), read.parsed
+    result = Composition()
+    parsed = _read_overrides(overrides, result)
     unreadable: list[Problem] = []
     read_settings(source, "", unreadable)
     if unreadable:
@@ -115,6 +124,85 @@ def compose_values(
             # The last three: an override goes below what is a list or a number in the file.
             result.failure = Problem(((display(source), "its composition"),), _reason(error.__cause__ or error))
     return result
+
+
+def _read_overrides(lines: Sequence[str], result: Composition) -> list[Override]:
+    """Each line read, or refused with what to write instead."""
+    parser, parsed = OverridesParser.create(), []
+    for line in lines:
+        try:
+            override = _parse(parser, line)
+        except HydraException as error:
+            _refuse(result, line, *_unreadable(line, error))
+            continue
+        if override.is_sweep_override():
+            _refuse(result, line, "asks for several runs", _advice_for_commas(line))
+        elif override.package is not None or "/" in override.key_or_group:
+            advice = "write key=value; a file chooses what it builds on under defaults:"
+            _refuse(result, line, "names a file, not a key", advice)
+        else:
+            parsed.append(override)
+    return parsed
+
+
+def _parse(parser: OverridesParser, line: str) -> Override:
+    """Raises HydraException where neither the line nor its value as a text can be read."""
+    key, _, value = line.partition("=")
+    if "~" in value:
+        line = f"{key}={_ITEM_AT_HOME.sub(lambda found: _quoted(found[1]), value)}"
+    try:
+        return parser.parse_override(line)
+    except HydraException:
+        if not (value and _takes_text(key.lstrip("+")) and value[0] not in "'\"["):
+            raise
+        return parser.parse_override(f"{key}={_quoted(value)}")
+
+
+def _unreadable(line: str, error: HydraException) -> tuple[str, str]:
+    """What is wrong with a line that Hydra's grammar has no place for, and what to do."""
+    key, equals, value = line.partition("=")
+    if key.startswith("-"):
+        return "is an option", f"keys are written key=value, without dashes: {line.lstrip('-')}"
+    if not equals:
+        found = re.fullmatch(r"([\w.]+):\s*(.+)", line)
+        written = f"{found[1]}={found[2]}" if found else f"{line}=VALUE" if line in schema_keys() else "key=value"
+        return "sets nothing", f"write {written}"
+    if key != key.strip() or value[:1] in (" ", "="):
+        return "has more than one = between key and value", f"write {key.strip()}={value.strip(' =')}"
+    if value[:1] in ("[", "{"):
+        return f"is no list or mapping ({_reason(error)})", _CLOSE
+    return f"cannot be read ({_reason(error)})", "put a value with spaces, commas or braces in quotes: 'key=\"a, b\"'"
+
+
+def _advice_for_commas(line: str) -> str:
+    key, _, value = line.partition("=")
+    if _takes_list(key.lstrip("+")) and re.fullmatch(r"[^\[\]{}()'\"]+", value):
+        return f"for a list write '{key}=[{value}]'"
+    return "start one run for each value, or put a text with commas in quotes: 'key=\"a,b\"'"
+
+
+def _takes_text(key: str) -> bool:
+    """Whether a text is a value of the key, alone or as a list of one."""
+    return any(arm is str or (get_origin(arm) is tuple and get_args(arm)[:1] == (str,)) for arm in _arms(key))
+
+
+def _takes_list(key: str) -> bool:
+    return any(get_origin(arm) is tuple for arm in _arms(key))
+
+
+def _arms(key: str) -> tuple[object, ...]:
+    info = schema_keys().get(key)
+    return info.arms if info else ()
+
+
+def _quoted(text: str) -> str:
+    """As Hydra's grammar has it: a backslash is one by itself, unless a quote follows."""
+    return '"' + re.sub(r'(\\*)("|$)', lambda found: found[1] * 2 + ("\\" if found[2] else "") + found[2], text) + '"'
+
+
+def _refuse(result: Composition, line: str, what: str, advice: str) -> None:
+    result.problems.append(Problem(((f"'{line}'", COMMAND_LINE),), what, advice))
+    result.refused.add(line.partition("=")[0].lstrip("+~"))
 
 
 def _plain(composed: object) -> dict[str, object]:
@@ -152,8 +240,8 @@ def _where(key: str, result: Composition) -> str:
 
 
 def _reason(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__
+    first = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    return first.partition(" expecting ")[0]
 
 
 @contextmanager

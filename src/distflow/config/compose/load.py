@@ -1,77 +1,64 @@
-"""From composed plain values to the typed config; what cannot be read leaves its default and is reported.
+"""From a preset or file and overrides to a checked, frozen config that knows where each key was set.
 
-`load_config`: from a preset or file and overrides to a checked, frozen config that knows where each key was set.
+Values that cannot be read leave the default in place and are reported with all other problems at once.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import dataclass, replace
 from functools import cache
-from typing import TYPE_CHECKING, Any, TypeVar
 
 from distflow.config.compose.check_paths import find_missing
-from distflow.config.compose.loaded import Loaded
 from distflow.config.compose.origins import COMMAND_LINE, Setting, settings_of_value
 from distflow.config.compose.shrink_to_fit import Change, Fitted, apply_changes, fit
-from distflow.config.compose.unknown_keys import is_known, judge_settings, parents
-from distflow.config.compose.values import Mismatch, convert
-from distflow.config.derived_settings import RunLimits
-from distflow.config.keys.declare import KeyInfo, dotted, is_group, yaml_name
-from distflow.config.keys.schema import Config, find_group, group_names, schema_keys
-from distflow.config.migration.verl_defaults import differing, verl_preset
+from distflow.config.compose.unknown_keys import is_known, judge_settings, look_up, parents
+from distflow.config.compose.values import Mismatch, parse_value
+from distflow.config.derived_settings import RunLimits, is_rl, may_have_critic
+from distflow.config.keys.schema import Config, group_names, schema_keys, with_values
+from distflow.config.migration.tables import NOT_GIVEN, find_names
 from distflow.config.rules.check import find_problems, find_size_problems, where
-from distflow.config.serialize import to_dict
+from distflow.config.serialize import flatten, show_value, to_dict, to_yaml
 from distflow.errors import ConfigError, Problem, UserError
 from distflow.import_target import LoadError, load_modules
 
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
+# What bounds memory, what names the run, and what comes to the same: nothing is trained otherwise.
+_OF_NO_WEIGHT = (
+    "trainer.project_name",
+    "trainer.experiment_name",
+    "algorithm.allow_group_of_one",
+    "actor_rollout_ref.model.enable_gradient_checkpointing",
+    "actor_rollout_ref.actor.clip_ratio_low",
+    "actor_rollout_ref.actor.clip_ratio_high",
+    "actor_rollout_ref.rollout.max_num_seqs",
+    "actor_rollout_ref.actor.ppo_max_token_len_per_gpu",
+    "critic.ppo_max_token_len_per_gpu",
+)
 
-Group = TypeVar("Group", bound="DataclassInstance")
 
+@dataclass(frozen=True)
+class Loaded:
+    """A config and where it came from. origins: key → "file:line" or "command line", for each key that was set.
+    fitted: what nobody chose and was made to fit. notes: lines about settings of another system that were accepted."""
 
-class ConfigBuilder:
-    """Builds one config. Afterwards `problems` says what could not be read, and `faulty` which keys those are."""
+    config: Config
+    origins: dict[str, str]
+    fitted: tuple[Fitted, ...] = ()
+    notes: tuple[str, ...] = ()
 
-    def __init__(self, origins: Mapping[str, str]):
-        self.origins = origins
-        self.problems: list[Problem] = []
-        self.faulty: set[str] = set()
+    @property
+    def text(self) -> str:
+        """The resolved config as YAML."""
+        return to_yaml(self.config)
 
-    def build(self, values: Mapping[str, object]) -> Config:
-        """The config with these values, defaults where there are none or where one cannot be read."""
-        defaults = Config()
-        made: dict[str, Any] = {
-            name: self._group(find_group(defaults, name), values.get(name), name) for name in group_names()
-        }
-        own = {yaml_name(item.name): item.name for item in fields(Config) if item.name != "user_groups"}
-        return Config(
-            **{attribute: made[name] for name, attribute in own.items()},
-            user_groups={name: group for name, group in made.items() if name not in own},
-        )
+    def origin(self, key: str) -> str:
+        """Where a key was set, or "default"; of one that was made to fit, why."""
+        why = [fitted.why for fitted in self.fitted if fitted.key == key]
+        return f"made to fit: {why[-1]}" if why else where(key, self.origins)
 
-    def _group(self, default: Group, values: object, prefix: str) -> Group:
-        # A group that is no mapping has its problem already, among the misused keys.
-        if not isinstance(values, Mapping):
-            return default
-        changes: dict[str, object] = {}
-        for item in fields(default):
-            name, value = dotted(prefix, yaml_name(item.name)), getattr(default, item.name)
-            if yaml_name(item.name) not in values:
-                continue
-            given = values[yaml_name(item.name)]
-            changes[item.name] = (
-                self._group(value, given, name) if is_group(value) else self._value(given, schema_keys()[name])
-            )
-        return replace(default, **changes)
-
-    def _value(self, given: object, info: KeyInfo) -> object:
-        try:
-            return info.spec.parse(given) if info.spec.parse else convert(given, info.annotation)
-        except Mismatch as error:
-            place = (info.name, where(info.name, self.origins))
-            self.problems.append(Problem((place,), error.what, error.advice))
-            self.faulty.add(info.name)
-            return info.default
+    @property
+    def set_keys(self) -> dict[str, str]:
+        """The keys that somebody set to something else than the default, with their origin: those must do something."""
+        values, keys = flatten(self.config), schema_keys()
+        return {key: origin for key, origin in self.origins.items() if key in keys and values[key] != keys[key].default}
 
 
 def load_config(
@@ -91,34 +78,28 @@ def load_config(
     trust_code: False imports no module of the user's; one that is needed to know a group is then a problem.
     """
     try:
-        return _load(preset_or_file, overrides, complete, trust_code, needed)
+        # Hydra costs more than everything else here: it is imported where it is used.
+        from distflow.config.compose import composition
+
+        source = composition.find_source(preset_or_file)
+        composed = composition.compose_values(source, overrides, _plain_defaults(), is_known)
+        import_problems: list[Problem] = []
+        registered = composed.failure is None and _register_user_groups(
+            composed.values, composed.settings, import_problems, trust_code
+        )
+        if registered:
+            composed = composition.compose_values(source, overrides, _plain_defaults(), is_known)
+        misused, accepted = judge_settings(composed.settings, composed.values)
+        problems = [*composed.problems, *import_problems, *misused]
+        if composed.failure is not None:
+            raise ConfigError(problems or [composed.failure])
+        known = [setting for setting in composed.settings if is_known(setting.key)]
+        origins = _origins(known, composed.deleted)
+        loaded = _finish(composed.values, origins, problems, complete=complete, refused=composed.refused, needed=needed)
+        return replace(loaded, notes=(*accepted.values(), *_differences_from_verl(loaded, accepted)))
     except RecursionError as error:
         place = ((f"'{preset_or_file}'", COMMAND_LINE),)
         raise ConfigError([Problem(place, "its keys, or those of an override, lie too deep in one another")]) from error
-
-
-def _load(
-    preset_or_file: str, overrides: Sequence[str], complete: bool, trust_code: bool, needed: Collection[str]
-) -> Loaded:
-    # Hydra costs more than everything else here: it is imported where it is used.
-    from distflow.config.compose import composition
-
-    source = composition.find_source(preset_or_file)
-    composed = composition.compose_values(source, overrides, _plain_defaults(), is_known)
-    import_problems: list[Problem] = []
-    registered = composed.failure is None and _register_user_groups(
-        composed.values, composed.settings, import_problems, trust_code
-    )
-    if registered:
-        composed = composition.compose_values(source, overrides, _plain_defaults(), is_known)
-    judgement = judge_settings(composed.settings, composed.values)
-    problems = [*composed.problems, *import_problems, *judgement.problems]
-    if composed.failure is not None:
-        raise ConfigError(problems or [composed.failure])
-    known = [setting for setting in composed.settings if is_known(setting.key)]
-    origins = _origins(known, composed.deleted)
-    loaded = _finish(composed.values, origins, problems, complete=complete, refused=composed.refused, needed=needed)
-    return replace(loaded, notes=(*judgement.accepted.values(), *_differences_from_verl(loaded, judgement.accepted)))
 
 
 def fit_to(loaded: Loaded, room: RunLimits) -> Loaded:
@@ -141,13 +122,21 @@ def with_changes(loaded: Loaded, changes: Sequence[Change]) -> Loaded:
     return replace(loaded, config=config, fitted=(*loaded.fitted, *fitted))
 
 
-def _differences_from_verl(loaded: Loaded, accepted: Iterable[str]) -> list[str]:
-    preset = verl_preset(loaded, accepted)
-    if preset is None:
-        return []
-    found = differing(loaded, load_config(preset, complete=False))
-    listed = ", ".join(f"{key}={here} (verl {there})" for key, here, there in found)
-    return [f"verl's defaults are others, and the preset {preset} has them: here {listed}"] if found else []
+def differing(loaded: Loaded, theirs: Loaded) -> list[tuple[str, str, str]]:
+    """The keys that a preset of verl sets, that no user set here, and that differ: key, value here, value there."""
+    here, there, infos = flatten(loaded.config), flatten(theirs.config), schema_keys()
+    unused = () if may_have_critic(loaded.config) else ("algorithm.lam",)
+    return [
+        (key, show_value(infos[key], here[key]), show_value(infos[key], there[key]))
+        for key in theirs.origins
+        if key in infos and here[key] != there[key] and key not in (*_OF_NO_WEIGHT, *unused)
+        if loaded.origin(key).startswith(("default", "presets/"))
+    ]
+
+
+def is_verls(origin: str) -> bool:
+    """Whether a preset with verl's defaults set a key."""
+    return origin.startswith("presets/verl_")
 
 
 @cache
@@ -164,7 +153,7 @@ def config_from_dict(values: Mapping[str, object], *, judge: bool = True) -> Con
     settings = [
         setting for name, value in values.items() for setting in settings_of_value(str(name), value, "given in Python")
     ]
-    problems = judge_settings(settings, values).problems
+    problems = judge_settings(settings, values)[0]
     return _finish(values, _origins(settings, []), problems, judge).config
 
 
@@ -178,6 +167,23 @@ def config_of_run(values: Mapping[str, object]) -> Config:
     return config
 
 
+def build(values: Mapping[str, object], origins: Mapping[str, str]) -> tuple[Config, list[Problem], set[str]]:
+    """The config with these nested values, with defaults where there are none or where one cannot be read; what could
+    not be read; and which keys those are."""
+    read: dict[str, object] = {}
+    problems, faulty = [], set()
+    for name, info in schema_keys().items():
+        given = look_up(values, name)
+        if given is NOT_GIVEN:
+            continue
+        try:
+            read[name] = parse_value(given, info)
+        except Mismatch as error:
+            problems.append(Problem(((name, where(name, origins)),), error.what, error.advice))
+            faulty.add(name)
+    return with_values(Config(), read), problems, faulty
+
+
 def _finish(
     values: Mapping[str, object],
     origins: dict[str, str],
@@ -187,18 +193,28 @@ def _finish(
     refused: Collection[str] = (),
     needed: Collection[str] = (),
 ) -> Loaded:
-    builder = ConfigBuilder(origins)
-    config = builder.build(values)
-    builder.faulty.update(refused)
-    problems = [*problems, *builder.problems]
+    config, unreadable, faulty = build(values, origins)
+    faulty |= set(refused)
+    problems = [*problems, *unreadable]
     fitted: list[Fitted] = []
     if judge:
         config, fitted = fit(config, origins, RunLimits())
-        problems += find_problems(config, origins, builder.faulty, complete)
-        problems += find_missing(config, origins, set(needed) - builder.faulty)
+        problems += find_problems(config, origins, faulty, complete)
+        problems += find_missing(config, origins, set(needed) - faulty)
     if problems:
         raise ConfigError(problems)
     return Loaded(config, origins, tuple(fitted))
+
+
+def _differences_from_verl(loaded: Loaded, accepted: Iterable[str]) -> list[str]:
+    """A line, where keys of verl were accepted on a preset without verl's defaults."""
+    speaks_verl = any("verl" in find_names(key) for key in accepted)
+    if not speaks_verl or not is_rl(loaded.config) or any(map(is_verls, loaded.origins.values())):
+        return []
+    preset = "verl_ppo" if may_have_critic(loaded.config) else "verl_grpo"
+    found = differing(loaded, load_config(preset, complete=False))
+    listed = ", ".join(f"{key}={here} (verl {there})" for key, here, there in found)
+    return [f"verl's defaults are others, and the preset {preset} has them: here {listed}"] if found else []
 
 
 def _plain_defaults() -> dict[str, object]:

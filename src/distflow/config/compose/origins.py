@@ -7,7 +7,7 @@ from pathlib import Path
 import yaml
 
 from distflow.config.keys.declare import dotted
-from distflow.config.migration.names import NOT_GIVEN
+from distflow.config.migration.tables import NOT_GIVEN
 from distflow.errors import Problem
 
 COMMAND_LINE = "command line"

@@ -2,8 +2,7 @@
 context. What somebody chose stays, for the rules to judge."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 from distflow.builtin_names import CUSTOM_REWARD
 from distflow.config.compose.origins import is_preset
@@ -17,9 +16,10 @@ from distflow.config.derived_settings import (
     run_steps,
 )
 from distflow.config.keys.reward import RewardPart, plain_functions
-from distflow.config.keys.schema import Config
+from distflow.config.keys.schema import Config, with_values
 from distflow.config.per_domain import reward_functions
 from distflow.config.rules.check import where
+from distflow.config.serialize import flatten
 
 _DEFAULT = "default"
 
@@ -56,11 +56,11 @@ def fit(config: Config, origins: Mapping[str, str], room: RunLimits) -> tuple[Co
 
 def apply_changes(config: Config, changes: Iterable[Change]) -> tuple[Config, list[Fitted]]:
     """The config with these values, and what was there."""
-    made = []
+    made, values = [], flatten(config)
     for key, value, why in changes:
-        made.append(Fitted(key, _shown(_value(config, key)), _shown(value), why))
-        config = _with(config, key.split("."), value)
-    return config, made
+        made.append(Fitted(key, _shown(values[key]), _shown(value), why))
+        values[key] = value
+    return with_values(config, {fitted.key: values[fitted.key] for fitted in made}), made
 
 
 def is_free(key: str, origins: Mapping[str, str]) -> bool:
@@ -74,8 +74,9 @@ def _domains(config: Config, is_free: IsFree, room: RunLimits) -> Iterator[Chang
     if not config.data.domains:
         return
     given: Sequence[tuple[str, object]] = ("data.train_files", ()), ("data.val_files", ()), ("reward.functions", {})
+    values = flatten(config)
     for key, nothing in given:
-        if _value(config, key) and is_free(key):
+        if values[key] and is_free(key):
             yield key, nothing, "data.domains is given"
 
 
@@ -141,10 +142,10 @@ def _warm_ups(config: Config, is_free: IsFree, room: RunLimits) -> Iterator[Chan
         return
     key = "trainer.critic_warmup"
     if may_have_critic(config) and config.trainer.critic_warmup >= steps and is_free(key):
-        yield key, steps // 10, f"the run has {_count(steps, 'step')}"
+        yield key, steps // 10, f"the run has {count(steps, 'step')}"
     for key, warmup, updates in learning_rate_warm_ups(config, steps):
         if warmup >= updates > 0 and is_free(key):
-            yield key, updates // 10, f"the run has {_count(updates, 'optimizer step')}"
+            yield key, updates // 10, f"the run has {count(updates, 'optimizer step')}"
 
 
 _STEPS = (_domains, _reward, _lengths, _overlong_zone, _batch, _mini_batches, _warm_ups)
@@ -154,21 +155,10 @@ def _uses_custom(functions: Mapping[str, Sequence[RewardPart]]) -> bool:
     return any(part.name == CUSTOM_REWARD for parts in functions.values() for part in parts)
 
 
-def _value(config: Config, key: str) -> object:
-    value: object = config
-    for name in key.split("."):
-        value = getattr(value, name)
-    return value
-
-
-def _with(group: Any, path: list[str], value: object) -> Any:
-    name, *below = path
-    return replace(group, **{name: _with(getattr(group, name), below, value) if below else value})
-
-
 def _shown(value: object) -> str:
     return show(plain_functions(value) if isinstance(value, dict) else value)
 
 
-def _count(number: int, noun: str) -> str:
+def count(number: int, noun: str) -> str:
+    """A number with its noun in the singular or plural."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

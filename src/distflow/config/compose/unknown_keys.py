@@ -1,18 +1,14 @@
-"""Whether one name is another one misspelt: typing errors, never another word.
-
-Settings that no key takes: which of them ask for nothing, and what to write instead of the others.
-"""
+"""Settings that no key takes: which of them ask for nothing, and what to write instead of the others. A name is a
+misspelling of another one only by typing errors, never where it is another word."""
 
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
 from difflib import SequenceMatcher
 from functools import cache
 
 from distflow.config.compose.origins import Setting
 from distflow.config.keys.schema import schema_keys
-from distflow.config.migration.names import NOT_GIVEN, Name, as_override
-from distflow.config.migration.tables import all_tables, find_by_last_word, find_names
+from distflow.config.migration.tables import NOT_GIVEN, Name, all_tables, as_override, find_by_last_word, find_names
 from distflow.errors import Problem
 
 _LEAST_SIMILARITY = 0.7  # of one word: below it, it is another word
@@ -53,14 +49,6 @@ _LISTED = 2  # keys of the same name in other groups; more are no hint
 _TELLING = 5  # letters of a word that may stand without its group
 
 
-@dataclass
-class Judgement:
-    """What is wrong with settings, and in `accepted`, key → line, those of another system that ask for nothing more."""
-
-    problems: list[Problem] = field(default_factory=list)
-    accepted: dict[str, str] = field(default_factory=dict)
-
-
 def parents(key: str) -> list[str]:
     """The groups above a key, the outermost first: `a`, `a.b` for `a.b.c`."""
     parts = key.split(".")
@@ -73,12 +61,14 @@ def is_known(key: str) -> bool:
     return key in keys or key in _groups() or any(parent in keys and keys[parent].is_map for parent in parents(key))
 
 
-def judge_settings(settings: Sequence[Setting], values: Mapping[str, object]) -> Judgement:
-    """One problem for each unknown setting (of an unknown group only the group), and for each misused group.
+def judge_settings(settings: Sequence[Setting], values: Mapping[str, object]) -> tuple[list[Problem], dict[str, str]]:
+    """One problem for each unknown setting (of an unknown group only the group), and for each misused group; and by
+    key a line for each setting of another system that asks for nothing more.
 
     values: the composed config as nested plain values: a key of verl or siiRL that says what is so already is accepted.
     """
-    judgement = Judgement()
+    problems: list[Problem] = []
+    accepted: dict[str, str] = {}
     settled: set[str] = set()
     translated: dict[str, set[str]] = {}  # the systems that have a key below a group
     for setting in settings:
@@ -87,12 +77,12 @@ def judge_settings(settings: Sequence[Setting], values: Mapping[str, object]) ->
     for setting in settings:
         if settled.intersection(parents(setting.key)):
             continue
-        problem = _judge(setting, translated, values, judgement.accepted)
+        problem = _judge(setting, translated, values, accepted)
         if problem is not None:
-            judgement.problems.append(problem)
-        if problem is not None or setting.key in judgement.accepted or _is_misread_value(setting):
+            problems.append(problem)
+        if problem is not None or setting.key in accepted or _is_misread_value(setting):
             settled.add(setting.key)
-    return judgement
+    return problems, accepted
 
 
 def suggest(key: str, known: Collection[str], value: object = NOT_GIVEN) -> str:
@@ -110,6 +100,14 @@ def suggest(key: str, known: Collection[str], value: object = NOT_GIVEN) -> str:
     return "see docs/config.md for all keys, docs/migrating.md for those of other systems"
 
 
+def look_up(values: Mapping[str, object], key: str) -> object:
+    """A key in nested plain values; NOT_GIVEN where it is not there."""
+    found: object = values
+    for part in key.split("."):
+        found = found.get(part, NOT_GIVEN) if isinstance(found, Mapping) else NOT_GIVEN
+    return found
+
+
 def _judge(
     setting: Setting, translated: Mapping[str, set[str]], values: Mapping[str, object], accepted: dict[str, str]
 ) -> Problem | None:
@@ -125,7 +123,7 @@ def _judge(
             return None
         theirs = f"; {_and(list(found))} {_has_it(found)} it" if found else ""
         refers = isinstance(setting.value, str) and "${" in setting.value
-        value = _look_up(values, key) if refers else setting.value
+        value = look_up(values, key) if refers else setting.value
         return Problem(places, f"there is no such key{theirs}", suggest(key, keys, value))
     if setting.has_dots and (key in keys or key in _groups()):
         advice = "write one level a line: " + ": {".join(key.split(".")) + ": ..." + "}" * key.count(".")
@@ -154,14 +152,7 @@ def _acceptance(setting: Setting, found: dict[str, Name], values: Mapping[str, o
 def _has(values: Mapping[str, object], overrides: str) -> bool:
     """Whether nested plain values have what each of `key=value ...` says."""
     parts = [override.split("=", 1) for override in _OVERRIDE.split(overrides)]
-    return all(_says_the_same(as_override(_look_up(values, key)), text) for key, text in parts)
-
-
-def _look_up(values: Mapping[str, object], key: str) -> object:
-    found: object = values
-    for part in key.split("."):
-        found = found.get(part, NOT_GIVEN) if isinstance(found, Mapping) else NOT_GIVEN
-    return found
+    return all(_says_the_same(as_override(look_up(values, key)), text) for key, text in parts)
 
 
 def _says_the_same(text: str, other: str) -> bool:

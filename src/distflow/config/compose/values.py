@@ -3,12 +3,16 @@
 import math
 import re
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal, Union, get_args, get_origin
 
-from distflow.config.keys.declare import KeyInfo
+from distflow.config.keys.declare import KeyInfo, dotted
 from distflow.config.migration.tables import find_value
 from distflow.errors import nearest
+
+Differing = dict[str, dict[str, Any]]
+"""Keys of a group that differ for some of the names in a mapping, `{code: {adv_estimator: reinforce}}`: by name, the
+values by their dotted keys within the group."""
 
 # YAML 1.1 reads 1e-6 (no dot) as a string; people mean the number.
 _EXPONENT = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+")
@@ -85,17 +89,71 @@ def check_bounds(value: object, info: KeyInfo) -> Iterator[Mismatch]:
     elif spec.choices and not spec.open_names:
         for name in value if isinstance(value, tuple) else (value,):
             yield from _check_choice(name, info)
-    elif isinstance(value, int | float) and not _inside(value, info):
+    elif isinstance(value, int | float) and not spec.has_room_for(value):
         yield Mismatch(
             f"is {show(value)} and must be {spec.allowed()}", spec.advice or f"write a number {spec.allowed()}"
         )
 
 
+def parse_value(given: object, info: KeyInfo) -> object:
+    """The value of a key from plain data, whatever its bounds. Raises Mismatch."""
+    return info.spec.parse(given) if info.spec.parse else convert(given, info.annotation)
+
+
 def read_value(given: object, info: KeyInfo) -> object:
     """The value of a key from plain data, within its bounds. Raises Mismatch."""
-    value = info.spec.parse(given) if info.spec.parse else convert(given, info.annotation)
+    value = parse_value(given, info)
     for mismatch in check_bounds(value, info):
         raise mismatch
+    return value
+
+
+def parse_differing(
+    value: object, keys: Mapping[str, KeyInfo], form: str, elsewhere: Callable[[str, str], str] = lambda *_: ""
+) -> Differing:
+    """Overrides by domain from plain data, nested or dotted. keys: those that may differ; form: an example; elsewhere:
+    what to do about another key, as (domain, key) -> advice or nothing. Raises Mismatch."""
+    if not isinstance(value, Mapping):
+        raise Mismatch("is not a mapping from domains to their settings", form)
+    found: Differing = {}
+    for name, settings in value.items():
+        if not isinstance(name, str) or not isinstance(settings, Mapping):
+            raise Mismatch(f"has {show(settings)} for {show(name)}, which is no mapping by the name of a domain", form)
+        found[name] = {}
+        for key, given in _flat(settings, "", keys).items():
+            if key not in keys:
+                advice = f"{did_you_mean(key, keys)}there are {', '.join(keys)}; {form}"
+                raise Mismatch(f"has '{key}' for the domain '{name}'", elsewhere(name, key) or advice)
+            try:
+                found[name][key] = read_value(given, keys[key])
+            except Mismatch as error:
+                raise Mismatch(f"has '{key}' of the domain '{name}', which {error.what}", error.advice) from None
+    return found
+
+
+def nested(values: Mapping[str, object]) -> dict[str, Any]:
+    """Values by their dotted names as nested plain data."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        *groups, last = name.split(".")
+        place = found
+        for group in groups:
+            place = place.setdefault(group, {})
+        place[last] = _plain(value)
+    return found
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """The beginning of an advice, with the known name that is nearest; empty where none is near."""
+    guess = nearest(name, known)
+    return f"did you mean {guess}? " if guess else ""
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, tuple | list):
+        return [_plain(item) for item in value]
+    if isinstance(value, Mapping):
+        return {name: _plain(item) for name, item in value.items()}
     return value
 
 
@@ -119,22 +177,12 @@ def _check_choice(name: object, info: KeyInfo) -> Iterator[Mismatch]:
         there = [choice for choice in spec.choices if choice not in later]
         yield Mismatch(f"is {show(name)}, which is not implemented yet", f"choose from {', '.join(there)}")
     elif name not in spec.choices:
-        guess = find_value(info.name, name) or nearest(str(name), spec.choices)
-        meant = f"did you mean {guess}? " if guess else ""
+        guess = find_value(info.name, name)
+        meant = f"did you mean {guess}? " if guess else did_you_mean(str(name), spec.choices)
         more = f". {spec.advice}" if spec.advice else ""
         yield Mismatch(
             f"is {show(name)}, which is not a valid choice", f"{meant}the choices are {spec.allowed()}{more}"
         )
-
-
-def _inside(value: float, info: KeyInfo) -> bool:
-    spec = info.spec
-    return (
-        (spec.minimum is None or value >= spec.minimum)
-        and (spec.maximum is None or value <= spec.maximum)
-        and (spec.above is None or value > spec.above)
-        and (spec.below is None or value < spec.below)
-    )
 
 
 def _convert_union(value: object, annotation: object) -> object:
@@ -218,3 +266,14 @@ def parse_share_band(value: object) -> object:
     if band is not None and not 0 <= band[0] < band[1] <= 1:  # type: ignore[index]  # just made one
         raise Mismatch(f"is {show(value)}, which is no range within 0..1", "write e.g. [0.1, 0.95]")
     return band
+
+
+def _flat(settings: Mapping[str, object], prefix: str, keys: Mapping[str, KeyInfo]) -> dict[str, object]:
+    found: dict[str, object] = {}
+    for name, value in settings.items():
+        key = dotted(prefix, str(name))
+        if isinstance(value, Mapping) and key not in keys:
+            found |= _flat(value, key, keys)
+        else:
+            found[key] = value
+    return found

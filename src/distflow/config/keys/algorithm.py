@@ -6,9 +6,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from distflow.builtin_names import ESTIMATORS, KL_TYPES, NO_FULL_KL, ROLLOUT_RS
-from distflow.config.compose.values import Mismatch, convert, parse_share_band, show
+from distflow.config.compose.values import (
+    Differing,
+    Mismatch,
+    convert,
+    nested,
+    parse_differing,
+    parse_share_band,
+    show,
+)
 from distflow.config.keys.declare import collect, group, key
-from distflow.config.keys.named_overrides import Differing, nested, parse_differing
 
 Bounds = tuple[float | None, float]
 
@@ -30,6 +37,16 @@ def parse_bounds(value: object) -> tuple[Bounds, ...]:
         return ()
     entries = value.split(",") if isinstance(value, str) else value if isinstance(value, list | tuple) else [value]
     return tuple(_parse_bound(entry) for entry in entries)
+
+
+def parse_threshold(value: object) -> float | tuple[float, float]:
+    """`upper`, or a band as `[lower, upper]` or verl's string "lower_upper". Raises Mismatch."""
+    try:
+        lower, upper = _parse_bound(value)
+    except Mismatch:
+        what = f"is {show(value)}, neither a number nor a band"
+        raise Mismatch(what, "write an upper bound such as 2.0, or [0.5, 2.0] for a band") from None
+    return upper if lower is None else (lower, upper)
 
 
 def _parse_bound(entry: object) -> Bounds:
@@ -96,19 +113,21 @@ def is_on(norm: NormConfig) -> bool:
 
 @dataclass(frozen=True)
 class RolloutCorrectionConfig:
-    """Importance weights against the mismatch of rollout engine and trainer."""
+    """Importance weights against the mismatch of rollout engine and trainer, and rejection of tokens and sequences."""
 
-    level: str | None = key(
+    rollout_is: str | None = key(
         None, "what one weight covers; null is off (off-policy correction)", choices=("token", "sequence", "geometric")
     )
-    mode: str = key(
-        "truncate",
-        "truncate: weights above the cap become the cap; mask: tokens outside the band are left out",
-        choices=("truncate", "mask"),
+    rollout_is_threshold: float | tuple[float, float] = key(
+        2.0,
+        "largest weight, to which larger ones are truncated; or [lower, upper], a band outside of which they are 0 "
+        "(IcePop)",
+        above=0,
+        parse=parse_threshold,
     )
-    cap: float = key(2.0, "largest weight", above=0)
-    floor: float | None = key(None, "low end of the band in mask mode (IcePop); null is no low end", above=0)
-    rollout_is_batch_normalize: bool = key(False, "divide the weights by their mean over the step, after the cap")
+    rollout_is_batch_normalize: bool = key(
+        False, "divide the weights by their mean over the step, after rollout_is_threshold"
+    )
     rollout_rs: tuple[str, ...] = key(
         (),
         "statistics of the mismatch by which tokens or sequences are left out of the loss; empty is off",
@@ -157,7 +176,8 @@ DIFFERING = (
 def parse_domains(value: object) -> Differing:
     """Settings by domain from plain data. Raises Mismatch."""
     form = "write e.g. {code: {adv_estimator: reinforce, reward_norm: {mean_level: running}}}"
-    return parse_differing(value, collect(AlgorithmConfig()), DIFFERING, form)
+    keys = collect(AlgorithmConfig()).items()
+    return parse_differing(value, {name: info for name, info in keys if name.partition(".")[0] in DIFFERING}, form)
 
 
 @dataclass(frozen=True)
@@ -210,7 +230,7 @@ class AlgorithmConfig:
         {},
         "domain → keys of algorithm that differ there; such a domain is normalised and whitened by itself",
         parse=parse_domains,
-        plain=nested,
+        plain=lambda domains: {name: nested(values) for name, values in domains.items()},
     )
     allow_group_of_one: bool = key(False, "accept rollout.n=1 with an estimator that compares the samples of a group")
     bootstrap_truncated: bool = key(

@@ -3,13 +3,15 @@
 import types
 from collections.abc import Callable, Iterator, Mapping
 from copy import copy
-from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
+from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass, replace
+from operator import ge, gt, le, lt
 from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar, Union, get_args, get_origin, get_type_hints
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 T = TypeVar("T")
+Group = TypeVar("Group", bound="DataclassInstance")
 
 
 @dataclass(frozen=True)
@@ -43,8 +45,15 @@ class KeySpec:
             absent = self.later or ()
             listed = [f"{choice} (not implemented yet)" if choice in absent else choice for choice in self.choices]
             return ", ".join(listed) + (", or a name of trainer.imports" if self.open_names else "")
-        bounds = (("≥", self.minimum), (">", self.above), ("≤", self.maximum), ("<", self.below))
-        return " and ".join(f"{sign} {bound:g}" for sign, bound in bounds if bound is not None)
+        return " and ".join(f"{sign} {bound:g}" for sign, _, bound in self._bounds())
+
+    def has_room_for(self, number: float) -> bool:
+        """Whether a number lies within the bounds."""
+        return all(compare(number, bound) for _, compare, bound in self._bounds())
+
+    def _bounds(self) -> list[tuple[str, Callable[[float, float], bool], float]]:
+        bounds = (("≥", ge, self.minimum), (">", gt, self.above), ("≤", le, self.maximum), ("<", lt, self.below))
+        return [(sign, compare, bound) for sign, compare, bound in bounds if bound is not None]
 
 
 @dataclass(frozen=True)
@@ -57,10 +66,15 @@ class KeyInfo:
     spec: KeySpec
 
     @property
+    def arms(self) -> tuple[object, ...]:
+        """The types of which it may be, one by one."""
+        is_union = get_origin(self.annotation) in (Union, types.UnionType)
+        return get_args(self.annotation) if is_union else (self.annotation,)
+
+    @property
     def is_map(self) -> bool:
         """Whether its value is a mapping with the user's own names."""
-        arms = get_args(self.annotation) if _is_union(self.annotation) else (self.annotation,)
-        return any(isinstance(base := get_origin(arm) or arm, type) and issubclass(base, dict) for arm in arms)
+        return any((get_origin(arm) or arm) is dict for arm in self.arms)
 
 
 def key(default: T, description: str, **spec: Any) -> T:
@@ -107,6 +121,18 @@ def collect(instance: "DataclassInstance", prefix: str = "") -> dict[str, KeyInf
     return {name: KeyInfo(name, hint, value, spec) for name, hint, value, spec in walk(instance, prefix)}
 
 
+def changed(group: Group, values: Mapping[str, Any], prefix: str = "") -> Group:
+    """The group with these values, by their dotted names."""
+    changes: dict[str, Any] = {}
+    for item in fields(group):
+        name, value = dotted(prefix, yaml_name(item.name)), getattr(group, item.name)
+        if name in values:
+            changes[item.name] = values[name]
+        elif is_group(value):
+            changes[item.name] = changed(value, values, name)
+    return replace(group, **changes)
+
+
 def has_default(item: Field[object]) -> bool:
     """Whether a dataclass field can be left out."""
     return item.default is not MISSING or item.default_factory is not MISSING
@@ -115,7 +141,3 @@ def has_default(item: Field[object]) -> bool:
 def _spec(metadata: Mapping[str, object]) -> KeySpec:
     spec = metadata.get("key")
     return spec if isinstance(spec, KeySpec) else KeySpec(description=str(metadata.get("help", "")))
-
-
-def _is_union(annotation: object) -> bool:
-    return get_origin(annotation) in (Union, types.UnionType)

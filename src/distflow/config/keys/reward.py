@@ -4,9 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeAlias, cast
 
-from distflow.config.compose.values import Mismatch, convert, show
+from distflow.config.compose.values import Differing, Mismatch, convert, parse_differing, show
 from distflow.config.keys.declare import collect, group, key
-from distflow.config.keys.named_overrides import Differing, parse_differing
 
 OnError: TypeAlias = Literal["mask", "drop"] | float
 """What happens to a sample with a reward error: left out of the loss, its group dropped, or a score instead."""
@@ -113,7 +112,8 @@ JUDGED_BY_DOMAIN = (*_PATIENCE, "on_error")
 def parse_domains(value: object) -> Differing:
     """Settings by domain from plain data. Raises Mismatch."""
     form = "write e.g. {code: {timeout_s: 30, num_workers: 4}}"
-    return parse_differing(value, collect(RewardConfig()), JUDGED_BY_DOMAIN, form)
+    keys = collect(RewardConfig())
+    return parse_differing(value, {name: keys[name] for name in JUDGED_BY_DOMAIN}, form)
 
 
 def plain_domains(domains: Differing) -> Differing:

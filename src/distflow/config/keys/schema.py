@@ -1,17 +1,17 @@
 """The whole config: every group, and those that users register."""
 
-from dataclasses import dataclass, field, fields, is_dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any, get_type_hints
 
 from distflow.config.compose.values import can_convert
 from distflow.config.keys.algorithm import AlgorithmConfig
-from distflow.config.keys.dag import DagConfig
 from distflow.config.keys.data import DataConfig
-from distflow.config.keys.declare import KeyInfo, collect, group, has_default, yaml_name
+from distflow.config.keys.declare import KeyInfo, changed, collect, group, has_default, yaml_name
 from distflow.config.keys.engines import ActorConfig, CriticConfig, ModelConfig, RefConfig, RolloutConfig
 from distflow.config.keys.reward import CustomRewardConfig, RewardConfig
-from distflow.config.keys.run import AsyncConfig, ProfilerConfig, TrainerConfig, TrustConfig
+from distflow.config.keys.run import AsyncConfig, DagConfig, ProfilerConfig, TrainerConfig, TrustConfig
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -45,9 +45,7 @@ class Config:
     dag: DagConfig = group(DagConfig)
     async_: AsyncConfig = group(AsyncConfig)
     profiler: ProfilerConfig = group(ProfilerConfig)
-    user_groups: dict[str, object] = field(
-        default_factory=lambda: {name: made() for name, made in _user_groups.items()}
-    )
+    user_groups: dict[str, Any] = field(default_factory=lambda: {name: made() for name, made in _user_groups.items()})
 
     def __getattr__(self, name: str) -> Any:
         # Only reached for what is no field. During unpickling `user_groups` itself is not there yet.
@@ -93,6 +91,12 @@ def schema_keys() -> dict[str, KeyInfo]:
 def find_group(config: Config, name: str) -> "DataclassInstance":
     """A top-level group by its name in YAML."""
     return getattr(config, "async_" if name == "async" else name)
+
+
+def with_values(config: Config, values: Mapping[str, object]) -> Config:
+    """The config with these values, by their dotted names."""
+    own = {name: changed(group, values, name) for name, group in config.user_groups.items()}
+    return replace(changed(config, values), user_groups=own)
 
 
 def _check_group_class(name: str, config_class: type) -> None:

@@ -2,13 +2,18 @@
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
-from distflow.config.migration.names import ANY, Name
+ANY: tuple[Any, ...] = (...,)
+"""All values: of a name that is harmless whatever it is set to."""
+NOT_GIVEN: Any = object()
+"""In place of a value, where only the name is asked about."""
+
+_PLAIN = re.compile(r"[\w./:+~-]+")
 
 SYSTEMS = ("verl", "siiRL", "TRL", "AReaL", "OpenRLHF", "ROLL")
 _SHORT_FORMS = {
@@ -18,13 +23,52 @@ _SHORT_FORMS = {
     "MODEL": "actor_rollout_ref.model",
     "CORRECTION": "algorithm.rollout_correction",
 }
-_GROUPS = ("answers", "keys", "values", "defaults", "beside_keys")
+_GROUPS = ("answers", "keys", "values", "defaults", "beside_keys", "example")
 _CONSTANTS = {"null": None, "true": True, "false": False}
 _HARMLESS = {"any": ANY, "off": (None, False)}
 
 
 class TableError(ValueError):
     """A table that cannot be read: its file, the key, and what is wrong there."""
+
+
+@dataclass(frozen=True)
+class Name:
+    """A name of another system.
+
+    ours: the key that says the same, or whole overrides with `{}` for the value; empty where no key does.
+    note: what else one must know: another unit, why there is no such key.
+    values: what a value is called here, where it is called otherwise: the value for `ours`, or whole overrides.
+    harmless: values that ask for nothing that is not so anyway; such a setting is accepted.
+    """
+
+    ours: str = ""
+    note: str = ""
+    values: Mapping[Any, str] = field(default_factory=dict)
+    harmless: tuple[Any, ...] = ()
+
+    def accepts(self, value: object) -> bool:
+        """Whether a setting to this value needs no answer but a line."""
+        return self.harmless == ANY or any(_same(value, other) for other in self.harmless)
+
+    def overrides(self, value: object) -> str:
+        """What to write for it, `key=value` separated by spaces; empty where nothing says it."""
+        known = [new for old, new in self.values.items() if _same(value, old)]
+        if known and "=" in known[0]:
+            return known[0]
+        text = known[0] if known else "..." if value is NOT_GIVEN else as_override(value)
+        template = self.ours if not self.ours or "{}" in self.ours else f"{self.ours}={{}}"
+        return template.replace("{}", text)
+
+    def answer(self, value: object) -> str:
+        """What to do instead of setting it."""
+        write = self.overrides(value)
+        parts = [self.note, self.in_words()] if not write else [f"write {write}", self.note]
+        return "; ".join(part for part in parts if part)
+
+    def in_words(self) -> str:
+        """What its values are called here."""
+        return ", ".join(f"`{as_override(there)}` is `{here}`" for there, here in self.values.items())
 
 
 @dataclass(frozen=True)
@@ -36,6 +80,7 @@ class Table:
     values: of keys that both have, the values that are called otherwise here.
     defaults: what the system has where nothing is given, as `key=value`: the override that says it here.
     beside_keys: what is no key: what it is here.
+    example: a well-known run of the system, and what trains the same here, for the docs.
     """
 
     sources: tuple[str, ...]
@@ -43,6 +88,7 @@ class Table:
     values: Mapping[str, Mapping[Any, str]]
     defaults: Mapping[str, str]
     beside_keys: Mapping[str, str]
+    example: Mapping[str, Any]
 
     def find(self, key: str) -> Name | None:
         """What the system means by a key. Of patterns that match, the first one counts."""
@@ -85,6 +131,18 @@ def find_value(key: str, value: object) -> str | None:
     return all_tables()["verl"].values.get(key, {}).get(value)
 
 
+def as_override(value: object) -> str:
+    """A value as it would stand behind `key=` on the command line."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, list | tuple):
+        return "[" + ",".join(map(as_override, value)) + "]"
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{name}:{as_override(item)}" for name, item in value.items()) + "}"
+    text = str(value)
+    return text if _PLAIN.fullmatch(text) else "'" + text.replace("'", "\\'") + "'"
+
+
 def read_table(path: Path) -> Table:
     """The table that a file holds. Raises TableError."""
     # Most configs have no key of another system: tomllib is imported where one has.
@@ -109,6 +167,7 @@ def _table(raw: dict[str, Any]) -> Table:
         values={key: _read_values(key, entry) for key, entry in groups["values"].items()},
         defaults=_texts("defaults", groups["defaults"]),
         beside_keys=_texts("beside_keys", groups["beside_keys"]),
+        example=groups["example"],
     )
 
 
@@ -186,3 +245,8 @@ def _mapping(key: str, entry: object) -> Mapping[str, object]:
     if not isinstance(entry, dict):
         raise TableError(f"'{key}' has {entry!r}, where a table must stand")
     return entry
+
+
+def _same(value: object, other: object) -> bool:
+    """Equal, but 1 is not true."""
+    return isinstance(value, bool) == isinstance(other, bool) and value == other

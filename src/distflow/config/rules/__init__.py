@@ -1,0 +1,20 @@
+"""What a rule finds, and the keys that the rules speak of."""
+
+from dataclasses import dataclass
+
+MODEL = "actor_rollout_ref.model"
+ACTOR = "actor_rollout_ref.actor"
+ROLLOUT = "actor_rollout_ref.rollout"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Keys that do not go together, the one to change first; what is wrong; what to do.
+
+    missing: a key without which nothing runs has not been set yet.
+    """
+
+    keys: tuple[str, ...]
+    what: str
+    advice: str
+    missing: bool = False

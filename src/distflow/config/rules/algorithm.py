@@ -4,11 +4,10 @@ from collections.abc import Iterator
 
 from distflow.builtin_names import FILTER_METRICS, POLICY_LOSSES
 from distflow.config.derived_settings import is_rl
-from distflow.config.keys.algorithm import RolloutCorrectionConfig, spread
-from distflow.config.keys.engines import CriticConfig
+from distflow.config.keys.algorithm import spread
 from distflow.config.keys.schema import Config
 from distflow.config.per_domain import filters_groups, reward_functions
-from distflow.config.rules.finding import ACTOR, ROLLOUT, Finding
+from distflow.config.rules import ACTOR, ROLLOUT, Finding
 
 _CONTROL = "algorithm.kl_ctrl"
 _CORRECTION = "algorithm.rollout_correction"
@@ -26,18 +25,6 @@ def kl_control(config: Config) -> Iterator[Finding]:
                 "the adaptive controller needs it",
                 f"set {_CONTROL}.{name}={example}, or {_CONTROL}.type=fixed",
             )
-        if not adaptive and value is not None:
-            yield Finding(
-                (f"{_CONTROL}.{name}", f"{_CONTROL}.type"),
-                "a fixed coefficient follows no target",
-                f"set {_CONTROL}.type=adaptive, or remove it",
-            )
-    if not adaptive and control.mean != "token":
-        yield Finding(
-            (f"{_CONTROL}.mean", f"{_CONTROL}.type"),
-            "a fixed coefficient is shown no KL",
-            f"set {_CONTROL}.type=adaptive, or remove it",
-        )
     if adaptive and not algorithm.use_kl_in_reward:
         yield Finding(
             (f"{_CONTROL}.type", "algorithm.use_kl_in_reward"),
@@ -63,15 +50,9 @@ def kl_terms_count(config: Config) -> Iterator[Finding]:
         )
 
 
-def loss_options(config: Config) -> Iterator[Finding]:
-    """Options of the loss that something takes, and that leave the ratio room."""
+def clip_ratios(config: Config) -> Iterator[Finding]:
+    """The clip leaves the ratio room."""
     actor = config.actor_rollout_ref.actor
-    if actor.loss_scale_factor is not None and actor.loss_agg_mode != "seq-mean-token-sum-norm":
-        yield Finding(
-            (f"{ACTOR}.loss_scale_factor", f"{ACTOR}.loss_agg_mode"),
-            f"'{actor.loss_agg_mode}' divides by no such factor",
-            f"set {ACTOR}.loss_agg_mode=seq-mean-token-sum-norm, or remove it",
-        )
     loss = POLICY_LOSSES.get(actor.policy_loss)
     cuts = loss is not None and loss.clips and not loss.divergence
     if cuts and actor.clip_ratio_low is None and actor.clip_ratio > 1:
@@ -83,36 +64,23 @@ def loss_options(config: Config) -> Iterator[Finding]:
 
 
 def corrections(config: Config) -> Iterator[Finding]:
-    """A correction is on if its options are set, its band has room, and it is not done twice."""
+    """The band of weights has room, and the correction is not done twice."""
     correction = config.algorithm.rollout_correction
-    default = RolloutCorrectionConfig()
-    if correction.level is None:
-        for name in ("mode", "cap", "floor", "rollout_is_batch_normalize"):
-            if getattr(correction, name) != getattr(default, name):
-                yield Finding(
-                    (f"{_CORRECTION}.{name}", f"{_CORRECTION}.level"),
-                    "it shapes a correction that is off",
-                    f"set {_CORRECTION}.level=token (or sequence, geometric), or remove it",
-                )
+    threshold = correction.rollout_is_threshold
+    if correction.rollout_is is None:
         return
-    if correction.floor is not None and correction.mode != "mask":
+    if isinstance(threshold, tuple) and not 0 <= threshold[0] < threshold[1]:
         yield Finding(
-            (f"{_CORRECTION}.floor", f"{_CORRECTION}.mode"),
-            "truncating has no low end",
-            f"set {_CORRECTION}.mode=mask, or remove it",
-        )
-    if correction.floor is not None and correction.floor >= correction.cap:
-        yield Finding(
-            (f"{_CORRECTION}.floor", f"{_CORRECTION}.cap"),
-            f"no weight lies between {correction.floor:g} and {correction.cap:g}",
-            "set the floor below the cap, e.g. 0.5 and 2.0",
+            (f"{_CORRECTION}.rollout_is_threshold",),
+            f"no weight lies between {threshold[0]:g} and {threshold[1]:g}",
+            "set the lower bound to 0 or more and below the upper one, e.g. [0.5, 2.0]",
         )
     own = {"behav_imp_weight_cap", "behav_imp_weight_mode", "rejection_sampling"}
     for name in sorted(own & set(config.actor_rollout_ref.actor.policy_loss_kwargs)):
         yield Finding(
-            (f"{_CORRECTION}.level", f"{ACTOR}.policy_loss_kwargs.{name}"),
+            (f"{_CORRECTION}.rollout_is", f"{ACTOR}.policy_loss_kwargs.{name}"),
             "the correction weighs in place of the decoupled loss, both would weigh twice",
-            f"set {_CORRECTION}.level=null, or take {name} out: level, mode, cap and floor say the same",
+            f"set {_CORRECTION}.rollout_is=null, or take {name} out: rollout_is and rollout_is_threshold say the same",
         )
     if _interpolates(config) and correction.rollout_is_batch_normalize:
         yield Finding(
@@ -128,7 +96,7 @@ def old_log_probs(config: Config) -> Iterator[Finding]:
     correction, key = config.algorithm.rollout_correction, "algorithm.recompute_old_log_probs"
     if config.algorithm.recompute_old_log_probs != "false":
         return
-    for name, on in (("level", correction.level is not None), ("rollout_rs", bool(correction.rollout_rs))):
+    for name, on in (("rollout_is", correction.rollout_is is not None), ("rollout_rs", bool(correction.rollout_rs))):
         if on:
             yield Finding(
                 (key, f"{_CORRECTION}.{name}"),
@@ -220,24 +188,13 @@ def oversampling(config: Config) -> Iterator[Finding]:
             )
 
 
-def value_loss(config: Config) -> Iterator[Finding]:
-    """Huber's number belongs to Huber's loss."""
-    if config.critic.value_loss != "huber" and config.critic.huber_delta != CriticConfig().huber_delta:
-        yield Finding(
-            ("critic.huber_delta", "critic.value_loss"),
-            "a squared error has no such bound",
-            "set critic.value_loss=huber, or remove it",
-        )
-
-
 RULES = (
     kl_control,
     kl_terms_count,
-    loss_options,
+    clip_ratios,
     corrections,
     old_log_probs,
     rejection,
     dynamic_sampling,
     oversampling,
-    value_loss,
 )

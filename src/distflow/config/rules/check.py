@@ -5,8 +5,17 @@ from collections.abc import Callable, Iterator, Mapping
 from distflow.config.compose.values import check_bounds, show
 from distflow.config.derived_settings import RunLimits
 from distflow.config.keys.schema import Config, schema_keys
-from distflow.config.rules import algorithm, data, devices, domains, models, normalization, pipeline, rewards, run
-from distflow.config.rules.finding import Finding
+from distflow.config.rules import (
+    Finding,
+    algorithm,
+    data,
+    domains,
+    models,
+    normalization,
+    pipeline,
+    run,
+    unused_options,
+)
 from distflow.config.rules.run import SIZE_RULES
 from distflow.config.serialize import flatten
 from distflow.errors import ConfigError, Problem
@@ -16,13 +25,11 @@ RULES: tuple[Callable[[Config], Iterator[Finding]], ...] = (
     *data.RULES,
     *domains.RULES,
     *models.RULES,
-    *devices.SHARDING_RULES,
     *normalization.RULES,
     *algorithm.RULES,
     *domains.ALGORITHM_RULES,
-    *rewards.RULES,
     *run.RULES,
-    *devices.RULES,
+    *unused_options.RULES,
 )
 
 

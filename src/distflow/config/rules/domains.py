@@ -1,12 +1,10 @@
-"""Rules of `data.domains`: what each domain cannot do without, and what contradicts the rest of the config.
-
-Rules of `algorithm.domains`: what holds for the run's algorithm holds for each domain's.
-"""
+"""Rules of domains: `data.domains`, and `algorithm.domains`, for which the rules of the run's algorithm hold too."""
 
 from collections.abc import Iterator
 from dataclasses import replace
 
 from distflow.builtin_names import CURRICULA
+from distflow.config.compose.values import did_you_mean
 from distflow.config.derived_settings import (
     CUSTOM,
     config_of,
@@ -16,13 +14,11 @@ from distflow.config.derived_settings import (
     pipeline_name,
     takes_values,
 )
-from distflow.config.domains import DomainConfig
+from distflow.config.keys.data import DomainConfig
 from distflow.config.keys.schema import Config
 from distflow.config.per_domain import reward_functions, unfiltered_domains
-from distflow.config.rules import algorithm, normalization, pipeline
-from distflow.config.rules.data import takes_prompt
-from distflow.config.rules.finding import ROLLOUT, Finding
-from distflow.errors import nearest
+from distflow.config.rules import ROLLOUT, Finding, algorithm, normalization, pipeline
+from distflow.config.rules.unused_options import unused_options
 
 _LEARNS = ("response_key", "messages_key")
 _GENERATES = (
@@ -59,15 +55,6 @@ def sources(config: Config) -> Iterator[Finding]:
                 f"the domain '{name}' is never drawn, and not validated on: it does nothing",
                 f"give it a weight or {key}.val_files, or take it out",
             )
-        for split in ("train", "val"):
-            files, limit = getattr(domain, f"{split}_files"), getattr(domain, f"{split}_max_samples")
-            if any(not file.strip() for file in files):
-                yield Finding(
-                    (f"{key}.{split}_files",), "one of the files has an empty name", "remove it from the list"
-                )
-            if limit == 0 or (limit > 0 and not files):
-                what = "no row would be left" if limit == 0 else "it limits data, and there are none"
-                yield Finding((f"{key}.{split}_max_samples",), what, "set it to -1 for all rows, or to 1 or more")
 
 
 def weights(config: Config) -> Iterator[Finding]:
@@ -112,44 +99,14 @@ def rewards(config: Config) -> Iterator[Finding]:
                 f"they judge the domain '{name}' by different functions",
                 "keep one of the two",
             )
-        if domain.reward and all(part.weight == 0 for part in domain.reward):
-            what = f"all weights of the domain '{name}' are 0: its score never moves"
-            yield Finding((key,), what, "give a reward function a weight")
     has_default = any(not domain.reward and name not in functions for name, domain in domains.items())
     for name in functions:
         if name not in domains and not (name == "default" and has_default):
-            near = nearest(name, domains)
-            meant = f"did you mean {near}? " if near else ""
             what = "no domain is called so" if name != "default" else "each domain names its own functions"
             yield Finding(
                 (f"reward.functions.{name}", "data.domains"),
                 what,
-                f"{meant}take it out; the domains are {', '.join(domains)}",
-            )
-
-
-def prompts(config: Config) -> Iterator[Finding]:
-    """How a domain's prompts are made is said without contradiction."""
-    for name, domain in config.data.domains.items():
-        key, is_chat = f"data.domains.{name}", (domain.prompt_format or config.data.prompt_format) == "chat"
-        if domain.prompt_template is not None and not takes_prompt(domain.prompt_template):
-            yield Finding(
-                (f"{key}.prompt_template",),
-                f"'{domain.prompt_template}' must hold {{prompt}} and no other field",
-                'write e.g. "Question: {prompt} Answer:", with {{ and }} for plain braces',
-            )
-        if domain.system_prompt is not None and not is_chat:
-            yield Finding(
-                (f"{key}.system_prompt", f"{key}.prompt_format"),
-                "a system message needs a chat, and prompts are plain text",
-                f"set {key}.prompt_format=chat, or put the words into {key}.prompt_template",
-            )
-        prompt, other = domain.prompt_key or config.data.prompt_key, "answer_key" if is_rl(config) else "response_key"
-        if prompt == (getattr(domain, other) or getattr(config.data, other)):
-            yield Finding(
-                (f"{key}.prompt_key", f"{key}.{other}"),
-                f"both are read from the column '{prompt}'",
-                f"set {key}.{other} to the other column",
+                f"{did_you_mean(name, domains)}take it out; the domains are {', '.join(domains)}",
             )
 
 
@@ -168,19 +125,6 @@ def lengths(config: Config) -> Iterator[Finding]:
                 (key, "reward.overlong.buffer_tokens"),
                 f"the zone of the penalty, {zone} tokens, is all of a response of this domain",
                 f"raise {key}, or shorten the zone",
-            )
-
-
-def sampling(config: Config) -> Iterator[Finding]:
-    """Something is left to draw, and an answer has a token."""
-    for name, domain in config.data.domains.items():
-        if domain.top_k == 0:
-            yield Finding(
-                (f"data.domains.{name}.top_k",), "no token would be left", "set it to -1 (off), or to 1 or more"
-            )
-        if "" in (domain.stop or ()):
-            yield Finding(
-                (f"data.domains.{name}.stop",), "the empty text would end every response at once", "remove it"
             )
 
 
@@ -204,7 +148,7 @@ def used(config: Config) -> Iterator[Finding]:
             )
 
 
-RULES = (one_form, sources, weights, curriculum, rewards, prompts, lengths, sampling, used)
+RULES = (one_form, sources, weights, curriculum, rewards, lengths, used)
 
 
 _RULES = (
@@ -213,6 +157,7 @@ _RULES = (
     *normalization.RULES,
     algorithm.kl_control,
     algorithm.kl_terms_count,
+    unused_options,
 )
 
 
@@ -252,11 +197,10 @@ def known(config: Config) -> Iterator[Finding]:
     domains = config.data.domains
     for domain in config.algorithm.domains:
         if domains and domain not in domains:
-            near = nearest(domain, domains)
             yield Finding(
                 (f"algorithm.domains.{domain}", "data.domains"),
                 f"there is no domain '{domain}'",
-                f"{f'did you mean {near}? ' if near else ''}the domains are {', '.join(domains)}",
+                f"{did_you_mean(domain, domains)}the domains are {', '.join(domains)}",
             )
 
 

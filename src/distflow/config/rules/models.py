@@ -1,16 +1,26 @@
-"""Rules of models and engines: where weights come from, how they are trained and sampled."""
+"""Rules of models and engines: where weights come from, how they are trained and sampled, on which devices."""
 
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
 from distflow.builtin_names import ROLLOUT_ENGINES
-from distflow.config.derived_settings import is_rl, may_have_critic
+from distflow.config.compose.values import show
+from distflow.config.derived_settings import is_rl, is_sharded, may_have_critic
 from distflow.config.keys.engines import ModelConfig, OptimConfig
-from distflow.config.keys.schema import Config
-from distflow.config.rules.finding import ACTOR, MODEL, ROLLOUT, Finding
+from distflow.config.keys.schema import Config, schema_keys
+from distflow.config.rules import ACTOR, MODEL, ROLLOUT, Finding
+from distflow.config.serialize import changed_from_default
 
 _COMMIT = re.compile(r"[0-9a-f]{7,40}")
+_LOOKS_SECRET = re.compile(r"token|secret|password|passwd|credential|api_?key|access_?key", re.IGNORECASE)
+_WHOLE = f"{ACTOR}.strategy=torch"
+_FOR_SEVERAL_DEVICES = (
+    *("trainer.nnodes", "trainer.n_gpus_per_node", "trainer.allocation", "trainer.worker_cpus"),
+    *("trainer.worker_memory_mb", "trainer.worker_env", "trainer.max_held_mb", "trainer.peers_timeout_s"),
+    *("dag.backend_threshold", "dag.apportion_strategy", "dag.model_sizes", "dag.consider_node_cohesion"),
+    *("dag.consider_node_load", "reward.num_actors", f"{ACTOR}.weight_update_mode"),
+)
 
 
 def model_source(config: Config) -> Iterator[Finding]:
@@ -46,24 +56,9 @@ def remote_code(config: Config) -> Iterator[Finding]:
 
 
 def lora(config: Config) -> Iterator[Finding]:
-    """Options of adapters need adapters, and adapters a trained base."""
+    """Adapters need a trained base, and modules."""
     model = config.actor_rollout_ref.model
-    set_keys = [
-        key
-        for key, is_set in (
-            ("lora_alpha", model.lora_alpha != ModelConfig.lora_alpha),
-            ("target_modules", model.target_modules != ModelConfig.target_modules),
-        )
-        if is_set
-    ]
-    if model.lora_rank == 0:
-        for key in set_keys:
-            yield Finding(
-                (f"{MODEL}.{key}", f"{MODEL}.lora_rank"),
-                "it shapes adapters, and there are none",
-                f"set {MODEL}.lora_rank=16, or remove it",
-            )
-    elif model.init == "random":
+    if model.lora_rank > 0 and model.init == "random":
         yield Finding(
             (f"{MODEL}.lora_rank", f"{MODEL}.init"),
             "the weights below the adapters would stay random",
@@ -81,13 +76,18 @@ def optimizers(config: Config) -> Iterator[Finding]:
 
 
 def sampling(config: Config) -> Iterator[Finding]:
-    """0 is no number of tokens to choose from."""
+    """There are tokens to choose from, and a response has one."""
     rollout = config.actor_rollout_ref.rollout
-    for key, top_k in ((f"{ROLLOUT}.top_k", rollout.top_k), (f"{ROLLOUT}.val_kwargs.top_k", rollout.val_kwargs.top_k)):
+    sampled: list[tuple[str, int | None, tuple[str, ...] | None]] = [
+        (ROLLOUT, rollout.top_k, rollout.stop),
+        (f"{ROLLOUT}.val_kwargs", rollout.val_kwargs.top_k, ()),
+        *((f"data.domains.{name}", own.top_k, own.stop) for name, own in config.data.domains.items()),
+    ]
+    for key, top_k, stop in sampled:
         if top_k == 0:
-            yield Finding((key,), "no token would be left", "set it to -1 (off), or to 1 or more")
-    if "" in rollout.stop:
-        yield Finding((f"{ROLLOUT}.stop",), "the empty text would end every response at once", "remove it")
+            yield Finding((f"{key}.top_k",), "no token would be left", "set it to -1 (off), or to 1 or more")
+        if "" in (stop or ()):
+            yield Finding((f"{key}.stop",), "the empty text would end every response at once", "remove it")
 
 
 def publishing(config: Config) -> Iterator[Finding]:
@@ -111,6 +111,82 @@ def in_flight(config: Config) -> Iterator[Finding]:
             f"answers would run on while weights change, and the engine '{name}' cannot take weights below them",
             f"set {ROLLOUT}.name={able}, or async.max_staleness=0",
         )
+
+
+def one_device(config: Config) -> Iterator[Finding]:
+    """The local launcher has one process on one device."""
+    if config.trainer.launcher != "local":
+        return
+    for key, value, default in changed_from_default(config, _FOR_SEVERAL_DEVICES):
+        yield Finding(
+            (key, "trainer.launcher"),
+            f"{show(value)} is for several devices, and the launcher 'local' has one process on one",
+            f"leave it at {show(default)}, or set trainer.launcher=ray",
+        )
+
+
+def no_secrets(config: Config) -> Iterator[Finding]:
+    """What the config says lies in the run's folder, and in Ray's own tables."""
+    for name in config.trainer.worker_env:
+        if _LOOKS_SECRET.search(name):
+            yield Finding(
+                ("trainer.worker_env",),
+                f"{name} looks like a secret, which Ray and the run's folder would show",
+                "set it in the environment in which the command runs, or Ray starts on each machine",
+            )
+
+
+def strategy(config: Config) -> Iterator[Finding]:
+    """Weights are spread over ranks where there are several, and where all that reads them can do so in parts."""
+    if not is_sharded(config):
+        return
+    if config.trainer.launcher == "local":
+        yield Finding(
+            (f"{ACTOR}.strategy", "trainer.launcher"),
+            "weights would be spread over the ranks that train, and the local launcher has one process",
+            f"set trainer.launcher=ray, or {_WHOLE}",
+        )
+        return
+    optims = {ACTOR: config.actor_rollout_ref.actor.optim, "critic": config.critic.optim}
+    for prefix in (prefix for prefix, optim in optims.items() if optim.optimizer == "adamw_8bit"):
+        yield Finding(
+            (f"{ACTOR}.strategy", f"{prefix}.optim.optimizer"),
+            "bitsandbytes takes no weights that are spread over ranks",
+            f"set {prefix}.optim.optimizer=adamw, or {_WHOLE}",
+        )
+
+
+def whole_weights(config: Config) -> Iterator[Finding]:
+    """Where each rank has the weights whole, nothing is said of how they are spread."""
+    if is_sharded(config):
+        return
+    for key, _, _ in changed_from_default(config, (name for name in schema_keys() if ".fsdp_config." in name)):
+        yield Finding(
+            (key, f"{ACTOR}.strategy"),
+            "it is for weights that are spread over the ranks that train, and here each rank has them whole",
+            f"leave it out, or set {ACTOR}.strategy=fsdp and trainer.launcher=ray",
+        )
+
+
+def placement(config: Config) -> Iterator[Finding]:
+    """Some rank has the weights; what stays in the host's memory is not moved there."""
+    if not is_sharded(config):
+        return
+    if config.actor_rollout_ref.actor.fsdp_config.fsdp_size == 0:
+        yield Finding(
+            (f"{ACTOR}.fsdp_config.fsdp_size",),
+            "no rank would have the weights",
+            "set it to -1 for all ranks that train, or to a divisor of their number",
+        )
+    trained = {ACTOR: config.actor_rollout_ref.actor.fsdp_config, "critic": config.critic.fsdp_config}
+    for owner, own in trained.items():
+        for name in ("param_offload", "optimizer_offload"):
+            if own.offload_policy and getattr(own, name):
+                yield Finding(
+                    (f"{owner}.fsdp_config.{name}", f"{owner}.fsdp_config.offload_policy"),
+                    "with offload_policy weights and moments stay in the host's memory: nothing is left to be moved",
+                    "take one of them back",
+                )
 
 
 def _optimizer(prefix: str, optim: OptimConfig) -> Iterator[Finding]:
@@ -145,4 +221,17 @@ def _is_pinned(model: ModelConfig) -> bool:
     return not is_builtin and model.revision is not None and bool(_COMMIT.fullmatch(model.revision))
 
 
-RULES = (model_source, remote_code, lora, optimizers, sampling, publishing, in_flight)
+RULES = (
+    model_source,
+    remote_code,
+    lora,
+    optimizers,
+    sampling,
+    publishing,
+    in_flight,
+    strategy,
+    whole_weights,
+    placement,
+    one_device,
+    no_secrets,
+)

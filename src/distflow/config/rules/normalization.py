@@ -6,9 +6,11 @@ from distflow.config.derived_settings import find_estimator, find_pipeline, is_r
 from distflow.config.keys.algorithm import NormConfig, is_on
 from distflow.config.keys.schema import Config
 from distflow.config.per_domain import reward_functions
-from distflow.config.rules.finding import ROLLOUT, Finding
+from distflow.config.rules import ROLLOUT, Finding
+from distflow.config.serialize import changed_from_default
 
 _REWARD_NORM, _ADV_NORM = "algorithm.reward_norm", "algorithm.adv_norm"
+_OF_SUMS = tuple(f"algorithm.{name}" for name in ("reward_shift", "reward_scale", "reward_clip", "whiten_rewards"))
 
 
 def scaling(config: Config) -> Iterator[Finding]:
@@ -59,31 +61,6 @@ def running_moments(config: Config) -> Iterator[Finding]:
             )
 
 
-def one_kind_of_reward(config: Config) -> Iterator[Finding]:
-    """What is done to a reward as a whole reaches no estimator of its parts."""
-    estimator, algorithm = find_estimator(config), config.algorithm
-    if estimator is None or not estimator.reads_parts:
-        return
-    done = {
-        "reward_shift": algorithm.reward_shift != 0,
-        "reward_scale": algorithm.reward_scale != 1,
-        "reward_clip": algorithm.reward_clip is not None,
-        "whiten_rewards": algorithm.whiten_rewards,
-    }
-    for name in (name for name, is_done in done.items() if is_done):
-        yield Finding(
-            (f"algorithm.{name}", "algorithm.adv_estimator"),
-            f"{algorithm.adv_estimator} reads the parts of the reward, not their sum",
-            "set algorithm.adv_estimator=grpo, or remove it",
-        )
-    if isinstance(config.reward.on_error, float):
-        yield Finding(
-            ("reward.on_error", "algorithm.adv_estimator"),
-            f"{algorithm.adv_estimator} reads the parts of the reward, and a score that is given has none",
-            "set reward.on_error=mask or drop",
-        )
-
-
 def _idle_options(name: str, norm: NormConfig) -> Iterator[Finding]:
     default, levels = NormConfig(), (norm.mean_level, norm.std_level)
     needs = (
@@ -130,6 +107,18 @@ def parts_of_rewards(config: Config) -> Iterator[Finding]:
     estimator, name = find_estimator(config), config.algorithm.adv_estimator
     if estimator is None or not estimator.reads_parts:
         return
+    for key, _, _ in changed_from_default(config, _OF_SUMS):
+        yield Finding(
+            (key, "algorithm.adv_estimator"),
+            f"{name} reads the parts of the reward, not their sum",
+            "set algorithm.adv_estimator=grpo, or remove it",
+        )
+    if isinstance(config.reward.on_error, float):
+        yield Finding(
+            ("reward.on_error", "algorithm.adv_estimator"),
+            f"{name} reads the parts of the reward, and a score that is given has none",
+            "set reward.on_error=mask or drop",
+        )
     if config.algorithm.use_kl_in_reward:
         yield Finding(
             ("algorithm.use_kl_in_reward", "algorithm.adv_estimator"),
@@ -146,4 +135,4 @@ def parts_of_rewards(config: Config) -> Iterator[Finding]:
         )
 
 
-RULES = (scaling, normalisations, running_moments, one_normalisation, one_kind_of_reward, parts_of_rewards)
+RULES = (scaling, normalisations, running_moments, one_normalisation, parts_of_rewards)

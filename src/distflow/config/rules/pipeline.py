@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator
 
-from distflow.builtin_names import ESTIMATORS, POLICY_LOSSES, REWARDS
+from distflow.builtin_names import ESTIMATORS, PIPELINES, POLICY_LOSSES, REWARDS
+from distflow.config.compose.values import did_you_mean
 from distflow.config.derived_settings import (
     CUSTOM,
     find_estimator,
@@ -13,23 +14,20 @@ from distflow.config.derived_settings import (
     pipeline_name,
 )
 from distflow.config.keys.schema import Config
-from distflow.config.rules.finding import ACTOR, ROLLOUT, Finding
-from distflow.errors import nearest
+from distflow.config.per_domain import named_rewards
+from distflow.config.rules import ACTOR, ROLLOUT, Finding
 from distflow.import_target import split_name
 
 
-def one_pipeline(config: Config) -> Iterator[Finding]:
-    """A pipeline of the user's own is given in one way."""
-    if config.dag.custom_pipeline_fn and config.dag.nodes:
+def named_pipeline(config: Config) -> Iterator[Finding]:
+    """A pipeline is a built-in one, or its name leads to a function."""
+    name = config.dag.pipeline
+    if isinstance(name, str) and name not in PIPELINES and not _is_reference(name):
         yield Finding(
-            ("dag.nodes", "dag.custom_pipeline_fn"), "two pipelines are given", "keep one of them and remove the other"
-        )
-    function = config.dag.custom_pipeline_fn
-    if function is not None and not _is_reference(function):
-        yield Finding(
-            ("dag.custom_pipeline_fn",),
-            f"'{function}' names no function",
-            "write module:function or file.py:function",
+            ("dag.pipeline",),
+            "is neither a built-in pipeline nor the name of a function",
+            f"{did_you_mean(name, PIPELINES)}built in are {', '.join(PIPELINES)}; your own is module:function, "
+            "file.py:function or a list of nodes",
         )
 
 
@@ -88,20 +86,16 @@ def known_names(config: Config) -> Iterator[Finding]:
         ("algorithm.adv_estimator", config.algorithm.adv_estimator, tuple(ESTIMATORS)),
         (f"{ACTOR}.policy_loss", config.actor_rollout_ref.actor.policy_loss, tuple(POLICY_LOSSES)),
     ]
-    judged = [(f"reward.functions.{domain}", parts) for domain, parts in config.reward.functions.items()]
-    judged += [(f"data.domains.{name}.reward", domain.reward) for name, domain in config.data.domains.items()]
-    for key, parts in judged:
+    for key, _, parts in named_rewards(config):
         named = (part.name for part in parts if ":" not in part.name)  # module:function names itself
         asked += [(key, name, tuple(REWARDS)) for name in named]
     for key, name, table in asked:
         if name not in table:
-            guess = nearest(name, table)
-            meant = f"did you mean {guess}? " if guess else ""
             yield Finding(
                 (key,),
                 f"'{name}' is no built-in name",
-                f"{meant}built in are {', '.join(table)}; a function of your own is named file.py:function, and a name "
-                "that a module of yours registers needs the module in trainer.imports",
+                f"{did_you_mean(name, table)}built in are {', '.join(table)}; a function of your own is named "
+                "file.py:function, and a name that a module of yours registers needs the module in trainer.imports",
             )
 
 
@@ -125,7 +119,7 @@ def _is_reference(text: str) -> bool:
 
 
 RULES = (
-    one_pipeline,
+    named_pipeline,
     pipeline_and_workflow,
     pipeline_and_estimator,
     group_of_one,

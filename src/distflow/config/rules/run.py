@@ -1,7 +1,4 @@
-"""Rules of the run: validation, checkpoints, names.
-
-Rules of sizes that somebody chose: each fits the others, and into the room that the run has.
-"""
+"""Rules of the run: validation, checkpoints, names; sizes that fit each other and the limits of the run."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,10 +11,9 @@ from distflow.config.derived_settings import (
     mini_batch_sizes,
     run_steps,
 )
-from distflow.config.keys.run import TrainerConfig
 from distflow.config.keys.schema import Config
 from distflow.config.per_domain import val_files, validates
-from distflow.config.rules.finding import ROLLOUT, Finding
+from distflow.config.rules import ROLLOUT, Finding
 from distflow.errors import missing_path, nearest
 
 
@@ -47,12 +43,6 @@ def keep_best(config: Config) -> Iterator[Finding]:
     """The best checkpoint is known only where checkpoints are saved and validated."""
     trainer = config.trainer
     if not trainer.keep_best:
-        if trainer.keep_best_metric != TrainerConfig.keep_best_metric:
-            yield Finding(
-                ("trainer.keep_best_metric", "trainer.keep_best"),
-                "no best checkpoint is kept",
-                "set trainer.keep_best=true, or remove the metric",
-            )
         return
     if not validates(config):
         yield Finding(
@@ -95,17 +85,6 @@ def run_folder(config: Config) -> Iterator[Finding]:
             )
 
 
-def saved_groups(config: Config) -> Iterator[Finding]:
-    """How many steps to keep is taken only by last_k."""
-    trainer = config.trainer
-    if trainer.save_groups_last != TrainerConfig.save_groups_last and trainer.save_groups != "last_k":
-        yield Finding(
-            ("trainer.save_groups_last", "trainer.save_groups"),
-            f"save_groups={trainer.save_groups} does not count steps",
-            "set trainer.save_groups=last_k, or remove it",
-        )
-
-
 def user_modules(config: Config) -> Iterator[Finding]:
     """Modules are named, not files."""
     for module in config.trainer.imports:
@@ -114,7 +93,7 @@ def user_modules(config: Config) -> Iterator[Finding]:
             yield Finding(("trainer.imports",), f"'{module}' is no name of a module", advice)
 
 
-RULES = (validation, keep_best, resume, run_folder, saved_groups, user_modules)
+RULES = (validation, keep_best, resume, run_folder, user_modules)
 
 
 def mini_batches(config: Config, room: RunLimits) -> Iterator[Finding]:

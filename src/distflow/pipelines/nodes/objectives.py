@@ -7,7 +7,7 @@ from distflow.config import Config
 from distflow.config.compose.key_usage import plain
 from distflow.config.derived_settings import clip_range, is_rl
 
-DRIFT_CORRECTION = Correction("token", cap=2.0)
+DRIFT_CORRECTION = Correction("token", 2.0)
 """The weights that are switched on when rollout and trainer drift apart."""
 
 
@@ -23,7 +23,7 @@ def policy_objective(config: Config, derives_old: bool = False, corrected: bool 
         corrects_drift(config),
         interpolates_prox(config),
     )
-    corrects = config.algorithm.rollout_correction.level is not None
+    corrects = config.algorithm.rollout_correction.rollout_is is not None
     return PolicyObjective(
         loss,
         _loss_options(loss, config),
@@ -75,14 +75,14 @@ def is_anchored(config: Config) -> bool:
 def correction(config: Config) -> Correction:
     """The config's weights of the trainer's policy over the one that sampled."""
     settings = config.algorithm.rollout_correction
-    return Correction(settings.level, settings.mode, settings.cap, settings.floor)  # type: ignore[arg-type]  # the config checks them
+    return Correction(settings.rollout_is, settings.rollout_is_threshold)  # type: ignore[arg-type]  # the config checks them
 
 
 def corrects_drift(config: Config) -> bool:
     """Whether weights are switched on when rollout and trainer drift apart: where none are on already, and the loss can
     be weighed. The decoupled loss has weights of its own; a ratio to the rollout's policy needs none."""
     name = config.actor_rollout_ref.actor.policy_loss
-    if config.algorithm.rollout_correction.level or is_decoupled(name) or takes_rollouts(config):
+    if config.algorithm.rollout_correction.rollout_is or is_decoupled(name) or takes_rollouts(config):
         return False
     return takes_weights(name) and config.trust.on_mismatch == "correct"
 
@@ -121,7 +121,7 @@ def _loss_options(loss: PolicyLoss, config: Config) -> dict[str, object]:
         names.remove("clip_ratio")  # nothing reads it where both ends are set
         own["clip_ratio_low"], own["clip_ratio_high"] = clip_range(config)
     own |= {name: getattr(actor, name) for name in names if name not in own}
-    if config.algorithm.rollout_correction.level and "behav_imp_weight_mode" in loss.options:
+    if config.algorithm.rollout_correction.rollout_is and "behav_imp_weight_mode" in loss.options:
         own["behav_imp_weight_mode"] = "disabled"  # the correction weighs in its place
     if not loss.returns_scalar:
         free = [name for name in (*loss.options, *loss.selection_options) if name not in dir(actor)]

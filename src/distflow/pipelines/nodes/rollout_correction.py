@@ -9,8 +9,7 @@ from distflow.algorithms.mismatch import Tolerance, causes
 from distflow.algorithms.registry import is_decoupled
 from distflow.algorithms.rollout_correction import (
     Bounds,
-    Level,
-    Mode,
+    Correction,
     compute_rejection_mask,
     compute_rollout_weights,
     mismatch_statistics,
@@ -18,7 +17,7 @@ from distflow.algorithms.rollout_correction import (
 from distflow.config import Config
 from distflow.config.keys.algorithm import spread
 from distflow.graph import NodeOutput, NodeRole, node, node_factory
-from distflow.pipelines.nodes.objectives import DRIFT_CORRECTION
+from distflow.pipelines.nodes.objectives import DRIFT_CORRECTION, correction
 from distflow.runtime.context import NodeContext
 from distflow.training.engine import Collective
 
@@ -27,13 +26,11 @@ from distflow.training.engine import Collective
 @node(role=NodeRole.ACTOR, writes="rollout_is_weights")
 def correct_mismatch(config: Config) -> Callable[..., object]:
     """Importance weights for the mismatch between the rollout engine's policy and the trainer's before the update."""
-    settings = config.algorithm.rollout_correction
-    options: dict[str, object] = {"level": settings.level, "mode": settings.mode, "cap": settings.cap}
+    decoupled = is_decoupled(config.actor_rollout_ref.actor.policy_loss)
     return partial(
-        weigh_proximal if is_decoupled(config.actor_rollout_ref.actor.policy_loss) else weigh_mismatch,
-        **options,  # type: ignore[arg-type]  # the config checks them
-        floor=settings.floor,
-        batch_normalize=settings.rollout_is_batch_normalize,
+        weigh_proximal if decoupled else weigh_mismatch,
+        correction=correction(config),
+        batch_normalize=config.algorithm.rollout_correction.rollout_is_batch_normalize,
     )
 
 
@@ -44,23 +41,12 @@ def weigh_mismatch(
     loss_mask: Tensor,
     reduce: Collective,
     *,
-    level: Level,
-    mode: Mode,
-    cap: float,
-    floor: float | None,
+    correction: Correction,
     batch_normalize: bool,
 ) -> NodeOutput:
     """`rollout_is_weights`, `(bs, response_length)`; see `compute_rollout_weights`."""
     weights, statistics = compute_rollout_weights(
-        old_log_probs,
-        rollout_log_probs,
-        loss_mask,
-        level=level,
-        mode=mode,
-        cap=cap,
-        floor=floor,
-        batch_normalize=batch_normalize,
-        reduce=reduce,
+        old_log_probs, rollout_log_probs, loss_mask, correction, batch_normalize=batch_normalize, reduce=reduce
     )
     return NodeOutput({"rollout_is_weights": weights}, {f"rollout_corr/{k}": v for k, v in statistics.items()})
 
@@ -72,15 +58,18 @@ def weigh_proximal(
     loss_mask: Tensor,
     reduce: Collective,
     *,
-    level: Level,
-    mode: Mode,
-    cap: float,
-    floor: float | None,
+    correction: Correction,
     batch_normalize: bool,
 ) -> NodeOutput:
     """The same for decoupled PPO, which uses the proximal log-probs."""
-    options = {"level": level, "mode": mode, "cap": cap, "floor": floor, "batch_normalize": batch_normalize}
-    return weigh_mismatch(prox_log_probs, rollout_log_probs, loss_mask, reduce, **options)  # type: ignore[arg-type]  # passed on
+    return weigh_mismatch(
+        prox_log_probs,
+        rollout_log_probs,
+        loss_mask,
+        reduce,
+        correction=correction,
+        batch_normalize=batch_normalize,
+    )
 
 
 @node_factory
@@ -125,15 +114,7 @@ def drift_weights(
     trainer: Tensor, rollout: Tensor, loss_mask: Tensor, reduce: Collective
 ) -> tuple[Tensor, dict[str, float]]:
     """The weights that are switched on once the two have drifted apart, and their statistics as metrics."""
-    weights, statistics = compute_rollout_weights(
-        trainer,
-        rollout,
-        loss_mask,
-        level=DRIFT_CORRECTION.level,
-        mode=DRIFT_CORRECTION.mode,
-        cap=DRIFT_CORRECTION.cap,
-        reduce=reduce,
-    )
+    weights, statistics = compute_rollout_weights(trainer, rollout, loss_mask, DRIFT_CORRECTION, reduce=reduce)
     return weights, {f"rollout_corr/{k}": v for k, v in statistics.items()}
 
 
