@@ -10,8 +10,7 @@ from typing import Literal
 
 from distflow.errors import hint
 from distflow.graph.fields import ALIASES, PipelineError, is_async
-from distflow.graph.node_decorator import NodeSpec
-from distflow.graph.roles import ENGINES, ROLE_DEFAULTS, SCORE_FIELDS, SERVICES, NodeRole, Scope
+from distflow.graph.node_spec import ENGINES, ROLE_DEFAULTS, SCORE_FIELDS, SERVICES, NodeRole, NodeSpec, Scope
 
 RESERVED = ("batch", "samples", "group", "ctx", "engine", "config", "reduce")
 

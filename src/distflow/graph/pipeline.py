@@ -9,10 +9,10 @@ from functools import partial
 from typing import Any, Protocol
 
 from distflow.errors import hint
-from distflow.graph.bound_pipeline import BoundNode
+from distflow.graph.bind import BoundNode
 from distflow.graph.fields import PipelineError
+from distflow.graph.node_spec import NodeRole, NodeType, Plane, Scope
 from distflow.graph.nodes import Node
-from distflow.graph.roles import NodeRole, NodeType, Plane, Scope
 from distflow.graph.task_graph import TaskGraph
 
 

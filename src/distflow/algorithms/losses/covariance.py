@@ -17,7 +17,7 @@ from distflow.algorithms.losses.ratio import Stats, as_stat, clip_range, clipped
 from distflow.algorithms.masked_reductions import Reduce, global_sum, masked_mean, under_mask
 from distflow.algorithms.registry import register_policy_loss
 from distflow.graph.fields import register_field
-from distflow.graph.node_decorator import node
+from distflow.graph.node_spec import node
 
 register_field("selected_tokens", doc="1 on tokens that the policy loss treats specially, selected before the update")
 

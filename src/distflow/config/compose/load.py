@@ -15,6 +15,7 @@ from distflow.config.compose.shrink_to_fit import Change, Fitted, apply_changes,
 from distflow.config.compose.unknown_keys import is_known, judge_settings, parents
 from distflow.config.compose.values import Mismatch, convert
 from distflow.config.derived_settings import RunLimits
+from distflow.config.extension_points import find_unregistered
 from distflow.config.keys.declare import KeyInfo, dotted, is_group, yaml_name
 from distflow.config.keys.schema import Config, find_group, group_names, schema_keys
 from distflow.config.migration.verl_defaults import differing, verl_preset
@@ -92,6 +93,13 @@ def load_config(
     """
     try:
         return _load(preset_or_file, overrides, complete, trust_code, needed)
+    except ConfigError as error:
+        # A name that is unknown because its file lacks a line in a table.
+        lacking = [part for part in find_unregistered() if f"'{part.name}'" in str(error)]
+        if not lacking:
+            raise
+        problems = [Problem(((part.file, "a file of the package"),), str(part)) for part in lacking]
+        raise ConfigError([*error.problems, *problems]) from error
     except RecursionError as error:
         place = ((f"'{preset_or_file}'", COMMAND_LINE),)
         raise ConfigError([Problem(place, "its keys, or those of an override, lie too deep in one another")]) from error
