@@ -59,7 +59,7 @@ class Config:
         raise AttributeError(f"the config has no group '{name}'")
 
     def __dir__(self) -> list[str]:
-        return [*super().__dir__(), *self.user_groups]
+        return [*super().__dir__(), *{**_user_groups, **self.user_groups}]
 
 
 def register_config_group(name: str, config_class: type) -> None:
