@@ -1,7 +1,5 @@
-"""The pipeline builder, and the arguments with which a bound node's function is called.
-
-The builder of task graphs, in Python (`Pipeline`) and from a config file (`pipeline_from_config`).
-"""
+"""The builder of task graphs, in Python (`Pipeline`) and from a config file (`pipeline_from_config`), and the arguments
+with which a bound node's function is called (`compile_inputs`)."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields

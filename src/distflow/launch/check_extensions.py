@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from types import ModuleType
 
 from distflow import builtin_names as names
-from distflow.algorithms.registry import ADV_ESTIMATORS, POLICY_LOSSES
+from distflow.algorithms.registry import ADV_ESTIMATORS, POLICY_LOSSES, AdvEstimator, PolicyLoss
 from distflow.audit import advantages, policy_losses
 from distflow.builtin_names import CUSTOM_REWARD, Entry, Reward
 from distflow.config import Config
@@ -54,30 +54,29 @@ Says = Callable[[Part], Iterator[str]]
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of part. entries: its table in `builtin_names.py`, of the name `table`. chosen: the key and name of each
-    that a config chooses. faults: why a part cannot work. gaps: what a run does without."""
+    """A kind of part. entries: its table in `builtin_names.py`, of the name `table`. faults: why a part cannot work.
+    gaps: what a run does without."""
 
     name: str
     table: str
     entries: Mapping[str, Entry]
-    chosen: Callable[[Config], Iterator[tuple[str, str]]]
     faults: Says
     gaps: Says = lambda part: iter(())
 
 
 def check_extensions(config: Config) -> None:
     """Raises UserError for chosen parts that are registered in part, or cannot be called."""
-    if faults := [fault for kind in KINDS for part in _chosen(kind, config) for fault in faults_of(kind, part)]:
+    if faults := [fault for kind, part in chosen_parts(config) for fault in faults_of(kind, part)]:
         raise UserError("\n".join(faults))
 
 
 def find_gaps(config: Config) -> list[str]:
-    """What the chosen parts lack that a run can do without."""
+    """What the chosen parts of the package lack that a run can do without."""
     return [
         f"{kind.name} '{part.name}': {gap}"
-        for kind in KINDS
-        for part in _chosen(kind, config)
-        for gap in (kind.gaps(part) if part.entry is not None else ())
+        for kind, part in chosen_parts(config)
+        if part.entry is not None
+        for gap in kind.gaps(part)
     ]
 
 
@@ -96,32 +95,49 @@ def builtin_parts(kind: Kind) -> Iterator[Part]:
     return (Part(kind.table, name, entry.target, entry) for name, entry in kind.entries.items() if entry.target)
 
 
-def _chosen(kind: Kind, config: Config) -> Iterator[Part]:
+def chosen_parts(config: Config) -> Iterator[tuple[Kind, Part]]:
+    """All that a config chooses, but for names that a module of the user's registers: it was imported."""
     custom = config.custom_reward_function
-    for key, name in kind.chosen(config):
-        entry, target = kind.entries.get(name), ""
-        if name == CUSTOM_REWARD and entry is not None:
+    for kind, key, name in _choices(config):
+        entry = kind.entries.get(name)
+        target = entry.target if entry is not None else custom_target(*split_name(name)) if ":" in name else ""
+        if kind is REWARD and name == CUSTOM_REWARD:
             entry, target = None, custom_target(custom.path, custom.name) if custom.path else ""
-        elif entry is not None:
-            target = entry.target
-        elif ":" in name:
-            target = custom_target(*split_name(name))
         if target:
-            yield Part(key, name, target, entry)
+            yield kind, Part(key, name, target, entry)
+
+
+def _choices(config: Config) -> Iterator[tuple[Kind, str, str]]:
+    """The kind, key and name of each."""
+    settings, domains = config.actor_rollout_ref, config.data.domains
+    yield PIPELINE, "dag.pipeline", pipeline_name(config)
+    yield TRAIN_ENGINE, "actor_rollout_ref.actor.strategy", settings.actor.strategy
+    yield from ((TRACKER, "trainer.logger", name) for name in config.trainer.logger)
+    if not is_rl(config):
+        return
+    yield ROLLOUT_ENGINE, "actor_rollout_ref.rollout.name", settings.rollout.name
+    yield LOSS, "actor_rollout_ref.actor.policy_loss", settings.actor.policy_loss
+    for domain, algorithm in algorithms(config):
+        of = "" if domain is None else f"domains.{domain}."
+        yield ESTIMATOR, f"algorithm.{of}adv_estimator", algorithm.adv_estimator
+    for name, parts in reward_functions(config).items():
+        key = f"data.domains.{name}.reward" if name in domains else f"reward.functions.{name}"
+        yield from ((REWARD, key, part.name) for part in parts)
 
 
 def explain_missing_column(error: MissingColumn, config: Config) -> UserError | None:
     """The error for a column that no node can write, since an estimator or a loss has a parameter that is none."""
-    for kind, registry in ((ESTIMATOR, ADV_ESTIMATORS), (LOSS, POLICY_LOSSES)):
-        for key, name in kind.chosen(config):
-            fn = registry[name].fn if name in registry else None
-            if fn is not None and error.column in inspect.signature(fn).parameters:
-                function = getattr(fn, "__qualname__", name)
-                return UserError(
-                    f"{key}: {kind.name} '{name}' ({fn.__module__}.{function}) takes '{error.column}', which is no "
-                    f"column of the batch{hint(error.column, STANDARD_FIELDS)}. If it is an option, write it after a "
-                    f"*: def {function}(..., *, {error.column}=...)"
-                )
+    registries: dict[str, Mapping[str, AdvEstimator | PolicyLoss]]
+    registries = {ESTIMATOR.name: ADV_ESTIMATORS, LOSS.name: POLICY_LOSSES}
+    for kind, key, name in _choices(config):
+        known = registries.get(kind.name, {}).get(name)
+        if known is not None and error.column in inspect.signature(known.fn).parameters:
+            function = getattr(known.fn, "__qualname__", name)
+            return UserError(
+                f"{key}: {kind.name} '{name}' ({known.fn.__module__}.{function}) takes '{error.column}', which is no "
+                f"column of the batch{hint(error.column, STANDARD_FIELDS)}. If it is an option, write it after a *: "
+                f"def {function}(..., *, {error.column}=...)"
+            )
     return None
 
 
@@ -230,51 +246,17 @@ def _declared(method: Callable[..., object]) -> str:
     return f"{'async ' * inspect.iscoroutinefunction(method)}def {method.__name__}{signature}"
 
 
-def _of_pipeline(config: Config) -> Iterator[tuple[str, str]]:
-    yield "dag.pipeline", pipeline_name(config)
-
-
-def _of_algorithms(config: Config) -> Iterator[tuple[str, str]]:
-    for domain, algorithm in algorithms(config) if is_rl(config) else ():
-        key = "algorithm.adv_estimator" if domain is None else f"algorithm.domains.{domain}.adv_estimator"
-        yield key, algorithm.adv_estimator
-
-
-def _of_losses(config: Config) -> Iterator[tuple[str, str]]:
-    if is_rl(config):
-        yield "actor_rollout_ref.actor.policy_loss", config.actor_rollout_ref.actor.policy_loss
-
-
-def _of_rewards(config: Config) -> Iterator[tuple[str, str]]:
-    for domain, parts in reward_functions(config).items() if is_rl(config) else ():
-        key = f"data.domains.{domain}.reward" if domain in config.data.domains else f"reward.functions.{domain}"
-        yield from ((key, part.name) for part in parts)
-
-
-def _of_rollout(config: Config) -> Iterator[tuple[str, str]]:
-    if is_rl(config):
-        yield "actor_rollout_ref.rollout.name", config.actor_rollout_ref.rollout.name
-
-
-def _of_training(config: Config) -> Iterator[tuple[str, str]]:
-    yield "actor_rollout_ref.actor.strategy", config.actor_rollout_ref.actor.strategy
-
-
-def _of_trackers(config: Config) -> Iterator[tuple[str, str]]:
-    yield from (("trainer.logger", name) for name in config.trainer.logger)
-
-
 _TRAIN_ARGUMENTS = (
     *("optimizer", "schedule", "group"),
     *ScorerOptions.__annotations__,
     *("max_grad_norm", "gradient_checkpointing"),
 )
 
+PIPELINE = Kind("pipeline", "PIPELINES", names.PIPELINES, _loads)
 ESTIMATOR = Kind(
     "advantage estimator",
     "ESTIMATORS",
     names.ESTIMATORS,
-    _of_algorithms,
     _is_registered(ADV_ESTIMATORS, "register_adv_est"),
     _has_formula(advantages, (), "(samples, options) -> (advantages, returns) of each"),
 )
@@ -282,36 +264,21 @@ LOSS = Kind(
     "policy loss",
     "POLICY_LOSSES",
     names.POLICY_LOSSES,
-    _of_losses,
     _is_registered(POLICY_LOSSES, "register_policy_loss"),
     _has_formula(policy_losses, policy_losses.WITHOUT_FORMULA, "(tokens, options) -> loss of each token"),
 )
-KINDS = (
-    Kind(
-        "pipeline", "PIPELINES", names.PIPELINES, lambda config: iter([("dag.pipeline", pipeline_name(config))]), _loads
-    ),
-    ESTIMATOR,
-    LOSS,
-    Kind("reward function", "REWARDS", names.REWARDS, _of_rewards, _scores),
-    Kind(
-        "rollout engine",
-        "ROLLOUT_ENGINES",
-        names.ROLLOUT_ENGINES,
-        _of_rollout,
-        _has_methods(RolloutEngine, "rollout/engine.py", 2, ("version", "shares_weights")),
-    ),
-    Kind(
-        "train engine",
-        "TRAIN_ENGINES",
-        names.TRAIN_ENGINES,
-        _of_training,
-        _has_methods(TrainEngine, "training/engine.py", 1, _TRAIN_ARGUMENTS),
-    ),
-    Kind(
-        "tracker",
-        "TRACKERS",
-        names.TRACKERS,
-        _of_trackers,
-        _tracks,
-    ),
+REWARD = Kind("reward function", "REWARDS", names.REWARDS, _scores)
+ROLLOUT_ENGINE = Kind(
+    "rollout engine",
+    "ROLLOUT_ENGINES",
+    names.ROLLOUT_ENGINES,
+    _has_methods(RolloutEngine, "rollout/engine.py", 2, ("version", "shares_weights")),
 )
+TRAIN_ENGINE = Kind(
+    "train engine",
+    "TRAIN_ENGINES",
+    names.TRAIN_ENGINES,
+    _has_methods(TrainEngine, "training/engine.py", 1, _TRAIN_ARGUMENTS),
+)
+TRACKER = Kind("tracker", "TRACKERS", names.TRACKERS, _tracks)
+KINDS = (PIPELINE, ESTIMATOR, LOSS, REWARD, ROLLOUT_ENGINE, TRAIN_ENGINE, TRACKER)
