@@ -1,192 +1,320 @@
-"""One file and one line of a table add a part of each kind: done to a copy of the package, in which a run then goes."""
+"""Parts of one's own, as docs/extending.md has them: a run takes them all, and one that is registered in part is told
+what to add, before a model is loaded."""
 
+import ast
 import os
+import re
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
+from distflow import builtin_names as names
+from distflow.config import ConfigError, load_config
+from distflow.config.compose import load
+from distflow.config.extension_points import EXTENSION_POINTS, find_unregistered
+from distflow.errors import UserError
+from distflow.launch.check_extensions import KINDS, builtin_parts, faults_of, find_gaps
 from tests.e2e.runs import Playground
+from tests.test_docs import ROOT, blocks, save_if_file
+from tests.user_code import forgotten
 
-SOURCE = Path(__file__).parent.parent / "src" / "distflow"
-
-
-class Part(NamedTuple):
-    """A new part. line: for `table`, in the file of that table. code: of `file`; it calls `seen()` when it is used."""
-
-    file: str
-    table: str
-    line: str
-    code: str
-
-
-PARTS = {
-    "estimator": Part(
-        "algorithms/advantages/mine.py",
-        "builtin_names.py ESTIMATORS",
-        '"mine": Estimator("the reward itself", "distflow.algorithms.advantages.mine:compute_mine_advantage"),',
-        """
-from distflow.algorithms.registry import register_adv_est
-
-@register_adv_est("mine", scope="sample")
-def compute_mine_advantage(token_level_rewards, response_mask):
-    seen()
-    rewards = token_level_rewards.sum(-1, keepdim=True) * response_mask
-    return rewards, rewards
-""",
-    ),
-    "loss": Part(
-        "algorithms/losses/mine.py",
-        "builtin_names.py POLICY_LOSSES",
-        '"mine": PolicyLoss("plain policy gradient", "distflow.algorithms.losses.mine:compute_mine_loss"),',
-        """
-from distflow.algorithms.registry import register_policy_loss
-
-@register_policy_loss("mine")
-def compute_mine_loss(log_probs, advantages, loss_mask):
-    seen()
-    return -log_probs * advantages, {}
-""",
-    ),
-    "reward": Part(
-        "rewards/mine_reward.py",
-        "builtin_names.py REWARDS",
-        '"mine": Reward("an odd number of characters", "distflow.rewards.mine_reward:compute_score"),',
-        """
-from distflow.rewards.score import Case
-
-CASES = (Case("odd", None, True), Case("even", None, False))
-
-def compute_score(solution_str):
-    seen()
-    return len(solution_str) % 2
-""",
-    ),
-    "rollout engine": Part(
-        "rollout/mine.py",
-        "builtin_names.py ROLLOUT_ENGINES",
-        '"mine": Entry("as hf", "distflow.rollout.mine:MineEngine"),',
-        """
-from distflow.rollout.hf import HFEngine
-
-class MineEngine(HFEngine):
-    def __init__(self, model, tokenizer, *, version, shares_weights, max_num_seqs):
-        seen(max_num_seqs)
-        super().__init__(model, tokenizer, version=version, shares_weights=shares_weights)
-""",
-    ),
-    "train engine": Part(
-        "training/mine.py",
-        "builtin_names.py TRAIN_ENGINES",
-        '"mine": Entry("as torch", "distflow.training.mine:MineEngine"),',
-        """
-from distflow.training.torch_engine import TorchTrainEngine
-
-class MineEngine(TorchTrainEngine):
-    def train_step(self, batch, loss_fn):
-        seen()
-        return super().train_step(batch, loss_fn)
-""",
-    ),
-    "tracker": Part(
-        "observe/tracker_mine.py",
-        "builtin_names.py TRACKERS",
-        '"mine": Tracker("counts steps", "distflow.observe.tracker_mine:MineTracker"),',
-        """
-class MineTracker:
-    def __init__(self, run):
-        self.run = run
-
-    def log(self, step, values):
-        seen(step, self.run.experiment)
-
-    def close(self):
-        pass
-""",
-    ),
-    "pipeline": Part(
-        "pipelines/mine.py",
-        "builtin_names.py PIPELINES",
-        '"mine": BuiltinPipeline("as grpo", "distflow.pipelines.mine:mine_pipeline"),',
-        """
-from distflow.graph import Pipeline
-from distflow.pipelines.grpo import group_relative
-
-def mine_pipeline(config):
-    seen()
-    return group_relative(Pipeline("mine_pipeline"), config)
-""",
-    ),
-    "command": Part(
-        "commands/greet.py",
-        "cli.py COMMANDS",
-        '"greet": Command("say hello", "distflow.commands.greet"),',
-        """
-def add_greet_arguments(parser):
-    parser.add_argument("whom")
-
-def run_greet(arguments):
-    seen(arguments.whom)
-    return 0
-""",
-    ),
-}
+SOURCE = ROOT / "src" / "distflow"
+PAGE = ROOT / "docs" / "extending.md"
+HEAD = re.compile(r"# (?P<file>[\w/]+\.py)(?: \((?P<new>new)\)|, (?P<how>below|in place of): (?P<text>.+))\n")
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 SEEN = """
-def seen(*what):
-    with open({group_recorder!r}, "a") as file:
-        print({kind!r}, *what, file=file)
+def seen(*values):
+    with open({record!r}, "a") as file:
+        print({name!r}, file=file)
+
 """
 CHOSEN = (
-    "dag.pipeline=mine",
-    "algorithm.adv_estimator=mine",
-    "actor_rollout_ref.actor.policy_loss=mine",
-    "actor_rollout_ref.actor.strategy=mine",
-    "actor_rollout_ref.rollout.name=mine",
+    "dag.pipeline=certain",
+    "certain.above=0.9",
+    "algorithm.adv_estimator=raw_score",
+    "algorithm.adv_estimator_kwargs.gain=0.5",
+    "actor_rollout_ref.actor.policy_loss=plain",
+    "actor_rollout_ref.actor.strategy=counting",
+    "actor_rollout_ref.rollout.name=timed",
     "actor_rollout_ref.rollout.max_num_seqs=7",
-    "reward.functions={default: [mine]}",
-    "trainer.logger=[mine]",
-    "trainer.experiment_name=extended",
+    "reward.functions={default: [even_length]}",
+    "trainer.logger=[steps]",
     "trainer.total_training_steps=1",
 )
 
 
-def add(part: Part, kind: str, package: Path, group_recorder: Path) -> None:
-    """One new file, and one new line at the head of a table."""
-    assert not (package / part.file).exists()
-    (package / part.file).write_text(SEEN.format(group_recorder=str(group_recorder), kind=kind) + part.code)
-    file, table = part.table.split()
-    lines = (package / file).read_text().split("\n")
-    head = next(number for number, line in enumerate(lines) if line.startswith(f"{table}: dict["))
-    lines.insert(head + 1, f"    {part.line}")
-    (package / file).write_text("\n".join(lines))
+class Edit(NamedTuple):
+    """A block of the page for a file of the package. how: "new", or what `text` is to the code."""
+
+    file: str
+    how: str
+    text: str
+    code: str
+
+
+def edits() -> list[Edit]:
+    found = []
+    for block in blocks(PAGE):
+        if block.language == "py":
+            head = HEAD.match(block.code)
+            assert head, f"{block.page}:{block.line} names no place"
+            code = block.code[head.end() :]
+            found.append(Edit(head["file"], head["new"] or head["how"], head["text"] or "", code))
+    return found
+
+
+NEW = [edit for edit in edits() if edit.how == "new"]
+
+
+def apply(edit: Edit, package: Path) -> None:
+    path = package / edit.file
+    if edit.how == "new":
+        assert not path.exists()
+        path.write_text(edit.code)
+        return
+    lines = path.read_text().split("\n")
+    if edit.how == "below":
+        place = next(number for number, line in enumerate(lines) if line.strip().startswith(edit.text))
+        path.write_text("\n".join([*lines[: place + 1], edit.code, *lines[place + 1 :]]))
+    else:
+        assert path.read_text().count(edit.text) == 1
+        path.write_text(path.read_text().replace(edit.text, edit.code.strip()))
+
+
+def report_calls(edit: Edit, package: Path, record: Path) -> None:
+    """Every function of a new file says that it was called."""
+    code = re.sub(
+        r"(?m)^( *)((?:async )?def \w+\((?:[^\n]|\n(?! *\)))*?(?:\n *\))?.*:)\n", r"\1\2\n\1    seen()\n", edit.code
+    )
+    (package / edit.file).write_text(SEEN.format(record=str(record), name=edit.file) + code)
+
+
+def command(folder: Path, package: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(package.parent), "OMP_NUM_THREADS": "1"}
+    words = [sys.executable, "-m", "distflow", *arguments]
+    return subprocess.run(words, env=environment, cwd=folder, capture_output=True, text=True, timeout=300)
 
 
 @pytest.fixture(scope="module")
-def witnessed(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """What the parts that were added said while a run chose them all."""
+def output(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """What a run says that takes all parts of the page, and which of their files were called."""
     folder = tmp_path_factory.mktemp("extended")
-    shutil.copytree(SOURCE, folder / "src" / "distflow")  # with what is compiled, which holds for files that stay
-    group_recorder = folder / "witness.txt"
-    for kind, part in PARTS.items():
-        add(part, kind, folder / "src" / "distflow", group_recorder)
+    package = folder / "src" / "distflow"
+    shutil.copytree(SOURCE, package)  # with what is compiled, which holds for files that stay
+    for edit in edits():
+        apply(edit, package)
+    assert not find_unregistered(package)
+    for edit in NEW:
+        report_calls(edit, package, folder / "called.txt")
     overrides = Playground(folder).overrides("run", *CHOSEN, "~custom_reward_function.path")
-    for arguments in (["train", "grpo", *overrides], ["greet", "world"]):
-        done = subprocess.run(
-            [sys.executable, "-m", "distflow", *arguments],
-            env={**os.environ, "PYTHONPATH": str(folder / "src"), "OMP_NUM_THREADS": "1"},
-            cwd=folder,
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
-        assert done.returncode == 0, done.stderr
-    return group_recorder.read_text().splitlines()
+    runs = [command(folder, package, *words) for words in (["train", "grpo", *overrides], ["greet", "world"])]
+    assert [run.returncode for run in runs] == [0, 0], "\n".join(run.stdout + run.stderr for run in runs)
+    return "\n".join([*(run.stdout for run in runs), (folder / "called.txt").read_text()])
 
 
-@pytest.mark.parametrize("kind", PARTS)
-def test_one_file_and_one_line_add(kind: str, witnessed: list[str]) -> None:
-    said = {"rollout engine": " 7", "tracker": " 1 extended", "command": " world"}.get(kind, "")
-    assert f"{kind}{said}" in witnessed
+@pytest.mark.parametrize("edit", NEW, ids=lambda edit: edit.file)
+def test_a_run_uses_each_part_of_the_page(edit: Edit, output: str) -> None:
+    has_functions = "def " in edit.code
+    assert edit.file in output or not has_functions
+    assert not re.search("note: .*(audit cannot|nothing registers)", output)
+
+
+@pytest.fixture(scope="module")
+def unregistered(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The package with the page's new files, and without any of the lines that register them."""
+    package = tmp_path_factory.mktemp("unregistered") / "distflow"
+    shutil.copytree(SOURCE, package, ignore=shutil.ignore_patterns("__pycache__"))
+    for edit in NEW:
+        apply(edit, package)
+    return package
+
+
+def test_a_file_that_nothing_registers_is_named_with_its_line(unregistered: Path) -> None:
+    found = {part.file: part for part in find_unregistered(unregistered)}
+    assert set(found) == {edit.file for edit in NEW}
+    assert {part.point.kind for part in found.values()} == {point.kind for point in EXTENSION_POINTS}
+    for part in found.values():
+        line = re.sub(r'"(?:DESCRIPTION|HELP)"', '"."', part.line)
+        written = [re.sub(r'\("[^"]*",', '(".",', edit.code) for edit in edits() if edit.how != "new"]
+        asked = line.split("  #")[0].replace(f"{part.attribute}(...)", f"{part.attribute}(")
+        assert any(asked in code for code in written), part.line
+        assert part.file in str(part) and part.line in str(part)
+
+
+CHOOSES = {
+    "raw_score": "algorithm.adv_estimator",
+    "plain": "actor_rollout_ref.actor.policy_loss",
+    "even_length": "reward.functions.default",
+    "certain": "dag.pipeline",
+    "timed": "actor_rollout_ref.rollout.name",
+    "counting": "actor_rollout_ref.actor.strategy",
+    "steps": "trainer.logger",
+}
+
+
+@pytest.mark.parametrize("name", CHOOSES)
+def test_an_unknown_name_is_answered_with_the_line_that_is_missing(
+    name: str, unregistered: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(load, "find_unregistered", partial(find_unregistered, unregistered))
+    with pytest.raises(ConfigError) as error:
+        load_config("grpo", [f"{CHOOSES[name]}={f'[{name}]' if name in ('steps', 'even_length') else name}"])
+    lines = [part.line for part in find_unregistered(unregistered) if part.name == name and "group(" not in part.line]
+    assert lines and lines[0].startswith(f'"{name}": ') and lines[0] in str(error.value)
+
+
+def test_the_built_in_parts_are_whole() -> None:
+    assert find_unregistered() == []
+    for kind in KINDS:
+        parts = list(builtin_parts(kind))
+        assert parts
+        for part in parts:
+            assert faults_of(kind, part) == [] and list(kind.gaps(part)) == []
+
+
+@pytest.mark.parametrize("preset", ["quickstart_grpo", "ppo", "dapo", "rlvr", "sft"])
+def test_presets_choose_whole_parts(preset: str) -> None:
+    assert find_gaps(load_config(preset, complete=False).config) == []
+
+
+MINE = {
+    "mine": """
+def estimator(token_level_rewards, response_mask): ...
+def compute_score(solution_str): return 1.0
+def wrong_score(solution_str, beam): return 1.0
+class Engine:
+    def __init__(self, model, tokenizer=None, *, version=None): ...
+    async def generate(self, request): ...
+class Tracker:
+    def close(self): ...
+""",
+    "mine_cases": "CASES = ()\ndef compute_score(solution_str, beam): return 1.0\n",
+    "users": """
+from distflow import register_adv_est, register_policy_loss
+@register_adv_est("odd")
+def odd(token_level_rewards, response_mask, temprature): ...
+@register_policy_loss("odd")
+def odd_loss(log_probs, advantages, loss_mask, strength): ...
+""",
+}
+REGISTERED_IN_PART: dict[str, tuple[dict[str, Any], str, tuple[str, ...]]] = {
+    "an estimator without its decorator": (
+        names.ESTIMATORS,
+        "mine:estimator",
+        ("ESTIMATORS in builtin_names.py", 'mine.py does not register it: write @register_adv_est("mine") above estim'),
+    ),
+    "an estimator that does not exist": (
+        names.ESTIMATORS,
+        "mine:nope",
+        ("its entry names 'mine:nope'", "has no 'nope'"),
+    ),
+    "a module that does not exist": (names.ESTIMATORS, "nowhere:nope", ("there is no module 'nowhere'",)),
+    "a loss without its decorator": (names.POLICY_LOSSES, "mine:estimator", ("write @register_policy_loss",)),
+    "a reward without cases": (names.REWARDS, "mine:compute_score", ("mine.py has no CASES", "CASES = (Case(")),
+    "a reward that does not exist": (names.REWARDS, "mine:nope", ("mine.py has no 'nope'",)),
+    "a reward with a parameter too many": (
+        names.REWARDS,
+        "mine_cases:compute_score",
+        ("mine_cases.py: compute_score takes (solution_str, beam)", "some of (data_source, solution_str"),
+    ),
+    "a pipeline that does not exist": (
+        names.PIPELINES,
+        "mine:nope",
+        ("PIPELINES in builtin_names.py", "has no 'nope'"),
+    ),
+    "a rollout engine without methods": (
+        names.ROLLOUT_ENGINES,
+        "mine:Engine",
+        ("rollout/engine.py says", "Add\n", "async def pause(self, release: bool = False) -> None", "'shares_weights'"),
+    ),
+    "a train engine without methods": (
+        names.TRAIN_ENGINES,
+        "mine:Engine",
+        ("def train_step(self, batch: Batch, loss_fn: LossFn) -> dict[str, float]", "mine.py: Engine cannot be made"),
+    ),
+    "a tracker without methods": (
+        names.TRACKERS,
+        "mine:Tracker",
+        ("def log(self, step: int, values: Mapping[str",),
+    ),
+}
+
+
+@pytest.fixture
+def user_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    for module, code in MINE.items():
+        (tmp_path / f"{module}.py").write_text(code)
+    monkeypatch.chdir(tmp_path)
+    with forgotten(*MINE):
+        sys.path.insert(0, str(tmp_path))
+        yield tmp_path
+
+
+@pytest.mark.parametrize("case", REGISTERED_IN_PART)
+def test_a_part_that_is_registered_in_part_is_told_what_it_lacks(case: str, user_modules: Path) -> None:
+    table, target, expected = REGISTERED_IN_PART[case]
+    kind = next(kind for kind in KINDS if kind.entries is table)
+    table["mine"] = type(next(iter(table.values())))("a part of mine", target)
+    try:
+        part = next(part for part in builtin_parts(kind) if part.name == "mine")
+        said = "\n".join(faults_of(kind, part))
+    finally:
+        del table["mine"]
+    assert all(text in said for text in expected), said
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (
+            ["trainer.imports=[users]", "algorithm.adv_estimator=odd"],
+            ("algorithm.adv_estimator", "(users.odd) takes 'temprature', which is no column", "*, temprature=...)"),
+        ),
+        (
+            ["trainer.imports=[users]", "actor_rollout_ref.actor.policy_loss=odd"],
+            ("policy_loss", "(users.odd_loss) takes 'strength'", "def odd_loss(..., *, strength=...)"),
+        ),
+        (["reward.functions={default: ['mine:wrong_score']}"], ("mine.py: wrong_score takes (solution_str, beam)",)),
+        (["reward.functions={default: ['mine:nope']}"], ("mine.py has no 'nope'",)),
+        (["reward.functions={default: ['mine.py:wrong_score']}"], ("wrong_score takes (solution_str, beam)",)),
+        (["reward.functions={default: ['nowhere:nope']}"], ("there is no module 'nowhere'",)),
+        (["dag.custom_pipeline_fn=mine:nope", "~dag.pipeline"], ("dag.custom_pipeline_fn", "has no 'nope'")),
+    ],
+)
+def test_a_users_part_that_does_not_fit_is_told_before_a_model_is_loaded(
+    overrides: list[str], expected: tuple[str, ...], user_modules: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError) as error:
+        own_reward = ["~custom_reward_function.path"] if "reward.functions" in overrides[0] else []
+        Playground(tmp_path).spec("grpo", *overrides, *own_reward)
+    assert all(text in str(error.value) for text in expected), error.value
+
+
+def test_an_estimator_or_loss_without_a_formula_is_noted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delitem(sys.modules["distflow.audit.advantages"].FORMULAS, "grpo")
+    monkeypatch.delitem(sys.modules["distflow.audit.policy_losses"].FORMULAS, "vanilla")
+    loss, estimator = find_gaps(load_config("grpo", Playground(tmp_path).overrides("run")).config)
+    assert 'add "grpo": _grpo to FORMULAS there' in estimator and "audit/advantages.py" in estimator
+    assert 'add "vanilla": _vanilla to FORMULAS there' in loss and "audit/policy_losses.py" in loss
+
+
+def test_a_run_takes_the_parts_outside_the_package(tmp_path: Path) -> None:
+    for block in blocks(PAGE):
+        save_if_file(block, tmp_path)
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    words = [word for block in blocks(PAGE) if block.language == "bash" for word in block.code.split()]
+    assert sum(word.startswith("trainer.total_training_steps=1") for word in words) == 4
+    chosen = [
+        *("trainer.imports=[my_algorithms,my_pipeline]", "algorithm.adv_estimator=raw_score"),
+        *("actor_rollout_ref.actor.policy_loss=plain", "dag.custom_pipeline_fn=my_pipeline:certain_pipeline"),
+        *("reward.functions={default: ['my_rewards_file.py:short']}", "~dag.pipeline"),
+    ]
+    done = command(tmp_path, SOURCE, "train", "examples/tiny.yaml", "trainer.total_training_steps=1", *chosen)
+    assert done.returncode == 0, done.stdout + done.stderr
+    metrics = next(tmp_path.rglob("metrics.jsonl")).read_text()
+    assert "certain_frac" in metrics and "confidence" in metrics

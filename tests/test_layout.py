@@ -40,7 +40,6 @@ MANY_IMPORTS = {
     "cluster.worker_actor": 31,
     "cluster.supervisor": 27,
     "runtime.rollout_loop": 23,
-    "launch.run_options": 22,
 }
 MOST_ARROWS = 115
 MOST_LINES = 60

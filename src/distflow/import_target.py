@@ -3,12 +3,14 @@
 A name is "module:function", "module.function", "module:Class.method" or "file.py:function".
 """
 
+import ast
 import importlib
 import importlib.util
 import inspect
 import pkgutil
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from types import ModuleType
 
@@ -84,11 +86,10 @@ def _load_file(path: Path) -> ModuleType:
     assert spec is not None and spec.loader is not None, "a .py file has a loader"
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses and the like look their module up
-    try:
+    with ExitStack() as undo:
+        undo.callback(sys.modules.pop, name)
         spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
+        undo.pop_all()
     return module
 
 
@@ -127,3 +128,79 @@ def _bound(owner: object, name: str, found: object, path: str) -> object:
             "make it a static method, or give the method of an instance"
         )
     return getattr(owner(), name)
+
+
+class SourceFile:
+    """What a module defines, read from the text of its file: none of its code runs.
+
+    names: all that it binds at its top level. is_open: it may bind others too, by a star import or `__getattr__`.
+    """
+
+    def __init__(self, tree: ast.Module) -> None:
+        self._functions = {node.name: node for node in tree.body if isinstance(node, _FUNCTIONS)}
+        self._classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
+        self.names = set(_bound_names(tree))
+        self.is_open = bool(self.names & {"*", "__getattr__"})
+
+    @staticmethod
+    def of(module: str) -> "SourceFile | None":
+        """None where its text cannot be read. Raises LoadError where there is certainly no such module.
+
+        module: its name, or the path of its ".py" file.
+        """
+        stem = module.replace(".", "/")
+        files = [Path(module).expanduser()] if module.endswith(".py") else []
+        files += [Path(folder, name) for folder in sys.path for name in (f"{stem}.py", f"{stem}/__init__.py")]
+        file = next((file for file in files if file.is_file()), None)
+        if module.endswith(".py") and file is None:
+            raise LoadError(f"there is no file '{module}'")
+        if file is None and "." not in module and importlib.util.find_spec(module) is None:
+            raise LoadError(_not_found(module, module))
+        try:
+            return None if file is None else SourceFile(ast.parse(file.read_bytes()))
+        except (OSError, SyntaxError, ValueError):  # its import says more
+            return None
+
+    def defines(self, name: str) -> bool:
+        """Whether it binds the name, or may."""
+        return self.is_open or name in self.names
+
+    def signature(self, name: str) -> Callable[..., object] | None:
+        """A function that does nothing, with the parameters of the one of that name; None where a decorator may change
+        them, or no plain function has the name. Every default is None."""
+        node = self._functions.get(name)
+        if node is None or node.decorator_list:
+            return None
+        function = eval(compile(ast.fix_missing_locations(ast.Expression(_without_values(node.args))), name, "eval"))
+        assert callable(function), "a lambda"
+        return function
+
+    def methods(self, name: str) -> set[str]:
+        """The methods that the class of that name defines itself."""
+        node = self._classes.get(name)
+        return set() if node is None else {own.name for own in node.body if isinstance(own, _FUNCTIONS)}
+
+
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+def _without_values(arguments: ast.arguments) -> ast.Lambda:
+    everything = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, arguments.vararg, arguments.kwarg]
+    for argument in filter(None, everything):
+        argument.annotation = None
+    arguments.defaults = [ast.Constant(None) for _ in arguments.defaults]
+    arguments.kw_defaults = [value and ast.Constant(None) for value in arguments.kw_defaults]
+    return ast.Lambda(arguments, ast.Constant(None))
+
+
+def _bound_names(node: ast.AST) -> Iterator[str]:
+    """The names that a module's own statements bind, those below `if` and `try` too."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, (*_FUNCTIONS, ast.ClassDef)):
+            yield child.name
+            continue
+        if isinstance(child, ast.alias):
+            yield (child.asname or child.name).partition(".")[0]
+        elif isinstance(child, ast.Name) and isinstance(child.ctx, ast.Store):
+            yield child.id
+        yield from _bound_names(child)

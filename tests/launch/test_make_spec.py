@@ -20,9 +20,9 @@ from distflow.config import load_config
 from distflow.data.encoded import EncodedRows
 from distflow.errors import UserError
 from distflow.graph import PipelineError
-from distflow.launch.check_serializable import check_importable
 from distflow.launch.data_sets import data_plan
 from distflow.launch.local_launcher import launch_local
+from distflow.launch.user_code import check_importable
 from distflow.rollout.engine import SamplingParams
 from distflow.runtime.offload import Offloads
 from distflow.runtime.spec import Spec

@@ -18,8 +18,7 @@ from distflow.graph import Drop, NodeOutput
 from distflow.pipelines.nodes import compute_reward, dynamic_sampling, greedy_baseline, train_actor, train_critic
 from distflow.pipelines.nodes.advantages import subtract_kl
 from distflow.pipelines.nodes.log_probs import score_policy, score_proximal
-from distflow.pipelines.nodes.reward import reward_samples
-from distflow.pipelines.nodes.rollout import generate, load_responses
+from distflow.pipelines.nodes.rollout import generate, load_responses, reward_samples
 from distflow.pipelines.nodes.updates import update
 from distflow.rewards.router import RewardOutcome
 from distflow.rewards.score import Error, RewardResult, Score, Timeout

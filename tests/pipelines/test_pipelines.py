@@ -10,7 +10,7 @@ from distflow.config import load_config
 from distflow.config.keys.run import MARKERS, NODE_KEYS
 from distflow.errors import UserError
 from distflow.graph import Pipeline, PipelineError
-from distflow.graph.roles import MARKER_TYPES
+from distflow.graph.node_spec import MARKER_TYPES
 from distflow.launch.select_pipeline import bind, select_pipeline
 from distflow.pipelines.dapo import dapo_pipeline
 from distflow.pipelines.grpo import grpo_pipeline

@@ -15,8 +15,7 @@ from distflow.builtin_names import Entry
 from distflow.config.compose.values import Mismatch, can_convert, convert
 from distflow.errors import hint
 from distflow.graph.fields import find_field
-from distflow.graph.node_decorator import node
-from distflow.graph.roles import NodeRole, Scope
+from distflow.graph.node_spec import NodeRole, Scope, node
 from distflow.import_target import load_module, split_name
 
 _NO_DEFAULT = inspect.Parameter.empty

@@ -41,7 +41,7 @@ def make_spec_of(inputs: PythonInputs, loaded: Loaded) -> "Spec":
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="IProgress not found")  # tqdm's, of a notebook without its widgets
         from distflow.launch.make_spec import make_spec
-        from distflow.launch.trusted_code import named_code
+        from distflow.launch.user_code import named_code
         from distflow.runtime.checkpoint.checkpoint import CheckpointStore
         from distflow.runtime.checkpoint.find_checkpoint import CHECKPOINTS
         from distflow.runtime.errors import writing_to

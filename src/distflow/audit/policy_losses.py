@@ -169,3 +169,6 @@ FORMULAS: dict[str, Formula] = {
     "gmpo": _gmpo,
     "cpgd": _cpgd,
 }
+
+WITHOUT_FORMULA = ("dppo_tv", "dppo_kl", "dro", "clip_cov", "kl_cov")
+"""Built-in losses that are not computed again: the audit of a run with one of them says so."""

@@ -61,7 +61,7 @@ def _evaluated(arguments: argparse.Namespace, folder: Path) -> dict[str, float]:
         with importing():
             from distflow.launch.evaluate import evaluate
             from distflow.launch.make_spec import make_spec
-            from distflow.launch.trusted_code import named_code
+            from distflow.launch.user_code import named_code
         for line in named_code(loaded.config):
             say(f"your code: {line}")
         return evaluate(make_spec(loaded, say=say), say)

@@ -46,7 +46,7 @@ def run_train(arguments: argparse.Namespace) -> int:
     with rewards_ahead(loaded.config):
         with importing():
             from distflow.launch.make_spec import make_spec
-            from distflow.launch.trusted_code import named_code
+            from distflow.launch.user_code import named_code
 
             launch = cast("Launch", load(LAUNCHERS[loaded.config.trainer.launcher].target))
         for line in named_code(loaded.config):

@@ -1,12 +1,11 @@
 """Pipelines as graphs: fields, nodes, contracts, the pipeline builder, and `bind`. No torch here."""
 
-from distflow.graph.bound_pipeline import BoundNode, BoundPipeline
+from distflow.graph.bind import BoundNode, BoundPipeline
 from distflow.graph.contract import REQUIRED, Form
 from distflow.graph.fields import Field, PipelineError, find_field, register_field
-from distflow.graph.node_decorator import node, node_factory, spec_of
+from distflow.graph.node_spec import SCORE_FIELDS, NodeRole, NodeStatus, NodeType, node, node_factory, spec_of
 from distflow.graph.nodes import Drop, Node, NodeOutput
 from distflow.graph.pipeline import Inputs, Pipeline, compile_inputs, pipeline_from_config
-from distflow.graph.roles import SCORE_FIELDS, NodeRole, NodeStatus, NodeType
 from distflow.graph.task_graph import TaskGraph
 
 __all__ = [

@@ -10,8 +10,7 @@ from typing import Literal
 
 from distflow.errors import hint
 from distflow.graph.fields import ALIASES, PipelineError, is_async
-from distflow.graph.node_decorator import NodeSpec
-from distflow.graph.roles import ENGINES, ROLE_DEFAULTS, SCORE_FIELDS, SERVICES, NodeRole, Scope
+from distflow.graph.node_spec import ENGINES, ROLE_DEFAULTS, SCORE_FIELDS, SERVICES, NodeRole, NodeSpec, Scope
 
 RESERVED = ("batch", "samples", "group", "ctx", "engine", "config", "reduce")
 
@@ -92,8 +91,17 @@ def read_contract(fn: Callable[..., object], declared: Declared) -> Contract:
     """The contract of a function. Raises PipelineError if its signature does not say what it reads."""
     parameters = _parameters(fn, declared.where)
     form = form_of(parameters)
-    fields = _fields(form, parameters, declared)
-    parameters = parameters or []
+    return _contract(form, _fields(form, parameters, declared), parameters or [], declared, is_async(fn))
+
+
+def late_contract(declared: Declared) -> Contract:
+    """The contract of a factory's node without a config: by its role only."""
+    return _contract(Form.WIRED, _Fields((), ()), [], declared, False)
+
+
+def _contract(
+    form: Form, fields: "_Fields", parameters: list[Parameter], declared: Declared, is_async: bool
+) -> Contract:
     names = {p.name for p in parameters}
     reserved = tuple(name for name in RESERVED if name in names)
     return Contract(
@@ -109,26 +117,7 @@ def read_contract(fn: Callable[..., object], declared: Declared) -> Contract:
         reserved=reserved,
         options=_options(form, parameters, declared),
         open_options=any(p.kind is Parameter.VAR_KEYWORD for p in parameters),
-        is_async=is_async(fn),
-    )
-
-
-def late_contract(declared: Declared) -> Contract:
-    """The contract of a factory's node without a config: by its role only."""
-    return Contract(
-        form=Form.WIRED,
-        reads=(),
-        optional=(),
-        by_keyword=(),
-        by_position=(),
-        writes=_writes(Form.WIRED, declared),
-        scope=_scope(_Fields((), ()), (), declared),
-        engines=(),
-        services=(),
-        reserved=(),
-        options={},
-        open_options=False,
-        is_async=False,
+        is_async=is_async,
     )
 
 

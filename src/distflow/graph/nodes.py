@@ -7,18 +7,23 @@ from typing import Any, TypeVar
 from distflow.errors import hint
 from distflow.graph.contract import Contract, Declared, Form, canonical, late_contract, read_contract
 from distflow.graph.fields import PipelineError, find_field, resolve_func
-from distflow.graph.node_decorator import NodeSpec, as_member, as_names, check_scope, is_factory, spec_of
-from distflow.graph.roles import (
+from distflow.graph.node_spec import (
     ENGINE_TYPES,
     ENGINES,
     MARKER_TYPES,
     ROLE_DEFAULTS,
     TRAIN_ENGINES,
     NodeRole,
+    NodeSpec,
     NodeType,
     Plane,
     RoleDefaults,
     Scope,
+    as_member,
+    as_names,
+    check_scope,
+    is_factory,
+    spec_of,
 )
 
 

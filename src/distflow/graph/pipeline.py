@@ -1,7 +1,5 @@
-"""The pipeline builder, and the arguments with which a bound node's function is called.
-
-The builder of task graphs, in Python (`Pipeline`) and from a config file (`pipeline_from_config`).
-"""
+"""The builder of task graphs, in Python (`Pipeline`) and from a config file (`pipeline_from_config`), and the arguments
+with which a bound node's function is called (`compile_inputs`)."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
@@ -9,10 +7,10 @@ from functools import partial
 from typing import Any, Protocol
 
 from distflow.errors import hint
-from distflow.graph.bound_pipeline import BoundNode
+from distflow.graph.bind import BoundNode
 from distflow.graph.fields import PipelineError
+from distflow.graph.node_spec import NodeRole, NodeType, Plane, Scope
 from distflow.graph.nodes import Node
-from distflow.graph.roles import NodeRole, NodeType, Plane, Scope
 from distflow.graph.task_graph import TaskGraph
 
 

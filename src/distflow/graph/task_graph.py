@@ -5,12 +5,11 @@ from dataclasses import fields, replace
 from typing import Any
 
 from distflow.errors import hint
-from distflow.graph.bind import bind_pipeline, check_options
-from distflow.graph.bound_pipeline import BoundPipeline
+from distflow.graph.bind import BoundPipeline, bind_pipeline, check_options
 from distflow.graph.contract import Contract, canonical
 from distflow.graph.drawing import Box, flowchart
 from distflow.graph.fields import Field, PipelineError
-from distflow.graph.node_decorator import is_factory
+from distflow.graph.node_spec import is_factory
 from distflow.graph.nodes import Node, early_contract, engines_of
 from distflow.graph.wiring import Vertex, Wiring, check_edges, dependents, topological_order
 

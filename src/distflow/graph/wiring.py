@@ -9,9 +9,8 @@ from itertools import combinations
 from distflow.errors import hint
 from distflow.graph.contract import Contract, canonical
 from distflow.graph.fields import DERIVED, PipelineError
-from distflow.graph.node_decorator import is_factory
+from distflow.graph.node_spec import TRAIN_ENGINES, Plane, is_factory
 from distflow.graph.nodes import Node, engines_of
-from distflow.graph.roles import TRAIN_ENGINES, Plane
 
 Edges = Mapping[str, Sequence[str]]
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from distflow.config import Config, Loaded, config_of_run
 from distflow.errors import UserError
 from distflow.launch.model_sources import load_policy, load_policy_tokenizer
-from distflow.launch.trusted_code import model_code, only_if_trusted, without_model_code
+from distflow.launch.user_code import model_code, only_if_trusted, without_model_code
 from distflow.models.export import check_target, export_model
 from distflow.observe.files import read_object
 from distflow.runtime.checkpoint.checkpoint import Checkpoint

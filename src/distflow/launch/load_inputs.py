@@ -5,19 +5,21 @@ from dataclasses import dataclass
 from transformers import PreTrainedTokenizerBase
 
 from distflow.config import Config, Loaded, RunLimits, fit_to, flatten, with_changes
-from distflow.config.compose.key_usage import watch
+from distflow.config.compose.key_usage import peek, watch
 from distflow.config.compose.load import is_verls
 from distflow.config.compose.origins import is_preset
 from distflow.config.derived_settings import CUSTOM, pipeline_name
 from distflow.data.prompts import PromptSet
 from distflow.errors import UserError
 from distflow.graph import BoundPipeline
-from distflow.launch.check_serializable import check_importable
+from distflow.graph.fields import MissingColumn
+from distflow.launch.check_extensions import check_extensions, explain_missing_column
 from distflow.launch.data_sets import DataSource, train_sources, validation_sources
+from distflow.launch.devices import make_process_ready
 from distflow.launch.model_sources import load_policy_tokenizer, policy_context
-from distflow.launch.process_setup import make_process_ready
 from distflow.launch.run_options import run_options, sampling_params, spec_settings, validation_params
 from distflow.launch.select_pipeline import bind, generates, import_user_modules
+from distflow.launch.user_code import check_importable
 from distflow.runtime.errors import is_ours
 
 _WAITS = "with async.max_staleness=0 the trainer's thread generates, and nothing is generated while weights change"
@@ -86,8 +88,7 @@ def read_config(loaded: Loaded) -> Reading:
     """
     config, reads = watch(loaded.config)
     make_process_ready(config)
-    import_user_modules(config)
-    pipeline = bind(config)
+    pipeline = _bind(config)
     scored = "reward_fn" in pipeline.services
     train, validation = train_sources(config, scored), validation_sources(config, scored)
     settings = spec_settings(config, pipeline, num_rows={source.domain: 1 for source in train})
@@ -106,10 +107,19 @@ def follow_pipeline(loaded: Loaded) -> Loaded:
     config = loaded.config
     if pipeline_name(config) != CUSTOM or config.dag.generates is not None:
         return loaded
-    import_user_modules(config)
-    if generates(bind(config)):
+    if generates(_bind(config)):
         return loaded
     return with_changes(loaded, [("dag.generates", False, "no node of the pipeline samples or scores responses")])
+
+
+def _bind(config: Config) -> BoundPipeline:
+    """The pipeline of the config, after a check of the parts that it chooses by name."""
+    import_user_modules(config)
+    check_extensions(peek(config))
+    try:
+        return bind(config)
+    except MissingColumn as error:
+        raise explain_missing_column(error, peek(config)) or error from error
 
 
 def fit_to_files(loaded: Loaded) -> Loaded:

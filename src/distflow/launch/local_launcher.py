@@ -56,7 +56,7 @@ def launch_local(
 
             return StopRequest(asked_to_stop, ends_process=not embedded)
 
-        with _running(spec, start, built, allow_change, say, callbacks, make_stop) as running:
+        with _running(built, allow_change, callbacks, make_stop) as running:
             steps = running.worker.training_loop()
     before, after = find_accuracies(spec.run_dir)
     # Written once the recorder is closed: the report also says how the run ended.
@@ -69,7 +69,7 @@ def open_local(spec: Spec, say: Callable[[str], None], callbacks: Callbacks) -> 
     """The same run, driven by the caller in place of `Worker.training_loop`. Signals are left to the caller."""
     with (
         starting(spec, ()) as start,
-        _running(spec, start, _build(spec, start, say), (), say, callbacks, _never_stopped, own_loop=True) as running,
+        _running(_build(spec, start, say), (), callbacks, _never_stopped, own_loop=True) as running,
     ):
         yield running
     running.recorder.report()
@@ -92,10 +92,13 @@ class Running:
 
 @dataclass(frozen=True)
 class _Built:
-    """Engines and services, and the harmless differences from the checkpoint."""
+    """A run with its engines and services. differences: the harmless ones from the checkpoint."""
 
+    spec: Spec
+    start: Start
     resources: Resources
     differences: list[str]
+    say: Callable[[str], None]
 
 
 def _build(spec: Spec, start: Start, say: Callable[[str], None]) -> _Built:
@@ -103,16 +106,14 @@ def _build(spec: Spec, start: Start, say: Callable[[str], None]) -> _Built:
     resources = build_resources(spec.factories, spec.plan.ranks[0])
     say(model_line(spec, resources.num_parameters))
     facts = {**spec.facts, **resources.facts}
-    return _Built(resources, check_same_facts(start.checkpoint, spec, facts) if start.checkpoint else [])
+    differences = check_same_facts(start.checkpoint, spec, facts) if start.checkpoint else []
+    return _Built(spec, start, resources, differences, say)
 
 
 @contextmanager
 def _running(
-    spec: Spec,
-    start: Start,
     built: _Built,
     allow_change: tuple[str, ...],
-    say: Callable[[str], None],
     callbacks: Callbacks,
     make_stop: Callable[[Recorder], AbstractContextManager[StopRequest]],
     own_loop: bool = False,
@@ -121,13 +122,13 @@ def _running(
 
     own_loop: no row of the data set is needed yet.
     """
-    checkpoint, resources = start.checkpoint, built.resources
-    start.set_aside(spec, say)
+    spec, start, resources, checkpoint = built.spec, built.start, built.resources, built.start.checkpoint
+    start.set_aside(spec, built.say)
     state, queued = restore(checkpoint, resources) if checkpoint else ({}, None)
     coordinator, ledger = begin_ledger(spec, checkpoint, allow_change)
     total_steps = coordinator.plan.total_steps
     with (
-        reported(spec.run_dir, say),
+        reported(spec.run_dir, built.say),
         Recorder(spec, total_steps, ledger.restart, start.resumed_at, callbacks) as recorder,
         ledger,
         make_stop(recorder) as stop,

@@ -1,25 +1,26 @@
 """From a config to the spec of a run. All that can be wrong with a run is checked here, the cheap things first."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 
-from distflow.config import Loaded
+from distflow.config import Config, Loaded
 from distflow.data.encoded import EncodedRows, write_encoded
+from distflow.data.prompts import PromptSet
 from distflow.data.sources import forget_rows
 from distflow.graph import BoundPipeline
-from distflow.launch.check_serializable import check_pickles
 from distflow.launch.data_sets import num_rows_of
 from distflow.launch.initial_policy import with_models_of_runs
 from distflow.launch.load_inputs import Data, fitted_to_files, follow_pipeline, read_config
 from distflow.launch.run_fingerprint import description, facts
-from distflow.launch.run_options import run_options, sampling_params, spec_settings, validation_sets
+from distflow.launch.run_options import run_options, sampling_params, spec_settings, validation_params
 from distflow.launch.select_pipeline import rebuild
 from distflow.launch.startup_messages import startup_lines
+from distflow.launch.user_code import check_pickles
 from distflow.observe.writing.folder_lock import claimed
 from distflow.planning.allocation_expression import follow_allocation
 from distflow.planning.plan import check_plan
 from distflow.runtime.errors import writing_to
-from distflow.runtime.spec import Spec
+from distflow.runtime.spec import Spec, ValidationSet
 
 Say = Callable[[str], None]
 
@@ -28,9 +29,8 @@ def make_spec(loaded: Loaded, say: Say) -> Spec:
     """say: called with a line for each thing that is loaded. Raises UserError or PipelineError."""
     loaded = follow_pipeline(follow_allocation(loaded))
     reading = read_config(loaded)
-    with claimed(
-        loaded.config.trainer.run_dir
-    ):  # first: rows from Python code are stored there, and another run may use it
+    # First, as rows from Python code are stored in the folder, which another run may use.
+    with claimed(loaded.config.trainer.run_dir):
         loaded = with_models_of_runs(loaded, say)
         if loaded.config.trainer.resume_mode == "never":
             forget_rows(loaded.config.trainer.run_dir)
@@ -53,10 +53,19 @@ def _spec(loaded: Loaded, pipeline: BoundPipeline, data: Data) -> Spec:
         options=run_options(config, pipeline, settings["plan"]),
         pipeline=partial(rebuild, config),
         rows=EncodedRows(write_encoded(data.train, run_dir, "train")),
-        validation=validation_sets(config, data.validation),
+        validation=_validation_sets(config, data.validation),
         sampling=sampling,
         sampling_of={name: sampling_params(config, name) for name in config.data.domains},
         facts=facts(config, data),
         description=description(loaded, data),
         **settings,
     )
+
+
+def _validation_sets(config: Config, validation: Mapping[str, PromptSet]) -> tuple[ValidationSet, ...]:
+    """One set, or one for each domain that has some, under its name."""
+    sets = []
+    for domain, prompts in validation.items():
+        rows = EncodedRows(write_encoded(prompts, config.trainer.run_dir, f"val-{domain}" if domain else "val"))
+        sets.append(ValidationSet(domain or "val", rows, *validation_params(config, sampling_params(config, domain))))
+    return tuple(sets)

@@ -17,7 +17,7 @@ from distflow.errors import UserError
 from distflow.graph.fields import Axis
 from distflow.import_target import load_modules
 from distflow.launch.engine_factories import make_factories
-from distflow.launch.trusted_code import only_if_trusted, replayed_code, without_model_code
+from distflow.launch.user_code import only_if_trusted, replayed_code, without_model_code
 from distflow.observe.files import read_object
 from distflow.pipelines.nodes.objectives import policy_objective, sft_objective, value_objective
 from distflow.planning.plan import RankPlan

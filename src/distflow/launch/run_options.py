@@ -15,8 +15,6 @@ from distflow.config import Config
 from distflow.config.compose.key_usage import peek
 from distflow.config.derived_settings import is_rl, is_sharded
 from distflow.config.per_domain import response_limit, validates
-from distflow.data.encoded import EncodedRows, write_encoded
-from distflow.data.prompts import PromptSet
 from distflow.graph import BoundPipeline, NodeRole
 from distflow.launch.data_sets import data_plan
 from distflow.launch.devices import choose_device, refuse_offload_here
@@ -29,7 +27,7 @@ from distflow.planning.plan import Plan, plan_local
 from distflow.rollout.engine import SamplingParams
 from distflow.runtime.errors import is_ours
 from distflow.runtime.offload import Offloads
-from distflow.runtime.spec import Factory, RunOptions, ValidationSet, WorkerNeeds
+from distflow.runtime.spec import Factory, RunOptions, WorkerNeeds
 from distflow.scheduling.data_plan import DataPlan
 
 
@@ -103,15 +101,6 @@ def sampling_params(config: Config, domain: str = "") -> SamplingParams:
         repetition_penalty=chosen("repetition_penalty"),
         stop=tuple(chosen("stop")),
     )
-
-
-def validation_sets(config: Config, validation: Mapping[str, PromptSet]) -> tuple[ValidationSet, ...]:
-    """One set, or one for each domain that has some, under its name."""
-    sets = []
-    for domain, prompts in validation.items():
-        rows = EncodedRows(write_encoded(prompts, config.trainer.run_dir, f"val-{domain}" if domain else "val"))
-        sets.append(ValidationSet(domain or "val", rows, *validation_params(config, sampling_params(config, domain))))
-    return tuple(sets)
 
 
 def validation_params(

@@ -5,10 +5,12 @@ from collections.abc import Iterator
 from distflow.algorithms.registry import describe_estimator
 from distflow.config import Config, Loaded
 from distflow.config.derived_settings import algorithms, is_rl
+from distflow.config.extension_points import find_unregistered
 from distflow.config.per_domain import reward_functions
 from distflow.data.dataset_columns import TEMPLATE_KWARGS_COLUMN, listed
 from distflow.errors import hint
 from distflow.graph import BoundPipeline, NodeRole
+from distflow.launch.check_extensions import find_gaps
 from distflow.launch.data_sets import num_rows_of
 from distflow.launch.devices import threads_of
 from distflow.launch.load_inputs import Data, Reading
@@ -44,8 +46,9 @@ def startup_lines(loaded: Loaded, reading: Reading, data: Data) -> Iterator[str]
 
 
 def _notes(loaded: Loaded, reading: Reading, data: Data) -> Iterator[str]:
-    """Notes on settings that are valid, but probably a mistake."""
+    """Notes on settings that are valid, but probably a mistake, and on parts of the package that lack something."""
     config, cores = loaded.config, own_cores()
+    yield from (f"note: {lacking}" for lacking in (*find_gaps(config), *find_unregistered()))
     trainer, rollout = threads_of(config)
     if (trainer or 0) + (rollout or 0) > cores:
         beside = f" beside actor_rollout_ref.rollout.num_threads={rollout}" if rollout else ""

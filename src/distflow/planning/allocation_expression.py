@@ -17,7 +17,7 @@ from distflow.builtin_names import ROLLOUT_ENGINES, TRAIN_ENGINES, RolloutEngine
 from distflow.config import Config, Loaded, with_changes
 from distflow.config.compose.shrink_to_fit import is_free
 from distflow.errors import UserError, hint
-from distflow.graph.roles import ENGINES
+from distflow.graph.node_spec import ENGINES
 from distflow.planning.layout import Axis, Sizes
 
 KEY = "trainer.allocation"

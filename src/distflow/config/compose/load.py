@@ -13,6 +13,7 @@ from distflow.config.compose.shrink_to_fit import Change, Fitted, apply_changes,
 from distflow.config.compose.unknown_keys import is_known, judge_settings, look_up, parents
 from distflow.config.compose.values import Mismatch, parse_value
 from distflow.config.derived_settings import RunLimits, is_rl, may_have_critic
+from distflow.config.extension_points import find_unregistered
 from distflow.config.keys.schema import Config, group_names, schema_keys, with_values
 from distflow.config.migration.tables import NOT_GIVEN, find_names
 from distflow.config.rules.check import find_problems, find_size_problems, where
@@ -97,6 +98,13 @@ def load_config(
         origins = _origins(known, composed.deleted)
         loaded = _finish(composed.values, origins, problems, complete=complete, refused=composed.refused, needed=needed)
         return replace(loaded, notes=(*accepted.values(), *_differences_from_verl(loaded, accepted)))
+    except ConfigError as error:
+        # A name that is unknown because its file lacks a line in a table.
+        lacking = [part for part in find_unregistered() if f"'{part.name}'" in str(error)]
+        if not lacking:
+            raise
+        problems = [Problem(((part.file, "a file of the package"),), str(part)) for part in lacking]
+        raise ConfigError([*error.problems, *problems]) from error
     except RecursionError as error:
         place = ((f"'{preset_or_file}'", COMMAND_LINE),)
         raise ConfigError([Problem(place, "its keys, or those of an override, lie too deep in one another")]) from error

@@ -56,6 +56,9 @@ class Config:
             return _user_groups[name]()
         raise AttributeError(f"the config has no group '{name}'")
 
+    def __dir__(self) -> list[str]:
+        return [*super().__dir__(), *{**_user_groups, **self.user_groups}]
+
 
 def register_config_group(name: str, config_class: type) -> None:
     """Add a group of a user's own keys: `config.<name>` is then an instance of the dataclass.

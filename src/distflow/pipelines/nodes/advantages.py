@@ -51,12 +51,9 @@ def weighs_samples(algorithm: AlgorithmConfig) -> bool:
 
 @node_factory
 @node(writes="loss_mask")
+@by_domain(masks_samples)
 def mask_samples(config: Config) -> Callable[..., object]:
     """`loss_mask` less what `algorithm.mask_truncated`, `mask_long_errors` and `difficulty_mask` leave out."""
-    return by_domain(config, _mask_samples, masks_samples)
-
-
-def _mask_samples(config: Config) -> Callable[..., object]:
     settings = config.algorithm
     return partial(
         masked_samples,
@@ -100,13 +97,10 @@ def masked_samples(
 
 @node_factory
 @node(writes="token_level_rewards")
+@by_domain(changes_rewards)
 def normalize_rewards(config: Config) -> Callable[..., object]:
     """Scores of samples shifted by `algorithm.reward_shift`, multiplied by `reward_scale` and normalised by
     `reward_norm`; a KL penalty is subtracted afterwards."""
-    return by_domain(config, _normalize_rewards, changes_rewards)
-
-
-def _normalize_rewards(config: Config) -> Callable[..., object]:
     settings = config.algorithm
     norm = _normalization(settings.reward_norm)
     return partial(normalized_rewards, norm=norm, shift=settings.reward_shift, scale=settings.reward_scale)
@@ -142,12 +136,9 @@ def normalized_rewards(
 
 @node_factory
 @node(writes="token_level_rewards")
+@by_domain(lambda algorithm: algorithm.reward_clip is not None)
 def clip_rewards(config: Config) -> Callable[..., object]:
     """Rewards of samples within ±`algorithm.reward_clip`."""
-    return by_domain(config, _clip_rewards, lambda algorithm: algorithm.reward_clip is not None)
-
-
-def _clip_rewards(config: Config) -> Callable[..., object]:
     bound = config.algorithm.reward_clip
     return partial(clipped_rewards, bound=torch.inf if bound is None else bound)
 
@@ -163,12 +154,9 @@ def clipped_rewards(token_level_rewards: Tensor, response_mask: Tensor, valid: T
 
 @node_factory
 @node(role=NodeRole.REWARD, writes="token_level_rewards")
+@by_domain(lambda algorithm: algorithm.use_kl_in_reward)
 def apply_kl_penalty(config: Config) -> Callable[..., object]:
     """Rewards less the KL to the reference, by a coefficient that may adapt (arXiv:1909.08593)."""
-    return by_domain(config, _apply_kl_penalty, lambda algorithm: algorithm.use_kl_in_reward)
-
-
-def _apply_kl_penalty(config: Config) -> Callable[..., object]:
     control, adapts = config.algorithm.kl_ctrl, config.algorithm.kl_ctrl.type == "adaptive"
     return partial(
         subtract_kl,
@@ -222,9 +210,10 @@ def subtract_kl(
 
 @node_factory
 @node(writes="token_level_rewards")
+@by_domain(lambda algorithm: algorithm.whiten_rewards)
 def whiten_rewards(config: Config) -> Callable[..., object]:
     """Rewards of tokens by `algorithm.whiten_rewards`."""
-    return by_domain(config, lambda _: whitened_rewards, lambda algorithm: algorithm.whiten_rewards)
+    return whitened_rewards
 
 
 @node(writes="token_level_rewards")
@@ -237,14 +226,11 @@ def whitened_rewards(token_level_rewards: Tensor, response_mask: Tensor, valid: 
 
 @node_factory
 @node(role=NodeRole.ADVANTAGE)
+@by_domain(lambda algorithm: True)
 def compute_advantage(config: Config) -> Callable[..., object]:
     """The estimator of `algorithm.adv_estimator`. Options that are no key of `algorithm` come from its kwargs,
     but for `reward_weights`, which come from `reward.functions`, and `whiten`, which is off where `adv_norm` is on.
     """
-    return by_domain(config, _compute_advantage, lambda algorithm: True)
-
-
-def _compute_advantage(config: Config) -> Callable[..., object]:
     settings, estimator = config.algorithm, find_adv_est(config.algorithm.adv_estimator)
     known = find_estimator(config)
     if known and known.needs_group and config.actor_rollout_ref.rollout.n == 1:
@@ -268,12 +254,9 @@ def _compute_advantage(config: Config) -> Callable[..., object]:
 
 @node_factory
 @node(writes="advantages")
+@by_domain(lambda algorithm: is_on(algorithm.adv_norm))
 def normalize_advantages(config: Config) -> Callable[..., object]:
     """Advantages of tokens, by `algorithm.adv_norm`; the critic's returns are unchanged."""
-    return by_domain(config, _normalize_advantages, lambda algorithm: is_on(algorithm.adv_norm))
-
-
-def _normalize_advantages(config: Config) -> Callable[..., object]:
     return partial(normalized_advantages, norm=_normalization(config.algorithm.adv_norm))
 
 
@@ -294,12 +277,9 @@ def normalized_advantages(
 
 @node_factory
 @node(writes="advantages")
+@by_domain(lambda algorithm: algorithm.advantage_clip is not None)
 def clip_advantages(config: Config) -> Callable[..., object]:
     """Advantages of tokens within ±`algorithm.advantage_clip`."""
-    return by_domain(config, _clip_advantages, lambda algorithm: algorithm.advantage_clip is not None)
-
-
-def _clip_advantages(config: Config) -> Callable[..., object]:
     bound = config.algorithm.advantage_clip
     return partial(clipped_advantages, bound=torch.inf if bound is None else bound)
 
@@ -314,12 +294,9 @@ def clipped_advantages(advantages: Tensor, response_mask: Tensor, *, bound: floa
 
 @node_factory
 @node(writes="advantages")
+@by_domain(weighs_samples)
 def weigh_samples(config: Config) -> Callable[..., object]:
     """Advantages weighed by `algorithm.difficulty_weight` and `length_weight`."""
-    return by_domain(config, _weigh_samples, weighs_samples)
-
-
-def _weigh_samples(config: Config) -> Callable[..., object]:
     settings = config.algorithm
     return partial(weighed_samples, difficulty=settings.difficulty_weight, length=settings.length_weight)
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import partial, wraps
 
 import torch
 
@@ -20,18 +20,31 @@ from distflow.training.engine import Collective
 Factory = Callable[[Config], Callable[..., object]]
 
 
-def by_domain(config: Config, make: Factory, is_on: Callable[[AlgorithmConfig], bool]) -> Callable[..., object]:
-    """The function that `make` returns for the config where no domain differs. Else a node function that runs, on the
-    rows of each domain of `algorithm.domains`, the one for its settings, and on all other rows the one for the run's.
+def by_domain(is_on: Callable[[AlgorithmConfig], bool]) -> Callable[[Factory], Factory]:
+    """Decorates a factory, which then returns its function for the config where no domain differs. Else it returns a
+    node function that runs, on the rows of each domain of `algorithm.domains`, the one for its settings, and on all
+    other rows the one for the run's.
 
     is_on: whether the node does anything under such settings; else it leaves its columns unchanged.
     """
-    if not config.algorithm.domains:
-        return make(config)
-    parts = {
-        domain: _bound(make, config_of(config, domain)) if is_on(algorithm) else None
-        for domain, algorithm in algorithms(config)
-    }
+
+    def decorated(make: Factory) -> Factory:
+        @wraps(make)
+        def factory(config: Config) -> Callable[..., object]:
+            return _divided(make, is_on, config) if config.algorithm.domains else make(config)
+
+        return factory
+
+    return decorated
+
+
+def _divided(make: Factory, is_on: Callable[[AlgorithmConfig], bool], config: Config) -> Callable[..., object]:
+    parts: dict[str | None, BoundNode | None] = {}
+    for domain, algorithm in algorithms(config):
+        parts[domain] = None
+        if is_on(algorithm):
+            own = config_of(config, domain)
+            parts[domain] = bind_alone(Node(make.__name__, make(own)), own)
     contracts = [part.contract for part in parts.values() if part is not None]
     reads = dict.fromkeys(name for contract in contracts for name in contract.reads)
     optional = dict.fromkeys(name for contract in contracts for name in contract.optional if name not in reads)
@@ -72,10 +85,6 @@ def options_of(bound: BoundNode, domain: str | None) -> dict[str, object]:
     parts = bound.options.get("parts")
     part = parts.get(domain) if isinstance(parts, Mapping) else bound
     return dict(part.options) if part is not None else {}
-
-
-def _bound(make: Factory, config: Config) -> BoundNode:
-    return bind_alone(Node(make.__name__, make(config)), config)
 
 
 def _call(part: BoundNode, batch: Batch, ctx: NodeContext, reduce: Collective) -> NodeOutput:

@@ -1,12 +1,28 @@
-"""Nodes that write responses: sampled by the rollout engine, or read from the data set."""
+"""Nodes of the rollout loop: they generate a group's responses, or read them from the data set, score them, and drop
+groups that cannot be trained on or would teach nothing."""
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
+from types import MappingProxyType
 
+import torch
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from distflow.algorithms.sample_filters import TOO_FEW_SCORES, drop_reason
+from distflow.builtin_names import ESTIMATORS, WHOLE_SCORE
+from distflow.config import Config
+from distflow.config.derived_settings import algorithm_of
+from distflow.config.keys.algorithm import AlgorithmConfig
+from distflow.config.keys.reward import OnError, on_error_of
 from distflow.data.sample import Sample, Segment
-from distflow.graph import NodeRole, node
+from distflow.errors import UserError
+from distflow.graph import Drop, NodeRole, node, node_factory
+from distflow.rewards.router import RewardRouter
+from distflow.rewards.score import ACC, Score
 from distflow.rollout.engine import GenerateRequest, RolloutEngine
+from distflow.runtime.context import NodeContext
 from distflow.runtime.prompt_group import Group
 
 RESPONSE_FIELDS = ("responses", "response_ids", "response_mask", "versions", "finish_reason", "truncated", "valid")
@@ -46,3 +62,123 @@ async def load_responses(group: Group, tokenizer: PreTrainedTokenizerBase) -> li
     text = str(tokenizer.decode(list(group.row.response_ids), skip_special_tokens=is_plain))
     sample = group.sample(0, None, text, "stop")
     return [replace(sample, segments=[*sample.segments, *group.row.answer(group.prompt_group.version)])]
+
+
+SCORED_FIELDS = ("scores", "acc", "valid", "reward_parts", "reward_extra", "reward_errors")
+NO_DOMAINS: Mapping[str, tuple[int, OnError]] = MappingProxyType({})
+
+
+@node_factory
+@node(role=NodeRole.REWARD, writes=SCORED_FIELDS)
+def compute_reward(config: Config) -> Callable[..., object]:
+    """Score each sample as its group completes, by the reward functions of its domain.
+
+    An estimator that compares samples needs two scores; a group with fewer is dropped. So is one with any reward error
+    where `reward.on_error` says so.
+    """
+    own = {
+        name: (_min_valid(algorithm_of(config, name)), on_error_of(config.reward, name))
+        for name in {**config.reward.domains, **config.algorithm.domains}
+    }
+    return partial(reward_samples, min_valid=_min_valid(config.algorithm), on_error=config.reward.on_error, domains=own)
+
+
+def _min_valid(algorithm: AlgorithmConfig) -> int:
+    estimator = ESTIMATORS.get(algorithm.adv_estimator)
+    return 2 if estimator and estimator.needs_group else 0
+
+
+@node(writes=SCORED_FIELDS, role=NodeRole.REWARD, scope="group", reads=("responses", "domain", "ground_truth"))
+async def reward_samples(
+    samples: Sequence[Sample],
+    reward_fn: RewardRouter,
+    ctx: NodeContext,
+    *,
+    min_valid: int,
+    on_error: OnError = "mask",
+    domains: Mapping[str, tuple[int, OnError]] = NO_DOMAINS,
+) -> dict[str, list[object]] | Drop:
+    """A sample with a reward error is invalid, never a 0, or has the score that `on_error` gives it.
+
+    domains: `min_valid` and `on_error` by domain, where they may differ.
+    """
+    outcomes = await reward_fn(samples)
+    reward_results = [outcome.reward_result for outcome in outcomes]
+    failed = [reward_result for reward_result in reward_results if not isinstance(reward_result, Score)]
+    min_valid, on_error = domains.get(samples[0].domain, (min_valid, on_error))
+    substitute = on_error if isinstance(on_error, float) and not ctx.validating else None
+    if failed and substitute is None and not ctx.validating:
+        too_few = len(samples) > 1 and len(samples) - len(failed) < min_valid
+        if too_few or on_error == "drop":
+            return Drop(TOO_FEW_SCORES, str(failed[0]))
+    return {
+        "scores": [
+            reward_result.value if isinstance(reward_result, Score) else substitute or 0.0
+            for reward_result in reward_results
+        ],
+        "acc": [outcome.accuracy for outcome in outcomes],
+        "valid": [isinstance(reward_result, Score) or substitute is not None for reward_result in reward_results],
+        "reward_parts": [outcome.scores() for outcome in outcomes],
+        "reward_extra": [
+            reward_result.extra if isinstance(reward_result, Score) else outcome.remarks()
+            for reward_result, outcome in zip(reward_results, outcomes, strict=True)
+        ],
+        "reward_errors": [
+            None if isinstance(reward_result, Score) else str(reward_result) for reward_result in reward_results
+        ],
+    }
+
+
+@node(writes="reward_baselines", scope="group", reads=("responses",))
+async def greedy_baseline(
+    group: Group,
+    rollout: RolloutEngine,
+    reward_fn: RewardRouter,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    wanted: Mapping[str | None, bool] | None = None,
+) -> Tensor | Drop:
+    """Score of one greedy response to the group's prompt (ReMax, arXiv:2310.10505).
+
+    No REWARD node: the advantage needs it, validation does not. wanted: by domain, None for the others, whether its
+    estimator reads it; else it is 0 and nothing is generated. None is everywhere.
+    """
+    if wanted is not None and not wanted.get(group.row.domain, wanted[None]):
+        return torch.zeros(len(group.samples))
+    (outcome,) = await reward_fn(await generate(group.greedy(), rollout, tokenizer))
+    if not isinstance(outcome.reward_result, Score):  # an error is never a baseline of 0
+        return Drop(TOO_FEW_SCORES, str(outcome.reward_result))
+    return torch.full((len(group.samples),), outcome.reward_result.value)
+
+
+@node(role=NodeRole.DYNAMIC_SAMPLING, writes=())
+def dynamic_sampling(
+    acc: Tensor,
+    scores: Tensor,
+    valid: Tensor,
+    reward_parts: list[dict[str, float]] | None = None,
+    reward_errors: list[str | None] | None = None,
+    domain: list[str] | None = None,
+    *,
+    metric: str,
+    unfiltered: Sequence[str] = (),
+) -> Drop | None:
+    """DAPO (arXiv:2503.14476, equation 11): a group whose samples are all right, or all wrong, teaches nothing and is
+    replaced.
+
+    metric: `acc` is that accuracy; `score` (or `seq_reward`) the whole score, penalties too; else a part of the reward.
+    A sample with a reward error counts only with the whole score that `on_error` gave it. unfiltered: domains whose
+    groups are kept.
+    """
+    if domain and domain[0] in unfiltered:
+        return None
+    if reward_errors is not None and metric not in WHOLE_SCORE:
+        valid = valid & torch.tensor([error is None for error in reward_errors])
+    if metric in WHOLE_SCORE:
+        acc = scores
+    elif metric != ACC:
+        if reward_parts is None:
+            raise UserError(f"algorithm.filter_groups.metric={metric}: no node writes reward_parts; set it to {ACC}")
+        acc = torch.tensor([part.get(metric, 0.0) for part in reward_parts])
+    reason = drop_reason(acc, valid)
+    return Drop(reason) if reason else None

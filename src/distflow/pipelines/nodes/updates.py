@@ -8,11 +8,13 @@ import torch
 from torch import Tensor
 
 from distflow.algorithms.mismatch import Tolerance
+from distflow.algorithms.objective import PolicyObjective
 from distflow.config import Config
 from distflow.config.derived_settings import algorithms, takes_values
 from distflow.data.batch import Batch
 from distflow.graph import NodeOutput, NodeRole, node, node_factory
 from distflow.graph.fields import register_field
+from distflow.graph.node_spec import Names
 from distflow.pipelines.nodes.objectives import (
     corrects_drift,
     interpolates_prox,
@@ -39,10 +41,17 @@ _COUNTED = {"skipped", "empty"}
 def train_actor(config: Config) -> Callable[..., object]:
     """Update the policy by the config's loss, once the critic has warmed up."""
     actor, objective = config.actor_rollout_ref.actor, policy_objective(config)
-    reads = (*_READS, *objective.reads, *(f"?{name}" for name in objective.optional))
     records = "trainer_log_probs" if interpolates_prox(config) or takes_rollouts(config) else None
-    warmup = config.trainer.critic_warmup
-    return _update(reads, "actor", objective, actor.ppo_epochs, actor.ppo_mini_batch_size, warmup, records)
+    closed = partial(
+        update,
+        name="actor",
+        objective=objective,
+        epochs=actor.ppo_epochs,
+        num_prompts=actor.ppo_mini_batch_size,
+        warmup=config.trainer.critic_warmup,
+        records=records,
+    )
+    return _declared(_columns(objective), closed, records or ())
 
 
 @node_factory
@@ -60,14 +69,8 @@ def train_unscored_actor(config: Config) -> Callable[..., object]:
         num_prompts=config.actor_rollout_ref.actor.ppo_mini_batch_size,
         warmup=config.trainer.critic_warmup,
     )
-    reads = (
-        *_READS,
-        *objective.reads,
-        *(f"?{name}" for name in objective.optional),
-        "response_mask",
-        "rollout_log_probs",
-    )
-    return node(writes=("old_log_probs", "rollout_is_weights"), reads=tuple(dict.fromkeys(reads)))(closed)
+    reads = (*_columns(objective), "response_mask", "rollout_log_probs")
+    return _declared(reads, closed, ("old_log_probs", "rollout_is_weights"))
 
 
 @node_factory
@@ -75,10 +78,17 @@ def train_unscored_actor(config: Config) -> Callable[..., object]:
 def train_critic(config: Config) -> Callable[..., object]:
     """Update the critic towards the returns, of domains whose estimator reads values."""
     critic, objective = config.critic, value_objective(config)
-    num_prompts = critic.ppo_mini_batch_size or config.actor_rollout_ref.actor.ppo_mini_batch_size
     trains = {domain: takes_values(each) for domain, each in algorithms(config)} if config.algorithm.domains else None
-    reads = (*_READS, *objective.reads, *(("domain",) if trains else ()))
-    return _update(reads, "critic", objective, critic.ppo_epochs, num_prompts, trains=trains)
+    closed = partial(
+        update,
+        name="critic",
+        objective=objective,
+        epochs=critic.ppo_epochs,
+        num_prompts=critic.ppo_mini_batch_size or config.actor_rollout_ref.actor.ppo_mini_batch_size,
+        warmup=0,
+        trains=trains,
+    )
+    return _declared((*objective.reads, *(("domain",) if trains else ())), closed)
 
 
 @node_factory
@@ -86,30 +96,17 @@ def train_critic(config: Config) -> Callable[..., object]:
 def train_sft(config: Config) -> Callable[..., object]:
     """Update the policy towards the data set's responses."""
     objective, num_prompts = sft_objective(config), config.actor_rollout_ref.actor.ppo_mini_batch_size
-    return _update((*_READS, *objective.reads), "sft", objective, 1, num_prompts)
+    return _declared(objective.reads, partial(update, name="sft", objective=objective, num_prompts=num_prompts))
 
 
-def _update(
-    reads: tuple[str, ...],
-    name: str,
-    objective: LossFn,
-    epochs: int,
-    num_prompts: int,
-    warmup: int = 0,
-    records: str | None = None,
-    trains: Mapping[str | None, bool] | None = None,
-) -> Callable[..., object]:
-    closed = partial(
-        update,
-        name=name,
-        objective=objective,
-        epochs=epochs,
-        num_prompts=num_prompts,
-        warmup=warmup,
-        records=records,
-        trains=trains,
-    )
-    return node(writes=records or (), reads=tuple(dict.fromkeys(reads)))(closed)
+def _columns(objective: PolicyObjective) -> tuple[str, ...]:
+    """The columns that the policy's loss reads, optional ones marked."""
+    return (*objective.reads, *(f"?{name}" for name in objective.optional))
+
+
+def _declared(reads: Sequence[str], closed: "partial[NodeOutput]", writes: Names = ()) -> Callable[..., object]:
+    """The update as a node function that reads and writes these columns."""
+    return node(writes=writes, reads=tuple(dict.fromkeys((*_READS, *reads))))(closed)
 
 
 def update(
@@ -119,9 +116,9 @@ def update(
     *,
     name: str,
     objective: LossFn,
-    epochs: int,
     num_prompts: int,
-    warmup: int,
+    epochs: int = 1,
+    warmup: int = 0,
     records: str | None = None,
     trains: Mapping[str | None, bool] | None = None,
 ) -> NodeOutput:

@@ -1,0 +1,185 @@
+"""The kinds of parts that the package can be extended with: where the files of each lie, what they define, and where
+they are registered.
+
+A new part is a file, and a line in the file that registers its kind. `find_unregistered` finds files without their
+line: it reads them as text and imports nothing.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+PACKAGE = Path(__file__).parents[1]
+BUILTIN_NAMES = "builtin_names.py"
+
+
+@dataclass(frozen=True)
+class ExtensionPoint:
+    """A kind of part; paths are below the package.
+
+    folders: where its files lie. defines: finds a part in such a file, by the groups `attribute` and, where the file
+    says it, `name`. registry: the files, or a folder, that register it. table: what takes the line there. registered:
+    finds the part there. line: registers it. Both know {name}, {attribute}, {module} and {target}, which is
+    "module:attribute".
+    """
+
+    kind: str
+    folders: tuple[str, ...]
+    defines: str
+    registry: str
+    table: str
+    registered: str
+    line: str
+
+
+def _algorithm(kind: str, folder: str, ending: str, decorator: str, table: str, entry: str) -> ExtensionPoint:
+    """A function that a decorator registers, or one that is named as such functions are."""
+    decorated = rf'{decorator}\(\s*"(?P<name>\w+)"(?=(?:.*?\ndef (?P<attribute>\w+))?)'
+    named = rf"^def (?P<function>compute_(?P<stem>\w+)_{ending})\("
+    line = f'"{{name}}": {entry}("DESCRIPTION", "{{target}}"),'
+    return ExtensionPoint(
+        kind, (folder,), f"{decorated}|{named}", BUILTIN_NAMES, table, rf'"{{name}}": {entry}\(', line
+    )
+
+
+def _engine(kind: str, folder: str, table: str, entry: str) -> ExtensionPoint:
+    line = f'"{{name}}": {entry}("DESCRIPTION", "{{target}}"),'
+    defines = r"^class (?P<attribute>(?P<name>\w+)Engine)\b(?![^\n]*\bProtocol\b)"
+    return ExtensionPoint(kind, (folder,), defines, BUILTIN_NAMES, table, '"{target}"', line)
+
+
+EXTENSION_POINTS = (
+    _algorithm(
+        "advantage estimator", "algorithms/advantages", "advantage", "register_adv_est", "ESTIMATORS", "Estimator"
+    ),
+    _algorithm("policy loss", "algorithms/losses", "loss", "register_policy_loss", "POLICY_LOSSES", "PolicyLoss"),
+    ExtensionPoint(
+        "reward function",
+        ("rewards",),
+        r"^(?:async )?def (?P<attribute>compute_score)\(|^CASES\b",
+        BUILTIN_NAMES,
+        "REWARDS",
+        '"{module}:',
+        '"{name}": Reward("DESCRIPTION", "{module}:compute_score"),',
+    ),
+    ExtensionPoint(
+        "pipeline",
+        ("pipelines",),
+        r"^def (?P<attribute>(?P<name>\w+)_pipeline)\(",
+        BUILTIN_NAMES,
+        "PIPELINES",
+        '"{target}"',
+        '"{name}": BuiltinPipeline("DESCRIPTION", "{target}"),',
+    ),
+    _engine("rollout engine", "rollout", "ROLLOUT_ENGINES", "RolloutEngineEntry"),
+    _engine("train engine", "training", "TRAIN_ENGINES", "TrainEngineEntry"),
+    ExtensionPoint(
+        "tracker",
+        ("observe/writing",),
+        r"^class (?P<attribute>(?P<name>\w+)Tracker)\b(?![^\n]*\bProtocol\b)",
+        BUILTIN_NAMES,
+        "TRACKERS",
+        '"{target}"',
+        '"{name}": Tracker("DESCRIPTION", "{target}"),',
+    ),
+    ExtensionPoint(
+        "check of an audited step",
+        ("audit",),
+        r"^(?P<attribute>[A-Z][A-Z_]*)(?:: Check)? = Check\(",
+        "audit/all_checks.py",
+        "BEFORE or AFTER",
+        r"from {module} import (?:\([^)]*|[^\n]*)\b{attribute}\b",
+        "from {module} import {attribute} as {upper}  # and {upper}, in the tuple",
+    ),
+    ExtensionPoint(
+        "config group",
+        ("config/keys",),
+        r"^class (?P<attribute>(?P<name>\w+)Config)\b",
+        "config/keys",
+        "Config (config/keys/schema.py) or the group above it",
+        r"group\({attribute}\)",
+        "{name}: {attribute} = group({attribute})",
+    ),
+    ExtensionPoint(
+        "command",
+        ("commands",),
+        r"^def (?P<attribute>run)\(",
+        "cli.py",
+        "COMMANDS",
+        '"{module}"',
+        '"{name}": Command("HELP", "{module}"),',
+    ),
+    ExtensionPoint(
+        "wire of the queue or of weights",
+        ("runtime/sample_queue", "runtime/weight_sync", "cluster"),
+        r"^class (?P<attribute>(?P<name>\w+?)(?:SampleQueue|Weights))\b(?![^\n]*\bProtocol\b)",
+        "launch,cluster,runtime/sample_queue",
+        "the `Ports` that its launcher makes (launch/local_launcher.py, cluster/worker_actor.py)",
+        r"(?<!class ){attribute}(?:\[\w+\])?\(",
+        "{attribute}(...)",
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Unregistered:
+    """A part that a file defines and nothing registers."""
+
+    point: ExtensionPoint
+    name: str
+    file: str
+    attribute: str
+    line: str
+
+    def __str__(self) -> str:
+        where = self.point.table if "/" in self.point.table else f"{self.point.table} ({self.point.registry})"
+        return (
+            f"{self.file} defines the {self.point.kind} {self.attribute}, and nothing registers it: add to {where} of "
+            f"the package the line\n  {self.line}"
+        )
+
+
+def find_unregistered(package: Path = PACKAGE) -> list[Unregistered]:
+    """The parts in files of the package that are not registered, each once."""
+    found = {}
+    for point in EXTENSION_POINTS:
+        registry = "\n".join(path.read_text("utf-8") for path in _files(package, point.registry.split(",")))
+        for part in _defined(point, package):
+            marks = {"name": part.name, "attribute": part.attribute, **_names(part.file, part.attribute)}
+            if not re.search(point.registered.format_map({k: re.escape(v) for k, v in marks.items()}), registry):
+                found[point.kind, part.file, part.name] = part
+    return list(found.values())
+
+
+def _files(package: Path, places: list[str] | tuple[str, ...]) -> list[Path]:
+    """The places that are files, and the files in those that are folders."""
+    return [
+        path
+        for place in places
+        for path in (sorted((package / place).rglob("*.py")) if (package / place).is_dir() else [package / place])
+        if path.is_file()
+    ]
+
+
+def _defined(point: ExtensionPoint, package: Path) -> Iterator[Unregistered]:
+    pattern = re.compile(point.defines, re.MULTILINE | re.DOTALL)
+    for path in _files(package, point.folders):
+        file = path.relative_to(package).as_posix()
+        for match in pattern.finditer(path.read_text("utf-8")):
+            groups = match.groupdict()
+            attribute = groups.get("attribute") or groups.get("function") or "compute_score"
+            name = (groups.get("name") or groups.get("stem") or _name_of(path)).lower()
+            marks = {"name": name, "attribute": attribute, **_names(file, attribute)}
+            yield Unregistered(point, name, file, attribute, point.line.format_map(marks))
+
+
+def _names(file: str, attribute: str) -> dict[str, str]:
+    module = f"distflow.{file.removesuffix('.py').replace('/', '.')}"
+    return {"module": module, "target": f"{module}:{attribute}", "upper": module.rpartition(".")[2].upper()}
+
+
+def _name_of(path: Path) -> str:
+    """The name of a part whose file does not say it."""
+    stem = path.stem.removesuffix("_reward")
+    return path.parent.name if stem == "reward" else stem

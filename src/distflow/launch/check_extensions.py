@@ -1,0 +1,284 @@
+"""Checks the parts that a run chooses by name, before a model is built: each must be where its table says, and have
+what its kind needs. A message says what is missing, in which file, and what to write there.
+
+`config/extension_points.py` finds files that no table names.
+"""
+
+import inspect
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from types import ModuleType
+
+from distflow import builtin_names as names
+from distflow.algorithms.registry import ADV_ESTIMATORS, POLICY_LOSSES, AdvEstimator, PolicyLoss
+from distflow.audit import advantages, policy_losses
+from distflow.builtin_names import CUSTOM_REWARD, Entry, Reward
+from distflow.config import Config
+from distflow.config.derived_settings import algorithms, is_rl, pipeline_name
+from distflow.config.keys.engines import RolloutConfig
+from distflow.config.per_domain import reward_functions
+from distflow.errors import UserError, hint
+from distflow.graph.fields import STANDARD_FIELDS, MissingColumn
+from distflow.import_target import LoadError, SourceFile, load, split_name
+from distflow.launch.build_engines import ScorerOptions
+from distflow.observe.writing.trackers import Tracker
+from distflow.rewards.functions import custom_target, find_fault
+from distflow.rollout.engine import RolloutEngine
+from distflow.training.engine import TrainEngine
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part that is chosen. key: what chooses it. target: "module:attribute". entry: of its table; None for a user's
+    function."""
+
+    key: str
+    name: str
+    target: str
+    entry: Entry | None
+
+    @property
+    def file(self) -> str:
+        """As messages name it: below the package if it is there."""
+        module = split_name(self.target)[0]
+        return module if module.endswith(".py") else f"{module.removeprefix('distflow.').replace('.', '/')}.py"
+
+    @property
+    def attribute(self) -> str:
+        return split_name(self.target)[1]
+
+
+Says = Callable[[Part], Iterator[str]]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of part. entries: its table in `builtin_names.py`, of the name `table`. faults: why a part cannot work.
+    gaps: what a run does without."""
+
+    name: str
+    table: str
+    entries: Mapping[str, Entry]
+    faults: Says
+    gaps: Says = lambda part: iter(())
+
+
+def check_extensions(config: Config) -> None:
+    """Raises UserError for chosen parts that are registered in part, or cannot be called."""
+    if faults := [fault for kind, part in chosen_parts(config) for fault in faults_of(kind, part)]:
+        raise UserError("\n".join(faults))
+
+
+def find_gaps(config: Config) -> list[str]:
+    """What the chosen parts of the package lack that a run can do without."""
+    return [
+        f"{kind.name} '{part.name}': {gap}"
+        for kind, part in chosen_parts(config)
+        if part.entry is not None
+        for gap in kind.gaps(part)
+    ]
+
+
+def faults_of(kind: Kind, part: Part) -> list[str]:
+    """Why the part cannot work, each as a whole message."""
+    registered = f" ({kind.table} in builtin_names.py)" if part.entry is not None else ""
+    try:
+        faults = list(kind.faults(part))
+    except LoadError as error:
+        faults = [f"its entry names '{part.target}': {error}" if part.entry is not None else str(error)]
+    return [f"{part.key}: {kind.name} '{part.name}'{registered}: {fault}" for fault in faults]
+
+
+def builtin_parts(kind: Kind) -> Iterator[Part]:
+    """All parts of its table that are there."""
+    return (Part(kind.table, name, entry.target, entry) for name, entry in kind.entries.items() if entry.target)
+
+
+def chosen_parts(config: Config) -> Iterator[tuple[Kind, Part]]:
+    """All that a config chooses, but for names that a module of the user's registers: it was imported."""
+    custom = config.custom_reward_function
+    for kind, key, name in _choices(config):
+        entry = kind.entries.get(name)
+        target = entry.target if entry is not None else custom_target(*split_name(name)) if ":" in name else ""
+        if kind is REWARD and name == CUSTOM_REWARD:
+            entry, target = None, custom_target(custom.path, custom.name) if custom.path else ""
+        if target:
+            yield kind, Part(key, name, target, entry)
+
+
+def _choices(config: Config) -> Iterator[tuple[Kind, str, str]]:
+    """The kind, key and name of each."""
+    settings, domains = config.actor_rollout_ref, config.data.domains
+    yield PIPELINE, "dag.pipeline", pipeline_name(config)
+    yield TRAIN_ENGINE, "actor_rollout_ref.actor.strategy", settings.actor.strategy
+    yield from ((TRACKER, "trainer.logger", name) for name in config.trainer.logger)
+    if not is_rl(config):
+        return
+    yield ROLLOUT_ENGINE, "actor_rollout_ref.rollout.name", settings.rollout.name
+    yield LOSS, "actor_rollout_ref.actor.policy_loss", settings.actor.policy_loss
+    for domain, algorithm in algorithms(config):
+        of = "" if domain is None else f"domains.{domain}."
+        yield ESTIMATOR, f"algorithm.{of}adv_estimator", algorithm.adv_estimator
+    for name, parts in reward_functions(config).items():
+        key = f"data.domains.{name}.reward" if name in domains else f"reward.functions.{name}"
+        yield from ((REWARD, key, part.name) for part in parts)
+
+
+def explain_missing_column(error: MissingColumn, config: Config) -> UserError | None:
+    """The error for a column that no node can write, since an estimator or a loss has a parameter that is none."""
+    registries: dict[str, Mapping[str, AdvEstimator | PolicyLoss]]
+    registries = {ESTIMATOR.name: ADV_ESTIMATORS, LOSS.name: POLICY_LOSSES}
+    for kind, key, name in _choices(config):
+        known = registries.get(kind.name, {}).get(name)
+        if known is not None and error.column in inspect.signature(known.fn).parameters:
+            function = getattr(known.fn, "__qualname__", name)
+            return UserError(
+                f"{key}: {kind.name} '{name}' ({known.fn.__module__}.{function}) takes '{error.column}', which is no "
+                f"column of the batch{hint(error.column, STANDARD_FIELDS)}. If it is an option, write it after a *: "
+                f"def {function}(..., *, {error.column}=...)"
+            )
+    return None
+
+
+def _loads(part: Part) -> Iterator[str]:
+    load(part.target)
+    yield from ()
+
+
+def _is_registered(registry: Mapping[str, object], decorator: str) -> Says:
+    def faults(part: Part) -> Iterator[str]:
+        load(part.target)
+        if part.name not in registry:
+            yield f'{part.file} does not register it: write @{decorator}("{part.name}") above {part.attribute}'
+
+    return faults
+
+
+def _has_formula(module: ModuleType, without: tuple[str, ...], signature: str) -> Says:
+    def gaps(part: Part) -> Iterator[str]:
+        if part.name not in module.FORMULAS and part.name not in without:
+            file = module.__name__.removeprefix("distflow.").replace(".", "/")
+            yield (
+                f"an audit cannot compute it again: write its formula into {file}.py, in float64 and without "
+                f'{part.file}, as {signature}, and add "{part.name}": _{part.name} to FORMULAS there'
+            )
+
+    return gaps
+
+
+def _scores(part: Part) -> Iterator[str]:
+    """Read from the text of its file: reward functions are not imported into this process."""
+    module = split_name(part.target)[0]
+    source = SourceFile.of(module)
+    if source is None:
+        return  # its import will say why it cannot be read
+    if not source.defines(part.attribute.partition(".")[0]):
+        yield f"{part.file} has no '{part.attribute}'{hint(part.attribute, source.names)}"
+    elif (signature := source.signature(part.attribute)) and (fault := find_fault(signature)):
+        yield f"{part.file}: {part.attribute} {fault}"
+    if not isinstance(part.entry, Reward):
+        return
+    if not source.defines("CASES"):
+        yield (
+            f"{part.file} has no CASES, which a run scores before it starts: write below its imports "
+            'CASES = (Case("a response", "its ground truth", 1.0), ...) with scores that are known (Case is in '
+            "rewards/score.py), or CASES = () where a service must be asked"
+        )
+    for target in filter(None, (part.entry.row_check, part.entry.prepare)):
+        own, attribute = split_name(target)
+        found = SourceFile.of(own)
+        if found is None or not found.defines(attribute):
+            yield f"its entry names {target}, which does not exist: write it, or leave it out of the entry"
+
+
+def _has_methods(protocol: type, file: str, positional: int = 0, keywords: tuple[str, ...] = ()) -> Says:
+    """positional, keywords: what its constructor is called with; a rollout engine also takes keys of its group."""
+
+    def faults(part: Part) -> Iterator[str]:
+        made = load(part.target)
+        assert callable(made), "a table of classes"
+        yield from _lacking(part, protocol, file, lambda name: callable(getattr(made, name, None)))
+        parameters = inspect.signature(made).parameters.values()
+        own = {p.name for p in parameters if p.kind is p.KEYWORD_ONLY} & set(dir(RolloutConfig))
+        try:
+            inspect.signature(made).bind(*[None] * positional, **dict.fromkeys({*keywords, *own}))
+        except TypeError as error:
+            yield (
+                f"{part.file}: {part.attribute} cannot be made: {error}. It is called with {positional} by position"
+                f"{', ' * bool(keywords)}{', '.join(f'{name}=' for name in keywords)}"
+            )
+
+    return faults
+
+
+def _tracks(part: Part) -> Iterator[str]:
+    """Read from the text of its file: its package may not be installed, which a run says with what to install."""
+    source = SourceFile.of(split_name(part.target)[0])
+    if source is None or not source.defines(part.attribute):
+        yield f"{part.file} has no class {part.attribute}: write it there, or mend the entry"
+        return
+    own = source.methods(part.attribute)
+    yield from _lacking(part, Tracker, "observe/writing/trackers.py", own.__contains__)
+
+
+def _lacking(part: Part, protocol: type, file: str, has: Callable[[str], bool]) -> Iterator[str]:
+    """One message with all methods of the protocol that a class does not have. file: of the protocol."""
+    if missing := [name for name in _methods(protocol) if not has(name)]:
+        lines = "".join(f"\n  {_declared(getattr(protocol, name))}" for name in missing)
+        yield f"{part.file}: {part.attribute} lacks methods; {file} says what each does. Add{lines}"
+
+
+def _methods(protocol: type) -> list[str]:
+    """Of a protocol and of those that it extends; its properties may be attributes of the instance."""
+    named = {name: member for base in reversed(protocol.__mro__) for name, member in vars(base).items()}
+    own = {name for base in protocol.__mro__ if getattr(base, "_is_protocol", False) for name in vars(base)}
+    return [
+        name
+        for name, member in named.items()
+        if name in own and inspect.isfunction(member) and (name[0] != "_" or name in ("__aenter__", "__aexit__"))
+    ]
+
+
+def _declared(method: Callable[..., object]) -> str:
+    """The line that begins the method, with the names of types alone."""
+    signature = re.sub(r"(?:[A-Za-z_]+[.])+([A-Za-z_]+)", r"\1", str(inspect.signature(method)))
+    return f"{'async ' * inspect.iscoroutinefunction(method)}def {method.__name__}{signature}"
+
+
+_TRAIN_ARGUMENTS = (
+    *("optimizer", "schedule", "group"),
+    *ScorerOptions.__annotations__,
+    *("max_grad_norm", "gradient_checkpointing"),
+)
+
+PIPELINE = Kind("pipeline", "PIPELINES", names.PIPELINES, _loads)
+ESTIMATOR = Kind(
+    "advantage estimator",
+    "ESTIMATORS",
+    names.ESTIMATORS,
+    _is_registered(ADV_ESTIMATORS, "register_adv_est"),
+    _has_formula(advantages, (), "(samples, options) -> (advantages, returns) of each"),
+)
+LOSS = Kind(
+    "policy loss",
+    "POLICY_LOSSES",
+    names.POLICY_LOSSES,
+    _is_registered(POLICY_LOSSES, "register_policy_loss"),
+    _has_formula(policy_losses, policy_losses.WITHOUT_FORMULA, "(tokens, options) -> loss of each token"),
+)
+REWARD = Kind("reward function", "REWARDS", names.REWARDS, _scores)
+ROLLOUT_ENGINE = Kind(
+    "rollout engine",
+    "ROLLOUT_ENGINES",
+    names.ROLLOUT_ENGINES,
+    _has_methods(RolloutEngine, "rollout/engine.py", 2, ("version", "shares_weights")),
+)
+TRAIN_ENGINE = Kind(
+    "train engine",
+    "TRAIN_ENGINES",
+    names.TRAIN_ENGINES,
+    _has_methods(TrainEngine, "training/engine.py", 1, _TRAIN_ARGUMENTS),
+)
+TRACKER = Kind("tracker", "TRACKERS", names.TRACKERS, _tracks)
+KINDS = (PIPELINE, ESTIMATOR, LOSS, REWARD, ROLLOUT_ENGINE, TRAIN_ENGINE, TRACKER)

@@ -1,0 +1,141 @@
+"""Python code that a config names: which it is, whether it may run, and whether a worker in another process can import
+it.
+
+Commands that run the user's config report its code; those that read a run's folder, which may be another person's, run
+it only when asked to."""
+
+import importlib.util
+import pickle
+from collections.abc import Callable, Iterator
+from dataclasses import fields, replace
+
+from distflow.algorithms.registry import find_adv_est, find_policy_loss
+from distflow.config import Config
+from distflow.config.derived_settings import algorithms, functions_of_pipeline, is_rl
+from distflow.config.per_domain import named_rewards, train_files, val_files
+from distflow.data.sources import is_function
+from distflow.errors import UserError
+from distflow.graph.fields import innermost
+from distflow.import_target import load_function
+from distflow.models.paths import code_of
+from distflow.runtime.spec import Spec
+
+TRUST_CODE = "--trust-code"
+
+
+def named_code(config: Config) -> list[str]:
+    """Everything that a run imports or calls, as `key: name`."""
+    custom = config.custom_reward_function
+    reward = [f"custom_reward_function: {custom.path}:{custom.name}"] if custom.path else []
+    return [*pipeline_code(config), *reward, *_reward_code(config), *_data_code(config), *model_code(config)]
+
+
+def pipeline_code(config: Config) -> list[str]:
+    """The code of the pipeline."""
+    names = functions_of_pipeline(config)
+    return _imports(config) + [f"dag.pipeline: {name}" for name in names if not name.startswith("distflow.")]
+
+
+def replayed_code(config: Config) -> list[str]:
+    """The code that registers losses, or comes with the models."""
+    return [*_imports(config), *model_code(config)]
+
+
+def model_code(config: Config) -> list[str]:
+    """The code of models and tokenizers, where `trust_remote_code` lets it run."""
+    model = config.actor_rollout_ref.model
+    if not model.trust_remote_code:
+        return []
+    paths = dict.fromkeys(path for path in (model.path, model.tokenizer_path, config.critic.model.path) if path)
+    return [f"actor_rollout_ref.model.trust_remote_code: {code}" for path in paths for code in code_of(path)]
+
+
+def only_if_trusted(code: list[str], trusted: bool, say: Callable[[str], None]) -> None:
+    """Report what is about to run. Raises UserError with the same where nobody asked for it."""
+    lines = "".join(f"\n  {line}" for line in code)
+    if code and not trusted:
+        raise UserError(
+            f"this would run Python code that it names:{lines}\n"
+            f"Nothing was run. Read that code; if you trust it, say so with {TRUST_CODE}"
+        )
+    if code:
+        say(f"running Python code, as {TRUST_CODE} allows:{lines}")
+
+
+def without_model_code(config: Config) -> Config:
+    """The config with `trust_remote_code` off."""
+    settings = config.actor_rollout_ref
+    model = replace(settings.model, trust_remote_code=False)
+    return replace(config, actor_rollout_ref=replace(settings, model=model))
+
+
+def _imports(config: Config) -> list[str]:
+    return [f"trainer.imports: {name}" for name in config.trainer.imports]
+
+
+def _reward_code(config: Config) -> Iterator[str]:
+    """Reward functions that are named by their place: module:function, file.py:function."""
+    for key, _, named in named_rewards(config):
+        for part in named:
+            if ":" in part.name and not part.name.startswith("distflow."):
+                yield f"{key}: {part.name}"
+
+
+def _data_code(config: Config) -> Iterator[str]:
+    for key, files in (*train_files(config), *val_files(config)):
+        for file in files:
+            if is_function(file):
+                yield f"{key}: {file}"
+
+
+_REGISTERED = _ESTIMATOR, _LOSS = "algorithm.adv_estimator", "actor_rollout_ref.actor.policy_loss"
+_ADVICE = "Put it into a file beside your script or on the PYTHONPATH, say my_code.py, and set "
+
+
+def check_importable(config: Config) -> None:
+    """Raises UserError naming a module or function that a worker cannot import."""
+    for name in config.trainer.imports:
+        if not _can_be_imported(name):
+            raise UserError(
+                f"trainer.imports: a worker in another process cannot import '{name}': it comes from no file that "
+                f"Python finds. {_ADVICE}trainer.imports=[my_code]"
+            )
+    for key, fn in _users_functions(config):
+        plain = innermost(fn)
+        if not _can_be_imported(plain.__module__):
+            name = getattr(plain, "__qualname__", repr(fn))
+            named = "trainer.imports=[my_code]" if key in _REGISTERED else f"my_code:{name} in its place"
+            raise UserError(
+                f"{key}: the function {name} lives in '{plain.__module__}', which a worker in another process cannot "
+                f"import. {_ADVICE}{named}"
+            )
+
+
+def check_pickles(spec: Spec) -> None:
+    """Raises UserError naming the part of the spec that cannot be sent."""
+    for item in fields(spec):
+        try:
+            pickle.dumps(getattr(spec, item.name))
+        except (pickle.PicklingError, TypeError, AttributeError) as err:
+            raise UserError(f"the run cannot be sent to a worker: its '{item.name}' does not pickle ({err})") from err
+
+
+def _users_functions(config: Config) -> Iterator[tuple[str, Callable[..., object]]]:
+    """(key that names it, function) for all functions that are found by name."""
+    for name in functions_of_pipeline(config):
+        yield "dag.pipeline", load_function(name)
+    if is_rl(config):
+        for domain, algorithm in algorithms(config):
+            key = _ESTIMATOR if domain is None else f"algorithm.domains.{domain}.adv_estimator"
+            yield key, find_adv_est(algorithm.adv_estimator).fn
+        yield _LOSS, find_policy_loss(config.actor_rollout_ref.actor.policy_loss).fn
+
+
+def _can_be_imported(module: str) -> bool:
+    if module == "__main__":
+        return False
+    try:
+        found = importlib.util.find_spec(module)
+    except (ImportError, ValueError):  # a module without a spec was created at run time
+        return False
+    return found is not None and found.origin is not None
