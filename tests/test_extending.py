@@ -283,7 +283,7 @@ def test_a_part_that_is_registered_in_part_is_told_what_it_lacks(case: str, user
         (["reward.functions={default: ['mine:nope']}"], ("mine.py has no 'nope'",)),
         (["reward.functions={default: ['mine.py:wrong_score']}"], ("wrong_score takes (solution_str, beam)",)),
         (["reward.functions={default: ['nowhere:nope']}"], ("there is no module 'nowhere'",)),
-        (["dag.custom_pipeline_fn=mine:nope", "~dag.pipeline"], ("dag.custom_pipeline_fn", "has no 'nope'")),
+        (["dag.pipeline=mine:nope"], ("dag.pipeline", "has no 'nope'")),
     ],
 )
 def test_a_users_part_that_does_not_fit_is_told_before_a_model_is_loaded(
@@ -311,7 +311,7 @@ def test_a_run_takes_the_parts_outside_the_package(tmp_path: Path) -> None:
     assert sum(word.startswith("trainer.total_training_steps=1") for word in words) == 4
     chosen = [
         *("trainer.imports=[my_algorithms,my_pipeline]", "algorithm.adv_estimator=raw_score"),
-        *("actor_rollout_ref.actor.policy_loss=plain", "dag.custom_pipeline_fn=my_pipeline:certain_pipeline"),
+        *("actor_rollout_ref.actor.policy_loss=plain", "dag.pipeline=my_pipeline:certain_pipeline"),
         *("reward.functions={default: ['my_rewards_file.py:short']}", "~dag.pipeline"),
     ]
     done = command(tmp_path, SOURCE, "train", "examples/tiny.yaml", "trainer.total_training_steps=1", *chosen)

@@ -17,7 +17,7 @@ def test_what_a_dp_group_reads_of_nodes_that_it_does_not_run_is_sent_once() -> N
     found = [(each.source, each.target, each.writers, each.readers) for each in resharded_columns(plan, pipeline)]
     assert found == [("value", "compare", (1,), (2, 3)), ("refer", "compare", (2, 3), (1,))]
     assert str(next(resharded_columns(plan, pipeline)).key(3)) == (
-        "step 3 of queue 'value to compare on ranks 2, 3' (version 3)"
+        "step 4 of queue 'value to compare on ranks 2, 3' (version 3)"
     )
 
 

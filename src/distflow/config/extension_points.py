@@ -86,11 +86,11 @@ EXTENSION_POINTS = (
     ExtensionPoint(
         "check of an audited step",
         ("audit",),
-        r"^(?P<attribute>[A-Z][A-Z_]*)(?:: Check)? = Check\(",
+        r"^@check\((?=.*?\ndef (?P<attribute>(?P<name>\w+))\()",
         "audit/all_checks.py",
         "BEFORE or AFTER",
         r"from {module} import (?:\([^)]*|[^\n]*)\b{attribute}\b",
-        "from {module} import {attribute} as {upper}  # and {upper}, in the tuple",
+        "from {module} import {attribute}  # and {attribute}, in the tuple",
     ),
     ExtensionPoint(
         "config group",
@@ -98,16 +98,16 @@ EXTENSION_POINTS = (
         r"^class (?P<attribute>(?P<name>\w+)Config)\b",
         "config/keys",
         "Config (config/keys/schema.py) or the group above it",
-        r"group\({attribute}\)",
+        r"group\({attribute}\)|\b{attribute}\]",
         "{name}: {attribute} = group({attribute})",
     ),
     ExtensionPoint(
         "command",
         ("commands",),
-        r"^def (?P<attribute>run)\(",
+        r"^def (?P<attribute>run_(?P<name>\w+))\(",
         "cli.py",
         "COMMANDS",
-        '"{module}"',
+        r'"{name}": Command\(',
         '"{name}": Command("HELP", "{module}"),',
     ),
     ExtensionPoint(
@@ -116,7 +116,7 @@ EXTENSION_POINTS = (
         r"^class (?P<attribute>(?P<name>\w+?)(?:SampleQueue|Weights))\b(?![^\n]*\bProtocol\b)",
         "launch,cluster,runtime/sample_queue",
         "the `Ports` that its launcher makes (launch/local_launcher.py, cluster/worker_actor.py)",
-        r"(?<!class ){attribute}(?:\[\w+\])?\(",
+        r"(?<!class ){attribute}(?:\[\w+\])?[()]",
         "{attribute}(...)",
     ),
 )
@@ -176,7 +176,7 @@ def _defined(point: ExtensionPoint, package: Path) -> Iterator[Unregistered]:
 
 def _names(file: str, attribute: str) -> dict[str, str]:
     module = f"distflow.{file.removesuffix('.py').replace('/', '.')}"
-    return {"module": module, "target": f"{module}:{attribute}", "upper": module.rpartition(".")[2].upper()}
+    return {"module": module, "target": f"{module}:{attribute}"}
 
 
 def _name_of(path: Path) -> str:
