@@ -312,7 +312,7 @@ def test_a_run_takes_the_parts_outside_the_package(tmp_path: Path) -> None:
     chosen = [
         *("trainer.imports=[my_algorithms,my_pipeline]", "algorithm.adv_estimator=raw_score"),
         *("actor_rollout_ref.actor.policy_loss=plain", "dag.pipeline=my_pipeline:certain_pipeline"),
-        *("reward.functions={default: ['my_rewards_file.py:short']}", "~dag.pipeline"),
+        "reward.functions={default: ['my_rewards_file.py:short']}",
     ]
     done = command(tmp_path, SOURCE, "train", "examples/tiny.yaml", "trainer.total_training_steps=1", *chosen)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -84,7 +84,7 @@ def test_no_object_above_64_kb_reaches_driver_or_coordinator(ground: Playground)
     assert outcome.steps == 3
     assert {name for name, num_bytes in found.items() if num_bytes > MOST} == set()
     asked = {what.partition(".")[2] for what in found}
-    assert {"take", "put", "release", "checkpoint_page", "messages", "add_message", "build", "run"} <= asked
+    assert {"take", "end", "release", "resume_page", "messages", "add_message", "build", "run"} <= asked
     live = ground.folder / "run" / "checkpoints" / "step-000002" / "live.safetensors"
     assert live.stat().st_size > 4 * MOST, "the groups themselves are large"
 

@@ -150,7 +150,7 @@ def score_before(recorded: RecordedStep, update: UpdateRecord) -> None:
 
 def dtype_of(engine: object) -> torch.dtype | None:
     """The dtype that the engine's model computes in."""
-    dtype = getattr(getattr(engine, "scorer", engine), "compute_dtype", None)
+    dtype = getattr(engine, "compute_dtype", None)
     return dtype if isinstance(dtype, torch.dtype) else None
 
 

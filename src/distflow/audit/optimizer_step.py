@@ -3,7 +3,7 @@ starts from zero and is the sum of its micro-batches' gradients, clipped to max_
 schedule, and the optimizer moves the weights by its formula."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from distflow.audit.recorded_data import RecordedStep, Sample, Wrong, check
 from distflow.audit.recorder import OpenEngine, Stripe, UpdateRecord, striped
 from distflow.config.derived_settings import is_rl
 from distflow.config.keys.engines import OptimConfig
+from distflow.data.batch import Batch
 
 NUM_SAMPLES = 2
 EXACT, ROUNDED = 1e-3, 0.5
@@ -29,8 +30,8 @@ LIMIT = 1e-3
 )
 def audit_backward(recorded: RecordedStep) -> str | None:
     actor = recorded.run.resources.actor
-    scorer = getattr(actor, "scorer", None)
-    if not isinstance(actor, OpenEngine) or scorer is None:
+    compute = getattr(actor, "compute", None)
+    if not isinstance(actor, OpenEngine) or compute is None:
         return "the train engine does not expose its model"
     turns = recorded.run.turns
     chosen = sorted(audited_samples(recorded), key=lambda sample: len(sample["response_ids"]))[:NUM_SAMPLES]
@@ -38,7 +39,7 @@ def audit_backward(recorded: RecordedStep) -> str | None:
         return "no sample is short enough"
     names = dict(striped(actor.model, recorded.step))
     weights = list(names.values())
-    packed = _through_packing(recorded, actor, scorer, chosen, weights)
+    packed = _through_packing(recorded, actor, compute, chosen, weights)
     apart = [
         _through_padding(recorded, actor, chosen[place : place + 1], weights)
         for place in range(NUM_SAMPLES if turns.is_spread(actor.model) else len(chosen))
@@ -96,13 +97,17 @@ def audit_optimizer(recorded: RecordedStep) -> str | None:
 
 
 def _through_packing(
-    recorded: RecordedStep, actor: OpenEngine, scorer: object, chosen: Sequence[Sample], weights: Sequence[nn.Parameter]
+    recorded: RecordedStep,
+    actor: OpenEngine,
+    compute: Callable[[Batch, Sequence[str]], Mapping[str, Tensor]],
+    chosen: Sequence[Sample],
+    weights: Sequence[nn.Parameter],
 ) -> list[Tensor]:
     rows = [list(recorded.batch["uid"]).index(sample["uid"]) for sample in chosen]
     batch = recorded.batch.select(rows)
 
     def loss() -> Tensor:
-        flat = scorer.compute(batch, ("log_probs",))["log_probs"]  # type: ignore[attr-defined]  # checked above
+        flat = compute(batch, ("log_probs",))["log_probs"]
         cotangents = [_cotangent(length) for length in batch.lengths("response").tolist()]
         return (flat * torch.cat(cotangents or [flat.new_zeros(0)]).to(flat)).sum()
 
