@@ -35,16 +35,13 @@ LAYERS = (
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
 MOST_FILES = 25
 MOST_IMPORTS = 20
-# Modules that import more of ours than others may, and how many: a debt, which may only shrink.
-MANY_IMPORTS = {
-    "cluster.worker_actor": 31,
-    "cluster.supervisor": 27,
-    "runtime.rollout_loop": 23,
-}
-MOST_ARROWS = 115
+MOST_ARROWS = 114
 MOST_LINES = 60
-DEBTS = {"files": 433, "broad excepts": 65, "functions of more than 7 parameters": 40}
-"""What is to become fewer: 380 files, a broad except in two thousand lines, 8 functions."""
+TABLES_OF_OPTIONS = ("algorithms.", "pipelines.nodes.", "rewards.", "api.train", "graph.pipeline")
+"""Where parameters of functions are columns, config keys or a call's options, by name."""
+DEBTS = {"lines": 58_900, "broad excepts": 35, "functions of more than 7 parameters": 1}
+"""What is to become less: 55,000 lines, a broad except in two thousand lines, no other function."""
+MOST_MODULES = 380
 WITHOUT_TORCH = ("graph", "config", "scheduling", "planning", "observe")
 
 
@@ -76,17 +73,17 @@ def imports(path: Path) -> Iterator[str]:
         yield from (name.removeprefix("distflow.") for name in names if name.startswith("distflow."))
 
 
-@pytest.mark.parametrize("module", sorted(modules()))
-def test_imports_go_down_only(module: str) -> None:
-    room = room_of(module)
-    if room == "__init__":
-        pytest.skip("the package itself names what users import, lazily")
-    assert room in LEVEL, f"'{room}' is no room of the design: add it to LAYERS or move the file"
-    for name in imports(modules()[module]):
-        other = room_of(name)
-        if other == room or other not in LEVEL:
-            continue
-        assert LEVEL[room] < LEVEL[other], f"{module} imports {name}: not downwards"
+def test_imports_go_down_only() -> None:
+    rooms = {room_of(module) for module in modules()} - {"__init__"}  # the package itself names what users import
+    assert rooms <= set(LEVEL), "no room of the design: add it to LAYERS or move the file"
+    upward = [
+        f"{module} imports {name}"
+        for module in modules()
+        for name in imports(modules()[module])
+        if module != "__init__" and room_of(name) in LEVEL and room_of(name) != room_of(module)
+        if LEVEL[room_of(module)] >= LEVEL[room_of(name)]
+    ]
+    assert not upward
 
 
 def ours(module: str) -> set[str]:
@@ -97,10 +94,9 @@ def ours(module: str) -> set[str]:
     return {name for name in found if name and name != module}
 
 
-@pytest.mark.parametrize("module", sorted(modules()))
-def test_a_module_imports_few_others(module: str) -> None:
-    number = len(ours(module))
-    assert number <= MANY_IMPORTS.get(module, MOST_IMPORTS), f"{module} imports {number} modules of ours"
+def test_a_module_imports_few_others() -> None:
+    many = {module: number for module in modules() if (number := len(ours(module))) > MOST_IMPORTS}
+    assert not many
 
 
 def test_the_worker_is_wired_elsewhere() -> None:
@@ -139,10 +135,15 @@ def num_parameters(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
 
 def test_debts_only_shrink() -> None:
     texts = [path.read_text() for path in modules().values()]
-    nodes = [node for path in modules().values() for node in ast.walk(tree_of(path))]
-    functions = [node for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    functions = [
+        node
+        for module, path in modules().items()
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not module.startswith(TABLES_OF_OPTIONS)
+    ]
+    assert len(texts) <= MOST_MODULES
     figures = {
-        "files": len(texts),
+        "lines": sum(len(text.splitlines()) for text in texts),
         "broad excepts": sum(len(re.findall(r"except (?:Exception|BaseException)\b", text)) for text in texts),
         "functions of more than 7 parameters": sum(num_parameters(function) > 7 for function in functions),
     }
