@@ -262,14 +262,14 @@ REWARDS: dict[str, Reward] = {
         scores_own_answer=True,
     ),
     "code": Reward(
-        "the program in the response passes all of the row's tests, in a sandbox",
+        "the code of the response passes all of the row's tests, in a sandbox",
         "distflow.rewards.code.reward:compute_score",
         solutions=_SOLUTIONS,
         row_check="distflow.rewards.code.reward:check_row",
         executes_response=True,
     ),
     "code_share": Reward(
-        "the share of the row's tests that the program in the response passes",
+        "the share of the row's tests that the code of the response passes",
         "distflow.rewards.code.reward:compute_share",
         solutions=_SOLUTIONS,
         row_check="distflow.rewards.code.reward:check_row",
