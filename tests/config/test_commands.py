@@ -121,7 +121,9 @@ def test_nothing_is_said_of_verl_where_it_is_not_spoken_or_not_meant(preset, ove
     assert not any("verl's defaults" in line for line in load_config(preset, [override], complete=False).notes)
 
 
-def test_the_scripts_translation_in_the_docs_is_a_config():
+def test_the_scripts_translation_in_the_docs_is_a_config(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my_rewards.py").write_text("def compute_score(solution_str, ground_truth):\n    return 1.0\n")
     loaded = load_config("grpo", all_tables()["TRL"].example["here"])
     read_config(loaded)
     actor = loaded.config.actor_rollout_ref.actor
