@@ -206,6 +206,8 @@ def test_a_run_says_which_code_of_its_config_it_runs(
 
 def test_verifiers_that_are_named_by_their_place_are_code_of_the_config(ground: Playground) -> None:
     file = ground.folder / "reward.py"
+    more = "def {}(data_source, solution_str, ground_truth, extra_info=None):\n    return 1.0\n"
+    file.write_text(file.read_text() + more.format("own") + more.format("other"))
     one = f"{{a: {{train_files: {ground.folder}/rows.jsonl, reward: [math, '{file}:own']}}}}"
     by_function, _ = ground.spec("grpo", f"reward.functions={{default: ['{file}:other', custom]}}")
     no_default = ("data.train_files=[]", "~reward.functions", "custom_reward_function.path=null")
