@@ -130,7 +130,7 @@ class RaySampleQueue:
                 whole = reply(self._coordinator.read.remote(step, self._first + rank, lost))
             if whole:
                 assert batch is not None, "no group of it is lost"
-                return TrainingStep(taken.group_ids, taken.own, batch, taken.metrics, taken.reward_counts)
+                return taken.joined(batch)
 
     def release(self, step: int, rank: int, sent_weights: bool) -> Released:
         """See `SampleQueuePort`."""
@@ -162,8 +162,7 @@ class RaySampleQueue:
 def _read(taken: TrainingStep[Sequence[GroupRef]], groups: Sequence[GroupRef]) -> tuple[Batch | None, list[int]]:
     """The rows of the groups, or the groups that are lost."""
     try:
-        batch = to_batch(groups)
-        return batch if taken.own else batch.select([]), []
+        return to_batch(groups), []
     except GroupLost:
         return None, lost_among(dict(zip(taken.own or taken.group_ids[:1], groups, strict=True)))
 

@@ -23,7 +23,7 @@ from distflow.runtime.prompt_group import finished_group
 from distflow.runtime.resources import Resources
 from distflow.runtime.sample_queue.protocol import FinishedGroup, ResumePoint
 from distflow.runtime.spec import Spec
-from distflow.scheduling.groups import PromptGroup
+from distflow.scheduling.snapshot import restored
 from distflow.training.engine import TrainState
 
 
@@ -111,10 +111,7 @@ def load_queued(checkpoint: Checkpoint) -> dict[int, FinishedGroup[Batch]]:
     with checkpoint.reading():
         saved = checkpoint.load("run")
         measured = {int(number): [(m, w) for m, w in parts] for number, parts in saved["live_measured"].items()}
-        prompt_groups = {
-            live["prompt_group"]["group_id"]: PromptGroup(**live["prompt_group"])
-            for live in saved["coordinator"]["live"]
-        }
+        prompt_groups = {each.group_id: each.prompt_group for each in map(restored, saved["coordinator"]["live"])}
         batch, rows = Batch.from_tensors(checkpoint.load("live")), dict[int, list[int]]()
         for row, number in enumerate(batch["group_index"].tolist()):
             rows.setdefault(number, []).append(row)

@@ -55,10 +55,7 @@ class LocalSampleQueue(SharedSampleQueue[Batch]):
         """See `SampleQueuePort`."""
         taken = self.take_groups(step, rank, wanted, deadline)
         assert not isinstance(taken, NewWorkers), "the engine of one process is there from the start"
-        if taken is None:
-            return None
-        batch = Batch.concat(taken.batch) if taken.own else taken.batch[0].select([])
-        return TrainingStep(taken.group_ids, taken.own, batch, taken.metrics, taken.reward_counts)
+        return None if taken is None else taken.joined(Batch.concat(taken.batch))
 
     def _wake_loop(self) -> None:
         """Have `prompt_groups` check again; from any thread."""
