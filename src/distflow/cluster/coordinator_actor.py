@@ -12,7 +12,7 @@ from distflow.planning.plan import dp_groups_of
 from distflow.rewards.score import RewardCounts
 from distflow.runtime.checkpoint.state import load_queued
 from distflow.runtime.rank_info import queue_dp_group
-from distflow.runtime.sample_queue.protocol import FinishedGroup, NewWorkers, ResumePoint, TrainingStep
+from distflow.runtime.sample_queue.protocol import DroppedGroup, FinishedGroup, NewWorkers, ResumePoint, TrainingStep
 from distflow.runtime.sample_queue.shared import SharedSampleQueue
 from distflow.runtime.spec import Spec
 from distflow.runtime.wait_log import Waits
@@ -50,7 +50,6 @@ class CoordinatorActor(SharedSampleQueue[GroupRef]):
         coordinator, self._ledger = begin_ledger(spec, start.checkpoint, allowed)
         queued: dict[int, FinishedGroup[GroupRef]] = {}
         for number, group in (load_queued(start.checkpoint) if start.checkpoint else {}).items():
-            assert group.data is not None, "it is complete"
             reference, num_bytes = to_group(group.data)
             queued[number] = group.stored_as(reference)
             if coordinator.holds(number):
@@ -80,11 +79,14 @@ class CoordinatorActor(SharedSampleQueue[GroupRef]):
     def alive(self) -> None:
         """Replied to on a thread of its own."""
 
-    def end(self, finished: FinishedGroup[GroupRef], reward_counts: RewardCounts) -> None:
+    def end(self, group: FinishedGroup[GroupRef] | DroppedGroup, reward_counts: RewardCounts) -> None:
         """A group has left the rollout loop. reward_counts: by its worker since the group before it."""
         try:
             super().count(reward_counts)
-            (super().drop if finished.dropped else super().put)(finished)
+            if isinstance(group, DroppedGroup):
+                super().drop(group)
+            else:
+                super().put(group)
         except Exception as err:  # nobody waits for the reply: the run ends with it
             super().fail(err)
 

@@ -16,7 +16,15 @@ from distflow.data.batch import Batch
 from distflow.data.buffers import gather, to_buffers
 from distflow.rewards.score import RewardCounts
 from distflow.runtime import fault_injection
-from distflow.runtime.sample_queue.protocol import FinishedGroup, NewWorkers, Released, ResumePoint, TrainingStep
+from distflow.runtime.errors import Failure
+from distflow.runtime.sample_queue.protocol import (
+    DroppedGroup,
+    FinishedGroup,
+    NewWorkers,
+    Released,
+    ResumePoint,
+    TrainingStep,
+)
 from distflow.runtime.wait_log import Waits
 from distflow.scheduling.groups import PromptGroup
 
@@ -97,14 +105,14 @@ class RaySampleQueue:
     def put(self, finished: FinishedGroup[Batch]) -> None:
         """See `SampleQueuePort`."""
         fault_injection.reach("queue.put")
-        assert finished.data is not None, "it is complete"
         reference, num_bytes = to_group(finished.data)
-        stored = replace(_short(finished), num_bytes=num_bytes).stored_as(reference)
+        stored = replace(finished, num_bytes=num_bytes, failure=_short(finished.failure)).stored_as(reference)
         self._coordinator.end.remote(stored, self._take_reward_counts())
 
-    def drop(self, finished: FinishedGroup[Batch]) -> None:
+    def drop(self, dropped: DroppedGroup) -> None:
         """See `SampleQueuePort`."""
-        self._coordinator.end.remote(_short(finished), self._take_reward_counts())
+        dropped = replace(dropped, reason=shortened(dropped.reason), failure=_short(dropped.failure))
+        self._coordinator.end.remote(dropped, self._take_reward_counts())
 
     def count(self, reward_counts: RewardCounts) -> None:
         """See `SampleQueuePort`. It is sent with the next group: the actor may run two calls in any order."""
@@ -146,7 +154,6 @@ class RaySampleQueue:
         snapshot, queued, num_pages = page.snapshot, dict[int, FinishedGroup[Batch]](), 1
         while page.snapshot["live"] or page.queued:
             for number, group in page.queued.items():
-                assert group.data is not None, "it is complete"
                 with suppress(GroupLost):  # a resumed run generates it again
                     queued[number] = group.stored_as(to_batch([group.data]))
             page = reply(self._coordinator.resume_page.remote(num_pages))
@@ -167,7 +174,6 @@ def _read(taken: TrainingStep[Sequence[GroupRef]], groups: Sequence[GroupRef]) -
         return None, lost_among(dict(zip(taken.own or taken.group_ids[:1], groups, strict=True)))
 
 
-def _short(finished: FinishedGroup[Batch]) -> FinishedGroup[Batch]:
-    """With texts that the coordinator takes."""
-    failure = finished.failure and replace(finished.failure, message=shortened(finished.failure.message))
-    return replace(finished, dropped=shortened(finished.dropped), failure=failure)
+def _short(failure: Failure | None) -> Failure | None:
+    """With a message that the coordinator takes."""
+    return None if failure is None else replace(failure, message=shortened(failure.message))

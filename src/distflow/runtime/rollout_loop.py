@@ -20,7 +20,7 @@ from distflow.runtime.errors import Failure, NodeError
 from distflow.runtime.generation_batch import EarlyStop, SubmissionGate, group_task
 from distflow.runtime.prompt_group import Group, accuracy_of, finished_group, new_group
 from distflow.runtime.resources import Resources
-from distflow.runtime.sample_queue.protocol import FinishedGroup, SampleQueuePort, StoppingSampleQueue
+from distflow.runtime.sample_queue.protocol import DroppedGroup, SampleQueuePort, StoppingSampleQueue
 from distflow.runtime.spec import Spec
 from distflow.runtime.user_calls.async_calls import deadline_paused
 from distflow.runtime.user_calls.sync_calls import PlainCalls
@@ -238,7 +238,7 @@ class RolloutLoop:
         except NodeError as err:
             users = isinstance(err, UserError)
             self._end(prompt_group, f"error: {err}", started)
-            queue.drop(FinishedGroup(prompt_group, dropped="error", failure=Failure(str(err), users), lost=not users))
+            queue.drop(DroppedGroup(prompt_group, "error", Failure(str(err), users), lost=not users))
             return
         detail = f": {drop.detail}" if drop is not None and drop.reason == TOO_FEW_SCORES else ""
         self._end(prompt_group, "complete" if drop is None else f"{drop.reason}{detail}", started)
@@ -249,9 +249,9 @@ class RolloutLoop:
             queue.put(finished_group(prompt_group, batch, group.measured))
         elif drop.reason == TOO_FEW_SCORES:
             failure = Failure(drop.detail, users=True)
-            queue.drop(FinishedGroup(prompt_group, dropped=drop.reason, failure=failure))
+            queue.drop(DroppedGroup(prompt_group, drop.reason, failure))
         else:
-            queue.drop(FinishedGroup(prompt_group, dropped=drop.reason, accuracy=accuracy_of(batch)))
+            queue.drop(DroppedGroup(prompt_group, drop.reason, accuracy=accuracy_of(batch)))
 
     def _end(self, prompt_group: PromptGroup, outcome: str, started: float) -> None:
         self.events.ended(prompt_group, outcome, started, time.time())

@@ -53,7 +53,7 @@ def test_all_random_draws_continue_as_in_the_undisturbed_process(tmp_path: Path)
     set_generators(store.load(), seed=1)
     assert draws() == undisturbed
     assert nodes == {"node": {"kept": 1}} and restored[4].measured == queued.measured
-    assert restored[4].data is not None and restored[4].data["uid"] == ["4-0", "4-1"]
+    assert restored[4].data["uid"] == ["4-0", "4-1"]
     assert restored[4].prompt_group == queued.prompt_group and restored[4].num_tokens == queued.num_tokens
     assert check_same_facts(store.load(), spec, {**spec.facts, **resources.facts}) == []
 

@@ -14,7 +14,7 @@ from distflow.errors import UserError
 from distflow.runtime.errors import Failure, NoProgress, UserNoProgress
 from distflow.runtime.prompt_group import finished_group
 from distflow.runtime.sample_queue.local import LocalSampleQueue
-from distflow.runtime.sample_queue.protocol import FinishedGroup, Released, TrainingStep
+from distflow.runtime.sample_queue.protocol import DroppedGroup, Released, TrainingStep
 from distflow.runtime.wait_log import Waits
 from distflow.scheduling.coordinator import Coordinator
 from distflow.scheduling.groups import CountsError, PromptGroup
@@ -42,7 +42,7 @@ class Driven:
         self.queue.put(finished_group(prompt_group, batch, [(metrics, float(len(batch)))]))
 
     def drop(self, prompt_group: PromptGroup, reason: str, failure: Failure | None = None, lost: bool = False) -> None:
-        self.queue.drop(FinishedGroup(prompt_group, dropped=reason, failure=failure, lost=lost))
+        self.queue.drop(DroppedGroup(prompt_group, reason, failure, lost))
 
     def fill(self) -> None:
         for prompt_group in self.issue():

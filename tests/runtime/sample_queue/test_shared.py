@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from distflow.runtime.sample_queue.protocol import FinishedGroup, NewWorkers, TrainingStep
+from distflow.runtime.sample_queue.protocol import DroppedGroup, FinishedGroup, NewWorkers, TrainingStep
 from distflow.runtime.sample_queue.shared import SharedSampleQueue
 from distflow.runtime.wait_log import Waits
 from distflow.scheduling.bin_packing import DpGroupShares, divide_step
@@ -110,7 +110,7 @@ def test_groups_of_a_worker_that_is_gone_go_to_others_and_what_still_comes_of_it
     assert {prompt_group.group_id for prompt_group in again} >= {prompt_group.group_id for prompt_group in theirs}
     before = shared.coordinator.checked_counts()
     shared.put(theirs[1])
-    shared.queue.drop(FinishedGroup(theirs[-1], dropped="error"))
+    shared.queue.drop(DroppedGroup(theirs[-1], "error"))
     assert shared.coordinator.checked_counts() == before, "it comes too late"
     for prompt_group in [*ours, *again]:
         shared.put(prompt_group)

@@ -153,8 +153,7 @@ def _parts_of_the_run(
     spec: Spec, resources: Resources, resume_point: ResumePoint[Batch], state: NodeState
 ) -> Iterator[tuple[str, object]]:
     if resume_point.queued:
-        groups = [group.data for group in resume_point.queued.values() if group.data is not None]
-        yield "live", Batch.concat(groups).to_tensors()
+        yield "live", Batch.concat([group.data for group in resume_point.queued.values()]).to_tensors()
     yield (
         "run",
         {

@@ -20,29 +20,41 @@ U = TypeVar("U")
 
 @dataclass(frozen=True)
 class FinishedGroup(Generic[T]):
-    """A group that has left the rollout loop: complete, or dropped.
+    """A group that has completed the rollout loop.
 
-    data: its samples as columns, or a reference to them; None if it is dropped. num_tokens: of all samples, prompts
-    included. version: the lowest of any of their tokens, None if there is none. measured: by its nodes. num_bytes: of
-    the data, if their storage is bounded. accuracy: of its responses, None if they were not scored. dropped: the
-    reason, empty if it is complete. failure: if it failed; a complete group without any score has failed too. lost: it
-    was dropped through no fault of its own, and is tried again, three times in all.
+    data: its samples as columns, or a reference to them. num_tokens: of all samples, prompts included. version: the
+    lowest of any of their tokens, None if there is none. measured: by its nodes. num_bytes: of the data, if their
+    storage is bounded. accuracy: of its responses, None if they were not scored. failure: if none of them has a score
+    although they should.
     """
 
     prompt_group: PromptGroup
-    data: T | None = None
-    num_tokens: int = 0
+    data: T
+    num_tokens: int
     version: int | None = None
     measured: Sequence[Measured] = ()
     num_bytes: int = 0
     accuracy: Accuracy | None = None
-    dropped: str = ""
     failure: Failure | None = None
-    lost: bool = False
 
     def stored_as(self, data: U) -> "FinishedGroup[U]":
         """The same group with its samples in another form."""
         return FinishedGroup(**{**vars(self), "data": data})
+
+
+@dataclass(frozen=True)
+class DroppedGroup:
+    """A group that has left the rollout loop without being trained on.
+
+    accuracy: as in `FinishedGroup`. failure: if it failed. lost: through no fault of its own, so that it is tried
+    again, three times in all.
+    """
+
+    prompt_group: PromptGroup
+    reason: str
+    failure: Failure | None = None
+    lost: bool = False
+    accuracy: Accuracy | None = None
 
 
 @dataclass
@@ -112,8 +124,8 @@ class SampleQueuePort(Protocol):
         """A group has completed the rollout loop."""
         ...
 
-    def drop(self, finished: FinishedGroup[Batch]) -> None:
-        """A group is dropped without being trained on; another may start in its place."""
+    def drop(self, dropped: DroppedGroup) -> None:
+        """A group is dropped; another may start in its place."""
         ...
 
     def count(self, reward_counts: RewardCounts) -> None:

@@ -13,6 +13,7 @@ from distflow.observe.metrics import combine
 from distflow.rewards.score import RewardCounts
 from distflow.runtime.errors import Failure, FailuresInARow, NoProgress
 from distflow.runtime.sample_queue.protocol import (
+    DroppedGroup,
     FinishedGroup,
     NewWorkers,
     NothingToWaitFor,
@@ -136,17 +137,17 @@ class SharedSampleQueue(Generic[T]):
             self._askers.notify_all()
         self._wake_loop()
 
-    def drop(self, finished: FinishedGroup[T]) -> None:
+    def drop(self, dropped: DroppedGroup) -> None:
         """See `SampleQueuePort`."""
-        group_id = finished.prompt_group.group_id
+        group_id = dropped.prompt_group.group_id
         with self._lock:
-            if self._workers.is_passed_over(finished.prompt_group):
+            if self._workers.is_passed_over(dropped.prompt_group):
                 return
-            self._coordinator.record_accuracy(group_id, finished.accuracy)
-            if not (finished.lost and self._coordinator.retry(group_id)):
-                if not finished.lost:
-                    self._coordinator.drop(group_id, finished.dropped)
-                self._count(finished.failure)
+            self._coordinator.record_accuracy(group_id, dropped.accuracy)
+            if not (dropped.lost and self._coordinator.retry(group_id)):
+                if not dropped.lost:
+                    self._coordinator.drop(group_id, dropped.reason)
+                self._count(dropped.failure)
             self._workers.end(group_id, complete=False)
             self._notify()
             self._askers.notify_all()
@@ -361,7 +362,7 @@ class SharedSampleQueue(Generic[T]):
         parts = {}
         for rank, indices in enumerate(divided):
             own = tuple(numbers[index] for index in indices)
-            data = [group.data for number in own or numbers[:1] if (group := groups[number]).data is not None]
+            data = [groups[number].data for number in own or numbers[:1]]
             parts[rank] = TrainingStep[Sequence[T]](numbers, own, data, metrics, reward_counts[rank])
         return parts
 
