@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,7 +19,7 @@ from distflow.config import ConfigError, load_config
 from distflow.config.compose import load
 from distflow.config.extension_points import EXTENSION_POINTS, find_unregistered
 from distflow.errors import UserError
-from distflow.launch.check_extensions import KINDS, builtin_parts, faults_of, find_gaps
+from distflow.launch.check_extensions import KINDS, Kind, Part, faults_of, find_gaps
 from tests.e2e.runs import Playground
 from tests.test_docs import ROOT, blocks, save_if_file
 from tests.user_code import forgotten
@@ -27,6 +28,13 @@ SOURCE = ROOT / "src" / "distflow"
 PAGE = ROOT / "docs" / "extending.md"
 HEAD = re.compile(r"# (?P<file>[\w/]+\.py)(?: \((?P<new>new)\)|, (?P<how>below|in place of): (?P<text>.+))\n")
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+def builtin_parts(kind: Kind) -> Iterator[Part]:
+    """All parts of its table that are there."""
+    return (Part(kind.table, name, entry.target, entry) for name, entry in kind.entries.items() if entry.target)
+
+
 SEEN = """
 def seen(*values):
     with open({record!r}, "a") as file:

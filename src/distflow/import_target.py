@@ -130,6 +130,12 @@ def _bound(owner: object, name: str, found: object, path: str) -> object:
     return getattr(owner(), name)
 
 
+def module_files(module: str) -> list[Path]:
+    """Paths that a module may have, found without importing the packages above it."""
+    stem = module.replace(".", "/")
+    return [Path(folder, name) for folder in sys.path for name in (f"{stem}.py", f"{stem}/__init__.py")]
+
+
 class SourceFile:
     """What a module defines, read from the text of its file: none of its code runs.
 
@@ -148,9 +154,8 @@ class SourceFile:
 
         module: its name, or the path of its ".py" file.
         """
-        stem = module.replace(".", "/")
         files = [Path(module).expanduser()] if module.endswith(".py") else []
-        files += [Path(folder, name) for folder in sys.path for name in (f"{stem}.py", f"{stem}/__init__.py")]
+        files += module_files(module)
         file = next((file for file in files if file.is_file()), None)
         if module.endswith(".py") and file is None:
             raise LoadError(f"there is no file '{module}'")

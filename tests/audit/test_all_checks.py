@@ -1,5 +1,6 @@
 """The auditor in healthy runs and with user functions: silence, or one message with the finding."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from distflow.audit.all_checks import CHECKS, markdown_table
 from distflow.audit.recorded_data import Check
 from distflow.errors import TrustError
 from distflow.observe.reading.run_reader import Event, read_events
+from distflow.pipelines.nodes import updates
 from distflow.rollout.embedded import host_steps as embedded
 from tests.e2e.runs import Playground, Run
 from tests.user_code import forgotten
@@ -218,6 +220,17 @@ def test_the_loss_of_a_pipeline_without_old_log_probs_is_proven(playground: Play
     pipeline = (f"dag.pipeline={playground.folder}/short.py:short",)
     run = playground.run("grpo", *pipeline, *ALWAYS, *TWO, f"{ACTOR}.use_kl_loss=false")
     assert run.notes("warning") == []
+    assert all({"loss", "gradients"} <= set(audit.fields["proven"]) for audit in audits(run))
+
+
+def test_a_built_in_loss_that_is_given_by_its_name_is_proven_too(
+    playground: Playground, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As loops and nodes of users give it."""
+    original = updates.policy_objective
+    by_name = lambda *given: replace(original(*given), loss="vanilla")  # noqa: E731
+    monkeypatch.setattr(updates, "policy_objective", by_name)
+    run = playground.run("grpo", *ALWAYS, *TWO)
     assert all({"loss", "gradients"} <= set(audit.fields["proven"]) for audit in audits(run))
 
 

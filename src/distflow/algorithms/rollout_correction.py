@@ -18,7 +18,14 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from distflow.algorithms.masked_reductions import MAX_LOG_RATIO, Reduce, global_sum, masked_mean, under_mask
+from distflow.algorithms.masked_reductions import (
+    MAX_LOG_RATIO,
+    Reduce,
+    global_sum,
+    masked_mean,
+    raw_log_ratio,
+    under_mask,
+)
 from distflow.builtin_names import ROLLOUT_RS
 from distflow.graph.fields import register_field
 
@@ -113,8 +120,8 @@ def mismatch_statistics(
     `mean_abs` and `max_abs` of the log-probs' difference, `k3` (estimate of KL(rollout ‖ trainer)), and `ess` of the
     uncorrected token weights. log-probs, mask: `(bs, response_length)`.
     """
-    difference = (under_mask(trainer_log_probs, mask) - under_mask(rollout_log_probs, mask)).double()
-    log_ratio = difference.clamp(-20.0, 20.0)
+    difference = raw_log_ratio(trainer_log_probs, rollout_log_probs, mask).double()
+    log_ratio = difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     return {
         "mean_abs": float(masked_mean(difference.abs(), mask, reduce)),
         "max_abs": _global_max(difference.abs(), reduce),
@@ -124,13 +131,13 @@ def mismatch_statistics(
 
 
 def _raw_weights(old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor, level: str) -> Tensor:
-    log_ratio = (under_mask(old_log_probs, mask) - under_mask(rollout_log_probs, mask)).double()
+    log_ratio = raw_log_ratio(old_log_probs, rollout_log_probs, mask).double()
     if level != "token":
         total = log_ratio.sum(dim=-1, keepdim=True)
         if level == "geometric":
             total = total / (mask > 0).sum(dim=-1, keepdim=True).clamp(min=1)
         log_ratio = total.expand_as(log_ratio)
-    return log_ratio.clamp(-20.0, 20.0).exp()
+    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
 def _draws(weights: Tensor, mask: Tensor, level: str) -> tuple[Tensor, Tensor]:
@@ -168,7 +175,7 @@ def compute_rejection_mask(
     ValueError for an unknown name or invalid bounds.
     """
     check_rejection(rollout_rs, bounds)
-    difference = under_mask(old_log_probs.detach(), loss_mask) - under_mask(rollout_log_probs.detach(), loss_mask)
+    difference = raw_log_ratio(old_log_probs.detach(), rollout_log_probs.detach(), loss_mask)
     log_ratio = difference.double().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     inside = loss_mask > 0
     kept, statistics = inside, {}

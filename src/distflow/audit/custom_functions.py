@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from distflow.algorithms.objective import PolicyObjective
 from distflow.audit.recorded_data import BUILTIN, RecordedStep, check, module_of
 from distflow.audit.recorder import UpdateRecord
 from distflow.data.batch import Batch
@@ -76,15 +77,16 @@ def _advantages(recorded: RecordedStep, batch: Batch) -> tuple[Tensor, ...]:
 def _losses(recorded: RecordedStep) -> list[str] | None:
     """Findings about the user's loss; None if there is none with distflow's own signature."""
     for update in recorded.updates_of("actor")[:1]:
-        loss = getattr(update.loss, "loss", None)
-        fn = getattr(loss, "fn", None)
-        if fn is not None and not module_of(fn).startswith(BUILTIN) and not getattr(loss, "returns_scalar", False):
-            return _loss(update, fn)
+        if not isinstance(update.loss, PolicyObjective):
+            continue
+        loss = update.loss.policy_loss
+        if not module_of(loss.fn).startswith(BUILTIN) and not loss.returns_scalar:
+            return _loss(update, update.loss)
     return None
 
 
-def _loss(update: UpdateRecord, fn: Callable[..., Any]) -> list[str]:
-    objective: Any = update.loss
+def _loss(update: UpdateRecord, objective: PolicyObjective) -> list[str]:
+    fn: Callable[..., Any] = objective.policy_loss.fn
     name, micro = f"the loss '{objective.policy_loss.name}'", update.micros[0]
     uids = list(update.batch["uid"])
     batch = update.batch.select([uids.index(uid) for uid in micro.uids])

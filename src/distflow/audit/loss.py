@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from distflow.algorithms.objective import PolicyObjective
 from distflow.audit.model_forward import PlainScores
 from distflow.audit.policy_losses import FORMULAS, Tokens, importance_weights, ratio_to
 from distflow.audit.recorded_data import BUILTIN, RecordedStep, Sample, Wrong, check, check_tokens, doubles, module_of
@@ -125,8 +126,7 @@ def _formula(recorded: RecordedStep, update: UpdateRecord) -> Total | str:
     if not is_rl(config):
         return lambda batch, outputs: aggregate(-outputs["log_probs"][batch.counted], batch, "token-mean", 1.0)
     name = config.actor_rollout_ref.actor.policy_loss
-    fn = getattr(getattr(update.loss, "loss", None), "fn", None)
-    if fn is None or not module_of(fn).startswith(BUILTIN):
+    if not isinstance(update.loss, PolicyObjective) or not module_of(update.loss.policy_loss.fn).startswith(BUILTIN):
         return f"the loss '{name}' is the user's"
     actor = config.actor_rollout_ref.actor
     if actor.off_policy_mask_threshold is not None or actor.policy_loss_kwargs.get("rejection_sampling"):

@@ -101,7 +101,7 @@ class Heartbeat:
         self._asked.pop(rank, None)
 
     def silent(self) -> int | None:
-        """The rank of one that has not responded for `limit_s`, if there is one."""
+        """The rank of one that has not responded for too long (`_limit_s`), if there is one."""
         now, before = time.monotonic(), self._looked
         self._looked = now
         if now - before > _AWAY_S:  # this process itself was stopped: answers are on their way

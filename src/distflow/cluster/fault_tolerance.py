@@ -25,6 +25,7 @@ from distflow.cluster.actor_calls import (
     WorkerHangs,
     kill,
     name_of,
+    reply,
     reply_of,
 )
 from distflow.cluster.coordinator_actor import Progress
@@ -237,9 +238,7 @@ class Replacements:
         for ref in [ref for ref in self._starting if ray.wait([ref], timeout=0)[0]]:
             starting = self._starting.pop(ref)
             try:
-                ray.get(ref)
-            except RayTaskError as err:
-                raise err.cause from err
+                reply(ref)
             except RayActorError:
                 self.begin(starting.rank, f"The worker that was started as worker {starting.rank} has died at once.")
             else:

@@ -11,10 +11,10 @@ from functools import partial
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayActorError
 from torch import Tensor
 
-from distflow.cluster.actor_calls import kill
+from distflow.cluster.actor_calls import kill, reply
 from distflow.errors import TrustError, UserError
 from distflow.runtime.rollout_services import on_a_thread
 from distflow.runtime.spec import Spec
@@ -81,9 +81,7 @@ class RolloutWorkers:
             for ref in done:
                 rank = waiting.pop(ref)
                 try:
-                    replies[rank] = ray.get(ref)
-                except RayTaskError as err:
-                    raise err.cause from err
+                    replies[rank] = reply(ref)
                 except RayActorError:
                     self._remove(rank, workers[rank], f"worker {rank} died before it had replied for {what}")
             if not done:

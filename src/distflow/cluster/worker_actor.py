@@ -85,7 +85,7 @@ class WorkerActor:
         """
         spec, place, checkpoint = self._spec, self._place, start.checkpoint
         progress: Progress = reply(self._coordinator.progress.remote())
-        state = restore(checkpoint, self._resources)[0] if checkpoint else {}
+        state = restore(checkpoint, self._resources) if checkpoint else {}
         send = MessageSender(self._coordinator)
         with Recorder(
             spec,

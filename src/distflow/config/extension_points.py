@@ -98,7 +98,7 @@ EXTENSION_POINTS = (
         r"^class (?P<attribute>(?P<name>\w+)Config)\b",
         "config/keys",
         "Config (config/keys/schema.py) or the group above it",
-        r"group\({attribute}\)|\b{attribute}\]",
+        r"{attribute}(?:(?<=group\({attribute})\)|(?<!\w{attribute})\])",
         "{name}: {attribute} = group({attribute})",
     ),
     ExtensionPoint(
@@ -116,7 +116,7 @@ EXTENSION_POINTS = (
         r"^class (?P<attribute>(?P<name>\w+?)(?:SampleQueue|Weights))\b(?![^\n]*\bProtocol\b)",
         "launch,cluster,runtime/sample_queue",
         "the `Ports` that its launcher makes (launch/local_launcher.py, cluster/worker_actor.py)",
-        r"(?<!class ){attribute}(?:\[\w+\])?[()]",
+        r"{attribute}(?<!class {attribute})(?:\[\w+\])?[()]",
         "{attribute}(...)",
     ),
 )

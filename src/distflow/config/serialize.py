@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import yaml
 
@@ -10,9 +9,6 @@ from distflow.config.compose.values import nested, show
 from distflow.config.keys.data import DomainConfig
 from distflow.config.keys.declare import KeyInfo, walk
 from distflow.config.keys.schema import Config, find_group, group_names, schema_keys
-
-if TYPE_CHECKING:
-    pass
 
 _RESUMABLE = {
     "trainer": (

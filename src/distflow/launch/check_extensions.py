@@ -16,16 +16,17 @@ from distflow.audit import advantages, policy_losses
 from distflow.builtin_names import CUSTOM_REWARD, Entry, Reward
 from distflow.config import Config
 from distflow.config.derived_settings import algorithms, is_rl, pipeline_name
+from distflow.config.extension_points import EXTENSION_POINTS
 from distflow.config.keys.engines import RolloutConfig
-from distflow.config.per_domain import reward_functions
+from distflow.config.per_domain import named_rewards
 from distflow.errors import UserError, hint
 from distflow.graph.fields import STANDARD_FIELDS, MissingColumn
 from distflow.import_target import LoadError, SourceFile, load, split_name
-from distflow.launch.build_engines import ScorerOptions
 from distflow.observe.writing.trackers import Tracker
 from distflow.rewards.functions import custom_target, find_fault
 from distflow.rollout.engine import RolloutEngine
 from distflow.training.engine import TrainEngine
+from distflow.training.scorer import ScorerOptions
 
 
 @dataclass(frozen=True)
@@ -54,14 +55,22 @@ Says = Callable[[Part], Iterator[str]]
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of part. entries: its table in `builtin_names.py`, of the name `table`. faults: why a part cannot work.
-    gaps: what a run does without."""
+    """A kind of part, by its name in `EXTENSION_POINTS`. faults: why a part cannot work. gaps: what a run does
+    without."""
 
     name: str
-    table: str
-    entries: Mapping[str, Entry]
     faults: Says
     gaps: Says = lambda part: iter(())
+
+    @property
+    def table(self) -> str:
+        """The name of its table in `builtin_names.py`."""
+        return next(point.table for point in EXTENSION_POINTS if point.kind == self.name)
+
+    @property
+    def entries(self) -> Mapping[str, Entry]:
+        entries: Mapping[str, Entry] = vars(names)[self.table]
+        return entries
 
 
 def check_extensions(config: Config) -> None:
@@ -90,11 +99,6 @@ def faults_of(kind: Kind, part: Part) -> list[str]:
     return [f"{part.key}: {kind.name} '{part.name}'{registered}: {fault}" for fault in faults]
 
 
-def builtin_parts(kind: Kind) -> Iterator[Part]:
-    """All parts of its table that are there."""
-    return (Part(kind.table, name, entry.target, entry) for name, entry in kind.entries.items() if entry.target)
-
-
 def chosen_parts(config: Config) -> Iterator[tuple[Kind, Part]]:
     """All that a config chooses, but for names that a module of the user's registers: it was imported."""
     custom = config.custom_reward_function
@@ -109,7 +113,7 @@ def chosen_parts(config: Config) -> Iterator[tuple[Kind, Part]]:
 
 def _choices(config: Config) -> Iterator[tuple[Kind, str, str]]:
     """The kind, key and name of each."""
-    settings, domains = config.actor_rollout_ref, config.data.domains
+    settings = config.actor_rollout_ref
     yield PIPELINE, "dag.pipeline", pipeline_name(config)
     yield TRAIN_ENGINE, "actor_rollout_ref.actor.strategy", settings.actor.strategy
     yield from ((TRACKER, "trainer.logger", name) for name in config.trainer.logger)
@@ -120,8 +124,7 @@ def _choices(config: Config) -> Iterator[tuple[Kind, str, str]]:
     for domain, algorithm in algorithms(config):
         of = "" if domain is None else f"domains.{domain}."
         yield ESTIMATOR, f"algorithm.{of}adv_estimator", algorithm.adv_estimator
-    for name, parts in reward_functions(config).items():
-        key = f"data.domains.{name}.reward" if name in domains else f"reward.functions.{name}"
+    for key, _, parts in named_rewards(config):
         yield from ((REWARD, key, part.name) for part in parts)
 
 
@@ -252,33 +255,25 @@ _TRAIN_ARGUMENTS = (
     *("max_grad_norm", "gradient_checkpointing"),
 )
 
-PIPELINE = Kind("pipeline", "PIPELINES", names.PIPELINES, _loads)
+PIPELINE = Kind("pipeline", _loads)
 ESTIMATOR = Kind(
     "advantage estimator",
-    "ESTIMATORS",
-    names.ESTIMATORS,
     _is_registered(ADV_ESTIMATORS, "register_adv_est"),
     _has_formula(advantages, (), "(samples, options) -> (advantages, returns) of each"),
 )
 LOSS = Kind(
     "policy loss",
-    "POLICY_LOSSES",
-    names.POLICY_LOSSES,
     _is_registered(POLICY_LOSSES, "register_policy_loss"),
     _has_formula(policy_losses, policy_losses.WITHOUT_FORMULA, "(tokens, options) -> loss of each token"),
 )
-REWARD = Kind("reward function", "REWARDS", names.REWARDS, _scores)
+REWARD = Kind("reward function", _scores)
 ROLLOUT_ENGINE = Kind(
     "rollout engine",
-    "ROLLOUT_ENGINES",
-    names.ROLLOUT_ENGINES,
     _has_methods(RolloutEngine, "rollout/engine.py", 2, ("version", "shares_weights")),
 )
 TRAIN_ENGINE = Kind(
     "train engine",
-    "TRAIN_ENGINES",
-    names.TRAIN_ENGINES,
     _has_methods(TrainEngine, "training/engine.py", 1, _TRAIN_ARGUMENTS),
 )
-TRACKER = Kind("tracker", "TRACKERS", names.TRACKERS, _tracks)
+TRACKER = Kind("tracker", _tracks)
 KINDS = (PIPELINE, ESTIMATOR, LOSS, REWARD, ROLLOUT_ENGINE, TRAIN_ENGINE, TRACKER)

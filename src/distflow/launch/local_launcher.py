@@ -17,7 +17,7 @@ from distflow.launch.run_setup import (
     starting,
     write_facts,
 )
-from distflow.runtime.checkpoint.state import check_same_facts, restore, set_generators
+from distflow.runtime.checkpoint.state import check_same_facts, load_queued, restore, set_generators
 from distflow.runtime.recorder import Recorder, reported
 from distflow.runtime.resources import Resources, build_resources
 from distflow.runtime.sample_queue.local import LocalSampleQueue
@@ -124,7 +124,7 @@ def _running(
     """
     spec, start, resources, checkpoint = built.spec, built.start, built.resources, built.start.checkpoint
     start.set_aside(spec, built.say)
-    state, queued = restore(checkpoint, resources) if checkpoint else ({}, None)
+    state, queued = (restore(checkpoint, resources), load_queued(checkpoint)) if checkpoint else ({}, {})
     coordinator, ledger = begin_ledger(spec, checkpoint, allow_change)
     total_steps = coordinator.plan.total_steps
     with (

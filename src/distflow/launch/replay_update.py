@@ -10,6 +10,7 @@ import yaml
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from distflow.algorithms.objective import SFTObjective
 from distflow.checks.nonfinite import BATCH, CONFIG, FACTS, WEIGHTS
 from distflow.config import Config, config_from_dict, config_of_run
 from distflow.data.batch import Batch
@@ -19,7 +20,7 @@ from distflow.import_target import load_modules
 from distflow.launch.engine_factories import make_factories
 from distflow.launch.user_code import only_if_trusted, replayed_code, without_model_code
 from distflow.observe.files import read_object
-from distflow.pipelines.nodes.objectives import policy_objective, sft_objective, value_objective
+from distflow.pipelines.nodes.objectives import policy_objective, value_objective
 from distflow.planning.plan import RankPlan
 from distflow.runtime.resources import build_resources
 from distflow.training.engine import LossFn
@@ -142,7 +143,7 @@ def _engine(config: Config, role: str) -> TorchTrainEngine:
 def _objective(config: Config, role: str, batch: Batch) -> LossFn:
     if role == "critic":
         return value_objective(config)
-    return policy_objective(config) if "advantages" in batch else sft_objective(config)
+    return policy_objective(config) if "advantages" in batch else SFTObjective()
 
 
 def _load_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:

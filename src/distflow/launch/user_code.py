@@ -88,7 +88,7 @@ def _data_code(config: Config) -> Iterator[str]:
                 yield f"{key}: {file}"
 
 
-_REGISTERED = _ESTIMATOR, _LOSS = "algorithm.adv_estimator", "actor_rollout_ref.actor.policy_loss"
+_ESTIMATOR, _LOSS = "algorithm.adv_estimator", "actor_rollout_ref.actor.policy_loss"
 _ADVICE = "Put it into a file beside your script or on the PYTHONPATH, say my_code.py, and set "
 
 
@@ -104,7 +104,7 @@ def check_importable(config: Config) -> None:
         plain = innermost(fn)
         if not _can_be_imported(plain.__module__):
             name = getattr(plain, "__qualname__", repr(fn))
-            named = "trainer.imports=[my_code]" if key in _REGISTERED else f"my_code:{name} in its place"
+            named = f"my_code:{name} in its place" if key == "dag.pipeline" else "trainer.imports=[my_code]"
             raise UserError(
                 f"{key}: the function {name} lives in '{plain.__module__}', which a worker in another process cannot "
                 f"import. {_ADVICE}{named}"

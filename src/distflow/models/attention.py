@@ -84,7 +84,7 @@ def _add_rows(total: Tensor, index: Tensor, rows: Tensor) -> Tensor:
 
 
 LONGEST = 128
-"""Of sequences that gain by it, in tokens: the matrix of weights that is all_weights has at most so many columns."""
+"""Of sequences that gain by it, in tokens: the matrix of weights that is kept has at most so many columns."""
 
 _BLOCK_ELEMENTS = 2**17  # of scores for each thread, 512 KiB
 

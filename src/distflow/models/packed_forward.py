@@ -158,7 +158,7 @@ def _rows(states: Tensor, wanted: Tensor | None) -> Tensor:
 def output_head(model: nn.Module) -> Callable[[Tensor], Tensor]:
     """Hidden states `(n, hidden)` → logits `(n, vocabulary)`, or `(n, 1)` for a value model.
 
-    With the scale or soft cap of the families that have one. `check_packed_forward` compares with the model's own
+    With the scale or soft cap of the families that have one. `choose_attention` compares with the model's own
     logits, so a family with another rule is refused, not wrong.
     """
     causal = unwrapped(model)

@@ -12,7 +12,6 @@ import io
 import json
 import pickle
 import re
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -22,7 +21,7 @@ from typing import Any, cast
 from distflow.builtin_names import CUSTOM_REWARD, REWARDS
 from distflow.errors import UserError, hint
 from distflow.graph.fields import innermost, is_async
-from distflow.import_target import LoadError, load_function, split_name
+from distflow.import_target import LoadError, load_function, module_files, split_name
 from distflow.observe.files import write_atomically
 
 SUFFIX = ".pkl"
@@ -203,7 +202,7 @@ def target_of(name: str, custom: tuple[str, str] | None) -> str:
 def fingerprint_target(target: str) -> str:
     """Fingerprint of the file of a "module:function" or "file:function"; empty if it cannot be read."""
     path = split_name(target)[0]
-    files = [Path(path)] if path.endswith((".py", SUFFIX)) else _files_of(path)
+    files = [Path(path)] if path.endswith((".py", SUFFIX)) else module_files(path)
     try:
         file = next((file for file in files if file.is_file()), None)
         content = file.read_bytes() if file else b""
@@ -273,12 +272,6 @@ def _accepted(function: Callable[..., object], names: tuple[str, ...]) -> tuple[
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return names
     return tuple(name for name in names if name in parameters)
-
-
-def _files_of(module: str) -> list[Path]:
-    """Paths that a module may have, found without importing the packages above it."""
-    stem = module.replace(".", "/")
-    return [Path(folder, name) for folder in sys.path for name in (f"{stem}.py", f"{stem}/__init__.py")]
 
 
 def _digest(data: bytes) -> str:

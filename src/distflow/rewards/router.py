@@ -112,7 +112,7 @@ class RewardRouter:
         return functions_of(self._functions, domain)
 
     async def __call__(self, samples: Sequence[Sample]) -> list[RewardOutcome]:
-        """Score samples, in order; this is the parameter `judge` of a node.
+        """Score samples, in order; this is the parameter `reward_fn` of a node.
 
         Raises UserError for a domain without a reward function.
         """

@@ -240,18 +240,19 @@ class RolloutLoop:
             self._end(prompt_group, f"error: {err}", started)
             queue.drop(DroppedGroup(prompt_group, "error", Failure(str(err), users), lost=not users))
             return
-        detail = f": {drop.detail}" if drop is not None and drop.reason == TOO_FEW_SCORES else ""
-        self._end(prompt_group, "complete" if drop is None else f"{drop.reason}{detail}", started)
-        if drop is not None:
-            self.events.dropped(prompt_group, f"{drop.reason}{detail}", batch)
         if drop is None:
+            self._end(prompt_group, "complete", started)
             self.group_recorder.keep()
             queue.put(finished_group(prompt_group, batch, group.measured))
-        elif drop.reason == TOO_FEW_SCORES:
-            failure = Failure(drop.detail, users=True)
-            queue.drop(DroppedGroup(prompt_group, drop.reason, failure))
+            return
+        if drop.reason == TOO_FEW_SCORES:
+            outcome = f"{drop.reason}: {drop.detail}"
+            dropped = DroppedGroup(prompt_group, drop.reason, Failure(drop.detail, users=True))
         else:
-            queue.drop(DroppedGroup(prompt_group, drop.reason, accuracy=accuracy_of(batch)))
+            outcome, dropped = drop.reason, DroppedGroup(prompt_group, drop.reason, accuracy=accuracy_of(batch))
+        self._end(prompt_group, outcome, started)
+        self.events.dropped(prompt_group, outcome, batch)
+        queue.drop(dropped)
 
     def _end(self, prompt_group: PromptGroup, outcome: str, started: float) -> None:
         self.events.ended(prompt_group, outcome, started, time.time())

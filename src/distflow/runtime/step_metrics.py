@@ -345,7 +345,7 @@ def _everything_and_each(outcomes: Outcomes) -> Outcomes:
     everything = [group for groups in outcomes.values() for group in groups]
     if not everything:
         return {}
-    return {"all": everything} | ({} if set(outcomes) == {"default"} else outcomes)
+    return {"all": everything} | ({} if set(outcomes) == {DEFAULT_DOMAIN} else outcomes)
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:

@@ -10,7 +10,14 @@ import torch
 from distflow.errors import UserError
 from distflow.runtime.audit_protocol import AUDIT_STATE
 from distflow.runtime.checkpoint.checkpoint import CheckpointStore
-from distflow.runtime.checkpoint.state import check_same_facts, merge_node_states, restore, saved_parts, set_generators
+from distflow.runtime.checkpoint.state import (
+    check_same_facts,
+    load_queued,
+    merge_node_states,
+    restore,
+    saved_parts,
+    set_generators,
+)
 from distflow.runtime.prompt_group import finished_group
 from distflow.runtime.resources import build_resources
 from distflow.runtime.sample_queue.protocol import ResumePoint
@@ -49,7 +56,7 @@ def test_all_random_draws_continue_as_in_the_undisturbed_process(tmp_path: Path)
     for seed in (torch.manual_seed, np.random.seed, random.seed):
         seed(8)
     assert all(other != first for other, first in zip(draws(), undisturbed, strict=True))
-    nodes, restored = restore(store.load(), resources)
+    nodes, restored = restore(store.load(), resources), load_queued(store.load())
     set_generators(store.load(), seed=1)
     assert draws() == undisturbed
     assert nodes == {"node": {"kept": 1}} and restored[4].measured == queued.measured

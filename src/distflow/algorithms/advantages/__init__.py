@@ -1,1 +1,1 @@
-"""Advantage estimators, one a file; `registry.py` lists them."""
+"""Advantage estimators; `builtin_names.py` lists them."""

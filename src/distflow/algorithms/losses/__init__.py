@@ -1,1 +1,1 @@
-"""Policy losses, one a file; `registry.py` lists them."""
+"""Policy losses; `builtin_names.py` lists them."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from distflow.observe.files import JSON
-from distflow.observe.reading.run_reader import Timeline, read_samples, sample_splits, sample_steps
+from distflow.observe.reading.run_reader import RIGHT, Timeline, read_samples, sample_splits, sample_steps
 from distflow.observe.report.step import RunActivity
 from distflow.observe.report.summary import REWARD, Steps, Tone, joined, known_values
 
@@ -29,7 +29,6 @@ MANY_EQUAL = 0.5
 MANY_STEPS = 8
 MUCH, LITTLE = 0.3, 0.15
 """Shares of the time above which idleness is reported, and below which it counts as none."""
-_RIGHT = 1.0 - 1e-6
 _MAX_SHOWN = 300
 
 
@@ -88,7 +87,7 @@ def constant_reward(steps: Steps, config: Mapping[str, JSON]) -> Finding | None:
 def accuracy_counts_nothing(steps: Steps) -> Finding | None:
     """An accuracy of 0 that says nothing: the rewards tell responses apart, but none is a full 1."""
     accuracies, highest = known_values(steps, "val_correct/all/mean"), known_values(steps, "reward/max")
-    if not accuracies or max(accuracies) > 0 or not highest or not 0 < max(highest) < _RIGHT:
+    if not accuracies or max(accuracies) > 0 or not highest or not 0 < max(highest) < RIGHT:
         return None
     return Finding(
         "flat",
@@ -178,7 +177,7 @@ def _temperature(config: Mapping[str, JSON], *group: str) -> str:
 def _correct(rows: Sequence[Mapping[str, JSON]]) -> list[float]:
     """1 or 0 for each response whose correctness is known."""
     return [
-        float(accuracy >= _RIGHT)
+        float(accuracy >= RIGHT)
         for row in rows
         if isinstance(accuracy := row.get("acc"), int | float) and not row.get("errors")
     ]

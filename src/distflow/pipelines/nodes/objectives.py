@@ -1,6 +1,6 @@
 """From the config to the losses that an optimizer step minimises."""
 
-from distflow.algorithms.objective import PolicyObjective, SFTObjective, ValueObjective
+from distflow.algorithms.objective import PolicyObjective, ValueObjective
 from distflow.algorithms.registry import PolicyLoss, check_options, find_policy_loss, is_decoupled, takes_weights
 from distflow.algorithms.rollout_correction import Correction
 from distflow.config import Config
@@ -105,11 +105,6 @@ def value_objective(config: Config) -> ValueObjective:
         critic.value_loss,  # type: ignore[arg-type]  # the config checks it
         critic.huber_delta,
     )
-
-
-def sft_objective(config: Config) -> SFTObjective:
-    """Negative log-likelihood of the data's responses."""
-    return SFTObjective()
 
 
 def _loss_options(loss: PolicyLoss, config: Config) -> dict[str, object]:

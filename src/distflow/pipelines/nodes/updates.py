@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from distflow.algorithms.mismatch import Tolerance
-from distflow.algorithms.objective import PolicyObjective
+from distflow.algorithms.objective import PolicyObjective, SFTObjective
 from distflow.config import Config
 from distflow.config.derived_settings import algorithms, takes_values
 from distflow.data.batch import Batch
@@ -19,7 +19,6 @@ from distflow.pipelines.nodes.objectives import (
     corrects_drift,
     interpolates_prox,
     policy_objective,
-    sft_objective,
     takes_rollouts,
     value_objective,
 )
@@ -95,7 +94,7 @@ def train_critic(config: Config) -> Callable[..., object]:
 @node(role=NodeRole.ACTOR)
 def train_sft(config: Config) -> Callable[..., object]:
     """Update the policy towards the data set's responses."""
-    objective, num_prompts = sft_objective(config), config.actor_rollout_ref.actor.ppo_mini_batch_size
+    objective, num_prompts = SFTObjective(), config.actor_rollout_ref.actor.ppo_mini_batch_size
     return _declared(objective.reads, partial(update, name="sft", objective=objective, num_prompts=num_prompts))
 
 
@@ -142,7 +141,7 @@ def update(
     if records is None:
         return NodeOutput(None, measured)
     scored = batch.only(batch.names)
-    scored[records] = engine.forward(batch, ("log_probs",)).flat("log_probs") if unmoved else _by_sample(rows, batch)
+    scored[records] = _first_log_probs(batch, engine, rows, unmoved)
     return NodeOutput(scored, measured)
 
 
@@ -174,10 +173,7 @@ def update_unscored(
         unmoved = unmoved and bool(updates[-1].get("empty"))
     metrics = {f"{name}/{metric}": value for metric, value in _over(updates).items()}
     scored = batch.only(batch.names)
-    if unmoved:
-        scored["old_log_probs"] = engine.forward(batch, ("log_probs",)).flat("log_probs")
-    else:
-        scored["old_log_probs"] = _by_sample(rows, batch)
+    scored["old_log_probs"] = _first_log_probs(batch, engine, rows, unmoved)
     if corrected is None:
         return NodeOutput(scored, metrics)
     own, rollout = scored["old_log_probs"], scored["rollout_log_probs"]
@@ -205,6 +201,11 @@ class RecordingLoss:
 
     def finish(self, sums: Counts, counts: Counts) -> dict[str, float]:
         return self._loss.finish(sums, counts)
+
+
+def _first_log_probs(batch: Batch, engine: TrainEngine, rows: Mapping[str, Tensor], unmoved: bool) -> Tensor:
+    """Of the weights before the update: recorded by it, or computed now if it moved nothing."""
+    return engine.forward(batch, ("log_probs",)).flat("log_probs") if unmoved else _by_sample(rows, batch)
 
 
 def _by_sample(rows: Mapping[str, Tensor], batch: Batch) -> Tensor:

@@ -95,7 +95,7 @@ class RewardPool(Pool):
         self.takes_batches = frozenset[str]()
         self._closed = False
         # Processes are started by these threads only: Linux kills a child when the thread that started it ends.
-        self._threads = ThreadPoolExecutor(settings.num_workers, thread_name_prefix="distflow-verifier")
+        self._threads = ThreadPoolExecutor(settings.num_workers, thread_name_prefix="distflow-reward")
         self._idle: queue.LifoQueue[RewardProcess | None] = queue.LifoQueue()  # running processes come first
         # Changed by those threads, copied by `close`: `add`, `discard` and `list()` of a set are one step each.
         self._living: set[RewardProcess] = set()

@@ -165,7 +165,8 @@ def checkpoints_in(folder: Path) -> list[Path]:
 
 def by_age(folder: Path) -> list[Path]:
     """Checkpoints whose manifests can be read, oldest first."""
-    return sorted((path for path in checkpoints_in(folder) if serial_of(path) >= 0), key=serial_of)
+    serials = {path: serial_of(path) for path in checkpoints_in(folder)}
+    return sorted((path for path in serials if serials[path] >= 0), key=serials.__getitem__)
 
 
 def serial_of(path: Path) -> int:

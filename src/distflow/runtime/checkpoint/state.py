@@ -86,8 +86,8 @@ def check_same_facts(checkpoint: Checkpoint, spec: Spec, facts: Mapping[str, obj
     return notes
 
 
-def restore(checkpoint: Checkpoint, resources: Resources) -> tuple[NodeState, dict[int, FinishedGroup[Batch]]]:
-    """Load weights and optimizer state; returns the state of the nodes, and the groups in the queue, by group id.
+def restore(checkpoint: Checkpoint, resources: Resources) -> NodeState:
+    """Load weights and optimizer state; returns the state of the nodes.
 
     If an engine's state is sharded, each rank loads its own shards, however many ranks saved them.
 
@@ -101,7 +101,8 @@ def restore(checkpoint: Checkpoint, resources: Resources) -> tuple[NodeState, di
             state = TrainState(checkpoint.load(role, layout), checkpoint.load(f"{role}_meta"))
             _refuse_garbage(checkpoint, role, now, state)
             engine.load_state(state)
-        return run["nodes"], load_queued(checkpoint)
+        nodes: NodeState = run["nodes"]
+        return nodes
 
 
 def load_queued(checkpoint: Checkpoint) -> dict[int, FinishedGroup[Batch]]:

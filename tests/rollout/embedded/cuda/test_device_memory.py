@@ -83,7 +83,7 @@ def test_a_prompt_lies_in_the_pages_of_each_of_its_samples_and_full_ones_are_sha
     assert steps.num_fitting(group, 99) == 3 and steps.num_fitting(group, 2) == 2
     free = steps.pages.num_free
     forward = decoder.prefill([prompt_of(30), group[0].prompt_ids])
-    leases, parts = steps.lease(forward, 1, group)
+    leases, parts = steps.lease(1, group)
     full, needed = length // 8, pages_for(length + 5, 8)
     assert free - steps.pages.num_free == full + 3 * (needed - full)
     assert all(lease.pages[:full] == leases[0].pages[:full] and len(lease.pages) == needed for lease in leases)

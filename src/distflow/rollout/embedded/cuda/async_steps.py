@@ -157,7 +157,7 @@ class AsyncSteps:
             count += 1
         return count
 
-    def lease(self, forward: PromptKV, row: int, sequences: Rows[Sequence]) -> tuple[list[Lease], list[PageCopy]]:
+    def lease(self, row: int, sequences: Rows[Sequence]) -> tuple[list[Lease], list[PageCopy]]:
         """Leases for sequences with one context, which was prefilled as that row, and the copies to make for them."""
         size, length = self._options.page_tokens, len(sequences[0].context)
         leases: list[Lease] = []

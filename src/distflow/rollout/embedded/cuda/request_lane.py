@@ -113,7 +113,7 @@ class CudaRequestLane:
         for prefill in work.prefills:
             places = self.prompts.rows(weights, prefill.contexts, self._decoder.prefill)
             for (forward, row), starts in zip(places, prefill.starts, strict=True):
-                leased, parts = self._steps.lease(forward, row, starts)
+                leased, parts = self._steps.lease(row, starts)
                 leases += leased
                 fills.append((forward, parts))
                 hidden.append(forward.hidden[row].expand(len(starts), -1))
