@@ -23,7 +23,7 @@ from distflow.pipelines.nodes.updates import update
 from distflow.rewards.router import RewardOutcome
 from distflow.rewards.score import Error, RewardResult, Score, Timeout
 from distflow.rollout.engine import GenerateRequest, GenerateResult, Generation, SamplingParams
-from distflow.runtime.context import NodeContext
+from distflow.runtime.compiled_node import NodeContext
 from distflow.runtime.prompt_group import Group, new_group
 from distflow.scheduling.groups import PromptGroup
 from distflow.training.engine import OneRank

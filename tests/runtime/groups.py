@@ -9,8 +9,7 @@ from distflow.data.prompts import PROMPT_FIELDS, PromptRow
 from distflow.data.sample import Sample, Segment
 from distflow.graph import BoundNode, Pipeline
 from distflow.rollout.engine import SamplingParams
-from distflow.runtime.compiled_node import Step, compile_steps
-from distflow.runtime.context import NodeContext
+from distflow.runtime.compiled_node import NodeContext, Step, compile_steps
 from distflow.runtime.prompt_group import Group, new_group
 from distflow.scheduling.coordinator import Coordinator
 from distflow.scheduling.data_plan import DataPlan

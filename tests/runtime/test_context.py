@@ -12,7 +12,7 @@ from distflow.data.batch import Batch
 from distflow.data.prompts import PromptRow
 from distflow.data.sample import Sample
 from distflow.errors import UserError
-from distflow.runtime.context import Contexts, NodeContext
+from distflow.runtime.compiled_node import Contexts, NodeContext
 from distflow.runtime.prompt_group import new_group
 from distflow.runtime.resources import Resources
 from distflow.scheduling.groups import PromptGroup

@@ -14,8 +14,7 @@ from distflow.audit.recorder import GroupRecords
 from distflow.data.sample import Sample
 from distflow.graph import BoundNode, Drop, NodeOutput, node
 from distflow.rollout.engine import GenerateRequest, GenerateResult, Generation, Receipt, Stream
-from distflow.runtime.compiled_node import compile_steps
-from distflow.runtime.context import Contexts, NodeContext
+from distflow.runtime.compiled_node import Contexts, NodeContext, compile_steps
 from distflow.runtime.errors import UserNoProgress
 from distflow.runtime.generation_batch import SubmissionGate
 from distflow.runtime.prompt_group import Group

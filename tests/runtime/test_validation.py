@@ -15,8 +15,7 @@ from distflow.data.prompts import PromptRow
 from distflow.data.sample import Sample
 from distflow.graph import Drop, node
 from distflow.rollout.engine import SamplingParams, Stream
-from distflow.runtime.compiled_node import compile_steps
-from distflow.runtime.context import Contexts, NodeContext
+from distflow.runtime.compiled_node import Contexts, NodeContext, compile_steps
 from distflow.runtime.prompt_group import Group
 from distflow.runtime.resources import Resources
 from distflow.runtime.rollout_loop import GroupEvents, RolloutLoop

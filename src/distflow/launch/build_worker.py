@@ -8,8 +8,7 @@ from distflow.checks.live import LiveChecks
 from distflow.rewards.score import RewardCounts
 from distflow.runtime.audit_protocol import Updates
 from distflow.runtime.checkpoint.saver import Saver
-from distflow.runtime.compiled_node import compile_steps
-from distflow.runtime.context import Contexts
+from distflow.runtime.compiled_node import Contexts, compile_steps
 from distflow.runtime.errors import ErrorShare
 from distflow.runtime.offload import Offload
 from distflow.runtime.reshard_columns import ColumnReshard

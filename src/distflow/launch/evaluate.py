@@ -7,7 +7,7 @@ from distflow.audit.recorder import GroupRecords
 from distflow.checks.canary import make_canary
 from distflow.errors import UserError
 from distflow.rewards.score import VALIDATION
-from distflow.runtime.context import Contexts
+from distflow.runtime.compiled_node import Contexts
 from distflow.runtime.errors import warn_of_errors
 from distflow.runtime.resources import build_resources
 from distflow.runtime.rollout_loop import GroupEvents, RolloutLoop

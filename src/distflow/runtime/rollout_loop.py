@@ -14,8 +14,7 @@ from distflow.graph import BoundNode, Drop, NodeRole
 from distflow.rewards.router import RewardOutcome, RewardRouter
 from distflow.rewards.score import CallCounts
 from distflow.runtime.audit_protocol import GroupRecorder
-from distflow.runtime.compiled_node import Step, compile_steps
-from distflow.runtime.context import Contexts, NodeContext
+from distflow.runtime.compiled_node import Contexts, NodeContext, Step, compile_steps
 from distflow.runtime.errors import Failure, NodeError
 from distflow.runtime.generation_batch import EarlyStop, SubmissionGate, group_task
 from distflow.runtime.prompt_group import Group, accuracy_of, finished_group, new_group

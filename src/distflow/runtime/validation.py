@@ -12,7 +12,7 @@ from distflow.graph import Drop
 from distflow.rewards.score import VALIDATION, is_right, validating
 from distflow.rollout.engine import SamplingParams
 from distflow.runtime import fault_injection
-from distflow.runtime.context import Contexts
+from distflow.runtime.compiled_node import Contexts
 from distflow.runtime.errors import NodeError, warn_of_errors
 from distflow.runtime.offload import Offload
 from distflow.runtime.prompt_group import new_group

@@ -6,7 +6,7 @@ from typing import Protocol
 
 from distflow.data.batch import Batch
 from distflow.runtime.checkpoint.checkpoint import CheckpointStore
-from distflow.runtime.context import NodeState
+from distflow.runtime.compiled_node import NodeState
 from distflow.runtime.recorder import Recorder
 from distflow.runtime.resources import Resources
 from distflow.runtime.sample_queue.protocol import IntakePort, SampleQueuePort

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from distflow.rewards.score import RewardCounts
 from distflow.runtime.audit_protocol import StepAuditor, StepChecks, Updates
 from distflow.runtime.checkpoint.saver import Saver
-from distflow.runtime.compiled_node import Step
-from distflow.runtime.context import Contexts
+from distflow.runtime.compiled_node import Contexts, Step
 from distflow.runtime.errors import ErrorShare
 from distflow.runtime.offload import Offload
 from distflow.runtime.reshard_columns import ColumnReshard

@@ -22,7 +22,7 @@ from distflow.graph import Drop, NodeRole, node, node_factory
 from distflow.rewards.router import RewardRouter
 from distflow.rewards.score import ACC, Score
 from distflow.rollout.engine import GenerateRequest, RolloutEngine
-from distflow.runtime.context import NodeContext
+from distflow.runtime.compiled_node import NodeContext
 from distflow.runtime.prompt_group import Group
 
 RESPONSE_FIELDS = ("responses", "response_ids", "response_mask", "versions", "finish_reason", "truncated", "valid")

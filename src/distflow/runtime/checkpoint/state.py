@@ -18,7 +18,7 @@ from distflow.runtime.checkpoint.checkpoint import Checkpoint
 from distflow.runtime.checkpoint.files import CheckpointError, shard_name
 from distflow.runtime.checkpoint.find_checkpoint import as_list, ways_to_start
 from distflow.runtime.checkpoint.shards import is_sharded, own_shards
-from distflow.runtime.context import NodeState
+from distflow.runtime.compiled_node import NodeState
 from distflow.runtime.prompt_group import finished_group
 from distflow.runtime.resources import Resources
 from distflow.runtime.sample_queue.protocol import FinishedGroup, ResumePoint
