@@ -13,7 +13,7 @@ from distflow.data.prompts import PromptRow
 from distflow.data.sample import Sample
 from distflow.errors import UserError
 from distflow.runtime.compiled_node import Contexts, NodeContext
-from distflow.runtime.prompt_group import new_group
+from distflow.runtime.prompt_group import Group
 from distflow.runtime.resources import Resources
 from distflow.scheduling.groups import PromptGroup
 from tests.runtime.groups import PARAMS, context, group, group_with_responses, waiting_group
@@ -77,7 +77,7 @@ def test_a_node_has_one_state_of_its_own_and_its_updates_are_told_by_role() -> N
     ctx.after_update(critic, batch, {}, False)  # type: ignore[arg-type]
     assert told == [("actor", actor, batch, {"loss": 1.0}, 4, True), ("critic", critic, batch, {}, 4, False)]
 
-    answered = new_group(PromptGroup(5, 0, 5, 2, 3), PromptRow(5, (1,), "p"), PARAMS, seed=1)
+    answered = Group(PromptGroup(5, 0, 5, 2, 3), PromptRow(5, (1,), "p"), PARAMS, seed=1)
     ctx = contexts.for_rollout(answered, "c")
     ctx.state["n"] = 3
     assert (ctx.step, ctx.group, ctx.validating, ctx.router) == (3, answered, False, parts.reward_fn)

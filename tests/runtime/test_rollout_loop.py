@@ -16,10 +16,9 @@ from distflow.graph import BoundNode, Drop, NodeOutput, node
 from distflow.rollout.engine import GenerateRequest, GenerateResult, Generation, Receipt, Stream
 from distflow.runtime.compiled_node import Contexts, NodeContext, compile_steps
 from distflow.runtime.errors import UserNoProgress
-from distflow.runtime.generation_batch import SubmissionGate
 from distflow.runtime.prompt_group import Group
 from distflow.runtime.resources import Resources
-from distflow.runtime.rollout_loop import GroupEvents, RolloutLoop
+from distflow.runtime.rollout_loop import GroupEvents, RolloutLoop, SubmissionGate
 from distflow.runtime.sample_queue.local import LocalSampleQueue
 from distflow.runtime.wait_log import Waits
 from distflow.scheduling.groups import PromptGroup, Version
@@ -80,9 +79,9 @@ async def answer(group: Group, rollout: Any) -> list[Sample]:
 class Ends(dict[int, str]):
     """How each group ended."""
 
-    def __call__(self, prompt_group: PromptGroup, outcome: str, started: float, ended: float) -> None:
+    def __call__(self, group_id: int, version: int, outcome: str, started: float, ended: float) -> None:
         assert started <= ended
-        self[prompt_group.group_id] = outcome
+        self[group_id] = outcome
 
 
 def plane_of(engine: Any, *more: BoundNode) -> RolloutLoop:

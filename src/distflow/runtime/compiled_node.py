@@ -28,6 +28,7 @@ from distflow.runtime.resources import Resources
 from distflow.runtime.user_calls.async_calls import deadline_paused, run_async
 from distflow.runtime.user_calls.reward_adapters import adapt
 from distflow.runtime.user_calls.sync_calls import DeadlinePassed, PlainCalls
+from distflow.runtime.wait_log import Waits
 from distflow.scheduling.data_order import minibatches
 from distflow.training.engine import LossFn, TrainEngine
 
@@ -92,6 +93,12 @@ class NodeContext:
             )
         with deadline_paused():  # the reward functions have deadlines of their own
             return await self.router(self.group.samples if isinstance(samples, Batch) else samples)
+
+
+async def score_samples(router: RewardRouter, waits: Waits, samples: Sequence[Sample]) -> list[RewardOutcome]:
+    """What a node's `reward_fn` is, with router and waits bound."""
+    with waits("reward", "scores", on="reward functions"), deadline_paused():
+        return await router(samples)
 
 
 @dataclass(frozen=True)

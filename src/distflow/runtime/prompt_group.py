@@ -22,27 +22,33 @@ from distflow.scheduling.groups import PromptGroup
 class Group:
     """A prompt, its responses, and the results of nodes.
 
-    wanted: indices of the samples. params, stream: how they are drawn. samples: empty until a node has generated.
-    written: the columns of later nodes, by name. measured: metrics of each node.
+    params: how samples are drawn. seed: of the run. wanted: indices of the samples; empty stands for all. samples:
+    empty until a node has generated. written: the columns of later nodes, by name. measured: metrics of each node.
+    stream: the random stream of the samples.
     """
 
     prompt_group: PromptGroup
     row: PromptRow
     params: SamplingParams
-    stream: Stream
-    wanted: tuple[int, ...]
+    seed: int
+    wanted: tuple[int, ...] = ()
     samples: list[Sample] = field(default_factory=list)
     written: dict[str, Written] = field(default_factory=dict)
     measured: list[Measured] = field(default_factory=list)
     _columns: Batch | None = field(default=None, repr=False)
     _batch: Batch | None = field(default=None, repr=False)
 
+    def __post_init__(self) -> None:
+        of = self.prompt_group
+        self.stream = Stream(self.seed, of.stream, of.epoch, of.row)
+        self.wanted = self.wanted or tuple(range(of.group_size))
+
     def __len__(self) -> int:
         return len(self.wanted)
 
     def greedy(self) -> "Group":
         """The same prompt with one response, of the most likely tokens."""
-        return Group(self.prompt_group, self.row, replace(self.params, greedy=True), self.stream, wanted=(0,))
+        return Group(self.prompt_group, self.row, replace(self.params, greedy=True), self.seed, wanted=(0,))
 
     def sample(self, index: int, segment: Segment | None, text: str, finish_reason: str) -> Sample:
         """The prompt with one response (None: none yet). text: its tokens decoded, without special tokens."""
@@ -96,12 +102,6 @@ class Group:
         if self._batch is None:
             self._batch = _with_scores(self._columns, self.written)
         return self._batch.only(self._batch.names)
-
-
-def new_group(prompt_group: PromptGroup, row: PromptRow, params: SamplingParams, seed: int) -> Group:
-    """A group without responses yet."""
-    stream = Stream(seed, prompt_group.stream, prompt_group.epoch, prompt_group.row)
-    return Group(prompt_group, row, params, stream, tuple(range(prompt_group.group_size)))
 
 
 def _with_scores(columns: Batch, written: Mapping[str, Written]) -> Batch:

@@ -29,7 +29,7 @@ from distflow.runtime.spec import Spec
 from distflow.runtime.step_metrics import sample_rows, scores
 from distflow.runtime.user_calls.sync_calls import Callbacks, Caller
 from distflow.runtime.wait_log import Wait, Waits
-from distflow.scheduling.groups import GroupCounts, PromptGroup, Version
+from distflow.scheduling.groups import GroupCounts, Version
 
 TOKENS = "tokens"
 
@@ -205,14 +205,13 @@ class Recorder:
         self.folder.event("audit", message, proven=proven, unproven=unproven)
         self.view.audited(self._step + 1, len(proven), len(proven) + len(unproven))
 
-    def group_ended(self, prompt_group: PromptGroup, outcome: str, started: float, ended: float) -> None:
+    def group_ended(self, group_id: int, version: int, outcome: str, started: float, ended: float) -> None:
         """A span for each prompt group, with the reason if it was dropped."""
-        group_id, version = prompt_group.group_id, prompt_group.version
         self._span("rollout", Span(started, ended, "group", outcome, group_id=group_id, version=version))
 
-    def group_dropped(self, prompt_group: PromptGroup, reason: str, batch: Batch) -> None:
+    def group_dropped(self, version: int, reason: str, batch: Batch) -> None:
         """Writes the responses of the first groups of a step that nodes drop."""
-        step = prompt_group.version + 1
+        step = version + 1
         if self._num_dropped[step] < MAX_DROPPED:
             self._num_dropped[step] += 1
             rows = [{**row, "dropped": reason} for row in sample_rows(batch)]

@@ -2,29 +2,33 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 from distflow.algorithms.sample_filters import TOO_FEW_SCORES
 from distflow.data.batch import Batch
-from distflow.data.sample import Sample
 from distflow.errors import UserError
 from distflow.graph import BoundNode, Drop, NodeRole
-from distflow.rewards.router import RewardOutcome, RewardRouter
 from distflow.rewards.score import CallCounts
+from distflow.rollout.engine import GenerateRequest, GenerateResult, RolloutEngine
+from distflow.runtime import fault_injection
 from distflow.runtime.audit_protocol import GroupRecorder
-from distflow.runtime.compiled_node import Contexts, NodeContext, Step, compile_steps
+from distflow.runtime.compiled_node import Contexts, NodeContext, Step, compile_steps, score_samples
+from distflow.runtime.early_stop import EarlyStop
 from distflow.runtime.errors import Failure, NodeError
-from distflow.runtime.generation_batch import EarlyStop, SubmissionGate, group_task
-from distflow.runtime.prompt_group import Group, accuracy_of, finished_group, new_group
+from distflow.runtime.prompt_group import Group, accuracy_of, finished_group
 from distflow.runtime.resources import Resources
 from distflow.runtime.sample_queue.protocol import DroppedGroup, SampleQueuePort, StoppingSampleQueue
 from distflow.runtime.spec import Spec
 from distflow.runtime.user_calls.async_calls import deadline_paused
 from distflow.runtime.user_calls.sync_calls import PlainCalls
 from distflow.runtime.wait_log import Waits
-from distflow.scheduling.groups import PromptGroup
+from distflow.scheduling.groups import PromptGroup, Version
+
+group_task: ContextVar[asyncio.Task[None] | None] = ContextVar("group_task", default=None)
+"""The task of the group that is running; tasks that a node starts (`gather`, `wait_for`) inherit it."""
 
 MakeContext = Callable[[Group, str], NodeContext]
 
@@ -33,24 +37,104 @@ class RolloutLoopFailed(RuntimeError):
     """Something other than a node failed in the rollout loop, so that groups would never come."""
 
 
-async def _score_samples(router: RewardRouter, waits: Waits, samples: Sequence[Sample]) -> list[RewardOutcome]:
-    with waits("reward", "scores", on="reward functions"), deadline_paused():
-        return await router(samples)
-
-
 @dataclass(frozen=True)
 class GroupEvents:
     """Callbacks for events of prompt groups.
 
-    ended: (group, "complete" or why it was dropped, started, ended), in `time.time()`, for every group, before the
-    queue has it. recorded: after that. dropped: (group, why a node dropped it, its columns). waits: logs how long each
-    group waits for its rewards.
+    ended: (group id, its version, "complete" or why it was dropped, started, ended), in `time.time()`, for every group,
+    before the queue has it. recorded: after that. dropped: (its version, why a node dropped it, its columns). waits:
+    logs how long each group waits for its rewards.
     """
 
-    ended: Callable[[PromptGroup, str, float, float], None] = lambda prompt_group, outcome, started, ended: None
+    ended: Callable[[int, int, str, float, float], None] = lambda group_id, version, outcome, started, ended: None
     recorded: Callable[[], None] = lambda: None
-    dropped: Callable[[PromptGroup, str, Batch], None] = lambda prompt_group, reason, batch: None
+    dropped: Callable[[int, str, Batch], None] = lambda version, reason, batch: None
     waits: Waits = field(default_factory=Waits)
+
+
+class SubmissionGate:
+    """A wrapper of the rollout engine that knows which groups of a generation batch have sent it their request, or
+    ended without one.
+
+    The nodes of the rollout loop are compiled with the gate in the engine's place, and have its `generate`, `pause` and
+    `resume`. Between generation batches it only forwards. It runs on the asyncio thread alone, so it needs no lock.
+    """
+
+    def __init__(self, engine: RolloutEngine, group_recorder: GroupRecorder) -> None:
+        self._engine, self._recorder = engine, group_recorder
+        self._waiting: set[asyncio.Task[None] | None] = set()
+        self._all_in = asyncio.Event()
+        self._early_stop: EarlyStop | None = None
+
+    def expect(self, tasks: Collection[asyncio.Task[None]], early_stop: EarlyStop | None = None) -> None:
+        """Begin a generation batch of these group tasks. None of them has run yet: they were created without an await
+        since. early_stop: informed of every response."""
+        self._waiting, self._early_stop = set(tasks), early_stop
+        self._all_in = asyncio.Event()
+        for task in tasks:
+            task.add_done_callback(self.arrived)  # one that ends without a request must not be waited for
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        """The engine's `generate`; its request is in the engine's queue before this yields for the first time.
+        Responses that a weight update cut off are generated again."""
+        with deadline_paused():
+            fault_injection.reach("rollout.generate")
+            result = await self._ask(request)
+            while aborted := tuple(made.sample for made in result.generations if made.finish_reason == "abort"):
+                again = await self._ask(replace(request, samples=aborted))
+                redone = {made.sample: made for made in again.generations}
+                result = GenerateResult(tuple(redone.get(made.sample, made) for made in result.generations))
+            self._recorder.generated(request, result)
+            return result
+
+    async def _ask(self, request: GenerateRequest) -> GenerateResult:
+        pending = asyncio.ensure_future(self._engine.generate(request))
+        task = group_task.get() or asyncio.current_task()
+        assert task is not None
+
+        def end(task: asyncio.Task[None]) -> None:
+            pending.cancel()
+
+        task.add_done_callback(end)  # of a request that nobody waits for any more, by a task that its group started
+        try:
+            await asyncio.sleep(0)  # `pending` runs to its first await, after which its request is queued
+            self.arrived(task)
+            result = await pending
+            if self._early_stop is not None:
+                self._early_stop.responded(task, sum(len(made.token_ids) for made in result.generations))
+            return result
+        finally:
+            task.remove_done_callback(end)
+            pending.cancel()  # no effect if it is done; else this group was cancelled, and its request with it
+
+    async def all_in(self) -> None:
+        """Wait until every group of the generation batch has arrived."""
+        if self._waiting:
+            await self._all_in.wait()
+
+    @property
+    def version(self) -> Version:
+        """The version of the engine's weights."""
+        return self._engine.version
+
+    async def num_generated_tokens(self) -> int:
+        """Generated so far, none of them later for cancelled requests. 0 for an engine that does not count them."""
+        await self._engine.pause()
+        number = getattr(self._engine, "num_generated_tokens", 0)
+        await self._engine.resume()
+        return int(number)
+
+    async def pause(self) -> None:
+        await self._engine.pause()
+
+    async def resume(self) -> None:
+        await self._engine.resume()
+
+    def arrived(self, task: asyncio.Task[None] | None) -> None:
+        """The group has sent its request, or needs none."""
+        self._waiting.discard(task)
+        if not self._waiting:
+            self._all_in.set()
 
 
 @dataclass
@@ -89,14 +173,14 @@ class RolloutLoop:
         gate = SubmissionGate(resources.rollout, group_recorder) if resources.rollout is not None else None
         parts = {**resources.by_name(), **({"rollout": gate} if gate else {})}
         if resources.reward_fn is not None:
-            parts["reward_fn"] = partial(_score_samples, resources.reward_fn, events.waits)
+            parts["reward_fn"] = partial(score_samples, resources.reward_fn, events.waits)
         ends = resources.stop_token_ids
         sampling = replace(spec.sampling, stop_token_ids=ends)
         sampling_of = {name: replace(own, stop_token_ids=ends) for name, own in spec.sampling_of.items()}
 
         def make_group(prompt_group: PromptGroup) -> Group:
             row = spec.rows[prompt_group.row]
-            return new_group(prompt_group, row, sampling_of.get(row.domain, sampling), spec.options.seed)
+            return Group(prompt_group, row, sampling_of.get(row.domain, sampling), spec.options.seed)
 
         return RolloutLoop(
             compile_steps(nodes, parts),
@@ -250,11 +334,11 @@ class RolloutLoop:
         else:
             outcome, dropped = drop.reason, DroppedGroup(prompt_group, drop.reason, accuracy=accuracy_of(batch))
         self._end(prompt_group, outcome, started)
-        self.events.dropped(prompt_group, outcome, batch)
+        self.events.dropped(prompt_group.version, outcome, batch)
         queue.drop(dropped)
 
     def _end(self, prompt_group: PromptGroup, outcome: str, started: float) -> None:
-        self.events.ended(prompt_group, outcome, started, time.time())
+        self.events.ended(prompt_group.group_id, prompt_group.version, outcome, started, time.time())
         self.events.recorded()
 
     async def _turn(self, stop: EarlyStop | None, accepted: bool) -> None:

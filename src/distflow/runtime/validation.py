@@ -15,7 +15,7 @@ from distflow.runtime import fault_injection
 from distflow.runtime.compiled_node import Contexts
 from distflow.runtime.errors import NodeError, warn_of_errors
 from distflow.runtime.offload import Offload
-from distflow.runtime.prompt_group import new_group
+from distflow.runtime.prompt_group import Group
 from distflow.runtime.rollout_loop import RolloutLoop
 from distflow.runtime.rollout_services import Session
 from distflow.runtime.spec import ValidationSet
@@ -45,7 +45,7 @@ class Validator:
 
     async def _respond(self, chosen: ValidationSet, prompt_group: PromptGroup, params: SamplingParams) -> Batch | Drop:
         params = replace(params, stop_token_ids=self.stop_token_ids)
-        group = new_group(prompt_group, chosen.rows[prompt_group.row], params, self.seed)
+        group = Group(prompt_group, chosen.rows[prompt_group.row], params, self.seed)
         steps = [step for step in self.rollout_loop.steps if step.node.validates]
         try:
             with validating():

@@ -1,106 +1,12 @@
-"""A generation batch: groups that start together, and their end when the step is full and the rest is aborted."""
+"""The end of a generation batch with more groups than its step needs: when the step is full, the rest is aborted."""
 
 import asyncio
 from collections import Counter
-from collections.abc import Collection
-from contextvars import ContextVar
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
-from distflow.rollout.engine import GenerateRequest, GenerateResult, RolloutEngine
-from distflow.runtime import fault_injection
-from distflow.runtime.audit_protocol import GroupRecorder
 from distflow.runtime.sample_queue.protocol import StoppingSampleQueue
-from distflow.runtime.user_calls.async_calls import deadline_paused
 from distflow.runtime.user_calls.sync_calls import PlainCalls
-from distflow.scheduling.groups import PromptGroup, Version
-
-group_task: ContextVar[asyncio.Task[None] | None] = ContextVar("group_task", default=None)
-"""The task of the group that is running; tasks that a node starts (`gather`, `wait_for`) inherit it."""
-
-
-class SubmissionGate:
-    """A wrapper of the rollout engine that knows which groups of a generation batch have sent it their request, or
-    ended without one.
-
-    The nodes of the rollout loop are compiled with the gate in the engine's place, and have its `generate`, `pause` and
-    `resume`. Between generation batches it only forwards. It runs on the asyncio thread alone, so it needs no lock.
-    """
-
-    def __init__(self, engine: RolloutEngine, group_recorder: GroupRecorder) -> None:
-        self._engine, self._recorder = engine, group_recorder
-        self._waiting: set[asyncio.Task[None] | None] = set()
-        self._all_in = asyncio.Event()
-        self._early_stop: EarlyStop | None = None
-
-    def expect(self, tasks: Collection[asyncio.Task[None]], early_stop: "EarlyStop | None" = None) -> None:
-        """Begin a generation batch of these group tasks. None of them has run yet: they were created without an await
-        since. early_stop: informed of every response."""
-        self._waiting, self._early_stop = set(tasks), early_stop
-        self._all_in = asyncio.Event()
-        for task in tasks:
-            task.add_done_callback(self.arrived)  # one that ends without a request must not be waited for
-
-    async def generate(self, request: GenerateRequest) -> GenerateResult:
-        """The engine's `generate`; its request is in the engine's queue before this yields for the first time.
-        Responses that a weight update cut off are generated again."""
-        with deadline_paused():
-            fault_injection.reach("rollout.generate")
-            result = await self._ask(request)
-            while aborted := tuple(made.sample for made in result.generations if made.finish_reason == "abort"):
-                again = await self._ask(replace(request, samples=aborted))
-                redone = {made.sample: made for made in again.generations}
-                result = GenerateResult(tuple(redone.get(made.sample, made) for made in result.generations))
-            self._recorder.generated(request, result)
-            return result
-
-    async def _ask(self, request: GenerateRequest) -> GenerateResult:
-        pending = asyncio.ensure_future(self._engine.generate(request))
-        task = group_task.get() or asyncio.current_task()
-        assert task is not None
-
-        def end(task: asyncio.Task[None]) -> None:
-            pending.cancel()
-
-        task.add_done_callback(end)  # of a request that nobody waits for any more, by a task that its group started
-        try:
-            await asyncio.sleep(0)  # `pending` runs to its first await, after which its request is queued
-            self.arrived(task)
-            result = await pending
-            if self._early_stop is not None:
-                self._early_stop.responded(task, sum(len(made.token_ids) for made in result.generations))
-            return result
-        finally:
-            task.remove_done_callback(end)
-            pending.cancel()  # no effect if it is done; else this group was cancelled, and its request with it
-
-    async def all_in(self) -> None:
-        """Wait until every group of the generation batch has arrived."""
-        if self._waiting:
-            await self._all_in.wait()
-
-    @property
-    def version(self) -> Version:
-        """The version of the engine's weights."""
-        return self._engine.version
-
-    async def num_generated_tokens(self) -> int:
-        """Generated so far, none of them later for cancelled requests. 0 for an engine that does not count them."""
-        await self._engine.pause()
-        number = getattr(self._engine, "num_generated_tokens", 0)
-        await self._engine.resume()
-        return int(number)
-
-    async def pause(self) -> None:
-        await self._engine.pause()
-
-    async def resume(self) -> None:
-        await self._engine.resume()
-
-    def arrived(self, task: asyncio.Task[None] | None) -> None:
-        """The group has sent its request, or needs none."""
-        self._waiting.discard(task)
-        if not self._waiting:
-            self._all_in.set()
+from distflow.scheduling.groups import PromptGroup
 
 
 @dataclass
