@@ -112,7 +112,7 @@ def load_queued(checkpoint: Checkpoint) -> dict[int, FinishedGroup[Batch]]:
     with checkpoint.reading():
         saved = checkpoint.load("run")
         measured = {int(number): [(m, w) for m, w in parts] for number, parts in saved["live_measured"].items()}
-        prompt_groups = {each.group_id: each.prompt_group for each in map(restored, saved["coordinator"]["live"])}
+        prompt_groups = {each.group_id: each for each in map(restored, saved["coordinator"]["live"])}
         batch, rows = Batch.from_tensors(checkpoint.load("live")), dict[int, list[int]]()
         for row, number in enumerate(batch["group_index"].tolist()):
             rows.setdefault(number, []).append(row)
