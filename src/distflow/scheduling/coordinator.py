@@ -129,6 +129,10 @@ class Coordinator:
         self._close_at_end()
         return prompt_groups
 
+    def prompt_group(self, number: int) -> PromptGroup:
+        """The current record of a group in the queue."""
+        return self._queue.prompt_group(number)
+
     def assign(self, number: int, worker: str) -> None:
         """Record in the ledger that `worker` works on the group from now on."""
         self._journal("assigned", group_id=number, worker=worker)

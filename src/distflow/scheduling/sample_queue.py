@@ -119,6 +119,9 @@ class SampleQueue:
         """Whether the group is complete and no step has consumed it."""
         return number in self._groups and self._groups[number].complete
 
+    def prompt_group(self, number: int) -> PromptGroup:
+        return self._groups[number]
+
     def queue_of(self, number: int) -> DomainQueue:
         """The domain queue of a group in the queue."""
         return self.domain_queues[self._groups[number].domain]

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 
 from distflow.data.batch import Batch
 from distflow.runtime.sample_queue.protocol import FinishedGroup, NewWorkers, TrainingStep
-from distflow.runtime.sample_queue.shared import SharedSampleQueue
+from distflow.runtime.sample_queue.shared import SharedSampleQueue, joined
 from distflow.runtime.wait_log import Waits
 from distflow.scheduling.bin_packing import DpGroupShares
 from distflow.scheduling.coordinator import Coordinator
@@ -55,7 +55,7 @@ class LocalSampleQueue(SharedSampleQueue[Batch]):
         """See `SampleQueuePort`."""
         taken = self.take_groups(step, rank, wanted, deadline)
         assert not isinstance(taken, NewWorkers), "the engine of one process is there from the start"
-        return None if taken is None else taken.joined(Batch.concat(taken.batch))
+        return None if taken is None else joined(taken, Batch.concat(taken.batch))
 
     def _wake_loop(self) -> None:
         """Have `prompt_groups` check again; from any thread."""

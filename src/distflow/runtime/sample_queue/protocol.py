@@ -75,11 +75,6 @@ class TrainingStep(Generic[T]):
     measured: list[Measured] = field(default_factory=list)
     times: dict[str, float] = field(default_factory=dict)
 
-    def joined(self, groups: Batch) -> "TrainingStep[Batch]":
-        """The part with the rows of its groups, which are none if the rank has no group."""
-        batch = groups if self.own else groups.select([])
-        return TrainingStep(self.group_ids, self.own, batch, self.metrics, self.reward_counts)
-
 
 @dataclass(frozen=True)
 class NewWorkers:

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
+from distflow.data.batch import Batch
 from distflow.errors import UserError
 from distflow.observe.metrics import combine
 from distflow.rewards.score import RewardCounts
@@ -44,6 +45,12 @@ class _Reading(Generic[T]):
     ranks: set[int] = field(default_factory=set)
     missing: set[int] = field(default_factory=set)
     whole: bool | None = None
+
+
+def joined(taken: TrainingStep[Sequence[T]], groups: Batch) -> TrainingStep[Batch]:
+    """A rank's part with the rows of its groups, which are none if it has no group."""
+    batch = groups if taken.own else groups.select([])
+    return TrainingStep(taken.group_ids, taken.own, batch, taken.metrics, taken.reward_counts)
 
 
 class SharedSampleQueue(Generic[T]):
@@ -125,7 +132,7 @@ class SharedSampleQueue(Generic[T]):
         """See `SampleQueuePort`."""
         group_id = finished.prompt_group.group_id
         with self._lock:
-            if self._workers.is_passed_over(finished.prompt_group):
+            if self._workers.is_passed_over(group_id, finished.prompt_group.attempt):
                 return
             self._groups[group_id] = finished
             self._coordinator.record_accuracy(group_id, finished.accuracy)
@@ -141,7 +148,7 @@ class SharedSampleQueue(Generic[T]):
         """See `SampleQueuePort`."""
         group_id = dropped.prompt_group.group_id
         with self._lock:
-            if self._workers.is_passed_over(dropped.prompt_group):
+            if self._workers.is_passed_over(group_id, dropped.prompt_group.attempt):
                 return
             self._coordinator.record_accuracy(group_id, dropped.accuracy)
             if not (dropped.lost and self._coordinator.retry(group_id)):
@@ -342,10 +349,10 @@ class SharedSampleQueue(Generic[T]):
         oldest = self._workers.ask(worker, engine_version)
         if not self._paused and (self._num_waiting >= self._num_ranks or self._coordinator.plan.max_staleness > 0):
             for prompt_group in self._coordinator.take_groups(oldest):
-                if name := self._workers.assign(prompt_group):
+                if name := self._workers.assign(prompt_group.group_id, prompt_group.attempt):
                     self._coordinator.assign(prompt_group.group_id, name)
                 self._askers.notify_all()
-        prompt_groups = self._workers.fetch(worker)
+        prompt_groups = [self._coordinator.prompt_group(group_id) for group_id in self._workers.fetch(worker)]
         self._notify()
         return prompt_groups
 
