@@ -10,8 +10,8 @@ from distflow.runtime.audit_protocol import Updates
 from distflow.runtime.checkpoint.saver import Saver
 from distflow.runtime.compiled_node import Contexts, compile_steps
 from distflow.runtime.errors import ErrorShare
-from distflow.runtime.offload import Offload
 from distflow.runtime.reshard_columns import ColumnReshard
+from distflow.runtime.resources import Offload
 from distflow.runtime.rollout_loop import GroupEvents, RolloutLoop
 from distflow.runtime.rollout_services import Session
 from distflow.runtime.validation import ValidationRunner, Validator

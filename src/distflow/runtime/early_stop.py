@@ -4,9 +4,8 @@ import asyncio
 from collections import Counter
 from dataclasses import dataclass, field
 
-from distflow.runtime.sample_queue.protocol import StoppingSampleQueue
+from distflow.runtime.sample_queue.local import LocalSampleQueue
 from distflow.runtime.user_calls.sync_calls import PlainCalls
-from distflow.scheduling.groups import PromptGroup
 
 
 @dataclass
@@ -30,20 +29,20 @@ class EarlyStop:
     Everything here runs on the asyncio thread.
     """
 
-    def __init__(self, queue: StoppingSampleQueue) -> None:
+    def __init__(self, queue: LocalSampleQueue) -> None:
         self.over = False
         self._queue = queue
-        self._groups: dict[asyncio.Task[None], PromptGroup] = {}
+        self._groups: dict[asyncio.Task[None], int] = {}
         self._turns: dict[asyncio.Task[None], _Turn] = {}
         self._order: asyncio.Queue[asyncio.Task[None]] = asyncio.Queue()
         self._unordered: set[asyncio.Task[None]] = set()
         self._num_tokens: Counter[asyncio.Task[None]] = Counter()
 
-    def expect(self, prompt_groups: dict[asyncio.Task[None], PromptGroup]) -> None:
-        """The tasks of the generation batch, none of which has run yet, with their groups in order."""
+    def expect(self, group_ids: dict[asyncio.Task[None], int]) -> None:
+        """The tasks of the generation batch, none of which has run yet, with the ids of their groups in order."""
         loop = asyncio.get_running_loop()
-        self._groups = prompt_groups
-        self._turns = {task: _Turn(loop.create_future()) for task in prompt_groups}
+        self._groups = group_ids
+        self._turns = {task: _Turn(loop.create_future()) for task in group_ids}
 
     def begin(self) -> None:
         """The engine is about to generate; all groups have sent their request, or never will."""
@@ -89,9 +88,9 @@ class EarlyStop:
             if self._queue.is_full():
                 return
 
-    async def abort(self, calls: PlainCalls) -> list[PromptGroup]:
-        """End the groups that have not passed on, with all that they wait for; returns their prompt groups. No sync
-        function is left running: nobody could end it, and it would draw from the random generators of later calls."""
+    async def abort(self, calls: PlainCalls) -> list[int]:
+        """End the groups that have not passed on, with all that they wait for; returns their ids. No sync function is
+        left running: nobody could end it, and it would draw from the random generators of later calls."""
         self.over = True
         left = [task for task in self._groups if not task.done()]
         for task in left:

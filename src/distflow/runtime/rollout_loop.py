@@ -20,7 +20,8 @@ from distflow.runtime.early_stop import EarlyStop
 from distflow.runtime.errors import Failure, NodeError
 from distflow.runtime.prompt_group import Group, accuracy_of, finished_group
 from distflow.runtime.resources import Resources
-from distflow.runtime.sample_queue.protocol import DroppedGroup, SampleQueuePort, StoppingSampleQueue
+from distflow.runtime.sample_queue.local import LocalSampleQueue
+from distflow.runtime.sample_queue.protocol import DroppedGroup, SampleQueuePort
 from distflow.runtime.spec import Spec
 from distflow.runtime.user_calls.async_calls import deadline_paused
 from distflow.runtime.user_calls.sync_calls import PlainCalls
@@ -252,7 +253,7 @@ class RolloutLoop:
 
     async def _run_batch(self, prompt_groups: Sequence[PromptGroup], queue: SampleQueuePort) -> None:
         if self.stops_early:
-            assert isinstance(queue, StoppingSampleQueue), "oversampling is for runs in one process"
+            assert isinstance(queue, LocalSampleQueue), "oversampling is for runs in one process"
             await self._run_oversampled_batch(prompt_groups, queue)
             return
         if self.gate is not None:
@@ -268,7 +269,7 @@ class RolloutLoop:
             for task in tasks:
                 task.cancel()
 
-    async def _run_oversampled_batch(self, prompt_groups: Sequence[PromptGroup], queue: StoppingSampleQueue) -> None:
+    async def _run_oversampled_batch(self, prompt_groups: Sequence[PromptGroup], queue: LocalSampleQueue) -> None:
         """The same, with more groups than the step may need."""
         gate, stop = self.gate, EarlyStop(queue)
         before = 0
@@ -276,7 +277,7 @@ class RolloutLoop:
             before = await gate.num_generated_tokens()
             await gate.pause()
         tasks = {
-            asyncio.create_task(self._run_group(prompt_group, queue, stop)): prompt_group
+            asyncio.create_task(self._run_group(prompt_group, queue, stop)): prompt_group.group_id
             for prompt_group in prompt_groups
         }
         try:

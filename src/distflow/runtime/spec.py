@@ -13,7 +13,6 @@ from distflow.data.prompts import PromptRow
 from distflow.graph import BoundPipeline
 from distflow.planning.plan import Plan
 from distflow.rollout.engine import SamplingParams
-from distflow.runtime.offload import Offloads
 from distflow.runtime.user_calls.sync_calls import Callbacks
 from distflow.scheduling.coordinator import DataPlan
 
@@ -56,6 +55,14 @@ class WorkerNeeds:
     env: Mapping[str, str] = field(default_factory=dict)
     num_reward_actors: int = 0
     reward_cpus: int = 1
+
+
+@dataclass(frozen=True)
+class Offloads:
+    """The parts of an engine that are in host memory while it is not used."""
+
+    weights: bool
+    moments: bool
 
 
 @dataclass(frozen=True)

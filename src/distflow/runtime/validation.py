@@ -14,8 +14,8 @@ from distflow.rollout.engine import SamplingParams
 from distflow.runtime import fault_injection
 from distflow.runtime.compiled_node import Contexts
 from distflow.runtime.errors import NodeError, warn_of_errors
-from distflow.runtime.offload import Offload
 from distflow.runtime.prompt_group import Group
+from distflow.runtime.resources import Offload
 from distflow.runtime.rollout_loop import RolloutLoop
 from distflow.runtime.rollout_services import Session
 from distflow.runtime.spec import ValidationSet

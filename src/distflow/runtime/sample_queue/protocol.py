@@ -1,9 +1,9 @@
 """The sample queue, in which complete groups wait until a step takes them: the records that go through it, and its
-protocols for workers and for a training loop of the user's own. One file for each transport implements them."""
+protocol for workers. One file for each transport implements it."""
 
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, Protocol, TypeVar, runtime_checkable
+from typing import Generic, Protocol, TypeVar
 
 from distflow.data.batch import Batch
 from distflow.errors import UserError
@@ -151,27 +151,6 @@ class SampleQueuePort(Protocol):
         ...
 
 
-@runtime_checkable
-class StoppingSampleQueue(SampleQueuePort, Protocol):
-    """A queue for more running groups than a step has places, some of which are ended early. Of one process: which come
-    first is decided by the order in which the engine responds."""
-
-    def has_place(self, prompt_group: PromptGroup) -> bool:
-        """Whether the current step has a place for a running group."""
-        ...
-
-    def is_full(self) -> bool:
-        """Whether the current step has all groups that it needs."""
-        ...
-
-    def abort(self, prompt_groups: Sequence[PromptGroup], num_tokens: int) -> None:
-        """Running groups were ended because the step is full. Each is handed out again, before any new one.
-
-        num_tokens: generated for them and discarded.
-        """
-        ...
-
-
 class NothingToWaitFor(UserError):
     """What is waited for would never come: no group runs, and none will start before the caller does something."""
 
@@ -184,24 +163,3 @@ class Standing:
     group_counts: GroupCounts
     num_offered: int
     num_owed: int
-
-
-class IntakePort(Protocol):
-    """Between a training loop of the user's own and the coordinator."""
-
-    def open_data(self) -> None:
-        """From now on groups of the data set start whenever there is capacity."""
-        ...
-
-    def offer(self, keep: Callable[[int], None]) -> None:
-        """A row of the caller's own waits for capacity. keep: called with the number by which its group will name it,
-        before anybody can look it up."""
-        ...
-
-    def pause(self, paused: bool) -> None:
-        """While paused no further group starts; running ones continue."""
-        ...
-
-    def standing(self) -> Standing:
-        """The current state."""
-        ...

@@ -160,22 +160,26 @@ class SharedSampleQueue(Generic[T]):
             self._askers.notify_all()
         self._wake_loop()
 
-    def has_place(self, prompt_group: PromptGroup) -> bool:
-        """See `StoppingSampleQueue`."""
+    def has_place(self, group_id: int) -> bool:
+        """Whether the current step has a place for a running group."""
         with self._lock:
-            return self._coordinator.has_place(prompt_group.group_id)
+            return self._coordinator.has_place(group_id)
 
     def is_full(self) -> bool:
-        """See `StoppingSampleQueue`."""
+        """Whether the current step has all groups that it needs."""
         with self._lock:
             return self._coordinator.is_full
 
-    def abort(self, prompt_groups: Sequence[PromptGroup], num_tokens: int) -> None:
-        """See `StoppingSampleQueue`."""
+    def abort(self, group_ids: Sequence[int], num_tokens: int) -> None:
+        """Running groups were ended because the step is full. Each is handed out again, before any new one.
+
+        num_tokens: generated for them and discarded. Only for queues of one process: the order in which its engine
+        responds decides which groups come first.
+        """
         with self._lock:
-            self._coordinator.abort([prompt_group.group_id for prompt_group in prompt_groups], num_tokens)
-            for prompt_group in prompt_groups:
-                self._workers.end(prompt_group.group_id, complete=False)
+            self._coordinator.abort(group_ids, num_tokens)
+            for group_id in group_ids:
+                self._workers.end(group_id, complete=False)
             self._notify()
             self._askers.notify_all()
         self._wake_loop()
@@ -282,25 +286,25 @@ class SharedSampleQueue(Generic[T]):
         return self._resume_point
 
     def open_data(self) -> None:
-        """See `IntakePort`."""
+        """From now on groups of the data set start whenever there is capacity."""
         with self._lock:
             self._coordinator.prompt_groups.data_open = True
         self._wake()
 
     def offer(self, keep: Callable[[int], None]) -> None:
-        """See `IntakePort`."""
+        """A row of the caller's own waits for capacity. keep: called with the number by which its group will name it,
+        before anybody can look it up."""
         with self._lock:
             keep(self._coordinator.offer())
         self._wake()
 
     def pause(self, paused: bool) -> None:
-        """See `IntakePort`."""
+        """While paused no further group starts; running ones continue."""
         with self._lock:
             self._paused = paused
         self._wake()
 
     def standing(self) -> Standing:
-        """See `IntakePort`."""
         with self._lock:
             coordinator = self._coordinator
             return Standing(coordinator.checked_counts(), coordinator.prompt_groups.num_waiting, coordinator.num_owed())

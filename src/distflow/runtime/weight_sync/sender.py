@@ -23,7 +23,7 @@ from distflow.rollout.engine import Receipt, RolloutEngine
 from distflow.rollout.weights import stripe_hashes, striped_places
 from distflow.runtime import fault_injection
 from distflow.runtime.audit_protocol import Updates
-from distflow.runtime.offload import Offload
+from distflow.runtime.resources import Offload
 from distflow.runtime.rollout_services import Session
 from distflow.runtime.weight_sync.protocol import Bucket, WeightPort
 from distflow.runtime.worker_inputs import WorkerInputs
