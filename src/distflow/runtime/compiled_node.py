@@ -226,7 +226,12 @@ class Step:
                     raise self._error(err) from err
         with self._fitting():
             columns, measured = self._read(output, len(batch))
-            return _merged(batch, columns), measured
+            if isinstance(columns, Batch):
+                return batch.merge(columns), measured
+            out = batch.only(batch.names)
+            for name, value in columns.items():
+                out[name] = value
+            return out, measured
 
     async def on_group(self, group: Group, ctx: NodeContext, plain_calls: PlainCalls, timeout_s: float) -> Drop | None:
         """In the rollout loop: the group stores the node's columns and metrics. Raises NodeError.
@@ -286,7 +291,12 @@ class Step:
             return {}, measured
         if isinstance(output, Batch):
             return output, measured
-        return _written(output if isinstance(output, Mapping) else self._by_name(output)), measured
+        columns = dict[str, Written]()
+        for name, value in (output if isinstance(output, Mapping) else self._by_name(output)).items():
+            if not isinstance(value, Tensor | np.ndarray | Sequence):
+                raise ValueError(f"column '{name}' is {type(value).__name__}, not a tensor, an array or a list")
+            columns[name] = value
+        return columns, measured
 
     def _by_name(self, output: object) -> dict[str, object]:
         writes = self.node.contract.writes
@@ -312,25 +322,6 @@ class Step:
 def compile_steps(nodes: Sequence[BoundNode], resources: Mapping[str, object]) -> tuple[Step, ...]:
     """resources: engines and services by name, and `reduce`. Raises PipelineError if one is missing."""
     return tuple(Step(node, adapt(node.fn, node.contract.form), compile_inputs(node, resources)) for node in nodes)
-
-
-def _written(columns: Mapping[str, object]) -> dict[str, Written]:
-    """Raises ValueError for a value that cannot be a column."""
-    found: dict[str, Written] = {}
-    for name, value in columns.items():
-        if not isinstance(value, Tensor | np.ndarray | Sequence):
-            raise ValueError(f"column '{name}' is {type(value).__name__}, not a tensor, an array or a list")
-        found[name] = value
-    return found
-
-
-def _merged(batch: Batch, columns: Batch | Mapping[str, Written]) -> Batch:
-    if isinstance(columns, Batch):
-        return batch.merge(columns)
-    out = batch.only(batch.names)
-    for name, value in columns.items():
-        out[name] = value
-    return out
 
 
 def _changed(before: Batch, after: Batch) -> dict[str, Written]:

@@ -31,7 +31,7 @@ class EarlyStop:
 
     def __init__(self, queue: LocalSampleQueue) -> None:
         self.over = False
-        self._queue = queue
+        self.queue = queue
         self._groups: dict[asyncio.Task[None], int] = {}
         self._turns: dict[asyncio.Task[None], _Turn] = {}
         self._order: asyncio.Queue[asyncio.Task[None]] = asyncio.Queue()
@@ -77,15 +77,15 @@ class EarlyStop:
             task = await self._order.get()
             turn = self._turns[task]
             await asyncio.wait((task, turn.accepted), return_when=asyncio.FIRST_COMPLETED)
-            if turn.accepted.done() and turn.accepted.result() and not self._queue.has_place(self._groups[task]):
+            if turn.accepted.done() and turn.accepted.result() and not self.queue.has_place(self._groups[task]):
                 surplus.append(task)
                 continue
             await self._pass(task)
-            for waiting in [each for each in surplus if self._queue.has_place(self._groups[each])]:
+            for waiting in [each for each in surplus if self.queue.has_place(self._groups[each])]:
                 surplus.remove(waiting)  # its place was reserved for another, which was dropped
                 await self._pass(waiting)
                 break
-            if self._queue.is_full():
+            if self.queue.is_full():
                 return
 
     async def abort(self, calls: PlainCalls) -> list[int]:

@@ -100,32 +100,30 @@ class Group:
             samples = self.samples or [self.sample(i, None, "", "stop") for i in self.wanted]
             self._columns = Batch.from_samples(samples)
         if self._batch is None:
-            self._batch = _with_scores(self._columns, self.written)
+            batch = self._columns.only(self._columns.names)
+            for name, value in self.written.items():
+                batch[name] = value
+            if "token_level_scores" in batch.names and "scores" not in batch:
+                batch["scores"] = sample_scores(batch["token_level_scores"], batch["response_mask"])
+            if "scores" in batch and "acc" not in batch:
+                batch["acc"] = batch["scores"]
+            for name in ("token_level_scores", "token_level_rewards"):
+                if name in batch:
+                    batch[name] = batch.flat(name)  # stored, so that it is derived once
+            self._batch = batch
         return self._batch.only(self._batch.names)
-
-
-def _with_scores(columns: Batch, written: Mapping[str, Written]) -> Batch:
-    batch = columns.only(columns.names)
-    for name, value in written.items():
-        batch[name] = value
-    if "token_level_scores" in batch.names and "scores" not in batch:
-        batch["scores"] = sample_scores(batch["token_level_scores"], batch["response_mask"])
-    if "scores" in batch and "acc" not in batch:
-        batch["acc"] = batch["scores"]
-    for name in ("token_level_scores", "token_level_rewards"):
-        if name in batch:
-            batch[name] = batch.flat(name)  # stored, so that it is derived once
-    return batch
 
 
 def finished_group(prompt_group: PromptGroup, batch: Batch, measured: Sequence[Measured]) -> FinishedGroup[Batch]:
     """A complete group, for the sample queue. batch: with the columns of all nodes. measured: by them."""
     failed = "reward_errors" in batch and not bool(batch["valid"].any())
+    versions = batch.flat("versions")
+    versions = versions[versions >= 0]  # of the policy's tokens
     return FinishedGroup(
         prompt_group,
         batch,
         int(batch.lengths("sequence").sum()),
-        _lowest_version(batch),
+        int(versions.min()) if len(versions) else None,
         measured,
         accuracy=accuracy_of(batch),
         failure=Failure(str(batch["reward_errors"][0]), users=True) if failed else None,
@@ -138,10 +136,3 @@ def accuracy_of(batch: Batch) -> Accuracy | None:
         return None
     scored = batch["acc"][batch["valid"]].tolist()
     return Accuracy(sum(map(is_right, scored)), len(scored))
-
-
-def _lowest_version(batch: Batch) -> int | None:
-    """Of the policy's tokens; None if there are none."""
-    versions = batch.flat("versions")
-    versions = versions[versions >= 0]
-    return int(versions.min()) if len(versions) else None

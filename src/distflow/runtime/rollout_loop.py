@@ -232,10 +232,10 @@ class RolloutLoop:
         paused engine that then resumes, so that the requests of a decode step never depend on timing, and ended before
         the next is fetched. Else groups start as capacity allows. Raises RolloutLoopFailed, or the user's error.
         """
-        running = set[asyncio.Task[None]]()
+        running, gate = set[asyncio.Task[None]](), self.gate
         try:
             async with asyncio.TaskGroup() as groups:  # a task that fails ends them all: no step waits for its group
-                async for prompt_groups in queue.prompt_groups(self._engine_version):
+                async for prompt_groups in queue.prompt_groups(lambda: gate.version.step if gate is not None else None):
                     if self.in_batches:
                         await self._run_batch(prompt_groups, queue)
                     else:
@@ -252,53 +252,38 @@ class RolloutLoop:
             raise RolloutLoopFailed(f"the rollout loop has failed: {type(first).__name__}: {first}") from first
 
     async def _run_batch(self, prompt_groups: Sequence[PromptGroup], queue: SampleQueuePort) -> None:
+        """With `stops_early` there are more groups than the step may need."""
+        gate, stop, before = self.gate, None, 0
         if self.stops_early:
             assert isinstance(queue, LocalSampleQueue), "oversampling is for runs in one process"
-            await self._run_oversampled_batch(prompt_groups, queue)
-            return
-        if self.gate is not None:
-            await self.gate.pause()
-        tasks = {asyncio.create_task(self._run_group(prompt_group, queue)) for prompt_group in prompt_groups}
-        try:
-            if self.gate is not None:
-                self.gate.expect(tasks)
-                await self.gate.all_in()
-                await self.gate.resume()
-            await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
-
-    async def _run_oversampled_batch(self, prompt_groups: Sequence[PromptGroup], queue: LocalSampleQueue) -> None:
-        """The same, with more groups than the step may need."""
-        gate, stop = self.gate, EarlyStop(queue)
-        before = 0
+            stop = EarlyStop(queue)
+            before = await gate.num_generated_tokens() if gate is not None else 0
         if gate is not None:
-            before = await gate.num_generated_tokens()
             await gate.pause()
         tasks = {
             asyncio.create_task(self._run_group(prompt_group, queue, stop)): prompt_group.group_id
             for prompt_group in prompt_groups
         }
         try:
-            stop.expect(tasks)
+            if stop is not None:
+                stop.expect(tasks)
             if gate is not None:
                 gate.expect(tasks, stop)
                 await gate.all_in()
-            stop.begin()
+            if stop is not None:
+                stop.begin()
             if gate is not None:
                 await gate.resume()
+            if stop is None:
+                await asyncio.gather(*tasks)
+                return
             await stop.run()
             if aborted := await stop.abort(self.plain_calls):
                 drawn = await gate.num_generated_tokens() - before if gate is not None else 0
-                queue.abort(aborted, max(drawn - stop.num_tokens(passed=True), stop.num_tokens(passed=False)))
+                stop.queue.abort(aborted, max(drawn - stop.num_tokens(passed=True), stop.num_tokens(passed=False)))
         finally:
             for task in tasks:
                 task.cancel()
-
-    def _engine_version(self) -> int | None:
-        """The step of the engine's weights."""
-        return self.gate.version.step if self.gate is not None else None
 
     async def _run_group(
         self, prompt_group: PromptGroup, queue: SampleQueuePort, stop: EarlyStop | None = None

@@ -20,7 +20,7 @@ from distflow.data.prompts import PromptRow
 from distflow.rewards.self_check import Solution, find_solution, run_self_check, self_check_scores, try_solutions
 from distflow.rollout.engine import Hosted, Stretch
 from distflow.runtime.engine_watch import STACKS, Deadline, EngineHangs, WatchedEngine
-from distflow.runtime.loop_thread import LEAVES_WITHIN_S, LoopGivenUp, LoopThread
+from distflow.runtime.loop_thread import LEAVES_WITHIN_S, LoopGivenUp, LoopThread, on_a_thread
 from distflow.runtime.resources import Resources
 from distflow.runtime.spec import Spec
 from distflow.runtime.stop import leave_at_once
@@ -246,22 +246,6 @@ class Session:
                         self._warn(warning)
         if rollout is not None:
             await self._stack.enter_async_context(rollout)
-
-
-def on_a_thread(blocking: Callable[[], T]) -> "concurrent.futures.Future[T]":
-    """Call it on a daemon thread of its own, which does not keep the process alive."""
-    future: concurrent.futures.Future[T] = concurrent.futures.Future()
-
-    def wait() -> None:
-        try:
-            result = blocking()
-        except BaseException as err:  # the border of the thread: whoever waits gets it
-            future.set_exception(err)
-        else:
-            future.set_result(result)
-
-    threading.Thread(target=wait, name="waits", daemon=True).start()
-    return future
 
 
 def _first_rows(spec: Spec, number: int) -> list[PromptRow]:

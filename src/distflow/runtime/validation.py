@@ -72,23 +72,17 @@ async def validate(
         for params, count, into in ((chosen.greedy, 1, greedy), (chosen.sampled, chosen.num_samples, sampled)):
             if params is None or count == 0:
                 continue
-            groups = await _respond_to_all(chosen, numbers, params, count, respond, step)
+            kind = "greedy" if params.greedy else "sampled"
+            stream = f"val/{chosen.name}/{kind}"
+            prompt_groups = [PromptGroup(number, step, number, count, step, stream=stream) for number in numbers]
+            groups = await asyncio.gather(*(respond(chosen, each, params) for each in prompt_groups))
             for number, group in zip(numbers, groups, strict=True):
                 right = _right(group, count)
                 errors += sum(1 for r in right if r is None)
                 into.setdefault(chosen.rows[number].domain, []).append([bool(r) for r in right])
                 if isinstance(group, Batch):
-                    kind = "greedy" if params.greedy else "sampled"
                     rows += [{**r, "set": chosen.name, "kind": kind} for r in sample_rows(group)]
     return ValidationResults(greedy, sampled, errors, rows)
-
-
-async def _respond_to_all(
-    chosen: ValidationSet, numbers: range, params: SamplingParams, count: int, respond: Respond, step: int
-) -> list[Batch | Drop]:
-    kind = "greedy" if params.greedy else "sampled"
-    prompt_groups = [PromptGroup(i, step, i, count, step, stream=f"val/{chosen.name}/{kind}") for i in numbers]
-    return await asyncio.gather(*(respond(chosen, prompt_group, params) for prompt_group in prompt_groups))
 
 
 def _right(group: Batch | Drop, count: int) -> list[bool | None]:

@@ -54,7 +54,8 @@ def joined(taken: TrainingStep[Sequence[T]], groups: Batch) -> TrainingStep[Batc
 
 
 class SharedSampleQueue(Generic[T]):
-    """The coordinator decides; this object only guards it with a lock, stores the groups, and wakes waiting threads.
+    """The methods of `SampleQueuePort` that do not depend on the transport. The coordinator decides; this object only
+    guards it with a lock, stores the groups, and wakes waiting threads.
 
     Any method may be called on any thread; `take_groups`, `release` and `wait_for_groups` wait. Trainers wait on the
     lock's condition; callers that must not block call `groups_for` again when woken (`_wake_loop`).
@@ -129,7 +130,6 @@ class SharedSampleQueue(Generic[T]):
             return None
 
     def put(self, finished: FinishedGroup[T]) -> None:
-        """See `SampleQueuePort`."""
         group_id = finished.prompt_group.group_id
         with self._lock:
             if self._workers.is_passed_over(group_id, finished.prompt_group.attempt):
@@ -145,7 +145,6 @@ class SharedSampleQueue(Generic[T]):
         self._wake_loop()
 
     def drop(self, dropped: DroppedGroup) -> None:
-        """See `SampleQueuePort`."""
         group_id = dropped.prompt_group.group_id
         with self._lock:
             if self._workers.is_passed_over(group_id, dropped.prompt_group.attempt):
@@ -185,7 +184,6 @@ class SharedSampleQueue(Generic[T]):
         self._wake_loop()
 
     def count(self, reward_counts: RewardCounts) -> None:
-        """See `SampleQueuePort`."""
         with self._lock:
             self._reward_counts = RewardCounts.joined([self._reward_counts, reward_counts])
 
@@ -261,7 +259,6 @@ class SharedSampleQueue(Generic[T]):
             return reading.whole
 
     def release(self, step: int, rank: int, sent_weights: bool) -> Released:
-        """See `SampleQueuePort`."""
         with self._lock:
             self._released_by.add(rank)
             if len(self._released_by) == self._num_ranks:
@@ -281,7 +278,6 @@ class SharedSampleQueue(Generic[T]):
             return self._released
 
     def resume_point(self) -> ResumePoint[T]:
-        """See `SampleQueuePort`."""
         assert self._resume_point is not None, "a step was released"
         return self._resume_point
 

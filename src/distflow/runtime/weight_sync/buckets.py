@@ -100,13 +100,12 @@ def _tensor(dtype: torch.dtype, shape: tuple[int, ...], values: NDArray[np.uint8
 
 @dataclass(frozen=True)
 class InFile:
-    """A bucket that is a file."""
+    """A `SentBucket` that is a file."""
 
     path: Path
     num_bytes: int
 
     def get(self) -> list[tuple[str, Tensor]]:
-        """See `SentBucket`."""
         self._wait()
         try:
             found = self.path.stat().st_size  # before it is read: it is no larger than it should be
@@ -119,7 +118,6 @@ class InFile:
             raise Spoiled(f"{self.path} is not what was written there: {err}") from err
 
     def drop(self) -> None:
-        """See `SentBucket`."""
         self.path.unlink(missing_ok=True)
         for folder in (self.path.parent, self.path.parent.parent):
             with suppress(OSError):  # another bucket is there

@@ -137,7 +137,7 @@ class WeightSender:
 
 
 class WeightReceiver:
-    """Passes versions to the engine on its own thread.
+    """A `Receive` that passes versions to the engine on its own thread.
 
     A receipt's hashes are those that the engine reports afterwards, whatever its own receipt says. Raises TrustError if
     it has another version than the receipt says, or other weights.
@@ -147,11 +147,9 @@ class WeightReceiver:
         self._engine, self._session = engine, session
 
     def __call__(self, version: Version, weights: Bucket | None) -> Receipt:
-        """See `Receive`."""
         return self._session.call(self._load(version, weights))
 
     def start(self, version: Version, weights: Iterable[tuple[str, Tensor]]) -> "Future[Receipt]":
-        """See `Receive`."""
         return self._session.start(self._load(version, weights))
 
     async def _load(self, version: Version, weights: Iterable[tuple[str, Tensor]] | None) -> Receipt:
