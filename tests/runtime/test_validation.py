@@ -21,7 +21,7 @@ from distflow.runtime.resources import Resources
 from distflow.runtime.rollout_loop import GroupEvents, RolloutLoop
 from distflow.runtime.spec import ValidationSet
 from distflow.runtime.step_metrics import ValidationResults, pass_at_k
-from distflow.runtime.validation import Validator, validate, validation_loss
+from distflow.runtime.validation import Validator, validation_loss
 from distflow.scheduling.groups import PromptGroup
 from tests.runtime.groups import bound, group, samples, waiting_group
 
@@ -57,8 +57,12 @@ def answers(score: Callable[[PromptGroup, int], float | None]) -> Callable[..., 
 
 
 def run(chosen: ValidationSet, answer: Callable[..., object]) -> tuple[dict[str, float], list[dict[str, object]]]:
-    whole = asyncio.run(validate([chosen], answer, 7))  # type: ignore[arg-type]
-    parts = [asyncio.run(validate([chosen], answer, 7, part, 2)) for part in range(2)]  # type: ignore[arg-type]
+    class Answers(Validator):
+        _respond = staticmethod(answer)  # type: ignore[assignment]
+
+    validator = Answers([chosen], None, None, (), 9, print)  # type: ignore[arg-type]  # it answers by itself
+    whole = asyncio.run(validator.run(7))
+    parts = [asyncio.run(validator.run(7, part, 2)) for part in range(2)]
     assert ValidationResults.joined(parts).metrics() == whole.metrics()
     return whole.metrics(), whole.rows
 

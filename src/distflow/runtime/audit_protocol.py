@@ -77,7 +77,6 @@ class Updates:
     _num_unsent: int = 0
 
     def before(self, role: str, engine: TrainEngine, batch: Batch, loss: LossFn) -> LossFn:
-        """The loss function that the step is to call."""
         fault_injection.reach("train.update")
         with self.phases("audit"):
             return fault_injection.in_backward(self.auditor.before_update(role, engine, batch, loss))
@@ -85,7 +84,6 @@ class Updates:
     def after(
         self, role: str, engine: TrainEngine, batch: Batch, metrics: dict[str, float], step: int, first: bool
     ) -> None:
-        """See `StepChecks.updated`."""
         self.checks.updated(role, engine, batch, metrics, step, first)
         self._num_unsent += int(role == "actor" and not metrics.get("skipped"))
         with self.phases("audit"):

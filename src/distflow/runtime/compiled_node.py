@@ -119,7 +119,6 @@ class Contexts:
     keeps: bool = True
 
     def for_training(self, step: int, group_ids: Sequence[int], node_id: str) -> NodeContext:
-        """Of a node of the training loop in a step."""
 
         def before_update(engine: TrainEngine, batch: Batch, loss: LossFn) -> LossFn:
             return self.watched(self._role(engine), engine, batch, loss)
@@ -135,7 +134,6 @@ class Contexts:
         return "critic" if engine is self.resources.critic else "actor"
 
     def for_rollout(self, group: Group, node_id: str, validating: bool = False) -> NodeContext:
-        """Of a node of the rollout loop that works on a group."""
         return NodeContext(
             self.config,
             group.prompt_group.version,

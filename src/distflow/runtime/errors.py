@@ -47,7 +47,6 @@ def node_error(node: BoundNode, error: BaseException) -> NodeError:
 
 
 def output_error(node: BoundNode, what: str) -> NodeError:
-    """The node returned something that is not a valid output."""
     return (NodeError if is_ours(node) else UserNodeError)(f"node '{node.node_id}' {what}")
 
 
@@ -148,7 +147,6 @@ class FailuresInARow:
 
     @property
     def last(self) -> str | None:
-        """The message of the last failure."""
         return self._failures[-1].message if self._failures else None
 
     def count(self, failure: Failure | None) -> None:

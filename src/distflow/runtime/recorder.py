@@ -264,7 +264,6 @@ class Recorder:
         self._callbacks.call("on_validation", step, dict(metrics))
 
     def checkpoint_saved(self, step: int, path: Path) -> None:
-        """The checkpoint of the weights after `step` steps."""
         self.folder.event("checkpoint", f"saved {path.name}", step=step)
         self._callbacks.call("on_save", step, path)
 
@@ -278,7 +277,6 @@ class Recorder:
             forget_groups(run_dir, options.save_groups_last)
 
     def report(self) -> Path:
-        """Write report.html from the folder."""
         return write_report(self.folder.path)
 
     def _on_phase(self, started: float, ended: float, name: str) -> None:

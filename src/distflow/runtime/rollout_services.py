@@ -210,11 +210,9 @@ class Session:
             self._thread.__exit__()
 
     def call(self, work: Coroutine[object, object, T]) -> T:
-        """Run to the end on the session's thread."""
         return self._wait(lambda: self._thread.start(work))
 
     def start(self, work: Coroutine[object, object, T]) -> "concurrent.futures.Future[T]":
-        """Begin on the session's thread and return at once."""
         return self._thread.start(work)
 
     def wait_for(self, blocking: Callable[[], T]) -> T:
@@ -258,7 +256,6 @@ def _first_rows(spec: Spec, number: int) -> list[PromptRow]:
 
 
 def _first_solutions(spec: Spec, resources: Resources) -> list[Solution]:
-    """The reference solutions of the first rows that have some."""
     reward_fn, found = resources.reward_fn, list[Solution]()
     assert reward_fn is not None, "there are reward functions to test"
     for row in _first_rows(spec, NUM_SOLUTIONS):

@@ -22,11 +22,9 @@ class Get(Protocol):
 
     def __call__(self, name: str) -> Any:  # each name has a type of its own
         """Raises KeyError if there is no such part, UserError if it cannot be built."""
-        ...
 
     def planned(self, name: str) -> bool:
         """Whether the plan assigns that engine to this worker."""
-        ...
 
 
 Factory = Callable[[Get, torch.device], object]
@@ -191,4 +189,3 @@ class Launch(Protocol):
         Raises UserError for a checkpoint that does not fit, for a folder that another run uses or that cannot be
         written; TrustError if a check fails; NoProgress, NodeError.
         """
-        ...

@@ -93,7 +93,6 @@ class Worker:
 
     @property
     def resources(self) -> Resources:
-        """Its engines and services."""
         return self._parts.services.resources
 
     def take(self, wanted: int | None = None, deadline: float | None = None) -> TrainingStep[Batch] | None:

@@ -29,7 +29,6 @@ class ReshardPort(Protocol):
         Waits while too much is stored. Raises ReshardError if this step is invalid, and the error that ended another
         rank.
         """
-        ...
 
     def pick(self, key: Key, rank: int, num_ranks: int, uids: Sequence[str]) -> Batch:
         """The samples of these uids, in that order, in memory of its own; each of `num_ranks` picks its own.
@@ -37,7 +36,6 @@ class ReshardPort(Protocol):
         Waits until the step is complete. Raises ReshardError if it cannot be completed any more, and the error that
         ended another rank.
         """
-        ...
 
 
 @dataclass(frozen=True)

@@ -164,9 +164,11 @@ class Saver:
         if self._ranks.size == 1:
             return outcome.result()
         error = outcome.exception()
+        # For the other ranks: None if nothing failed, empty if another rank knows why.
+        why = None if error is None else "" if isinstance(error, GivenUp) else str(error)
         try:
             with self._waits("training", f"checkpoint of step {step}", on="other ranks"):
-                failures = [why for why in self._ranks.gather(_failure_text(error)) if why is not None]
+                failures = [each for each in self._ranks.gather(why) if each is not None]
         except RuntimeError:  # of torch.distributed
             if error is not None:
                 raise error from error.__cause__  # it may say why the others are gone
@@ -176,13 +178,6 @@ class Saver:
         if failures:
             raise CheckpointError(next(filter(None, failures), str(error))) from error
         return outcome.result()
-
-
-def _failure_text(error: BaseException | None) -> str | None:
-    """For the other ranks: None if nothing failed, empty if another rank knows why."""
-    if error is None:
-        return None
-    return "" if isinstance(error, GivenUp) else str(error)
 
 
 def _settled(call: Callable[[], T]) -> "Future[T]":

@@ -113,19 +113,15 @@ class SampleQueuePort(Protocol):
 
         engine_version: the lowest weight version of this worker's engines; None if it has none.
         """
-        ...
 
     def put(self, finished: FinishedGroup[Batch]) -> None:
         """A group has completed the rollout loop."""
-        ...
 
     def drop(self, dropped: DroppedGroup) -> None:
         """A group is dropped; another may start in its place."""
-        ...
 
     def count(self, reward_counts: RewardCounts) -> None:
         """By a worker that does not train, before it puts or drops the group: the next step reports the counts."""
-        ...
 
     def take(
         self, step: int, rank: int, wanted: int | None = None, deadline: float | None = None
@@ -137,18 +133,15 @@ class SampleQueuePort(Protocol):
         which takes nothing, NothingToWaitFor for a part that could never come, and the error that ended the rollout
         loop.
         """
-        ...
 
     def release(self, step: int, rank: int, sent_weights: bool) -> Released:
         """This rank has trained on its part. Waits until all ranks have.
 
         sent_weights: whether new weights were sent; if not, the version has the weights that were sent last.
         """
-        ...
 
     def resume_point(self) -> ResumePoint[Batch]:
         """What a checkpoint of the step released last saves. For the rank that leads, before it takes the next step."""
-        ...
 
 
 class NothingToWaitFor(UserError):

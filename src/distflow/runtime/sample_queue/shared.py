@@ -363,14 +363,15 @@ class SharedSampleQueue(Generic[T]):
         metrics = combine([part for group in groups.values() for part in group.measured])
         loads = [group.num_tokens for group in groups.values()]
         divided = [own for dp_group in self._dp_groups for own in divide_among_ranks(dp_group, loads, numbers, step)]
-        reward_counts = [self._take_reward_counts() for _ in divided]
+        reward_counts, self._reward_counts = self._reward_counts, RewardCounts()
         if self._reading is not None:
-            self._reading = _Reading(groups, stored_by, reward_counts[0], set(range(self._num_ranks)))
+            self._reading = _Reading(groups, stored_by, reward_counts, set(range(self._num_ranks)))
         parts = {}
         for rank, indices in enumerate(divided):
             own = tuple(numbers[index] for index in indices)
             data = [groups[number].data for number in own or numbers[:1]]
-            parts[rank] = TrainingStep[Sequence[T]](numbers, own, data, metrics, reward_counts[rank])
+            counts = reward_counts if rank == 0 else RewardCounts()
+            parts[rank] = TrainingStep[Sequence[T]](numbers, own, data, metrics, counts)
         return parts
 
     def _take_back(self, reading: "_Reading[T]", step: int) -> None:
@@ -389,10 +390,6 @@ class SharedSampleQueue(Generic[T]):
         reading.groups, reading.stored_by = {}, {}
         self._notify()
         self._wake()
-
-    def _take_reward_counts(self) -> RewardCounts:
-        reward_counts, self._reward_counts = self._reward_counts, RewardCounts()
-        return reward_counts
 
     def _release(self, step: int, sent_weights: bool) -> Released:
         coordinator = self._coordinator

@@ -61,12 +61,14 @@ async def _in_a_thread(function: Callable[[], T], deadline_s: float) -> T:
             error = RuntimeError(f"it asked to exit ({err!r})")
             raise error.with_traceback(err.__traceback__) from None  # which names the place
 
-    future = asyncio.wrap_future(on_a_thread(work, "node"))
+    call = on_a_thread(work, "node")
+    future = asyncio.wrap_future(call)
     try:
         await asyncio.wait((future,), timeout=deadline_s)
         if not future.done():
             raise DeadlinePassed
-        return future.result()
+        future.exception()  # which is then retrieved; of a TimeoutError it is a copy without its place
+        return call.result()
     finally:
         future.cancel()  # no effect if it is done
 

@@ -49,11 +49,9 @@ class SentBucket(Protocol):
     def get(self) -> list[tuple[str, Tensor]]:
         """The tensors on the CPU, in memory of their own, in any order. Raises Spoiled if it cannot be read as it was
         put, UserError if it is not visible from here at all."""
-        ...
 
     def drop(self) -> None:
         """Nobody reads it any more."""
-        ...
 
 
 Carry = Callable[[Version, int, Packed], SentBucket]
@@ -151,8 +149,10 @@ def write_bucket(run_dir: Path, version: Version, number: int, packed: Packed) -
 def remove_weights(run_dir: Path) -> None:
     """Remove the files of versions that were being sent when their run ended. Other files stay."""
     folder = run_dir / WEIGHTS
-    for version in _folders(folder):
-        if _VERSION.fullmatch(version.name):
+    if folder.is_symlink() or not folder.is_dir():
+        return
+    for version in folder.iterdir():
+        if _VERSION.fullmatch(version.name) and version.is_dir() and not version.is_symlink():
             for path in version.iterdir():
                 if _BUCKET.fullmatch(path.name) or is_aside(path.name):
                     path.unlink(missing_ok=True)
@@ -160,10 +160,3 @@ def remove_weights(run_dir: Path) -> None:
                 version.rmdir()
     with suppress(OSError):  # or it is not there
         folder.rmdir()
-
-
-def _folders(folder: Path) -> list[Path]:
-    """Links are not followed."""
-    if folder.is_symlink() or not folder.is_dir():
-        return []
-    return [path for path in folder.iterdir() if path.is_dir() and not path.is_symlink()]

@@ -40,15 +40,12 @@ class Canary(Protocol):
 
     def is_due(self, at_start: bool) -> bool:
         """Call once a sync."""
-        ...
 
     async def generate_responses(self) -> Batch:
         """The engine's responses to the fixed prompts."""
-        ...
 
     def compare(self, responses: Batch, at_start: bool) -> dict[str, float]:
         """Raises TrustError if they imply other weights than the trainer's."""
-        ...
 
 
 class WeightSender:
@@ -70,7 +67,7 @@ class WeightSender:
     ) -> None:
         self._actor, self._port, self._dtype, self._sends = actor, port, dtype, sends
         self._canary, self._session = canary, session
-        self._last: dict[str, str] = {}  # hashes of the weights that were sent last
+        self.hashes: dict[str, str] = {}  # of the weights that were sent last, by name
         self._version: Version | None = None
 
     def sync_changed(self, version: Version, updated: bool) -> tuple[bool, dict[str, float]]:
@@ -81,7 +78,7 @@ class WeightSender:
         """
         if self._sends and not updated:
             now = stripe_hashes(self._weights())
-            if now == self._last:
+            if now == self.hashes:
                 self._advance_to(version)
                 self._port.renumber(version, now)
                 return False, {}
@@ -104,25 +101,20 @@ class WeightSender:
         assert self._version is not None, "a first version was sent before"
         self._push(self._version)
 
-    @property
-    def hashes(self) -> Mapping[str, str]:
-        """Of the weights that were sent last, by name."""
-        return self._last
-
     def _push(self, version: Version) -> None:
         fault_injection.reach("weights.begin")
         self._port.begin(version)
-        self._last = {}
+        self.hashes = {}
         model = getattr(self._actor, "model", None)
         for bucket in buckets(self._weights(), BUCKET_BYTES):
             _refuse_garbage(version, bucket)
             if isinstance(model, nn.Module):
                 check_sent(bucket, model, version.step)
-            self._last |= stripe_hashes(bucket)
+            self.hashes |= stripe_hashes(bucket)
             self._port.put(bucket)
             del bucket  # before the next is gathered
             fault_injection.reach("weights.put")
-        self._port.commit(self._last)
+        self._port.commit(self.hashes)
         fault_injection.reach("weights.sent")
 
     def _advance_to(self, version: Version) -> None:
