@@ -16,8 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Final
+from typing import Any, Final
 
 from torch import Tensor
 
@@ -84,12 +83,10 @@ class WatchedEngine:
             if_it_fails.pop_all()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *exception: Any) -> None:
         try:
             with self._asking("to end"):
-                await self._engine.__aexit__(kind, error, trace)
+                await self._engine.__aexit__(*exception)
         finally:
             self._left.set()
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import ExitStack
 from functools import partial
-from types import TracebackType
+from typing import Any
 
 from distflow.data.batch import Batch
 from distflow.graph import NodeStatus
@@ -53,10 +53,8 @@ class Worker:
             self._leave = stack.pop_all()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._leave.__exit__(kind, error, trace)
+    def __exit__(self, *exception: Any) -> None:
+        self._leave.__exit__(*exception)
 
     def training_loop(self) -> int:
         """consumes steps · waits until one is complete · unblocked by the rollout loop · produces versions

@@ -241,9 +241,7 @@ def check_replicas(hashes: Mapping[str, str], step: int, ranks: Collective) -> N
     """hashes: of the weights that this rank has sent, by name. Raises TrustError naming tensors, on every rank."""
     if ranks.size == 1:
         return
-    text = json.dumps(sorted(hashes.items()))
-    digest = float(int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "little"))
-    if ranks.max(digest) == -ranks.max(-digest):
+    if len(set(ranks.gather(hashlib.sha256(json.dumps(sorted(hashes.items())).encode()).hexdigest()))) == 1:
         return
     everyone = ranks.gather(dict(hashes))
     odd = [name for name in hashes if len({own.get(name) for own in everyone}) > 1]
