@@ -2,7 +2,9 @@
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from distflow.data.batch import Batch
 from distflow.data.prompts import PromptRow
 from distflow.data.sample import Sample
 from distflow.errors import UserError
+from distflow.runtime.audit_protocol import Updates
 from distflow.runtime.compiled_node import Contexts, NodeContext
 from distflow.runtime.prompt_group import Group
 from distflow.runtime.resources import Resources
@@ -65,7 +68,12 @@ def test_a_node_has_one_state_of_its_own_and_its_updates_are_told_by_role() -> N
     state: dict[str, dict[str, Any]] = {}
     actor, critic = object(), object()
     parts = Resources(None, (), {}, 0, actor=actor, critic=critic, reward_fn=Router())  # type: ignore[arg-type]
-    contexts = Contexts(Config(), parts, state, lambda *update: update[-1], lambda *update: told.append(update))
+    noted: Any = SimpleNamespace(
+        updated=lambda *update: told.append(update),
+        before_update=lambda *update: update[-1],
+        after_update=lambda role, metrics: None,
+    )
+    contexts = Contexts(Config(), parts, state, Updates(noted, noted, lambda name: nullcontext(), critic))  # type: ignore[arg-type]
     ctx = contexts.for_training(4, GROUP_IDS, "a")
     ctx.state["n"] = 1
     contexts.for_training(4, GROUP_IDS, "b").state["n"] = 2
@@ -90,7 +98,7 @@ def test_a_node_has_one_state_of_its_own_and_its_updates_are_told_by_role() -> N
 def test_where_several_workers_generate_none_keeps_anything_in_the_rollout_loop() -> None:
     parts = Resources(None, (), {}, 0)  # type: ignore[arg-type]
     state = {"saved": {"n": 1}}
-    contexts = Contexts(Config(), parts, state, lambda *update: update[-1], lambda *update: None, keeps=False)
+    contexts = Contexts(Config(), parts, state, None, keeps=False)
     ctx = contexts.for_rollout(waiting_group(), "c")
     assert not ctx.state and ctx.state.get("n") is None
     for keep in (lambda: ctx.state.update(n=1), lambda: ctx.state.setdefault("n", 1)):

@@ -272,7 +272,7 @@ def test_the_plane_of_a_worker_draws_by_the_run_s_seed_and_sampling_and_stops_at
     _, spec = Playground(tmp_path).spec("grpo", "trainer.seed=11", "data.seed=22")
     spec = replace(spec, options=replace(spec.options, timeout_s=7.0))
     parts = Resources(None, (3, 7), {}, 0, rollout=OrderedEngine())  # type: ignore[arg-type]
-    contexts = Contexts(spec.config, parts, {}, lambda *update: update[-1], lambda *update: None)
+    contexts = Contexts(spec.config, parts, {}, None)
     plane = RolloutLoop.of(spec, [bound(answer)], parts, contexts, GroupRecords(), GroupEvents(Ends()))
     made = plane.make_group(PromptGroup(30, 2, 6, 4, 0))
     assert made.stream == Stream(11, "train", 2, 6) and made.row == spec.rows[6]

@@ -130,7 +130,7 @@ def test_validation_prompts_are_run_as_they_are_to_be_by_the_nodes_that_validate
         return Drop("all_equal")
 
     parts = Resources(None, (3, 7), {}, 0)  # type: ignore[arg-type]  # no node reads the tokenizer
-    contexts = Contexts(Config(), parts, {}, lambda *update: update[-1], lambda *update: None)
+    contexts = Contexts(Config(), parts, {}, None)
     steps = compile_steps([bound(answer), bound(reward_fn), bound(drops)], {})
     plane = RolloutLoop(steps, waiting_group, contexts.for_rollout, None, 10.0, GroupEvents(), GroupRecords())
     prompts = [PromptRow(i, (1, 2, 3), f"p{i}", "", "default", {}) for i in range(2)]
@@ -157,7 +157,7 @@ def test_a_prompt_on_which_a_node_fails_costs_its_own_responses_only() -> None:
         return [1.0 / group.row.index] * len(group)
 
     parts = Resources(None, (), {}, 0)  # type: ignore[arg-type]  # no node reads the tokenizer
-    contexts = Contexts(Config(), parts, {}, lambda *update: update[-1], lambda *update: None)
+    contexts = Contexts(Config(), parts, {}, None)
     steps = compile_steps([bound(answer), bound(reward_fn)], {})
     plane = RolloutLoop(steps, waiting_group, contexts.for_rollout, None, 10.0, GroupEvents(), GroupRecords())
     prompts = [PromptRow(i, (1, 2, 3), f"p{i}", "", "default", {}) for i in range(2)]

@@ -22,6 +22,7 @@ from distflow.graph import SCORE_FIELDS, BoundNode, Drop, NodeOutput, NodeType, 
 from distflow.graph.fields import is_async
 from distflow.observe.metrics import Measured
 from distflow.rewards.router import RewardOutcome, RewardRouter
+from distflow.runtime.audit_protocol import Updates
 from distflow.runtime.errors import BadOutput, NodeError, is_ours, node_error, output_error
 from distflow.runtime.prompt_group import Group
 from distflow.runtime.resources import Resources
@@ -105,33 +106,27 @@ async def score_samples(router: RewardRouter, waits: Waits, samples: Sequence[Sa
 class Contexts:
     """Makes the contexts of one worker's nodes.
 
-    watched: (role, engine, mini-batch, loss function) → the loss function to call.
-    updated: (role, engine, mini-batch, metrics, step, whether the first of the step), called after each optimizer
-    step. keeps: whether nodes of the rollout loop may keep state: only if all groups and checkpoints are of this
-    worker.
+    updates: None for a worker that updates nothing. keeps: whether nodes of the rollout loop may keep state: only if
+    all groups and checkpoints are of this worker.
     """
 
     config: Config
     resources: Resources
     state: NodeState
-    watched: Callable[[str, TrainEngine, Batch, LossFn], LossFn]
-    updated: Callable[[str, TrainEngine, Batch, dict[str, float], int, bool], None]
+    updates: Updates | None
     keeps: bool = True
 
     def for_training(self, step: int, group_ids: Sequence[int], node_id: str) -> NodeContext:
-
-        def before_update(engine: TrainEngine, batch: Batch, loss: LossFn) -> LossFn:
-            return self.watched(self._role(engine), engine, batch, loss)
-
-        def after_update(engine: TrainEngine, batch: Batch, metrics: dict[str, float], first: bool) -> None:
-            self.updated(self._role(engine), engine, batch, metrics, step, first)
-
-        state = self.state.setdefault(node_id, {})
-        tokenizer = self.resources.tokenizer
-        return NodeContext(self.config, step, tokenizer, state, before_update, after_update, group_ids)
-
-    def _role(self, engine: TrainEngine) -> str:
-        return "critic" if engine is self.resources.critic else "actor"
+        assert self.updates is not None, "a worker that trains updates its engines"
+        return NodeContext(
+            self.config,
+            step,
+            self.resources.tokenizer,
+            self.state.setdefault(node_id, {}),
+            self.updates.before,
+            partial(self.updates.after, step=step),
+            group_ids,
+        )
 
     def for_rollout(self, group: Group, node_id: str, validating: bool = False) -> NodeContext:
         return NodeContext(

@@ -134,8 +134,8 @@ class Worker:
         """An optimizer step outside of the nodes, checked as theirs are."""
         self._parts.offload.only((role,))
         with self._recorder.phases(f"update_{role}"):
-            metrics = engine.train_step(batch, self._parts.updates.before(role, engine, batch, loss))
-        self._parts.updates.after(role, engine, batch, metrics, self.step, first=False)
+            metrics = engine.train_step(batch, self._parts.updates.before(engine, batch, loss))
+        self._parts.updates.after(engine, batch, metrics, first=False, step=self.step)
         return metrics
 
     def finish(self, batch: Batch, metrics: Mapping[str, float]) -> dict[str, float]:
