@@ -237,32 +237,28 @@ def sample_rows(batch: Batch) -> list[dict[str, object]]:
     parts, extra = (batch[name] if name in batch else [{}] * len(batch) for name in ("reward_parts", "reward_extra"))
     valid = batch["valid"].tolist()
     is_trained = "advantages" in batch
-    advantage = _mean_over_policy_tokens(batch, "advantages") if is_trained else [None] * len(batch)
-    masked = [1.0 - share for share in _mean_over_policy_tokens(batch, "loss_mask")] if is_trained else []
     prompt_lengths, response_lengths = (batch.lengths(axis).tolist() for axis in ("prompt", "response"))
     versions = batch.flat("versions").split(response_lengths)
-    texts = [batch[name] for name in ("uid", "prompts", "responses", "ground_truth", "finish_reason", "domain")]
-    return [
-        {
-            "uid": uid,
-            "prompt": prompt,
-            "response": response,
-            "ground_truth": ground_truth,
-            "score": score[i] if valid[i] else None,
-            "acc": accuracy[i] if valid[i] and not errors[i] else None,
-            "reward_parts": parts[i],
-            "extra": extra[i],
-            "errors": errors[i],
-            "advantage": advantage[i],
-            "prompt_length": prompt_lengths[i],
-            "response_length": response_lengths[i],
-            "finish_reason": finish_reason,
-            "versions": sorted(set(versions[i].tolist()) - {-1}),
-            "domain": domain,
-            **({"masked": masked[i]} if masked else {}),
-        }
-        for i, (uid, prompt, response, ground_truth, finish_reason, domain) in enumerate(zip(*texts, strict=True))
-    ]
+    columns: dict[str, Sequence[object]] = {
+        "uid": batch["uid"],
+        "prompt": batch["prompts"],
+        "response": batch["responses"],
+        "ground_truth": batch["ground_truth"],
+        "score": [each if is_valid else None for each, is_valid in zip(score, valid, strict=True)],
+        "acc": [accuracy[i] if valid[i] and not errors[i] else None for i in range(len(batch))],
+        "reward_parts": parts,
+        "extra": extra,
+        "errors": errors,
+        "advantage": _mean_over_policy_tokens(batch, "advantages") if is_trained else [None] * len(batch),
+        "prompt_length": prompt_lengths,
+        "response_length": response_lengths,
+        "finish_reason": batch["finish_reason"],
+        "versions": [sorted(set(own.tolist()) - {-1}) for own in versions],
+        "domain": batch["domain"],
+    }
+    if is_trained:
+        columns["masked"] = [1.0 - share for share in _mean_over_policy_tokens(batch, "loss_mask")]
+    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
 
 def _mean_over_policy_tokens(batch: Batch, name: str) -> list[float]:
