@@ -23,7 +23,7 @@ from distflow.graph.fields import is_async
 from distflow.observe.metrics import Measured
 from distflow.rewards.router import RewardOutcome, RewardRouter
 from distflow.runtime.audit_protocol import Updates
-from distflow.runtime.errors import BadOutput, NodeError, is_ours, node_error, output_error
+from distflow.runtime.errors import NodeError, is_ours, node_error, output_error
 from distflow.runtime.prompt_group import Group
 from distflow.runtime.resources import Resources
 from distflow.runtime.user_calls.async_calls import deadline_paused, run_async
@@ -216,7 +216,7 @@ class Step:
                 raise
             except Exception as err:  # the border to user code
                 if not retries_left:
-                    raise self._error(err) from err
+                    raise node_error(self.node, err) from err
         with self._fitting():
             columns, measured = self._read(output, len(batch))
             if isinstance(columns, Batch):
@@ -239,7 +239,7 @@ class Step:
                 raise
             except (Exception, SystemExit, KeyboardInterrupt) as err:  # the border to user code
                 if not retries_left:
-                    raise self._error(err) from err
+                    raise node_error(self.node, err) from err
         with self._fitting():
             return self._keep(group, output)
 
@@ -307,9 +307,6 @@ class Step:
             yield
         except (ValueError, TypeError) as err:
             raise output_error(self.node, f"returned something that does not fit its batch: {err}") from err
-
-    def _error(self, err: BaseException) -> NodeError:
-        return output_error(self.node, str(err)) if isinstance(err, BadOutput) else node_error(self.node, err)
 
 
 def compile_steps(nodes: Sequence[BoundNode], resources: Mapping[str, object]) -> tuple[Step, ...]:

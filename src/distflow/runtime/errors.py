@@ -41,6 +41,8 @@ class BadOutput(ValueError):
 
 def node_error(node: BoundNode, error: BaseException) -> NodeError:
     """The error that reports `error` of the node, with the node's name and the user's line that raised it."""
+    if isinstance(error, BadOutput):
+        return output_error(node, str(error))
     said = f"node '{node.node_id}' raised {type(error).__name__}: {error}"
     place = users_place(error)
     return UserNodeError(f"{said} (at {place})") if place else NodeError(said)

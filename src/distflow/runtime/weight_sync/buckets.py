@@ -61,7 +61,12 @@ Carry = Callable[[Version, int, Packed], SentBucket]
 def pack(weights: Bucket) -> Packed:
     """The tensors as bytes, on their own memory if it is the CPU's."""
     return [
-        (name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), _bytes(tensor))
+        (
+            name,
+            str(tensor.dtype).removeprefix("torch."),
+            tuple(tensor.shape),
+            tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy(),
+        )
         for name, tensor in weights
     ]
 
@@ -83,11 +88,6 @@ def _hash_of_tensor(each: tuple[str, str, tuple[int, ...], NDArray[np.uint8]]) -
     digest = hashlib.sha256(f"{name} {dtype} {shape}\n".encode())
     digest.update(values.data)
     return digest.hexdigest()
-
-
-def _bytes(tensor: Tensor) -> NDArray[np.uint8]:
-    values: NDArray[np.uint8] = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
-    return values
 
 
 def _tensor(dtype: torch.dtype, shape: tuple[int, ...], values: NDArray[np.uint8]) -> Tensor:

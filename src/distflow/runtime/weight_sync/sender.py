@@ -8,7 +8,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Protocol
 
 import torch
@@ -48,27 +48,23 @@ class Canary(Protocol):
         """Raises TrustError if they imply other weights than the trainer's."""
 
 
+@dataclass
 class WeightSender:
     """Sends versions of one train engine's weights.
 
     sends: False if engines need no tensors, only the version (an adapter that is applied unmerged on shared storage).
-    canary: None if no rollout engine is on this worker.
+    canary: None if no rollout engine is on this worker. hashes: of the weights that were sent last, by name.
     """
 
-    def __init__(
-        self,
-        actor: TrainEngine,
-        port: WeightPort,
-        dtype: torch.dtype,
-        *,
-        sends: bool,
-        canary: Canary | None,
-        session: Session,
-    ) -> None:
-        self._actor, self._port, self._dtype, self._sends = actor, port, dtype, sends
-        self._canary, self._session = canary, session
-        self.hashes: dict[str, str] = {}  # of the weights that were sent last, by name
-        self._version: Version | None = None
+    actor: TrainEngine
+    port: WeightPort
+    dtype: torch.dtype
+    _: KW_ONLY
+    sends: bool
+    canary: Canary | None
+    session: Session
+    hashes: dict[str, str] = field(default_factory=dict, init=False)
+    _version: Version | None = field(default=None, init=False)
 
     def sync_changed(self, version: Version, updated: bool) -> tuple[bool, dict[str, float]]:
         """As `sync`, but unchanged weights only get the new version number, and nothing is sent.
@@ -76,11 +72,11 @@ class WeightSender:
         updated: whether an optimizer step was taken since; a node may change weights without one. Also returns whether
         they were sent.
         """
-        if self._sends and not updated:
+        if self.sends and not updated:
             now = stripe_hashes(self._weights())
             if now == self.hashes:
                 self._advance_to(version)
-                self._port.renumber(version, now)
+                self.port.renumber(version, now)
                 return False, {}
         return True, self.sync(version)
 
@@ -92,9 +88,9 @@ class WeightSender:
         """
         self._advance_to(version)
         self._push(version)
-        if self._canary is None or not self._canary.is_due(at_start):
+        if self.canary is None or not self.canary.is_due(at_start):
             return {}
-        return self._canary.compare(self._session.call(self._canary.generate_responses()), at_start)
+        return self.canary.compare(self.session.call(self.canary.generate_responses()), at_start)
 
     def push_again(self) -> None:
         """Send the last version again, for new engines. The weights are unchanged since."""
@@ -103,18 +99,18 @@ class WeightSender:
 
     def _push(self, version: Version) -> None:
         fault_injection.reach("weights.begin")
-        self._port.begin(version)
+        self.port.begin(version)
         self.hashes = {}
-        model = getattr(self._actor, "model", None)
+        model = getattr(self.actor, "model", None)
         for bucket in buckets(self._weights(), BUCKET_BYTES):
             _refuse_garbage(version, bucket)
             if isinstance(model, nn.Module):
                 check_sent(bucket, model, version.step)
             self.hashes |= stripe_hashes(bucket)
-            self._port.put(bucket)
+            self.port.put(bucket)
             del bucket  # before the next is gathered
             fault_injection.reach("weights.put")
-        self._port.commit(self.hashes)
+        self.port.commit(self.hashes)
         fault_injection.reach("weights.sent")
 
     def _advance_to(self, version: Version) -> None:
@@ -124,8 +120,8 @@ class WeightSender:
 
     def _weights(self) -> Iterator[tuple[str, Tensor]]:
         """In the engine's dtype: the trainer's own are float32."""
-        weights = self._actor.weights() if self._sends else iter(())
-        return ((name, tensor.to(self._dtype)) for name, tensor in weights)
+        weights = self.actor.weights() if self.sends else iter(())
+        return ((name, tensor.to(self.dtype)) for name, tensor in weights)
 
 
 class WeightReceiver:
