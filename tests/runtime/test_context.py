@@ -98,7 +98,7 @@ def test_a_node_has_one_state_of_its_own_and_its_updates_are_told_by_role() -> N
 def test_where_several_workers_generate_none_keeps_anything_in_the_rollout_loop() -> None:
     parts = Resources(None, (), {}, 0)  # type: ignore[arg-type]
     state = {"saved": {"n": 1}}
-    contexts = Contexts(Config(), parts, state, None, keeps=False)
+    contexts = Contexts(Config(), parts, state, Updates(None, None, None, None), keeps=False)  # type: ignore[arg-type]
     ctx = contexts.for_rollout(waiting_group(), "c")
     assert not ctx.state and ctx.state.get("n") is None
     for keep in (lambda: ctx.state.update(n=1), lambda: ctx.state.setdefault("n", 1)):
