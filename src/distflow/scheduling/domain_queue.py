@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from fractions import Fraction
 from math import ceil
 from typing import Any
@@ -190,7 +190,7 @@ class DomainQueue:
         return list(numbers)
 
     def _change(self, number: int, **changes: Any) -> None:
-        self._groups[number] = replace(self._groups[number], **changes)
+        self._groups[number] = self._groups[number].changed(**changes)
 
     def _enter(self, number: int) -> None:
         group = self._groups[number]

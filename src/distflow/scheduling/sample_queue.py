@@ -1,7 +1,6 @@
 """The sample queue: holds prompt groups from their issue to the step that consumes them, and forms the steps."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from fractions import Fraction
 from typing import Literal
 
@@ -141,7 +140,7 @@ class SampleQueue:
     def retry(self, number: int) -> bool:
         """A running group was lost. Returns whether it now waits to be issued again, or has used up its attempts."""
         failures = self.running_group(number, "be tried again").failures + 1
-        self._groups[number] = replace(self._groups[number], failures=failures)
+        self._groups[number] = self._groups[number].changed(failures=failures)
         if failures < MAX_ATTEMPTS:
             self.queue_of(number).wait(number)
         return failures < MAX_ATTEMPTS
@@ -169,7 +168,7 @@ class SampleQueue:
     def abort(self, number: int) -> PromptGroup:
         """Abort a running group that is not needed: it waits to be issued again."""
         group = self.running_group(number, "be aborted")
-        self._groups[number] = replace(group, num_aborts=group.num_aborts + 1)
+        self._groups[number] = group.changed(num_aborts=group.num_aborts + 1)
         self.queue_of(number).wait(number)
         return self._groups[number]
 
@@ -243,7 +242,7 @@ class SampleQueue:
         numbers = self.ready(step)
         if numbers is None:
             raise CountsError(f"step {step + 1} was released before it was formed: {self.num_running} groups run")
-        groups = [replace(self._groups.pop(number), state=GroupState.TRAINED) for number in sorted(numbers)]
+        groups = [self._groups.pop(number).changed(state=GroupState.TRAINED) for number in sorted(numbers)]
         self.next_step += 1
         self.quotas.consume()
         for queue in self.domain_queues.values():

@@ -1,5 +1,6 @@
 """The state from which a coordinator resumes: JSON, as of the last release."""
 
+from operator import attrgetter
 from typing import NotRequired, TypedDict, cast
 
 from distflow.errors import UserError
@@ -19,6 +20,10 @@ class SavedGroupStart(TypedDict):
     attempt: int
     stream: str
     position: NotRequired[int]
+
+
+_START = tuple(SavedGroupStart.__annotations__)
+_start_of = attrgetter(*_START)
 
 
 class SavedGroup(TypedDict):
@@ -117,7 +122,7 @@ def saved_plan(plan: DataPlan) -> SavedPlan:
 def saved_group(group: PromptGroup) -> SavedGroup:
     """A group in the queue as JSON."""
     live: SavedGroup = {
-        "prompt_group": cast(SavedGroupStart, {name: getattr(group, name) for name in SavedGroupStart.__annotations__}),
+        "prompt_group": cast(SavedGroupStart, dict(zip(_START, _start_of(group), strict=True))),
         "complete": group.complete,
         "num_tokens": group.num_tokens,
         "failures": group.failures,
