@@ -18,7 +18,7 @@ from distflow.rewards.score import Error, Score
 from distflow.rollout import weights as weights_module
 from distflow.rollout.embedded import host_steps
 from distflow.rollout.embedded import scheduler as sequences
-from distflow.runtime import context
+from distflow.runtime import compiled_node
 from distflow.runtime.compiled_node import Step
 from distflow.runtime.weight_sync.sender import WeightSender
 from distflow.training.scorer import TorchScorer
@@ -246,7 +246,7 @@ def one_prompt_stream(original: Any) -> Any:
 
 
 def old_log_probs_anew(patch: Patch) -> None:
-    original = context.NodeContext.minibatches
+    original = compiled_node.NodeContext.minibatches
 
     def planted(self: Any, batch: Batch, num_prompts: int, epoch: int) -> Iterator[Batch]:
         for mini_batch in original(self, batch, num_prompts, epoch):
@@ -260,7 +260,7 @@ def old_log_probs_anew(patch: Patch) -> None:
         ACTOR[:] = [self]
 
     patch.setattr(TorchTrainEngine, "__init__", kept)
-    patch.setattr(context.NodeContext, "minibatches", planted)
+    patch.setattr(compiled_node.NodeContext, "minibatches", planted)
 
 
 ACTOR: list[Any] = []
@@ -404,8 +404,8 @@ FAULTS = {
     ),
     "a learning rate that stays 0": Fault(silent_no_learning_rate, "optimizer", ("grpo", *FAST)),
     "gradients not cleared": Fault(uncleared, "gradients", TWO),
-    "the last mini-batch dropped": Fault(attribute(context, "minibatches", last_dropped), "mini-batches", TWO),
-    "a mini-batch taken twice": Fault(attribute(context, "minibatches", one_twice), "mini-batches", TWO),
+    "the last mini-batch dropped": Fault(attribute(compiled_node, "minibatches", last_dropped), "mini-batches", TWO),
+    "a mini-batch taken twice": Fault(attribute(compiled_node, "minibatches", one_twice), "mini-batches", TWO),
     "truncated counts as finished": Fault(finished_always, "responses"),
     "one seed for the samples of a group": Fault(attribute(sequences, "sample_key", one_stream), "draws"),
     "one seed for all prompts": Fault(attribute(sequences, "sample_key", one_prompt_stream), "draws"),

@@ -13,15 +13,15 @@ HEAVY = ("bitsandbytes", "datasets", "gguf", "matplotlib", "pandas", "peft", "sc
 SCRIPT = f"""
 import sys
 from distflow import cli
-from distflow.runtime import generation_batch
-generate = generation_batch.SubmissionGate.generate
+from distflow.runtime import rollout_loop
+generate = rollout_loop.SubmissionGate.generate
 async def looking(self, request):
     if not looking.asked:
         looking.asked = True
         print("HEAVY", *(name for name in {HEAVY!r} if name in sys.modules))
     return await generate(self, request)
 looking.asked = False
-generation_batch.SubmissionGate.generate = looking
+rollout_loop.SubmissionGate.generate = looking
 sys.exit(cli.main(sys.argv[1:]))
 """
 

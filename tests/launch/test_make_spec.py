@@ -24,8 +24,7 @@ from distflow.launch.data_sets import data_plan
 from distflow.launch.local_launcher import launch_local
 from distflow.launch.user_code import check_importable
 from distflow.rollout.engine import SamplingParams
-from distflow.runtime.offload import Offloads
-from distflow.runtime.spec import Spec
+from distflow.runtime.spec import Offloads, Spec
 from tests.e2e.runs import Playground
 from tests.user_code import forgotten
 

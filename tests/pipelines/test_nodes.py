@@ -23,8 +23,8 @@ from distflow.pipelines.nodes.updates import update
 from distflow.rewards.router import RewardOutcome
 from distflow.rewards.score import Error, RewardResult, Score, Timeout
 from distflow.rollout.engine import GenerateRequest, GenerateResult, Generation, SamplingParams
-from distflow.runtime.context import NodeContext
-from distflow.runtime.prompt_group import Group, new_group
+from distflow.runtime.compiled_node import NodeContext
+from distflow.runtime.prompt_group import Group
 from distflow.scheduling.groups import PromptGroup
 from distflow.training.engine import OneRank
 from tests.runtime.groups import group as columns_of
@@ -60,7 +60,7 @@ class RewardCallCounts:
 
 def new_group_of_three() -> Group:
     row = PromptRow(5, (4, 5), "4=", ground_truth="4", domain="sums", response_ids=(7, 8))
-    return new_group(PromptGroup(5, 0, 5, 3, 0), row, SamplingParams(4), seed=1)
+    return Group(PromptGroup(5, 0, 5, 3, 0), row, SamplingParams(4), seed=1)
 
 
 def answered() -> Group:
@@ -112,7 +112,7 @@ def test_the_text_of_a_conversation_keeps_the_tokens_that_tell_whose_turn_begins
     for turns, text in ((((0, 2), (3, 5)), "!<eos>#$<eos>"), (None, "!#$")):
         tokens = tiny_tokenizer().encode("!") + [eos] + tiny_tokenizer().encode("#$") + [eos]
         row = PromptRow(5, (4, 5), "4=", response_ids=tuple(tokens), turns=turns)
-        group = new_group(PromptGroup(5, 0, 5, 3, 0), row, SamplingParams(4), seed=1)
+        group = Group(PromptGroup(5, 0, 5, 3, 0), row, SamplingParams(4), seed=1)
         group.samples = asyncio.run(load_responses(group, tiny_tokenizer()))
         assert group.batch()["responses"] == [text]
 

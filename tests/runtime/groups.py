@@ -9,9 +9,8 @@ from distflow.data.prompts import PROMPT_FIELDS, PromptRow
 from distflow.data.sample import Sample, Segment
 from distflow.graph import BoundNode, Pipeline
 from distflow.rollout.engine import SamplingParams
-from distflow.runtime.compiled_node import Step, compile_steps
-from distflow.runtime.context import NodeContext
-from distflow.runtime.prompt_group import Group, new_group
+from distflow.runtime.compiled_node import NodeContext, Step, compile_steps
+from distflow.runtime.prompt_group import Group
 from distflow.scheduling.coordinator import Coordinator
 from distflow.scheduling.data_plan import DataPlan
 from distflow.scheduling.groups import PromptGroup
@@ -53,7 +52,7 @@ def prompt_group(number: int = 0, size: int = 2) -> PromptGroup:
 def waiting_group(of: PromptGroup | None = None) -> Group:
     """A group without any response yet."""
     of = of or prompt_group()
-    return new_group(of, PromptRow(of.row, (1, 2, 3), "p", "r0", "default", {"row": of.row}), PARAMS, seed=1)
+    return Group(of, PromptRow(of.row, (1, 2, 3), "p", "r0", "default", {"row": of.row}), PARAMS, seed=1)
 
 
 def group_with_responses(number: int = 0, lengths: tuple[int, ...] = (2, 4)) -> Group:

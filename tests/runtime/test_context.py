@@ -2,7 +2,9 @@
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,8 +14,9 @@ from distflow.data.batch import Batch
 from distflow.data.prompts import PromptRow
 from distflow.data.sample import Sample
 from distflow.errors import UserError
-from distflow.runtime.context import Contexts, NodeContext
-from distflow.runtime.prompt_group import new_group
+from distflow.runtime.audit_protocol import Updates
+from distflow.runtime.compiled_node import Contexts, NodeContext
+from distflow.runtime.prompt_group import Group
 from distflow.runtime.resources import Resources
 from distflow.scheduling.groups import PromptGroup
 from tests.runtime.groups import PARAMS, context, group, group_with_responses, waiting_group
@@ -65,7 +68,12 @@ def test_a_node_has_one_state_of_its_own_and_its_updates_are_told_by_role() -> N
     state: dict[str, dict[str, Any]] = {}
     actor, critic = object(), object()
     parts = Resources(None, (), {}, 0, actor=actor, critic=critic, reward_fn=Router())  # type: ignore[arg-type]
-    contexts = Contexts(Config(), parts, state, lambda *update: update[-1], lambda *update: told.append(update))
+    noted: Any = SimpleNamespace(
+        updated=lambda *update: told.append(update),
+        before_update=lambda *update: update[-1],
+        after_update=lambda role, metrics: None,
+    )
+    contexts = Contexts(Config(), parts, state, Updates(noted, noted, lambda name: nullcontext(), critic))  # type: ignore[arg-type]
     ctx = contexts.for_training(4, GROUP_IDS, "a")
     ctx.state["n"] = 1
     contexts.for_training(4, GROUP_IDS, "b").state["n"] = 2
@@ -77,7 +85,7 @@ def test_a_node_has_one_state_of_its_own_and_its_updates_are_told_by_role() -> N
     ctx.after_update(critic, batch, {}, False)  # type: ignore[arg-type]
     assert told == [("actor", actor, batch, {"loss": 1.0}, 4, True), ("critic", critic, batch, {}, 4, False)]
 
-    answered = new_group(PromptGroup(5, 0, 5, 2, 3), PromptRow(5, (1,), "p"), PARAMS, seed=1)
+    answered = Group(PromptGroup(5, 0, 5, 2, 3), PromptRow(5, (1,), "p"), PARAMS, seed=1)
     ctx = contexts.for_rollout(answered, "c")
     ctx.state["n"] = 3
     assert (ctx.step, ctx.group, ctx.validating, ctx.router) == (3, answered, False, parts.reward_fn)
@@ -90,7 +98,7 @@ def test_a_node_has_one_state_of_its_own_and_its_updates_are_told_by_role() -> N
 def test_where_several_workers_generate_none_keeps_anything_in_the_rollout_loop() -> None:
     parts = Resources(None, (), {}, 0)  # type: ignore[arg-type]
     state = {"saved": {"n": 1}}
-    contexts = Contexts(Config(), parts, state, lambda *update: update[-1], lambda *update: None, keeps=False)
+    contexts = Contexts(Config(), parts, state, Updates(None, None, None, None), keeps=False)  # type: ignore[arg-type]
     ctx = contexts.for_rollout(waiting_group(), "c")
     assert not ctx.state and ctx.state.get("n") is None
     for keep in (lambda: ctx.state.update(n=1), lambda: ctx.state.setdefault("n", 1)):

@@ -12,8 +12,8 @@ from distflow.data.batch import Batch
 from distflow.rollout.embedded.engine import EmbeddedEngine
 from distflow.rollout.engine import GenerateRequest, GenerateResult
 from distflow.runtime.checkpoint.checkpoint import CheckpointStore
-from distflow.runtime.offload import Offload, Offloads
-from distflow.runtime.spec import Spec
+from distflow.runtime.resources import Offload
+from distflow.runtime.spec import Offloads, Spec
 from distflow.training.engine import LossFn
 from distflow.training.torch_engine import TorchTrainEngine
 from tests.e2e.runs import Playground

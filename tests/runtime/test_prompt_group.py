@@ -9,7 +9,7 @@ from distflow.data.prompts import PromptRow
 from distflow.data.sample import Sample, Segment
 from distflow.graph.fields import Axis
 from distflow.rollout.engine import Stream
-from distflow.runtime.prompt_group import Group, new_group
+from distflow.runtime.prompt_group import Group
 from distflow.scheduling.groups import PromptGroup
 from tests.runtime.groups import PARAMS, group_with_responses, prompt_group, waiting_group
 
@@ -36,7 +36,7 @@ def test_the_greedy_group_wants_one_response_and_shares_nothing_that_is_written(
 
 def test_what_is_drawn_follows_from_the_seed_and_the_prompt_group_s_stream_epoch_and_row() -> None:
     of = PromptGroup(17, 2, 5, 3, 0, stream="val/sums/sampled")
-    group = new_group(of, PromptRow(5, (1, 2, 3), "p", "r0", "default", {}), PARAMS, seed=9)
+    group = Group(of, PromptRow(5, (1, 2, 3), "p", "r0", "default", {}), PARAMS, seed=9)
     assert group.stream == Stream(9, "val/sums/sampled", 2, 5) and group.wanted == (0, 1, 2)
     assert group.greedy().stream == group.stream
 

@@ -16,7 +16,7 @@ from distflow.observe.writing.run_folder import RunFolder
 from distflow.runtime.recorder import MAX_DROPPED, Recorder, reported
 from distflow.runtime.spec import Spec
 from tests.e2e.runs import Playground
-from tests.runtime.groups import group, prompt_group
+from tests.runtime.groups import group
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +126,7 @@ def test_a_report_that_cannot_be_written_hides_no_error(spec: Spec, tmp_path: Pa
 def test_responses_of_groups_that_a_node_drops_are_kept_with_the_reason(spec: Spec, tmp_path: Path) -> None:
     with record(spec, tmp_path / "run") as recorder:
         for number in range(MAX_DROPPED + 3):
-            recorder.group_dropped(prompt_group(number), "all_equal", group(number))
+            recorder.group_dropped(0, "all_equal", group(number))
         recorder.status = "finished"
     assert sample_splits(tmp_path / "run") == [] and sample_steps(tmp_path / "run", "dropped") == [1]
     rows = read_samples(tmp_path / "run", 1, "dropped")

@@ -14,13 +14,11 @@ from distflow.audit.recorder import GroupRecords
 from distflow.data.sample import Sample
 from distflow.graph import BoundNode, Drop, NodeOutput, node
 from distflow.rollout.engine import GenerateRequest, GenerateResult, Generation, Receipt, Stream
-from distflow.runtime.compiled_node import compile_steps
-from distflow.runtime.context import Contexts, NodeContext
+from distflow.runtime.compiled_node import Contexts, NodeContext, compile_steps
 from distflow.runtime.errors import UserNoProgress
-from distflow.runtime.generation_batch import SubmissionGate
 from distflow.runtime.prompt_group import Group
 from distflow.runtime.resources import Resources
-from distflow.runtime.rollout_loop import GroupEvents, RolloutLoop
+from distflow.runtime.rollout_loop import GroupEvents, RolloutLoop, SubmissionGate
 from distflow.runtime.sample_queue.local import LocalSampleQueue
 from distflow.runtime.wait_log import Waits
 from distflow.scheduling.groups import PromptGroup, Version
@@ -81,9 +79,9 @@ async def answer(group: Group, rollout: Any) -> list[Sample]:
 class Ends(dict[int, str]):
     """How each group ended."""
 
-    def __call__(self, prompt_group: PromptGroup, outcome: str, started: float, ended: float) -> None:
+    def __call__(self, group_id: int, version: int, outcome: str, started: float, ended: float) -> None:
         assert started <= ended
-        self[prompt_group.group_id] = outcome
+        self[group_id] = outcome
 
 
 def plane_of(engine: Any, *more: BoundNode) -> RolloutLoop:
@@ -274,7 +272,7 @@ def test_the_plane_of_a_worker_draws_by_the_run_s_seed_and_sampling_and_stops_at
     _, spec = Playground(tmp_path).spec("grpo", "trainer.seed=11", "data.seed=22")
     spec = replace(spec, options=replace(spec.options, timeout_s=7.0))
     parts = Resources(None, (3, 7), {}, 0, rollout=OrderedEngine())  # type: ignore[arg-type]
-    contexts = Contexts(spec.config, parts, {}, lambda *update: update[-1], lambda *update: None)
+    contexts = Contexts(spec.config, parts, {}, None)
     plane = RolloutLoop.of(spec, [bound(answer)], parts, contexts, GroupRecords(), GroupEvents(Ends()))
     made = plane.make_group(PromptGroup(30, 2, 6, 4, 0))
     assert made.stream == Stream(11, "train", 2, 6) and made.row == spec.rows[6]

@@ -11,7 +11,7 @@ from distflow.runtime.step_metrics import (
     equal_groups,
     group_metrics,
     over_ranks,
-    part_metrics,
+    part_means,
     sample_rows,
     score_metrics,
     staleness_shares,
@@ -45,10 +45,7 @@ def test_a_reward_on_a_token_that_no_policy_made_is_not_measured() -> None:
 
 
 def test_parts_are_means_over_the_samples_that_have_them() -> None:
-    assert part_metrics([{"math": 1.0, "format": 0.5}, {"math": 0.0}]) == {
-        "reward/format/mean": 0.5,
-        "reward/math/mean": 0.5,
-    }
+    assert part_means([{"math": 1.0, "format": 0.5}, {"math": 0.0}]) == {"format": 0.5, "math": 0.5}
 
 
 def test_a_batch() -> None:

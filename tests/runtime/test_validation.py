@@ -15,14 +15,13 @@ from distflow.data.prompts import PromptRow
 from distflow.data.sample import Sample
 from distflow.graph import Drop, node
 from distflow.rollout.engine import SamplingParams, Stream
-from distflow.runtime.compiled_node import compile_steps
-from distflow.runtime.context import Contexts, NodeContext
+from distflow.runtime.compiled_node import Contexts, NodeContext, compile_steps
 from distflow.runtime.prompt_group import Group
 from distflow.runtime.resources import Resources
 from distflow.runtime.rollout_loop import GroupEvents, RolloutLoop
 from distflow.runtime.spec import ValidationSet
 from distflow.runtime.step_metrics import ValidationResults, pass_at_k
-from distflow.runtime.validation import Validator, validate, validation_loss
+from distflow.runtime.validation import Validator, validation_loss
 from distflow.scheduling.groups import PromptGroup
 from tests.runtime.groups import bound, group, samples, waiting_group
 
@@ -58,8 +57,12 @@ def answers(score: Callable[[PromptGroup, int], float | None]) -> Callable[..., 
 
 
 def run(chosen: ValidationSet, answer: Callable[..., object]) -> tuple[dict[str, float], list[dict[str, object]]]:
-    whole = asyncio.run(validate([chosen], answer, 7))  # type: ignore[arg-type]
-    parts = [asyncio.run(validate([chosen], answer, 7, part, 2)) for part in range(2)]  # type: ignore[arg-type]
+    class Answers(Validator):
+        _respond = staticmethod(answer)  # type: ignore[assignment]
+
+    validator = Answers([chosen], None, None, (), 9, print)  # type: ignore[arg-type]  # it answers by itself
+    whole = asyncio.run(validator.run(7))
+    parts = [asyncio.run(validator.run(7, part, 2)) for part in range(2)]
     assert ValidationResults.joined(parts).metrics() == whole.metrics()
     return whole.metrics(), whole.rows
 
@@ -127,7 +130,7 @@ def test_validation_prompts_are_run_as_they_are_to_be_by_the_nodes_that_validate
         return Drop("all_equal")
 
     parts = Resources(None, (3, 7), {}, 0)  # type: ignore[arg-type]  # no node reads the tokenizer
-    contexts = Contexts(Config(), parts, {}, lambda *update: update[-1], lambda *update: None)
+    contexts = Contexts(Config(), parts, {}, None)
     steps = compile_steps([bound(answer), bound(reward_fn), bound(drops)], {})
     plane = RolloutLoop(steps, waiting_group, contexts.for_rollout, None, 10.0, GroupEvents(), GroupRecords())
     prompts = [PromptRow(i, (1, 2, 3), f"p{i}", "", "default", {}) for i in range(2)]
@@ -154,7 +157,7 @@ def test_a_prompt_on_which_a_node_fails_costs_its_own_responses_only() -> None:
         return [1.0 / group.row.index] * len(group)
 
     parts = Resources(None, (), {}, 0)  # type: ignore[arg-type]  # no node reads the tokenizer
-    contexts = Contexts(Config(), parts, {}, lambda *update: update[-1], lambda *update: None)
+    contexts = Contexts(Config(), parts, {}, None)
     steps = compile_steps([bound(answer), bound(reward_fn)], {})
     plane = RolloutLoop(steps, waiting_group, contexts.for_rollout, None, 10.0, GroupEvents(), GroupRecords())
     prompts = [PromptRow(i, (1, 2, 3), f"p{i}", "", "default", {}) for i in range(2)]

@@ -43,8 +43,8 @@ def test_release_empties_the_edge_and_moves_to_the_next_step():
     for number in range(3):
         queue.complete(number, 10 + number)
     groups = queue.release(0)
-    assert [(group.prompt_group.group_id, group.num_tokens) for group in groups] == [(0, 10), (1, 11)]
-    assert [group.prompt_group.group_id for group in queue.live] == [2]
+    assert [(group.group_id, group.num_tokens) for group in groups] == [(0, 10), (1, 11)]
+    assert [group.group_id for group in queue.live] == [2]
     assert (queue.num_complete, queue.next_step) == (1, 1)
     assert queue.ready(1) is None
 

@@ -22,8 +22,7 @@ from distflow.graph import BoundPipeline
 from distflow.graph.fields import TOKEN_AXES
 from distflow.rewards.score import RewardResult
 from distflow.rollout.engine import GenerateRequest, Generation, SamplingParams
-from distflow.runtime.compiled_node import Step
-from distflow.runtime.context import NodeContext
+from distflow.runtime.compiled_node import NodeContext, Step
 from distflow.runtime.resources import Resources
 from distflow.runtime.rollout_services import Session
 from distflow.runtime.spec import Spec

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from distflow.cluster.actor_calls import kill, reply
 from distflow.errors import TrustError, UserError
-from distflow.runtime.rollout_services import on_a_thread
+from distflow.runtime.loop_thread import on_a_thread
 from distflow.runtime.spec import Spec
 from distflow.runtime.step_metrics import ValidationResults
 from distflow.runtime.wait_log import Waits

@@ -25,6 +25,7 @@ from distflow.runtime.sample_queue.protocol import (
     ResumePoint,
     TrainingStep,
 )
+from distflow.runtime.sample_queue.shared import joined
 from distflow.runtime.wait_log import Waits
 from distflow.scheduling.groups import PromptGroup
 
@@ -138,7 +139,7 @@ class RaySampleQueue:
                 whole = reply(self._coordinator.read.remote(step, self._first + rank, lost))
             if whole:
                 assert batch is not None, "no group of it is lost"
-                return taken.joined(batch)
+                return joined(taken, batch)
 
     def release(self, step: int, rank: int, sent_weights: bool) -> Released:
         """See `SampleQueuePort`."""

@@ -5,7 +5,7 @@ from distflow.graph.contract import REQUIRED, Form
 from distflow.graph.fields import Field, PipelineError, find_field, register_field
 from distflow.graph.node_spec import SCORE_FIELDS, NodeRole, NodeStatus, NodeType, node, node_factory, spec_of
 from distflow.graph.nodes import Drop, Node, NodeOutput
-from distflow.graph.pipeline import Inputs, Pipeline, compile_inputs, pipeline_from_config
+from distflow.graph.pipeline import Pipeline, pipeline_from_config
 from distflow.graph.task_graph import TaskGraph
 
 __all__ = [
@@ -15,7 +15,6 @@ __all__ = [
     "Drop",
     "Field",
     "Form",
-    "Inputs",
     "Node",
     "NodeOutput",
     "NodeRole",
@@ -25,7 +24,6 @@ __all__ = [
     "PipelineError",
     "BoundPipeline",
     "TaskGraph",
-    "compile_inputs",
     "find_field",
     "node",
     "node_factory",

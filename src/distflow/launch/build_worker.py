@@ -8,11 +8,10 @@ from distflow.checks.live import LiveChecks
 from distflow.rewards.score import RewardCounts
 from distflow.runtime.audit_protocol import Updates
 from distflow.runtime.checkpoint.saver import Saver
-from distflow.runtime.compiled_node import compile_steps
-from distflow.runtime.context import Contexts
+from distflow.runtime.compiled_node import Contexts, compile_steps
 from distflow.runtime.errors import ErrorShare
-from distflow.runtime.offload import Offload
 from distflow.runtime.reshard_columns import ColumnReshard
+from distflow.runtime.resources import Offload
 from distflow.runtime.rollout_loop import GroupEvents, RolloutLoop
 from distflow.runtime.rollout_services import Session
 from distflow.runtime.validation import ValidationRunner, Validator
@@ -34,9 +33,9 @@ def build_worker(inputs: WorkerInputs) -> Worker:
     training_nodes = compile_steps([pipeline.node(name) for name in plan.training_nodes], named)
     checks = LiveChecks.of(spec, resources, recorder.note)
     auditor = Auditor.of(inputs, pipeline, training_nodes, services, offload.all)
-    updates = Updates(checks, auditor, recorder.phases)
+    updates = Updates(checks, auditor, recorder.phases, resources.critic)
     keeps_state = bool(plan.training_nodes) and generating == [rank]
-    contexts = Contexts(spec.config, resources, inputs.state, updates.before, updates.after, keeps_state)
+    contexts = Contexts(spec.config, resources, inputs.state, updates, keeps_state)
 
     def reward_counts() -> RewardCounts:
         counts = resources.reward_fn.take_counts() if resources.reward_fn is not None else {}

@@ -1,13 +1,12 @@
 """`distflow eval`: validation without a run."""
 
 from collections.abc import Callable
-from typing import NoReturn
 
 from distflow.audit.recorder import GroupRecords
 from distflow.checks.canary import make_canary
 from distflow.errors import UserError
 from distflow.rewards.score import VALIDATION
-from distflow.runtime.context import Contexts
+from distflow.runtime.compiled_node import Contexts
 from distflow.runtime.errors import warn_of_errors
 from distflow.runtime.resources import build_resources
 from distflow.runtime.rollout_loop import GroupEvents, RolloutLoop
@@ -36,7 +35,7 @@ def evaluate(spec: Spec, say: Callable[[str], None]) -> dict[str, float]:
     session = Session.of(spec, resources, writes_stacks=False)  # the folder of an evaluation is temporary
     resources, rollout = session.resources, session.resources.rollout
     assert rollout is not None, "checked above"
-    contexts = Contexts(spec.config, resources, {}, _no_update, _no_update)
+    contexts = Contexts(spec.config, resources, {}, updates=None)
     nodes = [pipeline.node(name) for name in rank.rollout_nodes]
     rollout_loop = RolloutLoop.of(spec, nodes, resources, contexts, GroupRecords(), GroupEvents())
     validator = Validator(spec.validation, contexts, rollout_loop, resources.stop_token_ids, spec.options.seed, say)
@@ -50,7 +49,3 @@ def evaluate(spec: Spec, say: Callable[[str], None]) -> dict[str, float]:
         metrics = session.call(validator.run(0)).metrics()
         warn_of_errors(rollout_loop.call_counts.take(VALIDATION), say)
     return metrics
-
-
-def _no_update(*arguments: object) -> NoReturn:
-    raise AssertionError("evaluation updates nothing")

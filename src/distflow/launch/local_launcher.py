@@ -21,7 +21,7 @@ from distflow.runtime.checkpoint.state import check_same_facts, load_queued, res
 from distflow.runtime.recorder import Recorder, reported
 from distflow.runtime.resources import Resources, build_resources
 from distflow.runtime.sample_queue.local import LocalSampleQueue
-from distflow.runtime.sample_queue.protocol import FinishedGroup, IntakePort
+from distflow.runtime.sample_queue.protocol import FinishedGroup
 from distflow.runtime.spec import Outcome, Spec
 from distflow.runtime.stop import StopRequest
 from distflow.runtime.user_calls.sync_calls import Callbacks
@@ -85,7 +85,7 @@ class Running:
     stop: StopRequest
 
     @property
-    def intake(self) -> IntakePort:
+    def intake(self) -> LocalSampleQueue:
         assert self.ports.intake is not None, "the queue is of this process"
         return self.ports.intake
 

@@ -26,8 +26,7 @@ from distflow.planning.part_assignment import pipeline_parts
 from distflow.planning.plan import Plan, plan_local
 from distflow.rollout.engine import SamplingParams
 from distflow.runtime.errors import is_ours
-from distflow.runtime.offload import Offloads
-from distflow.runtime.spec import Factory, RunOptions, WorkerNeeds
+from distflow.runtime.spec import Factory, Offloads, RunOptions, WorkerNeeds
 from distflow.scheduling.data_plan import DataPlan
 
 

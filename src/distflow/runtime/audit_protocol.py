@@ -68,28 +68,29 @@ class StepAuditor(Protocol):
 class Updates:
     """Runs checks and audit before and after each optimizer step, whoever takes it.
 
-    It references no worker, so that the worker is freed with its last user.
+    It references no worker, so that the worker is freed with its last user. critic: None if the worker trains none.
     """
 
     checks: StepChecks
     auditor: StepAuditor
     phases: PhaseTimer
+    critic: TrainEngine | None
     _num_unsent: int = 0
 
-    def before(self, role: str, engine: TrainEngine, batch: Batch, loss: LossFn) -> LossFn:
-        """The loss function that the step is to call."""
+    def before(self, engine: TrainEngine, batch: Batch, loss: LossFn) -> LossFn:
         fault_injection.reach("train.update")
         with self.phases("audit"):
-            return fault_injection.in_backward(self.auditor.before_update(role, engine, batch, loss))
+            return fault_injection.in_backward(self.auditor.before_update(self._role(engine), engine, batch, loss))
 
-    def after(
-        self, role: str, engine: TrainEngine, batch: Batch, metrics: dict[str, float], step: int, first: bool
-    ) -> None:
-        """See `StepChecks.updated`."""
+    def after(self, engine: TrainEngine, batch: Batch, metrics: dict[str, float], first: bool, step: int) -> None:
+        role = self._role(engine)
         self.checks.updated(role, engine, batch, metrics, step, first)
         self._num_unsent += int(role == "actor" and not metrics.get("skipped"))
         with self.phases("audit"):
             self.auditor.after_update(role, metrics)
+
+    def _role(self, engine: TrainEngine) -> str:
+        return "critic" if engine is self.critic else "actor"
 
     def since_sent(self) -> bool:
         """Whether the policy was updated since the last call."""

@@ -1,27 +1,196 @@
-"""A node compiled with everything that does not change: a training or rollout loop iterates over such steps."""
+"""A node as it is called: with everything that does not change closed over, a context for what does, and its output
+checked and stored. A training or rollout loop iterates over such steps."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import UserDict
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
+from distflow.config import Config
 from distflow.data.batch import Batch
 from distflow.data.batch_columns import Written
 from distflow.data.sample import Sample
-from distflow.errors import TrustError, UserError
-from distflow.graph import SCORE_FIELDS, BoundNode, Drop, Inputs, NodeOutput, compile_inputs
+from distflow.errors import TrustError, UserError, hint
+from distflow.graph import SCORE_FIELDS, BoundNode, Drop, NodeOutput, NodeType, PipelineError
 from distflow.graph.fields import is_async
 from distflow.observe.metrics import Measured
-from distflow.runtime.context import NodeContext
-from distflow.runtime.errors import BadOutput, NodeError, is_ours, node_error, output_error
+from distflow.rewards.router import RewardOutcome, RewardRouter
+from distflow.runtime.audit_protocol import Updates
+from distflow.runtime.errors import NodeError, is_ours, node_error, output_error
 from distflow.runtime.prompt_group import Group
-from distflow.runtime.user_calls.async_calls import run_async
+from distflow.runtime.resources import Resources
+from distflow.runtime.user_calls.async_calls import deadline_paused, run_async
 from distflow.runtime.user_calls.reward_adapters import adapt
 from distflow.runtime.user_calls.sync_calls import DeadlinePassed, PlainCalls
+from distflow.runtime.wait_log import Waits
+from distflow.scheduling.data_order import minibatches
+from distflow.training.engine import LossFn, TrainEngine
+
+Updated = Callable[[TrainEngine, Batch, dict[str, float], bool], None]
+"""(engine, mini-batch, metrics, whether it was the first of this step): called after each optimizer step."""
+
+Watched = Callable[[TrainEngine, Batch, LossFn], LossFn]
+"""(engine, mini-batch, loss function) → the loss function to call: that one, or one that records its arguments."""
+
+NodeState = dict[str, dict[str, Any]]
+"""JSON values of each node by its id: they persist across steps and are in every checkpoint."""
+
+
+@dataclass(frozen=True)
+class NodeContext:
+    """Passed to nodes that name `ctx`.
+
+    step: the training step, from 0; in the rollout loop the one in which the group was issued.
+    state: the node's own JSON values; they persist across steps and are in every checkpoint. A node of the rollout loop
+    has none if another worker generates, or trains.
+    before_update: returns the loss function to call in an optimizer step, so that the step can be proven again.
+    after_update: to be called after each optimizer step of an engine, so that it is checked.
+    group_ids: of the whole step, over all ranks, in order; they determine the mini-batches. Empty in the rollout loop.
+    group: in the rollout loop only. validating: the group is of a validation set. router: the reward functions of
+    `reward_fn`; None in the training loop, and if the pipeline starts none.
+    """
+
+    config: Config
+    step: int
+    tokenizer: PreTrainedTokenizerBase
+    state: MutableMapping[str, Any] = field(default_factory=dict)
+    before_update: Watched = lambda engine, batch, loss: loss
+    after_update: Updated = lambda engine, batch, metrics, first: None
+    group_ids: Sequence[int] = ()
+    group: Group | None = None
+    validating: bool = False
+    router: RewardRouter | None = None
+
+    def minibatches(self, batch: Batch, num_prompts: int, epoch: int) -> Iterator[Batch]:
+        """This rank's part of each mini-batch of one pass over the step, of `num_prompts` whole groups each.
+
+        Decided over the groups of all ranks, so that the mini-batches are the same for any number of ranks.
+        """
+        order = minibatches(
+            len(self.group_ids), self.group_ids, num_prompts, self.config.trainer.seed, self.step, epoch
+        )
+        rows: dict[int, list[int]] = {}
+        for row, prompt_group in enumerate(batch["group_index"].tolist()):
+            rows.setdefault(prompt_group, []).append(row)
+        for places in order:
+            yield batch.select(sorted(row for place in places for row in rows.get(self.group_ids[place], ())))
+
+    async def reward_fn(self, samples: Sequence[Sample] | Batch) -> list[RewardOutcome]:
+        """Scores of the reward functions on samples; a batch of the group stands for all of its samples.
+
+        Raises UserError if the pipeline starts no reward functions.
+        """
+        if self.router is None or self.group is None:
+            raise UserError(
+                "ctx.reward_fn has no reward functions: they run beside the rollout loop of pipelines in which a node "
+                "has a parameter `reward_fn`. Add it to your function, and call `await reward_fn(samples)`"
+            )
+        with deadline_paused():  # the reward functions have deadlines of their own
+            return await self.router(self.group.samples if isinstance(samples, Batch) else samples)
+
+
+async def score_samples(router: RewardRouter, waits: Waits, samples: Sequence[Sample]) -> list[RewardOutcome]:
+    """What a node's `reward_fn` is, with router and waits bound."""
+    with waits("reward", "scores", on="reward functions"), deadline_paused():
+        return await router(samples)
+
+
+@dataclass(frozen=True)
+class Contexts:
+    """Makes the contexts of one worker's nodes.
+
+    updates: None for a worker that updates nothing. keeps: whether nodes of the rollout loop may keep state: only if
+    all groups and checkpoints are of this worker.
+    """
+
+    config: Config
+    resources: Resources
+    state: NodeState
+    updates: Updates | None
+    keeps: bool = True
+
+    def for_training(self, step: int, group_ids: Sequence[int], node_id: str) -> NodeContext:
+        assert self.updates is not None, "a worker that trains updates its engines"
+        return NodeContext(
+            self.config,
+            step,
+            self.resources.tokenizer,
+            self.state.setdefault(node_id, {}),
+            self.updates.before,
+            partial(self.updates.after, step=step),
+            group_ids,
+        )
+
+    def for_rollout(self, group: Group, node_id: str, validating: bool = False) -> NodeContext:
+        return NodeContext(
+            self.config,
+            group.prompt_group.version,
+            self.resources.tokenizer,
+            self.state.setdefault(node_id, {}) if self.keeps else _NoState(node_id, self.state.get(node_id, {})),
+            group=group,
+            validating=validating,
+            router=self.resources.reward_fn,
+        )
+
+
+class _NoState(UserDict[str, Any]):
+    """Raises UserError on writes: each worker would have its own state, and no checkpoint would hold them all."""
+
+    def __init__(self, node_id: str, restored: dict[str, Any]) -> None:
+        self._node_id = node_id
+        super().__init__(restored)
+
+    def __setitem__(self, name: str, value: object) -> None:
+        raise UserError(
+            f"node '{self._node_id}' keeps ctx.state['{name}'] on one of several workers: the others do not see it, "
+            "and no checkpoint holds it. Keep it in a node of the training loop, or let one worker generate and train"
+        )
+
+
+Arguments = tuple[list[object], dict[str, object]]
+Inputs = Callable[[Batch | Group, Mapping[str, object]], Arguments]
+"""(columns, this call's `batch`, `samples`, `group`, `ctx`) → positional and keyword arguments."""
+
+
+def compile_inputs(node: BoundNode, resources: Mapping[str, object]) -> Inputs:
+    """The arguments of the node's function, from its columns. Engines, services and options are looked up now.
+
+    resources: engines and services by name; `reduce`, over the ranks that have samples of their own; for a barrier
+    `dp_group`, over all that run the node. The function itself is not called here, so that a stack shows it right below
+    the loop over nodes.
+    Raises PipelineError if the node needs an engine or a service that this worker does not have.
+    """
+    contract = node.contract
+    found = {name: name for name in (*contract.engines, *contract.services)}
+    if "engine" in contract.reserved:
+        found["engine"] = node.engines[0]
+    if "reduce" in contract.reserved:
+        found["reduce"] = "dp_group" if node.node_type is NodeType.BARRIER_SYNC else "reduce"
+    for name in found.values():
+        if name not in resources:
+            raise PipelineError(
+                f"node '{node.node_id}' needs '{name}', which its worker does not have{hint(name, resources)}"
+            )
+    fixed = {parameter: resources[name] for parameter, name in found.items()}
+    if "config" in contract.reserved:
+        fixed["config"] = node.config
+    of_the_call = [name for name in contract.reserved if name not in fixed]
+    fixed |= node.options
+    required = frozenset(contract.reads)
+
+    def inputs(columns: Batch | Group, call: Mapping[str, object]) -> Arguments:
+        positional = [columns[name] if name in columns else None for name in contract.by_position]  # noqa: SIM401
+        keyword = {name: columns[name] for name in contract.by_keyword if name in required or name in columns}
+        return positional, {**keyword, **{name: call[name] for name in of_the_call}, **fixed}
+
+    return inputs
 
 
 @dataclass(frozen=True)
@@ -47,10 +216,15 @@ class Step:
                 raise
             except Exception as err:  # the border to user code
                 if not retries_left:
-                    raise self._error(err) from err
+                    raise node_error(self.node, err) from err
         with self._fitting():
             columns, measured = self._read(output, len(batch))
-            return _merged(batch, columns), measured
+            if isinstance(columns, Batch):
+                return batch.merge(columns), measured
+            out = batch.only(batch.names)
+            for name, value in columns.items():
+                out[name] = value
+            return out, measured
 
     async def on_group(self, group: Group, ctx: NodeContext, plain_calls: PlainCalls, timeout_s: float) -> Drop | None:
         """In the rollout loop: the group stores the node's columns and metrics. Raises NodeError.
@@ -65,7 +239,7 @@ class Step:
                 raise
             except (Exception, SystemExit, KeyboardInterrupt) as err:  # the border to user code
                 if not retries_left:
-                    raise self._error(err) from err
+                    raise node_error(self.node, err) from err
         with self._fitting():
             return self._keep(group, output)
 
@@ -110,7 +284,12 @@ class Step:
             return {}, measured
         if isinstance(output, Batch):
             return output, measured
-        return _written(output if isinstance(output, Mapping) else self._by_name(output)), measured
+        columns = dict[str, Written]()
+        for name, value in (output if isinstance(output, Mapping) else self._by_name(output)).items():
+            if not isinstance(value, Tensor | np.ndarray | Sequence):
+                raise ValueError(f"column '{name}' is {type(value).__name__}, not a tensor, an array or a list")
+            columns[name] = value
+        return columns, measured
 
     def _by_name(self, output: object) -> dict[str, object]:
         writes = self.node.contract.writes
@@ -129,32 +308,10 @@ class Step:
         except (ValueError, TypeError) as err:
             raise output_error(self.node, f"returned something that does not fit its batch: {err}") from err
 
-    def _error(self, err: BaseException) -> NodeError:
-        return output_error(self.node, str(err)) if isinstance(err, BadOutput) else node_error(self.node, err)
-
 
 def compile_steps(nodes: Sequence[BoundNode], resources: Mapping[str, object]) -> tuple[Step, ...]:
     """resources: engines and services by name, and `reduce`. Raises PipelineError if one is missing."""
     return tuple(Step(node, adapt(node.fn, node.contract.form), compile_inputs(node, resources)) for node in nodes)
-
-
-def _written(columns: Mapping[str, object]) -> dict[str, Written]:
-    """Raises ValueError for a value that cannot be a column."""
-    found: dict[str, Written] = {}
-    for name, value in columns.items():
-        if not isinstance(value, Tensor | np.ndarray | Sequence):
-            raise ValueError(f"column '{name}' is {type(value).__name__}, not a tensor, an array or a list")
-        found[name] = value
-    return found
-
-
-def _merged(batch: Batch, columns: Batch | Mapping[str, Written]) -> Batch:
-    if isinstance(columns, Batch):
-        return batch.merge(columns)
-    out = batch.only(batch.names)
-    for name, value in columns.items():
-        out[name] = value
-    return out
 
 
 def _changed(before: Batch, after: Batch) -> dict[str, Written]:

@@ -16,8 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Final
+from typing import Any, Final
 
 from torch import Tensor
 
@@ -84,39 +83,32 @@ class WatchedEngine:
             if_it_fails.pop_all()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *exception: Any) -> None:
         try:
             with self._asking("to end"):
-                await self._engine.__aexit__(kind, error, trace)
+                await self._engine.__aexit__(*exception)
         finally:
             self._left.set()
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
-        """See `RolloutEngine`."""
         with self._asking(_described(request), while_paused=False):
             return await self._engine.generate(request)
 
     async def pause(self, release: bool = False) -> None:
-        """See `RolloutEngine`."""
         with self._asking("to pause"):
             await self._engine.pause(release)
         self._paused = True
 
     async def resume(self) -> None:
-        """See `RolloutEngine`."""
         with self._asking("to resume"):
             await self._engine.resume()
         self._paused = False
 
     async def hashes(self) -> dict[str, str]:
-        """See `RolloutEngine`."""
         with self._asking("for hashes of its weights"):
             return await self._engine.hashes()
 
     async def load_weights(self, version: Version, weights: Iterable[tuple[str, Tensor]] | None) -> Receipt:
-        """See `RolloutEngine`."""
         what = "to load the weights of" if weights is not None else "to number its weights as"
         with self._asking(f"{what} step {version.step}"):
             return await self._engine.load_weights(version, weights)

@@ -41,13 +41,14 @@ class BadOutput(ValueError):
 
 def node_error(node: BoundNode, error: BaseException) -> NodeError:
     """The error that reports `error` of the node, with the node's name and the user's line that raised it."""
+    if isinstance(error, BadOutput):
+        return output_error(node, str(error))
     said = f"node '{node.node_id}' raised {type(error).__name__}: {error}"
     place = users_place(error)
     return UserNodeError(f"{said} (at {place})") if place else NodeError(said)
 
 
 def output_error(node: BoundNode, what: str) -> NodeError:
-    """The node returned something that is not a valid output."""
     return (NodeError if is_ours(node) else UserNodeError)(f"node '{node.node_id}' {what}")
 
 
@@ -148,7 +149,6 @@ class FailuresInARow:
 
     @property
     def last(self) -> str | None:
-        """The message of the last failure."""
         return self._failures[-1].message if self._failures else None
 
     def count(self, failure: Failure | None) -> None:

@@ -38,49 +38,40 @@ class Fault:
     again: bool = False
 
 
-class _Armed:
-    """The faults of one process, by their number in the plan."""
-
-    def __init__(self, faults: dict[int, Fault], fired: Path) -> None:
-        self._faults, self._fired = faults, fired
-        self._reached: Counter[str] = Counter()
-        self._lock = threading.Lock()
-
-    def reach(self, point: str, data: memoryview | None) -> None:
-        with self._lock:
-            self._reached[point] += 1
-            here = (point, self._reached[point])
-        for number, fault in self._faults.items():
-            if (fault.point, fault.call) == here:
-                with open(os.open(self._fired, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), "w") as file:
-                    file.write(f"{number}\n")
-                _strike(fault, data)
-
-
-_armed: _Armed | None = None
+_own: dict[int, Fault] | None = None  # faults of this process, by their number in the plan; None until it is armed
+_reached: Counter[str] = Counter()
+_lock = threading.Lock()
 
 
 def arm(rank: int) -> None:
     """In a worker's process, at its start."""
-    global _armed
+    global _own
     plan = Path(os.environ.get(VARIABLE, ""))
-    if not plan.is_file():
-        return
-    before = fired(plan)
-    faults = {number: Fault(**each) for number, each in enumerate(json.loads(plan.read_text()))}
-    own = {n: each for n, each in faults.items() if each.rank == rank and (each.again or n not in before)}
-    _armed = _Armed(own, _fired_file(plan))
+    if plan.is_file():
+        before = fired(plan)
+        faults = {number: Fault(**each) for number, each in enumerate(json.loads(plan.read_text()))}
+        _reached.clear()
+        _own = {n: each for n, each in faults.items() if each.rank == rank and (each.again or n not in before)}
 
 
 def reach(point: str, data: memoryview | None = None) -> None:
     """This process has reached the point. data: bytes at the point."""
-    if _armed is not None:
-        _armed.reach(point, data)
+    if _own is None:
+        return
+    with _lock:
+        _reached[point] += 1
+        here = (point, _reached[point])
+    for number, fault in _own.items():
+        if (fault.point, fault.call) == here:
+            file = _fired_file(Path(os.environ[VARIABLE]))
+            with open(os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), "w") as log:
+                log.write(f"{number}\n")
+            _strike(fault, data)
 
 
 def in_backward(loss: LossFn) -> LossFn:
     """The loss; if there are faults, its backward pass reaches `train.backward`."""
-    return loss if _armed is None else _Watched(loss)
+    return loss if _own is None else _Watched(loss)
 
 
 class _Watched:

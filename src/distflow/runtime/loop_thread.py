@@ -1,4 +1,5 @@
-"""The asyncio thread of a process: the rollout loop runs there, the training loop on the main thread."""
+"""The asyncio thread of a process: the rollout loop runs there, the training loop on the main thread. And threads for
+single calls that may hang."""
 
 import asyncio
 import concurrent.futures
@@ -6,7 +7,7 @@ import ctypes
 import math
 import threading
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
@@ -94,12 +95,13 @@ class LoopThread:
         cause = "it was stopped"
         try:
             self._loop.run_forever()
-        except BaseException as err:  # the border of the thread: whoever waits gets the error
+        except (SystemExit, KeyboardInterrupt) as err:  # of a task, which raises it in the loop
             cause = f"{type(err).__name__}: {err}"
-        self._end(LoopEnded(f"the thread '{self._thread.name}' has ended ({cause})"))
-        for task in asyncio.all_tasks(self._loop):
-            _leave(task)
-        self._loop.close()
+        finally:
+            self._end(LoopEnded(f"the thread '{self._thread.name}' has ended ({cause})"))
+            for task in asyncio.all_tasks(self._loop):
+                _leave(task)
+            self._loop.close()
 
     def _end(self, error: LoopEnded) -> None:
         with self._lock:
@@ -131,6 +133,21 @@ class LoopThread:
             task.cancel()
         if others:
             await asyncio.wait(others, timeout=LEAVES_WITHIN_S)
+
+
+def on_a_thread(blocking: Callable[[], T], name: str = "waits") -> "concurrent.futures.Future[T]":
+    """Call it on a daemon thread of its own, which does not keep the process alive if it hangs."""
+    future: concurrent.futures.Future[T] = concurrent.futures.Future()
+    future.set_running_or_notify_cancel()  # from now on it cannot be cancelled: the call settles it
+
+    def work() -> None:
+        try:
+            future.set_result(blocking())
+        except BaseException as err:  # the border of the thread: whoever waits gets it
+            future.set_exception(err)
+
+    threading.Thread(target=work, name=name, daemon=True).start()
+    return future
 
 
 def _keep_to_one_core() -> None:

@@ -22,27 +22,33 @@ from distflow.scheduling.groups import PromptGroup
 class Group:
     """A prompt, its responses, and the results of nodes.
 
-    wanted: indices of the samples. params, stream: how they are drawn. samples: empty until a node has generated.
-    written: the columns of later nodes, by name. measured: metrics of each node.
+    params: how samples are drawn. seed: of the run. wanted: indices of the samples; empty stands for all. samples:
+    empty until a node has generated. written: the columns of later nodes, by name. measured: metrics of each node.
+    stream: the random stream of the samples.
     """
 
     prompt_group: PromptGroup
     row: PromptRow
     params: SamplingParams
-    stream: Stream
-    wanted: tuple[int, ...]
+    seed: int
+    wanted: tuple[int, ...] = ()
     samples: list[Sample] = field(default_factory=list)
     written: dict[str, Written] = field(default_factory=dict)
     measured: list[Measured] = field(default_factory=list)
     _columns: Batch | None = field(default=None, repr=False)
     _batch: Batch | None = field(default=None, repr=False)
 
+    def __post_init__(self) -> None:
+        of = self.prompt_group
+        self.stream = Stream(self.seed, of.stream, of.epoch, of.row)
+        self.wanted = self.wanted or tuple(range(of.group_size))
+
     def __len__(self) -> int:
         return len(self.wanted)
 
     def greedy(self) -> "Group":
         """The same prompt with one response, of the most likely tokens."""
-        return Group(self.prompt_group, self.row, replace(self.params, greedy=True), self.stream, wanted=(0,))
+        return Group(self.prompt_group, self.row, replace(self.params, greedy=True), self.seed, wanted=(0,))
 
     def sample(self, index: int, segment: Segment | None, text: str, finish_reason: str) -> Sample:
         """The prompt with one response (None: none yet). text: its tokens decoded, without special tokens."""
@@ -94,38 +100,30 @@ class Group:
             samples = self.samples or [self.sample(i, None, "", "stop") for i in self.wanted]
             self._columns = Batch.from_samples(samples)
         if self._batch is None:
-            self._batch = _with_scores(self._columns, self.written)
+            batch = self._columns.only(self._columns.names)
+            for name, value in self.written.items():
+                batch[name] = value
+            if "token_level_scores" in batch.names and "scores" not in batch:
+                batch["scores"] = sample_scores(batch["token_level_scores"], batch["response_mask"])
+            if "scores" in batch and "acc" not in batch:
+                batch["acc"] = batch["scores"]
+            for name in ("token_level_scores", "token_level_rewards"):
+                if name in batch:
+                    batch[name] = batch.flat(name)  # stored, so that it is derived once
+            self._batch = batch
         return self._batch.only(self._batch.names)
-
-
-def new_group(prompt_group: PromptGroup, row: PromptRow, params: SamplingParams, seed: int) -> Group:
-    """A group without responses yet."""
-    stream = Stream(seed, prompt_group.stream, prompt_group.epoch, prompt_group.row)
-    return Group(prompt_group, row, params, stream, tuple(range(prompt_group.group_size)))
-
-
-def _with_scores(columns: Batch, written: Mapping[str, Written]) -> Batch:
-    batch = columns.only(columns.names)
-    for name, value in written.items():
-        batch[name] = value
-    if "token_level_scores" in batch.names and "scores" not in batch:
-        batch["scores"] = sample_scores(batch["token_level_scores"], batch["response_mask"])
-    if "scores" in batch and "acc" not in batch:
-        batch["acc"] = batch["scores"]
-    for name in ("token_level_scores", "token_level_rewards"):
-        if name in batch:
-            batch[name] = batch.flat(name)  # stored, so that it is derived once
-    return batch
 
 
 def finished_group(prompt_group: PromptGroup, batch: Batch, measured: Sequence[Measured]) -> FinishedGroup[Batch]:
     """A complete group, for the sample queue. batch: with the columns of all nodes. measured: by them."""
     failed = "reward_errors" in batch and not bool(batch["valid"].any())
+    versions = batch.flat("versions")
+    versions = versions[versions >= 0]  # of the policy's tokens
     return FinishedGroup(
         prompt_group,
         batch,
         int(batch.lengths("sequence").sum()),
-        _lowest_version(batch),
+        int(versions.min()) if len(versions) else None,
         measured,
         accuracy=accuracy_of(batch),
         failure=Failure(str(batch["reward_errors"][0]), users=True) if failed else None,
@@ -138,10 +136,3 @@ def accuracy_of(batch: Batch) -> Accuracy | None:
         return None
     scored = batch["acc"][batch["valid"]].tolist()
     return Accuracy(sum(map(is_right, scored)), len(scored))
-
-
-def _lowest_version(batch: Batch) -> int | None:
-    """Of the policy's tokens; None if there are none."""
-    versions = batch.flat("versions")
-    versions = versions[versions >= 0]
-    return int(versions.min()) if len(versions) else None

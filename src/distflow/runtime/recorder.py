@@ -28,8 +28,8 @@ from distflow.rollout.engine import take_activity
 from distflow.runtime.spec import Spec
 from distflow.runtime.step_metrics import sample_rows, scores
 from distflow.runtime.user_calls.sync_calls import Callbacks, Caller
-from distflow.runtime.wait_log import Wait, Waits
-from distflow.scheduling.groups import GroupCounts, PromptGroup, Version
+from distflow.runtime.wait_log import Waits
+from distflow.scheduling.groups import GroupCounts, Version
 
 TOKENS = "tokens"
 
@@ -170,7 +170,9 @@ class Recorder:
         self.memory = MemoryPeaks()
         self.phases = PhaseTimer(self._on_phase, self.view.phase, on_charge=self.memory.charge)
         self._callbacks = Caller(callbacks, partial(self.note, "warning"), partial(self.phases, "callbacks"))
-        self.waits = Waits(self._on_wait)
+        self.waits = Waits(
+            lambda wait, ended: self._span(wait.who, Span(wait.since, ended, "wait", wait.what, on=wait.on))
+        )
         self._step = 0
         self._num_dropped = Counter[int]()
         self.status = "failed"
@@ -205,14 +207,13 @@ class Recorder:
         self.folder.event("audit", message, proven=proven, unproven=unproven)
         self.view.audited(self._step + 1, len(proven), len(proven) + len(unproven))
 
-    def group_ended(self, prompt_group: PromptGroup, outcome: str, started: float, ended: float) -> None:
+    def group_ended(self, group_id: int, version: int, outcome: str, started: float, ended: float) -> None:
         """A span for each prompt group, with the reason if it was dropped."""
-        group_id, version = prompt_group.group_id, prompt_group.version
         self._span("rollout", Span(started, ended, "group", outcome, group_id=group_id, version=version))
 
-    def group_dropped(self, prompt_group: PromptGroup, reason: str, batch: Batch) -> None:
+    def group_dropped(self, version: int, reason: str, batch: Batch) -> None:
         """Writes the responses of the first groups of a step that nodes drop."""
-        step = prompt_group.version + 1
+        step = version + 1
         if self._num_dropped[step] < MAX_DROPPED:
             self._num_dropped[step] += 1
             rows = [{**row, "dropped": reason} for row in sample_rows(batch)]
@@ -247,7 +248,9 @@ class Recorder:
             return
         self.folder.metrics(step, "train", metrics)
         self._trackers.log(step, metrics)
-        self._show_one(batch)
+        if len(batch):
+            is_scored = "token_level_scores" in batch and bool(batch["valid"][0])
+            self.view.sample(batch["prompts"][0], batch["responses"][0], float(scores(batch)[0]) if is_scored else None)
         self._callbacks.call("on_step", step, dict(metrics))
 
     def validation(self, step: int, metrics: Mapping[str, float], rows: Sequence[Mapping[str, object]]) -> None:
@@ -261,7 +264,6 @@ class Recorder:
         self._callbacks.call("on_validation", step, dict(metrics))
 
     def checkpoint_saved(self, step: int, path: Path) -> None:
-        """The checkpoint of the weights after `step` steps."""
         self.folder.event("checkpoint", f"saved {path.name}", step=step)
         self._callbacks.call("on_save", step, path)
 
@@ -275,17 +277,7 @@ class Recorder:
             forget_groups(run_dir, options.save_groups_last)
 
     def report(self) -> Path:
-        """Write report.html from the folder."""
         return write_report(self.folder.path)
-
-    def _show_one(self, batch: Batch) -> None:
-        if not len(batch):
-            return
-        score = float(scores(batch)[0]) if "token_level_scores" in batch and bool(batch["valid"][0]) else None
-        self.view.sample(batch["prompts"][0], batch["responses"][0], score)
-
-    def _on_wait(self, wait: Wait, ended: float) -> None:
-        self._span(wait.who, Span(wait.since, ended, "wait", wait.what, on=wait.on))
 
     def _on_phase(self, started: float, ended: float, name: str) -> None:
         self._span("training", Span(started, ended, "phase", name))

@@ -59,7 +59,6 @@ class ColumnReshard:
         assert port is not None or not (self._out or self._in), "a rank that reshards has a port"
 
     def waits_for(self, node: str) -> bool:
-        """Whether the node needs columns of another dp group."""
         return any(each.target == node for each in self._in)
 
     def receive(self, node: str, batch: Batch, step: int) -> Batch:
@@ -73,18 +72,16 @@ class ColumnReshard:
         return batch
 
     def sends(self, node: str) -> bool:
-        """Whether another dp group waits for columns of the node."""
         return any(each.source == node for each in self._out)
 
     def send(self, node: str, before: Batch, after: Batch, step: int) -> None:
-        """Sends the columns that the node wrote to each dp group that waits for them."""
         for each in self._out:
             if each.source == node:
                 assert self._port is not None
-                written = [name for name in after.names if _is_new(before, after, name)]
+                written = [
+                    name
+                    for name in after.names
+                    if name not in before.names or after.flat(name) is not before.flat(name)
+                ]
                 columns = after.only(dict.fromkeys((*_NAMES, *written)))
                 self._port.put(each.key(step), columns, each.writers.index(self._rank), len(each.writers))
-
-
-def _is_new(before: Batch, after: Batch, name: str) -> bool:
-    return name not in before.names or after.flat(name) is not before.flat(name)

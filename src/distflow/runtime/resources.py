@@ -1,8 +1,9 @@
-"""The engines and services of one worker, built by the factories that its part of the plan needs."""
+"""The engines and services of one worker, built by the factories that its part of the plan needs, and which of its
+engines are in host memory while another one runs."""
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,7 @@ from distflow.rewards.pool.domain_pools import StartPool, take_pool
 from distflow.rewards.router import RewardRouter
 from distflow.rollout.engine import RolloutEngine
 from distflow.rollout.weights import stripe_hashes
-from distflow.runtime.spec import Factory
+from distflow.runtime.spec import Factory, Offloads
 from distflow.training.engine import Collective, OneRank, Scorer, TrainEngine
 
 
@@ -99,3 +100,28 @@ def _fingerprint(model: nn.Module) -> str:
     weights = ((name, whole(parameter.detach())) for name, parameter in model.named_parameters())
     hashes = sorted(stripe_hashes(weights).items())
     return hashlib.sha256(json.dumps(hashes).encode()).hexdigest()
+
+
+class Offload:
+    """Moves engines as they are needed. Engines of which nothing is offloaded are not touched."""
+
+    def __init__(self, engines: Mapping[str, TrainEngine], offloads: Mapping[str, Offloads]) -> None:
+        """engines: by role, all on the device. offloads: by role."""
+        self._moving = {role: (engine, offloads[role]) for role, engine in engines.items() if role in offloads}
+        self._here = set(self._moving)
+
+    def only(self, roles: Collection[str]) -> None:
+        """The engines of these roles are used next, and no other."""
+        for role, (engine, what) in self._moving.items():
+            if role not in roles and role in self._here:
+                engine.offload(weights=what.weights, moments=what.moments)
+                self._here.remove(role)
+        for role, (engine, what) in self._moving.items():
+            if role in roles and role not in self._here:
+                if what.weights:
+                    engine.onload()
+                self._here.add(role)
+
+    def all(self) -> None:
+        """Any of them may be used next."""
+        self.only(self._moving)

@@ -2,30 +2,34 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 from distflow.algorithms.sample_filters import TOO_FEW_SCORES
 from distflow.data.batch import Batch
-from distflow.data.sample import Sample
 from distflow.errors import UserError
 from distflow.graph import BoundNode, Drop, NodeRole
-from distflow.rewards.router import RewardOutcome, RewardRouter
 from distflow.rewards.score import CallCounts
+from distflow.rollout.engine import GenerateRequest, GenerateResult, RolloutEngine
+from distflow.runtime import fault_injection
 from distflow.runtime.audit_protocol import GroupRecorder
-from distflow.runtime.compiled_node import Step, compile_steps
-from distflow.runtime.context import Contexts, NodeContext
+from distflow.runtime.compiled_node import Contexts, NodeContext, Step, compile_steps, score_samples
+from distflow.runtime.early_stop import EarlyStop
 from distflow.runtime.errors import Failure, NodeError
-from distflow.runtime.generation_batch import EarlyStop, SubmissionGate, group_task
-from distflow.runtime.prompt_group import Group, accuracy_of, finished_group, new_group
+from distflow.runtime.prompt_group import Group, accuracy_of, finished_group
 from distflow.runtime.resources import Resources
-from distflow.runtime.sample_queue.protocol import DroppedGroup, SampleQueuePort, StoppingSampleQueue
+from distflow.runtime.sample_queue.local import LocalSampleQueue
+from distflow.runtime.sample_queue.protocol import DroppedGroup, SampleQueuePort
 from distflow.runtime.spec import Spec
 from distflow.runtime.user_calls.async_calls import deadline_paused
 from distflow.runtime.user_calls.sync_calls import PlainCalls
 from distflow.runtime.wait_log import Waits
-from distflow.scheduling.groups import PromptGroup
+from distflow.scheduling.groups import PromptGroup, Version
+
+group_task: ContextVar[asyncio.Task[None] | None] = ContextVar("group_task", default=None)
+"""The task of the group that is running; tasks that a node starts (`gather`, `wait_for`) inherit it."""
 
 MakeContext = Callable[[Group, str], NodeContext]
 
@@ -34,24 +38,104 @@ class RolloutLoopFailed(RuntimeError):
     """Something other than a node failed in the rollout loop, so that groups would never come."""
 
 
-async def _score_samples(router: RewardRouter, waits: Waits, samples: Sequence[Sample]) -> list[RewardOutcome]:
-    with waits("reward", "scores", on="reward functions"), deadline_paused():
-        return await router(samples)
-
-
 @dataclass(frozen=True)
 class GroupEvents:
     """Callbacks for events of prompt groups.
 
-    ended: (group, "complete" or why it was dropped, started, ended), in `time.time()`, for every group, before the
-    queue has it. recorded: after that. dropped: (group, why a node dropped it, its columns). waits: logs how long each
-    group waits for its rewards.
+    ended: (group id, its version, "complete" or why it was dropped, started, ended), in `time.time()`, for every group,
+    before the queue has it. recorded: after that. dropped: (its version, why a node dropped it, its columns). waits:
+    logs how long each group waits for its rewards.
     """
 
-    ended: Callable[[PromptGroup, str, float, float], None] = lambda prompt_group, outcome, started, ended: None
+    ended: Callable[[int, int, str, float, float], None] = lambda group_id, version, outcome, started, ended: None
     recorded: Callable[[], None] = lambda: None
-    dropped: Callable[[PromptGroup, str, Batch], None] = lambda prompt_group, reason, batch: None
+    dropped: Callable[[int, str, Batch], None] = lambda version, reason, batch: None
     waits: Waits = field(default_factory=Waits)
+
+
+class SubmissionGate:
+    """A wrapper of the rollout engine that knows which groups of a generation batch have sent it their request, or
+    ended without one.
+
+    The nodes of the rollout loop are compiled with the gate in the engine's place, and have its `generate`, `pause` and
+    `resume`. Between generation batches it only forwards. It runs on the asyncio thread alone, so it needs no lock.
+    """
+
+    def __init__(self, engine: RolloutEngine, group_recorder: GroupRecorder) -> None:
+        self._engine, self._recorder = engine, group_recorder
+        self._waiting: set[asyncio.Task[None] | None] = set()
+        self._all_in = asyncio.Event()
+        self._early_stop: EarlyStop | None = None
+
+    def expect(self, tasks: Collection[asyncio.Task[None]], early_stop: EarlyStop | None = None) -> None:
+        """Begin a generation batch of these group tasks. None of them has run yet: they were created without an await
+        since. early_stop: informed of every response."""
+        self._waiting, self._early_stop = set(tasks), early_stop
+        self._all_in = asyncio.Event()
+        for task in tasks:
+            task.add_done_callback(self.arrived)  # one that ends without a request must not be waited for
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        """The engine's `generate`; its request is in the engine's queue before this yields for the first time.
+        Responses that a weight update cut off are generated again."""
+        with deadline_paused():
+            fault_injection.reach("rollout.generate")
+            result = await self._ask(request)
+            while aborted := tuple(made.sample for made in result.generations if made.finish_reason == "abort"):
+                again = await self._ask(replace(request, samples=aborted))
+                redone = {made.sample: made for made in again.generations}
+                result = GenerateResult(tuple(redone.get(made.sample, made) for made in result.generations))
+            self._recorder.generated(request, result)
+            return result
+
+    async def _ask(self, request: GenerateRequest) -> GenerateResult:
+        pending = asyncio.ensure_future(self._engine.generate(request))
+        task = group_task.get() or asyncio.current_task()
+        assert task is not None
+
+        def end(task: asyncio.Task[None]) -> None:
+            pending.cancel()
+
+        task.add_done_callback(end)  # of a request that nobody waits for any more, by a task that its group started
+        try:
+            await asyncio.sleep(0)  # `pending` runs to its first await, after which its request is queued
+            self.arrived(task)
+            result = await pending
+            if self._early_stop is not None:
+                self._early_stop.responded(task, sum(len(made.token_ids) for made in result.generations))
+            return result
+        finally:
+            task.remove_done_callback(end)
+            pending.cancel()  # no effect if it is done; else this group was cancelled, and its request with it
+
+    async def all_in(self) -> None:
+        """Wait until every group of the generation batch has arrived."""
+        if self._waiting:
+            await self._all_in.wait()
+
+    @property
+    def version(self) -> Version:
+        """The version of the engine's weights."""
+        return self._engine.version
+
+    async def num_generated_tokens(self) -> int:
+        """Generated so far, none of them later for cancelled requests. 0 for an engine that does not count them."""
+        await self._engine.pause()
+        number = getattr(self._engine, "num_generated_tokens", 0)
+        await self._engine.resume()
+        return int(number)
+
+    async def pause(self) -> None:
+        await self._engine.pause()
+
+    async def resume(self) -> None:
+        await self._engine.resume()
+
+    def arrived(self, task: asyncio.Task[None] | None) -> None:
+        """The group has sent its request, or needs none."""
+        self._waiting.discard(task)
+        if not self._waiting:
+            self._all_in.set()
 
 
 @dataclass
@@ -90,14 +174,14 @@ class RolloutLoop:
         gate = SubmissionGate(resources.rollout, group_recorder) if resources.rollout is not None else None
         parts = {**resources.by_name(), **({"rollout": gate} if gate else {})}
         if resources.reward_fn is not None:
-            parts["reward_fn"] = partial(_score_samples, resources.reward_fn, events.waits)
+            parts["reward_fn"] = partial(score_samples, resources.reward_fn, events.waits)
         ends = resources.stop_token_ids
         sampling = replace(spec.sampling, stop_token_ids=ends)
         sampling_of = {name: replace(own, stop_token_ids=ends) for name, own in spec.sampling_of.items()}
 
         def make_group(prompt_group: PromptGroup) -> Group:
             row = spec.rows[prompt_group.row]
-            return new_group(prompt_group, row, sampling_of.get(row.domain, sampling), spec.options.seed)
+            return Group(prompt_group, row, sampling_of.get(row.domain, sampling), spec.options.seed)
 
         return RolloutLoop(
             compile_steps(nodes, parts),
@@ -148,10 +232,10 @@ class RolloutLoop:
         paused engine that then resumes, so that the requests of a decode step never depend on timing, and ended before
         the next is fetched. Else groups start as capacity allows. Raises RolloutLoopFailed, or the user's error.
         """
-        running = set[asyncio.Task[None]]()
+        running, gate = set[asyncio.Task[None]](), self.gate
         try:
             async with asyncio.TaskGroup() as groups:  # a task that fails ends them all: no step waits for its group
-                async for prompt_groups in queue.prompt_groups(self._engine_version):
+                async for prompt_groups in queue.prompt_groups(lambda: gate.version.step if gate is not None else None):
                     if self.in_batches:
                         await self._run_batch(prompt_groups, queue)
                     else:
@@ -168,53 +252,38 @@ class RolloutLoop:
             raise RolloutLoopFailed(f"the rollout loop has failed: {type(first).__name__}: {first}") from first
 
     async def _run_batch(self, prompt_groups: Sequence[PromptGroup], queue: SampleQueuePort) -> None:
+        """With `stops_early` there are more groups than the step may need."""
+        gate, stop, before = self.gate, None, 0
         if self.stops_early:
-            assert isinstance(queue, StoppingSampleQueue), "oversampling is for runs in one process"
-            await self._run_oversampled_batch(prompt_groups, queue)
-            return
-        if self.gate is not None:
-            await self.gate.pause()
-        tasks = {asyncio.create_task(self._run_group(prompt_group, queue)) for prompt_group in prompt_groups}
-        try:
-            if self.gate is not None:
-                self.gate.expect(tasks)
-                await self.gate.all_in()
-                await self.gate.resume()
-            await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
-
-    async def _run_oversampled_batch(self, prompt_groups: Sequence[PromptGroup], queue: StoppingSampleQueue) -> None:
-        """The same, with more groups than the step may need."""
-        gate, stop = self.gate, EarlyStop(queue)
-        before = 0
+            assert isinstance(queue, LocalSampleQueue), "oversampling is for runs in one process"
+            stop = EarlyStop(queue)
+            before = await gate.num_generated_tokens() if gate is not None else 0
         if gate is not None:
-            before = await gate.num_generated_tokens()
             await gate.pause()
         tasks = {
-            asyncio.create_task(self._run_group(prompt_group, queue, stop)): prompt_group
+            asyncio.create_task(self._run_group(prompt_group, queue, stop)): prompt_group.group_id
             for prompt_group in prompt_groups
         }
         try:
-            stop.expect(tasks)
+            if stop is not None:
+                stop.expect(tasks)
             if gate is not None:
                 gate.expect(tasks, stop)
                 await gate.all_in()
-            stop.begin()
+            if stop is not None:
+                stop.begin()
             if gate is not None:
                 await gate.resume()
+            if stop is None:
+                await asyncio.gather(*tasks)
+                return
             await stop.run()
             if aborted := await stop.abort(self.plain_calls):
                 drawn = await gate.num_generated_tokens() - before if gate is not None else 0
-                queue.abort(aborted, max(drawn - stop.num_tokens(passed=True), stop.num_tokens(passed=False)))
+                stop.queue.abort(aborted, max(drawn - stop.num_tokens(passed=True), stop.num_tokens(passed=False)))
         finally:
             for task in tasks:
                 task.cancel()
-
-    def _engine_version(self) -> int | None:
-        """The step of the engine's weights."""
-        return self.gate.version.step if self.gate is not None else None
 
     async def _run_group(
         self, prompt_group: PromptGroup, queue: SampleQueuePort, stop: EarlyStop | None = None
@@ -251,11 +320,11 @@ class RolloutLoop:
         else:
             outcome, dropped = drop.reason, DroppedGroup(prompt_group, drop.reason, accuracy=accuracy_of(batch))
         self._end(prompt_group, outcome, started)
-        self.events.dropped(prompt_group, outcome, batch)
+        self.events.dropped(prompt_group.version, outcome, batch)
         queue.drop(dropped)
 
     def _end(self, prompt_group: PromptGroup, outcome: str, started: float) -> None:
-        self.events.ended(prompt_group, outcome, started, time.time())
+        self.events.ended(prompt_group.group_id, prompt_group.version, outcome, started, time.time())
         self.events.recorded()
 
     async def _turn(self, stop: EarlyStop | None, accepted: bool) -> None:

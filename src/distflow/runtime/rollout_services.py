@@ -9,7 +9,7 @@ import ctypes
 import math
 import os
 import threading
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -17,10 +17,11 @@ from queue import SimpleQueue
 from typing import TypeVar
 
 from distflow.data.prompts import PromptRow
+from distflow.rewards.router import RewardRouter
 from distflow.rewards.self_check import Solution, find_solution, run_self_check, self_check_scores, try_solutions
 from distflow.rollout.engine import Hosted, Stretch
 from distflow.runtime.engine_watch import STACKS, Deadline, EngineHangs, WatchedEngine
-from distflow.runtime.loop_thread import LEAVES_WITHIN_S, LoopGivenUp, LoopThread
+from distflow.runtime.loop_thread import LEAVES_WITHIN_S, LoopGivenUp, LoopThread, on_a_thread
 from distflow.runtime.resources import Resources
 from distflow.runtime.spec import Spec
 from distflow.runtime.stop import leave_at_once
@@ -145,18 +146,14 @@ class Session:
     def __init__(
         self,
         resources: Resources,
-        self_check_on: Sequence[PromptRow] | None,
+        check_rewards: Callable[[RewardRouter], Coroutine[object, object, None]] | None,
         blocked_after_s: float = math.inf,
         engine_deadline: Deadline | None = None,
         takes_turns: bool = False,
-        warn: Warn | None = None,
-        find_solutions: Callable[[], Sequence[Solution]] = tuple,
     ) -> None:
-        """self_check_on: rows on whose ground truths the reward functions are tested before use; None skips the test.
-        find_solutions: reference solutions for the same test, if there is a `warn`. blocked_after_s: how long a
-        function of the user may block the thread. engine_deadline: None waits for the rollout engine without limit.
-        takes_turns: the thread that enters only waits while the engine generates, so the engine computes there, if it
-        can.
+        """check_rewards: tests the reward functions before use. blocked_after_s: how long a function of the user may
+        block the thread. engine_deadline: None waits for the rollout engine without limit. takes_turns: the thread that
+        enters only waits while the engine generates, so the engine computes there, if it can.
         """
         self._thread = LoopThread("rollout", blocked_after_s)
         engine = resources.rollout
@@ -166,8 +163,7 @@ class Session:
             engine.host = self._host
         if engine is not None and engine_deadline is not None:
             resources = replace(resources, rollout=WatchedEngine(engine, engine_deadline, self._give_up))
-        self.resources, self._self_check_on = resources, self_check_on
-        self._warn, self._find_solutions = warn, find_solutions
+        self.resources, self._check_rewards = resources, check_rewards
         self._stack = AsyncExitStack()
 
     @staticmethod
@@ -178,15 +174,14 @@ class Session:
         solutions of the data that fail; None tests none.
         """
         options = spec.options
-        self_check_on = _first_rows(spec, NUM_CHECKED_ROWS) if options.run_self_check else None
+        check_rewards = partial(_check_rewards, spec, warn) if options.run_self_check else None
         timeout_s = options.engine_timeout_s
         stacks = spec.run_dir / STACKS if writes_stacks else None
         deadline = Deadline(timeout_s, stacks) if timeout_s is not None else None
         blocked_after_s = options.timeout_s * max(each.group_size or spec.data.group_size for each in spec.data.sources)
         # By the config: the selftest has the engine of a run with staleness, and a sample queue without.
         takes_turns = spec.config.async_.max_staleness == 0
-        solutions = partial(_first_solutions, spec, resources)
-        return Session(resources, self_check_on, blocked_after_s, deadline, takes_turns, warn, solutions)
+        return Session(resources, check_rewards, blocked_after_s, deadline, takes_turns)
 
     def __enter__(self) -> "Session":
         self._thread.__enter__()
@@ -210,11 +205,9 @@ class Session:
             self._thread.__exit__()
 
     def call(self, work: Coroutine[object, object, T]) -> T:
-        """Run to the end on the session's thread."""
         return self._wait(lambda: self._thread.start(work))
 
     def start(self, work: Coroutine[object, object, T]) -> "concurrent.futures.Future[T]":
-        """Begin on the session's thread and return at once."""
         return self._thread.start(work)
 
     def wait_for(self, blocking: Callable[[], T]) -> T:
@@ -237,31 +230,20 @@ class Session:
         reward_fn, rollout = self.resources.reward_fn, self.resources.rollout
         if reward_fn is not None:
             self._stack.enter_context(reward_fn)
-            if self._self_check_on is not None:
-                await run_self_check(reward_fn)
-                rows = [(row.domain, row.ground_truth, row.extra_info or {}) for row in self._self_check_on]
-                await self_check_scores(reward_fn, rows)
-                if self._warn is not None:
-                    for warning in await try_solutions(reward_fn, self._find_solutions(), SOLUTIONS_WITHIN_S):
-                        self._warn(warning)
+            if self._check_rewards is not None:
+                await self._check_rewards(reward_fn)
         if rollout is not None:
             await self._stack.enter_async_context(rollout)
 
 
-def on_a_thread(blocking: Callable[[], T]) -> "concurrent.futures.Future[T]":
-    """Call it on a daemon thread of its own, which does not keep the process alive."""
-    future: concurrent.futures.Future[T] = concurrent.futures.Future()
-
-    def wait() -> None:
-        try:
-            result = blocking()
-        except BaseException as err:  # the border of the thread: whoever waits gets it
-            future.set_exception(err)
-        else:
-            future.set_result(result)
-
-    threading.Thread(target=wait, name="waits", daemon=True).start()
-    return future
+async def _check_rewards(spec: Spec, warn: Warn | None, reward_fn: RewardRouter) -> None:
+    """On known solutions, on the ground truths of the first rows and, if there is a `warn`, on reference solutions."""
+    await run_self_check(reward_fn)
+    rows = _first_rows(spec, NUM_CHECKED_ROWS)
+    await self_check_scores(reward_fn, [(row.domain, row.ground_truth, row.extra_info or {}) for row in rows])
+    if warn is not None:
+        for warning in await try_solutions(reward_fn, _first_solutions(spec, reward_fn), SOLUTIONS_WITHIN_S):
+            warn(warning)
 
 
 def _first_rows(spec: Spec, number: int) -> list[PromptRow]:
@@ -273,10 +255,8 @@ def _first_rows(spec: Spec, number: int) -> list[PromptRow]:
     return rows
 
 
-def _first_solutions(spec: Spec, resources: Resources) -> list[Solution]:
-    """The reference solutions of the first rows that have some."""
-    reward_fn, found = resources.reward_fn, list[Solution]()
-    assert reward_fn is not None, "there are reward functions to test"
+def _first_solutions(spec: Spec, reward_fn: RewardRouter) -> list[Solution]:
+    found = list[Solution]()
     for row in _first_rows(spec, NUM_SOLUTIONS):
         names = [name for name, _ in reward_fn.functions_of(row.domain)]
         known, columns = spec.options.solution_columns, row.extra_info or {}

@@ -13,7 +13,6 @@ from distflow.data.prompts import PromptRow
 from distflow.graph import BoundPipeline
 from distflow.planning.plan import Plan
 from distflow.rollout.engine import SamplingParams
-from distflow.runtime.offload import Offloads
 from distflow.runtime.user_calls.sync_calls import Callbacks
 from distflow.scheduling.coordinator import DataPlan
 
@@ -23,11 +22,9 @@ class Get(Protocol):
 
     def __call__(self, name: str) -> Any:  # each name has a type of its own
         """Raises KeyError if there is no such part, UserError if it cannot be built."""
-        ...
 
     def planned(self, name: str) -> bool:
         """Whether the plan assigns that engine to this worker."""
-        ...
 
 
 Factory = Callable[[Get, torch.device], object]
@@ -56,6 +53,14 @@ class WorkerNeeds:
     env: Mapping[str, str] = field(default_factory=dict)
     num_reward_actors: int = 0
     reward_cpus: int = 1
+
+
+@dataclass(frozen=True)
+class Offloads:
+    """The parts of an engine that are in host memory while it is not used."""
+
+    weights: bool
+    moments: bool
 
 
 @dataclass(frozen=True)
@@ -184,4 +189,3 @@ class Launch(Protocol):
         Raises UserError for a checkpoint that does not fit, for a folder that another run uses or that cannot be
         written; TrustError if a check fails; NoProgress, NodeError.
         """
-        ...

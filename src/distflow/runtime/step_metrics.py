@@ -1,9 +1,12 @@
 """The metrics of every step's batch, each sample's row in the samples file, and the results of a validation."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import reduce
 from math import comb
+from operator import add
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,20 +58,15 @@ class Figures:
     @staticmethod
     def joined(ranks: Sequence["Figures"]) -> "Figures":
         """Of all ranks, in their order."""
-        return Figures(
-            torch.cat([rank.prompt_lengths for rank in ranks]),
-            torch.cat([rank.response_lengths for rank in ranks]),
-            torch.cat([rank.truncated for rank in ranks]),
-            torch.cat([rank.groups for rank in ranks]),
-            [domain for rank in ranks for domain in rank.domains],
-            torch.cat([rank.scores for rank in ranks if rank.scores is not None])
-            if ranks[0].scores is not None
-            else None,
-            torch.cat([rank.valid for rank in ranks if rank.valid is not None]) if ranks[0].valid is not None else None,
-            [part for rank in ranks for part in rank.parts or ()] if ranks[0].parts is not None else None,
-            sum((rank.versions for rank in ranks), Counter[int]()),
-            sum(rank.num_tokens for rank in ranks),
-        )
+        values = ([getattr(rank, each.name) for rank in ranks] for each in fields(Figures))
+        return Figures(*map(_joined_values, values))
+
+
+def _joined_values(values: list[Any]) -> Any:
+    """Tensors concatenated, lists too; numbers and counts added. None if there are none."""
+    if values[0] is None:
+        return None
+    return torch.cat(values) if isinstance(values[0], Tensor) else reduce(add, values)
 
 
 def batch_metrics(figures: Figures) -> dict[str, float]:
@@ -84,7 +82,8 @@ def batch_metrics(figures: Figures) -> dict[str, float]:
         metrics |= score_metrics(figures.scores, figures.valid)
         metrics |= equal_groups(figures.scores, figures.valid, figures.groups)
     if figures.parts is not None:
-        metrics = _joined(metrics, part_metrics(figures.parts))
+        means = part_means(figures.parts)
+        metrics = _joined(metrics, {f"reward/{name}/mean": value for name, value in means.items()})
     if set(figures.domains) - {DEFAULT_DOMAIN}:
         metrics = _joined(metrics, domain_metrics(figures))
     return metrics
@@ -111,7 +110,7 @@ def domain_metrics(figures: Figures) -> dict[str, float]:
             metrics |= {f"reward/{domain}/mean_score": value for name, value in scored.items() if "mean" in name}
         if figures.parts is not None:
             parts = part_means([figures.parts[i] for i in own])
-            metrics = _joined(metrics, {f"reward/{domain}/{name}": value for name, value in parts})
+            metrics = _joined(metrics, {f"reward/{domain}/{name}": value for name, value in parts.items()})
     return metrics
 
 
@@ -146,16 +145,13 @@ def equal_groups(values: Tensor, valid: Tensor, groups: Tensor) -> dict[str, flo
     return {"reward/frac_reward_zero_std": sum(equal) / len(equal)} if equal else {}
 
 
-def part_metrics(parts: list[Mapping[str, float]]) -> dict[str, float]:
-    """Mean of each reward part over the samples that have it."""
-    return {f"reward/{name}/mean": value for name, value in part_means(parts)}
-
-
-def part_means(parts: Sequence[Mapping[str, float]]) -> Iterator[tuple[str, float]]:
-    """The same, by name."""
+def part_means(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Mean of each reward part over the samples that have it, by its name."""
+    found = dict[str, float]()
     for name in sorted({name for part in parts for name in part}):
         values = [part[name] for part in parts if name in part]
-        yield name, sum(values) / len(values)
+        found[name] = sum(values) / len(values)
+    return found
 
 
 def group_metrics(group_counts: GroupCounts, versions: Mapping[int, int], step: int) -> dict[str, float]:
@@ -183,7 +179,6 @@ def group_metrics(group_counts: GroupCounts, versions: Mapping[int, int], step: 
         if domain.aborted:
             metrics[f"domains/{name}/aborted"] = float(domain.aborted)
     if versions:
-        shares = staleness_shares({step - version: count for version, count in versions.items()})
         total = sum(versions.values())
         metrics |= {
             "async/version_start": float(min(versions)),
@@ -191,7 +186,7 @@ def group_metrics(group_counts: GroupCounts, versions: Mapping[int, int], step: 
             "async/version_diff/mean": sum((step - version) * n for version, n in versions.items()) / total,
             "async/version_diff/max": float(step - min(versions)),
         }
-        metrics |= shares
+        metrics |= staleness_shares({step - version: count for version, count in versions.items()})
     return metrics
 
 
@@ -221,20 +216,15 @@ def over_ranks(measured: Sequence[Measured], collective: Collective) -> dict[str
     if collective.size == 1:
         return {name: value for name, (value, _) in own.items()}
     ranks = collective.gather(own)
-    names = dict.fromkeys(name for rank in ranks for name in rank)
-    return {name: _over_ranks(name, [rank[name] for rank in ranks if name in rank]) for name in names}
-
-
-def _over_ranks(name: str, pairs: Sequence[tuple[float, float]]) -> float:
-    if _is_maximum(name):
-        return max(value for value, _ in pairs)
-    total = sum(weight for _, weight in pairs)
-    return sum(value * weight for value, weight in pairs if weight) / total if total else 0.0
-
-
-def _is_maximum(name: str) -> bool:
-    metric = find_metric(name)
-    return metric is not None and metric.kind == "max"
+    found = dict[str, float]()
+    for name in dict.fromkeys(name for rank in ranks for name in rank):
+        pairs = [rank[name] for rank in ranks if name in rank]
+        metric, total = find_metric(name), sum(weight for _, weight in pairs)
+        if metric is not None and metric.kind == "max":
+            found[name] = max(value for value, _ in pairs)
+        else:
+            found[name] = sum(value * weight for value, weight in pairs if weight) / total if total else 0.0
+    return found
 
 
 def sample_rows(batch: Batch) -> list[dict[str, object]]:
@@ -247,32 +237,28 @@ def sample_rows(batch: Batch) -> list[dict[str, object]]:
     parts, extra = (batch[name] if name in batch else [{}] * len(batch) for name in ("reward_parts", "reward_extra"))
     valid = batch["valid"].tolist()
     is_trained = "advantages" in batch
-    advantage = _mean_over_policy_tokens(batch, "advantages") if is_trained else [None] * len(batch)
-    masked = [1.0 - share for share in _mean_over_policy_tokens(batch, "loss_mask")] if is_trained else []
     prompt_lengths, response_lengths = (batch.lengths(axis).tolist() for axis in ("prompt", "response"))
     versions = batch.flat("versions").split(response_lengths)
-    texts = [batch[name] for name in ("uid", "prompts", "responses", "ground_truth", "finish_reason", "domain")]
-    return [
-        {
-            "uid": uid,
-            "prompt": prompt,
-            "response": response,
-            "ground_truth": ground_truth,
-            "score": score[i] if valid[i] else None,
-            "acc": accuracy[i] if valid[i] and not errors[i] else None,
-            "reward_parts": parts[i],
-            "extra": extra[i],
-            "errors": errors[i],
-            "advantage": advantage[i],
-            "prompt_length": prompt_lengths[i],
-            "response_length": response_lengths[i],
-            "finish_reason": finish_reason,
-            "versions": sorted(set(versions[i].tolist()) - {-1}),
-            "domain": domain,
-            **({"masked": masked[i]} if masked else {}),
-        }
-        for i, (uid, prompt, response, ground_truth, finish_reason, domain) in enumerate(zip(*texts, strict=True))
-    ]
+    columns: dict[str, Sequence[object]] = {
+        "uid": batch["uid"],
+        "prompt": batch["prompts"],
+        "response": batch["responses"],
+        "ground_truth": batch["ground_truth"],
+        "score": [each if is_valid else None for each, is_valid in zip(score, valid, strict=True)],
+        "acc": [accuracy[i] if valid[i] and not errors[i] else None for i in range(len(batch))],
+        "reward_parts": parts,
+        "extra": extra,
+        "errors": errors,
+        "advantage": _mean_over_policy_tokens(batch, "advantages") if is_trained else [None] * len(batch),
+        "prompt_length": prompt_lengths,
+        "response_length": response_lengths,
+        "finish_reason": batch["finish_reason"],
+        "versions": [sorted(set(own.tolist()) - {-1}) for own in versions],
+        "domain": batch["domain"],
+    }
+    if is_trained:
+        columns["masked"] = [1.0 - share for share in _mean_over_policy_tokens(batch, "loss_mask")]
+    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
 
 def _mean_over_policy_tokens(batch: Batch, name: str) -> list[float]:

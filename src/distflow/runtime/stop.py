@@ -55,7 +55,6 @@ class Stop(Protocol):
     @property
     def wanted(self) -> bool:
         """Whether the run is to end, on all its ranks."""
-        ...
 
 
 class StopRequest:
@@ -75,7 +74,6 @@ class StopRequest:
 
     @property
     def wanted(self) -> bool:
-        """Whether a signal came."""
         return self.signal is not None
 
     def __enter__(self) -> "StopRequest":

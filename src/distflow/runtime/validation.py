@@ -1,7 +1,7 @@
 """Validation: accuracy by domain, on all workers that have an engine, or the validation loss if none has."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -12,10 +12,10 @@ from distflow.graph import Drop
 from distflow.rewards.score import VALIDATION, is_right, validating
 from distflow.rollout.engine import SamplingParams
 from distflow.runtime import fault_injection
-from distflow.runtime.context import Contexts
+from distflow.runtime.compiled_node import Contexts
 from distflow.runtime.errors import NodeError, warn_of_errors
-from distflow.runtime.offload import Offload
-from distflow.runtime.prompt_group import new_group
+from distflow.runtime.prompt_group import Group
+from distflow.runtime.resources import Offload
 from distflow.runtime.rollout_loop import RolloutLoop
 from distflow.runtime.rollout_services import Session
 from distflow.runtime.spec import ValidationSet
@@ -39,13 +39,32 @@ class Validator:
     seed: int
     say: Callable[[str], None]
 
-    async def run(self, step: int, part: int = 0, num_parts: int = 1) -> "ValidationResults":
+    async def run(self, step: int, part: int = 0, num_parts: int = 1) -> ValidationResults:
         """After `step` steps, on every `num_parts`-th prompt from number `part` on."""
-        return await validate(self.sets, self._respond, step, part, num_parts)
+        rows: SampleRows = []
+        greedy: Outcomes = {}
+        sampled: Outcomes = {}
+        errors = 0
+        for chosen in self.sets:
+            numbers = range(part, len(chosen.rows), num_parts)
+            for params, count, into in ((chosen.greedy, 1, greedy), (chosen.sampled, chosen.num_samples, sampled)):
+                if params is None or count == 0:
+                    continue
+                kind = "greedy" if params.greedy else "sampled"
+                stream = f"val/{chosen.name}/{kind}"
+                prompt_groups = [PromptGroup(number, step, number, count, step, stream=stream) for number in numbers]
+                groups = await asyncio.gather(*(self._respond(chosen, each, params) for each in prompt_groups))
+                for number, group in zip(numbers, groups, strict=True):
+                    right = _right(group, count)
+                    errors += sum(1 for r in right if r is None)
+                    into.setdefault(chosen.rows[number].domain, []).append([bool(r) for r in right])
+                    if isinstance(group, Batch):
+                        rows += [{**r, "set": chosen.name, "kind": kind} for r in sample_rows(group)]
+        return ValidationResults(greedy, sampled, errors, rows)
 
     async def _respond(self, chosen: ValidationSet, prompt_group: PromptGroup, params: SamplingParams) -> Batch | Drop:
         params = replace(params, stop_token_ids=self.stop_token_ids)
-        group = new_group(prompt_group, chosen.rows[prompt_group.row], params, self.seed)
+        group = Group(prompt_group, chosen.rows[prompt_group.row], params, self.seed)
         steps = [step for step in self.rollout_loop.steps if step.node.validates]
         try:
             with validating():
@@ -54,41 +73,6 @@ class Validator:
             self.say(f"validation prompt {prompt_group.row} of '{chosen.name}': {err}")
             return Drop("error", str(err))
         return group.batch() if drop is None else drop
-
-
-Respond = Callable[[ValidationSet, PromptGroup, SamplingParams], Awaitable[Batch | Drop]]
-
-
-async def validate(
-    sets: Sequence[ValidationSet], respond: Respond, step: int, part: int = 0, num_parts: int = 1
-) -> ValidationResults:
-    """Responds to every `num_parts`-th prompt from number `part` on."""
-    rows: SampleRows = []
-    greedy: Outcomes = {}
-    sampled: Outcomes = {}
-    errors = 0
-    for chosen in sets:
-        numbers = range(part, len(chosen.rows), num_parts)
-        for params, count, into in ((chosen.greedy, 1, greedy), (chosen.sampled, chosen.num_samples, sampled)):
-            if params is None or count == 0:
-                continue
-            groups = await _respond_to_all(chosen, numbers, params, count, respond, step)
-            for number, group in zip(numbers, groups, strict=True):
-                right = _right(group, count)
-                errors += sum(1 for r in right if r is None)
-                into.setdefault(chosen.rows[number].domain, []).append([bool(r) for r in right])
-                if isinstance(group, Batch):
-                    kind = "greedy" if params.greedy else "sampled"
-                    rows += [{**r, "set": chosen.name, "kind": kind} for r in sample_rows(group)]
-    return ValidationResults(greedy, sampled, errors, rows)
-
-
-async def _respond_to_all(
-    chosen: ValidationSet, numbers: range, params: SamplingParams, count: int, respond: Respond, step: int
-) -> list[Batch | Drop]:
-    kind = "greedy" if params.greedy else "sampled"
-    prompt_groups = [PromptGroup(i, step, i, count, step, stream=f"val/{chosen.name}/{kind}") for i in numbers]
-    return await asyncio.gather(*(respond(chosen, prompt_group, params) for prompt_group in prompt_groups))
 
 
 def _right(group: Batch | Drop, count: int) -> list[bool | None]:

@@ -6,18 +6,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import ExitStack
 from functools import partial
-from types import TracebackType
+from typing import Any
 
 from distflow.data.batch import Batch
 from distflow.graph import NodeStatus
 from distflow.rewards.score import RewardCounts
 from distflow.runtime.checkpoint.state import copy_of_state, merge_node_states, part_of_rank, saved_parts
-from distflow.runtime.compiled_node import Step
-from distflow.runtime.context import NodeContext
-from distflow.runtime.resources import Resources
+from distflow.runtime.compiled_node import NodeContext, Step
 from distflow.runtime.sample_queue.protocol import NewWorkers, Released, TrainingStep
 from distflow.runtime.step_metrics import Figures, batch_metrics, curriculum_metrics, group_metrics, over_ranks
-from distflow.runtime.validation import ValidationRunner, score
+from distflow.runtime.validation import score
 from distflow.runtime.weight_sync.sender import WeightReceiver
 from distflow.runtime.worker_parts import WorkerParts
 from distflow.scheduling.groups import Version
@@ -26,12 +24,16 @@ from distflow.training.engine import LossFn, TrainEngine
 
 
 class Worker:
-    """Runs its part of a pipeline. A context manager: while entered, its rollout loop runs the groups of the queue."""
+    """Runs its part of a pipeline. A context manager: while entered, its rollout loop runs the groups of the queue.
+
+    resources: its engines and services. validation: validates, also on prompts for other workers.
+    """
 
     def __init__(self, parts: WorkerParts) -> None:
         inputs = parts.inputs
         self._parts, self._spec, self._ports, self._recorder = parts, inputs.spec, inputs.ports, inputs.recorder
         self._stop, self._version = inputs.stop, inputs.version
+        self.resources, self.validation = parts.services.resources, parts.validation
         self._rank = inputs.ports.collective.rank  # among those that train
         self._saved_at = inputs.version.step
         self._released: Released | None = None
@@ -54,10 +56,8 @@ class Worker:
             self._leave = stack.pop_all()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._leave.__exit__(kind, error, trace)
+    def __exit__(self, *exception: Any) -> None:
+        self._leave.__exit__(*exception)
 
     def training_loop(self) -> int:
         """consumes steps · waits until one is complete · unblocked by the rollout loop · produces versions
@@ -86,16 +86,6 @@ class Worker:
     def step(self) -> int:
         """Steps consumed in all: the number of the step to be consumed next."""
         return self._released.version.step if self._released is not None else self._version.step
-
-    @property
-    def validation(self) -> ValidationRunner:
-        """Validates, also on prompts for other workers."""
-        return self._parts.validation
-
-    @property
-    def resources(self) -> Resources:
-        """Its engines and services."""
-        return self._parts.services.resources
 
     def take(self, wanted: int | None = None, deadline: float | None = None) -> TrainingStep[Batch] | None:
         """This rank's part of the next step or of a part of it, None if there is none: see `SampleQueuePort.take`."""
@@ -138,8 +128,8 @@ class Worker:
         """An optimizer step outside of the nodes, checked as theirs are."""
         self._parts.offload.only((role,))
         with self._recorder.phases(f"update_{role}"):
-            metrics = engine.train_step(batch, self._parts.updates.before(role, engine, batch, loss))
-        self._parts.updates.after(role, engine, batch, metrics, self.step, first=False)
+            metrics = engine.train_step(batch, self._parts.updates.before(engine, batch, loss))
+        self._parts.updates.after(engine, batch, metrics, first=False, step=self.step)
         return metrics
 
     def finish(self, batch: Batch, metrics: Mapping[str, float]) -> dict[str, float]:

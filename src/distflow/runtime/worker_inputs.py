@@ -6,10 +6,11 @@ from typing import Protocol
 
 from distflow.data.batch import Batch
 from distflow.runtime.checkpoint.checkpoint import CheckpointStore
-from distflow.runtime.context import NodeState
+from distflow.runtime.compiled_node import NodeState
 from distflow.runtime.recorder import Recorder
 from distflow.runtime.resources import Resources
-from distflow.runtime.sample_queue.protocol import IntakePort, SampleQueuePort
+from distflow.runtime.sample_queue.local import LocalSampleQueue
+from distflow.runtime.sample_queue.protocol import SampleQueuePort
 from distflow.runtime.spec import Spec
 from distflow.runtime.step_metrics import ValidationResults
 from distflow.runtime.stop import Stop
@@ -28,7 +29,6 @@ class ReshardPort(Protocol):
         Waits while too much is stored. Raises ReshardError if this step is invalid, and the error that ended another
         rank.
         """
-        ...
 
     def pick(self, key: Key, rank: int, num_ranks: int, uids: Sequence[str]) -> Batch:
         """The samples of these uids, in that order, in memory of its own; each of `num_ranks` picks its own.
@@ -36,19 +36,18 @@ class ReshardPort(Protocol):
         Waits until the step is complete. Raises ReshardError if it cannot be completed any more, and the error that
         ended another rank.
         """
-        ...
 
 
 @dataclass(frozen=True)
 class Ports:
     """The ports of one worker. collective: of the ranks of its dp group. data: of those among them that have samples of
-    their own, one for each share of a step. everyone: of all ranks that train. intake: for a training loop of the
-    user's own, if the queue is of this process. abort: informs every other part of the run that this one has failed.
+    their own, one for each share of a step. everyone: of all ranks that train. intake: the queue if it is of this
+    process, for a training loop of the user's own. abort: informs every other part of the run that this one has failed.
     validate: validates on the workers with an engine, for one without. reshard: None if no column goes from one dp
     group to another."""
 
     queue: SampleQueuePort
-    intake: IntakePort | None
+    intake: LocalSampleQueue | None
     weights: WeightPort
     collective: Collective
     data: Collective

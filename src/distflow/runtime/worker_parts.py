@@ -6,11 +6,10 @@ from dataclasses import dataclass
 from distflow.rewards.score import RewardCounts
 from distflow.runtime.audit_protocol import StepAuditor, StepChecks, Updates
 from distflow.runtime.checkpoint.saver import Saver
-from distflow.runtime.compiled_node import Step
-from distflow.runtime.context import Contexts
+from distflow.runtime.compiled_node import Contexts, Step
 from distflow.runtime.errors import ErrorShare
-from distflow.runtime.offload import Offload
 from distflow.runtime.reshard_columns import ColumnReshard
+from distflow.runtime.resources import Offload
 from distflow.runtime.rollout_loop import RolloutLoop
 from distflow.runtime.rollout_services import Session
 from distflow.runtime.validation import ValidationRunner

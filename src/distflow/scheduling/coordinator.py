@@ -8,7 +8,7 @@ from typing import cast
 from distflow.scheduling.curriculum import Accuracy, Skips
 from distflow.scheduling.data_plan import DataPlan
 from distflow.scheduling.domain_shares import DomainShares
-from distflow.scheduling.groups import CountsError, GroupCounts, GroupRecord, PromptGroup, Version
+from distflow.scheduling.groups import CountsError, GroupCounts, PromptGroup, Version
 from distflow.scheduling.ledger import Ledger, Mark
 from distflow.scheduling.ledger_audit import STALE
 from distflow.scheduling.ledger_record import inherited_fields
@@ -129,6 +129,10 @@ class Coordinator:
         self._close_at_end()
         return prompt_groups
 
+    def prompt_group(self, number: int) -> PromptGroup:
+        """The current record of a group in the queue."""
+        return self._queue.prompt_group(number)
+
     def assign(self, number: int, worker: str) -> None:
         """Record in the ledger that `worker` works on the group from now on."""
         self._journal("assigned", group_id=number, worker=worker)
@@ -144,7 +148,7 @@ class Coordinator:
         """Note that a group has its rewards and passed all filters. num_tokens: of all its samples, prompts included.
         version: the lowest of any of their tokens, None for the group's."""
         group = self._queue.complete(number, num_tokens, version)
-        self._journal("complete", group_id=number, tokens=num_tokens, version=group.version)
+        self._journal("complete", group_id=number, tokens=num_tokens, version=group.lowest_version)
 
     def weigh(self, number: int, num_bytes: int) -> None:
         """Note the size of a complete group, for `plan.max_held_bytes`."""
@@ -160,9 +164,9 @@ class Coordinator:
         """Note the accuracy of a running group's responses, None if they were not scored, before it is completed or
         dropped."""
         if accuracy is not None:
-            prompt_group = self._queue.running_group(number, "be scored").prompt_group
-            self._skips.record(prompt_group.domain, prompt_group.row, accuracy)
-            self.shares.record(prompt_group.domain, accuracy)
+            group = self._queue.running_group(number, "be scored")
+            self._skips.record(group.domain, group.row, accuracy)
+            self.shares.record(group.domain, accuracy)
 
     def retry(self, number: int) -> bool:
         """A group was lost during the run, with the engine or the process that worked on it.
@@ -310,16 +314,16 @@ class Coordinator:
         self._journal("issued", **prompt_group.issued_fields())
         return prompt_group
 
-    def _restore(self, groups: list[GroupRecord]) -> None:
+    def _restore(self, groups: list[PromptGroup]) -> None:
         complete = [group for group in groups if group.complete]
-        fit, stale = list[GroupRecord](), list[GroupRecord]()
+        fit, stale = list[PromptGroup](), list[PromptGroup]()
         for number, source in enumerate(self.plan.sources):
             own = [group for group in complete if group.domain == source.name]
             parts = still_consumable(own, self.plan.max_staleness, partial(self.shares.quotas.up_to, number))
             fit += parts[0]
             stale += parts[1]
         running = [group for group in groups if not group.complete]
-        lost = [group for group in running if group.prompt_group.row >= self.plan.num_rows]
+        lost = [group for group in running if group.row >= self.plan.num_rows]
         for group in [*fit, *(group for group in running if group not in lost)]:
             self._queue.restore(group)
         for group, reason in [*((group, STALE) for group in stale), *((group, LOST) for group in lost)]:

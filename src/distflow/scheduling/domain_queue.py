@@ -1,13 +1,14 @@
 """A domain queue, part of the sample queue: the groups of one domain, by the last step that may train on them."""
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 from fractions import Fraction
 from math import ceil
+from typing import Any
 
 from distflow.scheduling.domain_quotas import Quotas
-from distflow.scheduling.groups import CountsError, GroupRecord, GroupState
+from distflow.scheduling.groups import CountsError, GroupState, PromptGroup
 
 MAX_ABORTS = 3
 """Times that a group may be aborted: then its slot in the step is reserved, and the step waits for it."""
@@ -31,13 +32,14 @@ class DomainQueue:
 
     def __init__(
         self,
-        groups: Mapping[int, GroupRecord],
+        groups: dict[int, PromptGroup],
         quotas: Quotas,
         domain: int,
         max_staleness: int,
         oversampling: Fraction = Fraction(0),  # noqa: B008  immutable
     ) -> None:
-        """groups: of all domain queues, by id. domain: its number in `quotas`. oversampling: see `DataPlan`."""
+        """groups: of all domain queues, by id; each replaces the records of its own. domain: its number in `quotas`.
+        oversampling: see `DataPlan`."""
         self._groups, self._quotas, self._domain, self._max_staleness = groups, quotas, domain, max_staleness
         self._oversampling = oversampling
         self._due: dict[int, _Due] = {}
@@ -75,56 +77,56 @@ class DomainQueue:
         """Slots up to that step without a group in the queue, plus extra groups; negative if there are too many."""
         return self._quotas.up_to(self._domain, step) + self.num_extra - self.num_live
 
-    def issue(self, group: GroupRecord) -> None:
+    def issue(self, number: int) -> None:
         self.num_live += 1
-        self._enter(group)
+        self._enter(number)
 
-    def restore(self, group: GroupRecord) -> None:
+    def restore(self, number: int) -> None:
         self.num_live += 1
-        self.num_complete += group.complete
-        if group.complete:
-            self._enter(group)
+        if self._groups[number].complete:
+            self.num_complete += 1
+            self._enter(number)
         else:
-            self.waiting.add(group.group_id)
+            self.waiting.add(number)
 
-    def wait(self, group: GroupRecord) -> None:
+    def wait(self, number: int) -> None:
         """Let a running or complete group wait to be issued again."""
-        self._leave(group)
-        self.num_complete -= group.complete
-        group.state, group.num_tokens, group.version = GroupState.WAITING, 0, None
-        self.waiting.add(group.group_id)
+        self._leave(number)
+        self.num_complete -= self._groups[number].complete
+        self._change(number, state=GroupState.WAITING, num_tokens=0, lowest_version=None)
+        self.waiting.add(number)
 
-    def reissue(self, group: GroupRecord, version: int) -> None:
-        self.waiting.remove(group.group_id)
-        group.state = GroupState.GENERATING
-        group.prompt_group = replace(group.prompt_group, version=version, attempt=group.prompt_group.attempt + 1)
-        if group.num_aborts >= MAX_ABORTS:
-            self.protected.add(group.group_id)
-        self._enter(group)
+    def reissue(self, number: int, version: int) -> None:
+        self.waiting.remove(number)
+        attempt, num_aborts = self._groups[number].attempt + 1, self._groups[number].num_aborts
+        self._change(number, state=GroupState.GENERATING, version=version, attempt=attempt)
+        if num_aborts >= MAX_ABORTS:
+            self.protected.add(number)
+        self._enter(number)
 
-    def complete(self, group: GroupRecord, num_tokens: int, version: int | None) -> None:
-        self._leave(group)
-        group.state, group.num_tokens = GroupState.QUEUED, num_tokens
-        group.version = group.prompt_group.version if version is None else version
+    def complete(self, number: int, num_tokens: int, version: int | None) -> None:
+        self._leave(number)
+        lowest = self._groups[number].version if version is None else version
+        self._change(number, state=GroupState.QUEUED, num_tokens=num_tokens, lowest_version=lowest)
         self.num_complete += 1
-        self._enter(group)
+        self._enter(number)
 
-    def drop(self, group: GroupRecord, reason: str) -> None:
-        group.state = GroupState.DROPPED
-        self._leave(group).dropped[reason] += 1
+    def drop(self, number: int, reason: str) -> None:
+        self._leave(number).dropped[reason] += 1
+        self._change(number, state=GroupState.DROPPED)
         self.num_live -= 1
 
     def take(self, numbers: Sequence[int]) -> None:
         """Take groups for the next step."""
         for number in numbers:
-            self._leave(self._groups[number])
-            self._groups[number].state = GroupState.TRAINING
+            self._leave(number)
+            self._change(number, state=GroupState.TRAINING)
         self.formed += tuple(numbers)
 
     def untake(self) -> None:
         for number in self.formed:
-            self._groups[number].state = GroupState.QUEUED
-            self._enter(self._groups[number])
+            self._change(number, state=GroupState.QUEUED)
+            self._enter(number)
         self.formed = ()
 
     def consume(self, step: int) -> None:
@@ -178,7 +180,7 @@ class DomainQueue:
     def _check(self, step: int, numbers: Collection[int]) -> list[int]:
         """The numbers, checked against the bound on staleness."""
         for number in numbers:
-            version = self._groups[number].version
+            version = self._groups[number].lowest_version
             assert version is not None, "it is complete"
             if not 0 <= step - version <= self._max_staleness:
                 raise CountsError(
@@ -187,15 +189,19 @@ class DomainQueue:
                 )
         return list(numbers)
 
-    def _enter(self, group: GroupRecord) -> None:
+    def _change(self, number: int, **changes: Any) -> None:
+        self._groups[number] = self._groups[number].changed(**changes)
+
+    def _enter(self, number: int) -> None:
+        group = self._groups[number]
         members = self._due.setdefault(group.due(self._max_staleness), _Due())
         members.num_live += 1
         if group.complete:
-            members.complete.add(group.group_id)
+            members.complete.add(number)
 
-    def _leave(self, group: GroupRecord) -> _Due:
-        members = self._due[group.due(self._max_staleness)]
+    def _leave(self, number: int) -> _Due:
+        members = self._due[self._groups[number].due(self._max_staleness)]
         members.num_live -= 1
-        members.complete.discard(group.group_id)
-        self.protected.discard(group.group_id)
+        members.complete.discard(number)
+        self.protected.discard(number)
         return members

@@ -72,9 +72,9 @@ def inherited_fields(start: Snapshot, domains: Mapping[str, DomainCounts]) -> di
     live = [
         {
             "group_id": group.group_id,
-            "attempt": group.prompt_group.attempt,
+            "attempt": group.attempt,
             "complete": group.complete,
-            "version": group.prompt_group.version if group.version is None else group.version,
+            "version": group.version if group.lowest_version is None else group.lowest_version,
             **({"domain": group.domain} if group.domain else {}),
         }
         for group in map(restored, start["live"])

@@ -7,7 +7,7 @@ from typing import Literal
 from distflow.errors import UserError
 from distflow.scheduling.domain_queue import DomainQueue
 from distflow.scheduling.domain_quotas import Quotas
-from distflow.scheduling.groups import CountsError, GroupRecord, GroupState, PromptGroup
+from distflow.scheduling.groups import CountsError, GroupState, PromptGroup
 
 MAX_ATTEMPTS = 3
 """Attempts that a group has: lost in the last one too, it is not tried again."""
@@ -60,7 +60,7 @@ class SampleQueue:
         self._consumer_batch = consumer_batch
         self._max_staleness = max_staleness
         self._when_exhausted = when_exhausted
-        self._groups: dict[int, GroupRecord] = {}
+        self._groups: dict[int, PromptGroup] = {}
         self.domain_queues: Mapping[str, DomainQueue] = {
             name: DomainQueue(self._groups, self.quotas, number, max_staleness, oversampling)
             for number, name in enumerate(domains)
@@ -101,7 +101,7 @@ class SampleQueue:
         return [group.group_id for group in self.live if group.state is GroupState.QUEUED]
 
     @property
-    def live(self) -> list[GroupRecord]:
+    def live(self) -> list[PromptGroup]:
         """All groups, by group id."""
         return [self._groups[number] for number in sorted(self._groups)]
 
@@ -118,29 +118,32 @@ class SampleQueue:
         """Whether the group is complete and no step has consumed it."""
         return number in self._groups and self._groups[number].complete
 
+    def prompt_group(self, number: int) -> PromptGroup:
+        return self._groups[number]
+
     def queue_of(self, number: int) -> DomainQueue:
         """The domain queue of a group in the queue."""
-        return self._queue_of(self._groups[number])
+        return self.domain_queues[self._groups[number].domain]
 
     def issue(self, prompt_group: PromptGroup) -> None:
         """Add a group that starts. Raises CountsError if it is in the queue already."""
         if prompt_group.group_id in self._groups:
             raise CountsError(f"group {prompt_group.group_id} was issued twice: it is on the sample queue already")
-        self._groups[prompt_group.group_id] = GroupRecord(prompt_group)
-        self.queue_of(prompt_group.group_id).issue(self._groups[prompt_group.group_id])
+        self._groups[prompt_group.group_id] = prompt_group
+        self.queue_of(prompt_group.group_id).issue(prompt_group.group_id)
 
-    def restore(self, group: GroupRecord) -> None:
+    def restore(self, group: PromptGroup) -> None:
         """Add a group of a snapshot. One that was not complete died with its process, and waits to be issued again."""
         self._groups[group.group_id] = group
-        self._queue_of(group).restore(group)
+        self.queue_of(group.group_id).restore(group.group_id)
 
     def retry(self, number: int) -> bool:
         """A running group was lost. Returns whether it now waits to be issued again, or has used up its attempts."""
-        group = self.running_group(number, "be tried again")
-        group.failures += 1
-        if group.failures < MAX_ATTEMPTS:
-            self._queue_of(group).wait(group)
-        return group.failures < MAX_ATTEMPTS
+        failures = self.running_group(number, "be tried again").failures + 1
+        self._groups[number] = self._groups[number].changed(failures=failures)
+        if failures < MAX_ATTEMPTS:
+            self.queue_of(number).wait(number)
+        return failures < MAX_ATTEMPTS
 
     def lose(self, number: int) -> None:
         """The samples of a complete group are gone, without a failure of the group: it waits to be issued again. Raises
@@ -148,7 +151,7 @@ class SampleQueue:
         group = self._groups.get(number)
         if group is None or group.state is not GroupState.QUEUED:
             raise CountsError(f"group {number} cannot be lost: it is not complete, or a step has taken it")
-        self._queue_of(group).wait(group)
+        self.queue_of(number).wait(number)
 
     @property
     def is_full(self) -> bool:
@@ -158,15 +161,16 @@ class SampleQueue:
     def has_place(self, number: int) -> bool:
         """Whether the next step has a slot for a running group, besides those reserved for groups that were aborted too
         often."""
-        queue = self._queue_of(self.running_group(number, "take a slot"))
+        self.running_group(number, "take a slot")
+        queue = self.queue_of(number)
         return queue.num_lacking > (0 if number in queue.protected else len(queue.protected))
 
-    def abort(self, number: int) -> GroupRecord:
+    def abort(self, number: int) -> PromptGroup:
         """Abort a running group that is not needed: it waits to be issued again."""
         group = self.running_group(number, "be aborted")
-        group.num_aborts += 1
-        self._queue_of(group).wait(group)
-        return group
+        self._groups[number] = group.changed(num_aborts=group.num_aborts + 1)
+        self.queue_of(number).wait(number)
+        return self._groups[number]
 
     def was_aborted(self, number: int) -> bool:
         """Whether the group waits, or runs again, after an abort."""
@@ -174,21 +178,20 @@ class SampleQueue:
 
     def reissue(self, number: int, version: int) -> PromptGroup:
         """Start a waiting group again, with the same id and the next attempt."""
-        group = self._groups[number]
-        self._queue_of(group).reissue(group, version)
-        return group.prompt_group
+        self.queue_of(number).reissue(number, version)
+        return self._groups[number]
 
-    def complete(self, number: int, num_tokens: int, version: int | None = None) -> GroupRecord:
+    def complete(self, number: int, num_tokens: int, version: int | None = None) -> PromptGroup:
         """Note that a group has its rewards and passed all filters. version: the lowest of any of its tokens, None for
         the group's."""
-        group = self.running_group(number, "complete")
-        self._queue_of(group).complete(group, num_tokens, version)
-        return group
+        self.running_group(number, "complete")
+        self.queue_of(number).complete(number, num_tokens, version)
+        return self._groups[number]
 
-    def drop(self, number: int, reason: str) -> GroupRecord:
+    def drop(self, number: int, reason: str) -> PromptGroup:
         """Drop a group without training on it; its id is used up."""
-        group = self.running_group(number, "be dropped")
-        self._queue_of(group).drop(group, reason)
+        self.running_group(number, "be dropped")
+        self.queue_of(number).drop(number, reason)
         return self._groups.pop(number)
 
     def close(self, closed: bool = True) -> None:
@@ -234,14 +237,12 @@ class SampleQueue:
         """Groups that the next step must still take so that none of the remaining ones gets too old."""
         return sum(queue.num_owed() for queue in self.domain_queues.values())
 
-    def release(self, step: int) -> list[GroupRecord]:
+    def release(self, step: int) -> list[PromptGroup]:
         """Consume the step: its groups leave the queue. Raises CountsError if it was not formed yet."""
         numbers = self.ready(step)
         if numbers is None:
             raise CountsError(f"step {step + 1} was released before it was formed: {self.num_running} groups run")
-        groups = [self._groups.pop(number) for number in sorted(numbers)]
-        for group in groups:
-            group.state = GroupState.TRAINED
+        groups = [self._groups.pop(number).changed(state=GroupState.TRAINED) for number in sorted(numbers)]
         self.next_step += 1
         self.quotas.consume()
         for queue in self.domain_queues.values():
@@ -251,9 +252,6 @@ class SampleQueue:
     @property
     def _formed(self) -> tuple[int, ...]:
         return tuple(number for queue in self.domain_queues.values() for number in queue.formed)
-
-    def _queue_of(self, group: GroupRecord) -> DomainQueue:
-        return self.domain_queues[group.domain]
 
     def _form(self, step: int, needs: Sequence[tuple[DomainQueue, int]], exhausted: bool) -> list[list[int]] | None:
         """Ids that each domain queue gives to the step."""
@@ -285,7 +283,7 @@ class SampleQueue:
             f"drawn for it{later} {num_left or 'none'} are left (dropped: {reasons}): {remedy}"
         )
 
-    def running_group(self, number: int, verb: str) -> GroupRecord:
+    def running_group(self, number: int, verb: str) -> PromptGroup:
         """A group that generates. Raises CountsError, saying that it cannot `verb`, if it is in another state."""
         group = self._groups.get(number)
         if group is None:
@@ -304,15 +302,15 @@ def _all(parts: Sequence[list[int] | None]) -> list[list[int]] | None:
 
 
 def still_consumable(
-    groups: Sequence[GroupRecord], max_staleness: int, up_to: Callable[[int], int]
-) -> tuple[list[GroupRecord], list[GroupRecord]]:
+    groups: Sequence[PromptGroup], max_staleness: int, up_to: Callable[[int], int]
+) -> tuple[list[PromptGroup], list[PromptGroup]]:
     """Complete groups of one domain, in a run that resumes with another bound: those that the next steps can consume by
     their due step (earliest first, as many as fit), and the others, which are stale.
 
     up_to: the domain's slots in the steps from the next one to the given one.
     """
-    fit: list[GroupRecord] = []
-    stale: list[GroupRecord] = []
+    fit: list[PromptGroup] = []
+    stale: list[PromptGroup] = []
     for group in sorted(groups, key=lambda group: (group.due(max_staleness), group.group_id)):
         (fit if len(fit) < up_to(group.due(max_staleness)) else stale).append(group)
     return fit, stale

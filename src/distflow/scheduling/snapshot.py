@@ -1,15 +1,16 @@
 """The state from which a coordinator resumes: JSON, as of the last release."""
 
+from operator import attrgetter
 from typing import NotRequired, TypedDict, cast
 
 from distflow.errors import UserError
 from distflow.scheduling.curriculum import SavedCurriculum, SavedSkips
 from distflow.scheduling.data_plan import DataPlan
-from distflow.scheduling.groups import GroupRecord, GroupState, PromptGroup
+from distflow.scheduling.groups import GroupState, PromptGroup
 
 
 class SavedGroupStart(TypedDict):
-    """The fields of a `PromptGroup`."""
+    """The fields that identify a `PromptGroup`."""
 
     group_id: int
     epoch: int
@@ -19,6 +20,10 @@ class SavedGroupStart(TypedDict):
     attempt: int
     stream: str
     position: NotRequired[int]
+
+
+_START = tuple(SavedGroupStart.__annotations__)
+_start_of = attrgetter(*_START)
 
 
 class SavedGroup(TypedDict):
@@ -114,25 +119,30 @@ def saved_plan(plan: DataPlan) -> SavedPlan:
     return saved
 
 
-def saved_group(group: GroupRecord) -> SavedGroup:
+def saved_group(group: PromptGroup) -> SavedGroup:
     """A group in the queue as JSON."""
     live: SavedGroup = {
-        "prompt_group": cast(SavedGroupStart, dict(vars(group.prompt_group))),
+        "prompt_group": cast(SavedGroupStart, dict(zip(_START, _start_of(group), strict=True))),
         "complete": group.complete,
         "num_tokens": group.num_tokens,
         "failures": group.failures,
-        "version": group.version,
+        "version": group.lowest_version,
     }
     return {**live, "aborts": group.num_aborts} if group.num_aborts else live
 
 
-def restored(group: SavedGroup) -> GroupRecord:
+def restored(group: SavedGroup) -> PromptGroup:
     """The inverse of `saved_group`."""
-    prompt_group = PromptGroup(**group["prompt_group"])
     # Older checkpoints do not have it; they were synchronous.
-    version = group.get("version", prompt_group.version if group["complete"] else None)
-    state = GroupState.QUEUED if group["complete"] else GroupState.WAITING
-    return GroupRecord(prompt_group, state, group["num_tokens"], group["failures"], version, group.get("aborts", 0))
+    version = group.get("version", group["prompt_group"]["version"] if group["complete"] else None)
+    return PromptGroup(
+        **group["prompt_group"],
+        state=GroupState.QUEUED if group["complete"] else GroupState.WAITING,
+        num_tokens=group["num_tokens"],
+        failures=group["failures"],
+        lowest_version=version,
+        num_aborts=group.get("aborts", 0),
+    )
 
 
 def check_resumable(plan: DataPlan, snapshot: Snapshot) -> None:

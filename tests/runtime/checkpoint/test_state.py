@@ -1,6 +1,7 @@
 """What a checkpoint holds besides weights: a resumed process draws on where the undisturbed one would have."""
 
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +23,7 @@ from distflow.runtime.prompt_group import finished_group
 from distflow.runtime.resources import build_resources
 from distflow.runtime.sample_queue.protocol import ResumePoint
 from distflow.scheduling.coordinator import Coordinator
-from distflow.scheduling.groups import GroupRecord, GroupState, PromptGroup
+from distflow.scheduling.groups import GroupState, PromptGroup
 from distflow.scheduling.snapshot import saved_group
 from tests.e2e.runs import Playground
 from tests.runtime.groups import group
@@ -40,7 +41,9 @@ def test_all_random_draws_continue_as_in_the_undisturbed_process(tmp_path: Path)
     resources = build_resources(spec.factories, spec.plan.ranks[0])
     coordinator = Coordinator(spec.data)
     queued = finished_group(PromptGroup(4, 0, 4, 2, 0), group(4), [({"mine": 1.0}, 2.0)])
-    record = GroupRecord(queued.prompt_group, GroupState.QUEUED, queued.num_tokens, version=queued.version)
+    record = replace(
+        queued.prompt_group, state=GroupState.QUEUED, num_tokens=queued.num_tokens, lowest_version=queued.version
+    )
     point = ResumePoint({**coordinator.snapshot(), "live": [saved_group(record)]}, {4: queued})
     for seed in (torch.manual_seed, np.random.seed, random.seed):
         seed(7)

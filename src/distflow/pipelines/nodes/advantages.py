@@ -29,7 +29,7 @@ from distflow.config.per_domain import reward_functions
 from distflow.graph import NodeOutput, NodeRole, node, node_factory
 from distflow.pipelines.nodes.by_domain import by_domain
 from distflow.rewards.score import RIGHT
-from distflow.runtime.context import NodeContext
+from distflow.runtime.compiled_node import NodeContext
 from distflow.training.engine import Collective
 
 

@@ -11,9 +11,9 @@ from distflow.config.derived_settings import algorithms, config_of
 from distflow.config.keys.algorithm import AlgorithmConfig
 from distflow.data.batch import Batch
 from distflow.data.batch_columns import Written
-from distflow.graph import BoundNode, Node, NodeOutput, compile_inputs, node
+from distflow.graph import BoundNode, Node, NodeOutput, node
 from distflow.graph.bind import bind_alone
-from distflow.runtime.context import NodeContext
+from distflow.runtime.compiled_node import NodeContext, compile_inputs
 from distflow.runtime.step_metrics import over_ranks
 from distflow.training.engine import Collective
 

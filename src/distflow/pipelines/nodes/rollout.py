@@ -22,7 +22,7 @@ from distflow.graph import Drop, NodeRole, node, node_factory
 from distflow.rewards.router import RewardRouter
 from distflow.rewards.score import ACC, Score
 from distflow.rollout.engine import GenerateRequest, RolloutEngine
-from distflow.runtime.context import NodeContext
+from distflow.runtime.compiled_node import NodeContext
 from distflow.runtime.prompt_group import Group
 
 RESPONSE_FIELDS = ("responses", "response_ids", "response_mask", "versions", "finish_reason", "truncated", "valid")
@@ -103,29 +103,25 @@ async def reward_samples(
     domains: `min_valid` and `on_error` by domain, where they may differ.
     """
     outcomes = await reward_fn(samples)
-    reward_results = [outcome.reward_result for outcome in outcomes]
-    failed = [reward_result for reward_result in reward_results if not isinstance(reward_result, Score)]
+    results = [outcome.reward_result for outcome in outcomes]
+    scores = [result if isinstance(result, Score) else None for result in results]
+    errors = [None if isinstance(result, Score) else str(result) for result in results]
+    failed = [error for error in errors if error is not None]
     min_valid, on_error = domains.get(samples[0].domain, (min_valid, on_error))
     substitute = on_error if isinstance(on_error, float) and not ctx.validating else None
     if failed and substitute is None and not ctx.validating:
         too_few = len(samples) > 1 and len(samples) - len(failed) < min_valid
         if too_few or on_error == "drop":
-            return Drop(TOO_FEW_SCORES, str(failed[0]))
+            return Drop(TOO_FEW_SCORES, failed[0])
     return {
-        "scores": [
-            reward_result.value if isinstance(reward_result, Score) else substitute or 0.0
-            for reward_result in reward_results
-        ],
+        "scores": [substitute or 0.0 if score is None else score.value for score in scores],
         "acc": [outcome.accuracy for outcome in outcomes],
-        "valid": [isinstance(reward_result, Score) or substitute is not None for reward_result in reward_results],
+        "valid": [score is not None or substitute is not None for score in scores],
         "reward_parts": [outcome.scores() for outcome in outcomes],
         "reward_extra": [
-            reward_result.extra if isinstance(reward_result, Score) else outcome.remarks()
-            for reward_result, outcome in zip(reward_results, outcomes, strict=True)
+            outcome.remarks() if score is None else score.extra for score, outcome in zip(scores, outcomes, strict=True)
         ],
-        "reward_errors": [
-            None if isinstance(reward_result, Score) else str(reward_result) for reward_result in reward_results
-        ],
+        "reward_errors": list(errors),
     }
 
 

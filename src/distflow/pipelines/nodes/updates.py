@@ -23,7 +23,7 @@ from distflow.pipelines.nodes.objectives import (
     value_objective,
 )
 from distflow.pipelines.nodes.rollout_correction import drift_weights, has_drifted
-from distflow.runtime.context import NodeContext
+from distflow.runtime.compiled_node import NodeContext
 from distflow.training.engine import Collective, Counts, LossFn, Sums, TrainEngine
 
 register_field(

@@ -30,7 +30,6 @@ from distflow.runtime.checkpoint.files import (
     REMOVED,
     CheckpointError,
     DamagedError,
-    FileEntry,
     Manifest,
     by_age,
     checkpoints_in,
@@ -147,10 +146,19 @@ class Writing:
         nothing is committed.
         """
         with or_give_up(self.step, self.store.folder):
-            while self._missing(expected) and not self._given_up() and keep_waiting():
+            while (missing := self._missing(expected)) and not self._given_up() and keep_waiting():
                 pass
-            files = self._files(expected)
             folder = self.store.folder
+            if missing and self._given_up():
+                raise GivenUp(self.step, folder)
+            if missing:
+                with suppress(OSError):
+                    remove_partial(self.partial)
+                raise CheckpointError(
+                    f"the checkpoint of step {self.step} was not written to {folder}: {', '.join(missing)} missing, as "
+                    "the process that was to write it failed or is gone. Earlier ones are complete"
+                )
+            files = {path.name: describe(path) for path in parts_in(self.partial)}
             score = metric if metric is not None and math.isfinite(metric) else None
             write_manifest(self.partial, Manifest(self.step, next_serial(folder), score, files))
             (self.partial / BEGUN).unlink()
@@ -163,19 +171,6 @@ class Writing:
             self.store.on_point("latest")
             self._remove_old()
             return final
-
-    def _files(self, expected: Collection[str]) -> dict[str, FileEntry]:
-        missing = self._missing(expected)
-        if missing and self._given_up():
-            raise GivenUp(self.step, self.store.folder)
-        if missing:
-            with suppress(OSError):
-                remove_partial(self.partial)
-            raise CheckpointError(
-                f"the checkpoint of step {self.step} was not written to {self.store.folder}: {', '.join(missing)} "
-                "missing, as the process that was to write it failed or is gone. Earlier ones are complete"
-            )
-        return {path.name: describe(path) for path in parts_in(self.partial)}
 
     def _missing(self, expected: Collection[str]) -> list[str]:
         return sorted(set(expected) - {path.stem for path in parts_in(self.partial)})
@@ -287,7 +282,9 @@ class CheckpointStore:
 
     def _load_latest(self) -> Checkpoint:
         newest_first = sorted(checkpoints_in(self.folder), key=serial_of, reverse=True)
-        wanted = self._latest_name()
+        wanted = ""
+        with suppress(OSError), (self.folder / LATEST).open("rb") as file:
+            wanted = file.read(_MAX_NAME).decode(errors="replace").strip()
         newest_first.sort(key=lambda path: path.name != wanted)
         faults = []
         for path in newest_first:
@@ -306,13 +303,6 @@ class CheckpointStore:
             )
         raise CheckpointError(f"there is no checkpoint in {self.folder} (trainer.default_local_dir)")
 
-    def _latest_name(self) -> str:
-        try:
-            with (self.folder / LATEST).open("rb") as file:
-                return file.read(_MAX_NAME).decode(errors="replace").strip()
-        except OSError:
-            return ""
-
     def _listing(self) -> str:
         names = ", ".join(path.name for path in by_age(self.folder))
         return f"There are: {names}" if names else "There is no other"
@@ -327,20 +317,18 @@ def or_give_up(step: int, folder: Path, given_up: Callable[[], bool] = lambda: F
     try:
         yield
     except (OSError, SafetensorError) as err:
-        failure = GivenUp(step, folder) if given_up() else CheckpointError(_failure(step, folder, err))
+        # safetensors reports the system's errors by their text alone
+        full = getattr(err, "errno", None) in _FULL or any(os.strerror(number) in str(err) for number in _FULL)
+        cause = "the disk is full" if full else str(err)
+        failure = CheckpointError(
+            f"the checkpoint of step {step} could not be written to {folder}: {cause}. Earlier ones are complete. Free "
+            "space, or set trainer.default_local_dir to another folder; then start again"
+        )
+        if given_up():
+            failure = GivenUp(step, folder)
         with suppress(OSError):  # the failure of the write itself is the one to report
             remove_leftovers(folder)
         raise failure from err
-
-
-def _failure(step: int, folder: Path, err: Exception) -> str:
-    # safetensors reports the system's errors by their text alone
-    full = getattr(err, "errno", None) in _FULL or any(os.strerror(number) in str(err) for number in _FULL)
-    cause = "the disk is full" if full else str(err)
-    return (
-        f"the checkpoint of step {step} could not be written to {folder}: {cause}. Earlier ones "
-        "are complete. Free space, or set trainer.default_local_dir to another folder; then start again"
-    )
 
 
 def _open(path: Path) -> Checkpoint:

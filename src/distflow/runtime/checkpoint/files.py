@@ -81,7 +81,6 @@ def is_all_tensors(part: object) -> TypeGuard[Mapping[str, Tensor]]:
 
 
 def shard_name(part: str, rank: int) -> str:
-    """The name under which a rank writes its shards of a part."""
     return f"{part}-rank{rank}"
 
 
@@ -178,7 +177,6 @@ def serial_of(path: Path) -> int:
 
 
 def next_serial(folder: Path) -> int:
-    """The serial of the checkpoint that is written next."""
     return max(map(serial_of, checkpoints_in(folder)), default=-1) + 1
 
 
@@ -202,7 +200,6 @@ def partial_of(folder: Path, step: int) -> Path | None:
 
 
 def parts_in(partial: Path) -> list[Path]:
-    """The files of a checkpoint that is being written."""
     return sorted(path for path in _entries(partial) if _PART.fullmatch(path.name) and path.name != MANIFEST)
 
 

@@ -13,7 +13,6 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Event
-from types import TracebackType
 from typing import Final, TypeVar
 
 import torch
@@ -79,11 +78,9 @@ class Saver:
     def __enter__(self) -> "Saver":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         try:
-            if kind is None:
+            if exception[0] is None:
                 self.finish()
         finally:
             self._let_go.set()
@@ -164,9 +161,11 @@ class Saver:
         if self._ranks.size == 1:
             return outcome.result()
         error = outcome.exception()
+        # For the other ranks: None if nothing failed, empty if another rank knows why.
+        why = None if error is None else "" if isinstance(error, GivenUp) else str(error)
         try:
             with self._waits("training", f"checkpoint of step {step}", on="other ranks"):
-                failures = [why for why in self._ranks.gather(_failure_text(error)) if why is not None]
+                failures = [each for each in self._ranks.gather(why) if each is not None]
         except RuntimeError:  # of torch.distributed
             if error is not None:
                 raise error from error.__cause__  # it may say why the others are gone
@@ -176,13 +175,6 @@ class Saver:
         if failures:
             raise CheckpointError(next(filter(None, failures), str(error))) from error
         return outcome.result()
-
-
-def _failure_text(error: BaseException | None) -> str | None:
-    """For the other ranks: None if nothing failed, empty if another rank knows why."""
-    if error is None:
-        return None
-    return "" if isinstance(error, GivenUp) else str(error)
 
 
 def _settled(call: Callable[[], T]) -> "Future[T]":

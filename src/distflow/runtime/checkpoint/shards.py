@@ -39,7 +39,6 @@ class Shards:
 
 
 def is_sharded(tensors: Mapping[str, Tensor]) -> bool:
-    """Whether any of them is sharded."""
     return any(isinstance(tensor, DTensor) for tensor in tensors.values())
 
 

@@ -18,7 +18,7 @@ from distflow.runtime.checkpoint.checkpoint import Checkpoint
 from distflow.runtime.checkpoint.files import CheckpointError, shard_name
 from distflow.runtime.checkpoint.find_checkpoint import as_list, ways_to_start
 from distflow.runtime.checkpoint.shards import is_sharded, own_shards
-from distflow.runtime.context import NodeState
+from distflow.runtime.compiled_node import NodeState
 from distflow.runtime.prompt_group import finished_group
 from distflow.runtime.resources import Resources
 from distflow.runtime.sample_queue.protocol import FinishedGroup, ResumePoint
@@ -37,8 +37,10 @@ def saved_parts(
     the first of all the parts of the run. The last part holds the random generators of the rank: with it, all that the
     rank writes is complete.
     """
+    trainers = [each for dp_group in dp_groups_of(spec.plan) for each in dp_group]
     for role, engine in resources.trained().items():
-        saved, leads = engine.state(), rank == _first_with(role, spec)
+        first = next(place for place, each in enumerate(trainers) if role in spec.plan.ranks[each].engines)
+        saved, leads = engine.state(), rank == first
         if is_sharded(saved.tensors):
             yield shard_name(role, rank), own_shards(saved.tensors, leads)
         elif leads:
@@ -46,7 +48,13 @@ def saved_parts(
         if leads:
             yield f"{role}_meta", saved.meta
     if rank == 0:
-        yield from _parts_of_the_run(spec, resources, resume_point(), state)
+        point = resume_point()
+        if point.queued:
+            yield "live", Batch.concat([group.data for group in point.queued.values()]).to_tensors()
+        measured = {str(number): list(group.measured) for number, group in point.queued.items()}
+        facts = {**spec.facts, **resources.facts}
+        run = {"config": to_dict(spec.config), "facts": facts, "coordinator": point.snapshot}
+        yield "run", {**run, "live_measured": measured, "nodes": state}
     yield part_of_rank(rank), _generator_states()
 
 
@@ -112,7 +120,7 @@ def load_queued(checkpoint: Checkpoint) -> dict[int, FinishedGroup[Batch]]:
     with checkpoint.reading():
         saved = checkpoint.load("run")
         measured = {int(number): [(m, w) for m, w in parts] for number, parts in saved["live_measured"].items()}
-        prompt_groups = {each.group_id: each.prompt_group for each in map(restored, saved["coordinator"]["live"])}
+        prompt_groups = {each.group_id: each for each in map(restored, saved["coordinator"]["live"])}
         batch, rows = Batch.from_tensors(checkpoint.load("live")), dict[int, list[int]]()
         for row, number in enumerate(batch["group_index"].tolist()):
             rows.setdefault(number, []).append(row)
@@ -142,29 +150,6 @@ def set_generators(checkpoint: Checkpoint | None, seed: int, rank: int = 0) -> N
         devices = range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0)
         for i, device_state in zip(devices, states["cuda"], strict=False):
             torch.cuda.set_rng_state(torch.tensor(device_state, dtype=torch.uint8), i)
-
-
-def _first_with(role: str, spec: Spec) -> int:
-    """The first of the training ranks that trains this model."""
-    trainers = [rank for dp_group in dp_groups_of(spec.plan) for rank in dp_group]
-    return next(place for place, rank in enumerate(trainers) if role in spec.plan.ranks[rank].engines)
-
-
-def _parts_of_the_run(
-    spec: Spec, resources: Resources, resume_point: ResumePoint[Batch], state: NodeState
-) -> Iterator[tuple[str, object]]:
-    if resume_point.queued:
-        yield "live", Batch.concat([group.data for group in resume_point.queued.values()]).to_tensors()
-    yield (
-        "run",
-        {
-            "config": to_dict(spec.config),
-            "facts": {**spec.facts, **resources.facts},
-            "coordinator": resume_point.snapshot,
-            "live_measured": {str(number): list(group.measured) for number, group in resume_point.queued.items()},
-            "nodes": state,
-        },
-    )
 
 
 def _generator_states() -> dict[str, object]:

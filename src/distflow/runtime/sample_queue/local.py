@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 
 from distflow.data.batch import Batch
 from distflow.runtime.sample_queue.protocol import FinishedGroup, NewWorkers, TrainingStep
-from distflow.runtime.sample_queue.shared import SharedSampleQueue
+from distflow.runtime.sample_queue.shared import SharedSampleQueue, joined
 from distflow.runtime.wait_log import Waits
 from distflow.scheduling.bin_packing import DpGroupShares
 from distflow.scheduling.coordinator import Coordinator
@@ -13,7 +13,7 @@ from distflow.scheduling.groups import GroupCounts, PromptGroup
 
 
 class LocalSampleQueue(SharedSampleQueue[Batch]):
-    """Stores groups as batches.
+    """A `SampleQueuePort` that stores groups as batches.
 
     `prompt_groups`, `put` and `drop` are called on the asyncio thread, which must not block: it holds the lock only
     while the coordinator decides, and is woken through an event of its loop.
@@ -27,7 +27,6 @@ class LocalSampleQueue(SharedSampleQueue[Batch]):
         queued: Mapping[int, FinishedGroup[Batch]] | None = None,
         changed: Callable[[GroupCounts], None] = lambda group_counts: None,
     ) -> None:
-        """See `SharedSampleQueue`."""
         dp_groups = (DpGroupShares(tuple(range(num_ranks))),)
         super().__init__(coordinator, waits, dp_groups, queued=queued, changed=changed)
         # Set by `prompt_groups` before it first reads what the lock guards: a change that finds no loop to wake was
@@ -36,7 +35,6 @@ class LocalSampleQueue(SharedSampleQueue[Batch]):
         self._event = asyncio.Event()  # of the loop: other threads set it through `_wake_loop` alone
 
     async def prompt_groups(self, engine_version: Callable[[], int | None]) -> AsyncIterator[list[PromptGroup]]:
-        """See `SampleQueuePort`."""
         self._loop = asyncio.get_running_loop()
         while True:
             self._event.clear()  # before it reads: a wake from here on is not lost
@@ -52,10 +50,9 @@ class LocalSampleQueue(SharedSampleQueue[Batch]):
     def take(
         self, step: int, rank: int, wanted: int | None = None, deadline: float | None = None
     ) -> TrainingStep[Batch] | None:
-        """See `SampleQueuePort`."""
         taken = self.take_groups(step, rank, wanted, deadline)
         assert not isinstance(taken, NewWorkers), "the engine of one process is there from the start"
-        return None if taken is None else taken.joined(Batch.concat(taken.batch))
+        return None if taken is None else joined(taken, Batch.concat(taken.batch))
 
     def _wake_loop(self) -> None:
         """Have `prompt_groups` check again; from any thread."""

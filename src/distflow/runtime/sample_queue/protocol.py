@@ -1,9 +1,9 @@
 """The sample queue, in which complete groups wait until a step takes them: the records that go through it, and its
-protocols for workers and for a training loop of the user's own. One file for each transport implements them."""
+protocol for workers. One file for each transport implements it."""
 
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, Protocol, TypeVar, runtime_checkable
+from typing import Generic, Protocol, TypeVar
 
 from distflow.data.batch import Batch
 from distflow.errors import UserError
@@ -75,11 +75,6 @@ class TrainingStep(Generic[T]):
     measured: list[Measured] = field(default_factory=list)
     times: dict[str, float] = field(default_factory=dict)
 
-    def joined(self, groups: Batch) -> "TrainingStep[Batch]":
-        """The part with the rows of its groups, which are none if the rank has no group."""
-        batch = groups if self.own else groups.select([])
-        return TrainingStep(self.group_ids, self.own, batch, self.metrics, self.reward_counts)
-
 
 @dataclass(frozen=True)
 class NewWorkers:
@@ -118,19 +113,15 @@ class SampleQueuePort(Protocol):
 
         engine_version: the lowest weight version of this worker's engines; None if it has none.
         """
-        ...
 
     def put(self, finished: FinishedGroup[Batch]) -> None:
         """A group has completed the rollout loop."""
-        ...
 
     def drop(self, dropped: DroppedGroup) -> None:
         """A group is dropped; another may start in its place."""
-        ...
 
     def count(self, reward_counts: RewardCounts) -> None:
         """By a worker that does not train, before it puts or drops the group: the next step reports the counts."""
-        ...
 
     def take(
         self, step: int, rank: int, wanted: int | None = None, deadline: float | None = None
@@ -142,39 +133,15 @@ class SampleQueuePort(Protocol):
         which takes nothing, NothingToWaitFor for a part that could never come, and the error that ended the rollout
         loop.
         """
-        ...
 
     def release(self, step: int, rank: int, sent_weights: bool) -> Released:
         """This rank has trained on its part. Waits until all ranks have.
 
         sent_weights: whether new weights were sent; if not, the version has the weights that were sent last.
         """
-        ...
 
     def resume_point(self) -> ResumePoint[Batch]:
         """What a checkpoint of the step released last saves. For the rank that leads, before it takes the next step."""
-        ...
-
-
-@runtime_checkable
-class StoppingSampleQueue(SampleQueuePort, Protocol):
-    """A queue for more running groups than a step has places, some of which are ended early. Of one process: which come
-    first is decided by the order in which the engine responds."""
-
-    def has_place(self, prompt_group: PromptGroup) -> bool:
-        """Whether the current step has a place for a running group."""
-        ...
-
-    def is_full(self) -> bool:
-        """Whether the current step has all groups that it needs."""
-        ...
-
-    def abort(self, prompt_groups: Sequence[PromptGroup], num_tokens: int) -> None:
-        """Running groups were ended because the step is full. Each is handed out again, before any new one.
-
-        num_tokens: generated for them and discarded.
-        """
-        ...
 
 
 class NothingToWaitFor(UserError):
@@ -189,24 +156,3 @@ class Standing:
     group_counts: GroupCounts
     num_offered: int
     num_owed: int
-
-
-class IntakePort(Protocol):
-    """Between a training loop of the user's own and the coordinator."""
-
-    def open_data(self) -> None:
-        """From now on groups of the data set start whenever there is capacity."""
-        ...
-
-    def offer(self, keep: Callable[[int], None]) -> None:
-        """A row of the caller's own waits for capacity. keep: called with the number by which its group will name it,
-        before anybody can look it up."""
-        ...
-
-    def pause(self, paused: bool) -> None:
-        """While paused no further group starts; running ones continue."""
-        ...
-
-    def standing(self) -> Standing:
-        """The current state."""
-        ...

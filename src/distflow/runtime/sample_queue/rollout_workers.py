@@ -3,22 +3,21 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from distflow.scheduling.groups import PromptGroup
-
 _MAX_GROUPS = 1000
 """In one reply: 40 kB, if it goes to another process."""
 
 
 @dataclass
 class RolloutWorker:
-    """engine_version: the lowest weight version of its engine, as last reported. assigned: groups that it has not
-    fetched yet. running: all its prompt groups, by id, including those. stored: ids of complete groups that are stored
-    with it. takes: False for a later worker before its first request, and for one that is gone."""
+    """engine_version: the lowest weight version of its engine, as last reported. assigned: ids of groups that it has
+    not fetched yet. running: ids of all its groups, including those, with the attempt of each. stored: ids of complete
+    groups that are stored with it. takes: False for a later worker before its first request, and for one that is
+    gone."""
 
     name: str
     engine_version: int | None
-    assigned: list[PromptGroup] = field(default_factory=list)
-    running: dict[int, PromptGroup] = field(default_factory=dict)
+    assigned: list[int] = field(default_factory=list)
+    running: dict[int, int] = field(default_factory=dict)
     stored: set[int] = field(default_factory=set)
     takes: bool = True
     gone: bool = False
@@ -30,33 +29,33 @@ class RolloutWorkers:
     def __init__(self, names: Sequence[str], engine_version: int) -> None:
         self._all = [RolloutWorker(name, engine_version) for name in names]
         self._working_on: dict[int, RolloutWorker] = {}  # by group id
-        self._taken_away = set[PromptGroup]()  # from workers that are gone
+        self._taken_away = set[tuple[int, int]]()  # from workers that are gone: group id and attempt
 
     def is_gone(self, number: int) -> bool:
         return self._all[number].gone
 
-    def is_passed_over(self, prompt_group: PromptGroup) -> bool:
+    def is_passed_over(self, group_id: int, attempt: int) -> bool:
         """It was reassigned from a worker that is gone, whose late results do not count."""
-        return prompt_group in self._taken_away
+        return (group_id, attempt) in self._taken_away
 
     def ask(self, number: int, engine_version: int | None) -> int | None:
         """A worker with this weight version requests groups. Returns the lowest version of all workers, or None."""
         self._all[number].engine_version, self._all[number].takes = engine_version, True
         return min((each.engine_version for each in self._all if each.engine_version is not None), default=None)
 
-    def assign(self, prompt_group: PromptGroup) -> str:
+    def assign(self, group_id: int, attempt: int) -> str:
         """Assign to the worker with the fewest groups, the first of such; returns its name."""
         chosen = min((each for each in self._all if each.takes), key=lambda each: len(each.running))
-        chosen.assigned.append(prompt_group)
-        chosen.running[prompt_group.group_id] = prompt_group
-        self._working_on[prompt_group.group_id] = chosen
+        chosen.assigned.append(group_id)
+        chosen.running[group_id] = attempt
+        self._working_on[group_id] = chosen
         return chosen.name
 
-    def fetch(self, number: int) -> list[PromptGroup]:
-        """The groups assigned to a worker, at most as many as fit into one reply."""
+    def fetch(self, number: int) -> list[int]:
+        """Ids of the groups assigned to a worker, at most as many as fit into one reply."""
         worker = self._all[number]
-        prompt_groups, worker.assigned = worker.assigned[:_MAX_GROUPS], worker.assigned[_MAX_GROUPS:]
-        return prompt_groups
+        fetched, worker.assigned = worker.assigned[:_MAX_GROUPS], worker.assigned[_MAX_GROUPS:]
+        return fetched
 
     def end(self, group_id: int, complete: bool) -> None:
         """The group no longer runs. complete: it is stored with its worker. Groups assigned elsewhere are ignored."""
@@ -76,7 +75,7 @@ class RolloutWorkers:
     def lose(self, number: int) -> tuple[str, list[int], list[int]]:
         """A worker is gone. Returns its name, and the ids of its running groups and of those stored with it."""
         gone = self._all[number]
-        self._taken_away.update(gone.running.values())
+        self._taken_away.update(gone.running.items())
         for group_id in gone.running:
             self._working_on.pop(group_id)
         self._all[number] = RolloutWorker(gone.name, None, takes=False, gone=True)

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
+from distflow.data.batch import Batch
 from distflow.errors import UserError
 from distflow.observe.metrics import combine
 from distflow.rewards.score import RewardCounts
@@ -46,8 +47,15 @@ class _Reading(Generic[T]):
     whole: bool | None = None
 
 
+def joined(taken: TrainingStep[Sequence[T]], groups: Batch) -> TrainingStep[Batch]:
+    """A rank's part with the rows of its groups, which are none if it has no group."""
+    batch = groups if taken.own else groups.select([])
+    return TrainingStep(taken.group_ids, taken.own, batch, taken.metrics, taken.reward_counts)
+
+
 class SharedSampleQueue(Generic[T]):
-    """The coordinator decides; this object only guards it with a lock, stores the groups, and wakes waiting threads.
+    """The methods of `SampleQueuePort` that do not depend on the transport. The coordinator decides; this object only
+    guards it with a lock, stores the groups, and wakes waiting threads.
 
     Any method may be called on any thread; `take_groups`, `release` and `wait_for_groups` wait. Trainers wait on the
     lock's condition; callers that must not block call `groups_for` again when woken (`_wake_loop`).
@@ -122,10 +130,9 @@ class SharedSampleQueue(Generic[T]):
             return None
 
     def put(self, finished: FinishedGroup[T]) -> None:
-        """See `SampleQueuePort`."""
         group_id = finished.prompt_group.group_id
         with self._lock:
-            if self._workers.is_passed_over(finished.prompt_group):
+            if self._workers.is_passed_over(group_id, finished.prompt_group.attempt):
                 return
             self._groups[group_id] = finished
             self._coordinator.record_accuracy(group_id, finished.accuracy)
@@ -138,10 +145,9 @@ class SharedSampleQueue(Generic[T]):
         self._wake_loop()
 
     def drop(self, dropped: DroppedGroup) -> None:
-        """See `SampleQueuePort`."""
         group_id = dropped.prompt_group.group_id
         with self._lock:
-            if self._workers.is_passed_over(dropped.prompt_group):
+            if self._workers.is_passed_over(group_id, dropped.prompt_group.attempt):
                 return
             self._coordinator.record_accuracy(group_id, dropped.accuracy)
             if not (dropped.lost and self._coordinator.retry(group_id)):
@@ -153,28 +159,31 @@ class SharedSampleQueue(Generic[T]):
             self._askers.notify_all()
         self._wake_loop()
 
-    def has_place(self, prompt_group: PromptGroup) -> bool:
-        """See `StoppingSampleQueue`."""
+    def has_place(self, group_id: int) -> bool:
+        """Whether the current step has a place for a running group."""
         with self._lock:
-            return self._coordinator.has_place(prompt_group.group_id)
+            return self._coordinator.has_place(group_id)
 
     def is_full(self) -> bool:
-        """See `StoppingSampleQueue`."""
+        """Whether the current step has all groups that it needs."""
         with self._lock:
             return self._coordinator.is_full
 
-    def abort(self, prompt_groups: Sequence[PromptGroup], num_tokens: int) -> None:
-        """See `StoppingSampleQueue`."""
+    def abort(self, group_ids: Sequence[int], num_tokens: int) -> None:
+        """Running groups were ended because the step is full. Each is handed out again, before any new one.
+
+        num_tokens: generated for them and discarded. Only for queues of one process: the order in which its engine
+        responds decides which groups come first.
+        """
         with self._lock:
-            self._coordinator.abort([prompt_group.group_id for prompt_group in prompt_groups], num_tokens)
-            for prompt_group in prompt_groups:
-                self._workers.end(prompt_group.group_id, complete=False)
+            self._coordinator.abort(group_ids, num_tokens)
+            for group_id in group_ids:
+                self._workers.end(group_id, complete=False)
             self._notify()
             self._askers.notify_all()
         self._wake_loop()
 
     def count(self, reward_counts: RewardCounts) -> None:
-        """See `SampleQueuePort`."""
         with self._lock:
             self._reward_counts = RewardCounts.joined([self._reward_counts, reward_counts])
 
@@ -250,7 +259,6 @@ class SharedSampleQueue(Generic[T]):
             return reading.whole
 
     def release(self, step: int, rank: int, sent_weights: bool) -> Released:
-        """See `SampleQueuePort`."""
         with self._lock:
             self._released_by.add(rank)
             if len(self._released_by) == self._num_ranks:
@@ -270,30 +278,29 @@ class SharedSampleQueue(Generic[T]):
             return self._released
 
     def resume_point(self) -> ResumePoint[T]:
-        """See `SampleQueuePort`."""
         assert self._resume_point is not None, "a step was released"
         return self._resume_point
 
     def open_data(self) -> None:
-        """See `IntakePort`."""
+        """From now on groups of the data set start whenever there is capacity."""
         with self._lock:
             self._coordinator.prompt_groups.data_open = True
         self._wake()
 
     def offer(self, keep: Callable[[int], None]) -> None:
-        """See `IntakePort`."""
+        """A row of the caller's own waits for capacity. keep: called with the number by which its group will name it,
+        before anybody can look it up."""
         with self._lock:
             keep(self._coordinator.offer())
         self._wake()
 
     def pause(self, paused: bool) -> None:
-        """See `IntakePort`."""
+        """While paused no further group starts; running ones continue."""
         with self._lock:
             self._paused = paused
         self._wake()
 
     def standing(self) -> Standing:
-        """See `IntakePort`."""
         with self._lock:
             coordinator = self._coordinator
             return Standing(coordinator.checked_counts(), coordinator.prompt_groups.num_waiting, coordinator.num_owed())
@@ -342,10 +349,10 @@ class SharedSampleQueue(Generic[T]):
         oldest = self._workers.ask(worker, engine_version)
         if not self._paused and (self._num_waiting >= self._num_ranks or self._coordinator.plan.max_staleness > 0):
             for prompt_group in self._coordinator.take_groups(oldest):
-                if name := self._workers.assign(prompt_group):
+                if name := self._workers.assign(prompt_group.group_id, prompt_group.attempt):
                     self._coordinator.assign(prompt_group.group_id, name)
                 self._askers.notify_all()
-        prompt_groups = self._workers.fetch(worker)
+        prompt_groups = [self._coordinator.prompt_group(group_id) for group_id in self._workers.fetch(worker)]
         self._notify()
         return prompt_groups
 
@@ -356,14 +363,15 @@ class SharedSampleQueue(Generic[T]):
         metrics = combine([part for group in groups.values() for part in group.measured])
         loads = [group.num_tokens for group in groups.values()]
         divided = [own for dp_group in self._dp_groups for own in divide_among_ranks(dp_group, loads, numbers, step)]
-        reward_counts = [self._take_reward_counts() for _ in divided]
+        reward_counts, self._reward_counts = self._reward_counts, RewardCounts()
         if self._reading is not None:
-            self._reading = _Reading(groups, stored_by, reward_counts[0], set(range(self._num_ranks)))
+            self._reading = _Reading(groups, stored_by, reward_counts, set(range(self._num_ranks)))
         parts = {}
         for rank, indices in enumerate(divided):
             own = tuple(numbers[index] for index in indices)
             data = [groups[number].data for number in own or numbers[:1]]
-            parts[rank] = TrainingStep[Sequence[T]](numbers, own, data, metrics, reward_counts[rank])
+            counts = reward_counts if rank == 0 else RewardCounts()
+            parts[rank] = TrainingStep[Sequence[T]](numbers, own, data, metrics, counts)
         return parts
 
     def _take_back(self, reading: "_Reading[T]", step: int) -> None:
@@ -382,10 +390,6 @@ class SharedSampleQueue(Generic[T]):
         reading.groups, reading.stored_by = {}, {}
         self._notify()
         self._wake()
-
-    def _take_reward_counts(self) -> RewardCounts:
-        reward_counts, self._reward_counts = self._reward_counts, RewardCounts()
-        return reward_counts
 
     def _release(self, step: int, sent_weights: bool) -> Released:
         coordinator = self._coordinator

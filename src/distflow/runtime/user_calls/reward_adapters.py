@@ -42,7 +42,6 @@ def _calls(
     extra_info: list[object] | None = None,
     **options: object,
 ) -> Iterator[dict[str, object]]:
-    """The arguments for each sample."""
     for i, (source, text, truth) in enumerate(zip(data_source, responses, ground_truth, strict=True)):
         extra = {} if extra_info is None else {"extra_info": extra_info[i]}
         yield {"data_source": source, "solution_str": text, "ground_truth": truth, **extra, **options}

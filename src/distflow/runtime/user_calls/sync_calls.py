@@ -4,17 +4,16 @@ end a run nor change its random generators."""
 import asyncio
 import contextvars
 import inspect
-import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
-from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 from distflow.data import global_generators
 from distflow.errors import UserError, users_place
 from distflow.graph.fields import is_async
+from distflow.runtime.loop_thread import on_a_thread
 
 T = TypeVar("T")
 
@@ -51,34 +50,25 @@ class PlainCalls:
 
 
 async def _in_a_thread(function: Callable[[], T], deadline_s: float) -> T:
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[T] = loop.create_future()
     context = contextvars.copy_context()
 
-    def settle(outcome: Callable[[], None]) -> None:
-        if not future.done():  # it is once the deadline has passed
-            outcome()
-
-    def work() -> None:
-        outcome: Callable[[], None]
+    def work() -> T:
         try:
-            outcome = partial(future.set_result, context.run(function))
+            return context.run(function)
         except StopIteration as err:  # a future rejects it
-            outcome = partial(future.set_exception, RuntimeError(f"StopIteration: {err}"))
-        except (SystemExit, KeyboardInterrupt) as err:
-            error = RuntimeError(f"it asked to exit ({err!r})").with_traceback(err.__traceback__)  # names the place
-            outcome = partial(future.set_exception, error)
-        except Exception as err:  # user code may raise anything
-            outcome = partial(future.set_exception, err)
-        if not loop.is_closed():  # a future is its loop's own: only the loop's thread may settle it
-            loop.call_soon_threadsafe(settle, outcome)
+            raise RuntimeError(f"StopIteration: {err}") from None
+        except (SystemExit, KeyboardInterrupt, GeneratorExit, asyncio.CancelledError) as err:
+            error = RuntimeError(f"it asked to exit ({err!r})")
+            raise error.with_traceback(err.__traceback__) from None  # which names the place
 
-    threading.Thread(target=work, name="node", daemon=True).start()
+    call = on_a_thread(work, "node")
+    future = asyncio.wrap_future(call)
     try:
         await asyncio.wait((future,), timeout=deadline_s)
         if not future.done():
             raise DeadlinePassed
-        return future.result()
+        future.exception()  # which is then retrieved; of a TimeoutError it is a copy without its place
+        return call.result()
     finally:
         future.cancel()  # no effect if it is done
 

@@ -49,11 +49,9 @@ class SentBucket(Protocol):
     def get(self) -> list[tuple[str, Tensor]]:
         """The tensors on the CPU, in memory of their own, in any order. Raises Spoiled if it cannot be read as it was
         put, UserError if it is not visible from here at all."""
-        ...
 
     def drop(self) -> None:
         """Nobody reads it any more."""
-        ...
 
 
 Carry = Callable[[Version, int, Packed], SentBucket]
@@ -63,7 +61,12 @@ Carry = Callable[[Version, int, Packed], SentBucket]
 def pack(weights: Bucket) -> Packed:
     """The tensors as bytes, on their own memory if it is the CPU's."""
     return [
-        (name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), _bytes(tensor))
+        (
+            name,
+            str(tensor.dtype).removeprefix("torch."),
+            tuple(tensor.shape),
+            tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy(),
+        )
         for name, tensor in weights
     ]
 
@@ -87,11 +90,6 @@ def _hash_of_tensor(each: tuple[str, str, tuple[int, ...], NDArray[np.uint8]]) -
     return digest.hexdigest()
 
 
-def _bytes(tensor: Tensor) -> NDArray[np.uint8]:
-    values: NDArray[np.uint8] = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
-    return values
-
-
 def _tensor(dtype: torch.dtype, shape: tuple[int, ...], values: NDArray[np.uint8]) -> Tensor:
     if not len(values):  # its strides in torch do not fit other dtypes
         return torch.empty(shape, dtype=dtype)
@@ -100,13 +98,12 @@ def _tensor(dtype: torch.dtype, shape: tuple[int, ...], values: NDArray[np.uint8
 
 @dataclass(frozen=True)
 class InFile:
-    """A bucket that is a file."""
+    """A `SentBucket` that is a file."""
 
     path: Path
     num_bytes: int
 
     def get(self) -> list[tuple[str, Tensor]]:
-        """See `SentBucket`."""
         self._wait()
         try:
             found = self.path.stat().st_size  # before it is read: it is no larger than it should be
@@ -119,7 +116,6 @@ class InFile:
             raise Spoiled(f"{self.path} is not what was written there: {err}") from err
 
     def drop(self) -> None:
-        """See `SentBucket`."""
         self.path.unlink(missing_ok=True)
         for folder in (self.path.parent, self.path.parent.parent):
             with suppress(OSError):  # another bucket is there
@@ -153,8 +149,10 @@ def write_bucket(run_dir: Path, version: Version, number: int, packed: Packed) -
 def remove_weights(run_dir: Path) -> None:
     """Remove the files of versions that were being sent when their run ended. Other files stay."""
     folder = run_dir / WEIGHTS
-    for version in _folders(folder):
-        if _VERSION.fullmatch(version.name):
+    if folder.is_symlink() or not folder.is_dir():
+        return
+    for version in folder.iterdir():
+        if _VERSION.fullmatch(version.name) and version.is_dir() and not version.is_symlink():
             for path in version.iterdir():
                 if _BUCKET.fullmatch(path.name) or is_aside(path.name):
                     path.unlink(missing_ok=True)
@@ -162,10 +160,3 @@ def remove_weights(run_dir: Path) -> None:
                 version.rmdir()
     with suppress(OSError):  # or it is not there
         folder.rmdir()
-
-
-def _folders(folder: Path) -> list[Path]:
-    """Links are not followed."""
-    if folder.is_symlink() or not folder.is_dir():
-        return []
-    return [path for path in folder.iterdir() if path.is_dir() and not path.is_symlink()]

@@ -5,7 +5,6 @@ import threading
 from collections.abc import Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
-from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
@@ -21,8 +20,8 @@ from distflow.scheduling.groups import Version
 
 
 class LocalWeights:
-    """A `WeightPort` that collects the buckets of a version until it is complete, then passes them to the engines of
-    this process. Without engines it collects nothing.
+    """A `WeightPort` that collects the buckets of a version until it is complete, then passes them to the engine of
+    this process. Without one it collects nothing.
 
     Used by the training thread alone, so it needs no lock. An engine reads the trainer's own tensors on a thread of its
     own, while `commit` waits for its receipt: no optimizer step can change them meanwhile.
@@ -32,43 +31,43 @@ class LocalWeights:
 
     def __init__(self, waits: Waits) -> None:
         self._waits = waits
-        self._receivers: list[Receive] = []
+        self._receive: Receive | None = None
         self._version: Version | None = None
         self._tensors: list[tuple[str, Tensor]] = []
 
     def attach(self, receive: Receive) -> Detach:
-        self._receivers.append(receive)
-        return partial(self._detach, receive)
+        self._receive = receive
+        return self._detach
 
     def begin(self, version: Version) -> None:
         self._version, self._tensors = version, []
 
     def put(self, bucket: Bucket) -> None:
-        if self._receivers:
+        if self._receive is not None:
             self._tensors += bucket
 
     def commit(self, hashes: Mapping[str, str]) -> None:
         version = self._begun()
-        for receive in self._receivers:
+        if self._receive is not None:
             with self._waits("training", f"weights of step {version.step}", on="rollout engine"):
                 try:
-                    receipt = receive(version, self._tensors)
+                    receipt = self._receive(version, self._tensors)
                 except ValueError as err:
                     raise refused(version, err) from err
                 check_receipt(receipt, version, hashes)
         self._version, self._tensors = None, []
 
     def renumber(self, version: Version, hashes: Mapping[str, str]) -> None:
-        for receive in self._receivers:
+        if self._receive is not None:
             with self._waits("training", f"version number of step {version.step}", on="rollout engine"):
-                check_receipt(receive(version, None), version, hashes)
+                check_receipt(self._receive(version, None), version, hashes)
 
     def _begun(self) -> Version:
         assert self._version is not None, "a version is begun before it is sent"
         return self._version
 
-    def _detach(self, receive: Receive) -> None:
-        self._receivers.remove(receive)
+    def _detach(self) -> None:
+        self._receive = None
 
 
 _Item = tuple[Bucket, "Future[None]"]
@@ -103,44 +102,46 @@ class StreamedWeights(LocalWeights):
 
     def __init__(self, waits: Waits) -> None:
         super().__init__(waits)
-        self._loads: list[_Load] = []
+        self._load: _Load | None = None
 
     def begin(self, version: Version) -> None:
-        wait([load.receipt for load in self._break_off()])
+        if (broken_off := self._break_off()) is not None:
+            wait([broken_off.receipt])
         self._version = version
-        for receive in self._receivers:
+        if self._receive is not None:
             items: SimpleQueue[_Item | None | BrokenOff] = SimpleQueue()
-            self._loads.append(_Load(items, receive.start(version, _tensors(items))))
+            self._load = _Load(items, self._receive.start(version, _tensors(items)))
 
     def put(self, bucket: Bucket) -> None:
-        version = self._begun()
-        for load in self._loads:
-            loaded: Future[None] = Future()
-            load.items.put((bucket, loaded))
-            with self._waits("training", f"weights of step {version.step}", on="rollout engine"):
-                either: list[Future[Any]] = [loaded, load.receipt]
-                wait(either, return_when=FIRST_COMPLETED)
-            if load.receipt.done():  # before it has all: it failed
-                load.result(version)
+        version, load = self._begun(), self._load
+        if load is None:
+            return
+        loaded: Future[None] = Future()
+        load.items.put((bucket, loaded))
+        with self._waits("training", f"weights of step {version.step}", on="rollout engine"):
+            either: list[Future[Any]] = [loaded, load.receipt]
+            wait(either, return_when=FIRST_COMPLETED)
+        if load.receipt.done():  # before it has all: it failed
+            load.result(version)
 
     def commit(self, hashes: Mapping[str, str]) -> None:
-        version = self._begun()
-        for load in self._loads:
+        version, load = self._begun(), self._load
+        if load is not None:
             load.items.put(None)
             with self._waits("training", f"weights of step {version.step}", on="rollout engine"):
                 check_receipt(load.result(version), version, hashes)
-        self._version, self._loads = None, []
+        self._version = self._load = None
 
-    def _detach(self, receive: Receive) -> None:
+    def _detach(self) -> None:
         self._break_off()
-        super()._detach(receive)
+        super()._detach()
 
-    def _break_off(self) -> list[_Load]:
-        """End the loads of an incomplete version; returns them."""
-        loads, self._loads, self._version = self._loads, [], None
-        for load in loads:
+    def _break_off(self) -> _Load | None:
+        """End the load of an incomplete version; returns it."""
+        load, self._load, self._version = self._load, None, None
+        if load is not None:
             load.items.put(BrokenOff("the version was not sent completely"))
-        return loads
+        return load
 
 
 class IncomingWeights:

@@ -23,11 +23,9 @@ class Receive(Protocol):
 
     def __call__(self, version: Version, weights: Bucket | None) -> Receipt:
         """Blocks the training thread, on which the engine may compute meanwhile."""
-        ...
 
     def start(self, version: Version, weights: Iterable[tuple[str, Tensor]]) -> "Future[Receipt]":
         """Returns at once; the engine computes nothing until `weights`, which may block, has ended."""
-        ...
 
 
 class WeightPort(Protocol):
@@ -36,19 +34,15 @@ class WeightPort(Protocol):
     @property
     def confirmed(self) -> Version | None:
         """The version of the last receipts of engines of other processes; None if this port sends to none."""
-        ...
 
     def attach(self, receive: Receive) -> Detach:
         """A worker's rollout engine gets every version from now on, until the returned function is called."""
-        ...
 
     def begin(self, version: Version) -> None:
         """The training thread starts to send a version. One that was begun before and not committed is discarded."""
-        ...
 
     def put(self, bucket: Bucket) -> None:
         """Some of its tensors; each is sent once, and not changed before `commit`."""
-        ...
 
     def commit(self, hashes: Mapping[str, str]) -> None:
         """All were sent: engines load them, and the hashes of both sides are compared.
@@ -56,14 +50,12 @@ class WeightPort(Protocol):
         hashes: of the sent tensors, computed by the sender; engines must have the same. Raises TrustError if they do
         not; the engine then must not generate.
         """
-        ...
 
     def renumber(self, version: Version, hashes: Mapping[str, str]) -> None:
         """A version with the weights of the last one: engines use them under its number, nothing is sent.
 
         hashes: of the trainer's weights now. Raises TrustError if an engine has others.
         """
-        ...
 
 
 def check_receipt(receipt: Receipt, version: Version, hashes: Mapping[str, str], of: str = "") -> None:

@@ -8,7 +8,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Protocol
 
 import torch
@@ -23,7 +23,7 @@ from distflow.rollout.engine import Receipt, RolloutEngine
 from distflow.rollout.weights import stripe_hashes, striped_places
 from distflow.runtime import fault_injection
 from distflow.runtime.audit_protocol import Updates
-from distflow.runtime.offload import Offload
+from distflow.runtime.resources import Offload
 from distflow.runtime.rollout_services import Session
 from distflow.runtime.weight_sync.protocol import Bucket, WeightPort
 from distflow.runtime.worker_inputs import WorkerInputs
@@ -40,38 +40,31 @@ class Canary(Protocol):
 
     def is_due(self, at_start: bool) -> bool:
         """Call once a sync."""
-        ...
 
     async def generate_responses(self) -> Batch:
         """The engine's responses to the fixed prompts."""
-        ...
 
     def compare(self, responses: Batch, at_start: bool) -> dict[str, float]:
         """Raises TrustError if they imply other weights than the trainer's."""
-        ...
 
 
+@dataclass
 class WeightSender:
     """Sends versions of one train engine's weights.
 
     sends: False if engines need no tensors, only the version (an adapter that is applied unmerged on shared storage).
-    canary: None if no rollout engine is on this worker.
+    canary: None if no rollout engine is on this worker. hashes: of the weights that were sent last, by name.
     """
 
-    def __init__(
-        self,
-        actor: TrainEngine,
-        port: WeightPort,
-        dtype: torch.dtype,
-        *,
-        sends: bool,
-        canary: Canary | None,
-        session: Session,
-    ) -> None:
-        self._actor, self._port, self._dtype, self._sends = actor, port, dtype, sends
-        self._canary, self._session = canary, session
-        self._last: dict[str, str] = {}  # hashes of the weights that were sent last
-        self._version: Version | None = None
+    actor: TrainEngine
+    port: WeightPort
+    dtype: torch.dtype
+    _: KW_ONLY
+    sends: bool
+    canary: Canary | None
+    session: Session
+    hashes: dict[str, str] = field(default_factory=dict, init=False)
+    _version: Version | None = field(default=None, init=False)
 
     def sync_changed(self, version: Version, updated: bool) -> tuple[bool, dict[str, float]]:
         """As `sync`, but unchanged weights only get the new version number, and nothing is sent.
@@ -79,11 +72,11 @@ class WeightSender:
         updated: whether an optimizer step was taken since; a node may change weights without one. Also returns whether
         they were sent.
         """
-        if self._sends and not updated:
+        if self.sends and not updated:
             now = stripe_hashes(self._weights())
-            if now == self._last:
+            if now == self.hashes:
                 self._advance_to(version)
-                self._port.renumber(version, now)
+                self.port.renumber(version, now)
                 return False, {}
         return True, self.sync(version)
 
@@ -95,34 +88,29 @@ class WeightSender:
         """
         self._advance_to(version)
         self._push(version)
-        if self._canary is None or not self._canary.is_due(at_start):
+        if self.canary is None or not self.canary.is_due(at_start):
             return {}
-        return self._canary.compare(self._session.call(self._canary.generate_responses()), at_start)
+        return self.canary.compare(self.session.call(self.canary.generate_responses()), at_start)
 
     def push_again(self) -> None:
         """Send the last version again, for new engines. The weights are unchanged since."""
         assert self._version is not None, "a first version was sent before"
         self._push(self._version)
 
-    @property
-    def hashes(self) -> Mapping[str, str]:
-        """Of the weights that were sent last, by name."""
-        return self._last
-
     def _push(self, version: Version) -> None:
         fault_injection.reach("weights.begin")
-        self._port.begin(version)
-        self._last = {}
-        model = getattr(self._actor, "model", None)
+        self.port.begin(version)
+        self.hashes = {}
+        model = getattr(self.actor, "model", None)
         for bucket in buckets(self._weights(), BUCKET_BYTES):
             _refuse_garbage(version, bucket)
             if isinstance(model, nn.Module):
                 check_sent(bucket, model, version.step)
-            self._last |= stripe_hashes(bucket)
-            self._port.put(bucket)
+            self.hashes |= stripe_hashes(bucket)
+            self.port.put(bucket)
             del bucket  # before the next is gathered
             fault_injection.reach("weights.put")
-        self._port.commit(self._last)
+        self.port.commit(self.hashes)
         fault_injection.reach("weights.sent")
 
     def _advance_to(self, version: Version) -> None:
@@ -132,12 +120,12 @@ class WeightSender:
 
     def _weights(self) -> Iterator[tuple[str, Tensor]]:
         """In the engine's dtype: the trainer's own are float32."""
-        weights = self._actor.weights() if self._sends else iter(())
-        return ((name, tensor.to(self._dtype)) for name, tensor in weights)
+        weights = self.actor.weights() if self.sends else iter(())
+        return ((name, tensor.to(self.dtype)) for name, tensor in weights)
 
 
 class WeightReceiver:
-    """Passes versions to the engine on its own thread.
+    """A `Receive` that passes versions to the engine on its own thread.
 
     A receipt's hashes are those that the engine reports afterwards, whatever its own receipt says. Raises TrustError if
     it has another version than the receipt says, or other weights.
@@ -147,11 +135,9 @@ class WeightReceiver:
         self._engine, self._session = engine, session
 
     def __call__(self, version: Version, weights: Bucket | None) -> Receipt:
-        """See `Receive`."""
         return self._session.call(self._load(version, weights))
 
     def start(self, version: Version, weights: Iterable[tuple[str, Tensor]]) -> "Future[Receipt]":
-        """See `Receive`."""
         return self._session.start(self._load(version, weights))
 
     async def _load(self, version: Version, weights: Iterable[tuple[str, Tensor]] | None) -> Receipt:
@@ -251,9 +237,7 @@ def check_replicas(hashes: Mapping[str, str], step: int, ranks: Collective) -> N
     """hashes: of the weights that this rank has sent, by name. Raises TrustError naming tensors, on every rank."""
     if ranks.size == 1:
         return
-    text = json.dumps(sorted(hashes.items()))
-    digest = float(int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "little"))
-    if ranks.max(digest) == -ranks.max(-digest):
+    if len(set(ranks.gather(hashlib.sha256(json.dumps(sorted(hashes.items())).encode()).hexdigest()))) == 1:
         return
     everyone = ranks.gather(dict(hashes))
     odd = [name for name in hashes if len({own.get(name) for own in everyone}) > 1]

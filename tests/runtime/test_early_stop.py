@@ -14,9 +14,8 @@ from distflow.data.sample import Sample
 from distflow.graph import BoundNode, Drop, node
 from distflow.rollout.engine import GenerateRequest, GenerateResult, Generation
 from distflow.runtime.compiled_node import compile_steps
-from distflow.runtime.generation_batch import SubmissionGate
 from distflow.runtime.prompt_group import Group
-from distflow.runtime.rollout_loop import GroupEvents, RolloutLoop
+from distflow.runtime.rollout_loop import GroupEvents, RolloutLoop, SubmissionGate
 from distflow.runtime.sample_queue.local import LocalSampleQueue
 from distflow.runtime.wait_log import Waits
 from distflow.scheduling.coordinator import Coordinator

@@ -4,10 +4,17 @@ import functools
 
 import pytest
 
-from distflow.graph import Pipeline, PipelineError, compile_inputs, node
+from distflow.config import Config
+from distflow.graph import Pipeline, PipelineError, node
+from distflow.runtime.compiled_node import compile_inputs
 
 LOADED = ["prompts", "responses", "group_index", "values"]
 COLUMNS = {"prompts": ["p"], "responses": ["r"], "index": [0]}
+
+
+@pytest.fixture
+def config():
+    return Config()
 
 
 def bound_of(fn, config=None, **settings):
@@ -83,7 +90,7 @@ def test_options_and_the_config(config):
     bound = bound_of(f, config, node_role="ADVANTAGE", lam=0.5)
     assert compile_inputs(bound, {})(COLUMNS, {}) == (
         [],
-        {"prompts": ["p"], "gamma": 0.9, "lam": 0.5, "scale": 1.0, "config": config.algorithm},
+        {"prompts": ["p"], "gamma": config.algorithm.gamma, "lam": 0.5, "scale": 1.0, "config": config.algorithm},
     )
 
 

@@ -1,0 +1,120 @@
+"""The end of a generation batch with more groups than its step needs: when the step is full, the rest is aborted."""
+
+import asyncio
+from collections import Counter
+from dataclasses import dataclass, field
+
+from distflow.runtime.sample_queue.local import LocalSampleQueue
+from distflow.runtime.user_calls.sync_calls import PlainCalls
+
+
+@dataclass
+class _Turn:
+    """Of one group. accepted: set after its last node; whether it wants a place in the step. go: it may be queued, or
+    reported as dropped."""
+
+    accepted: "asyncio.Future[bool]"
+    go: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class EarlyStop:
+    """Lets the groups of a generation batch pass to the queue one by one: first those without a request to the engine,
+    by group id, then in the order of the engine's first response to each. The groups that are left when the step is
+    full are aborted, scored or not.
+
+    So a step has the same groups however long scoring takes, as long as the engine responds in the same order: this
+    depends on the number of tokens alone if all requests are queued before it starts. And all are aborted at once: else
+    the rest would share other decode batches from a moment on that depends on the reward functions.
+
+    Everything here runs on the asyncio thread.
+    """
+
+    def __init__(self, queue: LocalSampleQueue) -> None:
+        self.over = False
+        self.queue = queue
+        self._groups: dict[asyncio.Task[None], int] = {}
+        self._turns: dict[asyncio.Task[None], _Turn] = {}
+        self._order: asyncio.Queue[asyncio.Task[None]] = asyncio.Queue()
+        self._unordered: set[asyncio.Task[None]] = set()
+        self._num_tokens: Counter[asyncio.Task[None]] = Counter()
+
+    def expect(self, group_ids: dict[asyncio.Task[None], int]) -> None:
+        """The tasks of the generation batch, none of which has run yet, with the ids of their groups in order."""
+        loop = asyncio.get_running_loop()
+        self._groups = group_ids
+        self._turns = {task: _Turn(loop.create_future()) for task in group_ids}
+
+    def begin(self) -> None:
+        """The engine is about to generate; all groups have sent their request, or never will."""
+        self._unordered = set(self._groups)
+        for task, turn in self._turns.items():
+            if task.done() or turn.accepted.done():
+                self._place(task)
+            else:
+                task.add_done_callback(self._place)
+
+    def responded(self, task: "asyncio.Task[None] | None", num_tokens: int) -> None:
+        """The engine has responded to a request of the group, with this number of tokens."""
+        if task in self._groups:
+            self._num_tokens[task] += num_tokens
+            self._place(task)
+
+    async def turn(self, accepted: bool) -> None:
+        """For the calling group's task: returns when the group may pass on; never if the group is not needed.
+
+        accepted: it wants a place in the step; else it is dropped.
+        """
+        task = asyncio.current_task()
+        assert task is not None
+        self._turns[task].accepted.set_result(accepted)
+        self._place(task)
+        await self._turns[task].go.wait()
+
+    async def run(self) -> None:
+        """Returns when all groups have passed on, or the step is full. Raises what a group's task raises."""
+        surplus: list[asyncio.Task[None]] = []
+        for _ in self._groups:
+            task = await self._order.get()
+            turn = self._turns[task]
+            await asyncio.wait((task, turn.accepted), return_when=asyncio.FIRST_COMPLETED)
+            if turn.accepted.done() and turn.accepted.result() and not self.queue.has_place(self._groups[task]):
+                surplus.append(task)
+                continue
+            await self._pass(task)
+            for waiting in [each for each in surplus if self.queue.has_place(self._groups[each])]:
+                surplus.remove(waiting)  # its place was reserved for another, which was dropped
+                await self._pass(waiting)
+                break
+            if self.queue.is_full():
+                return
+
+    async def abort(self, calls: PlainCalls) -> list[int]:
+        """End the groups that have not passed on, with all that they wait for; returns their ids. No sync function is
+        left running: nobody could end it, and it would draw from the random generators of later calls."""
+        self.over = True
+        left = [task for task in self._groups if not task.done()]
+        for task in left:
+            if task is not calls.caller:
+                task.cancel()
+        if calls.caller in left:
+            async with calls.turn:
+                for task in left:
+                    task.cancel()
+        ended = await asyncio.gather(*left, return_exceptions=True)
+        for error in ended:
+            if error is not None and not isinstance(error, asyncio.CancelledError):
+                raise error
+        return [self._groups[task] for task in left]
+
+    def num_tokens(self, passed: bool) -> int:
+        """Of the responses of all groups that have passed on, or of the others."""
+        return sum(number for task, number in self._num_tokens.items() if task.cancelled() != passed)
+
+    async def _pass(self, task: "asyncio.Task[None]") -> None:
+        self._turns[task].go.set()
+        await task
+
+    def _place(self, task: "asyncio.Task[None]") -> None:
+        if task in self._unordered:
+            self._unordered.remove(task)
+            self._order.put_nowait(task)
