@@ -141,7 +141,7 @@ class Run(RuleBasedStateMachine):
 
     def forget_stale(self):
         """What the coordinator gave up could not be consumed in time, and no smaller number could be given up."""
-        stale = [number for number in self.complete if not self.coordinator.holds(number)]
+        stale = [number for number in self.complete if not self.coordinator.queue.holds(number)]
         dues = [version + self.plan.max_staleness for version, _ in self.complete.values()]
         kept = num_consumable(dues, self.coordinator.step, self.plan.consumer_batch)
         assert len(self.complete) - len(stale) == kept
@@ -211,7 +211,7 @@ class Run(RuleBasedStateMachine):
             lowest = self.engine_version if late else prompt_group.version
             self.coordinator.complete(number, 3, lowest)
             self.complete[number] = (prompt_group.version, lowest)
-            assert self.coordinator.holds(number)
+            assert self.coordinator.queue.holds(number)
 
     @precondition(lambda self: self.running)
     @rule(choice=st.randoms(use_true_random=False), late=st.booleans())
@@ -236,7 +236,7 @@ class Run(RuleBasedStateMachine):
         number = choice.choice(sorted(self.complete))
         del self.complete[number]
         self.coordinator.lose(number)
-        assert not self.coordinator.holds(number)
+        assert not self.coordinator.queue.holds(number)
         self.waiting[number] = self.attempts[number]
 
     @precondition(lambda self: self.plays)
@@ -262,8 +262,8 @@ class Run(RuleBasedStateMachine):
             return
         self.check_step(step, numbers)
         if unread:
-            self.coordinator.untake()
-            assert self.coordinator.untaken == sorted(self.complete)
+            self.coordinator.queue.untake()
+            assert self.coordinator.queue.untaken == sorted(self.complete)
             return
         if how == "held" and step + 1 - self.sent > plan.max_staleness:
             how = "sent"

@@ -152,7 +152,7 @@ def test_groups_that_were_on_the_edge_of_another_folder_go_on(tmp_path):
     live = [{"group_id": 1, "attempt": 1, "complete": False}, {"group_id": 2, "attempt": 0, "complete": True}]
     ledger.append("inherited", step=1, issued=4, consumed=1, dropped={"equal_rewards": 1}, live=live)
     assert ledger.group_counts == GroupCounts(issued=4, running=1, complete=1, consumed=1, dropped={"equal_rewards": 1})
-    with pytest.raises(CountsError, match="group 1 was issued twice: it is running, attempt 1"):
+    with pytest.raises(CountsError, match="group 1 was issued twice: it is generating, attempt 1"):
         issue(ledger, 1, attempt=1)
     issue(ledger, 1, attempt=2)
     ledger.append("complete", group_id=1, tokens=1)
@@ -176,13 +176,13 @@ def test_what_was_consumed_cannot_move_again(tmp_path, kind):
     ledger = Ledger(path)
     write_step(ledger, 1, [0, 1])
     before = path.read_bytes()
-    with pytest.raises(CountsError, match="group 1 .*consumed"):
+    with pytest.raises(CountsError, match="group 1 .*trained"):
         ledger.append(kind, **MOVES[kind])
     assert path.read_bytes() == before
     ledger.close()
     with path.open("a") as file:
         file.write(json.dumps({"restart": 0, "kind": kind, **MOVES[kind]}) + "\n")
-    with pytest.raises(CountsError, match="group 1 .*consumed"):
+    with pytest.raises(CountsError, match="group 1 .*trained"):
         verify(path)
 
 
@@ -190,7 +190,7 @@ def test_a_running_ticket_is_issued_again_only_as_a_further_attempt(tmp_path):
     ledger = Ledger(tmp_path / "ledger.jsonl")
     issue(ledger, 0)
     issue(ledger, 0, attempt=1)
-    with pytest.raises(CountsError, match="group 0 was issued twice: it is running, attempt 1"):
+    with pytest.raises(CountsError, match="group 0 was issued twice: it is generating, attempt 1"):
         issue(ledger, 0, attempt=1)
     assert ledger.group_counts == GroupCounts(issued=1, running=1)
 

@@ -1,7 +1,8 @@
 """Prompt groups and their states, weight versions, and counts: every issued group is in one state."""
 
+from collections import Counter, defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
@@ -97,23 +98,33 @@ class GroupRecord:
         return max_staleness + (version if self.version is None else min(version, self.version))
 
 
-def stream_of(domain: str) -> str:
-    """The stream of a domain's training groups; domain "" is a run without domains."""
-    return f"{TRAIN}/{domain}" if domain else TRAIN
-
-
 class CountsError(RuntimeError):
     """A group was lost, doubled, or moved in an impossible way: a bug. The message names the group."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class DomainCounts:
     """Counts of one domain: issued, consumed, and dropped (by reason) groups. aborted: as in `GroupCounts`."""
 
     issued: int = 0
     consumed: int = 0
-    dropped: Mapping[str, int] = field(default_factory=dict)
+    dropped: dict[str, int] = field(default_factory=dict)
     aborted: int = 0
+
+    def drop(self, reason: str) -> None:
+        self.dropped[reason] = self.dropped.get(reason, 0) + 1
+
+
+def counts_by_domain(saved: Mapping[str, Any]) -> defaultdict[str, DomainCounts]:
+    """The counts in a snapshot, or in the ledger's record `inherited`. A run without domains has one, named ""."""
+    domains = saved.get("domains") or {"": saved}
+    return defaultdict(
+        DomainCounts,
+        {
+            name: DomainCounts(each["issued"], each["consumed"], dict(each["dropped"]), each.get("aborted", 0))
+            for name, each in domains.items()
+        },
+    )
 
 
 @dataclass(frozen=True)
@@ -130,6 +141,23 @@ class GroupCounts:
     aborted: int = 0
     aborted_tokens: int = 0
     domains: Mapping[str, DomainCounts] = field(default_factory=dict)
+
+    @staticmethod
+    def of(domains: Mapping[str, DomainCounts], running: int, complete: int, aborted_tokens: int) -> "GroupCounts":
+        """A copy of the counts of all domains, with their sums."""
+        dropped = Counter[str]()
+        for counts in domains.values():
+            dropped.update(counts.dropped)
+        return GroupCounts(
+            sum(counts.issued for counts in domains.values()),
+            running,
+            complete,
+            sum(counts.consumed for counts in domains.values()),
+            dict(dropped),
+            sum(counts.aborted for counts in domains.values()),
+            aborted_tokens,
+            {n: replace(counts, dropped={**counts.dropped}) for n, counts in domains.items() if n and counts.issued},
+        )
 
     def check(self) -> None:
         """Raises CountsError if a group is in no state or in two."""

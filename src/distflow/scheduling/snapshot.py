@@ -1,11 +1,11 @@
 """The state from which a coordinator resumes: JSON, as of the last release."""
 
-from typing import NotRequired, TypedDict, cast
+from typing import Any, NotRequired, TypedDict, cast
 
 from distflow.errors import UserError
 from distflow.scheduling.curriculum import SavedCurriculum, SavedSkips
 from distflow.scheduling.data_plan import DataPlan
-from distflow.scheduling.groups import GroupRecord, GroupState, PromptGroup
+from distflow.scheduling.groups import DomainCounts, GroupCounts, GroupRecord, GroupState, PromptGroup
 
 
 class SavedGroupStart(TypedDict):
@@ -112,6 +112,12 @@ def saved_plan(plan: DataPlan) -> SavedPlan:
     if plan.domains:
         saved["domains"] = {domain.name: domain.num_rows for domain in plan.domains}
     return saved
+
+
+def saved_counts(counts: DomainCounts | GroupCounts) -> dict[str, Any]:
+    """The counts that a snapshot has of a run and of each domain."""
+    saved = {"issued": counts.issued, "consumed": counts.consumed, "dropped": dict(counts.dropped)}
+    return {**saved, "aborted": counts.aborted} if counts.aborted else saved
 
 
 def saved_group(group: GroupRecord) -> SavedGroup:
