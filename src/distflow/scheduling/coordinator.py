@@ -1,8 +1,8 @@
 """The coordinator: issues groups, knows the state of every group, and decides when a step may be consumed."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
-from functools import partial
 from typing import Any, cast
 
 from distflow.scheduling.curriculum import Accuracy, Skips
@@ -21,7 +21,7 @@ from distflow.scheduling.ledger_audit import STALE
 from distflow.scheduling.ledger_record import inherited_fields
 from distflow.scheduling.next_groups import NextGroups
 from distflow.scheduling.rollout_capacity import Admission
-from distflow.scheduling.sample_queue import SampleQueue, still_consumable
+from distflow.scheduling.sample_queue import SampleQueue
 from distflow.scheduling.snapshot import (
     Snapshot,
     at_start,
@@ -123,7 +123,7 @@ class Coordinator:
             return []
         num_capacity = self._admission.rollout_capacity(engine_version)
         prompt_groups = [
-            self._reissue(number, engine_version) for number in self._admission.waiting(engine_version, num_capacity)
+            self._reissue(group, engine_version) for group in self._admission.waiting(engine_version, num_capacity)
         ]
         # Lost groups are a wave of their own; with oversampling, where every step begins with some, part of one.
         num_open = (
@@ -147,7 +147,7 @@ class Coordinator:
         """Add a row that is not in the data set; returns its number. Not in a run with domains, which have all
         slots."""
         row = self.prompt_groups.offer()
-        self.queue.close(False)
+        self.queue.closed = False
         return row
 
     def complete(self, number: int, num_tokens: int, version: int | None = None) -> None:
@@ -263,7 +263,7 @@ class Coordinator:
 
     def _close_at_end(self) -> None:
         if self.prompt_groups.data_open and self.prompt_groups.num_left == 0:
-            self.queue.close()
+            self.queue.closed = True
 
     def _issue_next(self, source: int, engine_version: int) -> PromptGroup | None:
         """The source's next group that is not skipped; None if the data end before. If all rows of an epoch would be
@@ -281,28 +281,29 @@ class Coordinator:
             self.drop(prompt_group.group_id, reason)
         return None
 
-    def _reissue(self, number: int, engine_version: int) -> PromptGroup:
-        if self.queue.was_aborted(number):
-            self._admission.issued(
-                [*self.queue.domain_queues.values()].index(self.queue.queue_of(number)), engine_version
-            )
-        prompt_group = self.queue.reissue(number, engine_version)
+    def _reissue(self, group: GroupRecord, engine_version: int) -> PromptGroup:
+        if group.num_aborts:
+            self._admission.issued(self.queue.queue_of(group).domain, engine_version)
+        prompt_group = self.queue.reissue(group.group_id, engine_version)
         self._journal("issued", **prompt_group.issued_fields())
         return prompt_group
 
     def _restore(self, groups: list[GroupRecord]) -> None:
-        complete = [group for group in groups if group.complete]
-        fit, stale = list[GroupRecord](), list[GroupRecord]()
-        for number, source in enumerate(self.plan.sources):
-            own = [group for group in complete if group.domain == source.name]
-            parts = still_consumable(own, self.plan.max_staleness, partial(self.shares.quotas.up_to, number))
-            fit += parts[0]
-            stale += parts[1]
-        running = [group for group in groups if not group.complete]
-        lost = [group for group in running if group.prompt_group.row >= self.plan.num_rows]
-        for group in [*fit, *(group for group in running if group not in lost)]:
-            self.queue.restore(group)
-        for group, reason in [*((group, STALE) for group in stale), *((group, LOST) for group in lost)]:
+        """Complete groups by their due step, as many of each domain as fit into the steps up to it; the others are
+        stale."""
+        max_staleness, num_fit = self.plan.max_staleness, Counter[str]()
+        for group in sorted(groups, key=lambda group: (group.due(max_staleness), group.group_id)):
+            slots = self.shares.quotas.up_to(self.queue.queue_of(group).domain, group.due(max_staleness))
+            reason = None
+            if not group.complete:
+                reason = LOST if group.prompt_group.row >= self.plan.num_rows else None
+            elif num_fit[group.domain] < slots:
+                num_fit[group.domain] += 1
+            else:
+                reason = STALE
+            if reason is None:
+                self.queue.restore(group)
+                continue
             self._journal("dropped", group_id=group.group_id, reason=reason)
             self._counts[group.domain].drop(reason)
 

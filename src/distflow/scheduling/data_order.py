@@ -4,7 +4,7 @@ Both are pure functions of the seed: the same on any machine and for any number 
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -57,6 +57,14 @@ def total_steps(num_epochs: int, num_rows: int, consumer_batch: int) -> int:
     return -(-num_epochs * num_rows // consumer_batch)
 
 
+def grouped(items: Iterable[int], groups: Sequence[int] | None) -> list[list[int]]:
+    """The items of each group together, in the order of the first ones. groups: of all items; None if each is alone."""
+    members: dict[int, list[int]] = {}
+    for item in items:
+        members.setdefault(item if groups is None else int(groups[item]), []).append(item)
+    return list(members.values())
+
+
 def minibatches(
     num_samples: int, groups: Sequence[int] | None, mini_batch_prompts: int, seed: int, step: int, epoch: int
 ) -> list[list[int]]:
@@ -70,10 +78,7 @@ def minibatches(
     if mini_batch_prompts < 1:
         raise ValueError(f"mini_batch_prompts must be at least 1, not {mini_batch_prompts}")
     assert groups is None or len(groups) == num_samples
-    members: dict[int, list[int]] = {}
-    for sample in range(num_samples):
-        members.setdefault(sample if groups is None else int(groups[sample]), []).append(sample)
-    in_group_order = list(members.values())
+    in_group_order = grouped(range(num_samples), groups)
     order = keyed_permutation(len(in_group_order), seed, MINI_BATCHES, step, epoch)
     return [
         sorted(sample for group in order[start : start + mini_batch_prompts] for sample in in_group_order[group])

@@ -25,8 +25,8 @@ class _Due:
 class DomainQueue:
     """The groups of one domain in the queue. A pure state machine; `SampleQueue` checks that moves are possible.
 
-    num_live: running, complete or waiting to be issued again. formed: groups that the next step has taken. protected:
-    running groups that may not be aborted again.
+    domain: its number in `quotas`. num_live: running, complete or waiting to be issued again. formed: groups that the
+    next step has taken. protected: running groups that may not be aborted again.
     """
 
     def __init__(
@@ -37,8 +37,8 @@ class DomainQueue:
         max_staleness: int,
         oversampling: Fraction = Fraction(0),  # noqa: B008  immutable
     ) -> None:
-        """groups: of all domain queues, by id. domain: its number in `quotas`. oversampling: see `DataPlan`."""
-        self._groups, self._quotas, self._domain, self._max_staleness = groups, quotas, domain, max_staleness
+        """groups: of all domain queues, by id. oversampling: see `DataPlan`."""
+        self._groups, self._quotas, self.domain, self._max_staleness = groups, quotas, domain, max_staleness
         self._oversampling = oversampling
         self._due: dict[int, _Due] = {}
         self.num_live = self.num_complete = 0
@@ -53,7 +53,7 @@ class DomainQueue:
     @property
     def num_wanted(self) -> int:
         """Slots of the next step for which it has not taken a group."""
-        return self._quotas.up_to(self._domain, self._quotas.next_step) - len(self.formed)
+        return self._quotas.up_to(self.domain, self._quotas.next_step) - len(self.formed)
 
     @property
     def last_due(self) -> int | None:
@@ -73,7 +73,7 @@ class DomainQueue:
 
     def room(self, step: int) -> int:
         """Slots up to that step without a group in the queue, plus extra groups; negative if there are too many."""
-        return self._quotas.up_to(self._domain, step) + self.num_extra - self.num_live
+        return self._quotas.up_to(self.domain, step) + self.num_extra - self.num_live
 
     def issue(self, group: GroupRecord) -> None:
         self.num_live += 1
@@ -173,7 +173,7 @@ class DomainQueue:
     def _later(self, due: int) -> int:
         """Groups that the steps after the next one take, up to that step."""
         step = self._quotas.next_step
-        return max(0, self._quotas.up_to(self._domain, due) - self._quotas.up_to(self._domain, step))
+        return max(0, self._quotas.up_to(self.domain, due) - self._quotas.up_to(self.domain, step))
 
     def _check(self, step: int, numbers: Collection[int]) -> list[int]:
         """The numbers, checked against the bound on staleness."""

@@ -90,14 +90,11 @@ class Quotas:
         never have so many."""
         last, shares = self._changes[-1]
         if shares[domain] == 0:
-            return self._place_before(domain, number, max(last, self.next_step))
+            num_places = self.up_to(domain, max(last, self.next_step))
+            return self._places[domain][number] if number < num_places else sys.maxsize
         while number >= len(self._places[domain]):
             self._make(self._num_made)
         return self._places[domain][number]
-
-    def _place_before(self, domain: int, number: int, step: int) -> int:
-        num_places = self.up_to(domain, step)
-        return self._places[domain][number] if number < num_places else sys.maxsize
 
     def consume(self) -> None:
         """Note that the next step is consumed."""
@@ -131,14 +128,12 @@ class Quotas:
     def _take(self) -> int:
         """The domain of one more slot."""
         self._lag = [lag + share for lag, share in zip(self._lag, self._shares, strict=True)]
-        most = max(range(len(self._lag)), key=self._lag.__getitem__)
-        overdue = self._lag[most] >= self._whole
-        chosen = most if overdue else min(self._behind(), key=self._deadline)
+        domains = range(len(self._lag))
+        chosen = max(domains, key=self._lag.__getitem__)
+        if self._lag[chosen] < self._whole:  # none is overdue
+            chosen = min((domain for domain in domains if self._lag[domain] > 0), key=self._deadline)
         self._lag[chosen] -= self._whole
         return chosen
-
-    def _behind(self) -> list[int]:
-        return [domain for domain, lag in enumerate(self._lag) if lag > 0]
 
     def _deadline(self, domain: int) -> tuple[float, int]:
         """Slots until the domain is due. One without a share never is, and is ordered by its lag."""

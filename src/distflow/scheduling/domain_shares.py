@@ -43,9 +43,9 @@ class DomainShares:
         if not self._curriculum:
             return None
         changes = self.quotas.changes
-        figures = {d.name: {"share": float(own)} for d, own in zip(self._plan.domains, changes[0][1], strict=True)}
-        self.figures = figures
-        if not self._curriculum.is_due(step + 1):
+        domains = zip(self._plan.domains, changes[0][1], strict=True)
+        self.figures = figures = {domain.name: {"share": float(share)} for domain, share in domains}
+        if self._plan.curriculum is None or (step + 1) % self._plan.curriculum.every:
             return None
         shares, known = self._curriculum.shares(step + 1, changes[-1][1])
         for name, progress in known.items():

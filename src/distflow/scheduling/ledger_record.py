@@ -18,15 +18,6 @@ class InheritedGroup(TypedDict):
     domain: NotRequired[str]
 
 
-class InheritedDomain(TypedDict):
-    """Counts of a domain's groups in another run."""
-
-    issued: int
-    consumed: int
-    dropped: dict[str, int]
-    aborted: NotRequired[int]
-
-
 class Quota(TypedDict):
     """A domain's share of all slots, and its lag in slots at the next step: fractions as str."""
 
@@ -61,7 +52,7 @@ class Record(TypedDict, total=False):
     live: list[InheritedGroup]
     worker: str
     domain: str
-    domains: dict[str, InheritedDomain]
+    domains: dict[str, dict[str, Any]]
     quotas: dict[str, Quota]
     shares: dict[str, str]
     to: int

@@ -1,6 +1,6 @@
 """The sample queue: holds prompt groups from their issue to the step that consumes them, and forms the steps."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import Literal
 
@@ -39,6 +39,7 @@ class SampleQueue:
     and find a slot, and the others are aborted: they wait to be issued again, before new ones. The driver decides which
     finish first.
 
+    closed: whether no further group will come, so that the last step may be short.
     when_exhausted: if no more groups may be issued and the step is not full: an error, or continue with what there is.
     """
 
@@ -65,7 +66,7 @@ class SampleQueue:
             name: DomainQueue(self._groups, self.quotas, number, max_staleness, oversampling)
             for number, name in enumerate(domains)
         }
-        self._closed = False
+        self.closed = False
 
     @property
     def num_complete(self) -> int:
@@ -88,7 +89,7 @@ class SampleQueue:
     @property
     def num_taken(self) -> int:
         """Groups that the next step has taken so far."""
-        return sum(len(queue.formed) for queue in self.domain_queues.values())
+        return len(self._formed)
 
     @property
     def num_untaken(self) -> int:
@@ -106,40 +107,35 @@ class SampleQueue:
         return [self._groups[number] for number in sorted(self._groups)]
 
     @property
-    def waiting(self) -> list[int]:
-        """Ids of groups that wait to be issued again, ascending."""
-        return sorted(number for queue in self.domain_queues.values() for number in queue.waiting)
-
-    @property
-    def closed(self) -> bool:
-        return self._closed
+    def waiting(self) -> list[GroupRecord]:
+        """Groups that wait to be issued again, by group id."""
+        return [group for group in self.live if group.state is GroupState.WAITING]
 
     def holds(self, number: int) -> bool:
         """Whether the group is complete and no step has consumed it."""
         return number in self._groups and self._groups[number].complete
 
-    def queue_of(self, number: int) -> DomainQueue:
-        """The domain queue of a group in the queue."""
-        return self._queue_of(self._groups[number])
+    def queue_of(self, group: GroupRecord) -> DomainQueue:
+        return self.domain_queues[group.domain]
 
     def issue(self, prompt_group: PromptGroup) -> None:
         """Add a group that starts. Raises CountsError if it is in the queue already."""
         if prompt_group.group_id in self._groups:
             raise CountsError(f"group {prompt_group.group_id} was issued twice: it is on the sample queue already")
-        self._groups[prompt_group.group_id] = GroupRecord(prompt_group)
-        self.queue_of(prompt_group.group_id).issue(self._groups[prompt_group.group_id])
+        group = self._groups[prompt_group.group_id] = GroupRecord(prompt_group)
+        self.queue_of(group).issue(group)
 
     def restore(self, group: GroupRecord) -> None:
         """Add a group of a snapshot. One that was not complete died with its process, and waits to be issued again."""
         self._groups[group.group_id] = group
-        self._queue_of(group).restore(group)
+        self.queue_of(group).restore(group)
 
     def retry(self, number: int) -> bool:
         """A running group was lost. Returns whether it now waits to be issued again, or has used up its attempts."""
         group = self.running_group(number, "be tried again")
         group.failures += 1
         if group.failures < MAX_ATTEMPTS:
-            self._queue_of(group).wait(group)
+            self.queue_of(group).wait(group)
         return group.failures < MAX_ATTEMPTS
 
     def lose(self, number: int) -> None:
@@ -148,7 +144,7 @@ class SampleQueue:
         group = self._groups.get(number)
         if group is None or group.state is not GroupState.QUEUED:
             raise CountsError(f"group {number} cannot be lost: it is not complete, or a step has taken it")
-        self._queue_of(group).wait(group)
+        self.queue_of(group).wait(group)
 
     @property
     def is_full(self) -> bool:
@@ -158,42 +154,34 @@ class SampleQueue:
     def has_place(self, number: int) -> bool:
         """Whether the next step has a slot for a running group, besides those reserved for groups that were aborted too
         often."""
-        queue = self._queue_of(self.running_group(number, "take a slot"))
+        queue = self.queue_of(self.running_group(number, "take a slot"))
         return queue.num_lacking > (0 if number in queue.protected else len(queue.protected))
 
     def abort(self, number: int) -> GroupRecord:
         """Abort a running group that is not needed: it waits to be issued again."""
         group = self.running_group(number, "be aborted")
         group.num_aborts += 1
-        self._queue_of(group).wait(group)
+        self.queue_of(group).wait(group)
         return group
-
-    def was_aborted(self, number: int) -> bool:
-        """Whether the group waits, or runs again, after an abort."""
-        return self._groups[number].num_aborts > 0
 
     def reissue(self, number: int, version: int) -> PromptGroup:
         """Start a waiting group again, with the same id and the next attempt."""
         group = self._groups[number]
-        self._queue_of(group).reissue(group, version)
+        self.queue_of(group).reissue(group, version)
         return group.prompt_group
 
     def complete(self, number: int, num_tokens: int, version: int | None = None) -> GroupRecord:
         """Note that a group has its rewards and passed all filters. version: the lowest of any of its tokens, None for
         the group's."""
         group = self.running_group(number, "complete")
-        self._queue_of(group).complete(group, num_tokens, version)
+        self.queue_of(group).complete(group, num_tokens, version)
         return group
 
     def drop(self, number: int, reason: str) -> GroupRecord:
         """Drop a group without training on it; its id is used up."""
         group = self.running_group(number, "be dropped")
-        self._queue_of(group).drop(group, reason)
+        self.queue_of(group).drop(group, reason)
         return self._groups.pop(number)
-
-    def close(self, closed: bool = True) -> None:
-        """Note that no further group will come, so that the last step may be short; or, with False, that some will."""
-        self._closed = closed
 
     def ready(self, step: int, exhausted: bool = False) -> tuple[int, ...] | None:
         """The groups that form `step`, ascending, or None while it must wait. Once formed it stays the same.
@@ -252,26 +240,24 @@ class SampleQueue:
     def _formed(self) -> tuple[int, ...]:
         return tuple(number for queue in self.domain_queues.values() for number in queue.formed)
 
-    def _queue_of(self, group: GroupRecord) -> DomainQueue:
-        return self.domain_queues[group.domain]
-
     def _form(self, step: int, needs: Sequence[tuple[DomainQueue, int]], exhausted: bool) -> list[list[int]] | None:
         """Ids that each domain queue gives to the step."""
         if self._max_staleness == 0 and self.num_running > self.num_waiting:
             return None  # the wave is not over
-        if all(queue.num_untaken >= wanted for queue, wanted in needs):
-            return _all([queue.first(step, wanted) for queue, wanted in needs])
-        lacking = [queue for queue, wanted in needs if queue.num_untaken < wanted]
-        if self.num_running > self.num_waiting or any(queue.waiting for queue in lacking):
-            return None
-        if self.num_untaken and (self._closed or (exhausted and self._when_exhausted == "continue")):
-            return _all([queue.first(step, min(wanted, queue.num_untaken)) for queue, wanted in needs])
-        if exhausted and not self._closed:
-            raise Exhausted(self._exhausted_message(step))
-        return None
+        if lacking := [queue for queue, wanted in needs if queue.num_untaken < wanted]:
+            if self.num_running > self.num_waiting or any(queue.waiting for queue in lacking):
+                return None
+            may_be_short = self.closed or (exhausted and self._when_exhausted == "continue")
+            if not (self.num_untaken and may_be_short):
+                if exhausted and not self.closed:
+                    raise Exhausted(self._exhausted_message(step))
+                return None
+        parts = [queue.first(step, min(wanted, queue.num_untaken)) for queue, wanted in needs]
+        found = [part for part in parts if part is not None]
+        return found if len(found) == len(parts) else None
 
     def _exhausted_message(self, step: int) -> str:
-        lacking = [(name, queue) for name, queue in self.domain_queues.items() if queue.num_untaken < queue.num_wanted]
+        lacking = [(name, queue) for name, queue in self.domain_queues.items() if queue.num_lacking > 0]
         name, queue = (lacking or list(self.domain_queues.items()))[0]
         num_left, last, dropped = queue.num_complete, queue.last_due, queue.dropped()
         reasons = ", ".join(f"{count} {reason}" for reason, count in dropped.most_common())
@@ -295,24 +281,3 @@ class SampleQueue:
         if group.state is GroupState.WAITING:
             raise CountsError(f"group {number} cannot {verb}: it was lost, and waits to be issued again")
         return group
-
-
-def _all(parts: Sequence[list[int] | None]) -> list[list[int]] | None:
-    """The parts; None if one is None."""
-    found = [part for part in parts if part is not None]
-    return found if len(found) == len(parts) else None
-
-
-def still_consumable(
-    groups: Sequence[GroupRecord], max_staleness: int, up_to: Callable[[int], int]
-) -> tuple[list[GroupRecord], list[GroupRecord]]:
-    """Complete groups of one domain, in a run that resumes with another bound: those that the next steps can consume by
-    their due step (earliest first, as many as fit), and the others, which are stale.
-
-    up_to: the domain's slots in the steps from the next one to the given one.
-    """
-    fit: list[GroupRecord] = []
-    stale: list[GroupRecord] = []
-    for group in sorted(groups, key=lambda group: (group.due(max_staleness), group.group_id)):
-        (fit if len(fit) < up_to(group.due(max_staleness)) else stale).append(group)
-    return fit, stale
