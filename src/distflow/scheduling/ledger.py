@@ -36,7 +36,6 @@ from pathlib import Path
 from typing import cast
 
 from distflow.errors import UserError
-from distflow.observe.files import sync
 from distflow.scheduling.groups import CountsError, GroupCounts
 from distflow.scheduling.ledger_audit import LedgerCounts, QuotaAudit, StalenessAudit
 from distflow.scheduling.ledger_record import Record
@@ -56,7 +55,8 @@ class LedgerError(UserError):
 
 
 class Ledger:
-    """The only writer of a ledger. Each record reaches the operating system at once, the disk at `sync`.
+    """The only writer of a ledger. Each record reaches the operating system at once, the disk at `sync`; the name of a
+    new file is for the caller to sync.
 
     mark: of the checkpoint that the run resumes from, None for a new run. An existing ledger is rolled back to it. If
     it belongs to another ledger, this one starts empty and `inherits` is True.
@@ -115,7 +115,6 @@ class Ledger:
         self.inherits = mark is not None
         self._file = os.fdopen(os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb")
         self.append("opened", ledger=self.id)
-        sync(self.path.parent)
 
     def _reopen(self, mark: Mark | None) -> None:
         last = -1
@@ -171,27 +170,18 @@ def timeline(path: Path) -> Iterator[tuple[int, Record]]:
             yield position, record
 
 
-def replay(path: Path) -> GroupCounts:
-    """Counts of the surviving timeline. Raises CountsError naming a group with an impossible move, e.g. one consumed
-    twice."""
-    counts = LedgerCounts()
-    for _, record in timeline(path):
-        counts.apply(record)
-    return counts.group_counts
-
-
 def verify(path: Path) -> GroupCounts:
-    """`replay`, and check that each row of an epoch was issued as one group only, each step ended in a version, no
-    group was staler than the plan allowed, versions never went backwards, and each domain had its share.
+    """Counts of the surviving timeline. Checks every move of a group, and that each row of an epoch was issued as one
+    group only, each step ended in a version, no group was staler than the plan allowed, versions never went backwards,
+    and each domain had its share.
 
-    Raises CountsError.
+    Raises CountsError, naming the group that moved in an impossible way, e.g. was consumed twice.
     """
-    group_counts = replay(path)
-    group_counts.check()
+    counts, staleness, quotas = LedgerCounts(), StalenessAudit(), QuotaAudit()
     owner: dict[tuple[int, int], int] = {}
     num_consumed = num_versions = 0
-    staleness, quotas = StalenessAudit(), QuotaAudit()
     for _, record in timeline(path):
+        counts.apply(record)
         if record["kind"] == "issued":
             where = (record["epoch"], record["row"])
             if owner.setdefault(where, record["group_id"]) != record["group_id"]:
@@ -205,7 +195,8 @@ def verify(path: Path) -> GroupCounts:
         num_versions += record["kind"] == "version"
     if num_consumed > num_versions:
         raise CountsError(f"{num_consumed} steps were consumed, but only {num_versions} ended in a version")
-    return group_counts
+    counts.group_counts.check()
+    return counts.group_counts
 
 
 def _records(path: Path) -> Iterator[tuple[int, Record]]:
