@@ -319,9 +319,7 @@ class Batch:
     def _token_positions(self, axis: Axis, index: Tensor) -> Tensor:
         lengths = self._lengths[axis]
         starts = lengths.cumsum(0) - lengths
-        picked = lengths[index]
-        offsets = torch.arange(int(picked.sum())) - (picked.cumsum(0) - picked).repeat_interleave(picked)
-        return starts[index].repeat_interleave(picked) + offsets
+        return _ranges(starts[index], lengths[index])
 
     def _padded_places(self, axis: Axis, device: torch.device) -> Tensor:
         """Position of each token of a flat column in the flattened padded one: int64 `(tokens,)`, computed once."""
@@ -339,11 +337,8 @@ class Batch:
 
     def response_positions(self) -> Tensor:
         """Position of each response token in the flat `sequence` columns: int64 `(response tokens,)`."""
-        prompts, responses = self._lengths[Axis.PROMPT], self._lengths[Axis.RESPONSE]
-        sequences = self._lengths[Axis.SEQUENCE]
-        starts = sequences.cumsum(0) - sequences + prompts
-        offsets = torch.arange(int(responses.sum())) - (responses.cumsum(0) - responses).repeat_interleave(responses)
-        return starts.repeat_interleave(responses) + offsets
+        responses = self._lengths[Axis.RESPONSE]
+        return _ranges(self._lengths[Axis.SEQUENCE].cumsum(0) - responses, responses)
 
     def _derived_loss_mask(self) -> Tensor:
         mask: Tensor = self.flat("response_mask")
@@ -375,6 +370,12 @@ def _joined(parts: Sequence[Column]) -> Column:
     """One column of many: all are tensors, or all are lists."""
     tensors = [part for part in parts if isinstance(part, Tensor)]
     return torch.cat(tensors) if tensors else [value for part in parts for value in part]
+
+
+def _ranges(starts: Tensor, lengths: Tensor) -> Tensor:
+    """The numbers from each start on, as many as each length says: int64 `(sum of lengths,)`."""
+    offsets = torch.arange(int(lengths.sum())) - (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
+    return starts.repeat_interleave(lengths) + offsets
 
 
 def _json_bytes(value: list[Any]) -> Tensor:
