@@ -6,20 +6,12 @@ from dataclasses import asdict
 from typing import Any, cast
 
 from distflow.scheduling.curriculum import Accuracy, Skips
-from distflow.scheduling.data_plan import DataPlan
+from distflow.scheduling.data_plan import DataPlan, NextGroups
 from distflow.scheduling.domain_shares import DomainShares
-from distflow.scheduling.groups import (
-    CountsError,
-    GroupCounts,
-    GroupRecord,
-    PromptGroup,
-    Version,
-    counts_by_domain,
-)
+from distflow.scheduling.groups import CountsError, GroupCounts, GroupRecord, PromptGroup, Version, counts_by_domain
 from distflow.scheduling.ledger import Ledger, Mark
 from distflow.scheduling.ledger_audit import STALE
 from distflow.scheduling.ledger_record import inherited_fields
-from distflow.scheduling.next_groups import NextGroups
 from distflow.scheduling.rollout_capacity import Admission
 from distflow.scheduling.sample_queue import SampleQueue
 from distflow.scheduling.snapshot import (
@@ -98,8 +90,7 @@ class Coordinator:
             self._journal("inherited", **inherited_fields(start, self.checked_counts().domains))
         self._restore([restored(group) for group in start["live"]])
         self._close_at_end()
-        self._check()
-        self._cut = self._describe()
+        self._cut = self._checked_snapshot()
 
     @property
     def step(self) -> int:
@@ -249,8 +240,7 @@ class Coordinator:
         self._journal("version", step=self.step, weights=self.weights_step)
         if self._ledger:
             self._ledger.sync()
-        self._check()
-        self._cut = self._describe()
+        self._cut = self._checked_snapshot()
         return self.version
 
     def checked_counts(self) -> GroupCounts:
@@ -262,8 +252,7 @@ class Coordinator:
         return self._cut
 
     def _close_at_end(self) -> None:
-        if self.prompt_groups.data_open and self.prompt_groups.num_left == 0:
-            self.queue.closed = True
+        self.queue.closed |= self.prompt_groups.data_open and self.prompt_groups.num_left == 0
 
     def _issue_next(self, source: int, engine_version: int) -> PromptGroup | None:
         """The source's next group that is not skipped; None if the data end before. If all rows of an epoch would be
@@ -307,8 +296,12 @@ class Coordinator:
             self._journal("dropped", group_id=group.group_id, reason=reason)
             self._counts[group.domain].drop(reason)
 
-    def _describe(self) -> Snapshot:
+    def _checked_snapshot(self) -> Snapshot:
+        """Raises CountsError if groups are missing, or the ledger counts others."""
         counts = self.checked_counts()
+        counts.check()
+        if self._ledger and self._ledger.group_counts != counts:
+            raise CountsError(f"the ledger counts {self._ledger.group_counts}, the coordinator {counts}")
         described: dict[str, Any] = {
             "plan": saved_plan(self.plan),
             "restart": self._restart,
@@ -332,12 +325,6 @@ class Coordinator:
     def _journal(self, kind: str, **fields: object) -> None:
         if self._ledger:
             self._ledger.append(kind, **fields)
-
-    def _check(self) -> None:
-        group_counts = self.checked_counts()
-        group_counts.check()
-        if self._ledger and self._ledger.group_counts != group_counts:
-            raise CountsError(f"the ledger counts {self._ledger.group_counts}, the coordinator {group_counts}")
 
 
 def mark_of(snapshot: Snapshot) -> Mark | None:

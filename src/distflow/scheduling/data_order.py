@@ -33,15 +33,12 @@ def keyed_permutation(num_items: int, seed: int, stream: int, *words: int) -> ND
 def epoch_order(num_rows: int, seed: int, epoch: int, shuffle: bool, domain: str = "") -> NDArray[np.int64]:
     """The rows of one pass over the data, or over a domain's, in the order of the groups: `(num_rows,)` int64,
     read-only."""
-    words = (epoch, domain_word(domain)) if domain else (epoch,)
+    words = [epoch]
+    if domain:  # 8 bytes of BLAKE2b, independent of the other domains
+        words.append(int.from_bytes(hashlib.blake2b(domain.encode(), digest_size=8).digest(), "little"))
     rows = keyed_permutation(num_rows, seed, EPOCHS, *words) if shuffle else np.arange(num_rows, dtype=np.int64)
     rows.flags.writeable = False
     return rows
-
-
-def domain_word(domain: str) -> int:
-    """Distinguishes the orders of domains: 8 bytes of BLAKE2b, independent of the other domains."""
-    return int.from_bytes(hashlib.blake2b(domain.encode(), digest_size=8).digest(), "little")
 
 
 def place(number: int, num_rows: int, seed: int, shuffle: bool, domain: str = "") -> tuple[int, int]:

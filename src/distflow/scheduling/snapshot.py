@@ -1,6 +1,6 @@
 """The state from which a coordinator resumes: JSON, as of the last release."""
 
-from typing import Any, NotRequired, TypedDict, cast
+from typing import Any, NotRequired, TypedDict
 
 from distflow.errors import UserError
 from distflow.scheduling.curriculum import SavedCurriculum, SavedSkips
@@ -8,27 +8,14 @@ from distflow.scheduling.data_plan import DataPlan
 from distflow.scheduling.groups import DomainCounts, GroupCounts, GroupRecord, GroupState, PromptGroup
 
 
-class SavedGroupStart(TypedDict):
-    """The fields of a `PromptGroup`."""
-
-    group_id: int
-    epoch: int
-    row: int
-    group_size: int
-    version: int
-    attempt: int
-    stream: str
-    position: NotRequired[int]
-
-
 class SavedGroup(TypedDict):
     """A group that was in the queue at the snapshot: complete ones keep their batch, the others start again.
 
-    num_tokens: 0 until complete. failures: times that it was lost and retried. version: the lowest of its tokens, None
-    until complete. aborts: times that it was aborted, missing for 0.
+    prompt_group: the fields of `PromptGroup`. num_tokens: 0 until complete. failures: times that it was lost and
+    retried. version: the lowest of its tokens, None until complete. aborts: times that it was aborted, missing for 0.
     """
 
-    prompt_group: SavedGroupStart
+    prompt_group: dict[str, Any]
     complete: bool
     num_tokens: int
     failures: int
@@ -62,19 +49,11 @@ class SavedPlan(TypedDict):
     domains: NotRequired[dict[str, int]]
 
 
-class SavedMark(TypedDict):
-    """The fields of a ledger's `Mark`."""
-
-    ledger: str
-    offset: int
-    restart: int
-
-
 class Snapshot(TypedDict):
     """issued, consumed, dropped, aborted, aborted_tokens: as in `GroupCounts`. offered: issued for rows that are not in
-    the data set. live: groups in the queue, by group id. ledger: its position, None without one. domains: by name,
-    missing without any. shares (of the next step, then later changes), curriculum: missing if shares stay. skips:
-    missing if no row is skipped."""
+    the data set. live: groups in the queue, by group id. ledger: the fields of its `Mark`, None without one. domains:
+    by name, missing without any. shares (of the next step, then later changes), curriculum: missing if shares stay.
+    skips: missing if no row is skipped."""
 
     plan: SavedPlan
     restart: int
@@ -86,7 +65,7 @@ class Snapshot(TypedDict):
     aborted: NotRequired[int]
     aborted_tokens: NotRequired[int]
     live: list[SavedGroup]
-    ledger: SavedMark | None
+    ledger: dict[str, Any] | None
     domains: NotRequired[dict[str, SavedDomain]]
     shares: NotRequired[list[SavedShares]]
     curriculum: NotRequired[SavedCurriculum]
@@ -123,7 +102,7 @@ def saved_counts(counts: DomainCounts | GroupCounts) -> dict[str, Any]:
 def saved_group(group: GroupRecord) -> SavedGroup:
     """A group in the queue as JSON."""
     live: SavedGroup = {
-        "prompt_group": cast(SavedGroupStart, dict(vars(group.prompt_group))),
+        "prompt_group": dict(vars(group.prompt_group)),
         "complete": group.complete,
         "num_tokens": group.num_tokens,
         "failures": group.failures,
