@@ -6,7 +6,6 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import chain
-from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -25,6 +24,7 @@ from distflow.data.dataset_columns import BadRows, RawRow
 from distflow.data.messages import Messages, RowError
 from distflow.data.prompts import Encoded, PromptOptions, PromptReport, PromptSet
 from distflow.errors import UserError
+from distflow.observe.files import JSON
 
 
 def fit(
@@ -259,7 +259,7 @@ def _render(
     """One entry per row. The template runs for all rows that are chats, see `render_all`."""
     template, end_texts = ChatTemplate(tokenizer), [str(tokenizer.decode([end])) for end in ends]
 
-    def render(chat: tuple[Chat, bool]) -> Any:
+    def render(chat: tuple[Chat, bool]) -> JSON:
         asked, is_conversation = chat
         template.check(asked)
         if not is_conversation:

@@ -9,8 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from distflow.data.batch import Batch
-from distflow.data.batch_columns import Written
+from distflow.data.batch import Batch, Written
 from distflow.data.sample import Sample
 from distflow.errors import TrustError, UserError
 from distflow.graph import SCORE_FIELDS, BoundNode, Drop, Inputs, NodeOutput, compile_inputs

@@ -4,8 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from distflow.algorithms.advantages.group_baseline import sample_scores
-from distflow.data.batch import Batch
-from distflow.data.batch_columns import Written
+from distflow.data.batch import Batch, Written
 from distflow.data.prompts import PromptRow
 from distflow.data.sample import Sample, Segment
 from distflow.graph.fields import ALIASES
