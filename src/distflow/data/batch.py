@@ -362,10 +362,6 @@ class Batch:
         answered = last >= 0
         return torch.zeros_like(mask).index_put_((last[answered],), self.flat("scores").to(mask.dtype)[answered])
 
-    def to_mapping(self) -> dict[str, object]:
-        """All stored columns as `batch[name]` hands them out."""
-        return {name: self[name] for name in self._columns}
-
 
 def _joined(parts: Sequence[Column]) -> Column:
     """One column of many: all are tensors, or all are lists."""

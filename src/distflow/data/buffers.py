@@ -33,7 +33,8 @@ def to_buffers(batch: Batch) -> dict[str, Bytes]:
     """
     buffers = {name: _as_bytes(batch.lengths(axis)) for axis, name in _LENGTHS.items()}
     fields = [batch.field(name) for name in batch.names]
-    buffers[_HEADER] = _text_bytes(_to_json([[field.name, field.dtype, field.axis.value] for field in fields]))
+    header = _to_json([[field.name, field.dtype, field.axis.value] for field in fields])
+    buffers[_HEADER] = np.frombuffer(header.encode("utf-8", "surrogatepass"), dtype=np.uint8)
     for field in fields:
         column = batch.flat(field.name)
         if field.axis is Axis.OBJECT:
@@ -121,10 +122,6 @@ def _common_fields(parts: Sequence[Buffers]) -> list[Field]:
 def _as_bytes(tensor: Tensor) -> Bytes:
     values: Bytes = tensor.cpu().contiguous().view(torch.uint8).numpy()
     return values
-
-
-def _text_bytes(text: str) -> Bytes:
-    return np.frombuffer(text.encode("utf-8", "surrogatepass"), dtype=np.uint8)
 
 
 def _text(values: Bytes) -> str:

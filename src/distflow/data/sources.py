@@ -11,6 +11,7 @@ import json
 import re
 import socket
 import threading
+from codecs import BOM_UTF8
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
@@ -108,7 +109,15 @@ def _rows_of_function(target: str, file: Path, key: str, wanted: int) -> Iterato
         table = pyarrow.table({"row": pyarrow.array(texts, pyarrow.string())})
         table = table.replace_schema_metadata({"source": identity, "fingerprint": _fingerprint(texts)})
         write_arrow(file, table.schema, table.to_batches(max_chunksize=CHUNK_ROWS))
-    return _read(file, source, key)
+    with pyarrow.memory_map(str(file)) as memory:
+        reader = pyarrow.ipc.open_file(memory)
+        batches = [reader.get_batch(number) for number in range(reader.num_record_batches)]
+        texts = [text for batch in batches for text in batch["row"].to_pylist()]
+        expected = reader.schema.metadata[b"fingerprint"].decode()
+    if _fingerprint(texts) != expected:
+        raise UserError(f"{key}: '{file}' is damaged: delete it, and {source} is read again")
+    for number, text in enumerate(texts, 1):
+        yield Record(f"{source}, row {number}", json.loads(text))
 
 
 def read_file(path: Path, key: str) -> Iterator[Record]:
@@ -209,30 +218,14 @@ def _split_of(found: Rows | dict[str, Rows], name: str, split: str, key: str) ->
 
 
 def _fingerprint(texts: Iterable[str]) -> str:
-    digest = hashlib.sha256()
-    for text in texts:
-        digest.update(text.encode() + b"\n")
-    return digest.hexdigest()
-
-
-def _read(file: Path, source: str, key: str) -> Iterator[Record]:
-    with pyarrow.memory_map(str(file)) as memory:
-        reader = pyarrow.ipc.open_file(memory)
-        texts = [
-            text for index in range(reader.num_record_batches) for text in reader.get_batch(index)["row"].to_pylist()
-        ]
-        expected = reader.schema.metadata[b"fingerprint"].decode()
-    if _fingerprint(texts) != expected:
-        raise UserError(f"{key}: '{file}' is damaged: delete it, and {source} is read again")
-    for number, text in enumerate(texts, 1):
-        yield Record(f"{source}, row {number}", json.loads(text))
+    return hashlib.sha256("".join(f"{text}\n" for text in texts).encode()).hexdigest()
 
 
 def _read_jsonl(path: Path) -> Iterator[Record]:
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             if number == 1:
-                line = line.removeprefix(b"\xef\xbb\xbf")
+                line = line.removeprefix(BOM_UTF8)
             if line.strip():
                 yield _json_record(line, f"{path}:{number}")
 
@@ -254,7 +247,7 @@ def _json_record(line: bytes, origin: str) -> Record:
 def _read_json(path: Path) -> Iterator[Record]:
     """One list of objects; a `.json` file with an object on each line is read as JSONL."""
     with path.open("rb") as file:
-        is_list = file.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"[")
+        is_list = file.read(4096).removeprefix(BOM_UTF8).lstrip().startswith(b"[")
     if not is_list:
         yield from _read_jsonl(path)
         return

@@ -94,12 +94,7 @@ def truncated(ids: Sequence[int], max_tokens: int, side: str) -> Sequence[int]:
     """At most `max_tokens` of the ids. side: which part is cut off, "left", "right" or "middle"."""
     if len(ids) <= max_tokens:
         return ids
-    if side == "left":
-        return ids[len(ids) - max_tokens :]
-    if side == "right":
-        return ids[:max_tokens]
-    assert side == "middle", side
-    head = max_tokens // 2
+    head = {"left": 0, "middle": max_tokens // 2, "right": max_tokens}[side]
     return [*ids[:head], *ids[len(ids) - (max_tokens - head) :]]
 
 

@@ -7,17 +7,17 @@ from typing import Any, cast
 
 from distflow.scheduling.curriculum import Accuracy, Skips
 from distflow.scheduling.data_plan import DataPlan, NextGroups
-from distflow.scheduling.domain_shares import DomainShares
+from distflow.scheduling.domain_quotas import DomainShares
 from distflow.scheduling.groups import CountsError, GroupCounts, GroupRecord, PromptGroup, Version, counts_by_domain
 from distflow.scheduling.ledger import Ledger, Mark
 from distflow.scheduling.ledger_audit import STALE
-from distflow.scheduling.ledger_record import inherited_fields
 from distflow.scheduling.rollout_capacity import Admission
 from distflow.scheduling.sample_queue import SampleQueue
 from distflow.scheduling.snapshot import (
     Snapshot,
     at_start,
     check_resumable,
+    inherited_fields,
     restored,
     saved_counts,
     saved_group,
@@ -318,9 +318,7 @@ class Coordinator:
             described["domains"] = {name: {**saved_counts(self._counts[name]), "lag": lags[name]} for name in lags}
         if self.plan.skips:
             described["skips"] = self._skips.saved_skips()
-        if (curriculum := self.shares.curriculum) is not None:
-            described["shares"], described["curriculum"] = self.shares.saved_shares(), curriculum
-        return cast(Snapshot, described)
+        return cast(Snapshot, described | self.shares.saved_state())
 
     def _journal(self, kind: str, **fields: object) -> None:
         if self._ledger:

@@ -75,17 +75,14 @@ class DomainQueue:
         """Slots up to that step without a group in the queue, plus extra groups; negative if there are too many."""
         return self._quotas.up_to(self.domain, step) + self.num_extra - self.num_live
 
-    def issue(self, group: GroupRecord) -> None:
-        self.num_live += 1
-        self._enter(group)
-
-    def restore(self, group: GroupRecord) -> None:
+    def add(self, group: GroupRecord) -> None:
+        """Add a group in any state."""
         self.num_live += 1
         self.num_complete += group.complete
-        if group.complete:
-            self._enter(group)
-        else:
+        if group.state is GroupState.WAITING:
             self.waiting.add(group.group_id)
+        else:
+            self._enter(group)
 
     def wait(self, group: GroupRecord) -> None:
         """Let a running or complete group wait to be issued again."""

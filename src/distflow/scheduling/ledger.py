@@ -33,12 +33,12 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import BinaryIO, cast
 
 from distflow.errors import UserError
 from distflow.scheduling.groups import CountsError, GroupCounts
 from distflow.scheduling.ledger_audit import LedgerCounts, QuotaAudit, StalenessAudit
-from distflow.scheduling.ledger_record import Record
+from distflow.scheduling.snapshot import Record
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,8 @@ class Ledger:
         self.path = path
         self.restart = mark.restart + 1 if mark else 0
         self._counts = LedgerCounts()
-        if _holds_nothing(path):
+        first = _first_line(path)
+        if not first.endswith(b"\n") and _parse(first) is None:
             self._start(mark)
         else:
             try:
@@ -113,7 +114,7 @@ class Ledger:
     def _start(self, mark: Mark | None) -> None:
         self.id = secrets.token_hex(8)
         self.inherits = mark is not None
-        self._file = os.fdopen(os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb")
+        self._file: BinaryIO = os.fdopen(os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb")
         self.append("opened", ledger=self.id)
 
     def _reopen(self, mark: Mark | None) -> None:
@@ -132,8 +133,9 @@ class Ledger:
                 f"{self.path} ends before byte {to}, where the checkpoint was taken: lines were removed. "
                 "Resume into an empty folder (trainer.default_local_dir), which starts a new ledger"
             )
-        self._file = self.path.open("ab")
-        if not _ends_with_newline(self.path):
+        self._file = self.path.open("a+b")
+        self._file.seek(-1, os.SEEK_END)
+        if self._file.read(1) != b"\n":
             self._file.write(b"\n")
         self.append("rolled_back", to=to)
         self.sync()
@@ -143,10 +145,7 @@ class Ledger:
 
 def ledger_id(path: Path) -> str | None:
     """The id in a ledger's first line; None if there is no such line."""
-    if not path.is_file():
-        return None
-    with path.open("rb") as file:
-        first = _parse(file.readline())
+    first = _parse(_first_line(path))
     return str(first["ledger"]) if first and "ledger" in first else None
 
 
@@ -236,16 +235,9 @@ def _parse(line: bytes) -> Record | None:
     return cast(Record, record) if is_record else None
 
 
-def _holds_nothing(path: Path) -> bool:
-    """Whether a ledger is missing, empty, or ends within its first line."""
+def _first_line(path: Path) -> bytes:
+    """Empty if there is no file."""
     if not path.exists():
-        return True
+        return b""
     with path.open("rb") as file:
-        first = file.readline()
-    return not first.endswith(b"\n") and _parse(first) is None
-
-
-def _ends_with_newline(path: Path) -> bool:
-    with path.open("rb") as file:
-        file.seek(-1, os.SEEK_END)
-        return file.read(1) == b"\n"
+        return file.readline()

@@ -9,7 +9,7 @@ from fractions import Fraction
 
 from distflow.scheduling.domain_quotas import most_behind
 from distflow.scheduling.groups import CountsError, DomainCounts, GroupCounts, counts_by_domain
-from distflow.scheduling.ledger_record import Record
+from distflow.scheduling.snapshot import Record
 
 STALE = "stale"
 """Why a complete group is dropped: the run resumes with a bound that it would exceed."""
@@ -244,16 +244,15 @@ class QuotaAudit(_Audit):
         for number in record["group_ids"]:
             self._lags[self._domain_of.pop(number, "")] -= 1
         for name, lag in self._lags.items():
-            if not self._may_be(lag):
+            if self._changed and lag > 0:
+                fits = lag <= most_behind(len(self._lags)) + self._num_missing
+            else:
+                fits = abs(lag) < 1 + self._num_missing
+            if not fits:
                 raise CountsError(
                     f"after step {record['step']} the domain '{name}' is {float(lag):.2f} groups behind its share of "
                     f"{float(self._shares[name]):.3f}"
                 )
-
-    def _may_be(self, lag: Fraction) -> bool:
-        if self._changed and lag > 0:
-            return lag <= most_behind(len(self._lags)) + self._num_missing
-        return abs(lag) < 1 + self._num_missing
 
     def on_inherited(self, record: Record) -> None:
         self._domain_of = {group["group_id"]: group["domain"] for group in record.get("live", ()) if "domain" in group}

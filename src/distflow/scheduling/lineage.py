@@ -7,7 +7,7 @@ from pathlib import Path
 from distflow.errors import UserError
 from distflow.scheduling.groups import GroupState
 from distflow.scheduling.ledger import LedgerError, timeline
-from distflow.scheduling.ledger_record import InheritedGroup, Record
+from distflow.scheduling.snapshot import InheritedGroup, Record
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,9 @@ class _Reader:
                 self._dropped.append(self._live.pop(record["group_id"]))
             elif kind == "consumed":
                 if record["step"] == self._step:
-                    return self._found(record, next(remaining, None))
+                    after, self._restart = next(remaining, None), record["restart"]
+                    weights = after["weights"] if after and after["kind"] == "version" else None
+                    return self._lineage(record["group_ids"], _number(record["t"]), weights)
                 for group_id in record["group_ids"]:
                     self._live.pop(group_id)
                 self._dropped.clear()
@@ -141,11 +143,6 @@ class _Reader:
         if self._step < first and first > 1:
             return f"those before {first} are in the folder of the run that it resumes from"
         return f"it has steps {first} to {last}, counted from 1" if last >= first else "none was consumed yet"
-
-    def _found(self, record: Record, after: Record | None) -> StepLineage:
-        self._restart = record["restart"]
-        weights = after["weights"] if after and after["kind"] == "version" else None
-        return self._lineage(record["group_ids"], _number(record["t"]), weights)
 
     def _lineage(self, group_ids: Iterable[int], consumed_at: float | None, weights: int | None) -> StepLineage:
         return StepLineage(

@@ -122,13 +122,12 @@ class SampleQueue:
         """Add a group that starts. Raises CountsError if it is in the queue already."""
         if prompt_group.group_id in self._groups:
             raise CountsError(f"group {prompt_group.group_id} was issued twice: it is on the sample queue already")
-        group = self._groups[prompt_group.group_id] = GroupRecord(prompt_group)
-        self.queue_of(group).issue(group)
+        self.restore(GroupRecord(prompt_group))
 
     def restore(self, group: GroupRecord) -> None:
         """Add a group of a snapshot. One that was not complete died with its process, and waits to be issued again."""
         self._groups[group.group_id] = group
-        self.queue_of(group).restore(group)
+        self.queue_of(group).add(group)
 
     def retry(self, number: int) -> bool:
         """A running group was lost. Returns whether it now waits to be issued again, or has used up its attempts."""
