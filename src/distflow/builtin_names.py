@@ -4,6 +4,7 @@ know of it before it is loaded. To add one is a file and an entry here. Loads no
 target: "module:attribute", loaded when the name is asked for; empty where the part is not there yet.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -386,6 +387,9 @@ LAUNCHERS: dict[str, Entry] = {
     "local": Entry("one process, no Ray", "distflow.launch.local_launcher:launch_local"),
     "ray": Entry("one worker a device, over Ray", "distflow.cluster.ray_entry:launch_ray"),
 }
+
+HUB_DATA = re.compile(r"[\w.-]+/[\w.-]+(?::[\w.-]*){0,2}")
+"""The id of a data set on the hub, with its configuration and split."""
 
 TEMPLATE_PARAMETERS = (
     *("conversation", "messages", "tools", "chat_template", "add_generation_prompt", "continue_final_message"),

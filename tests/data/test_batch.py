@@ -75,7 +75,7 @@ def test_select_keeps_each_sample_whole(shape: list[tuple[int, int]], random) ->
 @settings(max_examples=40, deadline=None)
 def test_chunks_concatenate_to_the_whole(shape: list[tuple[int, int]], num_chunks: int) -> None:
     batch = make(shape)
-    whole = Batch.concat(batch.chunk(num_chunks))
+    whole = Batch.concat([batch.select(part) for part in torch.arange(len(batch)).tensor_split(num_chunks)])
     assert whole.names == batch.names
     assert all(_equal(whole.flat(name), batch.flat(name)) for name in batch.names)
 
@@ -235,7 +235,7 @@ def test_batches_meet_only_where_their_fields_are_the_same(tmp_path: Path) -> No
     """Each was told by its shape alone: of prompts here, of responses there."""
     one, other, third = make([(1, 2)]), make([(2, 1)]), make([(2, 1)])
     one["mine"], other["mine"], third["mine"] = torch.ones(1, 2), torch.ones(1, 2), torch.ones(1, 2).long()
-    for meet in (lambda: Batch.concat([one, other]), lambda: Batch.concat([one.select([0]), other.repeat(1)])):
+    for meet in (lambda: Batch.concat([one, other]), lambda: Batch.concat([one.select([0]), other.select([0])])):
         with pytest.raises(ValueError, match="'mine' is float32 per response in one batch and float32 per prompt in"):
             meet()
     with pytest.raises(ValueError, match="'mine' is float32 per prompt in one batch and int64 per prompt in another"):

@@ -10,6 +10,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from distflow.data import sources
 from distflow.data.dataset_columns import Columns
 from distflow.data.sources import load_rows
 from distflow.errors import UserError
@@ -282,16 +283,17 @@ class TestRowsOfAFunction:
     def test_one_named_in_the_config(self, tmp_path):
         assert load(function_of(tmp_path, "yield {'prompt': 'a', 'answer': '1'}"), run_folder=tmp_path)[0].prompt == "a"
 
-    def test_endless_ones_are_refused_unless_a_number_is_asked_for(self, tmp_path):
+    def test_endless_ones_are_refused_unless_a_number_is_asked_for(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(sources, "MAX_ROWS", 1000)
         endless = function_of(
             tmp_path,
             """
     import itertools
     return ({"prompt": str(i), "answer": i} for i in itertools.count())""",
         )
-        text = message(endless, run_folder=tmp_path, max_iterator_rows=1000)
+        text = message(endless, run_folder=tmp_path)
         assert "more than 1,000 rows" in text and "data.train_max_samples" in text
-        assert len(load(endless, run_folder=tmp_path, max_iterator_rows=1000, max_samples=7)) == 7
+        assert len(load(endless, run_folder=tmp_path, max_samples=7)) == 7
 
     def test_a_damaged_copy_is_noticed(self, tmp_path):
         rows = function_of(tmp_path, "return [{'prompt': 'abcdefgh', 'answer': 1}]")

@@ -344,9 +344,9 @@ def greedy_rollout(patch: Patch) -> None:
 
 
 def other_rows(patch: Patch) -> None:
-    from distflow.scheduling import next_groups
+    from distflow.scheduling import data_plan
 
-    patch.setattr(next_groups, "place", lambda number, num_rows, seed, shuffle: (number // num_rows, 0))
+    patch.setattr(data_plan, "place", lambda number, num_rows, seed, shuffle: (number // num_rows, 0))
 
 
 FAULTS = {

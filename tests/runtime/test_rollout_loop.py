@@ -21,7 +21,7 @@ from distflow.runtime.resources import Resources
 from distflow.runtime.rollout_loop import GroupEvents, RolloutLoop, SubmissionGate
 from distflow.runtime.sample_queue.local import LocalSampleQueue
 from distflow.runtime.wait_log import Waits
-from distflow.scheduling.groups import PromptGroup, Version
+from distflow.scheduling.groups import GroupState, PromptGroup, Version
 from tests.e2e.runs import Playground
 from tests.runtime.groups import PARAMS, bound, context, coordinator, samples, waiting_group
 
@@ -114,6 +114,25 @@ def test_a_wave_is_asked_of_a_paused_engine_that_then_resumes() -> None:
     first = engine.log[: engine.log.index("resume") + 1]
     assert first[0] == "pause" and len(first) == 5, "three requests, and a group without one, between the two"
     assert all(paused for entry in engine.log if not isinstance(entry, str) for paused in entry[1:])
+
+
+def test_a_group_is_scoring_while_its_reward_is_computed() -> None:
+    """Only its own record says so: the scheduler has it as generating until it is scored and filtered."""
+    seen = []
+    scheduler = coordinator(consumer_batch=1)
+
+    @node(role="REWARD", scope="group", reads=("responses",))
+    async def score(group: Group, responses: list[str]) -> list[float]:
+        seen.append((group.state, [known.state for known in scheduler.queue.live]))
+        return [0.0] * len(responses)
+
+    @node(writes={"kept": "object"}, role="DEFAULT", scope="group", reads=("responses",))
+    async def keep(group: Group, responses: list[str]) -> list[str]:
+        seen.append((group.state, [known.state for known in scheduler.queue.live]))
+        return responses
+
+    asyncio.run(fill(plane_of(OrderedEngine(), bound(score), bound(keep)), LocalSampleQueue(scheduler, Waits()), 1))
+    assert seen[:2] == [(GroupState.SCORING, [GroupState.GENERATING]), (GroupState.GENERATING, [GroupState.GENERATING])]
 
 
 def test_a_node_may_ask_in_tasks_of_its_own() -> None:

@@ -200,7 +200,7 @@ def test_a_complete_group_that_is_lost_with_who_held_it_is_issued_again_as_often
     reward_fn(coordinator, coordinator.take_groups())
     for attempt in range(1, 5):
         coordinator.lose(2)
-        assert coordinator.ready(0) is None and not coordinator.holds(2)
+        assert coordinator.ready(0) is None and not coordinator.queue.holds(2)
         assert [(t.group_id, t.attempt) for t in coordinator.take_groups()] == [(2, attempt)]
         coordinator.complete(2, 5)
     assert coordinator.ready(0) == (0, 1, 2, 3)
@@ -371,7 +371,7 @@ def test_a_run_that_goes_on_with_less_staleness_drops_what_it_cannot_consume_in_
     assert resumed.checked_counts() == GroupCounts(
         issued=16, running=2, complete=2, consumed=8, dropped={"stale": 4}
     ), "8 to 11 are of version 0, which step 2 may not train on any more"
-    assert [number for number in range(16) if resumed.holds(number)] == [12, 13]
+    assert [number for number in range(16) if resumed.queue.holds(number)] == [12, 13]
     again = resumed.take_groups()
     assert [(t.group_id, t.version) for t in again] == [(14, 2), (15, 2), *((n, 2) for n in range(16, 20))]
     reward_fn(resumed, again)
@@ -390,7 +390,7 @@ def test_a_run_that_goes_on_with_smaller_steps_keeps_the_oldest_groups_that_fit(
     reward_fn(coordinator, coordinator.take_groups())
     coordinator.release(0)
     resumed = streaming(num_rows=100, batch=batch, snapshot=coordinator.snapshot())
-    assert [number for number in range(12) if resumed.holds(number)] == list(range(4, 4 + kept))
+    assert [number for number in range(12) if resumed.queue.holds(number)] == list(range(4, 4 + kept))
     run_to_the_end(resumed)
 
 

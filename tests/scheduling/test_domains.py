@@ -114,7 +114,7 @@ class Walk:
         if self.coordinator.finished or self.coordinator.ready(step) is None:
             return
         if self.choice.random() < 0.1:
-            self.coordinator.untake()
+            self.coordinator.queue.untake()
             return
         held = self.choice.random() < 0.3 and step + 1 - self.sent <= self.plan.max_staleness
         self.engine_version = self.engine_version if held else step + 1

@@ -5,7 +5,16 @@ import json
 import pytest
 
 from distflow.scheduling.groups import CountsError, GroupCounts
-from distflow.scheduling.ledger import Ledger, LedgerError, replay, timeline, verify
+from distflow.scheduling.ledger import Ledger, LedgerError, timeline, verify
+from distflow.scheduling.ledger_audit import LedgerCounts
+
+
+def counted(path):
+    """Counts of a ledger that may end within a step."""
+    counts = LedgerCounts()
+    for _, record in timeline(path):
+        counts.apply(record)
+    return counts.group_counts
 
 
 def issue(ledger, number, attempt=0):
@@ -37,7 +46,7 @@ def test_the_account_of_a_journal(tmp_path):
     group_counts = GroupCounts(issued=5, running=1, complete=1, consumed=2, dropped={"equal_rewards": 1})
     assert ledger.group_counts == group_counts
     ledger.close()
-    assert replay(path) == group_counts == verify(path)
+    assert verify(path) == group_counts
 
 
 def test_a_kill_at_any_byte_leaves_a_journal_that_reads_and_resumes(tmp_path):
@@ -49,13 +58,13 @@ def test_a_kill_at_any_byte_leaves_a_journal_that_reads_and_resumes(tmp_path):
     write_step(ledger, 2, [2, 3], drop=[2])
     ledger.close()
     content = path.read_bytes()
-    expected = replay(path)
+    expected = verify(path)
 
     for cut in range(0, len(content), 3):
         torn = tmp_path / "torn.jsonl"
         torn.write_bytes(content[:cut])
         if b"\n" in content[:cut]:
-            replay(torn).check()
+            counted(torn).check()
         whole_mark = mark if cut >= mark.offset else None
         resumed = Ledger(torn, whole_mark)
         assert not resumed.inherits
@@ -104,13 +113,13 @@ def test_a_rollback_to_a_checkpoint_of_an_abandoned_timeline(tmp_path):
     write_step(ledger, 2, [2, 3, 4], drop=[3])
     second = ledger.mark()
     ledger.close()
-    old = replay(path)
+    old = verify(path)
 
     ledger = Ledger(path, first)
     write_step(ledger, 2, [2, 3])
     write_step(ledger, 3, [4, 5])
     ledger.close()
-    assert replay(path) == GroupCounts(issued=6, consumed=6)
+    assert verify(path) == GroupCounts(issued=6, consumed=6)
 
     ledger = Ledger(path, second)
     assert ledger.group_counts == old == GroupCounts(issued=5, consumed=4, dropped={"equal_rewards": 1})
@@ -152,7 +161,7 @@ def test_groups_that_were_on_the_edge_of_another_folder_go_on(tmp_path):
     live = [{"group_id": 1, "attempt": 1, "complete": False}, {"group_id": 2, "attempt": 0, "complete": True}]
     ledger.append("inherited", step=1, issued=4, consumed=1, dropped={"equal_rewards": 1}, live=live)
     assert ledger.group_counts == GroupCounts(issued=4, running=1, complete=1, consumed=1, dropped={"equal_rewards": 1})
-    with pytest.raises(CountsError, match="group 1 was issued twice: it is running, attempt 1"):
+    with pytest.raises(CountsError, match="group 1 was issued twice: it is generating, attempt 1"):
         issue(ledger, 1, attempt=1)
     issue(ledger, 1, attempt=2)
     ledger.append("complete", group_id=1, tokens=1)
@@ -176,13 +185,13 @@ def test_what_was_consumed_cannot_move_again(tmp_path, kind):
     ledger = Ledger(path)
     write_step(ledger, 1, [0, 1])
     before = path.read_bytes()
-    with pytest.raises(CountsError, match="group 1 .*consumed"):
+    with pytest.raises(CountsError, match="group 1 .*trained"):
         ledger.append(kind, **MOVES[kind])
     assert path.read_bytes() == before
     ledger.close()
     with path.open("a") as file:
         file.write(json.dumps({"restart": 0, "kind": kind, **MOVES[kind]}) + "\n")
-    with pytest.raises(CountsError, match="group 1 .*consumed"):
+    with pytest.raises(CountsError, match="group 1 .*trained"):
         verify(path)
 
 
@@ -190,7 +199,7 @@ def test_a_running_ticket_is_issued_again_only_as_a_further_attempt(tmp_path):
     ledger = Ledger(tmp_path / "ledger.jsonl")
     issue(ledger, 0)
     issue(ledger, 0, attempt=1)
-    with pytest.raises(CountsError, match="group 0 was issued twice: it is running, attempt 1"):
+    with pytest.raises(CountsError, match="group 0 was issued twice: it is generating, attempt 1"):
         issue(ledger, 0, attempt=1)
     assert ledger.group_counts == GroupCounts(issued=1, running=1)
 
@@ -230,7 +239,7 @@ def test_damage_in_the_middle_is_told_apart_from_a_torn_end(tmp_path):
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join([*lines[:2], b"\x00\x00\xff\n", *lines[2:]]))
     with pytest.raises(LedgerError, match=f"damaged at byte {len(lines[0]) + len(lines[1])}"):
-        replay(path)
+        verify(path)
 
 
 def test_a_journal_that_lost_lines_of_its_checkpoint_is_refused(tmp_path):

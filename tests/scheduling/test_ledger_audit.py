@@ -10,7 +10,7 @@ from distflow.scheduling.coordinator import Coordinator
 from distflow.scheduling.data_plan import DataPlan
 from distflow.scheduling.groups import CountsError, PromptGroup
 from distflow.scheduling.ledger import Ledger, verify
-from distflow.scheduling.rollout_capacity import RolloutCapacity
+from distflow.scheduling.rollout_capacity import rollout_capacity
 
 NUM_RUNS = 1500
 
@@ -23,9 +23,6 @@ class OtherRule:
         self.plan, self.choose = plan, choose
         self.step = self.issued = 0
         self.running, self.complete_ones = {}, []
-        self.credits = RolloutCapacity(
-            (plan.max_staleness + 1) * plan.consumer_batch, plan.max_staleness, plan.consumer_batch
-        )
 
     @property
     def finished(self):
@@ -34,7 +31,8 @@ class OtherRule:
     def take_groups(self, engine_version):
         accepted = self.step * self.plan.consumer_batch + len(self.complete_ones)
         bounded = min(engine_version, self.plan.total_steps - 1 - self.plan.max_staleness)
-        num_new = self.credits.open(len(self.running), bounded, accepted)
+        staleness, batch = self.plan.max_staleness, self.plan.consumer_batch
+        num_new = rollout_capacity((staleness + 1) * batch, len(self.running), staleness, bounded, batch, accepted)
         group_ids = [
             PromptGroup(number, 0, 0, 1, engine_version) for number in range(self.issued, self.issued + num_new)
         ]

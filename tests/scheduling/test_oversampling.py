@@ -41,15 +41,15 @@ def wave(coordinator, order, dropped=lambda prompt_group: False):
     prompt_groups = coordinator.take_groups()
     left = sorted(prompt_groups, key=order)
     surplus = []
-    while left and not coordinator.is_full:
+    while left and not coordinator.queue.is_full:
         prompt_group = left.pop(0)
         if dropped(prompt_group):
             coordinator.drop(prompt_group.group_id, "dull")
-        elif coordinator.has_place(prompt_group.group_id):
+        elif coordinator.queue.has_place(prompt_group.group_id):
             coordinator.complete(prompt_group.group_id, 3)
         else:
             surplus.append(prompt_group)
-        for waiting in [each for each in surplus if coordinator.has_place(each.group_id)][:1]:
+        for waiting in [each for each in surplus if coordinator.queue.has_place(each.group_id)][:1]:
             surplus.remove(waiting)
             coordinator.complete(waiting.group_id, 3)
     if ended := [prompt_group.group_id for prompt_group in [*surplus, *left]]:

@@ -30,7 +30,7 @@ def test_whatever_the_parts_no_group_gets_too_old(staleness: int, batch: int, ch
         elif choice % 4 == 2:
             numbers = coordinator.part(coordinator.step, 1 + choice % (2 * batch))
             taken += len(numbers or ())
-        elif taken and not coordinator.num_owed():
+        elif taken and not coordinator.queue.num_owed():
             coordinator.release(coordinator.step)
             taken = 0
     coordinator.checked_counts().check()
@@ -50,7 +50,7 @@ def test_a_loop_that_takes_its_batch_in_parts_owes_nothing_and_never_stalls(stal
             assert not coordinator.stalled
             prompt_group = running.pop(order.randrange(len(running)))
             coordinator.complete(prompt_group.group_id, 1, prompt_group.version)
-        assert coordinator.num_owed() == 0
+        assert coordinator.queue.num_owed() == 0
         coordinator.release(step)
     assert coordinator.checked_counts().consumed == 8 * batch
 
@@ -59,8 +59,8 @@ def test_a_step_that_took_too_few_owes_the_rest() -> None:
     coordinator = Coordinator(plan_of(batch=3))
     for prompt_group in coordinator.take_groups():
         coordinator.complete(prompt_group.group_id, 1)
-    assert coordinator.part(0, 1) == (0,) and coordinator.num_owed() == 2
-    assert coordinator.part(0, 2) == (1, 2) and coordinator.num_owed() == 0
+    assert coordinator.part(0, 1) == (0,) and coordinator.queue.num_owed() == 2
+    assert coordinator.part(0, 2) == (1, 2) and coordinator.queue.num_owed() == 0
     assert coordinator.part(0, 1) is None and coordinator.stalled
     coordinator.release(0)
     coordinator.take_groups()

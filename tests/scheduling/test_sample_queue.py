@@ -52,7 +52,7 @@ def test_release_empties_the_edge_and_moves_to_the_next_step():
 def test_the_last_step_may_be_short():
     queue = edge_with(2, consumer_batch=4)
     queue.complete(0, 1)
-    queue.close()
+    queue.closed = True
     assert queue.ready(0) is None
     queue.drop(1, "error")
     assert queue.ready(0) == (0,)
@@ -60,7 +60,7 @@ def test_the_last_step_may_be_short():
 
 def test_nothing_left_at_the_end_of_the_data_is_no_step():
     queue = edge_with(1)
-    queue.close()
+    queue.closed = True
     queue.drop(0, "error")
     assert queue.ready(0) is None and not queue.live
 

@@ -52,7 +52,7 @@ class CoordinatorActor(SharedSampleQueue[GroupRef]):
         for number, group in (load_queued(start.checkpoint) if start.checkpoint else {}).items():
             reference, num_bytes = to_group(group.data)
             queued[number] = group.stored_as(reference)
-            if coordinator.holds(number):
+            if coordinator.queue.holds(number):
                 coordinator.weigh(number, num_bytes)
         super().__init__(
             coordinator,

@@ -51,11 +51,9 @@ def run_why(arguments: argparse.Namespace) -> int:
 def _head(lineage: "StepLineage", run_dir: Path) -> list[str]:
     name = f"step {lineage.step} of {escape_control(str(run_dir), one_line=True)}"
     if lineage.consumed_at is None:
-        num_complete = sum(group.version is not None for group in lineage.groups)
-        num_running = len(lineage.groups) - num_complete
-        return [
-            f"{name} is not finished: where the ledger ends, {num_complete} groups were complete and {num_running} ran",
-        ]
+        counts = Counter(group.state for group in lineage.groups)
+        states = ", ".join(f"{count} {state}" for state, count in counts.most_common()) or "none"
+        return [f"{name} is not finished; its groups where the ledger ends: {states}"]
     tokens = sum(group.tokens or 0 for group in lineage.groups)
     bound = "" if lineage.max_staleness is None else f", staleness at most {lineage.max_staleness}"
     return [
@@ -79,7 +77,8 @@ def _group_row(group: "GroupLineage", lineage: "StepLineage", responses: Mapping
     stale = lineage.step - 1 - group.version if group.version is not None else None
     return {
         **_where(group),
-        "version": "running" if group.version is None else str(group.version),
+        "state": "" if group.state == "trained" else group.state,
+        "version": "" if group.version is None else str(group.version),
         "stale": "" if stale is None or lineage.consumed_at is None else str(stale),
         **_who(group),
         "tokens": f"{group.tokens:,}" if group.tokens is not None else "",

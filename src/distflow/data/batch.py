@@ -1,4 +1,9 @@
-"""Columns over many samples. Per-token columns are stored flat (values + lengths), never padded at rest."""
+"""Columns over many samples, and transfers between host and device. Per-token columns are stored flat (values +
+lengths), never padded at rest.
+
+A device works through a queue. A copy from plain memory and every number that is read wait until the queue is empty; a
+copy from pinned memory waits for nothing, and many numbers that are read together wait once.
+"""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -8,13 +13,17 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from distflow.data.batch_columns import Column, Shapes, Written, check_same_fields, guess_field, send
 from distflow.data.sample import Sample
 from distflow.graph.fields import ALIASES, TOKEN_AXES, Axis, Field, find_field
+
+Column = Tensor | list[object]
+Written = Tensor | NDArray[np.generic] | Sequence[object]
+Shapes = Mapping[Axis, tuple[tuple[int, ...], ...]]
 
 _SAVED = {"format": "distflow batch"}
 _DERIVED = {
@@ -152,7 +161,7 @@ class Batch:
         shape, where that fits exactly one.
         """
         name = ALIASES.get(name, name)
-        field = find_field(name) or self._fields.get(name) or guess_field(name, value, self._shapes())
+        field = find_field(name) or self._fields.get(name) or _guess_field(name, value, self._shapes())
         self._columns[name] = self._stored(field, value)
         self._fields[name] = field
 
@@ -178,14 +187,6 @@ class Batch:
         out._columns = {name: c if isinstance(c, list) else send(c, where) for name, c in self._columns.items()}
         return out
 
-    def chunk(self, num_chunks: int) -> list["Batch"]:
-        """At most `num_chunks` runs of neighbouring samples, as even as can be."""
-        return [self.select(part) for part in torch.arange(len(self)).tensor_split(num_chunks) if part.numel()]
-
-    def repeat(self, times: int) -> "Batch":
-        """Each sample `times` times, repetitions side by side."""
-        return self.select(torch.arange(len(self)).repeat_interleave(times))
-
     def only(self, names: Iterable[str]) -> "Batch":
         """A batch with just these stored columns."""
         out = Batch(self._lengths[Axis.PROMPT], self._lengths[Axis.RESPONSE])
@@ -203,7 +204,7 @@ class Batch:
         if any(not torch.equal(self._lengths[axis], other._lengths[axis]) for axis in TOKEN_AXES):
             raise ValueError("batches over different samples cannot be merged: their lengths differ")
         out = self.only(self.names)
-        check_same_fields(self._fields, other._fields)
+        _check_same_fields(self._fields, other._fields)
         out._columns.update(other._columns)
         out._fields.update(other._fields)
         return out
@@ -217,7 +218,7 @@ class Batch:
         for other in batches[1:]:
             if set(other.names) != names:
                 raise ValueError(f"batches with different columns: {sorted(names ^ set(other.names))} not in all")
-            check_same_fields(batches[0]._fields, other._fields)
+            _check_same_fields(batches[0]._fields, other._fields)
         out = Batch(
             torch.cat([b._lengths[Axis.PROMPT] for b in batches]),
             torch.cat([b._lengths[Axis.RESPONSE] for b in batches]),
@@ -319,9 +320,7 @@ class Batch:
     def _token_positions(self, axis: Axis, index: Tensor) -> Tensor:
         lengths = self._lengths[axis]
         starts = lengths.cumsum(0) - lengths
-        picked = lengths[index]
-        offsets = torch.arange(int(picked.sum())) - (picked.cumsum(0) - picked).repeat_interleave(picked)
-        return starts[index].repeat_interleave(picked) + offsets
+        return _ranges(starts[index], lengths[index])
 
     def _padded_places(self, axis: Axis, device: torch.device) -> Tensor:
         """Position of each token of a flat column in the flattened padded one: int64 `(tokens,)`, computed once."""
@@ -339,11 +338,8 @@ class Batch:
 
     def response_positions(self) -> Tensor:
         """Position of each response token in the flat `sequence` columns: int64 `(response tokens,)`."""
-        prompts, responses = self._lengths[Axis.PROMPT], self._lengths[Axis.RESPONSE]
-        sequences = self._lengths[Axis.SEQUENCE]
-        starts = sequences.cumsum(0) - sequences + prompts
-        offsets = torch.arange(int(responses.sum())) - (responses.cumsum(0) - responses).repeat_interleave(responses)
-        return starts.repeat_interleave(responses) + offsets
+        responses = self._lengths[Axis.RESPONSE]
+        return _ranges(self._lengths[Axis.SEQUENCE].cumsum(0) - responses, responses)
 
     def _derived_loss_mask(self) -> Tensor:
         mask: Tensor = self.flat("response_mask")
@@ -366,15 +362,17 @@ class Batch:
         answered = last >= 0
         return torch.zeros_like(mask).index_put_((last[answered],), self.flat("scores").to(mask.dtype)[answered])
 
-    def to_mapping(self) -> dict[str, object]:
-        """All stored columns as `batch[name]` hands them out."""
-        return {name: self[name] for name in self._columns}
-
 
 def _joined(parts: Sequence[Column]) -> Column:
     """One column of many: all are tensors, or all are lists."""
     tensors = [part for part in parts if isinstance(part, Tensor)]
     return torch.cat(tensors) if tensors else [value for part in parts for value in part]
+
+
+def _ranges(starts: Tensor, lengths: Tensor) -> Tensor:
+    """The numbers from each start on, as many as each length says: int64 `(sum of lengths,)`."""
+    offsets = torch.arange(int(lengths.sum())) - (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
+    return starts.repeat_interleave(lengths) + offsets
 
 
 def _json_bytes(value: list[Any]) -> Tensor:
@@ -390,3 +388,54 @@ def _from_json_bytes(tensor: Tensor) -> list[Any]:
 
 def _flat_tensor(parts: Iterable[Iterable[float]], dtype: type[np.generic]) -> Tensor:
     return torch.from_numpy(np.fromiter(chain.from_iterable(parts), dtype))  # a third of the time of `torch.tensor`
+
+
+def _guess_field(name: str, value: Written, shapes: Shapes) -> Field:
+    """The field of an unregistered column, inferred from its shape; plain objects if it has none.
+
+    shapes: possible shapes by axis. Raises ValueError if the shape fits none or several.
+    """
+    if not isinstance(value, Tensor | np.ndarray):
+        return Field(name, "object", Axis.OBJECT)
+    tensor = torch.as_tensor(value)
+    shape = tuple(tensor.shape)
+    fitting = [axis for axis, wanted in shapes.items() if shape in wanted]
+    if len(fitting) == 1:
+        return Field(name, str(tensor.dtype).removeprefix("torch."), fitting[0])
+    found = "; ".join(f"{axis.value}: {' or '.join(map(str, shapes[axis]))}" for axis in fitting or shapes)
+    raise ValueError(
+        f"column '{name}' of shape {shape} fits {'more than one' if fitting else 'no'} axis of this batch ({found}): "
+        f"declare it once by register_field('{name}', dtype=..., axis=...)"
+    )
+
+
+def _check_same_fields(ours: Mapping[str, Field], theirs: Mapping[str, Field]) -> None:
+    """Raises ValueError if a column that both have differs in dtype or axis."""
+    different = [name for name in ours if name in theirs and ours[name] != theirs[name]]
+    if different:
+        name = different[0]
+        raise ValueError(
+            f"column '{name}' is {ours[name]} in one batch and {theirs[name]} in another: write the same in both, or "
+            f"declare it by register_field('{name}', dtype=..., axis=...)"
+        )
+
+
+def send(tensor: Tensor, device: torch.device) -> Tensor:
+    """The tensor on `device`; from the host to a CUDA device through pinned memory, without waiting."""
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
+
+
+def read_numbers(values: Sequence[Tensor | float]) -> list[float]:
+    """Scalars of any devices and types as numbers, in their order: one transfer per device."""
+    numbers = [0.0 if isinstance(value, Tensor) else float(value) for value in values]
+    places: dict[torch.device, list[int]] = {}
+    for place, value in enumerate(values):
+        if isinstance(value, Tensor):
+            places.setdefault(value.device, []).append(place)
+    for on_device in places.values():
+        scalars = [value.detach().double() for place in on_device if isinstance(value := values[place], Tensor)]
+        for place, number in zip(on_device, torch.stack(scalars).tolist(), strict=True):
+            numbers[place] = number
+    return numbers

@@ -5,7 +5,7 @@ texts, and rows are picked by copying bytes.
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
 import numpy as np
@@ -13,8 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from distflow.data.batch import Batch
-from distflow.data.batch_columns import Column
+from distflow.data.batch import Batch, Column
 from distflow.graph.fields import TOKEN_AXES, Axis, Field
 
 Bytes = NDArray[np.uint8]
@@ -34,7 +33,8 @@ def to_buffers(batch: Batch) -> dict[str, Bytes]:
     """
     buffers = {name: _as_bytes(batch.lengths(axis)) for axis, name in _LENGTHS.items()}
     fields = [batch.field(name) for name in batch.names]
-    buffers[_HEADER] = _text_bytes(_to_json([[field.name, field.dtype, field.axis.value] for field in fields]))
+    header = _to_json([[field.name, field.dtype, field.axis.value] for field in fields])
+    buffers[_HEADER] = np.frombuffer(header.encode("utf-8", "surrogatepass"), dtype=np.uint8)
     for field in fields:
         column = batch.flat(field.name)
         if field.axis is Axis.OBJECT:
@@ -46,12 +46,6 @@ def to_buffers(batch: Batch) -> dict[str, Bytes]:
     return buffers
 
 
-def from_buffers(buffers: Buffers) -> Batch:
-    """The batch from the result of `to_buffers`, in its own memory."""
-    num_samples = buffers[_LENGTHS[Axis.PROMPT]].view(np.int64).size
-    return gather([buffers], [(0, row) for row in range(num_samples)])
-
-
 def gather(parts: Sequence[Buffers], picks: Sequence[tuple[int, int]]) -> Batch:
     """The batch of the rows `picks`, each as (part, row), in that order, of several batches.
 
@@ -59,29 +53,27 @@ def gather(parts: Sequence[Buffers], picks: Sequence[tuple[int, int]]) -> Batch:
     rows are picked from differ in the name, dtype or axis of a column.
     """
     used = sorted({part for part, _ in picks}) or [0]
-    fields = _common_fields([_fields(parts[part]) for part in used])
+    fields = _common_fields([parts[part] for part in used])
     layouts = {part: _Layout(parts[part]) for part in used}
     runs = _runs(picks)
 
-    def picked(name: str, ends_of: Callable[[_Layout], list[int]]) -> Tensor:
-        columns = {part: parts[part][name] for part in used}
-        ends = {part: ends_of(layout) for part, layout in layouts.items()}
-        slices = [columns[part][ends[part][first] : ends[part][end]] for part, first, end in runs]
+    def picked(name: str, field: Field) -> Tensor:
+        ends = {part: layout.ends(field) for part, layout in layouts.items()}
+        slices = [parts[part][name][ends[part][first] : ends[part][end]] for part, first, end in runs]
         values = np.concatenate(slices) if slices else np.empty(0, np.uint8)
         return torch.from_numpy(values) if values.size else torch.empty(0, dtype=torch.uint8)
 
     def column(field: Field) -> Column:
-        values = picked(f"column.{field.name}", lambda layout: layout.ends(field))
+        values = picked(f"column.{field.name}", field)
         if field.axis is Axis.OBJECT:
             objects: list[object] = json.loads(f"[{_text(values.numpy()[:-1])}]")
             return objects
         return values.view(getattr(torch, field.dtype))
 
-    lengths = [
-        picked(_LENGTHS[axis], lambda layout: layout.even_ends(8)).view(torch.int64)
-        for axis in (Axis.PROMPT, Axis.RESPONSE)
-    ]
-    return Batch.from_columns(lengths[0], lengths[1], ((field, column(field)) for field in fields))
+    prompts, responses = (
+        picked(name, Field(name, "int64", Axis.SAMPLE)).view(torch.int64) for name in _LENGTHS.values()
+    )
+    return Batch.from_columns(prompts, responses, ((field, column(field)) for field in fields))
 
 
 class _Layout:
@@ -99,15 +91,11 @@ class _Layout:
             return [0, *accumulate(self._buffers[f"rows.{field.name}"].view(np.int64).tolist())]
         itemsize = getattr(torch, field.dtype).itemsize
         if field.axis not in TOKEN_AXES:
-            return self.even_ends(itemsize)
+            return list(range(0, (self._lengths[Axis.PROMPT].size + 1) * itemsize, itemsize))
         if (field.axis, itemsize) not in self._known:
             ends = [0, *accumulate((self._lengths[field.axis] * itemsize).tolist())]
             self._known[field.axis, itemsize] = ends
         return self._known[field.axis, itemsize]
-
-    def even_ends(self, itemsize: int) -> list[int]:
-        """Ends of a column with one entry per row."""
-        return list(range(0, (self._lengths[Axis.PROMPT].size + 1) * itemsize, itemsize))
 
 
 def _runs(picks: Sequence[tuple[int, int]]) -> list[tuple[int, int, int]]:
@@ -121,26 +109,19 @@ def _runs(picks: Sequence[tuple[int, int]]) -> list[tuple[int, int, int]]:
     return runs
 
 
-def _fields(buffers: Buffers) -> dict[str, Field]:
-    header = json.loads(_text(buffers[_HEADER]))
-    return {name: Field(name, dtype, Axis(axis)) for name, dtype, axis in header}
-
-
-def _common_fields(fields: Sequence[Mapping[str, Field]]) -> list[Field]:
-    for other in fields[1:]:
-        if other != fields[0]:
-            odd = sorted({field.name for field in {*other.values()} ^ {*fields[0].values()}})
+def _common_fields(parts: Sequence[Buffers]) -> list[Field]:
+    headers = [json.loads(_text(buffers[_HEADER])) for buffers in parts]
+    first, *others = [{name: Field(name, dtype, Axis(axis)) for name, dtype, axis in header} for header in headers]
+    for other in others:
+        if other != first:
+            odd = sorted({field.name for field in {*other.values()} ^ {*first.values()}})
             raise ValueError(f"batches that do not fit together: {odd} not in all, or of different dtype or axis")
-    return list(fields[0].values())
+    return list(first.values())
 
 
 def _as_bytes(tensor: Tensor) -> Bytes:
     values: Bytes = tensor.cpu().contiguous().view(torch.uint8).numpy()
     return values
-
-
-def _text_bytes(text: str) -> Bytes:
-    return np.frombuffer(text.encode("utf-8", "surrogatepass"), dtype=np.uint8)
 
 
 def _text(values: Bytes) -> str:

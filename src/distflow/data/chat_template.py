@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from os.path import commonprefix
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import jinja2
 from transformers import PreTrainedTokenizerBase
@@ -31,10 +31,10 @@ RENDERS_WITHIN_S = 10.0
 """Timeout for each prompt; it usually takes a millisecond."""
 MAX_CHARACTERS = 10_000_000
 MORE_MEMORY_BYTES = 2 * 2**30
+TEMPLATE_ERRORS = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+"""Of the operators, filters and methods of builtin types that a sandboxed template reaches, besides jinja2's own."""
 TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")
 
-Row = TypeVar("Row")
-Value = TypeVar("Value", bound=JSON)
 _REFUSES = "the chat template refuses the messages"
 
 Turn = tuple[int, int, int]
@@ -52,10 +52,8 @@ class Refused(str):
     """Why a row has no text."""
 
 
-def render_all(
-    rows: Sequence[Row], render: Callable[[Row], Value], tokenizer: PreTrainedTokenizerBase
-) -> Iterator[Value | Refused]:
-    """One entry per row, in order: the result of `render`, a JSON value.
+def render_all(rows: Sequence[Any], render: Callable[[Any], JSON], tokenizer: PreTrainedTokenizerBase) -> Iterator[Any]:
+    """One entry per row, in order: the result of `render`, a JSON value, or `Refused`.
 
     render: calls the tokenizer's template; an error that it raises becomes a `Refused`. It runs in a fork of this
     process, with the tokenizer as it is. Raises UserError naming the template's file if a row takes longer than
@@ -200,7 +198,7 @@ def _next(channel: Connection, what: str) -> tuple[str, Any]:
     return kind, value
 
 
-def _serve(channel: Connection, rows: Sequence[Row], render: Callable[[Row], JSON]) -> None:
+def _serve(channel: Connection, rows: Sequence[Any], render: Callable[[Any], JSON]) -> None:
     """In the fork: render each row, until the first that fails."""
     _limit_memory()
     for row in rows:
@@ -210,7 +208,7 @@ def _serve(channel: Connection, rows: Sequence[Row], render: Callable[[Row], JSO
             return
 
 
-def _rendered(row: Row, render: Callable[[Row], JSON]) -> tuple[str, JSON]:
+def _rendered(row: Any, render: Callable[[Any], JSON]) -> tuple[str, JSON]:
     try:
         value = render(row)
         characters = len(value) if isinstance(value, str) else len(json.dumps(value, ensure_ascii=False))
@@ -220,7 +218,7 @@ def _rendered(row: Row, render: Callable[[Row], JSON]) -> tuple[str, JSON]:
         return "refused", str(error)
     except jinja2.TemplateError as error:
         return "refused", f"{_REFUSES}: {error}"[:1000]
-    except Exception as error:  # a template can call anything that it reaches: it is foreign code
+    except TEMPLATE_ERRORS as error:
         return "refused", f"{_REFUSES}: {type(error).__name__}: {error}"[:1000]
     if characters > MAX_CHARACTERS:
         return "fails", f"a prompt becomes {characters:,} characters"

@@ -161,16 +161,14 @@ def find(values: Mapping[str, object], name: str) -> object:
 
 
 def _required(columns: Columns) -> dict[str, str]:
-    required = {"data.prompt_key": columns.prompt}
-    if columns.answer_required:
-        required["data.answer_key"] = columns.answer
-    if columns.response is not None:
-        required["data.response_key"] = columns.response
-    if columns.pass_rate is not None:
-        required["data.pass_rate_key"] = columns.pass_rate
-    if columns.domain not in (None, _DEFAULT_DOMAIN_KEY):
-        required["data.domain_key"] = str(columns.domain)
-    return required
+    required = {
+        "data.prompt_key": columns.prompt,
+        "data.answer_key": columns.answer if columns.answer_required else None,
+        "data.response_key": columns.response,
+        "data.pass_rate_key": columns.pass_rate,
+        "data.domain_key": None if columns.domain == _DEFAULT_DOMAIN_KEY else columns.domain,
+    }
+    return {key: name for key, name in required.items() if name is not None}
 
 
 def _is_conversation(values: Mapping[str, object], columns: Columns) -> bool:

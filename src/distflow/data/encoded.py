@@ -48,7 +48,7 @@ def write_encoded(prompts: PromptSet, run_folder: Path, name: str) -> Path:
     fingerprint = prompts.fingerprint()
     file = run_folder / "data" / f"{name}-{fingerprint[:12]}.arrow"
     header = json.dumps([_FORMAT, fingerprint, len(prompts), prompts.domains]).encode()
-    metadata = {b"header": header, b"crc32": _digits(header)}
+    metadata = {b"header": header, b"crc32": b"%d" % zlib.crc32(header)}
     if metadata_of(file) != metadata:
         schema = _SCHEMA.with_metadata(metadata)
         write_arrow(file, schema, _batches(prompts, schema))
@@ -56,10 +56,10 @@ def write_encoded(prompts: PromptSet, run_folder: Path, name: str) -> Path:
 
 
 class EncodedRows(Sequence[PromptRow]):
-    """The rows of a `PromptSet` that `write_encoded` wrote, each decoded when it is read.
+    """The rows of a `PromptSet` that `write_encoded` wrote, each decoded when it is read. It is pickled as its path.
 
-    It is pickled as its path. Raises UserError if the file is not one of `write_encoded`, and if a row is read
-    for that is not as it was written.
+    domains: sorted, each once. Raises UserError if the file is not one of `write_encoded`, and if a row is read
+    that is not as it was written.
     """
 
     def __init__(self, path: Path) -> None:
@@ -71,9 +71,9 @@ class EncodedRows(Sequence[PromptRow]):
             raise self._damaged(str(err)) from err
         metadata = self._reader.schema.metadata or {}
         header = metadata.get(b"header", b"")
-        if metadata.get(b"crc32") != _digits(header) or not self._reader.schema.equals(_SCHEMA):
+        if metadata.get(b"crc32") != b"%d" % zlib.crc32(header) or not self._reader.schema.equals(_SCHEMA):
             raise self._damaged("it is another kind of file")
-        found, self._fingerprint, self._num_rows, self._domains = json.loads(header)
+        found, self._fingerprint, self._num_rows, self.domains = json.loads(header)
         if found != _FORMAT:
             raise self._damaged(f"it is written as '{found}', not as '{_FORMAT}'")
         if self._reader.num_record_batches != -(-self._num_rows // CHUNK_ROWS):
@@ -93,11 +93,6 @@ class EncodedRows(Sequence[PromptRow]):
         if isinstance(index, slice):
             return [self._row(i) for i in range(len(self))[index]]
         return self._row(range(len(self))[index])
-
-    @property
-    def domains(self) -> list[str]:
-        """Sorted, each once."""
-        return list(self._domains)
 
     def fingerprint(self) -> str:
         """The fingerprint of the `PromptSet`."""
@@ -188,7 +183,3 @@ def _crc32(prompt_ids: Sequence[int], response_ids: Sequence[int] | None, rest: 
     """Checksum of a row's content. It starts with the number of prompt ids, so that no id can move to the response."""
     ids = array("i", (*prompt_ids, *(response_ids or ())))
     return zlib.crc32(rest.encode(), zlib.crc32(ids.tobytes(), len(prompt_ids)))
-
-
-def _digits(header: bytes) -> bytes:
-    return str(zlib.crc32(header)).encode()

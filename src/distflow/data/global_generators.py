@@ -73,8 +73,6 @@ def lent(own: States) -> Iterator[None]:
 
 def seeded(*identity: object) -> States:
     """The state after such a seed; the generators themselves do not change."""
-    before = states()
-    seed(*identity)
-    own = states()
-    put_back(before)
-    return own
+    with lent(states()):
+        seed(*identity)
+        return states()

@@ -2,13 +2,11 @@
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from array import array
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from itertools import chain
+from itertools import accumulate
 from typing import overload
-
-import numpy as np
-from numpy.typing import NDArray
 
 from distflow.data.dataset_columns import RawRow
 from distflow.data.sample import Segment
@@ -27,7 +25,6 @@ PROMPT_FIELDS = (
 )
 """The fields that exist before any node has run."""
 
-Ids = NDArray[np.int32]
 Turns = tuple[tuple[int, int], ...]
 
 
@@ -135,19 +132,20 @@ class Encoded:
     response_ids: Sequence[int] | None = None
     turns: Turns | None = None
 
+    def packed(self) -> "Encoded":
+        """The same with four bytes an id."""
+        response_ids = None if self.response_ids is None else array("i", self.response_ids)
+        return Encoded(self.text, array("i", self.ids), response_ids, self.turns)
+
 
 class PromptSet(Sequence[PromptRow]):
-    """Prompts in the order of their rows, their tokens stored flat."""
+    """Prompts in the order of their rows. has_responses: whether there are responses to train on."""
 
     def __init__(self, rows: Sequence[RawRow], encoded: Sequence[Encoded], report: PromptReport) -> None:
         assert len(rows) == len(encoded)
         self.report = report
-        self._rows = list(rows)
-        self._texts = [entry.text for entry in encoded]
-        self._prompts = _Flat([entry.ids for entry in encoded])
-        has_responses = any(entry.response_ids is not None for entry in encoded)
-        self._responses = _Flat([entry.response_ids or () for entry in encoded]) if has_responses else None
-        self._turns = [entry.turns for entry in encoded]
+        self._rows, self._encoded = list(rows), [entry.packed() for entry in encoded]
+        self.has_responses = any(entry.response_ids is not None for entry in encoded)
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -159,17 +157,17 @@ class PromptSet(Sequence[PromptRow]):
     def __getitem__(self, index: int | slice) -> PromptRow | list[PromptRow]:
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
-        row = self._rows[index]
+        row, entry = self._rows[index], self._encoded[index]
         return PromptRow(
             index=index % len(self),
-            prompt_ids=self._prompts[index],
-            prompt_text=self._texts[index],
+            prompt_ids=tuple(entry.ids),
+            prompt_text=entry.text,
             ground_truth=row.answer,
             domain=row.domain,
             extra_info=row.extra_info,
-            response_ids=None if self._responses is None else self._responses[index],
+            response_ids=tuple(entry.response_ids or ()) if self.has_responses else None,
             origin=row.origin,
-            turns=self._turns[index],
+            turns=entry.turns,
         )
 
     @staticmethod
@@ -178,13 +176,8 @@ class PromptSet(Sequence[PromptRow]):
         if len(sets) == 1:
             return sets[0]
         rows = [row for each in sets for row in each._rows]
-        encoded = [entry for each in sets for entry in each._encoded()]
+        encoded = [entry for each in sets for entry in each._encoded]
         return PromptSet(rows, encoded, PromptReport.joined([each.report for each in sets]))
-
-    def _encoded(self) -> Iterator[Encoded]:
-        for i, (text, turns) in enumerate(zip(self._texts, self._turns, strict=True)):
-            response = None if self._responses is None else self._responses[i]
-            yield Encoded(text, self._prompts[i], response, turns)
 
     @property
     def domains(self) -> list[str]:
@@ -196,32 +189,20 @@ class PromptSet(Sequence[PromptRow]):
         """Whether a prompt is chat messages."""
         return any(not isinstance(row.prompt, str) for row in self._rows)
 
-    @property
-    def has_responses(self) -> bool:
-        return self._responses is not None
-
     def fingerprint(self) -> str:
         """A hash of everything in the rows that affects a run: tokens, texts, ground truths, domains, extra info."""
         digest = hashlib.sha256()
-        for part in (self._prompts, self._responses):
-            digest.update(part.bytes() if part is not None else b"no responses")
-        for text, row in zip(self._texts, self._rows, strict=True):
-            digest.update(json.dumps([text, row.answer, row.domain, row.extra_info], sort_keys=True).encode())
-        if any(self._turns):
-            digest.update(json.dumps(self._turns).encode())
+        digest.update(_flat([entry.ids for entry in self._encoded]))
+        responses = [entry.response_ids or () for entry in self._encoded]
+        digest.update(_flat(responses) if self.has_responses else b"no responses")
+        for entry, row in zip(self._encoded, self._rows, strict=True):
+            digest.update(json.dumps([entry.text, row.answer, row.domain, row.extra_info], sort_keys=True).encode())
+        if any(entry.turns for entry in self._encoded):
+            digest.update(json.dumps([entry.turns for entry in self._encoded]).encode())
         return digest.hexdigest()
 
 
-class _Flat:
-    """Lists of token ids, end to end."""
-
-    def __init__(self, lists: Sequence[Sequence[int]]) -> None:
-        self._ends = np.cumsum([0, *map(len, lists)], dtype=np.int64)
-        self._values: Ids = np.fromiter(chain.from_iterable(lists), dtype=np.int32, count=int(self._ends[-1]))
-
-    def __getitem__(self, index: int) -> tuple[int, ...]:
-        index %= len(self._ends) - 1
-        return tuple(self._values[self._ends[index] : self._ends[index + 1]].tolist())
-
-    def bytes(self) -> bytes:
-        return self._ends.tobytes() + self._values.tobytes()
+def _flat(lists: Sequence[Sequence[int]]) -> bytes:
+    """The ends of the lists in one flat list (int64), then their ids (int32)."""
+    ends = array("q", accumulate(map(len, lists), initial=0))
+    return ends.tobytes() + b"".join(array("i", ids).tobytes() for ids in lists)

@@ -111,7 +111,13 @@ def print_rows(rows: Iterable[Mapping[str, object]]) -> None:
 
 def read_settings(query: str) -> dict[str, JSON]:
     """The settings in `a=1&b=x`: values that are JSON are parsed, others are texts."""
-    return {name: _value(text) for name, text in parse_qsl(query, keep_blank_values=True)}
+    settings: dict[str, JSON] = {}
+    for name, text in parse_qsl(query, keep_blank_values=True):
+        try:
+            settings[name] = json.loads(text)
+        except ValueError:
+            settings[name] = text
+    return settings
 
 
 def _iterable(values: Any, name: str) -> object:
@@ -132,11 +138,3 @@ def _iterable(values: Any, name: str) -> object:
 
 def _called(values: object) -> str:
     return f"the {type(values).__name__} {getattr(values, '__qualname__', '')}".strip()
-
-
-def _value(text: str) -> JSON:
-    try:
-        value: JSON = json.loads(text)
-    except ValueError:
-        return text
-    return value

@@ -11,6 +11,7 @@ import json
 import re
 import socket
 import threading
+from codecs import BOM_UTF8
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
@@ -20,7 +21,7 @@ from urllib.request import getproxies
 
 import pyarrow
 
-from distflow.config.compose.check_paths import HUB_DATA
+from distflow.builtin_names import HUB_DATA
 from distflow.data import reasoning_gym, verifiers_tasks
 from distflow.data.dataset_columns import BadRows, Columns, RawRow, Record, read_rows
 from distflow.data.encoded import CHUNK_ROWS, metadata_of, write_arrow
@@ -45,7 +46,6 @@ def load_rows(
     bad_rows: str = "error",
     max_samples: int = -1,
     run_folder: Path | None = None,
-    max_iterator_rows: int = MAX_ROWS,
 ) -> tuple[list[RawRow], BadRows]:
     """All good rows, in the order of the sources, and the bad ones.
 
@@ -69,8 +69,7 @@ def load_rows(
         if wanted == 0:
             break
         file = run_folder / "data" / f"{name}-{number}.arrow" if run_folder is not None else None
-        records = _records(source, key, file, max_iterator_rows, wanted)
-        found = read_rows(records, columns, bad, f"'{source}'")
+        found = read_rows(_records(str(source), key, file, wanted), columns, bad, f"'{source}'")
         rows.extend(found if wanted < 0 else islice(found, wanted))
     bad.check()
     if not rows:
@@ -93,12 +92,11 @@ def is_function(source: str) -> bool:
     return not (Path(source).expanduser().is_file() or Path(source.partition(":")[0]).expanduser().is_dir())
 
 
-def keep(target: str, file: Path, *, key: str, max_rows: int = MAX_ROWS, wanted: int = -1) -> Iterator[Record]:
+def _rows_of_function(target: str, file: Path, key: str, wanted: int) -> Iterator[Record]:
     """The rows of the function "module:function" or "file.py:function", read from `file`, which is written first unless
-    it holds them already.
+    it holds them already: one column of JSON texts, with their origin and fingerprint in the schema's metadata.
 
-    wanted: stop after so many rows; -1 takes all, at most `max_rows`. Raises UserError if there is no such function,
-    and for values that are not rows, see `json_lines`.
+    wanted: as of `json_lines`. Raises UserError if there is no such function, and for values that are not rows.
     """
     source = f"'{target}'"
     identity = source if wanted < 0 else f"{source}, first {wanted}"
@@ -107,8 +105,19 @@ def keep(target: str, file: Path, *, key: str, max_rows: int = MAX_ROWS, wanted:
     except LoadError as error:
         raise UserError(f"{key}: {error}") from error
     if metadata_of(file).get(b"source") != identity.encode():
-        _write(json_lines(function(), source=source, key=key, max_rows=max_rows, wanted=wanted), file, identity)
-    return _read(file, source, key)
+        texts = json_lines(function(), source=source, key=key, wanted=wanted, max_rows=MAX_ROWS)
+        table = pyarrow.table({"row": pyarrow.array(texts, pyarrow.string())})
+        table = table.replace_schema_metadata({"source": identity, "fingerprint": _fingerprint(texts)})
+        write_arrow(file, table.schema, table.to_batches(max_chunksize=CHUNK_ROWS))
+    with pyarrow.memory_map(str(file)) as memory:
+        reader = pyarrow.ipc.open_file(memory)
+        batches = [reader.get_batch(number) for number in range(reader.num_record_batches)]
+        texts = [text for batch in batches for text in batch["row"].to_pylist()]
+        expected = reader.schema.metadata[b"fingerprint"].decode()
+    if _fingerprint(texts) != expected:
+        raise UserError(f"{key}: '{file}' is damaged: delete it, and {source} is read again")
+    for number, text in enumerate(texts, 1):
+        yield Record(f"{source}, row {number}", json.loads(text))
 
 
 def read_file(path: Path, key: str) -> Iterator[Record]:
@@ -145,35 +154,30 @@ def unreachable() -> str | None:
     return reason
 
 
-def _records(source: Source, key: str, file: Path | None, max_rows: int, wanted: int) -> Iterator[Record]:
-    text = str(source)
+def _records(text: str, key: str, file: Path | None, wanted: int) -> Iterator[Record]:
     if is_function(text):
         if file is None:
             raise UserError(f"{key}: rows of a function need a run's folder (trainer.default_local_dir) to be kept in")
-        return keep(text, file, key=key, max_rows=max_rows, wanted=wanted)
+        return _rows_of_function(text, file, key, wanted)
     if text.startswith(reasoning_gym.PREFIX):
         return reasoning_gym.read_records(text, key, wanted)
     if text.startswith(verifiers_tasks.PREFIX):
         return verifiers_tasks.read_records(text, key, wanted)
     if text.startswith("builtin:"):
-        return read_file(_builtin(text.removeprefix("builtin:"), key), key)
+        name = text.removeprefix("builtin:")
+        file = BUILTIN_FOLDER / f"{name}.jsonl"
+        if file.is_file():
+            return read_file(file, key)
+        known = sorted(file.stem for file in BUILTIN_FOLDER.glob("*.jsonl"))
+        raise UserError(f"{key}: there is no built-in data set '{name}'; there are: {', '.join(known)}")
     path = Path(text).expanduser()
     if path.is_file():
         return read_file(path, key)
-    if Path(text.partition(":")[0]).expanduser().is_dir():
-        return _hub_records(text, key)
-    if HUB_DATA.fullmatch(text) and path.suffix.lower() not in READERS:
+    is_hub_id = HUB_DATA.fullmatch(text) and path.suffix.lower() not in READERS
+    if is_hub_id or Path(text.partition(":")[0]).expanduser().is_dir():
         return _hub_records(text, key)
     what, advice = missing_path(path)
     raise UserError(f"{key}: '{path}': {what}; {advice}")
-
-
-def _builtin(name: str, key: str) -> Path:
-    path = BUILTIN_FOLDER / f"{name}.jsonl"
-    if not path.is_file():
-        known = sorted(file.stem for file in BUILTIN_FOLDER.glob("*.jsonl"))
-        raise UserError(f"{key}: there is no built-in data set '{name}'; there are: {', '.join(known) or 'none'}")
-    return path
 
 
 def _hub_records(name: str, key: str) -> Iterator[Record]:
@@ -213,38 +217,15 @@ def _split_of(found: Rows | dict[str, Rows], name: str, split: str, key: str) ->
     raise UserError(f"{key}: '{name}' has the splits {', '.join(found)}: name one, e.g. {name}::{next(iter(found))}")
 
 
-def _write(texts: list[str], file: Path, identity: str) -> None:
-    """One column of JSON texts; the schema's metadata hold what they are and their fingerprint."""
-    table = pyarrow.table({"row": pyarrow.array(texts, pyarrow.string())})
-    table = table.replace_schema_metadata({"source": identity, "fingerprint": _fingerprint(texts)})
-    write_arrow(file, table.schema, table.to_batches(max_chunksize=CHUNK_ROWS))
-
-
 def _fingerprint(texts: Iterable[str]) -> str:
-    digest = hashlib.sha256()
-    for text in texts:
-        digest.update(text.encode() + b"\n")
-    return digest.hexdigest()
-
-
-def _read(file: Path, source: str, key: str) -> Iterator[Record]:
-    with pyarrow.memory_map(str(file)) as memory:
-        reader = pyarrow.ipc.open_file(memory)
-        texts = [
-            text for index in range(reader.num_record_batches) for text in reader.get_batch(index)["row"].to_pylist()
-        ]
-        expected = reader.schema.metadata[b"fingerprint"].decode()
-    if _fingerprint(texts) != expected:
-        raise UserError(f"{key}: '{file}' is damaged: delete it, and {source} is read again")
-    for number, text in enumerate(texts, 1):
-        yield Record(f"{source}, row {number}", json.loads(text))
+    return hashlib.sha256("".join(f"{text}\n" for text in texts).encode()).hexdigest()
 
 
 def _read_jsonl(path: Path) -> Iterator[Record]:
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             if number == 1:
-                line = line.removeprefix(b"\xef\xbb\xbf")
+                line = line.removeprefix(BOM_UTF8)
             if line.strip():
                 yield _json_record(line, f"{path}:{number}")
 
@@ -266,7 +247,7 @@ def _json_record(line: bytes, origin: str) -> Record:
 def _read_json(path: Path) -> Iterator[Record]:
     """One list of objects; a `.json` file with an object on each line is read as JSONL."""
     with path.open("rb") as file:
-        is_list = file.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"[")
+        is_list = file.read(4096).removeprefix(BOM_UTF8).lstrip().startswith(b"[")
     if not is_list:
         yield from _read_jsonl(path)
         return

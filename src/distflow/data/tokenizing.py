@@ -4,7 +4,7 @@ that are too long are left out or cut, and counted."""
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain
 
 from transformers import PreTrainedTokenizerBase
@@ -94,12 +94,7 @@ def truncated(ids: Sequence[int], max_tokens: int, side: str) -> Sequence[int]:
     """At most `max_tokens` of the ids. side: which part is cut off, "left", "right" or "middle"."""
     if len(ids) <= max_tokens:
         return ids
-    if side == "left":
-        return ids[len(ids) - max_tokens :]
-    if side == "right":
-        return ids[:max_tokens]
-    assert side == "middle", side
-    head = max_tokens // 2
+    head = {"left": 0, "middle": max_tokens // 2, "right": max_tokens}[side]
     return [*ids[:head], *ids[len(ids) - (max_tokens - head) :]]
 
 
@@ -159,7 +154,7 @@ def _within(rows: Sequence[RawRow], options: PromptOptions) -> tuple[Sequence[Ra
 def _check_options(tokenizer: PreTrainedTokenizerBase, rows: Sequence[RawRow], options: PromptOptions) -> None:
     if options.prompt_template is not None and _PLACE not in options.prompt_template:
         raise UserError(f"data.prompt_template has no {_PLACE} in it: {options.prompt_template!r}")
-    chat = options.prompt_format == "chat" or any(not isinstance(row.prompt, str) for row in rows)
+    chat = any(_is_chat(row, options) for row in rows)
     if chat and not getattr(tokenizer, "chat_template", None):
         why = "data.prompt_format=chat" if options.prompt_format == "chat" else "the prompts are chat messages"
         raise UserError(
@@ -194,12 +189,12 @@ def _encode_all(
     The threads share one tokenizer: no call asks for padding or truncation, which would change its settings.
     """
     ends = sorted({*end_ids, *([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id])})
-    rendered = _render(rows, tokenizer, options, ends)
+    texts = _render(rows, tokenizer, options, ends)
     starts = range(0, len(rows), _CHUNK_ROWS)
 
     def encode(start: int) -> list[list[Encoded] | str]:
         chunk = slice(start, start + _CHUNK_ROWS)
-        return _encode_chunk(rows[chunk], rendered[chunk], tokenizer, ends)
+        return _encode_chunk(rows[chunk], texts[chunk], tokenizer, options, ends)
 
     if options.num_workers < 1 or len(starts) < 2:
         yield from chain.from_iterable(map(encode, starts))
@@ -208,32 +203,30 @@ def _encode_all(
         yield from chain.from_iterable(threads.map(encode, starts))
 
 
-@dataclass(frozen=True)
-class _Prompt:
-    text: str
-    is_chat: bool
-
-
-_Text = _Prompt | list[Rendered] | str
-"""A prompt, a conversation with its turns, or the reason why the row has no text."""
+_Text = str | Refused | list[Rendered]
+"""A prompt, the reason why the row has none, or a conversation with its turns."""
 
 
 def _encode_chunk(
-    rows: Sequence[RawRow], texts: Sequence[_Text], tokenizer: PreTrainedTokenizerBase, ends: Collection[int]
+    rows: Sequence[RawRow],
+    texts: Sequence[_Text],
+    tokenizer: PreTrainedTokenizerBase,
+    options: PromptOptions,
+    ends: Collection[int],
 ) -> list[list[Encoded] | str]:
     """One entry per row: its encoded rows, or an error."""
-    prompts = {i: entry for i, entry in enumerate(texts) if isinstance(entry, _Prompt)}
+    prompts = {i: text for i, text in enumerate(texts) if isinstance(text, str) and not isinstance(text, Refused)}
     responses = _response_ids(rows, prompts, tokenizer)
     encoded: dict[int, list[Encoded] | str] = {}
     for is_chat in (False, True):
-        chosen = [i for i, prompt in prompts.items() if prompt.is_chat == is_chat]
+        chosen = [i for i in prompts if _is_chat(rows[i], options) == is_chat]
         special = {"add_special_tokens": False} if is_chat else {}
-        tokens = _tokenise(tokenizer, [prompts[i].text for i in chosen], **special)
+        tokens = _tokenise(tokenizer, [prompts[i] for i in chosen], **special)
         for i, ids in zip(chosen, tokens, strict=True):
-            encoded[i] = [Encoded(prompts[i].text, ids, responses.get(i))] if ids else "the prompt has no tokens"
-    for i, entry in enumerate(texts):
-        if not isinstance(entry, _Prompt):
-            encoded[i] = entry if isinstance(entry, str) else _conversation(entry, tokenizer, ends)
+            encoded[i] = [Encoded(prompts[i], ids, responses.get(i))] if ids else "the prompt has no tokens"
+    for i, text in enumerate(texts):
+        if i not in prompts:
+            encoded[i] = str(text) if isinstance(text, str) else _conversation(text, tokenizer, ends)
     return [encoded[i] for i in range(len(texts))]
 
 
@@ -271,16 +264,12 @@ def _render(
     prompts = [_prompt(row, options) for row in rows]
     chats = [(entry, row.is_conversation) for entry, row in zip(prompts, rows, strict=True) if isinstance(entry, Chat)]
     rendered = render_all(chats, render, tokenizer)
-    return [_Prompt(entry, False) if isinstance(entry, str) else _text(next(rendered)) for entry in prompts]
+    return [entry if isinstance(entry, str) else next(rendered) for entry in prompts]
 
 
-def _text(rendered: object) -> _Text:
-    if isinstance(rendered, Refused):
-        return str(rendered)
-    if isinstance(rendered, str):
-        return _Prompt(rendered, True)
-    assert isinstance(rendered, list), "the result of `render`"
-    return rendered
+def _is_chat(row: RawRow, options: PromptOptions) -> bool:
+    """Whether its prompt goes through the chat template, which writes special tokens itself."""
+    return options.prompt_format == "chat" or not isinstance(row.prompt, str)
 
 
 def _prompt(row: RawRow, options: PromptOptions) -> str | Chat:

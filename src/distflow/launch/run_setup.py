@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from distflow import __version__
-from distflow.observe.files import remove_asides
+from distflow.observe.files import remove_asides, sync
 from distflow.observe.reading.run_reader import read_damage, read_metrics
 from distflow.observe.report.build import write_report
 from distflow.observe.report.summary import find_accuracy
@@ -114,10 +114,12 @@ def begin_ledger(spec: Spec, checkpoint: Checkpoint | None, allowed: tuple[str, 
     path = spec.run_dir / LEDGER
     if checkpoint is None:
         ledger = Ledger(path)
+        sync(path.parent)
         return Coordinator(spec.data, ledger), ledger
     with checkpoint.reading():
         snapshot: Snapshot = checkpoint.load("run")["coordinator"]
         ledger = Ledger(path, mark_of(snapshot))
+        sync(path.parent)
         coordinator = Coordinator(remaining_plan(spec.data, snapshot), ledger, snapshot)
     if allowed:
         ledger.append("allowed_change", keys=list(allowed))

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from transformers import PreTrainedConfig
 
-from distflow.data.batch_columns import send
+from distflow.data.batch import send
 from distflow.errors import UserError
 from distflow.models.attention import PACKED_ATTENTION, repeat_rows, take_rows
 from distflow.models.cached_decoder import FAMILIES

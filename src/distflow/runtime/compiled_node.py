@@ -14,8 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from distflow.config import Config
-from distflow.data.batch import Batch
-from distflow.data.batch_columns import Written
+from distflow.data.batch import Batch, Written
 from distflow.data.sample import Sample
 from distflow.errors import TrustError, UserError, hint
 from distflow.graph import SCORE_FIELDS, BoundNode, Drop, NodeOutput, NodeType, PipelineError

@@ -4,8 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from distflow.algorithms.advantages.group_baseline import sample_scores
-from distflow.data.batch import Batch
-from distflow.data.batch_columns import Written
+from distflow.data.batch import Batch, Written
 from distflow.data.prompts import PromptRow
 from distflow.data.sample import Sample, Segment
 from distflow.graph.fields import ALIASES
@@ -15,7 +14,7 @@ from distflow.rollout.engine import SamplingParams, Stream
 from distflow.runtime.errors import Failure
 from distflow.runtime.sample_queue.protocol import FinishedGroup
 from distflow.scheduling.curriculum import Accuracy
-from distflow.scheduling.groups import PromptGroup
+from distflow.scheduling.groups import GroupState, PromptGroup
 
 
 @dataclass
@@ -35,6 +34,8 @@ class Group:
     samples: list[Sample] = field(default_factory=list)
     written: dict[str, Written] = field(default_factory=dict)
     measured: list[Measured] = field(default_factory=list)
+    state: GroupState = GroupState.GENERATING
+    """Scoring while a node computes its reward: known here alone, see `GroupState`."""
     _columns: Batch | None = field(default=None, repr=False)
     _batch: Batch | None = field(default=None, repr=False)
 

@@ -7,13 +7,13 @@ import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from distflow.scheduling.data_order import minibatches
+from distflow.scheduling.data_order import grouped, minibatches
 
-Bins = list[list[int]]
+Parts = list[list[int]]
 
 
-def pack(lengths: Sequence[int], max_tokens: int, min_bins: int = 1) -> Bins:
-    """Bins of indices into `lengths`, each of at most `max_tokens`, as few as first-fit decreasing needs.
+def pack(lengths: Sequence[int], max_tokens: int, min_bins: int = 1) -> Parts:
+    """Parts of indices into `lengths`, each of at most `max_tokens`, as few as first-fit decreasing needs.
 
     An item longer than `max_tokens` is never cut: it is a bin of its own. There are at least `min_bins` bins, empty
     ones included if items are too few, so that all ranks can run the same number. Loads are evened out over the
@@ -37,9 +37,9 @@ def pack(lengths: Sequence[int], max_tokens: int, min_bins: int = 1) -> Bins:
     return sorted(bins, key=lambda bin_: bin_[0] if bin_ else len(lengths))
 
 
-def lightest_first(longest_first: Sequence[int], lengths: Sequence[int], num_bins: int) -> Bins:
+def lightest_first(longest_first: Sequence[int], lengths: Sequence[int], num_bins: int) -> Parts:
     """Each item in turn to the bin that is lightest so far (Graham 1969), the first of equals."""
-    bins: Bins = [[] for _ in range(num_bins)]
+    bins: Parts = [[] for _ in range(num_bins)]
     loads = [(0, b) for b in range(num_bins)]
     for item in longest_first:
         load, b = loads[0]
@@ -48,8 +48,8 @@ def lightest_first(longest_first: Sequence[int], lengths: Sequence[int], num_bin
     return bins
 
 
-def _first_fit(longest_first: Sequence[int], lengths: Sequence[int], max_tokens: int) -> Bins:
-    bins: Bins = []
+def _first_fit(longest_first: Sequence[int], lengths: Sequence[int], max_tokens: int) -> Parts:
+    bins: Parts = []
     room: list[int] = []
     for item in longest_first:
         length = lengths[item]
@@ -62,7 +62,7 @@ def _first_fit(longest_first: Sequence[int], lengths: Sequence[int], max_tokens:
     return bins
 
 
-def _level(bins: Bins, lengths: Sequence[int]) -> Bins:
+def _level(bins: Parts, lengths: Sequence[int]) -> Parts:
     """Move or swap items between the heaviest and the lightest bin while that brings the two closer.
 
     No bin ever gets heavier than the heaviest was, so bins that fitted still fit; the squares of the loads only
@@ -81,23 +81,16 @@ def _level(bins: Bins, lengths: Sequence[int]) -> Bins:
         if not shifts:
             return bins
         _, give, take = min(shifts)
-        _transfer(bins, loads, lengths, heavy, light, give)
-        if take >= 0:
-            _transfer(bins, loads, lengths, light, heavy, take)
-
-
-def _transfer(bins: Bins, loads: list[int], lengths: Sequence[int], source: int, target: int, item: int) -> None:
-    bins[source].remove(item)
-    bins[target].append(item)
-    loads[source] -= lengths[item]
-    loads[target] += lengths[item]
+        for item, source, target in ((give, heavy, light), (take, light, heavy)):
+            if item >= 0:
+                bins[source].remove(item)
+                bins[target].append(item)
+                loads[source] -= lengths[item]
+                loads[target] += lengths[item]
 
 
 def _load(bin_: Sequence[int], lengths: Sequence[int]) -> int:
     return sum(lengths[i] for i in bin_)
-
-
-Parts = list[list[int]]
 
 
 def partition(lengths: Sequence[int], num_parts: int, groups: Sequence[int] | None = None) -> Parts:
@@ -111,10 +104,7 @@ def partition(lengths: Sequence[int], num_parts: int, groups: Sequence[int] | No
     if num_parts < 1:
         raise ValueError(f"num_parts must be at least 1, not {num_parts}")
     assert groups is None or len(groups) == len(lengths)
-    members: dict[int, list[int]] = {}
-    for item in range(len(lengths)):
-        members.setdefault(item if groups is None else int(groups[item]), []).append(item)
-    units = list(members.values())
+    units = grouped(range(len(lengths)), groups)
     loads = [sum(int(lengths[item]) for item in unit) for unit in units]
 
     heaviest_first = sorted(range(len(units)), key=lambda unit: -loads[unit])
@@ -162,38 +152,22 @@ def _divide_pass(lengths: Sequence[int], mini_batches: Sequence[Sequence[int]], 
     return [sorted(part) for part in parts]
 
 
-@dataclass
-class _Split:
-    """A partial solution: as many parts as wanted, heaviest first."""
-
-    parts: list[tuple[int, list[int]]]
-
-    @property
-    def spread(self) -> int:
-        return self.parts[0][0] - self.parts[-1][0]
-
-
 def karmarkar_karp(lengths: Sequence[int], num_parts: int) -> Parts:
     """Largest differencing (Karmarkar and Karp 1982) for any number of parts: the two partial solutions of widest
     spread are joined, the heaviest part of one with the lightest of the other, until one solution is left."""
     if not lengths:
         return [[] for _ in range(num_parts)]
     empty: list[tuple[int, list[int]]] = [(0, []) for _ in range(num_parts - 1)]
-    splits = [_Split([(length, [item]), *empty]) for item, length in enumerate(lengths)]
-    heap = [(-split.spread, item) for item, split in enumerate(splits)]
+    splits = [[(length, [item]), *empty] for item, length in enumerate(lengths)]  # each with its heaviest part first
+    heap = [(split[-1][0] - split[0][0], item) for item, split in enumerate(splits)]
     heapq.heapify(heap)
     while len(heap) > 1:
         (_, first), (_, second) = heapq.heappop(heap), heapq.heappop(heap)
-        joined = [
-            (load_a + load_b, items_a + items_b)
-            for (load_a, items_a), (load_b, items_b) in zip(
-                splits[first].parts, reversed(splits[second].parts), strict=True
-            )
-        ]
-        splits[first] = _Split(sorted(joined, key=lambda part: -part[0]))
-        splits[second] = _Split([])
-        heapq.heappush(heap, (-splits[first].spread, first))
-    return [items for _, items in splits[heap[0][1]].parts]
+        pairs = zip(splits[first], reversed(splits[second]), strict=True)
+        joined = [(load_a + load_b, items_a + items_b) for (load_a, items_a), (load_b, items_b) in pairs]
+        splits[first], splits[second] = sorted(joined, key=lambda part: -part[0]), []
+        heapq.heappush(heap, (splits[first][-1][0] - splits[first][0][0], first))
+    return [items for _, items in splits[heap[0][1]]]
 
 
 @dataclass(frozen=True)

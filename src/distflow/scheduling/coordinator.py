@@ -1,26 +1,25 @@
 """The coordinator: issues groups, knows the state of every group, and decides when a step may be consumed."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
-from functools import partial
-from typing import cast
+from typing import Any, cast
 
 from distflow.scheduling.curriculum import Accuracy, Skips
-from distflow.scheduling.data_plan import DataPlan
-from distflow.scheduling.domain_shares import DomainShares
-from distflow.scheduling.groups import CountsError, GroupCounts, PromptGroup, Version
+from distflow.scheduling.data_plan import DataPlan, NextGroups
+from distflow.scheduling.domain_quotas import DomainShares
+from distflow.scheduling.groups import CountsError, GroupCounts, PromptGroup, Version, counts_by_domain
 from distflow.scheduling.ledger import Ledger, Mark
 from distflow.scheduling.ledger_audit import STALE
-from distflow.scheduling.ledger_record import inherited_fields
-from distflow.scheduling.next_groups import Counts, NextGroups
 from distflow.scheduling.rollout_capacity import Admission
-from distflow.scheduling.sample_queue import SampleQueue, still_consumable
+from distflow.scheduling.sample_queue import SampleQueue
 from distflow.scheduling.snapshot import (
-    SavedMark,
     Snapshot,
     at_start,
     check_resumable,
+    inherited_fields,
     restored,
+    saved_counts,
     saved_group,
     saved_plan,
 )
@@ -45,6 +44,9 @@ class Coordinator:
     Groups are made of rows of the data set and of offered rows: these have row numbers after the data set's, and come
     first (`NextGroups`).
 
+    queue: for questions about groups, and for `untake`, which the ledger does not record; all other moves are methods
+    of the coordinator.
+
     Versions here are steps: version v is the weights after v steps, or the previous weights under a new number if
     nothing was updated. A step that changed weights without a weight sync leaves the engines at their version.
     """
@@ -56,8 +58,8 @@ class Coordinator:
         failed: it uses up none of its three attempts.
 
         Staleness and batch size may differ from the snapshot's: complete groups that no step can consume in time are
-        dropped as stale, and `holds` is false for them. Raises UserError if the data or their order are not those of
-        the snapshot.
+        dropped as stale, and `queue.holds` is false for them. Raises UserError if the data or their order are not those
+        of the snapshot.
         """
         start = snapshot or at_start(plan)
         check_resumable(plan, start)
@@ -66,11 +68,11 @@ class Coordinator:
         self._restart = ledger.restart if ledger else start["restart"] + 1
         self.version = Version(self._restart, start["step"])
         self.weights_step = start["step"]  # a resumed run first sends the weights that it resumes from
-        self._counts = Counts(start)
+        self._counts, self._num_aborted_tokens = counts_by_domain(start), start.get("aborted_tokens", 0)
         self.prompt_groups = NextGroups(plan, self._counts, start.get("offered", 0))
         self.shares = DomainShares(plan, start)
         self._skips = Skips(plan.skips, start.get("skips"))
-        self._queue = SampleQueue(
+        self.queue = SampleQueue(
             plan.consumer_batch,
             max_staleness=plan.max_staleness,
             next_step=self.step,
@@ -79,17 +81,16 @@ class Coordinator:
             domains=[source.name for source in plan.sources],
             oversampling=plan.oversampling,
         )
-        self._admission = Admission(plan, self._queue)
+        self._admission = Admission(plan, self.queue)
         quotas = {"quotas": self.shares.shown()} if plan.domains else {}
         self._journal("plan", max_staleness=plan.max_staleness, consumer_batch=plan.consumer_batch, **quotas)
         for change in self.shares.saved_shares()[1:]:
             self._journal("shares", **change)
         if ledger and ledger.inherits:
-            self._journal("inherited", **inherited_fields(start, self._counts.domains))
+            self._journal("inherited", **inherited_fields(start, self.checked_counts().domains))
         self._restore([restored(group) for group in start["live"]])
         self._close_at_end()
-        self._check()
-        self._cut = self._describe()
+        self._cut = self._checked_snapshot()
 
     @property
     def step(self) -> int:
@@ -99,7 +100,7 @@ class Coordinator:
     @property
     def finished(self) -> bool:
         """Whether no step is left: all were consumed, or the data ended and the queue is empty."""
-        return self.step >= self.plan.total_steps or (self._queue.closed and not self._queue.num_live)
+        return self.step >= self.plan.total_steps or (self.queue.closed and not self.queue.num_live)
 
     def take_groups(self, engine_version: int | None = None) -> list[PromptGroup]:
         """The groups to start now: lost ones that wait for another attempt, then new ones, each by group id. At
@@ -129,10 +130,6 @@ class Coordinator:
         self._close_at_end()
         return prompt_groups
 
-    def prompt_group(self, number: int) -> PromptGroup:
-        """The current record of a group in the queue."""
-        return self._queue.prompt_group(number)
-
     def assign(self, number: int, worker: str) -> None:
         """Record in the ledger that `worker` works on the group from now on."""
         self._journal("assigned", group_id=number, worker=worker)
@@ -141,13 +138,13 @@ class Coordinator:
         """Add a row that is not in the data set; returns its number. Not in a run with domains, which have all
         slots."""
         row = self.prompt_groups.offer()
-        self._queue.close(False)
+        self.queue.closed = False
         return row
 
     def complete(self, number: int, num_tokens: int, version: int | None = None) -> None:
         """Note that a group has its rewards and passed all filters. num_tokens: of all its samples, prompts included.
         version: the lowest of any of their tokens, None for the group's."""
-        group = self._queue.complete(number, num_tokens, version)
+        group = self.queue.complete(number, num_tokens, version)
         self._journal("complete", group_id=number, tokens=num_tokens, version=group.lowest_version)
 
     def weigh(self, number: int, num_bytes: int) -> None:
@@ -156,15 +153,15 @@ class Coordinator:
 
     def drop(self, number: int, reason: str) -> None:
         """Drop a group without training on it: its id is used up, its rollout capacity is free again."""
-        group = self._queue.drop(number, reason)
+        group = self.queue.drop(number, reason)
         self._journal("dropped", group_id=number, reason=reason)
-        self._counts.drop(group.domain, reason)
+        self._counts[group.domain].drop(reason)
 
     def record_accuracy(self, number: int, accuracy: Accuracy | None) -> None:
         """Note the accuracy of a running group's responses, None if they were not scored, before it is completed or
         dropped."""
         if accuracy is not None:
-            group = self._queue.running_group(number, "be scored")
+            group = self.queue.running_group(number, "be scored")
             self._skips.record(group.domain, group.row, accuracy)
             self.shares.record(group.domain, accuracy)
 
@@ -174,40 +171,31 @@ class Coordinator:
         Returns whether it waits for `take_groups` to issue it again. If not, this was its third attempt and it is
         dropped as max_retries.
         """
-        waits = self._queue.retry(number)
+        waits = self.queue.retry(number)
         if not waits:
             self.drop(number, "max_retries")
         return waits
 
-    @property
-    def is_full(self) -> bool:
-        """See `SampleQueue.is_full`."""
-        return self._queue.is_full
-
-    def has_place(self, number: int) -> bool:
-        """See `SampleQueue.has_place`."""
-        return self._queue.has_place(number)
-
     def abort(self, numbers: Sequence[int], num_tokens: int) -> None:
         """Running groups that are no longer needed were aborted, and wait to be issued again. num_tokens: generated for
         them and discarded."""
-        groups = [self._queue.abort(number) for number in numbers]
+        groups = [self.queue.abort(number) for number in numbers]
         self._journal("aborted", group_ids=list(numbers), tokens=num_tokens)
-        self._counts.aborted_tokens += num_tokens
+        self._num_aborted_tokens += num_tokens
         for group in groups:
-            self._counts.abort(group.domain)
+            self._counts[group.domain].aborted += 1
 
     def lose(self, number: int) -> None:
         """The samples of a complete group that no step has taken are gone with the process that had them: the group
         waits to be issued again, and this uses up none of its three attempts."""
-        self._queue.lose(number)
+        self.queue.lose(number)
         self._journal("lost", group_id=number)
 
     def ready(self, step: int) -> tuple[int, ...] | None:
         """Ids of the groups that form `step`, ascending, or None while it waits for groups; see
         `SampleQueue.ready` for short steps. Raises Exhausted, and CountsError if one of its groups is staler than
         the plan allows."""
-        numbers = self._queue.ready(step, exhausted=self._admission.is_spent(self.weights_step))
+        numbers = self.queue.ready(step, exhausted=self._admission.is_spent(self.weights_step))
         if numbers is None and self._admission.is_stuck(self.weights_step):
             raise CountsError(
                 f"step {step + 1} can get no groups: the engines have weights of version "
@@ -219,37 +207,15 @@ class Coordinator:
     def part(self, step: int, wanted: int) -> tuple[int, ...] | None:
         """Ids of `wanted` more groups of a step that is taken in parts, ascending; see `SampleQueue.part`.
 
-        Such a step must have taken all groups that it owes (`num_owed`) when it is released.
+        Such a step must have taken all groups that it owes (`queue.num_owed`) when it is released.
         """
-        exhausted = self._queue.num_taken == 0 and self._admission.is_spent(self.weights_step)
-        return self._queue.part(step, wanted, exhausted)
-
-    def untake(self) -> None:
-        """The step that was formed could not be read: its groups wait again, and missing ones can be marked as lost."""
-        self._queue.untake()
-
-    def num_owed(self) -> int:
-        """See `SampleQueue.num_owed`."""
-        return self._queue.num_owed()
-
-    @property
-    def num_untaken(self) -> int:
-        """Complete groups that no step has taken yet."""
-        return self._queue.num_untaken
-
-    @property
-    def untaken(self) -> list[int]:
-        """See `SampleQueue.untaken`."""
-        return self._queue.untaken
+        exhausted = self.queue.num_taken == 0 and self._admission.is_spent(self.weights_step)
+        return self.queue.part(step, wanted, exhausted)
 
     @property
     def stalled(self) -> bool:
         """Whether no group runs, and none will start before a step is released or a row is offered."""
         return self._admission.is_stalled(self.prompt_groups.num_left)
-
-    def holds(self, number: int) -> bool:
-        """Whether the group is complete and waits for its step, so that its batch must be kept."""
-        return self._queue.holds(number)
 
     def release(self, step: int, sent_weights: bool = True) -> Version:
         """Consume the step, which ends in a new version, on disk when this returns. Counts are checked.
@@ -261,12 +227,12 @@ class Coordinator:
         self.ready(step)
         if change := self.shares.change(step):
             self._journal("shares", **change)
-        groups = self._queue.release(step)
-        left = self._queue.num_live - self._queue.num_waiting
+        groups = self.queue.release(step)
+        left = self.queue.num_live - self.queue.num_waiting
         assert self.plan.max_staleness or not left, "at staleness 0 a step leaves nothing behind that has started"
         numbers = [group.group_id for group in groups]
         for group in groups:
-            self._counts.consume(group.domain)
+            self._counts[group.domain].consumed += 1
         self._admission.released()
         self.version = Version(self._restart, step + 1)
         self.weights_step = step + 1 if sent_weights else self.weights_step
@@ -274,20 +240,19 @@ class Coordinator:
         self._journal("version", step=self.step, weights=self.weights_step)
         if self._ledger:
             self._ledger.sync()
-        self._check()
-        self._cut = self._describe()
+        self._cut = self._checked_snapshot()
         return self.version
 
     def checked_counts(self) -> GroupCounts:
-        return self._counts.group_counts(self._queue.num_running, self._queue.num_complete)
+        queue = self.queue
+        return GroupCounts.of(self._counts, queue.num_running, queue.num_complete, self._num_aborted_tokens)
 
     def snapshot(self) -> Snapshot:
         """JSON to resume from: the state at the last release (or the start), whatever has happened since."""
         return self._cut
 
     def _close_at_end(self) -> None:
-        if self.prompt_groups.data_open and self.prompt_groups.num_left == 0:
-            self._queue.close()
+        self.queue.closed |= self.prompt_groups.data_open and self.prompt_groups.num_left == 0
 
     def _issue_next(self, source: int, engine_version: int) -> PromptGroup | None:
         """The source's next group that is not skipped; None if the data end before. If all rows of an epoch would be
@@ -295,8 +260,8 @@ class Coordinator:
         num_left = self.plan.sources[source].num_rows
         while self.prompt_groups.num_left != 0:
             prompt_group = self.prompt_groups.make(source, engine_version)
-            self._queue.issue(prompt_group)
-            self._counts.issue(prompt_group.domain)
+            self.queue.issue(prompt_group)
+            self._counts[prompt_group.domain].issued += 1
             self._journal("issued", **prompt_group.issued_fields())
             reason = self._skips.pass_over(prompt_group.row)
             if reason is None or not num_left:
@@ -306,62 +271,58 @@ class Coordinator:
         return None
 
     def _reissue(self, number: int, engine_version: int) -> PromptGroup:
-        if self._queue.was_aborted(number):
-            self._admission.issued(
-                [*self._queue.domain_queues.values()].index(self._queue.queue_of(number)), engine_version
-            )
-        prompt_group = self._queue.reissue(number, engine_version)
+        if self.queue.prompt_group(number).num_aborts:
+            self._admission.issued(self.queue.queue_of(number).domain, engine_version)
+        prompt_group = self.queue.reissue(number, engine_version)
         self._journal("issued", **prompt_group.issued_fields())
         return prompt_group
 
     def _restore(self, groups: list[PromptGroup]) -> None:
-        complete = [group for group in groups if group.complete]
-        fit, stale = list[PromptGroup](), list[PromptGroup]()
-        for number, source in enumerate(self.plan.sources):
-            own = [group for group in complete if group.domain == source.name]
-            parts = still_consumable(own, self.plan.max_staleness, partial(self.shares.quotas.up_to, number))
-            fit += parts[0]
-            stale += parts[1]
-        running = [group for group in groups if not group.complete]
-        lost = [group for group in running if group.row >= self.plan.num_rows]
-        for group in [*fit, *(group for group in running if group not in lost)]:
-            self._queue.restore(group)
-        for group, reason in [*((group, STALE) for group in stale), *((group, LOST) for group in lost)]:
+        """Complete groups by their due step, as many of each domain as fit into the steps up to it; the others are
+        stale."""
+        max_staleness, num_fit = self.plan.max_staleness, Counter[str]()
+        for group in sorted(groups, key=lambda group: (group.due(max_staleness), group.group_id)):
+            slots = self.shares.quotas.up_to(self.queue.domain_queues[group.domain].domain, group.due(max_staleness))
+            reason = None
+            if not group.complete:
+                reason = LOST if group.row >= self.plan.num_rows else None
+            elif num_fit[group.domain] < slots:
+                num_fit[group.domain] += 1
+            else:
+                reason = STALE
+            if reason is None:
+                self.queue.restore(group)
+                continue
             self._journal("dropped", group_id=group.group_id, reason=reason)
-            self._counts.drop(group.domain, reason)
+            self._counts[group.domain].drop(reason)
 
-    def _describe(self) -> Snapshot:
-        counts = self._counts
-        described: Snapshot = {
+    def _checked_snapshot(self) -> Snapshot:
+        """Raises CountsError if groups are missing, or the ledger counts others."""
+        counts = self.checked_counts()
+        counts.check()
+        if self._ledger and self._ledger.group_counts != counts:
+            raise CountsError(f"the ledger counts {self._ledger.group_counts}, the coordinator {counts}")
+        described: dict[str, Any] = {
             "plan": saved_plan(self.plan),
             "restart": self._restart,
             "step": self.step,
-            "issued": counts.issued,
             "offered": self.prompt_groups.num_offered,
-            "consumed": counts.consumed,
-            "dropped": dict(counts.dropped),
-            "live": [saved_group(group) for group in self._queue.live],
-            "ledger": cast(SavedMark, asdict(self._ledger.mark())) if self._ledger else None,
+            **saved_counts(counts),
+            "live": [saved_group(group) for group in self.queue.live],
+            "ledger": asdict(self._ledger.mark()) if self._ledger else None,
         }
         if counts.aborted:
-            described["aborted"], described["aborted_tokens"] = counts.aborted, counts.aborted_tokens
+            described["aborted_tokens"] = counts.aborted_tokens
         if self.plan.domains:
-            described["domains"] = counts.saved_domains(self.shares.lags())
+            lags = self.shares.lags()
+            described["domains"] = {name: {**saved_counts(self._counts[name]), "lag": lags[name]} for name in lags}
         if self.plan.skips:
             described["skips"] = self._skips.saved_skips()
-        if (curriculum := self.shares.curriculum) is not None:
-            described["shares"], described["curriculum"] = self.shares.saved_shares(), curriculum
-        return described
+        return cast(Snapshot, described | self.shares.saved_state())
 
     def _journal(self, kind: str, **fields: object) -> None:
         if self._ledger:
             self._ledger.append(kind, **fields)
-
-    def _check(self) -> None:
-        group_counts = self.checked_counts()
-        group_counts.check()
-        if self._ledger and self._ledger.group_counts != group_counts:
-            raise CountsError(f"the ledger counts {self._ledger.group_counts}, the coordinator {group_counts}")
 
 
 def mark_of(snapshot: Snapshot) -> Mark | None:

@@ -63,20 +63,10 @@ CurriculumFunction = Callable[[Mapping[str, Progress], int, dict[str, Any]], Map
 write JSON values to it and finds them again at the next call, also in a resumed run."""
 
 
-class SavedProgress(TypedDict):
-    num_right: int
-    num_judged: int
-    num_groups: int
-    learnability: str
-    mean_accuracy: float | None
-    mean_learnability: float | None
-    num_judged_before: int
-
-
 class SavedCurriculum(TypedDict):
-    """domains: counts since the last call, and means. state: the function's own."""
+    """domains: the fields of `_Measured`, `learnability` as a fraction. state: the function's own."""
 
-    domains: dict[str, SavedProgress]
+    domains: dict[str, dict[str, Any]]
     state: dict[str, Any]
 
 
@@ -124,7 +114,7 @@ class Curriculum:
         self._function = load_curriculum(plan.function)
         domains = saved["domains"] if saved else {}
         self._measured = {
-            name: _Measured(**cast(Any, {**domains[name], "learnability": Fraction(domains[name]["learnability"])}))
+            name: _Measured(**{**domains[name], "learnability": Fraction(domains[name]["learnability"])})
             if name in domains
             else _Measured()
             for name in weights
@@ -134,10 +124,6 @@ class Curriculum:
     def count(self, domain: str, group: Accuracy) -> None:
         """Count a scored group of the domain."""
         self._measured[domain].count(group)
-
-    def is_due(self, step: int) -> bool:
-        """Whether new shares are due after that many steps."""
-        return step % self._plan.every == 0
 
     def shares(self, step: int, before: Iterable[Fraction]) -> tuple[list[Fraction], dict[str, Progress]]:
         """New shares in the domains' order, and the progress. step: steps done. before: the present shares. Raises
@@ -162,10 +148,9 @@ class Curriculum:
         return shares, progress
 
     def saved_curriculum(self) -> SavedCurriculum:
-        domains = {
-            name: {**asdict(each), "learnability": str(each.learnability)} for name, each in self._measured.items()
-        }
-        return {"domains": cast(dict[str, SavedProgress], domains), "state": json.loads(self._state)}
+        measured = self._measured.items()
+        domains = {name: {**asdict(each), "learnability": str(each.learnability)} for name, each in measured}
+        return {"domains": domains, "state": json.loads(self._state)}
 
 
 _GO_ON = "The checkpoint is intact: fix the function and start the same command again"

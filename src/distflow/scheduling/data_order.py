@@ -4,7 +4,7 @@ Both are pure functions of the seed: the same on any machine and for any number 
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -33,15 +33,12 @@ def keyed_permutation(num_items: int, seed: int, stream: int, *words: int) -> ND
 def epoch_order(num_rows: int, seed: int, epoch: int, shuffle: bool, domain: str = "") -> NDArray[np.int64]:
     """The rows of one pass over the data, or over a domain's, in the order of the groups: `(num_rows,)` int64,
     read-only."""
-    words = (epoch, domain_word(domain)) if domain else (epoch,)
+    words = [epoch]
+    if domain:  # 8 bytes of BLAKE2b, independent of the other domains
+        words.append(int.from_bytes(hashlib.blake2b(domain.encode(), digest_size=8).digest(), "little"))
     rows = keyed_permutation(num_rows, seed, EPOCHS, *words) if shuffle else np.arange(num_rows, dtype=np.int64)
     rows.flags.writeable = False
     return rows
-
-
-def domain_word(domain: str) -> int:
-    """Distinguishes the orders of domains: 8 bytes of BLAKE2b, independent of the other domains."""
-    return int.from_bytes(hashlib.blake2b(domain.encode(), digest_size=8).digest(), "little")
 
 
 def place(number: int, num_rows: int, seed: int, shuffle: bool, domain: str = "") -> tuple[int, int]:
@@ -57,6 +54,14 @@ def total_steps(num_epochs: int, num_rows: int, consumer_batch: int) -> int:
     return -(-num_epochs * num_rows // consumer_batch)
 
 
+def grouped(items: Iterable[int], groups: Sequence[int] | None) -> list[list[int]]:
+    """The items of each group together, in the order of the first ones. groups: of all items; None if each is alone."""
+    members: dict[int, list[int]] = {}
+    for item in items:
+        members.setdefault(item if groups is None else int(groups[item]), []).append(item)
+    return list(members.values())
+
+
 def minibatches(
     num_samples: int, groups: Sequence[int] | None, mini_batch_prompts: int, seed: int, step: int, epoch: int
 ) -> list[list[int]]:
@@ -70,10 +75,7 @@ def minibatches(
     if mini_batch_prompts < 1:
         raise ValueError(f"mini_batch_prompts must be at least 1, not {mini_batch_prompts}")
     assert groups is None or len(groups) == num_samples
-    members: dict[int, list[int]] = {}
-    for sample in range(num_samples):
-        members.setdefault(sample if groups is None else int(groups[sample]), []).append(sample)
-    in_group_order = list(members.values())
+    in_group_order = grouped(range(num_samples), groups)
     order = keyed_permutation(len(in_group_order), seed, MINI_BATCHES, step, epoch)
     return [
         sorted(sample for group in order[start : start + mini_batch_prompts] for sample in in_group_order[group])

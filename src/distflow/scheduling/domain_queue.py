@@ -26,8 +26,8 @@ class _Due:
 class DomainQueue:
     """The groups of one domain in the queue. A pure state machine; `SampleQueue` checks that moves are possible.
 
-    num_live: running, complete or waiting to be issued again. formed: groups that the next step has taken. protected:
-    running groups that may not be aborted again.
+    domain: its number in `quotas`. num_live: running, complete or waiting to be issued again. formed: groups that the
+    next step has taken. protected: running groups that may not be aborted again.
     """
 
     def __init__(
@@ -38,9 +38,8 @@ class DomainQueue:
         max_staleness: int,
         oversampling: Fraction = Fraction(0),  # noqa: B008  immutable
     ) -> None:
-        """groups: of all domain queues, by id; each replaces the records of its own. domain: its number in `quotas`.
-        oversampling: see `DataPlan`."""
-        self._groups, self._quotas, self._domain, self._max_staleness = groups, quotas, domain, max_staleness
+        """groups: of all domain queues, by id; each replaces the records of its own. oversampling: see `DataPlan`."""
+        self._groups, self._quotas, self.domain, self._max_staleness = groups, quotas, domain, max_staleness
         self._oversampling = oversampling
         self._due: dict[int, _Due] = {}
         self.num_live = self.num_complete = 0
@@ -55,7 +54,7 @@ class DomainQueue:
     @property
     def num_wanted(self) -> int:
         """Slots of the next step for which it has not taken a group."""
-        return self._quotas.up_to(self._domain, self._quotas.next_step) - len(self.formed)
+        return self._quotas.up_to(self.domain, self._quotas.next_step) - len(self.formed)
 
     @property
     def last_due(self) -> int | None:
@@ -75,19 +74,17 @@ class DomainQueue:
 
     def room(self, step: int) -> int:
         """Slots up to that step without a group in the queue, plus extra groups; negative if there are too many."""
-        return self._quotas.up_to(self._domain, step) + self.num_extra - self.num_live
+        return self._quotas.up_to(self.domain, step) + self.num_extra - self.num_live
 
-    def issue(self, number: int) -> None:
+    def add(self, number: int) -> None:
+        """Add a group in any state."""
+        group = self._groups[number]
         self.num_live += 1
-        self._enter(number)
-
-    def restore(self, number: int) -> None:
-        self.num_live += 1
-        if self._groups[number].complete:
-            self.num_complete += 1
-            self._enter(number)
-        else:
+        self.num_complete += group.complete
+        if group.state is GroupState.WAITING:
             self.waiting.add(number)
+        else:
+            self._enter(number)
 
     def wait(self, number: int) -> None:
         """Let a running or complete group wait to be issued again."""
@@ -175,7 +172,7 @@ class DomainQueue:
     def _later(self, due: int) -> int:
         """Groups that the steps after the next one take, up to that step."""
         step = self._quotas.next_step
-        return max(0, self._quotas.up_to(self._domain, due) - self._quotas.up_to(self._domain, step))
+        return max(0, self._quotas.up_to(self.domain, due) - self._quotas.up_to(self.domain, step))
 
     def _check(self, step: int, numbers: Collection[int]) -> list[int]:
         """The numbers, checked against the bound on staleness."""

@@ -1,12 +1,17 @@
-"""Quotas: which domain each slot of each step belongs to. A pure function of the weights, exact over time."""
+"""The shares of domains: which domain each slot of a step belongs to, exact over time, and changes by a curriculum."""
 
 import math
 import sys
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from math import lcm
+from typing import Any
+
+from distflow.scheduling.curriculum import Accuracy, Curriculum
+from distflow.scheduling.data_plan import DataPlan
+from distflow.scheduling.snapshot import Quota, SavedShares, Snapshot
 
 Shares = Sequence[Fraction]
 """Share of each domain; they sum to 1."""
@@ -90,14 +95,11 @@ class Quotas:
         never have so many."""
         last, shares = self._changes[-1]
         if shares[domain] == 0:
-            return self._place_before(domain, number, max(last, self.next_step))
+            num_places = self.up_to(domain, max(last, self.next_step))
+            return self._places[domain][number] if number < num_places else sys.maxsize
         while number >= len(self._places[domain]):
             self._make(self._num_made)
         return self._places[domain][number]
-
-    def _place_before(self, domain: int, number: int, step: int) -> int:
-        num_places = self.up_to(domain, step)
-        return self._places[domain][number] if number < num_places else sys.maxsize
 
     def consume(self) -> None:
         """Note that the next step is consumed."""
@@ -131,14 +133,12 @@ class Quotas:
     def _take(self) -> int:
         """The domain of one more slot."""
         self._lag = [lag + share for lag, share in zip(self._lag, self._shares, strict=True)]
-        most = max(range(len(self._lag)), key=self._lag.__getitem__)
-        overdue = self._lag[most] >= self._whole
-        chosen = most if overdue else min(self._behind(), key=self._deadline)
+        domains = range(len(self._lag))
+        chosen = max(domains, key=self._lag.__getitem__)
+        if self._lag[chosen] < self._whole:  # none is overdue
+            chosen = min((domain for domain in domains if self._lag[domain] > 0), key=self._deadline)
         self._lag[chosen] -= self._whole
         return chosen
-
-    def _behind(self) -> list[int]:
-        return [domain for domain, lag in enumerate(self._lag) if lag > 0]
 
     def _deadline(self, domain: int) -> tuple[float, int]:
         """Slots until the domain is due. One without a share never is, and is ordered by its lag."""
@@ -155,3 +155,74 @@ def most_behind(num_domains: int) -> Fraction:
     it: if that is still one of the j, they gained a slot at most and lost one; if not, the j + 1 that it was one of had
     (j + 1) · (1 + 1/(j + 2) + ...) + 1 between them, and it no less than each other."""
     return sum((Fraction(1, number) for number in range(1, num_domains + 1)), Fraction(0))
+
+
+class DomainShares:
+    """quotas: which domain each slot belongs to. figures: share and accuracy of each domain at the last release; empty
+    if shares stay. A run without domains has one source, with all slots."""
+
+    def __init__(self, plan: DataPlan, start: Snapshot) -> None:
+        self._plan = plan
+        self.figures: Mapping[str, Mapping[str, float]] = {}
+        changes = start.get("shares", []) if plan.curriculum else []
+        before = start.get("domains", {})
+        self.quotas = Quotas(
+            plan.consumer_batch,
+            start["step"],
+            self._in_order(changes[0]) if changes else plan.shares,
+            [Fraction(before[source.name]["lag"]) for source in plan.sources] if before else None,
+        )
+        for change in changes[1:]:
+            self.quotas.change(change["step"] - 1, self._in_order(change))
+        self._curriculum = None
+        if plan.curriculum:
+            weights = {domain.name: domain.weight for domain in plan.domains}
+            self._curriculum = Curriculum(plan.curriculum, weights, start.get("curriculum"))
+
+    def record(self, domain: str, accuracy: Accuracy) -> None:
+        """Count the responses to a row of the domain."""
+        if self._curriculum:
+            self._curriculum.count(domain, accuracy)
+
+    def change(self, step: int) -> SavedShares | None:
+        """Before the step is consumed: new shares for the first step for which no group can have been issued yet, None
+        if they are not due. Raises UserError if the curriculum fails."""
+        if not self._curriculum:
+            return None
+        changes = self.quotas.changes
+        domains = zip(self._plan.domains, changes[0][1], strict=True)
+        self.figures = figures = {domain.name: {"share": float(share)} for domain, share in domains}
+        if self._plan.curriculum is None or (step + 1) % self._plan.curriculum.every:
+            return None
+        shares, known = self._curriculum.shares(step + 1, changes[-1][1])
+        for name, progress in known.items():
+            measured = {"accuracy": progress.accuracy, "learnability": progress.learnability}
+            figures[name] |= {what: value for what, value in measured.items() if value is not None}
+        self.quotas.change(step + 1 + self._plan.max_staleness, shares)
+        return self.saved_shares()[-1]
+
+    def saved_state(self) -> dict[str, Any]:
+        """Entries of a snapshot; none if shares stay."""
+        if self._curriculum is None:
+            return {}
+        return {"shares": self.saved_shares(), "curriculum": self._curriculum.saved_curriculum()}
+
+    def saved_shares(self) -> list[SavedShares]:
+        """The shares of the next step and of later changes."""
+        names = [source.name for source in self._plan.sources]
+        return [
+            {"step": step + 1, "shares": {name: str(share) for name, share in zip(names, shares, strict=True)}}
+            for step, shares in self.quotas.changes
+        ]
+
+    def lags(self) -> dict[str, str]:
+        """Lag of each domain, as in a snapshot."""
+        return {domain.name: str(lag) for domain, lag in zip(self._plan.domains, self.quotas.lags, strict=True)}
+
+    def shown(self) -> dict[str, Quota]:
+        """Share and lag of each domain, as in a record."""
+        shares = dict(zip(self.lags(), self.quotas.changes[0][1], strict=True))
+        return {name: {"share": str(shares[name]), "lag": lag} for name, lag in self.lags().items()}
+
+    def _in_order(self, saved: SavedShares) -> list[Fraction]:
+        return [Fraction(saved["shares"][source.name]) for source in self._plan.sources]

@@ -1,7 +1,8 @@
 """Prompt groups and their states, weight versions, and counts: every issued group is in one state."""
 
+from collections import Counter, defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
@@ -17,11 +18,16 @@ class Version:
 
 
 class GroupState(StrEnum):
-    """waiting: to be issued again, after it was lost or aborted. generating: with a rollout worker, until it is scored
-    and filtered. queued: complete. training: taken by the step that trains now. The others have left the queue."""
+    """waiting: to be issued again, after it was lost or aborted. generating: with a rollout worker. scoring: its reward
+    is being computed. queued: complete. training: taken by the step that trains now. The others have left the queue.
+
+    Only the rollout loop that has a group knows that it is scoring (`runtime.prompt_group.Group.state`). The scheduler
+    and the ledger, which would need a message for it, have it as generating until it is scored and filtered; the ledger
+    has a group that is training as queued until the step is consumed."""
 
     WAITING = "waiting"
     GENERATING = "generating"
+    SCORING = "scoring"
     QUEUED = "queued"
     TRAINING = "training"
     TRAINED = "trained"
@@ -90,28 +96,39 @@ class PromptGroup:
         return {**fields, "domain": self.domain} if self.domain else fields
 
 
-def stream_of(domain: str) -> str:
-    """The stream of a domain's training groups; domain "" is a run without domains."""
-    return f"{TRAIN}/{domain}" if domain else TRAIN
-
-
 class CountsError(RuntimeError):
     """A group was lost, doubled, or moved in an impossible way: a bug. The message names the group."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class DomainCounts:
     """Counts of one domain: issued, consumed, and dropped (by reason) groups. aborted: as in `GroupCounts`."""
 
     issued: int = 0
     consumed: int = 0
-    dropped: Mapping[str, int] = field(default_factory=dict)
+    dropped: dict[str, int] = field(default_factory=dict)
     aborted: int = 0
+
+    def drop(self, reason: str) -> None:
+        self.dropped[reason] = self.dropped.get(reason, 0) + 1
+
+
+def counts_by_domain(saved: Mapping[str, Any]) -> defaultdict[str, DomainCounts]:
+    """The counts in a snapshot, or in the ledger's record `inherited`. A run without domains has one, named ""."""
+    domains = saved.get("domains") or {"": saved}
+    return defaultdict(
+        DomainCounts,
+        {
+            name: DomainCounts(each["issued"], each["consumed"], dict(each["dropped"]), each.get("aborted", 0))
+            for name, each in domains.items()
+        },
+    )
 
 
 @dataclass(frozen=True)
 class GroupCounts:
-    """How many groups are in which state. dropped: counts by reason. aborted: times that a group was aborted because
+    """How many groups are in which states. running: waiting, generating or scoring. complete: queued or training.
+    consumed: trained. dropped: counts by reason. aborted: times that a group was aborted because
     its step was full, so that it waits to be issued again; aborted_tokens: tokens generated for these. domains: of each
     with an issued group; empty without domains."""
 
@@ -123,6 +140,23 @@ class GroupCounts:
     aborted: int = 0
     aborted_tokens: int = 0
     domains: Mapping[str, DomainCounts] = field(default_factory=dict)
+
+    @staticmethod
+    def of(domains: Mapping[str, DomainCounts], running: int, complete: int, aborted_tokens: int) -> "GroupCounts":
+        """A copy of the counts of all domains, with their sums."""
+        dropped = Counter[str]()
+        for counts in domains.values():
+            dropped.update(counts.dropped)
+        return GroupCounts(
+            sum(counts.issued for counts in domains.values()),
+            running,
+            complete,
+            sum(counts.consumed for counts in domains.values()),
+            dict(dropped),
+            sum(counts.aborted for counts in domains.values()),
+            aborted_tokens,
+            {n: replace(counts, dropped={**counts.dropped}) for n, counts in domains.items() if n and counts.issued},
+        )
 
     def check(self) -> None:
         """Raises CountsError if a group is in no state or in two."""

@@ -33,13 +33,12 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import BinaryIO, cast
 
 from distflow.errors import UserError
-from distflow.observe.files import sync
 from distflow.scheduling.groups import CountsError, GroupCounts
 from distflow.scheduling.ledger_audit import LedgerCounts, QuotaAudit, StalenessAudit
-from distflow.scheduling.ledger_record import Record
+from distflow.scheduling.snapshot import Record
 
 
 @dataclass(frozen=True)
@@ -56,7 +55,8 @@ class LedgerError(UserError):
 
 
 class Ledger:
-    """The only writer of a ledger. Each record reaches the operating system at once, the disk at `sync`.
+    """The only writer of a ledger. Each record reaches the operating system at once, the disk at `sync`; the name of a
+    new file is for the caller to sync.
 
     mark: of the checkpoint that the run resumes from, None for a new run. An existing ledger is rolled back to it. If
     it belongs to another ledger, this one starts empty and `inherits` is True.
@@ -66,7 +66,8 @@ class Ledger:
         self.path = path
         self.restart = mark.restart + 1 if mark else 0
         self._counts = LedgerCounts()
-        if _holds_nothing(path):
+        first = _first_line(path)
+        if not first.endswith(b"\n") and _parse(first) is None:
             self._start(mark)
         else:
             try:
@@ -113,9 +114,8 @@ class Ledger:
     def _start(self, mark: Mark | None) -> None:
         self.id = secrets.token_hex(8)
         self.inherits = mark is not None
-        self._file = os.fdopen(os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb")
+        self._file: BinaryIO = os.fdopen(os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb")
         self.append("opened", ledger=self.id)
-        sync(self.path.parent)
 
     def _reopen(self, mark: Mark | None) -> None:
         last = -1
@@ -133,8 +133,9 @@ class Ledger:
                 f"{self.path} ends before byte {to}, where the checkpoint was taken: lines were removed. "
                 "Resume into an empty folder (trainer.default_local_dir), which starts a new ledger"
             )
-        self._file = self.path.open("ab")
-        if not _ends_with_newline(self.path):
+        self._file = self.path.open("a+b")
+        self._file.seek(-1, os.SEEK_END)
+        if self._file.read(1) != b"\n":
             self._file.write(b"\n")
         self.append("rolled_back", to=to)
         self.sync()
@@ -144,10 +145,7 @@ class Ledger:
 
 def ledger_id(path: Path) -> str | None:
     """The id in a ledger's first line; None if there is no such line."""
-    if not path.is_file():
-        return None
-    with path.open("rb") as file:
-        first = _parse(file.readline())
+    first = _parse(_first_line(path))
     return str(first["ledger"]) if first and "ledger" in first else None
 
 
@@ -171,27 +169,18 @@ def timeline(path: Path) -> Iterator[tuple[int, Record]]:
             yield position, record
 
 
-def replay(path: Path) -> GroupCounts:
-    """Counts of the surviving timeline. Raises CountsError naming a group with an impossible move, e.g. one consumed
-    twice."""
-    counts = LedgerCounts()
-    for _, record in timeline(path):
-        counts.apply(record)
-    return counts.group_counts
-
-
 def verify(path: Path) -> GroupCounts:
-    """`replay`, and check that each row of an epoch was issued as one group only, each step ended in a version, no
-    group was staler than the plan allowed, versions never went backwards, and each domain had its share.
+    """Counts of the surviving timeline. Checks every move of a group, and that each row of an epoch was issued as one
+    group only, each step ended in a version, no group was staler than the plan allowed, versions never went backwards,
+    and each domain had its share.
 
-    Raises CountsError.
+    Raises CountsError, naming the group that moved in an impossible way, e.g. was consumed twice.
     """
-    group_counts = replay(path)
-    group_counts.check()
+    counts, staleness, quotas = LedgerCounts(), StalenessAudit(), QuotaAudit()
     owner: dict[tuple[int, int], int] = {}
     num_consumed = num_versions = 0
-    staleness, quotas = StalenessAudit(), QuotaAudit()
     for _, record in timeline(path):
+        counts.apply(record)
         if record["kind"] == "issued":
             where = (record["epoch"], record["row"])
             if owner.setdefault(where, record["group_id"]) != record["group_id"]:
@@ -205,7 +194,8 @@ def verify(path: Path) -> GroupCounts:
         num_versions += record["kind"] == "version"
     if num_consumed > num_versions:
         raise CountsError(f"{num_consumed} steps were consumed, but only {num_versions} ended in a version")
-    return group_counts
+    counts.group_counts.check()
+    return counts.group_counts
 
 
 def _records(path: Path) -> Iterator[tuple[int, Record]]:
@@ -245,16 +235,9 @@ def _parse(line: bytes) -> Record | None:
     return cast(Record, record) if is_record else None
 
 
-def _holds_nothing(path: Path) -> bool:
-    """Whether a ledger is missing, empty, or ends within its first line."""
+def _first_line(path: Path) -> bytes:
+    """Empty if there is no file."""
     if not path.exists():
-        return True
+        return b""
     with path.open("rb") as file:
-        first = file.readline()
-    return not first.endswith(b"\n") and _parse(first) is None
-
-
-def _ends_with_newline(path: Path) -> bool:
-    with path.open("rb") as file:
-        file.seek(-1, os.SEEK_END)
-        return file.read(1) == b"\n"
+        return file.readline()

@@ -3,141 +3,105 @@
 The counts must equal the coordinator's own.
 """
 
-from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections import Counter, defaultdict
 from enum import IntEnum
 from fractions import Fraction
 
 from distflow.scheduling.domain_quotas import most_behind
-from distflow.scheduling.groups import CountsError, DomainCounts, GroupCounts
-from distflow.scheduling.ledger_record import Record
+from distflow.scheduling.groups import CountsError, DomainCounts, GroupCounts, counts_by_domain
+from distflow.scheduling.snapshot import Record
 
 STALE = "stale"
 """Why a complete group is dropped: the run resumes with a bound that it would exceed."""
 
 
 class _State(IntEnum):
+    """A `GroupState` as a byte, by its word; a group that waits to be issued again counts as generating."""
+
     UNKNOWN = 0
-    RUNNING = 1
-    COMPLETE = 2
-    CONSUMED = 3
+    GENERATING = 1
+    QUEUED = 2
+    TRAINED = 3
     DROPPED = 4
     SETTLED = 5
-    """Consumed or dropped in another run's ledger; only the counts were inherited."""
+    """Trained or dropped in another run's ledger; only the counts were inherited."""
 
 
-@dataclass
-class _Domain:
-    """Mutable `DomainCounts`."""
+class _Audit:
+    """Applies the records of one surviving timeline in order, each by the method `on_KIND`; a record without one is
+    skipped."""
 
-    issued: int = 0
-    consumed: int = 0
-    aborted: int = 0
-    dropped: Counter[str] = field(default_factory=Counter)
+    def apply(self, record: Record) -> None:
+        """Raises CountsError naming the group, the step or the domain."""
+        if (apply := getattr(self, f"on_{record['kind']}", None)) is not None:
+            apply(record)
 
 
-class LedgerCounts:
-    """Applies the records of one surviving timeline in order. Uses one byte per group.
-
-    Other records are skipped.
-    """
+class LedgerCounts(_Audit):
+    """Counts groups; a record that moves one in an impossible way is an error. Uses one byte per group."""
 
     def __init__(self) -> None:
         self.last_step = 0
         self._states = bytearray()
         self._attempts: dict[int, int] = {}
         self._counts: Counter[_State] = Counter()
-        self._dropped: Counter[str] = Counter()
-        self._num_aborted = self._num_aborted_tokens = 0
-        self._domains: dict[str, _Domain] = {}
-        self._domain_of: dict[int, str] = {}  # of groups in the queue
-        self._apply: dict[str, Callable[[Record], None]] = {
-            "issued": self._issued,
-            "complete": lambda record: self._move(record["group_id"], _State.RUNNING, _State.COMPLETE),
-            "lost": lambda record: self._move(record["group_id"], _State.COMPLETE, _State.RUNNING),
-            "dropped": self._dropped_one,
-            "aborted": self._aborted,
-            "consumed": self._consumed,
-            "inherited": self._inherited,
-        }
+        self._domains = defaultdict[str, DomainCounts](DomainCounts)
+        self._domain_of: dict[int, str] = {}  # of groups in the queue, if there are domains
+        self._num_aborted_tokens = 0
 
     @property
     def group_counts(self) -> GroupCounts:
-        counts = self._counts
-        return GroupCounts(
-            issued=len(self._states),
-            running=counts[_State.RUNNING],
-            complete=counts[_State.COMPLETE],
-            consumed=counts[_State.CONSUMED],
-            dropped=dict(self._dropped),
-            aborted=self._num_aborted,
-            aborted_tokens=self._num_aborted_tokens,
-            domains={
-                name: DomainCounts(counts.issued, counts.consumed, dict(counts.dropped), counts.aborted)
-                for name, counts in self._domains.items()
-            },
-        )
+        running, complete = self._counts[_State.GENERATING], self._counts[_State.QUEUED]
+        return GroupCounts.of(self._domains, running, complete, self._num_aborted_tokens)
 
-    def apply(self, record: Record) -> None:
-        """Raises CountsError naming the group if the record moves it in an impossible way."""
-        apply = self._apply.get(record["kind"])
-        if apply is not None:
-            apply(record)
-
-    def _issued(self, record: Record) -> None:
+    def on_issued(self, record: Record) -> None:
         number, attempt = record["group_id"], record["attempt"]
         if number == len(self._states):
-            self._states.append(_State.RUNNING)
-            self._counts[_State.RUNNING] += 1
+            self._states.append(_State.GENERATING)
+            self._counts[_State.GENERATING] += 1
             if "domain" in record:
                 self._domain_of[number] = record["domain"]
-                self._domains.setdefault(record["domain"], _Domain()).issued += 1
+            self._domains[record.get("domain", "")].issued += 1
         elif number > len(self._states):
             raise CountsError(f"group {number} was issued, but {len(self._states)} is the next one")
-        elif self._states[number] != _State.RUNNING or attempt <= self._attempts[number]:
+        elif self._states[number] != _State.GENERATING or attempt <= self._attempts[number]:
             state = _State(self._states[number]).name.lower()
             raise CountsError(f"group {number} was issued twice: it is {state}, attempt {attempt}")
         self._attempts[number] = attempt
 
-    def _dropped_one(self, record: Record) -> None:
-        source = _State.COMPLETE if record["reason"] == STALE else _State.RUNNING
-        self._move(record["group_id"], source, _State.DROPPED)
-        self._dropped[record["reason"]] += 1
-        if record["group_id"] in self._domain_of:
-            self._domains[self._domain_of.pop(record["group_id"])].dropped[record["reason"]] += 1
+    def on_complete(self, record: Record) -> None:
+        self._move(record["group_id"], _State.GENERATING, _State.QUEUED)
 
-    def _aborted(self, record: Record) -> None:
+    def on_lost(self, record: Record) -> None:
+        self._move(record["group_id"], _State.QUEUED, _State.GENERATING)
+
+    def on_dropped(self, record: Record) -> None:
+        source = _State.QUEUED if record["reason"] == STALE else _State.GENERATING
+        self._move(record["group_id"], source, _State.DROPPED)
+        self._domains[self._domain_of.pop(record["group_id"], "")].drop(record["reason"])
+
+    def on_aborted(self, record: Record) -> None:
         for number in record["group_ids"]:
-            self._move(number, _State.RUNNING, _State.RUNNING)
-            if number in self._domain_of:
-                self._domains[self._domain_of[number]].aborted += 1
-        self._num_aborted += len(record["group_ids"])
+            self._move(number, _State.GENERATING, _State.GENERATING)
+            self._domains[self._domain_of.get(number, "")].aborted += 1
         self._num_aborted_tokens += record["tokens"]
 
-    def _consumed(self, record: Record) -> None:
+    def on_consumed(self, record: Record) -> None:
         if record["step"] != self.last_step + 1:
             raise CountsError(f"step {record['step']} was consumed, but {self.last_step + 1} is the next one")
         for number in record["group_ids"]:
-            self._move(number, _State.COMPLETE, _State.CONSUMED)
-            if number in self._domain_of:
-                self._domains[self._domain_of.pop(number)].consumed += 1
+            self._move(number, _State.QUEUED, _State.TRAINED)
+            self._domains[self._domain_of.pop(number, "")].consumed += 1
         self.last_step += 1
 
-    def _inherited(self, record: Record) -> None:
+    def on_inherited(self, record: Record) -> None:
         if self._states:
             raise CountsError(f"counts were inherited after {len(self._states)} groups had been issued")
         self.last_step = record["step"]
         self._states = bytearray([_State.SETTLED]) * record["issued"]
-        self._counts = Counter({_State.CONSUMED: record["consumed"]})
-        self._dropped = Counter(record["dropped"])
-        self._num_aborted, self._num_aborted_tokens = record.get("aborted", 0), record.get("aborted_tokens", 0)
-        self._domains = {
-            name: _Domain(counts["issued"], counts["consumed"], counts.get("aborted", 0), Counter(counts["dropped"]))
-            for name, counts in record.get("domains", {}).items()
-        }
+        self._domains, self._num_aborted_tokens = counts_by_domain(record), record.get("aborted_tokens", 0)
         for group in record.get("live", ()):
-            state = _State.COMPLETE if group["complete"] else _State.RUNNING
+            state = _State.QUEUED if group["complete"] else _State.GENERATING
             self._states[group["group_id"]] = state
             self._counts[state] += 1
             self._attempts[group["group_id"]] = group["attempt"]
@@ -154,12 +118,12 @@ class LedgerCounts:
         self._states[number] = target
         self._counts[source] -= 1
         self._counts[target] += 1
-        if target in (_State.CONSUMED, _State.DROPPED):
+        if target in (_State.TRAINED, _State.DROPPED):
             del self._attempts[number]
 
 
-class StalenessAudit:
-    """Applies the records of one surviving timeline in order. `LedgerCounts` checks the groups' moves.
+class StalenessAudit(_Audit):
+    """Checks staleness and the order of versions; `LedgerCounts` checks the groups' moves.
 
     The staleness of a group is the version that its step began with, `step - 1`, less the lowest one of its tokens.
     Older ledgers have no `plan`, so that staleness has no bound, and no version of complete groups, which then is the
@@ -172,28 +136,16 @@ class StalenessAudit:
         self._versions: dict[int, int] = {}  # of groups in the queue
         self._restart = -1
         self._engine_version = self._weights = 0  # lowest that may come next in this restart
-        self._apply: dict[str, Callable[[Record], None]] = {
-            "plan": self._plan,
-            "issued": self._issued,
-            "complete": self._complete,
-            "dropped": self._dropped,
-            "consumed": self._consumed,
-            "version": self._version,
-            "inherited": self._inherited,
-        }
 
     def apply(self, record: Record) -> None:
-        """Raises CountsError naming the group or the step."""
         if record["restart"] != self._restart:
             self._restart, self._engine_version, self._weights = record["restart"], 0, 0
-        apply = self._apply.get(record["kind"])
-        if apply is not None:
-            apply(record)
+        super().apply(record)
 
-    def _plan(self, record: Record) -> None:
+    def on_plan(self, record: Record) -> None:
         self._max_staleness = record["max_staleness"]
 
-    def _issued(self, record: Record) -> None:
+    def on_issued(self, record: Record) -> None:
         version = record["version"]
         if not self._engine_version <= version <= self._last_step:
             raise CountsError(
@@ -204,14 +156,14 @@ class StalenessAudit:
         self._engine_version = version
         self._versions[record["group_id"]] = version
 
-    def _complete(self, record: Record) -> None:
+    def on_complete(self, record: Record) -> None:
         if "version" in record:
             self._versions[record["group_id"]] = record["version"]
 
-    def _dropped(self, record: Record) -> None:
+    def on_dropped(self, record: Record) -> None:
         self._versions.pop(record["group_id"], None)
 
-    def _consumed(self, record: Record) -> None:
+    def on_consumed(self, record: Record) -> None:
         step, bound = record["step"], self._max_staleness
         for number in record["group_ids"]:
             version = self._versions.pop(number, None)
@@ -222,7 +174,7 @@ class StalenessAudit:
                 )
         self._last_step = step
 
-    def _version(self, record: Record) -> None:
+    def on_version(self, record: Record) -> None:
         step, weights = record["step"], record["weights"]
         if step != self._last_step or not self._weights <= weights <= step:
             raise CountsError(
@@ -231,7 +183,7 @@ class StalenessAudit:
             )
         self._weights = weights
 
-    def _inherited(self, record: Record) -> None:
+    def on_inherited(self, record: Record) -> None:
         self._last_step = record["step"]
         self._versions = {group["group_id"]: group["version"] for group in record.get("live", ()) if "version" in group}
 
@@ -239,8 +191,8 @@ class StalenessAudit:
 _Shares = dict[str, Fraction]
 
 
-class QuotaAudit:
-    """Applies the records of one surviving timeline in order. `LedgerCounts` checks the groups' moves.
+class QuotaAudit(_Audit):
+    """Checks the shares of domains; `LedgerCounts` checks the groups' moves.
 
     After each step a domain has had its share of all slots to within less than one, plus the groups by which steps were
     short; if shares have changed, it is at most `most_behind` behind the sum of its shares over all slots. A plan has
@@ -255,22 +207,8 @@ class QuotaAudit:
         self._changed = False
         self._num_missing = 0
         self._domain_of: dict[int, str] = {}  # of groups in the queue
-        self._apply: dict[str, Callable[[Record], None]] = {
-            "plan": self._plan,
-            "shares": self._change,
-            "issued": self._issued,
-            "dropped": self._dropped,
-            "consumed": self._consumed,
-            "inherited": self._inherited,
-        }
 
-    def apply(self, record: Record) -> None:
-        """Raises CountsError naming the step and the domain."""
-        apply = self._apply.get(record["kind"])
-        if apply is not None:
-            apply(record)
-
-    def _plan(self, record: Record) -> None:
+    def on_plan(self, record: Record) -> None:
         quotas = record.get("quotas", {})
         lags = {name: Fraction(quota["lag"]) for name, quota in quotas.items()}
         if self._lags and not self._num_missing and lags != self._lags:
@@ -281,21 +219,21 @@ class QuotaAudit:
         self._batch, self._lags, self._num_missing = record["consumer_batch"], lags, 0
         self._shares, self._to_come = shares, []
 
-    def _change(self, record: Record) -> None:
+    def on_shares(self, record: Record) -> None:
         shares = {name: Fraction(share) for name, share in record["shares"].items()}
         if shares.keys() != self._shares.keys() or sum(shares.values()) != 1 or min(shares.values()) < 0:
             raise CountsError(f"the shares from step {record['step']} on are not shares of the domains: {shares}")
         self._to_come = [change for change in self._to_come if change[0] < record["step"]]
         self._to_come.append((record["step"], shares))
 
-    def _issued(self, record: Record) -> None:
+    def on_issued(self, record: Record) -> None:
         if "domain" in record:
             self._domain_of[record["group_id"]] = record["domain"]
 
-    def _dropped(self, record: Record) -> None:
-        self._forget(record["group_id"])
+    def on_dropped(self, record: Record) -> None:
+        self._domain_of.pop(record["group_id"], None)
 
-    def _consumed(self, record: Record) -> None:
+    def on_consumed(self, record: Record) -> None:
         if not self._shares:
             return
         while self._to_come and self._to_come[0][0] <= record["step"]:
@@ -304,21 +242,17 @@ class QuotaAudit:
         for name, share in self._shares.items():
             self._lags[name] += share * self._batch
         for number in record["group_ids"]:
-            self._lags[self._forget(number)] -= 1
+            self._lags[self._domain_of.pop(number, "")] -= 1
         for name, lag in self._lags.items():
-            if not self._may_be(lag):
+            if self._changed and lag > 0:
+                fits = lag <= most_behind(len(self._lags)) + self._num_missing
+            else:
+                fits = abs(lag) < 1 + self._num_missing
+            if not fits:
                 raise CountsError(
                     f"after step {record['step']} the domain '{name}' is {float(lag):.2f} groups behind its share of "
                     f"{float(self._shares[name]):.3f}"
                 )
 
-    def _may_be(self, lag: Fraction) -> bool:
-        if self._changed and lag > 0:
-            return lag <= most_behind(len(self._lags)) + self._num_missing
-        return abs(lag) < 1 + self._num_missing
-
-    def _inherited(self, record: Record) -> None:
+    def on_inherited(self, record: Record) -> None:
         self._domain_of = {group["group_id"]: group["domain"] for group in record.get("live", ()) if "domain" in group}
-
-    def _forget(self, number: int) -> str:
-        return self._domain_of.pop(number, "")

@@ -5,8 +5,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from distflow.errors import UserError
+from distflow.scheduling.groups import GroupState
 from distflow.scheduling.ledger import LedgerError, timeline
-from distflow.scheduling.ledger_record import InheritedGroup, Record
+from distflow.scheduling.snapshot import InheritedGroup, Record
 
 
 @dataclass(frozen=True)
@@ -25,11 +26,13 @@ class Attempt:
 class GroupLineage:
     """A prompt group.
 
-    epoch, row: None if it began in another run's folder. version: the lowest of any of its tokens, None until complete.
-    tokens: of all its samples. reason: why it was dropped, or None. domain: None in a run without domains.
+    state: where the ledger ends, or trained, or dropped for `reason`. epoch, row: None if it began in another run's
+    folder. version: the lowest of any of its tokens, None until it is queued. tokens: of all its samples. domain: None
+    in a run without domains.
     """
 
     group_id: int
+    state: GroupState
     epoch: int | None
     row: int | None
     attempts: tuple[Attempt, ...]
@@ -37,6 +40,17 @@ class GroupLineage:
     tokens: int | None
     reason: str | None
     domain: str | None = None
+
+
+_STATE_AFTER = {
+    "issued": GroupState.GENERATING,
+    "complete": GroupState.QUEUED,
+    "lost": GroupState.WAITING,
+    "aborted": GroupState.WAITING,
+    "consumed": GroupState.TRAINED,
+    "dropped": GroupState.DROPPED,
+}
+"""By kind of record."""
 
 
 @dataclass(frozen=True)
@@ -95,18 +109,23 @@ class _Reader:
         remaining = iter(records)
         for record in remaining:
             kind = record["kind"]
-            if kind in ("issued", "assigned", "complete"):
-                self._live.setdefault(record["group_id"], []).append(record)
-            elif kind == "aborted":
-                self._aborted.append(record)
-                for group_id in record["group_ids"]:
+            if kind in _STATE_AFTER or kind == "assigned":
+                for group_id in record["group_ids"] if "group_ids" in record else [record["group_id"]]:
                     self._live.setdefault(group_id, []).append(record)
+            if kind == "aborted":
+                self._aborted.append(record)
             elif kind == "dropped":
-                self._dropped.append([*self._live.pop(record["group_id"], ()), record])
+                self._dropped.append(self._live.pop(record["group_id"]))
             elif kind == "consumed":
                 if record["step"] == self._step:
-                    return self._found(record, next(remaining, None))
-                self._pass(record)
+                    after, self._restart = next(remaining, None), record["restart"]
+                    weights = after["weights"] if after and after["kind"] == "version" else None
+                    return self._lineage(record["group_ids"], _number(record["t"]), weights)
+                for group_id in record["group_ids"]:
+                    self._live.pop(group_id)
+                self._dropped.clear()
+                self._aborted.clear()
+                self._next_step = record["step"] + 1
             elif kind == "plan":
                 self._max_staleness = record["max_staleness"]
             elif kind == "inherited":
@@ -125,23 +144,11 @@ class _Reader:
             return f"those before {first} are in the folder of the run that it resumes from"
         return f"it has steps {first} to {last}, counted from 1" if last >= first else "none was consumed yet"
 
-    def _pass(self, record: Record) -> None:
-        for number in record["group_ids"]:
-            self._live.pop(number, None)
-        self._dropped.clear()
-        self._aborted.clear()
-        self._next_step = record["step"] + 1
-
-    def _found(self, record: Record, after: Record | None) -> StepLineage:
-        self._restart = record["restart"]
-        weights = after["weights"] if after and after["kind"] == "version" else None
-        return self._lineage(record["group_ids"], _number(record["t"]), weights)
-
     def _lineage(self, group_ids: Iterable[int], consumed_at: float | None, weights: int | None) -> StepLineage:
         return StepLineage(
             self._step,
             self._restart,
-            groups=tuple(self._group(group_id, self._live.get(group_id, [])) for group_id in sorted(group_ids)),
+            groups=tuple(self._group(group_id, self._live[group_id]) for group_id in sorted(group_ids)),
             dropped=tuple(self._group(records[-1]["group_id"], records) for records in self._dropped),
             consumed_at=consumed_at,
             weights=weights,
@@ -152,14 +159,22 @@ class _Reader:
 
     def _group(self, group_id: int, records: Sequence[Record]) -> GroupLineage:
         last = {record["kind"]: record for record in records}
-        issued, complete, dropped = (last.get(kind) for kind in ("issued", "complete", "dropped"))
+        issued, dropped = last.get("issued"), last.get("dropped")
         attempts = _attempts(records)
         inherited = self._inherited.get(group_id)
-        version = inherited.get("version") if inherited and inherited["complete"] else None
+        state = GroupState.QUEUED if inherited and inherited["complete"] else GroupState.WAITING
+        for kind in (record["kind"] for record in records):
+            state = _STATE_AFTER.get(kind, state)
+        if state is GroupState.GENERATING and issued and issued["restart"] != self._restart:
+            state = GroupState.WAITING  # the process that had it is gone
+        is_complete = state in (GroupState.QUEUED, GroupState.TRAINED)
+        complete = last.get("complete") if is_complete else None
+        version = inherited.get("version") if inherited and is_complete else None
         if complete:  # older ledgers have no version of complete groups: it is the group's
             version = complete.get("version", attempts[-1].version if attempts else None)
         return GroupLineage(
             group_id,
+            state,
             epoch=_whole(issued["epoch"]) if issued else None,
             row=_whole(issued["row"]) if issued else None,
             attempts=attempts,

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distflow.scheduling.bin_packing import Parts, partition
+from distflow.scheduling.data_order import grouped
 
 
 def divide(
@@ -33,21 +34,13 @@ def divide(
         return parts
     of_size: defaultdict[int, list[tuple[int, list[int]]]] = defaultdict(list)  # (rank, samples) of units, by tokens
     for rank, part in enumerate(parts):
-        for unit in _units(part, groups):
+        for unit in grouped(part, groups):
             of_size[sum(tokens[sample] for sample in unit)].append((rank, unit))
     moved: Parts = [[] for _ in parts]
     for units in of_size.values():
         for rank, unit in _at_home(units, homes, nodes):
             moved[rank] += unit
     return [sorted(part) for part in moved]
-
-
-def _units(part: Sequence[int], groups: Sequence[int] | None) -> list[list[int]]:
-    """Units that move together: samples, or groups."""
-    units: defaultdict[int, list[int]] = defaultdict(list)
-    for sample in part:
-        units[sample if groups is None else groups[sample]].append(sample)
-    return list(units.values())
 
 
 def _at_home(
@@ -121,18 +114,11 @@ class Metas:
         return len(self.uids)
 
     def sample_infos(self) -> list[SampleInfo]:
-        prompts, responses = self.prompt_lengths.tolist(), self.response_lengths.tolist()
         info = {name: column.tolist() for name, column in self.info.items()}
+        lengths = zip(self.prompt_lengths.tolist(), self.response_lengths.tolist(), self.uids, strict=True)
         return [
-            SampleInfo(
-                prompts[row] + responses[row],
-                prompts[row],
-                responses[row],
-                uid,
-                self.node_id,
-                {name: column[row] for name, column in info.items()},
-            )
-            for row, uid in enumerate(self.uids)
+            SampleInfo(prompt + response, prompt, response, uid, self.node_id, {name: info[name][row] for name in info})
+            for row, (prompt, response, uid) in enumerate(lengths)
         ]
 
 
@@ -188,17 +174,13 @@ class Reshard(Generic[Ref]):
 
     Nothing is searched: put and take cost the same for any number of steps.
 
-    limit_bytes: of all samples reserved and not released. The oldest step of a queue is admitted even beyond it, so
-    that later steps never block a step that is waited for."""
+    limit_bytes: of all samples reserved and not released (`held_bytes`). The oldest step of a queue is admitted even
+    beyond it, so that later steps never block a step that is waited for."""
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes
-        self._held_bytes = 0
+        self.held_bytes = 0
         self._queues: defaultdict[str, dict[Key, _Step[Ref]]] = defaultdict(dict)  # steps in the order of their opening
-
-    @property
-    def held_bytes(self) -> int:
-        return self._held_bytes
 
     def reserve(self, key: Key, writer: int, num_writers: int, num_bytes: int) -> bool:
         """Whether the writer may put so many bytes now. Raises ReshardError if it already did, or passes other
@@ -210,12 +192,12 @@ class Reshard(Generic[Ref]):
         if step is not None and writer in step.reserved:
             raise ReshardError(f"writer {writer} puts {key} twice")
         is_oldest = not steps or next(iter(steps)) == key
-        if not is_oldest and self._held_bytes + num_bytes > self._limit_bytes:
+        if not is_oldest and self.held_bytes + num_bytes > self._limit_bytes:
             return False
         if step is None:
             step = steps[key] = _Step(num_writers)
         step.reserved[writer] = num_bytes
-        self._held_bytes += num_bytes
+        self.held_bytes += num_bytes
         return True
 
     def put(self, key: Key, writer: int, metas: Metas, ref: Ref) -> None:
@@ -257,7 +239,9 @@ class Reshard(Generic[Ref]):
         assert self.missing(key) is None
         if step.readers is None:
             step.readers = Readers(num_ranks)
-            step.places = _places(step.puts)
+            for other in sorted(step.puts):
+                for row, uid in enumerate(step.puts[other][0].uids):
+                    step.places.setdefault(uid, (other, row))
         if step.readers != Readers(num_ranks):
             raise ReshardError(f"{key} is read by {step.readers}, but one of its readers says they are {num_ranks}")
         absent = [uid for uid in uids if uid not in step.places]
@@ -273,51 +257,27 @@ class Reshard(Generic[Ref]):
         assert step.readers is not None
         step.released.add(rank)
         if len(step.released) == step.readers.num_ranks:
-            self._held_bytes -= sum(step.reserved.values())
+            self.held_bytes -= sum(step.reserved.values())
             del self._queues[key.queue][key]
 
 
-def _places(puts: Mapping[int, tuple[Metas, Ref]]) -> dict[str, tuple[int, int]]:
-    places: dict[str, tuple[int, int]] = {}
-    for writer in sorted(puts):
-        for row, uid in enumerate(puts[writer][0].uids):
-            places.setdefault(uid, (writer, row))
-    return places
-
-
 def _divided(puts: Mapping[int, tuple[Metas, Ref]], readers: Readers, select: Select | None) -> list[Share[Ref]]:
-    """One share for each rank."""
-    writers = sorted(puts)
-    metas = [puts[writer][0] for writer in writers]
-    samples = _in_order([(part, row) for part, put in enumerate(metas) for row in _selected(put, select)], metas)
+    """One share for each rank, of the samples by group, then by length and text of the uid: "7-2" before "7-10"."""
+    objects = [(writer, puts[writer][1]) for writer in sorted(puts)]
+    metas = [puts[writer][0] for writer, _ in objects]
+    samples = [(part, row) for part, put in enumerate(metas) for row in range(len(put))]
+    if select is not None:
+        infos = [put.sample_infos() for put in metas]
+        samples = [(part, row) for part, row in samples if select(infos[part][row])]
+    groups, uids = [put.groups.tolist() for put in metas], [put.uids for put in metas]
+    samples.sort(key=lambda at: (groups[at[0]][at[1]], len(uids[at[0]][at[1]]), uids[at[0]][at[1]]))
     tokens = [(put.prompt_lengths.astype(np.int64) + put.response_lengths).tolist() for put in metas]
-    groups = _groups(samples, metas) if readers.whole_groups else None
+    group_of = [groups[part][row] for part, row in samples]
+    whole = [group if group >= 0 else -1 - place for place, group in enumerate(group_of)]  # of no group: alone
     homes = [metas[part].node_id for part, _ in samples] if readers.nodes else []
-    parts = divide([tokens[part][row] for part, row in samples], readers.num_ranks, groups, homes, readers.nodes)
-    return [_share([samples[i] for i in part], [(writer, puts[writer][1]) for writer in writers]) for part in parts]
-
-
-def _groups(samples: Sequence[tuple[int, int]], metas: Sequence[Metas]) -> list[int]:
-    groups = [int(metas[part].groups[row]) for part, row in samples]
-    return [group if group >= 0 else -1 - place for place, group in enumerate(groups)]
-
-
-def _selected(metas: Metas, select: Select | None) -> Sequence[int]:
-    if select is None:
-        return range(len(metas))
-    return [row for row, info in enumerate(metas.sample_infos()) if select(info)]
-
-
-def _in_order(samples: list[tuple[int, int]], metas: Sequence[Metas]) -> list[tuple[int, int]]:
-    """Samples by group, then by length and text of the uid: "7-2" before "7-10"."""
-    groups = [put.groups.tolist() for put in metas]
-
-    def place(sample: tuple[int, int]) -> tuple[int, int, str]:
-        part, row = sample
-        uid = metas[part].uids[row]
-        return groups[part][row], len(uid), uid
-
-    return sorted(samples, key=place)
+    loads = [tokens[part][row] for part, row in samples]
+    parts = divide(loads, readers.num_ranks, whole if readers.whole_groups else None, homes, readers.nodes)
+    return [_share([samples[i] for i in part], objects) for part in parts]
 
 
 def _share(samples: Sequence[tuple[int, int]], objects: Sequence[tuple[int, Ref]]) -> Share[Ref]:

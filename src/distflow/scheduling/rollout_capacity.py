@@ -4,7 +4,6 @@ Staleness is bounded here, by admission, not by dropping groups later.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from math import ceil
 
@@ -13,42 +12,22 @@ from distflow.scheduling.groups import CountsError
 from distflow.scheduling.sample_queue import SampleQueue
 
 
-def capacity(
+def rollout_capacity(
     max_concurrent: int, running: int, max_staleness: int, version: int, consumer_batch: int, accepted: int
 ) -> int:
-    """Groups that may still start (AReaL, arXiv 2505.24298, its rule for bounded staleness); may be negative.
+    """Groups that may start now (AReaL, arXiv 2505.24298, its rule for bounded staleness).
 
-    version: the lowest of the engines that may run the group, not the trainer's.
-    accepted: `consumer_batch` for each consumed step, short or not, plus the complete groups that are not consumed.
+    max_concurrent: groups that may run at once. running: those that run, without lost ones that wait to be issued
+    again. version: the lowest of the engines that may run the group, not the trainer's. accepted: `consumer_batch` for
+    each consumed step, short or not, plus the complete groups that are not consumed.
+
+    At staleness 0 groups start in waves: none while a group of the last wave runs. Which groups share a batch in
+    the engine then depends on the ledger alone, not on which finished first, and a resumed run repeats it.
     """
-    consumer_batch = max(1, consumer_batch)
+    if max_staleness == 0 and running:
+        return 0
     admitted = (max_staleness + version + 1) * consumer_batch - (accepted + running)
-    return min(max(1, max_concurrent) - running, admitted)
-
-
-@dataclass(frozen=True)
-class RolloutCapacity:
-    """The admission rule of a run.
-
-    max_concurrent: groups that may run at once. consumer_batch: groups per step.
-    max_staleness: largest age of a token's weights in steps when it is trained on.
-    """
-
-    max_concurrent: int
-    max_staleness: int
-    consumer_batch: int
-
-    def open(self, running: int, version: int, accepted: int) -> int:
-        """Groups that may start now; `running` does not count lost groups that wait to be issued again.
-
-        At staleness 0 groups start in waves: none while a group of the last wave runs. Which groups share a batch in
-        the engine then depends on the ledger alone, not on which finished first, and a resumed run repeats it.
-        """
-        if self.max_staleness == 0 and running:
-            return 0
-        return max(
-            0, capacity(self.max_concurrent, running, self.max_staleness, version, self.consumer_batch, accepted)
-        )
+    return max(0, min(max_concurrent - running, admitted))
 
 
 class GenerationBudget:
@@ -119,8 +98,7 @@ class Admission:
     def __init__(self, plan: DataPlan, queue: SampleQueue) -> None:
         self._plan, self._queue = plan, queue
         all_at_once = ceil((plan.max_staleness + 1) * plan.consumer_batch * (1 + plan.oversampling)) + len(plan.sources)
-        max_concurrent = plan.max_concurrent or all_at_once  # oversampling is rounded up by source
-        self._capacity = RolloutCapacity(max_concurrent, plan.max_staleness, plan.consumer_batch)
+        self._max_concurrent = plan.max_concurrent or all_at_once  # oversampling is rounded up by source
         batches = plan.max_num_gen_batches
         sources = range(0 if batches is None else len(plan.sources))
         self._budgets = [
@@ -198,15 +176,9 @@ class Admission:
         groups of, and no later version is on its way."""
         if not self._budgets or not self._knows(weights_step):
             return False
-        due, domain_queues = (
-            min(self.engine_version, self._queue.next_step) + self._plan.max_staleness,
-            self._queue.domain_queues.values(),
-        )
-        lacking = [
-            budget
-            for budget, queue in zip(self._budgets, domain_queues, strict=True)
-            if queue.num_untaken < queue.num_wanted
-        ]
+        due = min(self.engine_version, self._queue.next_step) + self._plan.max_staleness
+        queues = zip(self._budgets, self._queue.domain_queues.values(), strict=True)
+        lacking = [budget for budget, queue in queues if queue.num_lacking > 0]
         return all(budget.room(due) <= 0 for budget in lacking or self._budgets)
 
     def is_stuck(self, weights_step: int) -> bool:
@@ -225,10 +197,12 @@ class Admission:
 
     def _open(self, running: int, engine_version: int) -> int:
         """Rollout capacity; none for steps that the run does not have."""
-        version = self._last_step(engine_version) - self._plan.max_staleness
-        accepted = self._queue.next_step * self._plan.consumer_batch + self._queue.num_complete
-        return self._capacity.open(
-            running, version, accepted - sum(queue.num_extra for queue in self._queue.domain_queues.values())
+        plan, queue = self._plan, self._queue
+        version = self._last_step(engine_version) - plan.max_staleness
+        num_extra = sum(each.num_extra for each in queue.domain_queues.values())
+        accepted = queue.next_step * plan.consumer_batch + queue.num_complete - num_extra
+        return rollout_capacity(
+            self._max_concurrent, running, plan.max_staleness, version, plan.consumer_batch, accepted
         )
 
     def _by_slot(self, filled: list[int], room: list[int], count: int) -> list[int]:

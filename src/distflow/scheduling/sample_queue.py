@@ -1,6 +1,6 @@
 """The sample queue: holds prompt groups from their issue to the step that consumes them, and forms the steps."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import Literal
 
@@ -39,6 +39,7 @@ class SampleQueue:
     and find a slot, and the others are aborted: they wait to be issued again, before new ones. The driver decides which
     finish first.
 
+    closed: whether no further group will come, so that the last step may be short.
     when_exhausted: if no more groups may be issued and the step is not full: an error, or continue with what there is.
     """
 
@@ -65,7 +66,7 @@ class SampleQueue:
             name: DomainQueue(self._groups, self.quotas, number, max_staleness, oversampling)
             for number, name in enumerate(domains)
         }
-        self._closed = False
+        self.closed = False
 
     @property
     def num_complete(self) -> int:
@@ -88,7 +89,7 @@ class SampleQueue:
     @property
     def num_taken(self) -> int:
         """Groups that the next step has taken so far."""
-        return sum(len(queue.formed) for queue in self.domain_queues.values())
+        return len(self._formed)
 
     @property
     def num_untaken(self) -> int:
@@ -110,10 +111,6 @@ class SampleQueue:
         """Ids of groups that wait to be issued again, ascending."""
         return sorted(number for queue in self.domain_queues.values() for number in queue.waiting)
 
-    @property
-    def closed(self) -> bool:
-        return self._closed
-
     def holds(self, number: int) -> bool:
         """Whether the group is complete and no step has consumed it."""
         return number in self._groups and self._groups[number].complete
@@ -129,13 +126,12 @@ class SampleQueue:
         """Add a group that starts. Raises CountsError if it is in the queue already."""
         if prompt_group.group_id in self._groups:
             raise CountsError(f"group {prompt_group.group_id} was issued twice: it is on the sample queue already")
-        self._groups[prompt_group.group_id] = prompt_group
-        self.queue_of(prompt_group.group_id).issue(prompt_group.group_id)
+        self.restore(prompt_group)
 
     def restore(self, group: PromptGroup) -> None:
         """Add a group of a snapshot. One that was not complete died with its process, and waits to be issued again."""
         self._groups[group.group_id] = group
-        self.queue_of(group.group_id).restore(group.group_id)
+        self.queue_of(group.group_id).add(group.group_id)
 
     def retry(self, number: int) -> bool:
         """A running group was lost. Returns whether it now waits to be issued again, or has used up its attempts."""
@@ -172,10 +168,6 @@ class SampleQueue:
         self.queue_of(number).wait(number)
         return self._groups[number]
 
-    def was_aborted(self, number: int) -> bool:
-        """Whether the group waits, or runs again, after an abort."""
-        return self._groups[number].num_aborts > 0
-
     def reissue(self, number: int, version: int) -> PromptGroup:
         """Start a waiting group again, with the same id and the next attempt."""
         self.queue_of(number).reissue(number, version)
@@ -193,10 +185,6 @@ class SampleQueue:
         self.running_group(number, "be dropped")
         self.queue_of(number).drop(number, reason)
         return self._groups.pop(number)
-
-    def close(self, closed: bool = True) -> None:
-        """Note that no further group will come, so that the last step may be short; or, with False, that some will."""
-        self._closed = closed
 
     def ready(self, step: int, exhausted: bool = False) -> tuple[int, ...] | None:
         """The groups that form `step`, ascending, or None while it must wait. Once formed it stays the same.
@@ -257,19 +245,20 @@ class SampleQueue:
         """Ids that each domain queue gives to the step."""
         if self._max_staleness == 0 and self.num_running > self.num_waiting:
             return None  # the wave is not over
-        if all(queue.num_untaken >= wanted for queue, wanted in needs):
-            return _all([queue.first(step, wanted) for queue, wanted in needs])
-        lacking = [queue for queue, wanted in needs if queue.num_untaken < wanted]
-        if self.num_running > self.num_waiting or any(queue.waiting for queue in lacking):
-            return None
-        if self.num_untaken and (self._closed or (exhausted and self._when_exhausted == "continue")):
-            return _all([queue.first(step, min(wanted, queue.num_untaken)) for queue, wanted in needs])
-        if exhausted and not self._closed:
-            raise Exhausted(self._exhausted_message(step))
-        return None
+        if lacking := [queue for queue, wanted in needs if queue.num_untaken < wanted]:
+            if self.num_running > self.num_waiting or any(queue.waiting for queue in lacking):
+                return None
+            may_be_short = self.closed or (exhausted and self._when_exhausted == "continue")
+            if not (self.num_untaken and may_be_short):
+                if exhausted and not self.closed:
+                    raise Exhausted(self._exhausted_message(step))
+                return None
+        parts = [queue.first(step, min(wanted, queue.num_untaken)) for queue, wanted in needs]
+        found = [part for part in parts if part is not None]
+        return found if len(found) == len(parts) else None
 
     def _exhausted_message(self, step: int) -> str:
-        lacking = [(name, queue) for name, queue in self.domain_queues.items() if queue.num_untaken < queue.num_wanted]
+        lacking = [(name, queue) for name, queue in self.domain_queues.items() if queue.num_lacking > 0]
         name, queue = (lacking or list(self.domain_queues.items()))[0]
         num_left, last, dropped = queue.num_complete, queue.last_due, queue.dropped()
         reasons = ", ".join(f"{count} {reason}" for reason, count in dropped.most_common())
@@ -293,24 +282,3 @@ class SampleQueue:
         if group.state is GroupState.WAITING:
             raise CountsError(f"group {number} cannot {verb}: it was lost, and waits to be issued again")
         return group
-
-
-def _all(parts: Sequence[list[int] | None]) -> list[list[int]] | None:
-    """The parts; None if one is None."""
-    found = [part for part in parts if part is not None]
-    return found if len(found) == len(parts) else None
-
-
-def still_consumable(
-    groups: Sequence[PromptGroup], max_staleness: int, up_to: Callable[[int], int]
-) -> tuple[list[PromptGroup], list[PromptGroup]]:
-    """Complete groups of one domain, in a run that resumes with another bound: those that the next steps can consume by
-    their due step (earliest first, as many as fit), and the others, which are stale.
-
-    up_to: the domain's slots in the steps from the next one to the given one.
-    """
-    fit: list[PromptGroup] = []
-    stale: list[PromptGroup] = []
-    for group in sorted(groups, key=lambda group: (group.due(max_staleness), group.group_id)):
-        (fit if len(fit) < up_to(group.due(max_staleness)) else stale).append(group)
-    return fit, stale

@@ -1,39 +1,28 @@
-"""The state from which a coordinator resumes: JSON, as of the last release."""
+"""What the scheduler writes as JSON: the state to resume from, as of the last release, and the ledger's records."""
 
+from collections.abc import Mapping
+from dataclasses import asdict
 from operator import attrgetter
-from typing import NotRequired, TypedDict, cast
+from typing import Any, NotRequired, TypedDict
 
 from distflow.errors import UserError
 from distflow.scheduling.curriculum import SavedCurriculum, SavedSkips
 from distflow.scheduling.data_plan import DataPlan
-from distflow.scheduling.groups import GroupState, PromptGroup
+from distflow.scheduling.groups import DomainCounts, GroupCounts, GroupState, PromptGroup
 
-
-class SavedGroupStart(TypedDict):
-    """The fields that identify a `PromptGroup`."""
-
-    group_id: int
-    epoch: int
-    row: int
-    group_size: int
-    version: int
-    attempt: int
-    stream: str
-    position: NotRequired[int]
-
-
-_START = tuple(SavedGroupStart.__annotations__)
-_start_of = attrgetter(*_START)
+_IDENTITY = ("group_id", "epoch", "row", "group_size", "version", "attempt", "stream", "position")
+_identity = attrgetter(*_IDENTITY)
 
 
 class SavedGroup(TypedDict):
     """A group that was in the queue at the snapshot: complete ones keep their batch, the others start again.
 
-    num_tokens: 0 until complete. failures: times that it was lost and retried. version: the lowest of its tokens, None
-    until complete. aborts: times that it was aborted, missing for 0.
+    prompt_group: the fields that identify a `PromptGroup`. num_tokens: 0 until complete. failures: times that it was
+    lost and retried. version: the lowest of its tokens, None until complete. aborts: times that it was aborted, missing
+    for 0.
     """
 
-    prompt_group: SavedGroupStart
+    prompt_group: dict[str, Any]
     complete: bool
     num_tokens: int
     failures: int
@@ -67,19 +56,11 @@ class SavedPlan(TypedDict):
     domains: NotRequired[dict[str, int]]
 
 
-class SavedMark(TypedDict):
-    """The fields of a ledger's `Mark`."""
-
-    ledger: str
-    offset: int
-    restart: int
-
-
 class Snapshot(TypedDict):
     """issued, consumed, dropped, aborted, aborted_tokens: as in `GroupCounts`. offered: issued for rows that are not in
-    the data set. live: groups in the queue, by group id. ledger: its position, None without one. domains: by name,
-    missing without any. shares (of the next step, then later changes), curriculum: missing if shares stay. skips:
-    missing if no row is skipped."""
+    the data set. live: groups in the queue, by group id. ledger: the fields of its `Mark`, None without one. domains:
+    by name, missing without any. shares (of the next step, then later changes), curriculum: missing if shares stay.
+    skips: missing if no row is skipped."""
 
     plan: SavedPlan
     restart: int
@@ -91,7 +72,7 @@ class Snapshot(TypedDict):
     aborted: NotRequired[int]
     aborted_tokens: NotRequired[int]
     live: list[SavedGroup]
-    ledger: SavedMark | None
+    ledger: dict[str, Any] | None
     domains: NotRequired[dict[str, SavedDomain]]
     shares: NotRequired[list[SavedShares]]
     curriculum: NotRequired[SavedCurriculum]
@@ -119,10 +100,16 @@ def saved_plan(plan: DataPlan) -> SavedPlan:
     return saved
 
 
+def saved_counts(counts: DomainCounts | GroupCounts) -> dict[str, Any]:
+    """The counts that a snapshot has of a run and of each domain."""
+    saved = {"issued": counts.issued, "consumed": counts.consumed, "dropped": dict(counts.dropped)}
+    return {**saved, "aborted": counts.aborted} if counts.aborted else saved
+
+
 def saved_group(group: PromptGroup) -> SavedGroup:
     """A group in the queue as JSON."""
     live: SavedGroup = {
-        "prompt_group": cast(SavedGroupStart, dict(zip(_START, _start_of(group), strict=True))),
+        "prompt_group": dict(zip(_IDENTITY, _identity(group), strict=True)),
         "complete": group.complete,
         "num_tokens": group.num_tokens,
         "failures": group.failures,
@@ -165,3 +152,71 @@ def check_resumable(plan: DataPlan, snapshot: Snapshot) -> None:
 def _shown(plan: SavedPlan) -> str:
     """The domains with their rows, in order."""
     return ", ".join(f"{name} ({rows} rows)" for name, rows in plan.get("domains", {}).items()) or "none"
+
+
+class InheritedGroup(TypedDict):
+    """A group from the queue of another run. domain: missing in a run without domains."""
+
+    group_id: int
+    attempt: int
+    complete: bool
+    version: int
+    domain: NotRequired[str]
+
+
+class Quota(TypedDict):
+    """A domain's share of all slots, and its lag in slots at the next step: fractions as str."""
+
+    share: str
+    lag: str
+
+
+class Record(TypedDict, total=False):
+    """Fields of all kinds of records that count groups; `ledger.py` lists which kind has which."""
+
+    t: float
+    restart: int
+    kind: str
+    ledger: str
+    group_id: int
+    epoch: int
+    row: int
+    version: int
+    attempt: int
+    tokens: int
+    reason: str
+    step: int
+    group_ids: list[int]
+    max_staleness: int
+    consumer_batch: int
+    weights: int
+    issued: int
+    consumed: int
+    dropped: dict[str, int]
+    aborted: int
+    aborted_tokens: int
+    live: list[InheritedGroup]
+    worker: str
+    domain: str
+    domains: dict[str, dict[str, Any]]
+    quotas: dict[str, Quota]
+    shares: dict[str, str]
+    to: int
+
+
+def inherited_fields(start: Snapshot, domains: Mapping[str, DomainCounts]) -> dict[str, Any]:
+    """Fields of a record that a run continues from another run's snapshot, without its ledger."""
+    live = [
+        {
+            "group_id": group.group_id,
+            "attempt": group.attempt,
+            "complete": group.complete,
+            "version": group.version if group.lowest_version is None else group.lowest_version,
+            **({"domain": group.domain} if group.domain else {}),
+        }
+        for group in map(restored, start["live"])
+    ]
+    names = ("step", "issued", "consumed", "dropped", "aborted", "aborted_tokens")
+    counts = {name: value for name, value in start.items() if name in names}
+    listed = {"live": live, "domains": {name: asdict(group_counts) for name, group_counts in domains.items()}}
+    return {**counts, **{name: value for name, value in listed.items() if value}}

@@ -8,8 +8,7 @@ from typing import TypedDict
 import torch
 from torch import Tensor, nn
 
-from distflow.data.batch import Batch
-from distflow.data.batch_columns import send
+from distflow.data.batch import Batch, send
 from distflow.models.log_probs import check_temperature
 from distflow.models.lora import adapter_off
 from distflow.models.packed_forward import ModelInputs, PackedForward

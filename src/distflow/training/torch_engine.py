@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from distflow.data.batch import Batch
-from distflow.data.batch_columns import read_numbers
+from distflow.data.batch import Batch, read_numbers
 from distflow.errors import UserError
 from distflow.graph.fields import Axis
 from distflow.models.lora import named_weights, unwrapped

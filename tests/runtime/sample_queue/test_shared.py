@@ -158,7 +158,7 @@ def test_complete_groups_whose_batch_a_checkpoint_does_not_have_are_made_again()
         counted.complete(number, 5)
     queued = {number: FinishedGroup(PromptGroup(number, 0, 0, 2, 0), "data", 5) for number in numbers[:-1]}
     SharedSampleQueue[str](counted, Waits(), queued=queued)
-    assert counted.untaken == numbers[:-1] and counted.checked_counts().running == 1
+    assert counted.queue.untaken == numbers[:-1] and counted.checked_counts().running == 1
     assert [prompt_group.group_id for prompt_group in counted.take_groups()][0] == numbers[-1]
 
 

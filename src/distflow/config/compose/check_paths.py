@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
+from distflow.builtin_names import HUB_DATA
 from distflow.config.derived_settings import functions_of_pipeline, is_rl, may_have_critic
 from distflow.config.keys.schema import Config
 from distflow.config.per_domain import train_files, val_files
@@ -15,7 +16,6 @@ from distflow.errors import Problem, missing_path, nearest
 from distflow.import_target import split_name
 
 DATA_SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".parquet")
-HUB_DATA = re.compile(r"[\w.-]+/[\w.-]+(?::[\w.-]*){0,2}")
 HUB_MODEL = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _FUNCTION_IN_FILE = re.compile(r".*\.py:[A-Za-z_][\w.]*")
 _FUNCTION_IN_MODULE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")

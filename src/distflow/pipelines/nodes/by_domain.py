@@ -9,8 +9,7 @@ import torch
 from distflow.config import Config
 from distflow.config.derived_settings import algorithms, config_of
 from distflow.config.keys.algorithm import AlgorithmConfig
-from distflow.data.batch import Batch
-from distflow.data.batch_columns import Written
+from distflow.data.batch import Batch, Written
 from distflow.graph import BoundNode, Node, NodeOutput, node
 from distflow.graph.bind import bind_alone
 from distflow.runtime.compiled_node import NodeContext, compile_inputs

@@ -87,8 +87,8 @@ class SharedSampleQueue(Generic[T]):
         """
         self._coordinator, self._waits, self._changed = coordinator, waits, changed
         self._dp_groups, self._num_ranks = dp_groups, sum(len(dp_group.shares) for dp_group in dp_groups)
-        self._groups = {number: group for number, group in (queued or {}).items() if coordinator.holds(number)}
-        for number in coordinator.untaken:
+        self._groups = {number: group for number, group in (queued or {}).items() if coordinator.queue.holds(number)}
+        for number in coordinator.queue.untaken:
             if number not in self._groups:
                 coordinator.lose(number)
         # One lock guards the coordinator, the groups, and all below. Trainers and rollout workers wait on separate
@@ -162,12 +162,12 @@ class SharedSampleQueue(Generic[T]):
     def has_place(self, group_id: int) -> bool:
         """Whether the current step has a place for a running group."""
         with self._lock:
-            return self._coordinator.has_place(group_id)
+            return self._coordinator.queue.has_place(group_id)
 
     def is_full(self) -> bool:
         """Whether the current step has all groups that it needs."""
         with self._lock:
-            return self._coordinator.is_full
+            return self._coordinator.queue.is_full
 
     def abort(self, group_ids: Sequence[int], num_tokens: int) -> None:
         """Running groups were ended because the step is full. Each is handed out again, before any new one.
@@ -303,7 +303,8 @@ class SharedSampleQueue(Generic[T]):
     def standing(self) -> Standing:
         with self._lock:
             coordinator = self._coordinator
-            return Standing(coordinator.checked_counts(), coordinator.prompt_groups.num_waiting, coordinator.num_owed())
+            num_waiting, num_owed = coordinator.prompt_groups.num_waiting, coordinator.queue.num_owed()
+            return Standing(coordinator.checked_counts(), num_waiting, num_owed)
 
     def stop(self) -> None:
         """The run is to end after the current step, on all ranks."""
@@ -352,7 +353,7 @@ class SharedSampleQueue(Generic[T]):
                 if name := self._workers.assign(prompt_group.group_id, prompt_group.attempt):
                     self._coordinator.assign(prompt_group.group_id, name)
                 self._askers.notify_all()
-        prompt_groups = [self._coordinator.prompt_group(group_id) for group_id in self._workers.fetch(worker)]
+        prompt_groups = [self._coordinator.queue.prompt_group(group_id) for group_id in self._workers.fetch(worker)]
         self._notify()
         return prompt_groups
 
@@ -377,7 +378,7 @@ class SharedSampleQueue(Generic[T]):
     def _take_back(self, reading: "_Reading[T]", step: int) -> None:
         """All ranks have reported. Inside the lock."""
         if not reading.whole:
-            self._coordinator.untake()
+            self._coordinator.queue.untake()
             self._divided_step = step - 1
             self._reward_counts = RewardCounts.joined([reading.reward_counts, self._reward_counts])
             for number, group in reading.groups.items():
@@ -414,7 +415,7 @@ class SharedSampleQueue(Generic[T]):
         dropped = ", ".join(f"{count} {reason}" for reason, count in group_counts.dropped.items())
         awaited = wanted or self._coordinator.plan.consumer_batch
         return (
-            f"{self._coordinator.num_untaken} of {awaited} awaited prompt groups are finished; "
+            f"{self._coordinator.queue.num_untaken} of {awaited} awaited prompt groups are finished; "
             f"{group_counts.running} are running, {num_offered} submitted ones wait to start"
             f"{f', dropped so far: {dropped}' if dropped else ''}"
         )

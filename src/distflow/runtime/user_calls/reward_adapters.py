@@ -75,7 +75,7 @@ async def _score_batch_async(
 
 
 def _all_columns(batch: Batch) -> dict[str, object]:
-    return {**batch.to_mapping(), **{name: batch[name] for name in _DERIVED}}
+    return {name: batch[name] for name in (*batch.names, *_DERIVED)}
 
 
 def _written(output: object, batch: Batch, before: Mapping[str, object]) -> NodeOutput:
@@ -83,7 +83,7 @@ def _written(output: object, batch: Batch, before: Mapping[str, object]) -> Node
     returned = output if isinstance(output, NodeOutput) else NodeOutput(output)
     columns = returned.batch
     if isinstance(columns, Batch):
-        columns = columns.to_mapping()
+        columns = {name: columns[name] for name in columns.names}
     if not isinstance(columns, Mapping):
         raise BadOutput(f"returned {type(columns).__name__}, not its batch")
     written = {name: value for name, value in columns.items() if value is not before.get(name)}
