@@ -39,7 +39,7 @@ MOST_ARROWS = 114
 MOST_LINES = 60
 TABLES_OF_OPTIONS = ("algorithms.", "pipelines.nodes.", "rewards.", "api.train", "graph.pipeline")
 """Where parameters of functions are columns, config keys or a call's options, by name."""
-DEBTS = {"lines": 58_900, "broad excepts": 35, "functions of more than 7 parameters": 1}
+DEBTS = {"lines": 58_900, "broad excepts": 35, "functions of more than 7 parameters": 0}
 """What is to become less: 55,000 lines, a broad except in two thousand lines, no other function."""
 MOST_MODULES = 380
 WITHOUT_TORCH = ("graph", "config", "scheduling", "planning", "observe")
