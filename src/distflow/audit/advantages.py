@@ -11,7 +11,16 @@ from typing import Any
 import torch
 
 from distflow.algorithms.registry import find_adv_est
-from distflow.audit.recorded_data import BUILTIN, RecordedStep, Sample, by_group_of, check, check_close, module_of
+from distflow.audit.recorded_data import (
+    BUILTIN,
+    NOT_APPLICABLE,
+    RecordedStep,
+    Sample,
+    by_group_of,
+    check,
+    check_close,
+    module_of,
+)
 from distflow.audit.reward_functions import functions_of
 from distflow.config.derived_settings import algorithms
 from distflow.config.keys.algorithm import AlgorithmConfig, is_on
@@ -35,7 +44,7 @@ MOST_TOKENS = 2**20
 )
 def audit_advantages(recorded: RecordedStep) -> str | None:
     if not recorded.is_ours("advantages"):
-        return "the estimator is the user's" if recorded.is_written("advantages") else ""
+        return "the estimator is the user's" if recorded.is_written("advantages") else NOT_APPLICABLE
     if sum(len(sample["response_ids"]) for sample in recorded.samples) > MOST_TOKENS:
         return f"the step has more than {MOST_TOKENS:,} tokens"
     if any(update.metrics.get("skipped") and not update.metrics.get("empty") for update in recorded.updates):

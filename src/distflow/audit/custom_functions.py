@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from distflow.algorithms.objective import PolicyObjective
-from distflow.audit.recorded_data import BUILTIN, RecordedStep, check, module_of
+from distflow.audit.recorded_data import BUILTIN, NOT_APPLICABLE, RecordedStep, check, module_of
 from distflow.audit.recorder import UpdateRecord
 from distflow.data.batch import Batch
 
@@ -28,7 +28,7 @@ def audit_custom_functions(recorded: RecordedStep) -> str | None:
     """Findings are warnings, and the run continues: a user may have reasons to break these rules."""
     estimator, losses = _estimator(recorded), _losses(recorded)
     if estimator is None and losses is None:
-        return ""
+        return NOT_APPLICABLE
     findings = [*(estimator or ()), *(losses or ())]
     for message in findings:
         recorded.run.warn(message)

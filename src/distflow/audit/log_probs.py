@@ -17,7 +17,7 @@ from distflow.audit.model_forward import (
     plainly,
     vocabulary_of,
 )
-from distflow.audit.recorded_data import RecordedStep, Sample, Wrong, check, doubles
+from distflow.audit.recorded_data import NOT_APPLICABLE, RecordedStep, Sample, Wrong, check, doubles
 from distflow.audit.recorder import OpenEngine, UpdateRecord
 from distflow.config.derived_settings import is_rl
 
@@ -40,7 +40,7 @@ T = TypeVar("T")
 )
 def audit_log_probs(recorded: RecordedStep) -> str | None:
     if not any(recorded.is_written(column) for column in ("old_log_probs", "ref_log_prob", "values")):
-        return ""
+        return NOT_APPLICABLE
     chosen = audited_samples(recorded)
     if not chosen:
         return "no sample is short enough to hold the logits of all its tokens"
@@ -80,7 +80,7 @@ def audit_log_probs(recorded: RecordedStep) -> str | None:
 def audit_reference(recorded: RecordedStep) -> str | None:
     reference = recorded.run.resources.ref
     if not isinstance(getattr(reference, "model", None), nn.Module):
-        return "" if reference is None else "the reference's model is not exposed"
+        return NOT_APPLICABLE if reference is None else "the reference's model is not exposed"
     now = _on_fixed_tokens(recorded, reference)
     then = recorded.run.state.setdefault("reference", now.tolist())
     gap = float((now - torch.tensor(then, dtype=torch.float64)).abs().mean())

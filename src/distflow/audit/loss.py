@@ -10,7 +10,17 @@ from torch import Tensor
 from distflow.algorithms.objective import PolicyObjective
 from distflow.audit.model_forward import PlainScores
 from distflow.audit.policy_losses import FORMULAS, Tokens, importance_weights, ratio_to
-from distflow.audit.recorded_data import BUILTIN, RecordedStep, Sample, Wrong, check, check_tokens, doubles, module_of
+from distflow.audit.recorded_data import (
+    BUILTIN,
+    NOT_APPLICABLE,
+    RecordedStep,
+    Sample,
+    Wrong,
+    check,
+    check_tokens,
+    doubles,
+    module_of,
+)
 from distflow.audit.recorder import UpdateRecord
 from distflow.audit.rewards import kl
 from distflow.config import Config
@@ -62,7 +72,7 @@ class MiniBatch:
 def audit_correction(recorded: RecordedStep) -> str | None:
     settings = recorded.config.algorithm.rollout_correction
     if "rollout_is_weights" not in recorded.batch:
-        return ""
+        return NOT_APPLICABLE
     if not recorded.is_ours("rollout_is_weights"):
         return "a user's node writes the weights"
     if settings.rollout_is_batch_normalize:

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Sequence
 
-from distflow.audit.recorded_data import RecordedStep, Sample, Wrong, check
+from distflow.audit.recorded_data import NOT_APPLICABLE, RecordedStep, Sample, Wrong, check
 from distflow.audit.recorder import GroupRecord
 from distflow.config.per_domain import reward_functions
 from distflow.rewards.functions import FAILS
@@ -26,7 +26,7 @@ function."""
 )
 def audit_reward_functions(recorded: RecordedStep) -> str | None:
     if recorded.run.resources.reward_fn is None or not recorded.is_ours("reward_parts"):
-        return "no built-in reward node scores" if recorded.is_written("scores") else ""
+        return "no built-in reward node scores" if recorded.is_written("scores") else NOT_APPLICABLE
     arguments = {"data_source": "", "solution_str": "", "ground_truth": "", "extra_info": {}}
     failed = recorded.run.call_reward(FAILS, arguments)
     if isinstance(failed, Score):

@@ -6,7 +6,7 @@ import math
 import torch
 from torch import Tensor
 
-from distflow.audit.recorded_data import RecordedStep, Sample, Wrong, check, check_close, doubles
+from distflow.audit.recorded_data import NOT_APPLICABLE, RecordedStep, Sample, Wrong, check, check_close, doubles
 from distflow.audit.reward_functions import functions_of
 from distflow.config.derived_settings import algorithm_of, algorithms
 from distflow.config.keys.algorithm import AlgorithmConfig, is_on
@@ -26,7 +26,7 @@ LIMIT = 1e-4
 )
 def audit_rewards(recorded: RecordedStep) -> str | None:
     if not recorded.is_ours("scores"):
-        return "a user's node writes the scores" if recorded.is_written("scores") else ""
+        return "a user's node writes the scores" if recorded.is_written("scores") else NOT_APPLICABLE
     for sample in recorded.samples:
         if not bool(sample["valid"]):
             continue
@@ -59,7 +59,7 @@ def audit_rewards(recorded: RecordedStep) -> str | None:
 def audit_kl_control(recorded: RecordedStep) -> str | None:
     control = recorded.config.algorithm.kl_ctrl
     if not recorded.config.algorithm.use_kl_in_reward or not recorded.is_written("token_level_rewards"):
-        return ""
+        return NOT_APPLICABLE
     if recorded.config.algorithm.domains:
         return "the auditor has no formula for coefficients by domain"
     _same_mean(recorded)

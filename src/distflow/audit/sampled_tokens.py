@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from distflow.audit.log_probs import audited_samples, policy_scores
-from distflow.audit.recorded_data import RecordedStep, Sample, Wrong, check, index_of
+from distflow.audit.recorded_data import NOT_APPLICABLE, RecordedStep, Sample, Wrong, check, index_of
 from distflow.audit.recorder import OpenEngine
 from distflow.rollout.engine import GenerateRequest
 
@@ -32,7 +32,7 @@ TWIN_NATS = -30.0
 )
 def audit_sampled_tokens(recorded: RecordedStep) -> str | None:
     if not recorded.is_written("rollout_log_probs"):
-        return ""
+        return NOT_APPLICABLE
     _no_twins(recorded)
     found: list[_Draw] = []
     for sample in recorded.samples:
