@@ -88,7 +88,7 @@ def updates(model: nn.Module, rank: int, folder: Path) -> None:
     for step in range(3):
         batch = ragged_batch(seed=step).select(SHARES[rank])
         watch = UpdateWatch("actor", engine, batch, TokenMeanLoss(), step)
-        metrics = engine.train_step(batch, watch.loss)
+        metrics = engine.train_step(batch, watch)
         record = watch.end(metrics)
         assert metrics["grad_norm"] > 0.5 and record.norm == pytest.approx(0.5, rel=1e-4)
         audit_optimizer.run(recorded(record, config, step))

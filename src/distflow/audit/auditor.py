@@ -4,11 +4,9 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from torch import nn
-
 from distflow.audit.all_checks import AFTER, BEFORE, OF_A_FEW_GROUPS, OF_EVERY_STEP, ON_ARRIVAL
 from distflow.audit.log_probs import score_before
-from distflow.audit.model_forward import KeptWeights, Turns
+from distflow.audit.model_forward import KeptWeights, Turns, model_of
 from distflow.audit.recorded_data import NOT_APPLICABLE, AuditedRun, Check, RecordedStep, Wrong
 from distflow.audit.recorder import GroupRecords, OpenEngine, UpdateRecord, UpdateWatch
 from distflow.audit.schedule import AuditSchedule
@@ -41,9 +39,28 @@ class Auditor:
     and has no other effect.
     """
 
-    def __init__(self, run: AuditedRun, groups: GroupRecords, schedule: AuditSchedule) -> None:
-        self._run, self.groups, self._schedule = run, groups, schedule
-        self._first_step, self._ranks = run.inputs.version.step, run.inputs.ports.collective
+    def __init__(
+        self,
+        inputs: WorkerInputs,
+        pipeline: BoundPipeline,
+        training_steps: Sequence[Step],
+        services: Session,
+        bring: Callable[[], None],
+    ) -> None:
+        """bring: brings all models of the worker onto the device."""
+        spec, resources, ranks = inputs.spec, services.resources, inputs.ports.collective
+        self.groups, self._ranks, self._first_step = GroupRecords(), ranks, inputs.version.step
+        if resources.reward_fn is not None and spec.options.audit_freq > 0:
+            resources.reward_fn.pools.set_on_result(self.groups.add_score)
+        engines = (resources.actor, resources.critic, resources.ref)
+        turns = Turns(ranks, [model for engine in engines if (model := model_of(engine)) is not None])
+        older_weights = KeptWeights(spec.data.max_staleness + 1, spec.weight_dtype)
+        state = inputs.state.setdefault(AUDIT_STATE, {})
+        self._run = AuditedRun(inputs, services, pipeline, training_steps, bring, turns, older_weights, state)
+        trains_policy = spec.config.trainer.critic_warmup  # the first step that does
+        self._schedule = AuditSchedule(
+            spec.options.audit_freq, self._first_step, spec.data.max_staleness, (trains_policy,)
+        )
         self._sent_hashes: Mapping[str, str] = {}
         self._due = self._looks = False
         self._taken: RecordedStep | None = None
@@ -52,27 +69,6 @@ class Auditor:
         """The same with a copy of the columns, if the step is audited."""
         self._watch: UpdateWatch | None = None
         self._found: dict[str, str | None] = {}
-
-    @staticmethod
-    def of(
-        inputs: WorkerInputs,
-        pipeline: BoundPipeline,
-        training_steps: Sequence[Step],
-        services: Session,
-        bring: Callable[[], None],
-    ) -> "Auditor":
-        """The auditor of a worker. bring: brings all its models onto the device."""
-        spec, resources, groups = inputs.spec, services.resources, GroupRecords()
-        if resources.reward_fn is not None and spec.options.audit_freq > 0:
-            resources.reward_fn.pools.set_on_result(groups.add_score)
-        engines = (resources.actor, resources.critic, resources.ref)
-        models = [model for each in engines if isinstance(model := getattr(each, "model", None), nn.Module)]
-        turns = Turns(inputs.ports.collective, models)
-        older_weights = KeptWeights(spec.data.max_staleness + 1, spec.weight_dtype)
-        state = inputs.state.setdefault(AUDIT_STATE, {})
-        run = AuditedRun(inputs, services, pipeline, training_steps, bring, turns, older_weights, state)
-        first, warmup = inputs.version.step, spec.config.trainer.critic_warmup  # the policy is first trained after it
-        return Auditor(run, groups, AuditSchedule(spec.options.audit_freq, first, spec.data.max_staleness, (warmup,)))
 
     def step_taken(self, step: int, group_ids: Sequence[int], batch: Batch, synced_version: int | None) -> None:
         self._decide(step)
@@ -126,7 +122,7 @@ class Auditor:
             if role == "actor" and 0 < number <= NUM_SCORED_AGAIN:
                 score_before(self._recorded, self._watch.record)
                 self._run.turns.finish()
-            return self._watch.loss
+            return self._watch
 
     def after_update(self, role: str, metrics: Mapping[str, float]) -> None:
         if self._watch is not None and self._recorded is not None:

@@ -85,9 +85,10 @@ def logits_of(run: Run, model: nn.Module, sequences: Sequence[Ids]) -> Iterator[
             yield row[len(prompt) - 1 : len(prompt) + len(response) - 1].float()
 
 
-def fits(model: nn.Module, num_tokens: int) -> bool:
-    """Whether `MAX_LOGITS` allows a sequence of that length."""
-    return num_tokens * vocabulary_of(model) <= MAX_LOGITS
+def model_of(engine: object) -> nn.Module | None:
+    """The model that an engine exposes; None if it exposes none."""
+    model = getattr(engine, "model", None)
+    return model if isinstance(model, nn.Module) else None
 
 
 def vocabulary_of(model: nn.Module) -> int:

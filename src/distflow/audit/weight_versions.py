@@ -11,7 +11,7 @@ from torch.func import functional_call
 from transformers import DynamicCache
 
 from distflow.audit.log_probs import audited_samples, dtype_of, ids_of, is_beyond
-from distflow.audit.model_forward import PlainScores, Turns, Weights, plain_scores, plainly, vocabulary_of
+from distflow.audit.model_forward import PlainScores, Turns, Weights, model_of, plain_scores, plainly, vocabulary_of
 from distflow.audit.recorded_data import NOT_APPLICABLE, RecordedStep, Sample, Wrong, check, doubles
 from distflow.audit.recorder import OpenEngine
 from distflow.models.lora import unwrapped
@@ -75,7 +75,7 @@ def audit_versions(recorded: RecordedStep) -> str | None:
 
 def _scaled(recorded: RecordedStep) -> None:
     """An adapter is scaled by alpha over rank."""
-    settings, model = recorded.config.actor_rollout_ref.model, getattr(recorded.run.resources.actor, "model", None)
+    settings, model = recorded.config.actor_rollout_ref.model, model_of(recorded.run.resources.actor)
     if not settings.lora_rank or model is None:
         return
     expected = settings.lora_alpha / settings.lora_rank
