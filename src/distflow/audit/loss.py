@@ -9,7 +9,7 @@ from torch import Tensor
 
 from distflow.algorithms.objective import PolicyObjective
 from distflow.audit.model_forward import PlainScores
-from distflow.audit.policy_losses import FORMULAS, Tokens, importance_weights, ratio_to
+from distflow.audit.policy_losses import FORMULAS, Tokens, importance_weights, may_be_selected, ratio_to
 from distflow.audit.recorded_data import (
     BUILTIN,
     NOT_APPLICABLE,
@@ -40,6 +40,7 @@ COLUMNS = (
     "returns",
     "rollout_is_weights",
     "rollout_log_probs",
+    "selected_tokens",
     "versions",
 )
 Outputs = Mapping[str, Tensor]
@@ -100,16 +101,17 @@ def audit_correction(recorded: RecordedStep) -> str | None:
     "loss",
     "the loss of each mini-batch is the sum of its terms, and its gradient by each token's log-prob, entropy and value "
     "is that of the config's formulas: mask, sign, mean, coefficient, clip",
-    needs="a built-in loss with a formula in the auditor; one rank",
+    needs="a built-in loss; one rank; of the tokens that `clip_cov` draws their number and covariance are checked",
     limit=f"{LIMIT:g} relative",
 )
 def audit_loss(recorded: RecordedStep) -> str | None:
     if recorded.run.num_ranks > 1:
         return "a mini-batch is divided over several ranks"
-    seen, why, tokens = 0, "no update was recorded", 0
+    _check_selection(recorded)
+    seen = tokens = 0
+    why_not = None if recorded.updates else "no update was recorded"
     for update in recorded.updates:
         if update.metrics.get("skipped"):
-            why = "the update was skipped"
             continue
         tokens += int(update.batch.lengths("response").sum())
         if seen and tokens > MOST_TOKENS:
@@ -121,11 +123,31 @@ def audit_loss(recorded: RecordedStep) -> str | None:
             _same_outputs(recorded, batch, recorded.plain if first else update.plain)
         total = _formula(recorded, update)
         if isinstance(total, str):
-            why = total
+            why_not = total
             continue
         _check_update(update, batch, total)
         seen += 1
-    return None if seen else why
+    return why_not if seen or why_not else "the update was skipped"
+
+
+def _check_selection(recorded: RecordedStep) -> None:
+    """Clip-Cov and KL-Cov select tokens by the covariance of advantage and log-prob over the step."""
+    actor, samples = recorded.config.actor_rollout_ref.actor, recorded.samples
+    if not samples or "selected_tokens" not in recorded.batch or not recorded.is_ours("selected_tokens"):
+        return
+    counted = torch.cat([sample["loss_mask"] > 0 for sample in samples])
+    names = ("selected_tokens", "advantages", "old_log_probs")
+    selected, *parts = (torch.cat([doubles(sample[name]) for sample in samples])[counted] for name in names)
+    covariance = torch.stack([part - part.mean() for part in parts]).prod(0)
+    if not len(selected) or not bool(covariance.isfinite().all()):
+        return
+    allowed, count = may_be_selected(actor.policy_loss, covariance, actor.policy_loss_kwargs)
+    if int(selected.sum()) != count or bool((selected > 0)[~allowed].any()):
+        raise Wrong(
+            f"{actor.policy_loss} must select {count} of the step's {len(selected)} tokens, of {int(allowed.sum())} "
+            f"with such a covariance, but selected {int(selected.sum())}, {int((selected > 0)[~allowed].sum())} of "
+            "them others"
+        )
 
 
 def _formula(recorded: RecordedStep, update: UpdateRecord) -> Total | str:
@@ -161,14 +183,14 @@ def _check_update(update: UpdateRecord, batch: MiniBatch, total: Total) -> None:
     if not len(batch.sample):
         return
     loss, expected = _derived(total, batch, 0.0)
+    # If the formula has a kink or jumps within rounding of a token's log-prob, either side may be right.
+    (high, above), (low, below) = _derived(total, batch, KINK), _derived(total, batch, -KINK)
     found = float(update.metrics["loss"])
-    if not abs(found - loss) <= LIMIT * abs(loss) + FLOOR * 10:
+    if not abs(found - loss) <= abs(high - low) + LIMIT * abs(loss) + FLOOR * 10:
         raise Wrong(
             f"the loss of a mini-batch of the {update.role} is {found:.6g}, but the sum of its terms by the config "
             f"is {loss:.6g}"
         )
-    # If the formula has a kink within rounding of a token's log-prob, either side may be right.
-    (_, above), (_, below) = _derived(total, batch, KINK), _derived(total, batch, -KINK)
     for name in update.loss.outputs:
         slack = (above[name] - below[name]).abs() + LIMIT * expected[name].abs() + FLOOR * expected[name].abs().max()
         wrong = ~((batch.gradients[name] - expected[name]).abs() <= slack)

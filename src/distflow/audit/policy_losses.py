@@ -158,6 +158,62 @@ def _cpgd(tokens: Tokens, options: Options) -> Tensor:
     return -clamped * tokens.advantages + float(options.get("policy_drift_coeff", 0.0)) * drift * tokens.now
 
 
+def _dppo(tokens: Tokens, options: Options, beyond: Callable[[Tensor, Tensor, float], Tensor]) -> Tensor:
+    """No gradient where the token's probability has moved beyond the bound in the direction of its advantage; else the
+    truncated ratio as a weight (arXiv:2602.04879). beyond: of (new probability, old probability, bound)."""
+    low, high = bounds(options)
+    policy, old = tokens.now.detach().clamp(max=0.0).exp(), tokens.old.clamp(max=0.0).exp()
+    out = torch.where(
+        tokens.advantages > 0, (policy > old) & beyond(policy, old, high), (policy < old) & beyond(policy, old, low)
+    )
+    weight = ratio_to(tokens.now.detach(), tokens.old)
+    if options["clip_ratio_c"] is not None:
+        weight = weight.clamp(max=options["clip_ratio_c"])
+    return -torch.where(out, torch.zeros_like(weight), weight) * tokens.advantages * tokens.now
+
+
+def _dppo_tv(tokens: Tokens, options: Options) -> Tensor:
+    """Divergence: total variation of the distributions of {this token, any other}."""
+    return _dppo(tokens, options, lambda policy, old, bound: (policy - old).abs() > bound)
+
+
+def _dppo_kl(tokens: Tokens, options: Options) -> Tensor:
+    """Divergence: KL(old ‖ new) of the distributions of {this token, any other}."""
+
+    def beyond(policy: Tensor, old: Tensor, bound: float) -> Tensor:
+        p, q = (mass.clamp(1e-9, 1 - 1e-8) for mass in (old, policy))
+        return p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log() > bound
+
+    return _dppo(tokens, options, beyond)
+
+
+def _dro(tokens: Tokens, options: Options) -> Tensor:
+    pull = float(options.get("beta", 0.1)) / 2 * (tokens.now - tokens.old) ** 2
+    return pull - tokens.advantages * tokens.now
+
+
+def _clip_cov(tokens: Tokens, options: Options) -> Tensor:
+    loss = clipped(ratio_to(tokens.now, tokens.old), tokens.advantages, options, dual=False)
+    return torch.where(tokens.columns["selected_tokens"] > 0, torch.zeros_like(loss), loss)
+
+
+def _kl_cov(tokens: Tokens, options: Options) -> Tensor:
+    pull = float(options.get("ppo_kl_coef", 1.0)) * (tokens.now - tokens.old).clamp(-20, 20).abs()
+    loss = -tokens.advantages * ratio_to(tokens.now, tokens.old)
+    return torch.where(tokens.columns["selected_tokens"] > 0, loss + pull, loss)
+
+
+def may_be_selected(name: str, covariance: Tensor, options: Options) -> tuple[Tensor, int]:
+    """Which tokens Clip-Cov or KL-Cov may select by their covariance, and how many it must (arXiv:2505.22617). Clip-Cov
+    selects at random among the tokens within its bounds, so which of them it selects is not checked."""
+    count = max(int(float(options.get(f"{name}_ratio", 0.0002)) * len(covariance)), 1)
+    if name == "kl_cov":
+        return covariance >= covariance.sort(descending=True).values[count - 1], count
+    low, high = float(options.get("clip_cov_lb", 1.0)), float(options.get("clip_cov_ub", 5.0))
+    within = (covariance > low) & (covariance < high)
+    return within, min(count, int(within.sum()))
+
+
 FORMULAS: dict[str, Formula] = {
     "vanilla": _vanilla,
     "decoupled": _decoupled,
@@ -168,7 +224,9 @@ FORMULAS: dict[str, Formula] = {
     "topr": _topr,
     "gmpo": _gmpo,
     "cpgd": _cpgd,
+    "dppo_tv": _dppo_tv,
+    "dppo_kl": _dppo_kl,
+    "dro": _dro,
+    "clip_cov": _clip_cov,
+    "kl_cov": _kl_cov,
 }
-
-WITHOUT_FORMULA = ("dppo_tv", "dppo_kl", "dro", "clip_cov", "kl_cov")
-"""Built-in losses that are not computed again: the audit of a run with one of them says so."""
