@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from distflow.algorithms.objective import PolicyObjective
-from distflow.audit.recorded_data import BUILTIN, NOT_APPLICABLE, RecordedStep, check, module_of
-from distflow.audit.recorder import UpdateRecord
+from distflow.audit.recorded_data import NOT_APPLICABLE, RecordedStep, check, is_builtin
 from distflow.data.batch import Batch
 
 GARBAGE, WIDTH, LIMIT = 1e3, 3, 1e-4
@@ -76,36 +75,30 @@ def _advantages(recorded: RecordedStep, batch: Batch) -> tuple[Tensor, ...]:
 
 def _losses(recorded: RecordedStep) -> list[str] | None:
     """Findings about the user's loss; None if there is none with distflow's own signature."""
-    for update in recorded.updates_of("actor")[:1]:
-        if not isinstance(update.loss, PolicyObjective):
-            continue
-        loss = update.loss.policy_loss
-        if not module_of(loss.fn).startswith(BUILTIN) and not loss.returns_scalar:
-            return _loss(update, update.loss)
-    return None
-
-
-def _loss(update: UpdateRecord, objective: PolicyObjective) -> list[str]:
-    fn: Callable[..., Any] = objective.policy_loss.fn
-    name, micro = f"the loss '{objective.policy_loss.name}'", update.micros[0]
-    uids = list(update.batch["uid"])
-    batch = update.batch.select([uids.index(uid) for uid in micro.uids])
+    updates = recorded.updates_of("actor")
+    objective = updates[0].loss if updates else None
+    if not isinstance(objective, PolicyObjective):
+        return None
+    loss, micro = objective.policy_loss, updates[0].micros[0]
+    if is_builtin(loss.fn) or loss.returns_scalar:
+        return None
+    name, uids, whole = f"the loss '{loss.name}'", updates[0].uids, updates[0].batch
+    batch = whole.select([uids.index(uid) for uid in micro.uids])
     mask = batch["loss_mask"]
-    names = [*objective.policy_loss.reads, *(n for n in objective.policy_loss.optional if n in batch)]
+    names = [*loss.reads, *(name for name in loss.optional if name in batch)]
     fields = {name: batch[name] for name in names} | {"log_probs": micro.outputs["log_probs"]}
 
-    def call(positional: Sequence[object], keyword: Mapping[str, object]) -> tuple[Tensor, ...]:
+    def call(positional: Sequence[object], keyword: Mapping[str, Any]) -> tuple[Tensor, ...]:
         with torch.no_grad():
-            return _tensors(fn(**keyword, **objective.options)[0], mask)
+            return _tensors(loss.fn(**keyword, **objective.options)[0], mask)
 
     found = _examine(name, call, ((), fields), mask, "losses of tokens inside it")
-    if "random" in found:
-        return list(found.values())
     gradient = micro.gradients.get("log_probs")
-    if gradient is not None and bool(((mask == 0) & (gradient != 0)).any()):
+    if gradient is None or "random" in found:
+        return list(found.values())
+    if bool(((mask == 0) & (gradient != 0)).any()):
         found["gradient"] = f"{name} sends a gradient to tokens outside the mask"
-    advantages = batch["advantages"] if "advantages" in batch else None  # noqa: SIM401  a batch is no dict
-    if gradient is not None and advantages is not None and not bool(gradient.any()) and bool((advantages * mask).any()):
+    if "advantages" in batch and not bool(gradient.any()) and bool((batch["advantages"] * mask).any()):
         found["no gradient"] = f"{name} sends no gradient to any token, though advantages are not 0"
     return list(found.values())
 
@@ -140,11 +133,8 @@ def _widened(call: Call, arguments: Arguments, mask: Tensor) -> tuple[Tensor, ..
         return torch.nn.functional.pad(outside, (0, WIDTH), value=GARBAGE)
 
     def masks(value: object) -> bool:
-        return (
-            isinstance(value, Tensor)
-            and bool(((value == 0) | (value == 1)).all())
-            and bool(((value > 0) <= (mask > 0)).all())
-        )
+        is_binary = isinstance(value, Tensor) and bool(((value == 0) | (value == 1)).all())
+        return isinstance(value, Tensor) and is_binary and bool(((value > 0) <= (mask > 0)).all())
 
     positional, keyword = arguments
     found = call(

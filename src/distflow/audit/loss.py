@@ -11,7 +11,6 @@ from distflow.algorithms.objective import PolicyObjective
 from distflow.audit.model_forward import PlainScores
 from distflow.audit.policy_losses import FORMULAS, Tokens, importance_weights, may_be_selected, ratio_to
 from distflow.audit.recorded_data import (
-    BUILTIN,
     NOT_APPLICABLE,
     RecordedStep,
     Sample,
@@ -19,7 +18,7 @@ from distflow.audit.recorded_data import (
     check,
     check_tokens,
     doubles,
-    module_of,
+    is_builtin,
 )
 from distflow.audit.recorder import UpdateRecord
 from distflow.audit.rewards import kl
@@ -118,9 +117,14 @@ def audit_loss(recorded: RecordedStep) -> str | None:
             break
         batch = _mini_batch(recorded, update)
         if update.role == "actor":
-            _ratio_is_one(recorded, batch)
-            first = update is recorded.updates_of("actor")[0]
-            _same_outputs(recorded, batch, recorded.plain if first else update.plain)
+            steps = recorded.updates_of("actor")
+            num_taken = sum(not step.metrics.get("empty") for step in steps)
+            if num_taken > 1 and recorded.is_written("old_log_probs") and "old_log_probs" not in batch.columns:
+                raise Wrong(
+                    f"the policy took {num_taken} optimizer steps, but its ratio is taken to be 1 in all of them: "
+                    "nothing computed old_log_probs before the first"
+                )
+            _same_outputs(recorded, batch, recorded.plain if update is steps[0] else update.plain)
         total = _formula(recorded, update)
         if isinstance(total, str):
             why_not = total
@@ -157,26 +161,15 @@ def _formula(recorded: RecordedStep, update: UpdateRecord) -> Total | str:
         return lambda batch, outputs: _value_loss(config, batch, outputs)
     if not is_rl(config):
         return lambda batch, outputs: aggregate(-outputs["log_probs"][batch.counted], batch, "token-mean", 1.0)
-    name = config.actor_rollout_ref.actor.policy_loss
-    if not isinstance(update.loss, PolicyObjective) or not module_of(update.loss.policy_loss.fn).startswith(BUILTIN):
-        return f"the loss '{name}' is the user's"
     actor = config.actor_rollout_ref.actor
+    name = actor.policy_loss
+    if not isinstance(update.loss, PolicyObjective) or not is_builtin(update.loss.policy_loss.fn):
+        return f"the loss '{name}' is the user's"
     if actor.off_policy_mask_threshold is not None or actor.policy_loss_kwargs.get("rejection_sampling"):
         return "the auditor has no formula for the off-policy sequence mask and AReaL's rejection"
     if name not in FORMULAS:
         return f"the auditor has no formula for the loss '{name}'"
     return lambda batch, outputs: _policy_loss(recorded, batch, outputs)
-
-
-def _ratio_is_one(recorded: RecordedStep, batch: MiniBatch) -> None:
-    """Without old log-probs the loss uses the current ones, which is right in the first optimizer step only."""
-    steps = [update for update in recorded.updates_of("actor") if not update.metrics.get("empty")]
-    derived = recorded.is_written("old_log_probs") and "old_log_probs" not in batch.columns
-    if derived and len(steps) > 1:
-        raise Wrong(
-            f"the policy took {len(steps)} optimizer steps, but its ratio is taken to be 1 in all of them: nothing "
-            "computed old_log_probs before the first"
-        )
 
 
 def _check_update(update: UpdateRecord, batch: MiniBatch, total: Total) -> None:
@@ -254,13 +247,12 @@ def _mini_batch(recorded: RecordedStep, update: UpdateRecord) -> MiniBatch:
     lengths = [len(sample["response_ids"]) for sample in samples]
     outputs: dict[str, list[Tensor]] = {name: [] for name in update.loss.outputs}
     gradients: dict[str, list[Tensor]] = {name: [] for name in update.loss.outputs}
-    of_all = iter(lengths)
     for micro in update.micros:
-        for place, length in zip(range(len(micro.uids)), of_all):  # noqa: B905  the iterator of lengths continues with the next one
-            for name, rows in micro.outputs.items():
-                came_back = micro.gradients.get(name, torch.zeros_like(rows))
-                outputs[name].append(rows[place, :length])
-                gradients[name].append(came_back[place, :length])
+        own = [len(known[uid]["response_ids"]) for uid in micro.uids]
+        for name, rows in micro.outputs.items():
+            came_back = micro.gradients.get(name, torch.zeros_like(rows))
+            outputs[name] += [row[:length] for row, length in zip(rows, own, strict=True)]
+            gradients[name] += [row[:length] for row, length in zip(came_back, own, strict=True)]
     present = [name for name in COLUMNS if samples and name in samples[0]]
     columns = {name: _flat([sample[name] for sample in samples]) for name in present}
     if samples and "token_level_scores" in samples[0]:
@@ -282,8 +274,7 @@ def _flat(parts: Sequence[Tensor]) -> Tensor:
 
 def _policy_loss(recorded: RecordedStep, batch: MiniBatch, outputs: Outputs) -> Tensor:
     config = recorded.config
-    actor = config.actor_rollout_ref.actor
-    counted = batch.counted
+    actor, counted = config.actor_rollout_ref.actor, batch.counted
     if not bool(counted.any()):
         return torch.zeros((), dtype=torch.float64)
     columns = {name: column[counted] for name, column in batch.columns.items()}
@@ -310,19 +301,19 @@ def _kl(difference: Tensor, kind: str) -> Tensor:
 
 
 def _value_loss(config: Config, batch: MiniBatch, outputs: Outputs) -> Tensor:
+    """Half the square of the error, or Huber's loss, which grows by its slope beyond `huber_delta`."""
     now, reach = outputs["values"][batch.counted], config.critic.cliprange_value
     old, returns = batch.columns["values"][batch.counted], batch.columns["returns"][batch.counted]
-    near = now.clamp(old - reach, old + reach)
-    loss = torch.maximum(_distance(config, now - returns), _distance(config, near - returns))
-    return aggregate(loss, batch, config.critic.loss_agg_mode, _scale(config))
-
-
-def _distance(config: Config, error: Tensor) -> Tensor:
-    """Half the square; Huber's grows by its slope beyond `huber_delta`."""
-    if config.critic.value_loss == "mse":
-        return error**2 / 2
     bound = config.critic.huber_delta
-    return torch.where(error.abs() <= bound, error**2 / 2, bound * (error.abs() - bound / 2))
+
+    def distance(error: Tensor) -> Tensor:
+        half = error**2 / 2
+        if config.critic.value_loss == "mse":
+            return half
+        return torch.where(error.abs() <= bound, half, bound * (error.abs() - bound / 2))
+
+    loss = torch.maximum(distance(now - returns), distance(now.clamp(old - reach, old + reach) - returns))
+    return aggregate(loss, batch, config.critic.loss_agg_mode, _scale(config))
 
 
 def _scale(config: Config) -> float:

@@ -5,7 +5,7 @@ from math import ceil
 
 from torch import Tensor
 
-from distflow.audit.recorded_data import BUILTIN, RecordedStep, Wrong, check, module_of, samples_of, shuffled
+from distflow.audit.recorded_data import RecordedStep, Wrong, check, is_builtin, samples_of, shuffled
 from distflow.audit.recorder import UpdateRecord
 from distflow.config import Config
 from distflow.config.derived_settings import algorithm_of, is_rl, takes_values
@@ -39,7 +39,7 @@ def audit_each_sample_once(recorded: RecordedStep) -> str | None:
 
 def _is_ours(recorded: RecordedStep) -> bool:
     nodes = [step.node for step in recorded.run.training_steps if not step.node.contract.writes]
-    return all(module_of(node.fn).startswith(BUILTIN) for node in nodes)
+    return all(is_builtin(node.fn) for node in nodes)
 
 
 def _expected(recorded: RecordedStep) -> set[str]:

@@ -30,7 +30,6 @@ from distflow.runtime.spec import Spec
 from distflow.runtime.worker_inputs import WorkerInputs
 from distflow.scheduling.groups import PromptGroup
 
-BUILTIN = "distflow."
 NOT_APPLICABLE = ""
 """A check's result if the pipeline has nothing that it could check."""
 Inputs = tuple[Callable[..., object], Sequence[object], Mapping[str, object]]
@@ -166,7 +165,7 @@ class RecordedStep:
     def is_ours(self, column: str) -> bool:
         """Whether a built-in node writes the column, so that its expected content is known."""
         writers = [node for node in self.run.pipeline.nodes if column in node.contract.writes]
-        return bool(writers) and all(module_of(node.fn).startswith(BUILTIN) for node in writers)
+        return bool(writers) and all(is_builtin(node.fn) for node in writers)
 
     def is_written(self, column: str) -> bool:
         """Whether a node of the pipeline writes the column."""
@@ -274,11 +273,11 @@ def shuffled(num: int, key: tuple[int, int], counter: tuple[int, int]) -> NDArra
     return np.argsort(words.random_raw(num), kind="stable")
 
 
-def module_of(fn: Callable[..., object]) -> str:
-    """The module that defines the function, below any wrappers."""
+def is_builtin(fn: Callable[..., object]) -> bool:
+    """Whether the function is defined in distflow, below any wrappers."""
     while hasattr(fn, "func"):
         fn = fn.func
-    return str(getattr(fn, "__module__", ""))
+    return str(getattr(fn, "__module__", "")).startswith("distflow.")
 
 
 def doubles(values: Tensor) -> Tensor:
