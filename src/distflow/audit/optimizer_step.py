@@ -35,15 +35,13 @@ def audit_backward(recorded: RecordedStep) -> str | None:
         return "the train engine does not expose its model"
     turns = recorded.run.turns
     chosen = sorted(audited_samples(recorded), key=lambda sample: len(sample["response_ids"]))[:NUM_SAMPLES]
-    if not chosen and not turns.is_spread(actor.model):
+    is_spread = turns.is_spread(actor.model)  # then this rank takes part in the passes of others
+    if not chosen and not is_spread:
         return "no sample is short enough"
     names = dict(striped(actor.model, recorded.step))
-    weights = list(names.values())
-    packed = _through_packing(recorded, actor, compute, chosen, weights)
-    apart = [
-        _through_padding(recorded, actor, chosen[place : place + 1], weights)
-        for place in range(NUM_SAMPLES if turns.is_spread(actor.model) else len(chosen))
-    ]
+    packed = _through_packing(recorded, actor, compute, chosen, list(names.values()))
+    parts = [chosen[place : place + 1] for place in range(NUM_SAMPLES if is_spread else len(chosen))]
+    apart = [_through_padding(recorded, actor, part, list(names.values())) for part in parts]
     if not chosen:
         return "no sample is short enough"
     limit = recorded.limit(EXACT, ROUNDED)
@@ -66,10 +64,9 @@ def audit_backward(recorded: RecordedStep) -> str | None:
     limit=f"{LIMIT:g} relative",
 )
 def audit_gradients(recorded: RecordedStep) -> str | None:
-    seen = [update for update in recorded.updates if isinstance(update.engine, OpenEngine)]
-    if not seen:
-        return "no update of an engine that exposes its model was recorded"
-    for update in seen:
+    if not recorded.updates:
+        return "no update was recorded"
+    for update in recorded.updates:
         if update.leftover:
             raise Wrong(
                 f"a mini-batch of the {update.role} began with gradients left over from the one before "
@@ -77,6 +74,8 @@ def audit_gradients(recorded: RecordedStep) -> str | None:
             )
         if update.norm is not None and not update.metrics.get("skipped"):
             _clipped(recorded, update, update.norm)
+    if not all(isinstance(update.engine, OpenEngine) for update in recorded.updates):
+        return "an engine that was updated does not expose its model"
     return "gradients of several ranks are summed before they are seen" if recorded.run.num_ranks > 1 else None
 
 
@@ -91,7 +90,7 @@ def audit_optimizer(recorded: RecordedStep) -> str | None:
     if not recorded.updates:
         return "no update was recorded"
     known = [_same_weights(*each) for each in scheduled(recorded)]
-    if not any(known):
+    if not known or not all(known):
         return "only the learning rate: the optimizer is neither adamw nor sgd, or its engine does not expose it"
     return None
 
@@ -169,15 +168,16 @@ def scheduled(recorded: RecordedStep) -> Iterator[tuple[UpdateRecord, OptimConfi
             if update.metrics.get("skipped"):
                 continue
             rate = settings.lr * schedule(settings, num_before, total_updates(recorded, role))
-            _same_rate(update, rate)
+            found = float(update.metrics["lr"])
+            if not abs(found - rate) <= LIMIT * rate + 1e-15:
+                raise Wrong(f"the learning rate of the {role} is {found:.4g}, but the schedule gives {rate:.4g}")
             yield update, settings, rate, num_before
             num_before += 1
 
 
 def audit_learning_rates(recorded: RecordedStep) -> str | None:
     """The learning rate of each update is the schedule's."""
-    for _ in scheduled(recorded):
-        pass
+    list(scheduled(recorded))
     return None
 
 
@@ -185,9 +185,8 @@ def total_updates(recorded: RecordedStep, role: str) -> int:
     """Optimizer steps of the whole run: the schedule's length."""
     config = recorded.config
     passes, num_prompts = plan_of(config, role)
-    steps = recorded.run.spec.data.total_steps - (
-        config.trainer.critic_warmup if role == "actor" and is_rl(config) else 0
-    )
+    warmup = config.trainer.critic_warmup if role == "actor" and is_rl(config) else 0
+    steps = recorded.run.spec.data.total_steps - warmup
     return max(steps * passes * math.ceil(config.data.train_batch_size / num_prompts), 1)
 
 
@@ -199,18 +198,12 @@ def schedule(settings: OptimConfig, step: int, total: int) -> float:
     if step < warmup:
         return step / warmup
     done = min((step - warmup) / max(total - warmup, 1), 1.0)
-    shape = {
+    left = {
         "constant_with_warmup": 1.0,
-        "linear_with_warmup": settings.min_lr_ratio + (1 - settings.min_lr_ratio) * (1 - done),
-        "cosine_with_warmup": settings.min_lr_ratio + (1 - settings.min_lr_ratio) * (1 + math.cos(math.pi * done)) / 2,
+        "linear_with_warmup": 1 - done,
+        "cosine_with_warmup": (1 + math.cos(math.pi * done)) / 2,
     }
-    return shape[settings.scheduler]
-
-
-def _same_rate(update: UpdateRecord, rate: float) -> None:
-    found = float(update.metrics["lr"])
-    if not abs(found - rate) <= LIMIT * rate + 1e-15:
-        raise Wrong(f"the learning rate of the {update.role} is {found:.4g}, but the schedule gives {rate:.4g}")
+    return settings.min_lr_ratio + (1 - settings.min_lr_ratio) * left[settings.scheduler]
 
 
 def _same_weights(update: UpdateRecord, settings: OptimConfig, rate: float, num_before: int) -> bool:
@@ -229,9 +222,12 @@ def _same_weights(update: UpdateRecord, settings: OptimConfig, rate: float, num_
                 f"the optimizer of the {update.role} has counted {steps} steps, but {num_before} were taken: its "
                 "moments were lost"
             )
-        expected = _adamw(stripe, settings, rate) if settings.optimizer == "adamw" else _sgd(stripe, settings, rate)
         if not len(stripe.before):
             continue  # this rank has no part of it
+        if settings.optimizer == "adamw":
+            expected = _adamw(stripe, stripe.gradient, settings, rate)
+        else:
+            expected = stripe.before - rate * (stripe.gradient + settings.weight_decay * stripe.before)
         gap, moved = (stripe.after - expected).abs(), (expected - stripe.before).abs()
         rounding = 4e-7 * stripe.before.abs()
         if bool((gap > LIMIT * moved.max() + rounding + 1e-12).any()):
@@ -243,17 +239,11 @@ def _same_weights(update: UpdateRecord, settings: OptimConfig, rate: float, num_
     return True
 
 
-def _adamw(stripe: Stripe, settings: OptimConfig, rate: float) -> Tensor:
+def _adamw(stripe: Stripe, gradient: Tensor, settings: OptimConfig, rate: float) -> Tensor:
     """Loshchilov and Hutter, arXiv:1711.05101, algorithm 2."""
-    assert stripe.gradient is not None
     first, second = settings.betas
     step = float(stripe.moments.get("step", 0.0)) + 1
-    mean = first * stripe.moments.get("exp_avg", 0.0) + (1 - first) * stripe.gradient
-    square = second * stripe.moments.get("exp_avg_sq", 0.0) + (1 - second) * stripe.gradient**2
+    mean = first * stripe.moments.get("exp_avg", 0.0) + (1 - first) * gradient
+    square = second * stripe.moments.get("exp_avg_sq", 0.0) + (1 - second) * gradient**2
     decayed = stripe.before * (1 - rate * settings.weight_decay)
     return decayed - rate * (mean / (1 - first**step)) / ((square / (1 - second**step)).sqrt() + settings.eps)
-
-
-def _sgd(stripe: Stripe, settings: OptimConfig, rate: float) -> Tensor:
-    assert stripe.gradient is not None
-    return stripe.before - rate * (stripe.gradient + settings.weight_decay * stripe.before)

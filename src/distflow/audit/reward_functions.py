@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence
+from typing import Any
 
 from distflow.audit.recorded_data import NOT_APPLICABLE, RecordedStep, Sample, Wrong, check
 from distflow.audit.recorder import GroupRecord
@@ -39,12 +40,10 @@ def audit_reward_functions(recorded: RecordedStep) -> str | None:
         if record is None or time.monotonic() - began > budget_s:
             continue
         for name in functions_of(recorded, sample):
-            if name in recorded.run.state.get("not_deterministic", []):
-                continue
-            what = _compare(recorded, record, sample, name)
-            if what is not None:
-                differing.append((sample, name, what))
-            seen += 1
+            if name not in recorded.run.state.get("not_deterministic", []):
+                what = _compare(recorded, record, sample, name)
+                differing += [(sample, name, what)] if what is not None else []
+                seen += 1
     _explain_differences(recorded, differing, seen)
     return None if seen else "no reward function could be called again in time, or none is deterministic"
 
@@ -59,22 +58,18 @@ def functions_of(recorded: RecordedStep, sample: Sample) -> dict[str, float]:
 def _compare(recorded: RecordedStep, record: GroupRecord, sample: Sample, name: str) -> str | None:
     """How the sample's score differs from a new one; raises Wrong if the sample was scored by another text, or holds
     another sample's score."""
-    row = recorded.run.spec.rows[record.prompt_group.row]
-    text = _text(recorded, sample)
+    wanted = _arguments(recorded, sample)
     own = [
-        reward_result
-        for called, arguments, reward_result in record.scored
+        result
+        for called, given, result in record.scored
         if called == name
-        and arguments["solution_str"] == text
-        and arguments["ground_truth"] == row.ground_truth
-        and arguments.get("data_source") == row.domain
-        and (arguments.get("extra_info") or {}) == (row.extra_info or {})
+        and {**{key: given.get(key) for key in wanted}, "extra_info": given.get("extra_info") or {}} == wanted
     ]
     if not own:
+        text, truth = wanted["solution_str"][:80], str(wanted["ground_truth"])[:80]
         raise Wrong(
-            f"reward function '{name}' was never called with the response of sample {sample['uid']} ({text[:80]!r}) "
-            f"and the ground truth ({str(row.ground_truth)[:80]!r}), domain and extra_info of its row: the sample was "
-            "scored by another's"
+            f"reward function '{name}' was never called with the response of sample {sample['uid']} ({text!r}) and the "
+            f"ground truth ({truth!r}), domain and extra_info of its row: the sample was scored by another's"
         )
     # A sample with a reward error may be valid: reward.on_error can give it a score.
     score, valid = sample["reward_parts"].get(name), bool(sample["valid"]) and sample.get("reward_errors") is None
@@ -88,7 +83,7 @@ def _compare(recorded: RecordedStep, record: GroupRecord, sample: Sample, name: 
     reward_fn = recorded.run.resources.reward_fn
     if reward_fn is not None and name in reward_fn.pools.takes_groups:
         return None  # alone it may get another score than in its group
-    again = _call(recorded, sample, name)
+    again = recorded.run.call_reward(name, wanted)
     if not valid or not isinstance(again, Score) or again.value == score:
         return None
     return f"the score was {score}, and is {_shown([again])} in a second call"
@@ -117,10 +112,12 @@ def _are_swapped(recorded: RecordedStep, name: str, samples: Sequence[Sample]) -
     """Whether the reward function is consistent over repeated calls, within the time budget, and the samples have its
     scores of other samples."""
     began, few = time.monotonic(), samples[:MOST_TWICE]
-    budget_s = max(recorded.budget_s, _DECIDES_WITHIN_S)
-    scores = [_shown([_call(recorded, sample, name)]) for sample in few]
+    calls = [_arguments(recorded, sample) for sample in few]
+    scores = [_shown([recorded.run.call_reward(name, call)]) for call in calls]
     for _ in range(TRIES - 1):
-        if time.monotonic() - began > budget_s or scores != [_shown([_call(recorded, s, name)]) for s in few]:
+        if time.monotonic() - began > max(recorded.budget_s, _DECIDES_WITHIN_S):
+            return False
+        if scores != [_shown([recorded.run.call_reward(name, call)]) for call in calls]:
             return False
     differ = {sample["uid"] for sample in samples}
     others = [sample for sample in recorded.some_samples(MOST) if sample["uid"] not in differ]
@@ -128,26 +125,13 @@ def _are_swapped(recorded: RecordedStep, name: str, samples: Sequence[Sample]) -
     return all(str(sample["reward_parts"].get(name)) in known for sample in few)
 
 
-def _text(recorded: RecordedStep, sample: Sample) -> str:
-    return str(recorded.run.resources.tokenizer.decode(sample["response_ids"].tolist(), skip_special_tokens=True))
-
-
-def _call(recorded: RecordedStep, sample: Sample, name: str) -> RewardResult:
-    """Call with plain arguments of the row, one sample at a time."""
+def _arguments(recorded: RecordedStep, sample: Sample) -> dict[str, Any]:
+    """Of a call for the sample alone, by its row and its tokens."""
     row = recorded.run.spec.rows[recorded.records[int(sample["group_index"])].prompt_group.row]
-    return recorded.run.call_reward(
-        name,
-        {
-            "data_source": row.domain,
-            "solution_str": _text(recorded, sample),
-            "ground_truth": row.ground_truth,
-            "extra_info": row.extra_info or {},
-        },
-    )
+    text = str(recorded.run.resources.tokenizer.decode(sample["response_ids"].tolist(), skip_special_tokens=True))
+    truth, extra_info = row.ground_truth, row.extra_info or {}
+    return {"data_source": row.domain, "solution_str": text, "ground_truth": truth, "extra_info": extra_info}
 
 
-def _shown(reward_results: Sequence[RewardResult]) -> str:
-    return ", ".join(
-        str(reward_result.value) if isinstance(reward_result, Score) else f"no score ({reward_result})"
-        for reward_result in reward_results
-    )
+def _shown(results: Sequence[RewardResult]) -> str:
+    return ", ".join(str(each.value) if isinstance(each, Score) else f"no score ({each})" for each in results)

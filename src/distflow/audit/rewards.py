@@ -76,9 +76,7 @@ def audit_kl_control(recorded: RecordedStep) -> str | None:
         error = min(max(before["kl"] / control.target_kl - 1.0, -0.2), 0.2)
         expected = max(before["coefficient"] * (1.0 + error * before["samples"] / control.horizon), 0.0)
     if not abs(found - expected) <= LIMIT * max(abs(expected), 1e-12):
-        raise Wrong(
-            f"the KL in the reward has the coefficient {found:.6g}, but it should be {expected:.6g} in this step"
-        )
+        raise Wrong(f"the KL in the reward has the coefficient {found:.6g}, but should have {expected:.6g}")
     return None
 
 
@@ -105,10 +103,9 @@ def _total(recorded: RecordedStep, sample: Sample) -> float:
         if not isinstance(fallback, float):
             raise Wrong(f"sample {sample['uid']} has a score in spite of reward errors: {sample['reward_errors']}")
         return fallback
-    parts = (
-        sample["reward_parts"].get(name, math.nan) * weight for name, weight in functions_of(recorded, sample).items()
-    )
-    return sum(parts) + _overlong(recorded, sample["domain"], len(sample["response_ids"]))
+    weights, parts = functions_of(recorded, sample), sample["reward_parts"]
+    total = sum(parts.get(name, math.nan) * weight for name, weight in weights.items())
+    return total + _overlong(recorded, sample["domain"], len(sample["response_ids"]))
 
 
 def _processes(algorithm: AlgorithmConfig) -> bool:
@@ -123,24 +120,19 @@ def _same_baseline(recorded: RecordedStep, sample: Sample) -> None:
         return
     if algorithm_of(recorded.config, sample["domain"]).adv_estimator != "remax":
         return
+    group = f"group {record.prompt_group.group_id}"
     found = [(request, result.generations[0]) for request, result in record.generated if request.params.greedy]
     if len(found) != 1:
-        raise Wrong(
-            f"group {record.prompt_group.group_id} has {len(found)} greedy responses, but its baseline needs one"
-        )
+        raise Wrong(f"{group} has {len(found)} greedy responses, but its baseline needs one")
     request, response = found[0]
     if request.params.max_tokens != response_limit(recorded.config, sample["domain"]):
-        raise Wrong(
-            f"the greedy response of group {record.prompt_group.group_id} may have {request.params.max_tokens} tokens"
-        )
+        raise Wrong(f"the greedy response of {group} may have {request.params.max_tokens} tokens")
     text = str(recorded.run.resources.tokenizer.decode(list(response.token_ids), skip_special_tokens=True))
     total = _overlong(recorded, sample["domain"], len(response.token_ids))
     for name, weight in functions_of(recorded, sample).items():
         results = [r for called, arguments, r in record.scored if called == name and arguments["solution_str"] == text]
         if not results or not isinstance(results[-1], Score):
-            raise Wrong(
-                f"the greedy response of group {record.prompt_group.group_id} has no score of '{name}' for its baseline"
-            )
+            raise Wrong(f"the greedy response of {group} has no score of '{name}' for its baseline")
         total += weight * results[-1].value
     if not abs(float(sample["reward_baselines"]) - total) <= LIMIT * max(abs(total), 1.0):
         raise Wrong(
@@ -180,11 +172,11 @@ def _same_mean(recorded: RecordedStep) -> None:
         counted = (sample["response_mask"] > 0) & bool(sample["valid"])
         difference = doubles(sample["old_log_probs"]) - doubles(sample["ref_log_prob"])
         of_samples.append(kl(difference, settings.kl_penalty)[counted])
-    tokens = torch.cat(of_samples)
-    means = torch.stack(
-        [values.mean() if len(values) else torch.zeros((), dtype=torch.float64) for values in of_samples]
-    )
-    expected = float(means.mean() if settings.kl_ctrl.mean == "sequence" else tokens.mean() if len(tokens) else 0.0)
+    if settings.kl_ctrl.mean == "sequence":
+        expected = float(torch.stack([values.sum() / max(len(values), 1) for values in of_samples]).mean())
+    else:
+        tokens = torch.cat(of_samples)
+        expected = float(tokens.sum() / max(len(tokens), 1))
     found = recorded.metrics.get("actor/reward_kl_penalty")
     if found is not None and not abs(found - expected) <= 1e-3 * abs(expected) + 1e-6:
         raise Wrong(f"the controller was given a KL of {found:.6g}, but the KL of the step's tokens is {expected:.6g}")
