@@ -35,7 +35,7 @@ LAYERS = (
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
 MOST_FILES = 25
 MOST_IMPORTS = 20
-MOST_ARROWS = 114
+MOST_ARROWS = 113
 MOST_LINES = 60
 TABLES_OF_OPTIONS = ("algorithms.", "pipelines.nodes.", "rewards.", "api.train", "graph.pipeline")
 """Where parameters of functions are columns, config keys or a call's options, by name."""
