@@ -3,14 +3,13 @@
 from collections import Counter
 from math import ceil
 
-from torch import Tensor
-
 from distflow.audit.recorded_data import RecordedStep, Wrong, check, is_builtin, samples_of, shuffled
 from distflow.audit.recorder import UpdateRecord
 from distflow.config import Config
 from distflow.config.derived_settings import algorithm_of, is_rl, takes_values
 
-COLUMNS = ("response_ids", "loss_mask", "advantages", "returns", "old_log_probs", "ref_log_prob", "values")
+SCORED = ("advantages", "returns", "old_log_probs", "ref_log_prob", "values", "selected_tokens")
+COLUMNS = ("response_ids", "loss_mask", *SCORED)
 
 
 @check(
@@ -86,17 +85,15 @@ def _in_order(recorded: RecordedStep, role: str, updates: list[UpdateRecord], pa
     if recorded.run.num_ranks > 1 or not updates:
         return
     group_ids, wanted = list(recorded.group_ids), list[set[int]]()
+    trained = set(recorded.batch["group_index"][_rows(recorded, role)].tolist())
     for epoch in range(passes):
         order = shuffled(len(group_ids), (recorded.config.trainer.seed, 1), (recorded.step, epoch))
-        wanted += [{group_ids[i] for i in order[k : k + num_prompts]} for k in range(0, len(order), num_prompts)]
-    trained = set(recorded.batch["group_index"][_rows(recorded, role)].tolist())
-    wanted = [groups & trained for groups in wanted]
-    for number, (update, groups) in enumerate(zip(updates, wanted, strict=False)):
+        starts = range(0, len(order), num_prompts)
+        wanted += [{group_ids[i] for i in order[k : k + num_prompts]} & trained for k in starts]
+    for number, (update, groups) in enumerate(zip(updates, wanted, strict=False), start=1):
         if set(update.batch["group_index"].tolist()) != groups:
-            raise Wrong(
-                f"mini-batch {number + 1} of the {role} does not hold the groups that seed, step and pass draw: "
-                f"{sorted(groups)[:6]}"
-            )
+            what = f"mini-batch {number} of the {role}"
+            raise Wrong(f"{what} does not hold the groups that seed, step and pass draw: {sorted(groups)[:6]}")
 
 
 def plan_of(config: Config, role: str) -> tuple[int, int]:
@@ -109,19 +106,14 @@ def plan_of(config: Config, role: str) -> tuple[int, int]:
 
 def _same_columns(recorded: RecordedStep, updates: list[UpdateRecord]) -> None:
     known = {sample["uid"]: sample for sample in recorded.samples}
-    for number, update in enumerate(updates):
+    for number, update in enumerate(updates, start=1):
         if update.metrics.get("skipped"):
             continue
         for sample in samples_of(update.batch.only([n for n in ("uid", *COLUMNS) if n in update.batch])):
-            for name in COLUMNS:
-                if name in sample and not _same(sample[name], known[sample["uid"]][name]):
+            for name in (name for name in COLUMNS if name in sample):
+                now, before = sample[name], known[sample["uid"]][name]
+                if not bool(((now == before) | (now.isnan() & before.isnan())).all()):
                     raise Wrong(
-                        f"{name} of sample {sample['uid']} in mini-batch {number + 1} of the {update.role} differs "
-                        "from its value before the step's first update: it was recomputed or rewritten between "
-                        "mini-batches"
+                        f"{name} of sample {sample['uid']} in mini-batch {number} of the {update.role} differs from "
+                        "its value before the step's first update: it was recomputed or rewritten between mini-batches"
                     )
-
-
-def _same(one: Tensor, other: Tensor) -> bool:
-    """Equal; NaN equals NaN."""
-    return bool(((one == other) | ((one != one) & (other != other))).all())

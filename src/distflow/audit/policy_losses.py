@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distflow.config.keys.algorithm import RolloutCorrectionConfig
-
 Options = Mapping[str, Any]
 
 
@@ -75,17 +73,23 @@ def clipped(ratio: Tensor, advantages: Tensor, options: Options, dual: bool) -> 
     return loss
 
 
-def _vanilla(tokens: Tokens, options: Options) -> Tensor:
-    return clipped(ratio_to(tokens.now, tokens.old), tokens.advantages, options, dual=True)
-
-
 def _decoupled(tokens: Tokens, options: Options) -> Tensor:
-    recomputes = options["prox"] == "recompute"
-    prox = tokens.columns["prox_log_probs"] if recomputes else _interpolated(tokens, options["step"])
+    prox = tokens.columns.get("prox_log_probs")
+    if options["prox"] != "recompute":
+        # At the position of the step's version between the token's version and the next.
+        versions = tokens.columns["versions"]
+        share = (options["step"] - versions) / (options["step"] + 1 - versions)
+        prox = (1 - share) * tokens.old + share * tokens.now.detach()
+    assert prox is not None, "a column if it is recomputed"
     loss = clipped(ratio_to(tokens.now, prox), tokens.advantages, options, dual=True)
-    if options["correction"].rollout_is is not None:
-        # With recomputed log-probs the weights are a column, as for every loss.
-        return loss if recomputes else loss * _corrected(tokens, prox, options["correction"])
+    level, threshold = options["correction"].rollout_is, options["correction"].rollout_is_threshold
+    if level is not None:
+        if options["prox"] == "recompute":
+            return loss  # the weights are a column, as for every loss
+        gap = prox - tokens.columns["rollout_log_probs"]
+        if level != "token":
+            gap = tokens.mean(gap) if level == "geometric" else tokens.sum(gap)
+        return loss * importance_weights(gap, threshold)
     mode, cap = options.get("behav_imp_weight_mode", "mask"), options.get("behav_imp_weight_cap", 5.0)
     if mode == "disabled":
         return loss
@@ -93,21 +97,6 @@ def _decoupled(tokens: Tokens, options: Options) -> Tensor:
     if cap is not None:
         weight = torch.where(weight > cap, 0.0 if mode == "mask" else cap, weight)
     return weight * loss
-
-
-def _interpolated(tokens: Tokens, step: int) -> Tensor:
-    """Between the engine's log-prob and the current one, at the position of the step's version between the token's
-    version and the next."""
-    versions = tokens.columns["versions"]
-    share = (step - versions) / (step + 1 - versions)
-    return (1 - share) * tokens.old + share * tokens.now.detach()
-
-
-def _corrected(tokens: Tokens, prox: Tensor, correction: RolloutCorrectionConfig) -> Tensor:
-    gap = prox - tokens.columns["rollout_log_probs"]
-    if correction.rollout_is != "token":
-        gap = tokens.mean(gap) if correction.rollout_is == "geometric" else tokens.sum(gap)
-    return importance_weights(gap, correction.rollout_is_threshold)
 
 
 def _gspo(tokens: Tokens, options: Options) -> Tensor:
@@ -121,10 +110,6 @@ def _cispo(tokens: Tokens, options: Options) -> Tensor:
     ratio = ratio_to(tokens.now.detach(), tokens.old)
     least = 1 - low if options.get("clip_below", True) else 0.0
     return -ratio.clamp(least, 1 + high) * tokens.advantages * tokens.now
-
-
-def _gpg(tokens: Tokens, options: Options) -> Tensor:
-    return -tokens.advantages * tokens.now
 
 
 def _sapo(tokens: Tokens, options: Options) -> Tensor:
@@ -215,11 +200,11 @@ def may_be_selected(name: str, covariance: Tensor, options: Options) -> tuple[Te
 
 
 FORMULAS: dict[str, Formula] = {
-    "vanilla": _vanilla,
+    "vanilla": lambda tokens, options: clipped(ratio_to(tokens.now, tokens.old), tokens.advantages, options, dual=True),
     "decoupled": _decoupled,
     "gspo": _gspo,
     "cispo": _cispo,
-    "gpg": _gpg,
+    "gpg": lambda tokens, options: -tokens.advantages * tokens.now,
     "sapo": _sapo,
     "topr": _topr,
     "gmpo": _gmpo,

@@ -153,14 +153,16 @@ class RecordedStep:
 
     def generation(self, sample: Sample) -> tuple[GenerateRequest, Generation] | None:
         """The request for this sample and the engine's generation; None if this worker did not record them."""
-        record = self.record_of(sample)
-        for request, result in record.generated if record else ():
-            if request.params.greedy and not self.run.spec.sampling.greedy:
-                continue  # of a baseline
-            for generation in result.generations:
-                if generation.sample == index_of(sample):
-                    return request, generation
-        return None
+        record, baselines = self.record_of(sample), not self.run.spec.sampling.greedy  # those are greedy
+        return next(
+            (
+                (request, generation)
+                for request, result in (record.generated if record else ())
+                for generation in result.generations
+                if generation.sample == index_of(sample) and not (baselines and request.params.greedy)
+            ),
+            None,
+        )
 
     def is_ours(self, column: str) -> bool:
         """Whether a built-in node writes the column, so that its expected content is known."""
