@@ -138,10 +138,8 @@ def forward_samples(
     score: Callable[[Tensor, Sample], T],
     dtype: torch.dtype | None = None,
 ) -> list[T]:
-    """`score(logits, sample)` of each sample, by the own forward of the engine's model, without gradient.
-
-    dtype: to compute in; None is the engine's.
-    """
+    """`score(logits, sample)` of each sample, by the own forward of the engine's model, without gradient. dtype: to
+    compute in; None is the engine's."""
     adapter = not getattr(engine, "without_adapter", False)
     with torch.no_grad(), plainly(engine.model, adapter=adapter, compute_dtype=dtype or dtype_of(engine)):
         logits = logits_of(recorded.run.turns.run, engine.model, [ids_of(sample) for sample in samples])

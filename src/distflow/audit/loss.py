@@ -212,9 +212,8 @@ def _derived(total: Total, batch: MiniBatch, moved: float) -> tuple[float, dict[
     loss = total(batch, leaves)
     if not loss.requires_grad:
         return float(loss), {name: torch.zeros_like(leaf) for name, leaf in leaves.items()}
-    found = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
-    pairs = zip(leaves.items(), found, strict=True)
-    return float(loss.detach()), {name: torch.zeros_like(leaf) if g is None else g for (name, leaf), g in pairs}
+    found = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True, materialize_grads=True)
+    return float(loss.detach()), dict(zip(leaves, found, strict=True))
 
 
 def _message(update: UpdateRecord, name: str, batch: MiniBatch, expected: Tensor, place: int) -> str:

@@ -194,8 +194,7 @@ class Turns:
         Raises RuntimeError if another rank failed and does not take part.
         """
         if model not in self._spread:
-            found = torch.autograd.grad(loss(), weights, allow_unused=True)
-            return [torch.zeros_like(w) if g is None else g.detach() for w, g in zip(weights, found, strict=True)]
+            return list(torch.autograd.grad(loss(), weights, allow_unused=True, materialize_grads=True))
         if not self._wait_for(2 * self._spread.index(model) + 2):
             raise RuntimeError("another rank failed in this check")
         gradients = {parameter: parameter.grad for parameter in model.parameters()}

@@ -3,7 +3,7 @@ starts from zero and is the sum of its micro-batches' gradients, clipped to max_
 schedule, and the optimizer moves the weights by its formula."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from distflow.audit.recorded_data import RecordedStep, Sample, Wrong, check
 from distflow.audit.recorder import OpenEngine, Stripe, UpdateRecord, striped
 from distflow.config.derived_settings import is_rl
 from distflow.config.keys.engines import OptimConfig
-from distflow.data.batch import Batch
+from distflow.models.sharding import is_spread
 
 NUM_SAMPLES = 2
 EXACT, ROUNDED = 1e-3, 0.5
@@ -35,13 +35,20 @@ def audit_backward(recorded: RecordedStep) -> str | None:
         return "the train engine does not expose its model"
     turns = recorded.run.turns
     chosen = sorted(audited_samples(recorded), key=lambda sample: len(sample["response_ids"]))[:NUM_SAMPLES]
-    is_spread = turns.is_spread(actor.model)  # then this rank takes part in the passes of others
-    if not chosen and not is_spread:
+    spread = is_spread(actor.model)  # then this rank takes part in the passes of others
+    if not chosen and not spread:
         return "no sample is short enough"
-    names = dict(striped(actor.model, recorded.step))
-    packed = _through_packing(recorded, actor, compute, chosen, list(names.values()))
-    parts = [chosen[place : place + 1] for place in range(NUM_SAMPLES if is_spread else len(chosen))]
-    apart = [_through_padding(recorded, actor, part, list(names.values())) for part in parts]
+    names, weights = zip(*striped(actor.model, recorded.step), strict=True)
+    batch = recorded.batch.select([list(recorded.batch["uid"]).index(sample["uid"]) for sample in chosen])
+
+    def loss() -> Tensor:
+        flat: Tensor = compute(batch, ("log_probs",))["log_probs"]
+        cotangents = [_cotangent(length) for length in batch.lengths("response").tolist()]
+        return (flat * torch.cat(cotangents or [flat.new_zeros(0)]).to(flat)).sum()
+
+    packed = turns.gradients(actor.model, weights, loss)
+    parts = [chosen[place : place + 1] for place in range(NUM_SAMPLES if spread else len(chosen))]
+    apart = [_through_padding(recorded, actor, part, weights) for part in parts]
     if not chosen:
         return "no sample is short enough"
     limit = recorded.limit(EXACT, ROUNDED)
@@ -93,24 +100,6 @@ def audit_optimizer(recorded: RecordedStep) -> str | None:
     if not known or not all(known):
         return "only the learning rate: the optimizer is neither adamw nor sgd, or its engine does not expose it"
     return None
-
-
-def _through_packing(
-    recorded: RecordedStep,
-    actor: OpenEngine,
-    compute: Callable[[Batch, Sequence[str]], Mapping[str, Tensor]],
-    chosen: Sequence[Sample],
-    weights: Sequence[nn.Parameter],
-) -> list[Tensor]:
-    rows = [list(recorded.batch["uid"]).index(sample["uid"]) for sample in chosen]
-    batch = recorded.batch.select(rows)
-
-    def loss() -> Tensor:
-        flat = compute(batch, ("log_probs",))["log_probs"]
-        cotangents = [_cotangent(length) for length in batch.lengths("response").tolist()]
-        return (flat * torch.cat(cotangents or [flat.new_zeros(0)]).to(flat)).sum()
-
-    return recorded.run.turns.gradients(actor.model, weights, loss)
 
 
 def _through_padding(
