@@ -59,18 +59,18 @@ def _mixes_groups(recorded: RecordedStep) -> bool:
     groups = recorded.batch["group_index"].tolist()
     if node.contract.scope == "global" or len(set(groups)) < 2:
         return False
+
+    def advantages(batch: Batch) -> tuple[Tensor, ...]:
+        inputs = recorded.run.estimator(batch)
+        assert inputs is not None, "called only if there is one"
+        fn, positional, keyword = inputs
+        return _tensors(fn(*positional, **keyword), batch["response_mask"])
+
     rows = [row for row, group in enumerate(groups) if group == groups[0]]
     alone = recorded.batch.select(rows)
     length = alone["response_mask"].shape[1]
-    together = tuple(tensor[rows][:, :length] for tensor in _advantages(recorded, recorded.batch))
-    return not _equal(_advantages(recorded, alone), together)
-
-
-def _advantages(recorded: RecordedStep, batch: Batch) -> tuple[Tensor, ...]:
-    inputs = recorded.run.estimator(batch)
-    assert inputs is not None, "called only if there is one"
-    fn, positional, keyword = inputs
-    return _tensors(fn(*positional, **keyword), batch["response_mask"])
+    together = tuple(tensor[rows][:, :length] for tensor in advantages(recorded.batch))
+    return not _equal(advantages(alone), together)
 
 
 def _losses(recorded: RecordedStep) -> list[str] | None:
@@ -109,10 +109,8 @@ def _examine(name: str, call: Call, arguments: Arguments, mask: Tensor, result: 
     if not all(bool(tensor[:, : mask.shape[1]][mask > 0].isfinite().all()) for tensor in found):
         findings["not finite"] = f"{name} gives non-finite numbers on tokens of the policy"
     if not _equal(found, call(*arguments)):
-        findings["random"] = (
-            f"{name} is not deterministic: a second call with the same arguments gives other {result}; it cannot be "
-            "audited"
-        )
+        what = f"a second call with the same arguments gives other {result}"
+        findings["random"] = f"{name} is not deterministic: {what}; it cannot be audited"
     elif not _equal(found, _widened(call, arguments, mask)):
         findings["outside"] = (
             f"{name} reads outside the mask: with other numbers after the responses' last tokens it gives other "
@@ -129,7 +127,7 @@ def _widened(call: Call, arguments: Arguments, mask: Tensor) -> tuple[Tensor, ..
             return value
         if is_mask or not value.is_floating_point():
             return torch.nn.functional.pad(value, (0, WIDTH))
-        outside = torch.where(mask > 0, value, torch.full_like(value, GARBAGE))
+        outside = torch.where(mask > 0, value, GARBAGE)
         return torch.nn.functional.pad(outside, (0, WIDTH), value=GARBAGE)
 
     def masks(value: object) -> bool:
@@ -153,10 +151,8 @@ def _tensors(output: object, mask: Tensor) -> tuple[Tensor, ...]:
     tensors = tuple(value for value in values if isinstance(value, Tensor) and value.dim() == 2)
     if not tensors:
         raise ValueError("it returned no tensor (bs, response_length)")
-    widened = [torch.nn.functional.pad(mask, (0, tensor.shape[1] - mask.shape[1])) for tensor in tensors]
-    return tuple(
-        torch.where(own > 0, tensor, torch.zeros_like(tensor)) for own, tensor in zip(widened, tensors, strict=True)
-    )
+    inside = [torch.nn.functional.pad(mask, (0, tensor.shape[1] - mask.shape[1])) > 0 for tensor in tensors]
+    return tuple(torch.where(own, tensor, 0) for own, tensor in zip(inside, tensors, strict=True))
 
 
 def _equal(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:

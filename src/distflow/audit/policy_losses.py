@@ -60,7 +60,7 @@ def importance_weights(gap: Tensor, threshold: float | tuple[float, float]) -> T
     raw = gap.clamp(-20, 20).exp()
     if not isinstance(threshold, tuple):
         return raw.clamp(max=threshold)
-    return torch.where((raw > threshold[1]) | (raw < threshold[0]), torch.zeros_like(raw), raw)
+    return torch.where((raw > threshold[1]) | (raw < threshold[0]), 0.0, raw)
 
 
 def clipped(ratio: Tensor, advantages: Tensor, options: Options, dual: bool) -> Tensor:
@@ -124,14 +124,14 @@ def _topr(tokens: Tokens, options: Options) -> Tensor:
     if options.get("ratio_level", "token") == "sequence":
         ratio = tokens.sum(tokens.now.detach() - tokens.old).clamp(-20, 20).exp()
     ratio = ratio.clamp(0, 1)
-    return -torch.where(good, torch.ones_like(ratio), ratio) * tokens.advantages * tokens.now
+    return -torch.where(good, 1.0, ratio) * tokens.advantages * tokens.now
 
 
 def _gmpo(tokens: Tokens, options: Options) -> Tensor:
     low, high = bounds(options)
     difference, advantages = (tokens.now - tokens.old), tokens.advantages
     pessimistic = torch.where(advantages > 0, difference.clamp(max=high), difference.clamp(min=-low))
-    pessimistic = torch.where(advantages == 0, torch.zeros_like(pessimistic), pessimistic)
+    pessimistic = torch.where(advantages == 0, 0.0, pessimistic)
     return -tokens.mean(advantages) * tokens.mean(pessimistic).exp()
 
 
@@ -154,7 +154,7 @@ def _dppo(tokens: Tokens, options: Options, beyond: Callable[[Tensor, Tensor, fl
     weight = ratio_to(tokens.now.detach(), tokens.old)
     if options["clip_ratio_c"] is not None:
         weight = weight.clamp(max=options["clip_ratio_c"])
-    return -torch.where(out, torch.zeros_like(weight), weight) * tokens.advantages * tokens.now
+    return -torch.where(out, 0.0, weight) * tokens.advantages * tokens.now
 
 
 def _dppo_tv(tokens: Tokens, options: Options) -> Tensor:
@@ -179,7 +179,7 @@ def _dro(tokens: Tokens, options: Options) -> Tensor:
 
 def _clip_cov(tokens: Tokens, options: Options) -> Tensor:
     loss = clipped(ratio_to(tokens.now, tokens.old), tokens.advantages, options, dual=False)
-    return torch.where(tokens.columns["selected_tokens"] > 0, torch.zeros_like(loss), loss)
+    return torch.where(tokens.columns["selected_tokens"] > 0, 0.0, loss)
 
 
 def _kl_cov(tokens: Tokens, options: Options) -> Tensor:

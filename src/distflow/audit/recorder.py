@@ -39,13 +39,12 @@ _current: ContextVar[GroupRecord | None] = ContextVar("group_record", default=No
 
 
 class GroupRecords:
-    """Keeps the records of groups until their step. It holds references only to objects that live anyway."""
+    """The `GroupRecorder` of a worker: keeps records until their step, and references only objects that live anyway."""
 
     def __init__(self) -> None:
         self._kept: dict[int, GroupRecord] = {}
 
     def begin(self, prompt_group: PromptGroup) -> None:
-        """From here on the running task works for this group."""
         _current.set(GroupRecord(prompt_group))
 
     def generated(self, request: GenerateRequest, result: GenerateResult) -> None:
@@ -57,7 +56,6 @@ class GroupRecords:
             record.scored.append((name, arguments, reward_result))
 
     def keep(self) -> None:
-        """The running task's group enters the sample queue; records of other groups are dropped with their tasks."""
         if (record := _current.get()) is not None:
             self._kept[record.prompt_group.group_id] = record
 

@@ -160,7 +160,7 @@ def _kl_penalty(recorded: RecordedStep, sample: Sample) -> Tensor:
         coefficient = algorithm.kl_ctrl.kl_coef
     difference = doubles(sample["old_log_probs"]) - doubles(sample["ref_log_prob"])
     penalty = coefficient * kl(difference, algorithm.kl_penalty)
-    return torch.where(sample["response_mask"] > 0, penalty, torch.zeros_like(penalty))
+    return torch.where(sample["response_mask"] > 0, penalty, 0.0)
 
 
 def _same_mean(recorded: RecordedStep) -> None:
