@@ -19,7 +19,7 @@ from distflow.audit.recorded_data import (
     check_close,
     is_builtin,
 )
-from distflow.audit.reward_functions import functions_of
+from distflow.audit.rewards import functions_of
 from distflow.config.derived_settings import algorithms
 from distflow.config.keys.algorithm import AlgorithmConfig, is_on
 

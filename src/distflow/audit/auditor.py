@@ -61,8 +61,10 @@ class Auditor:
         self._schedule = AuditSchedule(
             spec.options.audit_freq, self._first_step, spec.data.max_staleness, (trains_policy,)
         )
+        self._updates: dict[str, int] = state.setdefault("updates", {})
+        """Optimizer steps by role since the run's start."""
         self._sent_hashes: Mapping[str, str] = {}
-        self._due = self._looks = False
+        self._due = self._looks = False  # to audit the step; to run the cheap checks on it
         self._taken: RecordedStep | None = None
         """The current step, with the columns as they are now."""
         self._recorded: RecordedStep | None = None
@@ -71,7 +73,11 @@ class Auditor:
         self._found: dict[str, str | None] = {}
 
     def step_taken(self, step: int, group_ids: Sequence[int], batch: Batch, synced_version: int | None) -> None:
-        self._decide(step)
+        early = step - self._first_step < NUM_FIRST_LOOKS
+        looks = self._schedule.frequency > 0 and (early or self._schedule.is_affordable())
+        # Decided once for all ranks, as clocks differ.
+        agreed = self._ranks.max({"due": float(self._schedule.is_due(step)), "looks": float(looks)})
+        self._due, self._looks = bool(agreed["due"]), bool(agreed["looks"])
         records = self.groups.take(group_ids)
         self._run.older_weights.forget(step - self._run.spec.data.max_staleness - 1)
         with self._schedule.timed():
@@ -96,13 +102,6 @@ class Auditor:
             self._sent_hashes = {name: stripe_hash(w, dtype) for name, w in actor.weights() if name in engine}
         if self._schedule.expects(version) and model is not None and not spread:
             run.older_weights.keep(version, model)
-
-    def _decide(self, step: int) -> None:
-        """Whether to audit the step or only to run the cheap checks: decided once for all ranks, as clocks differ."""
-        early = step - self._first_step < NUM_FIRST_LOOKS
-        looks = self._schedule.frequency > 0 and (early or self._schedule.is_affordable())
-        agreed = self._ranks.max({"due": float(self._schedule.is_due(step)), "looks": float(looks)})
-        self._due, self._looks = bool(agreed["due"]), bool(agreed["looks"])
 
     def node_finished(self, batch: Batch) -> None:
         if self._taken is not None:
@@ -154,12 +153,6 @@ class Auditor:
                 "samples": len(taken.batch),
             }
         self._taken = self._recorded = None
-
-    @property
-    def _updates(self) -> dict[str, int]:
-        """Optimizer steps by role since the run's start."""
-        found: dict[str, int] = self._run.state.setdefault("updates", {})
-        return found
 
     def _begin(self) -> None:
         if (taken := self._taken) is None:

@@ -28,11 +28,8 @@ def audit_groups(recorded: RecordedStep) -> str | None:
         return "a step's groups are divided over several ranks"
     groups = by_group_of(recorded.samples)
     if sorted(groups) != sorted(recorded.group_ids):
-        missing = sorted(set(recorded.group_ids) ^ set(groups))
-        raise Wrong(
-            f"the step has {len(recorded.group_ids)} groups, but its samples are of {len(groups)} ({missing[:4]} "
-            "differ)"
-        )
+        several, differing = len(recorded.group_ids), sorted(set(recorded.group_ids) ^ set(groups))[:4]
+        raise Wrong(f"the step has {several} groups, but its samples are of {len(groups)} ({differing} differ)")
     data, ours = recorded.run.spec.data, recorded.is_ours("responses")
     own = {domain.name: domain.group_size for domain in data.domains}
     for number, group in groups.items():

@@ -191,8 +191,8 @@ def check_alignment(batch: Batch) -> None:
 class Movement:
     """Finds trained tensors that no update moved, or that only weight decay moved.
 
-    after: updates with a gradient and a learning rate above 0 to wait for. Updates of the
-    warm-up do not count: such a step can be too small for float32 to change a weight of 1.
+    after: updates with a gradient and a learning rate above 0 to wait for. Updates of the warm-up do not count: such a
+    step can be too small for float32 to change a weight of 1.
     """
 
     after: int
@@ -221,10 +221,7 @@ class Movement:
 
 @dataclass
 class LossTerms:
-    """Finds loss terms that are on and contribute exactly 0 in each of the first steps.
-
-    names: the metrics of the terms that are on.
-    """
+    """Finds loss terms that are on and contribute exactly 0 in each of the first steps. names: their metrics."""
 
     names: tuple[str, ...]
     after: int = 5

@@ -33,8 +33,7 @@ class Pair:
 
 @dataclass(frozen=True)
 class Row:
-    """A compared pair. found: None where it could not be compared, and `fault` says why. left_out: why it was
-    skipped."""
+    """A compared pair. found: None where it could not be compared. fault: why. left_out: why it was skipped."""
 
     pipeline: str
     pair: str
@@ -110,9 +109,8 @@ def _some_step(lab: Lab) -> int:
 
 
 def head() -> str:
-    return _LINE.format(
-        "", "largest differences", "steps", "loss", "grad norm", "log-prob", "weight", "limit", ""
-    ).rstrip()
+    names = ("steps", "loss", "grad norm", "log-prob", "weight", "limit")
+    return _LINE.format("", "largest differences", *names, "").rstrip()
 
 
 def line(row: Row) -> str:
