@@ -174,7 +174,11 @@ def _gdpo(samples: Sequence[Sample], options: Options) -> Rows:
     """Each part of the reward by GRPO's rule, weighted, summed, and whitened."""
     names = sorted({name for sample in samples for name in sample["reward_parts"]})
     by_group = {**options, "scale_rewards": None}
-    values = {name: _grpo_value(samples, by_group, lambda s, n=name: s["reward_parts"].get(n, 0.0)) for name in names}
+
+    def part(name: str) -> Callable[[Sample], float]:
+        return lambda sample: float(sample["reward_parts"].get(name, 0.0))
+
+    values = {name: _grpo_value(samples, by_group, part(name)) for name in names}
 
     def summed(sample: Sample, group: list[Sample]) -> float:
         total = 0.0

@@ -79,8 +79,9 @@ def _losses(recorded: RecordedStep) -> list[str] | None:
     objective = updates[0].loss if updates else None
     if not isinstance(objective, PolicyObjective):
         return None
+    fn: Callable[..., Any] = objective.policy_loss.fn
     loss, micro = objective.policy_loss, updates[0].micros[0]
-    if is_builtin(loss.fn) or loss.returns_scalar:
+    if is_builtin(fn) or loss.returns_scalar:
         return None
     name, uids, whole = f"the loss '{loss.name}'", updates[0].uids, updates[0].batch
     batch = whole.select([uids.index(uid) for uid in micro.uids])
@@ -90,7 +91,7 @@ def _losses(recorded: RecordedStep) -> list[str] | None:
 
     def call(positional: Sequence[object], keyword: Mapping[str, Any]) -> tuple[Tensor, ...]:
         with torch.no_grad():
-            return _tensors(loss.fn(**keyword, **objective.options)[0], mask)
+            return _tensors(fn(**keyword, **objective.options)[0], mask)
 
     found = _examine(name, call, ((), fields), mask, "losses of tokens inside it")
     gradient = micro.gradients.get("log_probs")

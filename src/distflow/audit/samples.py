@@ -2,7 +2,6 @@
 engine's response to the row's prompt; the loss mask is on exactly the policy's tokens of samples that have a score."""
 
 from collections import Counter
-from functools import partial
 
 import torch
 
@@ -139,8 +138,8 @@ def _row_of(recorded: RecordedStep, prompt_group: PromptGroup) -> PromptRow:
 
 def _tokenised(recorded: RecordedStep, sample: Sample, row: PromptRow) -> None:
     """The prompt's tokens are those of its text, with or without special tokens; a truncated prompt may differ."""
-    tokenize = partial(recorded.run.resources.tokenizer, row.prompt_text, verbose=False)
-    texts = [tokenize(add_special_tokens=special)["input_ids"] for special in (True, False)]
+    tokenizer, text = recorded.run.resources.tokenizer, row.prompt_text
+    texts = [tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"] for special in (True, False)]
     if list(row.prompt_ids) not in texts and len(row.prompt_ids) < recorded.config.data.max_prompt_length:
         raise Wrong(f"the prompt of sample {sample['uid']} is not the tokens of its text {_short(row.prompt_text)}")
 
