@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from distflow.audit import rewards
+from distflow.audit import log_probs, rewards
 from distflow.audit.all_checks import CHECKS, markdown_table
 from distflow.audit.recorded_data import Check
 from distflow.errors import TrustError
@@ -16,7 +16,7 @@ from distflow.rollout.embedded import host_steps as embedded
 from tests.e2e.runs import Playground, Run
 from tests.user_code import forgotten
 
-pytestmark = pytest.mark.slow
+slow = pytest.mark.slow  # a run each, or several
 
 ALWAYS = ("trust.audit_freq=1", "trainer.total_training_steps=3")
 TWO = ("actor_rollout_ref.actor.ppo_mini_batch_size=2", "actor_rollout_ref.actor.ppo_epochs=2")
@@ -79,11 +79,32 @@ def audits(run: Run) -> list[Event]:
     return [event for event in read_events(run.folder) if event.kind == "audit"]
 
 
-# A run each: the later ones are left to the slow tests.
-CASES = [pytest.param(name, marks=[pytest.mark.slow] if i > 6 else []) for i, name in enumerate(HEALTHY)]
+KEYS = {
+    "grpo": ({"kl_control", "correction", "user_code"}, {"ref_log_prob"}),
+    "ppo": ({"correction", "user_code"}, {"ref_log_prob", "values", "old_log_probs"}),
+}
+"""Of each preset the checks that do not apply, and the columns that are compared with the models' own forward."""
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("preset", KEYS)
+def test_a_run_with_default_settings_proves_every_check_that_applies(
+    playground: Playground, monkeypatch: pytest.MonkeyPatch, preset: str
+) -> None:
+    """Checks look for parts by type or attribute: one that no longer finds its part must not disappear unnoticed."""
+    compared, compare = set[str](), log_probs._same
+    monkeypatch.setattr(
+        log_probs, "_same", lambda step, sample, column, _: compared.add(column) or compare(step, sample, column, _)
+    )
+    run = playground.run(preset, "trainer.total_training_steps=2")
+    inapplicable, columns = KEYS[preset]
+    for audit in audits(run):
+        assert set(audit.fields["proven"]) == {check.name for check in CHECKS} - inapplicable
+        assert audit.fields["unproven"] == {}
+    assert len(audits(run)) == 2 and compared == columns and run.notes("warning") == []
+
+
+@slow
+@pytest.mark.parametrize("name", HEALTHY)
 def test_a_healthy_run_passes_all_checks_silently(playground: Playground, name: str) -> None:
     run = playground.run(*HEALTHY[name], *ALWAYS)
     assert run.notes("warning") == []
@@ -92,6 +113,7 @@ def test_a_healthy_run_passes_all_checks_silently(playground: Playground, name: 
     assert "3 steps were audited" in (run.folder / "report.html").read_text()
 
 
+@slow
 def test_supervised_steps_pass_the_checks(playground: Playground) -> None:
     gone = ("reward.functions", "reward.num_workers", "custom_reward_function.path", "actor_rollout_ref.rollout.n")
     run = playground.run("sft", "data.response_key=answer", *ALWAYS, *(f"~{key}" for key in gone))
@@ -99,6 +121,7 @@ def test_supervised_steps_pass_the_checks(playground: Playground) -> None:
     assert run.notes("warning") == []
 
 
+@slow
 def test_audits_at_start_and_once_in_so_many_steps(playground: Playground) -> None:
     run = playground.run("grpo", "trust.audit_freq=4", "trainer.total_training_steps=14", "trainer.save_freq=13")
     assert [event.message.split(":")[0] for event in audits(run)] == [f"audit of step {n}" for n in (1, 2, 7)]
@@ -112,6 +135,7 @@ NONDETERMINISTIC = {
 }
 
 
+@slow
 @pytest.mark.parametrize("kind", NONDETERMINISTIC)
 def test_a_nondeterministic_reward_function_is_reported_once(playground: Playground, kind: str) -> None:
     head, value = NONDETERMINISTIC[kind]
@@ -122,6 +146,7 @@ def test_a_nondeterministic_reward_function_is_reported_once(playground: Playgro
     assert dict(audits(run)[-1].fields["unproven"]).keys() == {"reward_results"}
 
 
+@slow
 def test_a_check_that_raises_is_reported_and_has_no_other_effect(
     playground: Playground, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -182,6 +207,7 @@ USERS = {
 }
 
 
+@slow
 @pytest.mark.parametrize("name", USERS)
 def test_user_functions_are_audited_for_general_properties(
     playground: Playground, monkeypatch: pytest.MonkeyPatch, name: str
@@ -215,6 +241,7 @@ def short():
 """
 
 
+@slow
 def test_the_loss_of_a_pipeline_without_old_log_probs_is_proven(playground: Playground) -> None:
     (playground.folder / "short.py").write_text(SHORT)
     pipeline = (f"dag.pipeline={playground.folder}/short.py:short",)
@@ -223,6 +250,7 @@ def test_the_loss_of_a_pipeline_without_old_log_probs_is_proven(playground: Play
     assert all({"loss", "gradients"} <= set(audit.fields["proven"]) for audit in audits(run))
 
 
+@slow
 def test_a_built_in_loss_that_is_given_by_its_name_is_proven_too(
     playground: Playground, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -245,6 +273,7 @@ def apart(monkeypatch: pytest.MonkeyPatch, by: float) -> None:
     monkeypatch.setattr(embedded, "sample", planted)
 
 
+@slow
 @pytest.mark.parametrize("answer", ["correct", "stop", "warn"])
 def test_on_mismatch(playground: Playground, monkeypatch: pytest.MonkeyPatch, answer: str) -> None:
     apart(monkeypatch, 5e-4)

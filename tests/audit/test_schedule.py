@@ -76,6 +76,6 @@ def test_copies_are_few_are_cast_and_are_those_of_their_time() -> None:
     assert found is not None and list(found) == ["weight"]
     assert found["weight"].dtype is torch.bfloat16 and bool((found["weight"] == 4).all())
     kept.keep(6, layer)
-    assert kept.of(6) is kept.of(5), "an alias needs no second copy"
+    assert kept.of(6) is kept.of(5), "the same weights need no second copy"
     kept.forget(5)
     assert kept.of(5) is None and len(kept) == 1

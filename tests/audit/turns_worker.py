@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from distflow.audit.model_forward import Turns, logits_of, plainly
-from distflow.audit.optimizer_step import audit_optimizer
 from distflow.audit.recorded_data import Wrong
 from distflow.audit.recorder import UpdateRecord, UpdateWatch, striped
+from distflow.audit.updates import audit_optimizer
 from distflow.cluster.process_groups import TorchCollective
 from distflow.config import Config, load_config
 from distflow.models.loading import load_model
@@ -88,7 +88,7 @@ def updates(model: nn.Module, rank: int, folder: Path) -> None:
     for step in range(3):
         batch = ragged_batch(seed=step).select(SHARES[rank])
         watch = UpdateWatch("actor", engine, batch, TokenMeanLoss(), step)
-        metrics = engine.train_step(batch, watch.loss)
+        metrics = engine.train_step(batch, watch)
         record = watch.end(metrics)
         assert metrics["grad_norm"] > 0.5 and record.norm == pytest.approx(0.5, rel=1e-4)
         audit_optimizer.run(recorded(record, config, step))

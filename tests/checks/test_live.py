@@ -70,7 +70,7 @@ def test_tensors_that_do_not_move_are_reported_together(tmp_path: Path) -> None:
 def test_a_mismatch_is_reported_when_it_appears_and_when_it_has_doubled(tmp_path: Path) -> None:
     checks, notes = make_checks(tmp_path)
     for gap in (1e-5, 2e-4, 3e-4, 3e-4, 6e-4):
-        found = checks.learned(drifted(gap), {}, step=0)
+        found = checks.step_trained(drifted(gap), {}, step=0)
         assert found["mismatch/mean_abs"] == pytest.approx(gap, rel=0.01)
     assert [message.split(" nats")[0].split()[-1] for _, message in notes] == ["0.0002", "0.0006"]
 
@@ -81,16 +81,16 @@ def test_a_node_that_rewrote_the_mask_is_found(tmp_path: Path) -> None:
     checks.step_taken(batch, 0, None)
     batch["response_mask"] = batch["response_mask"].roll(1, dims=-1)
     with pytest.raises(TrustError, match="response_mask is wrong"):
-        checks.learned(batch, {}, step=0)
+        checks.step_trained(batch, {}, step=0)
 
 
 def test_steps_without_an_update_do_not_count_for_loss_terms(tmp_path: Path) -> None:
     checks, notes = make_checks(tmp_path)
     for _ in range(5):
-        checks.learned(sampled_batch(), {"critic/loss": 1.0}, step=0)
+        checks.step_trained(sampled_batch(), {"critic/loss": 1.0}, step=0)
     assert notes == []
     for _ in range(5):
-        checks.learned(sampled_batch(), {"actor/loss": 1.0, "actor/loss_term/kl": 0.0}, step=0)
+        checks.step_trained(sampled_batch(), {"actor/loss": 1.0, "actor/loss_term/kl": 0.0}, step=0)
     ((kind, message),) = notes
     assert kind == "finding" and "loss_term/kl is on but was exactly 0 in the first 2 steps" in message
 
@@ -98,7 +98,7 @@ def test_steps_without_an_update_do_not_count_for_loss_terms(tmp_path: Path) -> 
 def test_recorded_responses_are_not_compared_with_an_engine(tmp_path: Path) -> None:
     checks, notes = make_checks(tmp_path)
     checks.samples = False
-    assert checks.learned(drifted(5.0), {}, step=0) == {} and notes == []
+    assert checks.step_trained(drifted(5.0), {}, step=0) == {} and notes == []
     checks.samples = True
     with pytest.raises(TrustError, match="disagree"):
-        checks.learned(drifted(5.0), {}, step=0)
+        checks.step_trained(drifted(5.0), {}, step=0)

@@ -11,20 +11,20 @@ STEP, STALENESS = 7, 2
 LENGTHS = (5, 1, 4, 6)
 
 
-def check(*versions: list[int], served: int = STEP) -> None:
+def check(*versions: list[int], synced: int = STEP) -> None:
     """versions: of the tokens of four samples."""
     batch = sampled_batch()
     batch["versions"] = torch.tensor([version for sample in versions for version in sample])
-    check_versions(batch, STEP, served, STALENESS)
+    check_versions(batch, STEP, synced, STALENESS)
 
 
 def test_tokens_of_every_age_that_is_allowed_pass() -> None:
     check([5, 5, 6, 7, 7], [5], [6, 6, 6, 6], [5, 6, 6, 6, 7, 7])
-    check([5, 5, 6, 6, -1], [5], [-1, 6, -1, 6], [5, 6, 6, 6, 6, 6], served=6)
+    check([5, 5, 6, 6, -1], [5], [-1, 6, -1, 6], [5, 6, 6, 6, 6, 6], synced=6)
 
 
 @pytest.mark.parametrize(
-    ("sample", "served", "message"),
+    ("sample", "synced", "message"),
     [
         ([5, 6, 6, 6, 7, 8], 7, "1 tokens of step 8 are marked with weight version 8, but version 7"),
         ([5, 6, 6, 6, 7, 7], 6, "2 tokens of step 8 are marked with weight version 7, but version 6"),
@@ -33,6 +33,6 @@ def test_tokens_of_every_age_that_is_allowed_pass() -> None:
         ([6, -1, 5, 6, 7, 7], 7, "the versions of sample 1-1 go backwards"),
     ],
 )
-def test_others_stop_the_run(sample: list[int], served: int, message: str) -> None:
+def test_others_stop_the_run(sample: list[int], synced: int, message: str) -> None:
     with pytest.raises(TrustError, match=message):
-        check([5] * 5, [5], [6] * 4, sample, served=served)
+        check([5] * 5, [5], [6] * 4, sample, synced=synced)

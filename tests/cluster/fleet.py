@@ -15,7 +15,7 @@ from ray._private.internal_api import get_memory_info_reply, get_state_from_addr
 from torch import Tensor
 
 from distflow.cluster.rollout_workers import RayWeights, RolloutWorkers, put_in_store
-from distflow.rollout.engine import Receipt
+from distflow.rollout.engine import WeightReceipt
 from distflow.rollout.weights import copy_weights, stripe_hashes
 from distflow.runtime import fault_injection
 from distflow.runtime.wait_log import Waits
@@ -50,12 +50,12 @@ class Away:
         self._incoming, self._model, self._served = IncomingWeights(), Holder(), Version(0, 0)
         self._incoming.attach(self)
 
-    def __call__(self, version: Version, weights: Any) -> Receipt:
+    def __call__(self, version: Version, weights: Any) -> WeightReceipt:
         hashes = copy_weights(self._model, weights) if weights is not None else self._hashes()
         self._served = version
-        return Receipt(version, hashes, version_only=weights is None)
+        return WeightReceipt(version, hashes, version_only=weights is None)
 
-    def start(self, version: Version, weights: Any) -> Future[Receipt]:
+    def start(self, version: Version, weights: Any) -> Future[WeightReceipt]:
         raise AssertionError("a version that came from elsewhere is whole")
 
     def arm(self, rank: int) -> None:
@@ -64,7 +64,7 @@ class Away:
     def receive(self, *bucket: Any) -> str | None:
         return self._incoming.receive(*bucket)
 
-    def load(self, *version: Any) -> Receipt:
+    def load(self, *version: Any) -> WeightReceipt:
         return self._incoming.load(*version)
 
     def spoil(self) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 
-from distflow.rollout.engine import GenerateRequest, GenerateResult, Receipt, SamplingParams, Stream
+from distflow.rollout.engine import GenerateRequest, GenerateResult, SamplingParams, Stream, WeightReceipt
 from distflow.runtime.engine_watch import Deadline, EngineHangs
 from distflow.runtime.resources import Resources
 from distflow.runtime.rollout_services import Session
@@ -64,9 +64,9 @@ class Engine:
         await self._do("hashes")
         return {}
 
-    async def load_weights(self, version: Version, weights: Iterable[tuple[str, Tensor]]) -> Receipt:
+    async def load_weights(self, version: Version, weights: Iterable[tuple[str, Tensor]]) -> WeightReceipt:
         await self._do("load_weights")
-        return Receipt(version)
+        return WeightReceipt(version)
 
 
 def session_of(engine: Engine, timeout_s: float, stacks: Path | None = None) -> Session:

@@ -13,7 +13,7 @@ from distflow.errors import TrustError, UserError
 from distflow.observe.reading.run_reader import read_events, read_samples, sample_splits, sample_steps
 from distflow.observe.report.build import report_data
 from distflow.observe.writing.run_folder import RunFolder
-from distflow.runtime.recorder import MAX_DROPPED, Recorder, reported
+from distflow.runtime.recorder import MAX_DROPPED, Recorder, ReportingProcess, reported
 from distflow.runtime.spec import Spec
 from tests.e2e.runs import Playground
 from tests.runtime.groups import group
@@ -48,7 +48,7 @@ def test_groups_are_kept_as_asked(spec: Spec, tmp_path: Path, mode: dict[str, An
 def test_spans_of_each_worker_are_there_after_a_step_whatever_becomes_of_it(spec: Spec, tmp_path: Path) -> None:
     spec = replace(spec, options=replace(spec.options, run_dir=tmp_path / "run", logger=()))
     for part, name in enumerate(("training.jsonl", "training-1.jsonl")):
-        recorder = Recorder(spec, 5, 0, None, part=part)
+        recorder = Recorder(spec, 5, 0, None, process=ReportingProcess(part))
         with recorder.waits("training", "step 0", on="rollout"):
             pass
         recorder.training_step(1, {"actor/loss": 1.0}, group())

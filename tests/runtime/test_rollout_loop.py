@@ -13,7 +13,7 @@ from distflow.algorithms.sample_filters import TOO_FEW_SCORES
 from distflow.audit.recorder import GroupRecords
 from distflow.data.sample import Sample
 from distflow.graph import BoundNode, Drop, NodeOutput, node
-from distflow.rollout.engine import GenerateRequest, GenerateResult, Generation, Receipt, Stream
+from distflow.rollout.engine import GenerateRequest, GenerateResult, Generation, Stream, WeightReceipt
 from distflow.runtime.compiled_node import Contexts, NodeContext, compile_steps
 from distflow.runtime.errors import UserNoProgress
 from distflow.runtime.prompt_group import Group
@@ -58,8 +58,8 @@ class OrderedEngine:
         self.paused = False
         self.log.append("resume")
 
-    async def load_weights(self, version: Version, weights: Any) -> Receipt:
-        return Receipt(version)
+    async def load_weights(self, version: Version, weights: Any) -> WeightReceipt:
+        return WeightReceipt(version)
 
 
 def context_of(group: Group, node_id: str) -> NodeContext:

@@ -263,7 +263,7 @@ def test_each_step_is_checked_before_a_node_gets_it_and_after_the_last(
     ground: Playground, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[tuple[str, bool]] = []
-    step_taken, learned = LiveChecks.step_taken, LiveChecks.learned
+    step_taken, step_trained = LiveChecks.step_taken, LiveChecks.step_trained
 
     def noted(check: Callable[..., Any]) -> Callable[..., Any]:
         def checks(self: LiveChecks, batch: Batch, *rest: Any) -> Any:
@@ -273,7 +273,7 @@ def test_each_step_is_checked_before_a_node_gets_it_and_after_the_last(
         return checks
 
     monkeypatch.setattr(LiveChecks, "step_taken", noted(step_taken))
-    monkeypatch.setattr(LiveChecks, "learned", noted(learned))
+    monkeypatch.setattr(LiveChecks, "step_trained", noted(step_trained))
     with working(ground, "trainer.total_training_steps=1", "~trainer.total_epochs") as (worker, _):
         worker.training_loop()
-    assert told == [("step_taken", False), ("learned", True)]
+    assert told == [("step_taken", False), ("step_trained", True)]

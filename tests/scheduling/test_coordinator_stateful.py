@@ -250,7 +250,7 @@ class Run(RuleBasedStateMachine):
 
     @precondition(lambda self: self.plays)
     @rule(
-        how=st.sampled_from(["sent", "sent", "late", "alias", "held"]),
+        how=st.sampled_from(["sent", "sent", "late", "same weights", "held"]),
         takes=st.booleans(),
         unread=st.sampled_from([False] * 4 + [True]),
     )
@@ -276,7 +276,7 @@ class Run(RuleBasedStateMachine):
             return
         if how == "held" and step + 1 - self.sent > plan.max_staleness:
             how = "sent"
-        if how in ("sent", "alias"):
+        if how in ("sent", "same weights"):
             self.engine_version, self.coming = step + 1, None
         if how == "late":
             self.coming = step + 1
@@ -329,7 +329,7 @@ class Run(RuleBasedStateMachine):
             if move < 0.2:
                 self.take()
             elif move < trains and self.plays:
-                self.train(choice.choice(["sent", "late", "alias", "held"]), choice.random() < 0.3)
+                self.train(choice.choice(["sent", "late", "same weights", "held"]), choice.random() < 0.3)
             elif move > 0.95 and self.coming is not None:
                 self.arrive()
             elif self.running:

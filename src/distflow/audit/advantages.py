@@ -5,14 +5,21 @@ The formulas are implemented again here, by brute force: one sample after anothe
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 
 from distflow.algorithms.registry import find_adv_est
-from distflow.audit.recorded_data import BUILTIN, RecordedStep, Sample, by_group_of, check, check_close, module_of
-from distflow.audit.reward_functions import functions_of
+from distflow.audit.recorded_data import (
+    NOT_APPLICABLE,
+    RecordedStep,
+    Sample,
+    by_group_of,
+    check,
+    check_close,
+    is_builtin,
+)
+from distflow.audit.rewards import functions_of
 from distflow.config.derived_settings import algorithms
 from distflow.config.keys.algorithm import AlgorithmConfig, is_on
 
@@ -35,7 +42,7 @@ MOST_TOKENS = 2**20
 )
 def audit_advantages(recorded: RecordedStep) -> str | None:
     if not recorded.is_ours("advantages"):
-        return "the estimator is the user's" if recorded.is_written("advantages") else ""
+        return "the estimator is the user's" if recorded.is_written("advantages") else NOT_APPLICABLE
     if sum(len(sample["response_ids"]) for sample in recorded.samples) > MOST_TOKENS:
         return f"the step has more than {MOST_TOKENS:,} tokens"
     if any(update.metrics.get("skipped") and not update.metrics.get("empty") for update in recorded.updates):
@@ -51,31 +58,25 @@ def audit_advantages(recorded: RecordedStep) -> str | None:
     return why_not[0] if why_not else None
 
 
-def expected_advantages(name: str, samples: Sequence[Sample], options: Options) -> Rows | None:
-    """(advantages, returns) of all samples; None if there is no formula of that name here."""
-    formula = FORMULAS.get(name)
-    return None if formula is None else formula(samples, options)
-
-
 def _check_samples(recorded: RecordedStep, settings: AlgorithmConfig, samples: list[Sample]) -> str | None:
     """For samples with the same settings."""
     name = settings.adv_estimator
-    if recorded.run.num_ranks > 1 and (name in GLOBAL or settings.scale_rewards == "batch"):
-        return f"'{name}' needs the samples of all ranks"
-    if recorded.partial and (name in GLOBAL or settings.scale_rewards == "batch"):
-        return f"'{name}' needs the whole step"
+    if name in GLOBAL or settings.scale_rewards == "batch":
+        if recorded.run.num_ranks > 1:
+            return f"'{name}' needs the samples of all ranks"
+        if recorded.partial:
+            return f"'{name}' needs the whole step"
     if is_on(settings.adv_norm) or is_on(settings.reward_norm):
         return "the auditor has no formula for reward_norm and adv_norm"
     if settings.advantage_clip is not None or settings.difficulty_weight or settings.length_weight:
         return "the auditor has no formula for advantage_clip, difficulty_weight and length_weight"
-    if module_of(find_adv_est(name).fn).partition(".")[0] + "." != BUILTIN:
+    if not is_builtin(find_adv_est(name).fn):
         return "the estimator is the user's"
     weights = {"weight_of": lambda sample, part: functions_of(recorded, sample).get(part, 1.0)}
     options = {"f_norm": 1.0, **vars(settings), **settings.adv_estimator_kwargs, **weights}
-    rows = expected_advantages(name, samples, options)
-    if rows is None:
+    if name not in FORMULAS:
         return f"the auditor has no formula for '{name}'"
-    for sample, (advantages, returns) in zip(samples, rows, strict=True):
+    for sample, (advantages, returns) in zip(samples, FORMULAS[name](samples, options), strict=True):
         reason = f": '{name}' gives this for the rewards of its own group ({int(sample['group_index'])})"
         for column, values in (("advantages", advantages), ("returns", returns)):
             check_close(sample, column, torch.tensor(values, dtype=torch.float64), LIMIT, reason)
@@ -109,12 +110,11 @@ def _std(values: Sequence[float]) -> float:
 
 def _on_samples(samples: Sequence[Sample], value: Callable[[Sample, list[Sample]], float]) -> Rows:
     """One value a sample, on each of its tokens; returns are the same."""
-    groups, rows = _groups(samples), []
+    groups, rows = _groups(samples), list[list[float]]()
     for sample in samples:
         number = value(sample, groups[int(sample["group_index"])]) if sample["valid"] else 0.0
-        row = [number if counted else 0.0 for counted in _tokens(sample)]
-        rows.append((row, row))
-    return rows
+        rows.append([number if counted else 0.0 for counted in _tokens(sample)])
+    return [(row, row) for row in rows]
 
 
 def _to_go(sample: Sample, gamma: float) -> list[float]:
@@ -128,19 +128,23 @@ def _to_go(sample: Sample, gamma: float) -> list[float]:
     return out[::-1]
 
 
-def _whitened(rows: list[list[float]], samples: Sequence[Sample]) -> list[list[float]]:
-    """Whitened over all tokens that count, with the unbiased variance + 1e-8."""
-    counted = [
-        v for row, sample in zip(rows, samples, strict=True) for v, c in zip(row, _tokens(sample), strict=True) if c
-    ]
-    mean = _mean(counted)
-    scale = 1.0
-    if len(counted) > 1:
-        scale = 1.0 / math.sqrt(math.fsum((v - mean) ** 2 for v in counted) / (len(counted) - 1) + 1e-8)
-    return [
-        [(v - mean) * scale if c else 0.0 for v, c in zip(row, _tokens(sample), strict=True)]
-        for row, sample in zip(rows, samples, strict=True)
-    ]
+def _whitened(formula: Formula, returns_too: bool = False) -> Formula:
+    """The estimator whose advantages are those of `formula`, whitened over all tokens that count."""
+
+    def whitened(samples: Sequence[Sample], options: Options) -> Rows:
+        rows, tokens = formula(samples, options), [_tokens(sample) for sample in samples]
+        pairs = [list(zip(row, counts, strict=True)) for (row, _), counts in zip(rows, tokens, strict=True)]
+        counted = [value for pair in pairs for value, counts in pair if counts]
+        mean, scale = _mean(counted), _whitening(counted)
+        found = [[(value - mean) * scale if counts else 0.0 for value, counts in pair] for pair in pairs]
+        return [(row, row if returns_too else returns) for row, (_, returns) in zip(found, rows, strict=True)]
+
+    return whitened
+
+
+def _whitening(values: Sequence[float]) -> float:
+    """The factor that gives values the variance 1, by the unbiased variance + 1e-8; 1 for a single value."""
+    return 1.0 / math.sqrt(_std(values) ** 2 + 1e-8) if len(values) > 1 else 1.0
 
 
 def _grpo(samples: Sequence[Sample], options: Options) -> Rows:
@@ -166,15 +170,15 @@ def _grpo_value(
     return value
 
 
-def _part(name: str, sample: Sample) -> float:
-    return float(sample["reward_parts"].get(name, 0.0))
-
-
 def _gdpo(samples: Sequence[Sample], options: Options) -> Rows:
     """Each part of the reward by GRPO's rule, weighted, summed, and whitened."""
     names = sorted({name for sample in samples for name in sample["reward_parts"]})
     by_group = {**options, "scale_rewards": None}
-    values = {name: _grpo_value(samples, by_group, partial(_part, name)) for name in names}
+
+    def part(name: str) -> Callable[[Sample], float]:
+        return lambda sample: float(sample["reward_parts"].get(name, 0.0))
+
+    values = {name: _grpo_value(samples, by_group, part(name)) for name in names}
 
     def summed(sample: Sample, group: list[Sample]) -> float:
         total = 0.0
@@ -183,13 +187,12 @@ def _gdpo(samples: Sequence[Sample], options: Options) -> Rows:
             total += options["weight_of"](sample, name) * values[name](sample, having)
         return total
 
-    rows = [row for row, _ in _on_samples(samples, summed)]
     if options.get("whiten_over", "tokens") == "tokens":
-        return [(row, row) for row in _whitened(rows, samples)]
+        return _whitened(lambda samples, _: _on_samples(samples, summed), returns_too=True)(samples, options)
     groups = _groups(samples)
     sums = [summed(s, groups[int(s["group_index"])]) for s in samples if s["valid"]]
-    scale = 1.0 / math.sqrt(_std(sums) ** 2 + 1e-8) if len(sums) > 1 else 1.0
-    return _on_samples(samples, lambda sample, group: (summed(sample, group) - _mean(sums)) * scale)
+    mean, scale = _mean(sums), _whitening(sums)
+    return _on_samples(samples, lambda sample, group: (summed(sample, group) - mean) * scale)
 
 
 def _by_sample(value: SampleValue) -> Formula:
@@ -218,7 +221,7 @@ def _passk(sample: Sample, group: list[Sample], options: Options) -> float:
     return (scores[0] - scores[1]) / scale
 
 
-def _centred(sample: Sample, group: list[Sample]) -> float:
+def _centred(sample: Sample, group: list[Sample], options: Options) -> float:
     """The score minus the group's mean; of a sample that is alone the score."""
     return _score(sample) - _mean([_score(other) for other in group]) if len(group) > 1 else _score(sample)
 
@@ -235,7 +238,7 @@ def _gpg(samples: Sequence[Sample], options: Options) -> Rows:
         return max(scores) != min(scores) or (len(scores) == 1 and scores[0] != 0)
 
     alpha = len(scored) / max(sum(counts(sample) for sample in scored), 1)
-    return _on_samples(samples, lambda sample, group: alpha * _centred(sample, group) / options["f_norm"])
+    return _on_samples(samples, lambda sample, group: alpha * _centred(sample, group, options) / options["f_norm"])
 
 
 def _reinforce(samples: Sequence[Sample], options: Options) -> Rows:
@@ -251,18 +254,8 @@ def _remax(samples: Sequence[Sample], options: Options) -> Rows:
     return rows
 
 
-def _plus_plus(samples: Sequence[Sample], options: Options) -> Rows:
-    returns = [_to_go(sample, options["gamma"]) for sample in samples]
-    return list(zip(_whitened(returns, samples), returns, strict=True))
-
-
-def _plus_plus_baseline(samples: Sequence[Sample], options: Options) -> Rows:
-    rows = _whitened([row for row, _ in _on_samples(samples, _centred)], samples)
-    return [(row, row) for row in rows]
-
-
 def _gae(samples: Sequence[Sample], options: Options) -> Rows:
-    gamma, lam, rows, returns = options["gamma"], options["lam"], [], []
+    gamma, lam, rows = options["gamma"], options["lam"], []
     for sample in samples:
         rewards, values, counted = sample["token_level_rewards"].tolist(), sample["values"].tolist(), _tokens(sample)
         places = [t for t, c in enumerate(counted) if c]
@@ -273,9 +266,8 @@ def _gae(samples: Sequence[Sample], options: Options) -> Rows:
             running = rewards[t] + gamma * following - values[t] + gamma * lam * running
             following = values[t]
             row[t], back[t] = running, running + values[t]
-        rows.append(row)
-        returns.append(back)
-    return list(zip(_whitened(rows, samples), returns, strict=True))
+        rows.append((row, back))
+    return rows
 
 
 FORMULAS: dict[str, Formula] = {
@@ -289,9 +281,9 @@ FORMULAS: dict[str, Formula] = {
     "gpg": _gpg,
     "reinforce": _reinforce,
     "remax": _remax,
-    "reinforce_plus_plus": _plus_plus,
-    "reinforce_plus_plus_baseline": _plus_plus_baseline,
-    "gae": _gae,
+    "reinforce_plus_plus": _whitened(_reinforce),
+    "reinforce_plus_plus_baseline": _whitened(_by_sample(_centred), returns_too=True),
+    "gae": _whitened(_gae),
 }
 GLOBAL = ("gpg", "gdpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gae")
 """Estimators that need the whole step, on all ranks."""

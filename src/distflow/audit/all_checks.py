@@ -6,13 +6,18 @@ from distflow.audit.advantages import audit_advantages
 from distflow.audit.custom_functions import audit_custom_functions
 from distflow.audit.log_probs import audit_log_probs, audit_reference
 from distflow.audit.loss import audit_correction, audit_loss
-from distflow.audit.mini_batches import audit_each_sample_once, audit_mini_batches
-from distflow.audit.optimizer_step import audit_backward, audit_gradients, audit_learning_rates, audit_optimizer
 from distflow.audit.recorded_data import Check
-from distflow.audit.reward_functions import audit_reward_functions
-from distflow.audit.rewards import audit_kl_control, audit_rewards
+from distflow.audit.rewards import audit_kl_control, audit_reward_functions, audit_rewards
 from distflow.audit.sampled_tokens import audit_sampled_tokens
 from distflow.audit.samples import audit_groups, audit_masks, audit_responses
+from distflow.audit.updates import (
+    audit_backward,
+    audit_each_sample_once,
+    audit_gradients,
+    audit_learning_rates,
+    audit_mini_batches,
+    audit_optimizer,
+)
 from distflow.audit.weight_versions import audit_versions, audit_weights
 
 BEFORE: tuple[Check, ...] = (

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from distflow.algorithms.objective import PolicyObjective
-from distflow.audit.recorded_data import BUILTIN, RecordedStep, check, module_of
-from distflow.audit.recorder import UpdateRecord
+from distflow.audit.recorded_data import NOT_APPLICABLE, RecordedStep, check, is_builtin
 from distflow.data.batch import Batch
 
 GARBAGE, WIDTH, LIMIT = 1e3, 3, 1e-4
@@ -28,7 +27,7 @@ def audit_custom_functions(recorded: RecordedStep) -> str | None:
     """Findings are warnings, and the run continues: a user may have reasons to break these rules."""
     estimator, losses = _estimator(recorded), _losses(recorded)
     if estimator is None and losses is None:
-        return ""
+        return NOT_APPLICABLE
     findings = [*(estimator or ()), *(losses or ())]
     for message in findings:
         recorded.run.warn(message)
@@ -60,52 +59,47 @@ def _mixes_groups(recorded: RecordedStep) -> bool:
     groups = recorded.batch["group_index"].tolist()
     if node.contract.scope == "global" or len(set(groups)) < 2:
         return False
+
+    def advantages(batch: Batch) -> tuple[Tensor, ...]:
+        inputs = recorded.run.estimator(batch)
+        assert inputs is not None, "called only if there is one"
+        fn, positional, keyword = inputs
+        return _tensors(fn(*positional, **keyword), batch["response_mask"])
+
     rows = [row for row, group in enumerate(groups) if group == groups[0]]
     alone = recorded.batch.select(rows)
     length = alone["response_mask"].shape[1]
-    together = tuple(tensor[rows][:, :length] for tensor in _advantages(recorded, recorded.batch))
-    return not _equal(_advantages(recorded, alone), together)
-
-
-def _advantages(recorded: RecordedStep, batch: Batch) -> tuple[Tensor, ...]:
-    inputs = recorded.run.estimator(batch)
-    assert inputs is not None, "called only if there is one"
-    fn, positional, keyword = inputs
-    return _tensors(fn(*positional, **keyword), batch["response_mask"])
+    together = tuple(tensor[rows][:, :length] for tensor in advantages(recorded.batch))
+    return not _equal(advantages(alone), together)
 
 
 def _losses(recorded: RecordedStep) -> list[str] | None:
     """Findings about the user's loss; None if there is none with distflow's own signature."""
-    for update in recorded.updates_of("actor")[:1]:
-        if not isinstance(update.loss, PolicyObjective):
-            continue
-        loss = update.loss.policy_loss
-        if not module_of(loss.fn).startswith(BUILTIN) and not loss.returns_scalar:
-            return _loss(update, update.loss)
-    return None
-
-
-def _loss(update: UpdateRecord, objective: PolicyObjective) -> list[str]:
+    updates = recorded.updates_of("actor")
+    objective = updates[0].loss if updates else None
+    if not isinstance(objective, PolicyObjective):
+        return None
     fn: Callable[..., Any] = objective.policy_loss.fn
-    name, micro = f"the loss '{objective.policy_loss.name}'", update.micros[0]
-    uids = list(update.batch["uid"])
-    batch = update.batch.select([uids.index(uid) for uid in micro.uids])
+    loss, micro = objective.policy_loss, updates[0].micros[0]
+    if is_builtin(fn) or loss.returns_scalar:
+        return None
+    name, uids, whole = f"the loss '{loss.name}'", updates[0].uids, updates[0].batch
+    batch = whole.select([uids.index(uid) for uid in micro.uids])
     mask = batch["loss_mask"]
-    names = [*objective.policy_loss.reads, *(n for n in objective.policy_loss.optional if n in batch)]
+    names = [*loss.reads, *(name for name in loss.optional if name in batch)]
     fields = {name: batch[name] for name in names} | {"log_probs": micro.outputs["log_probs"]}
 
-    def call(positional: Sequence[object], keyword: Mapping[str, object]) -> tuple[Tensor, ...]:
+    def call(positional: Sequence[object], keyword: Mapping[str, Any]) -> tuple[Tensor, ...]:
         with torch.no_grad():
             return _tensors(fn(**keyword, **objective.options)[0], mask)
 
     found = _examine(name, call, ((), fields), mask, "losses of tokens inside it")
-    if "random" in found:
-        return list(found.values())
     gradient = micro.gradients.get("log_probs")
-    if gradient is not None and bool(((mask == 0) & (gradient != 0)).any()):
+    if gradient is None or "random" in found:
+        return list(found.values())
+    if bool(((mask == 0) & (gradient != 0)).any()):
         found["gradient"] = f"{name} sends a gradient to tokens outside the mask"
-    advantages = batch["advantages"] if "advantages" in batch else None  # noqa: SIM401  a batch is no dict
-    if gradient is not None and advantages is not None and not bool(gradient.any()) and bool((advantages * mask).any()):
+    if "advantages" in batch and not bool(gradient.any()) and bool((batch["advantages"] * mask).any()):
         found["no gradient"] = f"{name} sends no gradient to any token, though advantages are not 0"
     return list(found.values())
 
@@ -116,10 +110,8 @@ def _examine(name: str, call: Call, arguments: Arguments, mask: Tensor, result: 
     if not all(bool(tensor[:, : mask.shape[1]][mask > 0].isfinite().all()) for tensor in found):
         findings["not finite"] = f"{name} gives non-finite numbers on tokens of the policy"
     if not _equal(found, call(*arguments)):
-        findings["random"] = (
-            f"{name} is not deterministic: a second call with the same arguments gives other {result}; it cannot be "
-            "audited"
-        )
+        what = f"a second call with the same arguments gives other {result}"
+        findings["random"] = f"{name} is not deterministic: {what}; it cannot be audited"
     elif not _equal(found, _widened(call, arguments, mask)):
         findings["outside"] = (
             f"{name} reads outside the mask: with other numbers after the responses' last tokens it gives other "
@@ -136,15 +128,12 @@ def _widened(call: Call, arguments: Arguments, mask: Tensor) -> tuple[Tensor, ..
             return value
         if is_mask or not value.is_floating_point():
             return torch.nn.functional.pad(value, (0, WIDTH))
-        outside = torch.where(mask > 0, value, torch.full_like(value, GARBAGE))
+        outside = torch.where(mask > 0, value, GARBAGE)
         return torch.nn.functional.pad(outside, (0, WIDTH), value=GARBAGE)
 
     def masks(value: object) -> bool:
-        return (
-            isinstance(value, Tensor)
-            and bool(((value == 0) | (value == 1)).all())
-            and bool(((value > 0) <= (mask > 0)).all())
-        )
+        is_binary = isinstance(value, Tensor) and bool(((value == 0) | (value == 1)).all())
+        return isinstance(value, Tensor) and is_binary and bool(((value > 0) <= (mask > 0)).all())
 
     positional, keyword = arguments
     found = call(
@@ -163,10 +152,8 @@ def _tensors(output: object, mask: Tensor) -> tuple[Tensor, ...]:
     tensors = tuple(value for value in values if isinstance(value, Tensor) and value.dim() == 2)
     if not tensors:
         raise ValueError("it returned no tensor (bs, response_length)")
-    widened = [torch.nn.functional.pad(mask, (0, tensor.shape[1] - mask.shape[1])) for tensor in tensors]
-    return tuple(
-        torch.where(own > 0, tensor, torch.zeros_like(tensor)) for own, tensor in zip(widened, tensors, strict=True)
-    )
+    inside = [torch.nn.functional.pad(mask, (0, tensor.shape[1] - mask.shape[1])) > 0 for tensor in tensors]
+    return tuple(torch.where(own, tensor, 0) for own, tensor in zip(inside, tensors, strict=True))
 
 
 def _equal(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:

@@ -5,19 +5,20 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from distflow.audit.model_forward import (
+    MAX_LOGITS,
     Ids,
     PlainScores,
-    fits,
     log_probs_of,
     logits_of,
+    model_of,
     plain_scores,
     plainly,
     vocabulary_of,
 )
-from distflow.audit.recorded_data import RecordedStep, Sample, Wrong, check, doubles
+from distflow.audit.recorded_data import NOT_APPLICABLE, RecordedStep, Sample, Wrong, check, doubles
 from distflow.audit.recorder import OpenEngine, UpdateRecord
 from distflow.config.derived_settings import is_rl
 
@@ -40,34 +41,45 @@ T = TypeVar("T")
 )
 def audit_log_probs(recorded: RecordedStep) -> str | None:
     if not any(recorded.is_written(column) for column in ("old_log_probs", "ref_log_prob", "values")):
-        return ""
+        return NOT_APPLICABLE
     chosen = audited_samples(recorded)
     if not chosen:
         return "no sample is short enough to hold the logits of all its tokens"
     resources = recorded.run.resources
     own = "prox_log_probs" if recorded.is_written("prox_log_probs") else "old_log_probs"
-    theirs = recorded.is_written("prox_alpha") or recorded.config.algorithm.recompute_old_log_probs == "false"
-    if theirs and recorded.is_ours("old_log_probs") and own == "old_log_probs":
-        _is_the_engines(recorded)
-    elif own in recorded.batch and not recorded.run.is_exact and recorded.is_ours(own) and _copied(recorded, own):
-        raise Wrong(f"{own} are the engine's, bit for bit: they were copied, not computed by the trainer")
+    of_engine = own == "old_log_probs" and (
+        recorded.is_written("prox_alpha") or recorded.config.algorithm.recompute_old_log_probs == "false"
+    )
+    if of_engine and recorded.is_ours(own):
+        for sample in recorded.samples:
+            if not torch.equal(sample["old_log_probs"], sample["rollout_log_probs"]):
+                raise Wrong(f"old_log_probs of sample {sample['uid']} must be the engine's, according to the config")
+    elif own in recorded.batch and not recorded.run.is_exact and recorded.is_ours(own):
+        ours = recorded.batch.flat(own)  # in low precision, engine and trainer never round alike over a whole step
+        if len(ours) >= 50 and torch.equal(ours, recorded.batch.flat("rollout_log_probs")):
+            raise Wrong(f"{own} are the engine's, bit for bit: they were copied, not computed by the trainer")
+    actor, reference, critic = resources.actor, resources.ref, resources.critic
     passed = []
-    if isinstance(resources.actor, OpenEngine):
-        recorded.plain |= policy_scores(recorded, resources.actor, chosen)
-        if own not in recorded.batch or (theirs and own == "old_log_probs"):
-            passed.append("the input of the loss, which the check of the loss compares")
+    if isinstance(actor, OpenEngine):
+        recorded.plain |= policy_scores(recorded, actor, chosen)
+        if own not in recorded.batch or of_engine:
+            passed.append(own)  # the check of the loss compares it, as the input of the loss
         elif recorded.is_ours(own):
             for sample in chosen:
                 _same(recorded, sample, own, recorded.plain[sample["uid"]].log_probs)
             passed.append(own)
-    if isinstance(getattr(resources.ref, "model", None), nn.Module) and recorded.is_ours("ref_log_prob"):
+    if model_of(reference) is not None and recorded.is_ours("ref_log_prob"):
         _check_reference(recorded, chosen)
         passed.append("ref_log_prob")
-    if isinstance(resources.critic, OpenEngine) and recorded.is_ours("values"):
-        values = forward_samples(recorded, resources.critic, chosen, lambda values, _: values[:, 0])
+    if isinstance(critic, OpenEngine) and recorded.is_ours("values"):
+        values = forward_samples(recorded, critic, chosen, lambda values, _: values[:, 0])
         for sample, expected in zip(chosen, values, strict=True):
             _same(recorded, sample, "values", expected)
         passed.append("values")
+    engines = {own: actor, "ref_log_prob": reference, "values": critic}
+    hidden = [name for name in engines if engines[name] is not None and recorded.is_ours(name) and name not in passed]
+    if hidden:
+        return f"the model that computes {', '.join(hidden)} is not exposed"
     return None if passed else "no built-in node scores with a model that is exposed"
 
 
@@ -79,9 +91,16 @@ def audit_log_probs(recorded: RecordedStep) -> str | None:
 )
 def audit_reference(recorded: RecordedStep) -> str | None:
     reference = recorded.run.resources.ref
-    if not isinstance(getattr(reference, "model", None), nn.Module):
-        return "" if reference is None else "the reference's model is not exposed"
-    now = _on_fixed_tokens(recorded, reference)
+    model = model_of(reference)
+    if model is None:
+        return NOT_APPLICABLE if reference is None else "the reference's model is not exposed"
+    size = vocabulary_of(model)  # the tokens are spread over the vocabulary
+    ids = torch.tensor([[(STRIDE * i + row) % size for i in range(NUM_TOKENS)] for row in range(NUM_ROWS)])
+    samples = [{"prompt_ids": row[:1], "response_ids": row[1:]} for row in ids]
+    scores = forward_samples(
+        recorded, reference, samples, lambda logits, own: log_probs_of(logits, ids_of(own)[1], 1.0)
+    )
+    now = torch.cat(scores)
     then = recorded.run.state.setdefault("reference", now.tolist())
     gap = float((now - torch.tensor(then, dtype=torch.float64)).abs().mean())
     limit = recorded.limit(REFERENCE_EXACT, REFERENCE_ROUNDED)
@@ -95,17 +114,19 @@ def audit_reference(recorded: RecordedStep) -> str | None:
 
 def audited_samples(recorded: RecordedStep) -> list[Sample]:
     """A few samples, with a small share of the step's tokens."""
-    model = getattr(recorded.run.resources.actor, "model", None)
+    model = model_of(recorded.run.resources.actor)
+    if model is None:
+        return []
     total = sum(len(sample["response_ids"]) + len(sample["prompt_ids"]) for sample in recorded.samples)
     chosen: list[Sample] = []
     num_tokens = entries = 0
     for sample in recorded.some_samples(MOST):
         length = len(sample["response_ids"]) + len(sample["prompt_ids"])
         num_tokens += length
-        entries += len(sample["response_ids"]) * (vocabulary_of(model) if isinstance(model, nn.Module) else 0)
+        entries += len(sample["response_ids"]) * vocabulary_of(model)
         if (len(chosen) >= LEAST and num_tokens > SHARE * total) or (chosen and entries > MOST_ENTRIES):
             break
-        if isinstance(model, nn.Module) and len(sample["response_ids"]) and fits(model, length):
+        if len(sample["response_ids"]) and length * vocabulary_of(model) <= MAX_LOGITS:
             chosen.append(sample)
     return chosen
 
@@ -117,10 +138,8 @@ def forward_samples(
     score: Callable[[Tensor, Sample], T],
     dtype: torch.dtype | None = None,
 ) -> list[T]:
-    """`score(logits, sample)` of each sample, by the own forward of the engine's model, without gradient.
-
-    dtype: to compute in; None is the engine's.
-    """
+    """`score(logits, sample)` of each sample, by the own forward of the engine's model, without gradient. dtype: to
+    compute in; None is the engine's."""
     adapter = not getattr(engine, "without_adapter", False)
     with torch.no_grad(), plainly(engine.model, adapter=adapter, compute_dtype=dtype or dtype_of(engine)):
         logits = logits_of(recorded.run.turns.run, engine.model, [ids_of(sample) for sample in samples])
@@ -164,19 +183,6 @@ def is_beyond(gap: Tensor, limits: tuple[float, float]) -> bool:
     return bool(len(gap)) and not (float(gap.mean()) <= limits[0] and float(gap.max()) <= limits[1])
 
 
-def _is_the_engines(recorded: RecordedStep) -> None:
-    """For configs in which nothing scores a step before its update."""
-    for sample in recorded.samples:
-        if not torch.equal(sample["old_log_probs"], sample["rollout_log_probs"]):
-            raise Wrong(f"old_log_probs of sample {sample['uid']} must be the engine's, according to the config")
-
-
-def _copied(recorded: RecordedStep, own: str) -> bool:
-    """In low precision, engine and trainer never round alike over a whole step."""
-    ours, theirs = recorded.batch.flat(own), recorded.batch.flat("rollout_log_probs")
-    return len(ours) >= 50 and torch.equal(ours, theirs)
-
-
 def _check_reference(recorded: RecordedStep, chosen: Sequence[Sample]) -> None:
     def log_probs(logits: Tensor, sample: Sample) -> Tensor:
         temperature = recorded.sampling(sample).temperature if is_rl(recorded.config) else 1.0
@@ -205,15 +211,3 @@ def _same(recorded: RecordedStep, sample: Sample, column: str, expected: Tensor)
             f"temperature (limits {limits[0]:g}, {limits[1]:g}): a shift, another temperature, another model, or "
             "packed sequences that see each other"
         )
-
-
-def _on_fixed_tokens(recorded: RecordedStep, reference: Any) -> Tensor:
-    """Log-probs of tokens spread over the vocabulary, float64."""
-    size = vocabulary_of(reference.model)
-    ids = torch.tensor([[(STRIDE * i + row) % size for i in range(NUM_TOKENS)] for row in range(NUM_ROWS)])
-    samples = [{"prompt_ids": row[:1], "response_ids": row[1:]} for row in ids]
-
-    def log_probs(logits: Tensor, sample: Sample) -> Tensor:
-        return log_probs_of(logits, ids_of(sample)[1], 1.0)
-
-    return torch.cat(forward_samples(recorded, reference, samples, log_probs))

@@ -9,8 +9,17 @@ from torch import Tensor
 
 from distflow.algorithms.objective import PolicyObjective
 from distflow.audit.model_forward import PlainScores
-from distflow.audit.policy_losses import FORMULAS, Tokens, importance_weights, ratio_to
-from distflow.audit.recorded_data import BUILTIN, RecordedStep, Sample, Wrong, check, check_tokens, doubles, module_of
+from distflow.audit.policy_losses import FORMULAS, Tokens, importance_weights, may_be_selected, ratio_to
+from distflow.audit.recorded_data import (
+    NOT_APPLICABLE,
+    RecordedStep,
+    Sample,
+    Wrong,
+    check,
+    check_tokens,
+    doubles,
+    is_builtin,
+)
 from distflow.audit.recorder import UpdateRecord
 from distflow.audit.rewards import kl
 from distflow.config import Config
@@ -30,6 +39,7 @@ COLUMNS = (
     "returns",
     "rollout_is_weights",
     "rollout_log_probs",
+    "selected_tokens",
     "versions",
 )
 Outputs = Mapping[str, Tensor]
@@ -62,7 +72,7 @@ class MiniBatch:
 def audit_correction(recorded: RecordedStep) -> str | None:
     settings = recorded.config.algorithm.rollout_correction
     if "rollout_is_weights" not in recorded.batch:
-        return ""
+        return NOT_APPLICABLE
     if not recorded.is_ours("rollout_is_weights"):
         return "a user's node writes the weights"
     if settings.rollout_is_batch_normalize:
@@ -90,32 +100,58 @@ def audit_correction(recorded: RecordedStep) -> str | None:
     "loss",
     "the loss of each mini-batch is the sum of its terms, and its gradient by each token's log-prob, entropy and value "
     "is that of the config's formulas: mask, sign, mean, coefficient, clip",
-    needs="a built-in loss with a formula in the auditor; one rank",
+    needs="a built-in loss; one rank; of the tokens that `clip_cov` draws their number and covariance are checked",
     limit=f"{LIMIT:g} relative",
 )
 def audit_loss(recorded: RecordedStep) -> str | None:
     if recorded.run.num_ranks > 1:
         return "a mini-batch is divided over several ranks"
-    seen, why, tokens = 0, "no update was recorded", 0
+    _check_selection(recorded)
+    seen = tokens = 0
+    why_not = None if recorded.updates else "no update was recorded"
     for update in recorded.updates:
         if update.metrics.get("skipped"):
-            why = "the update was skipped"
             continue
         tokens += int(update.batch.lengths("response").sum())
         if seen and tokens > MOST_TOKENS:
             break
         batch = _mini_batch(recorded, update)
         if update.role == "actor":
-            _ratio_is_one(recorded, batch)
-            first = update is recorded.updates_of("actor")[0]
-            _same_outputs(recorded, batch, recorded.plain if first else update.plain)
+            steps = recorded.updates_of("actor")
+            num_taken = sum(not step.metrics.get("empty") for step in steps)
+            if num_taken > 1 and recorded.is_written("old_log_probs") and "old_log_probs" not in batch.columns:
+                raise Wrong(
+                    f"the policy took {num_taken} optimizer steps, but its ratio is taken to be 1 in all of them: "
+                    "nothing computed old_log_probs before the first"
+                )
+            _same_outputs(recorded, batch, recorded.plain if update is steps[0] else update.plain)
         total = _formula(recorded, update)
         if isinstance(total, str):
-            why = total
+            why_not = total
             continue
         _check_update(update, batch, total)
         seen += 1
-    return None if seen else why
+    return why_not if seen or why_not else "the update was skipped"
+
+
+def _check_selection(recorded: RecordedStep) -> None:
+    """Clip-Cov and KL-Cov select tokens by the covariance of advantage and log-prob over the step."""
+    actor, samples = recorded.config.actor_rollout_ref.actor, recorded.samples
+    if not samples or "selected_tokens" not in recorded.batch or not recorded.is_ours("selected_tokens"):
+        return
+    counted = torch.cat([sample["loss_mask"] > 0 for sample in samples])
+    names = ("selected_tokens", "advantages", "old_log_probs")
+    selected, *parts = (torch.cat([doubles(sample[name]) for sample in samples])[counted] for name in names)
+    covariance = torch.stack([part - part.mean() for part in parts]).prod(0)
+    if not len(selected) or not bool(covariance.isfinite().all()):
+        return
+    allowed, count = may_be_selected(actor.policy_loss, covariance, actor.policy_loss_kwargs)
+    if int(selected.sum()) != count or bool((selected > 0)[~allowed].any()):
+        raise Wrong(
+            f"{actor.policy_loss} must select {count} of the step's {len(selected)} tokens, of {int(allowed.sum())} "
+            f"with such a covariance, but selected {int(selected.sum())}, {int((selected > 0)[~allowed].sum())} of "
+            "them others"
+        )
 
 
 def _formula(recorded: RecordedStep, update: UpdateRecord) -> Total | str:
@@ -125,10 +161,10 @@ def _formula(recorded: RecordedStep, update: UpdateRecord) -> Total | str:
         return lambda batch, outputs: _value_loss(config, batch, outputs)
     if not is_rl(config):
         return lambda batch, outputs: aggregate(-outputs["log_probs"][batch.counted], batch, "token-mean", 1.0)
-    name = config.actor_rollout_ref.actor.policy_loss
-    if not isinstance(update.loss, PolicyObjective) or not module_of(update.loss.policy_loss.fn).startswith(BUILTIN):
-        return f"the loss '{name}' is the user's"
     actor = config.actor_rollout_ref.actor
+    name = actor.policy_loss
+    if not isinstance(update.loss, PolicyObjective) or not is_builtin(update.loss.policy_loss.fn):
+        return f"the loss '{name}' is the user's"
     if actor.off_policy_mask_threshold is not None or actor.policy_loss_kwargs.get("rejection_sampling"):
         return "the auditor has no formula for the off-policy sequence mask and AReaL's rejection"
     if name not in FORMULAS:
@@ -136,29 +172,18 @@ def _formula(recorded: RecordedStep, update: UpdateRecord) -> Total | str:
     return lambda batch, outputs: _policy_loss(recorded, batch, outputs)
 
 
-def _ratio_is_one(recorded: RecordedStep, batch: MiniBatch) -> None:
-    """Without old log-probs the loss uses the current ones, which is right in the first optimizer step only."""
-    steps = [update for update in recorded.updates_of("actor") if not update.metrics.get("empty")]
-    derived = recorded.is_written("old_log_probs") and "old_log_probs" not in batch.columns
-    if derived and len(steps) > 1:
-        raise Wrong(
-            f"the policy took {len(steps)} optimizer steps, but its ratio is taken to be 1 in all of them: nothing "
-            "computed old_log_probs before the first"
-        )
-
-
 def _check_update(update: UpdateRecord, batch: MiniBatch, total: Total) -> None:
     if not len(batch.sample):
         return
     loss, expected = _derived(total, batch, 0.0)
+    # If the formula has a kink or jumps within rounding of a token's log-prob, either side may be right.
+    (high, above), (low, below) = _derived(total, batch, KINK), _derived(total, batch, -KINK)
     found = float(update.metrics["loss"])
-    if not abs(found - loss) <= LIMIT * abs(loss) + FLOOR * 10:
+    if not abs(found - loss) <= abs(high - low) + LIMIT * abs(loss) + FLOOR * 10:
         raise Wrong(
             f"the loss of a mini-batch of the {update.role} is {found:.6g}, but the sum of its terms by the config "
             f"is {loss:.6g}"
         )
-    # If the formula has a kink within rounding of a token's log-prob, either side may be right.
-    (_, above), (_, below) = _derived(total, batch, KINK), _derived(total, batch, -KINK)
     for name in update.loss.outputs:
         slack = (above[name] - below[name]).abs() + LIMIT * expected[name].abs() + FLOOR * expected[name].abs().max()
         wrong = ~((batch.gradients[name] - expected[name]).abs() <= slack)
@@ -187,9 +212,8 @@ def _derived(total: Total, batch: MiniBatch, moved: float) -> tuple[float, dict[
     loss = total(batch, leaves)
     if not loss.requires_grad:
         return float(loss), {name: torch.zeros_like(leaf) for name, leaf in leaves.items()}
-    found = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
-    pairs = zip(leaves.items(), found, strict=True)
-    return float(loss.detach()), {name: torch.zeros_like(leaf) if g is None else g for (name, leaf), g in pairs}
+    found = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True, materialize_grads=True)
+    return float(loss.detach()), dict(zip(leaves, found, strict=True))
 
 
 def _message(update: UpdateRecord, name: str, batch: MiniBatch, expected: Tensor, place: int) -> str:
@@ -222,13 +246,12 @@ def _mini_batch(recorded: RecordedStep, update: UpdateRecord) -> MiniBatch:
     lengths = [len(sample["response_ids"]) for sample in samples]
     outputs: dict[str, list[Tensor]] = {name: [] for name in update.loss.outputs}
     gradients: dict[str, list[Tensor]] = {name: [] for name in update.loss.outputs}
-    of_all = iter(lengths)
     for micro in update.micros:
-        for place, length in zip(range(len(micro.uids)), of_all):  # noqa: B905  the iterator of lengths continues with the next one
-            for name, rows in micro.outputs.items():
-                came_back = micro.gradients.get(name, torch.zeros_like(rows))
-                outputs[name].append(rows[place, :length])
-                gradients[name].append(came_back[place, :length])
+        own = [len(known[uid]["response_ids"]) for uid in micro.uids]
+        for name, rows in micro.outputs.items():
+            came_back = micro.gradients.get(name, torch.zeros_like(rows))
+            outputs[name] += [row[:length] for row, length in zip(rows, own, strict=True)]
+            gradients[name] += [row[:length] for row, length in zip(came_back, own, strict=True)]
     present = [name for name in COLUMNS if samples and name in samples[0]]
     columns = {name: _flat([sample[name] for sample in samples]) for name in present}
     if samples and "token_level_scores" in samples[0]:
@@ -250,8 +273,7 @@ def _flat(parts: Sequence[Tensor]) -> Tensor:
 
 def _policy_loss(recorded: RecordedStep, batch: MiniBatch, outputs: Outputs) -> Tensor:
     config = recorded.config
-    actor = config.actor_rollout_ref.actor
-    counted = batch.counted
+    actor, counted = config.actor_rollout_ref.actor, batch.counted
     if not bool(counted.any()):
         return torch.zeros((), dtype=torch.float64)
     columns = {name: column[counted] for name, column in batch.columns.items()}
@@ -278,19 +300,19 @@ def _kl(difference: Tensor, kind: str) -> Tensor:
 
 
 def _value_loss(config: Config, batch: MiniBatch, outputs: Outputs) -> Tensor:
+    """Half the square of the error, or Huber's loss, which grows by its slope beyond `huber_delta`."""
     now, reach = outputs["values"][batch.counted], config.critic.cliprange_value
     old, returns = batch.columns["values"][batch.counted], batch.columns["returns"][batch.counted]
-    near = now.clamp(old - reach, old + reach)
-    loss = torch.maximum(_distance(config, now - returns), _distance(config, near - returns))
-    return aggregate(loss, batch, config.critic.loss_agg_mode, _scale(config))
-
-
-def _distance(config: Config, error: Tensor) -> Tensor:
-    """Half the square; Huber's grows by its slope beyond `huber_delta`."""
-    if config.critic.value_loss == "mse":
-        return error**2 / 2
     bound = config.critic.huber_delta
-    return torch.where(error.abs() <= bound, error**2 / 2, bound * (error.abs() - bound / 2))
+
+    def distance(error: Tensor) -> Tensor:
+        half = error**2 / 2
+        if config.critic.value_loss == "mse":
+            return half
+        return torch.where(error.abs() <= bound, half, bound * (error.abs() - bound / 2))
+
+    loss = torch.maximum(distance(now - returns), distance(now.clamp(old - reach, old + reach) - returns))
+    return aggregate(loss, batch, config.critic.loss_agg_mode, _scale(config))
 
 
 def _scale(config: Config) -> float:

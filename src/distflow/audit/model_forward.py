@@ -85,9 +85,10 @@ def logits_of(run: Run, model: nn.Module, sequences: Sequence[Ids]) -> Iterator[
             yield row[len(prompt) - 1 : len(prompt) + len(response) - 1].float()
 
 
-def fits(model: nn.Module, num_tokens: int) -> bool:
-    """Whether `MAX_LOGITS` allows a sequence of that length."""
-    return num_tokens * vocabulary_of(model) <= MAX_LOGITS
+def model_of(engine: object) -> nn.Module | None:
+    """The model that an engine exposes; None if it exposes none."""
+    model = getattr(engine, "model", None)
+    return model if isinstance(model, nn.Module) else None
 
 
 def vocabulary_of(model: nn.Module) -> int:
@@ -193,16 +194,17 @@ class Turns:
         Raises RuntimeError if another rank failed and does not take part.
         """
         if model not in self._spread:
-            found = torch.autograd.grad(loss(), weights, allow_unused=True)
-            return [torch.zeros_like(w) if g is None else g.detach() for w, g in zip(weights, found, strict=True)]
+            return list(torch.autograd.grad(loss(), weights, allow_unused=True, materialize_grads=True))
         if not self._wait_for(2 * self._spread.index(model) + 2):
             raise RuntimeError("another rank failed in this check")
-        with _without_gradients(model):
+        gradients = {parameter: parameter.grad for parameter in model.parameters()}
+        try:
+            model.zero_grad(set_to_none=True)
             loss().backward()
             return [torch.zeros_like(own_part(w)) if w.grad is None else own_part(w.grad) for w in weights]
-
-    def is_spread(self, model: nn.Module) -> bool:
-        return model in self._spread
+        finally:
+            for parameter, gradient in gradients.items():
+                parameter.grad = gradient
 
     def finish(self) -> None:
         """This rank has no more passes: take part in those of other ranks until they have none."""
@@ -218,21 +220,7 @@ class Turns:
             if turn == wanted:
                 return num_takers == self._group.size
             if turn % 2:
-                self._lend(self._spread[turn // 2])
-
-    def _lend(self, model: nn.Module) -> None:
-        token = torch.zeros(1, 1, dtype=torch.int64, device=next(model.parameters()).device)
-        with plainly(model), torch.no_grad():
-            model(input_ids=token, use_cache=False)
-
-
-@contextmanager
-def _without_gradients(model: nn.Module) -> Iterator[None]:
-    """Inside, the model starts without gradients; afterwards it has its old ones."""
-    gradients = {parameter: parameter.grad for parameter in model.parameters()}
-    try:
-        model.zero_grad(set_to_none=True)
-        yield
-    finally:
-        for parameter, gradient in gradients.items():
-            parameter.grad = gradient
+                model = self._spread[turn // 2]
+                token = torch.zeros(1, 1, dtype=torch.int64, device=next(model.parameters()).device)
+                with plainly(model), torch.no_grad():
+                    model(input_ids=token, use_cache=False)

@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distflow.config.keys.algorithm import RolloutCorrectionConfig
-
 Options = Mapping[str, Any]
 
 
@@ -62,7 +60,7 @@ def importance_weights(gap: Tensor, threshold: float | tuple[float, float]) -> T
     raw = gap.clamp(-20, 20).exp()
     if not isinstance(threshold, tuple):
         return raw.clamp(max=threshold)
-    return torch.where((raw > threshold[1]) | (raw < threshold[0]), torch.zeros_like(raw), raw)
+    return torch.where((raw > threshold[1]) | (raw < threshold[0]), 0.0, raw)
 
 
 def clipped(ratio: Tensor, advantages: Tensor, options: Options, dual: bool) -> Tensor:
@@ -75,17 +73,23 @@ def clipped(ratio: Tensor, advantages: Tensor, options: Options, dual: bool) -> 
     return loss
 
 
-def _vanilla(tokens: Tokens, options: Options) -> Tensor:
-    return clipped(ratio_to(tokens.now, tokens.old), tokens.advantages, options, dual=True)
-
-
 def _decoupled(tokens: Tokens, options: Options) -> Tensor:
-    recomputes = options["prox"] == "recompute"
-    prox = tokens.columns["prox_log_probs"] if recomputes else _interpolated(tokens, options["step"])
+    prox = tokens.columns.get("prox_log_probs")
+    if options["prox"] != "recompute":
+        # At the position of the step's version between the token's version and the next.
+        versions = tokens.columns["versions"]
+        share = (options["step"] - versions) / (options["step"] + 1 - versions)
+        prox = (1 - share) * tokens.old + share * tokens.now.detach()
+    assert prox is not None, "a column if it is recomputed"
     loss = clipped(ratio_to(tokens.now, prox), tokens.advantages, options, dual=True)
-    if options["correction"].rollout_is is not None:
-        # With recomputed log-probs the weights are a column, as for every loss.
-        return loss if recomputes else loss * _corrected(tokens, prox, options["correction"])
+    level, threshold = options["correction"].rollout_is, options["correction"].rollout_is_threshold
+    if level is not None:
+        if options["prox"] == "recompute":
+            return loss  # the weights are a column, as for every loss
+        gap = prox - tokens.columns["rollout_log_probs"]
+        if level != "token":
+            gap = tokens.mean(gap) if level == "geometric" else tokens.sum(gap)
+        return loss * importance_weights(gap, threshold)
     mode, cap = options.get("behav_imp_weight_mode", "mask"), options.get("behav_imp_weight_cap", 5.0)
     if mode == "disabled":
         return loss
@@ -93,21 +97,6 @@ def _decoupled(tokens: Tokens, options: Options) -> Tensor:
     if cap is not None:
         weight = torch.where(weight > cap, 0.0 if mode == "mask" else cap, weight)
     return weight * loss
-
-
-def _interpolated(tokens: Tokens, step: int) -> Tensor:
-    """Between the engine's log-prob and the current one, at the position of the step's version between the token's
-    version and the next."""
-    versions = tokens.columns["versions"]
-    share = (step - versions) / (step + 1 - versions)
-    return (1 - share) * tokens.old + share * tokens.now.detach()
-
-
-def _corrected(tokens: Tokens, prox: Tensor, correction: RolloutCorrectionConfig) -> Tensor:
-    gap = prox - tokens.columns["rollout_log_probs"]
-    if correction.rollout_is != "token":
-        gap = tokens.mean(gap) if correction.rollout_is == "geometric" else tokens.sum(gap)
-    return importance_weights(gap, correction.rollout_is_threshold)
 
 
 def _gspo(tokens: Tokens, options: Options) -> Tensor:
@@ -123,10 +112,6 @@ def _cispo(tokens: Tokens, options: Options) -> Tensor:
     return -ratio.clamp(least, 1 + high) * tokens.advantages * tokens.now
 
 
-def _gpg(tokens: Tokens, options: Options) -> Tensor:
-    return -tokens.advantages * tokens.now
-
-
 def _sapo(tokens: Tokens, options: Options) -> Tensor:
     positive, negative = float(options.get("tau_pos", 1.0)), float(options.get("tau_neg", 1.05))
     tau = torch.where(tokens.advantages > 0, positive, negative).double()
@@ -139,14 +124,14 @@ def _topr(tokens: Tokens, options: Options) -> Tensor:
     if options.get("ratio_level", "token") == "sequence":
         ratio = tokens.sum(tokens.now.detach() - tokens.old).clamp(-20, 20).exp()
     ratio = ratio.clamp(0, 1)
-    return -torch.where(good, torch.ones_like(ratio), ratio) * tokens.advantages * tokens.now
+    return -torch.where(good, 1.0, ratio) * tokens.advantages * tokens.now
 
 
 def _gmpo(tokens: Tokens, options: Options) -> Tensor:
     low, high = bounds(options)
     difference, advantages = (tokens.now - tokens.old), tokens.advantages
     pessimistic = torch.where(advantages > 0, difference.clamp(max=high), difference.clamp(min=-low))
-    pessimistic = torch.where(advantages == 0, torch.zeros_like(pessimistic), pessimistic)
+    pessimistic = torch.where(advantages == 0, 0.0, pessimistic)
     return -tokens.mean(advantages) * tokens.mean(pessimistic).exp()
 
 
@@ -158,17 +143,75 @@ def _cpgd(tokens: Tokens, options: Options) -> Tensor:
     return -clamped * tokens.advantages + float(options.get("policy_drift_coeff", 0.0)) * drift * tokens.now
 
 
+def _dppo(tokens: Tokens, options: Options, beyond: Callable[[Tensor, Tensor, float], Tensor]) -> Tensor:
+    """No gradient where the token's probability has moved beyond the bound in the direction of its advantage; else the
+    truncated ratio as a weight (arXiv:2602.04879). beyond: of (new probability, old probability, bound)."""
+    low, high = bounds(options)
+    policy, old = tokens.now.detach().clamp(max=0.0).exp(), tokens.old.clamp(max=0.0).exp()
+    out = torch.where(
+        tokens.advantages > 0, (policy > old) & beyond(policy, old, high), (policy < old) & beyond(policy, old, low)
+    )
+    weight = ratio_to(tokens.now.detach(), tokens.old)
+    if options["clip_ratio_c"] is not None:
+        weight = weight.clamp(max=options["clip_ratio_c"])
+    return -torch.where(out, 0.0, weight) * tokens.advantages * tokens.now
+
+
+def _dppo_tv(tokens: Tokens, options: Options) -> Tensor:
+    """Divergence: total variation of the distributions of {this token, any other}."""
+    return _dppo(tokens, options, lambda policy, old, bound: (policy - old).abs() > bound)
+
+
+def _dppo_kl(tokens: Tokens, options: Options) -> Tensor:
+    """Divergence: KL(old ‖ new) of the distributions of {this token, any other}."""
+
+    def beyond(policy: Tensor, old: Tensor, bound: float) -> Tensor:
+        p, q = (mass.clamp(1e-9, 1 - 1e-8) for mass in (old, policy))
+        return p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log() > bound
+
+    return _dppo(tokens, options, beyond)
+
+
+def _dro(tokens: Tokens, options: Options) -> Tensor:
+    pull = float(options.get("beta", 0.1)) / 2 * (tokens.now - tokens.old) ** 2
+    return pull - tokens.advantages * tokens.now
+
+
+def _clip_cov(tokens: Tokens, options: Options) -> Tensor:
+    loss = clipped(ratio_to(tokens.now, tokens.old), tokens.advantages, options, dual=False)
+    return torch.where(tokens.columns["selected_tokens"] > 0, 0.0, loss)
+
+
+def _kl_cov(tokens: Tokens, options: Options) -> Tensor:
+    pull = float(options.get("ppo_kl_coef", 1.0)) * (tokens.now - tokens.old).clamp(-20, 20).abs()
+    loss = -tokens.advantages * ratio_to(tokens.now, tokens.old)
+    return torch.where(tokens.columns["selected_tokens"] > 0, loss + pull, loss)
+
+
+def may_be_selected(name: str, covariance: Tensor, options: Options) -> tuple[Tensor, int]:
+    """Which tokens Clip-Cov or KL-Cov may select by their covariance, and how many it must (arXiv:2505.22617). Clip-Cov
+    selects at random among the tokens within its bounds, so which of them it selects is not checked."""
+    count = max(int(float(options.get(f"{name}_ratio", 0.0002)) * len(covariance)), 1)
+    if name == "kl_cov":
+        return covariance >= covariance.sort(descending=True).values[count - 1], count
+    low, high = float(options.get("clip_cov_lb", 1.0)), float(options.get("clip_cov_ub", 5.0))
+    within = (covariance > low) & (covariance < high)
+    return within, min(count, int(within.sum()))
+
+
 FORMULAS: dict[str, Formula] = {
-    "vanilla": _vanilla,
+    "vanilla": lambda tokens, options: clipped(ratio_to(tokens.now, tokens.old), tokens.advantages, options, dual=True),
     "decoupled": _decoupled,
     "gspo": _gspo,
     "cispo": _cispo,
-    "gpg": _gpg,
+    "gpg": lambda tokens, options: -tokens.advantages * tokens.now,
     "sapo": _sapo,
     "topr": _topr,
     "gmpo": _gmpo,
     "cpgd": _cpgd,
+    "dppo_tv": _dppo_tv,
+    "dppo_kl": _dppo_kl,
+    "dro": _dro,
+    "clip_cov": _clip_cov,
+    "kl_cov": _kl_cov,
 }
-
-WITHOUT_FORMULA = ("dppo_tv", "dppo_kl", "dro", "clip_cov", "kl_cov")
-"""Built-in losses that are not computed again: the audit of a run with one of them says so."""

@@ -29,7 +29,8 @@ from distflow.runtime.spec import Spec
 from distflow.runtime.worker_inputs import WorkerInputs
 from distflow.scheduling.groups import PromptGroup
 
-BUILTIN = "distflow."
+NOT_APPLICABLE = ""
+"""A check's result if the pipeline has nothing that it could check."""
 Inputs = tuple[Callable[..., object], Sequence[object], Mapping[str, object]]
 """A function with its positional and keyword arguments."""
 Sample = Mapping[str, Any]
@@ -104,12 +105,12 @@ class AuditedRun:
 class RecordedStep:
     """A step as it was before its first update, and its updates.
 
-    records: by group, of the groups that this worker generated. group_ids: of the whole step. batch: a copy of the
-    columns as the nodes wrote them. served: the last synced weight version, None if nothing generates. sent_hashes: of
-    that version's tensors, as in a receipt. num_updates: optimizer steps by role before this step. budget_s: time for
-    calling reward functions again. updates: in order. metrics: of the step. partial: only a few groups of the step.
-    plain: scores of samples that the policy was run on again. drawn: such scores by the weights that generated each
-    token, and which tokens have one.
+    records: by group, of the groups that this worker generated. group_ids: of the whole step. batch: the columns as the
+    nodes wrote them. synced_version: of the last weight sync, None if nothing generates. sent_hashes: of that version's
+    tensors, as in a weight receipt. num_updates: optimizer steps by role before this step. budget_s: time for calling
+    reward functions again. updates: in order. metrics: of the step. partial: only a few groups of the step. plain:
+    scores of samples that the policy was run on again. drawn: such scores by the weights that generated each token, and
+    which tokens have one.
     """
 
     run: AuditedRun
@@ -117,15 +118,15 @@ class RecordedStep:
     records: Mapping[int, GroupRecord]
     group_ids: Sequence[int]
     batch: Batch
-    served: int | None
+    synced_version: int | None
     sent_hashes: Mapping[str, str]
     num_updates: Mapping[str, int]
-    budget_s: float
-    updates: list[UpdateRecord] = field(default_factory=list)
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    partial: bool = False
-    plain: dict[str, PlainScores] = field(default_factory=dict)
-    drawn: dict[str, tuple[PlainScores, Tensor]] = field(default_factory=dict)
+    budget_s: float = field(default=0.0, init=False)
+    updates: list[UpdateRecord] = field(default_factory=list, init=False)
+    metrics: Mapping[str, float] = field(default_factory=dict, init=False)
+    partial: bool = field(default=False, init=False)
+    plain: dict[str, PlainScores] = field(default_factory=dict, init=False)
+    drawn: dict[str, tuple[PlainScores, Tensor]] = field(default_factory=dict, init=False)
 
     @property
     def config(self) -> Config:
@@ -151,19 +152,21 @@ class RecordedStep:
 
     def generation(self, sample: Sample) -> tuple[GenerateRequest, Generation] | None:
         """The request for this sample and the engine's generation; None if this worker did not record them."""
-        record = self.record_of(sample)
-        for request, result in record.generated if record else ():
-            if request.params.greedy and not self.run.spec.sampling.greedy:
-                continue  # of a baseline
-            for generation in result.generations:
-                if generation.sample == index_of(sample):
-                    return request, generation
-        return None
+        record, baselines = self.record_of(sample), not self.run.spec.sampling.greedy  # those are greedy
+        return next(
+            (
+                (request, generation)
+                for request, result in (record.generated if record else ())
+                for generation in result.generations
+                if generation.sample == index_of(sample) and not (baselines and request.params.greedy)
+            ),
+            None,
+        )
 
     def is_ours(self, column: str) -> bool:
         """Whether a built-in node writes the column, so that its expected content is known."""
         writers = [node for node in self.run.pipeline.nodes if column in node.contract.writes]
-        return bool(writers) and all(module_of(node.fn).startswith(BUILTIN) for node in writers)
+        return bool(writers) and all(is_builtin(node.fn) for node in writers)
 
     def is_written(self, column: str) -> bool:
         """Whether a node of the pipeline writes the column."""
@@ -207,7 +210,7 @@ class Check:
     """One statement about a step, and the function that checks it.
 
     needs: what the check cannot do without. limit: the tolerated difference, in words. run: returns None if the check
-    passed, "" if it does not apply to the pipeline, else why it could not be made; raises Wrong if it failed.
+    passed, `NOT_APPLICABLE` if there is nothing to check, else why it could not be made; raises Wrong if it failed.
     """
 
     name: str
@@ -271,11 +274,11 @@ def shuffled(num: int, key: tuple[int, int], counter: tuple[int, int]) -> NDArra
     return np.argsort(words.random_raw(num), kind="stable")
 
 
-def module_of(fn: Callable[..., object]) -> str:
-    """The module that defines the function, below any wrappers."""
+def is_builtin(fn: Callable[..., object]) -> bool:
+    """Whether the function is defined in distflow, below any wrappers."""
     while hasattr(fn, "func"):
         fn = fn.func
-    return str(getattr(fn, "__module__", ""))
+    return str(getattr(fn, "__module__", "")).startswith("distflow.")
 
 
 def doubles(values: Tensor) -> Tensor:

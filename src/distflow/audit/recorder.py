@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -38,13 +39,12 @@ _current: ContextVar[GroupRecord | None] = ContextVar("group_record", default=No
 
 
 class GroupRecords:
-    """Keeps the records of groups until their step. It holds references only to objects that live anyway."""
+    """The `GroupRecorder` of a worker: keeps records until their step, and references only objects that live anyway."""
 
     def __init__(self) -> None:
         self._kept: dict[int, GroupRecord] = {}
 
     def begin(self, prompt_group: PromptGroup) -> None:
-        """From here on the running task works for this group."""
         _current.set(GroupRecord(prompt_group))
 
     def generated(self, request: GenerateRequest, result: GenerateResult) -> None:
@@ -56,7 +56,6 @@ class GroupRecords:
             record.scored.append((name, arguments, reward_result))
 
     def keep(self) -> None:
-        """The running task's group enters the sample queue; records of other groups are dropped with their tasks."""
         if (record := _current.get()) is not None:
             self._kept[record.prompt_group.group_id] = record
 
@@ -82,6 +81,10 @@ class MicroRecord:
     outputs: dict[str, Tensor]
     gradients: dict[str, Tensor] = field(default_factory=dict)
 
+    def add_gradient(self, name: str, gradient: Tensor) -> None:
+        part = gradient.detach().cpu()
+        self.gradients[name] = self.gradients[name] + part if name in self.gradients else part.clone()
+
 
 @dataclass
 class Stripe:
@@ -97,6 +100,10 @@ class Stripe:
     contributions: Tensor | None = None
     gradient: Tensor | None = None
     after: Tensor | None = None
+
+    def contribute(self, gradient: Tensor) -> None:
+        part = _stripe(gradient)
+        self.contributions = part if self.contributions is None else self.contributions + part
 
 
 @dataclass
@@ -121,63 +128,52 @@ class UpdateRecord:
         return list(self.batch["uid"])
 
 
-class WatchedLoss:
-    """A loss function that calls another and records the call."""
+class UpdateWatch:
+    """Watches one optimizer step, from before the engine is called until `end`: the loss function to give the engine,
+    which calls another and records it."""
 
-    def __init__(self, loss: LossFn, record: UpdateRecord) -> None:
-        self._loss, self._record = loss, record
-        self.outputs = loss.outputs
+    def __init__(self, role: str, engine: TrainEngine, batch: Batch, loss: LossFn, turn: int) -> None:
+        """turn: selects the weights that are watched."""
+        self.record, self.outputs = UpdateRecord(role, engine, loss, batch), loss.outputs
+        self._striped, self._handles = list[tuple[str, nn.Parameter]](), list[Any]()
+        if not isinstance(engine, OpenEngine):
+            return
+        self._striped += striped(engine.model, turn)
+        trained = [(name, p) for name, p in engine.model.named_parameters() if p.requires_grad]
+        self.record.leftover = [name for name, p in trained if p.grad is not None and bool(own_part(p.grad).any())]
+        for name, parameter in self._striped:
+            stripe = self.record.stripes[name] = Stripe(_stripe(parameter), _moments(engine.optimizer, parameter))
+            self._handles.append(parameter.register_hook(stripe.contribute))
+        self._handles.append(engine.optimizer.register_step_pre_hook(lambda *_: self._before_step(engine.model)))
 
     def counts(self, batch: Batch) -> Counts:
-        return self._loss.counts(batch)
+        return self.record.loss.counts(batch)
 
     def __call__(self, outputs: Mapping[str, Tensor], micro: Batch, counts: Counts) -> tuple[Tensor, Sums]:
         values = {name: output.detach().cpu().clone() for name, output in outputs.items()}
         seen = MicroRecord(list(micro["uid"]), values)
-        self._record.micros.append(seen)
+        self.record.micros.append(seen)
         for name, output in outputs.items():
             if output.requires_grad:
-                output.register_hook(lambda gradient, name=name: _add(seen.gradients, name, gradient))
-        return self._loss(outputs, micro, counts)
+                output.register_hook(partial(seen.add_gradient, name))
+        return self.record.loss(outputs, micro, counts)
 
     def finish(self, sums: Counts, counts: Counts) -> dict[str, float]:
-        return self._loss.finish(sums, counts)
-
-
-class UpdateWatch:
-    """Watches one optimizer step, from before the engine is called until `end`."""
-
-    def __init__(self, role: str, engine: TrainEngine, batch: Batch, loss: LossFn, turn: int) -> None:
-        """turn: selects the weights that are watched."""
-        self.record, self._turn = UpdateRecord(role, engine, loss, batch), turn
-        self.loss = WatchedLoss(loss, self.record)
-        self._handles: list[Any] = []
-        if isinstance(engine, OpenEngine):
-            self._open(engine)
+        return self.record.loss.finish(sums, counts)
 
     def end(self, metrics: Mapping[str, float]) -> UpdateRecord:
         """Call after the step."""
         for handle in self._handles:
             handle.remove()
         self.record.metrics = dict(metrics)
-        if isinstance(self.record.engine, OpenEngine):
-            for name, parameter in striped(self.record.engine.model, self._turn):
-                self.record.stripes[name].after = _stripe(parameter)
+        for name, parameter in self._striped:
+            self.record.stripes[name].after = _stripe(parameter)
         return self.record
 
-    def _open(self, engine: OpenEngine) -> None:
-        trained = [(name, p) for name, p in engine.model.named_parameters() if p.requires_grad]
-        self.record.leftover = [name for name, p in trained if p.grad is not None and bool(own_part(p.grad).any())]
-        for name, parameter in striped(engine.model, self._turn):
-            stripe = Stripe(_stripe(parameter), _moments(engine.optimizer, parameter))
-            self.record.stripes[name] = stripe
-            self._handles.append(parameter.register_hook(lambda grad, stripe=stripe: _contribute(stripe, grad)))
-        self._handles.append(engine.optimizer.register_step_pre_hook(lambda *_: self._before_step(engine)))
-
-    def _before_step(self, engine: OpenEngine) -> None:
-        gradients = [p.grad for p in engine.model.parameters() if p.requires_grad and p.grad is not None]
+    def _before_step(self, model: nn.Module) -> None:
+        gradients = [p.grad for p in model.parameters() if p.requires_grad and p.grad is not None]
         self.record.norm = math.sqrt(square_sum(gradients))
-        for name, parameter in striped(engine.model, self._turn):
+        for name, parameter in self._striped:
             if parameter.grad is not None:
                 self.record.stripes[name].gradient = _stripe(parameter.grad)
 
@@ -204,13 +200,3 @@ def _moments(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> dict[
         for name, value in state.items()
         if isinstance(value, Tensor)
     }
-
-
-def _contribute(stripe: Stripe, gradient: Tensor) -> None:
-    part = _stripe(gradient)
-    stripe.contributions = part if stripe.contributions is None else stripe.contributions + part
-
-
-def _add(gradients: dict[str, Tensor], name: str, gradient: Tensor) -> None:
-    part = gradient.detach().cpu()
-    gradients[name] = gradients[name] + part if name in gradients else part.clone()

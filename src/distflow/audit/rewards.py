@@ -1,20 +1,149 @@
-"""Checks: the score is the weighted sum of its parts, on the sample's last token; the reward is the score minus the KL,
-with the coefficient of the config or of the adaptive controller."""
+"""Checks: a sample's scores are its own, and its reward functions give them again; the score is their weighted sum, on
+the sample's last token; the reward is the score minus the KL, by the coefficient of the config or the controller."""
 
 import math
+import time
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from distflow.audit.recorded_data import RecordedStep, Sample, Wrong, check, check_close, doubles
-from distflow.audit.reward_functions import functions_of
+from distflow.audit.recorded_data import NOT_APPLICABLE, RecordedStep, Sample, Wrong, check, check_close, doubles
+from distflow.audit.recorder import GroupRecord
 from distflow.config.derived_settings import algorithm_of, algorithms
 from distflow.config.keys.algorithm import AlgorithmConfig, is_on
 from distflow.config.keys.reward import on_error_of
-from distflow.config.per_domain import response_limit
-from distflow.rewards.score import Score
+from distflow.config.per_domain import response_limit, reward_functions
+from distflow.rewards.functions import FAILS
+from distflow.rewards.score import RewardResult, Score
 
 LIMIT = 1e-4
+MOST = 16
+TRIES, MOST_TWICE = 6, 4
+_DECIDES_WITHIN_S = 5.0
+"""Minimum time to find the cause of a difference, so that a busy machine is not taken for a nondeterministic
+function."""
+
+
+@check(
+    "reward_results",
+    "each reward function was called with the sample's own text and ground truth, and its score is on the sample, and "
+    "the same in a second call",
+    needs="deterministic functions of reward.functions; for those that score a group at a time only their arguments "
+    "are checked",
+    limit=f"equal, {MOST} samples, as far as the time allows",
+)
+def audit_reward_functions(recorded: RecordedStep) -> str | None:
+    if recorded.run.resources.reward_fn is None or not recorded.is_ours("reward_parts"):
+        return "no built-in reward node scores" if recorded.is_written("scores") else NOT_APPLICABLE
+    arguments = {"data_source": "", "solution_str": "", "ground_truth": "", "extra_info": {}}
+    failed = recorded.run.call_reward(FAILS, arguments)
+    if isinstance(failed, Score):
+        raise Wrong(f"a reward function that raises must give no score, but it gave {failed.value}")
+    began, seen = time.monotonic(), 0
+    differing: list[tuple[Sample, str, str]] = []
+    for sample in recorded.some_samples(MOST):
+        record = recorded.record_of(sample)
+        budget_s = max(recorded.budget_s, _DECIDES_WITHIN_S) if differing else recorded.budget_s
+        if record is None or time.monotonic() - began > budget_s:
+            continue
+        for name in functions_of(recorded, sample):
+            if name not in recorded.run.state.get("not_deterministic", []):
+                what = _compare(recorded, record, sample, name)
+                differing += [(sample, name, what)] if what is not None else []
+                seen += 1
+    _explain_differences(recorded, differing, seen)
+    return None if seen else "no reward function could be called again in time, or none is deterministic"
+
+
+def functions_of(recorded: RecordedStep, sample: Sample) -> dict[str, float]:
+    """Names and weights of the reward functions of the sample's domain."""
+    functions = reward_functions(recorded.config)
+    parts = functions.get(sample["domain"]) or functions.get("default") or ()
+    return {part.name: part.weight for part in parts}
+
+
+def _compare(recorded: RecordedStep, record: GroupRecord, sample: Sample, name: str) -> str | None:
+    """How the sample's score differs from a new one; raises Wrong if the sample was scored by another text, or holds
+    another sample's score."""
+    wanted = _arguments(recorded, sample)
+    own = [
+        result
+        for called, given, result in record.scored
+        if called == name
+        and {**{key: given.get(key) for key in wanted}, "extra_info": given.get("extra_info") or {}} == wanted
+    ]
+    if not own:
+        text, truth = wanted["solution_str"][:80], str(wanted["ground_truth"])[:80]
+        raise Wrong(
+            f"reward function '{name}' was never called with the response of sample {sample['uid']} ({text!r}) and the "
+            f"ground truth ({truth!r}), domain and extra_info of its row: the sample was scored by another's"
+        )
+    # A sample with a reward error may be valid: reward.on_error can give it a score.
+    score, valid = sample["reward_parts"].get(name), bool(sample["valid"]) and sample.get("reward_errors") is None
+    if valid and not any(isinstance(v, Score) and v.value == score for v in own):
+        raise Wrong(
+            f"sample {sample['uid']} has the score {score} of reward function '{name}', which gave {_shown(own)} for "
+            "its response: scores are on other samples, or a missing one was counted"
+        )
+    if not valid and sample.get("reward_errors") is None:
+        raise Wrong(f"sample {sample['uid']} is marked as having no score, without a reward error")
+    reward_fn = recorded.run.resources.reward_fn
+    if reward_fn is not None and name in reward_fn.pools.takes_groups:
+        return None  # alone it may get another score than in its group
+    again = recorded.run.call_reward(name, wanted)
+    if not valid or not isinstance(again, Score) or again.value == score:
+        return None
+    return f"the score was {score}, and is {_shown([again])} in a second call"
+
+
+def _explain_differences(recorded: RecordedStep, differing: Sequence[tuple[Sample, str, str]], num_called: int) -> None:
+    """Samples have recorded scores that the reward function does not give again. If many differ, and the function is
+    consistent over repeated calls, scores were given to other samples before they were recorded; else the function is
+    not deterministic, and is left out from here on."""
+    for name in sorted({name for _, name, _ in differing}):
+        of_this = [(sample, what) for sample, other, what in differing if other == name]
+        sample, what = of_this[0]
+        if len(of_this) >= max(3, num_called / 4) and _are_swapped(recorded, name, [s for s, _ in of_this]):
+            raise Wrong(
+                f"sample {sample['uid']}: {what} by reward function '{name}', and {len(of_this) - 1} more samples "
+                "differ: each has the score of another. Scores were given to other samples"
+            )
+        recorded.run.state.setdefault("not_deterministic", []).append(name)
+        recorded.run.warn(
+            f"reward function '{name}' is not deterministic: for sample {sample['uid']} {what}. Its scores cannot be "
+            "checked, and are left out of the audit from here on"
+        )
+
+
+def _are_swapped(recorded: RecordedStep, name: str, samples: Sequence[Sample]) -> bool:
+    """Whether the reward function is consistent over repeated calls, within the time budget, and the samples have its
+    scores of other samples."""
+    began, few = time.monotonic(), samples[:MOST_TWICE]
+    calls = [_arguments(recorded, sample) for sample in few]
+    scores = [_shown([recorded.run.call_reward(name, call)]) for call in calls]
+    for _ in range(TRIES - 1):
+        if time.monotonic() - began > max(recorded.budget_s, _DECIDES_WITHIN_S):
+            return False
+        if scores != [_shown([recorded.run.call_reward(name, call)]) for call in calls]:
+            return False
+    differ = {sample["uid"] for sample in samples}
+    others = [sample for sample in recorded.some_samples(MOST) if sample["uid"] not in differ]
+    known = {*scores, *(str(sample["reward_parts"].get(name)) for sample in others)}
+    return all(str(sample["reward_parts"].get(name)) in known for sample in few)
+
+
+def _arguments(recorded: RecordedStep, sample: Sample) -> dict[str, Any]:
+    """Of a call for the sample alone, by its row and its tokens."""
+    row = recorded.run.spec.rows[recorded.records[int(sample["group_index"])].prompt_group.row]
+    text = str(recorded.run.resources.tokenizer.decode(sample["response_ids"].tolist(), skip_special_tokens=True))
+    truth, extra_info = row.ground_truth, row.extra_info or {}
+    return {"data_source": row.domain, "solution_str": text, "ground_truth": truth, "extra_info": extra_info}
+
+
+def _shown(results: Sequence[RewardResult]) -> str:
+    return ", ".join(str(each.value) if isinstance(each, Score) else f"no score ({each})" for each in results)
 
 
 @check(
@@ -26,7 +155,7 @@ LIMIT = 1e-4
 )
 def audit_rewards(recorded: RecordedStep) -> str | None:
     if not recorded.is_ours("scores"):
-        return "a user's node writes the scores" if recorded.is_written("scores") else ""
+        return "a user's node writes the scores" if recorded.is_written("scores") else NOT_APPLICABLE
     for sample in recorded.samples:
         if not bool(sample["valid"]):
             continue
@@ -59,7 +188,7 @@ def audit_rewards(recorded: RecordedStep) -> str | None:
 def audit_kl_control(recorded: RecordedStep) -> str | None:
     control = recorded.config.algorithm.kl_ctrl
     if not recorded.config.algorithm.use_kl_in_reward or not recorded.is_written("token_level_rewards"):
-        return ""
+        return NOT_APPLICABLE
     if recorded.config.algorithm.domains:
         return "the auditor has no formula for coefficients by domain"
     _same_mean(recorded)
@@ -76,9 +205,7 @@ def audit_kl_control(recorded: RecordedStep) -> str | None:
         error = min(max(before["kl"] / control.target_kl - 1.0, -0.2), 0.2)
         expected = max(before["coefficient"] * (1.0 + error * before["samples"] / control.horizon), 0.0)
     if not abs(found - expected) <= LIMIT * max(abs(expected), 1e-12):
-        raise Wrong(
-            f"the KL in the reward has the coefficient {found:.6g}, but it should be {expected:.6g} in this step"
-        )
+        raise Wrong(f"the KL in the reward has the coefficient {found:.6g}, but should have {expected:.6g}")
     return None
 
 
@@ -105,10 +232,9 @@ def _total(recorded: RecordedStep, sample: Sample) -> float:
         if not isinstance(fallback, float):
             raise Wrong(f"sample {sample['uid']} has a score in spite of reward errors: {sample['reward_errors']}")
         return fallback
-    parts = (
-        sample["reward_parts"].get(name, math.nan) * weight for name, weight in functions_of(recorded, sample).items()
-    )
-    return sum(parts) + _overlong(recorded, sample["domain"], len(sample["response_ids"]))
+    weights, parts = functions_of(recorded, sample), sample["reward_parts"]
+    total = sum(parts.get(name, math.nan) * weight for name, weight in weights.items())
+    return total + _overlong(recorded, sample["domain"], len(sample["response_ids"]))
 
 
 def _processes(algorithm: AlgorithmConfig) -> bool:
@@ -123,24 +249,19 @@ def _same_baseline(recorded: RecordedStep, sample: Sample) -> None:
         return
     if algorithm_of(recorded.config, sample["domain"]).adv_estimator != "remax":
         return
+    group = f"group {record.prompt_group.group_id}"
     found = [(request, result.generations[0]) for request, result in record.generated if request.params.greedy]
     if len(found) != 1:
-        raise Wrong(
-            f"group {record.prompt_group.group_id} has {len(found)} greedy responses, but its baseline needs one"
-        )
+        raise Wrong(f"{group} has {len(found)} greedy responses, but its baseline needs one")
     request, response = found[0]
     if request.params.max_tokens != response_limit(recorded.config, sample["domain"]):
-        raise Wrong(
-            f"the greedy response of group {record.prompt_group.group_id} may have {request.params.max_tokens} tokens"
-        )
+        raise Wrong(f"the greedy response of {group} may have {request.params.max_tokens} tokens")
     text = str(recorded.run.resources.tokenizer.decode(list(response.token_ids), skip_special_tokens=True))
     total = _overlong(recorded, sample["domain"], len(response.token_ids))
     for name, weight in functions_of(recorded, sample).items():
         results = [r for called, arguments, r in record.scored if called == name and arguments["solution_str"] == text]
         if not results or not isinstance(results[-1], Score):
-            raise Wrong(
-                f"the greedy response of group {record.prompt_group.group_id} has no score of '{name}' for its baseline"
-            )
+            raise Wrong(f"the greedy response of {group} has no score of '{name}' for its baseline")
         total += weight * results[-1].value
     if not abs(float(sample["reward_baselines"]) - total) <= LIMIT * max(abs(total), 1.0):
         raise Wrong(
@@ -168,7 +289,7 @@ def _kl_penalty(recorded: RecordedStep, sample: Sample) -> Tensor:
         coefficient = algorithm.kl_ctrl.kl_coef
     difference = doubles(sample["old_log_probs"]) - doubles(sample["ref_log_prob"])
     penalty = coefficient * kl(difference, algorithm.kl_penalty)
-    return torch.where(sample["response_mask"] > 0, penalty, torch.zeros_like(penalty))
+    return torch.where(sample["response_mask"] > 0, penalty, 0.0)
 
 
 def _same_mean(recorded: RecordedStep) -> None:
@@ -180,11 +301,11 @@ def _same_mean(recorded: RecordedStep) -> None:
         counted = (sample["response_mask"] > 0) & bool(sample["valid"])
         difference = doubles(sample["old_log_probs"]) - doubles(sample["ref_log_prob"])
         of_samples.append(kl(difference, settings.kl_penalty)[counted])
-    tokens = torch.cat(of_samples)
-    means = torch.stack(
-        [values.mean() if len(values) else torch.zeros((), dtype=torch.float64) for values in of_samples]
-    )
-    expected = float(means.mean() if settings.kl_ctrl.mean == "sequence" else tokens.mean() if len(tokens) else 0.0)
+    if settings.kl_ctrl.mean == "sequence":
+        expected = float(torch.stack([values.sum() / max(len(values), 1) for values in of_samples]).mean())
+    else:
+        tokens = torch.cat(of_samples)
+        expected = float(tokens.sum() / max(len(tokens), 1))
     found = recorded.metrics.get("actor/reward_kl_penalty")
     if found is not None and not abs(found - expected) <= 1e-3 * abs(expected) + 1e-6:
         raise Wrong(f"the controller was given a KL of {found:.6g}, but the KL of the step's tokens is {expected:.6g}")

@@ -22,19 +22,15 @@ class AuditSchedule:
 
     def __init__(self, frequency: int, first_step: int, max_staleness: int = 0, others: Collection[int] = ()) -> None:
         """frequency: in steps; 0 never audits. first_step: of this process. others: further steps to audit."""
-        self._frequency, self._max_staleness = frequency, max_staleness
+        self.frequency, self._max_staleness = frequency, max_staleness
         self._always = {first_step, first_step + 1, first_step + max_staleness + 1, *others}
         self._waiting, self._planned = False, -1
         self._num_made, self._spent_s = 0, 0.0
         self._began = time.monotonic()
 
-    @property
-    def frequency(self) -> int:
-        return self._frequency
-
     def is_due(self, step: int) -> bool:
         """Call once a step, in order."""
-        if self._frequency <= 0:
+        if self.frequency <= 0:
             return False
         if self._is_named(step) or step == self._planned:
             return True
@@ -51,7 +47,7 @@ class AuditSchedule:
     def expects(self, step: int) -> bool:
         """Whether a later step that may train on tokens of the weights of `step` may be audited."""
         ahead = range(step + 1, step + self._max_staleness + 1)
-        return self._frequency > 0 and any(self._is_named(s) or self._is_place(s) or s == self._planned for s in ahead)
+        return self.frequency > 0 and any(self._is_named(s) or self._is_place(s) or s == self._planned for s in ahead)
 
     def begins(self) -> None:
         """Call when an audit starts."""
@@ -64,7 +60,7 @@ class AuditSchedule:
     def budget_s(self, num_steps: int) -> float:
         """Half of an audit's share of the time between two audits. num_steps: steps begun so far."""
         step_s = (time.monotonic() - self._began) / num_steps
-        return max(MOST_SHARE / 2 * self._frequency * step_s, 0.05)
+        return max(MOST_SHARE / 2 * self.frequency * step_s, 0.05)
 
     @contextmanager
     def timed(self) -> Iterator[None]:
@@ -76,10 +72,10 @@ class AuditSchedule:
             self._spent_s += time.monotonic() - began
 
     def _is_named(self, step: int) -> bool:
-        return step in self._always or self._frequency == 1
+        return step in self._always or self.frequency == 1
 
     def _is_place(self, step: int) -> bool:
         """Whether the step is the audited one of its window."""
-        window = step // self._frequency
+        window = step // self.frequency
         place = int.from_bytes(hashlib.blake2b(f"audit {window}".encode(), digest_size=4).digest(), "little")
-        return step % self._frequency == place % self._frequency
+        return step % self.frequency == place % self.frequency

@@ -11,8 +11,8 @@ from torch.func import functional_call
 from transformers import DynamicCache
 
 from distflow.audit.log_probs import audited_samples, dtype_of, ids_of, is_beyond
-from distflow.audit.model_forward import PlainScores, Turns, Weights, plain_scores, plainly, vocabulary_of
-from distflow.audit.recorded_data import RecordedStep, Sample, Wrong, check, doubles
+from distflow.audit.model_forward import PlainScores, Turns, Weights, model_of, plain_scores, plainly, vocabulary_of
+from distflow.audit.recorded_data import NOT_APPLICABLE, RecordedStep, Sample, Wrong, check, doubles
 from distflow.audit.recorder import OpenEngine
 from distflow.models.lora import unwrapped
 
@@ -31,14 +31,15 @@ def audit_weights(recorded: RecordedStep) -> str | None:
     _scaled(recorded)
     resources = recorded.run.resources
     if resources.rollout is None or resources.actor is None:
-        return "the rollout engine is on another worker" if recorded.is_written("rollout_log_probs") else ""
+        return "the rollout engine is on another worker" if recorded.is_written("rollout_log_probs") else NOT_APPLICABLE
+    version = recorded.synced_version
     if not recorded.sent_hashes:
         return "no weights were synced, or an adapter is applied unmerged, on the trainer's own storage"
     engine_hashes = recorded.run.engine_hashes()
     different = [name for name, own in recorded.sent_hashes.items() if engine_hashes.get(name) != own]
     if different:
         raise Wrong(
-            f"the rollout engine serves version {recorded.served}, but {len(different)} of its tensors are not the "
+            f"the rollout engine serves version {version}, but {len(different)} of its tensors are not the "
             f"trainer's of that version ({', '.join(different[:4])}): they were not sent, or not loaded"
         )
     return None
@@ -53,7 +54,7 @@ def audit_weights(recorded: RecordedStep) -> str | None:
 )
 def audit_versions(recorded: RecordedStep) -> str | None:
     if not recorded.is_written("rollout_log_probs"):
-        return ""
+        return NOT_APPLICABLE
     actor = recorded.run.resources.actor
     if not isinstance(actor, OpenEngine):
         return "the train engine does not expose its model"
@@ -74,7 +75,7 @@ def audit_versions(recorded: RecordedStep) -> str | None:
 
 def _scaled(recorded: RecordedStep) -> None:
     """An adapter is scaled by alpha over rank."""
-    settings, model = recorded.config.actor_rollout_ref.model, getattr(recorded.run.resources.actor, "model", None)
+    settings, model = recorded.config.actor_rollout_ref.model, model_of(recorded.run.resources.actor)
     if not settings.lora_rank or model is None:
         return
     expected = settings.lora_alpha / settings.lora_rank
@@ -86,7 +87,9 @@ def _scaled(recorded: RecordedStep) -> None:
 
 def _scores(recorded: RecordedStep, model: nn.Module, sample: Sample) -> tuple[PlainScores, Tensor]:
     """Scores of a sample's tokens by the weights of their versions, and a mask of the tokens that have one."""
-    weights = [_weights_of(recorded, int(version)) for version in sample["versions"]]
+    present = recorded.synced_version if recorded.synced_version == recorded.step else None  # else it has moved since
+    older = recorded.run.older_weights
+    weights = [PRESENT if version == present else older.of(version) for version in sample["versions"].tolist()]
     known = torch.tensor([one is not None for one in weights])
     (prompt, response), policy = ids_of(sample), sample["response_mask"] > 0
     if sample["uid"] in recorded.plain and all(one is PRESENT for one in weights):
@@ -97,11 +100,6 @@ def _scores(recorded: RecordedStep, model: nn.Module, sample: Sample) -> tuple[P
         known = known.cummin(0).values  # a token attends to keys and values of the earlier tokens' weights
         logits = _over_older_keys(recorded.run.turns, model, [*prompt, *response], weights)
     return plain_scores(logits, response, recorded.sampling(sample)), known & policy
-
-
-def _weights_of(recorded: RecordedStep, version: int) -> Weights | None:
-    """The policy has the last synced version only if the sync was right before this step."""
-    return PRESENT if version == recorded.served == recorded.step else recorded.run.older_weights.of(version)
 
 
 def _over_older_keys(turns: Turns, model: nn.Module, ids: Sequence[int], weights: Sequence[Weights | None]) -> Tensor:
@@ -143,14 +141,12 @@ def _forward(turns: Turns, model: nn.Module, weights: Weights, ids: Sequence[int
 def _same(recorded: RecordedStep, sample: Sample, scores: PlainScores, known: Tensor) -> None:
     gap = (doubles(sample["rollout_log_probs"]) - scores.log_probs).abs()[known]
     mean, largest = limits = recorded.limit(EXACT, ROUNDED)
-    if not is_beyond(gap, limits):
-        return
-    places = known.nonzero()[:, 0]
-    token = int(places[int(gap.argmax())])
-    raise Wrong(
-        f"the engine's log-probs of the tokens of sample {sample['uid']} differ by "
-        f"{float(gap.mean()):.3g} on average from those of the weights of the tokens' versions, by "
-        f"{float(gap.max()):.3g} at token {token} of version {int(sample['versions'][token])} (limits {mean:g}, "
-        f"{largest:g}; the engine has version {recorded.served}). Likely causes: weights that were not sent or not "
-        "loaded, a version that changes before or after them, keys and values of other weights"
-    )
+    if is_beyond(gap, limits):
+        token = int(known.nonzero()[int(gap.argmax()), 0])
+        raise Wrong(
+            f"the engine's log-probs of the tokens of sample {sample['uid']} differ by {float(gap.mean()):.3g} on "
+            f"average from those of the weights of the tokens' versions, by {float(gap.max()):.3g} at token {token} of "
+            f"version {int(sample['versions'][token])} (limits {mean:g}, {largest:g}; the engine has version "
+            f"{recorded.synced_version}). Likely causes: weights that were not sent or not loaded, a version that "
+            "changes before or after them, keys and values of other weights"
+        )

@@ -9,7 +9,7 @@ from distflow.algorithms.mismatch import Tolerance, mismatch
 from distflow.data.batch import Batch
 from distflow.data.sample import Sample, Segment
 from distflow.errors import TrustError
-from distflow.rollout.engine import GenerateRequest, GenerateResult, RolloutEngine, SamplingParams, Stream
+from distflow.rollout.engine import GenerateRequest, RolloutEngine, SamplingParams, Stream
 from distflow.runtime.resources import Resources
 from distflow.runtime.spec import Spec
 from distflow.training.engine import TrainEngine
@@ -17,11 +17,8 @@ from distflow.training.engine import TrainEngine
 
 @dataclass
 class Canary:
-    """Compares engine and trainer at the start, and after every `frequency` weight syncs (0: never).
-
-    shares_weights: the engine computes on the trainer's own storage; every batch is compared there anyway, so only the
-    start is checked.
-    """
+    """Compares engine and trainer at the start, and after every `frequency` weight syncs (0: never); an engine that
+    `shares_weights` with the trainer only at the start, as every batch is compared there anyway."""
 
     NUM_PROMPTS: ClassVar[int] = 4
     NUM_TOKENS: ClassVar[int] = 16
@@ -35,14 +32,14 @@ class Canary:
     frequency: int
     shares_weights: bool
     _limits: tuple[float, float] | None = None
-    _num_published: int = 0
+    _num_synced: int = 0
 
     def is_due(self, at_start: bool) -> bool:
         """Call once a weight sync."""
         if at_start or self.frequency == 0:
             return self.frequency > 0
-        self._num_published += 1
-        return not self.shares_weights and self._num_published % self.frequency == 0
+        self._num_synced += 1
+        return not self.shares_weights and self._num_synced % self.frequency == 0
 
     def compare(self, responses: Batch, at_start: bool) -> dict[str, float]:
         """Score the engine's tokens by the trainer. Raises TrustError if the weights differ.
@@ -53,14 +50,10 @@ class Canary:
         scored = self.actor.forward(responses, ("log_probs",))
         gap = mismatch(responses.flat("rollout_log_probs"), scored.flat("log_probs"), responses.flat("response_mask"))
         mean, largest = gap["mismatch/mean_abs"], gap["mismatch/max_abs"]
-        if self._limits is None or at_start:
+        limits, least = self._limits, self.tolerance.mean
+        if limits is None or at_start:
             limits = (self.tolerance.hold, float("inf"))
-            self._limits = (
-                max(self.GROWTH * mean, self.tolerance.mean),
-                max(self.GROWTH * largest, 10 * self.tolerance.mean),
-            )
-        else:
-            limits = self._limits
+            self._limits = (max(self.GROWTH * mean, least), max(self.GROWTH * largest, 10 * least))
         if not (mean <= limits[0] and largest <= limits[1]):
             raise TrustError(
                 f"canary: on fixed prompts the engine's log-probs differ from the trainer's by {mean:.3g} on average, "
@@ -72,13 +65,15 @@ class Canary:
     async def generate_responses(self) -> Batch:
         """The engine's greedy responses to the fixed prompts."""
         params = replace(self.sampling, max_tokens=min(self.NUM_TOKENS, self.sampling.max_tokens), greedy=True)
-        requests = [
-            GenerateRequest(prompt, (0,), params, Stream(0, "canary", 0, row))
-            for row, prompt in enumerate(self.prompts)
-        ]
-        results = await asyncio.gather(*(self.rollout.generate(request) for request in requests))
-        pairs = zip(requests, results, strict=True)
-        return Batch.from_samples([_sample(row, *pair) for row, pair in enumerate(pairs)])
+
+        async def sample(row: int, prompt: tuple[int, ...]) -> Sample:
+            request = GenerateRequest(prompt, (0,), params, Stream(0, "canary", 0, row))
+            (response,) = (await self.rollout.generate(request)).generations
+            log_probs = tuple(response.rollout_log_probs), tuple(response.sampling_log_probs)
+            policy = Segment("policy", tuple(response.token_ids), *log_probs, tuple(response.versions))
+            return Sample(f"{row}-0", row, [Segment("prompt", prompt), policy])
+
+        return Batch.from_samples(await asyncio.gather(*(sample(*numbered) for numbered in enumerate(self.prompts))))
 
 
 def make_canary(spec: Spec, resources: Resources) -> Canary:
@@ -93,15 +88,3 @@ def make_canary(spec: Spec, resources: Resources) -> Canary:
         spec.options.canary_freq,
         spec.shares_weights,
     )
-
-
-def _sample(row: int, request: GenerateRequest, result: GenerateResult) -> Sample:
-    (generation,) = result.generations
-    segment = Segment(
-        "policy",
-        tuple(generation.token_ids),
-        tuple(generation.rollout_log_probs),
-        tuple(generation.sampling_log_probs),
-        tuple(generation.versions),
-    )
-    return Sample(f"{row}-0", row, [Segment("prompt", request.prompt_ids), segment])

@@ -19,6 +19,11 @@ from distflow.runtime.spec import Spec
 from distflow.training.engine import Collective, TrainEngine, TrainState
 
 CHUNK = 2**24
+DEAD_TERMS = {
+    "actor/loss_term/pg": "all advantages are 0: check whether the samples of a group all get the same reward",
+    "actor/loss_term/kl": "the policy does not move from the reference, or kl_loss_coef is 0",
+}
+"""Why a loss term may be exactly 0."""
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 Note = Callable[[str, str], None]
@@ -27,7 +32,7 @@ Note = Callable[[str, str], None]
 
 @dataclass
 class LiveChecks:
-    """The checks of every step. Failures raise TrustError; doubtful findings are noted.
+    """The `StepChecks` of a worker.
 
     ratio_limit: mean |log ratio| that the first mini-batch may have against the trainer's own old log-probs.
     movement: by role of the engine. keeps_kv: after a weight sync the engine continues with keys and values of the old
@@ -65,17 +70,14 @@ class LiveChecks:
             any("rollout_log_probs" in node.contract.writes for node in spec.pipeline().nodes),
         )
 
-    def step_taken(self, batch: Batch, step: int, served: int | None) -> None:
-        """A step's groups have left the sample queue. served: the last synced weight version, None if nothing
-        generates."""
+    def step_taken(self, batch: Batch, step: int, synced_version: int | None) -> None:
         check_alignment(batch)
-        if served is not None:
-            check_versions(batch, step, served, self.max_staleness)
+        if synced_version is not None:
+            check_versions(batch, step, synced_version, self.max_staleness)
 
     def updated(
         self, role: str, engine: TrainEngine, batch: Batch, metrics: dict[str, float], step: int, first: bool
     ) -> None:
-        """An optimizer step was taken or skipped; `first` of its training step."""
         bundle = self.nonfinite.updated(role, engine, batch, metrics, step)
         if bundle is not None:
             self.note("warning", f"an update of the {role} was skipped: loss or gradient is not finite ({bundle})")
@@ -83,18 +85,24 @@ class LiveChecks:
             self._report_empty(role)
         still = self.movement[role].updated(engine, metrics)
         if still:
-            self.note("finding", _unmoved(role, still, self.movement[role].after))
-        if first and role == "actor" and not metrics.get("skipped"):
-            self._check_ratio(batch, metrics)
+            more = f" and {len(still) - 5} more" if len(still) > 5 else ""
+            self.note(
+                "finding",
+                f"{role}: {', '.join(map(repr, still[:5]))}{more} did not move in {self.movement[role].after} updates, "
+                "or only by weight decay: no gradient reaches it, or the learning rate is too small for float32",
+            )
+        gap = metrics.get("log_ratio_abs", 0.0)
+        is_first = first and role == "actor" and not metrics.get("skipped") and "old_log_probs" in batch
+        if is_first and gap > self.ratio_limit:
+            raise TrustError(
+                f"before the first update of this step the ratio to the old policy must be 1, but |log ratio| is "
+                f"{gap:.3g} on average (limit {self.ratio_limit:g}): tokens, masks or old_log_probs are misaligned"
+            )
 
-    def learned(
+    def step_trained(
         self, batch: Batch, metrics: dict[str, float], step: int, reduce: Collective | None = None
     ) -> dict[str, float]:
-        """All nodes of a step have run; returns more metrics, over all ranks. Raises TrustError if a node rewrote a
-        mask or a group.
-
-        A mismatch is reported when it appears, and each time it has doubled.
-        """
+        """A mismatch is reported when it appears, and each time it has doubled."""
         check_alignment(batch)
         found, warning = dict[str, float](), None
         if self.samples:
@@ -106,7 +114,9 @@ class LiveChecks:
             self.note("warning", warning)
         if "actor/loss" in metrics:
             for name in self.loss_terms.updated(metrics):
-                self.note("finding", _dead_term(name, self.loss_terms.after))
+                cause = DEAD_TERMS.get(name, "its coefficient or its input is 0")
+                message = f"is on but was exactly 0 in the first {self.loss_terms.after} steps"
+                self.note("finding", f"the loss term {name} {message}: {cause}")
         return found
 
     def _report_empty(self, role: str) -> None:
@@ -121,34 +131,26 @@ class LiveChecks:
                 "a rejection masked all): no optimizer step was taken, and the learning rate schedule did not advance",
             )
 
-    def _check_ratio(self, batch: Batch, metrics: dict[str, float]) -> None:
-        gap = metrics.get("log_ratio_abs")
-        if gap is not None and "old_log_probs" in batch and gap > self.ratio_limit:
-            raise TrustError(
-                f"before the first update of this step the ratio to the old policy must be 1, but |log ratio| is "
-                f"{gap:.3g} on average (limit {self.ratio_limit:g}): tokens, masks or old_log_probs are misaligned"
-            )
 
-
-def check_versions(batch: Batch, step: int, served: int, max_staleness: int) -> None:
-    """served: the last weight version synced before this step.
+def check_versions(batch: Batch, step: int, synced: int, max_staleness: int) -> None:
+    """synced: the last weight version synced before this step.
 
     Raises TrustError if a token of the policy has a later version, is more than `max_staleness` steps stale, or has an
     older version than the token before it.
     """
     versions = batch.flat("versions")
     of_policy = versions >= 0
-    too_new, too_old = of_policy & (versions > served), of_policy & (versions < step - max_staleness)
+    too_new, too_old = of_policy & (versions > synced), of_policy & (versions < step - max_staleness)
     if bool(too_new.any()):
         raise TrustError(
             f"{int(too_new.sum())} tokens of step {step + 1} are marked with weight version "
-            f"{int(versions[too_new][0])}, but version {served} was synced last: the engine counts ahead of the "
+            f"{int(versions[too_new][0])}, but version {synced} was synced last: the engine counts ahead of the "
             "weights that it was sent"
         )
     if bool(too_old.any()):
         raise TrustError(
             f"{int(too_old.sum())} tokens of step {step + 1} were generated by weights of version "
-            f"{int(versions[too_old][0])}, but version {served} was synced, and weights may be {max_staleness} steps "
+            f"{int(versions[too_old][0])}, but version {synced} was synced, and weights may be {max_staleness} steps "
             "old (async.max_staleness): they were not sent, or the engine does not use them"
         )
     rows = torch.arange(len(batch)).repeat_interleave(batch.lengths("response"))[of_policy]
@@ -165,8 +167,23 @@ def check_alignment(batch: Batch) -> None:
     rollout log-prob is no log-probability, a sample's group_index is not its group's, or the episodes of a group begin
     with different prompts. (Later samples of an episode may have others: a conversation that branches.)
     """
-    _check_mask(batch)
-    _check_log_probs(batch)
+    made_by_policy, mask = batch.flat("versions") >= 0, batch.flat("response_mask") > 0
+    if found := _first(batch, made_by_policy != mask):
+        raise TrustError(
+            f"response_mask is wrong at token {found[1]} of sample {found[0]}: it must be 1 exactly on tokens that the "
+            "policy generated. A node shifted or rewrote the mask; training on it would push the wrong tokens. To "
+            "leave tokens out of the loss write loss_mask"
+        )
+    if found := _first(batch, (batch.flat("loss_mask") > 0) & ~made_by_policy):
+        raise TrustError(f"loss_mask covers token {found[1]} of sample {found[0]}, which the policy did not generate")
+    if "rollout_log_probs" in batch:
+        values = batch.flat("rollout_log_probs")
+        wrong = mask & ~(torch.isfinite(values) & (values <= 1e-3))
+        if found := _first(batch, wrong):
+            raise TrustError(
+                f"rollout_log_probs of sample {found[0]} is {float(values[wrong][0]):g} at token {found[1]}: no "
+                "log-probability"
+            )
     _check_groups(batch)
 
 
@@ -174,8 +191,8 @@ def check_alignment(batch: Batch) -> None:
 class Movement:
     """Finds trained tensors that no update moved, or that only weight decay moved.
 
-    after: updates with a gradient and a learning rate above 0 to wait for. Updates of the
-    warm-up do not count: such a step can be too small for float32 to change a weight of 1.
+    after: updates with a gradient and a learning rate above 0 to wait for. Updates of the warm-up do not count: such a
+    step can be too small for float32 to change a weight of 1.
     """
 
     after: int
@@ -204,10 +221,7 @@ class Movement:
 
 @dataclass
 class LossTerms:
-    """Finds loss terms that are on and contribute exactly 0 in each of the first steps.
-
-    names: the metrics of the terms that are on.
-    """
+    """Finds loss terms that are on and contribute exactly 0 in each of the first steps. names: their metrics."""
 
     names: tuple[str, ...]
     after: int = 5
@@ -244,35 +258,6 @@ def _had_gradient(state: TrainState, name: str) -> bool:
     return not moments or any(bool(t.any()) for t in moments)
 
 
-def _check_mask(batch: Batch) -> None:
-    made_by_policy = batch.flat("versions") >= 0
-    wrong = made_by_policy != (batch.flat("response_mask") > 0)
-    if bool(wrong.any()):
-        uid, token = _where(batch, wrong)
-        raise TrustError(
-            f"response_mask is wrong at token {token} of sample {uid}: it must be 1 exactly on tokens that the policy "
-            "generated. A node shifted or rewrote the mask; training on it would push the wrong tokens. To leave "
-            "tokens out of the loss write loss_mask"
-        )
-    beyond = (batch.flat("loss_mask") > 0) & ~made_by_policy
-    if bool(beyond.any()):
-        uid, token = _where(batch, beyond)
-        raise TrustError(f"loss_mask covers token {token} of sample {uid}, which the policy did not generate")
-
-
-def _check_log_probs(batch: Batch) -> None:
-    if "rollout_log_probs" not in batch:
-        return
-    mask = batch.flat("response_mask") > 0
-    values = batch.flat("rollout_log_probs")
-    wrong = mask & ~(torch.isfinite(values) & (values <= 1e-3))
-    if bool(wrong.any()):
-        uid, token = _where(batch, wrong)
-        raise TrustError(
-            f"rollout_log_probs of sample {uid} is {float(values[wrong][0]):g} at token {token}: no log-probability"
-        )
-
-
 def _check_groups(batch: Batch) -> None:
     prompts: dict[int, tuple[str, Tensor]] = {}
     episodes_seen: set[tuple[int, int]] = set()
@@ -289,25 +274,11 @@ def _check_groups(batch: Batch) -> None:
             raise TrustError(f"the episodes of samples {first_uid} and {uid} are one group but begin differently")
 
 
-def _where(batch: Batch, wrong: Tensor) -> tuple[str, int]:
-    """uid and response position of the first wrong token."""
+def _first(batch: Batch, wrong: Tensor) -> tuple[str, int] | None:
+    """uid and response position of the first wrong token, None if there is none."""
+    if not bool(wrong.any()):
+        return None
     position = int(wrong.nonzero()[0])
     ends = batch.lengths("response").cumsum(0)
     row = int((ends <= position).sum())
     return batch["uid"][row], position - int(ends[row] - batch.lengths("response")[row])
-
-
-def _unmoved(role: str, names: list[str], after: int) -> str:
-    shown = ", ".join(f"'{name}'" for name in names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-    return (
-        f"{role}: {shown} did not move in {after} updates, or only by weight decay: no gradient reaches it, or the "
-        "learning rate is too small for float32"
-    )
-
-
-def _dead_term(name: str, after: int) -> str:
-    cause = {
-        "actor/loss_term/pg": "all advantages are 0: check whether the samples of a group all get the same reward",
-        "actor/loss_term/kl": "the policy does not move from the reference, or kl_loss_coef is 0",
-    }.get(name, "its coefficient or its input is 0")
-    return f"the loss term {name} is on but was exactly 0 in the first {after} steps: {cause}"

@@ -53,7 +53,13 @@ class NonFinite:
             return None  # nothing was computed
         if not metrics.get("skipped"):
             self._in_a_row[role] = 0
-            self._check_weights(role, engine, step)
+            wrong = unsound(magnitudes(engine.state().trained_weights().items()), self.start.get(role))
+            if wrong:
+                raise TrustError(
+                    f"after an update in step {step + 1} weights of the {role} are not finite or garbage ({len(wrong)} "
+                    f"tensors, {wrong[0]} first); they were not synced or saved. Lower the learning rate, or resume "
+                    "from the last checkpoint"
+                )
             return None
         self._in_a_row[role] += 1
         bundle = self._save(role, engine, batch, metrics, step)
@@ -64,15 +70,6 @@ class NonFinite:
                 "the learning rate, or resume from an earlier checkpoint"
             )
         return bundle
-
-    def _check_weights(self, role: str, engine: TrainEngine, step: int) -> None:
-        wrong = unsound(magnitudes(engine.state().trained_weights().items()), self.start.get(role))
-        if wrong:
-            raise TrustError(
-                f"after an update in step {step + 1} weights of the {role} are not finite or garbage ({len(wrong)} "
-                f"tensors, {wrong[0]} first); they were not synced or saved. Lower the learning rate, or resume "
-                "from the last checkpoint"
-            )
 
     def _save(self, role: str, engine: TrainEngine, batch: Batch, metrics: dict[str, float], step: int) -> Path:
         bundle = self._make_folder(role, step)

@@ -24,7 +24,7 @@ from distflow.runtime import fault_injection
 from distflow.runtime.checkpoint.state import restore, set_generators
 from distflow.runtime.engine_watch import write_stacks
 from distflow.runtime.rank_info import Place, kept_share
-from distflow.runtime.recorder import Recorder
+from distflow.runtime.recorder import Recorder, ReportingProcess
 from distflow.runtime.resources import build_resources
 from distflow.runtime.spec import Spec
 from distflow.runtime.step_metrics import ValidationResults
@@ -93,10 +93,12 @@ class WorkerActor:
             progress.restart,
             start.resumed_at,
             remote_callbacks(send, place),
-            part=place.part,
-            view=remote_view(send, place),
-            speaks=not place.dp_group or place.rank == place.dp_group[0],
-            share=kept_share(spec.plan, place.dp_groups, place.rank),
+            ReportingProcess(
+                place.part,
+                speaks=not place.dp_group or place.rank == place.dp_group[0],
+                share=kept_share(spec.plan, place.dp_groups, place.rank),
+            ),
+            remote_view(send, place),
         ) as recorder:
             with recorder.phases("start"):
                 if place.leads:

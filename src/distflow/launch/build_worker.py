@@ -32,7 +32,7 @@ def build_worker(inputs: WorkerInputs) -> Worker:
     named = {**resources.by_name(), "reduce": ports.data, "dp_group": ports.collective}
     training_nodes = compile_steps([pipeline.node(name) for name in plan.training_nodes], named)
     checks = LiveChecks.of(spec, resources, recorder.note)
-    auditor = Auditor.of(inputs, pipeline, training_nodes, services, offload.all)
+    auditor = Auditor(inputs, pipeline, training_nodes, services, offload.all)
     updates = Updates(checks, auditor, recorder.phases, resources.critic)
     keeps_state = bool(plan.training_nodes) and generating == [rank]
     contexts = Contexts(spec.config, resources, inputs.state, updates, keeps_state)

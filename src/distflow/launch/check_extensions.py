@@ -158,9 +158,9 @@ def _is_registered(registry: Mapping[str, object], decorator: str) -> Says:
     return faults
 
 
-def _has_formula(module: ModuleType, without: tuple[str, ...], signature: str) -> Says:
+def _has_formula(module: ModuleType, signature: str) -> Says:
     def gaps(part: Part) -> Iterator[str]:
-        if part.name not in module.FORMULAS and part.name not in without:
+        if part.name not in module.FORMULAS:
             file = module.__name__.removeprefix("distflow.").replace(".", "/")
             yield (
                 f"an audit cannot compute it again: write its formula into {file}.py, in float64 and without "
@@ -259,12 +259,12 @@ PIPELINE = Kind("pipeline", _loads)
 ESTIMATOR = Kind(
     "advantage estimator",
     _is_registered(ADV_ESTIMATORS, "register_adv_est"),
-    _has_formula(advantages, (), "(samples, options) -> (advantages, returns) of each"),
+    _has_formula(advantages, "(samples, options) -> (advantages, returns) of each"),
 )
 LOSS = Kind(
     "policy loss",
     _is_registered(POLICY_LOSSES, "register_policy_loss"),
-    _has_formula(policy_losses, policy_losses.WITHOUT_FORMULA, "(tokens, options) -> loss of each token"),
+    _has_formula(policy_losses, "(tokens, options) -> loss of each token"),
 )
 REWARD = Kind("reward function", _scores)
 ROLLOUT_ENGINE = Kind(

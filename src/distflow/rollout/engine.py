@@ -92,7 +92,7 @@ class GenerateResult:
 
 
 @dataclass(frozen=True)
-class Receipt:
+class WeightReceipt:
     """What an engine holds after a weight update: for each tensor a hash of a stripe of it.
 
     shared: the engine computes on the trainer's own storage, so nothing was copied. version_only: no weights were
@@ -165,7 +165,7 @@ class RolloutEngine(Protocol):
         """Of a stripe of each tensor that it computes with, as in a receipt, by Hugging Face name."""
         ...
 
-    async def load_weights(self, version: Version, weights: Iterable[tuple[str, Tensor]] | None) -> Receipt:
+    async def load_weights(self, version: Version, weights: Iterable[tuple[str, Tensor]] | None) -> WeightReceipt:
         """Take new weights between two decode steps; drops cached KV of finished prompts.
 
         None: only the version changes. The weights stay, and all that was made with them, and are those of `version`.

@@ -25,7 +25,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from distflow.rollout.engine import GenerateRequest, GenerateResult, Generation, Receipt, SamplingParams
+from distflow.rollout.engine import GenerateRequest, GenerateResult, Generation, SamplingParams, WeightReceipt
 from distflow.rollout.generation_rules import check_request, finish_reason, sample_key, uniforms
 from distflow.rollout.weights import EngineWeights
 from distflow.scheduling.groups import Version
@@ -90,7 +90,7 @@ class HFEngine:
         """See `RolloutEngine`."""
         return self._weights.hashes()
 
-    async def load_weights(self, version: Version, weights: Iterable[tuple[str, Tensor]] | None) -> Receipt:
+    async def load_weights(self, version: Version, weights: Iterable[tuple[str, Tensor]] | None) -> WeightReceipt:
         """Take weights between two requests, never below a running one; raises ValueError as the embedded engine
         does."""
         return await self._call(partial(self._load_weights, version, weights))
@@ -142,7 +142,7 @@ class HFEngine:
         policy = (logits / temperature).log_softmax(dim=-1)
         return policy.gather(-1, ids[:, prompt_length:, None]).squeeze(-1)
 
-    def _load_weights(self, version: Version, weights: Iterable[tuple[str, Tensor]] | None) -> Receipt:
+    def _load_weights(self, version: Version, weights: Iterable[tuple[str, Tensor]] | None) -> WeightReceipt:
         receipt = self._weights.load(self.version, version, weights)
         self.version = version
         return receipt

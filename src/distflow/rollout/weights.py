@@ -8,7 +8,7 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from distflow.rollout.engine import Receipt
+from distflow.rollout.engine import WeightReceipt
 from distflow.scheduling.groups import Version
 
 STRIPE_LENGTH = 1024
@@ -63,7 +63,7 @@ class EngineWeights:
         """See `RolloutEngine`."""
         return stripe_hashes(self._module.named_parameters(remove_duplicate=False))
 
-    def load(self, current: Version, version: Version, weights: Iterable[tuple[str, Tensor]] | None) -> Receipt:
+    def load(self, current: Version, version: Version, weights: Iterable[tuple[str, Tensor]] | None) -> WeightReceipt:
         """Take the weights of a version, between two steps; None: those that are there get that version.
 
         Raises ValueError, with nothing changed, when the version goes back, when names or shapes do not fit, or, on
@@ -72,10 +72,10 @@ class EngineWeights:
         if version < current:
             raise ValueError(f"weights of {version} offered to an engine that serves {current}: versions never go back")
         if weights is None:
-            return Receipt(version, shared=self._shared, version_only=True)
+            return WeightReceipt(version, shared=self._shared, version_only=True)
         if self._shared:
             check_shared(self._module, weights)
-            return Receipt(version, shared=True)
+            return WeightReceipt(version, shared=True)
         was_whole, self._is_whole = self._is_whole, False
         try:
             hashes = copy_weights(self._module, weights)
@@ -83,7 +83,7 @@ class EngineWeights:
             self._is_whole = was_whole
             raise
         self._is_whole = True
-        return Receipt(version, hashes)
+        return WeightReceipt(version, hashes)
 
 
 def copy_weights(module: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> dict[str, str]:

@@ -31,15 +31,15 @@ class GroupRecorder(Protocol):
 class StepChecks(Protocol):
     """The checks of every step. Failures raise TrustError; doubts are noted."""
 
-    def step_taken(self, batch: Batch, step: int, served: int | None) -> None:
-        """A step has left the sample queue. served: the last synced weight version, None if nothing generates."""
+    def step_taken(self, batch: Batch, step: int, synced_version: int | None) -> None:
+        """A step has left the sample queue. synced_version: of the last weight sync, None if nothing generates."""
 
     def updated(
         self, role: str, engine: TrainEngine, batch: Batch, metrics: dict[str, float], step: int, first: bool
     ) -> None:
         """An optimizer step was taken or skipped. first: whether it is the first of its training step."""
 
-    def learned(
+    def step_trained(
         self, batch: Batch, metrics: dict[str, float], step: int, reduce: Collective | None = None
     ) -> dict[str, float]:
         """All nodes of a step have run. Returns more metrics, over all ranks."""
@@ -48,10 +48,10 @@ class StepChecks(Protocol):
 class StepAuditor(Protocol):
     """Proves some steps again from recorded data. Raises TrustError if one was computed wrongly."""
 
-    def took(self, step: int, group_ids: Sequence[int], batch: Batch, served: int | None) -> None:
+    def step_taken(self, step: int, group_ids: Sequence[int], batch: Batch, synced_version: int | None) -> None:
         """A step has left the sample queue; see `StepChecks.step_taken`. group_ids: of all ranks."""
 
-    def scored(self, batch: Batch) -> None:
+    def node_finished(self, batch: Batch) -> None:
         """A node of the training loop has run."""
 
     def before_update(self, role: str, engine: TrainEngine, batch: Batch, loss: LossFn) -> LossFn:
@@ -60,7 +60,7 @@ class StepAuditor(Protocol):
     def after_update(self, role: str, metrics: Mapping[str, float]) -> None:
         """An optimizer step was taken or skipped."""
 
-    def end(self, metrics: Mapping[str, float]) -> None:
+    def step_trained(self, metrics: Mapping[str, float]) -> None:
         """All nodes of the step have run."""
 
 

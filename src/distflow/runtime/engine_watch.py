@@ -20,7 +20,14 @@ from typing import Any, Final
 
 from torch import Tensor
 
-from distflow.rollout.engine import Activity, GenerateRequest, GenerateResult, Receipt, RolloutEngine, take_activity
+from distflow.rollout.engine import (
+    Activity,
+    GenerateRequest,
+    GenerateResult,
+    RolloutEngine,
+    WeightReceipt,
+    take_activity,
+)
 from distflow.runtime.loop_thread import LoopGivenUp
 from distflow.scheduling.groups import Version
 
@@ -108,7 +115,7 @@ class WatchedEngine:
         with self._asking("for hashes of its weights"):
             return await self._engine.hashes()
 
-    async def load_weights(self, version: Version, weights: Iterable[tuple[str, Tensor]] | None) -> Receipt:
+    async def load_weights(self, version: Version, weights: Iterable[tuple[str, Tensor]] | None) -> WeightReceipt:
         what = "to load the weights of" if weights is not None else "to number its weights as"
         with self._asking(f"{what} step {version.step}"):
             return await self._engine.load_weights(version, weights)

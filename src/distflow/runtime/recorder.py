@@ -8,7 +8,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -135,6 +135,23 @@ def _forget_peak() -> bool:
     return True
 
 
+@dataclass(frozen=True)
+class ReportingProcess:
+    """What one of the run's processes reports.
+
+    part: its number; 0 leads, and reports for all. speaks: False if another process notes the same. share: which of a
+    step's samples are here, of how many shares; None if another process has the same samples, and writes them.
+    """
+
+    part: int = 0
+    speaks: bool = True
+    share: tuple[int, int] | None = (0, 1)
+
+    @property
+    def leads(self) -> bool:
+        return self.part == 0
+
+
 class Recorder:
     """Owns the run's folder during the run. A context manager.
 
@@ -148,21 +165,16 @@ class Recorder:
         restart: int,
         resumed_at: int | None,
         callbacks: Callbacks = Callbacks(),  # noqa: B008  immutable
-        part: int = 0,
+        process: ReportingProcess = ReportingProcess(),  # noqa: B008  immutable
         view: TerminalView | None = None,
-        speaks: bool = True,
-        share: tuple[int, int] | None = (0, 1),
     ):
-        """part: this one's number among the run's processes; 0 leads, and reports for all. view: None makes one here.
-        speaks: False if another process notes the same. share: which of a step's samples are here, of how many shares;
-        None if another process has the same samples, and writes them.
-        """
+        """view: None makes one here."""
         self._options = options = spec.options
-        self._leads, self._speaks, self._share = part == 0, speaks, share
-        self.folder = RunFolder(spec.run_dir, restart, resumed_at, part)
+        self._process = process
+        self.folder = RunFolder(spec.run_dir, restart, resumed_at, process.part)
         self.view = view or TerminalView(f"{options.project} / {options.experiment}", total_steps)
         self._trackers = open_trackers(
-            options.logger if self._leads else (),
+            options.logger if self._process.leads else (),
             TrackedRun(spec.run_dir, options.project, options.experiment, to_dict(spec.config)),
             local={"console": self.view},
             on_failure=self.note,
@@ -186,7 +198,7 @@ class Recorder:
         try:
             if error is not None:
                 self.folder.event("error", f"{type(error).__name__}: {error}", step=self._step, **_raised(error))
-            if self._leads:
+            if self._process.leads:
                 self.folder.event("end", f"the run {self.status}", step=self._step, status=self.status)
             self.folder.close()
         except OSError:
@@ -195,14 +207,14 @@ class Recorder:
 
     def note(self, kind: str, message: str, **fields: object) -> None:
         """Something that happened: shown, and written to events.jsonl."""
-        if not self._speaks:
+        if not self._process.speaks:
             return
         self.folder.event(kind, message, step=self._step, **fields)
         self.view.note(kind, message)
 
     def audited(self, message: str, proven: Sequence[str], unproven: Mapping[str, str]) -> None:
         """The current step was proven again. unproven: what of it could not be, and why."""
-        if not self._speaks:
+        if not self._process.speaks:
             return
         self.folder.event("audit", message, proven=proven, unproven=unproven)
         self.view.audited(self._step + 1, len(proven), len(proven) + len(unproven))
@@ -235,15 +247,15 @@ class Recorder:
     def started(self, step: int, compared: Mapping[str, float]) -> None:
         """The comparison of engine and trainer at a start after `step` steps. It is no metric of the run: a run that
         was never interrupted has it once."""
-        if compared and self._leads:
+        if compared and self._process.leads:
             self.folder.event("canary", "engine and trainer were compared at the start", step=step, **compared)
 
     def training_step(self, step: int, metrics: Mapping[str, float], batch: Batch) -> None:
         """A finished step, counted from 1. metrics: of all ranks. batch: this rank's share."""
         self._step = step
-        if self._share is not None:
+        if self._process.share is not None:
             self.folder.samples(step, sample_rows(batch))
-        if not self._leads:
+        if not self._process.leads:
             self.folder.flush()
             return
         self.folder.metrics(step, "train", metrics)
@@ -257,7 +269,7 @@ class Recorder:
         """Validation after `step` steps. metrics: of all ranks. rows: this rank's."""
         if rows:
             self.folder.samples(step, rows, split="val")
-        if not metrics or not self._leads:
+        if not metrics or not self._process.leads:
             return
         self.folder.metrics(step, "val", metrics)
         self._trackers.log(step, metrics)
@@ -270,10 +282,10 @@ class Recorder:
     def keep_groups(self, step: int, batch: Batch) -> None:
         """Write all columns of this worker's share of a step, if `trainer.save_groups` says so."""
         options, run_dir = self._options, self.folder.path
-        if options.save_groups == "none" or self._share is None:
+        if options.save_groups == "none" or self._process.share is None:
             return
-        keep_groups(run_dir, step, batch, *self._share)
-        if options.save_groups == "last_k" and self._leads:
+        keep_groups(run_dir, step, batch, *self._process.share)
+        if options.save_groups == "last_k" and self._process.leads:
             forget_groups(run_dir, options.save_groups_last)
 
     def report(self) -> Path:

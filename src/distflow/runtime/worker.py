@@ -103,7 +103,7 @@ class Worker:
             with self._recorder.phases("check"):
                 self._parts.checks.step_taken(step.batch, self.step, engine_version)
             with self._recorder.phases("audit"):
-                self._parts.auditor.took(self.step, step.group_ids, step.batch, engine_version)
+                self._parts.auditor.step_taken(self.step, step.group_ids, step.batch, engine_version)
         return step
 
     def reward_metrics(self, step: TrainingStep[Batch] | None = None) -> dict[str, float]:
@@ -139,9 +139,9 @@ class Worker:
         with self._recorder.phases("save"):
             self._parts.saver.check()
         with self._recorder.phases("check"):
-            metrics |= self._parts.checks.learned(batch, metrics, step, self._ports.data)
+            metrics |= self._parts.checks.step_trained(batch, metrics, step, self._ports.data)
         with self._recorder.phases("audit"):
-            self._parts.auditor.end(metrics)
+            self._parts.auditor.step_trained(metrics)
         sent = False
         if (step + 1) % self._spec.options.update_frequency == 0:
             with self._recorder.phases("update_weights"):
@@ -169,7 +169,7 @@ class Worker:
                     self._parts.offload.only(compiled.node.engines)
                     yield compiled, self._parts.contexts.for_training(self.step, step.group_ids, name)
                 with self._recorder.phases("audit"):
-                    self._parts.auditor.scored(step.batch)
+                    self._parts.auditor.node_finished(step.batch)
                 if self._parts.reshard.sends(name):
                     with self._recorder.phases("exchange"):
                         self._parts.reshard.send(name, before, step.batch, self.step)

@@ -220,8 +220,8 @@ class Coordinator:
     def release(self, step: int, sent_weights: bool = True) -> Version:
         """Consume the step, which ends in a new version, on disk when this returns. Counts are checked.
 
-        sent_weights: whether new weights were sent; if not, the version is an alias of the last ones that were sent, or
-        the engines keep an older one. `take_groups` gets their version; the caller sets the alias before this call.
+        sent_weights: whether new weights were sent; if not, the version stands for the last ones that were sent, or the
+        engines keep an older one. `take_groups` gets their version, which the caller sets before this call.
         Raises UserError, and changes nothing, if a curriculum fails.
         """
         self.ready(step)

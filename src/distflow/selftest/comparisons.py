@@ -33,8 +33,7 @@ class Pair:
 
 @dataclass(frozen=True)
 class Row:
-    """A compared pair. found: None where it could not be compared, and `fault` says why. left_out: why it was
-    skipped."""
+    """A compared pair. found: None where it could not be compared. fault: why. left_out: why it was skipped."""
 
     pipeline: str
     pair: str
@@ -75,19 +74,17 @@ def of_paths(lab: Lab, reference: Figures, sync: Run) -> list[Pair]:
 def of_workers(lab: Lab, sync: Run, start_ray: Callable[[], object]) -> list[Pair]:
     """Over Ray, which `start_ray` starts once."""
 
-    def on(num_workers: int) -> Figures:
+    def on_ray(run: Callable[[int], Figures], number: int) -> Figures:
         start_ray()
-        return lab.workers(num_workers)
+        return run(number)
 
-    def resharded() -> Figures:
-        start_ray()
-        return lab.resharded(saved_at)
-
-    saved_at = _some_step(lab)
+    step = _some_step(lab)
+    one, two = functools.partial(on_ray, lab.workers, 1), functools.partial(on_ray, lab.workers, 2)
+    resharded = functools.partial(on_ray, lab.resharded, step)
     return [
-        Pair("synchronous = 1 worker", 0.0, sync, functools.partial(on, 1)),
-        Pair("synchronous = 2 workers", TOLERANCE, sync, functools.partial(on, 2)),
-        Pair(f"synchronous = 2 shards to step {saved_at}, then 1", TOLERANCE, sync, resharded),
+        Pair("synchronous = 1 worker", 0.0, sync, one),
+        Pair("synchronous = 2 workers", TOLERANCE, sync, two),
+        Pair(f"synchronous = 2 shards to step {step}, then 1", TOLERANCE, sync, resharded),
     ]
 
 
@@ -112,9 +109,8 @@ def _some_step(lab: Lab) -> int:
 
 
 def head() -> str:
-    return _LINE.format(
-        "", "largest differences", "steps", "loss", "grad norm", "log-prob", "weight", "limit", ""
-    ).rstrip()
+    names = ("steps", "loss", "grad norm", "log-prob", "weight", "limit")
+    return _LINE.format("", "largest differences", *names, "").rstrip()
 
 
 def line(row: Row) -> str:

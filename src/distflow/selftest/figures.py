@@ -7,7 +7,7 @@ their bytes in base64.
 
 import base64
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -109,12 +109,7 @@ def differences(one: Figures, other: Figures) -> Differences:
         _same(f"responses in step {number}", a.answers, b.answers)
         _same(f"scores in step {number}", a.scores, b.scores)
         _same(f"losses in step {number}", a.updates.keys(), b.updates.keys())
-    return Differences(
-        _largest(_updates(one, _LOSS), _updates(other, _LOSS)),
-        _largest(_updates(one, _NORM), _updates(other, _NORM)),
-        _largest(_log_probs(one), _log_probs(other)),
-        _largest(_weights(one), _weights(other)),
-    )
+    return Differences(*(_largest(a, b) for a, b in zip(_numbers(one), _numbers(other), strict=True)))
 
 
 def _same(what: str, one: object, other: object) -> None:
@@ -122,19 +117,14 @@ def _same(what: str, one: object, other: object) -> None:
         raise Unlike(f"other {what}")
 
 
-def _updates(figures: Figures, kind: str) -> Tensor:
-    """Losses or gradient norms, of all steps and roles."""
-    found = [step.updates[name] for step in figures.steps for name in sorted(step.updates) if name.endswith(kind)]
-    return torch.tensor(found, dtype=torch.float64)
-
-
-def _log_probs(figures: Figures) -> Tensor:
-    both = (of_sample for step in figures.steps for of_sample in (*step.sampled, *step.log_probs))
-    return torch.tensor([value for of_sample in both for value in of_sample])
-
-
-def _weights(figures: Figures) -> Tensor:
-    return torch.cat([figures.weights[name].flatten() for name in sorted(figures.weights)])
+def _numbers(figures: Figures) -> Iterator[Tensor]:
+    """Losses, gradient norms, log-probs and weights, each of the whole run."""
+    for kind in (_LOSS, _NORM):
+        names = ((step, name) for step in figures.steps for name in sorted(step.updates) if name.endswith(kind))
+        yield torch.tensor([step.updates[name] for step, name in names], dtype=torch.float64)
+    samples = (sample for step in figures.steps for sample in (*step.sampled, *step.log_probs))
+    yield torch.tensor([value for sample in samples for value in sample])
+    yield torch.cat([figures.weights[name].flatten() for name in sorted(figures.weights)])
 
 
 def _largest(one: Tensor, other: Tensor) -> float:
@@ -152,35 +142,36 @@ class Recorded:
 
 def read_recorded(path: Path) -> dict[str, Recorded]:
     """By pipeline."""
-    return {name: _decoded(found) for name, found in json.loads(path.read_text()).items()}
+    return {
+        name: Recorded(
+            found["prompts"],
+            Figures(
+                [Step(**step) for step in found["steps"]],
+                {name: _tensor(text, shape) for name, (shape, text) in found["weights"].items()},
+            ),
+        )
+        for name, found in json.loads(path.read_text()).items()
+    }
 
 
 def write_recorded(path: Path, recorded: Mapping[str, Recorded]) -> None:
-    path.write_text(json.dumps({name: _encoded(found) for name, found in recorded.items()}) + "\n")
-
-
-def _encoded(recorded: Recorded) -> dict[str, object]:
-    figures = recorded.figures
-    return {
-        "prompts": recorded.prompts,
-        "steps": [
-            {**asdict(step), "sampled": _digits(step.sampled), "log_probs": _digits(step.log_probs)}
-            for step in figures.steps
-        ],
-        "weights": {name: [list(tensor.shape), _text(tensor)] for name, tensor in figures.weights.items()},
+    found = {
+        name: {
+            "prompts": one.prompts,
+            "steps": [
+                {**asdict(step), "sampled": _digits(step.sampled), "log_probs": _digits(step.log_probs)}
+                for step in one.figures.steps
+            ],
+            "weights": {name: [list(tensor.shape), _text(tensor)] for name, tensor in one.figures.weights.items()},
+        }
+        for name, one in recorded.items()
     }
+    path.write_text(json.dumps(found) + "\n")
 
 
 def _digits(samples: Sequence[Sequence[float]]) -> list[list[float]]:
     """Nine digits, which distinguish any two float32 numbers."""
     return [[float(f"{value:.9g}") for value in sample] for sample in samples]
-
-
-def _decoded(found: Mapping[str, object]) -> Recorded:
-    steps, weights, prompts = found["steps"], found["weights"], found["prompts"]
-    assert isinstance(steps, list) and isinstance(weights, dict) and isinstance(prompts, list)
-    tensors = {name: _tensor(text, shape) for name, (shape, text) in weights.items()}
-    return Recorded(prompts, Figures([Step(**step) for step in steps], tensors))
 
 
 def _text(tensor: Tensor) -> str:

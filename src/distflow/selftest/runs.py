@@ -23,10 +23,10 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from distflow import NodeRole, TaskGraph, node
 from distflow.cluster.ray_entry import launch_ray
 from distflow.config import Config, load_config
 from distflow.data.sample import Sample, Segment
-from distflow.graph import NodeRole, TaskGraph, node
 from distflow.launch.local_launcher import launch_local
 from distflow.launch.make_spec import make_spec
 from distflow.models.loading import quiet_transformers
@@ -39,7 +39,7 @@ from distflow.runtime.checkpoint.find_checkpoint import CHECKPOINTS
 from distflow.runtime.prompt_group import Group
 from distflow.runtime.spec import Launch, Spec
 from distflow.runtime.stop import Interrupted
-from distflow.selftest.figures import Figures, Recorded, Step, figures_of
+from distflow.selftest.figures import Figures, Recorded, figures_of
 
 TOKENIZER = "builtin:tiny-arithmetic"
 _SIZES = {
@@ -92,8 +92,8 @@ async def replay(group: Group, tokenizer: PreTrainedTokenizerBase) -> list[Sampl
     recorded: Mapping[str, Any] = group.row.extra_info or {}
     samples = []
     for index, (ids, sampled) in enumerate(zip(recorded[ANSWERS], recorded[SAMPLED], strict=True)):
-        both = (tuple(sampled),) * 2  # nothing is cut off the policy
-        segment = Segment("policy", tuple(ids), *both, (group.prompt_group.version,) * len(ids))
+        versions = (group.prompt_group.version,) * len(ids)
+        segment = Segment("policy", tuple(ids), tuple(sampled), tuple(sampled), versions)  # nothing is cut off
         text = str(tokenizer.decode(ids, skip_special_tokens=True))
         reason = "length" if len(ids) == group.params.max_tokens else "stop"
         samples.append(group.sample(index, segment, text, reason))
@@ -143,15 +143,16 @@ class Lab:
 
     @staticmethod
     def of(folder: Path, preset: str, recorded: Recorded) -> "Lab":
-        """Write the models and data of the runs."""
+        """Write the models and data of the runs: a row for each group of each step."""
         folder.mkdir()
         write_models(folder)
-        rows = [
-            row
-            for prompts, step in zip(recorded.prompts, recorded.figures.steps, strict=True)
-            for row in _rows(prompts, step)
-        ]
-        (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        with (folder / "rows.jsonl").open("w") as file:
+            for prompts, step in zip(recorded.prompts, recorded.figures.steps, strict=True):
+                size = len(step.answers) // len(prompts)
+                for i, prompt in enumerate(prompts):
+                    own = slice(i * size, (i + 1) * size)
+                    row = {"prompt": prompt, ANSWERS: step.answers[own], SAMPLED: step.sampled[own]}
+                    file.write(json.dumps(row) + "\n")
         return Lab(folder, preset, recorded.prompts)
 
     def keys(self, name: str) -> list[str]:
@@ -234,15 +235,12 @@ class Lab:
     def _process(self) -> Iterator["subprocess.Popen[bytes]"]:
         """`distflow train` in a process of its own, which is killed afterwards. It imports what this one does."""
         paths = os.pathsep.join(os.path.abspath(path) for path in sys.path if path)
+        command = [sys.executable, "-m", "distflow", "train", self.preset, *self.keys("killed")]
+        environment = {**os.environ, "PYTHONPATH": paths}
         with (
             (self.folder / "killed.log").open("ab") as log,
             subprocess.Popen(
-                [sys.executable, "-m", "distflow", "train", self.preset, *self.keys("killed")],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                cwd=self.folder,
-                env={**os.environ, "PYTHONPATH": paths},
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=self.folder, env=environment
             ) as process,
         ):
             try:
@@ -254,7 +252,6 @@ class Lab:
         return make_spec(load_config(self.preset, [*self.keys(name), *more]), say=lambda line: None)
 
     def _run(self, spec: Spec, launch: Launch = launch_local) -> Figures:
-        """Run to the end."""
         outcome = launch(spec)
         if outcome.signal is not None:
             raise Interrupted(outcome.signal)
@@ -263,11 +260,3 @@ class Lab:
 
 def _over_ray(num_workers: int) -> tuple[str, ...]:
     return "trainer.launcher=ray", f"trainer.n_gpus_per_node={num_workers}"
-
-
-def _rows(prompts: Sequence[str], step: Step) -> Iterator[dict[str, object]]:
-    """Of the data set: a row for each group of the step."""
-    size = len(step.answers) // len(prompts)
-    for i, prompt in enumerate(prompts):
-        own = slice(i * size, (i + 1) * size)
-        yield {"prompt": prompt, ANSWERS: step.answers[own], SAMPLED: step.sampled[own]}

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from distflow.errors import TrustError
-from distflow.rollout.engine import Receipt
+from distflow.rollout.engine import WeightReceipt
 from distflow.rollout.weights import stripe_hashes
 from distflow.runtime.wait_log import Waits
 from distflow.runtime.weight_sync.ports import LocalWeights
@@ -23,10 +23,10 @@ class Engine:
         self.served: list[tuple[Version, dict[str, Tensor]]] = []
         self._receipt = receipt
 
-    def __call__(self, version: Version, weights: Any) -> Receipt:
+    def __call__(self, version: Version, weights: Any) -> WeightReceipt:
         held = dict(weights or ())
         self.served.append((version, held))
-        return Receipt(**{"version": version, "hashes": stripe_hashes(held.items()), **self._receipt})
+        return WeightReceipt(**{"version": version, "hashes": stripe_hashes(held.items()), **self._receipt})
 
 
 def tensors(*names: str) -> list[tuple[str, Tensor]]:
@@ -71,7 +71,7 @@ def test_what_was_put_before_a_version_was_broken_off_is_no_part_of_the_next() -
 
 
 def test_an_engine_that_refuses_holds_the_run_with_its_reason() -> None:
-    def refuses(version: Version, weights: Any) -> Receipt:
+    def refuses(version: Version, weights: Any) -> WeightReceipt:
         raise ValueError("no tensor 'c' here")
 
     with pytest.raises(TrustError, match="refused the weights of version 1: no tensor 'c' here"):

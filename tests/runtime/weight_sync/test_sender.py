@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from distflow.errors import TrustError
-from distflow.rollout.engine import Receipt
+from distflow.rollout.engine import WeightReceipt
 from distflow.rollout.weights import stripe_hashes
 from distflow.runtime.weight_sync import sender
 from distflow.runtime.weight_sync.sender import WeightReceiver, WeightSender, buckets
@@ -139,14 +139,14 @@ class Engine:
     async def hashes(self) -> dict[str, str]:
         return self._held
 
-    async def load_weights(self, version: Version, weights: Any) -> Receipt:
+    async def load_weights(self, version: Version, weights: Any) -> WeightReceipt:
         if weights is None:
             self.version = version
-            return Receipt(version, version_only=True)
+            return WeightReceipt(version, version_only=True)
         sent = stripe_hashes(weights)
         self._held = self._held | {name: own for name, own in sent.items() if name != self._skipped}
         self.version = replace(version, step=version.step - self._behind)
-        return Receipt(version, self._held | {name: sent[name] for name in sent if name == self._claimed})
+        return WeightReceipt(version, self._held | {name: sent[name] for name in sent if name == self._claimed})
 
 
 def receive_from(engine: Engine) -> Any:
@@ -156,8 +156,8 @@ def receive_from(engine: Engine) -> Any:
 def test_a_receiver_asks_the_engine_what_it_holds() -> None:
     engine, sent = Engine(), stripe_hashes(weights(1, 2))
     receive = receive_from(engine)
-    assert receive(Version(0, 2), weights(1, 2)) == Receipt(Version(0, 2), sent)
-    assert receive(Version(0, 3), None) == Receipt(Version(0, 3), sent, version_only=True)
+    assert receive(Version(0, 2), weights(1, 2)) == WeightReceipt(Version(0, 2), sent)
+    assert receive(Version(0, 3), None) == WeightReceipt(Version(0, 3), sent, version_only=True)
 
 
 @pytest.mark.parametrize("engine", [Engine(skipped="w1", claimed="w1"), Engine(behind=1)])

@@ -22,7 +22,15 @@ from distflow.rollout.embedded.engine_loop import StepLoop, settle
 from distflow.rollout.embedded.host_steps import BatchTiles, RequestLane
 from distflow.rollout.embedded.sampler import StepTokens
 from distflow.rollout.embedded.scheduler import LaneLimits, Sequence, sequences_of
-from distflow.rollout.engine import Activity, ActivityLog, GenerateRequest, GenerateResult, Host, KVOnUpdate, Receipt
+from distflow.rollout.engine import (
+    Activity,
+    ActivityLog,
+    GenerateRequest,
+    GenerateResult,
+    Host,
+    KVOnUpdate,
+    WeightReceipt,
+)
 from distflow.rollout.generation_rules import check_request, finish_reason
 from distflow.rollout.weights import EngineWeights
 from distflow.scheduling.groups import TRAIN, Version
@@ -160,7 +168,7 @@ class EmbeddedEngine:
         """See `RolloutEngine`."""
         return await self._loop.call(self._weights.hashes)
 
-    async def load_weights(self, version: Version, weights: Iterable[tuple[str, Tensor]] | None) -> Receipt:
+    async def load_weights(self, version: Version, weights: Iterable[tuple[str, Tensor]] | None) -> WeightReceipt:
         """Load weights between two steps, all or nothing; no pause is needed. Cached prompts are dropped;
         `kv_on_update` decides about begun sequences. None: only the version changes; nothing is dropped.
         Raises ValueError as `EngineWeights.load`.
@@ -251,7 +259,7 @@ class EmbeddedEngine:
         for waiting in pending:
             settle(waiting.loop, waiting.future, error)
 
-    def _load_weights(self, version: Version, weights: Iterable[tuple[str, Tensor]] | None) -> Receipt:
+    def _load_weights(self, version: Version, weights: Iterable[tuple[str, Tensor]] | None) -> WeightReceipt:
         self._settle()
         receipt = self._weights.load(self.version, version, weights)
         self.version = version

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from distflow.rollout.engine import Receipt
+from distflow.rollout.engine import WeightReceipt
 from distflow.rollout.weights import PartialWeightsError
 from distflow.runtime import fault_injection
 from distflow.runtime.wait_log import Waits
@@ -83,9 +83,9 @@ class _Load:
     """An engine that loads a version. items: None at the end."""
 
     items: "SimpleQueue[_Item | None | BrokenOff]"
-    receipt: "Future[Receipt]"
+    receipt: "Future[WeightReceipt]"
 
-    def result(self, version: Version) -> Receipt:
+    def result(self, version: Version) -> WeightReceipt:
         """Raises TrustError if the weights do not fit."""
         try:
             return self.receipt.result()
@@ -184,7 +184,7 @@ class IncomingWeights:
         buckets.append(weights)
         return None
 
-    def load(self, version: Version, num_buckets: int | None) -> Receipt:
+    def load(self, version: Version, num_buckets: int | None) -> WeightReceipt:
         """The engine loads the received version; num_buckets None: its own weights under another number. Waits until
         the worker has started. Raises ValueError if buckets are missing, and as `Receive`."""
         fault_injection.reach("weights.serve")

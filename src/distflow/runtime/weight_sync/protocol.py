@@ -7,7 +7,7 @@ from typing import Protocol
 from torch import Tensor
 
 from distflow.errors import TrustError
-from distflow.rollout.engine import Receipt
+from distflow.rollout.engine import WeightReceipt
 from distflow.scheduling.groups import Version
 
 Bucket = Sequence[tuple[str, Tensor]]
@@ -21,10 +21,10 @@ class Receive(Protocol):
     """Loads all tensors of a version into an engine; None means that it has them already. Both methods raise ValueError
     if they do not fit, with nothing changed."""
 
-    def __call__(self, version: Version, weights: Bucket | None) -> Receipt:
+    def __call__(self, version: Version, weights: Bucket | None) -> WeightReceipt:
         """Blocks the training thread, on which the engine may compute meanwhile."""
 
-    def start(self, version: Version, weights: Iterable[tuple[str, Tensor]]) -> "Future[Receipt]":
+    def start(self, version: Version, weights: Iterable[tuple[str, Tensor]]) -> "Future[WeightReceipt]":
         """Returns at once; the engine computes nothing until `weights`, which may block, has ended."""
 
 
@@ -58,7 +58,7 @@ class WeightPort(Protocol):
         """
 
 
-def check_receipt(receipt: Receipt, version: Version, hashes: Mapping[str, str], of: str = "") -> None:
+def check_receipt(receipt: WeightReceipt, version: Version, hashes: Mapping[str, str], of: str = "") -> None:
     """hashes: of the weights that the engine must have. of: which one, such as " of worker 2". Raises TrustError if it
     has another version, or other weights."""
     if receipt.version != version:

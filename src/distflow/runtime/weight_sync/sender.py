@@ -19,7 +19,7 @@ from distflow.errors import TrustError
 from distflow.models.lora import unwrapped
 from distflow.models.sharding import at_places, whole
 from distflow.models.weight_checks import magnitudes, unsound
-from distflow.rollout.engine import Receipt, RolloutEngine
+from distflow.rollout.engine import RolloutEngine, WeightReceipt
 from distflow.rollout.weights import stripe_hashes, striped_places
 from distflow.runtime import fault_injection
 from distflow.runtime.audit_protocol import Updates
@@ -134,13 +134,13 @@ class WeightReceiver:
     def __init__(self, engine: RolloutEngine, session: Session) -> None:
         self._engine, self._session = engine, session
 
-    def __call__(self, version: Version, weights: Bucket | None) -> Receipt:
+    def __call__(self, version: Version, weights: Bucket | None) -> WeightReceipt:
         return self._session.call(self._load(version, weights))
 
-    def start(self, version: Version, weights: Iterable[tuple[str, Tensor]]) -> "Future[Receipt]":
+    def start(self, version: Version, weights: Iterable[tuple[str, Tensor]]) -> "Future[WeightReceipt]":
         return self._session.start(self._load(version, weights))
 
-    async def _load(self, version: Version, weights: Iterable[tuple[str, Tensor]] | None) -> Receipt:
+    async def _load(self, version: Version, weights: Iterable[tuple[str, Tensor]] | None) -> WeightReceipt:
         engine = self._engine
         receipt = await engine.load_weights(version, weights)
         hashes = await engine.hashes()

@@ -1,25 +1,135 @@
-"""Checks of an optimizer step: packed sequences give the same weight gradients as padded ones; a mini-batch's gradient
-starts from zero and is the sum of its micro-batches' gradients, clipped to max_grad_norm; the learning rate follows the
-schedule, and the optimizer moves the weights by its formula."""
+"""Checks of a step's updates: each pass takes every sample once, with the columns scored before; packed sequences give
+the same weight gradients as padded ones; a mini-batch's gradient starts from zero and is the sum of its micro-batches'
+gradients, clipped; the learning rate follows the schedule, and the optimizer moves the weights by its formula."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from distflow.audit.log_probs import audited_samples, dtype_of, ids_of
-from distflow.audit.mini_batches import plan_of
 from distflow.audit.model_forward import logits_of, plainly
-from distflow.audit.recorded_data import RecordedStep, Sample, Wrong, check
+from distflow.audit.recorded_data import RecordedStep, Sample, Wrong, check, is_builtin, samples_of, shuffled
 from distflow.audit.recorder import OpenEngine, Stripe, UpdateRecord, striped
-from distflow.config.derived_settings import is_rl
+from distflow.config import Config
+from distflow.config.derived_settings import algorithm_of, is_rl, takes_values
 from distflow.config.keys.engines import OptimConfig
-from distflow.data.batch import Batch
+from distflow.models.sharding import is_spread
 
+SCORED = ("advantages", "returns", "old_log_probs", "ref_log_prob", "values", "selected_tokens")
+COLUMNS = ("response_ids", "loss_mask", *SCORED)
 NUM_SAMPLES = 2
 EXACT, ROUNDED = 1e-3, 0.5
 LIMIT = 1e-3
+
+
+@check(
+    "mini-batches",
+    "every sample of the step is in one mini-batch of each pass, and its log-probs, advantages and masks are those "
+    "from before the first update",
+    needs="the built-in update nodes",
+    limit="equal",
+)
+def audit_mini_batches(recorded: RecordedStep) -> str | None:
+    if not recorded.updates and not _is_ours(recorded):
+        return "no update was recorded"
+    for role in sorted({update.role for update in recorded.updates}):
+        _same_columns(recorded, recorded.updates_of(role))
+    return audit_each_sample_once(recorded)
+
+
+def audit_each_sample_once(recorded: RecordedStep) -> str | None:
+    """Every pass took every sample, in the order that is drawn. Reads no column but the samples' uids."""
+    if not _is_ours(recorded):
+        return "a user's node chooses the mini-batches"
+    for role in sorted({update.role for update in recorded.updates} | _expected(recorded)):
+        _each_once(recorded, role, recorded.updates_of(role))
+    return None
+
+
+def _is_ours(recorded: RecordedStep) -> bool:
+    nodes = [step.node for step in recorded.run.training_steps if not step.node.contract.writes]
+    return all(is_builtin(node.fn) for node in nodes)
+
+
+def _expected(recorded: RecordedStep) -> set[str]:
+    """The roles that the pipeline trains: the critic always, the policy after the critic's warm-up."""
+    names = {getattr(step.node.fn, "keywords", {}).get("name") for step in recorded.run.training_steps}
+    roles = {"critic"} & names
+    warm = recorded.step >= recorded.config.trainer.critic_warmup
+    return roles | ({"actor"} if names & {"actor", "sft"} and (warm or not is_rl(recorded.config)) else set())
+
+
+def _each_once(recorded: RecordedStep, role: str, updates: list[UpdateRecord]) -> None:
+    passes, num_prompts = plan_of(recorded.config, role)
+    if role == "actor" and is_rl(recorded.config) and recorded.step < recorded.config.trainer.critic_warmup:
+        passes = 0
+    groups = len(set(recorded.batch["group_index"].tolist()))
+    uids = [str(recorded.batch["uid"][row]) for row in _rows(recorded, role)]
+    wanted = passes * math.ceil(groups / num_prompts)
+    if len(updates) != wanted and recorded.run.num_ranks == 1:
+        raise Wrong(
+            f"the {role} took {len(updates)} optimizer steps, but {passes} passes over {groups} prompts in "
+            f"mini-batches of {num_prompts} are {wanted}"
+        )
+    _in_order(recorded, role, updates, passes, num_prompts)
+    times = Counter(uid for update in updates for uid in update.uids)
+    wrong = [(uid, times[uid]) for uid in uids if times[uid] != passes]
+    if wrong:
+        uid, count = wrong[0]
+        raise Wrong(
+            f"sample {uid} (and {len(wrong) - 1} more) was in {count} mini-batches of the {role}, but should be in one "
+            f"of each of {passes} passes"
+        )
+
+
+def _rows(recorded: RecordedStep, role: str) -> list[int]:
+    """Rows that the role trains on: a critic skips domains whose estimator reads no values."""
+    domains = recorded.batch["domain"]
+    if role != "critic" or not recorded.config.algorithm.domains:
+        return list(range(len(domains)))
+    return [row for row, domain in enumerate(domains) if takes_values(algorithm_of(recorded.config, domain))]
+
+
+def _in_order(recorded: RecordedStep, role: str, updates: list[UpdateRecord], passes: int, num_prompts: int) -> None:
+    """Groups are put into mini-batches in the order of sorted raw Philox words, keyed by seed, step and pass."""
+    if recorded.run.num_ranks > 1 or not updates:
+        return
+    group_ids, wanted = list(recorded.group_ids), list[set[int]]()
+    trained = set(recorded.batch["group_index"][_rows(recorded, role)].tolist())
+    for epoch in range(passes):
+        order = shuffled(len(group_ids), (recorded.config.trainer.seed, 1), (recorded.step, epoch))
+        starts = range(0, len(order), num_prompts)
+        wanted += [{group_ids[i] for i in order[k : k + num_prompts]} & trained for k in starts]
+    for number, (update, groups) in enumerate(zip(updates, wanted, strict=False), start=1):
+        if set(update.batch["group_index"].tolist()) != groups:
+            what = f"mini-batch {number} of the {role}"
+            raise Wrong(f"{what} does not hold the groups that seed, step and pass draw: {sorted(groups)[:6]}")
+
+
+def plan_of(config: Config, role: str) -> tuple[int, int]:
+    """Passes over a step, and prompts in a mini-batch, by the config."""
+    actor, critic = config.actor_rollout_ref.actor, config.critic
+    if role == "critic":
+        return critic.ppo_epochs, critic.ppo_mini_batch_size or actor.ppo_mini_batch_size
+    return (actor.ppo_epochs if is_rl(config) else 1), actor.ppo_mini_batch_size
+
+
+def _same_columns(recorded: RecordedStep, updates: list[UpdateRecord]) -> None:
+    known = {sample["uid"]: sample for sample in recorded.samples}
+    for number, update in enumerate(updates, start=1):
+        if update.metrics.get("skipped"):
+            continue
+        for sample in samples_of(update.batch.only([n for n in ("uid", *COLUMNS) if n in update.batch])):
+            for name in (name for name in COLUMNS if name in sample):
+                now, before = sample[name], known[sample["uid"]][name]
+                if not bool(((now == before) | (now.isnan() & before.isnan())).all()):
+                    raise Wrong(
+                        f"{name} of sample {sample['uid']} in mini-batch {number} of the {update.role} differs from "
+                        "its value before the step's first update: it was recomputed or rewritten between mini-batches"
+                    )
 
 
 @check(
@@ -35,15 +145,20 @@ def audit_backward(recorded: RecordedStep) -> str | None:
         return "the train engine does not expose its model"
     turns = recorded.run.turns
     chosen = sorted(audited_samples(recorded), key=lambda sample: len(sample["response_ids"]))[:NUM_SAMPLES]
-    if not chosen and not turns.is_spread(actor.model):
+    spread = is_spread(actor.model)  # then this rank takes part in the passes of others
+    if not chosen and not spread:
         return "no sample is short enough"
-    names = dict(striped(actor.model, recorded.step))
-    weights = list(names.values())
-    packed = _through_packing(recorded, actor, compute, chosen, weights)
-    apart = [
-        _through_padding(recorded, actor, chosen[place : place + 1], weights)
-        for place in range(NUM_SAMPLES if turns.is_spread(actor.model) else len(chosen))
-    ]
+    names, weights = zip(*striped(actor.model, recorded.step), strict=True)
+    batch = recorded.batch.select([list(recorded.batch["uid"]).index(sample["uid"]) for sample in chosen])
+
+    def loss() -> Tensor:
+        flat: Tensor = compute(batch, ("log_probs",))["log_probs"]
+        cotangents = [_cotangent(length) for length in batch.lengths("response").tolist()]
+        return (flat * torch.cat(cotangents or [flat.new_zeros(0)]).to(flat)).sum()
+
+    packed = turns.gradients(actor.model, weights, loss)
+    parts = [chosen[place : place + 1] for place in range(NUM_SAMPLES if spread else len(chosen))]
+    apart = [_through_padding(recorded, actor, part, weights) for part in parts]
     if not chosen:
         return "no sample is short enough"
     limit = recorded.limit(EXACT, ROUNDED)
@@ -66,10 +181,9 @@ def audit_backward(recorded: RecordedStep) -> str | None:
     limit=f"{LIMIT:g} relative",
 )
 def audit_gradients(recorded: RecordedStep) -> str | None:
-    seen = [update for update in recorded.updates if isinstance(update.engine, OpenEngine)]
-    if not seen:
-        return "no update of an engine that exposes its model was recorded"
-    for update in seen:
+    if not recorded.updates:
+        return "no update was recorded"
+    for update in recorded.updates:
         if update.leftover:
             raise Wrong(
                 f"a mini-batch of the {update.role} began with gradients left over from the one before "
@@ -77,6 +191,8 @@ def audit_gradients(recorded: RecordedStep) -> str | None:
             )
         if update.norm is not None and not update.metrics.get("skipped"):
             _clipped(recorded, update, update.norm)
+    if not all(isinstance(update.engine, OpenEngine) for update in recorded.updates):
+        return "an engine that was updated does not expose its model"
     return "gradients of several ranks are summed before they are seen" if recorded.run.num_ranks > 1 else None
 
 
@@ -91,27 +207,9 @@ def audit_optimizer(recorded: RecordedStep) -> str | None:
     if not recorded.updates:
         return "no update was recorded"
     known = [_same_weights(*each) for each in scheduled(recorded)]
-    if not any(known):
+    if not known or not all(known):
         return "only the learning rate: the optimizer is neither adamw nor sgd, or its engine does not expose it"
     return None
-
-
-def _through_packing(
-    recorded: RecordedStep,
-    actor: OpenEngine,
-    compute: Callable[[Batch, Sequence[str]], Mapping[str, Tensor]],
-    chosen: Sequence[Sample],
-    weights: Sequence[nn.Parameter],
-) -> list[Tensor]:
-    rows = [list(recorded.batch["uid"]).index(sample["uid"]) for sample in chosen]
-    batch = recorded.batch.select(rows)
-
-    def loss() -> Tensor:
-        flat = compute(batch, ("log_probs",))["log_probs"]
-        cotangents = [_cotangent(length) for length in batch.lengths("response").tolist()]
-        return (flat * torch.cat(cotangents or [flat.new_zeros(0)]).to(flat)).sum()
-
-    return recorded.run.turns.gradients(actor.model, weights, loss)
 
 
 def _through_padding(
@@ -169,15 +267,16 @@ def scheduled(recorded: RecordedStep) -> Iterator[tuple[UpdateRecord, OptimConfi
             if update.metrics.get("skipped"):
                 continue
             rate = settings.lr * schedule(settings, num_before, total_updates(recorded, role))
-            _same_rate(update, rate)
+            found = float(update.metrics["lr"])
+            if not abs(found - rate) <= LIMIT * rate + 1e-15:
+                raise Wrong(f"the learning rate of the {role} is {found:.4g}, but the schedule gives {rate:.4g}")
             yield update, settings, rate, num_before
             num_before += 1
 
 
 def audit_learning_rates(recorded: RecordedStep) -> str | None:
     """The learning rate of each update is the schedule's."""
-    for _ in scheduled(recorded):
-        pass
+    list(scheduled(recorded))
     return None
 
 
@@ -185,9 +284,8 @@ def total_updates(recorded: RecordedStep, role: str) -> int:
     """Optimizer steps of the whole run: the schedule's length."""
     config = recorded.config
     passes, num_prompts = plan_of(config, role)
-    steps = recorded.run.spec.data.total_steps - (
-        config.trainer.critic_warmup if role == "actor" and is_rl(config) else 0
-    )
+    warmup = config.trainer.critic_warmup if role == "actor" and is_rl(config) else 0
+    steps = recorded.run.spec.data.total_steps - warmup
     return max(steps * passes * math.ceil(config.data.train_batch_size / num_prompts), 1)
 
 
@@ -199,18 +297,12 @@ def schedule(settings: OptimConfig, step: int, total: int) -> float:
     if step < warmup:
         return step / warmup
     done = min((step - warmup) / max(total - warmup, 1), 1.0)
-    shape = {
+    left = {
         "constant_with_warmup": 1.0,
-        "linear_with_warmup": settings.min_lr_ratio + (1 - settings.min_lr_ratio) * (1 - done),
-        "cosine_with_warmup": settings.min_lr_ratio + (1 - settings.min_lr_ratio) * (1 + math.cos(math.pi * done)) / 2,
+        "linear_with_warmup": 1 - done,
+        "cosine_with_warmup": (1 + math.cos(math.pi * done)) / 2,
     }
-    return shape[settings.scheduler]
-
-
-def _same_rate(update: UpdateRecord, rate: float) -> None:
-    found = float(update.metrics["lr"])
-    if not abs(found - rate) <= LIMIT * rate + 1e-15:
-        raise Wrong(f"the learning rate of the {update.role} is {found:.4g}, but the schedule gives {rate:.4g}")
+    return settings.min_lr_ratio + (1 - settings.min_lr_ratio) * left[settings.scheduler]
 
 
 def _same_weights(update: UpdateRecord, settings: OptimConfig, rate: float, num_before: int) -> bool:
@@ -229,9 +321,12 @@ def _same_weights(update: UpdateRecord, settings: OptimConfig, rate: float, num_
                 f"the optimizer of the {update.role} has counted {steps} steps, but {num_before} were taken: its "
                 "moments were lost"
             )
-        expected = _adamw(stripe, settings, rate) if settings.optimizer == "adamw" else _sgd(stripe, settings, rate)
         if not len(stripe.before):
             continue  # this rank has no part of it
+        if settings.optimizer == "adamw":
+            expected = _adamw(stripe, stripe.gradient, settings, rate)
+        else:
+            expected = stripe.before - rate * (stripe.gradient + settings.weight_decay * stripe.before)
         gap, moved = (stripe.after - expected).abs(), (expected - stripe.before).abs()
         rounding = 4e-7 * stripe.before.abs()
         if bool((gap > LIMIT * moved.max() + rounding + 1e-12).any()):
@@ -243,17 +338,11 @@ def _same_weights(update: UpdateRecord, settings: OptimConfig, rate: float, num_
     return True
 
 
-def _adamw(stripe: Stripe, settings: OptimConfig, rate: float) -> Tensor:
+def _adamw(stripe: Stripe, gradient: Tensor, settings: OptimConfig, rate: float) -> Tensor:
     """Loshchilov and Hutter, arXiv:1711.05101, algorithm 2."""
-    assert stripe.gradient is not None
     first, second = settings.betas
     step = float(stripe.moments.get("step", 0.0)) + 1
-    mean = first * stripe.moments.get("exp_avg", 0.0) + (1 - first) * stripe.gradient
-    square = second * stripe.moments.get("exp_avg_sq", 0.0) + (1 - second) * stripe.gradient**2
+    mean = first * stripe.moments.get("exp_avg", 0.0) + (1 - first) * gradient
+    square = second * stripe.moments.get("exp_avg_sq", 0.0) + (1 - second) * gradient**2
     decayed = stripe.before * (1 - rate * settings.weight_decay)
     return decayed - rate * (mean / (1 - first**step)) / ((square / (1 - second**step)).sqrt() + settings.eps)
-
-
-def _sgd(stripe: Stripe, settings: OptimConfig, rate: float) -> Tensor:
-    assert stripe.gradient is not None
-    return stripe.before - rate * (stripe.gradient + settings.weight_decay * stripe.before)

@@ -1,0 +1,121 @@
+"""The auditor's formulas of the built-in policy losses against the losses, and errors planted into the losses."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from distflow.algorithms.losses import covariance
+from distflow.algorithms.objective import PolicyObjective
+from distflow.algorithms.registry import find_policy_loss
+from distflow.audit.policy_losses import FORMULAS, Tokens
+from distflow.builtin_names import POLICY_LOSSES
+from distflow.errors import TrustError
+from distflow.observe.reading.run_reader import read_events
+from tests.e2e.runs import Playground
+
+ACTOR = "actor_rollout_ref.actor"
+FAST = (f"{ACTOR}.ppo_mini_batch_size=2", f"{ACTOR}.ppo_epochs=2", f"{ACTOR}.optim.lr=1e-2", "trust.audit_freq=1")
+OPTIONS = {
+    "dro": {"beta": 0.5},
+    "clip_cov": {"clip_cov_ratio": 0.2, "clip_cov_lb": 0.0, "clip_cov_ub": 9.0},
+    "kl_cov": {"kl_cov_ratio": 0.2, "ppo_kl_coef": 0.5},
+}
+DEFAULTS = {"clip_ratio": 0.2, "clip_ratio_low": None, "clip_ratio_high": 0.3, "clip_ratio_c": 3.0}
+
+
+def test_every_built_in_loss_has_a_formula() -> None:
+    assert FORMULAS.keys() == POLICY_LOSSES.keys()
+
+
+@pytest.mark.parametrize("name", ["vanilla", "dppo_tv", "dppo_kl", "dro", "clip_cov", "kl_cov"])
+@pytest.mark.parametrize("spread", [0.05, 1.5])
+def test_losses_and_gradients_are_those_of_the_formula(name: str, spread: float) -> None:
+    draws = torch.Generator().manual_seed(1)
+    old = -4 * torch.rand(8, 16, generator=draws)
+    now = (old + spread * torch.randn(8, 16, generator=draws)).clamp(max=-1e-3).requires_grad_()
+    columns = {
+        "advantages": torch.randn(8, 16, generator=draws),
+        "old_log_probs": old,
+        "selected_tokens": (torch.rand(8, 16, generator=draws) < 0.3).float(),
+    }
+    loss, options = find_policy_loss(name), DEFAULTS | OPTIONS.get(name, {})
+    call_options = {option: options[option] for option in loss.options if option in options}
+    fields = {field: columns[field] for field in (*loss.reads, *loss.optional) if field in columns}
+    found, _ = loss.fn(log_probs=now, loss_mask=torch.ones(8, 16), **fields, **call_options)
+    (gradient,) = torch.autograd.grad(found.sum(), now)
+    flat = now.detach().double().flatten().requires_grad_()
+    sample = torch.arange(8).repeat_interleave(16)
+    expected = FORMULAS[name](Tokens(flat, {n: c.double().flatten() for n, c in columns.items()}, sample), options)
+    torch.testing.assert_close(found.double().flatten(), expected, rtol=1e-4, atol=1e-5)
+    (wanted,) = torch.autograd.grad(expected.sum(), flat)
+    torch.testing.assert_close(gradient.double().flatten(), wanted, rtol=1e-4, atol=1e-5)
+
+
+def run_with(folder: Path, name: str) -> Path:
+    given = [f"+{ACTOR}.policy_loss_kwargs.{key}={value}" for key, value in OPTIONS.get(name, {}).items()]
+    clips = "clip_ratio_high" in find_policy_loss(name).options
+    given += [f"{ACTOR}.clip_ratio=0.002"] if clips else []
+    run = Playground(folder).run("grpo", f"{ACTOR}.policy_loss={name}", *given, *FAST, "trainer.total_training_steps=2")
+    return run.folder
+
+
+def halved(option: str) -> Callable[[Any, Mapping[str, Any]], None]:
+    def plant(objective: Any, fields: Mapping[str, Any]) -> None:
+        objective.options = {**objective.options, option: objective.options[option] / 2}
+
+    return plant
+
+
+def shifted(objective: Any, fields: Mapping[str, Any]) -> None:
+    fields["selected_tokens"].copy_(fields["selected_tokens"].roll(1, dims=1))
+
+
+PLANTED = {
+    "dppo_tv": halved("clip_ratio_high"),
+    "dppo_kl": halved("clip_ratio_high"),
+    "dro": halved("beta"),
+    "clip_cov": shifted,
+    "kl_cov": halved("ppo_kl_coef"),
+}
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_run_is_proven_and_an_error_in_its_loss_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    audits = [event for event in read_events(run_with(tmp_path / "sound", name)) if event.kind == "audit"]
+    assert [event.fields["unproven"] for event in audits] == [{}, {}]
+    assert all("loss" in event.fields["proven"] for event in audits)
+    original = PolicyObjective._per_token
+
+    def planted(self: PolicyObjective, current: torch.Tensor, fields: Mapping[str, torch.Tensor]) -> Any:
+        if not hasattr(self, "is_wrong"):
+            self.is_wrong = True  # type: ignore[attr-defined]
+            PLANTED[name](self, fields)
+        return original(self, current, fields)
+
+    monkeypatch.setattr(PolicyObjective, "_per_token", planted)
+    with pytest.raises(TrustError, match=r"\(loss\)"):
+        run_with(tmp_path / "wrong", name)
+
+
+@pytest.mark.parametrize("name", ["clip_cov", "kl_cov"])
+def test_tokens_that_are_selected_by_another_covariance_are_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    original = covariance.token_covariance
+    monkeypatch.setattr(covariance, "token_covariance", lambda *given: -original(*given))
+    with pytest.raises(TrustError, match=rf"\(loss\): {name} must select \d+ of the step's \d+ tokens"):
+        run_with(tmp_path, name)
+
+
+def test_the_critics_loss_does_not_stand_for_a_policy_loss_without_formula(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(FORMULAS, "vanilla")
+    run = Playground(tmp_path).run("ppo", "trainer.total_training_steps=1")
+    (audit,) = [event for event in read_events(run.folder) if event.kind == "audit"]
+    assert audit.fields["unproven"] == {"loss": "the auditor has no formula for the loss 'vanilla'"}
