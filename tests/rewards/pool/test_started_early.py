@@ -6,6 +6,7 @@ import pytest
 
 from distflow.errors import UserError
 from distflow.rewards.functions import find_targets
+from distflow.rewards.pool import domain_pools
 from distflow.rewards.pool.domain_pools import started_early, take_pool
 from distflow.rewards.pool.pool import PoolSettings, RewardPool
 from tests.rewards.routers import make_router
@@ -22,13 +23,12 @@ def is_there(pid: int) -> bool:
 def pools(monkeypatch: pytest.MonkeyPatch) -> list[RewardPool]:
     """The pools that were started, in their order."""
     pools: list[RewardPool] = []
-    start = PoolSettings.start
 
     def started(settings: PoolSettings) -> RewardPool:
-        pools.append(start(settings))
+        pools.append(RewardPool(settings))
         return pools[-1]
 
-    monkeypatch.setattr(PoolSettings, "start", started)
+    monkeypatch.setattr(domain_pools, "RewardPool", started)
     return pools
 
 
