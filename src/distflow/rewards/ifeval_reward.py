@@ -12,7 +12,7 @@ them) and langdetect's profiles, with a fixed seed, as it samples.
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -32,7 +32,6 @@ except ModuleNotFoundError as error:
 
 MAX_CHARACTERS = 50_000
 """Sentences and words in capitals are counted in so many characters at the start: NLTK takes up to a second."""
-
 
 _OPTIONS = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
 _RELATIONS = ("less than", "at least")
@@ -62,7 +61,7 @@ def compute_score(
     names. `followed` in the result says of each instruction whether it was followed.
     Raises ValueError for an instruction that is unknown, or has invalid arguments.
     """
-    return _follow_all([solution_str], _instructions(ground_truth, extra_info))
+    return _follow_all([solution_str], ground_truth, extra_info)
 
 
 def compute_loose_score(
@@ -70,7 +69,10 @@ def compute_loose_score(
 ) -> dict[str, JSON]:
     """As `compute_score`, but an instruction also counts as followed if the response without its first line, its last
     line, both, or asterisks follows it (prompt-level loose accuracy)."""
-    return _follow_all(_variants(solution_str), _instructions(ground_truth, extra_info))
+    lines = solution_str.split("\n")
+    variants = [solution_str, *("\n".join(part).strip() for part in (lines[1:], lines[:-1], lines[1:-1]))]
+    variants += [text.replace("*", "") for text in variants]
+    return _follow_all(list(dict.fromkeys(variants)), ground_truth, extra_info)
 
 
 def compute_share(
@@ -78,7 +80,7 @@ def compute_share(
 ) -> dict[str, JSON]:
     """The share of instructions that are followed (instruction-level strict accuracy); a response is still correct
     (`acc`) only if it follows all."""
-    reward_result = _follow_all([solution_str], _instructions(ground_truth, extra_info))
+    reward_result = compute_score(data_source, solution_str, ground_truth, extra_info)
     followed = reward_result["followed"]
     assert isinstance(followed, dict)
     return {**reward_result, "score": sum(map(bool, followed.values())) / len(followed)}
@@ -89,20 +91,14 @@ def check_row(ground_truth: object, extra_info: Mapping[str, object]) -> None:
     _instructions(ground_truth, extra_info)
 
 
-def _follow_all(variants: list[str], instructions: list[tuple[str, dict[str, Any]]]) -> dict[str, JSON]:
+def _follow_all(variants: list[str], ground_truth: object, row: Mapping[str, object] | None) -> dict[str, JSON]:
     followed: dict[str, JSON] = {}
-    for name, arguments in instructions:
-        found = any(follows(text, name, arguments) for text in variants)
+    for name, arguments in _instructions(ground_truth, row):
+        found = any(text.strip() and INSTRUCTIONS[name].follows(text, **arguments) for text in variants)
         repeats = sum(other.partition("#")[0] == name for other in followed)
         followed[f"{name}#{repeats + 1}" if repeats else name] = found
     score = float(all(followed.values()))
     return {"score": score, "acc": score, "followed": followed}
-
-
-def _variants(response: str) -> list[str]:
-    lines = response.split("\n")
-    variants = [response, *("\n".join(part).strip() for part in (lines[1:], lines[:-1], lines[1:-1]))]
-    return list(dict.fromkeys([*variants, *(text.replace("*", "") for text in variants)]))
 
 
 def _instructions(ground_truth: object, row: Mapping[str, object] | None) -> list[tuple[str, dict[str, Any]]]:
@@ -114,23 +110,9 @@ def _instructions(ground_truth: object, row: Mapping[str, object] | None) -> lis
         raise ValueError(f"'ifeval' needs a row with a list '{IDS}' and a list '{KWARGS}', or both in its ground truth")
     if len(names) != len(kwargs):
         raise ValueError(f"{len(names)} entries in '{IDS}' and {len(kwargs)} in '{KWARGS}'")
-    return [(name, _arguments(name, each)) for name, each in zip(_known(names), kwargs, strict=True)]
-
-
-def _known(names: Iterable[object]) -> list[str]:
-    for name in names:
-        if not isinstance(name, str) or name not in INSTRUCTIONS:
-            raise ValueError(f"no instruction of IFEval is called {name!r:.80} ('{IDS}')")
-    return [str(name) for name in names]
-
-
-def _arguments(name: str, entry: object) -> dict[str, Any]:
-    if entry is not None and not isinstance(entry, Mapping):
-        raise ValueError(f"'{KWARGS}' holds {entry!r:.80}, and no mapping, for {name}")
-    try:
-        return INSTRUCTIONS[name].read(entry or {})
-    except ValueError as error:
-        raise ValueError(f"{name} in '{KWARGS}': {error}") from error
+    if unknown := [name for name in names if not isinstance(name, str) or name not in INSTRUCTIONS]:
+        raise ValueError(f"no instruction of IFEval is called {unknown[0]!r:.80} ('{IDS}')")
+    return [(name, INSTRUCTIONS[name].read(name, entry)) for name, entry in zip(names, kwargs, strict=True)]
 
 
 class Instruction(NamedTuple):
@@ -140,23 +122,26 @@ class Instruction(NamedTuple):
     follows: Callable[..., bool]
     arguments: Mapping[str, Callable[[object], object]] = {}
 
-    def read(self, entries: Mapping[str, object]) -> dict[str, Any]:
-        """Its arguments. An entry that is None counts as absent, as data sets fill their columns. Raises ValueError."""
-        known = {name: value for name, value in entries.items() if value is not None}
+    def read(self, instruction: str, entries: object) -> dict[str, Any]:
+        """Its arguments. An entry that is None counts as absent, as data sets fill their columns. Raises ValueError
+        with the name of the instruction."""
+        if entries is not None and not isinstance(entries, Mapping):
+            raise ValueError(f"'{KWARGS}' holds {entries!r:.80}, and no mapping, for {instruction}")
+        where = f"{instruction} in '{KWARGS}'"
+        known = {name: value for name, value in (entries or {}).items() if value is not None}
         if set(known) != set(self.arguments):
-            raise ValueError(f"takes ({', '.join(self.arguments)}), and got ({', '.join(known)})")
-        read = {name: self._argument(name, value) for name, value in known.items()}
+            raise ValueError(f"{where}: takes ({', '.join(self.arguments)}), and got ({', '.join(known)})")
+        read: dict[str, Any] = {}
+        for name, value in known.items():
+            try:
+                read[name] = self.arguments[name](value)
+            except re.error as error:
+                raise ValueError(f"{where}: {name}={value!r} is no regular expression: {error}") from error
+            except ValueError as error:
+                raise ValueError(f"{where}: {name}={value!r:.80}: {error}") from error
         if read.get("nth_paragraph", 0) > read.get("num_paragraphs", 0):
-            raise ValueError(f"asks for paragraph {read['nth_paragraph']} of {read['num_paragraphs']}")
+            raise ValueError(f"{where}: asks for paragraph {read['nth_paragraph']} of {read['num_paragraphs']}")
         return read
-
-    def _argument(self, name: str, value: object) -> Any:
-        try:
-            return self.arguments[name](value)
-        except re.error as error:
-            raise ValueError(f"{name}={value!r} is no regular expression: {error}") from error
-        except ValueError as error:
-            raise ValueError(f"{name}={value!r:.80}: {error}") from error
 
 
 def split_sentences(text: str) -> list[str]:
@@ -413,8 +398,3 @@ INSTRUCTIONS: dict[str, Instruction] = {
     ),
     "punctuation:no_comma": Instruction(lambda response: "," not in response),
 }
-
-
-def follows(response: str, instruction_id: str, arguments: Mapping[str, Any]) -> bool:
-    """Whether the response does, as it is. arguments: as `Instruction.read` gives them."""
-    return bool(response.strip()) and INSTRUCTIONS[instruction_id].follows(response, **arguments)

@@ -10,14 +10,14 @@ import math
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple
 
 from distflow.builtin_names import CUSTOM_REWARD, REWARDS
 from distflow.errors import UserError
-from distflow.import_target import load, load_function, split_name
+from distflow.import_target import load_function, load_module, split_name
 from distflow.observe.sanitize import escape_control
 from distflow.rewards.extracted_answers import bare_answer, decoded
 from distflow.rewards.functions import call_arguments
@@ -79,12 +79,12 @@ def self_check_once() -> "Future[None]":
 
 
 def known_cases(name: str) -> tuple[Case, ...]:
-    """The `CASES` in the file of a built-in reward, by name if it has several; none for a user function."""
+    """The `CASES` in the module of a built-in reward, by name if it has several; none for a user function, and for
+    built-ins whose scores depend on a model or on other data."""
     entry = REWARDS.get(name)
-    if entry is None or not entry.target:
-        return ()
-    cases = load(f"{split_name(entry.target)[0]}:CASES")
-    return tuple(cast(Iterable[Case], cases[name] if isinstance(cases, Mapping) else cases))
+    module = load_module(split_name(entry.target)[0]) if entry and entry.target else None
+    cases: Mapping[str, tuple[Case, ...]] | tuple[Case, ...] = getattr(module, "CASES", ())
+    return cases[name] if isinstance(cases, Mapping) else cases
 
 
 async def self_check_faults() -> None:
@@ -159,8 +159,13 @@ def find_solution(
 def whole(solution: str, row: Mapping[str, object], prompt: str) -> str:
     """The solution, after the prompt if it is the rest of that program (HumanEval) and the row has no column `prompt`
     with the beginning."""
-    continues = "prompt" not in row and _is_rest(solution) and _is_python(prompt + solution)
-    return prompt + solution if continues else solution
+    if "prompt" in row or not _is_rest(solution):
+        return solution
+    try:
+        ast.parse(prompt + solution)
+    except (SyntaxError, ValueError, RecursionError):
+        return solution
+    return prompt + solution
 
 
 async def try_solutions(router: "RewardRouter", solutions: Sequence[Solution], seconds: float) -> list[str]:
@@ -203,15 +208,13 @@ def find_broken(names: Iterable[str], ground_truth: object, extra_info: Mapping[
         check = REWARDS[name].row_check if name in REWARDS else ""
         try:
             if check:
-                _row_check(check)(ground_truth, extra_info)
+                _load_check(check)(ground_truth, extra_info)
         except ValueError as error:
             return str(error)
     return ""
 
 
-@cache
-def _row_check(target: str) -> Callable[..., object]:
-    return load_function(target)
+_load_check = cache(load_function)
 
 
 def why(reward_result: RewardResult) -> str:
@@ -230,21 +233,11 @@ def _is_rest(solution: str) -> bool:
     return solution.lstrip("\r\n")[:1].isspace()
 
 
-def _is_python(text: str) -> bool:
-    try:
-        ast.parse(text)
-    except (SyntaxError, ValueError, RecursionError):
-        return False
-    return True
-
-
-def _deciding(functions: Sequence[tuple[str, float]]) -> Iterator[str]:
-    """The functions (name, weight) that must score a solution as right: those that compare with the ground truth, know
-    columns of solutions, or are the user's."""
-    for name, weight in functions:
-        entry = REWARDS.get(name)
-        if weight > 0 and (entry is None or name == CUSTOM_REWARD or entry.needs_answer or entry.solutions):
-            yield name
+def _must_accept(name: str) -> bool:
+    """Whether the function must score a solution as right: it compares with the ground truth, knows columns of
+    solutions, or is the user's."""
+    entry = REWARDS.get(name)
+    return entry is None or name == CUSTOM_REWARD or entry.needs_answer or bool(entry.solutions)
 
 
 async def _try(router: "RewardRouter", solution: Solution, free: asyncio.Semaphore, deadline: float) -> str | None:
@@ -253,7 +246,9 @@ async def _try(router: "RewardRouter", solution: Solution, free: asyncio.Semapho
         if time.monotonic() > deadline:
             return None
         arguments = call_arguments(solution.domain, solution.text, solution.ground_truth, solution.extra_info)
-        for name in _deciding(router.functions_of(solution.domain)):
+        for name in (
+            each for each, weight in router.functions_of(solution.domain) if weight > 0 and _must_accept(each)
+        ):
             reward_result = await router.pools.of(solution.domain).call(name, arguments)
             if not (isinstance(reward_result, Score) and is_right(own_reward_result(reward_result))):
                 return escape_control(f"{name}: {why(reward_result)}", _SHOWN, one_line=True)
