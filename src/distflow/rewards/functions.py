@@ -83,15 +83,6 @@ def with_options(target: str, options: Mapping[str, object] = {}) -> str:  # noq
     return f"{target}{_OPTIONS}{json.dumps(options, sort_keys=True)}" if options else target
 
 
-def find_targets(parts: Parts, custom: tuple[str, str] | None) -> dict[str, str]:
-    """The targets that a pool loads, by name. custom: path and name of the user's function, for the name "custom".
-
-    Raises UserError for an unknown name.
-    """
-    targets = {name: with_options(target_of(name, custom), *options[:1]) for name, _, *options in parts}
-    return {**targets, FAILS: FAILS_TARGET}
-
-
 def custom_target(path: str, name: str) -> str:
     """`custom_reward_function.path` and `.name` as one "module:function" or "file.py:function", the file absolute."""
     if path.endswith((".py", SUFFIX)):
@@ -188,6 +179,7 @@ def split_batch(returned: object, length: int) -> list[object]:
 
 
 def target_of(name: str, custom: tuple[str, str] | None) -> str:
+    """custom: path and name of the user's function, for the name "custom". Raises UserError for an unknown name."""
     if name == CUSTOM_REWARD:
         if custom is None or not custom[0]:
             raise UserError("reward.functions names 'custom': set custom_reward_function.path to its file or module")
@@ -215,7 +207,9 @@ def fingerprint_target(target: str) -> str:
 
 def fingerprint_function(function: Callable[..., object]) -> str:
     """Independent of the cell or line that the code is in; includes helpers of the same module, but not imports."""
-    return _digest("\n".join(_Lines(str(innermost(function).__module__)).of(function)).encode("utf-8", "surrogatepass"))
+    return _digest(
+        "\n".join(_lines(function, str(innermost(function).__module__), set())).encode("utf-8", "surrogatepass")
+    )
 
 
 def _pickled(value: object) -> bytes | Exception:
@@ -278,52 +272,49 @@ def _digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()[:_LENGTH]
 
 
-class _Lines:
-    """Lines that describe a value. module: functions and classes of other modules are described by name only."""
+def _lines(value: object, module: str, seen: set[int]) -> Iterator[str]:
+    """Lines that describe a value. module: functions and classes of other modules are described by name only. seen:
+    ids of what may hold itself, and is described already."""
+    yield type(value).__name__
+    if isinstance(value, _PLAIN):
+        yield repr(value)
+    elif isinstance(value, FunctionType | type) and value.__module__ != module:
+        yield f"{value.__module__}.{value.__qualname__}"
+    elif id(value) not in seen:
+        if isinstance(value, FunctionType | type | list | dict):
+            seen.add(id(value))
+        for part in _parts(value, module):
+            yield from _lines(part, module, seen)
 
-    def __init__(self, module: str) -> None:
-        self._module = module
-        self._seen: set[int] = set()
 
-    def of(self, value: object) -> Iterator[str]:
-        yield type(value).__name__
-        if isinstance(value, _PLAIN):
-            yield repr(value)
-        elif isinstance(value, FunctionType | type) and value.__module__ != self._module:
-            yield f"{value.__module__}.{value.__qualname__}"
-        elif id(value) not in self._seen:
-            if isinstance(value, FunctionType | type | list | dict):  # which may hold themselves
-                self._seen.add(id(value))
-            for part in self._parts(value):
-                yield from self.of(part)
-
-    def _parts(self, value: object) -> Iterator[object]:
-        """The parts of a value; none for an object without a stable description."""
-        if isinstance(value, tuple | list):
+def _parts(value: object, module: str) -> Iterator[object]:
+    """The parts of a value; none for an object without a stable description."""
+    match value:
+        case tuple() | list():
             yield from value
-        elif isinstance(value, frozenset | set):
+        case frozenset() | set():
             yield from sorted(map(repr, value))
-        elif isinstance(value, dict):
+        case dict():
             yield from value.items()
-        elif isinstance(value, functools.partial):
+        case functools.partial():
             yield from (value.func, value.args, value.keywords)
-        elif isinstance(value, functools._lru_cache_wrapper):
+        case functools._lru_cache_wrapper():
             yield value.__wrapped__
-        elif isinstance(value, re.Pattern):
+        case re.Pattern():
             yield value.pattern
-        elif isinstance(value, ModuleType):
+        case ModuleType():
             yield value.__name__
-        elif isinstance(value, MethodType):
+        case MethodType():
             yield from (value.__func__, value.__self__)
-        elif isinstance(value, CodeType):
+        case CodeType():
             yield from (value.co_code, value.co_names, value.co_varnames, value.co_consts)
-        elif isinstance(value, FunctionType):
+        case FunctionType():
             found = inspect.getclosurevars(value)
             yield from (value.__code__, value.__defaults__, value.__kwdefaults__)
             yield from sorted({**found.nonlocals, **found.globals}.items())
-        elif isinstance(value, type):
+        case type():
             for name, item in sorted(vars(value).items()):
                 if isinstance(item, FunctionType) or (isinstance(item, _PLAIN) and not name.startswith("__")):
                     yield item
-        elif type(value).__module__ == self._module:
+        case _ if type(value).__module__ == module:
             yield from (type(value), getattr(value, "__dict__", None))

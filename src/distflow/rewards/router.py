@@ -4,6 +4,7 @@ import asyncio
 import threading
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
@@ -64,8 +65,8 @@ class RewardOutcome:
         return _remarks(self.parts)
 
 
-class RewardRouter:
-    """Scores samples by the functions of their domain, in processes that can be killed. A context manager."""
+class RewardRouter(AbstractContextManager["RewardRouter"]):
+    """Scores samples by the functions of their domain, in processes that can be killed."""
 
     def __init__(
         self,
@@ -96,9 +97,6 @@ class RewardRouter:
         self._lock = threading.Lock()  # the asyncio thread counts, the trainer takes the counts
         self.names = sorted({name for parts in self._functions.values() for name, _ in parts})
         self.pools = Pools(settings, start)
-
-    def __enter__(self) -> "RewardRouter":
-        return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()
@@ -142,21 +140,20 @@ class RewardRouter:
         ]
         if name in pool.takes_groups:
             asked = [{**each, PROMPT: sample.prompt} for each, sample in zip(asked, samples, strict=True)]
-        on_repeat = partial(self._count_metric, "reward/retried_calls")
-        reward_results = await pool.score_group(name, asked, patience.timeout_s, on_repeat)
+        score = partial(pool.score_group, name, timeout_s=patience.timeout_s, on_repeat=self._count_repeats)
+        reward_results = await score(asked)
         for attempt in range(patience.retries):
             failed = [i for i, reward_result in enumerate(reward_results) if not isinstance(reward_result, Score)]
             if not failed or pool.closed:
                 break
-            self._count_metric("reward/retries", len(failed))
+            self._add({"reward/retries": len(failed)})
             await asyncio.sleep(patience.backoff_s * 2**attempt)
             if name in pool.takes_batches:  # it scores them together
-                again = await pool.score_group(name, asked, patience.timeout_s, on_repeat)
-                reward_results = max(
-                    reward_results, again, key=lambda results: sum(isinstance(each, Score) for each in results)
-                )
+                again = await score(asked)
+                if sum(isinstance(each, Score) for each in again) > len(asked) - len(failed):
+                    reward_results = again
             else:
-                again = await pool.score_group(name, [asked[i] for i in failed], patience.timeout_s, on_repeat)
+                again = await score([asked[i] for i in failed])
                 for i, reward_result in zip(failed, again, strict=True):
                     reward_results[i] = reward_result
         return reward_results
@@ -167,7 +164,9 @@ class RewardRouter:
         scores = {name: part for name, part in parts.items() if isinstance(part, Score)}
         right = accuracy(scores, weights) if len(scores) == len(parts) else 0.0
         if self._overlong.buffer_tokens > 0:
-            parts[OVERLONG] = Score(self._length_penalty(sample))
+            length = sum(len(segment.token_ids) for segment in sample.response_segments)
+            longest = self._response_limits.get(sample.domain, self._max_response_length)
+            parts[OVERLONG] = Score(float(overlong_penalty(torch.tensor([length]), longest, *self._overlong)))
             weights[OVERLONG] = 1.0
         outcome = RewardOutcome(_combine(parts, weights), parts, right)
         self._count(parts, sample.domain)
@@ -182,19 +181,16 @@ class RewardRouter:
         totals = {f"reward/{kind}": 0.0 for kind in _KINDS}
         return totals | {name: float(number) for name, number in sorted(counts.items())}
 
-    def _length_penalty(self, sample: Sample) -> float:
-        length = sum(len(segment.token_ids) for segment in sample.response_segments)
-        longest = self._response_limits.get(sample.domain, self._max_response_length)
-        return float(overlong_penalty(torch.tensor([length]), longest, *self._overlong))
+    def _count_repeats(self, number: int) -> None:
+        self._add({"reward/retried_calls": number})
 
-    def _count_metric(self, metric: str, number: int) -> None:
+    def _add(self, counts: Mapping[str, int]) -> None:
+        """Metrics are of training only."""
         if counted_for.get() == TRAINING:
             with self._lock:
-                self._counts[metric] += number
+                self._counts.update(counts)
 
     def _count(self, parts: Mapping[str, RewardResult], domain: str) -> None:
-        if counted_for.get() != TRAINING:
-            return
         kinds, by_part = ["calls"], list[str]()
         for name, part in parts.items():
             if isinstance(part, Score):
@@ -202,10 +198,10 @@ class RewardRouter:
             else:
                 kinds.append("timeouts" if isinstance(part, Timeout) else "errors")
                 by_part.append(f"reward/{kinds[-1]}/{name}")
-        with self._lock:
-            self._counts.update([*(f"reward/{kind}" for kind in kinds), *by_part])
-            if domain != DEFAULT_DOMAIN:
-                self._counts.update({f"domains/{domain}/{kind}": kinds.count(kind) for kind in _KINDS})
+        counts = Counter([*(f"reward/{kind}" for kind in kinds), *by_part])
+        if domain != DEFAULT_DOMAIN:
+            counts.update({f"domains/{domain}/{kind}": kinds.count(kind) for kind in _KINDS})
+        self._add(counts)
 
 
 def check_domains(functions: Functions, domains: Iterable[str]) -> None:

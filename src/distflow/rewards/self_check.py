@@ -246,9 +246,9 @@ async def _try(router: "RewardRouter", solution: Solution, free: asyncio.Semapho
         if time.monotonic() > deadline:
             return None
         arguments = call_arguments(solution.domain, solution.text, solution.ground_truth, solution.extra_info)
-        for name in (
-            each for each, weight in router.functions_of(solution.domain) if weight > 0 and _must_accept(each)
-        ):
+        for name, weight in router.functions_of(solution.domain):
+            if weight <= 0 or not _must_accept(name):
+                continue
             reward_result = await router.pools.of(solution.domain).call(name, arguments)
             if not (isinstance(reward_result, Score) and is_right(own_reward_result(reward_result))):
                 return escape_control(f"{name}: {why(reward_result)}", _SHOWN, one_line=True)

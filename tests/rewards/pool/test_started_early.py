@@ -5,14 +5,13 @@ from pathlib import Path
 import pytest
 
 from distflow.errors import UserError
-from distflow.rewards.functions import find_targets
 from distflow.rewards.pool import domain_pools
-from distflow.rewards.pool.domain_pools import started_early, take_pool
+from distflow.rewards.pool.domain_pools import Patience, RewardSettings, pool_settings, started_early, take_pool
 from distflow.rewards.pool.pool import PoolSettings, RewardPool
 from tests.rewards.routers import make_router
 
 FORMAT = {"default": [("format", 1.0)]}
-SETTINGS = PoolSettings(find_targets(FORMAT["default"], None), num_workers=1, timeout_s=5.0)
+SETTINGS = pool_settings(RewardSettings(FORMAT, Patience(timeout_s=5.0, num_workers=1)))["default"]
 
 
 def is_there(pid: int) -> bool:

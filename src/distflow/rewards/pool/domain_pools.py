@@ -13,7 +13,7 @@ from distflow.config import Config
 from distflow.config.keys.reward import patience_of
 from distflow.config.per_domain import reward_functions
 from distflow.errors import UserError, hint
-from distflow.rewards.functions import FAILS, FAILS_TARGET, Functions, find_targets
+from distflow.rewards.functions import FAILS, FAILS_TARGET, Functions, target_of, with_options
 from distflow.rewards.pool.pool import MEMORY_BYTES, OnResult, Pool, PoolSettings, RewardPool
 from distflow.rewards.score import RewardResult
 
@@ -75,8 +75,10 @@ class RewardSettings(NamedTuple):
         return {name: self.domains.get(name, self.patience) for name in (*self.functions, *self.domains)}
 
     def targets(self, domain: str) -> dict[str, str]:
-        """The targets of the domain's functions by name. Raises UserError for an unknown name."""
-        return find_targets(functions_of(self.functions, domain), self.custom)
+        """The targets that the domain's pool loads, by name. Raises UserError for an unknown name."""
+        parts = functions_of(self.functions, domain)
+        targets = {name: with_options(target_of(name, self.custom), *options[:1]) for name, _, *options in parts}
+        return {**targets, FAILS: FAILS_TARGET}
 
 
 def pool_settings(settings: RewardSettings) -> dict[str, PoolSettings]:
