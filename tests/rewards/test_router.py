@@ -23,7 +23,7 @@ def sample(response: str, ground_truth="5", domain: str = "default", num_tokens:
 
 
 def score(router: RewardRouter, judged: Sample) -> RewardOutcome:
-    return asyncio.run(router.score(judged))
+    return asyncio.run(router([judged]))[0]
 
 
 @pytest.fixture(scope="module")

@@ -264,13 +264,10 @@ async def measure_agreement(
         assert row.response is not None
         return await pool.call(name, arguments_of(row, row.response))
 
-    reward_results = await asyncio.gather(*map(ask, rows))
-    scored = [
-        (label, reward_result)
-        for label, reward_result in zip(labels, reward_results, strict=True)
-        if isinstance(reward_result, Score)
-    ]
-    counts = Counter((label, own_reward_result(reward_result) >= right_from) for label, reward_result in scored)
-    return Agreement(
-        counts, [str(reward_result) for reward_result in reward_results if not isinstance(reward_result, Score)]
-    )
+    agreement = Agreement(Counter(), [])
+    for label, reward_result in zip(labels, await asyncio.gather(*map(ask, rows)), strict=True):
+        if isinstance(reward_result, Score):
+            agreement.counts[label, own_reward_result(reward_result) >= right_from] += 1
+        else:
+            agreement.failed.append(str(reward_result))
+    return agreement

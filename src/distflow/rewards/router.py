@@ -89,13 +89,13 @@ class RewardRouter(AbstractContextManager["RewardRouter"]):
         self._functions = {
             domain: tuple((name, weight) for name, weight, *_ in parts) for domain, parts in functions.items()
         }
-        self.configured = frozenset(name for parts in functions.values() for name, _, *options in parts if any(options))
         self._overlong, self._max_response_length = overlong, max_response_length
         self._response_limits = dict(response_limits or {})
         self.call_counts = CallCounts()
         self._counts: Counter[str] = Counter()
         self._lock = threading.Lock()  # the asyncio thread counts, the trainer takes the counts
-        self.names = sorted({name for parts in self._functions.values() for name, _ in parts})
+        with_options = {name for parts in functions.values() for name, _, *options in parts if any(options)}
+        self.without_options = sorted({name for parts in functions.values() for name, *_ in parts} - with_options)
         self.pools = Pools(settings, start)
 
     def __exit__(self, *exception: object) -> None:
@@ -126,11 +126,6 @@ class RewardRouter(AbstractContextManager["RewardRouter"]):
             for i, reward_result in zip(of_these, reward_results, strict=True):
                 parts[i][name] = reward_result
         return [self._outcome(sample, found) for sample, found in zip(samples, parts, strict=True)]
-
-    async def score(self, sample: Sample) -> RewardOutcome:
-        """The same for one sample."""
-        (outcome,) = await self([sample])
-        return outcome
 
     async def _ask(self, domain: str, name: str, samples: Sequence[Sample]) -> list[RewardResult]:
         """Results of one function for samples of the domain; failed calls are retried as its `Patience` allows."""

@@ -54,12 +54,12 @@ async def run_self_check(router: "RewardRouter") -> None:
     Raises RuntimeError naming the reward function, the case and the result: the installation is at fault, not the
     user's data. User functions, and built-ins with options, have no known cases.
     """
-    for name in (name for name in router.names if name not in router.configured):
+    for name in router.without_options:
         for case in known_cases(name):
             reward_result = await router.pools.call(
                 name, call_arguments("self_check", case.response, case.ground_truth, case.extra_info)
             )
-            if not isinstance(reward_result, Score) or reward_result.value != case.expected:
+            if reward_result != Score(case.expected):
                 raise RuntimeError(
                     f"the reward function '{name}' does not work here: {case.response!r} against {case.ground_truth!r} "
                     f"should score {case.expected}, it got {reward_result}; reinstall distflow and its dependencies, "
@@ -125,7 +125,7 @@ async def self_check_scores(router: "RewardRouter", rows: Iterable[tuple[str, ob
             reward_result = await router.pools.call(
                 name, call_arguments("self_check", response, ground_truth, extra_info)
             )
-            if not isinstance(reward_result, Score) or reward_result.value != 1.0:
+            if reward_result != Score(1.0):
                 failures.setdefault(domain, []).append((ground_truth, reward_result))
     for domain, failed in failures.items():
         if 2 * len(failed) > totals[domain]:
