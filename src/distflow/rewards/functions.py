@@ -72,9 +72,7 @@ def read_function(file: Path) -> Callable[..., object]:
 
 def name_of(function: Callable[..., object]) -> str:
     """Name of the function, of the function it wraps, or of its class."""
-    plain = inspect.unwrap(function)
-    while isinstance(plain, functools.partial):
-        plain = plain.func
+    plain = innermost(inspect.unwrap(function))
     return str(getattr(plain, "__name__", type(plain).__name__))
 
 

@@ -1,7 +1,7 @@
 """Checks before a run: known responses and the data set's reference solutions get their scores, the tests of rows are
-not broken, and faulty functions give reward errors.
+not broken, and a faulty function gives reward errors.
 
-The faulty functions, which raise, return nonsense, exit or hang, are at the end of this file.
+The faulty function, which raises, returns nonsense, exits or hangs, is at the end of this file.
 """
 
 import ast
@@ -20,7 +20,7 @@ from distflow.errors import UserError
 from distflow.import_target import load_function, load_module, split_name
 from distflow.observe.sanitize import escape_control
 from distflow.rewards.extracted_answers import bare_answer, decoded
-from distflow.rewards.functions import call_arguments
+from distflow.rewards.functions import FAILS, FAILS_TARGET, call_arguments
 from distflow.rewards.pool.pool import PoolSettings, RewardPool
 from distflow.rewards.score import Case, Error, RewardResult, Score, Timeout, is_right, own_reward_result
 
@@ -28,10 +28,9 @@ if TYPE_CHECKING:  # it loads torch; this module does not, so that the check can
     from distflow.rewards.router import RewardRouter
 
 HANG_DEADLINE_S = 0.5
-_FAILURES = ("fail", "fail_by_key", "not_a_number", "nothing", "a_text", "leave")
-"""Functions that must give no score: an error or, on a busy machine, a timeout."""
+_FAILURES = ("ValueError", "KeyError", "nan", "None", "text", "exit")
+"""Ways of `fail` that must give no score: an error or, on a busy machine, a timeout."""
 
-_FAULTY = {name: f"distflow.rewards.self_check:{name}" for name in (*_FAILURES, "hang")}
 _SHOWN_ROWS = 20
 _SHOWN = 200
 
@@ -90,17 +89,16 @@ def known_cases(name: str) -> tuple[Case, ...]:
 async def self_check_faults() -> None:
     """Raises RuntimeError unless a function that raises, returns no finite number or ends its process gives no score,
     and one that hangs in C code is killed at its deadline."""
-    pool = await asyncio.to_thread(RewardPool, PoolSettings(_FAULTY, num_workers=1, timeout_s=HANG_DEADLINE_S))
+    settings = PoolSettings({FAILS: FAILS_TARGET}, num_workers=1, timeout_s=HANG_DEADLINE_S)
+    pool = await asyncio.to_thread(RewardPool, settings)
     try:
-        failed = {name: await pool.call(name, call_arguments("self_check", "", None, {})) for name in _FAILURES}
-        hung = await pool.call("hang", call_arguments("self_check", "", None, {}))
+        failed = {way: await pool.call(FAILS, call_arguments("self_check", way, None, {})) for way in _FAILURES}
+        hung = await pool.call(FAILS, call_arguments("self_check", "hang", None, {}))
     finally:
         await asyncio.to_thread(pool.close)
-    for name, reward_result in failed.items():
+    for way, reward_result in failed.items():
         if isinstance(reward_result, Score):
-            raise RuntimeError(
-                f"a reward function that fails ({_FAULTY[name]}) must give no score, but it gave {reward_result}"
-            )
+            raise RuntimeError(f"a reward function that fails ({way}) must give no score, but it gave {reward_result}")
     if not isinstance(hung, Timeout):
         raise RuntimeError(
             f"a reward function that hangs was not killed after {HANG_DEADLINE_S} s on this machine: {hung}"
@@ -255,31 +253,19 @@ async def _try(router: "RewardRouter", solution: Solution, free: asyncio.Semapho
         return ""
 
 
-def hang(solution_str: str, extra_info: object = None) -> float:
-    """Backtracks practically forever in the C code of `re`, holding the interpreter lock."""
-    return float(re.match(r"(a|aa)+$", "a" * 200 + "b") is not None)
-
-
-def fail(solution_str: str, extra_info: object = None) -> float:
+def fail(solution_str: str) -> object:
+    """Fail in the way that the response names; by a ValueError if it names none."""
+    match solution_str:
+        case "hang":  # practically forever, in the C code of `re`, which holds the interpreter lock
+            return re.match(r"(a|aa)+$", "a" * 200 + "b")
+        case "exit":  # as a crash does
+            os._exit(0)
+        case "KeyError":
+            raise KeyError("as it should")
+        case "nan":
+            return math.nan
+        case "None":
+            return None
+        case "text":
+            return "1.0"
     raise ValueError("as it should")
-
-
-def fail_by_key(solution_str: str, extra_info: object = None) -> float:
-    raise KeyError("as it should")
-
-
-def not_a_number(solution_str: str, extra_info: object = None) -> float:
-    return math.nan
-
-
-def nothing(solution_str: str, extra_info: object = None) -> None:
-    return None
-
-
-def a_text(solution_str: str, extra_info: object = None) -> str:
-    return "1.0"
-
-
-def leave(solution_str: str, extra_info: object = None) -> float:
-    """Ends the process, as a crash does."""
-    os._exit(0)
