@@ -23,7 +23,7 @@ def judged(functions: dict, response: str) -> dict[str, float]:
         await run_self_check(router)
         (judgement,) = await router([sample])
         assert judgement.reward_result.value == sum(
-            judgement.scores()[name] * weight for name, weight in router.functions_of("default")
+            judgement.scores()[part.name] * part.weight for part in router.functions_of("default")
         )
         return judgement.scores()
 

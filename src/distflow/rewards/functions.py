@@ -41,11 +41,6 @@ BATCHED = {"data_sources": "data_source", "solution_strs": "solution_str"} | {
 }
 """Parameters of a batched reward function, as in verl: lists with an entry for each response."""
 
-Parts = Sequence[tuple[str, float] | tuple[str, float, Mapping[str, object]]]
-"""(name, weight), and the part's options if it has any."""
-Functions = Mapping[str, Parts]
-"""The parts by domain."""
-
 
 def write_function(function: Callable[..., object], fingerprint: str, file: Path) -> None:
     """Write a line with the fingerprint, then the pickle. Raises UserError naming what cannot be pickled, e.g. a lock
@@ -76,7 +71,7 @@ def name_of(function: Callable[..., object]) -> str:
     return str(getattr(plain, "__name__", type(plain).__name__))
 
 
-def with_options(target: str, options: Mapping[str, object] = {}) -> str:  # noqa: B006  it is only read
+def with_options(target: str, options: Mapping[str, object]) -> str:
     """A target with the options of its function, for `load_reward`."""
     return f"{target}{_OPTIONS}{json.dumps(options, sort_keys=True)}" if options else target
 

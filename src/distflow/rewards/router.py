@@ -12,12 +12,14 @@ from typing import NamedTuple
 import torch
 
 from distflow.algorithms.sample_filters import overlong_penalty
+from distflow.config.keys.reward import RewardPart
 from distflow.data.sample import Sample
 from distflow.errors import UserError
 from distflow.observe.files import JSON
-from distflow.rewards.functions import PROMPT, Functions, call_arguments
+from distflow.rewards.functions import PROMPT, call_arguments
 from distflow.rewards.pool.domain_pools import (
     DEFAULT_DOMAIN,
+    Functions,
     Pools,
     RewardSettings,
     StartPool,
@@ -79,23 +81,19 @@ class RewardRouter(AbstractContextManager["RewardRouter"]):
         """max_response_length: in tokens, for the overlong penalty; response_limits: of domains that differ. start: see
         `Pools`.
 
-        The settings have, by domain, (name, weight[, options]) of each part; "default" is for domains that are not
-        named. A name is built-in, "custom" or "module:function". Starts a worker process for each domain. Raises
-        UserError if a function is unknown or cannot be loaded.
+        Starts a worker process for each domain. Raises UserError if a function is unknown or cannot be loaded.
         """
         functions = settings.functions
         if not functions or not all(functions.values()):
             raise UserError("reward.functions names no function; write e.g. reward.functions={default: [math]}")
-        self._functions = {
-            domain: tuple((name, weight) for name, weight, *_ in parts) for domain, parts in functions.items()
-        }
+        self._functions = functions
         self._overlong, self._max_response_length = overlong, max_response_length
         self._response_limits = dict(response_limits or {})
         self.call_counts = CallCounts()
         self._counts: Counter[str] = Counter()
         self._lock = threading.Lock()  # the asyncio thread counts, the trainer takes the counts
-        with_options = {name for parts in functions.values() for name, _, *options in parts if any(options)}
-        self.without_options = sorted({name for parts in functions.values() for name, *_ in parts} - with_options)
+        parts = [part for each in functions.values() for part in each]
+        self.without_options = sorted({part.name for part in parts} - {part.name for part in parts if part.options})
         self.pools = Pools(settings, start)
 
     def __exit__(self, *exception: object) -> None:
@@ -105,8 +103,8 @@ class RewardRouter(AbstractContextManager["RewardRouter"]):
         """Kill the worker processes."""
         self.pools.close()
 
-    def functions_of(self, domain: str) -> Sequence[tuple[str, float]]:
-        """Names and weights of the domain's functions. Raises UserError if it has none."""
+    def functions_of(self, domain: str) -> Sequence[RewardPart]:
+        """The domain's functions. Raises UserError if it has none."""
         return functions_of(self._functions, domain)
 
     async def __call__(self, samples: Sequence[Sample]) -> list[RewardOutcome]:
@@ -116,8 +114,8 @@ class RewardRouter(AbstractContextManager["RewardRouter"]):
         """
         asked: dict[tuple[str, str], list[int]] = {}
         for i, sample in enumerate(samples):
-            for name, _ in self.functions_of(sample.domain):
-                asked.setdefault((sample.domain, name), []).append(i)
+            for part in self.functions_of(sample.domain):
+                asked.setdefault((sample.domain, part.name), []).append(i)
         answered = await asyncio.gather(
             *(self._ask(domain, name, [samples[i] for i in of_these]) for (domain, name), of_these in asked.items())
         )
@@ -155,7 +153,7 @@ class RewardRouter(AbstractContextManager["RewardRouter"]):
 
     def _outcome(self, sample: Sample, parts: dict[str, RewardResult]) -> RewardOutcome:
         """The weighted sum of the parts and the overlong penalty. If a part has no score, the sample has none."""
-        weights = dict(self.functions_of(sample.domain))
+        weights = {part.name: part.weight for part in self.functions_of(sample.domain)}
         scores = {name: part for name, part in parts.items() if isinstance(part, Score)}
         right = accuracy(scores, weights) if len(scores) == len(parts) else 0.0
         if self._overlong.buffer_tokens > 0:

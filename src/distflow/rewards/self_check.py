@@ -116,7 +116,7 @@ async def self_check_scores(router: "RewardRouter", rows: Iterable[tuple[str, ob
     failures: dict[str, list[tuple[object, RewardResult]]] = {}
     totals: dict[str, int] = {}
     for domain, ground_truth, extra_info in rows:
-        for name in (name for name, _ in router.functions_of(domain) if name in scorable):
+        for name in (part.name for part in router.functions_of(domain) if part.name in scorable):
             totals[domain] = totals.get(domain, 0) + 1
             golds = ground_truth if isinstance(ground_truth, list | tuple) and ground_truth else [ground_truth]
             response = f"\\boxed{{{bare_answer(str(golds[0]))}}}"
@@ -244,12 +244,12 @@ async def _try(router: "RewardRouter", solution: Solution, free: asyncio.Semapho
         if time.monotonic() > deadline:
             return None
         arguments = call_arguments(solution.domain, solution.text, solution.ground_truth, solution.extra_info)
-        for name, weight in router.functions_of(solution.domain):
-            if weight <= 0 or not _must_accept(name):
+        for part in router.functions_of(solution.domain):
+            if part.weight <= 0 or not _must_accept(part.name):
                 continue
-            reward_result = await router.pools.of(solution.domain).call(name, arguments)
+            reward_result = await router.pools.of(solution.domain).call(part.name, arguments)
             if not (isinstance(reward_result, Score) and is_right(own_reward_result(reward_result))):
-                return escape_control(f"{name}: {why(reward_result)}", _SHOWN, one_line=True)
+                return escape_control(f"{part.name}: {why(reward_result)}", _SHOWN, one_line=True)
         return ""
 
 

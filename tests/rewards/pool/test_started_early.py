@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from distflow.config.keys.reward import RewardPart
 from distflow.errors import UserError
 from distflow.rewards.pool import domain_pools
 from distflow.rewards.pool.domain_pools import Patience, RewardSettings, pool_settings, started_early, take_pool
@@ -11,7 +12,8 @@ from distflow.rewards.pool.pool import PoolSettings, RewardPool
 from tests.rewards.routers import make_router
 
 FORMAT = {"default": [("format", 1.0)]}
-SETTINGS = pool_settings(RewardSettings(FORMAT, Patience(timeout_s=5.0, num_workers=1)))["default"]
+REWARDS = RewardSettings({"default": [RewardPart("format")]}, Patience(timeout_s=5.0, num_workers=1))
+SETTINGS = pool_settings(REWARDS)["default"]
 
 
 def is_there(pid: int) -> bool:

@@ -80,7 +80,7 @@ class Outcome(NamedTuple):
 
     case: str
     why: str
-    printed: str = ""
+    printed: str
 
 
 class Stopped(Exception):
@@ -194,17 +194,15 @@ def run_streams(box: TimedSandbox, code: str, tests: StreamTests) -> Iterator[Ou
     for stdin, wanted in zip(tests.inputs, tests.outputs, strict=True):
         with box.used_by_program():
             ran = box.run(code, stdin)
-        shown = f"stdin {_short(stdin)}"
-        printed = _printed(ran)
+        why = ""
         if ran.status == "time":
             raise Stopped("it ran out of time")
         if ran.status != "ok":
             last = ran.stderr.strip().rpartition("\n")[2][:_SHOWN]
-            yield Outcome(shown, f"it ended by {ran.status}, status {ran.exit_code}: {last}", printed)
+            why = f"it ended by {ran.status}, status {ran.exit_code}: {last}"
         elif not same_output(ran.stdout, wanted):
-            yield Outcome(shown, f"it printed {_short(ran.stdout)}, wanted is {_short(wanted)}", printed)
-        else:
-            yield Outcome(shown, "")
+            why = f"it printed {_short(ran.stdout)}, wanted is {_short(wanted)}"
+        yield Outcome(f"stdin {_short(stdin)}", why, _printed(ran) if why else "")
 
 
 def run_calls(program: ProgramUnderTest, tests: CallTests) -> Iterator[Outcome]:

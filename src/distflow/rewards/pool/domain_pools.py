@@ -6,22 +6,23 @@ Pools can be started early: then their processes load functions while the run im
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from distflow.builtin_names import REWARDS
 from distflow.config import Config
-from distflow.config.keys.reward import patience_of
+from distflow.config.keys.reward import RewardPart, patience_of
 from distflow.config.per_domain import reward_functions
 from distflow.errors import UserError, hint
-from distflow.rewards.functions import FAILS, FAILS_TARGET, Functions, target_of, with_options
+from distflow.rewards.functions import FAILS, FAILS_TARGET, target_of, with_options
 from distflow.rewards.pool.pool import MEMORY_BYTES, OnResult, Pool, PoolSettings, RewardPool
 from distflow.rewards.score import RewardResult
 
-_Part = TypeVar("_Part")
 DEFAULT_DOMAIN = "default"
 LARGE_START_TIMEOUT_S = 1800.0
 """A model of many gigabytes may come from a slow disk."""
 
+Functions = Mapping[str, Sequence[RewardPart]]
+"""By domain."""
 StartPool = Callable[[PoolSettings], Pool]
 """Raises UserError if a function cannot be loaded."""
 
@@ -39,7 +40,7 @@ class Patience(NamedTuple):
     backoff_s: float = 1.0
 
 
-def functions_of(functions: Mapping[str, Sequence[_Part]], domain: str) -> Sequence[_Part]:
+def functions_of(functions: Functions, domain: str) -> Sequence[RewardPart]:
     """The reward functions of the domain. Raises UserError if it has none."""
     parts = functions.get(domain) or functions.get(DEFAULT_DOMAIN)
     if parts is None:
@@ -51,8 +52,8 @@ def functions_of(functions: Mapping[str, Sequence[_Part]], domain: str) -> Seque
 
 
 class RewardSettings(NamedTuple):
-    """Reward functions of a run. patience: of domains that have no other in `domains`. custom: (path, name) of the
-    user's function. memory_bytes: of one process."""
+    """Reward functions of a run; those of the domain "default" are for domains that are not named. patience: of domains
+    that have no other in `domains`. custom: (path, name) of the user's function. memory_bytes: of one process."""
 
     functions: Functions
     patience: Patience
@@ -77,7 +78,7 @@ class RewardSettings(NamedTuple):
     def targets(self, domain: str) -> dict[str, str]:
         """The targets that the domain's pool loads, by name. Raises UserError for an unknown name."""
         parts = functions_of(self.functions, domain)
-        targets = {name: with_options(target_of(name, self.custom), *options[:1]) for name, _, *options in parts}
+        targets = {part.name: with_options(target_of(part.name, self.custom), part.options) for part in parts}
         return {**targets, FAILS: FAILS_TARGET}
 
 
