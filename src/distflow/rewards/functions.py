@@ -189,13 +189,12 @@ def fingerprint_target(target: str) -> str:
     path = split_name(target)[0]
     files = [Path(path)] if path.endswith((".py", SUFFIX)) else module_files(path)
     try:
-        file = next((file for file in files if file.is_file()), None)
-        content = file.read_bytes() if file else b""
-        if file is None or path.endswith(SUFFIX):  # in its first line, so that none of its code runs
-            return content.partition(b"\n")[0].removeprefix(_HEAD).decode(errors="replace")
-        return _digest(content)
-    except OSError:  # reported when it is loaded
+        content = next(file for file in files if file.is_file()).read_bytes()
+    except (StopIteration, OSError):  # reported when it is loaded
         return ""
+    if path.endswith(SUFFIX):  # in its first line, so that none of its code runs
+        return content.partition(b"\n")[0].removeprefix(_HEAD).decode(errors="replace")
+    return _digest(content)
 
 
 def fingerprint_function(function: Callable[..., object]) -> str:

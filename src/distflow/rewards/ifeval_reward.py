@@ -197,19 +197,14 @@ def _text(value: object) -> str:
 
 
 def _pattern(value: object) -> str:
-    text = _text(value)
-    re.compile(text)
-    return text
+    return re.compile(_text(value)).pattern
 
 
 def _patterns(value: object) -> list[str]:
-    if not isinstance(value, list | tuple) or not value:
+    is_list = isinstance(value, list | tuple) and value
+    if not is_list or not all(isinstance(entry, str) and entry for entry in value):
         raise ValueError("a list of texts is wanted")
-    for entry in value:
-        if not isinstance(entry, str) or not entry:
-            raise ValueError("a list of texts is wanted")
-        re.compile(entry)
-    return list(value)
+    return [re.compile(entry).pattern for entry in value]
 
 
 def _letter(value: object) -> str:

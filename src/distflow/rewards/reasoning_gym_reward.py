@@ -32,11 +32,8 @@ _ARITHMETIC = re.compile(r"(?:[A-Za-z]+|\d+(?:\.\d+)?|[-+*/^(),\s])*")
 _LONGEST = 1000
 
 
-def _row(entry: dict[str, object], name: str = "leg_counting") -> dict[str, object]:
-    return {COLUMN: {"name": name, "settings": {"seed": 1, "size": 1}, "entry": repr(entry)}}
-
-
-_LEGS = _row({"question": "How many legs has a cow?", "answer": "4", "metadata": {}})
+_ENTRY = {"question": "How many legs has a cow?", "answer": "4", "metadata": {}}
+_LEGS: dict[str, object] = {COLUMN: {"name": "leg_counting", "settings": {"seed": 1, "size": 1}, "entry": repr(_ENTRY)}}
 CASES = (
     Case("It has four: <answer>4</answer>", "4", True, _LEGS),
     Case("<answer>5</answer>", "4", False, _LEGS),
