@@ -92,6 +92,11 @@ def own_reward_result(score: Score) -> float:
     return acc if isinstance(acc, float) else score.value
 
 
+def scored_right(reward_result: RewardResult) -> bool:
+    """Whether the function has scored the response, as correct by its own accuracy."""
+    return isinstance(reward_result, Score) and is_right(own_reward_result(reward_result))
+
+
 @dataclass(frozen=True)
 class Case:
     """A response with a known score: 1 if it is `good`, else 0, unless `score` has another one."""

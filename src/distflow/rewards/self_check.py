@@ -22,7 +22,7 @@ from distflow.observe.sanitize import escape_control
 from distflow.rewards.extracted_answers import bare_answer, decoded
 from distflow.rewards.functions import FAILS, FAILS_TARGET, call_arguments
 from distflow.rewards.pool.pool import PoolSettings, RewardPool
-from distflow.rewards.score import Case, Error, RewardResult, Score, Timeout, is_right, own_reward_result
+from distflow.rewards.score import Case, Error, RewardResult, Score, Timeout, own_reward_result, scored_right
 
 if TYPE_CHECKING:  # it loads torch; this module does not, so that the check can start earlier
     from distflow.rewards.router import RewardRouter
@@ -248,7 +248,7 @@ async def _try(router: "RewardRouter", solution: Solution, free: asyncio.Semapho
             if part.weight <= 0 or not _must_accept(part.name):
                 continue
             reward_result = await router.pools.of(solution.domain).call(part.name, arguments)
-            if not (isinstance(reward_result, Score) and is_right(own_reward_result(reward_result))):
+            if not scored_right(reward_result):
                 return escape_control(f"{part.name}: {why(reward_result)}", _SHOWN, one_line=True)
         return ""
 
