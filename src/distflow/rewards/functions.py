@@ -35,10 +35,7 @@ FAILS, FAILS_TARGET = "(a probe that fails)", "distflow.rewards.self_check:fail"
 """A function of every pool that must return a reward error; the auditor calls it."""
 
 _OPTIONS = "?"
-BATCHED = {"data_sources": "data_source", "solution_strs": "solution_str"} | {
-    "ground_truths": "ground_truth",
-    "extra_infos": "extra_info",
-}
+BATCHED = {f"{name}s": name for name in PARAMETERS}
 """Parameters of a batched reward function, as in verl: lists with an entry for each response."""
 
 
