@@ -201,8 +201,7 @@ def _pattern(value: object) -> str:
 
 
 def _patterns(value: object) -> list[str]:
-    is_list = isinstance(value, list | tuple) and value
-    if not is_list or not all(isinstance(entry, str) and entry for entry in value):
+    if not isinstance(value, list | tuple) or not value or not all(isinstance(entry, str) and entry for entry in value):
         raise ValueError("a list of texts is wanted")
     return [re.compile(entry).pattern for entry in value]
 
