@@ -20,12 +20,15 @@ from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import cast
 
-from distflow.rewards.score import left_s
+from distflow.rewards.score import Case, left_s
 
 try:
     import openai
 except ImportError as error:
     raise ImportError("the reward 'judge' needs OpenAI's client: pip install 'distflow[judge]'") from error
+
+CASES: tuple[Case, ...] = ()
+"""No known cases: a judge's scores are its own, and cost money."""
 
 _HTTP_LIBRARIES = [sys.modules[name] for name in ("httpx", "httpx2") if name in sys.modules]
 """The client has imported the one that it uses: httpx before its third version, httpx2 since."""

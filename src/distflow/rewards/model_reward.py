@@ -16,7 +16,10 @@ from distflow.builtin_names import DTYPES, PROMPT_MESSAGES
 from distflow.errors import UserError
 from distflow.models.reward_model import HEAD, load_reward_model, score_ids
 from distflow.models.tokenizer import load_tokenizer
-from distflow.rewards.score import CUT
+from distflow.rewards.score import CUT, Case
+
+CASES: tuple[Case, ...] = ()
+"""No known cases: a model's scores are its own."""
 
 
 def compute_score(

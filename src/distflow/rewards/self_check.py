@@ -78,11 +78,11 @@ def self_check_once() -> "Future[None]":
 
 
 def known_cases(name: str) -> tuple[Case, ...]:
-    """The `CASES` in the module of a built-in reward, by name if it has several; none for a user function, and for
-    built-ins whose scores depend on a model or on other data."""
+    """The `CASES` in the module of a built-in reward, by name if it has several; none for a user function."""
     entry = REWARDS.get(name)
-    module = load_module(split_name(entry.target)[0]) if entry and entry.target else None
-    cases: Mapping[str, tuple[Case, ...]] | tuple[Case, ...] = getattr(module, "CASES", ())
+    if entry is None or not entry.target:
+        return ()
+    cases: Mapping[str, tuple[Case, ...]] | tuple[Case, ...] = load_module(split_name(entry.target)[0]).CASES
     return cases[name] if isinstance(cases, Mapping) else cases
 
 

@@ -6,11 +6,15 @@ from functools import cache
 from typing import Any
 
 from distflow.data.verifiers_tasks import COLUMN, MISSING, read_task
+from distflow.rewards.score import Case
 
 try:
     import verifiers.v1 as vf
 except ImportError as error:
     raise ImportError(f"the reward 'verifiers' {MISSING}") from error
+
+CASES: tuple[Case, ...] = ()
+"""No known cases: each taskset has its own."""
 
 
 async def compute_score(solution_str: str, extra_info: Mapping[str, object] | None = None) -> dict[str, object]:
