@@ -1,8 +1,9 @@
 """A reward router from keyword arguments, as tests write them."""
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from distflow.rewards.functions import Functions
+from distflow.config.keys.reward import RewardPart
 from distflow.rewards.pool.domain_pools import Patience, RewardSettings
 from distflow.rewards.router import RewardRouter
 
@@ -10,7 +11,8 @@ PATIENCE = ("timeout_s", "num_workers", "retries", "backoff_s")
 SETTINGS = ("domains", "custom", "memory_bytes")
 
 
-def make_router(functions: Functions, **arguments: Any) -> RewardRouter:
+def make_router(functions: Mapping[str, Sequence[tuple]], **arguments: Any) -> RewardRouter:
     patience = Patience(**{name: arguments.pop(name) for name in PATIENCE if name in arguments})
     settings = {name: arguments.pop(name) for name in SETTINGS if name in arguments}
-    return RewardRouter(RewardSettings(functions, patience, **settings), **arguments)
+    parts = {domain: tuple(RewardPart(*part) for part in each) for domain, each in functions.items()}
+    return RewardRouter(RewardSettings(parts, patience, **settings), **arguments)

@@ -91,14 +91,14 @@ def test_neither_weight_nor_penalty_changes_what_is_right(
             judgements = asyncio.run(router([answer(r"\boxed{5}", length), answer(r"\boxed{6}", length)]))
             assert [judgement.accuracy for judgement in judgements] == [right, wrong]
             assert len({score_of(judgement) for judgement in judgements}) == 1 + (right != wrong)
-        assert score_of(judgements[0]) < score_of(asyncio.run(router.score(answer(r"\boxed{5}", 1)))) - 2.9
+        assert score_of(judgements[0]) < score_of(asyncio.run(router([answer(r"\boxed{5}", 1)]))[0]) - 2.9
 
 
 def test_no_verdict_is_not_right(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(REWARDS)
     settings = {"timeout_s": 20.0, "num_workers": 1, "max_response_length": 100}
     with make_router({"default": [("math", 1.0), (f"{tmp_path}/own.py:odd", 0.1)]}, **settings) as router:  # type: ignore[arg-type]
-        judgement = asyncio.run(router.score(answer(r"\boxed{5}", 1)))
+        judgement = asyncio.run(router([answer(r"\boxed{5}", 1)]))[0]
     assert judgement.accuracy == 0.0 and "'yes' as 'acc', which is not a number" in str(judgement.reward_result)
 
 

@@ -111,7 +111,7 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RewardPool]:
         function = eval(code, namespace)
         write_function(function, fingerprint_function(function), file)
         targets[name] = f"{file}:{name}"
-    pool = PoolSettings(targets, num_workers=1, timeout_s=20.0).start()
+    pool = RewardPool(PoolSettings(targets, num_workers=1, timeout_s=20.0))
     yield pool
     pool.close()
 

@@ -65,7 +65,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def pool(file: Path) -> Iterator[RewardPool]:
-    pool = PoolSettings({name: f"{file}:{name}" for name in NAMES}, num_workers=1, timeout_s=20.0).start()
+    pool = RewardPool(PoolSettings({name: f"{file}:{name}" for name in NAMES}, num_workers=1, timeout_s=20.0))
     yield pool
     pool.close()
 

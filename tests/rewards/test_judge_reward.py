@@ -15,7 +15,7 @@ import pytest
 
 from distflow.data.sample import Sample, Segment
 from distflow.rewards.judge_reward import BudgetSpent, JudgeCache, compute_score
-from distflow.rewards.pool.pool import PoolSettings
+from distflow.rewards.pool.pool import PoolSettings, RewardPool
 from distflow.rewards.score import Error, Score, Timeout
 from tests.patience import at_some_deadline
 from tests.rewards.routers import make_router
@@ -229,7 +229,7 @@ def test_a_group_waits_together_in_its_process_and_a_silent_endpoint_is_a_timeou
     options = {"model": "m", "base_url": server.url, "template": "{response}"}
     target = f"distflow.rewards.judge_reward:compute_score?{json.dumps(options)}"
     asked = [{"data_source": "d", "solution_str": str(n), "ground_truth": None, "extra_info": {}} for n in range(10)]
-    pool = PoolSettings({"judge": target}, num_workers=1, timeout_s=20.0).start()
+    pool = RewardPool(PoolSettings({"judge": target}, num_workers=1, timeout_s=20.0))
 
     def check(deadline_s: float) -> None:
         server.asked.clear()
@@ -265,7 +265,7 @@ def test_a_wait_beyond_the_deadline_is_told_at_once_and_a_date_is_a_wait(server)
     options = {"model": "m", "base_url": server.url, "template": "{response}"}
     target = f"distflow.rewards.judge_reward:compute_score?{json.dumps(options)}"
     asked = [{"data_source": "d", "solution_str": str(n), "ground_truth": None, "extra_info": {}} for n in range(2)]
-    pool = PoolSettings({"judge": target}, num_workers=1, timeout_s=20.0).start()
+    pool = RewardPool(PoolSettings({"judge": target}, num_workers=1, timeout_s=20.0))
     try:
         reward_results = asyncio.run(pool.score_group("judge", asked, 20.0))
     finally:

@@ -21,9 +21,9 @@ def judged(functions: dict, response: str) -> dict[str, float]:
 
     async def ask(router: RewardRouter) -> dict[str, float]:
         await run_self_check(router)
-        judgement = await router.score(sample)
+        (judgement,) = await router([sample])
         assert judgement.reward_result.value == sum(
-            judgement.scores()[name] * weight for name, weight in router.functions_of("default")
+            judgement.scores()[part.name] * part.weight for part in router.functions_of("default")
         )
         return judgement.scores()
 
@@ -72,7 +72,7 @@ def test_a_part_may_have_other_options_in_another_domain():
         for domain, share in (("a", 1 - 2 / 4), ("b", 1 - 2 / 3)):
             segments = [Segment("prompt", (1,)), Segment("environment", (1,))]
             sample = Sample("0-0", 0, segments, domain=domain, response="x y x y")
-            assert asyncio.run(router.score(sample)).reward_result.value == pytest.approx(share)
+            assert asyncio.run(router([sample]))[0].reward_result.value == pytest.approx(share)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from distflow.builtin_names import REWARDS
-from distflow.rewards.pool.pool import PoolSettings
+from distflow.rewards.pool.pool import PoolSettings, RewardPool
 from distflow.rewards.reward_check import (
     FORMS,
     HOSTILE_KIND,
@@ -23,7 +23,7 @@ ROWS = [Row(f"rows:{number}", "default", answer, {}) for number, answer in enume
 
 
 def tried(target: str, rows: list[Row] = ROWS, timeout_s: float = 20.0) -> CheckResult:
-    pool = PoolSettings({"it": target}, num_workers=2, timeout_s=timeout_s).start()
+    pool = RewardPool(PoolSettings({"it": target}, num_workers=2, timeout_s=timeout_s))
     try:
         return asyncio.run(check_reward(pool, "it", rows, 2))
     finally:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from distflow.config.keys.reward import RewardPart
 from distflow.data.sample import Sample, Segment
 from distflow.errors import UserError
 from distflow.rewards.router import Overlong, RewardOutcome, RewardRouter, check_domains
@@ -23,7 +24,7 @@ def sample(response: str, ground_truth="5", domain: str = "default", num_tokens:
 
 
 def score(router: RewardRouter, judged: Sample) -> RewardOutcome:
-    return asyncio.run(router.score(judged))
+    return asyncio.run(router([judged]))[0]
 
 
 @pytest.fixture(scope="module")
@@ -110,9 +111,9 @@ def test_samples_are_judged_at_once_and_in_their_order(router):
 
 
 def test_domains_are_checked_before_the_run():
-    functions = {"gsm8k": [("math", 1.0)]}
+    functions = {"gsm8k": [RewardPart("math")]}
     check_domains(functions, ["gsm8k", "gsm8k"])
-    check_domains({**functions, "default": [("math", 1.0)]}, ["gsm8x"])
+    check_domains({**functions, "default": [RewardPart("math")]}, ["gsm8x"])
     with pytest.raises(UserError, match=r"the domain 'gsm8x': add it to reward.functions.*did you mean 'gsm8k'"):
         check_domains(functions, ["gsm8k", "gsm8x"])
 
@@ -148,7 +149,7 @@ def test_what_failed_is_counted_by_domain_and_what_the_other_parts_said_is_kept(
     router.take_counts()
     failed = score(router, sample("dict", "x", "faulty"))
     assert failed.remarks()["custom/why"] == "half"
-    functions = {"calc": [("math", 1.0), ("custom", 1.0)], "text": [("exact_match", 1.0)]}
+    functions = {"calc": [RewardPart("math"), RewardPart("custom")], "text": [RewardPart("exact_match")]}
     with make_router(functions, custom=(FAULTY, "compute_score"), **SETTINGS) as own:
         judgement = score(own, sample("raises", "5", "calc"))
         score(own, sample("a", "a", "text"))
@@ -169,5 +170,5 @@ def test_what_failed_is_counted_by_domain_and_what_the_other_parts_said_is_kept(
 @pytest.mark.parametrize("name", ["errors", "timeouts", "all", "errors/algebra"])
 def test_a_domain_whose_metrics_would_be_taken_for_others_is_refused(name):
     with pytest.raises(UserError, match=f"called '{name}'.*data.domain_key"):
-        check_domains({"default": [("math", 1.0)]}, ["gsm8k", name])
-    check_domains({"default": [("math", 1.0)]}, ["gsm8k", "math", "mean", "my/errors"])
+        check_domains({"default": [RewardPart("math")]}, ["gsm8k", name])
+    check_domains({"default": [RewardPart("math")]}, ["gsm8k", "math", "mean", "my/errors"])

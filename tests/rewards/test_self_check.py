@@ -42,12 +42,11 @@ def test_a_hang_is_killed_at_its_deadline():
 
 def test_a_machine_where_the_hang_is_not_killed_is_named(monkeypatch):
     monkeypatch.setattr(self_check_module, "HANG_DEADLINE_S", 20.0)  # nothing hangs here
-    score = "distflow.rewards.text_rewards:has_format"
-    monkeypatch.setitem(self_check_module._FAULTY, "hang", score)
-    with pytest.raises(RuntimeError, match="was not killed"):
+    monkeypatch.setattr(self_check_module, "FAILS_TARGET", "distflow.rewards.text_rewards:has_format")
+    with pytest.raises(RuntimeError, match=r"a reward function that fails \(ValueError\) must give no score"):
         asyncio.run(self_check_faults())
-    monkeypatch.setitem(self_check_module._FAULTY, "fail", score)
-    with pytest.raises(RuntimeError, match=r"a reward function that fails \(.*\) must give no score"):
+    monkeypatch.setattr(self_check_module, "_FAILURES", ())
+    with pytest.raises(RuntimeError, match="was not killed"):
         asyncio.run(self_check_faults())
 
 

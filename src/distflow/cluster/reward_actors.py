@@ -62,7 +62,7 @@ class RewardActor:
     async def _pool(self, settings: PoolSettings) -> RewardPool:
         key = repr(settings)
         if key not in self._pools:
-            self._pools[key] = asyncio.ensure_future(asyncio.to_thread(settings.start))
+            self._pools[key] = asyncio.ensure_future(asyncio.to_thread(RewardPool, settings))
         try:
             return await asyncio.shield(self._pools[key])
         except UserError:
@@ -77,25 +77,15 @@ class RewardActorPool(Pool):
         """Waits until each actor has started the pool. Raises UserError."""
         self._reward_actors, self._settings = reward_actors, settings
         self._under_way = [0] * len(reward_actors)
-        self.on_result = lambda name, arguments, reward_result: None
-        self._closed = False
         started = [reply(each) for each in [reward_actor.start.remote(settings) for reward_actor in reward_actors]]
         self._born = [born for born, _, _ in started]
         _, self.takes_groups, self.takes_batches = started[0]
 
-    @property
-    def closed(self) -> bool:
-        return self._closed
-
-    async def score_group(
-        self,
-        name: str,
-        asked: Sequence[Mapping[str, object]],
-        timeout_s: float | None = None,
-        on_repeat: OnRepeat = lambda number: None,
+    async def _score_group(
+        self, name: str, asked: Sequence[Mapping[str, object]], timeout_s: float | None, on_repeat: OnRepeat
     ) -> list[RewardResult]:
         if len(asked) > 1 and name not in self.takes_groups:
-            one_by_one = (self.score_group(name, [arguments], timeout_s, on_repeat) for arguments in asked)
+            one_by_one = (self._score_group(name, [arguments], timeout_s, on_repeat) for arguments in asked)
             return [
                 reward_result
                 for reward_results in await asyncio.gather(*one_by_one)
@@ -118,17 +108,11 @@ class RewardActorPool(Pool):
             reward_results = [Error(f"the reward actor failed: {type(err.cause).__name__}: {err.cause}")] * len(asked)
         finally:
             self._under_way[number] -= 1
-        for arguments, reward_result in zip(asked, reward_results, strict=True):
-            self.on_result(name, arguments, reward_result)
         return reward_results
-
-    def pids(self) -> list[int]:
-        """Empty: the processes may be on other machines."""
-        return []
 
     def close(self) -> None:
         """The actors are the run's."""
-        self._closed = True
+        self.closed = True
 
 
 class DeathWatch:

@@ -53,15 +53,16 @@ def run_reward(arguments: argparse.Namespace) -> int:
     """Print what the reward function scored wrongly; 1 where there is any. Runs its code."""
     from distflow.rewards.functions import with_options
     from distflow.rewards.pool.domain_pools import alone, is_large
-    from distflow.rewards.pool.pool import PoolSettings
+    from distflow.rewards.pool.pool import PoolSettings, RewardPool
     from distflow.rewards.reward_check import check_reward, measure_agreement
 
     target = with_options(_target(arguments.reward, arguments.response_key is not None), arguments.options)
     rows, labels = _rows(arguments)
     if is_large(arguments.reward):
-        pool = alone("it", target, arguments.timeout).start()
+        settings = alone("it", target, arguments.timeout)
     else:
-        pool = PoolSettings({"it": target}, arguments.workers, arguments.timeout).start()
+        settings = PoolSettings({"it": target}, arguments.workers, arguments.timeout)
+    pool = RewardPool(settings)
     try:
         if arguments.label_key is not None:
             agreement = asyncio.run(measure_agreement(pool, "it", rows, labels, arguments.right_from))

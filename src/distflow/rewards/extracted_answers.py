@@ -6,7 +6,6 @@ in the text, as the policy writes it.
 
 import json
 import re
-from collections.abc import Iterator
 
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
@@ -39,9 +38,7 @@ def boxed_answer(text: str) -> str | None:
     boxes = _boxes(text)
     if not boxes:
         return None
-    first = len(boxes) - 1
-    while first and _BETWEEN_BOXES.fullmatch(text, boxes[first - 1][1], boxes[first][0]):
-        first -= 1
+    first = _first_joined(text, [(start, end) for start, end, _ in boxes], _BETWEEN_BOXES)
     contents = list(dict.fromkeys(content.strip() for _, _, content in boxes[first:]))
     return ", ".join(contents) if all(contents) else ""
 
@@ -105,13 +102,11 @@ def last_mathematics(prose: str, is_answer: bool = False) -> tuple[str, str] | N
     """
     formulas, numbers = list(_FORMULA.finditer(prose)), list(_EXPRESSION.finditer(prose))
     if formulas and (not numbers or formulas[-1].end() > numbers[-1].end()):
-        return ", ".join(reversed(list(_joined(prose, formulas)))), ""
+        first = _first_joined(prose, [match.span() for match in formulas], _JOINED)
+        return ", ".join(next(filter(None, match.groups())) for match in formulas[first:]), ""
     if not numbers:
         return None
-    joint = _JOINED if is_answer else _OR
-    first = len(numbers) - 1
-    while first and joint.fullmatch(prose, _end(numbers[first - 1]), numbers[first].start()):
-        first -= 1
+    first = _first_joined(prose, [(each.start(), _end(each)) for each in numbers], _JOINED if is_answer else _OR)
     word = numbers[-1][1] or ""
     return ", ".join(match.group().removesuffix(match[1] or "") for match in numbers[first:]), word
 
@@ -121,14 +116,12 @@ def _end(number: re.Match[str]) -> int:
     return number.start(1) if (number[1] or "").strip() in _CONJUNCTIONS else number.end()
 
 
-def _joined(prose: str, formulas: list[re.Match[str]]) -> Iterator[str]:
-    """The last formula, then those before it that are joined to it."""
-    start = None
-    for match in reversed(formulas):
-        if start is not None and not _JOINED.fullmatch(prose, match.end(), start):
-            return
-        yield next(group for group in match.groups() if group is not None)
-        start = match.start()
+def _first_joined(text: str, spans: list[tuple[int, int]], joint: re.Pattern[str]) -> int:
+    """Index of the first of the spans that are joined to the last one."""
+    first = len(spans) - 1
+    while first and joint.fullmatch(text, spans[first - 1][1], spans[first][0]):
+        first -= 1
+    return first
 
 
 def _boxes(text: str) -> list[tuple[int, int, str]]:

@@ -35,16 +35,8 @@ FAILS, FAILS_TARGET = "(a probe that fails)", "distflow.rewards.self_check:fail"
 """A function of every pool that must return a reward error; the auditor calls it."""
 
 _OPTIONS = "?"
-BATCHED = {"data_sources": "data_source", "solution_strs": "solution_str"} | {
-    "ground_truths": "ground_truth",
-    "extra_infos": "extra_info",
-}
+BATCHED = {f"{name}s": name for name in PARAMETERS}
 """Parameters of a batched reward function, as in verl: lists with an entry for each response."""
-
-Parts = Sequence[tuple[str, float] | tuple[str, float, Mapping[str, object]]]
-"""(name, weight), and the part's options if it has any."""
-Functions = Mapping[str, Parts]
-"""The parts by domain."""
 
 
 def write_function(function: Callable[..., object], fingerprint: str, file: Path) -> None:
@@ -72,24 +64,13 @@ def read_function(file: Path) -> Callable[..., object]:
 
 def name_of(function: Callable[..., object]) -> str:
     """Name of the function, of the function it wraps, or of its class."""
-    plain = inspect.unwrap(function)
-    while isinstance(plain, functools.partial):
-        plain = plain.func
+    plain = innermost(inspect.unwrap(function))
     return str(getattr(plain, "__name__", type(plain).__name__))
 
 
-def with_options(target: str, options: Mapping[str, object] = {}) -> str:  # noqa: B006  it is only read
+def with_options(target: str, options: Mapping[str, object]) -> str:
     """A target with the options of its function, for `load_reward`."""
     return f"{target}{_OPTIONS}{json.dumps(options, sort_keys=True)}" if options else target
-
-
-def find_targets(parts: Parts, custom: tuple[str, str] | None) -> dict[str, str]:
-    """The targets that a pool loads, by name. custom: path and name of the user's function, for the name "custom".
-
-    Raises UserError for an unknown name.
-    """
-    targets = {name: with_options(target_of(name, custom), *options[:1]) for name, _, *options in parts}
-    return {**targets, FAILS: FAILS_TARGET}
 
 
 def custom_target(path: str, name: str) -> str:
@@ -188,6 +169,7 @@ def split_batch(returned: object, length: int) -> list[object]:
 
 
 def target_of(name: str, custom: tuple[str, str] | None) -> str:
+    """custom: path and name of the user's function, for the name "custom". Raises UserError for an unknown name."""
     if name == CUSTOM_REWARD:
         if custom is None or not custom[0]:
             raise UserError("reward.functions names 'custom': set custom_reward_function.path to its file or module")
@@ -204,18 +186,19 @@ def fingerprint_target(target: str) -> str:
     path = split_name(target)[0]
     files = [Path(path)] if path.endswith((".py", SUFFIX)) else module_files(path)
     try:
-        file = next((file for file in files if file.is_file()), None)
-        content = file.read_bytes() if file else b""
-        if file is None or path.endswith(SUFFIX):  # in its first line, so that none of its code runs
-            return content.partition(b"\n")[0].removeprefix(_HEAD).decode(errors="replace")
-        return _digest(content)
-    except OSError:  # reported when it is loaded
+        content = next(file for file in files if file.is_file()).read_bytes()
+    except (StopIteration, OSError):  # reported when it is loaded
         return ""
+    if path.endswith(SUFFIX):  # in its first line, so that none of its code runs
+        return content.partition(b"\n")[0].removeprefix(_HEAD).decode(errors="replace")
+    return _digest(content)
 
 
 def fingerprint_function(function: Callable[..., object]) -> str:
     """Independent of the cell or line that the code is in; includes helpers of the same module, but not imports."""
-    return _digest("\n".join(_Lines(str(innermost(function).__module__)).of(function)).encode("utf-8", "surrogatepass"))
+    return _digest(
+        "\n".join(_lines(function, str(innermost(function).__module__), set())).encode("utf-8", "surrogatepass")
+    )
 
 
 def _pickled(value: object) -> bytes | Exception:
@@ -278,52 +261,49 @@ def _digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()[:_LENGTH]
 
 
-class _Lines:
-    """Lines that describe a value. module: functions and classes of other modules are described by name only."""
+def _lines(value: object, module: str, seen: set[int]) -> Iterator[str]:
+    """Lines that describe a value. module: functions and classes of other modules are described by name only. seen:
+    ids of what may hold itself, and is described already."""
+    yield type(value).__name__
+    if isinstance(value, _PLAIN):
+        yield repr(value)
+    elif isinstance(value, FunctionType | type) and value.__module__ != module:
+        yield f"{value.__module__}.{value.__qualname__}"
+    elif id(value) not in seen:
+        if isinstance(value, FunctionType | type | list | dict):
+            seen.add(id(value))
+        for part in _parts(value, module):
+            yield from _lines(part, module, seen)
 
-    def __init__(self, module: str) -> None:
-        self._module = module
-        self._seen: set[int] = set()
 
-    def of(self, value: object) -> Iterator[str]:
-        yield type(value).__name__
-        if isinstance(value, _PLAIN):
-            yield repr(value)
-        elif isinstance(value, FunctionType | type) and value.__module__ != self._module:
-            yield f"{value.__module__}.{value.__qualname__}"
-        elif id(value) not in self._seen:
-            if isinstance(value, FunctionType | type | list | dict):  # which may hold themselves
-                self._seen.add(id(value))
-            for part in self._parts(value):
-                yield from self.of(part)
-
-    def _parts(self, value: object) -> Iterator[object]:
-        """The parts of a value; none for an object without a stable description."""
-        if isinstance(value, tuple | list):
+def _parts(value: object, module: str) -> Iterator[object]:
+    """The parts of a value; none for an object without a stable description."""
+    match value:
+        case tuple() | list():
             yield from value
-        elif isinstance(value, frozenset | set):
+        case frozenset() | set():
             yield from sorted(map(repr, value))
-        elif isinstance(value, dict):
+        case dict():
             yield from value.items()
-        elif isinstance(value, functools.partial):
+        case functools.partial():
             yield from (value.func, value.args, value.keywords)
-        elif isinstance(value, functools._lru_cache_wrapper):
+        case functools._lru_cache_wrapper():
             yield value.__wrapped__
-        elif isinstance(value, re.Pattern):
+        case re.Pattern():
             yield value.pattern
-        elif isinstance(value, ModuleType):
+        case ModuleType():
             yield value.__name__
-        elif isinstance(value, MethodType):
+        case MethodType():
             yield from (value.__func__, value.__self__)
-        elif isinstance(value, CodeType):
+        case CodeType():
             yield from (value.co_code, value.co_names, value.co_varnames, value.co_consts)
-        elif isinstance(value, FunctionType):
+        case FunctionType():
             found = inspect.getclosurevars(value)
             yield from (value.__code__, value.__defaults__, value.__kwdefaults__)
             yield from sorted({**found.nonlocals, **found.globals}.items())
-        elif isinstance(value, type):
+        case type():
             for name, item in sorted(vars(value).items()):
                 if isinstance(item, FunctionType) or (isinstance(item, _PLAIN) and not name.startswith("__")):
                     yield item
-        elif type(value).__module__ == self._module:
+        case _ if type(value).__module__ == module:
             yield from (type(value), getattr(value, "__dict__", None))

@@ -10,11 +10,12 @@ The models are those of the original: English Punkt (NLTK would download its par
 them) and langdetect's profiles, with a fixed seed, as it samples.
 """
 
+import inspect
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 from distflow.import_target import LoadError
 from distflow.observe.files import JSON
@@ -32,7 +33,6 @@ except ModuleNotFoundError as error:
 
 MAX_CHARACTERS = 50_000
 """Sentences and words in capitals are counted in so many characters at the start: NLTK takes up to a second."""
-
 
 _OPTIONS = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
 _RELATIONS = ("less than", "at least")
@@ -62,7 +62,7 @@ def compute_score(
     names. `followed` in the result says of each instruction whether it was followed.
     Raises ValueError for an instruction that is unknown, or has invalid arguments.
     """
-    return _follow_all([solution_str], _instructions(ground_truth, extra_info))
+    return _follow_all([solution_str], ground_truth, extra_info)
 
 
 def compute_loose_score(
@@ -70,7 +70,10 @@ def compute_loose_score(
 ) -> dict[str, JSON]:
     """As `compute_score`, but an instruction also counts as followed if the response without its first line, its last
     line, both, or asterisks follows it (prompt-level loose accuracy)."""
-    return _follow_all(_variants(solution_str), _instructions(ground_truth, extra_info))
+    lines = solution_str.split("\n")
+    variants = [solution_str, *("\n".join(part).strip() for part in (lines[1:], lines[:-1], lines[1:-1]))]
+    variants += [text.replace("*", "") for text in variants]
+    return _follow_all(list(dict.fromkeys(variants)), ground_truth, extra_info)
 
 
 def compute_share(
@@ -78,7 +81,7 @@ def compute_share(
 ) -> dict[str, JSON]:
     """The share of instructions that are followed (instruction-level strict accuracy); a response is still correct
     (`acc`) only if it follows all."""
-    reward_result = _follow_all([solution_str], _instructions(ground_truth, extra_info))
+    reward_result = compute_score(data_source, solution_str, ground_truth, extra_info)
     followed = reward_result["followed"]
     assert isinstance(followed, dict)
     return {**reward_result, "score": sum(map(bool, followed.values())) / len(followed)}
@@ -89,20 +92,14 @@ def check_row(ground_truth: object, extra_info: Mapping[str, object]) -> None:
     _instructions(ground_truth, extra_info)
 
 
-def _follow_all(variants: list[str], instructions: list[tuple[str, dict[str, Any]]]) -> dict[str, JSON]:
+def _follow_all(variants: list[str], ground_truth: object, row: Mapping[str, object] | None) -> dict[str, JSON]:
     followed: dict[str, JSON] = {}
-    for name, arguments in instructions:
-        found = any(follows(text, name, arguments) for text in variants)
+    for name, arguments in _instructions(ground_truth, row):
+        found = any(text.strip() and INSTRUCTIONS[name](text, **arguments) for text in variants)
         repeats = sum(other.partition("#")[0] == name for other in followed)
         followed[f"{name}#{repeats + 1}" if repeats else name] = found
     score = float(all(followed.values()))
     return {"score": score, "acc": score, "followed": followed}
-
-
-def _variants(response: str) -> list[str]:
-    lines = response.split("\n")
-    variants = [response, *("\n".join(part).strip() for part in (lines[1:], lines[:-1], lines[1:-1]))]
-    return list(dict.fromkeys([*variants, *(text.replace("*", "") for text in variants)]))
 
 
 def _instructions(ground_truth: object, row: Mapping[str, object] | None) -> list[tuple[str, dict[str, Any]]]:
@@ -114,49 +111,31 @@ def _instructions(ground_truth: object, row: Mapping[str, object] | None) -> lis
         raise ValueError(f"'ifeval' needs a row with a list '{IDS}' and a list '{KWARGS}', or both in its ground truth")
     if len(names) != len(kwargs):
         raise ValueError(f"{len(names)} entries in '{IDS}' and {len(kwargs)} in '{KWARGS}'")
-    return [(name, _arguments(name, each)) for name, each in zip(_known(names), kwargs, strict=True)]
+    if unknown := [name for name in names if not isinstance(name, str) or name not in INSTRUCTIONS]:
+        raise ValueError(f"no instruction of IFEval is called {unknown[0]!r:.80} ('{IDS}')")
+    return [(name, _read(name, entry)) for name, entry in zip(names, kwargs, strict=True)]
 
 
-def _known(names: Iterable[object]) -> list[str]:
-    for name in names:
-        if not isinstance(name, str) or name not in INSTRUCTIONS:
-            raise ValueError(f"no instruction of IFEval is called {name!r:.80} ('{IDS}')")
-    return [str(name) for name in names]
-
-
-def _arguments(name: str, entry: object) -> dict[str, Any]:
-    if entry is not None and not isinstance(entry, Mapping):
-        raise ValueError(f"'{KWARGS}' holds {entry!r:.80}, and no mapping, for {name}")
-    try:
-        return INSTRUCTIONS[name].read(entry or {})
-    except ValueError as error:
-        raise ValueError(f"{name} in '{KWARGS}': {error}") from error
-
-
-class Instruction(NamedTuple):
-    """follows: (response, **arguments) → whether the response follows it; not called for a blank response. arguments:
-    name → reader, which returns the value to check with, and raises ValueError for an invalid one."""
-
-    follows: Callable[..., bool]
-    arguments: Mapping[str, Callable[[object], object]] = {}
-
-    def read(self, entries: Mapping[str, object]) -> dict[str, Any]:
-        """Its arguments. An entry that is None counts as absent, as data sets fill their columns. Raises ValueError."""
-        known = {name: value for name, value in entries.items() if value is not None}
-        if set(known) != set(self.arguments):
-            raise ValueError(f"takes ({', '.join(self.arguments)}), and got ({', '.join(known)})")
-        read = {name: self._argument(name, value) for name, value in known.items()}
-        if read.get("nth_paragraph", 0) > read.get("num_paragraphs", 0):
-            raise ValueError(f"asks for paragraph {read['nth_paragraph']} of {read['num_paragraphs']}")
-        return read
-
-    def _argument(self, name: str, value: object) -> Any:
+def _read(instruction: str, entries: object) -> dict[str, Any]:
+    """Its arguments. An entry that is None counts as absent, as data sets fill their columns. Raises ValueError."""
+    if entries is not None and not isinstance(entries, Mapping):
+        raise ValueError(f"'{KWARGS}' holds {entries!r:.80}, and no mapping, for {instruction}")
+    where = f"{instruction} in '{KWARGS}'"
+    known = {name: value for name, value in (entries or {}).items() if value is not None}
+    _, *wanted = inspect.signature(INSTRUCTIONS[instruction]).parameters
+    if set(known) != set(wanted):
+        raise ValueError(f"{where}: takes ({', '.join(wanted)}), and got ({', '.join(known)})")
+    read: dict[str, Any] = {}
+    for name, value in known.items():
         try:
-            return self.arguments[name](value)
+            read[name] = _READERS.get(name, _number)(value)
         except re.error as error:
-            raise ValueError(f"{name}={value!r} is no regular expression: {error}") from error
+            raise ValueError(f"{where}: {name}={value!r} is no regular expression: {error}") from error
         except ValueError as error:
-            raise ValueError(f"{name}={value!r:.80}: {error}") from error
+            raise ValueError(f"{where}: {name}={value!r:.80}: {error}") from error
+    if read.get("nth_paragraph", 0) > read.get("num_paragraphs", 0):
+        raise ValueError(f"{where}: asks for paragraph {read['nth_paragraph']} of {read['num_paragraphs']}")
+    return read
 
 
 def split_sentences(text: str) -> list[str]:
@@ -218,19 +197,13 @@ def _text(value: object) -> str:
 
 
 def _pattern(value: object) -> str:
-    text = _text(value)
-    re.compile(text)
-    return text
+    return re.compile(_text(value)).pattern
 
 
 def _patterns(value: object) -> list[str]:
-    if not isinstance(value, list | tuple) or not value:
+    if not isinstance(value, list | tuple) or not value or not all(isinstance(entry, str) and entry for entry in value):
         raise ValueError("a list of texts is wanted")
-    for entry in value:
-        if not isinstance(entry, str) or not entry:
-            raise ValueError("a list of texts is wanted")
-        re.compile(entry)
-    return list(value)
+    return [re.compile(entry).pattern for entry in value]
 
 
 def _letter(value: object) -> str:
@@ -340,81 +313,59 @@ def _is_quoted(response: str) -> bool:
     return len(response) > 1 and response[0] == response[-1] == '"'
 
 
-INSTRUCTIONS: dict[str, Instruction] = {
-    "keywords:existence": Instruction(
-        lambda response, keywords: all(re.search(keyword, response, re.IGNORECASE) for keyword in keywords),
-        {"keywords": _patterns},
+_READERS: dict[str, Callable[[object], object]] = {
+    "keywords": _patterns, "forbidden_words": _patterns, "keyword": _pattern, "postscript_marker": _pattern,
+    "section_spliter": _pattern, "relation": _relation, "let_relation": _relation, "capital_relation": _relation,
+    "first_word": _text, "prompt_to_repeat": _text, "end_phrase": _text, "letter": _letter, "language": _language,
+    "nth_paragraph": _position,
+}  # fmt: skip
+"""By argument, what returns its value to check with, and raises ValueError for an invalid one; others are numbers."""
+
+INSTRUCTIONS: dict[str, Callable[..., bool]] = {
+    "keywords:existence": lambda response, keywords: all(
+        re.search(keyword, response, re.IGNORECASE) for keyword in keywords
     ),
-    "keywords:frequency": Instruction(
-        lambda response, keyword, frequency, relation: _holds(
-            len(re.findall(keyword, response, re.IGNORECASE)), relation, frequency
-        ),
-        {"keyword": _pattern, "frequency": _number, "relation": _relation},
+    "keywords:frequency": lambda response, keyword, frequency, relation: _holds(
+        len(re.findall(keyword, response, re.IGNORECASE)), relation, frequency
     ),
-    "keywords:forbidden_words": Instruction(
-        lambda response, forbidden_words: (
-            not any(re.search(rf"\b{word}\b", response, re.IGNORECASE) for word in forbidden_words)
-        ),
-        {"forbidden_words": _patterns},
+    "keywords:forbidden_words": lambda response, forbidden_words: (
+        not any(re.search(rf"\b{word}\b", response, re.IGNORECASE) for word in forbidden_words)
     ),
-    "keywords:letter_frequency": Instruction(
-        lambda response, letter, let_frequency, let_relation: _holds(
-            response.lower().count(letter), let_relation, let_frequency
-        ),
-        {"letter": _letter, "let_frequency": _number, "let_relation": _relation},
+    "keywords:letter_frequency": lambda response, letter, let_frequency, let_relation: _holds(
+        response.lower().count(letter), let_relation, let_frequency
     ),
-    "language:response_language": Instruction(_is_in_language, {"language": _language}),
-    "length_constraints:number_sentences": Instruction(
-        lambda response, num_sentences, relation: _holds(len(split_sentences(response)), relation, num_sentences),
-        {"num_sentences": _number, "relation": _relation},
+    "language:response_language": _is_in_language,
+    "length_constraints:number_sentences": lambda response, num_sentences, relation: _holds(
+        len(split_sentences(response)), relation, num_sentences
     ),
-    "length_constraints:number_paragraphs": Instruction(_has_paragraphs, {"num_paragraphs": _number}),
-    "length_constraints:number_words": Instruction(
-        lambda response, num_words, relation: _holds(len(re.findall(r"\w+", response)), relation, num_words),
-        {"num_words": _number, "relation": _relation},
+    "length_constraints:number_paragraphs": _has_paragraphs,
+    "length_constraints:number_words": lambda response, num_words, relation: _holds(
+        len(re.findall(r"\w+", response)), relation, num_words
     ),
-    "length_constraints:nth_paragraph_first_word": Instruction(
-        _has_first_word, {"num_paragraphs": _number, "nth_paragraph": _position, "first_word": _text}
+    "length_constraints:nth_paragraph_first_word": _has_first_word,
+    "detectable_content:number_placeholders": _has_placeholders,
+    "detectable_content:postscript": _has_postscript,
+    "detectable_format:number_bullet_lists": _has_bullets,
+    "detectable_format:constrained_response": lambda response: any(option in response for option in _OPTIONS),
+    "detectable_format:number_highlighted_sections": _has_highlights,
+    "detectable_format:multiple_sections": lambda response, section_spliter, num_sections: (
+        len(re.findall(rf"\s?{section_spliter}\s?\d+\s?", response)) >= num_sections
     ),
-    "detectable_content:number_placeholders": Instruction(_has_placeholders, {"num_placeholders": _number}),
-    "detectable_content:postscript": Instruction(_has_postscript, {"postscript_marker": _pattern}),
-    "detectable_format:number_bullet_lists": Instruction(_has_bullets, {"num_bullets": _number}),
-    "detectable_format:constrained_response": Instruction(
-        lambda response: any(option in response for option in _OPTIONS)
+    "detectable_format:json_format": _is_json,
+    "detectable_format:title": _has_title,
+    "combination:two_responses": _has_two_responses,
+    "combination:repeat_prompt": lambda response, prompt_to_repeat: (
+        response.strip().lower().startswith(prompt_to_repeat.lower())
     ),
-    "detectable_format:number_highlighted_sections": Instruction(_has_highlights, {"num_highlights": _number}),
-    "detectable_format:multiple_sections": Instruction(
-        lambda response, section_spliter, num_sections: (
-            len(re.findall(rf"\s?{section_spliter}\s?\d+\s?", response)) >= num_sections
-        ),
-        {"section_spliter": _pattern, "num_sections": _number},
+    "startend:end_checker": lambda response, end_phrase: (
+        response.strip().strip('"').lower().endswith(end_phrase.lower())
     ),
-    "detectable_format:json_format": Instruction(_is_json),
-    "detectable_format:title": Instruction(_has_title),
-    "combination:two_responses": Instruction(_has_two_responses),
-    "combination:repeat_prompt": Instruction(
-        lambda response, prompt_to_repeat: response.strip().lower().startswith(prompt_to_repeat.lower()),
-        {"prompt_to_repeat": _text},
+    "startend:quotation": _is_quoted,
+    "change_case:capital_word_frequency": lambda response, capital_frequency, capital_relation: _holds(
+        count_capital_words(response), capital_relation, capital_frequency
     ),
-    "startend:end_checker": Instruction(
-        lambda response, end_phrase: response.strip().strip('"').lower().endswith(end_phrase.lower()),
-        {"end_phrase": _text},
-    ),
-    "startend:quotation": Instruction(_is_quoted),
-    "change_case:capital_word_frequency": Instruction(
-        lambda response, capital_frequency, capital_relation: _holds(
-            count_capital_words(response), capital_relation, capital_frequency
-        ),
-        {"capital_frequency": _number, "capital_relation": _relation},
-    ),
-    "change_case:english_capital": Instruction(lambda response: response.isupper() and _is_in_language(response, "en")),
-    "change_case:english_lowercase": Instruction(
-        lambda response: response.islower() and _is_in_language(response, "en")
-    ),
-    "punctuation:no_comma": Instruction(lambda response: "," not in response),
+    "change_case:english_capital": lambda response: response.isupper() and _is_in_language(response, "en"),
+    "change_case:english_lowercase": lambda response: response.islower() and _is_in_language(response, "en"),
+    "punctuation:no_comma": lambda response: "," not in response,
 }
-
-
-def follows(response: str, instruction_id: str, arguments: Mapping[str, Any]) -> bool:
-    """Whether the response does, as it is. arguments: as `Instruction.read` gives them."""
-    return bool(response.strip()) and INSTRUCTIONS[instruction_id].follows(response, **arguments)
+"""(response, **arguments) → whether the response follows the instruction; not called for a blank response."""

@@ -32,11 +32,8 @@ _ARITHMETIC = re.compile(r"(?:[A-Za-z]+|\d+(?:\.\d+)?|[-+*/^(),\s])*")
 _LONGEST = 1000
 
 
-def _row(entry: dict[str, object], name: str = "leg_counting") -> dict[str, object]:
-    return {COLUMN: {"name": name, "settings": {"seed": 1, "size": 1}, "entry": repr(entry)}}
-
-
-_LEGS = _row({"question": "How many legs has a cow?", "answer": "4", "metadata": {}})
+_ENTRY = {"question": "How many legs has a cow?", "answer": "4", "metadata": {}}
+_LEGS: dict[str, object] = {COLUMN: {"name": "leg_counting", "settings": {"seed": 1, "size": 1}, "entry": repr(_ENTRY)}}
 CASES = (
     Case("It has four: <answer>4</answer>", "4", True, _LEGS),
     Case("<answer>5</answer>", "4", False, _LEGS),
@@ -56,7 +53,12 @@ def compute_score(solution_str: str, extra_info: Mapping[str, object] | None = N
         raise ValueError(f"the row has no column '{COLUMN}': its data must be reasoning-gym:NAME")
     name, entry = str(made["name"]), read_entry(str(made["entry"]))
     dataset, answer = _dataset(name, json.dumps(made["settings"])), extract_answer(solution_str)
-    score = _score(dataset, answer if is_readable(name, answer) else None, entry)
+    try:
+        score = float(dataset.score_answer(answer if is_readable(name, answer) else None, entry))
+    except MemoryError:
+        raise
+    except Exception:  # the data set cannot read the answer: the packages that read it raise errors of any kind
+        score = float(dataset.score_answer(None, entry))
     return {"score": score, "acc": float(score >= 1), "answer": answer}
 
 
@@ -67,16 +69,6 @@ def is_readable(name: str, answer: str | None) -> bool:
     if len(answer) > _LONGEST or not _ARITHMETIC.fullmatch(answer):
         return False
     return all(len(word) == 1 or word in _NAMES for word in re.findall(r"[A-Za-z]+", answer))
-
-
-def _score(dataset: Any, answer: str | None, entry: dict[str, object]) -> float:
-    """If scoring raises, the answer cannot be read and counts as none."""
-    try:
-        return float(dataset.score_answer(answer, entry))
-    except MemoryError:
-        raise
-    except Exception:  # of another library
-        return float(dataset.score_answer(None, entry))
 
 
 @cache

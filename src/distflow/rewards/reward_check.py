@@ -17,7 +17,7 @@ from distflow.rewards.extracted_answers import bare_answer
 from distflow.rewards.functions import PROMPT, call_arguments
 from distflow.rewards.math.reward import gold_answer, is_equal
 from distflow.rewards.pool.pool import RewardPool
-from distflow.rewards.score import RIGHT, RewardResult, Score, Timeout, is_right, own_reward_result
+from distflow.rewards.score import RIGHT, RewardResult, Score, Timeout, own_reward_result, scored_right
 from distflow.rewards.self_check import why
 
 OWN = "own response"
@@ -194,7 +194,7 @@ async def check_reward(pool: RewardPool, name: str, rows: Sequence[Row], num_wor
     ]
     answered = await asyncio.gather(*(ask(*asked) for asked in right))
     result.read.update({response.form: 0 for _, response in right})
-    result.read.update(response.form for _, response, reward_result in answered if _is_right(reward_result))
+    result.read.update(response.form for _, response, reward_result in answered if scored_right(reward_result))
     forms = result.forms() or list(result.read)[:1]
     _count(result, [entry for entry in answered if entry[1].form in forms])
 
@@ -221,12 +221,8 @@ def _count(result: CheckResult, answered: Iterable[tuple[Row, Response, RewardRe
             kind.timeouts.append(fault)
         elif not isinstance(reward_result, Score):
             kind.errors.append(fault)
-        elif _is_right(reward_result) != response.is_right:
+        elif scored_right(reward_result) != response.is_right:
             kind.wrong.append(fault)
-
-
-def _is_right(reward_result: RewardResult) -> bool:
-    return isinstance(reward_result, Score) and is_right(own_reward_result(reward_result))
 
 
 def arguments_of(row: Row, response: str) -> dict[str, object]:
@@ -259,18 +255,11 @@ async def measure_agreement(
 ) -> Agreement:
     """Score each row's own response with the pool's function `name`. labels: whether it is right, which the reward says
     by a score of `right_from` or more."""
-
-    async def ask(row: Row) -> RewardResult:
-        assert row.response is not None
-        return await pool.call(name, arguments_of(row, row.response))
-
-    reward_results = await asyncio.gather(*map(ask, rows))
-    scored = [
-        (label, reward_result)
-        for label, reward_result in zip(labels, reward_results, strict=True)
-        if isinstance(reward_result, Score)
-    ]
-    counts = Counter((label, own_reward_result(reward_result) >= right_from) for label, reward_result in scored)
-    return Agreement(
-        counts, [str(reward_result) for reward_result in reward_results if not isinstance(reward_result, Score)]
-    )
+    calls = [pool.call(name, arguments_of(row, row.response)) for row in rows if row.response is not None]
+    agreement = Agreement(Counter(), [])
+    for label, reward_result in zip(labels, await asyncio.gather(*calls), strict=True):
+        if isinstance(reward_result, Score):
+            agreement.counts[label, own_reward_result(reward_result) >= right_from] += 1
+        else:
+            agreement.failed.append(str(reward_result))
+    return agreement

@@ -4,6 +4,7 @@ import asyncio
 import threading
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
@@ -11,12 +12,14 @@ from typing import NamedTuple
 import torch
 
 from distflow.algorithms.sample_filters import overlong_penalty
+from distflow.config.keys.reward import RewardPart
 from distflow.data.sample import Sample
 from distflow.errors import UserError
 from distflow.observe.files import JSON
-from distflow.rewards.functions import PROMPT, Functions, call_arguments
+from distflow.rewards.functions import PROMPT, call_arguments
 from distflow.rewards.pool.domain_pools import (
     DEFAULT_DOMAIN,
+    Functions,
     Pools,
     RewardSettings,
     StartPool,
@@ -64,8 +67,8 @@ class RewardOutcome:
         return _remarks(self.parts)
 
 
-class RewardRouter:
-    """Scores samples by the functions of their domain, in processes that can be killed. A context manager."""
+class RewardRouter(AbstractContextManager["RewardRouter"]):
+    """Scores samples by the functions of their domain, in processes that can be killed."""
 
     def __init__(
         self,
@@ -78,27 +81,20 @@ class RewardRouter:
         """max_response_length: in tokens, for the overlong penalty; response_limits: of domains that differ. start: see
         `Pools`.
 
-        The settings have, by domain, (name, weight[, options]) of each part; "default" is for domains that are not
-        named. A name is built-in, "custom" or "module:function". Starts a worker process for each domain. Raises
-        UserError if a function is unknown or cannot be loaded.
+        Starts a worker process for each domain. Raises UserError if a function is unknown or cannot be loaded.
         """
         functions = settings.functions
         if not functions or not all(functions.values()):
             raise UserError("reward.functions names no function; write e.g. reward.functions={default: [math]}")
-        self._functions = {
-            domain: tuple((name, weight) for name, weight, *_ in parts) for domain, parts in functions.items()
-        }
-        self.configured = frozenset(name for parts in functions.values() for name, _, *options in parts if any(options))
+        self._functions = functions
         self._overlong, self._max_response_length = overlong, max_response_length
         self._response_limits = dict(response_limits or {})
         self.call_counts = CallCounts()
         self._counts: Counter[str] = Counter()
         self._lock = threading.Lock()  # the asyncio thread counts, the trainer takes the counts
-        self.names = sorted({name for parts in self._functions.values() for name, _ in parts})
+        parts = [part for each in functions.values() for part in each]
+        self.without_options = sorted({part.name for part in parts} - {part.name for part in parts if part.options})
         self.pools = Pools(settings, start)
-
-    def __enter__(self) -> "RewardRouter":
-        return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()
@@ -107,8 +103,8 @@ class RewardRouter:
         """Kill the worker processes."""
         self.pools.close()
 
-    def functions_of(self, domain: str) -> Sequence[tuple[str, float]]:
-        """Names and weights of the domain's functions. Raises UserError if it has none."""
+    def functions_of(self, domain: str) -> Sequence[RewardPart]:
+        """The domain's functions. Raises UserError if it has none."""
         return functions_of(self._functions, domain)
 
     async def __call__(self, samples: Sequence[Sample]) -> list[RewardOutcome]:
@@ -118,8 +114,8 @@ class RewardRouter:
         """
         asked: dict[tuple[str, str], list[int]] = {}
         for i, sample in enumerate(samples):
-            for name, _ in self.functions_of(sample.domain):
-                asked.setdefault((sample.domain, name), []).append(i)
+            for part in self.functions_of(sample.domain):
+                asked.setdefault((sample.domain, part.name), []).append(i)
         answered = await asyncio.gather(
             *(self._ask(domain, name, [samples[i] for i in of_these]) for (domain, name), of_these in asked.items())
         )
@@ -129,11 +125,6 @@ class RewardRouter:
                 parts[i][name] = reward_result
         return [self._outcome(sample, found) for sample, found in zip(samples, parts, strict=True)]
 
-    async def score(self, sample: Sample) -> RewardOutcome:
-        """The same for one sample."""
-        (outcome,) = await self([sample])
-        return outcome
-
     async def _ask(self, domain: str, name: str, samples: Sequence[Sample]) -> list[RewardResult]:
         """Results of one function for samples of the domain; failed calls are retried as its `Patience` allows."""
         pool, patience = self.pools.of(domain, name), self.pools.patience(domain)
@@ -142,32 +133,33 @@ class RewardRouter:
         ]
         if name in pool.takes_groups:
             asked = [{**each, PROMPT: sample.prompt} for each, sample in zip(asked, samples, strict=True)]
-        on_repeat = partial(self._count_metric, "reward/retried_calls")
-        reward_results = await pool.score_group(name, asked, patience.timeout_s, on_repeat)
+        score = partial(pool.score_group, name, timeout_s=patience.timeout_s, on_repeat=self._count_repeats)
+        reward_results = await score(asked)
         for attempt in range(patience.retries):
             failed = [i for i, reward_result in enumerate(reward_results) if not isinstance(reward_result, Score)]
             if not failed or pool.closed:
                 break
-            self._count_metric("reward/retries", len(failed))
+            self._add({"reward/retries": len(failed)})
             await asyncio.sleep(patience.backoff_s * 2**attempt)
             if name in pool.takes_batches:  # it scores them together
-                again = await pool.score_group(name, asked, patience.timeout_s, on_repeat)
-                reward_results = max(
-                    reward_results, again, key=lambda results: sum(isinstance(each, Score) for each in results)
-                )
+                again = await score(asked)
+                if sum(isinstance(each, Score) for each in again) > len(asked) - len(failed):
+                    reward_results = again
             else:
-                again = await pool.score_group(name, [asked[i] for i in failed], patience.timeout_s, on_repeat)
+                again = await score([asked[i] for i in failed])
                 for i, reward_result in zip(failed, again, strict=True):
                     reward_results[i] = reward_result
         return reward_results
 
     def _outcome(self, sample: Sample, parts: dict[str, RewardResult]) -> RewardOutcome:
         """The weighted sum of the parts and the overlong penalty. If a part has no score, the sample has none."""
-        weights = dict(self.functions_of(sample.domain))
+        weights = {part.name: part.weight for part in self.functions_of(sample.domain)}
         scores = {name: part for name, part in parts.items() if isinstance(part, Score)}
         right = accuracy(scores, weights) if len(scores) == len(parts) else 0.0
         if self._overlong.buffer_tokens > 0:
-            parts[OVERLONG] = Score(self._length_penalty(sample))
+            length = sum(len(segment.token_ids) for segment in sample.response_segments)
+            longest = self._response_limits.get(sample.domain, self._max_response_length)
+            parts[OVERLONG] = Score(float(overlong_penalty(torch.tensor([length]), longest, *self._overlong)))
             weights[OVERLONG] = 1.0
         outcome = RewardOutcome(_combine(parts, weights), parts, right)
         self._count(parts, sample.domain)
@@ -182,19 +174,16 @@ class RewardRouter:
         totals = {f"reward/{kind}": 0.0 for kind in _KINDS}
         return totals | {name: float(number) for name, number in sorted(counts.items())}
 
-    def _length_penalty(self, sample: Sample) -> float:
-        length = sum(len(segment.token_ids) for segment in sample.response_segments)
-        longest = self._response_limits.get(sample.domain, self._max_response_length)
-        return float(overlong_penalty(torch.tensor([length]), longest, *self._overlong))
+    def _count_repeats(self, number: int) -> None:
+        self._add({"reward/retried_calls": number})
 
-    def _count_metric(self, metric: str, number: int) -> None:
+    def _add(self, counts: Mapping[str, int]) -> None:
+        """Metrics are of training only."""
         if counted_for.get() == TRAINING:
             with self._lock:
-                self._counts[metric] += number
+                self._counts.update(counts)
 
     def _count(self, parts: Mapping[str, RewardResult], domain: str) -> None:
-        if counted_for.get() != TRAINING:
-            return
         kinds, by_part = ["calls"], list[str]()
         for name, part in parts.items():
             if isinstance(part, Score):
@@ -202,10 +191,10 @@ class RewardRouter:
             else:
                 kinds.append("timeouts" if isinstance(part, Timeout) else "errors")
                 by_part.append(f"reward/{kinds[-1]}/{name}")
-        with self._lock:
-            self._counts.update([*(f"reward/{kind}" for kind in kinds), *by_part])
-            if domain != DEFAULT_DOMAIN:
-                self._counts.update({f"domains/{domain}/{kind}": kinds.count(kind) for kind in _KINDS})
+        counts = Counter([*(f"reward/{kind}" for kind in kinds), *by_part])
+        if domain != DEFAULT_DOMAIN:
+            counts.update({f"domains/{domain}/{kind}": kinds.count(kind) for kind in _KINDS})
+        self._add(counts)
 
 
 def check_domains(functions: Functions, domains: Iterable[str]) -> None:

@@ -92,6 +92,11 @@ def own_reward_result(score: Score) -> float:
     return acc if isinstance(acc, float) else score.value
 
 
+def scored_right(reward_result: RewardResult) -> bool:
+    """Whether the function has scored the response, as correct by its own accuracy."""
+    return isinstance(reward_result, Score) and is_right(own_reward_result(reward_result))
+
+
 @dataclass(frozen=True)
 class Case:
     """A response with a known score: 1 if it is `good`, else 0, unless `score` has another one."""
@@ -260,16 +265,13 @@ class _SizeLimit:
         if isinstance(value, Mapping) and depth < _MAX_DEPTH:
             return self.mapping(value, depth)
         if isinstance(value, list | tuple | set | frozenset) and depth < _MAX_DEPTH:
-            return self._list(list(value), depth)
+            found: list[JSON] = []
+            for entry in value:
+                if len(found) == _MAX_ENTRIES or self._left <= 0:
+                    return [*found, f"{_LEFT_OUT}: {len(value) - len(found):,}"]
+                found.append(self._plain(entry, depth + 1))
+            return found
         return self._text(f"{value!r:.1000}" if not isinstance(value, Mapping | list | tuple | set) else _LEFT_OUT)
-
-    def _list(self, value: list[object], depth: int) -> list[JSON]:
-        found: list[JSON] = []
-        for entry in value:
-            if len(found) == _MAX_ENTRIES or self._left <= 0:
-                return [*found, f"{_LEFT_OUT}: {len(value) - len(found):,}"]
-            found.append(self._plain(entry, depth + 1))
-        return found
 
     def _text(self, text: str) -> str:
         text = shortened(text, min(MAX_TEXT, max(self._left, 100)))

@@ -1,7 +1,7 @@
 """Checks before a run: known responses and the data set's reference solutions get their scores, the tests of rows are
-not broken, and faulty functions give reward errors.
+not broken, and a faulty function gives reward errors.
 
-The faulty functions, which raise, return nonsense, exit or hang, are at the end of this file.
+The faulty function, which raises, returns nonsense, exits or hangs, is at the end of this file.
 """
 
 import ast
@@ -10,28 +10,27 @@ import math
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple
 
 from distflow.builtin_names import CUSTOM_REWARD, REWARDS
 from distflow.errors import UserError
-from distflow.import_target import load, load_function, split_name
+from distflow.import_target import load_function, load_module, split_name
 from distflow.observe.sanitize import escape_control
 from distflow.rewards.extracted_answers import bare_answer, decoded
-from distflow.rewards.functions import call_arguments
+from distflow.rewards.functions import FAILS, FAILS_TARGET, call_arguments
 from distflow.rewards.pool.pool import PoolSettings, RewardPool
-from distflow.rewards.score import Case, Error, RewardResult, Score, Timeout, is_right, own_reward_result
+from distflow.rewards.score import Case, Error, RewardResult, Score, Timeout, own_reward_result, scored_right
 
 if TYPE_CHECKING:  # it loads torch; this module does not, so that the check can start earlier
     from distflow.rewards.router import RewardRouter
 
 HANG_DEADLINE_S = 0.5
-_FAILURES = ("fail", "fail_by_key", "not_a_number", "nothing", "a_text", "leave")
-"""Functions that must give no score: an error or, on a busy machine, a timeout."""
+_FAILURES = ("ValueError", "KeyError", "nan", "None", "text", "exit")
+"""Ways of `fail` that must give no score: an error or, on a busy machine, a timeout."""
 
-_FAULTY = {name: f"distflow.rewards.self_check:{name}" for name in (*_FAILURES, "hang")}
 _SHOWN_ROWS = 20
 _SHOWN = 200
 
@@ -54,12 +53,12 @@ async def run_self_check(router: "RewardRouter") -> None:
     Raises RuntimeError naming the reward function, the case and the result: the installation is at fault, not the
     user's data. User functions, and built-ins with options, have no known cases.
     """
-    for name in (name for name in router.names if name not in router.configured):
+    for name in router.without_options:
         for case in known_cases(name):
             reward_result = await router.pools.call(
                 name, call_arguments("self_check", case.response, case.ground_truth, case.extra_info)
             )
-            if not isinstance(reward_result, Score) or reward_result.value != case.expected:
+            if reward_result != Score(case.expected):
                 raise RuntimeError(
                     f"the reward function '{name}' does not work here: {case.response!r} against {case.ground_truth!r} "
                     f"should score {case.expected}, it got {reward_result}; reinstall distflow and its dependencies, "
@@ -79,28 +78,27 @@ def self_check_once() -> "Future[None]":
 
 
 def known_cases(name: str) -> tuple[Case, ...]:
-    """The `CASES` in the file of a built-in reward, by name if it has several; none for a user function."""
+    """The `CASES` in the module of a built-in reward, by name if it has several; none for a user function."""
     entry = REWARDS.get(name)
     if entry is None or not entry.target:
         return ()
-    cases = load(f"{split_name(entry.target)[0]}:CASES")
-    return tuple(cast(Iterable[Case], cases[name] if isinstance(cases, Mapping) else cases))
+    cases: Mapping[str, tuple[Case, ...]] | tuple[Case, ...] = load_module(split_name(entry.target)[0]).CASES
+    return cases[name] if isinstance(cases, Mapping) else cases
 
 
 async def self_check_faults() -> None:
     """Raises RuntimeError unless a function that raises, returns no finite number or ends its process gives no score,
     and one that hangs in C code is killed at its deadline."""
-    pool = await asyncio.to_thread(RewardPool, PoolSettings(_FAULTY, num_workers=1, timeout_s=HANG_DEADLINE_S))
+    settings = PoolSettings({FAILS: FAILS_TARGET}, num_workers=1, timeout_s=HANG_DEADLINE_S)
+    pool = await asyncio.to_thread(RewardPool, settings)
     try:
-        failed = {name: await pool.call(name, call_arguments("self_check", "", None, {})) for name in _FAILURES}
-        hung = await pool.call("hang", call_arguments("self_check", "", None, {}))
+        failed = {way: await pool.call(FAILS, call_arguments("self_check", way, None, {})) for way in _FAILURES}
+        hung = await pool.call(FAILS, call_arguments("self_check", "hang", None, {}))
     finally:
         await asyncio.to_thread(pool.close)
-    for name, reward_result in failed.items():
+    for way, reward_result in failed.items():
         if isinstance(reward_result, Score):
-            raise RuntimeError(
-                f"a reward function that fails ({_FAULTY[name]}) must give no score, but it gave {reward_result}"
-            )
+            raise RuntimeError(f"a reward function that fails ({way}) must give no score, but it gave {reward_result}")
     if not isinstance(hung, Timeout):
         raise RuntimeError(
             f"a reward function that hangs was not killed after {HANG_DEADLINE_S} s on this machine: {hung}"
@@ -118,14 +116,14 @@ async def self_check_scores(router: "RewardRouter", rows: Iterable[tuple[str, ob
     failures: dict[str, list[tuple[object, RewardResult]]] = {}
     totals: dict[str, int] = {}
     for domain, ground_truth, extra_info in rows:
-        for name in (name for name, _ in router.functions_of(domain) if name in scorable):
+        for name in (part.name for part in router.functions_of(domain) if part.name in scorable):
             totals[domain] = totals.get(domain, 0) + 1
             golds = ground_truth if isinstance(ground_truth, list | tuple) and ground_truth else [ground_truth]
             response = f"\\boxed{{{bare_answer(str(golds[0]))}}}"
             reward_result = await router.pools.call(
                 name, call_arguments("self_check", response, ground_truth, extra_info)
             )
-            if not isinstance(reward_result, Score) or reward_result.value != 1.0:
+            if reward_result != Score(1.0):
                 failures.setdefault(domain, []).append((ground_truth, reward_result))
     for domain, failed in failures.items():
         if 2 * len(failed) > totals[domain]:
@@ -159,8 +157,13 @@ def find_solution(
 def whole(solution: str, row: Mapping[str, object], prompt: str) -> str:
     """The solution, after the prompt if it is the rest of that program (HumanEval) and the row has no column `prompt`
     with the beginning."""
-    continues = "prompt" not in row and _is_rest(solution) and _is_python(prompt + solution)
-    return prompt + solution if continues else solution
+    if "prompt" in row or not _is_rest(solution):
+        return solution
+    try:
+        ast.parse(prompt + solution)
+    except (SyntaxError, ValueError, RecursionError):
+        return solution
+    return prompt + solution
 
 
 async def try_solutions(router: "RewardRouter", solutions: Sequence[Solution], seconds: float) -> list[str]:
@@ -203,15 +206,13 @@ def find_broken(names: Iterable[str], ground_truth: object, extra_info: Mapping[
         check = REWARDS[name].row_check if name in REWARDS else ""
         try:
             if check:
-                _row_check(check)(ground_truth, extra_info)
+                _load_check(check)(ground_truth, extra_info)
         except ValueError as error:
             return str(error)
     return ""
 
 
-@cache
-def _row_check(target: str) -> Callable[..., object]:
-    return load_function(target)
+_load_check = cache(load_function)
 
 
 def why(reward_result: RewardResult) -> str:
@@ -230,21 +231,11 @@ def _is_rest(solution: str) -> bool:
     return solution.lstrip("\r\n")[:1].isspace()
 
 
-def _is_python(text: str) -> bool:
-    try:
-        ast.parse(text)
-    except (SyntaxError, ValueError, RecursionError):
-        return False
-    return True
-
-
-def _deciding(functions: Sequence[tuple[str, float]]) -> Iterator[str]:
-    """The functions (name, weight) that must score a solution as right: those that compare with the ground truth, know
-    columns of solutions, or are the user's."""
-    for name, weight in functions:
-        entry = REWARDS.get(name)
-        if weight > 0 and (entry is None or name == CUSTOM_REWARD or entry.needs_answer or entry.solutions):
-            yield name
+def _must_accept(name: str) -> bool:
+    """Whether the function must score a solution as right: it compares with the ground truth, knows columns of
+    solutions, or is the user's."""
+    entry = REWARDS.get(name)
+    return entry is None or name == CUSTOM_REWARD or entry.needs_answer or bool(entry.solutions)
 
 
 async def _try(router: "RewardRouter", solution: Solution, free: asyncio.Semaphore, deadline: float) -> str | None:
@@ -253,38 +244,28 @@ async def _try(router: "RewardRouter", solution: Solution, free: asyncio.Semapho
         if time.monotonic() > deadline:
             return None
         arguments = call_arguments(solution.domain, solution.text, solution.ground_truth, solution.extra_info)
-        for name in _deciding(router.functions_of(solution.domain)):
-            reward_result = await router.pools.of(solution.domain).call(name, arguments)
-            if not (isinstance(reward_result, Score) and is_right(own_reward_result(reward_result))):
-                return escape_control(f"{name}: {why(reward_result)}", _SHOWN, one_line=True)
+        for part in router.functions_of(solution.domain):
+            if part.weight <= 0 or not _must_accept(part.name):
+                continue
+            reward_result = await router.pools.of(solution.domain).call(part.name, arguments)
+            if not scored_right(reward_result):
+                return escape_control(f"{part.name}: {why(reward_result)}", _SHOWN, one_line=True)
         return ""
 
 
-def hang(solution_str: str, extra_info: object = None) -> float:
-    """Backtracks practically forever in the C code of `re`, holding the interpreter lock."""
-    return float(re.match(r"(a|aa)+$", "a" * 200 + "b") is not None)
-
-
-def fail(solution_str: str, extra_info: object = None) -> float:
+def fail(solution_str: str) -> object:
+    """Fail in the way that the response names; by a ValueError if it names none."""
+    match solution_str:
+        case "hang":  # practically forever, in the C code of `re`, which holds the interpreter lock
+            return re.match(r"(a|aa)+$", "a" * 200 + "b")
+        case "exit":  # as a crash does
+            os._exit(0)
+        case "KeyError":
+            raise KeyError("as it should")
+        case "nan":
+            return math.nan
+        case "None":
+            return None
+        case "text":
+            return "1.0"
     raise ValueError("as it should")
-
-
-def fail_by_key(solution_str: str, extra_info: object = None) -> float:
-    raise KeyError("as it should")
-
-
-def not_a_number(solution_str: str, extra_info: object = None) -> float:
-    return math.nan
-
-
-def nothing(solution_str: str, extra_info: object = None) -> None:
-    return None
-
-
-def a_text(solution_str: str, extra_info: object = None) -> str:
-    return "1.0"
-
-
-def leave(solution_str: str, extra_info: object = None) -> float:
-    """Ends the process, as a crash does."""
-    os._exit(0)

@@ -258,7 +258,7 @@ def _first_rows(spec: Spec, number: int) -> list[PromptRow]:
 def _first_solutions(spec: Spec, reward_fn: RewardRouter) -> list[Solution]:
     found = list[Solution]()
     for row in _first_rows(spec, NUM_SOLUTIONS):
-        names = [name for name, _ in reward_fn.functions_of(row.domain)]
+        names = [part.name for part in reward_fn.functions_of(row.domain)]
         known, columns = spec.options.solution_columns, row.extra_info or {}
         key, answer_key = known.get(row.domain, known[""])
         solution = find_solution(names, key, answer_key, row.ground_truth, columns, row.prompt_text)

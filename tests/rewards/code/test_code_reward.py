@@ -12,7 +12,7 @@ import pytest
 from distflow.rewards.code.execution import Stopped, TimedSandbox, run_streams
 from distflow.rewards.code.reward import compute_score, compute_share, score_program
 from distflow.rewards.code.test_formats import StreamTests
-from distflow.rewards.pool.pool import PoolSettings
+from distflow.rewards.pool.pool import PoolSettings, RewardPool
 from distflow.rewards.score import due_within, left_s
 from distflow.sandbox.interface import SandboxFault
 from distflow.sandbox.sandbox import Sandbox
@@ -304,7 +304,9 @@ def kill_children(pid):
 
 def test_through_the_pool_an_endless_program_is_wrong_and_a_dead_sandbox_is_replaced():
     answers = [fenced("while True: pass"), fenced("def f(x): return 2 * x"), fenced("def f(x): return 2 * x")]
-    pool = PoolSettings({"code": "distflow.rewards.code.reward:compute_score"}, num_workers=1, timeout_s=60.0).start()
+    pool = RewardPool(
+        PoolSettings({"code": "distflow.rewards.code.reward:compute_score"}, num_workers=1, timeout_s=60.0)
+    )
 
     def check(deadline_s: float) -> None:
         reward_results = []

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from distflow.config.keys.reward import RewardPart
 from distflow.data.sample import Sample, Segment
 from distflow.errors import UserError
 from distflow.rewards.pool.domain_pools import Patience, Pools, RewardSettings
@@ -117,7 +118,7 @@ def test_one_that_cannot_be_loaded_leaves_none_behind(monkeypatch: pytest.Monkey
     closed: list[RewardPool] = []
     close = RewardPool.close
     monkeypatch.setattr(RewardPool, "close", lambda pool: (closed.append(pool), close(pool)))
-    functions = {"good": [("format", 1.0)], "bad": [("no_such_module:score", 1.0)]}
+    functions = {"good": [RewardPart("format")], "bad": [RewardPart("no_such_module:score")]}
     with pytest.raises(UserError, match="no module 'no_such_module'"):
         Pools(RewardSettings(functions, Patience(5.0, 1)))
     assert closed and all(pool.closed and pool.pids() == [] for pool in closed)
@@ -125,11 +126,11 @@ def test_one_that_cannot_be_loaded_leaves_none_behind(monkeypatch: pytest.Monkey
 
 def test_a_domain_without_a_function_is_told() -> None:
     with pytest.raises(UserError, match="no reward function for the domain 'b'"):
-        Pools(RewardSettings({"a": [("format", 1.0)]}, Patience(5.0, 1), {"b": Patience(5.0, 1)}))
+        Pools(RewardSettings({"a": [RewardPart("format")]}, Patience(5.0, 1), {"b": Patience(5.0, 1)}))
 
 
 def test_a_function_is_asked_in_the_pool_of_the_domain_and_else_in_one_that_has_it() -> None:
-    pools = Pools(RewardSettings({"a": [("format", 1.0)], "b": [("exact_match", 1.0)]}, Patience(5.0, 1)))
+    pools = Pools(RewardSettings({"a": [RewardPart("format")], "b": [RewardPart("exact_match")]}, Patience(5.0, 1)))
     told: list[str] = []
     pools.set_on_result(lambda name, arguments, reward_result: told.append(name))
 

@@ -25,7 +25,7 @@ SHORT_S = 0.4
 
 
 def make_pool(**settings) -> RewardPool:
-    return PoolSettings({"faulty": FAULTY}, **{"num_workers": 1, "timeout_s": 20.0, **settings}).start()
+    return RewardPool(PoolSettings({"faulty": FAULTY}, **{"num_workers": 1, "timeout_s": 20.0, **settings}))
 
 
 @pytest.fixture(scope="module")
@@ -279,8 +279,8 @@ def test_close_leaves_no_process_and_waits_for_no_verifier():
 def test_no_orphan_when_the_run_itself_is_killed(busy):
     script = f"""
 import asyncio, sys
-from distflow.rewards.pool.pool import PoolSettings
-pool = PoolSettings({{"faulty": {FAULTY!r}}}, num_workers=1, timeout_s=600).start()
+from distflow.rewards.pool.pool import PoolSettings, RewardPool
+pool = RewardPool(PoolSettings({{"faulty": {FAULTY!r}}}, num_workers=1, timeout_s=600))
 print(*pool.pids(), flush=True)
 if {busy}:
     arguments = {arguments("hang in c")!r}
@@ -311,7 +311,7 @@ sys.stdin.read()
 def test_a_function_that_cannot_be_loaded_is_the_users_error(tmp_path, source, message):
     (tmp_path / "reward.py").write_text(source)
     with pytest.raises(UserError, match="cannot be loaded") as raised:
-        PoolSettings({"custom": f"{tmp_path / 'reward.py'}:compute_score"}, num_workers=1, timeout_s=1).start()
+        RewardPool(PoolSettings({"custom": f"{tmp_path / 'reward.py'}:compute_score"}, num_workers=1, timeout_s=1))
     assert message in str(raised.value) and "reward.py" in str(raised.value)
 
 

@@ -4,14 +4,16 @@ from pathlib import Path
 
 import pytest
 
+from distflow.config.keys.reward import RewardPart
 from distflow.errors import UserError
-from distflow.rewards.functions import find_targets
-from distflow.rewards.pool.domain_pools import started_early, take_pool
+from distflow.rewards.pool import domain_pools
+from distflow.rewards.pool.domain_pools import Patience, RewardSettings, pool_settings, started_early, take_pool
 from distflow.rewards.pool.pool import PoolSettings, RewardPool
 from tests.rewards.routers import make_router
 
 FORMAT = {"default": [("format", 1.0)]}
-SETTINGS = PoolSettings(find_targets(FORMAT["default"], None), num_workers=1, timeout_s=5.0)
+REWARDS = RewardSettings({"default": [RewardPart("format")]}, Patience(timeout_s=5.0, num_workers=1))
+SETTINGS = pool_settings(REWARDS)["default"]
 
 
 def is_there(pid: int) -> bool:
@@ -22,13 +24,12 @@ def is_there(pid: int) -> bool:
 def pools(monkeypatch: pytest.MonkeyPatch) -> list[RewardPool]:
     """The pools that were started, in their order."""
     pools: list[RewardPool] = []
-    start = PoolSettings.start
 
     def started(settings: PoolSettings) -> RewardPool:
-        pools.append(start(settings))
+        pools.append(RewardPool(settings))
         return pools[-1]
 
-    monkeypatch.setattr(PoolSettings, "start", started)
+    monkeypatch.setattr(domain_pools, "RewardPool", started)
     return pools
 
 

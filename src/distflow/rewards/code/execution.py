@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from typing import Any, NamedTuple
 
-from distflow.rewards.code.split_assertions import HARNESS, Assertions, Literal
+from distflow.rewards.code.split_assertions import HARNESS, Assertions
 from distflow.rewards.code.test_formats import CallTests, StreamTests
 from distflow.sandbox.inside.values import NotPlain
 from distflow.sandbox.interface import AnySandbox, AnySession, Broken, Limits, Raised, RunResult
@@ -47,16 +47,12 @@ def _same_line(found: str, expected: str) -> bool:
 def _same_word(word: str, wanted: str) -> bool:
     if word == wanted:
         return True
-    if not (_is_number(word) and _is_number(wanted)):
+    if not all(len(each) <= _MAX_NUMBER_CHARACTERS and _NUMBER.fullmatch(each) for each in (word, wanted)):
         return False
     if _is_whole(word) and _is_whole(wanted):
         return int(word) == int(wanted)
     slack = 0.0 if _is_whole(wanted) else TOLERANCE * max(1.0, abs(float(wanted)))
     return abs(float(word) - float(wanted)) <= slack
-
-
-def _is_number(word: str) -> bool:
-    return len(word) <= _MAX_NUMBER_CHARACTERS and _NUMBER.fullmatch(word) is not None
 
 
 def _is_whole(word: str) -> bool:
@@ -84,7 +80,7 @@ class Outcome(NamedTuple):
 
     case: str
     why: str
-    printed: str = ""
+    printed: str
 
 
 class Stopped(Exception):
@@ -99,10 +95,6 @@ class TimedSandbox:
         self._began = time.monotonic()
         self._end = self._began + seconds
         self._used_s = 0.0
-
-    @property
-    def level(self) -> str:
-        return self._sandbox.level.name
 
     def seconds(self) -> float:
         """Wall-clock seconds since its creation."""
@@ -175,7 +167,7 @@ class ProgramUnderTest:
                 return value
 
     def printed(self) -> str:
-        """The end of the output of the process that was called last."""
+        """What the process that was called last printed at its end."""
         return _printed(self._session) if self._session else self._printed
 
     def end_process(self) -> None:
@@ -202,53 +194,49 @@ def run_streams(box: TimedSandbox, code: str, tests: StreamTests) -> Iterator[Ou
     for stdin, wanted in zip(tests.inputs, tests.outputs, strict=True):
         with box.used_by_program():
             ran = box.run(code, stdin)
-        shown = f"stdin {_short(stdin)}"
-        printed = (ran.stdout[-_SHOWN:] + ran.stderr[-_SHOWN:]).strip()
+        why = ""
         if ran.status == "time":
             raise Stopped("it ran out of time")
         if ran.status != "ok":
             last = ran.stderr.strip().rpartition("\n")[2][:_SHOWN]
-            yield Outcome(shown, f"it ended by {ran.status}, status {ran.exit_code}: {last}", printed)
+            why = f"it ended by {ran.status}, status {ran.exit_code}: {last}"
         elif not same_output(ran.stdout, wanted):
-            yield Outcome(shown, f"it printed {_short(ran.stdout)}, wanted is {_short(wanted)}", printed)
-        else:
-            yield Outcome(shown, "")
+            why = f"it printed {_short(ran.stdout)}, wanted is {_short(wanted)}"
+        yield Outcome(f"stdin {_short(stdin)}", why, _printed(ran) if why else "")
 
 
 def run_calls(program: ProgramUnderTest, tests: CallTests) -> Iterator[Outcome]:
     """Raises Stopped if the rest is not run."""
     for i in _order(program, len(tests.inputs)):
+        wanted = tests.outputs[i]
+        value, why = _returned(program, tests.name, tests.inputs[i], {})
+        if not why and not same_value(value, wanted):
+            why = f"it returned {_short(value)}, wanted is {_short(wanted)}"
         shown = f"{tests.name}({', '.join(map(_short, tests.inputs[i]))})"[:_SHOWN]
-        try:
-            value = program.call(tests.name, tests.inputs[i], {})
-        except Raised as error:
-            yield Outcome(shown, f"it raised {error}", program.printed())
-        except Broken as error:
-            yield Outcome(shown, error.reason, program.printed())
-        else:
-            same = same_value(value, tests.outputs[i])
-            why = "" if same else f"it returned {_short(value)}, wanted is {_short(tests.outputs[i])}"
-            yield Outcome(shown, why, "" if same else program.printed())
+        yield Outcome(shown, why, program.printed() if why else "")
 
 
 def run_assertions(box: TimedSandbox, program: ProgramUnderTest, tests: Assertions) -> Iterator[Outcome]:
     """Raises Stopped if the rest is not run; ValueError if the tests are at fault."""
     with closing(AssertionRunner(box)) as runner:
         for i in _order(program, len(tests.cases)):
-            literal = tests.literals[i]
-            why = _why_literal_fails(program, literal) if literal else _why_fails(runner, program, tests, i)
+            if literal := tests.literals[i]:
+                value, why = _returned(program, literal.name, literal.args, literal.kwargs)
+                if not why and not literal.holds(value):
+                    why = f"it returned {_short(value)}"
+            else:
+                why = _why_fails(runner, program, tests, i)
             yield Outcome(tests.shown[i], why, program.printed() if why else "")
 
 
-def _why_literal_fails(program: ProgramUnderTest, case: Literal) -> str:
-    """Why it fails; empty if it passes."""
+def _returned(program: ProgramUnderTest, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, str]:
+    """What a call returned, and why it returned nothing; empty if it returned."""
     try:
-        value = program.call(case.name, case.args, case.kwargs)
+        return program.call(name, args, kwargs), ""
     except Raised as error:
-        return f"it raised {error}"
+        return None, f"it raised {error}"
     except Broken as error:
-        return error.reason
-    return "" if case.holds(value) else f"it returned {_short(value)}"
+        return None, error.reason
 
 
 class AssertionRunner:
@@ -331,8 +319,9 @@ def _first_step(runner: AssertionRunner, program: ProgramUnderTest, tests: Asser
     raise ValueError(f"the tests are broken: {tests.shown[i]}: {why}")
 
 
-def _printed(session: AnySession) -> str:
-    return (session.stdout[-_SHOWN:] + session.stderr[-_SHOWN:]).strip()
+def _printed(ran: AnySession | RunResult) -> str:
+    """The end of its output."""
+    return (ran.stdout[-_SHOWN:] + ran.stderr[-_SHOWN:]).strip()
 
 
 def _short(value: object) -> str:

@@ -153,9 +153,9 @@ def score_program(sandbox: AnySandbox, answer: str, ground_truth: object, row: M
                 outcomes.append(outcome)
         except Stopped as reason:
             stopped = str(reason)
-    num_cases = len(plan.cases if isinstance(plan, Assertions) else plan.inputs)
-    summary = _summary(outcomes, stopped, num_cases)
-    return {**summary, "program": program and shortened(program), "sandbox": box.level, "seconds": box.seconds()}
+    summary = _summary(outcomes, stopped, len(plan.cases if isinstance(plan, Assertions) else plan.inputs))
+    summary |= {"program": program and shortened(program), "sandbox": sandbox.level.name, "seconds": box.seconds()}
+    return summary
 
 
 @cache

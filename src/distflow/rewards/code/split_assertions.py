@@ -11,7 +11,7 @@ import symtable
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple
 
 from distflow.rewards.code.test_formats import AssertTests, parse
 
@@ -217,13 +217,14 @@ def _names(case: str, entry: str) -> list[str]:
 
 def _modules(tests: ast.Module, names: list[str]) -> list[str]:
     """Modules of the standard library that the tests use by attribute, but leave to the program to import."""
-    owners = {node.value.id for node in ast.walk(tests) if isinstance(node, ast.Attribute) and _is_name(node.value)}
-    called = {node.func.id for node in ast.walk(tests) if isinstance(node, ast.Call) and _is_name(node.func)}
+    owners, called = set[str](), set[str]()
+    for node in ast.walk(tests):
+        match node:
+            case ast.Attribute(ast.Name(name)):
+                owners.add(name)
+            case ast.Call(ast.Name(name)):
+                called.add(name)
     return [name for name in names if name in owners - called and name in sys.stdlib_module_names]
-
-
-def _is_name(node: ast.expr) -> TypeGuard[ast.Name]:
-    return isinstance(node, ast.Name)
 
 
 def _scopes(table: symtable.SymbolTable) -> Iterator[symtable.SymbolTable]:

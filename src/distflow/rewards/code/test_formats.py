@@ -50,8 +50,10 @@ Tests = StreamTests | CallTests | AssertTests
 def read_tests(ground_truth: object, row: Mapping[str, object]) -> Tests:
     """The tests in the row's ground truth, else in its columns. Raises ValueError if they cannot be read."""
     tests = decoded(ground_truth)
-    if isinstance(tests, list) and tests and all(isinstance(entry, Mapping) for entry in tests):
-        tests = _from_pairs(tests)
+    if isinstance(tests, list) and tests and all(isinstance(entry, Mapping) for entry in tests):  # as LiveCodeBench
+        if not all("input" in pair and "output" in pair for pair in tests):
+            raise ValueError("a list of mappings as tests: each needs 'input' and 'output'")
+        tests = {"inputs": [pair["input"] for pair in tests], "outputs": [pair["output"] for pair in tests]}
     elif isinstance(tests, list):
         tests = {"test_list": tests}
     elif isinstance(tests, str) and "assert" in tests:  # else it may be a solution
@@ -74,13 +76,6 @@ def read_tests(ground_truth: object, row: Mapping[str, object]) -> Tests:
         "'code' needs tests in the row's ground truth or columns: 'inputs' and 'outputs' (and 'fn_name'), a list of "
         "assertions 'test_list', or 'test' with 'entry_point'"
     )
-
-
-def _from_pairs(pairs: list[Mapping[str, object]]) -> dict[str, object]:
-    """LiveCodeBench's list of `input` and `output`."""
-    if not all("input" in pair and "output" in pair for pair in pairs):
-        raise ValueError("a list of mappings as tests: each needs 'input' and 'output'")
-    return {"inputs": [pair["input"] for pair in pairs], "outputs": [pair["output"] for pair in pairs]}
 
 
 def _read_pairs(columns: Mapping[str, object]) -> StreamTests | CallTests:

@@ -81,17 +81,14 @@ class _Reader:
             if sign == "!":
                 bits = _factorial(bits)
             elif sign == "^":
-                bits = max(bits, 1.0) * _power_of_two(self._exponent())
+                while self._next("-", "+"):
+                    pass
+                bits = max(bits, 1.0) * _power_of_two(self.powers())
             else:
                 subscript = self._item(self._next())
                 bits += _power_of_two(subscript) if is_repeated else subscript
         self.depth -= 1
         return bits
-
-    def _exponent(self) -> float:
-        while self._next("-", "+"):
-            pass
-        return self.powers()
 
     def _item(self, token: str) -> float:
         if token in _OPENING:

@@ -3,26 +3,26 @@
 Pools can be started early: then their processes load functions while the run imports torch.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from distflow.builtin_names import REWARDS
 from distflow.config import Config
-from distflow.config.keys.reward import patience_of
+from distflow.config.keys.reward import RewardPart, patience_of
 from distflow.config.per_domain import reward_functions
 from distflow.errors import UserError, hint
-from distflow.rewards.functions import FAILS, FAILS_TARGET, Functions, find_targets
+from distflow.rewards.functions import FAILS, FAILS_TARGET, target_of, with_options
 from distflow.rewards.pool.pool import MEMORY_BYTES, OnResult, Pool, PoolSettings, RewardPool
 from distflow.rewards.score import RewardResult
 
-_Part = TypeVar("_Part")
 DEFAULT_DOMAIN = "default"
 LARGE_START_TIMEOUT_S = 1800.0
 """A model of many gigabytes may come from a slow disk."""
 
-
+Functions = Mapping[str, Sequence[RewardPart]]
+"""By domain."""
 StartPool = Callable[[PoolSettings], Pool]
 """Raises UserError if a function cannot be loaded."""
 
@@ -40,7 +40,7 @@ class Patience(NamedTuple):
     backoff_s: float = 1.0
 
 
-def functions_of(functions: Mapping[str, Sequence[_Part]], domain: str) -> Sequence[_Part]:
+def functions_of(functions: Functions, domain: str) -> Sequence[RewardPart]:
     """The reward functions of the domain. Raises UserError if it has none."""
     parts = functions.get(domain) or functions.get(DEFAULT_DOMAIN)
     if parts is None:
@@ -52,8 +52,8 @@ def functions_of(functions: Mapping[str, Sequence[_Part]], domain: str) -> Seque
 
 
 class RewardSettings(NamedTuple):
-    """Reward functions of a run. patience: of domains that have no other in `domains`. custom: (path, name) of the
-    user's function. memory_bytes: of one process."""
+    """Reward functions of a run; those of the domain "default" are for domains that are not named. patience: of domains
+    that have no other in `domains`. custom: (path, name) of the user's function. memory_bytes: of one process."""
 
     functions: Functions
     patience: Patience
@@ -76,8 +76,10 @@ class RewardSettings(NamedTuple):
         return {name: self.domains.get(name, self.patience) for name in (*self.functions, *self.domains)}
 
     def targets(self, domain: str) -> dict[str, str]:
-        """The targets of the domain's functions by name. Raises UserError for an unknown name."""
-        return find_targets(functions_of(self.functions, domain), self.custom)
+        """The targets that the domain's pool loads, by name. Raises UserError for an unknown name."""
+        parts = functions_of(self.functions, domain)
+        targets = {part.name: with_options(target_of(part.name, self.custom), part.options) for part in parts}
+        return {**targets, FAILS: FAILS_TARGET}
 
 
 def pool_settings(settings: RewardSettings) -> dict[str, PoolSettings]:
@@ -111,7 +113,7 @@ _started: list[tuple[PoolSettings, "Future[RewardPool]"]] = []
 def started_early(settings: PoolSettings) -> Iterator[None]:
     """Start that pool in the background, for the first `take_pool` inside; one that is not taken is closed."""
     thread = ThreadPoolExecutor(1, thread_name_prefix="distflow-early")
-    _started.append((settings, thread.submit(settings.start)))
+    _started.append((settings, thread.submit(RewardPool, settings)))
     try:
         yield
     finally:
@@ -126,7 +128,7 @@ def take_pool(settings: PoolSettings) -> RewardPool:
 
     Raises UserError if a function cannot be loaded.
     """
-    return _take_started(settings) or settings.start()
+    return _take_started(settings) or RewardPool(settings)
 
 
 def _take_started(settings: PoolSettings) -> RewardPool | None:
@@ -157,12 +159,20 @@ class Pools:
         }
         self._functions = {name: frozenset(each.functions) for name, each in pools.items()}
         large = set(self._targets.values())
-        self._pools = _start(pools, {name: take_pool if name in large else start for name in pools})
+        # All at once: each waits for a process that loads its functions.
+        with ThreadPoolExecutor(len(pools), thread_name_prefix="distflow-pools") as threads:
+            starting = {
+                name: threads.submit(take_pool if name in large else start, each) for name, each in pools.items()
+            }
+        self._pools = {name: each.result() for name, each in starting.items() if each.exception() is None}
+        failure = next((error for each in starting.values() if (error := each.exception())), None)
+        if failure is not None:
+            self.close()
+            raise failure
 
     def of(self, domain: str, name: str = "") -> Pool:
         """The pool of the domain's function of that name. Raises KeyError if there is none."""
-        place = self._place(domain)
-        return self._pools[self._targets.get((place, name), place)]
+        return self._pools[self._key(domain, name)]
 
     def patience(self, domain: str) -> Patience:
         return self._patience[self._place(domain)]
@@ -170,11 +180,10 @@ class Pools:
     async def call(self, name: str, arguments: Mapping[str, object]) -> RewardResult:
         """Call function `name` once, in the pool of the domain `data_source`, or, if that has no such function, in any
         other pool that has it."""
-        domain = self._place(str(arguments["data_source"]))
-        place = self._targets.get((domain, name), domain)
-        if name not in self._functions.get(place, ()):
-            place = next(other for other, names in self._functions.items() if name in names)
-        return await self._pools[place].call(name, arguments)
+        key = self._key(str(arguments["data_source"]), name)
+        if name not in self._functions.get(key, ()):
+            key = next(other for other, names in self._functions.items() if name in names)
+        return await self._pools[key].call(name, arguments)
 
     def set_on_result(self, on_result: OnResult) -> None:
         """Have it called with every result, see `Pool`."""
@@ -192,24 +201,13 @@ class Pools:
 
     def close(self) -> None:
         """Kill all processes; see `RewardPool.close`."""
-        _close(self._pools.values())
+        with ThreadPoolExecutor(max(len(self._pools), 1), thread_name_prefix="distflow-pools") as threads:
+            list(threads.map(lambda pool: pool.close(), self._pools.values()))
 
     def _place(self, domain: str) -> str:
         return domain if domain in self._patience else DEFAULT_DOMAIN
 
-
-def _start(settings: Mapping[str, PoolSettings], start: Mapping[str, StartPool]) -> dict[str, Pool]:
-    """Start all at once: each waits for a process that loads its functions."""
-    with ThreadPoolExecutor(len(settings), thread_name_prefix="distflow-pools") as threads:
-        starting = {name: threads.submit(start[name], each) for name, each in settings.items()}
-    failure = next((error for each in starting.values() if (error := each.exception())), None)
-    if failure is not None:
-        _close([each.result() for each in starting.values() if each.exception() is None])
-        raise failure
-    return {name: each.result() for name, each in starting.items()}
-
-
-def _close(pools: Iterable[Pool]) -> None:
-    known = list(pools)
-    with ThreadPoolExecutor(max(len(known), 1), thread_name_prefix="distflow-pools") as threads:
-        list(threads.map(lambda pool: pool.close(), known))
+    def _key(self, domain: str, name: str) -> str:
+        """Key of a pool, see `pool_settings`."""
+        place = self._place(domain)
+        return self._targets.get((place, name), place)

@@ -2,11 +2,12 @@
 
 import asyncio
 import queue
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from distflow.errors import UserError
 from distflow.rewards.pool.framing import PeerGone, encode
@@ -32,25 +33,18 @@ class PoolSettings(NamedTuple):
     memory_bytes: int = MEMORY_BYTES
     start_timeout_s: float = START_TIMEOUT_S
 
-    def start(self) -> "RewardPool":
-        """Raises UserError if a function cannot be loaded."""
-        return RewardPool(self)
 
-
-class Pool(Protocol):
+class Pool(ABC):
     """Reward workers, in processes of this machine (`RewardPool`) or in Ray actors.
 
     takes_groups: functions that score several responses in one call (batched or async). takes_batches: the batched
-    ones. on_result: called with every result, on the caller's event loop.
+    ones. on_result: called with every result, on the caller's event loop. closed: no result will come any more.
     """
 
-    on_result: OnResult
-    takes_groups: frozenset[str]
-    takes_batches: frozenset[str]
-
-    @property
-    def closed(self) -> bool:
-        """Whether it was closed: no result will come any more."""
+    takes_groups = frozenset[str]()
+    takes_batches = frozenset[str]()
+    on_result: OnResult | None = None
+    closed = False
 
     async def score_group(
         self,
@@ -61,7 +55,16 @@ class Pool(Protocol):
     ) -> list[RewardResult]:
         """Call function `name` for each of these arguments (by their names in `functions.PARAMETERS`; plain JSON
         values). timeout_s: of each."""
-        ...
+        reward_results = await self._score_group(name, asked, timeout_s, on_repeat)
+        if self.on_result is not None:
+            for arguments, reward_result in zip(asked, reward_results, strict=True):
+                self.on_result(name, arguments, reward_result)
+        return reward_results
+
+    @abstractmethod
+    async def _score_group(
+        self, name: str, asked: Sequence[Mapping[str, object]], timeout_s: float | None, on_repeat: OnRepeat
+    ) -> list[RewardResult]: ...
 
     async def call(self, name: str, arguments: Mapping[str, object], timeout_s: float | None = None) -> RewardResult:
         """The same for one response."""
@@ -70,8 +73,9 @@ class Pool(Protocol):
 
     def pids(self) -> list[int]:
         """Process ids of the running workers; empty if they may be on other machines."""
-        ...
+        return []
 
+    @abstractmethod
     def close(self) -> None: ...
 
 
@@ -90,34 +94,22 @@ class RewardPool(Pool):
         assert settings.num_workers > 0 and settings.timeout_s > 0 and settings.functions
         self.timeout_s = settings.timeout_s
         self._settings = settings
-        self.on_result = lambda name, arguments, reward_result: None
-        self.takes_groups = frozenset[str]()
-        self.takes_batches = frozenset[str]()
-        self._closed = False
         # Processes are started by these threads only: Linux kills a child when the thread that started it ends.
         self._threads = ThreadPoolExecutor(settings.num_workers, thread_name_prefix="distflow-reward")
         self._idle: queue.LifoQueue[RewardProcess | None] = queue.LifoQueue()  # running processes come first
         # Changed by those threads, copied by `close`: `add`, `discard` and `list()` of a set are one step each.
         self._living: set[RewardProcess] = set()
-        for _ in range(settings.num_workers):
+        for _ in range(settings.num_workers - 1):
             self._idle.put(None)  # a slot; its process is started when it is first needed
         with ExitStack() as on_failure:
             on_failure.callback(self.close)
             self._threads.submit(self._start_first).result()
             on_failure.pop_all()
 
-    @property
-    def closed(self) -> bool:
-        return self._closed
-
-    async def score_group(
-        self,
-        name: str,
-        asked: Sequence[Mapping[str, object]],
-        timeout_s: float | None = None,
-        on_repeat: OnRepeat = lambda number: None,
+    async def _score_group(
+        self, name: str, asked: Sequence[Mapping[str, object]], timeout_s: float | None, on_repeat: OnRepeat
     ) -> list[RewardResult]:
-        if self._closed:
+        if self.closed:
             return [Error(_CLOSING)] * len(asked)
         timeout_s = timeout_s or self.timeout_s
         parts = [asked] if name in self.takes_groups else [[arguments] for arguments in asked]
@@ -134,16 +126,13 @@ class RewardPool(Pool):
         finally:
             pending.clear()  # the caller may have been cancelled
         repeated = sum(request.num_asked for request in requests if request.crashes)
-        if repeated and not self._closed:
+        if repeated and not self.closed:
             on_repeat(repeated)
-        reward_results = [reward_result for request in requests for reward_result in request.reward_results]
-        for arguments, reward_result in zip(asked, reward_results, strict=True):
-            self.on_result(name, arguments, reward_result)
-        return reward_results
+        return [reward_result for request in requests for reward_result in request.reward_results]
 
     def close(self) -> None:
         """Kill all processes at once; running and queued calls become errors."""
-        self._closed = True
+        self.closed = True
         for process in list(self._living):
             process.kill()
         self._threads.shutdown(wait=True)
@@ -160,7 +149,7 @@ class RewardPool(Pool):
             for _ in range(min(self._settings.num_workers - len(serving), len(pending))):
                 serving.add(loop.run_in_executor(self._threads, self._serve, pending, timeout_s))
         except RuntimeError:
-            if not self._closed:
+            if not self.closed:
                 raise
             active: deque[Request] = deque()
             while take(pending, active):
@@ -182,36 +171,33 @@ class RewardPool(Pool):
             failure = Error(f"no reward worker could be started: {error}")
         except TimeoutError:
             failure = Timeout(timeout_s * active[0].num_asked)
-        except PeerGone:
+        except (PeerGone, ValueError) as error:
             assert process is not None
-            failure = _crashed(active[0], process.cause_of_death())
-        except ValueError as error:
-            failure = _crashed(active[0], f"the reward worker returned nonsense: {error}")
+            nonsense = f"the reward worker returned nonsense: {error}"
+            reason = process.cause_of_death() if isinstance(error, PeerGone) else nonsense
+            active[0].crashes += 1
+            failure = Error(f"{reason}, twice") if active[0].crashes > 1 else None
         finally:
-            self._idle.put(process if process is not None and self._keep(process) else None)
+            if process is not None and not (process.in_step and process.is_alive()):
+                self._retire(process)
+                process = None
+            self._idle.put(process)
         if active:
             self._fail(active.popleft(), failure, pending)
             pending.extendleft(reversed(active))  # requests that were sent ahead did not cause it
 
     def _fail(self, request: Request, failure: RewardResult | None, pending: deque[Request]) -> None:
-        """failure: None repeats the request. A failure while the pool closes is due to the closing."""
-        if self._closed:
+        """failure: None repeats the request in a new process. A failure while the pool closes is due to the closing."""
+        if self.closed:
             failure = Error(_CLOSING)
         if failure is None:
             pending.appendleft(request)
         else:
             request.reward_results = [failure] * request.num_asked
 
-    def _keep(self, process: "RewardProcess") -> bool:
-        """Whether it can be used again: it is alive and has answered all requests."""
-        if process.in_step and process.is_alive():
-            return True
-        self._retire(process)
-        return False
-
     def _start_first(self) -> None:
         try:
-            process = self._start(self._idle.get())
+            process = self._start(None)
         except StartFailed as error:
             loaded = [target for name, target in self._settings.functions.items() if not name.startswith("(")]
             raise UserError(
@@ -220,7 +206,7 @@ class RewardPool(Pool):
             ) from None
         self._idle.put(process)
 
-    def _start(self, dead: "RewardProcess | None") -> "RewardProcess":
+    def _start(self, dead: RewardProcess | None) -> RewardProcess:
         if dead is not None:
             self._retire(dead)
         try:
@@ -229,7 +215,7 @@ class RewardPool(Pool):
             raise StartFailed(str(error)) from None
         self._living.add(process)
         try:
-            if self._closed:  # checked once `close` knows the process: one of the two kills it
+            if self.closed:  # checked once `close` knows the process: one of the two kills it
                 raise StartFailed(_CLOSING)
             self.takes_groups, self.takes_batches = process.load(
                 self._settings.functions, self._settings.start_timeout_s
@@ -239,7 +225,7 @@ class RewardPool(Pool):
             raise
         return process
 
-    def _retire(self, process: "RewardProcess") -> None:
+    def _retire(self, process: RewardProcess) -> None:
         process.discard()
         self._living.discard(process)
 
@@ -251,9 +237,3 @@ def _request(name: str, asked: Sequence[Mapping[str, object]], timeout_s: float)
     except (TypeError, ValueError) as error:
         return Request(b"", len(asked), [Error(f"the sample cannot be sent to a reward worker: {error}")] * len(asked))
     return Request(frame, len(asked))
-
-
-def _crashed(request: Request, reason: str) -> Error | None:
-    """None after the first crash: the request is repeated in a new process."""
-    request.crashes += 1
-    return Error(f"{reason}, twice") if request.crashes > 1 else None

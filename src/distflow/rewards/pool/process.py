@@ -53,24 +53,16 @@ class RewardProcess:
         ours, theirs = socket.socketpair()
         self._channel = Channel(ours)
         self._stderr = tempfile.TemporaryFile("a+b")  # noqa: SIM115  lives as long as the process, closed by discard
+        command = [sys.executable, "-P", "-m", "distflow.rewards.pool.worker"]
+        python_path = os.pathsep.join(path or os.getcwd() for path in sys.path)
         with theirs:
             self._popen = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-P",
-                    "-m",
-                    "distflow.rewards.pool.worker",
-                    *map(str, (theirs.fileno(), os.getpid(), memory_bytes)),
-                ],
+                [*command, *map(str, (theirs.fileno(), os.getpid(), memory_bytes))],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=self._stderr,
                 pass_fds=(theirs.fileno(),),
-                env={
-                    **os.environ,
-                    "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
-                    "OMP_NUM_THREADS": "1",
-                },
+                env={**os.environ, "PYTHONPATH": python_path, "OMP_NUM_THREADS": "1"},
                 start_new_session=True,  # Ctrl-C reaches the run only; its own children die with it
             )
         self.pid = self._popen.pid
@@ -142,11 +134,8 @@ class RewardProcess:
         status = self._popen.returncode
         if status == EXIT_OUT_OF_MEMORY:
             return "the reward worker ran out of memory"
-        how = (
-            f"was killed by {signal.Signals(-status).name}"
-            if status is not None and status < 0
-            else f"exited with {status}"
-        )
+        is_killed = status is not None and status < 0
+        how = f"was killed by {signal.Signals(-status).name}" if is_killed else f"exited with {status}"
         self._stderr.seek(0)
         text = self._stderr.read()[-_SHOWN_STDERR_BYTES:].decode(errors="replace").strip()
         return f"the reward worker {how}" + (f" ({text})" if text else "")

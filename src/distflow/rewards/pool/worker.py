@@ -21,14 +21,7 @@ from distflow.data import global_generators
 from distflow.errors import UserError
 from distflow.graph.fields import is_async
 from distflow.observe.files import JSON
-from distflow.rewards.functions import (
-    call,
-    call_batched,
-    is_batched,
-    load_reward,
-    split_batch,
-    takes_groups,
-)
+from distflow.rewards.functions import call, call_batched, is_batched, load_reward, split_batch, takes_groups
 from distflow.rewards.pool.framing import Channel, PeerGone, encode
 from distflow.rewards.score import due_within, read_score
 
@@ -45,7 +38,9 @@ def score_all(name: str, function: Callable[..., object], asked: Sequence[Argume
     try:
         with due_within(timeout_s * len(asked)):
             if is_batched(function):
-                return _score_batch(name, function, asked)
+                call_all = partial(_call_batched, function, asked)
+                returned = _called(call_all, name, [sorted(each.items()) for each in asked])
+                return [_answer(entry) for entry in split_batch(returned, len(asked))]
             if is_async(function):
                 return _event_loop().run(_score_concurrently(name, function, asked, timeout_s))
             return [_answer(_called(partial(call, function, each), name, sorted(each.items()))) for each in asked]
@@ -64,11 +59,6 @@ def _failure(error: Exception) -> Answer:
     if isinstance(error, MemoryError):
         raise error
     return {"error": describe(error)}
-
-
-def _score_batch(name: str, function: Callable[..., object], asked: Sequence[Arguments]) -> list[Answer]:
-    returned = _called(partial(_call_batched, function, asked), name, [sorted(each.items()) for each in asked])
-    return [_answer(entry) for entry in split_batch(returned, len(asked))]
 
 
 def _call_batched(function: Callable[..., object], asked: Sequence[Arguments]) -> object:
