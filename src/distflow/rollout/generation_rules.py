@@ -9,25 +9,26 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from distflow.errors import UserError
-from distflow.rollout.engine import FinishReason, GenerateRequest, SamplingParams, Stream
+from distflow.rollout.engine import FinishReason, SamplingParams, Stream
 
 
-def check_request(request: GenerateRequest, *, vocab_size: int, max_positions: int) -> None:
+def check_request(
+    prompt_ids: tuple[int, ...], samples: tuple[int, ...], params: SamplingParams, vocab_size: int, max_positions: int
+) -> None:
     """Raises UserError for a request that cannot be run: names the value and the key to change."""
-    prompt_length, params = len(request.prompt_ids), request.params
-    if prompt_length == 0:
+    if not prompt_ids:
         raise UserError("a prompt without tokens cannot be continued: the model needs at least one (a BOS token, say)")
-    if not 0 <= min(request.prompt_ids) <= max(request.prompt_ids) < vocab_size:
+    if not 0 <= min(prompt_ids) <= max(prompt_ids) < vocab_size:
         raise UserError(
-            f"a prompt holds token {max(request.prompt_ids)}, but the model has {vocab_size} tokens: "
+            f"a prompt holds token {max(prompt_ids)}, but the model has {vocab_size} tokens: "
             "is this the model's own tokenizer?"
         )
-    if not request.samples or len(set(request.samples)) < len(request.samples):
-        raise UserError(f"a request needs one or more different sample indices, got {request.samples}")
+    if not samples or len(set(samples)) < len(samples):
+        raise UserError(f"a request needs one or more different sample indices, got {samples}")
     check_params(params)
-    if prompt_length + params.max_tokens > max_positions:
+    if len(prompt_ids) + params.max_tokens > max_positions:
         raise UserError(
-            f"a prompt of {prompt_length} tokens with up to {params.max_tokens} new ones exceeds the "
+            f"a prompt of {len(prompt_ids)} tokens with up to {params.max_tokens} new ones exceeds the "
             f"{max_positions} positions of the model: lower data.max_prompt_length or data.max_response_length"
         )
 
