@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from distflow.models.loading import load_model
 from distflow.models.lora import add_lora, unwrapped
-from distflow.training.scorer import model_inputs
+from distflow.training.torch_engine import model_inputs
 from tests.training.batches import RAGGED, ragged_batch
 
 SHARES = (list(range(len(RAGGED))), [])  # the second rank runs an empty micro-batch

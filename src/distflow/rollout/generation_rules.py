@@ -58,19 +58,13 @@ def finish_reason(
     """Call after each token; token_ids: the response so far. None: it continues."""
     if token_ids[-1] in params.stop_token_ids:
         return "stop"
-    if params.stop and ends_with_stop_string(token_ids, params.stop, tokenizer):
-        return "stop"
+    if params.stop:  # the last token may extend beyond the string
+        # A token holds at least one byte, so a string of b bytes ends within the last b tokens.
+        longest = max(len(string.encode()) for string in params.stop)
+        tail = tokenizer.decode(token_ids[-(longest + CONTEXT_TOKENS) :], skip_special_tokens=False)
+        if any(string in tail for string in params.stop):
+            return "stop"
     return "length" if len(token_ids) >= params.max_tokens else None
-
-
-def ends_with_stop_string(token_ids: list[int], stop: tuple[str, ...], tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether the last token completes a stop string (the token may extend beyond it).
-
-    Only the tail is decoded: a token holds at least one byte, so a string of b bytes ends within the last b tokens.
-    """
-    longest = max(len(string.encode()) for string in stop)
-    tail = tokenizer.decode(token_ids[-(longest + CONTEXT_TOKENS) :], skip_special_tokens=False)
-    return any(string in tail for string in stop)
 
 
 _WEYL = np.uint64(0x9E3779B97F4A7C15)
