@@ -126,8 +126,7 @@ def register_adv_est(
     key = str(name.value) if isinstance(name, Enum) else name
 
     def register(fn: Fn) -> Fn:
-        _import_builtin(key, names.ESTIMATORS)
-        _warn_if_taken("advantage estimator", key, ADV_ESTIMATORS)
+        _warn_if_taken("advantage estimator", key, ADV_ESTIMATORS, names.ESTIMATORS)
         marked = node(scope=scope, role=NodeRole.ADVANTAGE, writes=("advantages", "returns"))(fn)
         ADV_ESTIMATORS[key] = AdvEstimator(key, marked, scope, describe)
         return fn
@@ -159,8 +158,7 @@ def register_policy_loss(
 
     def register(fn: Fn) -> Fn:
         loss = read_policy_loss(name, fn)
-        _import_builtin(name, names.POLICY_LOSSES)
-        _warn_if_taken("policy loss", name, POLICY_LOSSES)
+        _warn_if_taken("policy loss", name, POLICY_LOSSES, names.POLICY_LOSSES)
         POLICY_LOSSES[name] = replace(loss, check=check, selects=selects, every_row=every_row)
         return fn
 
@@ -232,10 +230,18 @@ def check_choices(what: str, fn: Callable[..., object], options: Mapping[str, ob
 
 def read_policy_loss(name: str, fn: Callable[..., object]) -> PolicyLoss:
     """Reads the signature. Raises ValueError if it is neither ours nor verl's, or cannot be called."""
-    parameters = _loss_parameters(name, fn)
+    try:
+        parameters = inspect.signature(fn).parameters
+    except (TypeError, ValueError):
+        raise _refused_loss(name, fn, "its parameters cannot be read") from None
+    if inspect.iscoroutinefunction(fn):
+        raise _refused_loss(name, fn, "it is async, and a loss is called within backward's pass; write a plain def")
+    if by_position := [p.name for p in parameters.values() if p.kind is p.POSITIONAL_ONLY]:
+        raise _refused_loss(name, fn, f"'{by_position[0]}' cannot be given by its name; take the / away")
     if all(wanted in parameters for wanted in SCALAR_LOSS_PARAMETERS):
-        extra = [p.name for p in parameters.values() if _is_required(p) and p.name not in SCALAR_LOSS_ARGUMENTS]
-        if extra:
+        required = [p for p in parameters.values() if p.default is p.empty]
+        named = [p.name for p in required if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+        if extra := [each for each in named if each not in SCALAR_LOSS_ARGUMENTS]:
             raise _refused_loss(name, fn, f"nothing gives '{extra[0]}'; give it a default")
         return PolicyLoss(name, fn, reads=("advantages", "loss_mask"), optional=("old_log_probs",), returns_scalar=True)
     open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
@@ -252,27 +258,6 @@ def read_policy_loss(name: str, fn: Callable[..., object]) -> PolicyLoss:
         reads=tuple(p.name for p in fields if p.default is p.empty),
         optional=tuple(p.name for p in fields if p.default is not p.empty),
         options=_options(fn),
-    )
-
-
-def _loss_parameters(name: str, fn: Callable[..., object]) -> Mapping[str, inspect.Parameter]:
-    """Raises ValueError for anything but a plain function that can be called by keyword."""
-    try:
-        parameters = inspect.signature(fn).parameters
-    except (TypeError, ValueError):
-        raise _refused_loss(name, fn, "its parameters cannot be read") from None
-    if inspect.iscoroutinefunction(fn):
-        raise _refused_loss(name, fn, "it is async, and a loss is called within backward's pass; write a plain def")
-    by_position = [p.name for p in parameters.values() if p.kind is p.POSITIONAL_ONLY]
-    if by_position:
-        raise _refused_loss(name, fn, f"'{by_position[0]}' cannot be given by its name; take the / away")
-    return parameters
-
-
-def _is_required(parameter: inspect.Parameter) -> bool:
-    return parameter.default is parameter.empty and parameter.kind not in (
-        parameter.VAR_POSITIONAL,
-        parameter.VAR_KEYWORD,
     )
 
 
@@ -309,7 +294,10 @@ def _import_builtin(name: str, table: Mapping[str, Entry]) -> None:
         load_module(split_name(table[name].target)[0])
 
 
-def _warn_if_taken(what: str, name: str, registry: Mapping[str, AdvEstimator | PolicyLoss]) -> None:
+def _warn_if_taken(
+    what: str, name: str, registry: Mapping[str, AdvEstimator | PolicyLoss], table: Mapping[str, Entry]
+) -> None:
+    _import_builtin(name, table)
     if name in registry:
         old = registry[name].fn
         warnings.warn(f"{what} '{name}' of {old.__module__} is replaced", stacklevel=3)

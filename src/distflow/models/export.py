@@ -64,21 +64,17 @@ def _write(
 ) -> None:
     causal = unwrapped(model)
     stored = dtype or next(causal.parameters()).dtype
+    weights: dict[str, Tensor] = causal.state_dict()
+    if has_adapter(model):
+        buffers = {name: buffer for name, buffer in causal.named_buffers() if name in weights}
+        weights = {**dict(named_weights(model)), **buffers}
     with quiet_transformers():
-        causal.save_pretrained(folder, state_dict=_plain_weights(model, stored))
+        causal.save_pretrained(
+            folder,
+            state_dict={name: w.to(stored) if w.is_floating_point() else w for name, w in weights.items()},
+        )
     config = folder / "config.json"  # save_pretrained notes the dtype of the model, not of the stored weights
     numbers = {**json.loads(config.read_text("utf-8")), "dtype": str(stored).removeprefix("torch.")}
     config.write_text(json.dumps(numbers, indent=2, sort_keys=True) + "\n", "utf-8")
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
-
-
-def _plain_weights(model: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The model's own state dict: with merged adapters, in `dtype` where it is floating point."""
-    causal = unwrapped(model)
-    if has_adapter(model):
-        weights = dict(named_weights(model))
-        weights.update({name: buffer for name, buffer in causal.named_buffers() if name in causal.state_dict()})
-    else:
-        weights = causal.state_dict()
-    return {name: w.to(dtype) if w.is_floating_point() else w for name, w in weights.items()}

@@ -14,7 +14,7 @@ native code the rest. `transformers` computes models and machines without native
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import MethodType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,12 +23,11 @@ from transformers import PreTrainedConfig
 
 from distflow.data.batch_columns import send
 from distflow.errors import UserError
-from distflow.models.attention import PACKED_ATTENTION, repeat_rows, take_rows
+from distflow.models.attention import PACKED_ATTENTION, take_rows
 from distflow.models.cached_decoder import FAMILIES
 from distflow.models.cpu_kernels import build as native
 from distflow.models.cpu_kernels.attention import attend
-from distflow.models.cpu_kernels.fused_ops import add_norm, gate, split_heads
-from distflow.models.cpu_kernels.layer import after_attention, before_attention
+from distflow.models.cpu_kernels.layer import add_norm, after_attention, before_attention, gate, split_heads
 from distflow.models.cpu_kernels.weight_layout import check_modules, layer_modules, side_by_side
 from distflow.models.log_probs import token_log_probs
 from distflow.models.lora import unwrapped
@@ -62,23 +61,17 @@ def packed_layers(decoder: Any, input_ids: Tensor, position_ids: Tensor, sequenc
     """Last hidden states `(rows, hidden)` in float32 of a row of tokens, both `(rows,)`; differentiable once."""
     hidden, config = decoder.embed_tokens(input_ids), decoder.config
     cos, sin = (each[0] for each in decoder.rotary_emb(hidden, position_ids[None]))
-    arguments = (decoder.layers, hidden, cos, sin, sequences)
     low = torch.is_autocast_enabled("cpu")
     with torch.autocast("cpu", enabled=False):
         if low or config.hidden_size * config.intermediate_size > LARGEST:
-            hidden = _by_torchs_products(*arguments, torch.bfloat16 if low else torch.float32)
+            dtype = torch.bfloat16 if low else torch.float32
+            hidden = _by_torchs_products(decoder.layers, hidden, cos, sin, sequences, dtype)
         else:
-            hidden = _in_cache(*arguments)
+            for layer in decoder.layers:
+                mixed = attend(*before_attention(layer, hidden, cos, sin), sequences, layer.self_attn.scaling)
+                hidden = after_attention(layer, hidden, mixed)
         states: Tensor = decoder.norm(hidden)
     return states
-
-
-def _in_cache(layers: Any, hidden: Tensor, cos: Tensor, sin: Tensor, sequences: Sequences) -> Tensor:
-    for layer in layers:
-        queries, keys, values = before_attention(layer, hidden, cos, sin)
-        mixed = attend(queries, keys, values, sequences, layer.self_attn.scaling)
-        hidden = after_attention(layer, hidden, mixed)
-    return hidden
 
 
 def _by_torchs_products(
@@ -148,7 +141,7 @@ def packed_hidden_states(
     if sharing is None:
         return _rows(states, wanted)
     place = send(sharing.place, states.device)
-    return repeat_rows(states, place if wanted is None else place[wanted])
+    return take_rows(states, place if wanted is None else place[wanted], repeats=True)
 
 
 def _rows(states: Tensor, wanted: Tensor | None) -> Tensor:
@@ -202,14 +195,11 @@ def choose_attention(model: nn.Module) -> str:
         errors[name], allowed = packed_error(model)
         if errors[name] <= allowed:
             return name
-    raise UserError(_refusal(model, errors))
-
-
-def check_packed_forward(model: nn.Module) -> None:
-    """Raise UserError if the model's packed forward is not, sequence by sequence, its plain forward."""
-    error, allowed = packed_error(model)
-    if not error <= allowed:
-        raise UserError(_refusal(model, {unwrapped(model).config._attn_implementation: error}))
+    tried = ", ".join(f"{name}: relative error {error:.2g}" for name, error in errors.items())
+    family = getattr(causal.config, "model_type", type(model).__name__)
+    raise UserError(
+        f"models of the family '{family}' cannot be trained packed: a packed sequence is not itself alone ({tried})"
+    )
 
 
 @torch.no_grad()
@@ -248,12 +238,6 @@ def _candidates(config: PreTrainedConfig) -> tuple[str, ...]:
     return ("sdpa", "eager") if windowed else (PACKED_ATTENTION, "sdpa", "eager")
 
 
-def _refusal(model: nn.Module, errors: dict[str, float]) -> str:
-    tried = ", ".join(f"{name}: relative error {error:.2g}" for name, error in errors.items())
-    family = getattr(unwrapped(model).config, "model_type", type(model).__name__)
-    return f"models of the family '{family}' cannot be trained packed: a packed sequence is not itself alone ({tried})"
-
-
 @dataclass(frozen=True)
 class ModelInputs:
     """Packed sequences on the model's device.
@@ -272,14 +256,6 @@ class ModelInputs:
     def to(self, device: torch.device) -> "ModelInputs":
         ids, predicting, targets = (send(each, device) for each in (self.input_ids, self.predicting, self.targets))
         return ModelInputs(ids, self.lengths, predicting, targets, self.sharing)
-
-
-class PackedForward(Protocol):
-    """The method that `attach_packed_forward` gives to a model."""
-
-    def __call__(
-        self, inputs: ModelInputs, outputs: tuple[str, ...], *, temperature: float | Tensor
-    ) -> dict[str, Tensor]: ...
 
 
 PACKED_METHODS = ("packed_forward", "packed_logits")

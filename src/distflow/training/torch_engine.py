@@ -7,7 +7,7 @@ import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from types import MappingProxyType
-from typing import TypedDict, TypeVar, Unpack
+from typing import Any, TypedDict, TypeVar, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from distflow.errors import UserError
 from distflow.graph.fields import Axis
 from distflow.models.log_probs import check_temperature
 from distflow.models.lora import adapter_off, named_weights, unwrapped
-from distflow.models.packed_forward import ModelInputs, PackedForward
+from distflow.models.packed_forward import ModelInputs
 from distflow.models.packing import shared_prefixes
 from distflow.models.sharding import device_of, fill, whole
 from distflow.scheduling.bin_packing import pack
@@ -96,11 +96,13 @@ class TorchScorer:
         outputs: of "log_probs", "entropy", "values". Raises ValueError for a sample without a prompt, and for samples
         without their domain where domains have temperatures of their own.
         """
-        forward: PackedForward = self.model.packed_forward  # type: ignore[assignment]  # nn.Module declares no methods
+        model: Any = self.model  # nn.Module declares no methods
         adapter = adapter_off(self.model) if self.without_adapter else nullcontext()
         casts = self.compute_dtype not in (None, self._parameter.dtype)
         with adapter, torch.autocast(self.device.type, dtype=self.compute_dtype) if casts else nullcontext():
-            return forward(model_inputs(micro).to(self.device), outputs, temperature=self._temperature(micro))
+            return model.packed_forward(
+                model_inputs(micro).to(self.device), outputs, temperature=self._temperature(micro)
+            )
 
     def _columns(self, part: Batch, outputs: tuple[str, ...]) -> Batch:
         columns = Batch(part.lengths("prompt"), part.lengths("response"))

@@ -113,7 +113,8 @@ def compute_gdpo_advantage(
     summed = torch.zeros(len(response_mask), dtype=torch.float64, device=response_mask.device)
     is_valid = torch.ones_like(summed, dtype=torch.bool) if valid is None else valid.bool()
     rule = grpo_rule(norm_adv_by_std_in_grpo, adv_epsilon)
-    weights = _weights_of_samples(reward_weights or {}, domain, len(summed))
+    by_domain, domains = reward_weights or {}, [DEFAULT_DOMAIN] * len(summed) if domain is None else domain
+    weights = [by_domain.get(name) or by_domain.get(DEFAULT_DOMAIN) or {} for name in domains]
     for name in sorted({name for parts in reward_parts for name in parts}):
         scores = summed.new_tensor([parts.get(name, 0.0) for parts in reward_parts])
         weight = summed.new_tensor([of_sample.get(name, 1.0) for of_sample in weights])
@@ -126,11 +127,6 @@ def compute_gdpo_advantage(
         spread = summed[:, None].expand(response_mask.shape)
         advantages = masked_whiten(spread, counted_tokens(response_mask, valid), reduce).float()
     return advantages, advantages.clone()
-
-
-def _weights_of_samples(weights: Weights, domain: Sequence[str] | None, bs: int) -> list[Mapping[str, float]]:
-    domains = [DEFAULT_DOMAIN] * bs if domain is None else domain
-    return [weights.get(name) or weights.get(DEFAULT_DOMAIN) or {} for name in domains]
 
 
 AlphaCounts = Literal["groups", "rewards"]

@@ -9,14 +9,14 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from distflow.models.cpu_kernels.build import ADDRESS, COUNT, library
+from distflow.models.cpu_kernels.build import addresses, call, counts, size
 from distflow.models.packing import Sequences
 
 
 class _Packing(ctypes.Structure):
     _fields_ = [
-        *((name, ADDRESS) for name in ("place", "starts", "shared")),
-        *((name, COUNT) for name in ("sequences", "longest", "heads", "kv_heads", "head_dim")),
+        *addresses("place", "starts", "shared"),
+        *counts("sequences", "longest", "heads", "kv_heads", "head_dim"),
         ("scale", ctypes.c_float),
     ]
 
@@ -44,36 +44,21 @@ class _Attention(Function):
         sequences, of_mixed = ctx.sequences, of_mixed.contiguous()
         added = [keys.new_empty(len(sequences.place), *keys.shape[1:]) for _ in range(2)]
         of_queries = torch.empty_like(queries)
-        _run(
-            *("attend_backward", sequences, ctx.scale, queries, keys, values),
-            *(mixed, log_sums, of_mixed, of_queries, *added),
-        )
-        of_keys, of_values = (_added(rows, sequences, keys) for rows in added)
-        return of_queries, of_keys, of_values, None, None
+        others = (mixed, log_sums, of_mixed, of_queries, *added)
+        _run("attend_backward", sequences, ctx.scale, queries, keys, values, *others)
+        if len(sequences.place) > len(keys):  # some rows are of several sequences
+            for index, rows in enumerate(added):
+                added[index] = torch.zeros_like(keys)
+                call("add_rows", sequences.place, len(rows), keys[0].numel(), rows, added[index])
+        return of_queries, *added, None, None
 
 
 def _run(name: str, sequences: Sequences, scale: float, queries: Tensor, keys: Tensor, *others: Tensor) -> None:
     """others: values, and the C function's arguments after them."""
-    threads = torch.get_num_threads()
     of = (sequences.place, sequences.starts, sequences.shared)
     packing = _Packing(
         *(tensor.data_ptr() for tensor in of),
         *(len(sequences.shared), sequences.longest, queries.shape[1], keys.shape[1], queries.shape[2], scale),
     )
-    native = library()
-    native.attend_scratch.restype = COUNT
-    scratch = torch.empty(threads * native.attend_scratch(ctypes.byref(packing)))
-    tensors = (queries, keys, *others, scratch)
-    getattr(native, name)(ctypes.byref(packing), *(ADDRESS(tensor.data_ptr()) for tensor in tensors), COUNT(threads))
-
-
-def _added(rows: Tensor, sequences: Sequences, like: Tensor) -> Tensor:
-    """What each row got from all sequences that have it."""
-    if len(rows) == len(like):
-        return rows
-    total = torch.zeros_like(like)
-    library().add_rows(
-        *(ADDRESS(sequences.place.data_ptr()), COUNT(len(rows)), COUNT(like[0].numel())),
-        *(ADDRESS(rows.data_ptr()), ADDRESS(total.data_ptr()), COUNT(torch.get_num_threads())),
-    )
-    return total
+    scratch = torch.empty(torch.get_num_threads() * size("attend_scratch", packing))
+    call(name, packing, queries, keys, *others, scratch)
