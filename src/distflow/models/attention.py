@@ -5,7 +5,7 @@ It is registered with `transformers` under a name; a forward without `packing` i
 - `take_rows`: rows by index, with a backward pass that knows which rows repeat. Autograd's backward of `index_select`
   must assume that all do: additions in no fixed order on a GPU.
 - `attend_short`: causal attention of short sequences on a CPU as batched matrix products, in float64, and without
-  native code (`cpu_kernels/attention.py`). The processor's fused kernel splits a sequence into small products: below
+  native code (`cpu_kernels/layer.py`). The processor's fused kernel splits a sequence into small products: below
   some hundred tokens these cost more than the half of the matrix that they skip, and two threads hardly halve the time.
   Here a batched product has all query heads of a key-value head as one matrix, for as many sequences as fit into the
   cache.
@@ -26,7 +26,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from distflow.models.cpu_kernels import build as native
-from distflow.models.cpu_kernels.attention import attend
+from distflow.models.cpu_kernels.layer import attend
 from distflow.models.packing import Buckets, Packing
 
 

@@ -82,8 +82,13 @@ def load_model(
     else:
         model, missing = source.pretrained(auto_class, config, dtype, surplus=("lm_head.",) if critic else ())
     if critic:
-        missing = _complete_critic(source, model, missing)
-    source.require_all(missing)
+        if not hasattr(model, "score"):
+            raise _no_critic(source, config)
+        if any(name.startswith(VALUE_HEAD) for name in missing):
+            _fresh_value_head(model, source.seed)
+        missing = [name for name in missing if not name.startswith(VALUE_HEAD)]
+    if missing:  # `transformers` would have made them up
+        raise UserError(f"{source} lacks weights of its architecture: {_few(missing)}; the folder is incomplete")
     if in_parts:
         refuse_garbage(model)
         choose_attention(model)
@@ -174,11 +179,6 @@ class ModelSource:
             _log.warning("%s: weights that its architecture does not use: %s", self, _few(unused))
         return model, sorted(info["missing_keys"])
 
-    def require_all(self, missing: list[str]) -> None:
-        """Raise UserError if weights are missing: `transformers` would have made them up."""
-        if missing:
-            raise UserError(f"{self} lacks weights of its architecture: {_few(missing)}; the folder is incomplete")
-
     def parts(
         self, auto_class: Any, config: PreTrainedConfig, sharding: Sharding, device: torch.device | str
     ) -> tuple[PreTrainedModel, list[str]]:
@@ -227,16 +227,6 @@ def _random_model(auto_class: Any, config: PreTrainedConfig, seed: int) -> PreTr
             return auto_class.from_config(config, dtype=torch.float32)
         except ValueError as error:
             raise UserError(f"no {config.model_type} model of this kind: {first_lines(error)}") from error
-
-
-def _complete_critic(source: ModelSource, model: PreTrainedModel, missing: list[str]) -> list[str]:
-    """Draw a value head that is not stored; returns the other missing weights."""
-    if not hasattr(model, "score"):
-        raise _no_critic(source, model.config)
-    others = [name for name in missing if not name.startswith(VALUE_HEAD)]
-    if len(others) < len(missing):
-        _fresh_value_head(model, source.seed)
-    return others
 
 
 def _fresh_value_head(model: nn.Module, seed: int) -> None:

@@ -26,8 +26,7 @@ from distflow.errors import UserError
 from distflow.models.attention import PACKED_ATTENTION, take_rows
 from distflow.models.cached_decoder import FAMILIES
 from distflow.models.cpu_kernels import build as native
-from distflow.models.cpu_kernels.attention import attend
-from distflow.models.cpu_kernels.layer import add_norm, after_attention, before_attention, gate, split_heads
+from distflow.models.cpu_kernels.layer import add_norm, after_attention, attend, before_attention, gate, split_heads
 from distflow.models.cpu_kernels.weight_layout import check_modules, layer_modules, side_by_side
 from distflow.models.log_probs import token_log_probs
 from distflow.models.lora import unwrapped
@@ -117,11 +116,10 @@ def packed_hidden_states(
     lengths = lengths[lengths > 0].cpu()  # FSDP moves its arguments to the device
     starts = (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
     position_ids = torch.arange(int(lengths.sum())) - starts
-    is_ours = decoder.config._attn_implementation == PACKED_ATTENTION
-    if not is_ours:
+    if decoder.config._attn_implementation != PACKED_ATTENTION:
         positions = send(position_ids, input_ids.device)
-        states = decoder(input_ids=input_ids[None], position_ids=positions[None], use_cache=False)
-        return _rows(states.last_hidden_state[0], wanted)
+        states = decoder(input_ids=input_ids[None], position_ids=positions[None], use_cache=False).last_hidden_state[0]
+        return states if wanted is None else take_rows(states, wanted)
     if sharing is not None:
         sharing = Sharing(sharing.positions.cpu(), sharing.place.cpu())  # see above
         input_ids, position_ids = input_ids[send(sharing.positions, input_ids.device)], position_ids[sharing.positions]
@@ -139,13 +137,9 @@ def packed_hidden_states(
             packing=packing,
         ).last_hidden_state[0]
     if sharing is None:
-        return _rows(states, wanted)
+        return states if wanted is None else take_rows(states, wanted)
     place = send(sharing.place, states.device)
     return take_rows(states, place if wanted is None else place[wanted], repeats=True)
-
-
-def _rows(states: Tensor, wanted: Tensor | None) -> Tensor:
-    return states if wanted is None else take_rows(states, wanted)
 
 
 def output_head(model: nn.Module) -> Callable[[Tensor], Tensor]:

@@ -127,7 +127,13 @@ def code_of(path: str | Path) -> list[str]:
     if not is_local(source):
         return [f"Python code of the hub's repository {source}"]
     found = {name for file in _NAMING for name in _texts(read_object(Path(source, file)).get("auto_map"))}
-    return sorted(_shown(source, name) for name in found)
+    shown = []
+    for name in found:
+        repository, _, reference = name.rpartition("--")
+        module, _, attribute = reference.rpartition(".")
+        file = f"{module}.py" if repository else f"{Path(source, module)}.py"
+        shown.append(f"{file}:{attribute}" + (f" of the hub's repository {repository}" if repository else ""))
+    return sorted(shown)
 
 
 def _texts(value: object) -> Iterator[str]:
@@ -137,11 +143,3 @@ def _texts(value: object) -> Iterator[str]:
     elif isinstance(value, dict | list):
         for item in value.values() if isinstance(value, dict) else value:
             yield from _texts(item)
-
-
-def _shown(folder: str, name: str) -> str:
-    repository, _, reference = name.rpartition("--")
-    module, _, attribute = reference.rpartition(".")
-    if repository:
-        return f"{module}.py:{attribute} of the hub's repository {repository}"
-    return f"{Path(folder, module)}.py:{attribute}"

@@ -121,7 +121,10 @@ class HFEngine:
         )
         if cancelled.is_set():
             raise asyncio.CancelledError
-        log_probs = self._log_probs(ids, len(request.prompt_ids), params.temperature)
+        # Of a forward without cache, `(samples, response_length)`; entries after a stop token are meaningless.
+        logits = self._model(input_ids=ids, use_cache=False).logits[:, prompt.shape[1] - 1 : -1].float()
+        policy = (logits / params.temperature).log_softmax(dim=-1)
+        log_probs = policy.gather(-1, ids[:, prompt.shape[1] :, None]).squeeze(-1)
         generations = []
         for row, sample in enumerate(request.samples):
             length, reason = stop.ends[row]
@@ -131,12 +134,6 @@ class HFEngine:
             rollout = log_probs[row, :length].tolist()
             generations.append(Generation(sample, response, rollout, sampling, versions, reason))
         return GenerateResult(tuple(generations))
-
-    def _log_probs(self, ids: Tensor, prompt_length: int, temperature: float) -> Tensor:
-        """`(samples, response_length)` of a forward without cache; entries after a stop token are meaningless."""
-        logits = self._model(input_ids=ids, use_cache=False).logits[:, prompt_length - 1 : -1].float()
-        policy = (logits / temperature).log_softmax(dim=-1)
-        return policy.gather(-1, ids[:, prompt_length:, None]).squeeze(-1)
 
     def _load_weights(self, version: Version, weights: Iterable[tuple[str, Tensor]] | None) -> Receipt:
         receipt = self._weights.load(self.version, version, weights)

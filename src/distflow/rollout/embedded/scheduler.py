@@ -198,7 +198,12 @@ class Scheduler:
                     break
             starts.setdefault(context, []).append(self.waiting.popleft())
             free -= 1
-        prefills = _of_similar_lengths(starts)
+        prefills: list[Prefill] = []
+        for context in sorted(starts, key=len, reverse=True):
+            # In each forward no context is padded to more than twice its length.
+            if not prefills or 2 * len(context) < len(next(iter(prefills[-1]))):
+                prefills.append({})
+            prefills[-1][context] = starts[context]
         admitted = [seq for prefill in prefills for group in prefill.values() for seq in group]
         first_slot = len(self.running)
         self.running.extend(admitted)
@@ -232,13 +237,3 @@ class Scheduler:
         """Send all running sequences back, first in line: their context is prefilled again."""
         self.waiting.extendleft(reversed(self.running))
         self.running = []
-
-
-def _of_similar_lengths(starts: Prefill) -> list[Prefill]:
-    """Split so that in each forward no context is padded to more than twice its length."""
-    prefills: list[Prefill] = []
-    for context in sorted(starts, key=len, reverse=True):
-        if not prefills or 2 * len(context) < len(next(iter(prefills[-1]))):
-            prefills.append({})
-        prefills[-1][context] = starts[context]
-    return prefills
