@@ -34,9 +34,7 @@ class Moments:
         squares = float(global_sum(under_mask((inside - mean) ** 2, mask).sum(), reduce))
         total, apart = self.count + count, mean - self.mean
         return Moments(
-            total,
-            self.mean + apart * count / total,
-            self.squares + squares + apart**2 * self.count * count / total,
+            total, self.mean + apart * count / total, self.squares + squares + apart**2 * self.count * count / total
         )
 
     def std(self, unbiased: bool = True) -> float:

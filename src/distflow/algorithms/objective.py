@@ -253,9 +253,13 @@ class PolicyObjective(_Objective):
                     "loss_agg_mode"
                 )
             case returned:
+                what = f"{type(returned).__name__}" if returned is not None else "nothing"
+                if isinstance(returned, Tensor):
+                    shape = tuple(returned.shape)
+                    what = f"a tensor of shape {shape} alone" if shape else "one number"
                 raise UserError(
                     f"policy loss '{self.policy_loss.name}' must return (loss per token, statistics by name), and "
-                    f"returned {_kind(returned)}: write `return losses, {{}}`, where losses has a number a token, "
+                    f"returned {what}: write `return losses, {{}}`, where losses has a number a token, "
                     f"{tuple(log_probs.shape)}, and leave their mean to loss_agg_mode"
                 )
 
@@ -269,12 +273,6 @@ class PolicyObjective(_Objective):
             columns["old_log_probs"] = micro["old_log_probs"] if "old_log_probs" in micro else log_probs.detach()
         names = [*self.policy_loss.reads, *(name for name in self.policy_loss.optional if name in micro)]
         return {name: micro[name] for name in names if name not in columns} | columns
-
-
-def _kind(returned: object) -> str:
-    if isinstance(returned, Tensor):
-        return "one number" if returned.ndim == 0 else f"a tensor of shape {tuple(returned.shape)} alone"
-    return "nothing" if returned is None else f"{type(returned).__name__}"
 
 
 @dataclass(eq=False)

@@ -206,11 +206,7 @@ def check_rejection(rollout_rs: Sequence[str], bounds: Sequence[Bounds]) -> None
 def _measure(name: str, log_ratio: Tensor, inside: Tensor) -> Tensor:
     """The divergence of each token, or its sequence's on each of its tokens; `(bs, response_length)`."""
     level, _, estimator = name.rpartition("_")
-    divergence = {
-        "k1": -log_ratio,
-        "k2": 0.5 * log_ratio.square(),
-        "k3": log_ratio.exp() - 1.0 - log_ratio,
-    }[estimator]
+    divergence = {"k1": -log_ratio, "k2": 0.5 * log_ratio.square(), "k3": log_ratio.exp() - 1.0 - log_ratio}[estimator]
     divergence = under_mask(divergence, inside)
     if level == "token" or not divergence.shape[-1]:
         return divergence

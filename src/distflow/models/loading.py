@@ -72,8 +72,11 @@ def load_model(
     stored as the model names and shapes them.
     """
     source = ModelSource(path, **options)
-    auto_class = AutoModelForTokenClassification if critic else AutoModelForCausalLM
-    config = _critic_config(source) if critic else source.config()
+    auto_class, config = AutoModelForTokenClassification if critic else AutoModelForCausalLM, source.config()
+    if critic:
+        if type(config) not in AutoModelForTokenClassification._model_mapping:
+            raise _no_critic(source, config)
+        config.num_labels, config.classifier_dropout = 1, 0.0
     in_parts = sharding is not None and source.init == "pretrained" and source.gguf_file is None
     if sharding is not None and in_parts:
         model, missing = source.parts(auto_class, config, sharding, device)
@@ -236,16 +239,6 @@ def _fresh_value_head(model: nn.Module, seed: int) -> None:
     fill(score.weight, weights / (score.in_features + 1))
     if score.bias is not None:
         fill(score.bias, torch.zeros(score.bias.shape))
-
-
-def _critic_config(source: ModelSource) -> PreTrainedConfig:
-    """The config of a critic with one label. Raises UserError for a family without such a classifier."""
-    config = source.config()
-    if type(config) not in AutoModelForTokenClassification._model_mapping:
-        raise _no_critic(source, config)
-    config.num_labels = 1
-    config.classifier_dropout = 0.0
-    return config
 
 
 def _no_critic(source: ModelSource, config: PreTrainedConfig) -> UserError:

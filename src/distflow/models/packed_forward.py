@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
-from transformers import PreTrainedConfig
 
 from distflow.data.batch_columns import send
 from distflow.errors import UserError
@@ -183,8 +182,14 @@ def choose_attention(model: nn.Module) -> str:
     Raises UserError if none does.
     """
     causal = unwrapped(model)
+    # Ours supports plain causal attention only; a window or a soft cap is left to the family's own code.
+    layer_types = set(getattr(causal.config, "layer_types", None) or ("full_attention",))
+    windowed = layer_types != {"full_attention"} or getattr(causal.config, "sliding_window", None) is not None
+    candidates = ("sdpa", "eager") if windowed else (PACKED_ATTENTION, "sdpa", "eager")
+    if getattr(causal.config, "attn_logit_softcapping", None) is not None:
+        candidates = ("eager",)
     errors = {}
-    for name in _candidates(causal.config):
+    for name in candidates:
         causal.set_attn_implementation(name)
         errors[name], allowed = packed_error(model)
         if errors[name] <= allowed:
@@ -223,15 +228,6 @@ def packed_error(model: nn.Module) -> tuple[float, float]:
     return float("inf") if error.isnan() else float(error), _TOLERANCE[packed.dtype]
 
 
-def _candidates(config: PreTrainedConfig) -> tuple[str, ...]:
-    """Ours supports plain causal attention only; a window or a soft cap is left to the family's own code."""
-    layer_types = set(getattr(config, "layer_types", None) or ("full_attention",))
-    windowed = layer_types != {"full_attention"} or getattr(config, "sliding_window", None) is not None
-    if getattr(config, "attn_logit_softcapping", None) is not None:
-        return ("eager",)
-    return ("sdpa", "eager") if windowed else (PACKED_ATTENTION, "sdpa", "eager")
-
-
 @dataclass(frozen=True)
 class ModelInputs:
     """Packed sequences on the model's device.
@@ -246,10 +242,6 @@ class ModelInputs:
     predicting: Tensor
     targets: Tensor
     sharing: Sharing | None = None
-
-    def to(self, device: torch.device) -> "ModelInputs":
-        ids, predicting, targets = (send(each, device) for each in (self.input_ids, self.predicting, self.targets))
-        return ModelInputs(ids, self.lengths, predicting, targets, self.sharing)
 
 
 PACKED_METHODS = ("packed_forward", "packed_logits")

@@ -258,7 +258,15 @@ def empty_model(auto_class: Any, config: PreTrainedConfig) -> PreTrainedModel:
 def read_own_parts(model: PreTrainedModel, folder: Path) -> list[str]:
     """Fill a model from its folder's safetensors, of sharded weights this rank's part alone; returns the names of the
     weights that are not stored: these keep arbitrary values. Raises UserError for another shape or another format."""
-    files, stored = _files(folder), model.state_dict().keys()
+    if (folder / _INDEX).is_file():
+        index = json.loads((folder / _INDEX).read_text("utf-8"))
+        files = {name: folder / file for name, file in index["weight_map"].items()}
+    elif (folder / _SINGLE).is_file():
+        with safe_open(folder / _SINGLE, "pt") as tensors:
+            files = dict.fromkeys(tensors.keys(), folder / _SINGLE)
+    else:
+        raise UserError(f"'{folder}' has no safetensors ({_INDEX} or {_SINGLE}): they can be read in parts, others not")
+    stored = model.state_dict().keys()
     own: dict[str, Tensor] = dict(model.named_parameters())
     own |= {name: buffer for name, buffer in model.named_buffers() if name in stored}
     for name in sorted(own.keys() & files.keys()):
@@ -271,14 +279,3 @@ def read_own_parts(model: PreTrainedModel, folder: Path) -> list[str]:
                 )
             fill(own[name], values)
     return sorted(own.keys() - files.keys())
-
-
-def _files(folder: Path) -> dict[str, Path]:
-    """Which file of the folder holds each tensor."""
-    if (folder / _INDEX).is_file():
-        index = json.loads((folder / _INDEX).read_text("utf-8"))
-        return {name: folder / file for name, file in index["weight_map"].items()}
-    if not (folder / _SINGLE).is_file():
-        raise UserError(f"'{folder}' has no safetensors ({_INDEX} or {_SINGLE}): they can be read in parts, others not")
-    with safe_open(folder / _SINGLE, "pt") as tensors:
-        return dict.fromkeys(tensors.keys(), folder / _SINGLE)

@@ -8,9 +8,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
 
-import torch
+import numpy as np
 
-from distflow.algorithms.sample_filters import overlong_penalty
 from distflow.data.sample import Sample
 from distflow.errors import UserError
 from distflow.observe.files import JSON
@@ -42,6 +41,18 @@ class Overlong(NamedTuple):
 
     buffer_tokens: int = 0
     factor: float = 1.0
+
+    def penalty(self, length: int, limit: int) -> float:
+        """Of a response of that many tokens, from 0 down to −factor, in float32 (arXiv:2503.14476, equation 13).
+
+        Raises ValueError if the buffer exceeds the limit.
+        """
+        if not 0 <= self.buffer_tokens <= limit:
+            raise ValueError(f"the overlong buffer of {self.buffer_tokens} tokens must lie in 0..{limit}")
+        if self.buffer_tokens == 0:
+            return 0.0
+        excess = (length - (limit - self.buffer_tokens)) / self.buffer_tokens
+        return float(np.float32(-min(max(excess, 0.0), 1.0) * self.factor))
 
 
 @dataclass(frozen=True)
@@ -184,8 +195,7 @@ class RewardRouter:
 
     def _length_penalty(self, sample: Sample) -> float:
         length = sum(len(segment.token_ids) for segment in sample.response_segments)
-        longest = self._response_limits.get(sample.domain, self._max_response_length)
-        return float(overlong_penalty(torch.tensor([length]), longest, *self._overlong))
+        return self._overlong.penalty(length, self._response_limits.get(sample.domain, self._max_response_length))
 
     def _count_metric(self, metric: str, number: int) -> None:
         if counted_for.get() == TRAINING:

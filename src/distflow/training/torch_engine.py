@@ -100,9 +100,7 @@ class TorchScorer:
         adapter = adapter_off(self.model) if self.without_adapter else nullcontext()
         casts = self.compute_dtype not in (None, self._parameter.dtype)
         with adapter, torch.autocast(self.device.type, dtype=self.compute_dtype) if casts else nullcontext():
-            return model.packed_forward(
-                model_inputs(micro).to(self.device), outputs, temperature=self._temperature(micro)
-            )
+            return model.packed_forward(model_inputs(micro, self.device), outputs, temperature=self._temperature(micro))
 
     def _columns(self, part: Batch, outputs: tuple[str, ...]) -> Batch:
         columns = Batch(part.lengths("prompt"), part.lengths("response"))
@@ -154,7 +152,7 @@ def _families(batch: Batch, max_tokens: int) -> list[list[int]]:
     return families
 
 
-def model_inputs(micro: Batch) -> ModelInputs:
+def model_inputs(micro: Batch, device: torch.device) -> ModelInputs:
     """Response token t of a sequence is predicted from the position before it, prompt length + t − 1.
 
     A micro-batch without tokens becomes one token that nothing is predicted from: every rank must run a
@@ -173,7 +171,8 @@ def model_inputs(micro: Batch) -> ModelInputs:
         ids, lengths = ids.new_zeros(1), torch.ones(1, dtype=torch.int64)
     positions = send(micro.response_positions(), ids.device)
     sharing = shared_prefixes(ids, lengths) if ids.device.type == "cpu" else None
-    return ModelInputs(ids, lengths, predicting=positions - 1, targets=ids[positions], sharing=sharing)
+    ids, predicting, targets = (send(each, device) for each in (ids, positions - 1, ids[positions]))
+    return ModelInputs(ids, lengths, predicting, targets, sharing)
 
 
 def sum_gradients(parameters: Iterable[nn.Parameter], group: Collective) -> None:
@@ -287,7 +286,11 @@ class TorchTrainEngine(TorchScorer):
             shares.append({"loss": loss.detach(), **stats})
         sum_gradients(self._trainable.values(), self.group)
         norm = clip_gradients(self._trainable.values(), self.max_grad_norm)
-        own_sums, grad_norm = _read(shares, norm)
+        # The only wait of a step for its device.
+        *values, grad_norm = read_numbers([*(value for share in shares for value in share.values()), norm])
+        own_sums: Counts = {"loss": 0.0}
+        for name, value in zip((name for share in shares for name in share), values, strict=True):
+            own_sums[name] = own_sums.get(name, 0.0) + value
         sums = self.group.sum(own_sums)
         total = sums.pop("loss")
         skipped = not (math.isfinite(total) and math.isfinite(grad_norm))
@@ -357,13 +360,3 @@ class TorchTrainEngine(TorchScorer):
         """See `offload`."""
         if not self._is_on_host:
             self.model.to(self._device)
-
-
-def _read(shares: list[Sums], norm: Tensor) -> tuple[Counts, float]:
-    """The sums over the micro-batches, and the gradient's norm: the only wait of a step for its device."""
-    names = [name for share in shares for name in share]
-    *values, grad_norm = read_numbers([*(value for share in shares for value in share.values()), norm])
-    sums: Counts = {"loss": 0.0}
-    for name, value in zip(names, values, strict=True):
-        sums[name] = sums.get(name, 0.0) + value
-    return sums, grad_norm

@@ -17,6 +17,7 @@ from torch import Tensor
 from distflow.algorithms.advantages.group_baseline import (
     GroupRule,
     Groups,
+    advantages_of_rule,
     counted_tokens,
     group_advantage,
     on_tokens,
@@ -65,10 +66,8 @@ def compute_grpo_advantage(
     unbiased, of the group's rewards or with `scale_rewards="batch"` of all rewards of the global batch. A group of one
     keeps its reward, or gets 0 with "batch" (TRL). Raises ValueError for an unknown `scale_rewards`.
     """
-    scores = sample_scores(token_level_rewards, response_mask)
     rule = grpo_rule(norm_adv_by_std_in_grpo, adv_epsilon, scale_rewards)
-    advantages = on_tokens(group_advantage(scores, group_index, rule, valid, reduce=reduce), response_mask)
-    return advantages, advantages.clone()
+    return advantages_of_rule(token_level_rewards, response_mask, group_index, rule, valid, reduce)
 
 
 compute_cpgd_advantage = register_adv_est("cpgd", scope="global", describe=describe_grpo)(compute_grpo_advantage)

@@ -12,9 +12,9 @@ from torch import Tensor
 from distflow.algorithms.advantages.gae import discounted_sum
 from distflow.algorithms.advantages.group_baseline import (
     GroupRule,
+    advantages_of_rule,
     counted_tokens,
     group_advantage,
-    on_tokens,
     sample_scores,
 )
 from distflow.algorithms.masked_reductions import Reduce, masked_whiten, under_mask
@@ -26,11 +26,7 @@ def rewards_to_go(token_level_rewards: Tensor, mask: Tensor, gamma: float) -> Te
     return under_mask(discounted_sum(under_mask(token_level_rewards, mask), mask, gamma), mask)
 
 
-@register_adv_est(
-    "reinforce",
-    scope="sample",
-    describe=lambda gamma: f"reward to go, discounted by gamma {gamma:g}",
-)
+@register_adv_est("reinforce", scope="sample", describe=lambda gamma: f"reward to go, discounted by gamma {gamma:g}")
 def compute_reinforce_advantage(
     token_level_rewards: Tensor, response_mask: Tensor, valid: Tensor | None = None, *, gamma: float = 1.0
 ) -> tuple[Tensor, Tensor]:
@@ -66,9 +62,7 @@ def compute_reinforce_plus_plus_advantage(
 
 
 @register_adv_est(
-    "reinforce_plus_plus_baseline",
-    scope="global",
-    describe=lambda: f"{GroupRule()}, whitened over the batch",
+    "reinforce_plus_plus_baseline", scope="global", describe=lambda: f"{GroupRule()}, whitened over the batch"
 )
 def compute_reinforce_plus_plus_baseline_advantage(
     token_level_rewards: Tensor,
@@ -115,9 +109,7 @@ def compute_rloo_advantage(
 
     token_level_rewards, response_mask: `(bs, response_length)`; group_index, valid: `(bs,)`. A group of one gets 0.
     """
-    scores = sample_scores(token_level_rewards, response_mask)
-    advantages = on_tokens(group_advantage(scores, group_index, RLOO, valid), response_mask)
-    return advantages, advantages.clone()
+    return advantages_of_rule(token_level_rewards, response_mask, group_index, RLOO, valid)
 
 
 OPO = GroupRule(baseline="length_weighted_mean")
@@ -132,7 +124,4 @@ def compute_opo_advantage(
     token_level_rewards, response_mask: `(bs, response_length)`; group_index, valid: `(bs,)`. Lengths count the
     policy's tokens. A group of one keeps its reward.
     """
-    scores = sample_scores(token_level_rewards, response_mask)
-    lengths = (response_mask > 0).sum(dim=-1)
-    advantages = on_tokens(group_advantage(scores, group_index, OPO, valid, lengths), response_mask)
-    return advantages, advantages.clone()
+    return advantages_of_rule(token_level_rewards, response_mask, group_index, OPO, valid)

@@ -158,14 +158,7 @@ def after_attention(layer: Any, x: Tensor, mixed: Tensor) -> Tensor:
 class _BeforeAttention(Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        head_dim: int,
-        epsilon: float,
-        norm: Tensor,
-        *weights: Tensor,
+        ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, head_dim: int, epsilon: float, norm: Tensor, *weights: Tensor
     ) -> tuple[Tensor, ...]:
         outputs = [x.new_empty(len(x), len(weight)) for weight in weights[::3]]
         projected = [
@@ -321,13 +314,7 @@ class _AddNorm(Function):
 class _SplitHeads(Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        projected: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        num_kv_heads: int,
-        epsilon: float,
-        *norms: Tensor | None,
+        ctx: Any, projected: Tensor, cos: Tensor, sin: Tensor, num_kv_heads: int, epsilon: float, *norms: Tensor | None
     ) -> tuple[Tensor, ...]:
         rows, dim = cos.shape
         num_heads = projected.shape[1] // dim - 2 * num_kv_heads

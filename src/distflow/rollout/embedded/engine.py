@@ -202,12 +202,13 @@ class EmbeddedEngine:
     def _settle(self) -> None:
         """Read the tokens of all launched steps, before a change of weights or memory. A step that failed is detected
         here at the latest: every waiting request gets its error."""
-        self._loop.attempt(self._read_launched)
 
-    def _read_launched(self) -> None:
-        for lane in self._lanes:
-            while (step_tokens := lane.read()) is not None:
-                self._take(lane, step_tokens, time.time())
+        def read() -> None:
+            for lane in self._lanes:
+                while (step_tokens := lane.read()) is not None:
+                    self._take(lane, step_tokens, time.time())
+
+        self._loop.attempt(read)
 
     def _has_work(self) -> bool:
         return any(lane.scheduler.has_work for lane in self._lanes)
