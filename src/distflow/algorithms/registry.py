@@ -147,9 +147,10 @@ def register_adv_est(
 ) -> Callable[[Fn], Fn]:
     """Register an advantage estimator `(token_level_rewards, response_mask, ...) -> (advantages, returns)`.
 
-    Parameters are fields of the batch, keyword-only ones options; `**kwargs` is accepted. scope: which samples it must
-    see together ("sample", "group", "global"). describe: see `AdvEstimator`. Registering a name again
-    replaces the function, with a warning.
+    Parameters are fields of the batch, keyword-only ones options; `**kwargs` is accepted. token_level_rewards,
+    response_mask and both results are `(bs, response_length)`; group_index and valid are `(bs,)`. scope: which samples
+    it must see together ("sample", "group", "global"). describe: see `AdvEstimator`. Registering a name again replaces
+    the function, with a warning.
     """
     key = str(name.value) if isinstance(name, Enum) else name
 

@@ -3,6 +3,7 @@ has a hash of a stripe of each tensor, computed alike by sender and receiver."""
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -44,23 +45,23 @@ class PartialWeightsError(RuntimeError):
     """Weights that came one after another did not fit, and those before are taken: the module is of two versions."""
 
 
+@dataclass(eq=False)
 class EngineWeights:
-    """The weights of an engine's module, which are replaced as a whole or not at all."""
+    """The weights of an engine's module, which are replaced as a whole or not at all. shared: the module is the
+    trainer's, so nothing is copied."""
 
-    def __init__(self, module: nn.Module, shared: bool) -> None:
-        """shared: the module is the trainer's, so nothing is copied."""
-        self._module = module
-        self._shared = shared
-        self._is_whole = True
+    module: nn.Module
+    shared: bool
+    is_whole: bool = True
 
     def check_whole(self) -> None:
         """Raises RuntimeError after a copy that failed in the middle."""
-        if not self._is_whole:
+        if not self.is_whole:
             raise RuntimeError("the rollout engine took a part of its last weights only, and does not use them")
 
     def hashes(self) -> dict[str, str]:
         """See `RolloutEngine`."""
-        return stripe_hashes(self._module.named_parameters(remove_duplicate=False))
+        return stripe_hashes(self.module.named_parameters(remove_duplicate=False))
 
     def load(self, current: Version, version: Version, weights: Iterable[tuple[str, Tensor]] | None) -> Receipt:
         """Take the weights of a version, between two steps; None: those that are there get that version.
@@ -71,17 +72,17 @@ class EngineWeights:
         if version < current:
             raise ValueError(f"weights of {version} offered to an engine that serves {current}: versions never go back")
         if weights is None:
-            return Receipt(version, shared=self._shared, version_only=True)
-        if self._shared:
-            check_shared(self._module, weights)
+            return Receipt(version, shared=self.shared, version_only=True)
+        if self.shared:
+            check_shared(self.module, weights)
             return Receipt(version, shared=True)
-        was_whole, self._is_whole = self._is_whole, False
+        was_whole, self.is_whole = self.is_whole, False
         try:
-            hashes = copy_weights(self._module, weights)
+            hashes = copy_weights(self.module, weights)
         except ValueError:
-            self._is_whole = was_whole
+            self.is_whole = was_whole
             raise
-        self._is_whole = True
+        self.is_whole = True
         return Receipt(version, hashes)
 
 

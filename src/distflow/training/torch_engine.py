@@ -6,7 +6,7 @@ ranks, and activation checkpointing.
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import nullcontext
-from types import MappingProxyType
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, TypedDict, TypeVar, Unpack
 
 import torch
@@ -50,32 +50,28 @@ class ScorerOptions(TypedDict, total=False):
     compute_dtype: torch.dtype | None
 
 
+@dataclass(eq=False, repr=False)
 class TorchScorer:
-    """Computes outputs of response tokens on one device, by the model's `packed_forward`."""
+    """Computes outputs of response tokens on one device, by the model's `packed_forward`.
 
-    def __init__(
-        self,
-        model: nn.Module,
-        *,
-        max_tokens_per_micro_batch: int | None = None,
-        temperature: float = 1.0,
-        temperatures: Mapping[str, float] = MappingProxyType({}),
-        compute_dtype: torch.dtype | None = None,
-        without_adapter: bool = False,
-        group: Collective | None = None,
-    ) -> None:
-        """For the options see `ScorerOptions`. without_adapter: score with the LoRA adapter switched off, which makes a
-        policy its own reference. group: the ranks that run the model as often as this one."""
-        self.model = model
-        self.temperature = temperature
-        self.temperatures = dict(temperatures)
-        self.compute_dtype = compute_dtype
-        self.without_adapter = without_adapter
-        self.group = group or OneRank()
-        self._parameter = next(model.parameters())
+    For the options see `ScorerOptions`. without_adapter: score with the LoRA adapter switched off, which makes a policy
+    its own reference. group: the ranks that run the model as often as this one.
+    """
+
+    model: nn.Module
+    _: KW_ONLY
+    max_tokens_per_micro_batch: int | None = None
+    temperature: float = 1.0
+    temperatures: Mapping[str, float] = field(default_factory=dict)
+    compute_dtype: torch.dtype | None = None
+    without_adapter: bool = False
+    group: Collective = field(default_factory=OneRank)
+
+    def __post_init__(self) -> None:
+        self._parameter = next(self.model.parameters())
         # On a CPU the allocator reuses the matrices of so few tokens: it gets larger ones from the kernel each time,
         # page by page, which took a tenth to a third of an update.
-        self.max_tokens = max_tokens_per_micro_batch or (4096 if self.device.type == "cpu" else 16384)
+        self.max_tokens = self.max_tokens_per_micro_batch or (4096 if self.device.type == "cpu" else 16384)
 
     @property
     def device(self) -> torch.device:
@@ -244,7 +240,7 @@ class TorchTrainEngine(TorchScorer):
         layer's input, and compute the layer again in the backward pass. group: the ranks that share the mini-batch;
         each sees its own part, all take the same step, bit for bit.
         """
-        super().__init__(model, group=group, **scoring)
+        super().__init__(model, group=group or OneRank(), **scoring)
         self.optimizer = optimizer
         self.schedule = schedule
         self.max_grad_norm = max_grad_norm

@@ -14,6 +14,7 @@ makes tiles smaller, down to single rows.
 """
 
 import itertools
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -29,14 +30,16 @@ _TRIED_LAYERS = 64
 """Layers that are tested in all: a model with fewer layers is tested with more rows."""
 
 
+@dataclass(eq=False)
 class RequestLane:
     """Sequences that are decoded together on the host, with their queue, slots and cached prompts. Lanes share
     nothing, so that requests of one do not affect the batches of another."""
 
-    def __init__(self, name: str, scheduler: Scheduler, prompts: PromptCache, decoder: DecoderView) -> None:
-        self.name, self.scheduler, self.prompts = name, scheduler, prompts
-        self.slots = KVSlots()
-        self._decoder = decoder
+    name: str
+    scheduler: Scheduler
+    prompts: PromptCache
+    decoder: DecoderView
+    slots: KVSlots = field(init=False, default_factory=KVSlots)
 
     def move(self, moves: list[Move]) -> None:
         """Sequences have left the scheduler; with the last one all memory is dropped."""
@@ -66,7 +69,7 @@ class RequestLane:
         slot, hidden = work.first_slot, []
         num_tokens_at_most = max(len(each.prompt_ids) + each.params.max_tokens for each in work.sequences)
         for prefill in work.prefills:
-            places = self.prompts.rows(weights, list(prefill), self._decoder.prefill)
+            places = self.prompts.rows(weights, list(prefill), self.decoder.prefill)
             places = [place for place, starts in zip(places, prefill.values(), strict=True) for _ in starts]
             for _, run in itertools.groupby(places, key=lambda place: id(place[0])):
                 forwards, rows = zip(*run, strict=True)
@@ -77,27 +80,26 @@ class RequestLane:
 
     def _decode(self, work: Work) -> Tensor:
         """One token of each running sequence; `(rows, hidden)` in the order of the slots."""
-        positions, device = [sequence.position for sequence in work.sequences], self._decoder.device
+        positions, device = [sequence.position for sequence in work.sequences], self.decoder.device
         tokens = torch.tensor([sequence.token_ids[-1] for sequence in work.sequences], device=device)
         keys, values = self.slots.window(len(positions), max(positions) + 1, self.scheduler.num_wanted)
-        return self._decoder.decode(tokens, torch.tensor(positions, device=device), keys, values)
+        return self.decoder.decode(tokens, torch.tensor(positions, device=device), keys, values)
 
     def _draw(self, hidden: Tensor, inputs: DrawInputs) -> Draws:
-        return sample(self._decoder.logits(hidden), inputs)
+        return sample(self.decoder.logits(hidden), inputs)
 
 
+@dataclass(eq=False)
 class TiledLane(RequestLane):
     """A request lane whose steps run in batch tiles of `size` rows, see `tile_size`."""
 
-    def __init__(self, name: str, scheduler: Scheduler, prompts: PromptCache, decoder: DecoderView, size: int) -> None:
-        super().__init__(name, scheduler, prompts, decoder)
-        self._size = size
+    size: int
 
     def _prefill(self, work: Work, weights: object) -> Tensor:
         slot, parts = work.first_slot, []
         for prompt, sequences in itertools.groupby(work.sequences, key=lambda sequence: sequence.prompt_ids):
             count = len(list(sequences))
-            [(forward, row)] = self.prompts.rows(weights, [prompt], self._decoder.prefill)
+            [(forward, row)] = self.prompts.rows(weights, [prompt], self.decoder.prefill)
             self.slots.fill(forward, [row] * count, slot, self.scheduler.num_wanted)
             parts.append(forward.hidden[row].expand(count, -1))
             slot += count
@@ -117,26 +119,26 @@ class TiledLane(RequestLane):
 
     def _decode_tiles(self, fed: list[tuple[int, int]]) -> Tensor:
         """fed: the token and position of each running sequence."""
-        num_running, device = len(fed), self._decoder.device
-        fed = fed + [(0, 0)] * (-len(fed) % self._size)  # into unused slots
-        tiles = [slice(start, start + self._size) for start in range(0, len(fed), self._size)]
+        num_running, device = len(fed), self.decoder.device
+        fed = fed + [(0, 0)] * (-len(fed) % self.size)  # into unused slots
+        tiles = [slice(start, start + self.size) for start in range(0, len(fed), self.size)]
         extents = [max(position for _, position in fed[tile]) // BLOCK * BLOCK + BLOCK for tile in tiles]
         keys, values = self.slots.window(len(fed), max(extents), max(len(fed), self.scheduler.num_wanted))
         parts = []
         for tile, extent in zip(tiles, extents, strict=True):
             tokens, positions = torch.tensor(fed[tile], device=device).unbind(-1)
             memory = keys[:, tile, :, :extent], values[:, tile, :, :extent]
-            parts.append(self._decoder.decode(tokens, positions, *memory))
+            parts.append(self.decoder.decode(tokens, positions, *memory))
         return torch.cat(parts)[:num_running]
 
     def _draw(self, hidden: Tensor, inputs: DrawInputs) -> Draws:
-        tiles = list(hidden.split(self._size))
-        tiles[-1] = torch.cat((tiles[-1], tiles[-1][-1:].expand(self._size - len(tiles[-1]), -1)))
-        logits = torch.cat([self._decoder.logits(tile) for tile in tiles])
+        tiles = list(hidden.split(self.size))
+        tiles[-1] = torch.cat((tiles[-1], tiles[-1][-1:].expand(self.size - len(tiles[-1]), -1)))
+        logits = torch.cat([self.decoder.logits(tile) for tile in tiles])
         parts, order = [], []
         for law, rows in rows_by_law(inputs.laws).items():
             # Rows of one call decide together how far they look for a nucleus.
-            size = 1 if law.top_p < 1.0 else self._size
+            size = 1 if law.top_p < 1.0 else self.size
             for start in range(0, len(rows), size):
                 tile = rows[start : start + size]
                 filled = tile + tile[-1:] * (size - len(tile))

@@ -137,22 +137,19 @@ class Work:
     first_slot: int
 
 
+@dataclass(eq=False)
 class Scheduler:
-    """Slots are given out in the order of submission."""
+    """Slots are given out in the order of submission.
 
-    def __init__(
-        self,
-        max_num_seqs: int,
-        max_prefill_tokens: int,
-        num_fitting: Callable[[Iterable[Sequence], int], int] | None = None,
-    ) -> None:
-        """max_prefill_tokens: the most prompt tokens of one step (a single longer prompt runs alone). num_fitting: how
-        many of the first of these fit into memory now, at most the number; None: all."""
-        self.max_num_seqs = max_num_seqs
-        self._num_fitting = num_fitting
-        self.max_prefill_tokens = max_prefill_tokens
-        self.waiting: deque[Sequence] = deque()
-        self.running: list[Sequence] = []
+    max_prefill_tokens: the most prompt tokens of one step (a single longer prompt runs alone). num_fitting: how many of
+    the first of these fit into memory now, at most the number; None: all.
+    """
+
+    max_num_seqs: int
+    max_prefill_tokens: int
+    num_fitting: Callable[[Iterable[Sequence], int], int] | None = None
+    waiting: deque[Sequence] = field(default_factory=deque)
+    running: list[Sequence] = field(default_factory=list)
 
     @property
     def has_work(self) -> bool:
@@ -212,7 +209,7 @@ class Scheduler:
     def _num_free(self) -> int:
         """Slots for waiting sequences."""
         free = self.max_num_seqs - len(self.running)
-        return free if self._num_fitting is None else self._num_fitting(self.waiting, free)
+        return free if self.num_fitting is None else self.num_fitting(self.waiting, free)
 
     def remove(self, gone: Collection[Sequence]) -> list[Move]:
         """Forget sequences, finished or aborted, and say which slots move into the gaps."""

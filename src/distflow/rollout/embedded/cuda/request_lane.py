@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Sequence as Rows
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ class _LaunchedStep:
     done: torch.cuda.Event | None
 
 
+@dataclass(eq=False)
 class CudaRequestLane:
     """As `RequestLane`, but the tokens of a step are read `AsyncSteps.lag` steps after it was launched.
 
@@ -33,20 +34,19 @@ class CudaRequestLane:
     written after its last page.
     """
 
-    def __init__(
-        self, name: str, scheduler: Scheduler, prompts: PromptCache, decoder: DecoderView, steps: AsyncSteps
-    ) -> None:
-        self.name, self.scheduler, self.prompts = name, scheduler, prompts
-        self._steps = steps
-        self._decoder = decoder
-        self._leases: dict[Sequence, Lease] = {}
-        self._launched: deque[_LaunchedStep] = deque()
+    name: str
+    scheduler: Scheduler
+    prompts: PromptCache
+    decoder: DecoderView
+    steps: AsyncSteps
+    _leases: dict[Sequence, Lease] = field(init=False, default_factory=dict)
+    _launched: deque[_LaunchedStep] = field(init=False, default_factory=deque)
 
     def move(self, moves: list[Move]) -> None:
         """Sequences have left the scheduler. No memory moves; the leases of those that ran are free again."""
         running = set(self.scheduler.running)
         for sequence in [sequence for sequence in self._leases if sequence not in running]:
-            self._steps.free(self._leases.pop(sequence))
+            self.steps.free(self._leases.pop(sequence))
         if not self.scheduler.has_work:
             self._launched.clear()
             self.prompts.clear()
@@ -58,7 +58,7 @@ class CudaRequestLane:
         self.scheduler.preempt()
         self.prompts.clear()
         for lease in self._leases.values():
-            self._steps.free(lease)
+            self.steps.free(lease)
         self._leases.clear()
 
     def step(self, weights: object) -> StepTokens | None:
@@ -68,10 +68,10 @@ class CudaRequestLane:
             self._prefill(self.scheduler.do_prefill(), weights)
         elif unfinished := [s for s in self.scheduler.running if self._leases[s].num_drawn < s.params.max_tokens]:
             leases = [self._leases[sequence] for sequence in unfinished]
-            self._launch(unfinished, leases, self._steps.decode(unfinished, leases))
+            self._launch(unfinished, leases, self.steps.decode(unfinished, leases))
         elif self._launched:
             return self.read()
-        return self.read() if len(self._launched) > self._steps.lag else None
+        return self.read() if len(self._launched) > self.steps.lag else None
 
     def read(self) -> StepTokens | None:
         """Wait for the tokens of the oldest step that was launched and not read, without sequences that ended before.
@@ -98,14 +98,14 @@ class CudaRequestLane:
         hidden: list[Tensor] = []
         fills: list[tuple[PromptKV, list[PageCopy]]] = []
         for prefill in work.prefills:
-            places = self.prompts.rows(weights, list(prefill), self._decoder.prefill)
+            places = self.prompts.rows(weights, list(prefill), self.decoder.prefill)
             for (forward, row), starts in zip(places, prefill.values(), strict=True):
-                leased, parts = self._steps.lease(row, starts)
+                leased, parts = self.steps.lease(row, starts)
                 leases += leased
                 fills.append((forward, parts))
                 hidden.append(forward.hidden[row].expand(len(starts), -1))
         self._leases.update(zip(work.sequences, leases, strict=True))
-        self._launch(work.sequences, leases, self._steps.first_draw(fills, torch.cat(hidden), work.sequences, leases))
+        self._launch(work.sequences, leases, self.steps.first_draw(fills, torch.cat(hidden), work.sequences, leases))
 
     def _launch(self, sequences: Rows[Sequence], leases: list[Lease], drawn: Tensor) -> None:
         """Have the draws copied to the host after the step, and note that each lease has one more."""
