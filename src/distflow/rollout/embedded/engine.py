@@ -94,7 +94,9 @@ class EmbeddedEngine:
         device = self.on_device
         if device is None and self._decoder.device.type == "cuda" and not self.batch_invariant:
             device = DeviceOptions(graphs=not self.enforce_eager)
-        self._steps = device and AsyncSteps(self._decoder, self.model, 2 * self.max_num_seqs, device)
+        self._steps: AsyncSteps | None = None
+        if device is not None:
+            self._steps = AsyncSteps(self._decoder, self.model, 2 * self.max_num_seqs, device)
         self._tile_size = tile_size(self._decoder) if self.batch_invariant and device is None else None
         self._other, self._train = self._lanes = self._make_lane("eval"), self._make_lane("train")
         self._numbers = itertools.count()
