@@ -18,7 +18,8 @@ from distflow.algorithms import (
 )
 from distflow.algorithms.kl import KLController, kl_estimate
 from distflow.algorithms.rollout_correction import Correction, compute_rollout_weights
-from distflow.algorithms.sample_filters import drop_reason, overlong_penalty
+from distflow.algorithms.sample_filters import drop_reason
+from distflow.rewards.router import Overlong
 
 
 def outcome(rewards: list[float], **options: Any) -> list[float]:
@@ -297,7 +298,7 @@ def test_opo() -> None:
 
 
 def test_over_long_penalty() -> None:
-    assert overlong_penalty(torch.tensor([10**6]), 100, 20, 1.0).tolist() == [-1.0]
+    assert Overlong(20, 1.0).penalty(10**6, 100) == -1.0
 
 
 @pytest.mark.parametrize("name", ["gspo", "sapo", "gmpo"])

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from distflow.algorithms.sample_filters import drop_reason, overlong_penalty
+from distflow.algorithms.sample_filters import drop_reason
+from distflow.rewards.router import Overlong
 
 
 @pytest.mark.parametrize(
@@ -26,8 +27,8 @@ def test_groups_without_a_signal(metric: list[float], valid: list[bool] | None, 
 
 def test_the_penalty_by_hand() -> None:
     # Limit 100, buffer 20: nothing up to 80, half of it at 90, all at 100.
-    lengths = torch.tensor([0, 80, 85, 90, 100, 150])
-    assert overlong_penalty(lengths, 100, 20, 2.0).tolist() == [0.0, 0.0, -0.5, -1.0, -2.0, -2.0]
-    assert overlong_penalty(lengths, 100, 0).tolist() == [0.0] * 6
+    lengths = (0, 80, 85, 90, 100, 150)
+    assert [Overlong(20, 2.0).penalty(length, 100) for length in lengths] == [0.0, 0.0, -0.5, -1.0, -2.0, -2.0]
+    assert [Overlong().penalty(length, 100) for length in lengths] == [0.0] * 6
     with pytest.raises(ValueError, match="0..100"):
-        overlong_penalty(lengths, 100, 101)
+        Overlong(101).penalty(85, 100)

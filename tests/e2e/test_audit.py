@@ -21,8 +21,7 @@ from distflow.rollout.embedded import scheduler as sequences
 from distflow.runtime import compiled_node
 from distflow.runtime.compiled_node import Step
 from distflow.runtime.weight_sync.sender import WeightSender
-from distflow.training.scorer import TorchScorer
-from distflow.training.torch_engine import TorchTrainEngine
+from distflow.training.torch_engine import TorchScorer, TorchTrainEngine
 from tests.e2e.planting import plant_before_update
 from tests.e2e.runs import Playground
 

@@ -19,7 +19,7 @@ MAX_FRAMES = 7
 SOURCE = str(Path(distflow.__file__).parent)
 
 RECORDS = {
-    *("PromptGroup", "Group", "GenerateRequest", "Sequence", "GenerateResult"),
+    *("PromptGroup", "Group", "GenerateRequest", "Sequence"),
     *("Sample", "Segment", "FinishedGroup", "TrainingStep", "Batch"),
 }
 """The types that a prompt row is part of on its way to its gradient. A new one makes that way longer to read."""

@@ -16,7 +16,7 @@ from distflow.graph import BoundPipeline
 from distflow.launch import select_pipeline
 from distflow.pipelines.nodes import objectives
 from distflow.pipelines.nodes.log_probs import score_policy
-from distflow.training.scorer import TorchScorer
+from distflow.training.torch_engine import TorchScorer
 from tests.e2e.runs import Playground, Run
 
 ACTOR = "actor_rollout_ref.actor"

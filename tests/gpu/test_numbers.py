@@ -14,8 +14,7 @@ from distflow.rollout.engine import GenerateResult
 from distflow.rollout.weights import stripe_hashes
 from distflow.training.engine import TrainState
 from distflow.training.optimizer import make_optimizer, make_schedule
-from distflow.training.scorer import TorchScorer
-from distflow.training.torch_engine import TorchTrainEngine
+from distflow.training.torch_engine import TorchScorer, TorchTrainEngine
 from tests.rollout.drive import make_engine, prompt_of, request_of, run_all, tokens_of
 from tests.tiny_models import write_tiny_model
 from tests.training.batches import TokenMeanLoss, plain_outputs, plain_values, ragged_batch

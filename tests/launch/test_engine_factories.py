@@ -17,8 +17,7 @@ from distflow.planning.plan import RankPlan
 from distflow.rollout.embedded.engine import EmbeddedEngine
 from distflow.rollout.hf import HFEngine
 from distflow.runtime.resources import Resources, build_resources
-from distflow.training.scorer import TorchScorer
-from distflow.training.torch_engine import TorchTrainEngine
+from distflow.training.torch_engine import TorchScorer, TorchTrainEngine
 from tests.tiny_models import write_tiny_model
 
 NEEDED = (

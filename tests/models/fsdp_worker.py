@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from distflow.models.loading import load_model
 from distflow.models.lora import add_lora, unwrapped
-from distflow.training.scorer import model_inputs
+from distflow.training.torch_engine import model_inputs
 from tests.training.batches import RAGGED, ragged_batch
 
 SHARES = (list(range(len(RAGGED))), [])  # the second rank runs an empty micro-batch
@@ -27,7 +27,7 @@ def make_model(kind: str, folder: Path) -> nn.Module:
 def run(model: nn.Module, kind: str, rows: list[int]) -> dict[str, torch.Tensor]:
     """Outputs, and what gradients a weighted sum of all of them has left."""
     micro = ragged_batch().select(rows)
-    found = model.packed_forward(model_inputs(micro), OUTPUTS[kind], temperature=0.8)
+    found = model.packed_forward(model_inputs(micro, torch.device("cpu")), OUTPUTS[kind], temperature=0.8)
     sum((flat * micro.flat("advantages")).sum() for flat in found.values()).backward()
     for name, parameter in model.named_parameters():
         if (grad := parameter.grad) is not None:

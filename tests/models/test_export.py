@@ -46,15 +46,6 @@ def test_an_adapter_is_merged_and_the_model_left_as_it_is(tmp_path: Path) -> Non
     torch.testing.assert_close(again(IDS).logits, expected, rtol=0, atol=3e-5)
 
 
-def test_weights_are_stored_in_the_dtype_asked_for(tmp_path: Path) -> None:
-    model = load_model(write_tiny_model(tmp_path / "m"))
-    again = AutoModelForCausalLM.from_pretrained(
-        export_model(model, None, tmp_path / "out", dtype=torch.bfloat16), dtype="auto"
-    )
-    assert again.dtype == torch.bfloat16 and model.dtype == torch.float32
-    assert torch.equal(again.lm_head.weight, model.lm_head.weight.bfloat16())
-
-
 def test_a_folder_that_holds_something_is_left_alone(tmp_path: Path) -> None:
     model = load_model(write_tiny_model(tmp_path / "m"))
     (tmp_path / "out").mkdir()

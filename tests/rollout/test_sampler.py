@@ -9,7 +9,7 @@ import torch
 
 from distflow.models.cpu_kernels import build as native
 from distflow.rollout.embedded.sampler import TILE_NUMBERS, Distribution, sample
-from distflow.rollout.embedded.scheduler import Sequence, sequences_of
+from distflow.rollout.embedded.scheduler import Sequence, draw_inputs, sequences_of
 from distflow.rollout.engine import GenerateRequest, SamplingParams, Stream
 
 PROMPT = (0, 3, 3)
@@ -79,7 +79,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 def test_frequencies_and_log_probs_of_each_option(name: str) -> None:
     sequences = rows_of(20_000, **OPTIONS[name])
     expected = np.array(brute_force(LOGITS, set(PROMPT), sequences[0].params))
-    draws = sample(torch.tensor([LOGITS]).expand(len(sequences), -1), sequences)
+    draws = sample(torch.tensor([LOGITS]).expand(len(sequences), -1), draw_inputs(sequences))
     counts = np.bincount(draws.token_ids.numpy(), minlength=len(LOGITS))
     possible = expected > 0
     assert counts[~possible].sum() == 0
@@ -96,7 +96,7 @@ def test_frequencies_and_log_probs_of_each_option(name: str) -> None:
 def test_greedy_takes_the_mode_of_the_penalised_distribution(name: str) -> None:
     (sequence,) = rows_of(1, greedy=True, **OPTIONS[name])
     expected = brute_force(LOGITS, set(PROMPT), sequence.params)
-    draws = sample(torch.tensor([LOGITS]), [sequence])
+    draws = sample(torch.tensor([LOGITS]), draw_inputs([sequence]))
     assert draws.token_ids.item() == int(np.argmax(expected))
     assert draws.sampling_log_probs.exp().item() == pytest.approx(max(expected), rel=1e-5)
 
@@ -104,7 +104,7 @@ def test_greedy_takes_the_mode_of_the_penalised_distribution(name: str) -> None:
 def test_the_penalty_counts_generated_tokens_too() -> None:
     (sequence,) = rows_of(1, prompt=(9,), repetition_penalty=5.0, greedy=True)
     sequence.append(8, 0.0, 0.0, 0)
-    assert sample(torch.tensor([LOGITS]), [sequence]).token_ids.item() == 0
+    assert sample(torch.tensor([LOGITS]), draw_inputs([sequence])).token_ids.item() == 0
 
 
 @pytest.mark.parametrize("vocab_size", [700, TILE_NUMBERS // 3])
@@ -113,9 +113,9 @@ def test_rows_with_different_options_are_drawn_as_if_alone(vocab_size: int) -> N
     torch.manual_seed(0)
     sequences = [sequences[i] for i in torch.randperm(len(sequences))]
     logits = torch.randn(len(sequences), vocab_size) * 2
-    together = sample(logits, sequences)
+    together = sample(logits, draw_inputs(sequences))
     for row, sequence in enumerate(sequences):
-        alone = sample(logits[row : row + 1], [sequence])
+        alone = sample(logits[row : row + 1], draw_inputs([sequence]))
         assert [column.item() for column in alone] == [column[row].item() for column in together]
 
 
@@ -148,7 +148,7 @@ def test_a_wide_nucleus_is_found_in_the_whole_vocabulary() -> None:
     logits = torch.randn(1, 1500) * 0.01
     expected = brute_force(logits[0].tolist(), set(), sequence.params)
     sequences = rows_of(1000, top_p=0.9)
-    draws = sample(logits.expand(1000, -1), sequences)
+    draws = sample(logits.expand(1000, -1), draw_inputs(sequences))
     assert draws.sampling_log_probs.exp().numpy() == pytest.approx(np.array(expected)[draws.token_ids], rel=1e-4)
 
 
@@ -163,10 +163,10 @@ def test_logits_that_are_not_finite_are_an_error(bad: float) -> None:
     logits = torch.zeros(2, 5)
     logits[1, 3] = bad
     with pytest.raises(FloatingPointError, match="not finite"):
-        sample(logits, rows_of(2))
+        sample(logits, draw_inputs(rows_of(2)))
 
 
 def test_sixteen_bit_logits_are_judged_in_float32() -> None:
     logits = torch.tensor([LOGITS], dtype=torch.bfloat16)
-    draws = sample(logits, rows_of(1, greedy=True))
+    draws = sample(logits, draw_inputs(rows_of(1, greedy=True)))
     assert draws.rollout_log_probs.item() == pytest.approx(logits.double().log_softmax(-1).max().item(), abs=1e-6)

@@ -18,8 +18,8 @@ def test_samples_of_a_prompt_share_one_prefill() -> None:
     scheduler.add(sequences((1, 2, 3), 4))
     scheduler.add(sequences((4, 5), 2, number=1))
     work = scheduler.schedule()
-    assert [prefill.contexts for prefill in work.prefills] == [[(1, 2, 3), (4, 5)]]
-    assert [len(starts) for starts in work.prefills[0].starts] == [4, 2]
+    assert [list(prefill) for prefill in work.prefills] == [[(1, 2, 3), (4, 5)]]
+    assert [len(starts) for starts in work.prefills[0].values()] == [4, 2]
     assert work.sequences == scheduler.running and len(scheduler.running) == 6
 
 
@@ -42,7 +42,7 @@ def test_the_token_budget_splits_prefills_but_a_long_prompt_still_runs() -> None
         scheduler.add(sequences(tuple(range(number, number + length)), 2, number))
     lengths = []
     while scheduler.waiting:
-        lengths.append([len(context) for prefill in scheduler.schedule().prefills for context in prefill.contexts])
+        lengths.append([len(context) for prefill in scheduler.schedule().prefills for context in prefill])
     assert lengths == [[6], [6], [30], [2]]
 
 
@@ -51,7 +51,7 @@ def test_prompts_of_one_forward_are_at_most_half_padding() -> None:
     for number, length in enumerate((3, 100, 51, 49, 24, 7, 200)):
         scheduler.add(sequences(tuple(range(length)), 1, number))
     work = scheduler.schedule()
-    lengths = [[len(context) for context in prefill.contexts] for prefill in work.prefills]
+    lengths = [[len(context) for context in prefill] for prefill in work.prefills]
     assert lengths == [[200, 100], [51, 49], [24], [7], [3]]
     assert [len(sequence.prompt_ids) for sequence in work.sequences] == [200, 100, 51, 49, 24, 7, 3]
 
@@ -76,7 +76,7 @@ def test_preempted_sequences_come_first_with_their_tokens() -> None:
     scheduler.preempt()
     work = scheduler.schedule()
     assert work.sequences == group[:2]
-    assert work.prefills[0].contexts == [(1, 2, 8), (1, 2, 9)]
+    assert list(work.prefills[0]) == [(1, 2, 8), (1, 2, 9)]
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -11,7 +11,7 @@ import torch
 from distflow.models.attention import BLOCK, attend_in_blocks
 from distflow.models.cached_decoder import DecoderView
 from distflow.rollout.embedded import EmbeddedEngine
-from distflow.rollout.embedded.host_steps import LARGEST, BatchTiles
+from distflow.rollout.embedded.host_steps import LARGEST, tile_size
 from distflow.rollout.engine import GenerateRequest, GenerateResult
 from tests.rollout.drive import (
     generate_all,
@@ -124,7 +124,7 @@ def test_what_a_row_does_not_look_at_adds_no_bit() -> None:
 def test_tiles_are_as_small_as_the_places_of_a_row_demand() -> None:
     """A layer that adds a rounding error to the last rows of more than four."""
     model = make_model()
-    assert BatchTiles(DecoderView(model, in_blocks=True)).size == LARGEST
+    assert tile_size(DecoderView(model, in_blocks=True)) == LARGEST
     view = DecoderView(model, in_blocks=True)
 
     def uneven(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
@@ -132,4 +132,4 @@ def test_tiles_are_as_small_as_the_places_of_a_row_demand() -> None:
         return output * (1 + place * 1e-6) if output.dim() == 2 else output
 
     model.model.layers[1].mlp.register_forward_hook(uneven)
-    assert BatchTiles(view).size == 4
+    assert tile_size(view) == 4

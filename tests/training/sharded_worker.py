@@ -31,8 +31,7 @@ from distflow.runtime.resources import build_resources
 from distflow.runtime.weight_sync.sender import buckets, check_sent
 from distflow.training.engine import TrainState
 from distflow.training.optimizer import make_optimizer, make_schedule
-from distflow.training.scorer import TorchScorer
-from distflow.training.torch_engine import TorchTrainEngine
+from distflow.training.torch_engine import TorchScorer, TorchTrainEngine
 from tests.training.batches import RAGGED, TokenMeanLoss, ragged_batch
 
 OUTPUTS = ("log_probs", "entropy")

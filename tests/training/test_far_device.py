@@ -13,8 +13,7 @@ from distflow.models.loading import load_model
 from distflow.models.weight_checks import magnitudes
 from distflow.training.engine import LossFn
 from distflow.training.optimizer import make_optimizer, make_schedule
-from distflow.training.scorer import TorchScorer
-from distflow.training.torch_engine import TorchTrainEngine
+from distflow.training.torch_engine import TorchScorer, TorchTrainEngine
 from tests.tiny_models import write_tiny_model
 from tests.training.batches import ragged_batch
 from tests.training.far_device import FAR, FarDevice

@@ -13,7 +13,7 @@ from torch import Tensor
 from distflow.models.loading import load_model
 from distflow.runtime.checkpoint.shards import read_shards
 from distflow.training.engine import OneRank
-from distflow.training.scorer import TorchScorer
+from distflow.training.torch_engine import TorchScorer
 from tests.ranks import run_ranks
 from tests.tiny_models import write_tiny_model
 from tests.training.batches import ragged_batch

@@ -9,7 +9,7 @@ from distflow.data.batch import Batch
 from distflow.models.loading import load_model
 from distflow.models.lora import add_lora
 from distflow.training.engine import OneRank
-from distflow.training.scorer import TorchScorer, micro_batches
+from distflow.training.torch_engine import TorchScorer, micro_batches
 from tests.tiny_models import write_tiny_model
 from tests.training.batches import plain_outputs, plain_values, ragged_batch
 

@@ -95,7 +95,7 @@ class KLController:
             raise ValueError(f"adaptive KL needs target_kl > 0 and horizon > 0, not {self.target_kl}, {self.horizon}")
 
     def update(self, current_kl: float, n_steps: int) -> None:
-        """current_kl: mean of the batch, see `mean_kl`; a non-finite one (that step is skipped) is ignored."""
+        """current_kl: mean of the batch; a non-finite one (that step is skipped) is ignored."""
         if self.target_kl is None or not math.isfinite(current_kl):
             return
         error = min(max(current_kl / self.target_kl - 1.0, -0.2), 0.2)
@@ -135,26 +135,16 @@ def apply_kl_penalty(
 ) -> tuple[Tensor, float]:
     """(token_level_rewards, mean KL): scores − kl_coef · KL on each policy token; all `(bs, response_length)`.
 
-    The mean feeds the controller, see `mean_kl`. Rewards on tokens that are not the policy's are 0. Raises ValueError
-    for an unknown `kl_penalty`, or `full`.
+    The mean feeds the controller: of the global batch's valid samples, over their tokens, or with `sequence` over the
+    means of the sequences, where, as in verl, a sequence without a token counts as 0. valid: `(bs,)`. Rewards on tokens
+    that are not the policy's are 0. Raises ValueError for an unknown `kl_penalty`, or `full`.
     """
     kind = check_token_kl_type(kl_penalty)
     kl = kl_estimate(under_mask(old_log_probs, response_mask), under_mask(ref_log_prob, response_mask), kind)
     kl = under_mask(kl, response_mask)
     rewards = under_mask(token_level_scores, response_mask) - kl_coef * kl
-    return rewards.float(), float(mean_kl(kl.detach(), response_mask, valid, mean, reduce))
-
-
-def mean_kl(
-    kl: Tensor, response_mask: Tensor, valid: Tensor | None, mean: KLMean, reduce: Reduce | None = None
-) -> Tensor:
-    """The mean KL of the global batch's valid samples, a scalar: over their tokens, or with `sequence` over the means
-    of the sequences, where, as in verl, a sequence without a token counts as 0.
-
-    kl, response_mask: `(bs, response_length)`; valid: `(bs,)`.
-    """
-    counted = torch.ones(len(kl), device=kl.device) if valid is None else valid
+    kl, counted = kl.detach(), torch.ones(len(kl), device=kl.device) if valid is None else valid
     if mean == "token":
-        return masked_mean(kl, response_mask * counted[:, None], reduce)
-    tokens = (response_mask > 0).sum(dim=-1).clamp(min=1)
-    return masked_mean(under_mask(kl.double(), response_mask).sum(dim=-1) / tokens, counted, reduce)
+        return rewards.float(), float(masked_mean(kl, response_mask * counted[:, None], reduce))
+    of_sequences = kl.double().sum(dim=-1) / (response_mask > 0).sum(dim=-1).clamp(min=1)
+    return rewards.float(), float(masked_mean(of_sequences, counted, reduce))

@@ -174,8 +174,3 @@ def check_scale(mode: str, scale: float | None) -> None:
         raise ValueError(f"loss_scale_factor must be positive, not {scale}")
     if mode == "seq-mean-token-sum-norm" and scale is None:
         raise ValueError("loss_agg_mode 'seq-mean-token-sum-norm' needs loss_scale_factor (the longest response)")
-
-
-def zero_loss(log_probs: Tensor) -> Tensor:
-    """0 with a zero gradient for every entry of `log_probs`, whatever it holds."""
-    return under_mask(log_probs, torch.zeros_like(log_probs)).sum()

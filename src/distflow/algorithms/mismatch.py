@@ -121,14 +121,11 @@ def _cause(batch: Batch, metrics: Mapping[str, float]) -> str:
     if not batch.flat("rollout_log_probs").equal(batch.flat("sampling_log_probs")):
         message += "; and sampling is truncated or penalised, so another policy draws than is trained"
     if metrics["mismatch/same_version/share"] < 1:
-        message += f"; tokens of older weights, which staleness lets differ, are not among them ({_others(metrics)})"
+        names = {"older_version": "older weights", "older_kv": "KV of older weights"}
+        found = {name: metrics.get(f"mismatch/{cause}/mean_abs") for cause, name in names.items()}
+        others = ", ".join(f"{name}: {mean:.3g}" for name, mean in found.items() if mean is not None)
+        message += f"; tokens of older weights, which staleness lets differ, are not among them ({others})"
     return message
-
-
-def _others(metrics: Mapping[str, float]) -> str:
-    names = {"older_version": "older weights", "older_kv": "KV of older weights"}
-    found = {name: metrics.get(f"mismatch/{cause}/mean_abs") for cause, name in names.items()}
-    return ", ".join(f"{name}: {mean:.3g}" for name, mean in found.items() if mean is not None)
 
 
 def _is_shifted(rollout: Tensor, trainer: Tensor, counted: Tensor) -> bool:

@@ -34,9 +34,7 @@ class Moments:
         squares = float(global_sum(under_mask((inside - mean) ** 2, mask).sum(), reduce))
         total, apart = self.count + count, mean - self.mean
         return Moments(
-            total,
-            self.mean + apart * count / total,
-            self.squares + squares + apart**2 * self.count * count / total,
+            total, self.mean + apart * count / total, self.squares + squares + apart**2 * self.count * count / total
         )
 
     def std(self, unbiased: bool = True) -> float:
@@ -91,7 +89,12 @@ class Normalization:
         itself; where all of a batch or group are equal its differences to their mean are exactly 0. moments: of all
         values so far with these, for "running". Raises ValueError where `group_size` is set without `episode_index`.
         """
-        groups = Groups(self._cut(group_index, episode_index), valid)
+        if self.group_size is not None:
+            if episode_index is None:
+                raise ValueError("group_size cuts groups by their episodes; give episode_index")
+            runs = torch.div(episode_index, self.group_size, rounding_mode="floor")
+            group_index = torch.unique(torch.stack([group_index, runs]), dim=1, return_inverse=True)[1]
+        groups = Groups(group_index, valid)
         counted = (mask > 0) & groups.valid[:, None]
         centred = under_mask(values.double(), counted)
         if self.mean_level == "running":
@@ -103,7 +106,11 @@ class Normalization:
             assert moments is not None
             centred = centred / (moments.std(self.std_unbiased) + self.eps)
         elif self.std_level is not None:
-            centred = centred / self._scale(centred, _Pool(self.std_level, groups, counted, reduce))
+            pool = _Pool(self.std_level, groups, counted, reduce)
+            freedom = pool.count - 1 if self.std_unbiased else pool.count
+            std = (pool.sum(centred.square()) / freedom.clamp(min=1)).sqrt()
+            undefined = (freedom < 1) | (pool.is_one_sample & self.std_unbiased)
+            centred = centred / (torch.where(undefined, 1.0, std) + self.eps)
         return centred
 
     @property
@@ -119,20 +126,6 @@ class Normalization:
             mean = torch.where(pool.is_one_sample, values, mean)  # there is no other: AReaL takes its own value
         equal = (count > 1) & (pool.max(values) == -pool.max(-values))
         return under_mask(torch.where(equal, 0.0, values - mean), pool.counted)
-
-    def _scale(self, centred: Tensor, pool: "_Pool") -> Tensor:
-        freedom = pool.count - 1 if self.std_unbiased else pool.count
-        std = (pool.sum(centred.square()) / freedom.clamp(min=1)).sqrt()
-        undefined = (freedom < 1) | (pool.is_one_sample & self.std_unbiased)
-        return torch.where(undefined, 1.0, std) + self.eps
-
-    def _cut(self, group_index: Tensor, episode_index: Tensor | None) -> Tensor:
-        if self.group_size is None:
-            return group_index
-        if episode_index is None:
-            raise ValueError("group_size cuts groups by their episodes; give episode_index")
-        runs = torch.div(episode_index, self.group_size, rounding_mode="floor")
-        return torch.unique(torch.stack([group_index, runs]), dim=1, return_inverse=True)[1]
 
 
 class _Pool:

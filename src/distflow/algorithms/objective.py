@@ -23,7 +23,7 @@ from distflow.algorithms.masked_reductions import (
     weighted_sum,
 )
 from distflow.algorithms.registry import PolicyLoss, find_policy_loss
-from distflow.algorithms.rollout_correction import Correction, check_threshold, interpolate, off_policy_sequence_mask
+from distflow.algorithms.rollout_correction import Correction, interpolate, off_policy_sequence_mask
 from distflow.algorithms.scalar_loss_adapter import ScalarLossAdapter
 from distflow.data.batch import Batch
 from distflow.errors import UserError
@@ -131,7 +131,9 @@ class PolicyObjective(_Objective):
         self.options = self.policy_loss.call_options(self.options)
         if self.kl_loss_type is not None:
             self.kl_loss_type = check_token_kl_type(self.kl_loss_type)
-        check_threshold(self.off_policy_mask_threshold)
+        threshold = self.off_policy_mask_threshold
+        if threshold is not None and not threshold > 0:
+            raise ValueError(f"off_policy_mask_threshold must be positive (nats a token, e.g. 0.5), not {threshold}")
         self._anchor = "prox_log_probs" if "prox_log_probs" in self.policy_loss.reads else "old_log_probs"
         self._scalar_loss: ScalarLossAdapter | None = None
         if self.policy_loss.returns_scalar:
@@ -140,7 +142,7 @@ class PolicyObjective(_Objective):
             )
             if self.weights_field is not None:
                 self._scalar_loss.check_takes_weights()
-            if self.off_policy_mask_threshold is not None:
+            if threshold is not None:
                 raise ValueError(
                     f"policy loss '{self.policy_loss.name}' returns one number, from which no sequence can be masked: "
                     "set actor.off_policy_mask_threshold=null, or register a loss that returns a loss per token"
@@ -251,9 +253,13 @@ class PolicyObjective(_Objective):
                     "loss_agg_mode"
                 )
             case returned:
+                what = f"{type(returned).__name__}" if returned is not None else "nothing"
+                if isinstance(returned, Tensor):
+                    shape = tuple(returned.shape)
+                    what = f"a tensor of shape {shape} alone" if shape else "one number"
                 raise UserError(
                     f"policy loss '{self.policy_loss.name}' must return (loss per token, statistics by name), and "
-                    f"returned {_kind(returned)}: write `return losses, {{}}`, where losses has a number a token, "
+                    f"returned {what}: write `return losses, {{}}`, where losses has a number a token, "
                     f"{tuple(log_probs.shape)}, and leave their mean to loss_agg_mode"
                 )
 
@@ -267,12 +273,6 @@ class PolicyObjective(_Objective):
             columns["old_log_probs"] = micro["old_log_probs"] if "old_log_probs" in micro else log_probs.detach()
         names = [*self.policy_loss.reads, *(name for name in self.policy_loss.optional if name in micro)]
         return {name: micro[name] for name in names if name not in columns} | columns
-
-
-def _kind(returned: object) -> str:
-    if isinstance(returned, Tensor):
-        return "one number" if returned.ndim == 0 else f"a tensor of shape {tuple(returned.shape)} alone"
-    return "nothing" if returned is None else f"{type(returned).__name__}"
 
 
 @dataclass(eq=False)

@@ -20,7 +20,6 @@ from distflow.import_target import load_module, split_name
 
 _NO_DEFAULT = inspect.Parameter.empty
 Fn = TypeVar("Fn", bound=Callable[..., object])
-Registered = TypeVar("Registered")
 
 # The signature of verl's and siiRL's policy losses; the first four parameters distinguish it from ours.
 SCALAR_LOSS_PARAMETERS = ("old_log_prob", "log_prob", "advantages", "response_mask")
@@ -107,29 +106,57 @@ class PolicyLoss:
         return values
 
 
-# Registered so far: the user's, and the built-in ones that were looked up.
-ADV_ESTIMATORS: dict[str, AdvEstimator] = {}
-POLICY_LOSSES: dict[str, PolicyLoss] = {}
+Registered = TypeVar("Registered", AdvEstimator, PolicyLoss)
+
+
+class Registry(dict[str, Registered]):
+    """Registered so far by name: the user's, and the built-in ones of `table` that were looked up."""
+
+    def __init__(self, what: str, table: Mapping[str, Entry], decorator: str) -> None:
+        super().__init__()
+        self._what, self._table, self._decorator = what, table, decorator
+
+    def known(self, name: str) -> Registered | None:
+        """Imports the module of a built-in, so that it is registered before a user's of that name."""
+        if name in self._table:
+            load_module(split_name(self._table[name].target)[0])
+        return self.get(name)
+
+    def find(self, name: str) -> Registered:
+        """Raises ValueError with the nearest name."""
+        if (found := self.known(name)) is None:
+            raise ValueError(
+                f"{self._what} '{name}' is unknown; your own is registered by {self._decorator} in a module of "
+                f"trainer.imports{hint(name, [*self._table, *self])}"
+            )
+        return found
+
+    def add(self, name: str, entry: Registered) -> None:
+        """Warns if it replaces another."""
+        if (old := self.known(name)) is not None:
+            warnings.warn(f"{self._what} '{name}' of {old.fn.__module__} is replaced", stacklevel=3)
+        self[name] = entry
+
+
+ADV_ESTIMATORS: Registry[AdvEstimator] = Registry("advantage estimator", names.ESTIMATORS, "register_adv_est")
+POLICY_LOSSES: Registry[PolicyLoss] = Registry("policy loss", names.POLICY_LOSSES, "register_policy_loss")
 
 
 def register_adv_est(
-    name: str | Enum,
-    scope: Scope = "group",
-    describe: Callable[..., str] | None = None,
+    name: str | Enum, scope: Scope = "group", describe: Callable[..., str] | None = None
 ) -> Callable[[Fn], Fn]:
     """Register an advantage estimator `(token_level_rewards, response_mask, ...) -> (advantages, returns)`.
 
-    Parameters are fields of the batch, keyword-only ones options; `**kwargs` is accepted. scope: which samples it must
-    see together ("sample", "group", "global"). describe: see `AdvEstimator`. Registering a name again
-    replaces the function, with a warning.
+    Parameters are fields of the batch, keyword-only ones options; `**kwargs` is accepted. token_level_rewards,
+    response_mask and both results are `(bs, response_length)`; group_index and valid are `(bs,)`. scope: which samples
+    it must see together ("sample", "group", "global"). describe: see `AdvEstimator`. Registering a name again replaces
+    the function, with a warning.
     """
     key = str(name.value) if isinstance(name, Enum) else name
 
     def register(fn: Fn) -> Fn:
-        _import_builtin(key, names.ESTIMATORS)
-        _warn_if_taken("advantage estimator", key, ADV_ESTIMATORS)
         marked = node(scope=scope, role=NodeRole.ADVANTAGE, writes=("advantages", "returns"))(fn)
-        ADV_ESTIMATORS[key] = AdvEstimator(key, marked, scope, describe)
+        ADV_ESTIMATORS.add(key, AdvEstimator(key, marked, scope, describe))
         return fn
 
     return register
@@ -159,9 +186,7 @@ def register_policy_loss(
 
     def register(fn: Fn) -> Fn:
         loss = read_policy_loss(name, fn)
-        _import_builtin(name, names.POLICY_LOSSES)
-        _warn_if_taken("policy loss", name, POLICY_LOSSES)
-        POLICY_LOSSES[name] = replace(loss, check=check, selects=selects, every_row=every_row)
+        POLICY_LOSSES.add(name, replace(loss, check=check, selects=selects, every_row=every_row))
         return fn
 
     return register
@@ -169,35 +194,30 @@ def register_policy_loss(
 
 def find_adv_est(name: str) -> AdvEstimator:
     """The estimator of that name. Raises ValueError with the nearest name."""
-    return _find("advantage estimator", name, ADV_ESTIMATORS, names.ESTIMATORS, "register_adv_est")
+    return ADV_ESTIMATORS.find(name)
 
 
 def find_policy_loss(name: str) -> PolicyLoss:
     """The loss of that name. Raises ValueError with the nearest name."""
-    return _find("policy loss", name, POLICY_LOSSES, names.POLICY_LOSSES, "register_policy_loss")
-
-
-def _loss_if_known(name: str) -> PolicyLoss | None:
-    _import_builtin(name, names.POLICY_LOSSES)
-    return POLICY_LOSSES.get(name)
+    return POLICY_LOSSES.find(name)
 
 
 def selects_tokens(name: str) -> bool:
     """Whether the loss of that name selects tokens of a step before its first update; False for unknown names."""
-    loss = _loss_if_known(name)
+    loss = POLICY_LOSSES.known(name)
     return loss is not None and loss.selects is not None
 
 
 def is_decoupled(name: str) -> bool:
     """Whether the loss of that name reads the log-probs of a proximal policy; False for unknown names."""
-    loss = _loss_if_known(name)
+    loss = POLICY_LOSSES.known(name)
     return loss is not None and "prox_log_probs" in loss.reads
 
 
 def takes_weights(name: str) -> bool:
     """Whether correction weights reach the loss of that name: one with verl's signature must have a parameter for them;
     False for unknown names."""
-    loss = _loss_if_known(name)
+    loss = POLICY_LOSSES.known(name)
     if loss is None:
         return False
     return not loss.returns_scalar or "rollout_is_weights" in inspect.signature(loss.fn).parameters
@@ -232,10 +252,18 @@ def check_choices(what: str, fn: Callable[..., object], options: Mapping[str, ob
 
 def read_policy_loss(name: str, fn: Callable[..., object]) -> PolicyLoss:
     """Reads the signature. Raises ValueError if it is neither ours nor verl's, or cannot be called."""
-    parameters = _loss_parameters(name, fn)
+    try:
+        parameters = inspect.signature(fn).parameters
+    except (TypeError, ValueError):
+        raise _refused_loss(name, fn, "its parameters cannot be read") from None
+    if inspect.iscoroutinefunction(fn):
+        raise _refused_loss(name, fn, "it is async, and a loss is called within backward's pass; write a plain def")
+    if by_position := [p.name for p in parameters.values() if p.kind is p.POSITIONAL_ONLY]:
+        raise _refused_loss(name, fn, f"'{by_position[0]}' cannot be given by its name; take the / away")
     if all(wanted in parameters for wanted in SCALAR_LOSS_PARAMETERS):
-        extra = [p.name for p in parameters.values() if _is_required(p) and p.name not in SCALAR_LOSS_ARGUMENTS]
-        if extra:
+        required = [p for p in parameters.values() if p.default is p.empty]
+        named = [p.name for p in required if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+        if extra := [each for each in named if each not in SCALAR_LOSS_ARGUMENTS]:
             raise _refused_loss(name, fn, f"nothing gives '{extra[0]}'; give it a default")
         return PolicyLoss(name, fn, reads=("advantages", "loss_mask"), optional=("old_log_probs",), returns_scalar=True)
     open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
@@ -252,27 +280,6 @@ def read_policy_loss(name: str, fn: Callable[..., object]) -> PolicyLoss:
         reads=tuple(p.name for p in fields if p.default is p.empty),
         optional=tuple(p.name for p in fields if p.default is not p.empty),
         options=_options(fn),
-    )
-
-
-def _loss_parameters(name: str, fn: Callable[..., object]) -> Mapping[str, inspect.Parameter]:
-    """Raises ValueError for anything but a plain function that can be called by keyword."""
-    try:
-        parameters = inspect.signature(fn).parameters
-    except (TypeError, ValueError):
-        raise _refused_loss(name, fn, "its parameters cannot be read") from None
-    if inspect.iscoroutinefunction(fn):
-        raise _refused_loss(name, fn, "it is async, and a loss is called within backward's pass; write a plain def")
-    by_position = [p.name for p in parameters.values() if p.kind is p.POSITIONAL_ONLY]
-    if by_position:
-        raise _refused_loss(name, fn, f"'{by_position[0]}' cannot be given by its name; take the / away")
-    return parameters
-
-
-def _is_required(parameter: inspect.Parameter) -> bool:
-    return parameter.default is parameter.empty and parameter.kind not in (
-        parameter.VAR_POSITIONAL,
-        parameter.VAR_KEYWORD,
     )
 
 
@@ -301,27 +308,3 @@ def _types(fn: Callable[..., object] | None) -> dict[str, object]:
         return {} if fn is None else get_type_hints(fn)
     except (NameError, TypeError):
         return {}
-
-
-def _import_builtin(name: str, table: Mapping[str, Entry]) -> None:
-    """Import the built-in of that name, if there is one, so that it is registered before a user's of that name."""
-    if name in table:
-        load_module(split_name(table[name].target)[0])
-
-
-def _warn_if_taken(what: str, name: str, registry: Mapping[str, AdvEstimator | PolicyLoss]) -> None:
-    if name in registry:
-        old = registry[name].fn
-        warnings.warn(f"{what} '{name}' of {old.__module__} is replaced", stacklevel=3)
-
-
-def _find(
-    what: str, name: str, registry: Mapping[str, Registered], table: Mapping[str, Entry], decorator: str
-) -> Registered:
-    _import_builtin(name, table)
-    if name in registry:
-        return registry[name]
-    raise ValueError(
-        f"{what} '{name}' is unknown; your own is registered by {decorator} in a module of trainer.imports"
-        f"{hint(name, [*table, *registry])}"
-    )

@@ -52,16 +52,6 @@ class Correction:
 
         A row is a whole sequence. Without gradient. Raises ValueError for an unknown level or an invalid threshold.
         """
-        self._check()
-        raw = _raw_weights(old_log_probs.detach(), rollout_log_probs.detach(), loss_mask, self.rollout_is)
-        if isinstance(self.rollout_is_threshold, tuple):
-            lower, upper = self.rollout_is_threshold
-            weights = torch.where((raw <= upper) & (raw >= lower), raw, torch.zeros_like(raw))
-        else:
-            weights = raw.clamp(max=self.rollout_is_threshold)
-        return under_mask(raw, loss_mask), under_mask(weights, loss_mask)
-
-    def _check(self) -> None:
         threshold = self.rollout_is_threshold
         if self.rollout_is not in LEVELS:
             raise ValueError(f"rollout_is '{self.rollout_is}' is unknown; choose one of {', '.join(LEVELS)}")
@@ -69,6 +59,19 @@ class Correction:
             raise ValueError(f"rollout_is_threshold must be a band lower < upper from 0 on, not {list(threshold)}")
         if not isinstance(threshold, tuple) and not threshold > 0:
             raise ValueError(f"rollout_is_threshold must be positive, not {threshold}")
+        log_ratio = raw_log_ratio(old_log_probs.detach(), rollout_log_probs.detach(), loss_mask).double()
+        if self.rollout_is != "token":
+            total = log_ratio.sum(dim=-1, keepdim=True)
+            if self.rollout_is == "geometric":
+                total = total / (loss_mask > 0).sum(dim=-1, keepdim=True).clamp(min=1)
+            log_ratio = total.expand_as(log_ratio)
+        raw = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+        if isinstance(threshold, tuple):
+            lower, upper = threshold
+            weights = torch.where((raw <= upper) & (raw >= lower), raw, torch.zeros_like(raw))
+        else:
+            weights = raw.clamp(max=threshold)
+        return under_mask(raw, loss_mask), under_mask(weights, loss_mask)
 
 
 def compute_rollout_weights(
@@ -130,16 +133,6 @@ def mismatch_statistics(
     }
 
 
-def _raw_weights(old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor, level: str) -> Tensor:
-    log_ratio = raw_log_ratio(old_log_probs, rollout_log_probs, mask).double()
-    if level != "token":
-        total = log_ratio.sum(dim=-1, keepdim=True)
-        if level == "geometric":
-            total = total / (mask > 0).sum(dim=-1, keepdim=True).clamp(min=1)
-        log_ratio = total.expand_as(log_ratio)
-    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-
-
 def _draws(weights: Tensor, mask: Tensor, level: str) -> tuple[Tensor, Tensor]:
     """(weights, which of them count): one a token, or one a sequence: a long sequence is a single draw."""
     if level == "token":
@@ -188,7 +181,9 @@ def compute_rejection_mask(
         statistics[f"{name}_mean"] = float(masked_mean(measured, loss_mask, reduce))
         statistics[f"{name}_masked"] = float(masked_mean((~passes).double(), loss_mask, reduce))
     statistics["masked"] = float(masked_mean((~kept).double(), loss_mask, reduce))
-    statistics["seq_masked"] = _share_of_rows((inside & ~kept).any(dim=-1), inside.any(dim=-1), reduce)
+    counts = torch.stack([rows.any(dim=-1).sum().double() for rows in (inside & ~kept, inside)])
+    num_masked, num_rows = global_sum(counts, reduce).unbind()
+    statistics["seq_masked"] = float(num_masked / num_rows.clamp(min=1))
     return torch.where(kept, loss_mask, torch.zeros_like(loss_mask)).float(), statistics
 
 
@@ -211,11 +206,7 @@ def check_rejection(rollout_rs: Sequence[str], bounds: Sequence[Bounds]) -> None
 def _measure(name: str, log_ratio: Tensor, inside: Tensor) -> Tensor:
     """The divergence of each token, or its sequence's on each of its tokens; `(bs, response_length)`."""
     level, _, estimator = name.rpartition("_")
-    divergence = {
-        "k1": -log_ratio,
-        "k2": 0.5 * log_ratio.square(),
-        "k3": log_ratio.exp() - 1.0 - log_ratio,
-    }[estimator]
+    divergence = {"k1": -log_ratio, "k2": 0.5 * log_ratio.square(), "k3": log_ratio.exp() - 1.0 - log_ratio}[estimator]
     divergence = under_mask(divergence, inside)
     if level == "token" or not divergence.shape[-1]:
         return divergence
@@ -225,11 +216,6 @@ def _measure(name: str, log_ratio: Tensor, inside: Tensor) -> Tensor:
     if level == "seq_mean":
         total = total / inside.sum(dim=-1, keepdim=True).clamp(min=1)
     return total.expand_as(divergence)
-
-
-def _share_of_rows(hit: Tensor, rows: Tensor, reduce: Reduce | None) -> float:
-    counts = global_sum(torch.stack([hit.sum().double(), rows.sum().double()]), reduce)
-    return float(counts[0] / counts[1].clamp(min=1))
 
 
 def off_policy_sequence_mask(
@@ -245,12 +231,6 @@ def off_policy_sequence_mask(
     mean = gap.sum(dim=-1, keepdim=True) / (loss_mask > 0).sum(dim=-1, keepdim=True).clamp(min=1)
     kept = (under_mask(advantages, loss_mask) >= 0) | (mean <= threshold)
     return kept.to(log_probs.dtype)
-
-
-def check_threshold(threshold: float | None) -> None:
-    """Raises ValueError for a threshold that is not positive."""
-    if threshold is not None and not threshold > 0:
-        raise ValueError(f"off_policy_mask_threshold must be positive (nats a token, e.g. 0.5), not {threshold}")
 
 
 register_field(

@@ -1,4 +1,4 @@
-"""Group filter and overlong penalty (DAPO, arXiv:2503.14476), and sample masks and weights by length and difficulty.
+"""Group filter (DAPO, arXiv:2503.14476), and sample masks and weights by length and difficulty.
 
 Masks and weights are those of alibaba/ROLL (`get_sample_level_mask`, `compute_sample_weights`), except that difficulty
 is measured on the group's own responses, invalid samples never count, and bounds and means are over the batch of all
@@ -15,30 +15,16 @@ ALL_EQUAL = "all_equal"
 TOO_FEW_SCORES = "too_few_scores"
 
 
-def drop_reason(metric: Tensor, valid: Tensor | None = None, min_valid: int = 2) -> str | None:
+def drop_reason(metric: Tensor, valid: Tensor | None = None) -> str | None:
     """Why a group has zero advantage, or None if it has not.
 
-    metric: `(n,)`, one value a sample. A group with fewer than `min_valid` valid samples is `too_few_scores`; one
-    whose valid samples all have the same metric is `all_equal`.
+    metric: `(n,)`, one value a sample. A group with fewer than two valid samples is `too_few_scores`; one whose valid
+    samples all have the same metric is `all_equal`.
     """
     valid_metric = metric if valid is None else metric[valid.bool()]
-    if valid_metric.numel() < max(min_valid, 1):
+    if valid_metric.numel() < 2:
         return TOO_FEW_SCORES
     return ALL_EQUAL if bool(valid_metric.max() == valid_metric.min()) else None
-
-
-def overlong_penalty(lengths: Tensor, max_response_length: int, buffer_tokens: int, factor: float = 1.0) -> Tensor:
-    """Soft penalty for long responses, float32 `(bs,)`, from 0 down to −factor (DAPO, equation 13).
-
-    lengths: response tokens. It grows linearly over the last `buffer_tokens` before `max_response_length` and is
-    clipped beyond it. `buffer_tokens` 0 turns it off. Raises ValueError if the buffer exceeds the limit.
-    """
-    if buffer_tokens < 0 or buffer_tokens > max_response_length:
-        raise ValueError(f"the overlong buffer of {buffer_tokens} tokens must lie in 0..{max_response_length}")
-    if buffer_tokens == 0:
-        return torch.zeros(lengths.shape, dtype=torch.float32)
-    excess = lengths.double() - (max_response_length - buffer_tokens)
-    return (-(excess / buffer_tokens).clamp(0.0, 1.0) * factor).float()
 
 
 Band = tuple[float, float]

@@ -5,9 +5,10 @@ import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from distflow.algorithms.masked_reductions import bind_counts, under_mask, zero_loss
+from distflow.algorithms.masked_reductions import bind_counts, under_mask
 from distflow.algorithms.registry import PolicyLoss
 from distflow.errors import UserError
 
@@ -62,31 +63,16 @@ class ScalarLossAdapter:
             )
 
     def __call__(
-        self,
-        log_probs: Tensor,
-        fields: Mapping[str, Tensor],
-        weights: Tensor | None,
-        counts: Mapping[str, float],
+        self, log_probs: Tensor, fields: Mapping[str, Tensor], weights: Tensor | None, counts: Mapping[str, float]
     ) -> tuple[Tensor, dict[str, float]]:
         """(share of the policy loss, sums over tokens of its statistics). Raises ValueError if it returns others."""
-        mask = fields["loss_mask"]
+        mask, old = fields["loss_mask"], fields.get("old_log_probs")
         num_tokens = float((mask > 0).sum())
         if num_tokens == 0:
             # Its own means would divide by zero.
-            return zero_loss(log_probs), dict.fromkeys(SCALAR_LOSS_RETURNS[1:], 0.0)
-        pg_loss, means, aggregated = self._run(log_probs, fields, weights, counts)
-        if not aggregated:
-            self._warn_once()
-            pg_loss = pg_loss * (num_tokens / max(counts["tokens"], 1.0))
-        return pg_loss, {name: _number(mean) * num_tokens for name, mean in means.items()}
-
-    def _run(
-        self, log_probs: Tensor, fields: Mapping[str, Tensor], weights: Tensor | None, counts: Mapping[str, float]
-    ) -> tuple[Tensor, dict[str, Tensor | float], bool]:
-        """(policy loss, its other scalars by name, whether it aggregated with `agg_loss`)."""
-        mask = fields["loss_mask"]
+            zero = under_mask(log_probs, torch.zeros_like(log_probs)).sum()
+            return zero, dict.fromkeys(SCALAR_LOSS_RETURNS[1:], 0.0)
         current = under_mask(log_probs, mask)
-        old = fields.get("old_log_probs")
         arguments = {
             "old_log_prob": current.detach() if old is None else under_mask(old, mask),
             "log_prob": current,
@@ -104,18 +90,15 @@ class ScalarLossAdapter:
                 f"{len(SCALAR_LOSS_RETURNS)} scalars: unused ones may be torch.zeros(())"
             )
         pg_loss, *means = result
-        return pg_loss, dict(zip(SCALAR_LOSS_RETURNS[1:], means, strict=True)), bound.used
-
-    def _warn_once(self) -> None:
-        if not self._warned:
-            warnings.warn(
-                f"policy loss '{self.loss.name}' does not aggregate with distflow.algorithms.agg_loss: each "
-                "micro-batch counts by its tokens, so the loss may depend on how the batch is split",
-                stacklevel=2,
-            )
-        self._warned = True
-
-
-def _number(mean: Tensor | float) -> float:
-    """Such losses return statistics as tensors, some with gradient, or as plain numbers."""
-    return float(mean.detach() if isinstance(mean, Tensor) else mean)
+        if not bound.used:
+            if not self._warned:
+                warnings.warn(
+                    f"policy loss '{self.loss.name}' does not aggregate with distflow.algorithms.agg_loss: each "
+                    "micro-batch counts by its tokens, so the loss may depend on how the batch is split",
+                    stacklevel=1,
+                )
+            self._warned = True
+            pg_loss = pg_loss * (num_tokens / max(counts["tokens"], 1.0))
+        # Statistics are tensors, some with gradient, or plain numbers.
+        numbers = (float(mean.detach() if isinstance(mean, Tensor) else mean) for mean in means)
+        return pg_loss, {n: number * num_tokens for n, number in zip(SCALAR_LOSS_RETURNS[1:], numbers, strict=True)}

@@ -20,7 +20,7 @@ from distflow.runtime.spec import Get
 from distflow.scheduling.groups import Version
 from distflow.training.engine import TrainEngine
 from distflow.training.optimizer import make_optimizer, make_schedule
-from distflow.training.scorer import ScorerOptions, TorchScorer
+from distflow.training.torch_engine import ScorerOptions, TorchScorer
 
 Options = dict[str, object]
 """Keyword arguments of a constructor that is found by name, plain values."""

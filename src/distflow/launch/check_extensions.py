@@ -26,7 +26,7 @@ from distflow.observe.writing.trackers import Tracker
 from distflow.rewards.functions import custom_target, find_fault
 from distflow.rollout.engine import RolloutEngine
 from distflow.training.engine import TrainEngine
-from distflow.training.scorer import ScorerOptions
+from distflow.training.torch_engine import ScorerOptions
 
 
 @dataclass(frozen=True)

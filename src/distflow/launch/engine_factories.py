@@ -36,7 +36,7 @@ from distflow.models.cpu_kernels import build as native
 from distflow.rewards.pool.domain_pools import RewardSettings
 from distflow.rewards.router import Overlong, RewardRouter
 from distflow.runtime.spec import Factory
-from distflow.training.scorer import ScorerOptions
+from distflow.training.torch_engine import ScorerOptions
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _AT_ONCE = {"kv_on_update", "num_threads"}

@@ -2,10 +2,10 @@
 
 It is registered with `transformers` under a name; a forward without `packing` is exactly its `sdpa`. The file also has
 
-- `take_rows` and others: rows by index, with a backward pass that knows which rows repeat. Autograd's backward of
-  `index_select` must assume that all do: additions in no fixed order on a GPU.
+- `take_rows`: rows by index, with a backward pass that knows which rows repeat. Autograd's backward of `index_select`
+  must assume that all do: additions in no fixed order on a GPU.
 - `attend_short`: causal attention of short sequences on a CPU as batched matrix products, in float64, and without
-  native code (`cpu_kernels/attention.py`). The processor's fused kernel splits a sequence into small products: below
+  native code (`cpu_kernels/layer.py`). The processor's fused kernel splits a sequence into small products: below
   some hundred tokens these cost more than the half of the matrix that they skip, and two threads hardly halve the time.
   Here a batched product has all query heads of a key-value head as one matrix, for as many sequences as fit into the
   cache.
@@ -26,27 +26,13 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from distflow.models.cpu_kernels import build as native
-from distflow.models.cpu_kernels.attention import attend
+from distflow.models.cpu_kernels.layer import attend
 from distflow.models.packing import Buckets, Packing
 
 
-def take_rows(values: Tensor, index: Tensor) -> Tensor:
-    """`values[index]` along dimension 0 for an `index` without repetition."""
-    return _Rows.apply(values, index, False)
-
-
-def repeat_rows(values: Tensor, index: Tensor) -> Tensor:
-    """`values[index]` along dimension 0 for an `index` that may name a row many times."""
-    return _Rows.apply(values, index, True)
-
-
-def spread_rows(values: Tensor, source: Tensor, home: Tensor, again: Tensor | None = None) -> Tensor:
-    """`values[source]`, where row i of `values` counts only as row `home[i]` of the result and, where given, as those
-    of its rows that `again` names.
-
-    The other rows are filling: `source` may repeat there, and the caller sees to it that they get no gradient.
-    """
-    return _SpreadRows.apply(values, source, home, again)
+def take_rows(values: Tensor, index: Tensor, repeats: bool = False) -> Tensor:
+    """`values[index]` along dimension 0. repeats: `index` may name a row many times."""
+    return _Rows.apply(values, index, repeats)
 
 
 class _Rows(Function):
@@ -64,6 +50,12 @@ class _Rows(Function):
 
 
 class _SpreadRows(Function):
+    """`values[source]`, where row i of `values` counts only as row `home[i]` of the result and, where given, as those
+    of its rows that `again` names.
+
+    The other rows are filling: `source` may repeat there, and the caller sees to it that they get no gradient.
+    """
+
     @staticmethod
     def forward(ctx: Any, values: Tensor, source: Tensor, home: Tensor, again: Tensor | None) -> Tensor:
         ctx.save_for_backward(home, again, None if again is None else source[again])
@@ -217,7 +209,7 @@ def packed_attention(
 def _padded(x: Tensor, buckets: Buckets) -> list[Tensor]:
     """`(1, heads, tokens, head_dim)` → `(rows, heads, longest, head_dim)` of each bucket."""
     num_heads, _, dim = x.shape[1:]
-    rows = spread_rows(x[0].transpose(0, 1).reshape(-1, dim), *buckets.of_heads(num_heads))
+    rows = _SpreadRows.apply(x[0].transpose(0, 1).reshape(-1, dim), *buckets.of_heads(num_heads))
     shapes = [(rows, num_heads, longest) for rows, longest in buckets.shapes]
     parts = rows.split([math.prod(shape) for shape in shapes])
     return [part.unflatten(0, shape) for part, shape in zip(parts, shapes, strict=True)]

@@ -45,11 +45,7 @@ class DecoderView:
     """Prefill and decode for Llama-like models. Owns no weights: it sees each in-place update of the module's."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        in_blocks: bool = False,
-        native: bool = False,
-        compute_dtype: torch.dtype | None = None,
+        self, model: nn.Module, in_blocks: bool = False, native: bool = False, compute_dtype: torch.dtype | None = None
     ) -> None:
         """in_blocks: decode by `attend_in_blocks`. native: decode by native code where there is some for this machine
         and model; else `why_not_native` is the reason. compute_dtype: bfloat16 has products in it by autocast
@@ -179,7 +175,9 @@ class DecoderView:
             )
         if hasattr(attention, "q_norm") and hasattr(attention, "k_norm"):
             query, key = attention.q_norm(query), attention.k_norm(key)
-        both = _rotate(torch.cat((query, key), dim=-2), cos, sin)
+        # (first, second) · cos + (-second, first) · sin, of the halves of each head
+        both = torch.cat((query, key), dim=-2)
+        both = torch.addcmul(both * cos, torch.roll(both, self.head_dim // 2, -1), sin)
         return both[..., : self.num_heads, :], both[..., self.num_heads :, :], value
 
     def _rest_of_layer(self, layer: Any, hidden: Tensor, mixed: Tensor) -> Tensor:
@@ -194,7 +192,7 @@ class DecoderView:
 
     def _rotary_rows(self, extent: int, like: Tensor) -> tuple[Tensor, Tensor]:
         """The rotary table `(positions, head_dim)`, at least `extent` long; made once, by the module itself. The sines
-        of the first half are negative, see `_rotate`."""
+        of the first half are negative, see `_project`."""
         table = self._cos
         if table.shape[0] < extent or table.dtype != like.dtype or table.device != like.device:
             positions = torch.arange(max(extent, 2 * table.shape[0]), device=like.device)[None]
@@ -245,11 +243,6 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, bias: Tensor, scaling: f
     query = query.reshape(len(keys), -1, keys.shape[-1])
     scores = torch.baddbmm(bias, query, keys.transpose(1, 2), alpha=scaling)
     return torch.bmm(torch.softmax(scores, dim=-1), values)
-
-
-def _rotate(x: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
-    """(first, second) · cos + (-second, first) · sin, of the halves of each head."""
-    return torch.addcmul(x * cos, torch.roll(x, x.shape[-1] // 2, -1), signed_sin)
 
 
 def _refusal(causal: nn.Module) -> str | None:

@@ -7,7 +7,6 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
@@ -22,12 +21,11 @@ def export_model(
     tokenizer: PreTrainedTokenizerBase | None,
     folder: str | Path,
     *,
-    dtype: torch.dtype | None = None,
     note: tuple[str, Mapping[str, object]] | None = None,
 ) -> Path:
     """Write config, safetensors and tokenizer to `folder`, which must not exist or be empty; it appears whole.
 
-    dtype: of the stored weights (the model's own by default). note: a JSON file beside them. Returns the folder.
+    note: a JSON file beside them. Returns the folder.
     Raises UserError if the folder holds something already, or cannot be written.
     """
     target = check_target(folder)
@@ -35,7 +33,15 @@ def export_model(
         target.mkdir(parents=True, exist_ok=True)
         aside = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
         try:
-            _write(model, tokenizer, aside, dtype)
+            causal = unwrapped(model)
+            weights: dict[str, Tensor] = causal.state_dict()
+            if has_adapter(model):
+                buffers = {name: buffer for name, buffer in causal.named_buffers() if name in weights}
+                weights = {**dict(named_weights(model)), **buffers}
+            with quiet_transformers():
+                causal.save_pretrained(aside, state_dict=weights)
+            if tokenizer is not None:
+                tokenizer.save_pretrained(aside)
             if note is not None:
                 (aside / note[0]).write_text(json.dumps(note[1], indent=2) + "\n", "utf-8")
             aside.chmod(stat.S_IMODE(target.stat().st_mode))
@@ -57,28 +63,3 @@ def check_target(folder: str | Path) -> Path:
     if is_occupied:
         raise UserError(f"'{target}' exists and is not an empty folder: export to another one")
     return target
-
-
-def _write(
-    model: nn.Module, tokenizer: PreTrainedTokenizerBase | None, folder: Path, dtype: torch.dtype | None
-) -> None:
-    causal = unwrapped(model)
-    stored = dtype or next(causal.parameters()).dtype
-    with quiet_transformers():
-        causal.save_pretrained(folder, state_dict=_plain_weights(model, stored))
-    config = folder / "config.json"  # save_pretrained notes the dtype of the model, not of the stored weights
-    numbers = {**json.loads(config.read_text("utf-8")), "dtype": str(stored).removeprefix("torch.")}
-    config.write_text(json.dumps(numbers, indent=2, sort_keys=True) + "\n", "utf-8")
-    if tokenizer is not None:
-        tokenizer.save_pretrained(folder)
-
-
-def _plain_weights(model: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The model's own state dict: with merged adapters, in `dtype` where it is floating point."""
-    causal = unwrapped(model)
-    if has_adapter(model):
-        weights = dict(named_weights(model))
-        weights.update({name: buffer for name, buffer in causal.named_buffers() if name in causal.state_dict()})
-    else:
-        weights = causal.state_dict()
-    return {name: w.to(dtype) if w.is_floating_point() else w for name, w in weights.items()}

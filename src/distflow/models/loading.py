@@ -72,8 +72,11 @@ def load_model(
     stored as the model names and shapes them.
     """
     source = ModelSource(path, **options)
-    auto_class = AutoModelForTokenClassification if critic else AutoModelForCausalLM
-    config = _critic_config(source) if critic else source.config()
+    auto_class, config = AutoModelForTokenClassification if critic else AutoModelForCausalLM, source.config()
+    if critic:
+        if type(config) not in AutoModelForTokenClassification._model_mapping:
+            raise _no_critic(source, config)
+        config.num_labels, config.classifier_dropout = 1, 0.0
     in_parts = sharding is not None and source.init == "pretrained" and source.gguf_file is None
     if sharding is not None and in_parts:
         model, missing = source.parts(auto_class, config, sharding, device)
@@ -82,8 +85,13 @@ def load_model(
     else:
         model, missing = source.pretrained(auto_class, config, dtype, surplus=("lm_head.",) if critic else ())
     if critic:
-        missing = _complete_critic(source, model, missing)
-    source.require_all(missing)
+        if not hasattr(model, "score"):
+            raise _no_critic(source, config)
+        if any(name.startswith(VALUE_HEAD) for name in missing):
+            _fresh_value_head(model, source.seed)
+        missing = [name for name in missing if not name.startswith(VALUE_HEAD)]
+    if missing:  # `transformers` would have made them up
+        raise UserError(f"{source} lacks weights of its architecture: {_few(missing)}; the folder is incomplete")
     if in_parts:
         refuse_garbage(model)
         choose_attention(model)
@@ -174,11 +182,6 @@ class ModelSource:
             _log.warning("%s: weights that its architecture does not use: %s", self, _few(unused))
         return model, sorted(info["missing_keys"])
 
-    def require_all(self, missing: list[str]) -> None:
-        """Raise UserError if weights are missing: `transformers` would have made them up."""
-        if missing:
-            raise UserError(f"{self} lacks weights of its architecture: {_few(missing)}; the folder is incomplete")
-
     def parts(
         self, auto_class: Any, config: PreTrainedConfig, sharding: Sharding, device: torch.device | str
     ) -> tuple[PreTrainedModel, list[str]]:
@@ -229,16 +232,6 @@ def _random_model(auto_class: Any, config: PreTrainedConfig, seed: int) -> PreTr
             raise UserError(f"no {config.model_type} model of this kind: {first_lines(error)}") from error
 
 
-def _complete_critic(source: ModelSource, model: PreTrainedModel, missing: list[str]) -> list[str]:
-    """Draw a value head that is not stored; returns the other missing weights."""
-    if not hasattr(model, "score"):
-        raise _no_critic(source, model.config)
-    others = [name for name in missing if not name.startswith(VALUE_HEAD)]
-    if len(others) < len(missing):
-        _fresh_value_head(model, source.seed)
-    return others
-
-
 def _fresh_value_head(model: nn.Module, seed: int) -> None:
     """Normal weights of deviation 1 / (width + 1) and a zero bias: values of normalised states start near 0."""
     score: nn.Linear = model.score  # type: ignore[assignment]  # found by its name
@@ -246,16 +239,6 @@ def _fresh_value_head(model: nn.Module, seed: int) -> None:
     fill(score.weight, weights / (score.in_features + 1))
     if score.bias is not None:
         fill(score.bias, torch.zeros(score.bias.shape))
-
-
-def _critic_config(source: ModelSource) -> PreTrainedConfig:
-    """The config of a critic with one label. Raises UserError for a family without such a classifier."""
-    config = source.config()
-    if type(config) not in AutoModelForTokenClassification._model_mapping:
-        raise _no_critic(source, config)
-    config.num_labels = 1
-    config.classifier_dropout = 0.0
-    return config
 
 
 def _no_critic(source: ModelSource, config: PreTrainedConfig) -> UserError:

@@ -21,16 +21,12 @@ BLOCK_ELEMENTS = 2**19
 _NEVER = -1e4  # kept in place of what is below: e to it is 0 in any precision, and 0 times it is 0
 
 
-def log_probs_of(logits: Tensor, targets: Tensor, with_entropy: bool) -> tuple[Tensor, Tensor | None]:
+class _LogProbs(Function):
     """Log-probs of `targets` int64 `(n,)` under softmax(logits `(n, vocabulary)`) and, where wanted, its entropies,
     both `(n,)`, differentiable once. A logit of −inf adds 0 to the entropy. Logits that are differentiated are written
     over.
     """
-    chosen, entropy = _LogProbs.apply(logits, targets, with_entropy)
-    return chosen, entropy
 
-
-class _LogProbs(Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, with_entropy: bool) -> tuple[Tensor, Tensor | None]:
         memory = logits.detach() if ctx.needs_input_grad[0] else None
@@ -121,4 +117,5 @@ def _chunk(
         logits = logits / temperature[:, None]
     elif temperature != 1.0:
         logits = logits / temperature
-    return log_probs_of(logits, targets, with_entropy)
+    chosen, entropy = _LogProbs.apply(logits, targets, with_entropy)
+    return chosen, entropy

@@ -72,13 +72,10 @@ def named_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         if leaf:
             merged = parameter.detach()
             if leaf == "weight":
-                merged = merged + _delta(adapted[owner]).to(merged.dtype)
+                module: Any = adapted[owner]
+                with torch.no_grad():
+                    delta = torch.stack([module.get_delta_weight(adapter) for adapter in module.active_adapters]).sum(0)
+                merged = merged + delta.to(merged.dtype)
             yield f"{owner}.{leaf}", merged
         elif ".lora_" not in name:
             yield name, parameter.detach()
-
-
-@torch.no_grad()
-def _delta(module: nn.Module) -> Tensor:
-    adapters: list[str] = module.active_adapters  # type: ignore[assignment]  # of peft's layers
-    return torch.stack([module.get_delta_weight(name) for name in adapters]).sum(0)  # type: ignore[operator]  # likewise

@@ -14,21 +14,18 @@ native code the rest. `transformers` computes models and machines without native
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import MethodType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
-from transformers import PreTrainedConfig
 
 from distflow.data.batch import send
 from distflow.errors import UserError
-from distflow.models.attention import PACKED_ATTENTION, repeat_rows, take_rows
+from distflow.models.attention import PACKED_ATTENTION, take_rows
 from distflow.models.cached_decoder import FAMILIES
 from distflow.models.cpu_kernels import build as native
-from distflow.models.cpu_kernels.attention import attend
-from distflow.models.cpu_kernels.fused_ops import add_norm, gate, split_heads
-from distflow.models.cpu_kernels.layer import after_attention, before_attention
+from distflow.models.cpu_kernels.layer import add_norm, after_attention, attend, before_attention, gate, split_heads
 from distflow.models.cpu_kernels.weight_layout import check_modules, layer_modules, side_by_side
 from distflow.models.log_probs import token_log_probs
 from distflow.models.lora import unwrapped
@@ -62,23 +59,17 @@ def packed_layers(decoder: Any, input_ids: Tensor, position_ids: Tensor, sequenc
     """Last hidden states `(rows, hidden)` in float32 of a row of tokens, both `(rows,)`; differentiable once."""
     hidden, config = decoder.embed_tokens(input_ids), decoder.config
     cos, sin = (each[0] for each in decoder.rotary_emb(hidden, position_ids[None]))
-    arguments = (decoder.layers, hidden, cos, sin, sequences)
     low = torch.is_autocast_enabled("cpu")
     with torch.autocast("cpu", enabled=False):
         if low or config.hidden_size * config.intermediate_size > LARGEST:
-            hidden = _by_torchs_products(*arguments, torch.bfloat16 if low else torch.float32)
+            dtype = torch.bfloat16 if low else torch.float32
+            hidden = _by_torchs_products(decoder.layers, hidden, cos, sin, sequences, dtype)
         else:
-            hidden = _in_cache(*arguments)
+            for layer in decoder.layers:
+                mixed = attend(*before_attention(layer, hidden, cos, sin), sequences, layer.self_attn.scaling)
+                hidden = after_attention(layer, hidden, mixed)
         states: Tensor = decoder.norm(hidden)
     return states
-
-
-def _in_cache(layers: Any, hidden: Tensor, cos: Tensor, sin: Tensor, sequences: Sequences) -> Tensor:
-    for layer in layers:
-        queries, keys, values = before_attention(layer, hidden, cos, sin)
-        mixed = attend(queries, keys, values, sequences, layer.self_attn.scaling)
-        hidden = after_attention(layer, hidden, mixed)
-    return hidden
 
 
 def _by_torchs_products(
@@ -124,11 +115,10 @@ def packed_hidden_states(
     lengths = lengths[lengths > 0].cpu()  # FSDP moves its arguments to the device
     starts = (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
     position_ids = torch.arange(int(lengths.sum())) - starts
-    is_ours = decoder.config._attn_implementation == PACKED_ATTENTION
-    if not is_ours:
+    if decoder.config._attn_implementation != PACKED_ATTENTION:
         positions = send(position_ids, input_ids.device)
-        states = decoder(input_ids=input_ids[None], position_ids=positions[None], use_cache=False)
-        return _rows(states.last_hidden_state[0], wanted)
+        states = decoder(input_ids=input_ids[None], position_ids=positions[None], use_cache=False).last_hidden_state[0]
+        return states if wanted is None else take_rows(states, wanted)
     if sharing is not None:
         sharing = Sharing(sharing.positions.cpu(), sharing.place.cpu())  # see above
         input_ids, position_ids = input_ids[send(sharing.positions, input_ids.device)], position_ids[sharing.positions]
@@ -146,13 +136,9 @@ def packed_hidden_states(
             packing=packing,
         ).last_hidden_state[0]
     if sharing is None:
-        return _rows(states, wanted)
+        return states if wanted is None else take_rows(states, wanted)
     place = send(sharing.place, states.device)
-    return repeat_rows(states, place if wanted is None else place[wanted])
-
-
-def _rows(states: Tensor, wanted: Tensor | None) -> Tensor:
-    return states if wanted is None else take_rows(states, wanted)
+    return take_rows(states, place if wanted is None else place[wanted], repeats=True)
 
 
 def output_head(model: nn.Module) -> Callable[[Tensor], Tensor]:
@@ -196,20 +182,23 @@ def choose_attention(model: nn.Module) -> str:
     Raises UserError if none does.
     """
     causal = unwrapped(model)
+    # Ours supports plain causal attention only; a window or a soft cap is left to the family's own code.
+    layer_types = set(getattr(causal.config, "layer_types", None) or ("full_attention",))
+    windowed = layer_types != {"full_attention"} or getattr(causal.config, "sliding_window", None) is not None
+    candidates = ("sdpa", "eager") if windowed else (PACKED_ATTENTION, "sdpa", "eager")
+    if getattr(causal.config, "attn_logit_softcapping", None) is not None:
+        candidates = ("eager",)
     errors = {}
-    for name in _candidates(causal.config):
+    for name in candidates:
         causal.set_attn_implementation(name)
         errors[name], allowed = packed_error(model)
         if errors[name] <= allowed:
             return name
-    raise UserError(_refusal(model, errors))
-
-
-def check_packed_forward(model: nn.Module) -> None:
-    """Raise UserError if the model's packed forward is not, sequence by sequence, its plain forward."""
-    error, allowed = packed_error(model)
-    if not error <= allowed:
-        raise UserError(_refusal(model, {unwrapped(model).config._attn_implementation: error}))
+    tried = ", ".join(f"{name}: relative error {error:.2g}" for name, error in errors.items())
+    family = getattr(causal.config, "model_type", type(model).__name__)
+    raise UserError(
+        f"models of the family '{family}' cannot be trained packed: a packed sequence is not itself alone ({tried})"
+    )
 
 
 @torch.no_grad()
@@ -239,21 +228,6 @@ def packed_error(model: nn.Module) -> tuple[float, float]:
     return float("inf") if error.isnan() else float(error), _TOLERANCE[packed.dtype]
 
 
-def _candidates(config: PreTrainedConfig) -> tuple[str, ...]:
-    """Ours supports plain causal attention only; a window or a soft cap is left to the family's own code."""
-    layer_types = set(getattr(config, "layer_types", None) or ("full_attention",))
-    windowed = layer_types != {"full_attention"} or getattr(config, "sliding_window", None) is not None
-    if getattr(config, "attn_logit_softcapping", None) is not None:
-        return ("eager",)
-    return ("sdpa", "eager") if windowed else (PACKED_ATTENTION, "sdpa", "eager")
-
-
-def _refusal(model: nn.Module, errors: dict[str, float]) -> str:
-    tried = ", ".join(f"{name}: relative error {error:.2g}" for name, error in errors.items())
-    family = getattr(unwrapped(model).config, "model_type", type(model).__name__)
-    return f"models of the family '{family}' cannot be trained packed: a packed sequence is not itself alone ({tried})"
-
-
 @dataclass(frozen=True)
 class ModelInputs:
     """Packed sequences on the model's device.
@@ -268,18 +242,6 @@ class ModelInputs:
     predicting: Tensor
     targets: Tensor
     sharing: Sharing | None = None
-
-    def to(self, device: torch.device) -> "ModelInputs":
-        ids, predicting, targets = (send(each, device) for each in (self.input_ids, self.predicting, self.targets))
-        return ModelInputs(ids, self.lengths, predicting, targets, self.sharing)
-
-
-class PackedForward(Protocol):
-    """The method that `attach_packed_forward` gives to a model."""
-
-    def __call__(
-        self, inputs: ModelInputs, outputs: tuple[str, ...], *, temperature: float | Tensor
-    ) -> dict[str, Tensor]: ...
 
 
 PACKED_METHODS = ("packed_forward", "packed_logits")

@@ -89,7 +89,26 @@ class Packing:
 
     @cached_property
     def buckets(self) -> "Buckets":
-        return Buckets.of(self.lengths, self.device, self.sharing)
+        lengths, sharing = self.lengths, self.sharing
+        starts = lengths.cumsum(0) - lengths
+        home = torch.empty(int(lengths.sum()), dtype=torch.int64)
+        shapes: list[tuple[int, int]] = []
+        sources: list[Tensor] = []
+        num_padded = 0
+        for rows in _similar(lengths):
+            longest = int(lengths[rows].max())
+            offsets = torch.arange(longest)[None, :].expand(len(rows), -1)
+            real = offsets < lengths[rows][:, None]
+            source = torch.where(real, starts[rows][:, None] + offsets, starts[rows][:, None])
+            home[source[real]] = num_padded + torch.arange(source.numel()).view_as(source)[real]
+            shapes.append((len(rows), longest))
+            sources.append(source.reshape(-1))
+            num_padded += source.numel()
+        source, again = torch.cat(sources), None
+        if sharing is not None:
+            is_repeated = torch.ones_like(home, dtype=torch.bool).index_fill_(0, sharing.positions, False)
+            source, home, again = sharing.place[source], home[sharing.positions], send(home[is_repeated], self.device)
+        return Buckets(tuple(shapes), send(source, self.device), send(home, self.device), again)
 
 
 @dataclass(frozen=True)
@@ -111,31 +130,19 @@ class Buckets:
     def of_heads(self, num_heads: int) -> "HeadRows":
         """The same of rows that are one head of a token each."""
         if num_heads not in self._by_heads:
-            self._by_heads[num_heads] = HeadRows.of(self, num_heads)
+            device = self.source.device
+            heads, slots, start = torch.arange(num_heads, device=device), list[Tensor](), 0
+            for rows, longest in self.shapes:
+                size = rows * longest * num_heads
+                numbers = torch.arange(start, start + size, device=device).view(rows, num_heads, longest)
+                slots.append(numbers.transpose(1, 2).reshape(-1, num_heads))
+                start += size
+            slot = torch.cat(slots)
+            source = torch.empty(start, dtype=torch.int64, device=device)
+            source[slot.view(-1)] = (self.source[:, None] * num_heads + heads).view(-1)
+            again = None if self.again is None else slot[self.again].view(-1)
+            self._by_heads[num_heads] = HeadRows(source, slot[self.home].view(-1), again)
         return self._by_heads[num_heads]
-
-    @staticmethod
-    def of(lengths: Tensor, device: torch.device, sharing: Sharing | None) -> "Buckets":
-        """See `Packing`."""
-        starts = lengths.cumsum(0) - lengths
-        home = torch.empty(int(lengths.sum()), dtype=torch.int64)
-        shapes: list[tuple[int, int]] = []
-        sources: list[Tensor] = []
-        num_padded = 0
-        for rows in _similar(lengths):
-            longest = int(lengths[rows].max())
-            offsets = torch.arange(longest)[None, :].expand(len(rows), -1)
-            real = offsets < lengths[rows][:, None]
-            source = torch.where(real, starts[rows][:, None] + offsets, starts[rows][:, None])
-            home[source[real]] = num_padded + torch.arange(source.numel()).view_as(source)[real]
-            shapes.append((len(rows), longest))
-            sources.append(source.reshape(-1))
-            num_padded += source.numel()
-        source, again = torch.cat(sources), None
-        if sharing is not None:
-            is_repeated = torch.ones_like(home, dtype=torch.bool).index_fill_(0, sharing.positions, False)
-            source, home, again = sharing.place[source], home[sharing.positions], send(home[is_repeated], device)
-        return Buckets(tuple(shapes), send(source, device), send(home, device), again)
 
 
 class HeadRows(NamedTuple):
@@ -144,21 +151,6 @@ class HeadRows(NamedTuple):
     source: Tensor
     home: Tensor
     again: Tensor | None
-
-    @staticmethod
-    def of(buckets: Buckets, num_heads: int) -> "HeadRows":
-        device = buckets.source.device
-        heads, slots, start = torch.arange(num_heads, device=device), list[Tensor](), 0
-        for rows, longest in buckets.shapes:
-            size = rows * longest * num_heads
-            numbers = torch.arange(start, start + size, device=device).view(rows, num_heads, longest)
-            slots.append(numbers.transpose(1, 2).reshape(-1, num_heads))
-            start += size
-        slot = torch.cat(slots)
-        source = torch.empty(start, dtype=torch.int64, device=device)
-        source[slot.view(-1)] = (buckets.source[:, None] * num_heads + heads).view(-1)
-        again = None if buckets.again is None else slot[buckets.again].view(-1)
-        return HeadRows(source, slot[buckets.home].view(-1), again)
 
 
 def _similar(lengths: Tensor) -> list[Tensor]:

@@ -34,9 +34,17 @@ def resolve_path(path: str | Path) -> str:
     """
     text = str(path)
     if text.startswith(BUILTIN_PREFIX):
-        return str(_builtin(text.removeprefix(BUILTIN_PREFIX)))
+        name = text.removeprefix(BUILTIN_PREFIX)
+        known = sorted(file.parent.name for file in BUILTIN_FOLDER.glob("*/config.json"))
+        if name not in known:
+            raise UserError(f"there is no built-in model '{name}'; there are: {', '.join(known) or 'none'}")
+        return str(BUILTIN_FOLDER / name)
     if text.startswith(PACKAGE_PREFIX):
-        return _package_folder(text.removeprefix(PACKAGE_PREFIX))
+        name = text.removeprefix(PACKAGE_PREFIX)  # of an installed Python package, which is not imported
+        found = importlib.util.find_spec(name) if name.isidentifier() else None
+        if found is None or not found.submodule_search_locations:
+            raise UserError(f"model path 'package:{name}': the Python package '{name}' is not installed here")
+        return found.submodule_search_locations[0]
     folder = Path(text).expanduser()
     if folder.is_dir():
         return str(folder.resolve())
@@ -86,7 +94,11 @@ def readable(what: str, resolved: str, *, runs_code: bool, extra: str | None = N
     except Exception as error:  # a foreign library reads somebody's files: for broken ones it raises anything
         reason = why_not_loaded(resolved, first_lines(error))
         code = [] if runs_code or not is_local(resolved) else code_of(resolved)
-        reason += f"; {untrusted(code)}" if code else ""
+        if code:
+            reason += (
+                f"; it comes with Python code ({', '.join(code)}), which only "
+                "actor_rollout_ref.model.trust_remote_code=true runs"
+            )
         raise UserError(f"{what} cannot be loaded: {reason}") from error
 
 
@@ -103,22 +115,6 @@ def require_files(resolved: str, patterns: tuple[str, ...], what: str) -> None:
         raise UserError(f"model folder '{resolved}' has no {what}{listed}: is it a model's, and whole?")
 
 
-def _builtin(name: str) -> Path:
-    folder = BUILTIN_FOLDER / name
-    if not name or not (folder / "config.json").is_file():
-        known = sorted(p.parent.name for p in BUILTIN_FOLDER.glob("*/config.json"))
-        raise UserError(f"there is no built-in model '{name}'; there are: {', '.join(known) or 'none'}")
-    return folder
-
-
-def _package_folder(name: str) -> str:
-    """Of an installed Python package, which is not imported."""
-    found = importlib.util.find_spec(name) if name.isidentifier() else None
-    if found is None or not found.submodule_search_locations:
-        raise UserError(f"model path 'package:{name}': the Python package '{name}' is not installed here")
-    return found.submodule_search_locations[0]
-
-
 _NAMING = ("config.json", "tokenizer_config.json", "processor_config.json", "preprocessor_config.json")
 
 
@@ -131,14 +127,13 @@ def code_of(path: str | Path) -> list[str]:
     if not is_local(source):
         return [f"Python code of the hub's repository {source}"]
     found = {name for file in _NAMING for name in _texts(read_object(Path(source, file)).get("auto_map"))}
-    return sorted(_shown(source, name) for name in found)
-
-
-def untrusted(code: list[str]) -> str:
-    """What to do about code that was not run, for a message."""
-    return (
-        f"it comes with Python code ({', '.join(code)}), which only actor_rollout_ref.model.trust_remote_code=true runs"
-    )
+    shown = []
+    for name in found:
+        repository, _, reference = name.rpartition("--")
+        module, _, attribute = reference.rpartition(".")
+        file = f"{module}.py" if repository else f"{Path(source, module)}.py"
+        shown.append(f"{file}:{attribute}" + (f" of the hub's repository {repository}" if repository else ""))
+    return sorted(shown)
 
 
 def _texts(value: object) -> Iterator[str]:
@@ -148,11 +143,3 @@ def _texts(value: object) -> Iterator[str]:
     elif isinstance(value, dict | list):
         for item in value.values() if isinstance(value, dict) else value:
             yield from _texts(item)
-
-
-def _shown(folder: str, name: str) -> str:
-    repository, _, reference = name.rpartition("--")
-    module, _, attribute = reference.rpartition(".")
-    if repository:
-        return f"{module}.py:{attribute} of the hub's repository {repository}"
-    return f"{Path(folder, module)}.py:{attribute}"

@@ -1,11 +1,11 @@
 """Reward models: `transformers` sequence classifiers with one label."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForSequenceClassification, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 from distflow.errors import UserError
 from distflow.models.loading import ModelSource, own_aligned_memory, refuse_garbage
@@ -26,7 +26,15 @@ def load_reward_model(
     source = ModelSource(path, revision=revision)
     if is_local(source.path):
         require_files(source.path, ("*.safetensors",), "safetensors")
-    config = _config(source)
+    try:
+        config = source.config()
+    except UserError:
+        if is_local(source.path) and (code := code_of(source.path)):
+            raise UserError(
+                f"{source} comes with Python code ({', '.join(code)}), and none is run for a reward model: use one of "
+                "a family that transformers knows"
+            ) from None
+        raise
     if type(config) not in AutoModelForSequenceClassification._model_mapping:
         raise UserError(f"{source} cannot be a reward model: its family '{config.model_type}' has no classifier")
     if config.num_labels != 1:
@@ -42,18 +50,6 @@ def load_reward_model(
     return nn.Module.to(model, torch.device(device)).eval()
 
 
-def _config(source: ModelSource) -> PreTrainedConfig:
-    try:
-        return source.config()
-    except UserError:
-        if is_local(source.path) and (code := code_of(source.path)):
-            raise UserError(
-                f"{source} comes with Python code ({', '.join(code)}), and none is run for a reward model: use one of "
-                "a family that transformers knows"
-            ) from None
-        raise
-
-
 @torch.inference_mode()
 def score_ids(model: PreTrainedModel, ids: Sequence[Sequence[int]], pad_id: int, max_tokens: int) -> list[float]:
     """The score of each text.
@@ -62,19 +58,13 @@ def score_ids(model: PreTrainedModel, ids: Sequence[Sequence[int]], pad_id: int,
     of a forward, padding counted; a longer text has one of its own.
     """
     scores = [0.0] * len(ids)
-    for chosen in _micro_batches([len(each) for each in ids], max_tokens):
+    order = sorted(range(len(ids)), key=lambda i: (-len(ids[i]), i))
+    while order:  # the first of a micro-batch is the longest, and says how wide it is
+        number = max(max_tokens // len(ids[order[0]]), 1)
+        chosen, order = order[:number], order[number:]
         for i, score in zip(chosen, _score(model, [ids[i] for i in chosen], pad_id).tolist(), strict=True):
             scores[i] = score
     return scores
-
-
-def _micro_batches(lengths: Sequence[int], max_tokens: int) -> Iterator[list[int]]:
-    """Indices, the longest first: the first of a batch says how wide it is."""
-    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
-    while order:
-        number = max(max_tokens // lengths[order[0]], 1)
-        yield order[:number]
-        order = order[number:]
 
 
 def _score(model: PreTrainedModel, ids: Sequence[Sequence[int]], pad_id: int) -> Tensor:

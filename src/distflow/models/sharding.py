@@ -114,12 +114,6 @@ class Sharding:
     compute_dtype: torch.dtype = torch.float32
     on_host: bool = False
 
-    @property
-    def data_mesh(self) -> DeviceMesh:
-        """Without the dimension along which layers are computed together."""
-        names = self.mesh.mesh_dim_names or ()
-        return self.mesh[tuple(name for name in names if name != TENSOR)] if TENSOR in names else self.mesh
-
 
 def shard_model(model: nn.Module, sharding: Sharding) -> None:
     """Leave each rank its part of every weight, in place; `packed_forward` gathers a layer at a time.
@@ -129,25 +123,14 @@ def shard_model(model: nn.Module, sharding: Sharding) -> None:
     one, and are given the same tokens. Every rank runs the model as often as others.
     Raises UserError for a family that does not name its layers, and as `divide_layers` does.
     """
-    if TENSOR in (sharding.mesh.mesh_dim_names or ()):
-        divide_layers(model, sharding.mesh[TENSOR])
-    mesh = sharding.data_mesh
+    mesh, dims = sharding.mesh, sharding.mesh.mesh_dim_names or ()
+    if TENSOR in dims:
+        divide_layers(model, mesh[TENSOR])
+        mesh = mesh[tuple(name for name in dims if name != TENSOR)]
     # log-probs and logits are views; the warning is of changes in place, and nothing makes any
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
     policy = MixedPrecisionPolicy(param_dtype=sharding.compute_dtype, reduce_dtype=torch.float32)
     place = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if sharding.on_host else OffloadPolicy()
-    for module in (*_layers(model), model):
-        # also the root: between passes nothing but parts is there, and parameters are what optimizers know
-        fully_shard(module, mesh=mesh, mp_policy=policy, offload_policy=place, reshard_after_forward=True)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)  # gloo knows no sum that scales
-    for name in PACKED_METHODS:
-        register_fsdp_forward_method(model, name)
-
-
-def _layers(model: nn.Module) -> list[nn.Module]:
     names = unwrapped(model)._no_split_modules or ()
     layers = [module for module in model.modules() if type(module).__name__ in names]
     if not layers:
@@ -156,7 +139,15 @@ def _layers(model: nn.Module) -> list[nn.Module]:
             f"actor.strategy=fsdp gathers a model layer by layer, and the family '{family}' does not name its layers "
             "(_no_split_modules): set actor.strategy=torch"
         )
-    return layers
+    for module in (*layers, model):
+        # also the root: between passes nothing but parts is there, and parameters are what optimizers know
+        fully_shard(module, mesh=mesh, mp_policy=policy, offload_policy=place, reshard_after_forward=True)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # gloo knows no sum that scales
+    for name in PACKED_METHODS:
+        register_fsdp_forward_method(model, name)
 
 
 class Sliceable(Protocol):
@@ -195,16 +186,14 @@ def square_sum(tensors: Iterable[Tensor]) -> float:
         over = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
         own = own_part(tensor.detach()).double().square().sum()
         sums[over] = sums[over] + own if over in sums else own
-    return float(sum((_added(own, over) for over, own in sums.items()), start=torch.zeros((), dtype=torch.float64)))
-
-
-def _added(own: Tensor, over: tuple[DeviceMesh, tuple[Placement, ...]] | None) -> Tensor:
-    """The sum of a number over the mesh dimensions along which the tensor that it is of is divided."""
-    if over is None:
-        return own.cpu()
-    mesh, placements = over
-    sums = [Partial("sum") if placement.is_shard() else Replicate() for placement in placements]
-    return DTensor.from_local(own, mesh, sums, run_check=False).full_tensor().cpu()
+    total = torch.zeros((), dtype=torch.float64)
+    for over, own in sums.items():
+        if over is not None:  # added up over the dimensions along which the tensors are divided
+            mesh, placements = over
+            parts = [Partial("sum") if placement.is_shard() else Replicate() for placement in placements]
+            own = DTensor.from_local(own, mesh, parts, run_check=False).full_tensor()
+        total = total + own.cpu()
+    return float(total)
 
 
 @torch.no_grad()
@@ -236,15 +225,10 @@ def on_any_rank(found: Mapping[str, bool], tensors: Mapping[str, Tensor]) -> dic
     agreed = dict(found)
     for mesh in dict.fromkeys(t.device_mesh for t in tensors.values() if isinstance(t, DTensor)):
         names = [name for name, t in tensors.items() if isinstance(t, DTensor) and t.device_mesh == mesh]
-        agreed |= {
-            name: value > 0 for name, value in zip(names, _largest(mesh, [found[n] for n in names]), strict=True)
-        }
+        own = torch.tensor([found[name] for name in names], dtype=torch.float32, device=mesh.device_type)
+        largest = DTensor.from_local(own, mesh, [Partial("max")] * mesh.ndim).full_tensor()
+        agreed |= {name: value > 0 for name, value in zip(names, largest.tolist(), strict=True)}
     return agreed
-
-
-def _largest(mesh: DeviceMesh, values: list[bool]) -> list[float]:
-    own = torch.tensor(values, dtype=torch.float32, device=mesh.device_type)
-    return DTensor.from_local(own, mesh, [Partial("max")] * mesh.ndim).full_tensor().tolist()
 
 
 def _place(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -274,7 +258,15 @@ def empty_model(auto_class: Any, config: PreTrainedConfig) -> PreTrainedModel:
 def read_own_parts(model: PreTrainedModel, folder: Path) -> list[str]:
     """Fill a model from its folder's safetensors, of sharded weights this rank's part alone; returns the names of the
     weights that are not stored: these keep arbitrary values. Raises UserError for another shape or another format."""
-    files, stored = _files(folder), model.state_dict().keys()
+    if (folder / _INDEX).is_file():
+        index = json.loads((folder / _INDEX).read_text("utf-8"))
+        files = {name: folder / file for name, file in index["weight_map"].items()}
+    elif (folder / _SINGLE).is_file():
+        with safe_open(folder / _SINGLE, "pt") as tensors:
+            files = dict.fromkeys(tensors.keys(), folder / _SINGLE)
+    else:
+        raise UserError(f"'{folder}' has no safetensors ({_INDEX} or {_SINGLE}): they can be read in parts, others not")
+    stored = model.state_dict().keys()
     own: dict[str, Tensor] = dict(model.named_parameters())
     own |= {name: buffer for name, buffer in model.named_buffers() if name in stored}
     for name in sorted(own.keys() & files.keys()):
@@ -287,14 +279,3 @@ def read_own_parts(model: PreTrainedModel, folder: Path) -> list[str]:
                 )
             fill(own[name], values)
     return sorted(own.keys() - files.keys())
-
-
-def _files(folder: Path) -> dict[str, Path]:
-    """Which file of the folder holds each tensor."""
-    if (folder / _INDEX).is_file():
-        index = json.loads((folder / _INDEX).read_text("utf-8"))
-        return {name: folder / file for name, file in index["weight_map"].items()}
-    if not (folder / _SINGLE).is_file():
-        raise UserError(f"'{folder}' has no safetensors ({_INDEX} or {_SINGLE}): they can be read in parts, others not")
-    with safe_open(folder / _SINGLE, "pt") as tensors:
-        return dict.fromkeys(tensors.keys(), folder / _SINGLE)

@@ -1,7 +1,7 @@
 """Loads tokenizers, and says which tokens end a generation."""
 
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
@@ -42,10 +42,13 @@ def load_tokenizer(
     if gguf_file is not None:
         options["gguf_file"] = gguf_file
     with readable(f"the tokenizer of '{source}'", source, runs_code=trust_remote_code):
-        load: Callable[..., PreTrainedTokenizerBase] = (
-            PreTrainedTokenizerFast if _names_generic_class(source) else AutoTokenizer
-        ).from_pretrained
-        tokenizer = load(source, **options)
+        config, own_class = Path(source) / "tokenizer_config.json", None
+        if is_local(source) and config.is_file() and (config.parent / "tokenizer.json").is_file():
+            own_class = read_object(config).get("tokenizer_class")
+        # `AutoTokenizer` rebuilds some families' tokenizers (qwen2) from the vocabulary even where the folder says that
+        # its tokenizer is nothing but its tokenizer.json, and so changes how text is split.
+        loader: Any = PreTrainedTokenizerFast if own_class in _GENERIC_CLASSES else AutoTokenizer
+        tokenizer: PreTrainedTokenizerBase = loader.from_pretrained(source, **options)
     if generates and tokenizer.eos_token_id is None:
         raise UserError(f"the tokenizer of '{source}' has no eos_token: generations could not end; set it there")
     if tokenizer.pad_token_id is None:
@@ -70,15 +73,3 @@ def end_token_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     added = tokenizer.get_added_vocab()
     ids.update(added[token] for token in CHAT_END_TOKENS if token in added and token in template)
     return tuple(sorted(ids))
-
-
-def _names_generic_class(source: str) -> bool:
-    """Whether the folder says that its tokenizer is nothing but its tokenizer.json.
-
-    `AutoTokenizer` rebuilds some families' tokenizers (qwen2) from the vocabulary whatever the folder says, and so
-    changes how text is split.
-    """
-    config = Path(source) / "tokenizer_config.json"
-    if not is_local(source) or not config.is_file() or not (config.parent / "tokenizer.json").is_file():
-        return False
-    return read_object(config).get("tokenizer_class") in _GENERIC_CLASSES

@@ -27,26 +27,22 @@ def identity(path: str, revision: str | None = None) -> dict[str, str]:
     """
     source = resolve_path(path)
     if is_local(source):
-        return {"path": source, "revision": "", "fingerprint": _of_folder(Path(source))}
+        digest = hashlib.sha256()
+        for file in sorted(path for path in Path(source).iterdir() if path.is_file()):
+            size = file.stat().st_size
+            digest.update(f"{file.name} {size}\n".encode())
+            with file.open("rb") as opened:
+                step = max(size // _PIECES, _PIECE_BYTES)
+                for start in (*range(0, size, step), max(size - _PIECE_BYTES, 0)):
+                    opened.seek(start)
+                    digest.update(opened.read(_PIECE_BYTES))
+        return {"path": source, "revision": "", "fingerprint": digest.hexdigest()[:12]}
     try:
         config = cached_file(source, "config.json", revision=revision)
     except OSError as error:
         raise UserError(f"model '{source}' cannot be loaded: {why_not_loaded(source, str(error))}") from error
     assert config is not None, "it raises where there is none"
     return {"path": source, "revision": revision or "", "fingerprint": Path(config).parent.name}
-
-
-def _of_folder(folder: Path) -> str:
-    digest = hashlib.sha256()
-    for file in sorted(path for path in folder.iterdir() if path.is_file()):
-        size = file.stat().st_size
-        digest.update(f"{file.name} {size}\n".encode())
-        with file.open("rb") as opened:
-            step = max(size // _PIECES, _PIECE_BYTES)
-            for start in (*range(0, size, step), max(size - _PIECE_BYTES, 0)):
-                opened.seek(start)
-                digest.update(opened.read(_PIECE_BYTES))
-    return digest.hexdigest()[:12]
 
 
 LARGEST: Final = 65504.0
@@ -59,8 +55,11 @@ which moves an element by about the learning rate a step."""
 
 def magnitudes(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, float]:
     """The largest absolute value of each tensor, of a sharded one of this rank's part; NaN where it has one."""
-    parts = ((name, own_part(tensor.detach())) for name, tensor in tensors)
-    found = {name: _magnitude(part) for name, part in parts if part.numel()}
+    found = {}
+    for name, tensor in tensors:
+        if (part := own_part(tensor.detach())).numel():
+            low, high = torch.aminmax(part)
+            found[name] = torch.maximum(-low, high)
     return dict(zip(found, read_numbers(list(found.values())), strict=True))
 
 
@@ -73,8 +72,3 @@ def unsound(found: Mapping[str, float], start: Mapping[str, float] | None = None
     limits = {name: min(GROWTH * max(value, 1.0), LARGEST) for name, value in (start or {}).items()}
     wrong = [(name, value, limits.get(name, LARGEST)) for name, value in found.items()]
     return [f"'{name}' holds {value:.3g} (limit {limit:g})" for name, value, limit in wrong if not value <= limit]
-
-
-def _magnitude(tensor: Tensor) -> Tensor:
-    low, high = torch.aminmax(tensor)
-    return torch.maximum(-low, high)

@@ -9,9 +9,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
 
-import torch
+import numpy as np
 
-from distflow.algorithms.sample_filters import overlong_penalty
 from distflow.config.keys.reward import RewardPart
 from distflow.data.sample import Sample
 from distflow.errors import UserError
@@ -45,6 +44,18 @@ class Overlong(NamedTuple):
 
     buffer_tokens: int = 0
     factor: float = 1.0
+
+    def penalty(self, length: int, limit: int) -> float:
+        """Of a response of that many tokens, from 0 down to −factor, in float32 (arXiv:2503.14476, equation 13).
+
+        Raises ValueError if the buffer exceeds the limit.
+        """
+        if not 0 <= self.buffer_tokens <= limit:
+            raise ValueError(f"the overlong buffer of {self.buffer_tokens} tokens must lie in 0..{limit}")
+        if self.buffer_tokens == 0:
+            return 0.0
+        excess = (length - (limit - self.buffer_tokens)) / self.buffer_tokens
+        return float(np.float32(-min(max(excess, 0.0), 1.0) * self.factor))
 
 
 @dataclass(frozen=True)
@@ -159,7 +170,7 @@ class RewardRouter(AbstractContextManager["RewardRouter"]):
         if self._overlong.buffer_tokens > 0:
             length = sum(len(segment.token_ids) for segment in sample.response_segments)
             longest = self._response_limits.get(sample.domain, self._max_response_length)
-            parts[OVERLONG] = Score(float(overlong_penalty(torch.tensor([length]), longest, *self._overlong)))
+            parts[OVERLONG] = Score(self._overlong.penalty(length, longest))
             weights[OVERLONG] = 1.0
         outcome = RewardOutcome(_combine(parts, weights), parts, right)
         self._count(parts, sample.domain)

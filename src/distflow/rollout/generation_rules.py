@@ -9,25 +9,26 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from distflow.errors import UserError
-from distflow.rollout.engine import FinishReason, GenerateRequest, SamplingParams, Stream
+from distflow.rollout.engine import FinishReason, SamplingParams, Stream
 
 
-def check_request(request: GenerateRequest, *, vocab_size: int, max_positions: int) -> None:
+def check_request(
+    prompt_ids: tuple[int, ...], samples: tuple[int, ...], params: SamplingParams, vocab_size: int, max_positions: int
+) -> None:
     """Raises UserError for a request that cannot be run: names the value and the key to change."""
-    prompt_length, params = len(request.prompt_ids), request.params
-    if prompt_length == 0:
+    if not prompt_ids:
         raise UserError("a prompt without tokens cannot be continued: the model needs at least one (a BOS token, say)")
-    if not 0 <= min(request.prompt_ids) <= max(request.prompt_ids) < vocab_size:
+    if not 0 <= min(prompt_ids) <= max(prompt_ids) < vocab_size:
         raise UserError(
-            f"a prompt holds token {max(request.prompt_ids)}, but the model has {vocab_size} tokens: "
+            f"a prompt holds token {max(prompt_ids)}, but the model has {vocab_size} tokens: "
             "is this the model's own tokenizer?"
         )
-    if not request.samples or len(set(request.samples)) < len(request.samples):
-        raise UserError(f"a request needs one or more different sample indices, got {request.samples}")
+    if not samples or len(set(samples)) < len(samples):
+        raise UserError(f"a request needs one or more different sample indices, got {samples}")
     check_params(params)
-    if prompt_length + params.max_tokens > max_positions:
+    if len(prompt_ids) + params.max_tokens > max_positions:
         raise UserError(
-            f"a prompt of {prompt_length} tokens with up to {params.max_tokens} new ones exceeds the "
+            f"a prompt of {len(prompt_ids)} tokens with up to {params.max_tokens} new ones exceeds the "
             f"{max_positions} positions of the model: lower data.max_prompt_length or data.max_response_length"
         )
 
@@ -57,19 +58,13 @@ def finish_reason(
     """Call after each token; token_ids: the response so far. None: it continues."""
     if token_ids[-1] in params.stop_token_ids:
         return "stop"
-    if params.stop and ends_with_stop_string(token_ids, params.stop, tokenizer):
-        return "stop"
+    if params.stop:  # the last token may extend beyond the string
+        # A token holds at least one byte, so a string of b bytes ends within the last b tokens.
+        longest = max(len(string.encode()) for string in params.stop)
+        tail = tokenizer.decode(token_ids[-(longest + CONTEXT_TOKENS) :], skip_special_tokens=False)
+        if any(string in tail for string in params.stop):
+            return "stop"
     return "length" if len(token_ids) >= params.max_tokens else None
-
-
-def ends_with_stop_string(token_ids: list[int], stop: tuple[str, ...], tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether the last token completes a stop string (the token may extend beyond it).
-
-    Only the tail is decoded: a token holds at least one byte, so a string of b bytes ends within the last b tokens.
-    """
-    longest = max(len(string.encode()) for string in stop)
-    tail = tokenizer.decode(token_ids[-(longest + CONTEXT_TOKENS) :], skip_special_tokens=False)
-    return any(string in tail for string in stop)
 
 
 _WEYL = np.uint64(0x9E3779B97F4A7C15)

@@ -25,7 +25,14 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from distflow.rollout.engine import GenerateRequest, GenerateResult, Generation, SamplingParams, WeightReceipt
+from distflow.rollout.engine import (
+    FinishReason,
+    GenerateRequest,
+    GenerateResult,
+    Generation,
+    SamplingParams,
+    WeightReceipt,
+)
 from distflow.rollout.generation_rules import check_request, finish_reason, sample_key, uniforms
 from distflow.rollout.weights import EngineWeights
 from distflow.scheduling.groups import Version
@@ -48,7 +55,7 @@ class HFEngine:
         self.version = version
         self.num_generated_tokens = 0
         self._model: Any = model
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._weights = EngineWeights(model, shares_weights)
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="hf-rollout")
         self._open = asyncio.Event()
@@ -67,9 +74,9 @@ class HFEngine:
 
         Raises UserError for a request that cannot run.
         """
-        check_request(
-            request, vocab_size=self._model.config.vocab_size, max_positions=self._model.config.max_position_embeddings
-        )
+        config = self._model.config
+        sizes = (config.vocab_size, config.max_position_embeddings)
+        check_request(request.prompt_ids, request.samples, request.params, *sizes)
         await self._open.wait()
         cancelled = threading.Event()
         try:
@@ -106,7 +113,7 @@ class HFEngine:
         prompt = torch.tensor([request.prompt_ids] * num_samples, device=self._model.device)
         keys = [sample_key(request.stream, sample) for sample in request.samples]
         draw = _Draw(keys, request.num_drawn, params.greedy)
-        stop = _Stop(len(request.prompt_ids), params, self._tokenizer, cancelled, self._drew)
+        stop = _Stop(self, len(request.prompt_ids), params, cancelled)
         ids = self._model.generate(
             input_ids=prompt,
             attention_mask=torch.ones_like(prompt),
@@ -121,26 +128,19 @@ class HFEngine:
         )
         if cancelled.is_set():
             raise asyncio.CancelledError
-        log_probs = self._log_probs(ids, len(request.prompt_ids), params.temperature)
+        # Of a forward without cache, `(samples, response_length)`; entries after a stop token are meaningless.
+        logits = self._model(input_ids=ids, use_cache=False).logits[:, prompt.shape[1] - 1 : -1].float()
+        policy = (logits / params.temperature).log_softmax(dim=-1)
+        log_probs = policy.gather(-1, ids[:, prompt.shape[1] :, None]).squeeze(-1)
         generations = []
         for row, sample in enumerate(request.samples):
-            response = ids[row, prompt.shape[1] :].tolist()[: stop.lengths[row]]
-            reason = finish_reason(response, params, self._tokenizer)
-            assert reason is not None, "transformers stopped where we would not have"
-            sampling = [step[row] for step in draw.log_probs[: len(response)]]
-            versions = [self.version.step] * len(response)
-            rollout = log_probs[row, : len(response)].tolist()
+            length, reason = stop.ends[row]
+            response = ids[row, prompt.shape[1] :].tolist()[:length]
+            sampling = [step[row] for step in draw.log_probs[:length]]
+            versions = [self.version.step] * length
+            rollout = log_probs[row, :length].tolist()
             generations.append(Generation(sample, response, rollout, sampling, versions, reason))
         return GenerateResult(tuple(generations))
-
-    def _drew(self, num_tokens: int) -> None:
-        self.num_generated_tokens += num_tokens
-
-    def _log_probs(self, ids: Tensor, prompt_length: int, temperature: float) -> Tensor:
-        """`(samples, response_length)` of a forward without cache; entries after a stop token are meaningless."""
-        logits = self._model(input_ids=ids, use_cache=False).logits[:, prompt_length - 1 : -1].float()
-        policy = (logits / temperature).log_softmax(dim=-1)
-        return policy.gather(-1, ids[:, prompt_length:, None]).squeeze(-1)
 
     def _load_weights(self, version: Version, weights: Iterable[tuple[str, Tensor]] | None) -> WeightReceipt:
         receipt = self._weights.load(self.version, version, weights)
@@ -186,20 +186,19 @@ class _Draw(LogitsProcessor):
 
 @dataclass
 class _Stop(StoppingCriteria):
-    """Ends a row at its own stop. lengths: response tokens of each finished row (rows continue as padding after it).
-    drew: is called with the number of rows that have a token more."""
+    """Ends a row at its own stop, and counts the engine's tokens. ends: number of response tokens and finish reason of
+    each finished row (rows continue as padding after it)."""
 
+    engine: HFEngine
     prompt_length: int
     params: SamplingParams
-    tokenizer: PreTrainedTokenizerBase
     cancelled: threading.Event
-    drew: Callable[[int], None]
-    lengths: dict[int, int] = field(default_factory=dict)
+    ends: dict[int, tuple[int, FinishReason]] = field(default_factory=dict)
 
     def __call__(self, input_ids: Tensor, scores: Tensor, **_: object) -> Tensor:
-        self.drew(len(input_ids) - len(self.lengths))
+        self.engine.num_generated_tokens += len(input_ids) - len(self.ends)
         for row, response in enumerate(input_ids[:, self.prompt_length :].tolist()):
-            if row not in self.lengths and finish_reason(response, self.params, self.tokenizer) is not None:
-                self.lengths[row] = len(response)
-        done = [self.cancelled.is_set() or row in self.lengths for row in range(len(input_ids))]
+            if row not in self.ends and (reason := finish_reason(response, self.params, self.engine.tokenizer)):
+                self.ends[row] = len(response), reason
+        done = [self.cancelled.is_set() or row in self.ends for row in range(len(input_ids))]
         return torch.tensor(done, device=input_ids.device)

@@ -2,8 +2,8 @@
 has a hash of a stripe of each tensor, computed alike by sender and receiver."""
 
 import hashlib
-from collections import Counter
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -45,23 +45,23 @@ class PartialWeightsError(RuntimeError):
     """Weights that came one after another did not fit, and those before are taken: the module is of two versions."""
 
 
+@dataclass(eq=False)
 class EngineWeights:
-    """The weights of an engine's module, which are replaced as a whole or not at all."""
+    """The weights of an engine's module, which are replaced as a whole or not at all. shared: the module is the
+    trainer's, so nothing is copied."""
 
-    def __init__(self, module: nn.Module, shared: bool) -> None:
-        """shared: the module is the trainer's, so nothing is copied."""
-        self._module = module
-        self._shared = shared
-        self._is_whole = True
+    module: nn.Module
+    shared: bool
+    is_whole: bool = True
 
     def check_whole(self) -> None:
         """Raises RuntimeError after a copy that failed in the middle."""
-        if not self._is_whole:
+        if not self.is_whole:
             raise RuntimeError("the rollout engine took a part of its last weights only, and does not use them")
 
     def hashes(self) -> dict[str, str]:
         """See `RolloutEngine`."""
-        return stripe_hashes(self._module.named_parameters(remove_duplicate=False))
+        return stripe_hashes(self.module.named_parameters(remove_duplicate=False))
 
     def load(self, current: Version, version: Version, weights: Iterable[tuple[str, Tensor]] | None) -> WeightReceipt:
         """Take the weights of a version, between two steps; None: those that are there get that version.
@@ -72,17 +72,17 @@ class EngineWeights:
         if version < current:
             raise ValueError(f"weights of {version} offered to an engine that serves {current}: versions never go back")
         if weights is None:
-            return WeightReceipt(version, shared=self._shared, version_only=True)
-        if self._shared:
-            check_shared(self._module, weights)
+            return WeightReceipt(version, shared=self.shared, version_only=True)
+        if self.shared:
+            check_shared(self.module, weights)
             return WeightReceipt(version, shared=True)
-        was_whole, self._is_whole = self._is_whole, False
+        was_whole, self.is_whole = self.is_whole, False
         try:
-            hashes = copy_weights(self._module, weights)
+            hashes = copy_weights(self.module, weights)
         except ValueError:
-            self._is_whole = was_whole
+            self.is_whole = was_whole
             raise
-        self._is_whole = True
+        self.is_whole = True
         return WeightReceipt(version, hashes)
 
 
@@ -96,58 +96,58 @@ def copy_weights(module: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> di
     own = dict(module.named_parameters(remove_duplicate=False))
     if isinstance(weights, Sequence):
         _check_all(own, weights)
-    copied_names: dict[int, list[str]] = {}  # names by parameter
+    taken: Sent = {}
     with torch.no_grad():
         for name, tensor in weights:
-            if problem := _problem(own, copied_names, name, tensor):
+            if problem := _problem(own, taken, name, tensor):
                 raise PartialWeightsError(f"weights taken in part: {problem}")
             own[name].copy_(tensor)
-            copied_names.setdefault(id(own[name]), []).append(name)
-    if missing := _missing(own, copied_names):
+            taken.setdefault(id(own[name]), {})[name] = own[name]
+    if missing := _missing(own, taken):
         raise PartialWeightsError(f"weights taken in part: {'; '.join(missing[:8])}")
-    return stripe_hashes((name, own[name]) for names in copied_names.values() for name in names)
+    return stripe_hashes(each for by_name in taken.values() for each in by_name.items())
+
+
+Sent = dict[int, dict[str, Tensor]]
+"""Tensors so far by name, for the id of each parameter: one that is tied has several names."""
 
 
 def _check_all(own: Mapping[str, nn.Parameter], weights: Sequence[tuple[str, Tensor]]) -> None:
     """Raises ValueError."""
-    named = dict(weights)
-    problems = [f"{name}: sent twice" for name, count in Counter(name for name, _ in weights).items() if count > 1]
-    problems += [problem for name, tensor in named.items() if (problem := _unfit(own, name, tensor))]
-    for names in _names_by_parameter(own):
-        present = [name for name in names if name in named]
-        if any(not _same(named[present[0]], named[other]) for other in present[1:]):
-            problems.append(f"{' and '.join(present)}: one tensor here, different values sent")
-    problems += _missing(own, {id(own[name]) for name in named if name in own})
+    sent: Sent = {}
+    problems = []
+    for name, tensor in weights:
+        if problem := _problem(own, sent, name, tensor):
+            problems.append(problem)
+        if name in own:
+            sent.setdefault(id(own[name]), {})[name] = tensor
+    problems += _missing(own, sent)
     if problems:
         more = f", and {len(problems) - 8} more" if len(problems) > 8 else ""
         raise ValueError(f"weights not taken, nothing changed: {'; '.join(problems[:8])}{more}")
 
 
-def _problem(
-    own: Mapping[str, nn.Parameter], copied_names: Mapping[int, list[str]], name: str, tensor: Tensor
-) -> str | None:
-    """Why a tensor cannot follow those that are taken already."""
-    if problem := _unfit(own, name, tensor):
-        return problem
-    others = copied_names.get(id(own[name]), [])
-    if name in others:
-        return f"{name}: sent twice"
-    if others and not torch.equal(own[name], tensor.to(own[name])):
-        return f"{' and '.join([*others, name])}: one tensor here, different values sent"
-    return None
-
-
-def _unfit(own: Mapping[str, nn.Parameter], name: str, tensor: Tensor) -> str | None:
+def _problem(own: Mapping[str, nn.Parameter], sent: Sent, name: str, tensor: Tensor) -> str | None:
+    """Why a tensor cannot follow those that were sent before."""
     if name not in own:
         return f"{name}: unknown"
     if tensor.shape != own[name].shape:
         return f"{name}: shape {tuple(tensor.shape)}, expected {tuple(own[name].shape)}"
+    others = sent.get(id(own[name]), {})
+    if name in others:
+        return f"{name}: sent twice"
+    for first in list(others.values())[:1]:
+        if first.data_ptr() != tensor.data_ptr() and not torch.equal(first, tensor.to(first)):
+            return f"{' and '.join([*others, name])}: one tensor here, different values sent"
     return None
 
 
-def _missing(own: Mapping[str, nn.Parameter], present: Container[int]) -> list[str]:
-    """present: parameters of which some name came."""
-    return [f"{names[0]}: missing" for names in _names_by_parameter(own) if id(own[names[0]]) not in present]
+def _missing(own: Mapping[str, nn.Parameter], sent: Sent) -> list[str]:
+    """Parameters of which no name was sent, each by its first name."""
+    names: dict[int, str] = {}
+    for name, parameter in own.items():
+        names.setdefault(id(parameter), name)
+    return [f"{name}: missing" for key, name in names.items() if key not in sent]
 
 
 def check_shared(module: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> None:
@@ -159,14 +159,3 @@ def check_shared(module: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> No
             f"the engine shares the trainer's storage, but {len(foreign)} sent tensors lie elsewhere "
             f"({', '.join(foreign[:4])}): send the trainer's own parameters, or give the engine its own copy"
         )
-
-
-def _names_by_parameter(own: Mapping[str, nn.Parameter]) -> list[list[str]]:
-    names: dict[int, list[str]] = {}
-    for name, parameter in own.items():
-        names.setdefault(id(parameter), []).append(name)
-    return list(names.values())
-
-
-def _same(one: Tensor, other: Tensor) -> bool:
-    return one.data_ptr() == other.data_ptr() or torch.equal(one, other)

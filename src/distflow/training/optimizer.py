@@ -83,8 +83,13 @@ def load_optimizer_state(
         states.setdefault(_find(parameters, name), {}).update(entries)
     for path, tensor in tensors.items():
         key, _, name = path.partition("/")
-        parameter = _find(parameters, name)
-        states.setdefault(parameter, {})[key] = _beside(parameter, tensor.detach())
+        parameter, tensor = _find(parameters, name), tensor.detach()
+        if isinstance(parameter, DTensor) and not isinstance(tensor, DTensor) and tensor.shape == parameter.shape:
+            copied: Tensor = torch.empty_like(parameter, dtype=tensor.dtype)  # sharded alike
+            fill(copied, tensor)
+        else:  # counters are on the CPU
+            copied = tensor.to(torch.device("cpu") if tensor.dim() == 0 else parameter.device, copy=True)
+        states.setdefault(parameter, {})[key] = copied
     optimizer.state.clear()
     optimizer.state.update(states)
 
@@ -93,15 +98,6 @@ def move_optimizer_state(optimizer: torch.optim.Optimizer, device: torch.device)
     """Everything but the step counters, which are on the CPU whatever the parameters' device."""
     for entries in optimizer.state.values():
         entries.update({key: v.to(device) for key, v in entries.items() if isinstance(v, Tensor) and v.dim() > 0})
-
-
-def _beside(parameter: nn.Parameter, tensor: Tensor) -> Tensor:
-    """A copy of one of the parameter's moments on the parameter's device, sharded alike; counters on the CPU."""
-    if isinstance(parameter, DTensor) and not isinstance(tensor, DTensor) and tensor.shape == parameter.shape:
-        spread = torch.empty_like(parameter, dtype=tensor.dtype)
-        fill(spread, tensor)
-        return spread
-    return tensor.to(torch.device("cpu") if tensor.dim() == 0 else parameter.device, copy=True)
 
 
 def _find(parameters: dict[str, nn.Parameter], name: str) -> nn.Parameter:
@@ -116,12 +112,7 @@ SCHEDULES = ("constant", "constant_with_warmup", "linear_with_warmup", "cosine_w
 
 
 def make_schedule(
-    name: str,
-    *,
-    total_steps: int,
-    warmup_ratio: float = 0.0,
-    warmup_steps: int = -1,
-    min_lr_ratio: float = 0.0,
+    name: str, *, total_steps: int, warmup_ratio: float = 0.0, warmup_steps: int = -1, min_lr_ratio: float = 0.0
 ) -> Schedule:
     """step → factor, for the step that is about to be taken (from 0).
 

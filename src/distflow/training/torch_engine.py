@@ -1,34 +1,173 @@
-"""The train engine: packed micro-batches, exact gradient accumulation, one optimizer step a mini-batch; with gradient
-sum and clipping over ranks, and activation checkpointing.
+"""The scorer, which computes per-token outputs of a model over packed micro-batches (the frozen reference is one), and
+the train engine: exact gradient accumulation, one optimizer step a mini-batch, with gradient sum and clipping over
+ranks, and activation checkpointing.
 """
 
 import math
-from collections.abc import Collection, Iterable, Iterator
-from typing import TypeVar, Unpack
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import nullcontext
+from dataclasses import KW_ONLY, dataclass, field
+from typing import Any, TypedDict, TypeVar, Unpack
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from distflow.data.batch import Batch, read_numbers
+from distflow.data.batch import Batch, read_numbers, send
 from distflow.errors import UserError
 from distflow.graph.fields import Axis
-from distflow.models.lora import named_weights, unwrapped
-from distflow.models.sharding import fill, whole
+from distflow.models.log_probs import check_temperature
+from distflow.models.lora import adapter_off, named_weights, unwrapped
+from distflow.models.packed_forward import ModelInputs
+from distflow.models.packing import shared_prefixes
+from distflow.models.sharding import device_of, fill, whole
+from distflow.scheduling.bin_packing import pack
 from distflow.training.engine import (
     MODEL_PREFIX,
     OPTIMIZER_PREFIX,
     Collective,
     Counts,
     LossFn,
+    OneRank,
     Sums,
     TrainState,
 )
 from distflow.training.optimizer import Schedule, load_optimizer_state, move_optimizer_state, optimizer_state
-from distflow.training.scorer import ScorerOptions, TorchScorer, micro_batches
 
 AnyTensor = TypeVar("AnyTensor", bound=Tensor)
+
+
+class ScorerOptions(TypedDict, total=False):
+    """max_tokens_per_micro_batch: None chooses by the device. temperatures: of the domains that are not sampled at
+    `temperature`. compute_dtype: of the matrix products (the weights' own by default), by autocast; the softmax stays
+    in float32."""
+
+    max_tokens_per_micro_batch: int | None
+    temperature: float
+    temperatures: Mapping[str, float]
+    compute_dtype: torch.dtype | None
+
+
+@dataclass(eq=False, repr=False)
+class TorchScorer:
+    """Computes outputs of response tokens on one device, by the model's `packed_forward`.
+
+    For the options see `ScorerOptions`. without_adapter: score with the LoRA adapter switched off, which makes a policy
+    its own reference. group: the ranks that run the model as often as this one.
+    """
+
+    model: nn.Module
+    _: KW_ONLY
+    max_tokens_per_micro_batch: int | None = None
+    temperature: float = 1.0
+    temperatures: Mapping[str, float] = field(default_factory=dict)
+    compute_dtype: torch.dtype | None = None
+    without_adapter: bool = False
+    group: Collective = field(default_factory=OneRank)
+
+    def __post_init__(self) -> None:
+        self._parameter = next(self.model.parameters())
+        # On a CPU the allocator reuses the matrices of so few tokens: it gets larger ones from the kernel each time,
+        # page by page, which took a tenth to a third of an update.
+        self.max_tokens = self.max_tokens_per_micro_batch or (4096 if self.device.type == "cpu" else 16384)
+
+    @property
+    def device(self) -> torch.device:
+        return device_of(self._parameter)
+
+    @torch.no_grad()
+    def forward(self, batch: Batch, outputs: tuple[str, ...]) -> Batch:
+        """The wanted outputs as response columns of a batch with the samples of `batch`, on the CPU."""
+        self.model.eval()
+        bins = micro_batches(batch, self.max_tokens, self.group)
+        scored = Batch.concat([self._columns(batch.select(index), outputs) for index in bins])
+        return scored.to("cpu").select(torch.cat(bins).argsort())
+
+    def compute(self, micro: Batch, outputs: tuple[str, ...]) -> dict[str, Tensor]:
+        """The wanted outputs of a micro-batch, flat `(response tokens,)`, on the model's device, with gradient.
+
+        micro: on the CPU, where shared prefixes of its samples are found and computed once, or on the device.
+        outputs: of "log_probs", "entropy", "values". Raises ValueError for a sample without a prompt, and for samples
+        without their domain where domains have temperatures of their own.
+        """
+        model: Any = self.model  # nn.Module declares no methods
+        adapter = adapter_off(self.model) if self.without_adapter else nullcontext()
+        casts = self.compute_dtype not in (None, self._parameter.dtype)
+        with adapter, torch.autocast(self.device.type, dtype=self.compute_dtype) if casts else nullcontext():
+            return model.packed_forward(model_inputs(micro, self.device), outputs, temperature=self._temperature(micro))
+
+    def _columns(self, part: Batch, outputs: tuple[str, ...]) -> Batch:
+        columns = Batch(part.lengths("prompt"), part.lengths("response"))
+        for name, flat in self.compute(part, outputs).items():
+            columns[name] = flat
+        return columns
+
+    def _temperature(self, micro: Batch) -> float | Tensor:
+        """Of each response token, where they differ: `(response tokens,)`."""
+        if not self.temperatures:
+            return self.temperature
+        if "domain" not in micro:
+            raise ValueError("domains are sampled at temperatures of their own: scored samples need their 'domain'")
+        of_samples = torch.tensor([self.temperatures.get(domain, self.temperature) for domain in micro["domain"]])
+        check_temperature(of_samples)
+        return send(of_samples.repeat_interleave(micro.lengths("response")), self.device)
+
+
+def micro_batches(batch: Batch, max_tokens: int, group: Collective) -> list[Tensor]:
+    """Indices of each micro-batch's samples, int64; deterministic, every sample once.
+
+    At most `max_tokens` tokens (prompt and response) in each, except for a longer sample, which is alone and never
+    cut. Neighbours with the same prompt stay together as far as they fit: their prompt is computed once. Every
+    rank of `group` gets as many as the one that needs most, empty ones where it has fewer samples.
+    """
+    families = _families(batch, max_tokens)
+    lengths = batch.lengths("sequence")
+    sizes = [int(lengths[family].sum()) for family in families]
+    bins = pack(sizes, max_tokens)
+    agreed = int(group.max(float(len(bins))))
+    if agreed > len(bins):
+        bins = pack(sizes, max_tokens, agreed)
+    return [torch.tensor([i for family in bin for i in families[family]], dtype=torch.int64) for bin in bins]
+
+
+def _families(batch: Batch, max_tokens: int) -> list[list[int]]:
+    """Runs of samples with the same prompt, in order; one of more than `max_tokens` is cut."""
+    lengths = batch.lengths("sequence").tolist()
+    prompts = batch.flat("prompt_ids").split(batch.lengths("prompt").tolist()) if len(batch) else ()
+    families: list[list[int]] = []
+    room = 0
+    for i, prompt in enumerate(prompts):
+        if families and lengths[i] <= room and torch.equal(prompt, prompts[i - 1]):
+            families[-1].append(i)
+            room -= lengths[i]
+        else:
+            families.append([i])
+            room = max_tokens - lengths[i]
+    return families
+
+
+def model_inputs(micro: Batch, device: torch.device) -> ModelInputs:
+    """Response token t of a sequence is predicted from the position before it, prompt length + t − 1.
+
+    A micro-batch without tokens becomes one token that nothing is predicted from: every rank must run a
+    sharded model equally often, and the gradient is 0.
+    Shared prefixes of neighbouring samples are found only if the micro-batch is on the CPU: reading it from another
+    device would wait for that device.
+    Raises ValueError for a sample without a prompt: nothing predicts its first token.
+    """
+    empty = (micro.lengths("prompt") == 0) & (micro.lengths("response") > 0)
+    if bool(empty.any()):
+        index = int(empty.nonzero()[0])
+        who = micro.flat("uid")[index] if "uid" in micro else f"number {index}"
+        raise ValueError(f"sample {who} has an empty prompt: nothing predicts its first token; give a bos token")
+    ids, lengths = micro.flat("input_ids"), micro.lengths("sequence")
+    if not ids.numel():
+        ids, lengths = ids.new_zeros(1), torch.ones(1, dtype=torch.int64)
+    positions = send(micro.response_positions(), ids.device)
+    sharing = shared_prefixes(ids, lengths) if ids.device.type == "cpu" else None
+    ids, predicting, targets = (send(each, device) for each in (ids, positions - 1, ids[positions]))
+    return ModelInputs(ids, lengths, predicting, targets, sharing)
 
 
 def sum_gradients(parameters: Iterable[nn.Parameter], group: Collective) -> None:
@@ -44,17 +183,13 @@ def clip_gradients(parameters: Collection[nn.Parameter], max_norm: float | None)
     It includes all shards: the same on every rank. Nothing waits for it: if it is not finite the gradients are not
     either, before and after, and the caller drops them.
     """
-    norm = _norm([p.grad for p in parameters if p.grad is not None])
+    # Gradients with the same layout share one reduction.
+    norms = [whole(get_total_norm(alike)) for alike in _alike(p.grad for p in parameters if p.grad is not None)]
+    norm = norms[0] if len(norms) == 1 else get_total_norm(norms)
     if max_norm is not None:
         for alike in _alike(parameters):
             clip_grads_with_norm_(alike, max_norm, norm)
     return norm
-
-
-def _norm(gradients: list[Tensor]) -> Tensor:
-    """Gradients with the same layout share one reduction."""
-    norms = [whole(get_total_norm(alike)) for alike in _alike(gradients)]
-    return norms[0] if len(norms) == 1 else get_total_norm(norms)
 
 
 def _alike(tensors: Iterable[AnyTensor]) -> list[list[AnyTensor]]:
@@ -78,9 +213,6 @@ def checkpoint_activations(model: nn.Module) -> None:
         enable({"use_reentrant": False})
     except ValueError as error:
         raise UserError(f"enable_gradient_checkpointing is on, but {error}") from error
-
-
-HOST = torch.device("cpu")
 
 
 class TorchTrainEngine(TorchScorer):
@@ -107,7 +239,7 @@ class TorchTrainEngine(TorchScorer):
         layer's input, and compute the layer again in the backward pass. group: the ranks that share the mini-batch;
         each sees its own part, all take the same step, bit for bit.
         """
-        super().__init__(model, group=group, **scoring)
+        super().__init__(model, group=group or OneRank(), **scoring)
         self.optimizer = optimizer
         self.schedule = schedule
         self.max_grad_norm = max_grad_norm
@@ -116,7 +248,11 @@ class TorchTrainEngine(TorchScorer):
         self._trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._is_on_host = next(model.parameters()).device.type != self._device.type  # always, except for its buffers
         self._base_lrs = [float(group["lr"]) for group in optimizer.param_groups]
-        _refuse_low_precision(self._trainable)
+        if low := [name for name, p in self._trainable.items() if p.dtype in (torch.bfloat16, torch.float16)]:
+            raise UserError(
+                f"weights that are trained must be float32 ({low[0]} is not): load the model in float32 and set "
+                "compute_dtype to the precision wanted, or small updates would be rounded away"
+            )
         if gradient_checkpointing:
             checkpoint_activations(model)
 
@@ -145,7 +281,11 @@ class TorchTrainEngine(TorchScorer):
             shares.append({"loss": loss.detach(), **stats})
         sum_gradients(self._trainable.values(), self.group)
         norm = clip_gradients(self._trainable.values(), self.max_grad_norm)
-        own_sums, grad_norm = _read(shares, norm)
+        # The only wait of a step for its device.
+        *values, grad_norm = read_numbers([*(value for share in shares for value in share.values()), norm])
+        own_sums: Counts = {"loss": 0.0}
+        for name, value in zip((name for share in shares for name in share), values, strict=True):
+            own_sums[name] = own_sums.get(name, 0.0) + value
         sums = self.group.sum(own_sums)
         total = sums.pop("loss")
         skipped = not (math.isfinite(total) and math.isfinite(grad_norm))
@@ -154,6 +294,13 @@ class TorchTrainEngine(TorchScorer):
         self.optimizer.zero_grad(set_to_none=True)
         own = loss_fn.finish(sums, counts)
         return {**own, "loss": total, "grad_norm": grad_norm, "lr": lrs[0], "skipped": float(skipped), "empty": 0.0}
+
+    def _step(self, lrs: list[float]) -> None:
+        move_optimizer_state(self.optimizer, next(iter(self._trainable.values())).device)
+        for group, lr in zip(self.optimizer.param_groups, lrs, strict=True):
+            group["lr"] = lr
+        self.optimizer.step()
+        self.num_steps += 1
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """The weights by their Hugging Face names, tied ones once, LoRA merged; else the model's own storage.
@@ -179,64 +326,32 @@ class TorchTrainEngine(TorchScorer):
         For a sharded model, tensors are sharded in the same way, or whole: each rank takes its part.
         Raises ValueError, with nothing changed, if the weights' names or shapes or the optimizer differ.
         """
-        weights = state.trained_weights()
-        _check_same_weights(self._trainable, weights)
+        own, weights = self._trainable, state.trained_weights()
+        different = sorted(own.keys() ^ weights.keys()) or [n for n, p in own.items() if p.shape != weights[n].shape]
+        if different:
+            raise ValueError(
+                f"the state is of another model: {len(different)} weights differ in name or shape, {different[0]} "
+                "first; resume with the model (and lora_rank) that the run began with"
+            )
         prefix = OPTIMIZER_PREFIX
         moments = {n.removeprefix(prefix): t for n, t in state.tensors.items() if n.startswith(prefix)}
-        load_optimizer_state(self.optimizer, self._trainable, moments, state.meta["optimizer"])
-        for name, parameter in self._trainable.items():
+        load_optimizer_state(self.optimizer, own, moments, state.meta["optimizer"])
+        for name, parameter in own.items():
             fill(parameter, weights[name])
         self.num_steps = int(state.meta["num_steps"])
 
     def offload(self, weights: bool = True, moments: bool = True) -> None:
         """Free the device: weights, moments or both wait in the host's memory, the weights until `onload`, the moments
         until the next optimizer step. Both come back bit for bit."""
-        if weights:
-            self._move(HOST)
+        host = torch.device("cpu")
+        if weights and not self._is_on_host:
+            self.model.to(host)
         if moments:
-            move_optimizer_state(self.optimizer, HOST)
+            move_optimizer_state(self.optimizer, host)
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
     def onload(self) -> None:
         """See `offload`."""
-        self._move(self._device)
-
-    def _move(self, device: torch.device) -> None:
         if not self._is_on_host:
-            self.model.to(device)
-
-    def _step(self, lrs: list[float]) -> None:
-        move_optimizer_state(self.optimizer, next(iter(self._trainable.values())).device)
-        for group, lr in zip(self.optimizer.param_groups, lrs, strict=True):
-            group["lr"] = lr
-        self.optimizer.step()
-        self.num_steps += 1
-
-
-def _read(shares: list[Sums], norm: Tensor) -> tuple[Counts, float]:
-    """The sums over the micro-batches, and the gradient's norm: the only wait of a step for its device."""
-    names = [name for share in shares for name in share]
-    *values, grad_norm = read_numbers([*(value for share in shares for value in share.values()), norm])
-    sums: Counts = {"loss": 0.0}
-    for name, value in zip(names, values, strict=True):
-        sums[name] = sums.get(name, 0.0) + value
-    return sums, grad_norm
-
-
-def _refuse_low_precision(trainable: dict[str, nn.Parameter]) -> None:
-    low = [name for name, p in trainable.items() if p.dtype in (torch.bfloat16, torch.float16)]
-    if low:
-        raise UserError(
-            f"weights that are trained must be float32 ({low[0]} is not): load the model in float32 and set "
-            "compute_dtype to the precision wanted, or small updates would be rounded away"
-        )
-
-
-def _check_same_weights(own: dict[str, nn.Parameter], tensors: dict[str, Tensor]) -> None:
-    different = sorted(own.keys() ^ tensors.keys()) or [n for n, p in own.items() if p.shape != tensors[n].shape]
-    if different:
-        raise ValueError(
-            f"the state is of another model: {len(different)} weights differ in name or shape, {different[0]} first; "
-            "resume with the model (and lora_rank) that the run began with"
-        )
+            self.model.to(self._device)

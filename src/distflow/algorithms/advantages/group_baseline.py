@@ -103,6 +103,20 @@ def group_advantage(
     return under_mask(torch.where(groups.size == 1, alone, advantage), groups.valid)
 
 
+def advantages_of_rule(
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    group_index: Tensor,
+    rule: GroupRule,
+    valid: Tensor | None,
+    reduce: Reduce | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(advantages, returns): the rule's advantage of each sample on all of its policy tokens, for both."""
+    scores, lengths = sample_scores(token_level_rewards, response_mask), (response_mask > 0).sum(dim=-1)
+    advantages = on_tokens(group_advantage(scores, group_index, rule, valid, lengths, reduce), response_mask)
+    return advantages, advantages.clone()
+
+
 def sample_scores(token_level_rewards: Tensor, response_mask: Tensor) -> Tensor:
     """The reward of each sample, float64 `(bs,)`: the sum of its row over the policy's tokens."""
     return under_mask(token_level_rewards.double(), response_mask).sum(dim=-1)

@@ -17,6 +17,7 @@ from torch import Tensor
 from distflow.algorithms.advantages.group_baseline import (
     GroupRule,
     Groups,
+    advantages_of_rule,
     counted_tokens,
     group_advantage,
     on_tokens,
@@ -61,14 +62,12 @@ def compute_grpo_advantage(
 ) -> tuple[Tensor, Tensor]:
     """(reward − mean) / (std + ε) of its group on every policy token; returns are the same.
 
-    token_level_rewards, response_mask: `(bs, response_length)`; group_index, valid: `(bs,)`. The standard deviation is
-    unbiased, of the group's rewards or with `scale_rewards="batch"` of all rewards of the global batch. A group of one
-    keeps its reward, or gets 0 with "batch" (TRL). Raises ValueError for an unknown `scale_rewards`.
+    The standard deviation is unbiased, of the group's rewards or with `scale_rewards="batch"` of all rewards of the
+    global batch. A group of one keeps its reward, or gets 0 with "batch" (TRL). Raises ValueError for an unknown
+    `scale_rewards`.
     """
-    scores = sample_scores(token_level_rewards, response_mask)
     rule = grpo_rule(norm_adv_by_std_in_grpo, adv_epsilon, scale_rewards)
-    advantages = on_tokens(group_advantage(scores, group_index, rule, valid, reduce=reduce), response_mask)
-    return advantages, advantages.clone()
+    return advantages_of_rule(token_level_rewards, response_mask, group_index, rule, valid, reduce)
 
 
 compute_cpgd_advantage = register_adv_est("cpgd", scope="global", describe=describe_grpo)(compute_grpo_advantage)
@@ -105,7 +104,7 @@ def compute_gdpo_advantage(
 ) -> tuple[Tensor, Tensor]:
     """Σ_k weight_k · GRPO's advantage of part k, whitened over the global batch; returns are the same.
 
-    response_mask: `(bs, response_length)`; group_index, valid: `(bs,)`. reward_parts: scores of a sample by name,
+    reward_parts: scores of a sample by name,
     unweighted; a missing part adds 0 and is in no mean. reward_weights: by domain (else "default") and name, 1 if
     missing. Whitening is over the policy's tokens, as in NVIDIA's verl and in verl, or over
     samples, as in NVIDIA's TRL. The summed rewards, and a KL in them, are not read.
@@ -113,7 +112,8 @@ def compute_gdpo_advantage(
     summed = torch.zeros(len(response_mask), dtype=torch.float64, device=response_mask.device)
     is_valid = torch.ones_like(summed, dtype=torch.bool) if valid is None else valid.bool()
     rule = grpo_rule(norm_adv_by_std_in_grpo, adv_epsilon)
-    weights = _weights_of_samples(reward_weights or {}, domain, len(summed))
+    by_domain, domains = reward_weights or {}, [DEFAULT_DOMAIN] * len(summed) if domain is None else domain
+    weights = [by_domain.get(name) or by_domain.get(DEFAULT_DOMAIN) or {} for name in domains]
     for name in sorted({name for parts in reward_parts for name in parts}):
         scores = summed.new_tensor([parts.get(name, 0.0) for parts in reward_parts])
         weight = summed.new_tensor([of_sample.get(name, 1.0) for of_sample in weights])
@@ -126,11 +126,6 @@ def compute_gdpo_advantage(
         spread = summed[:, None].expand(response_mask.shape)
         advantages = masked_whiten(spread, counted_tokens(response_mask, valid), reduce).float()
     return advantages, advantages.clone()
-
-
-def _weights_of_samples(weights: Weights, domain: Sequence[str] | None, bs: int) -> list[Mapping[str, float]]:
-    domains = [DEFAULT_DOMAIN] * bs if domain is None else domain
-    return [weights.get(name) or weights.get(DEFAULT_DOMAIN) or {} for name in domains]
 
 
 AlphaCounts = Literal["groups", "rewards"]
@@ -157,8 +152,7 @@ def compute_gpg_advantage(
     The quotient is equation 6 of the paper (ICLR 2026); α = B / (B − M), equations 7 and 8, compensates for the M of B
     samples with zero advantage, whose group has equal rewards. B and M count valid samples of the
     global batch. With `alpha_counts="rewards"` B − M is the number of samples with a reward other than 0, as in verl.
-    token_level_rewards, response_mask: `(bs, response_length)`; group_index, valid: `(bs,)`. A group of one keeps its
-    reward, times α.
+    A group of one keeps its reward, times α.
     """
     scores = sample_scores(token_level_rewards, response_mask)
     groups = Groups(group_index, valid)
@@ -189,8 +183,7 @@ def compute_grpo_passk_advantage(
 ) -> tuple[Tensor, Tensor]:
     """best − second best reward, over (std + ε), for the one best sample of a group; 0 for the others.
 
-    token_level_rewards, response_mask: `(bs, response_length)`; group_index, valid: `(bs,)`. Where several share the
-    best reward, and in a group of one, all get 0. Returns are the advantages.
+    Where several share the best reward, and in a group of one, all get 0. Returns are the advantages.
     """
     groups = Groups(group_index, valid)
     scores = under_mask(sample_scores(token_level_rewards, response_mask), groups.valid)

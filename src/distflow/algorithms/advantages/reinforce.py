@@ -12,9 +12,9 @@ from torch import Tensor
 from distflow.algorithms.advantages.gae import discounted_sum
 from distflow.algorithms.advantages.group_baseline import (
     GroupRule,
+    advantages_of_rule,
     counted_tokens,
     group_advantage,
-    on_tokens,
     sample_scores,
 )
 from distflow.algorithms.masked_reductions import Reduce, masked_whiten, under_mask
@@ -26,19 +26,12 @@ def rewards_to_go(token_level_rewards: Tensor, mask: Tensor, gamma: float) -> Te
     return under_mask(discounted_sum(under_mask(token_level_rewards, mask), mask, gamma), mask)
 
 
-@register_adv_est(
-    "reinforce",
-    scope="sample",
-    describe=lambda gamma: f"reward to go, discounted by gamma {gamma:g}",
-)
+@register_adv_est("reinforce", scope="sample", describe=lambda gamma: f"reward to go, discounted by gamma {gamma:g}")
 def compute_reinforce_advantage(
     token_level_rewards: Tensor, response_mask: Tensor, valid: Tensor | None = None, *, gamma: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """Reward to go of each policy token; returns are the same.
-
-    token_level_rewards, response_mask: `(bs, response_length)`; valid: `(bs,)`. Tokens between the policy's pass it
-    on without discount.
-    """
+    """Reward to go of each policy token; returns are the same. Tokens between the policy's pass it on without
+    discount."""
     returns = rewards_to_go(token_level_rewards, counted_tokens(response_mask, valid), gamma).float()
     return returns, returns.clone()
 
@@ -56,19 +49,14 @@ def compute_reinforce_plus_plus_advantage(
     gamma: float = 1.0,
     reduce: Reduce | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Rewards to go of the policy's tokens, whitened over the global batch of valid samples; returns are unwhitened.
-
-    token_level_rewards, response_mask: `(bs, response_length)`; valid: `(bs,)`.
-    """
+    """Rewards to go of the policy's tokens, whitened over the global batch of valid samples; returns are unwhitened."""
     mask = counted_tokens(response_mask, valid)
     returns = rewards_to_go(token_level_rewards, mask, gamma)
     return masked_whiten(returns, mask, reduce).float(), returns.float()
 
 
 @register_adv_est(
-    "reinforce_plus_plus_baseline",
-    scope="global",
-    describe=lambda: f"{GroupRule()}, whitened over the batch",
+    "reinforce_plus_plus_baseline", scope="global", describe=lambda: f"{GroupRule()}, whitened over the batch"
 )
 def compute_reinforce_plus_plus_baseline_advantage(
     token_level_rewards: Tensor,
@@ -80,8 +68,7 @@ def compute_reinforce_plus_plus_baseline_advantage(
 ) -> tuple[Tensor, Tensor]:
     """reward − mean of its group on every policy token, whitened over the tokens of the global batch.
 
-    token_level_rewards, response_mask: `(bs, response_length)`; group_index, valid: `(bs,)`. Returns are the
-    advantages. A group of one enters with its reward.
+    Returns are the advantages. A group of one enters with its reward.
     """
     scores = sample_scores(token_level_rewards, response_mask)
     centred = group_advantage(scores, group_index, GroupRule(), valid)
@@ -94,10 +81,8 @@ def compute_reinforce_plus_plus_baseline_advantage(
 def compute_remax_advantage(
     token_level_rewards: Tensor, response_mask: Tensor, reward_baselines: Tensor, valid: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Undiscounted reward to go − baseline on every policy token; returns are the reward to go.
-
-    token_level_rewards, response_mask: `(bs, response_length)`; reward_baselines, valid: `(bs,)`.
-    """
+    """Undiscounted reward to go − baseline, reward_baselines `(bs,)`, on every policy token; returns are the reward to
+    go."""
     mask = counted_tokens(response_mask, valid)
     returns = rewards_to_go(token_level_rewards, mask, 1.0)
     advantages = under_mask(returns - reward_baselines.double()[:, None], mask)
@@ -111,13 +96,8 @@ RLOO = GroupRule(leave_one_out=True, alone="zero")
 def compute_rloo_advantage(
     token_level_rewards: Tensor, response_mask: Tensor, group_index: Tensor, valid: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """reward − mean of the others of its group, on every policy token; returns are the same.
-
-    token_level_rewards, response_mask: `(bs, response_length)`; group_index, valid: `(bs,)`. A group of one gets 0.
-    """
-    scores = sample_scores(token_level_rewards, response_mask)
-    advantages = on_tokens(group_advantage(scores, group_index, RLOO, valid), response_mask)
-    return advantages, advantages.clone()
+    """reward − mean of the others of its group, on every policy token, 0 in a group of one; returns are the same."""
+    return advantages_of_rule(token_level_rewards, response_mask, group_index, RLOO, valid)
 
 
 OPO = GroupRule(baseline="length_weighted_mean")
@@ -129,10 +109,6 @@ def compute_opo_advantage(
 ) -> tuple[Tensor, Tensor]:
     """reward − length-weighted mean reward of its group, on every policy token; returns are the same.
 
-    token_level_rewards, response_mask: `(bs, response_length)`; group_index, valid: `(bs,)`. Lengths count the
-    policy's tokens. A group of one keeps its reward.
+    Lengths count the policy's tokens. A group of one keeps its reward.
     """
-    scores = sample_scores(token_level_rewards, response_mask)
-    lengths = (response_mask > 0).sum(dim=-1)
-    advantages = on_tokens(group_advantage(scores, group_index, OPO, valid, lengths), response_mask)
-    return advantages, advantages.clone()
+    return advantages_of_rule(token_level_rewards, response_mask, group_index, OPO, valid)

@@ -48,14 +48,10 @@ def num_selected(share: float, loss_mask: Tensor, reduce: Reduce | None = None) 
 def token_draws(uid: Sequence[str], loss_mask: Tensor) -> Tensor:
     """A random number in 0..1 for each token, float64 `(bs, response_length)`, by its sample's uid and its position."""
     length = loss_mask.shape[-1]
-    rows = [_random_bits(name, length) for name in uid]
+    keys = [int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") for name in uid]
+    rows = [np.random.Philox(key=key).random_raw(length) for key in keys]
     bits = np.stack(rows) if rows else np.zeros((0, length), dtype=np.uint64)
     return torch.from_numpy((bits >> np.uint64(11)).astype(np.float64) * 2.0**-53).to(loss_mask.device)
-
-
-def _random_bits(uid: str, length: int) -> "np.ndarray[tuple[int], np.dtype[np.uint64]]":
-    key = int.from_bytes(hashlib.blake2b(uid.encode(), digest_size=8).digest(), "little")
-    return np.random.Philox(key=key).random_raw(length)
 
 
 def largest(values: Tensor, ties: Tensor, among: Tensor, count: int, reduce: Reduce | None = None) -> Tensor:

@@ -5,7 +5,7 @@ as AReaL uses it for stale rollouts (arXiv:2505.24298), with its `rejection_samp
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Literal
+from typing import Literal, get_args, get_origin
 
 import torch
 from torch import Tensor
@@ -14,13 +14,6 @@ from distflow.algorithms.losses.clipped_ratio import Stats, check_dual_clip, cli
 from distflow.algorithms.masked_reductions import MAX_LOG_RATIO, as_stat, log_ratio, raw_log_ratio, under_mask
 from distflow.algorithms.registry import register_policy_loss
 from distflow.errors import hint
-
-_CHOICES = {
-    "level": ("token", "sequence"),
-    "action": ("mask", "clamp"),
-    "metric": ("ratio", "kl_k1", "kl_k2", "kl_k3"),
-    "agg": ("sum", "mean", "max"),
-}
 
 
 @dataclass(frozen=True)
@@ -32,10 +25,10 @@ class RejectionSampling:
     sequence; a ratio is aggregated by its log, so that `mean` is the geometric mean. Bounds are inclusive.
     """
 
-    level: str = "token"
-    action: str = "mask"
-    metric: str = "ratio"
-    agg: str = "mean"
+    level: Literal["token", "sequence"] = "token"
+    action: Literal["mask", "clamp"] = "mask"
+    metric: Literal["ratio", "kl_k1", "kl_k2", "kl_k3"] = "ratio"
+    agg: Literal["sum", "mean", "max"] = "mean"
     upper: float = 5.0
     lower: float | None = None
 
@@ -44,19 +37,18 @@ class RejectionSampling:
         """Raises ValueError for an unknown name, or invalid bounds or choices."""
         if not isinstance(options, Mapping):
             raise ValueError(f"rejection_sampling is a mapping, e.g. {{metric: kl_k3, upper: 0.1}}, not {options!r}")
-        known = [f.name for f in fields(RejectionSampling)]
+        known = {f.name: get_args(f.type) if get_origin(f.type) is Literal else () for f in fields(RejectionSampling)}
         for name, value in options.items():
             if name not in known:
                 raise ValueError(f"rejection_sampling has no '{name}'{hint(name, known)}")
-            if name in _CHOICES and value not in _CHOICES[name]:
-                raise ValueError(f"rejection_sampling.{name} '{value}' is none of {', '.join(_CHOICES[name])}")
-            if name in ("upper", "lower") and not _is_bound(name, value):
+            if known[name] and value not in known[name]:
+                raise ValueError(f"rejection_sampling.{name} '{value}' is none of {', '.join(known[name])}")
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if not known[name] and not is_number and not (name == "lower" and value is None):
                 raise ValueError(f"rejection_sampling.{name} must be a number, not {value!r}")
-        rule = RejectionSampling(**options)  # type: ignore[arg-type]  # checked one by one above
-        rule._check()
-        return rule
+        return RejectionSampling(**options)  # type: ignore[arg-type]  # checked one by one above
 
-    def _check(self) -> None:
+    def __post_init__(self) -> None:
         if self.lower is not None and self.lower > self.upper:
             raise ValueError(
                 f"rejection_sampling.lower {self.lower} is above its upper {self.upper}: nothing would pass"
@@ -71,11 +63,6 @@ class RejectionSampling:
             raise ValueError(f"rejection_sampling.action=clamp is for metric=ratio; {self.metric} needs action=mask")
 
 
-def _is_bound(name: str, value: object) -> bool:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    return number or (name == "lower" and value is None)
-
-
 def behaviour_weights(behaviour: Tensor, loss_mask: Tensor, rule: RejectionSampling) -> tuple[Tensor, Tensor]:
     """(weight of each token, bool: outside the bounds), both `(bs, response_length)`.
 
@@ -87,7 +74,11 @@ def behaviour_weights(behaviour: Tensor, loss_mask: Tensor, rule: RejectionSampl
     weight = _ratio(behaviour)
     if rule.level == "sequence" and rule.metric == "ratio":
         weight = _ratio(behaviour.sum(dim=-1, keepdim=True) / count).expand_as(behaviour)
-    measured = _metric(behaviour, rule.metric)
+    measured = behaviour  # a ratio stays a log until the tokens are aggregated
+    if rule.metric == "kl_k2":
+        measured = 0.5 * behaviour.square()
+    elif rule.metric == "kl_k3":
+        measured = _ratio(-behaviour) - 1.0 + behaviour
     if rule.level == "sequence":
         measured = _aggregate(measured, inside, count, rule.agg).expand_as(behaviour)
     if rule.metric == "ratio":
@@ -102,15 +93,6 @@ def behaviour_weights(behaviour: Tensor, loss_mask: Tensor, rule: RejectionSampl
 
 def _ratio(log_ratio: Tensor) -> Tensor:
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-
-
-def _metric(behaviour: Tensor, metric: str) -> Tensor:
-    """Of each token; a ratio stays a log until the tokens are aggregated."""
-    if metric == "kl_k2":
-        return 0.5 * behaviour.square()
-    if metric == "kl_k3":
-        return _ratio(-behaviour) - 1.0 + behaviour
-    return behaviour
 
 
 def _aggregate(measured: Tensor, inside: Tensor, count: Tensor, agg: str) -> Tensor:

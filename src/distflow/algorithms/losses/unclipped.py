@@ -84,12 +84,7 @@ def check_beta(beta: float) -> None:
 
 @register_policy_loss("dro", check=check_beta)
 def compute_dro_loss(
-    log_probs: Tensor,
-    advantages: Tensor,
-    loss_mask: Tensor,
-    old_log_probs: Tensor | None = None,
-    *,
-    beta: float = 0.1,
+    log_probs: Tensor, advantages: Tensor, loss_mask: Tensor, old_log_probs: Tensor | None = None, *, beta: float = 0.1
 ) -> tuple[Tensor, Stats]:
     """−logπ·A + beta/2 · (logπ − logπ_old)² per token; all `(bs, response_length)`.
 

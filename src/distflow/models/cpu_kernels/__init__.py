@@ -2,7 +2,6 @@
 torch does it all.
 
 `decode_step.py`: one decode step and sampling (`decode.c`, `draw.c`). `weight_layout.py`: how its weights are packed.
-`attention.py`: attention over packed sequences (`attend.c`). `layer.py`: the rest of a layer in float32 (`before.c`,
-`after.c`). `fused_ops.py`: operations between torch's products in a larger layer, or in bfloat16 (`between.c`). The
-headers are shared.
+`layer.py`: attention over packed sequences (`attend.c`), and the rest of a layer in float32 (`before.c`, `after.c`), or
+operations between torch's products in a larger layer, or in bfloat16 (`between.c`). The headers are shared.
 """

@@ -1,5 +1,5 @@
-"""Compiles this folder's C for the processor at hand, with the machine's C compiler, once for all runs; has the types
-of its functions' arguments."""
+"""Compiles this folder's C for the processor at hand, with the machine's C compiler, once for all runs; calls its
+functions."""
 
 import ctypes
 import functools
@@ -10,7 +10,9 @@ import shutil
 import subprocess
 import tempfile
 from pathlib import Path
+from typing import Any
 
+import torch
 from threadpoolctl import threadpool_info
 from torch import Tensor
 
@@ -54,7 +56,11 @@ def _load() -> ctypes.CDLL:
     compiler = shutil.which("cc")
     if compiler is None:
         raise NotNative("there is no C compiler `cc` on the PATH (Debian's package is named gcc)")
-    _openmp()
+    # Have the code find the OpenMP that torch computes with: a second one would have threads of its own.
+    loaded = [pool["filepath"] for pool in threadpool_info() if pool["user_api"] == "openmp"]
+    if len(loaded) != 1:
+        raise NotNative(f"it wants the one OpenMP library of torch, and this process has {len(loaded)}")
+    ctypes.CDLL(loaded[0], mode=ctypes.RTLD_GLOBAL)
     path = _cache() / f"native-{_digest(compiler)}.so"
     if not path.exists():
         _compile(compiler, path)
@@ -68,14 +74,6 @@ def name() -> str:
     """Of the code, by all that its results depend on; "torch" where there is none."""
     found = outcome()
     return "torch" if isinstance(found, NotNative) else Path(found._name).stem
-
-
-def _openmp() -> None:
-    """Have the code find the OpenMP that torch computes with: a second one would have threads of its own."""
-    loaded = [pool["filepath"] for pool in threadpool_info() if pool["user_api"] == "openmp"]
-    if len(loaded) != 1:
-        raise NotNative(f"it wants the one OpenMP library of torch, and this process has {len(loaded)}")
-    ctypes.CDLL(loaded[0], mode=ctypes.RTLD_GLOBAL)
 
 
 def _cache() -> Path:
@@ -122,13 +120,36 @@ def _run(*command: str) -> str:
     return done.stdout
 
 
-class Norm(ctypes.Structure):
-    _fields_ = [("weight", ADDRESS), ("of_weight", ADDRESS), ("size", COUNT), ("epsilon", ctypes.c_float)]
+def call(name: str, *arguments: Any) -> int:
+    """Run a C function, whose last argument is the number of threads. arguments: tensors, None for a missing one,
+    structures, whole numbers, and values of C. Raises NotNative."""
+    return getattr(library(), name)(*map(_of_c, arguments), COUNT(torch.get_num_threads()))
 
 
-def norm_of(weight: Tensor | None, of_weight: Tensor | None, epsilon: float) -> Norm:
-    return Norm(address(weight), address(of_weight), 0 if weight is None else len(weight), epsilon)
+def size(name: str, *arguments: Any) -> int:
+    """What a C function returns that computes a size. arguments: as of `call`. Raises NotNative."""
+    function = getattr(library(), name)
+    function.restype = COUNT
+    return function(*map(_of_c, arguments))
+
+
+def _of_c(value: Any) -> Any:
+    if value is None or isinstance(value, Tensor):
+        return ADDRESS(address(value))
+    if isinstance(value, ctypes.Structure):
+        return ctypes.byref(value)
+    return COUNT(value) if isinstance(value, int) else value
 
 
 def address(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
+
+
+def addresses(*names: str) -> list[tuple[str, type]]:
+    """Fields of a structure."""
+    return [(name, ADDRESS) for name in names]
+
+
+def counts(*names: str) -> list[tuple[str, type]]:
+    """Fields of a structure."""
+    return [(name, COUNT) for name in names]

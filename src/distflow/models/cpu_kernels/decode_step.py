@@ -8,7 +8,7 @@ import logging
 import torch
 from torch import Tensor, nn
 
-from distflow.models.cpu_kernels.build import ADDRESS, COUNT, NotNative, library
+from distflow.models.cpu_kernels.build import NotNative, addresses, call, counts, library, size
 from distflow.models.cpu_kernels.weight_layout import check_modules, head_key, layer_modules, layout_key, pack_weights
 
 
@@ -16,15 +16,12 @@ def draw(logits: Tensor, temperature: float, uniform: Tensor) -> tuple[Tensor, T
     """Token ids int64 and their log-probs float64, `(rows,)`: of each row the first token, in vocabulary order, whose
     cumulative mass exceeds `uniform` (float64 `(rows,)`, in [0, 1)) of the total. logits: float32 `(rows, vocab)`, on
     the CPU. None where one is NaN or +inf, or a row is -inf altogether. Raises NotNative."""
-    logits, uniform, threads = logits.contiguous(), uniform.contiguous(), torch.get_num_threads()
-    rows, size = logits.shape
-    masses, tokens = torch.empty(threads, size), torch.empty(rows, dtype=torch.int64)
+    logits, uniform = logits.contiguous(), uniform.contiguous()
+    rows, vocabulary = logits.shape
+    masses, tokens = torch.empty(torch.get_num_threads(), vocabulary), torch.empty(rows, dtype=torch.int64)
     log_probs = torch.empty(rows, dtype=torch.float64)
-    all_drawn = library().draw(
-        *(ADDRESS(logits.data_ptr()), COUNT(rows), COUNT(size), ctypes.c_float(temperature)),
-        *(ADDRESS(tensor.data_ptr()) for tensor in (uniform, masses, tokens, log_probs)),
-        COUNT(threads),
-    )
+    outputs = (masses, tokens, log_probs)
+    all_drawn = call("draw", logits, rows, vocabulary, ctypes.c_float(temperature), uniform, *outputs)
     return (tokens, log_probs) if all_drawn else None
 
 
@@ -33,9 +30,9 @@ _log = logging.getLogger(__name__)
 
 class _Memory(ctypes.Structure):
     _fields_ = [
-        *((name, ADDRESS) for name in ("keys", "values")),
-        *((name, COUNT) for name in ("layer_stride", "row_stride", "head_stride")),
-        *((name, ADDRESS) for name in ("cos", "sin")),
+        *addresses("keys", "values"),
+        *counts("layer_stride", "row_stride", "head_stride"),
+        *addresses("cos", "sin"),
     ]
 
 
@@ -51,13 +48,11 @@ class NativeStep:
         model, or, which a warning says, on this machine."""
         _check(causal)
         try:
-            self._library = library()
+            library()
         except NotNative as reason:
             _log.warning("tokens are decoded by torch alone, several times as slowly: %s", reason)
             raise
-        for size in (self._library.scratch_size, self._library.project_scratch, self._library.panel_width):
-            size.restype = COUNT
-        self._panel: int = self._library.panel_width()
+        self._panel = size("panel_width")
         self._causal, self._halves = causal, halves
         self.values_dtype = torch.bfloat16 if halves else torch.float32  # which products make them in
         self._key = layout_key(causal)
@@ -97,20 +92,13 @@ class NativeStep:
         if keys.stride() != values.stride() or keys.stride()[-2:] != (keys.shape[-1], 1):
             raise ValueError(f"keys and values lie otherwise than expected: strides {keys.stride()}, {values.stride()}")
         token_ids, positions = token_ids.contiguous(), positions.contiguous()
-        model, rows, extent, threads = self._packed.model, len(token_ids), keys.shape[-2], torch.get_num_threads()
-        wanted = threads * self._library.scratch_size(ctypes.byref(model), COUNT(extent))
+        model, rows, extent = self._packed.model, len(token_ids), keys.shape[-2]
+        wanted = torch.get_num_threads() * size("scratch_size", model, extent)
         if len(self._scratch) < wanted:
             self._scratch = torch.empty(wanted)
         hidden = torch.empty(rows, model.hidden)
         memory = _Memory(keys.data_ptr(), values.data_ptr(), *keys.stride()[:3], cos.data_ptr(), sin.data_ptr())
-        refused = self._library.decode(
-            *(ctypes.byref(structure) for structure in (model, memory)),
-            *(ADDRESS(tensor.data_ptr()) for tensor in (token_ids, positions)),
-            *(COUNT(number) for number in (rows, extent)),
-            *(ADDRESS(tensor.data_ptr()) for tensor in (hidden, self._scratch)),
-            COUNT(threads),
-        )
-        if refused:
+        if call("decode", model, memory, token_ids, positions, rows, extent, hidden, self._scratch):
             raise IndexError(f"a token is not below {model.vocabulary}, or a position not below {extent}")
         return hidden
 
@@ -118,12 +106,8 @@ class NativeStep:
         """`(rows, hidden)` → `(rows, vocab)`."""
         head, hidden = self._packed.head, hidden.contiguous()
         logits = torch.empty(len(hidden), head.columns)
-        scratch = torch.empty(self._library.project_scratch(ctypes.byref(head), COUNT(len(hidden))))
-        self._library.project(
-            ctypes.byref(head),
-            *(ADDRESS(tensor.data_ptr()) for tensor in (hidden, logits)),
-            *(COUNT(len(hidden)), ADDRESS(scratch.data_ptr()), COUNT(torch.get_num_threads())),
-        )
+        scratch = torch.empty(size("project_scratch", head, len(hidden)))
+        call("project", head, hidden, logits, len(hidden), scratch)
         return logits
 
 

@@ -1,6 +1,12 @@
-"""Native code for a decoder layer without its attention, in float32 on a CPU: the part before attention (norm,
-projections, rotation) and the part after it (output, norm, gated MLP and residuals), as one operation each, forward and
-backward. Intermediate results stay in the processor's cache."""
+"""Native code for a decoder layer on a CPU, forward and backward.
+
+- Causal attention of packed sequences in float32: each sequence to itself, shared prefixes included, without padding
+  and without a matrix that is saved for the backward pass.
+- In float32: the part before attention (norm, projections, rotation) and the part after it (output, norm, gated MLP and
+  residuals), as one operation each. Intermediate results stay in the processor's cache.
+- The operations between matrix products that torch computes, in bfloat16 or float32: each reads its inputs and writes
+  its outputs once. With bfloat16, forward rounds where autocast does, and backward less often.
+"""
 
 import ctypes
 from collections.abc import Sequence
@@ -11,41 +17,97 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from distflow.models.cpu_kernels.build import ADDRESS, COUNT, Norm, address, library, norm_of
+from distflow.models.cpu_kernels.build import ADDRESS, COUNT, address, addresses, call, counts, size
+from distflow.models.packing import Sequences
+
+
+class _Packing(ctypes.Structure):
+    _fields_ = [
+        *addresses("place", "starts", "shared"),
+        *counts("sequences", "longest", "heads", "kv_heads", "head_dim"),
+        ("scale", ctypes.c_float),
+    ]
+
+
+def attend(queries: Tensor, keys: Tensor, values: Tensor, sequences: Sequences, scale: float) -> Tensor:
+    """queries: float32 `(rows, heads, head_dim)`; keys and values with their own number of heads. scale: of the
+    scores, above 0. As queries; differentiable once. Raises NotNative."""
+    mixed: Tensor = _Attention.apply(queries.contiguous(), keys.contiguous(), values.contiguous(), sequences, scale)
+    return mixed
+
+
+class _Attention(Function):
+    @staticmethod
+    def forward(ctx: Any, queries: Tensor, keys: Tensor, values: Tensor, sequences: Sequences, scale: float) -> Tensor:
+        mixed, log_sums = torch.empty_like(queries), queries.new_empty(queries.shape[:2])
+        _run_attention("attend", sequences, scale, queries, keys, values, mixed, log_sums)
+        ctx.save_for_backward(queries, keys, values, mixed, log_sums)
+        ctx.sequences, ctx.scale = sequences, scale
+        return mixed
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, of_mixed: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+        queries, keys, values, mixed, log_sums = ctx.saved_tensors
+        sequences, of_mixed = ctx.sequences, of_mixed.contiguous()
+        added = [keys.new_empty(len(sequences.place), *keys.shape[1:]) for _ in range(2)]
+        of_queries = torch.empty_like(queries)
+        others = (mixed, log_sums, of_mixed, of_queries, *added)
+        _run_attention("attend_backward", sequences, ctx.scale, queries, keys, values, *others)
+        if len(sequences.place) > len(keys):  # some rows are of several sequences
+            for index, rows in enumerate(added):
+                added[index] = torch.zeros_like(keys)
+                call("add_rows", sequences.place, len(rows), keys[0].numel(), rows, added[index])
+        return of_queries, *added, None, None
+
+
+def _run_attention(
+    name: str, sequences: Sequences, scale: float, queries: Tensor, keys: Tensor, *others: Tensor
+) -> None:
+    """others: values, and the C function's arguments after them."""
+    of = (sequences.place, sequences.starts, sequences.shared)
+    packing = _Packing(
+        *(tensor.data_ptr() for tensor in of),
+        *(len(sequences.shared), sequences.longest, queries.shape[1], keys.shape[1], queries.shape[2], scale),
+    )
+    scratch = torch.empty(torch.get_num_threads() * size("attend_scratch", packing))
+    call(name, packing, queries, keys, *others, scratch)
+
+
+class _Norm(ctypes.Structure):
+    _fields_ = [*addresses("weight", "of_weight"), *counts("size"), ("epsilon", ctypes.c_float)]
+
+
+def _norm(weight: Tensor | None, of_weight: Tensor | None, epsilon: float) -> _Norm:
+    return _Norm(address(weight), address(of_weight), 0 if weight is None else len(weight), epsilon)
 
 
 class _Linear(ctypes.Structure):
-    _fields_ = [
-        *((name, ADDRESS) for name in ("weight", "bias", "of_weight", "of_bias")),
-        *((name, COUNT) for name in ("inputs", "outputs")),
-    ]
+    _fields_ = [*addresses("weight", "bias", "of_weight", "of_bias"), *counts("inputs", "outputs")]
 
 
 class _Projection(ctypes.Structure):
     _fields_ = [
-        *(("linear", _Linear), ("norm", Norm)),
-        *((name, ADDRESS) for name in ("projected", "outputs", "of_outputs")),
-        ("rotates", COUNT),
+        *(("linear", _Linear), ("norm", _Norm)),
+        *addresses("projected", "outputs", "of_outputs"),
+        *counts("rotates"),
     ]
 
 
 class _Before(ctypes.Structure):
     _fields_ = [
-        *((name, ADDRESS) for name in ("x", "of_x", "cos", "sin")),
-        *(("norm", Norm), ("projections", _Projection * 3)),
-        *((name, COUNT) for name in ("rows", "head_dim")),
+        *addresses("x", "of_x", "cos", "sin"),
+        *(("norm", _Norm), ("projections", _Projection * 3)),
+        *counts("rows", "head_dim"),
     ]
 
 
 class _After(ctypes.Structure):
     _fields_ = [
-        *(
-            (name, ADDRESS)
-            for name in ("x", "mixed", "attended", "gates", "ups", "outputs", "of_outputs", "of_x", "of_mixed")
-        ),
-        ("norm", Norm),
+        *addresses("x", "mixed", "attended", "gates", "ups", "outputs", "of_outputs", "of_x", "of_mixed"),
+        ("norm", _Norm),
         *((name, _Linear) for name in ("output", "gate", "up", "down")),
-        ("rows", COUNT),
+        *counts("rows"),
     ]
 
 
@@ -96,14 +158,7 @@ def after_attention(layer: Any, x: Tensor, mixed: Tensor) -> Tensor:
 class _BeforeAttention(Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        head_dim: int,
-        epsilon: float,
-        norm: Tensor,
-        *weights: Tensor,
+        ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, head_dim: int, epsilon: float, norm: Tensor, *weights: Tensor
     ) -> tuple[Tensor, ...]:
         outputs = [x.new_empty(len(x), len(weight)) for weight in weights[::3]]
         projected = [
@@ -136,11 +191,11 @@ def _before(ctx: Any, tensors: Sequence[Any], of_weights: Sequence[Tensor | None
     x, cos, sin, norm, *others = tensors
     weights, projected = others[:9], others[9:]
     of_norm, *of_others = of_weights
-    job = _Before(x.data_ptr(), None, cos.data_ptr(), sin.data_ptr(), norm_of(norm, of_norm, ctx.epsilon))
+    job = _Before(x.data_ptr(), None, cos.data_ptr(), sin.data_ptr(), _norm(norm, of_norm, ctx.epsilon))
     for index, place in enumerate(job.projections):
         own, of_own = weights[3 * index : 3 * index + 3], of_others[3 * index : 3 * index + 3]
         place.linear = _linear(own[:2], of_own[:2])
-        place.norm = norm_of(own[2], of_own[2], ctx.epsilon)
+        place.norm = _norm(own[2], of_own[2], ctx.epsilon)
         place.projected, place.rotates = address(projected[index]), index < 2
     job.rows, job.head_dim = len(x), ctx.head_dim
     return job
@@ -152,7 +207,7 @@ class _AfterAttention(Function):
         ctx: Any, x: Tensor, mixed: Tensor, epsilon: float, keeps: bool, norm: Tensor, *weights: Tensor
     ) -> Tensor:
         attended, outputs = torch.empty_like(x), torch.empty_like(x)
-        stride = library().gates_stride(COUNT(len(weights[2])))
+        stride = size("gates_stride", len(weights[2]))
         gates, ups = ((x.new_empty(len(x), stride) if keeps else None) for _ in range(2))
         tensors = (mixed, attended, gates, ups, norm, *weights)
         ctx.save_for_backward(*tensors)
@@ -176,7 +231,7 @@ class _AfterAttention(Function):
 def _after(ctx: Any, tensors: Sequence[Any], of_weights: Sequence[Tensor | None]) -> Any:
     mixed, attended, gates, ups, norm, *weights = tensors
     of_norm, *of_others = of_weights
-    job = _After(norm=norm_of(norm, of_norm, ctx.epsilon), rows=len(attended))
+    job = _After(norm=_norm(norm, of_norm, ctx.epsilon), rows=len(attended))
     job.mixed, job.attended, job.gates, job.ups = (address(each) for each in (mixed, attended, gates, ups))
     for index, name in enumerate(("output", "gate", "up", "down")):
         setattr(job, name, _linear(weights[2 * index : 2 * index + 2], of_others[2 * index : 2 * index + 2]))
@@ -193,9 +248,127 @@ def _like(weight: Tensor | None) -> Tensor | None:
 
 
 def _run(name: str, job: Any, *, backward: bool) -> None:
-    native, threads = library(), torch.get_num_threads()
-    size = getattr(native, f"{name}_scratch")
-    size.restype = COUNT
-    scratch = torch.empty(size(ctypes.byref(job), COUNT(backward), COUNT(threads)))
-    run = getattr(native, f"{name}_attention_backward" if backward else f"{name}_attention")
-    run(ctypes.byref(job), ADDRESS(scratch.data_ptr()), COUNT(threads))
+    scratch = torch.empty(size(f"{name}_scratch", job, backward, torch.get_num_threads()))
+    call(f"{name}_attention_backward" if backward else f"{name}_attention", job, scratch)
+
+
+class _Heads(ctypes.Structure):
+    _fields_ = [("norms", _Norm * 2), ("heads", COUNT * 3), *counts("head_dim")]
+
+
+def add_norm(x: Tensor, added: Tensor | None, norm: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """x + added in float32, and its norm in the products' dtype. x: float32 `(rows, hidden)`; added: a product, or
+    None for zeros. Differentiable once, as all here."""
+    outputs: tuple[Tensor, Tensor] = _AddNorm.apply(x.contiguous(), added, norm.weight, norm.variance_epsilon, dtype)
+    return outputs
+
+
+def split_heads(projected: Tensor, cos: Tensor, sin: Tensor, attention: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Normed and rotated queries, rotated keys and values, all float32 `(rows, heads of each, head_dim)`.
+
+    projected: by a product, `(rows, all heads · head_dim)`, in this order. cos, sin: float32 `(rows, head_dim)`."""
+    norms = [getattr(attention, f"{name}_norm", None) for name in ("q", "k")]
+    weights = [None if norm is None else norm.weight for norm in norms]
+    epsilon = 0.0 if norms[0] is None else norms[0].variance_epsilon
+    outputs: tuple[Tensor, Tensor, Tensor] = _SplitHeads.apply(
+        projected,
+        cos.contiguous(),
+        sin.contiguous(),
+        len(attention.k_proj.weight) // attention.head_dim,
+        epsilon,
+        *weights,
+    )
+    return outputs
+
+
+def gate(gate_up: Tensor) -> Tensor:
+    """silu(gate) · up, `(rows, size)`. gate_up: by a product, `(rows, 2 · size)`, gates first."""
+    gated: Tensor = _Gate.apply(gate_up)
+    return gated
+
+
+class _AddNorm(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, added: Tensor | None, weight: Tensor, epsilon: float, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        outputs, normed = torch.empty_like(x), torch.empty_like(x, dtype=dtype)
+        norm = _norm(weight, None, epsilon)
+        call("add_norm", norm, x, added, len(x), dtype == torch.bfloat16, outputs, normed)
+        ctx.save_for_backward(outputs, weight)
+        ctx.epsilon = epsilon
+        return outputs, normed
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, of_outputs: Tensor, of_normed: Tensor) -> tuple[Tensor | None, ...]:
+        outputs, weight = ctx.saved_tensors
+        of_x, of_weight = torch.empty_like(outputs), torch.empty_like(weight)
+        of_added = torch.empty_like(of_normed) if ctx.needs_input_grad[1] else None
+        norm, sums = _norm(weight, of_weight, ctx.epsilon), weight.new_empty(torch.get_num_threads(), len(weight))
+        given = (outputs, of_outputs.contiguous(), of_normed.contiguous(), len(outputs))
+        call("add_norm_backward", norm, *given, of_normed.dtype == torch.bfloat16, of_x, of_added, sums)
+        return of_x, of_added, of_weight, None, None
+
+
+class _SplitHeads(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, projected: Tensor, cos: Tensor, sin: Tensor, num_kv_heads: int, epsilon: float, *norms: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        rows, dim = cos.shape
+        num_heads = projected.shape[1] // dim - 2 * num_kv_heads
+        outputs = [cos.new_empty(rows, heads, dim) for heads in (num_heads, num_kv_heads, num_kv_heads)]
+        heads = _heads(outputs, epsilon, norms, (None, None))
+        halves = projected.dtype == torch.bfloat16
+        call("split_heads", heads, projected, cos, sin, rows, halves, _addresses(outputs))
+        ctx.save_for_backward(projected if norms[0] is not None else None, cos, sin, *norms)
+        ctx.epsilon, ctx.dtype = epsilon, projected.dtype
+        return tuple(outputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *of_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        projected, cos, sin, *norms = ctx.saved_tensors
+        rows, dim = cos.shape
+        of_norms = [None if norm is None else torch.empty_like(norm) for norm in norms]
+        operands = [each.contiguous() for each in of_outputs]
+        heads = _heads(operands, ctx.epsilon, norms, of_norms)
+        of_projected = cos.new_empty(rows, sum(each.shape[1] for each in operands) * dim, dtype=ctx.dtype)
+        sums = cos.new_empty(torch.get_num_threads(), 2, dim)
+        others = (ctx.dtype == torch.bfloat16, _addresses(operands), of_projected, sums)
+        call("split_heads_backward", heads, projected, cos, sin, rows, *others)
+        return of_projected, None, None, None, None, *of_norms
+
+
+def _heads(
+    outputs: Sequence[Tensor], epsilon: float, norms: Sequence[Tensor | None], of_norms: Sequence[Tensor | None]
+) -> _Heads:
+    weights = zip(norms, of_norms, strict=True)
+    return _Heads(
+        (_Norm * 2)(*(_norm(*each, epsilon) for each in weights)),
+        (COUNT * 3)(*(each.shape[1] for each in outputs)),
+        outputs[0].shape[2],
+    )
+
+
+def _addresses(tensors: Sequence[Tensor]) -> Any:
+    return (ADDRESS * len(tensors))(*(tensor.data_ptr() for tensor in tensors))
+
+
+class _Gate(Function):
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
+        rows, width = len(gate_up), gate_up.shape[1] // 2
+        gated = gate_up.new_empty(rows, width)
+        call("gate_rows", gate_up, rows, width, gate_up.dtype == torch.bfloat16, gated)
+        ctx.save_for_backward(gate_up)
+        return gated
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, of_gated: Tensor) -> Tensor:
+        (gate_up,) = ctx.saved_tensors
+        halves, of_gate_up = gate_up.dtype == torch.bfloat16, torch.empty_like(gate_up)
+        call("gate_rows_backward", gate_up, of_gated.contiguous(), *of_gated.shape, halves, of_gate_up)
+        return of_gate_up

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
-from distflow.models.cpu_kernels.build import ADDRESS, COUNT, NotNative
+from distflow.models.cpu_kernels.build import NotNative, addresses, counts
 
 MAKERS = ("torch.nn.", "transformers.")
 PAIRS_UNIT = 32  # `halves.h`: rows of pairs are padded to a multiple of it
@@ -24,22 +24,21 @@ not by one of the makers."""
 
 
 class Linear(ctypes.Structure):
-    _fields_ = [("panels", ADDRESS), ("bias", ADDRESS), *((name, COUNT) for name in ("depth", "columns", "halves"))]
+    _fields_ = [*addresses("panels", "bias"), *counts("depth", "columns", "halves")]
 
 
 class Layer(ctypes.Structure):
     _fields_ = [
-        *((name, ADDRESS) for name in ("input_norm", "post_norm", "query_norm", "key_norm")),
+        *addresses("input_norm", "post_norm", "query_norm", "key_norm"),
         *((name, Linear) for name in ("query_key_value", "output", "gate_up", "down")),
     ]
 
 
 class Model(ctypes.Structure):
     _fields_ = [
-        *((name, ADDRESS) for name in ("embedding", "norm", "layers")),
-        *((name, COUNT) for name in ("vocabulary", "num_layers", "hidden", "intermediate")),
-        *((name, COUNT) for name in ("heads", "kv_heads", "head_dim", "halves")),
-        *((name, ctypes.c_float) for name in ("epsilon", "scaling")),
+        *addresses("embedding", "norm", "layers"),
+        *counts("vocabulary", "num_layers", "hidden", "intermediate", "heads", "kv_heads", "head_dim", "halves"),
+        *(("epsilon", ctypes.c_float), ("scaling", ctypes.c_float)),
     ]
 
 
@@ -155,21 +154,17 @@ def check_modules(modules: Iterable[nn.Module], epsilon: float) -> None:
         if module._forward_hooks or module._forward_pre_hooks:
             raise NotNative(f"{name} has a hook")
         for weight in module.parameters(recurse=False):
-            _check_weight(name, weight)
+            if type(weight) not in (Tensor, nn.Parameter):
+                raise NotNative(f"{name} has a {type(weight).__name__}")
+            if weight.dtype != torch.float32 or weight.device.type != "cpu":
+                dtype = str(weight.dtype).removeprefix("torch.")
+                raise NotNative(f"it is for float32 on a CPU, and {name} is in {dtype} on {weight.device}")
+            if weight.is_inference() or not weight.is_contiguous():
+                raise NotNative(f"a weight of {name} was made in inference mode, or does not lie together")
         if getattr(module, "variance_epsilon", epsilon) != epsilon:
             raise NotNative(f"{name} has an epsilon of its own")
         if getattr(module, "max_norm", None) is not None:
             raise NotNative("its embeddings are scaled when they are looked up")
-
-
-def _check_weight(name: str, weight: Tensor) -> None:
-    if type(weight) not in (Tensor, nn.Parameter):
-        raise NotNative(f"{name} has a {type(weight).__name__}")
-    if weight.dtype != torch.float32 or weight.device.type != "cpu":
-        dtype = str(weight.dtype).removeprefix("torch.")
-        raise NotNative(f"it is for float32 on a CPU, and {name} is in {dtype} on {weight.device}")
-    if weight.is_inference() or not weight.is_contiguous():
-        raise NotNative(f"a weight of {name} was made in inference mode, or does not lie together")
 
 
 class PrepackedLinear(nn.Linear):
@@ -194,17 +189,13 @@ class PrepackedLinear(nn.Linear):
 def prepack(model: nn.Module) -> None:
     """Make plain linear maps such, where there is something to gain. Their weights may be changed in place, or laid
     elsewhere, but not by way of `weight.data`, which counts no changes."""
-    if not _is_there():
+    # The operators are torch's own, for its compiler; a build without oneDNN has none of them.
+    names = ("_is_mkldnn_bf16_supported", "_reorder_linear_weight", "_linear_pointwise")
+    if not all(hasattr(torch.ops.mkldnn, name) for name in names) or not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return
     for module in model.modules():
         if type(module) is nn.Linear and _gains(module.weight):
             module.__class__ = PrepackedLinear
-
-
-def _is_there() -> bool:
-    """The operators are torch's own, for its compiler; a build without oneDNN has none of them."""
-    names = ("_is_mkldnn_bf16_supported", "_reorder_linear_weight", "_linear_pointwise")
-    return all(hasattr(torch.ops.mkldnn, name) for name in names) and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def _gains(weight: Tensor) -> bool:

@@ -4,7 +4,6 @@ import asyncio
 import itertools
 import time
 from collections.abc import Iterable
-from collections.abc import Sequence as Rows
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from types import TracebackType
@@ -19,9 +18,9 @@ from distflow.models.cpu_kernels.weight_layout import prepack
 from distflow.rollout.embedded.cuda.async_steps import AsyncSteps, DeviceOptions
 from distflow.rollout.embedded.cuda.request_lane import CudaRequestLane
 from distflow.rollout.embedded.engine_loop import StepLoop, settle
-from distflow.rollout.embedded.host_steps import BatchTiles, RequestLane
-from distflow.rollout.embedded.sampler import StepTokens
-from distflow.rollout.embedded.scheduler import LaneLimits, Sequence, sequences_of
+from distflow.rollout.embedded.host_steps import RequestLane, TiledLane, tile_size
+from distflow.rollout.embedded.kv_cache import PromptCache
+from distflow.rollout.embedded.scheduler import Scheduler, Sequence, StepTokens, sequences_of
 from distflow.rollout.engine import (
     Activity,
     ActivityLog,
@@ -42,8 +41,7 @@ Lane = RequestLane | CudaRequestLane
 class _Pending:
     """A call of `generate` that waits for its sequences."""
 
-    loop: asyncio.AbstractEventLoop
-    future: "asyncio.Future[GenerateResult]"
+    future: "asyncio.Future[None]"
     lane: Lane
     sequences: list[Sequence]
 
@@ -63,10 +61,10 @@ class EmbeddedEngine:
     tokenizer: for stop strings. max_num_seqs: sequences of a lane decoded together. shares_weights: `model` is the
     trainer's, so `load_weights` copies nothing. kv_on_update: with new weights, begun sequences continue with the old
     keys and values, get those of the new weights, or end (finish reason "abort"). num_threads: of torch, where the
-    engine computes on a thread of its own; None leaves them as they are. batch_invariant: see `BatchTiles`.
-    max_prefill_tokens, prompt_cache_tokens: see `LaneLimits`. enforce_eager: no CUDA graphs, and no native code.
-    compute_dtype: see `DecoderView`. on_device: run decode steps asynchronously on the device (`cuda/`); None: if it is
-    a CUDA device, and the engine is not `batch_invariant`.
+    engine computes on a thread of its own; None leaves them as they are. batch_invariant: see `host_steps.py`.
+    max_prefill_tokens: see `Scheduler`. prompt_cache_tokens: prefilled prompt tokens that a lane keeps while there is
+    work. enforce_eager: no CUDA graphs, and no native code. compute_dtype: see `DecoderView`. on_device: run decode
+    steps asynchronously on the device (`cuda/`); None: if it is a CUDA device, and the engine is not `batch_invariant`.
     Raises UserError for a model that `DecoderView` cannot run.
     """
 
@@ -101,22 +99,25 @@ class EmbeddedEngine:
         # numbers are drawn by asyncio's thread alone.
         self._weights = EngineWeights(self.model, self.shares_weights)
         self._num_loads = 0  # identifies the weights: they may get another version without a load
-        self._other, self._train = self._lanes = self._make_lanes()
+        device = self.on_device
+        if device is None and self._decoder.device.type == "cuda" and not self.batch_invariant:
+            device = DeviceOptions(graphs=not self.enforce_eager)
+        self._steps: AsyncSteps | None = None
+        if device is not None:
+            self._steps = AsyncSteps(self._decoder, self.model, 2 * self.max_num_seqs, device)
+        self._tile_size = tile_size(self._decoder) if self.batch_invariant and device is None else None
+        self._other, self._train = self._lanes = self._make_lane("eval"), self._make_lane("train")
         self._numbers = itertools.count()
         self._pending: dict[int, _Pending] = {}
         self._loop = StepLoop("embedded-rollout", self.step, self._has_work, self._fail, self.num_threads)
 
-    def _make_lanes(self) -> Rows[Lane]:
-        limits = LaneLimits(self.max_num_seqs, self.max_prefill_tokens, self.prompt_cache_tokens)
-        device = self.on_device
-        if device is None and self._decoder.device.type == "cuda" and not self.batch_invariant:
-            device = DeviceOptions(graphs=not self.enforce_eager)
-        if device is None:
-            self._steps = None
-            tiles = BatchTiles(self._decoder) if self.batch_invariant else None
-            return [RequestLane(name, self._decoder, tiles, limits) for name in ("eval", "train")]
-        self._steps = AsyncSteps(self._decoder, self.model, 2 * self.max_num_seqs, device)
-        return [CudaRequestLane(name, self._decoder, self._steps, limits) for name in ("eval", "train")]
+    def _make_lane(self, name: str) -> Lane:
+        num_fitting = None if self._steps is None else self._steps.num_fitting
+        scheduler = Scheduler(self.max_num_seqs, self.max_prefill_tokens, num_fitting)
+        parts = (name, scheduler, PromptCache(self.prompt_cache_tokens), self._decoder)
+        if self._steps is not None:
+            return CudaRequestLane(*parts, self._steps)
+        return RequestLane(*parts) if self._tile_size is None else TiledLane(*parts, self._tile_size)
 
     async def __aenter__(self) -> "EmbeddedEngine":
         self._loop.start(self.host)
@@ -133,13 +134,15 @@ class EmbeddedEngine:
 
         Raises UserError for a request that cannot run, and whatever a failed step raised.
         """
-        check_request(request, vocab_size=self._decoder.vocab_size, max_positions=self._decoder.max_positions)
-        loop, number = asyncio.get_running_loop(), next(self._numbers)
+        sizes = (self._decoder.vocab_size, self._decoder.max_positions)
+        check_request(request.prompt_ids, request.samples, request.params, *sizes)
+        number, future = next(self._numbers), asyncio.get_running_loop().create_future()
         lane = self._train if request.stream.name.partition("/")[0] == TRAIN else self._other
-        pending = _Pending(loop, loop.create_future(), lane, sequences_of(number, request))
-        self._loop.post(partial(self._submit, number, pending))
+        sequences = sequences_of(number, request)
+        self._loop.post(partial(self._submit, number, _Pending(future, lane, sequences)))
         try:
-            return await pending.future
+            await future
+            return GenerateResult(tuple(sequence.generation() for sequence in sequences))
         except asyncio.CancelledError:
             if self._loop.running:
                 self._loop.post(partial(self._abort, number))
@@ -153,7 +156,10 @@ class EmbeddedEngine:
             self._settle()
             self._activity.stopped()
             if release:
-                self._release()
+                for lane in self._lanes:
+                    lane.forget_kv()
+                if self._steps is not None:
+                    self._steps.release()
 
         await self._loop.call(pause)
 
@@ -186,31 +192,13 @@ class EmbeddedEngine:
         self._weights.check_whole()
         if self.model.training:
             self.model.eval()
-        lane = next(lane for lane in self._lanes if lane.can_step)
+        lane = next(lane for lane in self._lanes if lane.scheduler.can_step)
         step_tokens = lane.step(self._num_loads)
         if step_tokens is not None and step_tokens.sequences:  # all may have ended meanwhile
             self._take(lane, step_tokens, t0)
 
     def _take(self, lane: Lane, step_tokens: StepTokens, t0: float) -> None:
-        finished = self._append(step_tokens)
-        self._activity.decoded(t0, time.time(), self.version.step, lane.name, len(step_tokens.sequences))
-        self._finish(lane, finished)
-
-    def _settle(self) -> None:
-        """Read the tokens of all launched steps, before a change of weights or memory. A step that failed is detected
-        here at the latest: every waiting request gets its error."""
-        self._loop.attempt(self._read_launched)
-
-    def _read_launched(self) -> None:
-        for lane in self._lanes:
-            while (step_tokens := lane.read()) is not None:
-                self._take(lane, step_tokens, time.time())
-
-    def _has_work(self) -> bool:
-        return any(lane.has_work for lane in self._lanes)
-
-    def _append(self, step_tokens: StepTokens) -> list[Sequence]:
-        """Give each sequence its token; returns those that are finished."""
+        """Give each sequence its token, and finish those that end with it."""
         finished = []
         for sequence, token, rollout, sampling in zip(*step_tokens, strict=True):
             sequence.append(token, rollout, sampling, self.version.step)
@@ -218,19 +206,32 @@ class EmbeddedEngine:
             if sequence.finish_reason is not None:
                 finished.append(sequence)
         self.num_generated_tokens += len(step_tokens.sequences)
-        return finished
+        self._activity.decoded(t0, time.time(), self.version.step, lane.name, len(step_tokens.sequences))
+        self._finish(lane, finished)
+
+    def _settle(self) -> None:
+        """Read the tokens of all launched steps, before a change of weights or memory. A step that failed is detected
+        here at the latest: every waiting request gets its error."""
+
+        def read() -> None:
+            for lane in self._lanes:
+                while (step_tokens := lane.read()) is not None:
+                    self._take(lane, step_tokens, time.time())
+
+        self._loop.attempt(read)
+
+    def _has_work(self) -> bool:
+        return any(lane.scheduler.has_work for lane in self._lanes)
 
     def _finish(self, lane: Lane, finished: list[Sequence]) -> None:
         """Free their slots, and return the requests with no other sequence left, in order of submission."""
         self._leave(lane, finished)
         for number in sorted({sequence.request for sequence in finished}):
-            sequences = self._pending[number].sequences
-            if all(sequence.finish_reason is not None for sequence in sequences):
-                pending = self._pending.pop(number)
-                settle(pending.loop, pending.future, GenerateResult(tuple(seq.generation() for seq in sequences)))
+            if all(sequence.finish_reason is not None for sequence in self._pending[number].sequences):
+                settle(self._pending.pop(number).future, None)
 
     def _leave(self, lane: Lane, gone: list[Sequence]) -> None:
-        lane.leave(gone)
+        lane.move(lane.scheduler.remove(gone))
         if not self._has_work():
             self._activity.stopped()
 
@@ -239,7 +240,7 @@ class EmbeddedEngine:
             try:
                 self._steps.check(pending.sequences[0])
             except UserError as error:
-                return settle(pending.loop, pending.future, error)
+                return settle(pending.future, error)
         self._pending[number] = pending
         pending.lane.scheduler.add(pending.sequences)
 
@@ -257,7 +258,7 @@ class EmbeddedEngine:
         if self._steps is not None:
             self._steps.release()  # NaN may be in it
         for waiting in pending:
-            settle(waiting.loop, waiting.future, error)
+            settle(waiting.future, error)
 
     def _load_weights(self, version: Version, weights: Iterable[tuple[str, Tensor]] | None) -> WeightReceipt:
         self._settle()
@@ -266,7 +267,15 @@ class EmbeddedEngine:
         if weights is not None:
             self._num_loads += 1
             self._refresh_weights()
-            self._drop_old_kv()
+            for lane in self._lanes:
+                lane.prompts.clear()
+                if self.kv_on_update == "recompute":
+                    lane.forget_kv()
+                elif self.kv_on_update == "abort":
+                    begun = lane.scheduler.begun()
+                    for sequence in begun:
+                        sequence.finish_reason = "abort"
+                    self._finish(lane, begun)
         return receipt
 
     def _refresh_weights(self) -> None:
@@ -274,21 +283,3 @@ class EmbeddedEngine:
         self._decoder.refresh_weights()
         if self._steps is not None:
             self._steps.graphs.drop_if_moved()
-
-    def _drop_old_kv(self) -> None:
-        """Drop keys and values of the old weights, or keep them, by `kv_on_update`."""
-        for lane in self._lanes:
-            lane.prompts.clear()
-            if self.kv_on_update == "recompute":
-                lane.forget_kv()
-            elif self.kv_on_update == "abort":
-                begun = lane.scheduler.begun()
-                for sequence in begun:
-                    sequence.finish_reason = "abort"
-                self._finish(lane, begun)
-
-    def _release(self) -> None:
-        for lane in self._lanes:
-            lane.forget_kv()
-        if self._steps is not None:
-            self._steps.release()

@@ -65,18 +65,8 @@ class StepLoop:
 
     async def call(self, command: Callable[[], T]) -> T:
         """Run `command` between two steps and wait for its result or exception."""
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[T] = loop.create_future()
-
-        def run() -> None:
-            try:
-                result = command()
-            except Exception as error:  # a sender's tensors may raise anything; whoever waits gets it, not the loop
-                settle(loop, future, error)
-            else:
-                settle(loop, future, result)
-
-        self.post(run)
+        future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        self.post(lambda: settle(future, _outcome(command)))
         return await future
 
     async def stop(self) -> None:
@@ -131,18 +121,26 @@ class StepLoop:
         """Do it on the thread that computes; every waiting request gets its error."""
         is_done = False
         try:
-            action()
+            outcome = _outcome(action)
             is_done = True
-        except Exception as error:  # a model's or a tokenizer's code may raise anything; the loop continues after it
-            is_done = True
-            self._fail(error)
         finally:
             if not is_done:  # the thread is interrupted, or ended: nothing can continue from work that is half done
                 self.paused = True
+        if isinstance(outcome, Exception):
+            self._fail(outcome)
 
 
-def settle(loop: asyncio.AbstractEventLoop, future: "asyncio.Future[T]", outcome: T | Exception) -> None:
+def _outcome(action: Callable[[], T]) -> T | Exception:
+    """Its result, or the exception that it raised."""
+    try:
+        return action()
+    except Exception as error:  # a model's, a tokenizer's or a sender's code may raise anything; the loop continues
+        return error
+
+
+def settle(future: "asyncio.Future[T]", outcome: T | Exception) -> None:
     """Give a future of another thread's loop its result or exception, unless nobody waits for it any more."""
+    loop = future.get_loop()
 
     def deliver() -> None:
         if future.done():

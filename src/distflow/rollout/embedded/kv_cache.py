@@ -99,15 +99,12 @@ class PromptCache:
         self, version: object, contexts: list[tuple[int, ...]], prefill: Callable[[list[tuple[int, ...]]], PromptKV]
     ) -> list[tuple[PromptKV, int]]:
         """The place of each context; missing ones are prefilled together and kept."""
-        missing = [context for context in contexts if (version, context) not in self._rows]
-        new_rows: dict[tuple[int, ...], tuple[PromptKV, int]] = {}
-        if missing:
+        found = {context: self._rows.get((version, context)) for context in contexts}
+        if missing := [context for context in contexts if found[context] is None]:
             forward = prefill(missing)
-            new_rows = {context: (forward, row) for row, context in enumerate(missing)}
-        found = [new_rows.get(context) or self._rows[version, context] for context in contexts]
-        if missing:
+            found |= {context: (forward, row) for row, context in enumerate(missing)}
             self._keep(version, missing, forward)
-        return found
+        return [place for context in contexts if (place := found[context])]
 
     def _keep(self, version: object, contexts: list[tuple[int, ...]], forward: PromptKV) -> None:
         num_tokens = len(contexts) * forward.keys.shape[-2]

@@ -4,18 +4,16 @@ Every row is computed on its own, and its uniform number comes from its own coun
 depend on the batch. Top-k, top-p and min-p only mask; nothing is reordered.
 """
 
-from collections.abc import Sequence as Rows
+from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from distflow.models.cpu_kernels import build as native
 from distflow.models.cpu_kernels.decode_step import draw
-from distflow.rollout.embedded.scheduler import SamplingLaw, Sequence
-from distflow.rollout.generation_rules import uniforms
+from distflow.rollout.embedded.scheduler import DrawInputs, SamplingLaw
 
 BLOCK = 256  # the CDF is searched by blocks of this many tokens first; float64 is needed for one block a row only
 TILE_NUMBERS = 2**18  # of rows that are drawn together on a CPU: intermediate results stay in its cache
@@ -30,15 +28,6 @@ class Draws(NamedTuple):
     token_ids: Tensor
     rollout_log_probs: Tensor
     sampling_log_probs: Tensor
-
-
-class StepTokens(NamedTuple):
-    """One token of each sequence, read on the host; log-probs as in `Generation`."""
-
-    sequences: list[Sequence]
-    token_ids: list[int]
-    rollout_log_probs: list[float]
-    sampling_log_probs: list[float]
 
 
 class Distribution:
@@ -72,7 +61,7 @@ class Distribution:
         return token_ids.clamp_(max=self.scores.shape[-1] - 1)
 
 
-def rows_by_law(laws: Rows[SamplingLaw]) -> dict[SamplingLaw, list[int]]:
+def rows_by_law(laws: Sequence[SamplingLaw]) -> dict[SamplingLaw, list[int]]:
     """The rows of a batch that are drawn together."""
     rows: dict[SamplingLaw, list[int]] = {}
     for row, law in enumerate(laws):
@@ -80,35 +69,37 @@ def rows_by_law(laws: Rows[SamplingLaw]) -> dict[SamplingLaw, list[int]]:
     return rows
 
 
-def sample(logits: Tensor, sequences: Rows[Sequence]) -> Draws:
-    """Draw the next token of each sequence. logits: `(rows, vocab)` in any float type.
+def sample(logits: Tensor, inputs: DrawInputs) -> Draws:
+    """Draw a token for each row of logits, `(rows, vocab)` in any float type.
 
     Raises FloatingPointError for logits that are NaN or +inf, or -inf for a whole row.
     """
-    groups = rows_by_law([sequence.law for sequence in sequences])
-    uniform = _uniforms_of(sequences).to(logits.device)
+    groups = rows_by_law(inputs.laws)
     if len(groups) == 1:
-        return _draw_tiles(logits, sequences, uniform)
-    parts = []
-    for rows in groups.values():
-        index = torch.tensor(rows, device=logits.device)
-        parts.append(_draw_tiles(logits[index], [sequences[row] for row in rows], uniform[index]))
-    order = torch.tensor([row for rows in groups.values() for row in rows], device=logits.device).argsort()
+        return _draw_tiles(logits, inputs)
+    parts = [
+        _draw_tiles(logits[torch.tensor(rows, device=logits.device)], inputs.take(rows)) for rows in groups.values()
+    ]
+    return joined(parts, [row for rows in groups.values() for row in rows])
+
+
+def joined(parts: Sequence[Draws], rows: list[int]) -> Draws:
+    """The draws of all parts, each of the row whose number is in `rows`, by row."""
+    order = torch.tensor(rows, device=parts[0].token_ids.device).argsort()
     return Draws(*(torch.cat(column)[order] for column in zip(*parts, strict=True)))
 
 
-def _draw_tiles(logits: Tensor, sequences: Rows[Sequence], uniform: Tensor) -> Draws:
+def _draw_tiles(logits: Tensor, inputs: DrawInputs) -> Draws:
     """All rows have the same sampling parameters. A batch tile at a time if the vocabulary is large: five times as fast
     at 151,936."""
-    on_cpu = logits.device.type == "cpu"
-    size = max(1, TILE_NUMBERS // logits.shape[-1]) if on_cpu else len(sequences)
-    tiles = [slice(first, first + size) for first in range(0, len(sequences), size)]
-    drawn = [_draw_rows(logits[tile].float(), sequences[tile], uniform[tile]) for tile in tiles]
+    law, uniform = inputs.laws[0], torch.from_numpy(inputs.uniforms).to(logits.device)
+    size = max(1, TILE_NUMBERS // logits.shape[-1]) if logits.device.type == "cpu" else len(logits)
+    tiles = [slice(first, first + size) for first in range(0, len(logits), size)]
+    drawn = [_draw_rows(logits[tile].float(), law, uniform[tile], inputs.contexts[tile]) for tile in tiles]
     return Draws(*(torch.cat(column) for column in zip(*drawn, strict=True)))
 
 
-def _draw_rows(logits: Tensor, sequences: Rows[Sequence], uniform: Tensor) -> Draws:
-    law = sequences[0].law
+def _draw_rows(logits: Tensor, law: SamplingLaw, uniform: Tensor, contexts: list[tuple[int, ...]]) -> Draws:
     if _is_plain(law, logits.shape[-1]) and logits.device.type == "cpu" and native.is_there():
         drawn = draw(logits, law.temperature, uniform)
         if drawn is None:
@@ -118,7 +109,11 @@ def _draw_rows(logits: Tensor, sequences: Rows[Sequence], uniform: Tensor) -> Dr
     policy = policy_of(logits, law)
     if not torch.isfinite(policy.top).all():
         raise FloatingPointError(NOT_FINITE)
-    seen = _seen(logits, sequences) if law.repetition_penalty != 1.0 else None
+    seen = None
+    if law.repetition_penalty != 1.0:
+        seen = torch.zeros_like(logits, dtype=torch.bool)
+        for row, context in enumerate(contexts):
+            seen[row, list(set(context))] = True
     return draw_by_law(policy, logits, law, uniform, seen, (TOP_P_CANDIDATES, logits.shape[-1]))
 
 
@@ -146,23 +141,13 @@ def draw_by_law(
     and whatever the logits are (NaN too), nothing waits for the device, and every index is in its bounds."""
     drawn_from = policy
     if seen is not None:
-        drawn_from = Distribution(_penalised(logits, seen, law.repetition_penalty) / law.temperature)
+        # Positive logits are divided by the penalty, others multiplied (CTRL, 2019).
+        penalised = torch.where(logits > 0, logits / law.repetition_penalty, logits * law.repetition_penalty)
+        drawn_from = Distribution(torch.where(seen, penalised, logits) / law.temperature)
     drawn_from = _truncated(drawn_from, law, candidates)
     token_ids = drawn_from.scores.argmax(dim=-1) if law.greedy else drawn_from.draw(uniform)
     log_probs = policy.log_probs(token_ids)
     return Draws(token_ids, log_probs, log_probs if drawn_from is policy else drawn_from.log_probs(token_ids))
-
-
-def _seen(logits: Tensor, sequences: Rows[Sequence]) -> Tensor:
-    seen = torch.zeros_like(logits, dtype=torch.bool)
-    for row, sequence in enumerate(sequences):
-        seen[row, list(set(sequence.context))] = True
-    return seen
-
-
-def _penalised(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
-    """Logits of tokens in prompt or response are divided by the penalty if positive, else multiplied (CTRL, 2019)."""
-    return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
 
 
 def _truncated(full: Distribution, law: SamplingLaw, candidates: tuple[int, ...]) -> Distribution:
@@ -190,12 +175,6 @@ def _nucleus_edge(current: Distribution, top_p: float, candidates: tuple[int, ..
             break
     inside = (before[:, :-1] < wanted).sum(dim=-1, keepdim=True)
     return scores.gather(-1, (inside - 1).clamp_(min=0))
-
-
-def _uniforms_of(sequences: Rows[Sequence]) -> Tensor:
-    keys = np.array([sequence.key for sequence in sequences], dtype=np.uint64)
-    positions = np.array([sequence.num_drawn + len(sequence.token_ids) for sequence in sequences], dtype=np.int64)
-    return torch.from_numpy(uniforms(keys, positions))
 
 
 def _below(value: Tensor, bound: Tensor) -> Tensor:

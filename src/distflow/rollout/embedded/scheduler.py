@@ -9,8 +9,11 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from distflow.rollout.engine import FinishReason, GenerateRequest, Generation, SamplingParams
-from distflow.rollout.generation_rules import sample_key
+from distflow.rollout.generation_rules import sample_key, uniforms
 
 
 class SamplingLaw(NamedTuple):
@@ -52,6 +55,12 @@ class Sequence:
         """Where the last token stands, which is the next one to be fed to the model."""
         return len(self.prompt_ids) + len(self.token_ids) - 1
 
+    def input_at(self, index: int) -> tuple[int, int]:
+        """The token that was drawn as number `index`, or the last one, and its position. A sequence without any gives a
+        token that its first one will overwrite."""
+        number = min(index, len(self.token_ids) - 1)
+        return (self.token_ids[number] if self.token_ids else 0), len(self.prompt_ids) + max(number, 0)
+
     def append(self, token_id: int, rollout_log_prob: float, sampling_log_prob: float, version: int) -> None:
         self.token_ids.append(token_id)
         self.rollout_log_probs.append(rollout_log_prob)
@@ -72,14 +81,41 @@ class Sequence:
 
 def sequences_of(number: int, request: GenerateRequest) -> list[Sequence]:
     """One sequence for each wanted sample."""
-    params = request.params
-    law = SamplingLaw(
-        params.temperature, params.top_p, params.top_k, params.min_p, params.repetition_penalty, params.greedy
-    )
+    law = SamplingLaw(*(getattr(request.params, name) for name in SamplingLaw._fields))
+    common = (request.prompt_ids, request.params, law)
     return [
-        Sequence(number, sample, request.prompt_ids, params, law, sample_key(request.stream, sample), request.num_drawn)
+        Sequence(number, sample, *common, sample_key(request.stream, sample), request.num_drawn)
         for sample in request.samples
     ]
+
+
+class DrawInputs(NamedTuple):
+    """What each row's next token is drawn by. uniforms: float64 `(rows,)`, in [0, 1). contexts: tokens in prompt or
+    response, empty in rows without a penalty for them."""
+
+    laws: list[SamplingLaw]
+    uniforms: NDArray[np.float64]
+    contexts: list[tuple[int, ...]]
+
+    def take(self, rows: list[int]) -> "DrawInputs":
+        laws, contexts = [self.laws[row] for row in rows], [self.contexts[row] for row in rows]
+        return DrawInputs(laws, self.uniforms[rows], contexts)
+
+
+def draw_inputs(sequences: list[Sequence]) -> DrawInputs:
+    keys = np.array([sequence.key for sequence in sequences], dtype=np.uint64)
+    positions = np.array([sequence.num_drawn + len(sequence.token_ids) for sequence in sequences], dtype=np.int64)
+    contexts = [sequence.context if sequence.law.repetition_penalty != 1.0 else () for sequence in sequences]
+    return DrawInputs([sequence.law for sequence in sequences], uniforms(keys, positions), contexts)
+
+
+class StepTokens(NamedTuple):
+    """One token of each sequence, read on the host; log-probs as in `Generation`."""
+
+    sequences: list[Sequence]
+    token_ids: list[int]
+    rollout_log_probs: list[float]
+    sampling_log_probs: list[float]
 
 
 Move = tuple[int, int]
@@ -88,12 +124,8 @@ Move = tuple[int, int]
 REFILL_FRACTION = 1 / 16  # a prefill for fewer slots than this costs more than letting them stay empty for a while
 
 
-@dataclass(frozen=True)
-class Prefill:
-    """Different contexts to run in one forward, of similar lengths, each with the sequences that start from it."""
-
-    contexts: list[tuple[int, ...]]
-    starts: list[list[Sequence]]
+Prefill = dict[tuple[int, ...], list[Sequence]]
+"""Different contexts to run in one forward, of similar lengths, each with the sequences that start from it."""
 
 
 @dataclass(frozen=True)
@@ -105,36 +137,28 @@ class Work:
     first_slot: int
 
 
-@dataclass(frozen=True)
-class LaneLimits:
-    """max_num_seqs: sequences decoded together. max_prefill_tokens: the most prompt tokens of one step; a single longer
-    prompt runs alone. prompt_cache_tokens: prefilled prompt tokens that are kept while there is work."""
+@dataclass(eq=False)
+class Scheduler:
+    """Slots are given out in the order of submission.
+
+    max_prefill_tokens: the most prompt tokens of one step (a single longer prompt runs alone). num_fitting: how many of
+    the first of these fit into memory now, at most the number; None: all.
+    """
 
     max_num_seqs: int
     max_prefill_tokens: int
-    prompt_cache_tokens: int
-
-
-class Scheduler:
-    """Slots are given out in the order of submission."""
-
-    def __init__(
-        self,
-        max_num_seqs: int,
-        max_prefill_tokens: int,
-        num_fitting: Callable[[Iterable[Sequence], int], int] | None = None,
-    ) -> None:
-        """max_prefill_tokens: the most prompt tokens of one step (a single longer prompt runs alone). num_fitting: how
-        many of the first of these fit into memory now, at most the number; None: all."""
-        self.max_num_seqs = max_num_seqs
-        self._num_fitting = num_fitting
-        self.max_prefill_tokens = max_prefill_tokens
-        self.waiting: deque[Sequence] = deque()
-        self.running: list[Sequence] = []
+    num_fitting: Callable[[Iterable[Sequence], int], int] | None = None
+    waiting: deque[Sequence] = field(default_factory=deque)
+    running: list[Sequence] = field(default_factory=list)
 
     @property
     def has_work(self) -> bool:
         return bool(self.waiting or self.running)
+
+    @property
+    def can_step(self) -> bool:
+        """False if there is no work, or it must wait for memory that other sequences have."""
+        return bool(self.running) or self.can_prefill()
 
     @property
     def num_wanted(self) -> int:
@@ -148,7 +172,8 @@ class Scheduler:
         """The next step; there must be work."""
         if self.can_prefill():
             return self.do_prefill()
-        return self.do_decode()
+        assert self.running, "a step needs work"
+        return Work([], list(self.running), 0)
 
     def can_prefill(self) -> bool:
         """Enough free slots to be worth a forward: a part of all, or room for all that wait."""
@@ -160,7 +185,7 @@ class Scheduler:
 
     def do_prefill(self) -> Work:
         """Admit waiting sequences in order; those with the same context share its prefill."""
-        starts: dict[tuple[int, ...], list[Sequence]] = {}
+        starts: Prefill = {}
         num_tokens, free = 0, self._num_free()
         while self.waiting and free > 0:
             context = self.waiting[0].context
@@ -170,8 +195,13 @@ class Scheduler:
                     break
             starts.setdefault(context, []).append(self.waiting.popleft())
             free -= 1
-        prefills = _of_similar_lengths(starts)
-        admitted = [seq for prefill in prefills for group in prefill.starts for seq in group]
+        prefills: list[Prefill] = []
+        for context in sorted(starts, key=len, reverse=True):
+            # In each forward no context is padded to more than twice its length.
+            if not prefills or 2 * len(context) < len(next(iter(prefills[-1]))):
+                prefills.append({})
+            prefills[-1][context] = starts[context]
+        admitted = [seq for prefill in prefills for group in prefill.values() for seq in group]
         first_slot = len(self.running)
         self.running.extend(admitted)
         return Work(prefills, admitted, first_slot)
@@ -179,11 +209,7 @@ class Scheduler:
     def _num_free(self) -> int:
         """Slots for waiting sequences."""
         free = self.max_num_seqs - len(self.running)
-        return free if self._num_fitting is None else self._num_fitting(self.waiting, free)
-
-    def do_decode(self) -> Work:
-        assert self.running, "a step needs work"
-        return Work([], list(self.running), 0)
+        return free if self.num_fitting is None else self.num_fitting(self.waiting, free)
 
     def remove(self, gone: Collection[Sequence]) -> list[Move]:
         """Forget sequences, finished or aborted, and say which slots move into the gaps."""
@@ -208,14 +234,3 @@ class Scheduler:
         """Send all running sequences back, first in line: their context is prefilled again."""
         self.waiting.extendleft(reversed(self.running))
         self.running = []
-
-
-def _of_similar_lengths(starts: dict[tuple[int, ...], list[Sequence]]) -> list[Prefill]:
-    """Split so that in each forward no context is padded to more than twice its length."""
-    prefills: list[Prefill] = []
-    for context in sorted(starts, key=len, reverse=True):
-        if not prefills or 2 * len(context) < len(prefills[-1].contexts[0]):
-            prefills.append(Prefill([], []))
-        prefills[-1].contexts.append(context)
-        prefills[-1].starts.append(starts[context])
-    return prefills

@@ -243,21 +243,20 @@ class AsyncSteps:
     def _open(self) -> PageMemory:
         if self._memory is None:
             decoder, options = self._decoder, self._options
-            num_pages = self._affordable() if options.num_pages is None else options.num_pages
+            num_pages = options.num_pages
+            if num_pages is None:
+                # As many as all slots could need, or as fit into their share of the free memory; and `TRASH`.
+                num_pages = self._num_slots * self._most_pages
+                if decoder.device.type == "cuda":
+                    free, _ = torch.cuda.mem_get_info(decoder.device)
+                    free += torch.cuda.memory_reserved(decoder.device) - torch.cuda.memory_allocated(decoder.device)
+                    numbers = 2 * decoder.num_layers * decoder.num_kv_heads * decoder.head_dim * options.page_tokens
+                    num_pages = min(num_pages, int(MEMORY_SHARE * free) // (numbers * decoder.dtype.itemsize))
+                num_pages += 1
             self._memory = PageMemory(decoder, num_pages, options.page_tokens)
             self.pages = PagePool(num_pages)
             self._state = DecodeState(self._num_slots, self._most_pages, decoder.vocab_size, decoder.device)
         return self._memory
-
-    def _affordable(self) -> int:
-        """As many as all slots could need, or as fit into their share of the free memory; and `TRASH`."""
-        decoder, wanted = self._decoder, self._num_slots * self._most_pages
-        if decoder.device.type == "cuda":
-            free, _ = torch.cuda.mem_get_info(decoder.device)
-            free += torch.cuda.memory_reserved(decoder.device) - torch.cuda.memory_allocated(decoder.device)
-            numbers = 2 * decoder.num_layers * decoder.num_kv_heads * decoder.head_dim * self._options.page_tokens
-            wanted = min(wanted, int(MEMORY_SHARE * free) // (numbers * decoder.dtype.itemsize))
-        return wanted + 1
 
 
 def padded(num_rows: int, most: int) -> int:

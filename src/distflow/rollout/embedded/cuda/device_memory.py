@@ -115,10 +115,8 @@ class PagedAttention:
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         """Keep the tokens' keys and values, `(rows, kv_heads, head_dim)`, and attend to all up to them."""
-        keys, values = (
-            self._write_and_gather(self._memory.keys[layer], key),
-            self._write_and_gather(self._memory.values[layer], value),
-        )
+        keys = self._write_and_gather(self._memory.keys[layer], key)
+        values = self._write_and_gather(self._memory.values[layer], value)
         return attend(query, keys, values, self._bias, scaling)
 
     def _write_and_gather(self, memory: Tensor, new: Tensor) -> Tensor:
@@ -177,24 +175,17 @@ class DecodeState:
     def begin(self, sequences: Rows[Sequence], leases: Rows[Lease]) -> None:
         """Write the state for the first draw of each, from the last token of the context, which was prefilled."""
         width = max(len(lease.pages) for lease in leases)
-        rows = [
-            [
-                lease.slot,
-                sequence.position,
-                state_of(sequence.key, sequence.num_drawn + len(sequence.token_ids)),
-                *lease.pages,
-                *[TRASH] * (width - len(lease.pages)),
-            ]
-            for sequence, lease in zip(sequences, leases, strict=True)
-        ]
+        rows = []
+        for sequence, lease in zip(sequences, leases, strict=True):
+            state = state_of(sequence.key, sequence.num_drawn + len(sequence.token_ids))
+            pages = [*lease.pages, *[TRASH] * (width - len(lease.pages))]
+            rows.append([lease.slot, sequence.position, state, *pages])
         written = upload(torch.tensor(rows), self.token.device)
         slots = written[:, 0]
         self.position[slots], self.random[slots] = written[:, 1], written[:, 2]
         self.tables[slots, :width] = written[:, 3:]
-        if any(sequence.law.repetition_penalty != 1.0 for sequence in sequences):
-            self._remember(sequences, leases, slots)
-
-    def _remember(self, sequences: Rows[Sequence], leases: Rows[Lease], slots: Tensor) -> None:
+        if all(sequence.law.repetition_penalty == 1.0 for sequence in sequences):
+            return
         if self._seen is None:
             self._seen = torch.zeros(self.trash + 1, self._vocab_size, dtype=torch.bool, device=self.token.device)
         occurred = [

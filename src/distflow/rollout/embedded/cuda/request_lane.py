@@ -1,9 +1,8 @@
 """A request lane with asynchronous decode steps."""
 
 from collections import deque
-from collections.abc import Collection
 from collections.abc import Sequence as Rows
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -12,8 +11,8 @@ from distflow.models.cached_decoder import DecoderView, PromptKV
 from distflow.rollout.embedded.cuda.async_steps import AsyncSteps
 from distflow.rollout.embedded.cuda.device_memory import Lease, PageCopy
 from distflow.rollout.embedded.kv_cache import PromptCache
-from distflow.rollout.embedded.sampler import NOT_FINITE, StepTokens
-from distflow.rollout.embedded.scheduler import LaneLimits, Scheduler, Sequence, Work
+from distflow.rollout.embedded.sampler import NOT_FINITE
+from distflow.rollout.embedded.scheduler import Move, Scheduler, Sequence, StepTokens, Work
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,6 +25,7 @@ class _LaunchedStep:
     done: torch.cuda.Event | None
 
 
+@dataclass(eq=False)
 class CudaRequestLane:
     """As `RequestLane`, but the tokens of a step are read `AsyncSteps.lag` steps after it was launched.
 
@@ -34,30 +34,20 @@ class CudaRequestLane:
     written after its last page.
     """
 
-    def __init__(self, name: str, decoder: DecoderView, steps: AsyncSteps, limits: LaneLimits) -> None:
-        self.name = name
-        self.scheduler = Scheduler(limits.max_num_seqs, limits.max_prefill_tokens, steps.num_fitting)
-        self.prompts = PromptCache(limits.prompt_cache_tokens)
-        self._steps = steps
-        self._decoder = decoder
-        self._leases: dict[Sequence, Lease] = {}
-        self._launched: deque[_LaunchedStep] = deque()
+    name: str
+    scheduler: Scheduler
+    prompts: PromptCache
+    decoder: DecoderView
+    steps: AsyncSteps
+    _leases: dict[Sequence, Lease] = field(init=False, default_factory=dict)
+    _launched: deque[_LaunchedStep] = field(init=False, default_factory=deque)
 
-    @property
-    def has_work(self) -> bool:
-        return self.scheduler.has_work
-
-    @property
-    def can_step(self) -> bool:
-        """False if it must wait for pages of the other lane."""
-        return bool(self.scheduler.running) or self.scheduler.can_prefill()
-
-    def leave(self, gone: Collection[Sequence]) -> None:
-        self.scheduler.remove(gone)
-        for sequence in gone:
-            if (lease := self._leases.pop(sequence, None)) is not None:
-                self._steps.free(lease)
-        if not self.has_work:
+    def move(self, moves: list[Move]) -> None:
+        """Sequences have left the scheduler. No memory moves; the leases of those that ran are free again."""
+        running = set(self.scheduler.running)
+        for sequence in [sequence for sequence in self._leases if sequence not in running]:
+            self.steps.free(self._leases.pop(sequence))
+        if not self.scheduler.has_work:
             self._launched.clear()
             self.prompts.clear()
 
@@ -68,7 +58,7 @@ class CudaRequestLane:
         self.scheduler.preempt()
         self.prompts.clear()
         for lease in self._leases.values():
-            self._steps.free(lease)
+            self.steps.free(lease)
         self._leases.clear()
 
     def step(self, weights: object) -> StepTokens | None:
@@ -76,12 +66,12 @@ class CudaRequestLane:
         any. weights: identifies the decoder's weights."""
         if self.scheduler.can_prefill():
             self._prefill(self.scheduler.do_prefill(), weights)
-        elif unfinished := self._unfinished():
+        elif unfinished := [s for s in self.scheduler.running if self._leases[s].num_drawn < s.params.max_tokens]:
             leases = [self._leases[sequence] for sequence in unfinished]
-            self._launch(unfinished, leases, self._steps.decode(unfinished, leases))
+            self._launch(unfinished, leases, self.steps.decode(unfinished, leases))
         elif self._launched:
             return self.read()
-        return self.read() if len(self._launched) > self._steps.lag else None
+        return self.read() if len(self._launched) > self.steps.lag else None
 
     def read(self) -> StepTokens | None:
         """Wait for the tokens of the oldest step that was launched and not read, without sequences that ended before.
@@ -103,22 +93,19 @@ class CudaRequestLane:
             [launched.sequences[row] for row in rows], [int(token) for token in tokens], rollout, sampling
         )
 
-    def _unfinished(self) -> list[Sequence]:
-        return [seq for seq in self.scheduler.running if self._leases[seq].num_drawn < seq.params.max_tokens]
-
     def _prefill(self, work: Work, weights: object) -> None:
         leases: list[Lease] = []
         hidden: list[Tensor] = []
         fills: list[tuple[PromptKV, list[PageCopy]]] = []
         for prefill in work.prefills:
-            places = self.prompts.rows(weights, prefill.contexts, self._decoder.prefill)
-            for (forward, row), starts in zip(places, prefill.starts, strict=True):
-                leased, parts = self._steps.lease(row, starts)
+            places = self.prompts.rows(weights, list(prefill), self.decoder.prefill)
+            for (forward, row), starts in zip(places, prefill.values(), strict=True):
+                leased, parts = self.steps.lease(row, starts)
                 leases += leased
                 fills.append((forward, parts))
                 hidden.append(forward.hidden[row].expand(len(starts), -1))
         self._leases.update(zip(work.sequences, leases, strict=True))
-        self._launch(work.sequences, leases, self._steps.first_draw(fills, torch.cat(hidden), work.sequences, leases))
+        self._launch(work.sequences, leases, self.steps.first_draw(fills, torch.cat(hidden), work.sequences, leases))
 
     def _launch(self, sequences: Rows[Sequence], leases: list[Lease], drawn: Tensor) -> None:
         """Have the draws copied to the host after the step, and note that each lease has one more."""
