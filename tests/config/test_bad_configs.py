@@ -219,7 +219,7 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
         f"{ROLLOUT}.tensor_model_parallel_size",
         ("not implemented yet",),
     ),
-    "fsdp": ("grpo", [f"{ACTOR}.strategy=fsdp"], f"{ACTOR}.strategy", ("trainer.launcher=ray", "remove it")),
+    "fsdp": ("grpo", [f"{ACTOR}.strategy=fsdp"], f"{ACTOR}.strategy", ("trainer.launcher=ray", "torch")),
     "shards of whole weights": (
         "grpo",
         [f"{ACTOR}.fsdp_config.fsdp_size=2"],
@@ -1004,7 +1004,7 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
         "grpo",
         [VAL, f"{ROLLOUT}.val_kwargs.greedy=false"],
         f"{ROLLOUT}.val_kwargs.n",
-        ("no answer at all",),
+        ("no response at all",),
     ),
     "the best without validation": ("grpo", ["trainer.keep_best=true"], "trainer.keep_best", ("data.val_files",)),
     "the best, never validated": (

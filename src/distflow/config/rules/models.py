@@ -130,9 +130,15 @@ def no_secrets(config: Config) -> Iterator[Finding]:
 
 
 def sharding(config: Config) -> Iterator[Finding]:
-    """Some rank has the weights, the optimizer takes shards, and offloading is not asked for twice."""
+    """There are ranks to shard over, the optimizer takes shards, and offloading is not asked for twice."""
     if not is_sharded(config):
         return
+    if config.trainer.launcher == "local":
+        yield Finding(
+            (f"{ACTOR}.strategy", "trainer.launcher"),
+            "it shards weights over the training ranks, and the local launcher has one process",
+            f"set trainer.launcher=ray, or {ACTOR}.strategy=torch",
+        )
     if config.actor_rollout_ref.actor.fsdp_config.fsdp_size == 0:
         advice = "set it to -1 for all training ranks, or to a divisor of their number"
         yield Finding((f"{ACTOR}.fsdp_config.fsdp_size",), "no rank would have the weights", advice)
