@@ -10,7 +10,7 @@ from distflow.config.compose.key_usage import peek, with_group
 from distflow.config.compose.unknown_keys import suggest
 from distflow.config.keys.algorithm import AlgorithmConfig
 from distflow.config.keys.declare import changed, walk
-from distflow.config.keys.engines import OptimConfig
+from distflow.config.keys.engines import ActorConfig, CriticConfig, OptimConfig, RefConfig
 from distflow.config.keys.schema import Config, schema_keys
 from distflow.config.rules import ACTOR
 from distflow.errors import UserError
@@ -103,8 +103,12 @@ def is_sharded(config: Config) -> bool:
 def offload_keys(config: Config) -> list[str]:
     """The keys of offloading to host memory that are on. Does not count as reading them."""
     settings, critic = peek(config).actor_rollout_ref, peek(config).critic
-    groups = {ACTOR: settings.actor, "critic": critic, "actor_rollout_ref.ref": settings.ref}
-    keys = (key for name, group in groups.items() for key in walk(group.fsdp_config, f"{name}.fsdp_config"))
+    owners: dict[str, ActorConfig | CriticConfig | RefConfig] = {
+        ACTOR: settings.actor,
+        "critic": critic,
+        "actor_rollout_ref.ref": settings.ref,
+    }
+    keys = (key for name, owner in owners.items() for key in walk(owner.fsdp_config, f"{name}.fsdp_config"))
     return [name for name, _, value, _ in keys if value is True]
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from distflow.builtin_names import ROLLOUT_ENGINES
 from distflow.config.derived_settings import is_rl, is_sharded, may_have_critic
-from distflow.config.keys.engines import ModelConfig, OptimConfig
+from distflow.config.keys.engines import ActorConfig, CriticConfig, ModelConfig, OptimConfig
 from distflow.config.keys.schema import Config
 from distflow.config.rules import ACTOR, MODEL, ROLLOUT, Finding
 
@@ -142,7 +142,8 @@ def sharding(config: Config) -> Iterator[Finding]:
     if config.actor_rollout_ref.actor.fsdp_config.fsdp_size == 0:
         advice = "set it to -1 for all training ranks, or to a divisor of their number"
         yield Finding((f"{ACTOR}.fsdp_config.fsdp_size",), "no rank would have the weights", advice)
-    for owner, own in {ACTOR: config.actor_rollout_ref.actor, "critic": config.critic}.items():
+    owners: dict[str, ActorConfig | CriticConfig] = {ACTOR: config.actor_rollout_ref.actor, "critic": config.critic}
+    for owner, own in owners.items():
         if own.optim.optimizer == "adamw_8bit":
             yield Finding(
                 (f"{ACTOR}.strategy", f"{owner}.optim.optimizer"),
