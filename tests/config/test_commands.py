@@ -14,8 +14,8 @@ VERL = all_tables()["verl"].example
 ONE_GPU = {
     f"{ROLLOUT}.tensor_model_parallel_size": "leave it at 1",
     f"{ROLLOUT}.name": "choose from embedded, hf",
-    f"{REF}.fsdp_config.param_offload": "leave it out",
-    "trainer.n_gpus_per_node": "leave it at 1",
+    f"{REF}.fsdp_config.param_offload": "or remove it",
+    "trainer.n_gpus_per_node": "set trainer.launcher=ray",
 }
 OVERLONG = "reward_model.reward_kwargs.overlong_buffer_cfg"
 
@@ -43,7 +43,7 @@ ANSWERS: dict[str, tuple[str, dict[str, str], list[str]]] = {
             f"{ACTOR}.fsdp_config.fsdp_size": f"set {ACTOR}.strategy=fsdp",
             f"{ROLLOUT}.val_kwargs.do_sample": f"write {ROLLOUT}.val_kwargs.greedy=false",
             f"{OVERLONG}.len": "write reward.overlong.buffer_tokens=4096",
-            "trainer.nnodes": "leave it at 1",
+            "trainer.nnodes": "set trainer.launcher=ray",
         },
         [f"{ROLLOUT}.val_kwargs.greedy=false", "reward.overlong.buffer_tokens=4096"],
     ),

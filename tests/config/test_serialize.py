@@ -483,6 +483,6 @@ def test_describe_tells_the_rest():
     custom = [*GOOD, "dag.pipeline=a.b:pipeline"]
     lines = describe(load_config("quickstart_grpo", custom, complete=False).config)
     assert "no KL term" in lines  # it may have a reference all the same
-    assert "one answer a prompt" in describe(load_config("verl_grpo", complete=False).config)[-1]
+    assert "one response a prompt" in describe(load_config("verl_grpo", complete=False).config)[-1]
     assert "in the reward (kl × 0.001)" in "\n".join(describe(load_config("ppo", GOOD).config))
     assert describe(load_config("sft", GOOD).config)[0].startswith("64 examples → 1 optimizer step of 64, ")

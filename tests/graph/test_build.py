@@ -230,7 +230,7 @@ def test_arguments_of_other_systems_pass_with_their_defaults():
         ({"writes": 3}, "expected names, got 3"),
         ({"writes": ("values", "values")}, "'values' is named twice"),
         ({"agent_group": 3}, "'agent_group' is not implemented yet"),
-        ({"filter_plugin": nothing}, "a filter is a node of its own, whose function returns Drop(reason)"),
+        ({"filter_plugin": nothing}, "a filter is a node, whose function returns Drop(reason)"),
         ({"func": None}, "has no func"),
         ({"func": 3}, "cannot be called"),
         ({"func": dict}, "is a class"),

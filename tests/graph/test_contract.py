@@ -4,12 +4,12 @@ import functools
 
 import pytest
 
-from distflow.graph import REQUIRED, SCORE_FIELDS, Form, PipelineError, node
-from distflow.graph.nodes import Node, early_contract
+from distflow.graph import REQUIRED, SCORE_FIELDS, Form, PipelineError, node, nodes
+from distflow.graph.nodes import Node
 
 
 def contract_of(fn, *, known=(), **settings):
-    return early_contract(Node("x", fn, **settings), frozenset(known))
+    return nodes.contract_of(Node("x", fn, **settings), frozenset(known))
 
 
 def test_parameters_of_a_wired_function():

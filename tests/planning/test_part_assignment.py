@@ -267,5 +267,5 @@ def test_the_count_is_that_of_the_model(kind: str, changes: dict[str, object]) -
 
 
 def test_a_config_that_does_not_say_the_shape_is_refused() -> None:
-    with pytest.raises(UserError, match=r"does not say its hidden_size: say its size, e\.g\. dag\.model_sizes"):
+    with pytest.raises(UserError, match=r"has no hidden_size: set its size, e\.g\. dag\.model_sizes"):
         count_parameters({"model_type": "bert"})

@@ -10,25 +10,26 @@ from distflow.config.compose.key_usage import peek, with_group
 from distflow.config.compose.unknown_keys import suggest
 from distflow.config.keys.algorithm import AlgorithmConfig
 from distflow.config.keys.declare import changed, walk
-from distflow.config.keys.engines import ActorFsdpConfig, OptimConfig, RefFsdpConfig, TrainedFsdpConfig
+from distflow.config.keys.engines import ActorConfig, CriticConfig, OptimConfig, RefConfig
 from distflow.config.keys.schema import Config, schema_keys
+from distflow.config.rules import ACTOR
 from distflow.errors import UserError
 
 
 def algorithm_of(config: Config, domain: str | None) -> AlgorithmConfig:
-    """Of that domain; that of the run for None, and where the domain has no settings of its own."""
+    """The settings of a domain; those of the run for None and for a domain without its own."""
     own = config.algorithm.domains.get(domain) if domain is not None else None
     return config.algorithm if own is None else replace(changed(peek(config.algorithm), own), domains={})
 
 
 def algorithms(config: Config) -> Iterator[tuple[str | None, AlgorithmConfig]]:
-    """By domain, that of the run first."""
+    """(domain, its settings); the run's first, with None."""
     for domain in (None, *config.algorithm.domains):
         yield domain, algorithm_of(config, domain)
 
 
 def config_of(config: Config, domain: str | None) -> Config:
-    """The run's config as that domain has it. Its keys that are read count as those of the run."""
+    """The config with the settings of a domain. Reading a key of it counts as reading the run's."""
     own = with_group(config, "algorithm", replace(peek(algorithm_of(config, domain)), domains={}))
     size = None if domain not in config.data.domains else config.data.domains[domain].n
     if size is None:
@@ -38,7 +39,7 @@ def config_of(config: Config, domain: str | None) -> Config:
 
 
 def takes_values(algorithm: AlgorithmConfig) -> bool:
-    """Whether its estimator needs a critic."""
+    """Whether the estimator needs a critic."""
     estimator = ESTIMATORS.get(algorithm.adv_estimator)
     return estimator is not None and estimator.needs_critic
 
@@ -47,56 +48,47 @@ CUSTOM = "custom"
 
 
 def pipeline_name(config: Config) -> str:
-    """The built-in pipeline that runs, or `custom` where `dag.pipeline` is the user's own. Where it is null,
+    """The built-in pipeline that runs, or `custom` if `dag.pipeline` is the user's own. If it is null,
     `algorithm.workflow_type` and `algorithm.adv_estimator` decide."""
     chosen = config.dag.pipeline
     if chosen is not None and not (isinstance(chosen, str) and chosen in PIPELINES):
         return CUSTOM
-    is_dapo = config.algorithm.workflow_type == "DAPO"
-    if chosen is not None:
-        return chosen  # the rules refuse one that contradicts workflow_type
-    if is_dapo:
-        return "dapo"
+    is_dapo = config.algorithm.workflow_type == "DAPO"  # read in any case: the rules compare it with dag.pipeline
+    if chosen is not None or is_dapo:
+        return chosen or "dapo"
     estimator = find_estimator(config)
     return "ppo" if estimator and estimator.needs_critic else "grpo"
 
 
 def is_rl(config: Config) -> bool:
-    """Whether the pipeline generates. One of the user's does unless `dag.generates` denies it, which is found out when
-    it is bound."""
+    """Whether the pipeline generates. A user's own does unless `dag.generates` is false; binding it finds out."""
     pipeline = find_pipeline(config)
     return config.dag.generates is not False if pipeline is None else pipeline.generates
 
 
 def may_have_critic(config: Config) -> bool:
-    """Whether the pipeline trains a critic; one of the user's may."""
+    """Whether the pipeline trains a critic; a user's own may."""
     pipeline = find_pipeline(config)
     return pipeline is None or pipeline.has_critic or (pipeline.by_estimator and reads_values(config))
 
 
 def reads_values(config: Config) -> bool:
-    """Whether an estimator needs a critic, that of the run or of a domain."""
+    """Whether the estimator of the run or of a domain needs a critic."""
     return any(takes_values(algorithm) for _, algorithm in algorithms(config))
 
 
 def find_pipeline(config: Config) -> BuiltinPipeline | None:
-    """The built-in pipeline that runs; None for a user's."""
+    """The built-in pipeline that runs; None for a user's own."""
     return PIPELINES.get(pipeline_name(config))
 
 
 def find_estimator(config: Config) -> Estimator | None:
-    """The built-in estimator that is chosen; None for a user's."""
+    """The built-in estimator that is chosen; None for a user's own."""
     return ESTIMATORS.get(config.algorithm.adv_estimator)
 
 
-def may_have_user_names(config: Config) -> bool:
-    """Whether modules of the user are loaded that may register names of their own."""
-    return bool(config.trainer.imports) or pipeline_name(config) == CUSTOM
-
-
 def functions_of_pipeline(config: Config) -> list[str]:
-    """The functions that the user's own pipeline names in `dag.pipeline`: the one that builds it, or those of its
-    nodes; a marker has none."""
+    """The functions that `dag.pipeline` names: the one that builds the user's own pipeline, or those of its nodes."""
     own = config.dag.pipeline if pipeline_name(config) == CUSTOM else None
     if own is None or isinstance(own, str):
         return [own] if own else []
@@ -104,34 +96,30 @@ def functions_of_pipeline(config: Config) -> list[str]:
 
 
 def is_sharded(config: Config) -> bool:
-    """Whether models lie over the ranks that train."""
+    """Whether the training ranks shard the models."""
     return config.actor_rollout_ref.actor.strategy == "fsdp"
 
 
-def fsdp_groups(config: Config) -> dict[str, ActorFsdpConfig | TrainedFsdpConfig | RefFsdpConfig]:
-    """What is said of how each model lies over ranks, by the dotted name of the group."""
-    settings = config.actor_rollout_ref
-    return {
-        "actor_rollout_ref.actor.fsdp_config": settings.actor.fsdp_config,
-        "critic.fsdp_config": config.critic.fsdp_config,
-        "actor_rollout_ref.ref.fsdp_config": settings.ref.fsdp_config,
-    }
-
-
 def offload_keys(config: Config) -> list[str]:
-    """Those that are on by which something waits in the host's memory; looked at without using them."""
-    groups = fsdp_groups(peek(config))
-    return [name for prefix, group in groups.items() for name, _, value, _ in walk(group, prefix) if value is True]
+    """The keys of offloading to host memory that are on. Does not count as reading them."""
+    settings, critic = peek(config).actor_rollout_ref, peek(config).critic
+    owners: dict[str, ActorConfig | CriticConfig | RefConfig] = {
+        ACTOR: settings.actor,
+        "critic": critic,
+        "actor_rollout_ref.ref": settings.ref,
+    }
+    keys = (key for name, owner in owners.items() for key in walk(owner.fsdp_config, f"{name}.fsdp_config"))
+    return [name for name, _, value, _ in keys if value is True]
 
 
 def optimizer_steps(config: Config, role: Literal["actor", "critic"], steps: int) -> int:
-    """Optimizer steps of a role over `steps` training steps: the actor takes none while the critic warms up."""
+    """Optimizer steps of a role in `steps` training steps: the actor takes none while the critic warms up."""
     trained = steps - config.trainer.critic_warmup if role == "actor" else steps
     return trained * optimizer_steps_a_step(config, role)
 
 
 def optimizer_steps_a_step(config: Config, role: Literal["actor", "critic"]) -> int:
-    """One for each mini-batch of each pass over a batch, of which the last may be short. Examples are passed once."""
+    """One for each mini-batch of each pass over a batch; the last may be short. SFT passes over a batch once."""
     actor, critic = config.actor_rollout_ref.actor, config.critic
     mini_batch, passes = actor.ppo_mini_batch_size, actor.ppo_epochs if is_rl(config) else 1
     if role == "critic":
@@ -147,37 +135,34 @@ def clip_range(config: Config) -> tuple[float, float]:
     return low, high
 
 
-_ACTOR = "actor_rollout_ref.actor"
-
-
 @dataclass(frozen=True)
 class RunLimits:
-    """What a run has to fit into, each None until it is known: rows to train on, the model's context in tokens."""
+    """What a run must fit into, each None until it is known: rows to train on, the model's context in tokens."""
 
     rows: int | None = None
     context: int | None = None
 
 
 def run_steps(config: Config, room: RunLimits) -> int | None:
-    """Training steps of the run, where they are known."""
-    trainer, batch = config.trainer, config.data.train_batch_size
+    """Training steps of the run; None until they are known."""
+    trainer = config.trainer
     if trainer.total_training_steps is not None or room.rows is None:
         return trainer.total_training_steps
-    return -(-trainer.total_epochs * room.rows // batch)
+    return ceil(trainer.total_epochs * room.rows / config.data.train_batch_size)
 
 
 def mini_batch_sizes(config: Config) -> list[tuple[str, int]]:
-    """Each key of a mini-batch that the pipeline may take, with its size."""
-    asked = [(f"{_ACTOR}.ppo_mini_batch_size", config.actor_rollout_ref.actor.ppo_mini_batch_size)]
+    """Each mini-batch key that the pipeline may use, with its value."""
+    asked = [(f"{ACTOR}.ppo_mini_batch_size", config.actor_rollout_ref.actor.ppo_mini_batch_size)]
     if may_have_critic(config) and config.critic.ppo_mini_batch_size is not None:
         asked.append(("critic.ppo_mini_batch_size", config.critic.ppo_mini_batch_size))
     return asked
 
 
 def learning_rate_warm_ups(config: Config, steps: int) -> list[tuple[str, int, int]]:
-    """Each key of a warm-up in optimizer steps, with its value and how many of them the run takes."""
+    """(key, warm-up, optimizer steps of the run) of each role; warm-up is in optimizer steps."""
     roles: list[tuple[str, OptimConfig, Literal["actor", "critic"]]] = [
-        (_ACTOR, config.actor_rollout_ref.actor.optim, "actor")
+        (ACTOR, config.actor_rollout_ref.actor.optim, "actor")
     ]
     if may_have_critic(config):
         roles.append(("critic", config.critic.optim, "critic"))
@@ -189,14 +174,14 @@ def learning_rate_warm_ups(config: Config, steps: int) -> list[tuple[str, int, i
 
 
 def resume_override(mode: str | None) -> list[str]:
-    """As a key it is checked with the others, before anything is read. Raises UserError for what is no text."""
+    """The override for `--resume`, so that it is checked with the other keys. Raises UserError for other types."""
     if not isinstance(mode, str | None):
-        raise UserError(f"resume={mode!r}: write 'auto', 'never', or the folder of a checkpoint as a text")
+        raise UserError(f"resume={mode!r}: write 'auto', 'never', or the folder of a checkpoint as a str")
     return [] if mode is None else ["trainer.resume_mode='" + mode.replace("'", r"\'") + "'"]
 
 
 def check_keys(allow_change: Sequence[str]) -> None:
-    """Raises UserError for what is no key."""
+    """Raises UserError for a name that is no key."""
     for key in allow_change:
         if key not in schema_keys():
             raise UserError(f"--allow-change {key}: there is no such key; {suggest(key, schema_keys())}")

@@ -1,4 +1,4 @@
-"""The numbers of a config explained in a few lines for people, and one key explained."""
+"""A config in a few lines for people, and the explanation of one key."""
 
 from distflow.builtin_names import POLICY_LOSSES
 from distflow.config.compose.load import Loaded
@@ -46,7 +46,7 @@ def _supervised_step(config: Config) -> str:
 
 
 def _updates(config: Config, group_size: int, *others: int) -> str:
-    """How a batch is cut into optimizer steps, in samples; where groups are of several sizes, in prompts."""
+    """How a batch is split into optimizer steps, in samples; in prompts if groups have several sizes."""
     actor, prompts = config.actor_rollout_ref.actor, config.data.train_batch_size
     mini, passes = actor.ppo_mini_batch_size, actor.ppo_epochs if is_rl(config) else 1
     counted, unit = (1, " prompts") if others else (group_size, "")
@@ -59,7 +59,7 @@ def _updates(config: Config, group_size: int, *others: int) -> str:
 
 def _objective(config: Config) -> str:
     actor = config.actor_rollout_ref.actor
-    name = "a pipeline of the user's" if pipeline_name(config) == CUSTOM else f"pipeline {pipeline_name(config)}"
+    name = "a custom pipeline" if pipeline_name(config) == CUSTOM else f"pipeline {pipeline_name(config)}"
     details = [actor.loss_agg_mode, *_clips(config)]
     if actor.entropy_coef:
         details.append(f"entropy bonus {actor.entropy_coef:g}")
@@ -90,7 +90,7 @@ def _kl(config: Config) -> str:
         terms.append(f"in the reward ({algorithm.kl_penalty} × {control.kl_coef:g}{follows})")
     if actor.use_kl_loss:
         terms.append(f"in the loss ({actor.kl_loss_type} × {actor.kl_loss_coef:g})")
-    if not terms:  # a pipeline of the user's may have a reference for what else it likes
+    if not terms:  # a user's own pipeline may use a reference for something else
         return "no KL term" if pipeline_name(config) == CUSTOM else "no KL term: no reference is built"
     return f"KL to the reference {' and '.join(terms)}"
 
@@ -133,19 +133,11 @@ def _run(config: Config) -> str:
 
 def _notes(config: Config) -> list[str]:
     rollout = config.actor_rollout_ref.rollout
-    shaped = [
-        name
-        for name, value, off in (
-            ("top_p", rollout.top_p, 1.0),
-            ("top_k", rollout.top_k, -1),
-            ("min_p", rollout.min_p, 0.0),
-            ("repetition_penalty", rollout.repetition_penalty, 1.0),
-        )
-        if value != off
-    ]
+    off = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
+    shaped = [name for name, value in off.items() if getattr(rollout, name) != value]
     notes = [f"note: {', '.join(shaped)} in training: the sampled policy is not the trained one"] if shaped else []
     if rollout.n == 1 and (estimator := find_estimator(config)) and estimator.needs_group:
-        notes.append(f"note: {config.algorithm.adv_estimator} has one answer a prompt and nothing to compare it with")
+        notes.append(f"note: {config.algorithm.adv_estimator} has one response a prompt and none to compare it with")
     return notes
 
 
@@ -156,7 +148,7 @@ def _every(freq: int) -> str:
 
 
 def explain(key: str, loaded: Loaded) -> str:
-    """What a key means, what it may be, what it is here and who says so. A group lists its keys.
+    """The meaning of a key, its allowed values, its value here and where that was set; of a group, a line a key.
 
     Raises ConfigError naming the nearest key.
     """

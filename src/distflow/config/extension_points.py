@@ -1,8 +1,8 @@
-"""The kinds of parts that the package can be extended with: where the files of each lie, what they define, and where
-they are registered.
+"""The kinds of parts by which the package can be extended: the folders of their files, what the files define, and where
+parts are registered.
 
 A new part is a file, and a line in the file that registers its kind. `find_unregistered` finds files without their
-line: it reads them as text and imports nothing.
+line. It reads them as text and imports nothing.
 """
 
 import re
@@ -16,12 +16,12 @@ BUILTIN_NAMES = "builtin_names.py"
 
 @dataclass(frozen=True)
 class ExtensionPoint:
-    """A kind of part; paths are below the package.
+    """A kind of part; paths are relative to the package.
 
-    folders: where its files lie. defines: finds a part in such a file, by the groups `attribute` and, where the file
-    says it, `name`. registry: the files, or a folder, that register it. table: what takes the line there. registered:
-    finds the part there. line: registers it. Both know {name}, {attribute}, {module} and {target}, which is
-    "module:attribute".
+    folders: of its files. defines: pattern of a part in such a file, with the groups `attribute` and, if the file has
+    it, `name`. registry: files or a folder in which it is registered. table: the place of the line there. registered:
+    pattern of a registered part. line: the line to add. Both are formats of {name}, {attribute}, {module} and
+    {target}, which is "module:attribute".
     """
 
     kind: str
@@ -34,7 +34,7 @@ class ExtensionPoint:
 
 
 def _algorithm(kind: str, folder: str, ending: str, decorator: str, table: str, entry: str) -> ExtensionPoint:
-    """A function that a decorator registers, or one that is named as such functions are."""
+    """A kind whose functions are registered by a decorator or have its names."""
     decorated = rf'{decorator}\(\s*"(?P<name>\w+)"(?=(?:.*?\ndef (?P<attribute>\w+))?)'
     named = rf"^def (?P<function>compute_(?P<stem>\w+)_{ending})\("
     line = f'"{{name}}": {entry}("DESCRIPTION", "{{target}}"),'
@@ -124,7 +124,7 @@ EXTENSION_POINTS = (
 
 @dataclass(frozen=True)
 class Unregistered:
-    """A part that a file defines and nothing registers."""
+    """A part that is defined in a file and not registered."""
 
     point: ExtensionPoint
     name: str
@@ -145,10 +145,11 @@ def find_unregistered(package: Path = PACKAGE) -> list[Unregistered]:
     found = {}
     for point in EXTENSION_POINTS:
         registry = "\n".join(path.read_text("utf-8") for path in _files(package, point.registry.split(",")))
-        for part in _defined(point, package):
-            marks = {"name": part.name, "attribute": part.attribute, **_names(part.file, part.attribute)}
-            if not re.search(point.registered.format_map({k: re.escape(v) for k, v in marks.items()}), registry):
-                found[point.kind, part.file, part.name] = part
+        for file, names in _defined(point, package):
+            if not re.search(point.registered.format_map({k: re.escape(v) for k, v in names.items()}), registry):
+                line = point.line.format_map(names)
+                part = Unregistered(point, names["name"], file, names["attribute"], line)
+                found[point.kind, file, part.name] = part
     return list(found.values())
 
 
@@ -162,24 +163,17 @@ def _files(package: Path, places: list[str] | tuple[str, ...]) -> list[Path]:
     ]
 
 
-def _defined(point: ExtensionPoint, package: Path) -> Iterator[Unregistered]:
+def _defined(point: ExtensionPoint, package: Path) -> Iterator[tuple[str, dict[str, str]]]:
+    """(file, names for the formats) of each part."""
     pattern = re.compile(point.defines, re.MULTILINE | re.DOTALL)
     for path in _files(package, point.folders):
         file = path.relative_to(package).as_posix()
         for match in pattern.finditer(path.read_text("utf-8")):
             groups = match.groupdict()
             attribute = groups.get("attribute") or groups.get("function") or "compute_score"
-            name = (groups.get("name") or groups.get("stem") or _name_of(path)).lower()
-            marks = {"name": name, "attribute": attribute, **_names(file, attribute)}
-            yield Unregistered(point, name, file, attribute, point.line.format_map(marks))
-
-
-def _names(file: str, attribute: str) -> dict[str, str]:
-    module = f"distflow.{file.removesuffix('.py').replace('/', '.')}"
-    return {"module": module, "target": f"{module}:{attribute}"}
-
-
-def _name_of(path: Path) -> str:
-    """The name of a part whose file does not say it."""
-    stem = path.stem.removesuffix("_reward")
-    return path.parent.name if stem == "reward" else stem
+            of_file = path.stem.removesuffix("_reward")
+            of_file = path.parent.name if of_file == "reward" else of_file
+            name = (groups.get("name") or groups.get("stem") or of_file).lower()
+            module = f"distflow.{file.removesuffix('.py').replace('/', '.')}"
+            target = f"{module}:{attribute}"
+            yield file, {"name": name, "attribute": attribute, "module": module, "target": target}

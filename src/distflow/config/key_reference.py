@@ -1,5 +1,5 @@
-"""The generated pages of the docs: the reference of all keys, made from the schema, and the one for those who come from
-another system, made from the tables of its names and run against the schema.
+"""The generated pages of the docs: the reference of all keys, from the schema, and the page for users of other systems,
+from the tables of their names.
 
 `python -m distflow.config.key_reference` writes docs/config.md and docs/migrating.md from the templates in `pages`, in
 which a line `$name` stands for a generated part.
@@ -36,7 +36,7 @@ _BUILTIN_NAMES: Mapping[str, Mapping[str, builtin_names.Entry]] = {
 
 
 def main() -> None:
-    """Write both pages to the folder given, else to docs."""
+    """Write both pages to the folder in the first argument, by default docs."""
     folder = Path(sys.argv[1] if len(sys.argv) > 1 else "docs")
     for name, text in (("config.md", render_reference()), ("migrating.md", render_migrating())):
         (folder / name).write_text(text, encoding="utf-8")
@@ -44,7 +44,7 @@ def main() -> None:
 
 
 def render_reference() -> str:
-    """The page of all keys."""
+    """The page with all keys."""
     groups: dict[str, list[KeyInfo]] = {}
     for info in schema_keys().values():
         groups.setdefault(info.name.rpartition(".")[0], []).append(info)
@@ -148,7 +148,7 @@ def _refusals(overrides: Sequence[str]) -> Iterable[tuple[str, str]]:
 
 
 def _translated_trl(script: str) -> str:
-    """Each argument of the script's GRPOConfig, and its model, as it is called here."""
+    """The name here of each argument of the script's GRPOConfig, and of its model."""
     calls = {
         node.func.id: {item.arg: item.value for item in node.keywords}
         for node in ast.walk(ast.parse(script))
@@ -169,7 +169,7 @@ def _command(preset: str, overrides: Iterable[str]) -> str:
 
 
 def _names(system: str) -> str:
-    """Both tables of a system; keys that are answered alike share a row."""
+    """Both tables of a system; keys with the same answer share a row."""
     table = all_tables()[system]
     rows: dict[str, list[str]] = {}
     for key, name in table.names.items():

@@ -1,4 +1,4 @@
-"""What a config says of data and rewards as a whole, whether it names domains or not."""
+"""Data and rewards of a config, with or without domains."""
 
 from collections.abc import Iterator, Mapping
 
@@ -6,11 +6,11 @@ from distflow.config.keys.reward import RewardPart
 from distflow.config.keys.schema import Config
 
 Files = tuple[str, tuple[str, ...]]
-"""A key, and the files that it names."""
+"""A key and its files."""
 
 
 def train_files(config: Config) -> Iterator[Files]:
-    """What there is to train on."""
+    """The training files by their keys."""
     if not config.data.domains:
         yield "data.train_files", config.data.train_files
     for name, domain in config.data.domains.items():
@@ -18,7 +18,7 @@ def train_files(config: Config) -> Iterator[Files]:
 
 
 def val_files(config: Config) -> Iterator[Files]:
-    """What there is to validate on."""
+    """The validation files by their keys."""
     if not config.data.domains:
         yield "data.val_files", config.data.val_files
     for name, domain in config.data.domains.items():
@@ -26,13 +26,13 @@ def val_files(config: Config) -> Iterator[Files]:
 
 
 def validates(config: Config) -> bool:
-    """Whether there is something to validate on."""
+    """Whether there are validation files."""
     return any(files for _, files in val_files(config))
 
 
 def reward_functions(config: Config) -> Mapping[str, tuple[RewardPart, ...]]:
-    """The parts by domain, as `reward.functions` and the domains' own `reward` have it. Without domains `default`
-    serves those that are not named; with them each that has any is named."""
+    """The reward functions by domain, from `reward.functions` and the domains' own `reward`. Without `data.domains`,
+    `default` holds for all that are not named; with them, each domain with reward functions is named."""
     functions, domains = config.reward.functions, config.data.domains
     if not domains:
         return functions
@@ -43,7 +43,7 @@ def reward_functions(config: Config) -> Mapping[str, tuple[RewardPart, ...]]:
 
 
 def named_rewards(config: Config) -> Iterator[tuple[str, str, tuple[RewardPart, ...]]]:
-    """(key, domain, reward functions) as `reward.functions` and the domains themselves name them."""
+    """(key, domain, reward functions) for each key that names some."""
     for name, parts in config.reward.functions.items():
         yield f"reward.functions.{name}", name, parts
     for name, domain in config.data.domains.items():
@@ -51,27 +51,27 @@ def named_rewards(config: Config) -> Iterator[tuple[str, str, tuple[RewardPart, 
 
 
 def response_limit(config: Config, domain: str) -> int:
-    """Tokens that a response to a prompt of the domain may have."""
+    """Longest response to a prompt of the domain, in tokens."""
     own = config.data.domains.get(domain)
     longest = config.data.max_response_length
     return longest if own is None or own.max_response_length is None else own.max_response_length
 
 
 def group_sizes(config: Config) -> dict[str, int]:
-    """Answers to a prompt, by domain; "" without domains."""
+    """Responses a prompt by domain; "" without domains."""
     common = config.actor_rollout_ref.rollout.n
     return {name: domain.n or common for name, domain in config.data.domains.items()} or {"": common}
 
 
 def temperatures(config: Config) -> dict[str, float]:
-    """Of the domains that are sampled at another than the run's."""
+    """Temperatures of the domains whose temperature is not the run's."""
     common, domains = config.actor_rollout_ref.rollout.temperature, config.data.domains
     own = {name: domain.temperature for name, domain in domains.items() if domain.temperature is not None}
     return {name: temperature for name, temperature in own.items() if temperature != common}
 
 
 def unfiltered_domains(config: Config) -> frozenset[str]:
-    """Those whose groups are kept whether they have a signal or not."""
+    """The domains whose groups without a signal are kept."""
     enable = config.algorithm.filter_groups.enable
     return frozenset(
         name
@@ -81,7 +81,7 @@ def unfiltered_domains(config: Config) -> frozenset[str]:
 
 
 def filters_groups(config: Config) -> bool:
-    """Whether groups without a signal are dropped, in one domain or all."""
+    """Whether groups without a signal are dropped, in at least one domain."""
     if config.data.domains:
         return len(unfiltered_domains(config)) < len(config.data.domains)
     return config.algorithm.filter_groups.enable

@@ -1,4 +1,4 @@
-"""A config for people and for files: flat, as YAML, compared with another."""
+"""A config as flat keys, as YAML, and compared with another."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -6,7 +6,6 @@ from dataclasses import replace
 import yaml
 
 from distflow.config.compose.values import nested, show
-from distflow.config.keys.data import DomainConfig
 from distflow.config.keys.declare import KeyInfo, walk
 from distflow.config.keys.schema import Config, find_group, group_names, schema_keys
 
@@ -24,13 +23,12 @@ _RESUMABLE = {
     "reward": ("num_actors", "actor_cpus", "timeout_s", "max_error_rate"),
 }
 RESUMABLE = frozenset(f"{group}.{name}" for group, names in _RESUMABLE.items() for name in names)
-"""Keys that may change when a run is resumed: how long, how often, on which devices, where things lie (the files of
-domains too: `changed_keys`), time limits. What lies behind the paths of data is compared by fingerprint, not by name;
-that a reward function has other code is told."""
+"""Keys that may change when a run is resumed. Data are compared by fingerprint, not by path (`changed_keys` ignores the
+files of domains too); changed code of a reward function is reported."""
 
 
 def flatten(config: Config) -> dict[str, object]:
-    """Every key's value by its dotted name, in the order of the schema."""
+    """The value of each key by its dotted name, in the order of the schema."""
     flat: dict[str, object] = {}
     for name in group_names():
         flat |= {key: value for key, _, value, _ in walk(find_group(config, name), name)}
@@ -38,7 +36,7 @@ def flatten(config: Config) -> dict[str, object]:
 
 
 def changed_from_default(config: Config, names: Iterable[str]) -> Iterator[tuple[str, object, object]]:
-    """Those of the keys that have another value than the default: (key, value, default)."""
+    """Those of the keys whose value is not the default: (key, value, default)."""
     values, keys = flatten(config), schema_keys()
     for name in names:
         if values[name] != keys[name].default:
@@ -46,18 +44,18 @@ def changed_from_default(config: Config, names: Iterable[str]) -> Iterator[tuple
 
 
 def to_dict(config: Config) -> dict[str, object]:
-    """Nested dicts, lists and scalars that JSON and YAML can hold, with the names of the YAML."""
+    """Nested dicts, lists and scalars for JSON and YAML."""
     keys = [key for name in group_names() for key in walk(find_group(config, name), name)]
-    return nested({name: spec.plain(value) if spec.plain else value for name, _, value, spec in keys})
+    return nested({name: spec.plain(value) for name, _, value, spec in keys})
 
 
 def to_yaml(config: Config) -> str:
-    """The whole config as YAML; loading it again gives an equal one."""
+    """The whole config as YAML; loading it gives an equal config."""
     values = to_dict(config)
     text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=120)
     if text.replace("\n", "").isprintable():
         return text
-    return yaml.safe_dump(values, sort_keys=False, width=120)  # nothing in it can act on a terminal or an editor
+    return yaml.safe_dump(values, sort_keys=False, width=120)  # escapes characters that control a terminal
 
 
 def diff(before: Config, after: Config) -> list[tuple[str, object, object]]:
@@ -67,16 +65,15 @@ def diff(before: Config, after: Config) -> list[tuple[str, object, object]]:
 
 
 def changed_keys(before: Config, after: Config) -> list[tuple[str, object, object]]:
-    """The same without the keys that may change on resume; nor does a domain by where its files lie."""
-    same_domains = _without_files(before) == _without_files(after)
-    resumable = RESUMABLE | {"data.domains"} if same_domains else RESUMABLE
+    """The same without the keys that may change on resume, and without the files of domains."""
+    old, new = (
+        {name: replace(own, train_files=(), val_files=()) for name, own in config.data.domains.items()}
+        for config in (before, after)
+    )
+    resumable = RESUMABLE | {"data.domains"} if old == new else RESUMABLE
     return [change for change in diff(before, after) if change[0] not in resumable]
 
 
-def _without_files(config: Config) -> dict[str, DomainConfig]:
-    return {name: replace(own, train_files=(), val_files=()) for name, own in config.data.domains.items()}
-
-
 def show_value(info: KeyInfo, value: object) -> str:
-    """A key's value as it would be written in YAML."""
-    return show(info.spec.plain(value) if info.spec.plain else value)
+    """A key's value as YAML."""
+    return show(info.spec.plain(value))

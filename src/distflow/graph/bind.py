@@ -2,28 +2,28 @@
 
 import functools
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from inspect import Parameter, signature
 from types import SimpleNamespace, UnionType
 from typing import Union, get_args, get_origin
 
 from distflow.errors import hint
-from distflow.graph.contract import REQUIRED, Contract, Declared, Form, canonical, read_contract
+from distflow.graph.contract import REQUIRED, Contract, Form, canonical
 from distflow.graph.drawing import Box, flowchart, text_drawing
 from distflow.graph.fields import Axis, Field, MissingColumn, PipelineError, find_field
 from distflow.graph.node_spec import NodeRole, NodeType, Plane
-from distflow.graph.nodes import Node, node_scope, resolve_factory
-from distflow.graph.wiring import Vertex, Wiring
+from distflow.graph.nodes import NODE_SETTINGS, Node, contract_of, contracts_of, resolve_factory
+from distflow.graph.wiring import Wiring
 
 
 @dataclass(frozen=True)
 class BoundNode:
     """A node under a config.
 
-    fn: the function to run, which a factory made where one did. deps: the nodes that run before it, those that write
-    what it reads among them. engines: those it uses. options: their values. phase: what its time is called.
-    validates: a validation runs it as well. config: what its parameter `config` receives; config_key: the dotted key
-    of that ("" is all, None is the node's own mapping).
+    fn: the function to run; a factory's result for a factory. deps: the nodes that run before it, those that write
+    what it reads included. engines: those it uses. options: their values. phase: the name of its time metric.
+    validates: validation runs it too. config: what its parameter `config` receives; config_key: the dotted key of that
+    ("" is all, None is the node's own mapping).
     """
 
     node_id: str
@@ -46,7 +46,7 @@ class BoundNode:
 class BoundPipeline:
     """The nodes in one deterministic topological order, and what they use.
 
-    fields: the field of each column that a node writes or the data have. engines, services: those that some node uses.
+    fields: the field of each column that a node writes or the data have. engines, services: all that nodes use.
     """
 
     graph_id: str
@@ -90,7 +90,7 @@ class BoundPipeline:
         ]
 
     def to_mermaid(self) -> str:
-        """The pipeline as a Mermaid flowchart with its planes; an edge shows the fields that it carries."""
+        """A Mermaid flowchart by planes; an edge shows the fields that it carries."""
         return flowchart(self._boxes())
 
     def to_text(self) -> str:
@@ -105,45 +105,41 @@ _PLAIN_TYPES = {t.__name__: t for t in (bool, int, float, str)}
 
 
 @dataclass(frozen=True)
-class ConfigGroup:
-    """The part of the config that a node receives. `key` is its dotted key: "" for all, None if it is the node's
-    own."""
+class _ConfiguredNode:
+    """A node with its function, and the part of the config that it receives.
 
-    value: object
-    key: str | None
+    config_key: the dotted key of that; "" for all, None if it is the node's own.
+    """
 
-    def has(self, name: str) -> bool:
-        return name in dir(self.value)  # by name only: reading the value would count as using the key
+    node: Node
+    config: object
+    config_key: str | None
 
     def names(self) -> list[str]:
-        return [name for name in dir(self.value) if not name.startswith("_")]
+        """Keys of its config. Reading the values instead would count as using the keys."""
+        return [name for name in dir(self.config) if not name.startswith("_")]
 
 
-def lookup(config: object, key: str, where: str) -> object:
-    """The value of a dotted key. Raises PipelineError with the nearest key."""
-    value = config
+def _configure(node: Node, config: object) -> _ConfiguredNode:
+    """The node with its own config, the group that it names, or its role's. Raises PipelineError with the nearest key
+    for a group that does not exist."""
+    node = resolve_factory(node, config)
+    if isinstance(node.config, Mapping):
+        return _ConfiguredNode(node, SimpleNamespace(**node.config), None)
+    key = node.by_role.config if node.config is None else node.config
     for part in key.split(".") if key else ():
-        names = [name for name in dir(value) if not name.startswith("_")]
+        names = [name for name in dir(config) if not name.startswith("_")]
         attribute = part if part in names else f"{part}_"  # `async` is `async_` in Python
         if attribute not in names:
+            where = f"{node.where} of role {node.node_role.name}"
             raise PipelineError(f"{where}: the config has no '{part}' (of '{key}'){hint(part, names)}")
-        value = getattr(value, attribute)
-    return value
+        config = getattr(config, attribute)
+    return _ConfiguredNode(node, config, key)
 
 
-def group_of(node: Node, config: object) -> ConfigGroup:
-    """The config group that the node receives: its own, the one it names, or its role's."""
-    if isinstance(node.config, Mapping):
-        return ConfigGroup(SimpleNamespace(**node.config), None)
-    key = node.by_role.config if node.config is None else node.config
-    return ConfigGroup(lookup(config, key, f"{node.where} of role {node.node_role.name}"), key)
-
-
-_SETTINGS = tuple(item.name for item in fields(Node) if item.init and item.name != "options")
 _NOT_HERE = {
     "agent_group": "is not implemented yet: it will come with several agents in one pipeline",
-    "filter_plugin": "has no meaning here: a filter is a node of its own, whose function returns Drop(reason) for a "
-    "prompt group",
+    "filter_plugin": "does not exist here: a filter is a node, whose function returns Drop(reason) for a prompt group",
 }
 """Arguments of other systems' `add_node`."""
 
@@ -156,11 +152,11 @@ def check_options(node: Node, contract: Contract) -> None:
         elif name in _NOT_HERE:
             raise PipelineError(f"{node.where}: '{name}' {_NOT_HERE[name]}")
         else:
-            known = [*contract.options, *_SETTINGS]
+            known = [*contract.options, *NODE_SETTINGS]
             raise PipelineError(f"{node.where}: its function takes no option '{name}'{hint(name, known)}")
 
 
-def check_own_config(node: Node, contract: Contract) -> None:
+def _check_own_config(node: Node, contract: Contract) -> None:
     """Raises PipelineError for an entry of the node's own `config` mapping that its function cannot receive."""
     if not isinstance(node.config, Mapping) or contract.open_options or "config" in contract.reserved:
         return
@@ -171,38 +167,35 @@ def check_own_config(node: Node, contract: Contract) -> None:
             )
 
 
-def resolve_options(node: Node, contract: Contract, group: ConfigGroup) -> dict[str, object]:
-    """Values of all options.
-
-    `add_node` and a `functools.partial` take precedence over the group, and that over the function's default.
+def _resolve_options(configured: _ConfiguredNode, contract: Contract) -> dict[str, object]:
+    """Values of all options: those of `add_node` and of a `functools.partial`, else the config's, else the default.
 
     Raises PipelineError for an option without a value.
     """
+    node, key = configured.node, configured.config_key
     preset = node.fn.keywords if isinstance(node.fn, functools.partial) else {}
     fixed = {**{name: value for name, value in preset.items() if name in contract.options}, **node.options}
     values: dict[str, object] = {}
     for name, default in contract.options.items():
         if name in fixed:
             continue
-        if group.has(name):
-            values[name] = getattr(group.value, name)
+        if name in dir(configured.config):
+            values[name] = getattr(configured.config, name)
         elif default is not REQUIRED:
             values[name] = default
         else:
-            where = "its config" if group.key is None else f"config group '{group.key}'" if group.key else "the config"
+            where = "its config" if key is None else f"config group '{key}'" if key else "the config"
             raise PipelineError(
                 f"{node.where}: option '{name}' has no value: add_node gives none, {where} has no such key"
-                f"{hint(name, group.names())}, and the function has no default"
+                f"{hint(name, configured.names())}, and the function has no default"
             )
     return {**values, **fixed}
 
 
 def _check_type(node: Node, contract: Contract, name: str, value: object) -> None:
     wanted = _plain_types(node, name) if name in contract.options else ()
-    if not wanted or value is None:
-        return
     fits = type(value) in wanted or (isinstance(value, int) and not isinstance(value, bool) and float in wanted)
-    if not fits:
+    if wanted and value is not None and not fits:
         names = " or ".join(t.__name__ for t in wanted)
         raise PipelineError(f"{node.where}: option '{name}' must be {names}, {value!r} given")
 
@@ -227,28 +220,27 @@ def _plain_types(node: Node, name: str) -> tuple[type, ...]:
 DataFields = Iterable[str] | Mapping[str, Field]
 
 
-@dataclass(frozen=True)
-class _Settled:
-    """A node with a known function, and its part of the config."""
-
-    node: Node
-    group: ConfigGroup
-
-
-def bind_pipeline(graph_id: str, nodes: tuple[Node, ...], config: object, data_fields: DataFields) -> BoundPipeline:
+def bind_pipeline(graph_id: str, nodes: Iterable[Node], config: object, data_fields: DataFields) -> BoundPipeline:
     """The pipeline of a graph whose structure was checked.
 
-    Raises PipelineError for a role without its config group, a factory that finds fault with the config, an option
-    without a value, a column that is not declared, a field that is read and that neither a node before nor the data
-    have, and what `Wiring` checks.
+    Raises PipelineError for a role without its config group, a factory that rejects the config, an option without a
+    value, a column that is not declared, a field that is read but neither written before nor in the data, and what
+    `Wiring` checks.
     """
-    settled = {node.node_id: _settle(node, config) for node in nodes}
+    configured = {node.node_id: _configure(node, config) for node in nodes}
+    resolved = {key: found.node for key, found in configured.items()}
     loaded = _loaded(data_fields)
-    contracts = _contracts(settled, frozenset(loaded))
-    wiring = Wiring({key: Vertex(s.node, contracts[key], s.node.deps) for key, s in settled.items()})
+    contracts = contracts_of(resolved, loaded, {key: dir(found.config) for key, found in configured.items()})
+    for key, contract in contracts.items():
+        check_options(resolved[key], contract)
+        _check_own_config(resolved[key], contract)
+    wiring = Wiring(resolved, contracts)
     wiring.check()
-    _check_reads(wiring, settled, frozenset(loaded))
-    bound = tuple(_bind_node(wiring, settled[key]) for key in wiring.order)
+    for node_id in wiring.order:
+        for name in contracts[node_id].reads:
+            if not wiring.has(node_id, canonical(name), frozenset(loaded)):
+                raise MissingColumn(_missing(wiring, configured[node_id], name, loaded), canonical(name))
+    bound = tuple(_bind_node(wiring, configured[key]) for key in wiring.order)
     return BoundPipeline(
         graph_id=graph_id,
         nodes=bound,
@@ -260,62 +252,23 @@ def bind_pipeline(graph_id: str, nodes: tuple[Node, ...], config: object, data_f
 
 def bind_alone(node: Node, config: object) -> BoundNode:
     """A node outside of a graph: the caller provides its columns. Raises PipelineError as `bind_pipeline` does."""
-    settled = _settle(node, config)
-    contract = read_contract(settled.node.fn, _declared(settled, frozenset()))
-    return _bind_node(Wiring({node.node_id: Vertex(settled.node, contract, ())}), settled)
+    configured = _configure(node, config)
+    contract = contract_of(configured.node, config=dir(configured.config))
+    return _bind_node(Wiring({node.node_id: configured.node}, {node.node_id: contract}), configured)
 
 
-def _settle(node: Node, config: object) -> _Settled:
-    node = resolve_factory(node, config)
-    return _Settled(node, group_of(node, config))
-
-
-def _contracts(settled: Mapping[str, _Settled], loaded: frozenset[str]) -> dict[str, Contract]:
-    """Settle contracts twice, since the fields that a node may read depend on what the others write."""
-
-    def all_with(known: frozenset[str]) -> dict[str, Contract]:
-        return {key: read_contract(s.node.fn, _declared(s, known)) for key, s in settled.items()}
-
-    written = frozenset(canonical(name) for contract in all_with(loaded).values() for name in contract.writes)
-    contracts = all_with(loaded | written)
-    for key, contract in contracts.items():
-        check_options(settled[key].node, contract)
-        check_own_config(settled[key].node, contract)
-    return contracts
-
-
-def _declared(settled: _Settled, known: frozenset[str]) -> Declared:
-    node, group = settled.node, settled.group
-    return Declared(
-        where=node.where,
-        spec=node.spec,
-        role=node.node_role,
-        scope=node_scope(node),
-        is_field=lambda name: canonical(name) in known or find_field(name) is not None,
-        is_option=lambda name: name in node.options or group.has(name),
-    )
-
-
-def _check_reads(wiring: Wiring, settled: Mapping[str, _Settled], loaded: frozenset[str]) -> None:
+def _missing(wiring: Wiring, reader: _ConfiguredNode, name: str, loaded: Iterable[str]) -> str:
+    """The message that a field is missing, with the likeliest reason."""
+    before = [wiring.vertices[other] for other in wiring.before[reader.node.node_id]]
+    known = {*loaded, *(written for vertex in before for written in vertex.writes), *reader.names()}
+    message = f"{reader.node.where} reads '{name}', but no node before it writes it and the data have no such column"
+    message += hint(name, known)
     for node_id in wiring.order:
-        for name in wiring.vertices[node_id].contract.reads:
-            if not wiring.has(node_id, canonical(name), loaded):
-                raise MissingColumn(_missing(wiring, settled[node_id], name, loaded), canonical(name))
-
-
-def _missing(wiring: Wiring, reader: _Settled, name: str, loaded: frozenset[str]) -> str:
-    """Message that a field is missing, with the likeliest reason."""
-    said = f"{reader.node.where} reads '{name}', "
-    before = [wiring.vertices[other] for other in wiring.order if other in wiring.before[reader.node.node_id]]
-    known = {*loaded, *(written for vertex in before for written in vertex.writes), *reader.group.names()}
-    said += f"but no node before it writes it and the data have no such column{hint(name, known)}"
-    others = [node_id for node_id in wiring.order if node_id != reader.node.node_id]
-    silent = [n for n in others if not wiring.vertices[n].writes and _may_write(wiring.vertices[n].contract)]
-    return f"{said}; if '{silent[0]}' writes it, say so by @node(writes=...)" if silent else said
-
-
-def _may_write(contract: Contract) -> bool:
-    return contract.form is not Form.WIRED or "batch" in contract.reserved
+        vertex = wiring.vertices[node_id]
+        may_write = vertex.contract.form is not Form.WIRED or "batch" in vertex.contract.reserved
+        if may_write and not vertex.writes and node_id != reader.node.node_id:
+            return f"{message}; if '{node_id}' writes it, declare that by @node(writes=...)"
+    return message
 
 
 def _written(wiring: Wiring) -> dict[str, Field]:
@@ -325,18 +278,17 @@ def _written(wiring: Wiring) -> dict[str, Field]:
         field = find_field(name)
         if field is None:
             raise PipelineError(
-                f"node '{writers[0]}' writes '{name}', a column that is not declared: what one entry of it belongs to "
-                f'would be guessed from its shape. Declare it by @node(writes={{"{name}": "sample"}}) (or "response", '
-                f'"prompt", "sequence", "object"), or by register_field("{name}", ...)'
+                f"node '{writers[0]}' writes '{name}', a column that is not declared, so its axis is unknown. Declare "
+                f'it by @node(writes={{"{name}": "sample"}}) (or "response", "prompt", "sequence", "object"), or by '
+                f'register_field("{name}", ...)'
             )
         written[name] = field
     return written
 
 
-def _bind_node(wiring: Wiring, settled: _Settled) -> BoundNode:
-    node, group = settled.node, settled.group
-    vertex = wiring.vertices[node.node_id]
-    by_role = node.by_role
+def _bind_node(wiring: Wiring, configured: _ConfiguredNode) -> BoundNode:
+    node = configured.node
+    vertex, by_role = wiring.vertices[node.node_id], node.by_role
     role_phase = (by_role.forward_phase if node.only_forward_compute else None) or by_role.phase
     return BoundNode(
         node_id=node.node_id,
@@ -347,20 +299,20 @@ def _bind_node(wiring: Wiring, settled: _Settled) -> BoundNode:
         deps=wiring.deps[node.node_id],
         plane=wiring.planes[node.node_id],
         engines=vertex.engines,
-        options=resolve_options(node, vertex.contract, group),
+        options=_resolve_options(configured, vertex.contract),
         retry_limit=node.retry_limit,
         phase=node.phase or role_phase or node.node_id,
         validates=by_role.validates if node.validates is None else node.validates,
-        config=group.value,
-        config_key=group.key,
+        config=configured.config,
+        config_key=configured.config_key,
     )
 
 
 def _loaded(data_fields: DataFields) -> dict[str, Field]:
     """The data's columns; one that is not registered holds plain objects."""
     given = data_fields if isinstance(data_fields, Mapping) else {}
-    columns: dict[str, Field] = {}
-    for spelled in data_fields:
-        name = canonical(spelled)
-        columns[name] = given.get(spelled) or find_field(name) or Field(name, "object", Axis.OBJECT)
-    return columns
+    names = {canonical(name): name for name in data_fields}
+    return {
+        name: given.get(spelled) or find_field(name) or Field(name, "object", Axis.OBJECT)
+        for name, spelled in names.items()
+    }

@@ -13,6 +13,7 @@ from distflow.graph.fields import ALIASES, PipelineError, is_async
 from distflow.graph.node_spec import ENGINES, ROLE_DEFAULTS, SCORE_FIELDS, SERVICES, NodeRole, NodeSpec, Scope
 
 RESERVED = ("batch", "samples", "group", "ctx", "engine", "config", "reduce")
+_SPECIAL = (*RESERVED, *ENGINES, *SERVICES)
 
 
 class Form(StrEnum):
@@ -40,21 +41,28 @@ REQUIRED = _Required()
 
 
 @dataclass(frozen=True)
-class Contract:
+class FieldsRead:
+    """Fields that a function reads: required ones, and those that may be missing.
+
+    by_keyword, by_position: the fields among them that are passed, and how; the others come in `batch`.
+    """
+
+    reads: tuple[str, ...] = ()
+    optional: tuple[str, ...] = ()
+    by_keyword: tuple[str, ...] = ()
+    by_position: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contract(FieldsRead):
     """What a function takes and returns. Field names are spelled as in the function; see `canonical`.
 
-    reads, optional: required fields, and those that may be missing.
-    by_keyword, by_position: the fields among them that are passed, and how; the others come in `batch`.
-    writes: fields it returns.
-    engines, services: the parameters that receive one. reserved: those of `RESERVED` that it has.
+    writes: fields that it returns.
+    engines, services: the parameters that receive one. reserved: its parameters that are in `RESERVED`.
     options: default of each option; REQUIRED if it has none. open_options: it also takes options that it does not name.
     """
 
     form: Form
-    reads: tuple[str, ...]
-    optional: tuple[str, ...]
-    by_keyword: tuple[str, ...]
-    by_position: tuple[str, ...]
     writes: tuple[str, ...]
     scope: Scope
     engines: tuple[str, ...]
@@ -75,7 +83,7 @@ class Declared:
     """What is declared about a function outside of its signature.
 
     spec: `@node`, overridden by `add_node`. scope: the graph's own, which takes precedence.
-    is_field: whether a field of that name is known. is_option: whether an option of that name has a value at hand; it
+    is_field: whether a field of that name is known. is_option: whether an option of that name has a value; this
         decides about a positional parameter that is no known field.
     """
 
@@ -87,29 +95,20 @@ class Declared:
     is_option: Callable[[str], bool]
 
 
-def read_contract(fn: Callable[..., object], declared: Declared) -> Contract:
-    """The contract of a function. Raises PipelineError if its signature does not say what it reads."""
-    parameters = _parameters(fn, declared.where)
-    form = form_of(parameters)
-    return _contract(form, _fields(form, parameters, declared), parameters or [], declared, is_async(fn))
+def read_contract(fn: Callable[..., object] | None, declared: Declared) -> Contract:
+    """The contract of a function; for None that of a factory's node without a config, which its role gives.
 
-
-def late_contract(declared: Declared) -> Contract:
-    """The contract of a factory's node without a config: by its role only."""
-    return _contract(Form.WIRED, _Fields((), ()), [], declared, False)
-
-
-def _contract(
-    form: Form, fields: "_Fields", parameters: list[Parameter], declared: Declared, is_async: bool
-) -> Contract:
+    Raises PipelineError if the signature does not say what the function reads.
+    """
+    found = None if fn is None else _parameters(fn, declared.where)
+    form = form_of(found)
+    fields = FieldsRead() if fn is None else _fields(form, found, declared)
+    parameters = found or []
     names = {p.name for p in parameters}
     reserved = tuple(name for name in RESERVED if name in names)
     return Contract(
+        **vars(fields),
         form=form,
-        reads=fields.reads,
-        optional=fields.optional,
-        by_keyword=fields.by_keyword,
-        by_position=fields.by_position,
         writes=_writes(form, declared),
         scope=_scope(fields, reserved, declared),
         engines=tuple(name for name in ENGINES if name in names),
@@ -117,16 +116,8 @@ def _contract(
         reserved=reserved,
         options=_options(form, parameters, declared),
         open_options=any(p.kind is Parameter.VAR_KEYWORD for p in parameters),
-        is_async=is_async,
+        is_async=fn is not None and is_async(fn),
     )
-
-
-@dataclass(frozen=True)
-class _Fields:
-    reads: tuple[str, ...]
-    optional: tuple[str, ...]
-    by_keyword: tuple[str, ...] = ()
-    by_position: tuple[str, ...] = ()
 
 
 def _parameters(fn: Callable[..., object], where: str) -> list[Parameter] | None:
@@ -150,30 +141,22 @@ def form_of(parameters: list[Parameter] | None) -> Form:
     return Form.SAMPLE_REWARD if tuple(names[:3]) == _SAMPLE_REWARD[:3] else Form.WIRED
 
 
-def _fields(form: Form, parameters: list[Parameter] | None, declared: Declared) -> _Fields:
+def _fields(form: Form, parameters: list[Parameter] | None, declared: Declared) -> FieldsRead:
     if form is Form.BATCH_REWARD:
-        return _Fields(*_explicit(declared))
+        return FieldsRead(*_explicit(declared))
     if form is Form.SAMPLE_REWARD:
         optional = ("extra_info",) if any(p.name == "extra_info" for p in parameters or ()) else ()
         required = ("data_source", "responses", "ground_truth")
-        return _Fields(required, optional, by_keyword=(*required, *optional))
+        return FieldsRead(required, optional, by_keyword=(*required, *optional))
     explicit = declared.spec.reads is not None
     return _explicit_fields(parameters, declared) if explicit else _signature_fields(parameters, declared)
-
-
-def _is_ordinary(parameter: Parameter) -> bool:
-    return parameter.kind in (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
-
-
-def _is_special(parameter: Parameter) -> bool:
-    return parameter.name in (*RESERVED, *ENGINES, *SERVICES)
 
 
 def _role_of(parameter: Parameter, declared: Declared) -> Literal["field", "optional", "option", "special", "rest"]:
     """The meaning of a parameter that `reads` does not name."""
     if parameter.kind in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD):
         return "rest"
-    if _is_special(parameter):
+    if parameter.name in _SPECIAL:
         return "special"
     if parameter.kind is Parameter.KEYWORD_ONLY:
         return "option"
@@ -185,7 +168,7 @@ def _role_of(parameter: Parameter, declared: Declared) -> Literal["field", "opti
     return "optional" if is_field or parameter.default is None else "option"
 
 
-def _signature_fields(parameters: list[Parameter] | None, declared: Declared) -> _Fields:
+def _signature_fields(parameters: list[Parameter] | None, declared: Declared) -> FieldsRead:
     if parameters is None:
         raise PipelineError(
             f"{declared.where}: its function cannot be inspected; declare what it reads by @node(reads=...)"
@@ -194,24 +177,17 @@ def _signature_fields(parameters: list[Parameter] | None, declared: Declared) ->
     for p in parameters:
         if p.kind is Parameter.VAR_POSITIONAL or (p.kind is Parameter.VAR_KEYWORD and not named_only):
             raise PipelineError(f"{declared.where}: '{p}' does not say what it reads; declare it by @node(reads=...)")
-    by_role: dict[str, list[Parameter]] = {"field": [], "optional": [], "option": [], "special": [], "rest": []}
+    roles = {p.name: _role_of(p, declared) for p in parameters}
+    passed = [p for p in parameters if roles[p.name] in ("field", "optional")]
     for p in parameters:
-        by_role[_role_of(p, declared)].append(p)
-    passed = [p for p in parameters if p in by_role["field"] or p in by_role["optional"]]
-    _check_positional_only(parameters, passed, declared)
-    return _Fields(
-        reads=tuple(p.name for p in by_role["field"]),
-        optional=tuple(p.name for p in by_role["optional"]),
+        if p.kind is Parameter.POSITIONAL_ONLY and p not in passed:  # calls pass only fields by position
+            raise PipelineError(f"{declared.where}: '{p.name}' is positional only, which only fields can be")
+    return FieldsRead(
+        reads=tuple(p.name for p in passed if roles[p.name] == "field"),
+        optional=tuple(p.name for p in passed if roles[p.name] == "optional"),
         by_keyword=tuple(p.name for p in passed if p.kind is not Parameter.POSITIONAL_ONLY),
         by_position=tuple(p.name for p in passed if p.kind is Parameter.POSITIONAL_ONLY),
     )
-
-
-def _check_positional_only(parameters: list[Parameter], passed: list[Parameter], declared: Declared) -> None:
-    """Positional-only parameters are fields, or the call could not name them."""
-    for p in parameters:
-        if p.kind is Parameter.POSITIONAL_ONLY and p not in passed:
-            raise PipelineError(f"{declared.where}: '{p.name}' is positional only, which only fields can be")
 
 
 def _explicit(declared: Declared) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -220,24 +196,25 @@ def _explicit(declared: Declared) -> tuple[tuple[str, ...], tuple[str, ...]]:
     return tuple(n for n in names if n[0] != "?"), tuple(n[1:] for n in names if n[0] == "?")
 
 
-def _explicit_fields(parameters: list[Parameter] | None, declared: Declared) -> _Fields:
+def _explicit_fields(parameters: list[Parameter] | None, declared: Declared) -> FieldsRead:
     required, optional = _explicit(declared)
     named = tuple(n.removeprefix("?") for n in declared.spec.reads or ())
     if parameters is None:
-        return _Fields(required, optional, by_position=named)
-    ordinary = [p for p in parameters if _is_ordinary(p) and not _is_special(p)]
+        return FieldsRead(required, optional, by_position=named)
+    leading = [p for p in parameters if p.kind in (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)]
+    ordinary = [p for p in leading if p.name not in _SPECIAL]
     for p in ordinary:
         if p.name not in named and _role_of(p, declared) == "field":
             raise PipelineError(
                 f"{declared.where}: @node(reads=...) leaves out its parameter '{p.name}'{hint(p.name, named)}"
             )
     if any(p.kind is Parameter.VAR_POSITIONAL for p in parameters):
-        leading = [p.name for p in parameters if _is_ordinary(p)]
-        if tuple(leading) != named[: len(leading)]:
+        first = tuple(p.name for p in leading)
+        if first != named[: len(first)]:
             raise PipelineError(
-                f"{declared.where}: before its *args it takes {', '.join(leading)}; @node(reads=...) must begin so"
+                f"{declared.where}: before its *args it takes {', '.join(first)}; @node(reads=...) must begin so"
             )
-        return _Fields(required, optional, by_position=named)
+        return FieldsRead(required, optional, by_position=named)
     names = {p.name for p in ordinary} | {p.name for p in parameters if p.kind is Parameter.KEYWORD_ONLY}
     unnamed = [n for n in named if n not in names]
     open_kwargs = any(p.kind is Parameter.VAR_KEYWORD for p in parameters)
@@ -248,7 +225,7 @@ def _explicit_fields(parameters: list[Parameter] | None, declared: Declared) -> 
         )
     by_position = tuple(p.name for p in ordinary if p.kind is Parameter.POSITIONAL_ONLY and p.name in named)
     by_keyword = tuple(n for n in named if n not in by_position and (n in names or open_kwargs))
-    return _Fields(required, optional, by_keyword, by_position)
+    return FieldsRead(required, optional, by_keyword, by_position)
 
 
 def _writes(form: Form, declared: Declared) -> tuple[str, ...]:
@@ -259,11 +236,10 @@ def _writes(form: Form, declared: Declared) -> tuple[str, ...]:
     return SCORE_FIELDS if form is Form.BATCH_REWARD else ROLE_DEFAULTS[declared.role].writes
 
 
-def _scope(fields: _Fields, reserved: tuple[str, ...], declared: Declared) -> Scope:
+def _scope(fields: FieldsRead, reserved: tuple[str, ...], declared: Declared) -> Scope:
     if "reduce" in reserved:
         return "global"
-    scope = declared.scope or declared.spec.scope
-    if scope is not None:
+    if scope := declared.scope or declared.spec.scope:
         return scope
     reads_groups = any(canonical(name) == "group_index" for name in (*fields.reads, *fields.optional))
     return "group" if reads_groups else ROLE_DEFAULTS[declared.role].scope or "sample"

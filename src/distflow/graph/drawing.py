@@ -10,7 +10,7 @@ from distflow.graph.fields import DERIVED
 
 @dataclass(frozen=True)
 class Box:
-    """A node as it is drawn. Boxes of one plane are grouped; None is no plane."""
+    """A node in a drawing. Boxes of one plane are grouped; None is no plane."""
 
     node_id: str
     role: str
@@ -19,13 +19,21 @@ class Box:
     plane: str | None = None
     engines: tuple[str, ...] = ()
 
+    @property
+    def kind(self) -> str:
+        return " · ".join(filter(None, [self.role, ", ".join(self.engines)]))
+
 
 def flowchart(boxes: Sequence[Box]) -> str:
     """Mermaid text. An edge shows the fields that its end reads of what its start writes."""
     names = {box.node_id: f"n{i}" for i, box in enumerate(boxes)}
     lines = ["flowchart TD"]
     for plane in dict.fromkeys(box.plane for box in boxes):
-        inside = [f"{names[box.node_id]}{_label(box)}" for box in boxes if box.plane == plane]
+        inside = [
+            f'{names[box.node_id]}["{_text(box.node_id)}<br/><i>{_text(box.kind)}</i>"]'
+            for box in boxes
+            if box.plane == plane
+        ]
         if plane is None:
             lines += [f"    {line}" for line in inside]
         else:
@@ -37,7 +45,7 @@ def flowchart(boxes: Sequence[Box]) -> str:
 
 
 def text_drawing(boxes: Sequence[Box]) -> str:
-    """Rails on the left lead from each node (●) down to those that run after it; beside them are the nodes in order,
+    """Text with rails on the left from each node (●) down to those that run after it; beside them the nodes in order,
     and below each what it reads from which node."""
     by_id, last_use = {box.node_id: box for box in boxes}, {dep: box.node_id for box in boxes for dep in box.deps}
     rails: list[str | None] = []  # node of the rail in each column
@@ -47,8 +55,7 @@ def text_drawing(boxes: Sequence[Box]) -> str:
         if box.plane != plane:
             plane = box.plane
             lines.append((_rails(rails), f"═══ {plane} loop ═══"))
-        engines = f" · {', '.join(box.engines)}" if box.engines else ""
-        lines.append((_joint(rails, box, last_use), f"{box.node_id}  ({box.role}{engines})"))
+        lines.append((_joint(rails, box, last_use), f"{box.node_id}  ({box.kind})"))
         read = {dep: ", ".join(_passed(by_id[dep], box)) or "(order only)" for dep in box.deps}
         lines += [(_rails(rails), f"    {fields}  ◀ {dep}") for dep, fields in read.items()]
     width = max(len(drawn) for drawn, _ in lines)
@@ -83,13 +90,8 @@ def _joint(rails: list[str | None], box: Box, last_use: Mapping[str, str]) -> st
     return drawn.rstrip()
 
 
-def _label(box: Box) -> str:
-    engines = f" · {', '.join(box.engines)}" if box.engines else ""
-    return f'["{_text(box.node_id)}<br/><i>{_text(box.role)}{_text(engines)}</i>"]'
-
-
 def _arrow(start: Box, end: Box) -> str:
-    """Thick across the sample queue."""
+    """The edge between two boxes, with the fields that it carries; thick across the sample queue."""
     line = "==>" if start.plane != end.plane else "-->"
     passed = _passed(start, end)
     return f'{line}|"{_text(", ".join(passed))}"|' if passed else line

@@ -44,7 +44,7 @@ class NodeRole(Enum):
 
 
 class NodeStatus(Enum):
-    """State of a node in a step; kept by the worker, not in the graph."""
+    """State of a node in a step; the worker keeps it, not the graph."""
 
     PENDING = "PENDING"
     READY = "READY"
@@ -64,7 +64,7 @@ ENGINE_TYPES = (NodeType.MODEL_INFERENCE, NodeType.MODEL_TRAIN)
 TRAIN_ENGINES = ("actor", "critic", "ref", "reward_model")
 ENGINES = (*TRAIN_ENGINES, "rollout")
 SERVICES = ("reward_fn", "tokenizer")
-"""What a worker has besides engines, and passes to the parameter of that name."""
+"""What a worker has besides engines and passes to the parameter of that name."""
 
 SCORE_FIELDS = ("token_level_scores", "token_level_rewards")
 
@@ -137,9 +137,7 @@ def node(
                 raise PipelineError(f"@node: writes: '{axis}' of column '{name}' is not an axis{hint(axis, known)}")
             register_field(name, "object" if axis == Axis.OBJECT.value else "float32", axis)
     spec = NodeSpec(
-        writes=None
-        if writes is None
-        else as_names(tuple(writes) if isinstance(writes, Mapping) else writes, "@node: writes"),
+        writes=None if writes is None else as_names(writes, "@node: writes"),
         role=None if role is None else as_member(NodeRole, role, "@node: role"),
         scope=check_scope(scope, "@node"),
         reads=None if reads is None else as_names(reads, "@node: reads"),
@@ -150,7 +148,7 @@ def node(
 def node_factory(fn: _Fn) -> _Fn:
     """Mark a function of the config that returns the node function: for nodes whose columns depend on the config.
 
-    `TaskGraph.bind` calls it. It may carry `@node(role=...)` for its nodes' role.
+    `TaskGraph.bind` calls it. `@node(role=...)` on it gives the role of its nodes.
     """
     return _marked(fn, _FACTORY, True)
 
@@ -194,12 +192,9 @@ def as_member(kind: type[_Member], value: object, where: str) -> _Member:
 
 def check_scope(scope: str | None, where: str) -> Scope | None:
     """The scope itself. Raises PipelineError if there is no such scope."""
-    if scope is None:
-        return None
-    for known in SCOPES:
-        if scope == known:
-            return known
-    raise PipelineError(f"{where}: {scope!r} is not a scope{hint(str(scope), SCOPES)}")
+    if scope is not None and scope not in SCOPES:
+        raise PipelineError(f"{where}: {scope!r} is not a scope{hint(str(scope), SCOPES)}")
+    return scope
 
 
 def as_names(value: object, where: str) -> tuple[str, ...]:

@@ -1,11 +1,11 @@
 """The node of a graph, and what a node function may return."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
 
 from distflow.errors import hint
-from distflow.graph.contract import Contract, Declared, Form, canonical, late_contract, read_contract
+from distflow.graph.contract import Contract, Declared, Form, canonical, read_contract
 from distflow.graph.fields import PipelineError, find_field, resolve_func
 from distflow.graph.node_spec import (
     ENGINE_TYPES,
@@ -43,14 +43,14 @@ class NodeOutput:
 class Drop:
     """Returned by a node of the rollout loop: the group leaves the run; a new one may start.
 
-    reason: a short name that is counted (`async/dropped/REASON`). detail: what happened to this group, in words.
+    reason: a short name for the counts (`async/dropped/REASON`). detail: what happened to this group, in words.
     """
 
     reason: str
     detail: str = ""
 
 
-_ASK_FOR_NOTHING: list[tuple[str, object]] = [("agent_group", 0), ("filter_plugin", None)]
+_IGNORED: list[tuple[str, object]] = [("agent_group", 0), ("filter_plugin", None)]
 """Arguments of other systems' `add_node` that do not exist here: their defaults are accepted."""
 
 _T = TypeVar("_T")
@@ -74,8 +74,8 @@ class Node:
     deps: nodes that must have run, besides those that write what it reads.
     node_type: by default inferred from the function's engines. node_role: by default that of `@node`, else DEFAULT.
     only_forward_compute: it computes with a train engine but changes no weights.
-    retry_limit: how often it is retried after a failure. options: values for the function's options.
-    The others have defaults by role (`ROLE_DEFAULTS`) and go before what `@node` says:
+    retry_limit: number of retries after a failure. options: values for the function's options.
+    The others have defaults by role (`ROLE_DEFAULTS`) and take precedence over `@node`:
     config: the part of the config that it receives: a dotted key, or a mapping.
     engine: the one that it uses if its type says so and no parameter does. writes: the fields that it writes.
     scope: which samples it must see together. plane: where it must run. phase: the name of its time metric.
@@ -106,21 +106,20 @@ class Node:
         _check_arguments(self)
         settle = object.__setattr__
         settle(self, "deps", tuple(self.deps))
-        settle(self, "options", {n: value for n, value in self.options.items() if (n, value) not in _ASK_FOR_NOTHING})
+        settle(self, "options", {n: value for n, value in self.options.items() if (n, value) not in _IGNORED})
         if self.writes is not None:
             settle(self, "writes", as_names(self.writes, f"{where}: writes"))
-        if self.node_type is not None:
-            settle(self, "node_type", as_member(NodeType, self.node_type, f"{where}: node_type"))
-        if self.node_role is not None:
-            settle(self, "node_role", as_member(NodeRole, self.node_role, f"{where}: node_role"))
+        for name, kind in (("node_type", NodeType), ("node_role", NodeRole)):
+            if getattr(self, name) is not None:
+                settle(self, name, as_member(kind, getattr(self, name), f"{where}: {name}"))
         settle(self, "fn", self._resolve())
-        said = spec_of(self.fn)
-        settle(self, "spec", said if self.writes is None else replace(said, writes=self.writes))
+        spec = spec_of(self.fn)
+        settle(self, "spec", spec if self.writes is None else replace(spec, writes=self.writes))
         self._settle_role_and_type()
 
     @property
     def where(self) -> str:
-        """How messages name it."""
+        """Its name in messages."""
         return f"node {self.node_id!r}"
 
     @property
@@ -135,12 +134,12 @@ class Node:
         return resolve_func(self.func, self.where)
 
     def _settle_role_and_type(self) -> None:
-        contract = early_contract(self, frozenset())
+        contract = contract_of(self)
         if self.node_role is None:
             default = NodeRole.DEFAULT if contract.form is Form.WIRED else NodeRole.REWARD
             object.__setattr__(self, "node_role", self.spec.role or default)
         if is_factory(self.fn):
-            return  # its function is not known before the config is
+            return  # its function depends on the config
         if self.node_type is None:
             engines = engines_of(self, contract)
             trains = any(engine in TRAIN_ENGINES for engine in engines)
@@ -176,10 +175,8 @@ def resolve_factory(node: Node, config: object) -> Node:
         raise PipelineError(f"{node.where}: its factory returned {fn!r}, which is not a function")
     role: NodeRole | None = None if node.spec.role is None and node.node_role is NodeRole.DEFAULT else node.node_role
     result = replace(node, func=fn, node_role=role)  # type: ignore[arg-type]  # resolved again
-    said = {item.name: getattr(result.spec, item.name) for item in fields(result.spec)}
-    early = {item.name: getattr(node.spec, item.name) for item in fields(node.spec)}
-    merged = NodeSpec(**{name: early[name] if value is None else value for name, value in said.items()})
-    object.__setattr__(result, "spec", merged)
+    declared = {name: value for name, value in vars(result.spec).items() if value is not None}
+    object.__setattr__(result, "spec", replace(node.spec, **declared))
     return result
 
 
@@ -193,52 +190,57 @@ def engines_of(node: Node, contract: Contract) -> tuple[str, ...]:
     return (own,) if uses_own and own else contract.engines
 
 
-def early_contract(node: Node, fields: frozenset[str]) -> Contract:
-    """The contract as far as it is known without a config. fields: names of fields, besides the registered ones.
+def contract_of(node: Node, fields: Collection[str] = (), config: Collection[str] = ()) -> Contract:
+    """The contract of a node. Of a factory's node only the defaults of its role are known.
 
-    Of a factory's node only its role's defaults are known.
+    fields: names of fields, besides the registered ones. config: names in the config group of the node.
     """
     declared = Declared(
         where=node.where,
         spec=node.spec,
         role=node.node_role or node.spec.role or NodeRole.DEFAULT,
-        scope=node_scope(node),
+        scope="global" if node.node_type in MARKER_TYPES else node.scope,
         is_field=lambda name: canonical(name) in fields or find_field(name) is not None,
-        is_option=node.options.__contains__,
+        is_option=lambda name: name in node.options or name in config,
     )
-    return late_contract(declared) if is_factory(node.fn) else read_contract(node.fn, declared)
+    return read_contract(None if is_factory(node.fn) else node.fn, declared)
 
 
-def node_scope(node: Node) -> Scope | None:
-    """The scope that the graph sets, whatever the function declares: markers are for all ranks."""
-    return "global" if node.node_type in MARKER_TYPES else node.scope
+def contracts_of(
+    nodes: Mapping[str, Node], fields: Collection[str] = (), configs: Mapping[str, Collection[str]] | None = None
+) -> dict[str, Contract]:
+    """The contract of each node, read twice: the fields that a node may read depend on what the others write."""
+
+    def read(known: Collection[str]) -> dict[str, Contract]:
+        return {key: contract_of(node, known, (configs or {}).get(key, ())) for key, node in nodes.items()}
+
+    written = {canonical(name) for contract in read(fields).values() for name in contract.writes}
+    return read({*fields, *written})
+
+
+NODE_SETTINGS = tuple(item.name for item in fields(Node) if item.init and item.name != "options")
+"""The arguments of `add_node` that are not options of the function."""
 
 
 def _check_arguments(node: Node) -> None:
     if not isinstance(node.node_id, str) or not node.node_id.strip():
         raise PipelineError(f"node_id must be a str that is not empty, not {node.node_id!r}")
     where = node.where
-    if isinstance(node.deps, str) or not all(isinstance(dep, str) for dep in _iterable(node.deps)):
+    is_sequence = isinstance(node.deps, Iterable) and not isinstance(node.deps, str)
+    if not is_sequence or not all(isinstance(dep, str) for dep in node.deps):
         raise PipelineError(f'{where}: deps must be a list of node ids such as ["rollout_actor"], not {node.deps!r}')
     as_names(node.deps, f"{where}: deps")
     check_scope(node.scope, f"{where}: scope")
-    if not isinstance(node.only_forward_compute, bool):
-        raise PipelineError(f"{where}: only_forward_compute must be True or False, not {node.only_forward_compute!r}")
     if not isinstance(node.retry_limit, int) or isinstance(node.retry_limit, bool) or node.retry_limit < 0:
         raise PipelineError(f"{where}: retry_limit must be an int from 0, not {node.retry_limit!r}")
-    if not (node.config is None or isinstance(node.config, str | Mapping)):
-        raise PipelineError(f"{where}: config must be a dotted key of the config or a mapping, not {node.config!r}")
-    if not (node.phase is None or isinstance(node.phase, str)):
-        raise PipelineError(f"{where}: phase must be a str, not {node.phase!r}")
-    if not (node.validates is None or isinstance(node.validates, bool)):
-        raise PipelineError(f"{where}: validates must be True or False, not {node.validates!r}")
-    for name, value, known in (
-        ("engine", node.engine, ENGINES),
-        ("plane", node.plane, ("rollout", "training")),
+    for name, kind, wanted in (
+        ("only_forward_compute", bool, "True or False"),
+        ("config", str | Mapping | None, "a dotted key of the config or a mapping"),
+        ("phase", str | None, "a str"),
+        ("validates", bool | None, "True or False"),
     ):
+        if not isinstance(getattr(node, name), kind):
+            raise PipelineError(f"{where}: {name} must be {wanted}, not {getattr(node, name)!r}")
+    for name, value, known in (("engine", node.engine, ENGINES), ("plane", node.plane, ("rollout", "training"))):
         if value is not None and value not in known:
             raise PipelineError(f"{where}: {name} {value!r} is none{hint(str(value), known)}")
-
-
-def _iterable(value: object) -> Iterable[object]:
-    return value if isinstance(value, Iterable) else (None,)

@@ -1,17 +1,14 @@
 """The builder of task graphs, in Python (`Pipeline`) and from a config file (`pipeline_from_config`)."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
 from functools import partial
 from typing import Any
 
 from distflow.errors import hint
 from distflow.graph.fields import PipelineError
 from distflow.graph.node_spec import NodeRole, NodeType, Plane, Scope
-from distflow.graph.nodes import Node
+from distflow.graph.nodes import NODE_SETTINGS, Node
 from distflow.graph.task_graph import TaskGraph
-
-NODE_SETTINGS = tuple(item.name for item in fields(Node) if item.init and item.name != "options")
 
 
 class Pipeline:
@@ -73,17 +70,12 @@ class Pipeline:
         return graph
 
 
-_ENTRY_KEYS = {"id": "node_id", "type": "node_type", "role": "node_role"} | {
-    name: name for name in NODE_SETTINGS if name not in ("node_id", "node_type", "node_role")
-}
+_ENTRY_KEYS = {name.removeprefix("node_"): name for name in NODE_SETTINGS}
 
 
 def pipeline_from_config(pipeline_id: str, nodes: Sequence[Mapping[str, Any]]) -> TaskGraph:
-    """The graph of a pipeline given as data: entries of id, func, deps, type, role, options, and what else a node
-    takes.
-
-    Raises PipelineError that names the entry.
-    """
+    """The graph of a pipeline given as data: entries of id, func, deps, type, role, options and the other arguments of
+    `Node`. Raises PipelineError that names the entry."""
     pipeline = Pipeline(pipeline_id)
     for i, entry in enumerate(nodes):
         where = f"entry {i + 1} of the nodes"

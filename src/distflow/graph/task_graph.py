@@ -1,19 +1,16 @@
 """The graph of a pipeline's nodes: mutable until `bind`, which returns the frozen pipeline."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 from distflow.errors import hint
 from distflow.graph.bind import BoundPipeline, bind_pipeline, check_options
-from distflow.graph.contract import Contract, canonical
 from distflow.graph.drawing import Box, flowchart
 from distflow.graph.fields import Field, PipelineError
 from distflow.graph.node_spec import is_factory
-from distflow.graph.nodes import Node, early_contract, engines_of
-from distflow.graph.wiring import Vertex, Wiring, check_edges, dependents, topological_order
-
-_SETTABLE = tuple(f.name for f in fields(Node) if f.init and f.name not in ("node_id", "options"))
+from distflow.graph.nodes import NODE_SETTINGS, Node, contracts_of
+from distflow.graph.wiring import Wiring, dependents
 
 
 class TaskGraph:
@@ -50,8 +47,8 @@ class TaskGraph:
         node = self.get_node(node_id)
         if "node_id" in changes:
             raise PipelineError(f"{node.where}: a node keeps its id; remove it and add another")
-        settings = {name: value for name, value in changes.items() if name in _SETTABLE}
-        options = {name: value for name, value in changes.items() if name not in _SETTABLE}
+        settings = {name: value for name, value in changes.items() if name in NODE_SETTINGS}
+        options = {name: value for name, value in changes.items() if name not in NODE_SETTINGS}
         self.nodes[node_id] = replace(node, options={**node.options, **options}, **settings)
         return self.nodes[node_id]
 
@@ -63,32 +60,31 @@ class TaskGraph:
 
     def get_entry_nodes(self) -> list[Node]:
         """The nodes that depend on none, by deps or by what they read."""
-        return [self.nodes[node_id] for node_id, deps in self._all_deps().items() if not deps]
+        return [self.nodes[node_id] for node_id, deps in self._wiring().deps.items() if not deps]
 
     def get_exit_nodes(self) -> list[Node]:
         """The nodes on which none depends, by deps or by what it reads."""
-        return [self.nodes[node_id] for node_id, others in dependents(self._all_deps()).items() if not others]
+        return [self.nodes[node_id] for node_id, others in dependents(self._wiring().deps).items() if not others]
 
     def get_dependencies(self, node_id: str) -> list[Node]:
         """The nodes on which this one depends, by deps or by what it reads."""
         self.get_node(node_id)
-        return [self.nodes[dep] for dep in self._all_deps()[node_id]]
+        return [self.nodes[dep] for dep in self._wiring().deps[node_id]]
 
     def get_dependents(self, node_id: str) -> list[Node]:
         """The nodes that depend on this one, by deps or by what they read."""
         self.get_node(node_id)
-        return [self.nodes[other] for other in dependents(self._all_deps())[node_id]]
+        return [self.nodes[other] for other in dependents(self._wiring().deps)[node_id]]
 
-    def get_downstream_nodes(self, node_id: str) -> list[Node]:
-        """The same as `get_dependents`: both names are in use."""
-        return self.get_dependents(node_id)
+    get_downstream_nodes = get_dependents
+    """siiRL's name of the same."""
 
     def get_topological_sort(self) -> list[str]:
         """Node ids such that each comes after its deps; of those that could come next, the one added first.
 
         Raises PipelineError for an unknown dependency or a cycle.
         """
-        return topological_order(self._all_deps())
+        return self._wiring().order
 
     def validate_graph(self) -> tuple[bool, str | None]:
         """(True, None), or False and what is wrong with the structure. See `check`."""
@@ -100,12 +96,11 @@ class TaskGraph:
 
     def check(self) -> None:
         """Raises PipelineError if the structure is wrong, as far as can be checked without a config."""
-        check_edges(self._deps())
-        contracts = self._early_contracts()
-        for node in self.nodes.values():
-            if not is_factory(node.fn):
-                check_options(node, contracts[node.node_id])
-        self._wiring(contracts).check()
+        wiring = self._wiring()
+        for vertex in wiring.vertices.values():
+            if not is_factory(vertex.node.fn):
+                check_options(vertex.node, vertex.contract)
+        wiring.check()
 
     def copy(self) -> "TaskGraph":
         """A copy that can be changed independently."""
@@ -114,42 +109,22 @@ class TaskGraph:
         return graph
 
     def bind(self, config: object, data_fields: Iterable[str] | Mapping[str, Field]) -> BoundPipeline:
-        """The frozen pipeline under this config, over data that have these columns.
+        """The frozen pipeline under this config, for data with these columns.
 
-        config: any object with the config groups as attributes. data_fields: what the loader delivers.
+        config: any object with the config groups as attributes. data_fields: the columns that the loader delivers.
         Raises PipelineError if something does not fit: see `bind_pipeline`.
         """
         self.check()
-        return bind_pipeline(self.graph_id, tuple(self.nodes.values()), config, data_fields)
+        return bind_pipeline(self.graph_id, self.nodes.values(), config, data_fields)
 
     def to_mermaid(self) -> str:
-        """The graph as a Mermaid flowchart; an edge shows the fields that its end reads of what its start writes."""
-        deps, contracts = self._all_deps(), self._early_contracts()
-        return flowchart(
-            [
-                Box(
-                    n.node_id,
-                    n.node_role.name,
-                    contracts[n.node_id],
-                    deps[n.node_id],
-                    engines=engines_of(n, contracts[n.node_id]),
-                )
-                for n in self.nodes.values()
-            ]
-        )
+        """A Mermaid flowchart; an edge shows the fields that its end reads of what its start writes."""
+        wiring = self._wiring()
+        boxes = [
+            Box(node_id, vertex.node.node_role.name, vertex.contract, wiring.deps[node_id], engines=vertex.engines)
+            for node_id, vertex in wiring.vertices.items()
+        ]
+        return flowchart(boxes)
 
-    def _all_deps(self) -> dict[str, tuple[str, ...]]:
-        """The explicit deps, and those that follow from what nodes read. Raises PipelineError, as `check_edges`."""
-        check_edges(self._deps())
-        return self._wiring(self._early_contracts()).deps
-
-    def _wiring(self, contracts: dict[str, Contract]) -> Wiring:
-        return Wiring({node_id: Vertex(node, contracts[node_id], node.deps) for node_id, node in self.nodes.items()})
-
-    def _deps(self) -> dict[str, tuple[str, ...]]:
-        return {node_id: node.deps for node_id, node in self.nodes.items()}
-
-    def _early_contracts(self) -> dict[str, Contract]:
-        first = {node_id: early_contract(node, frozenset()) for node_id, node in self.nodes.items()}
-        written = frozenset(canonical(name) for contract in first.values() for name in contract.writes)
-        return {node_id: early_contract(node, written) for node_id, node in self.nodes.items()}
+    def _wiring(self) -> Wiring:
+        return Wiring(self.nodes, contracts_of(self.nodes))

@@ -1,9 +1,10 @@
-"""Order in a graph (topological order, cycles, ancestors), and checks of its wiring: who writes what others read, in
-which order and plane."""
+"""Order in a graph (topological order, cycles, ancestors), and checks of its wiring: which node writes what others
+read, in which order and plane."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from heapq import heapify, heappop, heappush
+from graphlib import CycleError, TopologicalSorter
+from heapq import heappop, heappush
 from itertools import combinations
 
 from distflow.errors import hint
@@ -16,22 +17,17 @@ Edges = Mapping[str, Sequence[str]]
 
 
 def topological_order(deps: Edges) -> list[str]:
-    """Kahn's order; of the nodes that are ready, the one added first comes first. The graph must have no cycle."""
+    """Node ids after their deps; of the nodes that are ready, the one added first. The graph must have no cycle."""
     rank = {node_id: i for i, node_id in enumerate(deps)}
-    names = list(deps)
-    waits_for = {node_id: len(set(ids)) for node_id, ids in deps.items()}
-    unblocks = dependents(deps)
-    ready = [rank[node_id] for node_id, count in waits_for.items() if count == 0]
-    heapify(ready)
+    sorter = TopologicalSorter(deps)
+    sorter.prepare()
+    ready: list[tuple[int, str]] = []
     order: list[str] = []
-    while ready:
-        node_id = names[heappop(ready)]
-        order.append(node_id)
-        for other in unblocks[node_id]:
-            waits_for[other] -= 1
-            if waits_for[other] == 0:
-                heappush(ready, rank[other])
-    assert len(order) == len(names), "a cyclic graph has no order"
+    while sorter.is_active():
+        for node_id in sorter.get_ready():
+            heappush(ready, (rank[node_id], node_id))
+        order.append(heappop(ready)[1])
+        sorter.done(order[-1])
     return order
 
 
@@ -46,23 +42,10 @@ def dependents(deps: Edges) -> dict[str, list[str]]:
 
 def find_cycle(deps: Edges) -> list[str] | None:
     """One cycle as a path in the direction of the data, its first node again at the end; None if there is none."""
-    done: set[str] = set()
-    for start in deps:
-        path: list[str] = []
-        on_path: set[str] = set()
-        stack = [(start, False)]
-        while stack:
-            node_id, leaving = stack.pop()
-            if leaving:
-                done.add(node_id)
-                on_path.remove(path.pop())
-            elif node_id in on_path:
-                return [*path[path.index(node_id) :], node_id][::-1]
-            elif node_id not in done:
-                path.append(node_id)
-                on_path.add(node_id)
-                stack.append((node_id, True))
-                stack.extend((dep, False) for dep in reversed(deps[node_id]))
+    try:
+        TopologicalSorter(deps).prepare()
+    except CycleError as error:
+        return error.args[1]  # see its documentation
     return None
 
 
@@ -76,15 +59,14 @@ def ancestors(deps: Edges) -> dict[str, frozenset[str]]:
 
 @dataclass(frozen=True)
 class Vertex:
-    """A node with its contract and the nodes it depends on, as the checks see it."""
+    """A node with its contract."""
 
     node: Node
     contract: Contract
-    deps: tuple[str, ...]
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """Every field it reads, by the fields' own names."""
+        """Every field that it reads, with aliases resolved."""
         return tuple(canonical(name) for name in (*self.contract.reads, *self.contract.optional))
 
     @property
@@ -96,10 +78,7 @@ class Vertex:
         return engines_of(self.node, self.contract)
 
 
-Vertices = Mapping[str, Vertex]
-
-
-def check_edges(deps: Mapping[str, Sequence[str]]) -> None:
+def _check_edges(deps: Edges) -> None:
     """Raises PipelineError for no nodes, an unknown dependency, or a cycle."""
     if not deps:
         raise PipelineError("the graph has no nodes; add at least one with add_node")
@@ -111,29 +90,35 @@ def check_edges(deps: Mapping[str, Sequence[str]]) -> None:
     cycle = find_cycle(deps)
     if cycle:
         raise PipelineError(
-            f"the nodes form a cycle: {' -> '.join(cycle)}; take one of these deps away, or let none read what a later "
-            "one writes"
+            f"the nodes form a cycle: {' -> '.join(cycle)}; remove one of these deps, or a read of what a later one "
+            "writes"
         )
 
 
 class Wiring:
-    """Order, writers and planes of a graph whose given deps form no cycle. Raises PipelineError for a cycle by what
-    nodes read and write.
+    """Order, writers and planes of a graph. Raises PipelineError for no nodes, an unknown dependency, or a cycle by
+    deps or by what nodes read and write.
 
-    A node runs behind all that write what it reads, unless its deps say otherwise; one that updates a field (reads and
-    writes it) behind those that make it.
+    A node runs after all that write what it reads, unless its deps say otherwise; one that updates a field (reads and
+    writes it) after those that create it.
     deps: by node id, explicit and inferred ones. order: node ids, topological. planes: by node id.
     writers: field → ids of the nodes that write it, in order.
     """
 
-    def __init__(self, vertices: Vertices) -> None:
-        self.vertices = vertices
+    def __init__(self, nodes: Mapping[str, Node], contracts: Mapping[str, Contract]) -> None:
+        self.vertices = {node_id: Vertex(node, contracts[node_id]) for node_id, node in nodes.items()}
         self.writers: dict[str, list[str]] = {}
-        for node_id in vertices:
-            for name in vertices[node_id].writes:
+        for node_id, vertex in self.vertices.items():
+            for name in vertex.writes:
                 self.writers.setdefault(name, []).append(node_id)
-        self.deps = self._with_derived({node_id: vertex.deps for node_id, vertex in vertices.items()})
-        check_edges(self.deps)
+        explicit = {node_id: node.deps for node_id, node in nodes.items()}
+        _check_edges(explicit)
+        given = ancestors(explicit)
+        self.deps = {
+            node_id: tuple(dict.fromkeys((*deps, *self._writers_before(node_id, given))))
+            for node_id, deps in explicit.items()
+        }
+        _check_edges(self.deps)
         self.order = topological_order(self.deps)
         self.before = ancestors(self.deps)
         for writers in self.writers.values():
@@ -145,15 +130,14 @@ class Wiring:
         """Raises PipelineError if writers, readers and planes do not fit together."""
         self._check_writers()
         for node_id in self.order:
-            self._check_plane(node_id)
+            needs = _why_rollout(self.vertices[node_id])
+            if needs and self.planes[node_id] == "training":
+                raise PipelineError(
+                    f"node '{node_id}' {needs}, which only the rollout loop can, but runs in the training loop: "
+                    f"{self._reason(node_id)}"
+                )
             for name in self._sources(node_id):
                 self._check_read(node_id, name)
-
-    def _with_derived(self, deps: dict[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
-        given = ancestors(deps)
-        return {
-            node_id: tuple(dict.fromkeys((*deps[node_id], *self._writers_before(node_id, given)))) for node_id in deps
-        }
 
     def _writers_before(self, node_id: str, given: Mapping[str, frozenset[str]]) -> Iterator[str]:
         """Writers of what the node reads, if the explicit deps do not order the two."""
@@ -166,7 +150,7 @@ class Wiring:
                 yield writer
 
     def _sources(self, node_id: str) -> Iterator[str]:
-        """The fields that it reads; derived ones that no node writes are replaced by their sources."""
+        """The fields that a node reads, with the sources of a derived one instead if no node writes that."""
         names = list(self.vertices[node_id].reads)
         for name in names:  # grows
             others = [writer for writer in self.writers.get(name, ()) if writer != node_id]
@@ -175,16 +159,12 @@ class Wiring:
             if name in DERIVED and all(name in self.vertices[writer].reads for writer in others):
                 names += (source for source in DERIVED[name] if source not in names)
 
-    def ordered(self, one: str, other: str) -> bool:
-        """Whether one of the two nodes must have run before the other."""
-        return one in self.before[other] or other in self.before[one]
-
     def has(self, node_id: str, name: str, loaded: frozenset[str]) -> bool:
         """Whether the field exists when the node runs: written before, loaded with the data, or derived."""
-        there = {*loaded, *(written for other in self.before[node_id] for written in self.vertices[other].writes)}
-        while missing := [n for n, sources in DERIVED.items() if n not in there and there.issuperset(sources)]:
-            there.update(missing)
-        return name in there
+        known = {*loaded, *(written for other in self.before[node_id] for written in self.vertices[other].writes)}
+        while derived := [n for n, sources in DERIVED.items() if n not in known and known.issuperset(sources)]:
+            known.update(derived)
+        return name in known
 
     def _plane(self, node_id: str) -> Plane:
         vertex = self.vertices[node_id]
@@ -200,15 +180,6 @@ class Wiring:
             self._training_because[node_id] = "its plane is training"
         return "training" if node_id in self._training_because else "rollout"
 
-    def _check_plane(self, node_id: str) -> None:
-        """A node that needs something that exists only in the rollout loop must not be in the training loop."""
-        needs = _why_rollout(self.vertices[node_id])
-        if needs and self.planes[node_id] == "training":
-            raise PipelineError(
-                f"node '{node_id}' {needs}, which only the rollout loop can, but runs in the training loop: "
-                f"{self._reason(node_id)}"
-            )
-
     def _reason(self, node_id: str) -> str:
         """Why a node is in the training loop, traced back to the first such node."""
         because = self._training_because[node_id]
@@ -218,14 +189,15 @@ class Wiring:
     def _check_writers(self) -> None:
         for name, writers in self.writers.items():
             for one, other in combinations(writers, 2):
-                if not self.ordered(one, other) and not (self._is_late(one) or self._is_late(other)):
+                is_ordered = one in self.before[other] or other in self.before[one]
+                if not is_ordered and not (self._is_late(one) or self._is_late(other)):
                     raise PipelineError(
                         f"nodes '{one}' and '{other}' both write '{name}' and neither comes before the other; "
                         f"add '{one}' to the deps of '{other}', or write another field"
                     )
 
     def _is_late(self, node_id: str) -> bool:
-        """Whether a factory returns its function, so that what it reads is not known without a config."""
+        """Whether a factory makes its function, so that what it reads is unknown without a config."""
         return is_factory(self.vertices[node_id].node.fn)
 
     def _check_read(self, node_id: str, name: str) -> None:
@@ -240,12 +212,12 @@ class Wiring:
                 )
 
     def _in_plane(self, node_id: str, other: str) -> str:
-        """The plane, if it explains the error."""
+        """The node's plane, if the other's differs."""
         return "" if self.planes[node_id] == self.planes[other] else f" ({self.planes[node_id]} loop)"
 
 
 def _why_rollout(vertex: Vertex) -> str | None:
-    """Why a node can run in the rollout loop only; None if it can run in either."""
+    """Why a node can run only in the rollout loop; None if it can run in either."""
     if "rollout" in vertex.engines:
         return "uses the rollout engine"
     if vertex.contract.is_async:

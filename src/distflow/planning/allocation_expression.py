@@ -1,11 +1,11 @@
-"""The allocation expression, AReaL's: which engine runs which role on how many devices.
+"""AReaL's allocation expression: which engine runs which role on how many devices.
 
 allocation = devices ("+" devices)*              each on devices of its own
 devices    = part ("|" part)*                    all on the same devices
 part       = ENGINE ["[" ROLE "]"] ":" sizes
 sizes      = (LETTER NUMBER)+                    d data, t (or m) tensor, p pipeline, c context, e expert
 
-The allocation is the one authority: keys that nobody set follow it, and one that says otherwise is an error.
+Keys that are not set follow the allocation; a key that contradicts it is an error.
 """
 
 import re
@@ -21,14 +21,7 @@ from distflow.graph.node_spec import ENGINES
 from distflow.planning.layout import Axis, Sizes
 
 KEY = "trainer.allocation"
-_LETTERS: dict[str, Axis] = {
-    "d": "data",
-    "t": "tensor",
-    "m": "tensor",
-    "p": "pipeline",
-    "c": "context",
-    "e": "expert",
-}
+_LETTERS: dict[str, Axis] = {"d": "data", "t": "tensor", "m": "tensor", "p": "pipeline", "c": "context", "e": "expert"}
 _ENGINES: dict[str, RolloutEngineEntry | TrainEngineEntry] = {**ROLLOUT_ENGINES, **TRAIN_ENGINES}
 _EXAMPLE = "embedded[rollout]:d2+fsdp[actor]:d4"
 _TOKEN = re.compile(r"(?P<word>[^\W\d_]\w*)|(?P<sign>[+|:\[\]])|(?P<other>\S)")
@@ -37,7 +30,7 @@ _SIZE = re.compile(r"([a-zA-Z])([0-9]{1,6})")
 
 @dataclass(frozen=True)
 class AllocatedPart:
-    """An engine for a role, and its sizes. at: where it begins in the text."""
+    """An engine for a role, and its sizes. at: its first character in the text."""
 
     engine: str
     role: str
@@ -61,7 +54,7 @@ class Allocation:
         return sum(group[0].sizes.num_devices for group in self.groups)
 
     def find(self, role: str) -> AllocatedPart | None:
-        """The part of that role; None where none is named."""
+        """The part of that role; None if there is none."""
         return next((part for part in self.parts if part.role == role), None)
 
     def refuse(self, at: int, what: str) -> NoReturn:
@@ -70,10 +63,8 @@ class Allocation:
 
 
 def parse_allocation(text: str) -> Allocation:
-    """Raises UserError with a caret below the character from which it cannot be read, or at the part that is wrong.
-
-    Whether an engine is there yet is asked of `require_engines`.
-    """
+    """Raises UserError with a caret below the first character that cannot be read, or below the part that is wrong.
+    Engines that are not implemented yet pass: see `require_engines`."""
     return _Parser(Allocation(" ".join(text.split()), ())).allocation()
 
 
@@ -102,7 +93,14 @@ class _Parser:
         if self._tokens[0][0] != "end":
             self._refuse("expected '+', '|' or the end here")
         found = replace(self._written, groups=tuple(groups))
-        _check_roles(found)
+        actor = found.find("actor")
+        for part in found.parts:
+            if found.find(part.role) != part:
+                named = f"name another role, e.g. {part.engine}[critic]" if part.role == "actor" else "leave one out"
+                found.refuse(part.at, f"a second part is the {part.role}; {named}")
+            if actor and part.role not in ("actor", "rollout") and part.engine != actor.engine:
+                wrong = f"the {part.role} has the engine of the actor, '{actor.engine}', not '{part.engine}'"
+                found.refuse(part.at, wrong)
         return found
 
     def _group(self) -> tuple[AllocatedPart, ...]:
@@ -121,7 +119,7 @@ class _Parser:
     def _part(self) -> AllocatedPart:
         at, engine = self._word("an engine")
         if engine not in _ENGINES:
-            if _is_sizes(engine):
+            if re.fullmatch(rf"(?:{_SIZE.pattern})+", engine):
                 self._written.refuse(at, f"sizes without an engine; write e.g. fsdp:{engine}")
             self._written.refuse(at, f"there is no engine '{engine}'{hint(engine, _ENGINES)}")
         role = "rollout" if engine in ROLLOUT_ENGINES else "actor"
@@ -131,8 +129,7 @@ class _Parser:
                 self._refuse("expected ']' here")
         if not self._takes(":"):
             self._refuse(f"expected ':' and the sizes of '{engine}' here, e.g. {engine}:d2")
-        start, sizes = self._word("sizes")
-        return AllocatedPart(engine, role, self._checked(engine, sizes, start), at)
+        return AllocatedPart(engine, role, self._sizes(engine), at)
 
     def _role(self, engine: str) -> str:
         at, role = self._word("a role")
@@ -144,17 +141,35 @@ class _Parser:
             self._written.refuse(at, f"'{engine}' {does}; for '{role}' choose from {', '.join(table)}")
         return role
 
-    def _checked(self, engine: str, text: str, at: int) -> Sizes:
-        sizes = _sizes(self._written, text, at)
-        has = _ENGINES[engine].sizes
-        for match in _SIZE.finditer(text):
-            if int(match[2]) > 1 and not any(_LETTERS[letter] == _LETTERS[match[1]] for letter in has):
-                lacks = f"the engine '{engine}' has no {_LETTERS[match[1]]} parallelism"
-                self._written.refuse(at + match.start(), f"{lacks}; its sizes are {', '.join(has)}")
+    def _sizes(self, engine: str) -> Sizes:
+        start, text = self._word("sizes")
+        refuse, has = self._written.refuse, _ENGINES[engine].sizes
+        found: dict[Axis, int] = {}
+        at = 0
+        while at < len(text):
+            match = _SIZE.match(text, at)
+            if match is None:
+                refuse(start + at, "expected a size here: a letter and a number, as in d4t2")
+            axis, size = _LETTERS.get(match[1]), int(match[2])
+            if axis is None:
+                refuse(start + at, f"there is no size '{match[1]}'; the sizes are d, t (or m), p, c, e")
+            if axis in found:
+                refuse(start + at, f"the {axis} size is given twice")
+            if size < 1:
+                refuse(start + at + 1, f"the {axis} size is at least 1")
+            if size > 1 and axis not in (_LETTERS[letter] for letter in has):
+                lacks = f"the engine '{engine}' has no {axis} parallelism"
+                refuse(start + at, f"{lacks}; its sizes are {', '.join(has)}")
+            found[axis] = size
+            at = match.end()
+        sizes = Sizes(**found)
+        if sizes.data * sizes.context % sizes.expert:
+            among = f"the {sizes.data * sizes.context} ranks along data and context"
+            refuse(start + text.index("e"), f"experts shared by {sizes.expert} ranks do not divide {among}")
         return sizes
 
     def _word(self, wanted: str) -> tuple[int, str]:
-        """The word that comes next, and where it begins."""
+        """The next word, and its first character's position."""
         kind, word, at = self._tokens[0]
         if kind != "word":
             self._refuse(f"expected {wanted} here, as in {_EXAMPLE}")
@@ -171,55 +186,15 @@ class _Parser:
         self._written.refuse(self._tokens[0][2], what)
 
 
-def _is_sizes(text: str) -> bool:
-    return re.fullmatch(rf"(?:{_SIZE.pattern})+", text) is not None
-
-
-def _sizes(written: Allocation, text: str, start: int) -> Sizes:
-    found: dict[Axis, int] = {}
-    at = 0
-    while at < len(text):
-        match = _SIZE.match(text, at)
-        if match is None:
-            written.refuse(start + at, "expected a size here: a letter and a number, as in d4t2")
-        axis = _LETTERS.get(match[1])
-        if axis is None:
-            written.refuse(start + at, f"there is no size '{match[1]}'; the sizes are d, t (or m), p, c, e")
-        if axis in found:
-            written.refuse(start + at, f"the {axis} size is given twice")
-        if int(match[2]) < 1:
-            written.refuse(start + at + 1, f"the {axis} size is at least 1")
-        found[axis] = int(match[2])
-        at = match.end()
-    sizes = Sizes(**found)
-    if sizes.data * sizes.context % sizes.expert:
-        among = f"the {sizes.data * sizes.context} ranks along data and context"
-        written.refuse(start + text.index("e"), f"experts shared by {sizes.expert} ranks do not divide {among}")
-    return sizes
-
-
-def _check_roles(allocation: Allocation) -> None:
-    """Raises UserError for a role of two parts, and for two train engines: all roles that train have the actor's."""
-    actor = allocation.find("actor")
-    for part in allocation.parts:
-        if allocation.find(part.role) != part:
-            named = f"name another role, e.g. {part.engine}[critic]" if part.role == "actor" else "leave one out"
-            allocation.refuse(part.at, f"a second part is the {part.role}; {named}")
-        if actor and part.role not in ("actor", "rollout") and part.engine != actor.engine:
-            allocation.refuse(
-                part.at, f"the {part.role} has the engine of the actor, '{actor.engine}', not '{part.engine}'"
-            )
-
-
 _NODES, _DEVICES = "trainer.nnodes", "trainer.n_gpus_per_node"
 _ROLLOUT = "actor_rollout_ref.rollout"
 
 
 def follow_allocation(loaded: Loaded) -> Loaded:
-    """The config in which keys that nobody set follow the allocation; `check_agreement` rejects others that differ.
+    """The config in which keys that are not set follow the allocation; `check_agreement` rejects others that differ.
 
-    Raises UserError for an expression that is no allocation or names an engine that is not implemented yet, ConfigError
-    where other keys do not go with its engines."""
+    Raises UserError for an invalid expression or an engine that is not implemented yet, ConfigError for other keys that
+    do not go with its engines."""
     if not loaded.config.trainer.allocation:
         return loaded
     allocation = parse_allocation(loaded.config.trainer.allocation)
@@ -232,7 +207,7 @@ def follow_allocation(loaded: Loaded) -> Loaded:
 
 
 def check_agreement(allocation: Allocation, config: Config) -> None:
-    """Raises UserError, naming both, for a key that says something else than the allocation."""
+    """Raises UserError for a key that contradicts the allocation."""
     nodes, devices = config.trainer.nnodes, config.trainer.n_gpus_per_node
     if nodes * devices != allocation.num_devices:
         raise UserError(
@@ -245,7 +220,7 @@ def check_agreement(allocation: Allocation, config: Config) -> None:
 
 
 def _engines(allocation: Allocation, config: Config) -> Iterator[tuple[str, object, object]]:
-    """Keys of engines that the allocation decides: (key, value, what the allocation says)."""
+    """Keys of engines that the allocation decides: (key, value, value by the allocation)."""
     rollout, actor = allocation.find("rollout"), allocation.find("actor")
     settings = config.actor_rollout_ref
     if rollout is not None:
@@ -257,7 +232,7 @@ def _engines(allocation: Allocation, config: Config) -> Iterator[tuple[str, obje
 
 
 def _devices(allocation: Allocation, loaded: Loaded) -> Iterator[tuple[str, object, object]]:
-    """Machines and devices of each: a number that was set stays if it divides the devices, else one machine."""
+    """Machines and devices of each; a number that was set stays if it divides the devices."""
     nodes, devices = loaded.config.trainer.nnodes, loaded.config.trainer.n_gpus_per_node
     total = allocation.num_devices
     if is_free(_DEVICES, loaded.origins) and total % nodes == 0:

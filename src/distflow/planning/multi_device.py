@@ -1,6 +1,6 @@
-"""The plan of a pipeline over many devices: by the allocation where there is one, else by the scheduler.
+"""The plan of a pipeline over many devices: by the allocation if there is one, else by the scheduler.
 
-On machines of equally many devices `place` then decides on which ranks each part lies."""
+`place` then chooses the ranks of each part, on machines with equally many devices."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -29,13 +29,10 @@ class Cluster:
     def num_devices(self) -> int:
         return self.num_nodes * self.devices_per_node
 
-    def node_of(self, rank: int) -> int:
-        return rank // self.devices_per_node
-
 
 @dataclass(frozen=True)
 class DpGroup:
-    """Ranks that run the same nodes. roles: engine and sizes of each role whose model they hold."""
+    """Ranks that run the same nodes. roles: engine and sizes of each role whose model they have."""
 
     num_devices: int
     nodes: frozenset[str]
@@ -46,10 +43,10 @@ def plan_ray(pipeline: BoundPipeline, config: Config, device: str, sizes: Mappin
     """One rank a device: `trainer.nnodes` machines with `trainer.n_gpus_per_node` each.
 
     device: of each worker, as it sees it. sizes: parameters of the model of each role, for the scheduler.
-    Raises UserError where the allocation cannot be read, contradicts another key or does not fit the pipeline, and
-    where devices are too few.
+    Raises UserError for an allocation that cannot be read, contradicts another key or does not fit the pipeline, and
+    for too few devices.
     """
-    cluster = Cluster(config.trainer.nnodes, config.trainer.n_gpus_per_node)
+    cluster, dag = Cluster(config.trainer.nnodes, config.trainer.n_gpus_per_node), config.dag
     if config.trainer.allocation:
         allocation = parse_allocation(config.trainer.allocation)
         check_agreement(allocation, config)
@@ -57,7 +54,29 @@ def plan_ray(pipeline: BoundPipeline, config: Config, device: str, sizes: Mappin
     else:
         dp_groups = _scheduled(pipeline, config, cluster, sizes)
     _check_engines_lie_together(pipeline, dp_groups)
-    return _placed(pipeline, config, device, cluster, dp_groups)
+    shares = [dp_group.num_devices for dp_group in dp_groups]
+    places = place(shares, cluster, dag.consider_node_cohesion, dag.consider_node_load)
+    nodes_of = {rank: dp_group.nodes for dp_group, own in zip(dp_groups, places, strict=True) for rank in own}
+    ranks = tuple(
+        rank_plan(
+            pipeline,
+            rank,
+            device,
+            [node.node_id for node in pipeline.rollout_nodes if node.node_id in nodes_of[rank]],
+            [node.node_id for node in pipeline.training_nodes if node.node_id in nodes_of[rank]],
+            rank // cluster.devices_per_node,
+        )
+        for rank in range(cluster.num_devices)
+    )
+    layouts = tuple(
+        Layout(role, engine, own, model_sizes, _shard(role, engine, model_sizes, config))
+        for dp_group, own in zip(dp_groups, places, strict=True)
+        for role, (engine, model_sizes) in dp_group.roles.items()
+    )
+    # An offloaded engine may have to send from host memory, which nccl cannot.
+    backends = choose_backends(device, cluster.num_devices, 1 if offload_keys(config) else dag.backend_threshold)
+    channels = make_channels(pipeline, ranks)
+    return Plan(pipeline.graph_id, ranks, channels, layouts, process_groups(layouts), backends)
 
 
 def _allocated(pipeline: BoundPipeline, allocation: Allocation) -> list[DpGroup]:
@@ -65,7 +84,11 @@ def _allocated(pipeline: BoundPipeline, allocation: Allocation) -> list[DpGroup]
         if part.role not in pipeline.engines:
             has = ", ".join(sorted(pipeline.engines)) or "none"
             allocation.refuse(part.at, f"pipeline '{pipeline.graph_id}' has no {part.role}; its engines: {has}")
-    _refuse_unlike(allocation)
+    for group in allocation.groups:
+        first, *others = [part for part in group if part.role != "rollout"] or [group[0]]
+        for part in (part for part in others if part.sizes != first.sizes):
+            needs = f"'{part.role}' needs the sizes of '{first.role}', with which it shares devices and steps"
+            allocation.refuse(part.at, needs)
     groups = [{part.role: (part.engine, part.sizes) for part in group} for group in allocation.groups]
     main = next((roles for roles in groups if "actor" in roles), groups[0])
     for role in sorted(pipeline.engines):
@@ -79,26 +102,12 @@ def _allocated(pipeline: BoundPipeline, allocation: Allocation) -> list[DpGroup]
     ]
 
 
-def _refuse_unlike(allocation: Allocation) -> None:
-    """Roles that train on the same devices share every step in the same way."""
-    for group in allocation.groups:
-        first, *others = [part for part in group if part.role != "rollout"] or [group[0]]
-        for part in others:
-            if part.sizes != first.sizes:
-                allocation.refuse(
-                    part.at, f"'{part.role}' needs the sizes of '{first.role}', with which it shares devices and steps"
-                )
-
-
 def _scheduled(
     pipeline: BoundPipeline, config: Config, cluster: Cluster, sizes: Mapping[str, str | float]
 ) -> list[DpGroup]:
-    """Independent parts get devices of their own; a single part is on all of them."""
+    """Independent parts get devices of their own."""
     parts = pipeline_parts(pipeline, sizes)
-    if len(parts) == 1:
-        shares = [cluster.num_devices]
-    else:
-        shares = apportion([part.size for part in parts], cluster.num_devices, config.dag.apportion_strategy)
+    shares = apportion([part.size for part in parts], cluster.num_devices, config.dag.apportion_strategy)
     return [
         DpGroup(share, frozenset(part.nodes), {role: _model(role, config, share) for role in part.engines})
         for part, share in zip(parts, shares, strict=True)
@@ -120,8 +129,8 @@ def _model(role: str, config: Config, num_devices: int) -> tuple[str, Sizes]:
 def _nodes_of(pipeline: BoundPipeline, roles: Mapping[str, object], is_main: bool) -> frozenset[str]:
     """The nodes of a dp group: those that use its engines, and those without engines that they wait for.
 
-    The rollout loop is whole where the rollout engine is, or where training is if nothing generates. Nodes without an
-    engine, for which no node with one waits, belong to the main dp group.
+    The whole rollout loop is where the rollout engine is, or where training is if nothing generates. Nodes without an
+    engine for which no node with one waits belong to the main dp group.
     """
     rollout_nodes = {node.node_id for node in pipeline.rollout_nodes}
     makes_groups = "rollout" in roles or "rollout" not in pipeline.engines
@@ -135,7 +144,7 @@ def _nodes_of(pipeline: BoundPipeline, roles: Mapping[str, object], is_main: boo
 
 
 def _idle_ends(pipeline: BoundPipeline) -> set[str]:
-    """Nodes of the training loop without an engine, for which no node with one waits."""
+    """Nodes of the training loop without an engine for which no node with one waits."""
     needed: set[str] = set()
     for node in reversed(pipeline.training_nodes):
         if node.engines or node.node_id in needed:
@@ -144,15 +153,12 @@ def _idle_ends(pipeline: BoundPipeline) -> set[str]:
 
 
 def _check_engines_lie_together(pipeline: BoundPipeline, dp_groups: Sequence[DpGroup]) -> None:
-    """Raises UserError for a node with engines on different devices, and for a rollout on devices that train another
-    model than the policy: its new weights cannot get there while these train."""
+    """Raises UserError for a node with engines on different devices, and for a rollout engine on devices that train
+    another model than the policy: new weights cannot get there during that training."""
     training_nodes = {node.node_id for node in pipeline.training_nodes}
     for dp_group in dp_groups:
-        if (
-            "rollout" in dp_group.roles
-            and dp_group.nodes & training_nodes
-            and "actor" in pipeline.engines - set(dp_group.roles)
-        ):
+        is_apart = "rollout" in dp_group.roles and "actor" in pipeline.engines - set(dp_group.roles)
+        if is_apart and dp_group.nodes & training_nodes:
             beside = ", ".join(f"'{role}'" for role in dp_group.roles if role != "rollout")
             raise UserError(
                 f"{KEY}: the rollout is on the devices of {beside} and not on those of 'actor': join it with 'actor' "
@@ -169,42 +175,8 @@ def _check_engines_lie_together(pipeline: BoundPipeline, dp_groups: Sequence[DpG
                 )
 
 
-def _placed(
-    pipeline: BoundPipeline, config: Config, device: str, cluster: Cluster, dp_groups: Sequence[DpGroup]
-) -> Plan:
-    shares = [dp_group.num_devices for dp_group in dp_groups]
-    dag = config.dag
-    where = place(shares, cluster, dag.consider_node_cohesion, dag.consider_node_load)
-    dp_group_of = {rank: dp_group for dp_group, ranks in zip(dp_groups, where, strict=True) for rank in ranks}
-    ranks = tuple(
-        rank_plan(
-            pipeline,
-            rank,
-            device,
-            [node.node_id for node in pipeline.rollout_nodes if node.node_id in dp_group_of[rank].nodes],
-            [node.node_id for node in pipeline.training_nodes if node.node_id in dp_group_of[rank].nodes],
-            cluster.node_of(rank),
-        )
-        for rank in range(cluster.num_devices)
-    )
-    layouts = tuple(
-        Layout(role, engine, own_ranks, sizes, _shard(role, engine, sizes, config))
-        for dp_group, own_ranks in zip(dp_groups, where, strict=True)
-        for role, (engine, sizes) in dp_group.roles.items()
-    )
-    return Plan(
-        pipeline.graph_id,
-        ranks,
-        make_channels(pipeline, ranks),
-        layouts,
-        process_groups(layouts),
-        # an offloaded engine may have to send from the host's memory
-        choose_backends(device, cluster.num_devices, 1 if offload_keys(config) else dag.backend_threshold),
-    )
-
-
 def _shard(role: str, engine: str, sizes: Sizes, config: Config) -> int | None:
-    """How many neighbours along data share one copy of a model's weights; None for all, or where each has it whole."""
+    """Number of neighbours along data that share one copy of a model's weights; None for all, or for no sharding."""
     if role == "rollout" or engine != "fsdp":
         return None
     size = config.actor_rollout_ref.actor.fsdp_config.fsdp_size
@@ -219,11 +191,11 @@ def _shard(role: str, engine: str, sizes: Sizes, config: Config) -> int | None:
 
 
 def place(shares: Sequence[int], cluster: Cluster, cohesion: bool = True, load: bool = True) -> list[tuple[int, ...]]:
-    """The ranks of each part, ascending. shares: devices of each, all of the cluster's together.
+    """The ranks of each part, ascending. shares: devices of each part; together all of the cluster.
 
-    cohesion: parts that fit on one machine are each put on one, where the rest can follow best (`_cost` looks ahead);
-    larger ones, and what fits nowhere whole, then take as few machines as they can. load: of machines that suit a part
-    alike, the one with fewer busy devices. At last the lower ranks.
+    cohesion: parts that fit on one machine are each placed on one, so that the rest can follow best (`_cost` looks
+    ahead); all others then take as few machines as they can. load: of machines that suit a part equally, the one with
+    fewer busy devices; at last the lower ranks.
     """
     assert sum(shares) == cluster.num_devices, f"shares {shares} are not the {cluster.num_devices} devices"
     size = cluster.devices_per_node
@@ -250,14 +222,18 @@ def place(shares: Sequence[int], cluster: Cluster, cohesion: bool = True, load: 
 
 
 def _best_node(share: int, holes: list[int], later: list[int], size: int, load: bool) -> int | None:
-    """The machine on which a part lies whole at the least cost for those that come later; None where none has room."""
-    costs = {hole: _cost(later, _less(holes, holes.index(hole), share), size) for hole in set(holes) if hole >= share}
+    """The machine with room for a part at the least cost for later parts; None if no machine has room."""
+    costs: dict[int, tuple[int, int]] = {}
+    for hole in {hole for hole in holes if hole >= share}:
+        left = holes.copy()
+        left[left.index(hole)] -= share
+        costs[hole] = _cost(later, left, size)
     fits = [node for node, hole in enumerate(holes) if hole in costs]
     return min(fits, key=lambda node: (costs[holes[node]], -holes[node] if load else 0, node), default=None)
 
 
 def _cost(shares: list[int], holes: list[int], size: int) -> tuple[int, int]:
-    """(parts that fit on one machine and lie on several, pieces of parts), as tight packing would end."""
+    """(parts that fit on one machine and lie on several, pieces of parts) after tight packing."""
     left = sorted((share for share in shares if share <= size), reverse=True)
     holes = sorted(holes)
     pieces = 0
@@ -275,7 +251,7 @@ def _cost(shares: list[int], holes: list[int], size: int) -> tuple[int, int]:
 
 
 def _filling(shares: list[int], hole: int) -> list[int]:
-    """Of the shares, descending, those that fill a hole best; of such sets one with the largest shares."""
+    """Of the shares, descending, those that fill a hole best, with the largest shares."""
     best: dict[int, list[int]] = {0: []}  # by their sum
     for share in shares:
         for total, chosen in list(best.items()):
@@ -285,13 +261,9 @@ def _filling(shares: list[int], hole: int) -> list[int]:
 
 
 def _next_node(wanted: int, holes: list[int]) -> int:
-    """Where the next piece of a part goes: the smallest hole that takes all of it, else the largest."""
+    """The place of the next piece of a part: the smallest hole with room for all of it, else the largest."""
     enough = [hole for hole in holes if hole >= wanted]
     return holes.index(min(enough) if enough else max(holes))
-
-
-def _less(holes: list[int], node: int, share: int) -> list[int]:
-    return [hole - share if at == node else hole for at, hole in enumerate(holes)]
 
 
 def _take(free: list[int], count: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""Which parts of a pipeline are independent, how many devices each gets, and how many parameters its models have."""
+"""The independent parts of a pipeline, the devices of each, and the number of parameters of their models."""
 
 import re
 from collections.abc import Collection, Mapping, Sequence
@@ -25,11 +25,10 @@ class Part:
 
 
 def split(deps: Edges, holds: Mapping[str, Collection[str]]) -> list[tuple[str, ...]]:
-    """The irreducible parts of a graph: an exit with all that it depends on, so that a join keeps each of its inputs.
+    """The irreducible parts of a graph: each exit with all that it depends on; exits that share an engine are one part.
 
-    Exits are one part if their nodes use an engine in common. A node without an engine that leads to several parts is
-    in each. holds: the engines of each node; a run has each engine once. Nodes of a part are in topological order,
-    parts by their first exit in the order of `deps`.
+    A node without an engine that leads to several parts is in each. holds: the engines of each node; a run has each
+    engine once. Nodes of a part are in topological order, parts by their first exit in the order of `deps`.
     """
     before, after = ancestors(deps), dependents(deps)
     closures = [{exit_, *before[exit_]} for exit_ in deps if not after[exit_]]
@@ -50,8 +49,8 @@ def split(deps: Edges, holds: Mapping[str, Collection[str]]) -> list[tuple[str, 
 def pipeline_parts(pipeline: BoundPipeline, sizes: Mapping[str, str | float]) -> list[Part]:
     """The parts of a pipeline in the order in which they get devices: the largest model first, then the longest chain.
 
-    Every prompt group goes through the whole rollout loop, so all nodes that train from an engine there are one
-    part. A part without any engine goes with the first that has one. sizes: parameters of the model of each role.
+    If the rollout loop has an engine, the pipeline is one part, since every prompt group passes through that loop. A
+    part without an engine joins the first part with one. sizes: parameters of the model of each role.
     """
     rollout_nodes = tuple(node.node_id for node in pipeline.rollout_nodes)
     holds = {node.node_id: node.engines for node in pipeline.nodes}
@@ -72,10 +71,10 @@ def sort_parts(parts: Sequence[Part]) -> list[Part]:
 
 
 def apportion(sizes: Sequence[float], num_devices: int, strategy: str) -> list[int]:
-    """Devices of each part, all of them and at least 1 each. Earlier parts get what cannot be divided.
+    """Devices of each part, in total all and at least 1 each. Earlier parts get the remainder of a division.
 
     strategy: `even`, or `param_aware`: in proportion to `sizes`, the rest by largest remainder; a part whose
-    proportion is below 1 has 1, and the others share what is left. Raises UserError where devices are too few.
+    proportion is below 1 gets 1, and the others share the rest. Raises UserError for too few devices.
     """
     if num_devices < len(sizes):
         raise UserError(
@@ -106,10 +105,10 @@ def parse_size(written: str | float) -> int:
 
 
 def count_parameters(config: Mapping[str, object]) -> int:
-    """Parameters of a decoder by its config, as `transformers` makes a dict of it: exact for the families of Llama,
-    Mistral, Mixtral, Qwen2 and Qwen3, their mixtures of experts too, an estimate for others.
+    """Parameters of a decoder by its config, a dict as in config.json: exact for the families of Llama, Mistral,
+    Mixtral, Qwen2 and Qwen3 with their mixtures of experts, an estimate for others.
 
-    Raises UserError where the shape is not said.
+    Raises UserError if the config lacks a number of the shape.
     """
     text = config.get("text_config")
     shape = _Shape({**config, **text} if isinstance(text, Mapping) else config)
@@ -140,7 +139,7 @@ def _contents(nodes: Collection[str], holds: Mapping[str, Collection[str]]) -> s
 
 
 class _Shape:
-    """The numbers of a config under the names that families give them."""
+    """The numbers of a config by the names of the different families."""
 
     def __init__(self, config: Mapping[str, object]) -> None:
         self._config = config
@@ -163,7 +162,7 @@ class _Shape:
         return weights + (2 * head if self._kind in _WITH_QK_NORMS else 0)
 
     def feed_forward(self, layer: int) -> int:
-        """Gated projections of a layer; of its experts, their router and what they share, where it has experts."""
+        """Gated projections of a layer, or its experts, their router and shared experts."""
         inner = self._number("intermediate_size", "n_inner", default=4 * self.hidden)
         experts = self._number("num_experts", "num_local_experts", "n_routed_experts", default=0)
         if not experts or not self._is_sparse(layer):
@@ -186,6 +185,5 @@ class _Shape:
     def _number(self, *names: str, default: int | None = None) -> int:
         found = next((self._config[name] for name in names if isinstance(self._config.get(name), int)), default)
         if not isinstance(found, int):
-            said = "say its size, e.g. dag.model_sizes.actor=7B"
-            raise UserError(f"the model's config.json does not say its {names[0]}: {said}")
+            raise UserError(f"the model's config.json has no {names[0]}: set its size, e.g. dag.model_sizes.actor=7B")
         return found

@@ -1,6 +1,6 @@
-"""The plan of a run: which rank runs which nodes, joined by which channels, and the process groups of the ranks.
+"""The plan of a run: the nodes of each rank, the channels between them, and the process groups of the ranks.
 
-Frozen data, made without any device.
+Plain frozen data that needs no device.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ Backend = Literal["gloo", "nccl"]
 
 @dataclass(frozen=True)
 class ProcessGroup:
-    """Ranks that speak to each other. uses: each (role, axis) that they are a line of; the axis `all` is its mesh."""
+    """Ranks that communicate. uses: each (role, axis) along which they lie; the axis `all` is the role's mesh."""
 
     name: str
     ranks: tuple[int, ...]
@@ -24,8 +24,8 @@ class ProcessGroup:
 
 
 def process_groups(layouts: Sequence[Layout]) -> tuple[ProcessGroup, ...]:
-    """Every group of two ranks or more, once, whatever uses it: `process_group_1`, ... by their ranks, which is the
-    order in which each rank must create them."""
+    """Every group of at least two ranks, once for all its uses: `process_group_1`, ... in the order of their ranks, in
+    which each rank must create them."""
     uses: dict[tuple[int, ...], list[tuple[str, str]]] = {}
     for layout in layouts:
         axes: tuple[Axis | Part, ...] = (*AXES, "replica", "shard") if layout.shard else AXES
@@ -40,7 +40,7 @@ def process_groups(layouts: Sequence[Layout]) -> tuple[ProcessGroup, ...]:
 
 
 def choose_backends(device: str, num_ranks: int, threshold: int) -> tuple[Backend, ...]:
-    """What carries tensors, first; from `threshold` ranks on gloo stands beside nccl and carries objects."""
+    """The backend of tensors first; from `threshold` ranks on gloo beside nccl, for objects."""
     if not device.startswith("cuda"):
         return ("gloo",)
     return ("nccl", "gloo") if num_ranks >= threshold else ("nccl",)
@@ -51,8 +51,8 @@ ChannelKind = Literal["local", "stream", "exchange"]
 
 @dataclass(frozen=True)
 class Channel:
-    """How one node's output reaches another: by reference on one worker (`local`), over the sample queue
-    (`stream`), or re-partitioned over ranks (`exchange`)."""
+    """How one node's output reaches another: by reference on one worker (`local`), over the sample queue (`stream`),
+    or resharded over ranks (`exchange`)."""
 
     source: str
     target: str
@@ -61,10 +61,7 @@ class Channel:
 
 @dataclass(frozen=True)
 class RankPlan:
-    """What one worker builds and runs: its nodes by plane, in order, and the engines and services that they need.
-
-    node: the machine that it is on.
-    """
+    """A worker's nodes by plane, in order, and the engines and services that they need. node: its machine."""
 
     rank: int
     device: str
@@ -79,8 +76,8 @@ class RankPlan:
 class Plan:
     """Placement of a pipeline.
 
-    layouts: of each role's model, where there are several ranks. groups: the process groups that they make, in the
-    order in which every rank creates them. backends: of these groups, the one that carries tensors first.
+    layouts: of each role's model, if there are several ranks. groups: their process groups, in the order in which
+    every rank creates them. backends: of these groups, that of tensors first.
     """
 
     pipeline: str
@@ -92,7 +89,7 @@ class Plan:
 
     @property
     def generates(self) -> bool:
-        """Whether some worker has an engine that answers prompts."""
+        """Whether some worker has the rollout engine."""
         return any("rollout" in rank.engines for rank in self.ranks)
 
     def layout(self, role: str) -> Layout:
@@ -103,7 +100,7 @@ class Plan:
         raise UserError(f"the plan of '{self.pipeline}' places no '{role}'{hint(role, [x.role for x in self.layouts])}")
 
     def group_of(self, role: str, axis: str, rank: int) -> ProcessGroup | None:
-        """The group of a rank along an axis of a role, `all` for all its ranks; None where the rank is alone in it."""
+        """The group of a rank along an axis of a role, `all` for all its ranks; None if the rank is alone."""
         found = (group for group in self.groups if (role, axis) in group.uses and rank in group.ranks)
         return next(found, None)
 
@@ -123,9 +120,11 @@ def _listed(ranks: Sequence[int]) -> str:
 
 
 def plan_local(pipeline: BoundPipeline, device: str) -> Plan:
-    """Everything on one worker; the sample queue is where the planes meet."""
-    rollout_nodes = [node.node_id for node in pipeline.rollout_nodes]
-    rank = rank_plan(pipeline, 0, device, rollout_nodes, [node.node_id for node in pipeline.training_nodes])
+    """The plan of a single worker."""
+    rollout_nodes, training_nodes = (
+        [node.node_id for node in nodes] for nodes in (pipeline.rollout_nodes, pipeline.training_nodes)
+    )
+    rank = rank_plan(pipeline, 0, device, rollout_nodes, training_nodes)
     return Plan(pipeline.graph_id, (rank,), make_channels(pipeline, (rank,)))
 
 
@@ -137,7 +136,7 @@ def rank_plan(
     training_nodes: Sequence[str],
     node: int = 0,
 ) -> RankPlan:
-    """A worker that runs these nodes, with the engines and services that they name."""
+    """A worker with these nodes, and the engines and services that they use."""
     nodes = [pipeline.node(node_id) for node_id in (*rollout_nodes, *training_nodes)]
     engines = dict.fromkeys(engine for node in nodes for engine in node.engines)
     services = dict.fromkeys(service for node in nodes for service in node.contract.services)
@@ -145,22 +144,20 @@ def rank_plan(
 
 
 def check_plan(plan: Plan, pipeline: BoundPipeline) -> None:
-    """Raises UserError for a node that the pipeline has not or that no rank runs, for one without its engine, for an
-    engine that no node of its rank uses, and for a layout of other ranks than those that hold the engine."""
+    """Raises UserError for a node that the pipeline lacks or no rank runs, a missing engine or service, one that no
+    node of its rank uses, and a layout of other ranks than those with the engine."""
     for rank in plan.ranks:
         wanted = rank_plan(pipeline, rank.rank, rank.device, rank.rollout_nodes, rank.training_nodes)
         pairs = (("engine", rank.engines, wanted.engines), ("service", rank.services, wanted.services))
         for what, names, needed in pairs:
-            unused = [name for name in names if name not in needed]
-            missing = [name for name in needed if name not in names]
-            if unused:
+            for name in (name for name in names if name not in needed):
                 raise UserError(
-                    f"the plan gives rank {rank.rank} the {what} '{unused[0]}', which no node of pipeline "
-                    f"'{pipeline.graph_id}' uses there: take it out of the plan"
+                    f"the plan gives rank {rank.rank} the {what} '{name}', which no node of pipeline "
+                    f"'{pipeline.graph_id}' uses there: remove it from the plan"
                 )
-            if missing:
+            for name in (name for name in needed if name not in names):
                 raise UserError(
-                    f"the plan gives rank {rank.rank} no {what} '{missing[0]}', which its nodes need: add it there"
+                    f"the plan gives rank {rank.rank} no {what} '{name}', which its nodes need: add it there"
                 )
     placed = {node_id for rank in plan.ranks for node_id in (*rank.rollout_nodes, *rank.training_nodes)}
     idle = [node.node_id for node in pipeline.nodes if node.node_id not in placed]
@@ -176,8 +173,8 @@ def check_plan(plan: Plan, pipeline: BoundPipeline) -> None:
 
 
 def dp_groups_of(plan: Plan) -> tuple[tuple[int, ...], ...]:
-    """Ranks that run the same nodes of the training loop: they share every step. The dp group that trains the policy
-    is first: its first rank reports for all."""
+    """Ranks that run the same nodes of the training loop, and so share every step. The dp group that trains the policy
+    is first; its first rank reports for all."""
     dp_groups: dict[tuple[str, ...], list[int]] = {}
     for rank in plan.ranks:
         if rank.training_nodes:
@@ -187,11 +184,11 @@ def dp_groups_of(plan: Plan) -> tuple[tuple[int, ...], ...]:
 
 
 def make_channels(pipeline: BoundPipeline, ranks: Sequence[RankPlan]) -> tuple[Channel, ...]:
-    """How each node gets the columns of another: by reference where every rank that runs it runs the other too."""
-    homes: dict[str, set[int]] = {node.node_id: set() for node in pipeline.nodes}
-    for rank in ranks:
-        for node_id in (*rank.rollout_nodes, *rank.training_nodes):
-            homes[node_id].add(rank.rank)
+    """How each node gets the columns of its deps: by reference if every rank that runs it runs the other too."""
+    homes = {
+        node.node_id: {rank.rank for rank in ranks if node.node_id in (*rank.rollout_nodes, *rank.training_nodes)}
+        for node in pipeline.nodes
+    }
     rollout_nodes = {node.node_id for node in pipeline.rollout_nodes}
     found = []
     for node in pipeline.nodes:

@@ -336,7 +336,7 @@ def test_what_is_accepted_leaves_no_trace_in_the_config():
     spoken = load_config("verl_grpo", ["trainer.balance_batch=True", f"{ACTOR}.entropy_coeff=0"], complete=False)
     assert (spoken.config, spoken.origins, spoken.text) == (plain.config, plain.origins, plain.text)
     assert spoken.notes[1] == (
-        f"{ACTOR}.entropy_coeff=0 (verl): here it is {ACTOR}.entropy_coef=0, which is so already"
+        f"{ACTOR}.entropy_coeff=0 (verl): here it is {ACTOR}.entropy_coef=0, which is set already"
     )
     assert f"{ACTOR}.entropy_coeff" in refuse(f"{ACTOR}.entropy_coeff=0.01")
 

@@ -1,4 +1,4 @@
-"""Files and folders that a config names: those that are not there are found before anything is loaded."""
+"""Files and folders that a config names: missing ones are found before anything is loaded."""
 
 import ast
 import importlib.util
@@ -36,11 +36,11 @@ NEEDED_TO_EVALUATE = frozenset(
     }
 )
 NEEDED_TO_TRAIN = NEEDED_TO_EVALUATE | {_TRAIN, "data.curriculum.function"}
-"""Keys that name what must be there; `data.reward` is that of domains."""
+"""Keys of files and folders that must exist; `data.reward` is that of domains."""
 
 
 def find_missing(config: Config, origins: Mapping[str, str], needed: Collection[str]) -> Iterator[Problem]:
-    """One problem for each path of the `needed` keys that leads nowhere."""
+    """One problem for each missing path of the `needed` keys."""
     for key, path, fault in _named(config):
         if _DOMAINS.sub("data", key) in needed and (found := fault(path)):
             what, advice = found
@@ -48,11 +48,11 @@ def find_missing(config: Config, origins: Mapping[str, str], needed: Collection[
 
 
 Fault = Callable[[str], tuple[str, str] | None]
-"""What is wrong with a path and what to do; None where nothing is, or where only loading it would tell."""
+"""The problem of a path and advice; None if there is none that can be seen without loading it."""
 
 
 def _named(config: Config) -> Iterator[tuple[str, str, Fault]]:
-    """Every path with its key, and how it is looked for."""
+    """Every path with its key and its check."""
     model = config.actor_rollout_ref.model
     models = [(f"{_MODEL}.path", model.path), (f"{_MODEL}.tokenizer_path", model.tokenizer_path)]
     if may_have_critic(config):
@@ -72,12 +72,12 @@ def _named(config: Config) -> Iterator[tuple[str, str, Fault]]:
 
 
 def data_fault(source: str) -> tuple[str, str] | None:
-    """Of what `data.train_files` may name."""
+    """The check of a path of `data.train_files`."""
     path, folder = Path(source).expanduser(), Path(source.partition(":")[0]).expanduser()
     if path.is_file():
         known = path.suffix.lower() in DATA_SUFFIXES
         advice = f"rename it, or save it as one of {', '.join(DATA_SUFFIXES)}"
-        return None if known else (f"its ending '{path.suffix}' tells no kind of data", advice)
+        return None if known else (f"its ending '{path.suffix}' is no known format", advice)
     if source.startswith(("builtin:", "reasoning-gym:", "verifiers:")) or folder.is_dir():
         return None
     if _FUNCTION_IN_FILE.fullmatch(source):
@@ -89,17 +89,17 @@ def data_fault(source: str) -> tuple[str, str] | None:
 
 
 def is_local_data(source: str) -> bool:
-    """Whether it is a file that a reader takes, here or in the package."""
+    """Whether it is a local file or one of the package."""
     return source.startswith("builtin:") or Path(source).expanduser().is_file()
 
 
 def is_local_model(text: str) -> bool:
-    """Whether it is a folder, here or in a package."""
+    """Whether it is a local folder or one of a package."""
     return text.startswith(("builtin:", "package:")) or Path(text).expanduser().is_dir()
 
 
 def model_fault(text: str) -> tuple[str, str] | None:
-    """Of what `model.path` may name. What may be an id of the hub passes, unless its first part is a folder here."""
+    """The check of `model.path`. A possible hub id passes, unless its first part is a local folder."""
     if is_local_model(text):
         return None
     path = Path(text).expanduser()
@@ -119,11 +119,11 @@ def _is_cached(hub_id: str) -> bool:
 
 
 def _reward_fault(function: str, path: str) -> tuple[str, str] | None:
-    """Of a file or module whose function has a key of its own."""
+    """The check of a file or module whose function has its own key."""
     if ".py:" in path:
         file, name = split_name(path)
         return "names a function too", f"write {file}, and its function as custom_reward_function.name={name}"
-    if path.endswith(".pkl"):  # a function given from Python, as distflow.rewards.functions keeps it
+    if path.endswith(".pkl"):  # a function from Python, saved by distflow.rewards.functions
         kept = Path(path).expanduser()
         return None if kept.is_file() else missing_path(kept)
     fault = _code_fault(path)
@@ -133,7 +133,7 @@ def _reward_fault(function: str, path: str) -> tuple[str, str] | None:
 
 
 def _function_fault(name: str) -> tuple[str, str] | None:
-    """Of the file of "file.py:function"."""
+    """The check of the file of "file.py:function"."""
     module, function = split_name(name)
     if not module.endswith(".py"):
         return None
@@ -141,8 +141,8 @@ def _function_fault(name: str) -> tuple[str, str] | None:
 
 
 def _content_fault(file: Path, function: str, advice: str) -> tuple[str, str] | None:
-    """What can be seen in a Python file without running it: that it is none, or binds no such name. advice: with a
-    place for the name of a function that there is."""
+    """The check of a Python file without running it: its syntax, and whether it binds the name. advice: a format with
+    a field for the name of an existing function."""
     try:
         tree = ast.parse(file.read_bytes())
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
@@ -153,14 +153,14 @@ def _content_fault(file: Path, function: str, advice: str) -> tuple[str, str] | 
     bound = _bound(tree)
     if function.partition(".")[0] in bound or "*" in bound or "__getattr__" in bound:
         return None
-    there = [node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
-    meant = nearest(function, there) or (there[0] if len(there) == 1 else "")
-    listed = f"it has {', '.join(there)}" if there else "it has no function"
+    functions = [node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    meant = nearest(function, functions) or (functions[0] if len(functions) == 1 else "")
+    listed = f"it has {', '.join(functions)}" if functions else "it has no function"
     return f"it binds no '{function}': {listed}", advice.format(meant or "FUNCTION")
 
 
 def _bound(tree: ast.Module) -> set[str]:
-    """Every name that a module may bind, wherever in it."""
+    """Every name that a module may bind, in any scope."""
     nodes = list(ast.walk(tree))
     names = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)}
     names |= {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
@@ -169,7 +169,7 @@ def _bound(tree: ast.Module) -> set[str]:
 
 
 def _code_fault(name: str) -> tuple[str, str] | None:
-    """A Python file, or a module that Python finds from here."""
+    """The check of a Python file or an importable module."""
     path = Path(name).expanduser()
     if name.endswith(".py"):
         return None if path.is_file() else missing_path(path)

@@ -1,6 +1,6 @@
-"""Composition of presets, files and overrides by Hydra's compose API, and what each of them set.
+"""Composition of presets, files and overrides by Hydra's compose API, with the settings of each.
 
-Overrides of the command line have Hydra's grammar; a text that it cannot read is taken as the shell passed it.
+Overrides of the command line have Hydra's grammar; a str that it cannot parse is taken literally.
 """
 
 import re
@@ -38,7 +38,7 @@ from distflow.errors import ConfigError, Problem
 _RUN = "distflow_run"
 _CONFIG_OF_A_RUN = "config.yaml"  # in its folder
 
-# What Hydra composes for its own command line, from files that it would read twice in every composition.
+# Hydra's own groups for its command line; without these overrides it reads their files twice in each composition.
 _OF_HYDRA = ("output", "launcher", "sweeper", "help", "hydra_help", "hydra_logging", "job_logging", "callbacks", "env")
 _NONE_OF_HYDRA = [{f"override hydra/{group}": None} for group in _OF_HYDRA]
 
@@ -48,10 +48,10 @@ _ITEM_AT_HOME = re.compile(r"(?<=[\[,])\s*(~[^,\[\]{}'\"]*)")
 
 @dataclass
 class Composition:
-    """The composed plain values, every setting in the order in which it took effect, and what is wrong with them.
+    """The composed plain values, every setting in the order in which it took effect, and problems.
 
     refused: keys whose override could not be read.
-    failure: why there are no values; often the consequence of a setting that no key takes.
+    failure: why there are no values; often the consequence of an unknown key.
     """
 
     values: dict[str, object] = field(default_factory=dict)
@@ -63,7 +63,7 @@ class Composition:
 
 
 def find_source(preset_or_file: str) -> Path:
-    """The YAML file that is meant. Raises ConfigError naming the nearest preset."""
+    """The YAML file of a preset or a path. Raises ConfigError with the nearest preset."""
     if preset_or_file in preset_names():
         return PRESETS / f"{preset_or_file}.yaml"
     path = Path(preset_or_file).expanduser()
@@ -75,10 +75,8 @@ def find_source(preset_or_file: str) -> Path:
     elif path.suffix == ".yml" and path.is_file():
         what, advice = "is no .yaml file", f"rename it to {path.stem}.yaml"
     elif path.is_file():
-        what, advice = (
-            "is no .yaml file",
-            f"name one, or a preset ({names}); data are data.train_files={preset_or_file}",
-        )
+        advice = f"name one, or a preset ({names}); set data by data.train_files={preset_or_file}"
+        what = "is no .yaml file"
     elif (path / _CONFIG_OF_A_RUN).is_file():
         what, advice = "is the folder of a run", f"name its config: {Path(preset_or_file) / _CONFIG_OF_A_RUN}"
     elif path.is_dir() and "/" in preset_or_file:
@@ -96,8 +94,8 @@ def compose_values(
 ) -> Composition:
     """Defaults, then what the file builds on, then the file, then the overrides. Raises ConfigError for a broken file.
 
-    `defaults` hold no list and no mapping of the user's own names: setting one replaces its default as a whole.
-    is_known: whether there is such a key; an override of another one is noted as a setting and left out.
+    defaults: without lists and mappings of the user's own names, which settings replace as a whole.
+    is_known: whether a key exists; overrides of unknown keys are recorded as settings and left out.
     """
     result = Composition()
     parsed = _read_overrides(overrides, result)
@@ -114,20 +112,20 @@ def compose_values(
         applied = [line for override in parsed if (line := _to_apply(override, is_known, result)) is not None]
         try:
             composed = compose(config_name=_RUN, overrides=applied)
-            result.values = _plain(OmegaConf.unsafe_merge(defaults, composed))  # neither is looked at again
+            result.values = _plain(OmegaConf.unsafe_merge(defaults, composed))  # may change both
         except InterpolationResolutionError as error:
             what = (error.msg or str(error)).splitlines()[0]
             subject = str(error.full_key or "${...}")
             advice = "name a key that there is, e.g. ${trainer.seed}"
             result.failure = Problem(((subject, _where(subject, result)),), what, advice)
         except (HydraException, OmegaConfBaseException, ValueError, TypeError, AttributeError) as error:
-            # The last three: an override goes below what is a list or a number in the file.
+            # The last three: an override sets a key below a list or a number of the file.
             result.failure = Problem(((display(source), "its composition"),), _reason(error.__cause__ or error))
     return result
 
 
 def _read_overrides(lines: Sequence[str], result: Composition) -> list[Override]:
-    """Each line read, or refused with what to write instead."""
+    """The parsed lines; others are refused with advice."""
     parser, parsed = OverridesParser.create(), []
     for line in lines:
         try:
@@ -146,7 +144,7 @@ def _read_overrides(lines: Sequence[str], result: Composition) -> list[Override]
 
 
 def _parse(parser: OverridesParser, line: str) -> Override:
-    """Raises HydraException where neither the line nor its value as a text can be read."""
+    """Raises HydraException if the line cannot be parsed, also with its value as a str."""
     key, _, value = line.partition("=")
     if "~" in value:
         line = f"{key}={_ITEM_AT_HOME.sub(lambda found: _quoted(found[1]), value)}"
@@ -159,7 +157,7 @@ def _parse(parser: OverridesParser, line: str) -> Override:
 
 
 def _unreadable(line: str, error: HydraException) -> tuple[str, str]:
-    """What is wrong with a line that Hydra's grammar has no place for, and what to do."""
+    """The problem of a line that Hydra's grammar does not allow, and advice."""
     key, equals, value = line.partition("=")
     if key.startswith("-"):
         return "is an option", f"keys are written key=value, without dashes: {line.lstrip('-')}"
@@ -176,27 +174,21 @@ def _unreadable(line: str, error: HydraException) -> tuple[str, str]:
 
 def _advice_for_commas(line: str) -> str:
     key, _, value = line.partition("=")
-    if _takes_list(key.lstrip("+")) and re.fullmatch(r"[^\[\]{}()'\"]+", value):
+    info = schema_keys().get(key.lstrip("+"))
+    takes_list = info is not None and any(get_origin(arm) is tuple for arm in info.arms)
+    if takes_list and re.fullmatch(r"[^\[\]{}()'\"]+", value):
         return f"for a list write '{key}=[{value}]'"
-    return "start one run for each value, or put a text with commas in quotes: 'key=\"a,b\"'"
+    return "start one run for each value, or put a str with commas in quotes: 'key=\"a,b\"'"
 
 
 def _takes_text(key: str) -> bool:
-    """Whether a text is a value of the key, alone or as a list of one."""
-    return any(arm is str or (get_origin(arm) is tuple and get_args(arm)[:1] == (str,)) for arm in _arms(key))
-
-
-def _takes_list(key: str) -> bool:
-    return any(get_origin(arm) is tuple for arm in _arms(key))
-
-
-def _arms(key: str) -> tuple[object, ...]:
-    info = schema_keys().get(key)
-    return info.arms if info else ()
+    """Whether the key accepts a str, alone or as a list of one."""
+    arms = schema_keys()[key].arms if key in schema_keys() else ()
+    return any(arm is str or (get_origin(arm) is tuple and get_args(arm)[:1] == (str,)) for arm in arms)
 
 
 def _quoted(text: str) -> str:
-    """As Hydra's grammar has it: a backslash is one by itself, unless a quote follows."""
+    """Quoted in Hydra's grammar, in which only backslashes before a quote are escaped."""
     return '"' + re.sub(r'(\\*)("|$)', lambda found: found[1] * 2 + ("\\" if found[2] else "") + found[2], text) + '"'
 
 
@@ -212,7 +204,7 @@ def _plain(composed: object) -> dict[str, object]:
 
 
 def _to_apply(override: Override, is_known: Callable[[str], bool], result: Composition) -> str | None:
-    """The override as Hydra shall see it, or None. Every key has a default, so `key=`, `+key=`, `++key=` are one."""
+    """The override for Hydra, or None. Every key has a default, so `key=`, `+key=` and `++key=` are the same."""
     key = override.key_or_group
     if override.is_delete():
         return override.input_line if key in result.deleted else None
@@ -222,7 +214,7 @@ def _to_apply(override: Override, is_known: Callable[[str], bool], result: Compo
 
 
 def _check_deletions(parsed: Sequence[Override], result: Composition) -> None:
-    """Only what was set can be removed."""
+    """A problem for each deletion of a key that was not set."""
     keys = {setting.key for setting in result.settings}
     for override in parsed:
         key = override.key_or_group
@@ -231,7 +223,7 @@ def _check_deletions(parsed: Sequence[Override], result: Composition) -> None:
         elif key in keys:
             result.deleted.append(key)
         else:
-            advice = "leave it away: the key has its default already"
+            advice = "remove this override: the key has its default already"
             result.problems.append(Problem(((f"~{key}", COMMAND_LINE),), "there is nothing to remove", advice))
 
 
@@ -246,7 +238,8 @@ def _reason(error: BaseException) -> str:
 
 @contextmanager
 def _hydra(source: Path) -> Iterator[None]:
-    """Hydra over the file's folder and the presets. It knows one composition at a time: an outer one waits."""
+    """Hydra for the file's folder and the presets. Hydra allows one composition at a time, so an outer one is restored
+    afterwards."""
     search = {"searchpath": ["pkg://distflow.config.presets"]}
     run = {"defaults": [source.stem, "_self_", *_NONE_OF_HYDRA], "hydra": search}
     ConfigStore.instance().store(name=_RUN, node=run)
@@ -260,20 +253,20 @@ def _hydra(source: Path) -> Iterator[None]:
 
 
 def _composed_files(source: Path, result: Composition) -> list[tuple[Path, str]]:
-    """The YAML files that are composed, in order, each with its package as a prefix of its keys."""
+    """The composed YAML files in order, each with its package, the prefix of its keys."""
     loader = GlobalHydra.instance().config_loader()
     try:
         chosen = loader.compute_defaults_list(_RUN, [], RunMode.RUN).defaults
     except YAMLError as error:
         result.failure = yaml_problem(error, source)
         return []
-    except (HydraException, ValueError) as error:  # the latter: a list that is none
+    except (HydraException, ValueError) as error:  # ValueError: defaults is no list
         reason = _reason(error)
         advice = f"under defaults: name a preset ({', '.join(preset_names())}) or a file beside this one, without .yaml"
         result.failure = Problem(((display(source), "defaults"),), reason, advice)
         return []
     except RecursionError:
-        advice = "break the circle; a file with the name of a preset cannot build on that preset: rename it"
+        advice = "break the cycle; a file with the name of a preset cannot build on that preset: rename it"
         result.failure = Problem(((display(source), "defaults"),), "builds on itself", advice)
         return []
     files = []

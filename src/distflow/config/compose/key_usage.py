@@ -1,4 +1,4 @@
-"""A config that notes which of its keys are read, so that one that was set and never read can be named."""
+"""A config that records which of its keys are read, to report those that were set and never read."""
 
 from collections.abc import Hashable
 from dataclasses import fields, replace
@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 class _Watching:
-    """Beside the class of a group: reading a key adds its dotted name to `_reads`. All else is as in the group."""
+    """A base class beside that of a group: reading a key adds its dotted name to `_reads`."""
 
     def __getattribute__(self, name: str) -> object:
         value = object.__getattribute__(self, name)
@@ -23,24 +23,24 @@ class _Watching:
 
 
 def watch(config: Config) -> tuple[Config, set[str]]:
-    """The config, and the dotted names of the keys that are read of it, filled as they are."""
+    """A watched config, and the set to which it adds the dotted name of each key that is read."""
     reads: set[str] = set()
     return _watched(config, "", reads), reads
 
 
 def peek(config: T) -> T:
-    """The plain config or group behind a watched one, to look at a key without using it."""
+    """The plain config or group of a watched one; reading its keys is not recorded."""
     return cast(T, config.__dict__["_plain"]) if isinstance(config, _Watching) else config
 
 
 def with_group(config: Config, name: str, group: object) -> Config:
-    """The config with another top-level group; where it is watched, keys that are read of it count as before."""
+    """The config with another top-level group; a watched config stays watched."""
     made = replace(peek(config), **{name: group})  # type: ignore[arg-type]  # a group of the kind that is there
     return _watched(made, "", config.__dict__["_reads"]) if isinstance(config, _Watching) else made
 
 
 def whole(group: T) -> T:
-    """The plain group behind a watched one, all of whose keys count as read: for whoever is handed it whole."""
+    """The plain group of a watched one, for code that takes the whole group: all its keys count as read."""
     own = peek(group)
     if isinstance(group, _Watching) and is_group(own):
         group.__dict__["_reads"].update(key for key, *_ in walk(own, group.__dict__["_key"]))
@@ -48,7 +48,7 @@ def whole(group: T) -> T:
 
 
 def plain(group: object) -> dict[str, object]:
-    """The keys of a group, not of those below it, as a mapping; all count as read."""
+    """The keys of a group without those of nested groups, as a mapping; all count as read."""
     value = whole(group)
     assert is_group(value)
     return {item.name: getattr(value, item.name) for item in fields(value)}
@@ -67,6 +67,6 @@ def _watched(group: T, key: str, reads: set[str]) -> T:
 
 @cache
 def _watching_class(group_class: Hashable) -> type:
-    """A subclass, so that the user's functions find the config to be what it says it is."""
+    """A subclass of the group's class, so that `isinstance` holds in user functions."""
     assert isinstance(group_class, type)
     return type(group_class.__name__, (_Watching, group_class), {})

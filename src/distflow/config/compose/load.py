@@ -1,6 +1,6 @@
-"""From a preset or file and overrides to a checked, frozen config that knows where each key was set.
+"""From a preset or file and overrides to a checked, frozen config with the origin of each key.
 
-Values that cannot be read leave the default in place and are reported with all other problems at once.
+A value that cannot be read is replaced by the default and reported with all other problems at once.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -11,18 +11,18 @@ from distflow.config.compose.check_paths import find_missing
 from distflow.config.compose.origins import COMMAND_LINE, Setting, settings_of_value
 from distflow.config.compose.shrink_to_fit import Change, Fitted, apply_changes, fit
 from distflow.config.compose.unknown_keys import is_known, judge_settings, look_up, parents
-from distflow.config.compose.values import Mismatch, parse_value
+from distflow.config.compose.values import Mismatch, nested, parse_value
 from distflow.config.derived_settings import RunLimits, is_rl, may_have_critic
 from distflow.config.extension_points import find_unregistered
 from distflow.config.keys.schema import Config, group_names, schema_keys, with_values
 from distflow.config.migration.tables import NOT_GIVEN, find_names
 from distflow.config.rules.check import find_problems, find_size_problems, where
-from distflow.config.serialize import flatten, show_value, to_dict, to_yaml
+from distflow.config.serialize import flatten, show_value, to_yaml
 from distflow.errors import ConfigError, Problem, UserError
 from distflow.import_target import LoadError, load_modules
 
-# What bounds memory, what names the run, and what comes to the same: nothing is trained otherwise.
-_OF_NO_WEIGHT = (
+# Keys that do not change the training: limits of memory, names of the run, other spellings of a value.
+_WITHOUT_EFFECT = (
     "trainer.project_name",
     "trainer.experiment_name",
     "algorithm.allow_group_of_one",
@@ -37,8 +37,10 @@ _OF_NO_WEIGHT = (
 
 @dataclass(frozen=True)
 class Loaded:
-    """A config and where it came from. origins: key → "file:line" or "command line", for each key that was set.
-    fitted: what nobody chose and was made to fit. notes: lines about settings of another system that were accepted."""
+    """A config and its origins: key → "file:line" or "command line", for each key that was set.
+
+    fitted: defaults that were changed to fit. notes: lines about accepted settings of another system.
+    """
 
     config: Config
     origins: dict[str, str]
@@ -51,13 +53,13 @@ class Loaded:
         return to_yaml(self.config)
 
     def origin(self, key: str) -> str:
-        """Where a key was set, or "default"; of one that was made to fit, why."""
+        """Where a key was set, or "default"; for one that was changed to fit, why."""
         why = [fitted.why for fitted in self.fitted if fitted.key == key]
         return f"made to fit: {why[-1]}" if why else where(key, self.origins)
 
     @property
     def set_keys(self) -> dict[str, str]:
-        """The keys that somebody set to something else than the default, with their origin: those must do something."""
+        """The keys that were set to another value than the default, with their origin: those must have an effect."""
         values, keys = flatten(self.config), schema_keys()
         return {key: origin for key, origin in self.origins.items() if key in keys and values[key] != keys[key].default}
 
@@ -74,12 +76,12 @@ def load_config(
 
     preset_or_file: `grpo`, or a .yaml file, which may build on a preset or its neighbours (`defaults: [grpo, _self_]`).
     overrides: Hydra's grammar, `key=value`, `+key=value`, `++key=value`, `~key`.
-    complete: False lets the model and the data be missing, to look at a preset that no run can start from yet.
-    needed: keys whose files and folders must be there, as in `paths.NEEDED_TO_TRAIN`.
-    trust_code: False imports no module of the user's; one that is needed to know a group is then a problem.
+    complete: False allows a missing model and missing data, as in a preset.
+    needed: keys whose files and folders must exist, e.g. `check_paths.NEEDED_TO_TRAIN`.
+    trust_code: False imports no user module; one that must be imported to know a group is then a problem.
     """
     try:
-        # Hydra costs more than everything else here: it is imported where it is used.
+        # Importing Hydra takes longer than everything else here.
         from distflow.config.compose import composition
 
         source = composition.find_source(preset_or_file)
@@ -99,31 +101,28 @@ def load_config(
         loaded = _finish(composed.values, origins, problems, complete=complete, refused=composed.refused, needed=needed)
         return replace(loaded, notes=(*accepted.values(), *_differences_from_verl(loaded, accepted)))
     except ConfigError as error:
-        # A name that is unknown because its file lacks a line in a table.
-        lacking = [part for part in find_unregistered() if f"'{part.name}'" in str(error)]
-        if not lacking:
+        # The name may be unknown because a table lacks the line of its file.
+        unregistered = [part for part in find_unregistered() if f"'{part.name}'" in str(error)]
+        if not unregistered:
             raise
-        problems = [Problem(((part.file, "a file of the package"),), str(part)) for part in lacking]
+        problems = [Problem(((part.file, "a file of the package"),), str(part)) for part in unregistered]
         raise ConfigError([*error.problems, *problems]) from error
     except RecursionError as error:
         place = ((f"'{preset_or_file}'", COMMAND_LINE),)
-        raise ConfigError([Problem(place, "its keys, or those of an override, lie too deep in one another")]) from error
+        raise ConfigError([Problem(place, "its keys, or those of an override, are nested too deep")]) from error
 
 
 def fit_to(loaded: Loaded, room: RunLimits) -> Loaded:
-    """The same in the room that the run turned out to have. Raises ConfigError with all sizes that do not fit it."""
+    """The config with defaults that fit the limits. Raises ConfigError with all sizes that do not fit."""
     config, fitted = fit(loaded.config, loaded.origins, room)
-    problems = find_size_problems(config, loaded.origins, room)
-    if problems:
+    if problems := find_size_problems(config, loaded.origins, room):
         raise ConfigError(problems)
-    if not fitted:
-        return loaded
-    return replace(loaded, config=config, fitted=(*loaded.fitted, *fitted))
+    return replace(loaded, config=config, fitted=(*loaded.fitted, *fitted)) if fitted else loaded
 
 
 def with_changes(loaded: Loaded, changes: Sequence[Change]) -> Loaded:
-    """The same with values that nobody chose and that follow from others. Raises ConfigError with all keys that do not
-    go with them."""
+    """The config with values that were not set and follow from others. Raises ConfigError with all keys that do not go
+    with them."""
     config, fitted = apply_changes(loaded.config, changes)
     if problems := find_problems(config, loaded.origins, set(), complete=False):
         raise ConfigError(problems)
@@ -131,32 +130,32 @@ def with_changes(loaded: Loaded, changes: Sequence[Change]) -> Loaded:
 
 
 def differing(loaded: Loaded, theirs: Loaded) -> list[tuple[str, str, str]]:
-    """The keys that a preset of verl sets, that no user set here, and that differ: key, value here, value there."""
+    """(key, value here, value there) of the keys that a verl preset sets differently and the user did not set."""
     here, there, infos = flatten(loaded.config), flatten(theirs.config), schema_keys()
     unused = () if may_have_critic(loaded.config) else ("algorithm.lam",)
     return [
         (key, show_value(infos[key], here[key]), show_value(infos[key], there[key]))
         for key in theirs.origins
-        if key in infos and here[key] != there[key] and key not in (*_OF_NO_WEIGHT, *unused)
+        if key in infos and here[key] != there[key] and key not in (*_WITHOUT_EFFECT, *unused)
         if loaded.origin(key).startswith(("default", "presets/"))
     ]
 
 
 def is_verls(origin: str) -> bool:
-    """Whether a preset with verl's defaults set a key."""
+    """Whether the origin of a key is a preset with verl's defaults."""
     return origin.startswith("presets/verl_")
 
 
 @cache
 def preset_config(name: str) -> Config:
-    """The config of a preset as it is, without a model or data."""
+    """The config of a preset, without a model or data."""
     return load_config(name, complete=False).config
 
 
 def config_from_dict(values: Mapping[str, object], *, judge: bool = True) -> Config:
-    """A config from nested plain values; what is left out has its default. Raises ConfigError.
+    """A config from nested plain values; missing keys have their defaults. Raises ConfigError.
 
-    judge: False only reads the values (of a run that was, say, whose checkpoint lay where nothing is now).
+    judge: False only reads the values, e.g. of a finished run whose files may be gone.
     """
     settings = [
         setting for name, value in values.items() for setting in settings_of_value(str(name), value, "given in Python")
@@ -166,8 +165,8 @@ def config_from_dict(values: Mapping[str, object], *, judge: bool = True) -> Con
 
 
 def config_of_run(values: Mapping[str, object]) -> Config:
-    """The config that a run kept, read and not judged: what it names may be gone. Groups that its modules registered
-    are left out where nothing registered them. Raises UserError."""
+    """The saved config of a run, without checks, since its files may be gone. Groups that user modules registered are
+    left out if they are not registered now. Raises UserError."""
     known = group_names()
     config = config_from_dict({name: value for name, value in values.items() if name in known}, judge=False)
     if config.actor_rollout_ref.model.path is None:
@@ -176,8 +175,8 @@ def config_of_run(values: Mapping[str, object]) -> Config:
 
 
 def build(values: Mapping[str, object], origins: Mapping[str, str]) -> tuple[Config, list[Problem], set[str]]:
-    """The config with these nested values, with defaults where there are none or where one cannot be read; what could
-    not be read; and which keys those are."""
+    """The config with these nested values and defaults for all others; problems of values that could not be read, and
+    their keys."""
     read: dict[str, object] = {}
     problems, faulty = [], set()
     for name, info in schema_keys().items():
@@ -215,9 +214,9 @@ def _finish(
 
 
 def _differences_from_verl(loaded: Loaded, accepted: Iterable[str]) -> list[str]:
-    """A line, where keys of verl were accepted on a preset without verl's defaults."""
-    speaks_verl = any("verl" in find_names(key) for key in accepted)
-    if not speaks_verl or not is_rl(loaded.config) or any(map(is_verls, loaded.origins.values())):
+    """A line if keys of verl were accepted on a preset without verl's defaults."""
+    has_verl_keys = any("verl" in find_names(key) for key in accepted)
+    if not has_verl_keys or not is_rl(loaded.config) or any(map(is_verls, loaded.origins.values())):
         return []
     preset = "verl_ppo" if may_have_critic(loaded.config) else "verl_grpo"
     found = differing(loaded, load_config(preset, complete=False))
@@ -226,24 +225,15 @@ def _differences_from_verl(loaded: Loaded, accepted: Iterable[str]) -> list[str]
 
 
 def _plain_defaults() -> dict[str, object]:
-    """The schema's defaults as plain values, without lists and mappings: those are replaced, not merged into."""
-    plain = to_dict(Config())
-    for name, info in schema_keys().items():
-        if isinstance(info.default, dict | tuple | list):
-            *groups, last = name.split(".")
-            holder = plain
-            for part in groups:
-                inner = holder[part]
-                assert isinstance(inner, dict), f"{name} lies in a group"
-                holder = inner
-            del holder[last]
-    return plain
+    """The schema's defaults as plain values, without lists and mappings, which settings replace as a whole."""
+    scalars = {name: info for name, info in schema_keys().items() if not isinstance(info.default, dict | tuple | list)}
+    return nested({name: info.spec.plain(info.default) for name, info in scalars.items()})
 
 
 def _register_user_groups(
     values: Mapping[str, object], settings: Sequence[Setting], problems: list[Problem], trust_code: bool
 ) -> bool:
-    """Import the user's modules if a top-level group is unknown that they may register. True where one was."""
+    """Import the user's modules if they may register an unknown top-level group. True if one did."""
     unknown = {setting.key.partition(".")[0] for setting in settings} - set(group_names())
     trainer = values.get("trainer")
     modules = trainer.get("imports") if isinstance(trainer, Mapping) else None
@@ -264,7 +254,7 @@ def _register_user_groups(
 
 
 def _origins(settings: Sequence[Setting], deleted: Sequence[str]) -> dict[str, str]:
-    """The last place that set each key; a mapping of the user's own names has one origin for each name too."""
+    """The last place that set each key; a mapping of the user's own names has an origin for each name too."""
     keys = schema_keys()
     origins: dict[str, str] = {}
     for setting in settings:

@@ -1,4 +1,4 @@
-"""Where settings were written: YAML files read for their keys and lines. Composition itself is Hydra's."""
+"""Origins of settings: the keys of YAML files with their lines. Hydra composes the values."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,8 +16,8 @@ PRESETS = Path(__file__).parents[1] / "presets"
 
 @dataclass(frozen=True)
 class Setting:
-    """A key that was set. `is_group` tells a mapping that goes on below from a value (an empty mapping is one);
-    `has_dots` that its last name is written with dots, which YAML does not read as levels. A group has no `value`."""
+    """A key that was set. is_group: its value is a mapping with entries, which are settings too; it has no `value`.
+    has_dots: its last name has dots, which YAML does not read as levels."""
 
     key: str
     where: str
@@ -27,17 +27,17 @@ class Setting:
 
 
 def preset_names() -> list[str]:
-    """The presets that come with the package."""
+    """The presets of the package."""
     return sorted(path.stem for path in PRESETS.glob("*.yaml"))
 
 
 def is_preset(where: str) -> bool:
-    """Whether a place, as `display` and a line, lies in a preset that comes with the package."""
+    """Whether an origin, "file:line", is a preset of the package."""
     return any(where.startswith(f"presets/{name}.yaml:") for name in preset_names())
 
 
 def display(path: Path) -> str:
-    """A file as it is shown to people: a preset by `presets/NAME.yaml`, others relative to where we are."""
+    """A file's name in messages: `presets/NAME.yaml` for a preset, else relative to the working directory."""
     if path.parent == PRESETS:
         return f"presets/{path.name}"
     here = Path.cwd()
@@ -45,9 +45,9 @@ def display(path: Path) -> str:
 
 
 def read_settings(path: Path, prefix: str, problems: list[Problem]) -> list[Setting]:
-    """Every mapping entry of a YAML file, groups before what they hold; `prefix` is the file's Hydra package.
+    """Every mapping entry of a YAML file, groups before their entries. prefix: the file's Hydra package.
 
-    What is no readable mapping, or names a key twice, goes to `problems`.
+    Adds to `problems` for a file that is no readable mapping or names a key twice.
     """
     root = _parse(path, problems)
     if root is None:
@@ -59,7 +59,7 @@ def read_settings(path: Path, prefix: str, problems: list[Problem]) -> list[Sett
 
 
 def settings_of_value(key: str, value: object, where: str) -> Iterator[Setting]:
-    """The same for a value given on the command line, which may be a mapping."""
+    """The same for a value on the command line, which may be a mapping."""
     below = value.items() if isinstance(value, dict) else ()
     yield Setting(key, where, is_group=bool(below), value=NOT_GIVEN if below else value)
     for name, item in below:
@@ -67,16 +67,16 @@ def settings_of_value(key: str, value: object, where: str) -> Iterator[Setting]:
 
 
 def yaml_problem(error: yaml.YAMLError, path: Path) -> Problem:
-    """What a YAML error says, with the file and line that it names; `path` where it names none."""
+    """The problem of a YAML error, with its file and line; `path` is the file if it names none."""
     if not isinstance(error, yaml.MarkedYAMLError):
         return Problem(((display(path), "the file"),), f"cannot be read: {error}", "save it as UTF-8 text")
     mark = error.problem_mark or error.context_mark
     where = f"line {mark.line + 1}, column {mark.column + 1}" if mark else "somewhere"
-    advice = "look at that line and the one above: what belongs to one group starts in one column"
+    advice = "look at that line and the one above: keys of one group start in the same column"
     if "\\t" in str(error.problem):
         advice = "indent by spaces: YAML takes no tabs"
     if isinstance(error, yaml.constructor.ConstructorError):
-        advice = "write the value itself: tags (what begins with !) are not read"
+        advice = "write the value itself: tags (!...) are not read"
     named = Path(mark.name) if mark and Path(mark.name).is_file() else path
     return Problem(((display(named), where),), f"is no YAML that is read here: {error.problem}", advice)
 
@@ -128,7 +128,7 @@ def _entries(node: yaml.MappingNode, prefix: str, path: Path) -> Iterator[Settin
 
 
 def _plain_value(node: yaml.Node) -> object:
-    """What a value is in Python; a tag that is not read here is refused by Hydra."""
+    """The value in Python; Hydra rejects a tag that is not read here."""
     try:
         return yaml.SafeLoader("").construct_object(node, deep=True)
     except yaml.YAMLError:

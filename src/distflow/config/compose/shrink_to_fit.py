@@ -1,12 +1,11 @@
-"""What nobody chose shrinks to what fits: a batch to the data, a mini-batch to the batch, lengths to the model's
-context. What somebody chose stays, for the rules to judge."""
+"""Defaults shrink to fit: a batch to the data, a mini-batch to the batch, lengths to the model's context. Values that
+were set stay, for the rules to check."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from distflow.builtin_names import CUSTOM_REWARD
 from distflow.config.compose.origins import is_preset
-from distflow.config.compose.values import show
 from distflow.config.derived_settings import (
     RunLimits,
     is_rl,
@@ -15,23 +14,23 @@ from distflow.config.derived_settings import (
     mini_batch_sizes,
     run_steps,
 )
-from distflow.config.keys.reward import RewardPart, plain_functions
-from distflow.config.keys.schema import Config, with_values
+from distflow.config.keys.reward import RewardPart
+from distflow.config.keys.schema import Config, schema_keys, with_values
 from distflow.config.per_domain import reward_functions
 from distflow.config.rules.check import where
-from distflow.config.serialize import flatten
+from distflow.config.serialize import flatten, show_value
 
 _DEFAULT = "default"
 
 IsFree = Callable[[str], bool]
-"""Whether nobody but a preset of ours set that key."""
+"""Whether a key has its default, or the value of a preset of the package."""
 Change = tuple[str, object, str]
 """A key, the value that fits, and why."""
 
 
 @dataclass(frozen=True)
 class Fitted:
-    """A value that was changed because nobody had chosen it. before, value: as YAML shows them."""
+    """A default that was changed to fit. before, value: as YAML."""
 
     key: str
     before: str
@@ -43,10 +42,7 @@ class Fitted:
 
 
 def fit(config: Config, origins: Mapping[str, str], room: RunLimits) -> tuple[Config, list[Fitted]]:
-    """The config with every default that cannot work in that room made smaller, and what was changed.
-
-    The same config in the same room always becomes the same one.
-    """
+    """The config with every default reduced that does not fit the limits, and the changes. Deterministic."""
     changes = []
     for step in _STEPS:
         config, made = apply_changes(config, list(step(config, lambda key: is_free(key, origins), room)))
@@ -55,35 +51,36 @@ def fit(config: Config, origins: Mapping[str, str], room: RunLimits) -> tuple[Co
 
 
 def apply_changes(config: Config, changes: Iterable[Change]) -> tuple[Config, list[Fitted]]:
-    """The config with these values, and what was there."""
-    made, values = [], flatten(config)
+    """The config with these values, and the changes with the values before."""
+    made, values, keys = [], flatten(config), schema_keys()
     for key, value, why in changes:
-        made.append(Fitted(key, _shown(values[key]), _shown(value), why))
+        made.append(Fitted(key, show_value(keys[key], values[key]), show_value(keys[key], value), why))
         values[key] = value
     return with_values(config, {fitted.key: values[fitted.key] for fitted in made}), made
 
 
 def is_free(key: str, origins: Mapping[str, str]) -> bool:
-    """Whether nobody but a preset of ours set that key."""
+    """Whether a key has its default, or the value of a preset of the package."""
     origin = where(key, origins)
     return origin == "default" or is_preset(origin)
 
 
 def _domains(config: Config, is_free: IsFree, room: RunLimits) -> Iterator[Change]:
-    """What names data and rewards for all gives way to domains, which name their own."""
+    """Defaults that name data and rewards for all are removed if there are domains, which name their own."""
     if not config.data.domains:
         return
-    given: Sequence[tuple[str, object]] = ("data.train_files", ()), ("data.val_files", ()), ("reward.functions", {})
+    empty: dict[str, object] = {"data.train_files": (), "data.val_files": (), "reward.functions": {}}
     values = flatten(config)
-    for key, nothing in given:
+    for key, nothing in empty.items():
         if values[key] and is_free(key):
             yield key, nothing, "data.domains is given"
 
 
 def _reward(config: Config, is_free: IsFree, room: RunLimits) -> Iterator[Change]:
-    """A function that is given judges the domains that name no other."""
+    """A custom reward function scores the domains that name no other."""
     functions = config.reward.functions
-    if config.custom_reward_function.path is None or _uses_custom(reward_functions(config)) or not is_rl(config):
+    uses_custom = any(part.name == CUSTOM_REWARD for parts in reward_functions(config).values() for part in parts)
+    if config.custom_reward_function.path is None or uses_custom or not is_rl(config):
         return
     ours = is_free("reward.functions")
     if ours and config.data.domains and all(domain.reward for domain in config.data.domains.values()):
@@ -95,7 +92,7 @@ def _reward(config: Config, is_free: IsFree, room: RunLimits) -> Iterator[Change
 
 
 def _lengths(config: Config, is_free: IsFree, room: RunLimits) -> Iterator[Change]:
-    """Prompt and response share the context as they share their sum, or one has what the other leaves."""
+    """Prompt and response shrink in proportion, or one of them to what the other leaves of the context."""
     prompt, response, context = config.data.max_prompt_length, config.data.max_response_length, room.context
     if context is None or prompt + response <= context or context < 2:
         return
@@ -136,7 +133,7 @@ def _mini_batches(config: Config, is_free: IsFree, room: RunLimits) -> Iterator[
 
 
 def _warm_ups(config: Config, is_free: IsFree, room: RunLimits) -> Iterator[Change]:
-    """A tenth of what there is, as `warmup_ratio` has it."""
+    """A tenth of the run, the default of `warmup_ratio`."""
     steps = run_steps(config, room)
     if steps is None:
         return
@@ -149,14 +146,6 @@ def _warm_ups(config: Config, is_free: IsFree, room: RunLimits) -> Iterator[Chan
 
 
 _STEPS = (_domains, _reward, _lengths, _overlong_zone, _batch, _mini_batches, _warm_ups)
-
-
-def _uses_custom(functions: Mapping[str, Sequence[RewardPart]]) -> bool:
-    return any(part.name == CUSTOM_REWARD for parts in functions.values() for part in parts)
-
-
-def _shown(value: object) -> str:
-    return show(plain_functions(value) if isinstance(value, dict) else value)
 
 
 def count(number: int, noun: str) -> str:

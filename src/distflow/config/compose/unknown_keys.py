@@ -1,5 +1,5 @@
-"""Settings that no key takes: which of them ask for nothing, and what to write instead of the others. A name is a
-misspelling of another one only by typing errors, never where it is another word."""
+"""Settings of unknown keys: those of another system that need nothing here are accepted, the others get advice. A name
+counts as a misspelling only for typing errors, never for another word."""
 
 import re
 from collections.abc import Collection, Mapping, Sequence
@@ -11,19 +11,19 @@ from distflow.config.keys.schema import schema_keys
 from distflow.config.migration.tables import NOT_GIVEN, Name, all_tables, as_override, find_by_last_word, find_names
 from distflow.errors import Problem
 
-_LEAST_SIMILARITY = 0.7  # of one word: below it, it is another word
-_JOINED = 0.9  # of names whose words are divided otherwise
+_LEAST_SIMILARITY = 0.7  # of a word; below it, it is another word
+_JOINED = 0.9  # of names with other word boundaries
 
 
 def most_similar(name: str, known: Mapping[str, str]) -> list[str]:
-    """The value of the known name that was probably meant, or nothing. Each word must be alike: `train_batch_sise` is
-    a size, `max_completion_length` is no `max_prompt_length`."""
+    """The value of the known name that was probably meant, or nothing. Each word must be similar: `train_batch_sise`
+    is `train_batch_size`, `max_completion_length` is not `max_prompt_length`."""
     scored = [(score, other) for other in known if (score := _similarity(name.lower(), other.lower()))]
     return [known[max(scored)[1]]] if scored else []
 
 
 def _similarity(name: str, other: str) -> float:
-    """The mean over groups and words; 0 where one of them is another word."""
+    """The mean over groups and words; 0 if one of them is another word."""
     parts, others = name.split("."), other.split(".")
     if len(parts) != len(others):
         return 0.0
@@ -43,10 +43,10 @@ def _ratio(word: str, other: str, least: float) -> float:
     return ratio if ratio >= least else 0.0
 
 
-_SAME_KEYS = {"verl", "siiRL"}  # whose commands run here but for a few names
-_OVERRIDE = re.compile(r" (?=[a-z_]+\.[\w.]+=)")  # what stands between two of them
+_SAME_KEYS = {"verl", "siiRL"}  # systems whose commands run here with few changes
+_OVERRIDE = re.compile(r" (?=[a-z_]+\.[\w.]+=)")  # between two overrides
 _LISTED = 2  # keys of the same name in other groups; more are no hint
-_TELLING = 5  # letters of a word that may stand without its group
+_TELLING = 5  # letters of a word that is compared without its group
 
 
 def parents(key: str) -> list[str]:
@@ -56,16 +56,16 @@ def parents(key: str) -> list[str]:
 
 
 def is_known(key: str) -> bool:
-    """Whether there is such a key or group, or the key lies in a mapping of the user's own names."""
+    """Whether the key or group exists, or the key is in a mapping of the user's own names."""
     keys = schema_keys()
     return key in keys or key in _groups() or any(parent in keys and keys[parent].is_map for parent in parents(key))
 
 
 def judge_settings(settings: Sequence[Setting], values: Mapping[str, object]) -> tuple[list[Problem], dict[str, str]]:
-    """One problem for each unknown setting (of an unknown group only the group), and for each misused group; and by
-    key a line for each setting of another system that asks for nothing more.
+    """A problem for each unknown setting (for an unknown group only one) and each misused group; and by key a line for
+    each accepted setting of another system.
 
-    values: the composed config as nested plain values: a key of verl or siiRL that says what is so already is accepted.
+    values: the composed config as nested plain values; a key of verl or siiRL that agrees with them is accepted.
     """
     problems: list[Problem] = []
     accepted: dict[str, str] = {}
@@ -86,7 +86,7 @@ def judge_settings(settings: Sequence[Setting], values: Mapping[str, object]) ->
 
 
 def suggest(key: str, known: Collection[str], value: object = NOT_GIVEN) -> str:
-    """What to do instead of setting the unknown key: what it is called here, else what of `known` it resembles."""
+    """Advice for an unknown key: its name here, else the keys of `known` that it resembles."""
     if found := find_names(key):
         return _answer(found, value)
     if guesses := _resembling(key, known):
@@ -101,7 +101,7 @@ def suggest(key: str, known: Collection[str], value: object = NOT_GIVEN) -> str:
 
 
 def look_up(values: Mapping[str, object], key: str) -> object:
-    """A key in nested plain values; NOT_GIVEN where it is not there."""
+    """A key in nested plain values; NOT_GIVEN if it is missing."""
     found: object = values
     for part in key.split("."):
         found = found.get(part, NOT_GIVEN) if isinstance(found, Mapping) else NOT_GIVEN
@@ -117,7 +117,7 @@ def _judge(
         found = find_names(key)
         by_name = {system for system, table in all_tables().items() if key in table.names}
         if setting.is_group and translated.get(key, set()) - by_name:
-            return None  # what it holds gets the message
+            return None  # its entries get the message
         if line := _acceptance(setting, found, values):
             accepted[key] = line
             return None
@@ -135,14 +135,14 @@ def _judge(
 
 
 def _acceptance(setting: Setting, found: dict[str, Name], values: Mapping[str, object]) -> str:
-    """The line for a setting that asks for nothing that is not so anyway, in every system that has it; else empty."""
+    """The line for a setting that changes nothing here in any system that has it; else empty."""
     reasons = []
     for name in found.values():
         overrides = name.overrides(setting.value)
         if name.accepts(setting.value):
             reasons.append(name.note or "it asks for nothing")
         elif found.keys() <= _SAME_KEYS and overrides and _has(values, overrides):
-            reasons.append(f"here it is {overrides}, which is so already")
+            reasons.append(f"here it is {overrides}, which is set already")
         else:
             return ""
     given = "" if setting.value is NOT_GIVEN else f"={as_override(setting.value)}"
@@ -150,12 +150,12 @@ def _acceptance(setting: Setting, found: dict[str, Name], values: Mapping[str, o
 
 
 def _has(values: Mapping[str, object], overrides: str) -> bool:
-    """Whether nested plain values have what each of `key=value ...` says."""
+    """Whether nested plain values agree with each of `key=value ...`."""
     parts = [override.split("=", 1) for override in _OVERRIDE.split(overrides)]
-    return all(_says_the_same(as_override(look_up(values, key)), text) for key, text in parts)
+    return all(_is_same(as_override(look_up(values, key)), text) for key, text in parts)
 
 
-def _says_the_same(text: str, other: str) -> bool:
+def _is_same(text: str, other: str) -> bool:
     try:
         return text == other or float(text) == float(other)
     except ValueError:
@@ -163,7 +163,7 @@ def _says_the_same(text: str, other: str) -> bool:
 
 
 def _answer(found: dict[str, Name], value: object) -> str:
-    """What each system that has the name means by it; once where they agree."""
+    """The answer for each system that has the name, once for those that agree."""
     systems: dict[str, list[str]] = {}
     for system, name in found.items():
         systems.setdefault(name.answer(value), []).append(system)
@@ -173,7 +173,7 @@ def _answer(found: dict[str, Name], value: object) -> str:
 
 
 def _is_misread_value(setting: Setting) -> bool:
-    """A mapping for a key that takes none: what is wrong with it is said where its value is read."""
+    """Whether it is a mapping for a key that takes none: reading its value reports that."""
     info = schema_keys().get(setting.key)
     return info is not None and setting.is_group and not info.is_map
 
@@ -188,7 +188,7 @@ def _groups_above(keys: tuple[str, ...]) -> frozenset[str]:
 
 
 def _resembling(key: str, known: Collection[str]) -> list[str]:
-    """What it is the end of (`actor.clip_ratio`), the key that it lies below, or one of its group by spelling."""
+    """The key that ends with it (`actor.clip_ratio`), the key above it, or one of its group by spelling."""
     by_end = [name for name in known if name.endswith(f".{key}")]
     above = [parent for parent in parents(key) if parent in known]
     if by_end or above:
@@ -198,7 +198,7 @@ def _resembling(key: str, known: Collection[str]) -> list[str]:
 
 
 def _elsewhere(key: str, known: Collection[str]) -> list[str]:
-    """Its last word in another group, unless too many have it or it says too little; else a key spelt alike."""
+    """Its last word in other groups, unless that word is common; else a key with a similar spelling."""
     words: dict[str, list[str]] = {}
     for name in known:
         words.setdefault(name.rpartition(".")[2], []).append(name)

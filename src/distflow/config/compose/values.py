@@ -1,4 +1,4 @@
-"""From plain data to the type of a key: strict, with a message that says what to write instead."""
+"""Strict conversion of plain data to the type of a key, with advice for what does not fit."""
 
 import math
 import re
@@ -11,8 +11,8 @@ from distflow.config.migration.tables import find_value
 from distflow.errors import nearest
 
 Differing = dict[str, dict[str, Any]]
-"""Keys of a group that differ for some of the names in a mapping, `{code: {adv_estimator: reinforce}}`: by name, the
-values by their dotted keys within the group."""
+"""Keys of a group that differ for some domains, `{code: {adv_estimator: reinforce}}`: by domain, values by their dotted
+keys in the group."""
 
 # YAML 1.1 reads 1e-6 (no dot) as a string; people mean the number.
 _EXPONENT = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+")
@@ -60,7 +60,7 @@ def can_convert(annotation: object) -> bool:
 
 
 def type_name(annotation: object) -> str:
-    """The type as Python writes it, e.g. `list[str] | None`; a tuple, which YAML writes as a list, is one."""
+    """The type in Python's notation, e.g. `list[str] | None`; a tuple is a list, as in YAML."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin in (Union, types.UnionType):
         return " | ".join(dict.fromkeys(type_name(argument) for argument in arguments))
@@ -80,7 +80,7 @@ def type_name(annotation: object) -> str:
 
 
 def check_bounds(value: object, info: KeyInfo) -> Iterator[Mismatch]:
-    """What is wrong with a value of the right type by itself: choices, bounds, parts that are not implemented yet."""
+    """Problems of a value of the right type: choices, bounds, parts that are not implemented yet."""
     spec = info.spec
     if value is None or value == info.default:
         return
@@ -96,23 +96,15 @@ def check_bounds(value: object, info: KeyInfo) -> Iterator[Mismatch]:
 
 
 def parse_value(given: object, info: KeyInfo) -> object:
-    """The value of a key from plain data, whatever its bounds. Raises Mismatch."""
+    """The value of a key from plain data, without a check of its bounds. Raises Mismatch."""
     return info.spec.parse(given) if info.spec.parse else convert(given, info.annotation)
-
-
-def read_value(given: object, info: KeyInfo) -> object:
-    """The value of a key from plain data, within its bounds. Raises Mismatch."""
-    value = parse_value(given, info)
-    for mismatch in check_bounds(value, info):
-        raise mismatch
-    return value
 
 
 def parse_differing(
     value: object, keys: Mapping[str, KeyInfo], form: str, elsewhere: Callable[[str, str], str] = lambda *_: ""
 ) -> Differing:
-    """Overrides by domain from plain data, nested or dotted. keys: those that may differ; form: an example; elsewhere:
-    what to do about another key, as (domain, key) -> advice or nothing. Raises Mismatch."""
+    """Settings by domain from plain data, nested or dotted. keys: those that may differ; form: an example; elsewhere:
+    advice about another key of a domain, or nothing. Raises Mismatch."""
     if not isinstance(value, Mapping):
         raise Mismatch("is not a mapping from domains to their settings", form)
     found: Differing = {}
@@ -125,7 +117,9 @@ def parse_differing(
                 advice = f"{did_you_mean(key, keys)}there are {', '.join(keys)}; {form}"
                 raise Mismatch(f"has '{key}' for the domain '{name}'", elsewhere(name, key) or advice)
             try:
-                found[name][key] = read_value(given, keys[key])
+                found[name][key] = parse_value(given, keys[key])
+                for mismatch in check_bounds(found[name][key], keys[key]):
+                    raise mismatch
             except Mismatch as error:
                 raise Mismatch(f"has '{key}' of the domain '{name}', which {error.what}", error.advice) from None
     return found
@@ -144,7 +138,7 @@ def nested(values: Mapping[str, object]) -> dict[str, Any]:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """The beginning of an advice, with the known name that is nearest; empty where none is near."""
+    """The start of an advice with the nearest known name; empty if none is near."""
     guess = nearest(name, known)
     return f"did you mean {guess}? " if guess else ""
 
@@ -158,7 +152,7 @@ def _plain(value: object) -> object:
 
 
 def show(value: object) -> str:
-    """A value as a person would write it in YAML."""
+    """A value as YAML."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, str):

@@ -21,7 +21,7 @@ Bounds = tuple[float | None, float]
 
 
 def parse_statistics(value: object) -> object:
-    """Names as a list, or separated by commas as in verl. Raises Mismatch."""
+    """A list of names, or names separated by commas as in verl. Raises Mismatch."""
     names = [part.strip() for part in value.split(",")] if isinstance(value, str) else value
     return convert(names, tuple[str, ...])
 
@@ -32,7 +32,7 @@ def parse_switch(value: object) -> object:
 
 
 def parse_bounds(value: object) -> tuple[Bounds, ...]:
-    """`upper` or `[lower, upper]` for each statistic; also verl's string, e.g. "0.5_2.0,0.1". Raises Mismatch."""
+    """`upper` or `[lower, upper]` for each statistic, or verl's string, e.g. "0.5_2.0,0.1". Raises Mismatch."""
     if value is None:
         return ()
     entries = value.split(",") if isinstance(value, str) else value if isinstance(value, list | tuple) else [value]
@@ -64,12 +64,12 @@ def _parse_bound(entry: object) -> Bounds:
 
 
 def plain_bounds(bounds: Sequence[Bounds]) -> list[object]:
-    """What `parse_bounds` would read again. A band is no string: YAML would read 1_2 as 12."""
+    """The inverse of `parse_bounds`. A band is a list, since YAML reads the string 1_2 as 12."""
     return [upper if lower is None else [lower, upper] for lower, upper in bounds]
 
 
 def spread(bounds: tuple[Bounds, ...], count: int) -> tuple[Bounds, ...]:
-    """A single bound holds for all statistics."""
+    """One bound for each statistic; a single one is repeated."""
     return bounds * count if len(bounds) == 1 else bounds
 
 
@@ -93,8 +93,7 @@ class KLControlConfig:
 
 @dataclass(frozen=True)
 class NormConfig:
-    """Normalisation over the batch or the groups (AReaL), or by the moments of all rewards so far (ROLL); off if both
-    levels are null."""
+    """Normalisation by the batch, by groups (AReaL), or by the moments of all rewards so far (ROLL)."""
 
     mean_level: str | None = key(None, "what the subtracted mean is computed over; null subtracts none", choices=LEVELS)
     mean_leave1out: bool = key(False, "exclude a value from the mean that is subtracted from it")
@@ -113,15 +112,14 @@ def is_on(norm: NormConfig) -> bool:
 
 @dataclass(frozen=True)
 class RolloutCorrectionConfig:
-    """Importance weights against the mismatch of rollout engine and trainer, and rejection of tokens and sequences."""
+    """Importance weights and rejection for the mismatch between rollout engine and trainer."""
 
     rollout_is: str | None = key(
-        None, "what one weight covers; null is off (off-policy correction)", choices=("token", "sequence", "geometric")
+        None, "level of the importance weights; null is off", choices=("token", "sequence", "geometric")
     )
     rollout_is_threshold: float | tuple[float, float] = key(
         2.0,
-        "largest weight, to which larger ones are truncated; or [lower, upper], a band outside of which they are 0 "
-        "(IcePop)",
+        "upper bound to which weights are truncated; or [lower, upper], outside of which weights are 0 (IcePop)",
         above=0,
         parse=parse_threshold,
     )
@@ -130,13 +128,13 @@ class RolloutCorrectionConfig:
     )
     rollout_rs: tuple[str, ...] = key(
         (),
-        "statistics of the mismatch by which tokens or sequences are left out of the loss; empty is off",
+        "mismatch statistics by which tokens or sequences are excluded from the loss; empty is off",
         choices=ROLLOUT_RS,
         parse=parse_statistics,
     )
     rollout_rs_threshold: tuple[Bounds, ...] = key(
         (),
-        "bound of each: upper, or [lower, upper] of rollout over trainer for a k1; a single entry holds for all",
+        "bound of each statistic: upper, or [lower, upper] of rollout over trainer for k1; one entry holds for all",
         parse=parse_bounds,
         plain=plain_bounds,
     )
@@ -144,23 +142,19 @@ class RolloutCorrectionConfig:
 
 @dataclass(frozen=True)
 class FilterGroupsConfig:
-    """Dynamic sampling: groups in which all samples are equally correct are dropped and replaced."""
+    """Dynamic sampling: groups whose samples are all equally correct are dropped and replaced."""
 
     enable: bool = key(False, "drop groups without a signal and refill the batch")
     metric: str = key(
         "acc",
-        "what must differ within a group: acc, without penalties; score (seq_reward), with penalties; or the name of a "
-        "reward function",
+        "what must differ within a group: acc (no penalties), score or seq_reward (with them), or a reward function",
     )
-    max_num_gen_batches: int = key(10, "batches of prompts that are tried for one step at most", minimum=1)
+    max_num_gen_batches: int = key(10, "most batches of prompts to generate for one step", minimum=1)
     when_exhausted: str = key(
-        "error", "when those are used up: stop, or continue with the groups there are", choices=("error", "continue")
+        "error", "after that many batches: stop, or continue with the groups there are", choices=("error", "continue")
     )
     oversampling: float = key(
-        0.0,
-        "extra prompts in flight, as a fraction of those that the step still lacks; those still running when "
-        "the step is full are aborted and come first in the next one",
-        minimum=0,
+        0.0, "extra prompts in flight, as a share of those the step lacks; unfinished ones come first next", minimum=0
     )
 
 
@@ -188,7 +182,7 @@ class AlgorithmConfig:
     adv_estimator_kwargs: dict[str, object] = key({}, "options of the chosen estimator by name")
     workflow_type: str = key(
         "DEFAULT",
-        "selects the pipeline where no preset and no dag key does; DEFAULT goes by adv_estimator",
+        "selects the pipeline if dag.pipeline is null; DEFAULT goes by adv_estimator",
         choices=("DEFAULT", "DAPO", "EMBODIED"),
         later=("EMBODIED",),
     )
@@ -197,28 +191,23 @@ class AlgorithmConfig:
     norm_adv_by_std_in_grpo: bool = key(True, "divide by the group's standard deviation; false is Dr. GRPO")
     scale_rewards: str | None = key(
         None,
-        "what GRPO divides by: the standard deviation of the group, of the batch, or nothing; "
-        "null goes by norm_adv_by_std_in_grpo",
+        "standard deviation that GRPO divides by: group, batch or none; null goes by norm_adv_by_std_in_grpo",
         choices=("group", "batch", "none"),
     )
-    adv_epsilon: float = key(1e-6, "added to that standard deviation", above=0)
+    adv_epsilon: float = key(1e-6, "added to the standard deviation that GRPO divides by", above=0)
     reward_shift: float = key(0.0, "added to the score of each sample, before anything else")
-    reward_scale: float = key(1.0, "factor that the score is then multiplied by", above=0)
+    reward_scale: float = key(1.0, "factor of the shifted score", above=0)
     reward_norm: NormConfig = group(NormConfig)
     reward_clip: float | None = key(None, "bound of a sample's |reward|, applied after reward_norm", above=0)
-    whiten_rewards: bool = key(
-        False, "whiten the token rewards over the batch, after the KL penalty and before the estimator"
-    )
+    whiten_rewards: bool = key(False, "whiten token rewards over the batch, after the KL penalty")
     adv_norm: NormConfig = group(NormConfig)
     advantage_clip: float | None = key(None, "bound of a token's |advantage|, applied after adv_norm", above=0)
-    mask_truncated: bool = key(False, "leave responses that were cut off at the length limit out of the loss")
+    mask_truncated: bool = key(False, "exclude responses that were cut off at the length limit from the loss")
     mask_long_errors: int | None = key(
-        None, "leave incorrect responses of at least this many tokens out of the loss", minimum=1
+        None, "exclude incorrect responses of at least this many tokens from the loss", minimum=1
     )
     difficulty_mask: tuple[float, float] | None = key(
-        None,
-        "[low, high]: leave groups out of the loss unless low < share of correct responses < high",
-        parse=parse_share_band,
+        None, "[low, high]: train on groups with low < share of correct responses < high", parse=parse_share_band
     )
     difficulty_weight: tuple[float, float] | None = key(
         None, "[easiest, hardest]: weight of advantages, linear in the group's share of incorrect responses"
@@ -233,16 +222,13 @@ class AlgorithmConfig:
         plain=lambda domains: {name: nested(values) for name, values in domains.items()},
     )
     allow_group_of_one: bool = key(False, "accept rollout.n=1 with an estimator that compares the samples of a group")
-    bootstrap_truncated: bool = key(
-        False, "GAE continues a truncated response with the critic's last value, not with 0"
-    )
+    bootstrap_truncated: bool = key(False, "GAE bootstraps a truncated response with the critic's last value, not 0")
     use_kl_in_reward: bool = key(False, "subtract the KL to the reference from the token rewards")
     kl_penalty: str = key("kl", "estimator of the KL in the reward", choices=KL_TYPES, advice=NO_FULL_KL)
     kl_ctrl: KLControlConfig = group(KLControlConfig)
     recompute_old_log_probs: str = key(
         "auto",
-        "compute the old log-probs by a forward pass of the trainer before the update; auto skips it where the ratio "
-        "is 1 anyway; false takes the rollout engine's",
+        "old log-probs by a forward pass of the trainer; auto skips it where the ratio is 1; false uses the rollout's",
         choices=("auto", "true", "false"),
         parse=parse_switch,
     )

@@ -3,7 +3,7 @@
 import types
 from collections.abc import Callable, Iterator, Mapping
 from copy import copy
-from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from operator import ge, gt, le, lt
 from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -18,11 +18,11 @@ Group = TypeVar("Group", bound="DataclassInstance")
 class KeySpec:
     """What is known of a key besides its type and default.
 
-    choices: the values there are. open_names: user modules may add to them (checked against the registry later).
+    choices: the allowed values. open_names: user modules may add to them (checked against the registry later).
     later: choices that are not implemented yet; True means any value but the default.
     minimum, maximum: inclusive bounds; above, below: exclusive ones.
-    parse: converts plain data to the value, where the type alone does not say how; plain: the inverse.
-    advice: what to do about a value that is not allowed, where the bound or the choices alone do not say it.
+    parse: converts plain data to the value; None converts by the type. plain: the inverse.
+    advice: what to do about a value that is not allowed, if the bound or the choices do not say it.
     """
 
     description: str = ""
@@ -34,7 +34,7 @@ class KeySpec:
     above: float | None = None
     below: float | None = None
     parse: Callable[[object], object] | None = None
-    plain: Callable[..., object] | None = None
+    plain: Callable[[Any], object] = lambda value: value
     advice: str = ""
 
     def allowed(self) -> str:
@@ -58,7 +58,7 @@ class KeySpec:
 
 @dataclass(frozen=True)
 class KeyInfo:
-    """A key of the whole config: its dotted name as in YAML, its type, its default."""
+    """A key of the whole config: its dotted name in YAML, its type, its default."""
 
     name: str
     annotation: object
@@ -67,7 +67,7 @@ class KeyInfo:
 
     @property
     def arms(self) -> tuple[object, ...]:
-        """The types of which it may be, one by one."""
+        """The members of its type if that is a union, else the type."""
         is_union = get_origin(self.annotation) in (Union, types.UnionType)
         return get_args(self.annotation) if is_union else (self.annotation,)
 
@@ -106,14 +106,16 @@ def dotted(prefix: str, name: str) -> str:
 
 
 def walk(instance: "DataclassInstance", prefix: str = "") -> Iterator[tuple[str, object, object, KeySpec]]:
-    """Every key below a group as (dotted name, annotation, value, spec), in the order of declaration."""
+    """Every key in a group as (dotted name, annotation, value, spec), in the order of declaration."""
     hints = get_type_hints(type(instance))
     for item in fields(instance):
         value, name = getattr(instance, item.name), dotted(prefix, yaml_name(item.name))
         if is_group(value):
             yield from walk(value, name)
         else:
-            yield name, hints[item.name], value, _spec(item.metadata)
+            # The dataclass of a user's group may describe its fields by `metadata={"help": ...}`.
+            spec = item.metadata.get("key") or KeySpec(str(item.metadata.get("help", "")))
+            yield name, hints[item.name], value, spec
 
 
 def collect(instance: "DataclassInstance", prefix: str = "") -> dict[str, KeyInfo]:
@@ -131,13 +133,3 @@ def changed(group: Group, values: Mapping[str, Any], prefix: str = "") -> Group:
         elif is_group(value):
             changes[item.name] = changed(value, values, name)
     return replace(group, **changes)
-
-
-def has_default(item: Field[object]) -> bool:
-    """Whether a dataclass field can be left out."""
-    return item.default is not MISSING or item.default_factory is not MISSING
-
-
-def _spec(metadata: Mapping[str, object]) -> KeySpec:
-    spec = metadata.get("key")
-    return spec if isinstance(spec, KeySpec) else KeySpec(description=str(metadata.get("help", "")))

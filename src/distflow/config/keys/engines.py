@@ -26,7 +26,7 @@ class ModelConfig:
 
     path: str | None = key(None, "folder or hub id of the model, builtin:NAME, or package:NAME of a Python package")
     tokenizer_path: str | None = key(None, "folder or hub id of the tokenizer; null is the model's")
-    gguf_file: str | None = key(None, "name of a GGUF file in that folder to load the weights from")
+    gguf_file: str | None = key(None, "name of a GGUF file in the model's folder to load the weights from")
     revision: str | None = key(None, "revision of a hub id; a commit hash pins it")
     trust_remote_code: bool = key(False, "run Python code that comes with the model; local or pinned models only")
     model_type: str | None = key(None, "family of the model if its folder does not say", later=True)
@@ -34,9 +34,7 @@ class ModelConfig:
         "pretrained", "random: fresh weights by trainer.seed from config.json", choices=("pretrained", "random")
     )
     dtype: str = key("bfloat16", "dtype to compute in", choices=DTYPES)
-    enable_gradient_checkpointing: bool = key(
-        False, "recompute activations in the backward pass instead of storing them"
-    )
+    enable_gradient_checkpointing: bool = key(False, "recompute activations in backward instead of storing them")
     lora_rank: int = key(0, "rank of LoRA adapters; 0 trains all weights", minimum=0)
     lora_alpha: float = key(16, "scale of the adapters, divided by the rank", above=0)
     target_modules: str | tuple[str, ...] = key("all-linear", "modules that get an adapter: all-linear or their names")
@@ -49,9 +47,7 @@ class TrainedFsdpConfig:
     param_offload: bool = key(False, "keep weights in host memory while they are not in use")
     optimizer_offload: bool = key(False, "keep the optimizer's moments in host memory between updates")
     offload_policy: bool = key(
-        False,
-        "keep weights, gradients and moments in host memory: a layer is copied to the device when it runs, and "
-        "the optimizer computes on the host",
+        False, "keep weights, gradients and moments in host memory; the optimizer runs on the host"
     )
 
 
@@ -59,9 +55,7 @@ class TrainedFsdpConfig:
 class ActorFsdpConfig(TrainedFsdpConfig):
     """Sharding and offloading of the policy; fsdp_size holds for critic and reference too."""
 
-    fsdp_size: int = key(
-        -1, "data-parallel ranks that shard one copy of all weights; further ranks hold replicas; -1 is all", minimum=-1
-    )
+    fsdp_size: int = key(-1, "data-parallel ranks that shard one copy of the weights; -1 is all", minimum=-1)
 
 
 @dataclass(frozen=True)
@@ -81,12 +75,8 @@ class OptimConfig:
     betas: tuple[float, float] = key((0.9, 0.999), "decay of Adam's first and second moments, each in [0, 1)")
     eps: float = key(1e-8, "Adam's epsilon", above=0)
     scheduler: str = key("cosine_with_warmup", "shape of the learning rate", choices=SCHEDULERS)
-    warmup_ratio: float = key(
-        0.1, "share of all optimizer steps over which the learning rate rises", minimum=0, maximum=1
-    )
-    lr_warmup_steps: int = key(
-        -1, "optimizer steps over which the learning rate rises; -1 goes by warmup_ratio", minimum=-1
-    )
+    warmup_ratio: float = key(0.1, "share of the optimizer steps that warm up", minimum=0, maximum=1)
+    lr_warmup_steps: int = key(-1, "optimizer steps that warm up; -1 goes by warmup_ratio", minimum=-1)
     min_lr_ratio: float = key(0.0, "learning rate at the end, as a share of lr", minimum=0, maximum=1)
 
 
@@ -99,41 +89,38 @@ class ActorConfig:
     policy_loss_kwargs: dict[str, object] = key({}, "options of the chosen loss by name")
     prox: str = key(
         "recompute",
-        "proximal log-probs of decoupled PPO: by a forward pass before the update, or interpolated between old and "
-        "current ones by version",
+        "proximal log-probs of decoupled PPO: a forward pass before the update, or interpolated by weight version",
         choices=("recompute", "interpolate"),
     )
     loss_agg_mode: str = key("token-mean", "how token losses are aggregated", choices=LOSS_AGG_MODES)
     loss_scale_factor: float | None = key(
-        None, "divisor of seq-mean-token-sum-norm; null is data.max_response_length", above=0
+        None, "divisor in seq-mean-token-sum-norm; null is data.max_response_length", above=0
     )
     clip_ratio: float = key(0.2, "how far the ratio may move from 1", above=0)
-    clip_ratio_low: float | None = key(None, "how far it may fall; null is clip_ratio", above=0, maximum=1)
-    clip_ratio_high: float | None = key(None, "how far it may rise; null is clip_ratio", above=0)
+    clip_ratio_low: float | None = key(None, "how far the ratio may fall; null is clip_ratio", above=0, maximum=1)
+    clip_ratio_high: float | None = key(None, "how far the ratio may rise; null is clip_ratio", above=0)
     clip_ratio_c: float | None = key(3.0, "dual clip: bound of the ratio where the advantage is negative", above=1)
     off_policy_mask_threshold: float | None = key(
         None,
-        "a sequence with A < 0 gets no loss if its mean log π_rollout − log π is above this; null is off",
+        "exclude a sequence with A < 0 from the loss if its mean log π_rollout − log π is above this; null is off",
         above=0,
     )
     entropy_coef: float = key(0.01, "coefficient of the entropy bonus; 0 is off")
     use_kl_loss: bool = key(False, "add the KL to the reference to the loss")
-    kl_loss_coef: float = key(0.001, "coefficient of that KL", minimum=0)
-    kl_loss_type: str = key("low_var_kl", "estimator of that KL", choices=KL_TYPES, advice=NO_FULL_KL)
+    kl_loss_coef: float = key(0.001, "coefficient of the KL in the loss", minimum=0)
+    kl_loss_type: str = key("low_var_kl", "estimator of the KL in the loss", choices=KL_TYPES, advice=NO_FULL_KL)
     ppo_epochs: int = key(1, "passes over a batch", minimum=1)
     ppo_mini_batch_size: int = key(256, "prompts an optimizer step", minimum=1)
     ppo_max_token_len_per_gpu: int | None = key(
         None,
-        "tokens in one micro-batch; a longer sample is a micro-batch of its own; null is 16384, on a CPU 4096 (its "
-        "allocator keeps the memory)",
+        "tokens in one micro-batch; a longer sample is a micro-batch of its own; null is 16384, on a CPU 4096",
         minimum=1,
     )
     max_grad_norm: float = key(1.0, "gradients are clipped to this norm", above=0)
-    model_update_frequency: int = key(1, "sync weights to the rollout engines every so many steps", minimum=1)
+    model_update_frequency: int = key(1, "steps between weight syncs to the rollout engines", minimum=1)
     weight_update_mode: str = key(
         "store",
-        "weight sync to workers that only generate (launcher=ray): through Ray's object store, or as files in "
-        "the run's folder",
+        "weight sync to workers that only generate (launcher=ray): Ray's object store, or files in the run's folder",
         choices=WEIGHT_UPDATE_MODES,
     )
     optim: OptimConfig = group(OptimConfig)
@@ -144,9 +131,7 @@ class ActorConfig:
 class RefConfig:
     """The frozen reference policy; built only if a KL term is on."""
 
-    log_prob_max_token_len_per_gpu: int | None = key(
-        None, "tokens in one micro-batch of its log-probs; null is the actor's", minimum=1
-    )
+    log_prob_max_token_len_per_gpu: int | None = key(None, "tokens in one micro-batch; null is the actor's", minimum=1)
     fsdp_config: RefFsdpConfig = group(RefFsdpConfig)
 
 
@@ -182,10 +167,10 @@ class ValKwargsConfig:
     """Generation in validation."""
 
     greedy: bool = key(True, "generate one greedy response a prompt")
-    n: int = key(0, "sampled responses a prompt in addition, for pass@k and mean@k", minimum=0)
-    temperature: float = key(0.6, "temperature of the sampled ones", above=0, advice=_NO_ZERO)
-    top_p: float = key(1.0, "smallest set of tokens with this mass; 1 is off", above=0, maximum=1)
-    top_k: int = key(-1, "the most likely tokens; -1 is off", minimum=-1)
+    n: int = key(0, "further sampled responses a prompt, for pass@k and mean@k", minimum=0)
+    temperature: float = key(0.6, "temperature of the sampled responses", above=0, advice=_NO_ZERO)
+    top_p: float = key(1.0, "sample from the smallest set of tokens with this mass; 1 is off", above=0, maximum=1)
+    top_k: int = key(-1, "sample from this many most likely tokens; -1 is off", minimum=-1)
 
 
 @dataclass(frozen=True)
@@ -196,36 +181,27 @@ class RolloutConfig:
     tensor_model_parallel_size: int = key(1, "devices that share one engine", minimum=1, later=True)
     n: int = key(8, "responses a prompt: the size of a group", minimum=1)
     temperature: float = key(1.0, "the policy is softmax(logits / temperature)", above=0, advice=_NO_ZERO)
-    top_p: float = key(1.0, "smallest set of tokens with this mass; 1 is off", above=0, maximum=1)
-    top_k: int = key(-1, "the most likely tokens; -1 is off", minimum=-1)
-    min_p: float = key(0.0, "least probability as a share of the largest; 0 is off", minimum=0, below=1)
+    top_p: float = key(1.0, "sample from the smallest set of tokens with this mass; 1 is off", above=0, maximum=1)
+    top_k: int = key(-1, "sample from this many most likely tokens; -1 is off", minimum=-1)
+    min_p: float = key(0.0, "smallest probability, as a share of the largest; 0 is off", minimum=0, below=1)
     repetition_penalty: float = key(1.0, "penalty on tokens that already occurred; 1 is off", above=0)
     stop: tuple[str, ...] = key((), "strings that end a response: one or a list")
     max_num_seqs: int = key(256, "responses generated at the same time", minimum=1)
     kv_on_update: str = key(
         "keep",
-        "for running responses at a weight sync (async.max_staleness > 0): continue with their old keys and values, "
-        "recompute these, or abort and generate the response again",
+        "running responses at a weight sync (max_staleness > 0): keep their KV cache, recompute it, or restart them",
         choices=KV_ON_UPDATE,
     )
     num_threads: int | None = key(
         None,
-        "threads of generation while the trainer trains (async.max_staleness > 0); null is half of the cores, or what "
-        "trainer.num_threads leaves",
+        "CPU threads of generation if max_staleness > 0; null: half, or what trainer.num_threads leaves",
         minimum=1,
     )
-    batch_invariant: bool = key(
-        False,
-        "make a response bit for bit independent of what else is generated and when; about half as fast",
-    )
+    batch_invariant: bool = key(False, "make a response bit-identical whatever else is generated; about half as fast")
     enforce_eager: bool = key(
-        False,
-        "launch each operation of a decode step separately: no CUDA graphs, and on a CPU no natively compiled decode "
-        "step",
+        False, "run each operation of a decode step separately: no CUDA graphs or native CPU step"
     )
     timeout_s: float | None = key(
-        1800.0,
-        "stop the run if the engine returns nothing and samples no token for so many seconds; null is never",
-        above=0,
+        1800.0, "stop the run if the engine samples no token for this many seconds; null is never", above=0
     )
     val_kwargs: ValKwargsConfig = group(ValKwargsConfig)

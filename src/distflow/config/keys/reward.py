@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeAlias, cast
 
+from distflow.builtin_names import REWARDS
 from distflow.config.compose.values import Differing, Mismatch, convert, parse_differing, show
 from distflow.config.keys.declare import collect, group, key
 
@@ -15,7 +16,7 @@ _PART = {"name", "weight", "options"}
 
 
 class RewardPart(NamedTuple):
-    """One reward function of a domain; the score of a sample is the weighted sum of its parts.
+    """One reward function of a domain; a sample's score is the weighted sum of its parts.
 
     options: further keyword arguments of the function: int, float, str, bool.
     """
@@ -25,7 +26,7 @@ class RewardPart(NamedTuple):
     options: Mapping[str, Option] = {}
 
     def plain(self) -> object:
-        """The shortest form that a config may have."""
+        """The shortest form in a config."""
         weight = {} if self.weight == 1.0 else {"weight": self.weight}
         options = {"options": dict(self.options)} if self.options else {}
         return {"name": self.name, **weight, **options} if weight or options else self.name
@@ -35,28 +36,25 @@ def parse_functions(value: object) -> dict[str, tuple[RewardPart, ...]]:
     """Reward functions by domain from plain data. Raises Mismatch."""
     if not isinstance(value, Mapping):
         raise Mismatch("is not a mapping from domains to reward functions", _FORM)
-    return {_domain(domain): parse_parts(f"the domain '{domain}'", parts) for domain, parts in value.items()}
+    for name in value:
+        if not isinstance(name, str):
+            raise Mismatch(f"has the domain {name!r}, which is not a str", "put the name of the domain in quotes")
+    return {domain: parse_parts(f"the domain '{domain}'", parts) for domain, parts in value.items()}
 
 
 def plain_functions(functions: Mapping[str, tuple[RewardPart, ...]]) -> dict[str, list[object]]:
-    """What `parse_functions` would read again, in its shortest form."""
+    """The inverse of `parse_functions`."""
     return {domain: plain_parts(parts) for domain, parts in functions.items()}
 
 
 def plain_parts(parts: Sequence[RewardPart]) -> list[object]:
-    """The same of one domain."""
+    """The inverse of `parse_parts`."""
     return [part.plain() for part in parts]
 
 
-def _domain(name: object) -> str:
-    if not isinstance(name, str):
-        raise Mismatch(f"has the domain {name!r}, which is not a str", "put the name of the domain in quotes")
-    return name
-
-
 def parse_parts(whose: str, value: object) -> tuple[RewardPart, ...]:
-    """Reward functions of one domain, from a name, {name, weight} or a list of such. whose: for messages. Raises
-    Mismatch."""
+    """Reward functions of one domain, from a name, {name, weight} or a list of these. whose: names the domain in
+    messages. Raises Mismatch."""
     entries = value if isinstance(value, list | tuple) else [value]
     if not entries:
         raise Mismatch(f"has no reward function for {whose}", _FORM)
@@ -100,7 +98,7 @@ def parse_on_error(value: object) -> OnError:
 
 
 def plain_on_error(value: OnError) -> object:
-    """What `parse_on_error` would read again."""
+    """The inverse of `parse_on_error`."""
     return value if isinstance(value, str) else {"score": value}
 
 
@@ -117,10 +115,10 @@ def parse_domains(value: object) -> Differing:
 
 
 def plain_domains(domains: Differing) -> Differing:
-    """What `parse_domains` would read again."""
+    """The inverse of `parse_domains`."""
+    keys = collect(RewardConfig())
     return {
-        domain: {name: plain_on_error(value) if name == "on_error" else value for name, value in own.items()}
-        for domain, own in domains.items()
+        domain: {name: keys[name].spec.plain(value) for name, value in own.items()} for domain, own in domains.items()
     }
 
 
@@ -128,7 +126,7 @@ def plain_domains(domains: Differing) -> Differing:
 class OverlongConfig:
     """Linear penalty on responses that end close to the length limit (DAPO)."""
 
-    buffer_tokens: int = key(0, "length of the zone before data.max_response_length; 0 is off", minimum=0)
+    buffer_tokens: int = key(0, "tokens before data.max_response_length that are penalised; 0 is off", minimum=0)
     factor: float = key(1.0, "penalty at the limit", minimum=0)
 
 
@@ -138,38 +136,30 @@ class RewardConfig:
 
     functions: dict[str, tuple[RewardPart, ...]] = key(
         {"default": (RewardPart("math"),)},
-        "domain → list of names or {name, weight, options}; names: math, exact_match, format, length, repetition, "
-        "judge, model, reasoning_gym, verifiers, custom",
+        f"domain → list of names or {{name, weight, options}}; names: {', '.join(REWARDS)}",
         parse=parse_functions,
         plain=plain_functions,
     )
-    timeout_s: float = key(10.0, "seconds that one call of a reward function may take", above=0)
+    timeout_s: float = key(10.0, "timeout of one call of a reward function in seconds", above=0)
     max_error_rate: float = key(
         0.5, "stop the run if the share of reward errors in a step is higher; 1 never stops", minimum=0, maximum=1
     )
-    num_workers: int = key(
-        2, "worker processes of each domain in functions and domains; a reward model has 1", minimum=1
-    )
+    num_workers: int = key(2, "worker processes of each domain in functions; a reward model has 1", minimum=1)
     num_actors: int = key(
-        0,
-        "actors that run the reward functions of all workers, anywhere in the cluster (launcher=ray); 0: they run "
-        "beside each worker",
-        minimum=0,
+        0, "Ray actors that run the reward functions of all workers; 0 runs them beside each worker", minimum=0
     )
-    actor_cpus: int = key(1, "CPUs that each of these actors takes of its machine", minimum=1)
-    retries: int = key(0, "how often a call that failed is retried", minimum=0)
+    actor_cpus: int = key(1, "CPUs that each reward actor takes of its machine", minimum=1)
+    retries: int = key(0, "retries of a failed call", minimum=0)
     backoff_s: float = key(1.0, "seconds before the first retry, doubled each time", above=0)
     on_error: OnError = key(
         "mask",
-        "for a sample with a reward error: mask leaves it out of baselines and the loss, drop drops its whole group, "
-        "{score: x} uses that score",
+        "for a sample with a reward error: mask it from baselines and loss, drop its group, or {score: x} to score it",
         parse=parse_on_error,
         plain=plain_on_error,
     )
     domains: Differing = key(
         {},
-        "domain → timeout_s, num_workers, retries, backoff_s, on_error where they differ; such a domain has "
-        "worker processes of its own",
+        f"domain → {', '.join(JUDGED_BY_DOMAIN)} that differ there; such a domain has its own worker processes",
         parse=parse_domains,
         plain=plain_domains,
     )
@@ -181,7 +171,7 @@ class CustomRewardConfig:
     """The function of the reward named `custom`."""
 
     path: str | None = key(None, "Python file or module of the function")
-    name: str = key("compute_score", "name of the function in it")
+    name: str = key("compute_score", "name of the function")
 
 
 def patience_of(reward: RewardConfig, domain: str) -> dict[str, Any]:

@@ -1,5 +1,4 @@
-"""Keys of `trainer` (length, frequencies, folders, devices), `dag` (the pipeline), `trust` (checks during a run),
-`profiler` and `async`."""
+"""Keys of `trainer`, `trust`, `profiler`, `async` and `dag`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,24 +9,9 @@ from distflow.config.compose.values import Mismatch, show
 from distflow.config.keys.declare import key
 
 NODE_KEYS = (
-    "id",
-    "type",
-    "role",
-    "func",
-    "deps",
-    "options",
-    "only_forward_compute",
-    "config",
-    "engine",
-    "writes",
-    "scope",
-    "plane",
-    "phase",
-    "validates",
-    "retry_limit",
+    *("id", "type", "role", "func", "deps", "options", "only_forward_compute", "config", "engine", "writes"),
+    *("scope", "plane", "phase", "validates", "retry_limit"),
 )
-
-
 _OF_SIIRL = {
     "node_id": "id",
     "node_type": "type",
@@ -36,14 +20,13 @@ _OF_SIIRL = {
     "executable_ref": "func",
 }
 """Keys of a node in siiRL's files, with their names here."""
-
 MARKERS = ("PUT_TO_BUFFER", "GET_FROM_BUFFER", "BARRIER_SYNC")
-"""Types of nodes that have no func."""
+"""Types of nodes without a func."""
 
 
 def parse_pipeline(value: object) -> str | tuple[dict[str, object], ...] | None:
-    """A name as it is; nodes written in YAML if each has an id and, unless it is a marker, a func. Raises Mismatch
-    naming the entry."""
+    """A name, or nodes written in YAML. Raises Mismatch that names an entry without an id or, unless it is a marker,
+    without a func."""
     if value is None or isinstance(value, str):
         return value
     if not isinstance(value, list | tuple) or not value:
@@ -62,22 +45,20 @@ def parse_pipeline(value: object) -> str | tuple[dict[str, object], ...] | None:
 class TrainerConfig:
     """The run as a whole."""
 
-    project_name: str = key("my_project", "name of the group of runs in trackers and folders")
+    project_name: str = key("my_project", "name of the project in trackers and folders")
     experiment_name: str = key("grpo_training", "name of the run")
     default_local_dir: str | None = key(None, "folder of the run; null is runs/<project_name>/<experiment_name>")
     total_epochs: int = key(30, "passes over the training data", minimum=1)
     total_training_steps: int | None = key(
         None, "steps of the run; null goes by total_epochs", minimum=1, advice="null lets total_epochs decide"
     )
-    critic_warmup: int = key(0, "steps in which only the critic learns", minimum=0)
+    critic_warmup: int = key(0, "first steps, which train only the critic", minimum=0)
     val_before_train: bool = key(False, "validate before the first step")
-    test_freq: int = key(5, "validate every so many steps; 0 or less is never")
-    save_freq: int = key(10, "save a checkpoint every so many steps; 0 or less is never")
+    test_freq: int = key(5, "steps between validations; 0 or less is never")
+    save_freq: int = key(10, "steps between checkpoints; 0 or less is never")
     keep_last: int = key(2, "number of recent checkpoints to keep", minimum=1)
-    keep_best: bool = key(False, "also keep the checkpoint that validated best")
-    keep_best_metric: str = key(
-        "val_correct/all/mean", "metric that chooses the best checkpoint (the lowest of a loss)"
-    )
+    keep_best: bool = key(False, "also keep the checkpoint with the best validation")
+    keep_best_metric: str = key("val_correct/all/mean", "metric of the best checkpoint (the lowest of a loss)")
     resume_mode: str = key("auto", "auto (from the run's last checkpoint, if any), never, or a checkpoint's folder")
     save_groups: str = key(
         "none", "dump all columns of steps to tokens/, as safetensors", choices=("none", "last_k", "all")
@@ -89,41 +70,28 @@ class TrainerConfig:
     seed: int = key(1, "seed of fresh weights and of sampling", minimum=0)
     device: str = key("auto", "device to run on", choices=("auto", "cpu", "cuda"))
     num_threads: int | None = key(
-        None, "threads of torch; null is all cores, or what rollout.num_threads leaves", minimum=1
+        None, "torch's threads; null is all cores, or what rollout.num_threads leaves", minimum=1
     )
     imports: tuple[str, ...] = key(
-        (), "user modules to import first: they register estimators, losses, rewards, groups"
+        (), "user modules to import first, which register estimators, losses, rewards, groups"
     )
     launcher: str = key("local", "what starts the workers", choices=tuple(LAUNCHERS), later=not_there_yet(LAUNCHERS))
     nnodes: int = key(1, "machines (launcher=ray)", minimum=1)
-    n_gpus_per_node: int = key(1, "devices of any kind on each, CPU workers too (launcher=ray)", minimum=1)
+    n_gpus_per_node: int = key(1, "devices on each machine, CPU workers included (launcher=ray)", minimum=1)
     allocation: str | None = key(
-        None,
-        "which engines run on how many devices (launcher=ray), e.g. embedded[rollout]:d2+torch[actor]:d2; null leaves "
-        "it to the scheduler",
+        None, "engines and their devices (launcher=ray), e.g. embedded[rollout]:d2+torch[actor]:d2; null schedules them"
     )
     worker_cpus: int = key(1, "CPUs that each worker takes of its machine (launcher=ray)", minimum=1)
     worker_memory_mb: int | None = key(
-        None,
-        "MB of memory that each worker takes of its machine; null is the size of one without a model (launcher=ray)",
-        minimum=1,
+        None, "MB of memory of each worker (launcher=ray); null is the size of one without a model", minimum=1
     )
     worker_env: dict[str, str | int] = key(
-        {},
-        "environment variables of the workers' processes, e.g. {NCCL_DEBUG: INFO}; not secrets: Ray and the run "
-        "show them (launcher=ray)",
+        {}, "environment of the workers (launcher=ray), e.g. {NCCL_DEBUG: INFO}; no secrets: Ray and the run show them"
     )
     max_held_mb: int | None = key(
-        None,
-        "MB of groups that may wait in shared memory; above it only groups of the next step start; null is "
-        "half of Ray's object store (launcher=ray)",
-        minimum=1,
+        None, "most MB of groups in shared memory (launcher=ray); null is half of Ray's object store", minimum=1
     )
-    peers_timeout_s: float = key(
-        1800.0,
-        "timeout of collectives (launcher=ray): the run then stops and names the workers that are missing",
-        above=0,
-    )
+    peers_timeout_s: float = key(1800.0, "timeout of collectives (launcher=ray); the run then stops", above=0)
 
     @property
     def run_dir(self) -> Path:
@@ -135,22 +103,16 @@ class TrainerConfig:
 class TrustConfig:
     """Checks during a run."""
 
-    canary_freq: int = key(
-        1, "compare engine and trainer on fixed prompts every so many weight syncs; 0 is never", minimum=0
-    )
-    audit_freq: int = key(20, "audit every so many steps, and at start and resume; 0 is never", minimum=0)
+    canary_freq: int = key(1, "weight syncs between comparisons of engine and trainer; 0 is never", minimum=0)
+    audit_freq: int = key(20, "steps between audits, besides those at start and resume; 0 is never", minimum=0)
     on_mismatch: str = key(
         "correct",
         "if rollout and trainer log-probs diverge: weigh each token by their ratio from then on, stop, or only warn",
         choices=("correct", "stop", "warn"),
     )
-    max_skipped_updates: int = key(
-        5, "stop after so many consecutive updates with a loss that is not finite", minimum=1
-    )
-    unmoved_after: int = key(20, "warn of a weight that has not changed after so many updates", minimum=1)
-    check_rewards: bool = key(
-        True, "before the start, test that reward functions accept good responses and reject bad ones"
-    )
+    max_skipped_updates: int = key(5, "consecutive updates with a loss that is not finite before a stop", minimum=1)
+    unmoved_after: int = key(20, "updates after which an unchanged weight is reported", minimum=1)
+    check_rewards: bool = key(True, "test before the start that reward functions tell good responses from bad ones")
 
 
 @dataclass(frozen=True)
@@ -176,29 +138,20 @@ class DagConfig:
 
     pipeline: str | tuple[dict[str, object], ...] | None = key(
         None,
-        f"built-in pipeline ({', '.join(PIPELINES)}), module:function or file.py:function that returns one, or a list "
-        f"of nodes ({', '.join(NODE_KEYS)}); null goes by algorithm.workflow_type and adv_estimator",
+        f"{', '.join(PIPELINES)}, your module:function or file.py:function, or nodes; null goes by adv_estimator",
         parse=parse_pipeline,
     )
-    generates: bool | None = key(
-        None, "whether your own pipeline generates its training data; null infers it from its nodes"
-    )
+    generates: bool | None = key(None, "whether your own pipeline generates its data; null infers it from its nodes")
     enable_perf: bool = key(False, "time each node in the metrics")
-    backend_threshold: int = key(
-        32, "number of ranks from which objects use a separate gloo group beside nccl (launcher=ray)", minimum=1
-    )
+    backend_threshold: int = key(32, "ranks from which objects use gloo beside nccl (launcher=ray)", minimum=1)
     apportion_strategy: str = key(
-        "param_aware",
-        "how independent parts of a pipeline share the devices: by the parameters of their models, or evenly",
-        choices=("param_aware", "even"),
+        "param_aware", "independent parts share devices by model size or evenly", choices=("param_aware", "even")
     )
     model_sizes: dict[str, str | float] = key(
-        {},
-        "parameter counts for param_aware by role, e.g. {actor: 70B, critic: 500M}; a missing one is computed from "
-        "the model's config.json",
+        {}, "model sizes for param_aware by role, e.g. {actor: 70B, critic: 500M}; others follow from config.json"
     )
     consider_node_cohesion: bool = key(True, "place a part that fits on one machine on one machine")
-    consider_node_load: bool = key(True, "of machines that suit a part equally, take the one with fewer busy devices")
+    consider_node_load: bool = key(True, "of machines that suit a part equally, prefer the one with fewer busy devices")
 
 
 def _check_node(place: int, node: object, seen: set[str]) -> None:

@@ -1,14 +1,14 @@
 """The whole config: every group, and those that users register."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any, get_type_hints
 
 from distflow.config.compose.values import can_convert
 from distflow.config.keys.algorithm import AlgorithmConfig
 from distflow.config.keys.data import DataConfig
-from distflow.config.keys.declare import KeyInfo, changed, collect, group, has_default, yaml_name
+from distflow.config.keys.declare import KeyInfo, changed, collect, group, yaml_name
 from distflow.config.keys.engines import ActorConfig, CriticConfig, ModelConfig, RefConfig, RolloutConfig
 from distflow.config.keys.reward import CustomRewardConfig, RewardConfig
 from distflow.config.keys.run import AsyncConfig, DagConfig, ProfilerConfig, TrainerConfig, TrustConfig
@@ -32,7 +32,7 @@ _user_groups: dict[str, type] = {}
 
 @dataclass(frozen=True)
 class Config:
-    """All keys of a run. A group that a user registered is an attribute too, held in `user_groups`."""
+    """All keys of a run. A group that a user registered is an attribute too; `user_groups` holds it."""
 
     algorithm: AlgorithmConfig = group(AlgorithmConfig)
     data: DataConfig = group(DataConfig)
@@ -48,11 +48,11 @@ class Config:
     user_groups: dict[str, Any] = field(default_factory=lambda: {name: made() for name, made in _user_groups.items()})
 
     def __getattr__(self, name: str) -> Any:
-        # Only reached for what is no field. During unpickling `user_groups` itself is not there yet.
+        # Only called for names that are no field. During unpickling `user_groups` is not set yet.
         groups = self.__dict__.get("user_groups", {})
         if name in groups:
             return groups[name]
-        if name in _user_groups:  # registered since this config was made
+        if name in _user_groups:  # registered after this config was made
             return _user_groups[name]()
         raise AttributeError(f"the config has no group '{name}'")
 
@@ -64,7 +64,7 @@ def register_config_group(name: str, config_class: type) -> None:
     """Add a group of a user's own keys: `config.<name>` is then an instance of the dataclass.
 
     Fields need defaults; `metadata={"help": ...}` describes them, or they are declared with `distflow.config.key`.
-    Registering the same class again does nothing. Raises ValueError where the name is taken or a field cannot be read
+    Registering the same class again does nothing. Raises ValueError if the name is taken or a field cannot be read
     from YAML.
     """
     if _user_groups.get(name) is config_class:
@@ -77,13 +77,13 @@ def register_config_group(name: str, config_class: type) -> None:
 
 
 def group_names() -> list[str]:
-    """The top-level groups as they are called in YAML."""
+    """The top-level groups by their names in YAML."""
     return [yaml_name(item.name) for item in fields(Config) if item.name != "user_groups"] + list(_user_groups)
 
 
 @cache
 def schema_keys() -> dict[str, KeyInfo]:
-    """Every key there is by its dotted name, in the order of declaration; defaults included."""
+    """Every key by its dotted name, in the order of declaration."""
     defaults = Config()
     found: dict[str, KeyInfo] = {}
     for name in group_names():
@@ -97,7 +97,7 @@ def find_group(config: Config, name: str) -> "DataclassInstance":
 
 
 def with_values(config: Config, values: Mapping[str, object]) -> Config:
-    """The config with these values, by their dotted names."""
+    """The config with these values by their dotted names."""
     own = {name: changed(group, values, name) for name, group in config.user_groups.items()}
     return replace(changed(config, values), user_groups=own)
 
@@ -107,7 +107,7 @@ def _check_group_class(name: str, config_class: type) -> None:
         raise ValueError(f"config group '{name}': {config_class!r} is no dataclass; decorate it with @dataclass")
     hints = get_type_hints(config_class)
     for item in fields(config_class):
-        if not has_default(item):
+        if item.default is MISSING and item.default_factory is MISSING:
             raise ValueError(f"config group '{name}': the field '{item.name}' needs a default")
         if is_dataclass(hints[item.name]):
             _check_group_class(f"{name}.{item.name}", hints[item.name])

@@ -1,4 +1,4 @@
-"""What other systems call their keys: one TOML file a system, read when a key is first looked up."""
+"""Names of keys in other systems: one TOML file a system, read when a key is first looked up."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 ANY: tuple[Any, ...] = (...,)
-"""All values: of a name that is harmless whatever it is set to."""
+"""All values, for a name that is harmless with any value."""
 NOT_GIVEN: Any = object()
-"""In place of a value, where only the name is asked about."""
+"""In place of a value, if only the name is asked for."""
 
 _PLAIN = re.compile(r"[\w./:+~-]+")
 
@@ -29,17 +29,17 @@ _HARMLESS = {"any": ANY, "off": (None, False)}
 
 
 class TableError(ValueError):
-    """A table that cannot be read: its file, the key, and what is wrong there."""
+    """A table that cannot be read. The message has its file, the key and the problem."""
 
 
 @dataclass(frozen=True)
 class Name:
     """A name of another system.
 
-    ours: the key that says the same, or whole overrides with `{}` for the value; empty where no key does.
-    note: what else one must know: another unit, why there is no such key.
-    values: what a value is called here, where it is called otherwise: the value for `ours`, or whole overrides.
-    harmless: values that ask for nothing that is not so anyway; such a setting is accepted.
+    ours: the key with the same meaning, or whole overrides with `{}` for the value; empty if there is none.
+    note: further advice, e.g. another unit, or why there is no such key.
+    values: values with another name here: the value for `ours`, or whole overrides.
+    harmless: values that change nothing here; such a setting is accepted.
     """
 
     ours: str = ""
@@ -48,11 +48,11 @@ class Name:
     harmless: tuple[Any, ...] = ()
 
     def accepts(self, value: object) -> bool:
-        """Whether a setting to this value needs no answer but a line."""
+        """Whether a setting to this value is accepted."""
         return self.harmless == ANY or any(_same(value, other) for other in self.harmless)
 
     def overrides(self, value: object) -> str:
-        """What to write for it, `key=value` separated by spaces; empty where nothing says it."""
+        """The overrides for it, `key=value` separated by spaces; empty if there are none."""
         known = [new for old, new in self.values.items() if _same(value, old)]
         if known and "=" in known[0]:
             return known[0]
@@ -61,26 +61,26 @@ class Name:
         return template.replace("{}", text)
 
     def answer(self, value: object) -> str:
-        """What to do instead of setting it."""
+        """Advice in place of setting it."""
         write = self.overrides(value)
         parts = [self.note, self.in_words()] if not write else [f"write {write}", self.note]
         return "; ".join(part for part in parts if part)
 
     def in_words(self) -> str:
-        """What its values are called here."""
+        """The names of its values here."""
         return ", ".join(f"`{as_override(there)}` is `{here}`" for there, here in self.values.items())
 
 
 @dataclass(frozen=True)
 class Table:
-    """What one system calls its keys.
+    """The keys of one system.
 
-    sources: the files of the system that the keys were read in.
-    names: by key; in a key `*` stands for any part.
-    values: of keys that both have, the values that are called otherwise here.
-    defaults: what the system has where nothing is given, as `key=value`: the override that says it here.
-    beside_keys: what is no key: what it is here.
-    example: a well-known run of the system, and what trains the same here, for the docs.
+    sources: the files of the system from which the keys were taken.
+    names: by key; `*` in a key stands for any part.
+    values: for keys of both systems, the values that have another name here.
+    defaults: the system's defaults as `key=value`, with the override for each here.
+    beside_keys: other names of the system, with their counterparts here.
+    example: a well-known run of the system, and the same run here, for the docs.
     """
 
     sources: tuple[str, ...]
@@ -91,7 +91,7 @@ class Table:
     example: Mapping[str, Any]
 
     def find(self, key: str) -> Name | None:
-        """What the system means by a key. Of patterns that match, the first one counts."""
+        """The name for a key: its own entry, else the first pattern that matches."""
         if key in self.names:
             return self.names[key]
         return next((name for pattern, name in self._patterns if fnmatchcase(key, pattern)), None)
@@ -108,13 +108,13 @@ def all_tables() -> Mapping[str, Table]:
 
 
 def find_names(key: str) -> dict[str, Name]:
-    """What each system that has the key means by it."""
+    """The name in each system that has the key."""
     found = {system: table.find(key) for system, table in all_tables().items()}
     return {system: name for system, name in found.items() if name is not None}
 
 
 def find_by_last_word(key: str) -> dict[str, Name]:
-    """The same for a key in another group than there, or in none: `trainer.num_generations`, `eps_clip_higher`."""
+    """The same for a key that is in another group there, or in none: `trainer.num_generations`, `eps_clip_higher`."""
     word = key.rpartition(".")[2]
     if "_" not in word and word == key:
         return {}
@@ -127,12 +127,12 @@ def find_by_last_word(key: str) -> dict[str, Name]:
 
 
 def find_value(key: str, value: object) -> str | None:
-    """What verl's value of a key that both have is called here, where it is called otherwise."""
+    """The name here of verl's value for a key that both have, if it differs."""
     return all_tables()["verl"].values.get(key, {}).get(value)
 
 
 def as_override(value: object) -> str:
-    """A value as it would stand behind `key=` on the command line."""
+    """A value as in `key=VALUE` on the command line."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, list | tuple):
@@ -192,7 +192,7 @@ def _expand(keys: str) -> list[str]:
 
 
 def _fields(key: str, entry: object, answers: Mapping[str, object]) -> dict[str, object]:
-    """An entry with the answer that it names; what it says itself counts."""
+    """An entry merged with the answer that it names; its own fields take precedence."""
     if isinstance(entry, str):
         return {"ours": entry}
     fields = dict(_mapping(key, entry))
@@ -220,7 +220,7 @@ def _read_values(key: str, entry: object) -> dict[Any, str]:
 
 
 def _read_value(text: str) -> object:
-    """TOML has only texts for names: of null, true, false and whole numbers the value that they show."""
+    """TOML names are str: null, true, false and integers are converted."""
     return int(text) if re.fullmatch(r"-?\d+", text) else _CONSTANTS.get(text, text)
 
 

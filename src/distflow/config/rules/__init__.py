@@ -1,4 +1,4 @@
-"""What a rule finds, and the keys that the rules speak of."""
+"""Rules of what the keys of a config mean together: functions from a config to findings."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ ROLLOUT = "actor_rollout_ref.rollout"
 class Finding:
     """Keys that do not go together, the one to change first; what is wrong; what to do.
 
-    missing: a key without which nothing runs has not been set yet.
+    missing: a required key is not set yet.
     """
 
     keys: tuple[str, ...]

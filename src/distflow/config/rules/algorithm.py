@@ -1,4 +1,4 @@
-"""Rules of the algorithm: KL terms, losses, corrections, dynamic sampling."""
+"""Rules of the algorithm: the KL controller, clips, rollout correction, dynamic sampling."""
 
 from collections.abc import Iterator
 
@@ -14,48 +14,20 @@ _CORRECTION = "algorithm.rollout_correction"
 
 
 def kl_control(config: Config) -> Iterator[Finding]:
-    """The controller of the KL in the reward is whole, and there is something to control."""
-    algorithm, control = config.algorithm, config.algorithm.kl_ctrl
-    adaptive = control.type == "adaptive"
-    targets = (("target_kl", control.target_kl, "0.1"), ("horizon", control.horizon, "10000"))
-    for name, value, example in targets:
-        if adaptive and value is None:
-            yield Finding(
-                (f"{_CONTROL}.{name}", f"{_CONTROL}.type"),
-                "the adaptive controller needs it",
-                f"set {_CONTROL}.{name}={example}, or {_CONTROL}.type=fixed",
-            )
-    if adaptive and not algorithm.use_kl_in_reward:
-        yield Finding(
-            (f"{_CONTROL}.type", "algorithm.use_kl_in_reward"),
-            "there is no KL in the reward to control",
-            "set algorithm.use_kl_in_reward=true, or remove it",
-        )
-
-
-def kl_terms_count(config: Config) -> Iterator[Finding]:
-    """A term that is on has a weight."""
-    actor = config.actor_rollout_ref.actor
-    if config.algorithm.use_kl_in_reward and config.algorithm.kl_ctrl.kl_coef == 0:
-        yield Finding(
-            (f"{_CONTROL}.kl_coef", "algorithm.use_kl_in_reward"),
-            "the KL in the reward is on with the coefficient 0",
-            "set algorithm.use_kl_in_reward=false, or a coefficient such as 0.001",
-        )
-    if actor.use_kl_loss and actor.kl_loss_coef == 0:
-        yield Finding(
-            (f"{ACTOR}.kl_loss_coef", f"{ACTOR}.use_kl_loss"),
-            "the KL in the loss is on with the coefficient 0",
-            f"set {ACTOR}.use_kl_loss=false, or a coefficient such as 0.001",
-        )
+    """The adaptive controller has a target and a horizon."""
+    control = config.algorithm.kl_ctrl
+    for name, value, example in (("target_kl", control.target_kl, "0.1"), ("horizon", control.horizon, "10000")):
+        if control.type == "adaptive" and value is None:
+            advice = f"set {_CONTROL}.{name}={example}, or {_CONTROL}.type=fixed"
+            yield Finding((f"{_CONTROL}.{name}", f"{_CONTROL}.type"), "the adaptive controller needs it", advice)
 
 
 def clip_ratios(config: Config) -> Iterator[Finding]:
-    """The clip leaves the ratio room."""
+    """The lower clip of the ratio is not negative."""
     actor = config.actor_rollout_ref.actor
     loss = POLICY_LOSSES.get(actor.policy_loss)
-    cuts = loss is not None and loss.clips and not loss.divergence
-    if cuts and actor.clip_ratio_low is None and actor.clip_ratio > 1:
+    clips_ratio = loss is not None and loss.clips and not loss.divergence
+    if clips_ratio and actor.clip_ratio_low is None and actor.clip_ratio > 1:
         yield Finding(
             (f"{ACTOR}.clip_ratio",),
             f"the ratio would be clipped at 1 - {actor.clip_ratio:g} < 0, which it never reaches",
@@ -64,7 +36,7 @@ def clip_ratios(config: Config) -> Iterator[Finding]:
 
 
 def corrections(config: Config) -> Iterator[Finding]:
-    """The band of weights has room, and the correction is not done twice."""
+    """The band of importance weights is not empty, and only one correction weighs."""
     correction = config.algorithm.rollout_correction
     threshold = correction.rollout_is_threshold
     if correction.rollout_is is None:
@@ -79,30 +51,28 @@ def corrections(config: Config) -> Iterator[Finding]:
     for name in sorted(own & set(config.actor_rollout_ref.actor.policy_loss_kwargs)):
         yield Finding(
             (f"{_CORRECTION}.rollout_is", f"{ACTOR}.policy_loss_kwargs.{name}"),
-            "the correction weighs in place of the decoupled loss, both would weigh twice",
-            f"set {_CORRECTION}.rollout_is=null, or take {name} out: rollout_is and rollout_is_threshold say the same",
+            "the rollout correction and the decoupled loss would both apply the weights, so twice",
+            f"set {_CORRECTION}.rollout_is=null, or remove {name}: rollout_is and rollout_is_threshold replace it",
         )
     if _interpolates(config) and correction.rollout_is_batch_normalize:
         yield Finding(
             (f"{_CORRECTION}.rollout_is_batch_normalize", f"{ACTOR}.prox"),
-            "weights of an interpolated policy are made within the loss, one micro-batch after another, and have no "
-            "mean over the step beforehand",
+            "the loss computes the weights of an interpolated policy for each micro-batch, so they have no step mean",
             f"set {ACTOR}.prox=recompute, or remove it",
         )
 
 
 def old_log_probs(config: Config) -> Iterator[Finding]:
-    """A ratio to the policy that sampled is corrected by nothing more."""
+    """Old log-probs of the rollout engine need no correction."""
     correction, key = config.algorithm.rollout_correction, "algorithm.recompute_old_log_probs"
     if config.algorithm.recompute_old_log_probs != "false":
         return
-    for name, on in (("rollout_is", correction.rollout_is is not None), ("rollout_rs", bool(correction.rollout_rs))):
-        if on:
-            yield Finding(
-                (key, f"{_CORRECTION}.{name}"),
-                "the old log-probs are the rollout's own, so that its policy and the old one differ nowhere",
-                f"set {key}=true, or take {_CORRECTION}.{name} out",
-            )
+    for name in (name for name in ("rollout_is", "rollout_rs") if getattr(correction, name)):
+        yield Finding(
+            (key, f"{_CORRECTION}.{name}"),
+            "the old log-probs are the rollout engine's, so there is no mismatch to correct",
+            f"set {key}=true, or remove {_CORRECTION}.{name}",
+        )
 
 
 def _interpolates(config: Config) -> bool:
@@ -110,7 +80,7 @@ def _interpolates(config: Config) -> bool:
 
 
 def rejection(config: Config) -> Iterator[Finding]:
-    """Every statistic has a bound of its kind, and there is a mismatch to measure."""
+    """Every rejection statistic has a valid bound, and its mismatch can be measured."""
     correction = config.algorithm.rollout_correction
     names, bounds = correction.rollout_rs, correction.rollout_rs_threshold
     both = (f"{_CORRECTION}.rollout_rs_threshold", f"{_CORRECTION}.rollout_rs")
@@ -128,29 +98,28 @@ def rejection(config: Config) -> Iterator[Finding]:
         if lower is not None and not is_ratio:
             yield Finding(both, f"{name} is never negative and has no lower bound", f"write {upper:g} alone for it")
         elif upper <= 0 or (lower is not None and not 0 < lower <= upper):
-            yield Finding(both, f"the bounds of {name} leave nothing", "write them as e.g. [0.5, 2.0], both above 0")
+            yield Finding(both, f"the bounds of {name} leave nothing", "write e.g. [0.5, 2.0], both above 0")
         elif is_ratio and lower is None and upper < 1:
-            yield Finding(
-                both, f"nothing lies between 1/{upper:g} and {upper:g}, the bounds of {name}", "set 1 or more"
-            )
+            what = f"nothing lies between 1/{upper:g} and {upper:g}, the bounds of {name}"
+            yield Finding(both, what, "set 1 or more")
     if names and _interpolates(config):
         yield Finding(
             (both[1], f"{ACTOR}.prox"),
-            "an interpolated policy is known within the loss only, too late to leave tokens out",
+            "the interpolated policy is known only within the loss, too late to exclude tokens",
             f"set {ACTOR}.prox=recompute, or {ACTOR}.policy_loss_kwargs.rejection_sampling, e.g. "
             "{level: token, metric: kl_k3, upper: 0.1}",
         )
 
 
 def dynamic_sampling(config: Config) -> Iterator[Finding]:
-    """A filter compares the samples of a group by a score that there is."""
+    """A filter compares several samples of a group, by an existing score."""
     filters = config.algorithm.filter_groups
     if not filters_groups(config) or not is_rl(config):
         return
     if filters.enable and config.actor_rollout_ref.rollout.n == 1:
         yield Finding(
             ("algorithm.filter_groups.enable", f"{ROLLOUT}.n"),
-            "the only sample of a group equals itself: every group would be dropped",
+            "a group has only one sample, so every group would be dropped",
             f"set {ROLLOUT}.n=8, or algorithm.filter_groups.enable=false",
         )
     names = {part.name for parts in reward_functions(config).values() for part in parts}
@@ -163,38 +132,18 @@ def dynamic_sampling(config: Config) -> Iterator[Finding]:
 
 
 def oversampling(config: Config) -> Iterator[Finding]:
-    """Groups that are ended early are so by an order that one process at staleness 0 has."""
-    share = config.algorithm.filter_groups.oversampling
-    if not is_rl(config) or share == 0:
+    """Oversampling needs one engine and no staleness, so that the order of groups is reproducible."""
+    key = "algorithm.filter_groups.oversampling"
+    if not is_rl(config) or config.algorithm.filter_groups.oversampling == 0:
         return
-    others = {
-        "async.max_staleness": (
-            config.async_.max_staleness != 0,
-            "ahead of training another group starts whenever one is dropped, and a long answer holds up no step before "
-            "it is due: there is no end of a step to reach earlier",
-        ),
-        "trainer.launcher": (
-            config.trainer.launcher != "local",
-            "which groups come first is decided by the order in which one engine answers, and over Ray there may be "
-            "several",
-        ),
-    }
-    for key, (is_other, why) in others.items():
-        if is_other:
-            yield Finding(
-                ("algorithm.filter_groups.oversampling", key),
-                why,
-                f"set algorithm.filter_groups.oversampling=0, or leave out {key}",
-            )
+    if config.async_.max_staleness != 0:
+        what = (
+            "with max_staleness > 0 there is no end of a step to wait for: a new group starts whenever one is dropped"
+        )
+        yield Finding((key, "async.max_staleness"), what, f"set {key}=0, or remove async.max_staleness")
+    if config.trainer.launcher != "local":
+        what = "the groups that finish first depend on the order of one engine, and with Ray there may be several"
+        yield Finding((key, "trainer.launcher"), what, f"set {key}=0, or remove trainer.launcher")
 
 
-RULES = (
-    kl_control,
-    kl_terms_count,
-    clip_ratios,
-    corrections,
-    old_log_probs,
-    rejection,
-    dynamic_sampling,
-    oversampling,
-)
+RULES = (kl_control, clip_ratios, corrections, old_log_probs, rejection, dynamic_sampling, oversampling)

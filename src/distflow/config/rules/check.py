@@ -1,4 +1,4 @@
-"""The check of a whole config: each value by itself, then what the values mean together. All problems at once."""
+"""The check of a whole config: each value by itself, then the values together. Finds all problems at once."""
 
 from collections.abc import Callable, Iterator, Mapping
 
@@ -34,16 +34,16 @@ RULES: tuple[Callable[[Config], Iterator[Finding]], ...] = (
 
 
 def check(config: Config) -> None:
-    """Raise ConfigError with all that is wrong with a config built in Python."""
-    problems = find_problems(config, {}, set())
-    if problems:
+    """Raises ConfigError with all problems of a config built in Python."""
+    if problems := find_problems(config, {}, set()):
         raise ConfigError(problems)
 
 
 def find_problems(config: Config, origins: Mapping[str, str], faulty: set[str], complete: bool = True) -> list[Problem]:
-    """Problems of the values. `faulty` keys hold defaults in place of what could not be read; no rule judges them.
+    """Problems of the values.
 
-    complete: whether what has not been set yet is a problem too.
+    origins: where keys were set. faulty: keys whose value could not be read; no rule judges their defaults.
+    complete: whether missing required keys are problems too.
     """
     problems = []
     values = flatten(config)
@@ -52,22 +52,24 @@ def find_problems(config: Config, origins: Mapping[str, str], faulty: set[str], 
         for mismatch in check_bounds(values[name], info):
             problems.append(Problem(((name, where(name, origins)),), mismatch.what, mismatch.advice))
             faulty.add(name)
-    for finding in _findings(config):
+    findings = [finding for rule in RULES for finding in rule(config)]
+    findings += [finding for rule in SIZE_RULES for finding in rule(config, RunLimits())]
+    for finding in findings:
         if finding.missing and not complete:
             continue
-        if not any(_covers(key, name) for key in finding.keys for name in faulty):
+        if not any(key == name or key.startswith(f"{name}.") for key in finding.keys for name in faulty):
             problems.append(_problem(finding, values, origins))
     return problems
 
 
 def find_size_problems(config: Config, origins: Mapping[str, str], room: RunLimits) -> list[Problem]:
-    """Sizes that do not fit into the room that a run turned out to have."""
+    """Sizes that do not fit the limits of the run."""
     values = flatten(config)
     return [_problem(finding, values, origins) for rule in SIZE_RULES for finding in rule(config, room)]
 
 
 def where(key: str, origins: Mapping[str, str]) -> str:
-    """Where a key was set: by itself, by the mapping that holds it, or nowhere."""
+    """Where a key, or the mapping that holds it, was set; else "default"."""
     parent = key
     while parent:
         if parent in origins:
@@ -76,22 +78,10 @@ def where(key: str, origins: Mapping[str, str]) -> str:
     return "default"
 
 
-def _findings(config: Config) -> Iterator[Finding]:
-    for rule in RULES:
-        yield from rule(config)
-    for size_rule in SIZE_RULES:
-        yield from size_rule(config, RunLimits())
-
-
 def _problem(finding: Finding, values: Mapping[str, object], origins: Mapping[str, str]) -> Problem:
-    places = tuple((_with_value(key, values), where(key, origins)) for key in finding.keys)
-    return Problem(places, finding.what, finding.advice)
-
-
-def _covers(key: str, name: str) -> bool:
-    return key == name or key.startswith(f"{name}.")
-
-
-def _with_value(key: str, values: Mapping[str, object]) -> str:
-    value = values.get(key)
-    return f"{key} = {show(value)}" if isinstance(value, bool | int | float | str) else key
+    places = []
+    for key in finding.keys:
+        value = values.get(key)
+        subject = f"{key} = {show(value)}" if isinstance(value, bool | int | float | str) else key
+        places.append((subject, where(key, origins)))
+    return Problem(tuple(places), finding.what, finding.advice)

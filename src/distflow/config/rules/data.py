@@ -20,7 +20,7 @@ def sources(config: Config) -> Iterator[tuple[str, DataConfig | DomainConfig]]:
 
 
 def files(config: Config) -> Iterator[Finding]:
-    """There is something to train on, and limits on rows leave some."""
+    """There is data to train on, and limits on rows leave some."""
     if not config.data.train_files and not config.data.domains:
         yield Finding(
             ("data.train_files", "data.domains"),
@@ -38,29 +38,23 @@ def files(config: Config) -> Iterator[Finding]:
                 yield Finding((files_key,), "one of the files has an empty name", "remove it from the list")
             if limit == 0:
                 yield Finding((limit_key,), "no row would be left", "set it to -1 for all rows, or to 1 or more")
-            if limit > 0 and not names and files_key != "data.train_files":  # which is missing anyway
-                yield Finding(
-                    (limit_key, files_key),
-                    "it limits data, and there are none",
-                    f"set {files_key}, or remove the limit",
-                )
+            if limit > 0 and not names and files_key != "data.train_files":  # a finding of its own
+                advice = f"set {files_key}, or remove the limit"
+                yield Finding((limit_key, files_key), "it limits data, and there are none", advice)
 
 
 def columns(config: Config) -> Iterator[Finding]:
-    """Two meanings cannot share a column."""
+    """The prompt and what belongs to it are different columns."""
     other = "answer_key" if is_rl(config) else "response_key"
     for key, source in sources(config):
         prompt = source.prompt_key or config.data.prompt_key
         if prompt == (getattr(source, other) or getattr(config.data, other)):
-            yield Finding(
-                (f"{key}.prompt_key", f"{key}.{other}"),
-                f"both are read from the column '{prompt}'",
-                f"set {key}.{other} to the other column",
-            )
+            what = f"both are read from the column '{prompt}'"
+            yield Finding((f"{key}.prompt_key", f"{key}.{other}"), what, f"set {key}.{other} to the other column")
 
 
 def prompts(config: Config) -> Iterator[Finding]:
-    """The settings of how a prompt is built do not contradict one another."""
+    """The settings of prompts do not contradict one another."""
     data = config.data
     for key, source in sources(config):
         if source.prompt_template is not None and not _takes_prompt(source.prompt_template):
@@ -72,97 +66,66 @@ def prompts(config: Config) -> Iterator[Finding]:
         if source.system_prompt is not None and (source.prompt_format or data.prompt_format) != "chat":
             yield Finding(
                 (f"{key}.system_prompt", f"{key}.prompt_format"),
-                "a system message needs a chat, and prompts are plain text",
+                "a system message needs prompt_format=chat, and prompts are plain text",
                 f"set {key}.prompt_format=chat, or put the words into {key}.prompt_template",
             )
     for name in data.apply_chat_template_kwargs:
         if name in TEMPLATE_PARAMETERS:
-            yield Finding(
-                ("data.apply_chat_template_kwargs",),
-                f"the template is called with '{name}' already",
-                "take it out" + (", and put tools into the rows (data.tools_key)" if name == "tools" else ""),
-            )
+            advice = "remove it" + (", and put tools into the rows (data.tools_key)" if name == "tools" else "")
+            what = f"the template is called with '{name}' already"
+            yield Finding(("data.apply_chat_template_kwargs",), what, advice)
     if data.enable_thinking and data.apply_chat_template_kwargs.get("enable_thinking", True) is not True:
-        yield Finding(
-            ("data.enable_thinking", "data.apply_chat_template_kwargs"),
-            "one switches thinking on and the other off",
-            "set data.enable_thinking alone",
-        )
+        keys = ("data.enable_thinking", "data.apply_chat_template_kwargs")
+        yield Finding(keys, "one switches thinking on and the other off", "set data.enable_thinking alone")
     if data.truncation != "error" and data.filter_overlong_prompts:
         yield Finding(
             ("data.truncation", "data.filter_overlong_prompts"),
-            "prompts that are too long are filtered, so that none is ever truncated",
+            "prompts that are too long are filtered out before they could be truncated",
             "set data.filter_overlong_prompts=false, or leave data.truncation at error",
         )
 
 
 def functions(config: Config) -> Iterator[Finding]:
-    """Every domain has a reward that can move."""
+    """There are reward functions, and their weights are not all 0."""
     if not config.reward.functions and not config.data.domains:
         yield Finding(("reward.functions",), "there is no reward", "set e.g. reward.functions.default=[math]")
     for key, domain, parts in named_rewards(config):
         if parts and all(part.weight == 0 for part in parts):
-            yield Finding(
-                (key,),
-                f"all weights of the domain '{domain}' are 0: its score never moves",
-                "give a reward function a weight",
-            )
+            what = f"all weights of the domain '{domain}' are 0, so its score is always 0"
+            yield Finding((key,), what, "give a reward function a weight")
 
 
 def custom_function(config: Config) -> Iterator[Finding]:
     """The reward `custom` and its function belong together."""
     uses_custom = any(part.name == CUSTOM_REWARD for parts in reward_functions(config).values() for part in parts)
-    path = config.custom_reward_function.path
+    path, keys = config.custom_reward_function.path, ("custom_reward_function.path", "reward.functions")
     if uses_custom and path is None:
-        yield Finding(
-            ("custom_reward_function.path", "reward.functions"),
-            "the reward 'custom' has no function",
-            "set custom_reward_function.path=my_reward.py (and .name, if it is not compute_score)",
-        )
+        advice = "set custom_reward_function.path=my_reward.py (and .name, if it is not compute_score)"
+        yield Finding(keys, "the reward 'custom' has no function", advice)
     if path is not None and not uses_custom and is_rl(config):
-        yield Finding(
-            ("custom_reward_function.path", "reward.functions"),
-            "no domain uses the function",
-            "set reward.functions.default=[custom], or remove it",
-        )
+        yield Finding(keys, "no domain uses the function", "set reward.functions.default=[custom], or remove it")
 
 
-def overlong(config: Config) -> Iterator[Finding]:
-    """A penalty that is on has a factor."""
-    penalty = config.reward.overlong
-    if penalty.buffer_tokens > 0 and penalty.factor == 0:
-        yield Finding(
-            ("reward.overlong.factor", "reward.overlong.buffer_tokens"),
-            "the penalty is on with the factor 0",
-            "set reward.overlong.factor=1.0, or reward.overlong.buffer_tokens=0",
-        )
-
-
-def patience(config: Config) -> Iterator[Finding]:
-    """A wait is before something, and every domain is judged."""
-    each = [("reward", patience_of(config.reward, ""))]
-    each += [(f"reward.domains.{name}", patience_of(config.reward, name)) for name in config.reward.domains]
-    default = RewardConfig.backoff_s
-    if all(settings["retries"] == 0 for _, settings in each):
-        for where, settings in each:
-            if settings["backoff_s"] != default:
-                yield Finding(
-                    (f"{where}.backoff_s", "reward.retries"),
-                    "no call is retried",
-                    "set reward.retries=3, or remove it",
-                )
+def retries(config: Config) -> Iterator[Finding]:
+    """A backoff is before a retry, and domains with settings of their own have reward functions."""
+    each = {"reward": patience_of(config.reward, "")}
+    each |= {f"reward.domains.{name}": patience_of(config.reward, name) for name in config.reward.domains}
+    if all(settings["retries"] == 0 for settings in each.values()):
+        for key in (key for key, settings in each.items() if settings["backoff_s"] != RewardConfig.backoff_s):
+            advice = "set reward.retries=3, or remove it"
+            yield Finding((f"{key}.backoff_s", "reward.retries"), "no call is retried", advice)
     functions = reward_functions(config)
     for name in config.reward.domains:
         if functions and name not in functions and "default" not in functions:
             yield Finding(
                 (f"reward.domains.{name}", "reward.functions"),
-                f"no reward function judges the domain '{name}'",
-                f"set reward.functions.{name} (data.domains.{name} where data.domains is), or take it out",
+                f"the domain '{name}' has no reward function",
+                f"set reward.functions.{name} (data.domains.{name} if data.domains is set), or remove it",
             )
 
 
 def _takes_prompt(template: str) -> bool:
-    """Whether it has a place for the prompt, and no other."""
+    """Whether `{prompt}` is its only field."""
     try:
         names = [name for _, name, _, _ in Formatter().parse(template) if name is not None]
     except ValueError:
@@ -170,4 +133,4 @@ def _takes_prompt(template: str) -> bool:
     return names == ["prompt"]
 
 
-RULES = (files, columns, prompts, functions, custom_function, overlong, patience)
+RULES = (files, columns, prompts, functions, custom_function, retries)

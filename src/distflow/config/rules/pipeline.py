@@ -1,4 +1,4 @@
-"""Rules of the pipeline: what selects it, and what it cannot do without."""
+"""Rules of the pipeline: what selects it, and what it needs."""
 
 from collections.abc import Iterator
 
@@ -10,7 +10,6 @@ from distflow.config.derived_settings import (
     find_pipeline,
     is_rl,
     may_have_critic,
-    may_have_user_names,
     pipeline_name,
 )
 from distflow.config.keys.schema import Config
@@ -20,53 +19,47 @@ from distflow.import_target import split_name
 
 
 def named_pipeline(config: Config) -> Iterator[Finding]:
-    """A pipeline is a built-in one, or its name leads to a function."""
+    """`dag.pipeline` names a built-in pipeline or a function."""
     name = config.dag.pipeline
     if isinstance(name, str) and name not in PIPELINES and not _is_reference(name):
         yield Finding(
             ("dag.pipeline",),
             "is neither a built-in pipeline nor the name of a function",
-            f"{did_you_mean(name, PIPELINES)}built in are {', '.join(PIPELINES)}; your own is module:function, "
+            f"{did_you_mean(name, PIPELINES)}built in are {', '.join(PIPELINES)}; write your own as module:function, "
             "file.py:function or a list of nodes",
         )
 
 
 def pipeline_and_workflow(config: Config) -> Iterator[Finding]:
-    """`workflow_type` selects the pipeline only where nothing else does, and must not contradict what does."""
-    pipeline = config.dag.pipeline
-    if pipeline_name(config) != CUSTOM and config.algorithm.workflow_type == "DAPO" and pipeline not in (None, "dapo"):
+    """`workflow_type` and `dag.pipeline` do not contradict each other."""
+    if config.algorithm.workflow_type == "DAPO" and pipeline_name(config) not in ("dapo", CUSTOM):
         yield Finding(
             ("algorithm.workflow_type", "dag.pipeline"),
-            f"workflow_type=DAPO asks for the pipeline dapo, dag.pipeline for {pipeline}",
+            f"workflow_type=DAPO selects the pipeline dapo, and dag.pipeline selects {config.dag.pipeline}",
             "set algorithm.workflow_type=DEFAULT, or dag.pipeline=dapo",
         )
 
 
 def pipeline_and_estimator(config: Config) -> Iterator[Finding]:
-    """An estimator that reads values needs the pipeline with a critic, and the other way round."""
+    """An estimator that reads values needs a pipeline with a critic, and vice versa."""
     pipeline, estimator = find_pipeline(config), find_estimator(config)
     if pipeline is None or not pipeline.generates or pipeline.by_estimator or estimator is None:
         return
-    chosen = pipeline_name(config)
-    name = config.algorithm.adv_estimator
-    # What named the pipeline: the key to look at besides the estimator.
-    selector = "dag.pipeline" if config.dag.pipeline else "algorithm.workflow_type"
+    chosen, name = pipeline_name(config), config.algorithm.adv_estimator
+    keys = ("algorithm.adv_estimator", "dag.pipeline" if config.dag.pipeline else "algorithm.workflow_type")
     if estimator.needs_critic and not pipeline.has_critic:
         yield Finding(
-            ("algorithm.adv_estimator", selector),
+            keys,
             f"{name} needs the values of a critic, and the pipeline {chosen} has none",
             "set dag.pipeline=ppo, or an estimator without a critic such as algorithm.adv_estimator=grpo",
         )
     if pipeline.has_critic and not estimator.needs_critic:
-        yield Finding(
-            ("algorithm.adv_estimator", selector),
-            f"the pipeline {chosen} trains a critic that {name} does not read",
-            "set algorithm.adv_estimator=gae, or dag.pipeline=grpo",
-        )
+        what = f"the pipeline {chosen} trains a critic that {name} does not read"
+        yield Finding(keys, what, "set algorithm.adv_estimator=gae, or dag.pipeline=grpo")
 
 
 def group_of_one(config: Config) -> Iterator[Finding]:
-    """An estimator that compares the samples of a group needs two of them."""
+    """An estimator that compares the samples of a group needs at least two."""
     estimator = find_estimator(config)
     alone = config.actor_rollout_ref.rollout.n == 1 and is_rl(config)
     if alone and estimator and estimator.needs_group and not config.algorithm.allow_group_of_one:
@@ -79,28 +72,27 @@ def group_of_one(config: Config) -> Iterator[Finding]:
 
 
 def known_names(config: Config) -> Iterator[Finding]:
-    """A name outside the built-in tables needs a module that registers it."""
-    if may_have_user_names(config):
+    """A name that is not built in needs a module that registers it."""
+    if config.trainer.imports or pipeline_name(config) == CUSTOM:
         return
     asked = [
         ("algorithm.adv_estimator", config.algorithm.adv_estimator, tuple(ESTIMATORS)),
         (f"{ACTOR}.policy_loss", config.actor_rollout_ref.actor.policy_loss, tuple(POLICY_LOSSES)),
     ]
     for key, _, parts in named_rewards(config):
-        named = (part.name for part in parts if ":" not in part.name)  # module:function names itself
-        asked += [(key, name, tuple(REWARDS)) for name in named]
+        asked += [(key, part.name, tuple(REWARDS)) for part in parts if ":" not in part.name]
     for key, name, table in asked:
         if name not in table:
             yield Finding(
                 (key,),
                 f"'{name}' is no built-in name",
-                f"{did_you_mean(name, table)}built in are {', '.join(table)}; a function of your own is named "
-                "file.py:function, and a name that a module of yours registers needs the module in trainer.imports",
+                f"{did_you_mean(name, table)}built in are {', '.join(table)}; write your own function as "
+                "file.py:function, or add the module that registers the name to trainer.imports",
             )
 
 
 def critic_warmup(config: Config) -> Iterator[Finding]:
-    """Warm-up of a critic needs a critic."""
+    """A warm-up of the critic needs a critic."""
     warmup = config.trainer.critic_warmup
     if warmup > 0 and not may_have_critic(config):
         yield Finding(
@@ -118,11 +110,4 @@ def _is_reference(text: str) -> bool:
     return is_module and all(part.isidentifier() for part in attribute.split("."))
 
 
-RULES = (
-    named_pipeline,
-    pipeline_and_workflow,
-    pipeline_and_estimator,
-    group_of_one,
-    known_names,
-    critic_warmup,
-)
+RULES = (named_pipeline, pipeline_and_workflow, pipeline_and_estimator, group_of_one, known_names, critic_warmup)

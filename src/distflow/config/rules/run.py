@@ -18,7 +18,7 @@ from distflow.errors import missing_path, nearest
 
 
 def validation(config: Config) -> Iterator[Finding]:
-    """Validation that is asked for has data and answers."""
+    """Validation has data and responses."""
     val_kwargs = config.actor_rollout_ref.rollout.val_kwargs
     if config.trainer.val_before_train and not validates(config):
         yield Finding(
@@ -30,7 +30,7 @@ def validation(config: Config) -> Iterator[Finding]:
     if is_rl(config) and validates(config) and not val_kwargs.greedy and val_kwargs.n == 0:
         yield Finding(
             (f"{ROLLOUT}.val_kwargs.n", f"{ROLLOUT}.val_kwargs.greedy"),
-            "validation would ask for no answer at all",
+            "validation would generate no response at all",
             f"set {ROLLOUT}.val_kwargs.greedy=true, or {ROLLOUT}.val_kwargs.n=4",
         )
 
@@ -40,7 +40,7 @@ def _val_files(config: Config) -> str:
 
 
 def keep_best(config: Config) -> Iterator[Finding]:
-    """The best checkpoint is known only where checkpoints are saved and validated."""
+    """`keep_best` needs checkpoints and validation."""
     trainer = config.trainer
     if not trainer.keep_best:
         return
@@ -54,13 +54,13 @@ def keep_best(config: Config) -> Iterator[Finding]:
         if value <= 0:
             yield Finding(
                 (f"trainer.{name}", "trainer.keep_best"),
-                f"{value} means never, and the best checkpoint is to be kept",
+                f"{value} means never, so there is no best checkpoint",
                 f"set trainer.{name}=10, or trainer.keep_best=false",
             )
 
 
 def resume(config: Config) -> Iterator[Finding]:
-    """A checkpoint to resume from exists."""
+    """The checkpoint to resume from exists."""
     mode = config.trainer.resume_mode
     path = Path(mode).expanduser()
     if mode not in ("auto", "never") and not path.is_dir():
@@ -72,7 +72,7 @@ def resume(config: Config) -> Iterator[Finding]:
 
 
 def run_folder(config: Config) -> Iterator[Finding]:
-    """Names that become folders stay inside `runs`."""
+    """Project and experiment are names of folders inside `runs`."""
     trainer = config.trainer
     if trainer.default_local_dir is not None:
         return
@@ -86,7 +86,7 @@ def run_folder(config: Config) -> Iterator[Finding]:
 
 
 def user_modules(config: Config) -> Iterator[Finding]:
-    """Modules are named, not files."""
+    """`trainer.imports` names modules, not files."""
     for module in config.trainer.imports:
         if module.endswith(".py") or not all(part.isidentifier() for part in module.split(".")):
             advice = f"write {Path(module).stem}, and start where Python finds it (PYTHONPATH)"
@@ -97,7 +97,7 @@ RULES = (validation, keep_best, resume, run_folder, user_modules)
 
 
 def mini_batches(config: Config, room: RunLimits) -> Iterator[Finding]:
-    """A mini-batch is a part of the batch; it need not divide it."""
+    """A mini-batch is not larger than the batch; it need not divide it."""
     batch = config.data.train_batch_size
     for key, size in mini_batch_sizes(config):
         if size > batch:
@@ -109,7 +109,7 @@ def mini_batches(config: Config, room: RunLimits) -> Iterator[Finding]:
 
 
 def batch(config: Config, room: RunLimits) -> Iterator[Finding]:
-    """The first pass over the data fills a batch."""
+    """A batch is not larger than the data set."""
     size, most = config.data.train_batch_size, config.data.train_max_samples
     if 0 < most < size:
         yield Finding(
@@ -126,7 +126,7 @@ def batch(config: Config, room: RunLimits) -> Iterator[Finding]:
 
 
 def lengths(config: Config, room: RunLimits) -> Iterator[Finding]:
-    """The longest prompt and the longest response fit into the model's context."""
+    """The longest prompt and the longest response together fit into the model's context."""
     prompt, response, context = config.data.max_prompt_length, config.data.max_response_length, room.context
     if context is None or prompt + response <= context:
         return
@@ -146,7 +146,7 @@ def lengths(config: Config, room: RunLimits) -> Iterator[Finding]:
 
 
 def overlong_zone(config: Config, room: RunLimits) -> Iterator[Finding]:
-    """The zone of the penalty is a part of the response."""
+    """The zone of the penalty is shorter than the response."""
     zone, limit = config.reward.overlong.buffer_tokens, config.data.max_response_length
     if zone >= limit and is_rl(config):
         yield Finding(
@@ -157,10 +157,9 @@ def overlong_zone(config: Config, room: RunLimits) -> Iterator[Finding]:
 
 
 def warm_ups(config: Config, room: RunLimits) -> Iterator[Finding]:
-    """What warms up is warm before the run ends."""
-    steps, length = run_steps(config, room), "trainer.total_training_steps"
-    if config.trainer.total_training_steps is None:
-        length = "trainer.total_epochs"
+    """Every warm-up ends before the run."""
+    steps = run_steps(config, room)
+    length = "trainer.total_epochs" if config.trainer.total_training_steps is None else "trainer.total_training_steps"
     if steps is None:
         return
     critic_warmup = config.trainer.critic_warmup

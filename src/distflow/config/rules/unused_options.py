@@ -1,65 +1,84 @@
-"""Options that count only where another key is on: setting one beside a key that is off would do nothing."""
+"""Options without an effect: those whose switch is off, and weights of 0 of terms that are on."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from distflow.config.keys.schema import Config
+from distflow.config.keys.declare import dotted
+from distflow.config.keys.schema import Config, schema_keys
 from distflow.config.rules import ACTOR, MODEL, Finding
 from distflow.config.serialize import changed_from_default, flatten
 
-_CONTROL = "algorithm.kl_ctrl"
-_CORRECTION = "algorithm.rollout_correction"
-
 
 @dataclass(frozen=True)
-class Option:
-    """An option and the key that makes it count: with the value `on`, or with `any_value` but null, false and 0.
-    why: what is the case where it does not count."""
+class Switch:
+    """A key of a group, and the options of the group that have an effect only if it is on.
 
-    key: str
-    switch: str
+    on: its value then, or an example where any but null, false and 0 will do. why: the options have no effect else.
+    """
+
+    group: str
+    name: str
+    options: tuple[str, ...]
     on: str
     why: str
-    any_value: bool = False
 
 
-OPTIONS = (
-    Option(f"{_CONTROL}.target_kl", f"{_CONTROL}.type", "adaptive", "a fixed coefficient follows no target"),
-    Option(f"{_CONTROL}.horizon", f"{_CONTROL}.type", "adaptive", "a fixed coefficient follows no target"),
-    Option(f"{_CONTROL}.mean", f"{_CONTROL}.type", "adaptive", "a fixed coefficient is shown no KL"),
-    *(
-        Option(
-            f"{_CORRECTION}.{name}", f"{_CORRECTION}.rollout_is", "token", "it shapes a correction that is off", True
-        )
-        for name in ("rollout_is_threshold", "rollout_is_batch_normalize")
-    ),
-    Option(
-        f"{ACTOR}.loss_scale_factor",
-        f"{ACTOR}.loss_agg_mode",
-        "seq-mean-token-sum-norm",
-        "no other mode divides by such a factor",
-    ),
-    Option("critic.huber_delta", "critic.value_loss", "huber", "a squared error has no such bound"),
-    *(
-        Option(f"{MODEL}.{name}", f"{MODEL}.lora_rank", "16", "it shapes adapters, and there are none", True)
-        for name in ("lora_alpha", "target_modules")
-    ),
-    Option("reward.overlong.factor", "reward.overlong.buffer_tokens", "1024", "the penalty has no zone", True),
-    Option("reward.actor_cpus", "reward.num_actors", "1", "no actor takes CPUs for reward functions", True),
-    Option("trainer.keep_best_metric", "trainer.keep_best", "true", "no best checkpoint is kept", True),
-    Option("trainer.save_groups_last", "trainer.save_groups", "last_k", "no other value counts steps"),
+_FOR_SEVERAL_DEVICES = (
+    *("trainer.nnodes", "trainer.n_gpus_per_node", "trainer.allocation", "trainer.worker_cpus"),
+    *("trainer.worker_memory_mb", "trainer.worker_env", "trainer.max_held_mb", "trainer.peers_timeout_s"),
+    *("dag.backend_threshold", "dag.apportion_strategy", "dag.model_sizes", "dag.consider_node_cohesion"),
+    *("dag.consider_node_load", "reward.num_actors", f"{ACTOR}.weight_update_mode"),
+)
+_FOR_SHARDS = tuple(name for name in schema_keys() if ".fsdp_config." in name)
+_CORRECTION = ("rollout_is_threshold", "rollout_is_batch_normalize")
+_SWITCHES = (
+    Switch("algorithm", "use_kl_in_reward", ("kl_ctrl.type",), "true", "there is no KL in the reward to control"),
+    Switch("algorithm.kl_ctrl", "type", ("target_kl", "horizon", "mean"), "adaptive", "a fixed coefficient ignores it"),
+    Switch("algorithm.rollout_correction", "rollout_is", _CORRECTION, "token", "the correction is off"),
+    Switch("algorithm.reward_norm", "mean_level", ("mean_leave1out",), "group", "no mean is subtracted"),
+    Switch("algorithm.reward_norm", "std_level", ("std_unbiased", "eps"), "group", "no standard deviation divides"),
+    Switch("algorithm.adv_norm", "mean_level", ("mean_leave1out",), "group", "no mean is subtracted"),
+    Switch("algorithm.adv_norm", "std_level", ("std_unbiased", "eps"), "group", "no standard deviation divides"),
+    Switch(ACTOR, "loss_agg_mode", ("loss_scale_factor",), "seq-mean-token-sum-norm", "no other mode divides by it"),
+    Switch("critic", "value_loss", ("huber_delta",), "huber", "the squared error has no bound"),
+    Switch(MODEL, "lora_rank", ("lora_alpha", "target_modules"), "16", "there are no adapters"),
+    Switch("reward.overlong", "buffer_tokens", ("factor",), "1024", "the penalty has no zone"),
+    Switch("reward", "num_actors", ("actor_cpus",), "1", "there are no reward actors"),
+    Switch("trainer", "keep_best", ("keep_best_metric",), "true", "no best checkpoint is kept"),
+    Switch("trainer", "save_groups", ("save_groups_last",), "last_k", "no other value counts steps"),
+    Switch("", f"{ACTOR}.strategy", _FOR_SHARDS, "fsdp", "each rank has whole weights; launcher=ray can shard them"),
+    Switch("", "trainer.launcher", _FOR_SEVERAL_DEVICES, "ray", "the local launcher has one process on one device"),
 )
 
 
 def unused_options(config: Config) -> Iterator[Finding]:
-    """Every option that is set counts."""
+    """Every option that is set has an effect."""
+    values, keys = flatten(config), schema_keys()
+    for switch in _SWITCHES:
+        key = dotted(switch.group, switch.name)
+        has_names = isinstance(keys[key].default, str)
+        if not (values[key] == switch.on if has_names else values[key]):
+            options = (dotted(switch.group, option) for option in switch.options)
+            for option, *_ in changed_from_default(config, options):
+                yield Finding((option, key), switch.why, f"set {key}={switch.on}, or remove it")
+
+
+_TERMS = (
+    ("algorithm.use_kl_in_reward", "false", "algorithm.kl_ctrl.kl_coef", "0.001"),
+    (f"{ACTOR}.use_kl_loss", "false", f"{ACTOR}.kl_loss_coef", "0.001"),
+    ("reward.overlong.buffer_tokens", "0", "reward.overlong.factor", "1.0"),
+)
+"""(switch of a term, its value for off, weight of the term, an example of that)."""
+
+
+def zero_weights(config: Config) -> Iterator[Finding]:
+    """A term that is on has a weight."""
     values = flatten(config)
-    set_keys = {key for key, *_ in changed_from_default(config, (option.key for option in OPTIONS))}
-    for option in OPTIONS:
-        state = values[option.switch]
-        counts = bool(state) if option.any_value else state == option.on
-        if option.key in set_keys and not counts:
-            yield Finding((option.key, option.switch), option.why, f"set {option.switch}={option.on}, or remove it")
+    for switch, off, weight, example in _TERMS:
+        if values[switch] and values[weight] == 0:
+            yield Finding(
+                (weight, switch), "the term is on with the weight 0", f"set it to {example}, or {switch}={off}"
+            )
 
 
-RULES = (unused_options,)
+RULES = (unused_options, zero_weights)
