@@ -13,7 +13,7 @@ from distflow.config import Config
 from distflow.config.derived_settings import CUSTOM, pipeline_name
 from distflow.data.batch import Batch
 from distflow.data.prompts import PROMPT_FIELDS
-from distflow.errors import UserError, users_place
+from distflow.errors import UserError
 from distflow.graph import (
     BoundNode,
     BoundPipeline,
@@ -26,7 +26,7 @@ from distflow.graph import (
 )
 from distflow.graph.fields import MissingColumn, innermost
 from distflow.graph.nodes import Node
-from distflow.import_target import LoadError, load_function, load_modules
+from distflow.import_target import LoadError, load_function, load_modules, users_code
 from distflow.launch.devices import make_process_ready
 from distflow.pipelines.nodes.log_probs import score_policy
 from distflow.pipelines.nodes.objectives import may_derive_old
@@ -116,13 +116,8 @@ def _custom(path: str, config: Config) -> TaskGraph:
     except LoadError as err:
         raise UserError(f"dag.pipeline: {err}") from err
     _check_parameters(make_graph, path)
-    try:
+    with users_code(f"dag.pipeline={path} raised", passes=PipelineError):
         graph = _call_pipeline_function(make_graph, config)
-    except PipelineError:
-        raise
-    except Exception as err:  # a user's code
-        place = users_place(err) or "unknown place"
-        raise UserError(f"dag.pipeline={path} raised {type(err).__name__}: {err} (at {place})") from err
     if not isinstance(graph, TaskGraph):
         raise UserError(
             f"dag.pipeline={path} returned {_kind(graph)}; it must return what "
