@@ -21,7 +21,7 @@ from distflow.observe.reading.run_reader import (
     sample_splits,
     sample_steps,
 )
-from distflow.observe.report.summary import REWARD, find_accuracy, status
+from distflow.observe.report.summary import REWARD, accuracies, status
 from distflow.observe.sanitize import escape_control
 from distflow.observe.writing.run_folder import DROPPED
 
@@ -158,14 +158,12 @@ class Run:
     @property
     def accuracy_before(self) -> float | None:
         """On validation problems before the first step; None where that was not measured."""
-        first = self._accuracy()[:1]
-        return first[0][1] if first and first[0][0] == 0 else None
+        return accuracies(read_metrics(self.folder))[0]
 
     @property
     def accuracy_after(self) -> float | None:
         """On validation problems at the last validation; None where there was none after a step."""
-        last = self._accuracy()[-1:]
-        return last[0][1] if last and last[0][0] > 0 else None
+        return accuracies(read_metrics(self.folder))[1]
 
     @property
     def num_steps(self) -> int:
@@ -198,9 +196,10 @@ class Run:
     def summary(self) -> list[str]:
         """The result of the run in lines: its accuracies, and where its report is."""
         before, after = self.accuracy_before, self.accuracy_after
-        accuracy = [f"accuracy before RL: {before:.2f}"] if before is not None and after is not None else []
-        accuracy += [f"accuracy after RL: {after:.2f}"] if accuracy else []
-        return [*accuracy, f"report: {self.report}"]
+        lines = [f"report: {self.report}"]
+        if before is not None and after is not None:
+            lines = [f"accuracy before RL: {before:.2f}", f"accuracy after RL: {after:.2f}", *lines]
+        return lines
 
     def __repr__(self) -> str:
         return f"<Run {self.folder}: {self.status}, {self.num_steps} steps>"
@@ -219,11 +218,6 @@ class Run:
         rewards = [value for row in trained if isinstance(value := row.get(REWARD), float) and math.isfinite(value)]
         curve = f"<tr><th>reward by step</th><td>{_curve(rewards)}</td></tr>" if len(rewards) > 1 else ""
         return f"<table><tbody>{cells}{curve}</tbody></table>"
-
-    def _accuracy(self) -> tuple[tuple[int, float], ...]:
-        """(step, value) of each validation."""
-        found = find_accuracy(read_metrics(self.folder), None)
-        return found.points if found else ()
 
 
 def _check_one_of(name: str, value: str | None) -> None:

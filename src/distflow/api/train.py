@@ -41,12 +41,9 @@ def make_spec_of(inputs: PythonInputs, loaded: Loaded) -> "Spec":
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="IProgress not found")  # tqdm's, of a notebook without its widgets
         from distflow.launch.make_spec import make_spec
-        from distflow.launch.user_code import named_code
         from distflow.runtime.checkpoint.checkpoint import CheckpointStore
         from distflow.runtime.checkpoint.find_checkpoint import CHECKPOINTS
         from distflow.runtime.errors import writing_to
-    for line in named_code(loaded.config):
-        say(f"your code: {line}")
     trainer = loaded.config.trainer
     with claimed(trainer.run_dir), writing_to(trainer.run_dir):
         resuming = trainer.resume_mode != "never" and CheckpointStore(trainer.run_dir / CHECKPOINTS).exists()

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from typing import Any, overload
 
@@ -191,15 +192,8 @@ def _source(
     trains: bool = False,
 ) -> DataSource:
     """trains: rows may be selected by difficulty; validation rows are not."""
-    data, is_sft = config.data, not is_rl(config)
-    settings = data.domains.get(domain) if domain else None
-
-    def own(name: str) -> Any:
-        """The domain's setting, or else that of `data`."""
-        value = getattr(settings, name, None)
-        return getattr(data, name) if value is None else value
-
-    rewards = _rewards(config, domain)
+    data, is_sft, rewards = config.data, not is_rl(config), _rewards(config, domain)
+    own = partial(own_setting, config, domain, data)
     group = f"data.domains.{domain}" if domain else "data"
     pass_rate = own("pass_rate") if trains else None
     columns = Columns(
@@ -231,6 +225,12 @@ def _source(
         group=group,
     )
     return DataSource(key, files, max_samples, columns, data.bad_rows, options, domain)
+
+
+def own_setting(config: Config, domain: str, common: object, name: str) -> Any:
+    """The domain's setting of that name, or that of the group `common` where the domain has none."""
+    value = getattr(config.data.domains.get(domain), name, None)
+    return getattr(common, name) if value is None else value
 
 
 def _rewards(config: Config, domain: str) -> list[Reward]:

@@ -102,20 +102,19 @@ def read_config(loaded: Loaded) -> Reading:
 
 
 def follow_pipeline(loaded: Loaded) -> Loaded:
-    """Set `dag.generates` to false for a user's pipeline that generates nothing. Raises ConfigError where other keys
-    contradict that."""
+    """Check the parts that the config chooses by name, and set `dag.generates` to false for a user's pipeline that
+    generates nothing. Raises UserError for a part that cannot work, ConfigError where other keys contradict the
+    pipeline."""
     config = loaded.config
-    if pipeline_name(config) != CUSTOM or config.dag.generates is not None:
-        return loaded
-    if generates(_bind(config)):
+    import_user_modules(config)
+    check_extensions(config)
+    if pipeline_name(config) != CUSTOM or config.dag.generates is not None or generates(_bind(config)):
         return loaded
     return with_changes(loaded, [("dag.generates", False, "no node of the pipeline samples or scores responses")])
 
 
 def _bind(config: Config) -> BoundPipeline:
-    """The pipeline of the config, after a check of the parts that it chooses by name."""
     import_user_modules(config)
-    check_extensions(peek(config))
     try:
         return bind(config)
     except MissingColumn as error:

@@ -10,10 +10,10 @@ from distflow.launch.run_setup import (
     Start,
     begin_ledger,
     done_before,
-    find_accuracies,
     model_line,
     note_early_end,
     note_resume,
+    outcome_of,
     starting,
     write_facts,
 )
@@ -58,10 +58,7 @@ def launch_local(
 
         with _running(built, allow_change, callbacks, make_stop) as running:
             steps = running.worker.training_loop()
-    before, after = find_accuracies(spec.run_dir)
-    # Written once the recorder is closed: the report also says how the run ended.
-    stop, recorder = running.stop, running.recorder
-    return Outcome(steps, stop.signal, recorder.status == "stopped", recorder.report(), before, after)
+    return outcome_of(spec, steps, running.stop.signal, running.recorder.status == "stopped")
 
 
 @contextmanager

@@ -94,6 +94,7 @@ def description(loaded: Loaded, data: Data) -> dict[str, object]:
 
 def facts(config: Config, data: Data) -> dict[str, object]:
     """What a resumed run must share with its checkpoint to be the same run, and to be bit-equal."""
+    rollout_threads = threads_of(config)[1]
     vocabulary = json.dumps(sorted(data.tokenizer.get_vocab().items()), ensure_ascii=True)
     return {
         "data_fingerprint": data.train.fingerprint(),
@@ -103,8 +104,10 @@ def facts(config: Config, data: Data) -> dict[str, object]:
         "cpu": _cpu_name(),
         "cores": os.cpu_count(),
         **_users_facts(config),
-        **_rollout_facts(config),
-        **_native_facts(config),
+        # Where generation and training run at once, generation has threads of its own.
+        **({} if rollout_threads is None else {"rollout_threads": rollout_threads}),
+        # The native code replaces torch's operations on a CPU.
+        **({"native_code": native.name()} if choose_device(config).type == "cpu" else {}),
     }
 
 
@@ -116,17 +119,6 @@ def _threads(config: Config) -> str:
         return f"{of}: {trainer} to train, {rollout} to generate"
     shared = worker_cores(config) if config.trainer.launcher == "ray" else torch.get_num_threads()
     return f"{of}: {trainer or shared}"
-
-
-def _rollout_facts(config: Config) -> dict[str, object]:
-    """Where generation and training run at once, generation has threads of its own."""
-    threads = threads_of(config)[1]
-    return {} if threads is None else {"rollout_threads": threads}
-
-
-def _native_facts(config: Config) -> dict[str, object]:
-    """The native code that replaces torch's operations on a CPU."""
-    return {"native_code": native.name()} if choose_device(config).type == "cpu" else {}
 
 
 def _users_facts(config: Config) -> dict[str, object]:

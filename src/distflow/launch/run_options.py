@@ -5,21 +5,21 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypedDict
+from typing import TypedDict
 
 import torch
 
 from distflow.algorithms.mismatch import Tolerance
-from distflow.algorithms.objective import PolicyObjective
 from distflow.config import Config
 from distflow.config.compose.key_usage import peek
 from distflow.config.derived_settings import is_rl, is_sharded
 from distflow.config.per_domain import response_limit, validates
 from distflow.graph import BoundPipeline, NodeRole
-from distflow.launch.data_sets import data_plan
+from distflow.launch.data_sets import data_plan, own_setting
 from distflow.launch.devices import choose_device, refuse_offload_here
 from distflow.launch.engine_factories import compute_dtype, engine_dtype, make_factories, shares_weights
 from distflow.launch.model_sources import check_layouts, model_sizes
+from distflow.launch.select_pipeline import takes_policy_loss
 from distflow.pipelines.nodes.objectives import is_anchored, loss_terms
 from distflow.planning.multi_device import plan_ray
 from distflow.planning.part_assignment import pipeline_parts
@@ -58,7 +58,7 @@ def spec_settings(config: Config, pipeline: BoundPipeline, num_rows: Mapping[str
         "sends_weights": not (shares and config.actor_rollout_ref.model.lora_rank > 0),
         "tolerance": Tolerance.of(exact),
         "ratio_limit": math.inf if not is_anchored(config) else 1e-4 if exact else 0.05,
-        "loss_terms": loss_terms(config) if _trains_by_policy_loss(pipeline) else (),
+        "loss_terms": loss_terms(config) if any(map(takes_policy_loss, pipeline.training_nodes)) else (),
     }
 
 
@@ -74,32 +74,20 @@ def _plan(config: Config, pipeline: BoundPipeline) -> Plan:
     return plan
 
 
-def _trains_by_policy_loss(pipeline: BoundPipeline) -> bool:
-    """Whether a node of it is what `train_actor` makes: only that one reports the terms of its loss."""
-    updates = [node.fn for node in pipeline.training_nodes if isinstance(node.fn, partial)]
-    return any(isinstance(fn.keywords.get("objective"), PolicyObjective) for fn in updates)
-
-
 def sampling_params(config: Config, domain: str = "") -> SamplingParams:
     """For training prompts; the domain's own where it has some."""
-    own = config.data.domains.get(domain)
     longest = response_limit(config, domain)
     if not is_rl(config):
         return SamplingParams(longest)
-    settings = config.actor_rollout_ref.rollout
-
-    def chosen(name: str) -> Any:
-        value = getattr(own, name, None)
-        return getattr(settings, name) if value is None else value
-
+    own = partial(own_setting, config, domain, config.actor_rollout_ref.rollout)
     return SamplingParams(
         longest,
-        temperature=chosen("temperature"),
-        top_p=chosen("top_p"),
-        top_k=chosen("top_k"),
-        min_p=chosen("min_p"),
-        repetition_penalty=chosen("repetition_penalty"),
-        stop=tuple(chosen("stop")),
+        temperature=own("temperature"),
+        top_p=own("top_p"),
+        top_k=own("top_k"),
+        min_p=own("min_p"),
+        repetition_penalty=own("repetition_penalty"),
+        stop=tuple(own("stop")),
     )
 
 

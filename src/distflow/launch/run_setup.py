@@ -4,13 +4,12 @@ import platform
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 from distflow import __version__
 from distflow.observe.files import remove_asides
 from distflow.observe.reading.run_reader import read_damage, read_metrics
 from distflow.observe.report.build import write_report
-from distflow.observe.report.summary import find_accuracy
+from distflow.observe.report.summary import accuracies
 from distflow.observe.writing.folder_lock import claimed
 from distflow.observe.writing.run_folder import finish_moving, set_aside
 from distflow.runtime import fault_injection
@@ -87,7 +86,13 @@ def done_before(spec: Spec, start: Start, say: Callable[[str], None]) -> Outcome
     if start.checkpoint is None or not is_done(start.checkpoint, spec):
         return None
     say(done_message(start.checkpoint, spec, start.resumes))
-    return Outcome(start.checkpoint.step, None, False, write_report(spec.run_dir), *find_accuracies(spec.run_dir))
+    return outcome_of(spec, start.checkpoint.step)
+
+
+def outcome_of(spec: Spec, steps: int, signal: int | None = None, stopped: bool = False) -> Outcome:
+    """The outcome of a run that has ended; writes its report, which says how it ended."""
+    report = write_report(spec.run_dir)
+    return Outcome(steps, signal, stopped, report, *accuracies(read_metrics(spec.run_dir)))
 
 
 def model_line(spec: Spec, num_parameters: int) -> str:
@@ -139,12 +144,3 @@ def write_facts(spec: Spec, model_facts: Mapping[str, object], recorder: Recorde
     recorder.folder.write_json("run.json", facts)
     recorder.folder.write_text("config.yaml", spec.text)
     recorder.folder.write_json("plan.json", {**spec.plan.to_json(), "nodes": spec.pipeline().to_json()})
-
-
-def find_accuracies(run_dir: Path) -> tuple[float | None, float | None]:
-    """The first and last of the whole run, this restart's or an earlier one's."""
-    found = find_accuracy(read_metrics(run_dir), None)
-    if found is None:
-        return None, None
-    first, last = found.points[0], found.points[-1]
-    return first[1] if first[0] == 0 else None, last[1] if last[0] > 0 else None

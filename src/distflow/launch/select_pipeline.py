@@ -5,6 +5,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from types import NoneType
 from typing import cast
 
 from distflow.algorithms.objective import PolicyObjective
@@ -38,7 +39,6 @@ from distflow.runtime.errors import is_ours
 from distflow.runtime.spec import Spec
 
 REJECTED = "rejected"
-
 
 _WRITERS = {
     "ref_log_prob": "compute_ref_log_prob writes it; actor_rollout_ref.actor.use_kl_loss=false trains without",
@@ -91,7 +91,7 @@ def _unscored(graph: TaskGraph, pipeline: BoundPipeline, config: Config) -> Boun
     A user's function that gets the whole batch may read them.
     """
     scoring = [node for node in pipeline.nodes if innermost(node.fn) in (score_policy, weigh_after_drift)]
-    updates = [node for node in pipeline.nodes if innermost(node.fn) is update and _takes_policy_loss(node)]
+    updates = [node for node in pipeline.nodes if innermost(node.fn) is update and takes_policy_loss(node)]
     columns = {"old_log_probs", "rollout_is_weights"}
     for node in pipeline.nodes:
         gets_batch = not is_ours(node) and "batch" in node.contract.reserved and node.plane == "training"
@@ -106,8 +106,9 @@ def _unscored(graph: TaskGraph, pipeline: BoundPipeline, config: Config) -> Boun
     return graph.bind(config, PROMPT_FIELDS)
 
 
-def _takes_policy_loss(node: BoundNode) -> bool:
-    return isinstance(node.fn, partial) and isinstance(node.fn.keywords["objective"], PolicyObjective)
+def takes_policy_loss(node: BoundNode) -> bool:
+    """Whether its function is what `train_actor` makes: only that one reports the terms of its loss."""
+    return isinstance(node.fn, partial) and isinstance(node.fn.keywords.get("objective"), PolicyObjective)
 
 
 def _custom(path: str, config: Config) -> TaskGraph:
@@ -118,12 +119,14 @@ def _custom(path: str, config: Config) -> TaskGraph:
     _check_parameters(make_graph, path)
     with users_code(f"dag.pipeline={path} raised", passes=PipelineError):
         graph = _call_pipeline_function(make_graph, config)
-    if not isinstance(graph, TaskGraph):
-        raise UserError(
-            f"dag.pipeline={path} returned {_kind(graph)}; it must return what "
-            f"Pipeline.build() gives, a TaskGraph{_AS_ONE if _are_graphs(graph) else ''}"
-        )
-    return graph
+    if isinstance(graph, TaskGraph):
+        return graph
+    kind = {NoneType: "nothing", Pipeline: "a Pipeline that is not built"}.get(type(graph), type(graph).__name__)
+    is_list = isinstance(graph, list | tuple) and any(isinstance(each, TaskGraph) for each in graph)
+    raise UserError(
+        f"dag.pipeline={path} returned {kind}; it must return what Pipeline.build() gives, a "
+        f"TaskGraph{_AS_ONE if is_list else ''}"
+    )
 
 
 def _check_parameters(make_graph: Callable[..., object], path: str) -> None:
@@ -145,16 +148,6 @@ def _call_pipeline_function(make_graph: Callable[..., object], config: Config) -
     return make_graph(config) if inspect.signature(make_graph).parameters else make_graph()
 
 
-def _are_graphs(returned: object) -> bool:
-    return isinstance(returned, list | tuple) and any(isinstance(each, TaskGraph) for each in returned)
-
-
-def _kind(graph: object) -> str:
-    if graph is None:
-        return "nothing"
-    return "a Pipeline that is not built" if isinstance(graph, Pipeline) else type(graph).__name__
-
-
 def accepting(spec: Spec, should_accept: Callable[[Batch], object]) -> Spec:
     """The same run, with this node after all others of the rollout loop. It cannot be sent to another process."""
 
@@ -165,11 +158,7 @@ def accepting(spec: Spec, should_accept: Callable[[Batch], object]) -> Spec:
     before = tuple(node.node_id for node in spec.pipeline().rollout_nodes)
     graph.add_node(Node("should_accept", accept, before, writes=(), scope="group", plane="rollout", validates=False))
     pipeline = bound(graph, spec.config)
-
-    def accepting_pipeline() -> BoundPipeline:
-        return pipeline
-
-    return replace(spec, pipeline=accepting_pipeline, plan=plan_local(pipeline, spec.plan.ranks[0].device))
+    return replace(spec, pipeline=lambda: pipeline, plan=plan_local(pipeline, spec.plan.ranks[0].device))
 
 
 def bind(config: Config) -> BoundPipeline:

@@ -26,8 +26,14 @@ TRUST_CODE = "--trust-code"
 def named_code(config: Config) -> list[str]:
     """Everything that a run imports or calls, as `key: name`."""
     custom = config.custom_reward_function
-    reward = [f"custom_reward_function: {custom.path}:{custom.name}"] if custom.path else []
-    return [*pipeline_code(config), *reward, *_reward_code(config), *_data_code(config), *model_code(config)]
+    code = [*pipeline_code(config)]
+    code += [f"custom_reward_function: {custom.path}:{custom.name}"] if custom.path else []
+    for key, _, parts in named_rewards(config):  # "module:function" or "file.py:function"
+        names = [part.name for part in parts if ":" in part.name]
+        code += [f"{key}: {name}" for name in names if not name.startswith("distflow.")]
+    for key, files in (*train_files(config), *val_files(config)):
+        code += [f"{key}: {file}" for file in files if is_function(file)]
+    return [*code, *model_code(config)]
 
 
 def pipeline_code(config: Config) -> list[str]:
@@ -71,21 +77,6 @@ def without_model_code(config: Config) -> Config:
 
 def _imports(config: Config) -> list[str]:
     return [f"trainer.imports: {name}" for name in config.trainer.imports]
-
-
-def _reward_code(config: Config) -> Iterator[str]:
-    """Reward functions that are named by their place: module:function, file.py:function."""
-    for key, _, named in named_rewards(config):
-        for part in named:
-            if ":" in part.name and not part.name.startswith("distflow."):
-                yield f"{key}: {part.name}"
-
-
-def _data_code(config: Config) -> Iterator[str]:
-    for key, files in (*train_files(config), *val_files(config)):
-        for file in files:
-            if is_function(file):
-                yield f"{key}: {file}"
 
 
 _ESTIMATOR, _LOSS = "algorithm.adv_estimator", "actor_rollout_ref.actor.policy_loss"

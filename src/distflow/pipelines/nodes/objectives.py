@@ -17,13 +17,10 @@ def policy_objective(config: Config, derives_old: bool = False, corrected: bool 
 
     Raises ValueError for an unknown loss or option.
     """
-    actor = config.actor_rollout_ref.actor
-    loss, corrects_on_drift, interpolates = (
-        find_policy_loss(actor.policy_loss),
-        corrects_drift(config),
-        interpolates_prox(config),
-    )
-    corrects = config.algorithm.rollout_correction.rollout_is is not None
+    actor, corrects = config.actor_rollout_ref.actor, config.algorithm.rollout_correction.rollout_is is not None
+    loss, interpolates = find_policy_loss(actor.policy_loss), interpolates_prox(config)
+    corrects_on_drift = corrects_drift(config)
+    has_weights = corrects_on_drift and not derives_old or corrects and not interpolates
     return PolicyObjective(
         loss,
         _loss_options(loss, config),
@@ -32,9 +29,7 @@ def policy_objective(config: Config, derives_old: bool = False, corrected: bool 
         entropy_coef=actor.entropy_coef,
         kl_loss_type=actor.kl_loss_type if actor.use_kl_loss else None,
         kl_loss_coef=actor.kl_loss_coef if actor.use_kl_loss else 0.0,
-        weights_field="rollout_is_weights"
-        if (corrects and not interpolates) or (corrects_on_drift and not derives_old)
-        else None,
+        weights_field="rollout_is_weights" if has_weights else None,
         weights_optional=corrects_on_drift,
         interpolates=interpolates,
         derives_old=derives_old,
@@ -97,11 +92,10 @@ def loss_terms(config: Config) -> tuple[str, ...]:
 def value_objective(config: Config) -> ValueObjective:
     """The critic's loss."""
     critic = config.critic
-    mode = critic.loss_agg_mode
     return ValueObjective(
         critic.cliprange_value,
-        mode,
-        _scale(config, mode),
+        critic.loss_agg_mode,
+        _scale(config, critic.loss_agg_mode),
         critic.value_loss,  # type: ignore[arg-type]  # the config checks it
         critic.huber_delta,
     )

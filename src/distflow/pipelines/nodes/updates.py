@@ -204,12 +204,10 @@ class RecordingLoss:
 
 
 def _first_log_probs(batch: Batch, engine: TrainEngine, rows: Mapping[str, Tensor], unmoved: bool) -> Tensor:
-    """Of the weights before the update: recorded by it, or computed now if it moved nothing."""
-    return engine.forward(batch, ("log_probs",)).flat("log_probs") if unmoved else _by_sample(rows, batch)
-
-
-def _by_sample(rows: Mapping[str, Tensor], batch: Batch) -> Tensor:
-    """The rows of all samples one after another on the CPU, NaN for those without one."""
+    """Of the weights before the update, all samples one after another on the CPU: recorded by the update, which leaves
+    NaN for samples that it did not see, or computed now if it moved nothing."""
+    if unmoved:
+        return engine.forward(batch, ("log_probs",)).flat("log_probs")
     if not len(batch):  # other ranks have all samples of the step
         return torch.empty(0)
     device = next((row.device for row in rows.values()), None)
