@@ -1,12 +1,12 @@
 """Which models and tokenizer a config names, how large they are, and loading them."""
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from distflow.config import Config
@@ -32,6 +32,19 @@ Adapt = Callable[[PreTrainedModel], nn.Module]
 def load_policy(config: Config, device: torch.device) -> nn.Module:
     """The model that is trained, whole, with its adapter where one is asked for. Raises UserError naming the key."""
     return load_adapted(policy_source(config), policy_adapter(config), device)
+
+
+def copy_weights(weights: Mapping[str, Tensor], model: nn.Module) -> str:
+    """Copy weights into the model's parameters of the same names. Returns "", or the name of a weight that the model
+    does not have in that shape: then nothing is copied."""
+    own = dict(model.named_parameters())
+    for name, weight in weights.items():
+        if name not in own or own[name].shape != weight.shape:
+            return name
+    with torch.no_grad():
+        for name, weight in weights.items():
+            own[name].copy_(weight)
+    return ""
 
 
 def load_policy_tokenizer(config: Config) -> PreTrainedTokenizerBase:
