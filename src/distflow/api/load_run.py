@@ -50,7 +50,7 @@ class Table(list[dict[str, object]]):
     def _repr_html_(self) -> str:
         columns = self.columns[:_SHOWN_COLUMNS]
         shown = [*self[: _SHOWN_ROWS // 2], None, *self[-_SHOWN_ROWS // 2 :]] if len(self) > _SHOWN_ROWS else list(self)
-        head = "".join(f"<th>{_cell_text(name)}</th>" for name in columns)
+        head = "".join(f"<th>{_value(name)}</th>" for name in columns)
         body = "".join(f"<tr>{_cells(row, columns)}</tr>" for row in shown)
         size = f"{len(self):,} rows × {len(self.columns)} columns"
         return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table><p>{size}</p>"
@@ -64,11 +64,7 @@ def _cells(row: Mapping[str, object] | None, columns: list[str]) -> str:
 
 
 def _value(value: object) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else _cell_text(str(value))
-
-
-def _cell_text(text: str) -> str:
-    return _text(text[:_SHOWN_CHARACTERS])
+    return f"{value:.4g}" if isinstance(value, float) else _text(str(value)[:_SHOWN_CHARACTERS])
 
 
 def _text(text: str) -> str:

@@ -175,10 +175,9 @@ def with_resume_hint(spec: Spec) -> Iterator[None]:
     except WorkerDied as died:
         process = failed_process(or_stopped=True)
         message = f"{process}, and the workers with it: {_CAUSES}" if process else str(died)
-        store = open_store(spec)
-        where = (
-            store.load().path.name if store.exists() else "the start: there is no checkpoint yet (trainer.save_freq)"
-        )
+        store, where = open_store(spec), "the start: there is no checkpoint yet (trainer.save_freq)"
+        if store.exists():
+            where = store.load().path.name
         raise type(died)(f"{message} The same command resumes from {where}") from died
 
 
@@ -207,28 +206,20 @@ class Replacements:
     ) -> None:
         """places: of the workers that may be replaced, by rank. start: makes a worker's actor. leader: the worker that
         sends weights."""
-        self._places, self._start = dict(places), start
+        self.places, self._start = dict(places), start
         self._coordinator, self._leader = coordinator, leader
         self._deaths: dict[int, deque[float]] = {rank: deque() for rank in places}
         self._starting: dict[Any, _Starting] = {}
         self._given_up = set[int]()
 
-    @property
-    def ranks(self) -> list[int]:
-        """Of the workers that may be replaced."""
-        return list(self._places)
-
-    def __contains__(self, rank: int) -> bool:
-        return rank in self._places
-
     def begin(self, rank: int, why: str) -> None:
         """Start another worker in place of one that is gone or counts as gone; its groups go to others. Raises
         WorkerDied."""
-        num_groups = reply_of(self._coordinator.lose.remote(self._places[rank].generator), COORDINATOR)
+        num_groups = reply_of(self._coordinator.lose.remote(self.places[rank].generator), COORDINATOR)
         self._check(rank, why)
         number = reply_of(self._coordinator.join.remote(str(rank)), COORDINATOR)
-        self._places[rank] = replace(self._places[rank], generator=number)
-        worker = self._start(self._places[rank])
+        self.places[rank] = replace(self.places[rank], generator=number)
+        worker = self._start(self.places[rank])
         self._starting[worker.build.remote()] = _Starting(rank, worker, time.monotonic() + STARTS_WITHIN_S)
         self._say(f"{why} The {num_groups} prompt groups that it had are issued again; another is started in its place")
 
@@ -277,7 +268,7 @@ class Replacements:
             f"no other process could be started as worker {starting.rank} within {STARTS_WITHIN_S:g} s: its "
             "machine or its device may be gone"
         )
-        if self._given_up == set(self._places[starting.rank].generators):
+        if self._given_up == set(self.places[starting.rank].generators):
             raise WorkerDied(f"{message}, and no rollout worker is left")
         self._say(f"{message}; the run continues without it")
 

@@ -17,10 +17,9 @@ from torch import Tensor
 from distflow.cluster.actor_calls import kill, reply
 from distflow.errors import TrustError, UserError
 from distflow.runtime.rollout_services import on_a_thread
-from distflow.runtime.spec import Spec
 from distflow.runtime.step_metrics import ValidationResults
 from distflow.runtime.wait_log import Waits
-from distflow.runtime.weight_sync.buckets import Carry, Packed, SentBucket, hash_of, pack, unpack, write_bucket
+from distflow.runtime.weight_sync.buckets import Carry, Packed, SentBucket, hash_of, pack, unpack
 from distflow.runtime.weight_sync.protocol import Bucket, Detach, Receive, WeightPort, check_receipt, refused
 from distflow.scheduling.groups import Version
 
@@ -36,7 +35,7 @@ class RolloutWorkers:
         """note: called with the reason why one was removed, and with other warnings."""
         self.note = note
         self._workers: dict[int, Any] = {}
-        self._versions: dict[int, Version] = {}
+        self._versions: dict[int, Version] = {}  # of those that have weights
         self._lock = threading.Lock()
 
     def join(self, rank: int, worker: Any) -> None:
@@ -75,9 +74,8 @@ class RolloutWorkers:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         replies, waiting = {}, {ref: rank for rank, ref in asked.items()}
         while waiting:
-            done, _ = ray.wait(
-                list(waiting), timeout=None if deadline is None else max(0.0, deadline - time.monotonic())
-            )
+            left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
+            done, _ = ray.wait(list(waiting), timeout=left_s)
             for ref in done:
                 rank = waiting.pop(ref)
                 try:
@@ -88,12 +86,8 @@ class RolloutWorkers:
                 break
         for rank in waiting.values():
             kill(workers[rank])
-            self._remove(
-                rank,
-                workers[rank],
-                f"worker {rank} did not reply for {what} within {timeout_s:g} s "
-                "(actor_rollout_ref.rollout.timeout_s), and is killed",
-            )
+            late = f"worker {rank} did not reply for {what} within {timeout_s:g} s"
+            self._remove(rank, workers[rank], f"{late} (actor_rollout_ref.rollout.timeout_s), and is killed")
         return replies
 
     def validate(self, step: int) -> list[ValidationResults]:
@@ -142,11 +136,6 @@ class InStore:
 def put_in_store(version: Version, number: int, packed: Packed) -> InStore:
     """See `Carry`."""
     return InStore(ray.put(packed))
-
-
-def carrier_of(spec: Spec) -> Carry:
-    """The one that the config names."""
-    return partial(write_bucket, spec.run_dir) if spec.options.weight_update_mode == "disk" else put_in_store
 
 
 @dataclass

@@ -2,7 +2,7 @@
 object store, as plain buffers of their columns; the coordinator has references to them."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
@@ -50,17 +50,6 @@ def to_batch(groups: Sequence[GroupRef]) -> Batch:
         raise GroupLost("a worker that held prompt groups has died") from err
     rows = [(part, row) for part, buffers in enumerate(parts) for row in range(buffers["lengths.prompt"].size // 8)]
     return gather(parts, rows)
-
-
-def lost_among(groups: Mapping[int, GroupRef]) -> list[int]:
-    """Those that cannot be read any more."""
-    lost = []
-    for number, group in groups.items():
-        try:
-            ray.get(group[0])
-        except ObjectLostError:
-            lost.append(number)
-    return lost
 
 
 class AgreedStop:
@@ -167,11 +156,16 @@ class RaySampleQueue:
 
 
 def _read(taken: TrainingStep[Sequence[GroupRef]], groups: Sequence[GroupRef]) -> tuple[Batch | None, list[int]]:
-    """The rows of the groups, or the groups that are lost."""
-    try:
+    """The rows of the groups, or the ids of the groups that are lost."""
+    with suppress(GroupLost):
         return to_batch(groups), []
-    except GroupLost:
-        return None, lost_among(dict(zip(taken.own or taken.group_ids[:1], groups, strict=True)))
+    lost = []
+    for number, group in zip(taken.own or taken.group_ids[:1], groups, strict=True):
+        try:
+            ray.get(group[0])
+        except ObjectLostError:
+            lost.append(number)
+    return None, lost
 
 
 def _short(failure: Failure | None) -> Failure | None:

@@ -55,7 +55,7 @@ class RayRun:
         max_held_bytes, places = bound_of(spec), places_of(spec)
         spec = replace(spec, data=replace(spec.data, max_held_bytes=max_held_bytes))
         self._reward_actors = start_reward_actors(spec)  # first: there may be no room for them
-        for left in spec.run_dir.glob(".meeting-*"):  # by a driver that was killed: the folder is this one's now
+        for left in spec.run_dir.glob(".meeting-*"):  # by a driver that was killed: this process has claimed the folder
             left.unlink(missing_ok=True)
         self._meeting = spec.run_dir / f".meeting-{secrets.token_hex(4)}"
         coordinator: Any = ray.remote(CoordinatorActor)  # Ray's handles have no types
@@ -140,7 +140,7 @@ class RayRun:
                             if cause := self._blame.cause_of(outcome, running):
                                 raise cause from outcome
                             raise outcome
-                        elif rank not in self._others:
+                        elif rank not in self._others.places:
                             raise outcome
                         else:
                             self._heartbeat.forget(rank)
@@ -178,7 +178,7 @@ class RayRun:
         )
 
     def _run(self, rank: int, differences: list[str]) -> Any:
-        others = {each: self._workers[each] for each in self._others.ranks} if rank == self._leader else {}
+        others = {each: self._workers[each] for each in self._others.places} if rank == self._leader else {}
         return self._workers[rank].run.remote(self._start, differences, others)
 
     def _end(self, running: Mapping[Any, int]) -> None:
@@ -188,10 +188,11 @@ class RayRun:
             generating = reply_of(self._workers[self._leader].with_newest_weights.remote(), self._leader)
         self._coordinator.close.remote()
         for ref, rank in running.items():
-            if rank in self._others and rank not in generating:
+            can_be_replaced = rank in self._others.places
+            if can_be_replaced and rank not in generating:
                 continue
             outcome = self._blame.outcome(ref, rank, ENDS_WITHIN_S)
-            may_be_gone = isinstance(outcome, WorkerDied | GetTimeoutError) and rank in self._others
+            may_be_gone = isinstance(outcome, WorkerDied | GetTimeoutError) and can_be_replaced
             if isinstance(outcome, BaseException) and not may_be_gone:
                 raise outcome
         self.finished = self._progress().finished
@@ -213,7 +214,7 @@ class RayRun:
             ray.kill(reward_actor, no_restart=False)
             self._heartbeat.follow(silent, reward_actor)
             return
-        if silent not in self._others:
+        if silent not in self._others.places:
             raise WorkerDied(message)
         self._workers[self._leader].note.remote("warning", f"{message} It is killed")
         self._heartbeat.forget(silent)

@@ -13,13 +13,14 @@ import torch
 from distflow import __version__
 from distflow.cluster.actor_calls import reply
 from distflow.cluster.coordinator_actor import Progress
-from distflow.cluster.log_forwarding import MessageSender, remote_callbacks, remote_view
+from distflow.cluster.log_forwarding import MessageSender, RemoteView, remote_callbacks
 from distflow.cluster.process_groups import Collectives
-from distflow.cluster.reward_actors import pools_of
+from distflow.cluster.reward_actors import RewardActorPool
 from distflow.cluster.rollout_workers import RolloutWorkers
 from distflow.cluster.worker_ports import WorkerPorts
 from distflow.launch.build_worker import build_worker
 from distflow.launch.run_setup import Start, note_early_end, note_resume, open_store, write_facts
+from distflow.rewards.pool.domain_pools import take_pool
 from distflow.runtime import fault_injection
 from distflow.runtime.checkpoint.state import restore, set_generators
 from distflow.runtime.engine_watch import write_stacks
@@ -74,7 +75,8 @@ class WorkerActor:
             torch.set_num_threads(self._place.threads)
             self._among = among = Collectives.join(self._spec, self._place, self._meeting)
             own = self._spec.plan.ranks[self._place.rank]
-            start_pool = pools_of(self._reward_actors)
+            actors = self._reward_actors
+            start_pool = partial(RewardActorPool, actors) if actors else take_pool
             self._resources = build_resources(self._spec.factories, own, among.data, among.mesh, start_pool)
         return BuildReport(__version__, dict(self._resources.facts), self._resources.num_parameters)
 
@@ -94,7 +96,7 @@ class WorkerActor:
             start.resumed_at,
             remote_callbacks(send, place),
             part=place.part,
-            view=remote_view(send, place),
+            view=RemoteView(send, place),  # type: ignore[arg-type]  # every method of the driver's view
             speaks=not place.dp_group or place.rank == place.dp_group[0],
             share=kept_share(spec.plan, place.dp_groups, place.rank),
         ) as recorder:

@@ -4,16 +4,18 @@ from collections.abc import Iterator
 from concurrent.futures import CancelledError
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from distflow.cluster.actor_calls import PeersLate, shorten
 from distflow.cluster.process_groups import Collectives
 from distflow.cluster.reshard_columns import RayReshard
-from distflow.cluster.rollout_workers import RayWeights, RolloutWorkers, carrier_of
+from distflow.cluster.rollout_workers import RayWeights, RolloutWorkers, put_in_store
 from distflow.cluster.sample_queue import AgreedStop, RaySampleQueue
 from distflow.runtime.rank_info import Place
 from distflow.runtime.spec import Spec
 from distflow.runtime.wait_log import Waits
+from distflow.runtime.weight_sync.buckets import write_bucket
 from distflow.runtime.weight_sync.ports import IncomingWeights, LocalWeights, StreamedWeights
 from distflow.runtime.weight_sync.protocol import WeightPort
 from distflow.runtime.worker_inputs import Ports
@@ -40,8 +42,10 @@ class WorkerPorts:
         elif "rollout" in self._spec.plan.ranks[place.rank].engines:
             ready = self.incoming_weights.ready
         if rollout_workers is not None:
-            carry, timeout_s = carrier_of(self._spec), self._spec.options.engine_timeout_s
-            weights = RayWeights(weights, rollout_workers, carry, timeout_s, waits)
+            options = self._spec.options
+            by_disk = options.weight_update_mode == "disk"
+            carry = partial(write_bucket, self._spec.run_dir) if by_disk else put_in_store
+            weights = RayWeights(weights, rollout_workers, carry, options.engine_timeout_s, waits)
         queue = RaySampleQueue(self._coordinator, place.generator, place.first, waits, self.stop, ready)
         ports = Ports(
             queue, None, weights, among.dp_group, among.data, among.everyone, self._rollout_ended, reshard=reshard

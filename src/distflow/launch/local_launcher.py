@@ -51,10 +51,7 @@ def launch_local(
             return done
 
         def make_stop(recorder: Recorder) -> StopRequest:
-            def asked_to_stop(name: str) -> None:
-                recorder.note("info", f"{name}: {_stopping(spec, recorder.waits)}")
-
-            return StopRequest(asked_to_stop, ends_process=not embedded)
+            return StopRequest(lambda name: _note_stop(name, spec, recorder), ends_process=not embedded)
 
         with _running(built, allow_change, callbacks, make_stop) as running:
             steps = running.worker.training_loop()
@@ -64,9 +61,13 @@ def launch_local(
 @contextmanager
 def open_local(spec: Spec, say: Callable[[str], None], callbacks: Callbacks) -> Iterator["Running"]:
     """The same run, driven by the caller in place of `Worker.training_loop`. Signals are left to the caller."""
+
+    def never_stopped(recorder: Recorder) -> AbstractContextManager[StopRequest]:
+        return nullcontext(StopRequest(lambda name: None))
+
     with (
         starting(spec, ()) as start,
-        _running(_build(spec, start, say), (), callbacks, _never_stopped, own_loop=True) as running,
+        _running(_build(spec, start, say), (), callbacks, never_stopped, own_loop=True) as running,
     ):
         yield running
     running.recorder.report()
@@ -115,10 +116,7 @@ def _running(
     make_stop: Callable[[Recorder], AbstractContextManager[StopRequest]],
     own_loop: bool = False,
 ) -> Iterator[Running]:
-    """Enters the worker, and records the end when it exits.
-
-    own_loop: no row of the data set is needed yet.
-    """
+    """Enters the worker, and records the end when it exits. own_loop: no row of the data set is needed yet."""
     spec, start, resources, checkpoint = built.spec, built.start, built.resources, built.start.checkpoint
     start.set_aside(spec, built.say)
     state, queued = (restore(checkpoint, resources), load_queued(checkpoint)) if checkpoint else ({}, {})
@@ -147,11 +145,6 @@ def _running(
         recorder.status = "stopped" if stop.wanted and not coordinator.finished else "finished"
 
 
-def _never_stopped(recorder: Recorder) -> AbstractContextManager[StopRequest]:
-    """Signals keep the handlers of the user's script."""
-    return nullcontext(StopRequest(lambda name: None))
-
-
 def local_ports(
     coordinator: Coordinator,
     waits: Waits,
@@ -164,9 +157,11 @@ def local_ports(
     return Ports(queue, queue, LocalWeights(waits), OneRank(), OneRank(), OneRank(), queue.fail)
 
 
-def _stopping(spec: Spec, waits: Waits) -> str:
-    """What follows the first signal, and what the run waits for meanwhile, if that lasts."""
+def _note_stop(name: str, spec: Spec, recorder: Recorder) -> None:
+    """Report the first signal, what follows it, and what the run waits for, if that lasts. name: of the signal."""
     saving = "saving" if spec.options.save_freq > 0 else "not saving (trainer.save_freq is off)"
-    longest = {wait.who: wait for wait in reversed(waits.now()) if wait.on != "training"}  # which continues by itself
+    waits = reversed(recorder.waits.now())
+    longest = {wait.who: wait for wait in waits if wait.on != "training"}  # which continues by itself
     lasting = [f"; {wait}" for wait in longest.values() if wait.seconds() >= LASTING_S]
-    return f"finishing this step, {saving}, then leaving; a second time leaves at once{''.join(lasting)}"
+    message = f"finishing this step, {saving}, then leaving; a second time leaves at once{''.join(lasting)}"
+    recorder.note("info", f"{name}: {message}")
