@@ -105,16 +105,12 @@ def _load_file(path: Path) -> ModuleType:
 def _not_found(name: str, missing: str) -> str:
     if name != missing and not name.startswith(f"{missing}."):
         return f"'{name}' needs the module '{missing}', which is not installed"
-    guess = nearest(missing, _siblings(missing))
+    package = missing.rpartition(".")[0]
+    folders = getattr(sys.modules[package], "__path__", []) if package else None
+    beside = [module.name for module in pkgutil.iter_modules(folders)]
+    beside = [f"{package}.{own}" for own in beside] if package else [own for own in beside if not own.startswith("_")]
+    guess = nearest(missing, beside)
     return f"there is no module '{missing}'" + (f"; did you mean '{guess}'?" if guess else "")
-
-
-def _siblings(name: str) -> list[str]:
-    """Modules beside the missing one."""
-    package, _, _ = name.rpartition(".")
-    if not package:
-        return [module.name for module in pkgutil.iter_modules() if not module.name.startswith("_")]
-    return [f"{package}.{m.name}" for m in pkgutil.iter_modules(getattr(sys.modules[package], "__path__", []))]
 
 
 def _kind(owner: object) -> str:

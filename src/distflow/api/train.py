@@ -30,7 +30,11 @@ def read(preset_or_config: PresetOrConfig, overrides: Overrides, inputs: PythonI
     """The checked config, with the files of rows and reward in it. Raises UserError."""
     preset, lines = preset_and_lines(preset_or_config, overrides)
     say(f"distflow {__version__} · {preset}")
-    loaded = inputs.with_files(_load(preset, [*lines, *inputs.lines(lines), *resume_override(resume)], inputs))
+    try:
+        loaded = load_config(preset, [*lines, *inputs.lines(lines), *resume_override(resume)], needed=NEEDED_TO_TRAIN)
+    except ConfigError as error:
+        raise ConfigError([_in_python(problem, inputs) for problem in error.problems]) from None
+    loaded = inputs.with_files(loaded)
     for line in loaded.notes:
         say(line)
     return loaded
@@ -64,13 +68,6 @@ def preset_and_lines(config: str | Path | Mapping[str, object], overrides: Overr
     if len(presets) != 1 or not isinstance(presets[0], str):
         raise UserError(f"defaults is {named!r}: name the one preset that the config builds on")
     return presets[0], [*to_lines(values), *to_lines(overrides)]
-
-
-def _load(preset: str, lines: Sequence[str], inputs: PythonInputs) -> Loaded:
-    try:
-        return load_config(preset, lines, needed=NEEDED_TO_TRAIN)
-    except ConfigError as error:
-        raise ConfigError([_in_python(problem, inputs) for problem in error.problems]) from None
 
 
 def _in_python(problem: Problem, inputs: PythonInputs) -> Problem:

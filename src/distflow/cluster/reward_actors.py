@@ -50,7 +50,7 @@ class RewardActor:
 
     @ray.method(concurrency_group=_PULSE)
     async def alive(self) -> None:
-        """Replied to whatever waits."""
+        """A heartbeat."""
 
     @ray.method(max_task_retries=0)
     async def live(self) -> None:

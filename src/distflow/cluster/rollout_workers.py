@@ -28,8 +28,8 @@ MAX_SENDS = 3
 
 
 class RolloutWorkers:
-    """By rank. Workers join on one thread while another calls them. One that dies or does not reply in time is removed;
-    the supervisor sees that it is gone."""
+    """The rollout workers, by rank. They join on one thread while another calls them. One that dies or does not reply
+    in time is removed; the supervisor sees that it is gone."""
 
     def __init__(self, note: Callable[[str], None]) -> None:
         """note: called with the reason why one was removed, and with other warnings."""
@@ -227,7 +227,10 @@ class RayWeights:
         """Wait until every worker that still runs has the current bucket."""
         num_sent = 1
         while (bucket := self._in_flight) is not None:
-            rejections = self._rejections(bucket, version)
+            replies = self._replies(bucket.asked, version)
+            gone = bucket.asked.keys() - replies.keys()
+            self._receiving = {rank: worker for rank, worker in self._receiving.items() if rank not in gone}
+            rejections = {rank: why for rank, why in replies.items() if why is not None}
             self._in_flight = None
             bucket.sent.drop()
             if not rejections:
@@ -243,13 +246,6 @@ class RayWeights:
             self._send(version, bucket.number, bucket.packed, bucket.hash, rejections)
             num_sent += 1
 
-    def _rejections(self, bucket: _InFlight, version: Version) -> dict[int, str]:
-        """Why workers rejected a bucket, by rank."""
-        replies = self._replies(bucket.asked, version)
-        gone = bucket.asked.keys() - replies.keys()
-        self._receiving = {rank: worker for rank, worker in self._receiving.items() if rank not in gone}
-        return {rank: why for rank, why in replies.items() if why is not None}
-
     def _load(
         self, workers: Mapping[int, Any], version: Version, num_buckets: int | None, hashes: Mapping[str, str]
     ) -> None:
@@ -260,7 +256,6 @@ class RayWeights:
         self.confirmed = version
 
     def _replies(self, asked: Mapping[int, Any], version: Version) -> dict[int, Any]:
-        """By rank; see `RolloutWorkers`."""
         what = f"weights of step {version.step}"
         on = ", ".join(f"worker {rank}" for rank in asked)
         try:

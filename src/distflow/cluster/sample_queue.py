@@ -59,7 +59,8 @@ class AgreedStop:
 
 
 class RaySampleQueue:
-    """Calls the coordinator actor, and moves the groups themselves from worker to worker."""
+    """The `SampleQueuePort` of a worker. It calls the coordinator actor, and moves the groups themselves from worker to
+    worker."""
 
     def __init__(
         self,
@@ -78,7 +79,6 @@ class RaySampleQueue:
         self._reward_counts = RewardCounts()  # of groups that end next
 
     async def prompt_groups(self, engine_version: Callable[[], int | None]) -> AsyncIterator[list[PromptGroup]]:
-        """See `SampleQueuePort`."""
         if self._ready is not None:
             with self._waits("rollout", "weights", on="training"):
                 await asyncio.wrap_future(self._ready)
@@ -92,26 +92,24 @@ class RaySampleQueue:
                 yield prompt_groups
 
     def put(self, finished: FinishedGroup[Batch]) -> None:
-        """See `SampleQueuePort`."""
         fault_injection.reach("queue.put")
         reference, num_bytes = to_group(finished.data)
         stored = replace(finished, num_bytes=num_bytes, failure=_short(finished.failure)).stored_as(reference)
         self._coordinator.end.remote(stored, self._take_reward_counts())
 
     def drop(self, dropped: DroppedGroup) -> None:
-        """See `SampleQueuePort`."""
         dropped = replace(dropped, reason=shortened(dropped.reason), failure=_short(dropped.failure))
         self._coordinator.end.remote(dropped, self._take_reward_counts())
 
     def count(self, reward_counts: RewardCounts) -> None:
-        """See `SampleQueuePort`. It is sent with the next group: the actor may run two calls in any order."""
+        """The counts are sent with the next group: the actor may run two calls in any order."""
         calls = reward_counts.calls._replace(first=shortened(reward_counts.calls.first))
         self._reward_counts = RewardCounts.joined([self._reward_counts, reward_counts._replace(calls=calls)])
 
     def take(
         self, step: int, rank: int, wanted: int | None = None, deadline: float | None = None
     ) -> TrainingStep[Batch] | NewWorkers | None:
-        """See `SampleQueuePort`; whole steps only. Groups that were lost with a worker are generated again."""
+        """Whole steps only. Groups that were lost with a worker are generated again."""
         assert wanted is None and deadline is None, "a user's own loop runs in one process"
         while True:
             with self._waits("training", f"step {step + 1}", on="rollout"):
@@ -130,7 +128,6 @@ class RaySampleQueue:
                 return taken.joined(batch)
 
     def release(self, step: int, rank: int, sent_weights: bool) -> Released:
-        """See `SampleQueuePort`."""
         fault_injection.reach("release")
         with self._waits("training", f"release of step {step + 1}", on="other ranks"):
             released: Released = reply(self._coordinator.release.remote(step, self._first + rank, sent_weights))
@@ -138,7 +135,6 @@ class RaySampleQueue:
         return released
 
     def resume_point(self) -> ResumePoint[Batch]:
-        """See `SampleQueuePort`."""
         page: ResumePoint[GroupRef] = reply(self._coordinator.resume_page.remote(0))
         snapshot, queued, num_pages = page.snapshot, dict[int, FinishedGroup[Batch]](), 1
         while page.snapshot["live"] or page.queued:
@@ -169,5 +165,5 @@ def _read(taken: TrainingStep[Sequence[GroupRef]], groups: Sequence[GroupRef]) -
 
 
 def _short(failure: Failure | None) -> Failure | None:
-    """With a message that the coordinator takes."""
+    """The failure with a message that is short enough for the coordinator."""
     return None if failure is None else replace(failure, message=shortened(failure.message))

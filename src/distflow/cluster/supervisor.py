@@ -84,7 +84,8 @@ class RayRun:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """End all processes of the run, and wait until none locks its folder: the same command may follow at once."""
-        for actor in [*self._others.starting, *self._workers, *self._services.values(), *self._reward_actors]:
+        starting = [starting.worker for starting in self._others.starting.values()]
+        for actor in [*starting, *self._workers, *self._services.values(), *self._reward_actors]:
             kill(actor)
         self._meeting.unlink(missing_ok=True)
         until = time.monotonic() + ENDS_WITHIN_S

@@ -43,7 +43,8 @@ class BuildReport:
 
 
 class WorkerActor:
-    """`build`, then `run`. Weights arrive meanwhile, on other threads."""
+    """A worker: `build`, then `run`. Weights arrive meanwhile, on other threads, by `receive` and `load` (see
+    `IncomingWeights`)."""
 
     def __init__(
         self,
@@ -119,20 +120,21 @@ class WorkerActor:
                 with self._ports.short_errors(are_reported=True):
                     steps = worker.training_loop() if place.dp_group else worker.serve()
             if place.leads:
-                self._note_end(recorder, progress.total_steps)
+                ended: Progress = reply(self._coordinator.progress.remote())
+                if ended.finished and not stop.wanted:
+                    note_early_end(recorder, ended.group_counts, ended.version.step, progress.total_steps)
+                recorder.status = "stopped" if stop.wanted and not ended.finished else "finished"
         send.flush()
         return steps
 
     def receive(self, *bucket: Any) -> str | None:
-        """See `IncomingWeights`."""
         return self._ports.incoming_weights.receive(*bucket)
 
     def load(self, *version: Any) -> Any:
-        """See `IncomingWeights`."""
         return self._ports.incoming_weights.load(*version)
 
     def alive(self) -> None:
-        """Replied to on a thread of its own, whatever the others do."""
+        """A heartbeat: the reply comes from a thread of its own."""
 
     def join(self, rank: int, worker: Any) -> None:
         """A rollout worker has started in place of one that is gone."""
@@ -144,11 +146,11 @@ class WorkerActor:
         return list(self._rollout_workers.with_newest_weights())
 
     def where(self) -> str:
-        """Where its training thread is, for people."""
+        """The step and phase of its training thread, in words."""
         return f"in step {self._worker.result().step + 1}, phase '{self._recorder.result().phases.now}'"
 
     def note(self, kind: str, message: str) -> None:
-        """Into the run's events, once they are open."""
+        """Add a message to the run's events, once they are open."""
         self._recorder.result().note(kind, message)
 
     def write_stacks(self, path: Path) -> None:
@@ -156,12 +158,4 @@ class WorkerActor:
         write_stacks(path)
 
     def validate(self, step: int, part: int, num_parts: int) -> ValidationResults:
-        """See `ValidationRunner`."""
         return self._worker.result().validation.validate_part(step, part, num_parts)
-
-    def _note_end(self, recorder: Recorder, total_steps: int) -> None:
-        progress: Progress = reply(self._coordinator.progress.remote())
-        stopped = self._ports.stop.wanted
-        if progress.finished and not stopped:
-            note_early_end(recorder, progress.group_counts, progress.version.step, total_steps)
-        recorder.status = "stopped" if stopped and not progress.finished else "finished"

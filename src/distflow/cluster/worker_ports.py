@@ -24,7 +24,7 @@ _OTHERS_ARE_LATE = "Timed out waiting"  # from gloo's message
 
 
 class WorkerPorts:
-    """One worker's."""
+    """The ports of one worker."""
 
     def __init__(self, spec: Spec, place: Place, coordinator: Any, exchange: Any) -> None:
         """coordinator, exchange: handles of the actors. exchange: None where dp groups send each other nothing."""
@@ -54,9 +54,9 @@ class WorkerPorts:
 
     @contextmanager
     def short_errors(self, are_reported: bool) -> Iterator[None]:
-        """Shortens the message of an error inside. are_reported: to the others, before this worker exits and cancels
-        its work, so that they stop waiting. Not one that says that others are late: the driver finds out which one it
-        is."""
+        """Shortens the message of an error inside. are_reported: errors are reported to the other workers before this
+        one exits, so that they stop waiting. An error that says that others are late is not: the driver finds out which
+        one it is."""
         try:
             yield
         except BaseException as err:  # all that ends this worker, an exit that somebody asks for too

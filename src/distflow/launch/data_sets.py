@@ -72,7 +72,7 @@ def data_plan(config: Config, rows: Mapping[str, int]) -> DataPlan:
 
 
 def num_rows_of(config: Config, prompts: PromptSet) -> dict[str, int]:
-    """By domain in the order of the rows; "" where there is one source."""
+    """The number of rows by domain, in the order of the rows; "" where there is one source."""
     if not config.data.domains:
         return {"": len(prompts)}
     return dict(Counter(row.domain for row in prompts))

@@ -149,11 +149,10 @@ def local_ports(
     coordinator: Coordinator,
     waits: Waits,
     queued: Mapping[int, FinishedGroup[Batch]] | None = None,
-    num_ranks: int = 1,
     changed: Callable[[GroupCounts], None] = lambda group_counts: None,
 ) -> Ports:
     """Ports for workers of this process. changed: called with the counts by state whenever they change."""
-    queue = LocalSampleQueue(coordinator, waits, num_ranks, queued, changed)
+    queue = LocalSampleQueue(coordinator, waits, queued=queued, changed=changed)
     return Ports(queue, queue, LocalWeights(waits), OneRank(), OneRank(), OneRank(), queue.fail)
 
 

@@ -78,7 +78,7 @@ def model_sizes(config: Config, engines: Collection[str]) -> dict[str, int]:
 
 
 def _source_of(config: Config, role: str) -> tuple[str, Source]:
-    """With the key that names it."""
+    """The model of a role, with the key that names it."""
     if role == "critic" and config.critic.model.path is not None:
         return "critic.model.path", critic_source(config)
     return "actor_rollout_ref.model.path", policy_source(config)

@@ -21,7 +21,7 @@ from distflow.graph.fields import Axis
 from distflow.import_target import load_modules
 from distflow.launch.engine_factories import make_factories
 from distflow.launch.model_sources import copy_weights
-from distflow.launch.user_code import only_if_trusted, replayed_code, without_model_code
+from distflow.launch.user_code import imported_code, model_code, only_if_trusted, without_model_code
 from distflow.observe.files import read_object
 from distflow.pipelines.nodes.objectives import policy_objective, value_objective
 from distflow.planning.plan import RankPlan
@@ -56,7 +56,7 @@ def replay_bundle(bundle: Path, *, trust_code: bool = False) -> Iterator[str]:
             raise ValueError(f"{FACTS} names the role {role!r}")
         batch = Batch.load(bundle / BATCH)
         weights = load_file(bundle / WEIGHTS)
-    code, notes = replayed_code(config), list[str]()
+    code, notes = [*imported_code(config), *model_code(config)], list[str]()
     only_if_trusted(code, trust_code, notes.append)
     yield from notes
     if code:

@@ -82,12 +82,8 @@ def sampling_params(config: Config, domain: str = "") -> SamplingParams:
     own = partial(own_setting, config, domain, config.actor_rollout_ref.rollout)
     return SamplingParams(
         longest,
-        temperature=own("temperature"),
-        top_p=own("top_p"),
-        top_k=own("top_k"),
-        min_p=own("min_p"),
-        repetition_penalty=own("repetition_penalty"),
         stop=tuple(own("stop")),
+        **{name: own(name) for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")},
     )
 
 
@@ -109,14 +105,21 @@ def validation_params(
 
 def run_options(config: Config, pipeline: BoundPipeline, plan: Plan) -> RunOptions:
     """Keys without meaning in this run are peeked at, not read, so that they are rejected where they are set."""
+
+    def used_if(is_used: bool) -> Config:
+        return config if is_used else peek(config)
+
     trainer, trust = config.trainer, config.trust
+    by_ray, has_engine = trainer.launcher == "ray", "rollout" in pipeline.engines
+    is_scored = any(node.node_role is NodeRole.REWARD for node in pipeline.rollout_nodes)
     goes_elsewhere = any("rollout" in rank.engines and not rank.training_nodes for rank in plan.ranks)
+    has_deadline = any(not (node.contract.is_async and is_ours(node)) for node in pipeline.rollout_nodes)
     has_val = validates(config)
     run_self_check = trust.check_rewards if "reward_fn" in pipeline.services else False
     return RunOptions(
         seed=trainer.seed,
-        update_frequency=config.actor_rollout_ref.actor.model_update_frequency if "rollout" in pipeline.engines else 1,
-        weight_update_mode=(config if goes_elsewhere else peek(config)).actor_rollout_ref.actor.weight_update_mode,
+        update_frequency=config.actor_rollout_ref.actor.model_update_frequency if has_engine else 1,
+        weight_update_mode=used_if(goes_elsewhere).actor_rollout_ref.actor.weight_update_mode,
         val_before_train=trainer.val_before_train,
         # Off is always accepted; a frequency has a meaning only where there is validation data.
         test_freq=trainer.test_freq if has_val or peek(trainer).test_freq <= 0 else 0,
@@ -132,19 +135,17 @@ def run_options(config: Config, pipeline: BoundPipeline, plan: Plan) -> RunOptio
         project=trainer.project_name,
         experiment=trainer.experiment_name,
         enable_perf=config.dag.enable_perf,
-        worker=_worker_needs(config if trainer.launcher == "ray" else peek(config), _is_scored(pipeline)),
-        max_held_mb=(trainer if trainer.launcher == "ray" else peek(trainer)).max_held_mb,
-        peers_timeout_s=(trainer if trainer.launcher == "ray" else peek(trainer)).peers_timeout_s,
-        timeout_s=config.reward.timeout_s if _has_deadline(pipeline) else peek(config).reward.timeout_s,
-        engine_timeout_s=(
-            config if "rollout" in pipeline.engines else peek(config)
-        ).actor_rollout_ref.rollout.timeout_s,
+        worker=_worker_needs(used_if(by_ray), is_scored),
+        max_held_mb=used_if(by_ray).trainer.max_held_mb,
+        peers_timeout_s=used_if(by_ray).trainer.peers_timeout_s,
+        timeout_s=used_if(has_deadline).reward.timeout_s,
+        engine_timeout_s=used_if(has_engine).actor_rollout_ref.rollout.timeout_s,
         canary_freq=_canary_freq(config, pipeline),
         audit_freq=trust.audit_freq,
-        on_mismatch=trust.on_mismatch if "rollout" in pipeline.engines else "warn",
+        on_mismatch=trust.on_mismatch if has_engine else "warn",
         run_self_check=run_self_check,
         solution_columns=_solution_columns(config) if run_self_check else {},
-        max_error_rate=(config if _is_scored(pipeline) else peek(config)).reward.max_error_rate,
+        max_error_rate=used_if(is_scored).reward.max_error_rate,
         max_skipped=trust.max_skipped_updates,
         unmoved_after=trust.unmoved_after,
         offloads=_offloads(config, pipeline) if is_sharded(config) else {},
@@ -176,14 +177,6 @@ def _offloads(config: Config, pipeline: BoundPipeline) -> dict[str, Offloads]:
         if role in pipeline.engines
     }
     return {role: own for role, own in found.items() if own.weights or own.moments}
-
-
-def _has_deadline(pipeline: BoundPipeline) -> bool:
-    return any(not (node.contract.is_async and is_ours(node)) for node in pipeline.rollout_nodes)
-
-
-def _is_scored(pipeline: BoundPipeline) -> bool:
-    return any(node.node_role is NodeRole.REWARD for node in pipeline.rollout_nodes)
 
 
 def _canary_freq(config: Config, pipeline: BoundPipeline) -> int:

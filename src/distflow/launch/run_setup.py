@@ -38,7 +38,7 @@ FROM_THE_START = -1
 
 @dataclass(frozen=True)
 class Start:
-    """Where a run begins: after a checkpoint, or at its start. resumes: the folder's records are its own."""
+    """Where a run begins: after a checkpoint, or at its start. resumes: whether the folder's records belong to it."""
 
     store: CheckpointStore
     checkpoint: Checkpoint | None
@@ -56,7 +56,8 @@ class Start:
 
 @contextmanager
 def starting(spec: Spec, allow_change: tuple[str, ...]) -> Iterator[Start]:
-    """Inside, the folder is this process's. Raises UserError for a checkpoint of another config."""
+    """Claims the run's folder for this process and finds where the run begins. Raises UserError for a checkpoint of
+    another config."""
     with writing_to(spec.run_dir), claimed(spec.run_dir):
         store = open_store(spec)
         store.remove_leftovers()
@@ -71,7 +72,7 @@ def starting(spec: Spec, allow_change: tuple[str, ...]) -> Iterator[Start]:
 
 
 def open_store(spec: Spec) -> CheckpointStore:
-    """Of the run's folder."""
+    """The checkpoint store of the run's folder."""
     keep_best = int(spec.options.keep_best is not None)
     return CheckpointStore(
         spec.run_dir / CHECKPOINTS,
@@ -96,7 +97,6 @@ def outcome_of(spec: Spec, steps: int, signal: int | None = None, stopped: bool 
 
 
 def model_line(spec: Spec, num_parameters: int) -> str:
-    """For the user."""
     return f"model: {spec.description['model']}, {num_parameters:,} parameters"
 
 

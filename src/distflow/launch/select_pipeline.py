@@ -116,21 +116,6 @@ def _custom(path: str, config: Config) -> TaskGraph:
         make_graph = load_function(path)
     except LoadError as err:
         raise UserError(f"dag.pipeline: {err}") from err
-    _check_parameters(make_graph, path)
-    with users_code(f"dag.pipeline={path} raised", passes=PipelineError):
-        graph = _call_pipeline_function(make_graph, config)
-    if isinstance(graph, TaskGraph):
-        return graph
-    kind = {NoneType: "nothing", Pipeline: "a Pipeline that is not built"}.get(type(graph), type(graph).__name__)
-    is_list = isinstance(graph, list | tuple) and any(isinstance(each, TaskGraph) for each in graph)
-    raise UserError(
-        f"dag.pipeline={path} returned {kind}; it must return what Pipeline.build() gives, a "
-        f"TaskGraph{_AS_ONE if is_list else ''}"
-    )
-
-
-def _check_parameters(make_graph: Callable[..., object], path: str) -> None:
-    """Raises UserError for a function that needs more than the config."""
     required = [
         name
         for name, parameter in inspect.signature(make_graph).parameters.items()
@@ -141,6 +126,16 @@ def _check_parameters(make_graph: Callable[..., object], path: str) -> None:
         raise UserError(
             f"dag.pipeline={path} takes ({', '.join(required)}): a pipeline's function takes the config, or nothing"
         )
+    with users_code(f"dag.pipeline={path} raised", passes=PipelineError):
+        graph = _call_pipeline_function(make_graph, config)
+    if isinstance(graph, TaskGraph):
+        return graph
+    kind = {NoneType: "nothing", Pipeline: "a Pipeline that is not built"}.get(type(graph), type(graph).__name__)
+    is_list = isinstance(graph, list | tuple) and any(isinstance(each, TaskGraph) for each in graph)
+    raise UserError(
+        f"dag.pipeline={path} returned {kind}; it must return what Pipeline.build() gives, a "
+        f"TaskGraph{_AS_ONE if is_list else ''}"
+    )
 
 
 def _call_pipeline_function(make_graph: Callable[..., object], config: Config) -> object:

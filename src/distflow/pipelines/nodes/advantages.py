@@ -101,8 +101,7 @@ def masked_samples(
 def normalize_rewards(config: Config) -> Callable[..., object]:
     """Scores of samples shifted by `algorithm.reward_shift`, multiplied by `reward_scale` and normalised by
     `reward_norm`; a KL penalty is subtracted afterwards."""
-    settings = config.algorithm
-    norm = _normalization(settings.reward_norm)
+    settings, norm = config.algorithm, _normalization(config.algorithm.reward_norm)
     return partial(normalized_rewards, norm=norm, shift=settings.reward_shift, scale=settings.reward_scale)
 
 
@@ -242,10 +241,8 @@ def compute_advantage(config: Config) -> Callable[..., object]:
     check_choices(what, estimator.fn, kwargs)
     derived: dict[str, object] = {}
     if "reward_weights" in estimator.options:
-        functions = reward_functions(config)
-        derived["reward_weights"] = {
-            domain: {part.name: part.weight for part in parts} for domain, parts in functions.items()
-        }
+        functions = reward_functions(config).items()
+        derived["reward_weights"] = {domain: {part.name: part.weight for part in parts} for domain, parts in functions}
     if "whiten" in estimator.options and is_on(settings.adv_norm):
         derived["whiten"] = False
     options = {**derived, **kwargs}

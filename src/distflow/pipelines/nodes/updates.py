@@ -85,6 +85,7 @@ def train_critic(config: Config) -> Callable[..., object]:
         objective=objective,
         epochs=critic.ppo_epochs,
         num_prompts=critic.ppo_mini_batch_size or config.actor_rollout_ref.actor.ppo_mini_batch_size,
+        warmup=0,
         trains=trains,
     )
     return _declared((*objective.reads, *(("domain",) if trains else ())), closed)
