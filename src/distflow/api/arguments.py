@@ -13,7 +13,7 @@ from distflow.config.derived_settings import is_rl
 from distflow.config.keys.declare import dotted
 from distflow.config.keys.schema import schema_keys
 from distflow.data.python_rows import GivenRows, keep_rows
-from distflow.errors import UserError
+from distflow.errors import Problem, UserError
 
 Overrides: TypeAlias = Mapping[str, object] | Sequence[str]
 Rows: TypeAlias = str | Path | GivenRows
@@ -115,10 +115,13 @@ class PythonInputs:
             lines += [f"custom_reward_function.path={_REWARD_TO_COME}"]
         return lines
 
-    def shown(self, what: str) -> str:
-        """The place of a problem, named by the argument where the key was set for the check."""
-        is_reward = self.reward is not None and what.partition(" = ")[0] == "custom_reward_function.path"
-        return "reward" if is_reward else what
+    def in_python(self, problem: Problem) -> Problem:
+        """The problem with arguments in place of a command line, and of files that are not written yet."""
+        places = []
+        for what, where in problem.places:
+            is_reward = self.reward is not None and what.partition(" = ")[0] == "custom_reward_function.path"
+            places.append(("reward" if is_reward else what, "given" if where == COMMAND_LINE else where))
+        return replace(problem, places=tuple(places))
 
     def with_files(self, loaded: Loaded) -> Loaded:
         """The checked config with the files to come. Raises UserError for a reward that would score nothing."""

@@ -3,7 +3,6 @@
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -11,9 +10,8 @@ from distflow import __version__
 from distflow.api.arguments import Overrides, PythonInputs, Reward, Rows, to_lines
 from distflow.api.load_run import Run
 from distflow.builtin_names import LAUNCHERS
-from distflow.config import ConfigError, Loaded, Problem, UserError, describe, load_config
+from distflow.config import ConfigError, Loaded, UserError, describe, load_config
 from distflow.config.compose.check_paths import NEEDED_TO_TRAIN
-from distflow.config.compose.origins import COMMAND_LINE
 from distflow.config.derived_settings import check_keys, resume_override
 from distflow.data import global_generators
 from distflow.import_target import load
@@ -33,7 +31,7 @@ def read(preset_or_config: PresetOrConfig, overrides: Overrides, inputs: PythonI
     try:
         loaded = load_config(preset, [*lines, *inputs.lines(lines), *resume_override(resume)], needed=NEEDED_TO_TRAIN)
     except ConfigError as error:
-        raise ConfigError([_in_python(problem, inputs) for problem in error.problems]) from None
+        raise ConfigError([inputs.in_python(problem) for problem in error.problems]) from None
     loaded = inputs.with_files(loaded)
     for line in loaded.notes:
         say(line)
@@ -68,12 +66,6 @@ def preset_and_lines(config: str | Path | Mapping[str, object], overrides: Overr
     if len(presets) != 1 or not isinstance(presets[0], str):
         raise UserError(f"defaults is {named!r}: name the one preset that the config builds on")
     return presets[0], [*to_lines(values), *to_lines(overrides)]
-
-
-def _in_python(problem: Problem, inputs: PythonInputs) -> Problem:
-    """Name arguments in place of a command line, and of files that are not written yet."""
-    places = tuple((inputs.shown(what), "given" if where == COMMAND_LINE else where) for what, where in problem.places)
-    return replace(problem, places=places)
 
 
 @contextmanager

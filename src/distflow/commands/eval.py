@@ -35,23 +35,21 @@ def add_eval_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_eval(arguments: argparse.Namespace) -> int:
-    print(f"distflow {__version__} · evaluating {arguments.preset}", flush=True)
+    say = partial(print, flush=True)
+    say(f"distflow {__version__} · evaluating {arguments.preset}")
     # Encoded prompts go to a temporary folder: a run may be writing to the config's.
     with TemporaryDirectory() as folder:
-        for name, value in sorted(_evaluated(arguments, Path(folder)).items()):
-            print(f"{escape_control(name, one_line=True)}: {value:.4f}")
+        loaded = _load(arguments.preset, arguments.overrides, Path(folder))
+        for line in loaded.notes:
+            say(line)
+        with rewards_ahead(loaded.config):
+            with importing():
+                from distflow.launch.evaluate import evaluate
+                from distflow.launch.make_spec import make_spec
+            metrics = evaluate(make_spec(loaded, say=say), say)
+    for name, value in sorted(metrics.items()):
+        print(f"{escape_control(name, one_line=True)}: {value:.4f}")
     return 0
-
-
-def _evaluated(arguments: argparse.Namespace, folder: Path) -> dict[str, float]:
-    loaded, say = _load(arguments.preset, arguments.overrides, folder), partial(print, flush=True)
-    for line in loaded.notes:
-        say(line)
-    with rewards_ahead(loaded.config):
-        with importing():
-            from distflow.launch.evaluate import evaluate
-            from distflow.launch.make_spec import make_spec
-        return evaluate(make_spec(loaded, say=say), say)
 
 
 def _load(preset: str, overrides: list[str], folder: Path) -> "Loaded":

@@ -35,7 +35,6 @@ from distflow.runtime.spec import Factory
 from distflow.training.optimizer import make_optimizer, make_schedule
 from distflow.training.scorer import ScorerOptions
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _AT_ONCE = {"kv_on_update", "num_threads"}
 
 
@@ -85,7 +84,7 @@ def make_factories(
 
 def compute_dtype(config: Config) -> torch.dtype:
     """The dtype that models compute in; trained weights are always float32."""
-    return DTYPES[config.actor_rollout_ref.model.dtype]
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.actor_rollout_ref.model.dtype]
 
 
 def engine_dtype(config: Config) -> torch.dtype:

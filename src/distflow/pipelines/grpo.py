@@ -50,8 +50,7 @@ def roll_out_and_score(pipeline: Pipeline, config: Config) -> None:
         pipeline.add_node("reward_baseline", nodes.greedy_baseline, wanted=baselines)
     if filters_groups(config):
         unfiltered = sorted(unfiltered_domains(config))
-        options = {"unfiltered": unfiltered} if unfiltered else {}
-        pipeline.add_node("dynamic_sampling", nodes.dynamic_sampling, **options)
+        pipeline.add_node("dynamic_sampling", nodes.dynamic_sampling, unfiltered=unfiltered)
 
 
 def prepare_training_data(pipeline: Pipeline, config: Config) -> None:
