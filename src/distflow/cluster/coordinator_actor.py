@@ -44,10 +44,9 @@ class CoordinatorActor(SharedSampleQueue[GroupRef]):
     A call that the worker does not wait for may fail here: then the run fails, and every worker is notified.
     """
 
-    def __init__(self, spec: Spec, start: Start, allowed: tuple[str, ...]) -> None:
-        """allowed: config keys that may differ from the checkpoint."""
+    def __init__(self, spec: Spec, start: Start) -> None:
         os.umask(0o077)
-        coordinator, self._ledger = begin_ledger(spec, start.checkpoint, allowed)
+        coordinator, self._ledger = begin_ledger(spec, start)
         queued: dict[int, FinishedGroup[GroupRef]] = {}
         for number, group in (load_queued(start.checkpoint) if start.checkpoint else {}).items():
             reference, num_bytes = to_group(group.data)

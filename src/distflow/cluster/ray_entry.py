@@ -51,7 +51,7 @@ def launch_ray(
             connect_ray(spec.plan, say, needs.num_reward_actors * needs.reward_cpus) as ends,
             bundles_of(spec.plan, needs, say, ends) as bundles,
             reported(spec.run_dir, say),
-            RayRun(spec, start, allow_change, bundles) as run,
+            RayRun(spec, start, bundles) as run,
         ):
             differences = run.build(say)
             steps, stop = run.watch(differences, callbacks, ends_process=not embedded)

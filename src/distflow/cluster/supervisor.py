@@ -50,7 +50,7 @@ _NUM_CALLS = 6  # of a worker that may wait at once: groups, a step, its end, me
 class RayRun:
     """A context manager: starts the actors of a run when it is made, and kills them when it exits."""
 
-    def __init__(self, spec: Spec, start: Start, allowed: tuple[str, ...], bundles: PlacementGroup) -> None:
+    def __init__(self, spec: Spec, start: Start, bundles: PlacementGroup) -> None:
         self._spec, self._start, self._bundles = spec, start, bundles
         max_held_bytes, places = bound_of(spec), places_of(spec)
         spec = replace(spec, data=replace(spec.data, max_held_bytes=max_held_bytes))
@@ -60,7 +60,7 @@ class RayRun:
         self._meeting = spec.run_dir / f".meeting-{secrets.token_hex(4)}"
         coordinator: Any = ray.remote(CoordinatorActor)  # Ray's handles have no types
         calls = _NUM_CALLS * len(places) + _NUM_CALLS
-        self._coordinator = coordinator.options(num_cpus=0, max_concurrency=calls).remote(spec, start, allowed)
+        self._coordinator = coordinator.options(num_cpus=0, max_concurrency=calls).remote(spec, start)
         exchanges = any(channel.kind == "exchange" for channel in spec.plan.channels)
         self._exchange = cast(Any, ReshardActor).remote(max_held_bytes) if exchanges else None
         self._workers: list[Any] = [self._start_worker(place) for place in places]

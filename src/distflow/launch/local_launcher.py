@@ -53,7 +53,7 @@ def launch_local(
         def make_stop(recorder: Recorder) -> StopRequest:
             return StopRequest(lambda name: _note_stop(name, spec, recorder), ends_process=not embedded)
 
-        with _running(built, allow_change, callbacks, make_stop) as running:
+        with _running(built, callbacks, make_stop) as running:
             steps = running.worker.training_loop()
     return outcome_of(spec, steps, running.stop.signal, running.recorder.status == "stopped")
 
@@ -67,7 +67,7 @@ def open_local(spec: Spec, say: Callable[[str], None], callbacks: Callbacks) -> 
 
     with (
         starting(spec, ()) as start,
-        _running(_build(spec, start, say), (), callbacks, never_stopped, own_loop=True) as running,
+        _running(_build(spec, start, say), callbacks, never_stopped, own_loop=True) as running,
     ):
         yield running
     running.recorder.report()
@@ -111,7 +111,6 @@ def _build(spec: Spec, start: Start, say: Callable[[str], None]) -> _Built:
 @contextmanager
 def _running(
     built: _Built,
-    allow_change: tuple[str, ...],
     callbacks: Callbacks,
     make_stop: Callable[[Recorder], AbstractContextManager[StopRequest]],
     own_loop: bool = False,
@@ -120,7 +119,7 @@ def _running(
     spec, start, resources, checkpoint = built.spec, built.start, built.resources, built.start.checkpoint
     start.set_aside(spec, built.say)
     state, queued = (restore(checkpoint, resources), load_queued(checkpoint)) if checkpoint else ({}, {})
-    coordinator, ledger = begin_ledger(spec, checkpoint, allow_change)
+    coordinator, ledger = begin_ledger(spec, start)
     total_steps = coordinator.plan.total_steps
     with (
         reported(spec.run_dir, built.say),

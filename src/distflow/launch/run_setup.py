@@ -38,11 +38,13 @@ FROM_THE_START = -1
 
 @dataclass(frozen=True)
 class Start:
-    """Where a run begins: after a checkpoint, or at its start. resumes: whether the folder's records belong to it."""
+    """Where a run begins: after a checkpoint, or at its start. resumes: whether the folder's records belong to it.
+    allowed: config keys that may differ from the checkpoint."""
 
     store: CheckpointStore
     checkpoint: Checkpoint | None
     resumes: bool
+    allowed: tuple[str, ...]
 
     @property
     def resumed_at(self) -> int:
@@ -68,7 +70,7 @@ def starting(spec: Spec, allow_change: tuple[str, ...]) -> Iterator[Start]:
         checkpoint = find_checkpoint(store, mode)
         if checkpoint:
             check_same_config(checkpoint, spec, allow_change)
-        yield Start(store, checkpoint, resumes_here(checkpoint, mode, spec.run_dir))
+        yield Start(store, checkpoint, resumes_here(checkpoint, mode, spec.run_dir), allow_change)
 
 
 def open_store(spec: Spec) -> CheckpointStore:
@@ -114,9 +116,9 @@ def note_early_end(recorder: Recorder, group_counts: GroupCounts, done: int, pla
         recorder.note("info", f"the data ended after {done} of {planned} steps: groups were dropped ({dropped})")
 
 
-def begin_ledger(spec: Spec, checkpoint: Checkpoint | None, allowed: tuple[str, ...]) -> tuple[Coordinator, Ledger]:
-    """The coordinator and its ledger, as of the checkpoint. allowed: config keys that may differ from it."""
-    path = spec.run_dir / LEDGER
+def begin_ledger(spec: Spec, start: Start) -> tuple[Coordinator, Ledger]:
+    """The coordinator and its ledger, as of the checkpoint."""
+    path, checkpoint = spec.run_dir / LEDGER, start.checkpoint
     if checkpoint is None:
         ledger = Ledger(path)
         return Coordinator(spec.data, ledger), ledger
@@ -124,8 +126,8 @@ def begin_ledger(spec: Spec, checkpoint: Checkpoint | None, allowed: tuple[str, 
         snapshot: Snapshot = checkpoint.load("run")["coordinator"]
         ledger = Ledger(path, mark_of(snapshot))
         coordinator = Coordinator(remaining_plan(spec.data, snapshot), ledger, snapshot)
-    if allowed:
-        ledger.append("allowed_change", keys=list(allowed))
+    if start.allowed:
+        ledger.append("allowed_change", keys=list(start.allowed))
     return coordinator, ledger
 
 

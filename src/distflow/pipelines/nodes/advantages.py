@@ -53,7 +53,7 @@ def weighs_samples(algorithm: AlgorithmConfig) -> bool:
 @node(writes="loss_mask")
 @by_domain(masks_samples)
 def mask_samples(config: Config) -> Callable[..., object]:
-    """`loss_mask` less what `algorithm.mask_truncated`, `mask_long_errors` and `difficulty_mask` leave out."""
+    """`loss_mask` without samples that `algorithm.mask_truncated`, `mask_long_errors` or `difficulty_mask` exclude."""
     settings = config.algorithm
     return partial(
         masked_samples,

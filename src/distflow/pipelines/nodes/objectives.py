@@ -12,8 +12,8 @@ DRIFT_CORRECTION = Correction("token", 2.0)
 
 
 def policy_objective(config: Config, derives_old: bool = False, corrected: bool = False) -> PolicyObjective:
-    """The actor's loss. derives_old: the old log-probs are the loss's own, see `may_derive_old`. corrected: it is
-    weighed as after drift of rollout and trainer, by weights that are computed within it.
+    """The actor's loss. derives_old: its own log-probs serve as the old ones, see `may_derive_old`. corrected: the loss
+    computes importance weights itself, as after drift of engine and trainer.
 
     Raises ValueError for an unknown loss or option.
     """
@@ -53,8 +53,8 @@ def takes_rollouts(config: Config) -> bool:
 
 
 def may_derive_old(config: Config) -> bool:
-    """Whether every optimizer step is of the policy that sampled: one mini-batch a step, of samples of this version.
-    The log-probs of the loss are the old ones then."""
+    """Whether every optimizer step updates the policy that sampled: a step is one mini-batch, of samples of this
+    version. The loss's own log-probs are the old ones then."""
     actor = config.actor_rollout_ref.actor
     if not is_rl(config) or is_decoupled(actor.policy_loss) or config.algorithm.recompute_old_log_probs != "auto":
         return False
@@ -68,7 +68,7 @@ def is_anchored(config: Config) -> bool:
 
 
 def correction(config: Config) -> Correction:
-    """The config's weights of the trainer's policy over the one that sampled."""
+    """The config's importance weights: the trainer's policy over the policy that sampled."""
     settings = config.algorithm.rollout_correction
     return Correction(settings.rollout_is, settings.rollout_is_threshold)  # type: ignore[arg-type]  # the config checks them
 

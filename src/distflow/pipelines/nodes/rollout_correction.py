@@ -81,7 +81,7 @@ def weigh_after_drift(
     *,
     limit: float,
 ) -> NodeOutput | None:
-    """Nothing until the mean |Δ log-prob| of a step is above `limit`; then weights of tokens, truncated at 2.
+    """No weights until the mean |Δ log-prob| of a step is above `limit`; then weights of tokens, truncated at 2.
 
     Only tokens of the trainer's own version are measured: others differ by staleness, which is no drift.
     """
@@ -110,7 +110,7 @@ def drift_weights(
 @node_factory
 @node(role=NodeRole.ACTOR, writes="loss_mask")
 def reject_mismatch(config: Config) -> Callable[..., object]:
-    """Leave out of the loss tokens and sequences with a large mismatch between rollout engine and trainer."""
+    """Exclude tokens and sequences with a large mismatch between rollout engine and trainer from the loss."""
     settings = config.algorithm.rollout_correction
     bounds = spread(settings.rollout_rs_threshold, len(settings.rollout_rs))
     return _comparing(config, "loss_mask", mask_mismatch, rollout_rs=settings.rollout_rs, bounds=bounds)
@@ -119,7 +119,7 @@ def reject_mismatch(config: Config) -> Callable[..., object]:
 def mask_mismatch(
     batch: Batch, reduce: Collective, *, trainer: str, rollout_rs: tuple[str, ...], bounds: tuple[Bounds, ...]
 ) -> NodeOutput:
-    """`loss_mask` less what is rejected; see `compute_rejection_mask`."""
+    """`loss_mask` without the rejected tokens; see `compute_rejection_mask`."""
     mask, statistics = compute_rejection_mask(
         batch[trainer],
         batch["rollout_log_probs"],
