@@ -46,7 +46,8 @@ def load(path: str) -> object:
         owner, found = found, getattr(found, name, None)
         if found is None:
             public = [other for other in dir(owner) if not other.startswith("_")]
-            raise LoadError(f"'{path}': {_kind(owner)} has no '{name}'{hint(name, public)}")
+            kind = "the module" if isinstance(owner, ModuleType) else f"'{getattr(owner, '__name__', owner)}'"
+            raise LoadError(f"'{path}': {kind} has no '{name}'{hint(name, public)}")
     return _bound(owner, name, found, path)
 
 
@@ -111,10 +112,6 @@ def _not_found(name: str, missing: str) -> str:
     beside = [f"{package}.{own}" for own in beside] if package else [own for own in beside if not own.startswith("_")]
     guess = nearest(missing, beside)
     return f"there is no module '{missing}'" + (f"; did you mean '{guess}'?" if guess else "")
-
-
-def _kind(owner: object) -> str:
-    return "the module" if isinstance(owner, ModuleType) else f"'{getattr(owner, '__name__', owner)}'"
 
 
 def _bound(owner: object, name: str, found: object, path: str) -> object:

@@ -11,7 +11,7 @@ from typing import Any, Literal, overload
 
 from transformers import PreTrainedTokenizerBase
 
-from distflow.builtin_names import REWARDS, Reward
+from distflow.builtin_names import REWARDS
 from distflow.config import Config
 from distflow.config.derived_settings import is_rl
 from distflow.config.keys.reward import RewardPart
@@ -150,7 +150,9 @@ def validation_sources(config: Config, scored: bool) -> list[DataSource]:
 
 def _source(config: Config, split: Literal["train", "val"], domain: str, scored: bool) -> DataSource:
     """domain: "" for the files of `data` itself."""
-    data, is_sft, rewards = config.data, not is_rl(config), _rewards(config, domain)
+    data, is_sft, functions = config.data, not is_rl(config), reward_functions(config)
+    parts = functions.get(domain, ()) if domain else [part for named in functions.values() for part in named]
+    rewards = [REWARDS[part.name] for part in parts if part.name in REWARDS]  # what a user's own needs is unknown
     own = partial(own_setting, config, domain, data)
     files = data.domains[domain] if domain else data
     key = f"data.domains.{domain}" if domain else "data"
@@ -191,13 +193,6 @@ def own_setting(config: Config, domain: str, common: object, name: str) -> Any:
     """The domain's setting of that name, or that of the group `common` where the domain has none."""
     value = getattr(config.data.domains.get(domain), name, None)
     return getattr(common, name) if value is None else value
-
-
-def _rewards(config: Config, domain: str) -> list[Reward]:
-    """The built-in reward functions of the domain, or all where there is one source. A user's own are unknown."""
-    functions = reward_functions(config)
-    parts = functions.get(domain, ()) if domain else [part for own in functions.values() for part in own]
-    return [REWARDS[part.name] for part in parts if part.name in REWARDS]
 
 
 class OwnRows(Sequence[PromptRow]):

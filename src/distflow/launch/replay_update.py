@@ -69,7 +69,7 @@ def replay_bundle(bundle: Path, *, trust_code: bool = False) -> Iterator[str]:
     for name, tensor in weights.items():
         if wrong := int((~tensor.isfinite()).sum()):
             yield f"weight {name}: {wrong} entries are not finite"
-    engine = _engine(_in_one_process(config), role)
+    engine = _engine(config, role)
     _load_weights(engine.model, weights)
     with _reading(bundle):
         objective = _objective(config, role, batch)
@@ -106,17 +106,6 @@ def _samples_alone(
         yield "each sample alone is finite: the sum of them is not, or the device of the run computes differently"
 
 
-def _in_one_process(config: Config) -> Config:
-    """On the CPU, whatever devices and ranks the run had."""
-    settings = config.actor_rollout_ref
-    actor = replace(settings.actor, strategy="torch")
-    return replace(
-        config,
-        trainer=replace(config.trainer, device="cpu"),
-        actor_rollout_ref=replace(settings, actor=actor),
-    )
-
-
 def _non_finite_columns(batch: Batch) -> Iterator[str]:
     for name in batch.names:
         column = batch.flat(name)
@@ -130,6 +119,10 @@ def _non_finite_columns(batch: Batch) -> Iterator[str]:
 
 
 def _engine(config: Config, role: str) -> TorchTrainEngine:
+    """The role's engine on the CPU of this process, whatever devices and ranks the run had."""
+    settings, trainer = config.actor_rollout_ref, replace(config.trainer, device="cpu")
+    settings = replace(settings, actor=replace(settings.actor, strategy="torch"))
+    config = replace(config, trainer=trainer, actor_rollout_ref=settings)
     factories = make_factories(config, {"actor", role}, (), steps=1)
     engine = build_resources(factories, RankPlan(0, "cpu", (), (), (role,), ())).trained()[role]
     assert isinstance(engine, TorchTrainEngine)

@@ -153,12 +153,9 @@ def run_options(config: Config, pipeline: BoundPipeline, plan: Plan) -> RunOptio
 
 
 def _solution_columns(config: Config) -> dict[str, tuple[str | None, str]]:
-    data = config.data
-    found: dict[str, tuple[str | None, str]] = {"": (data.solution_key, data.answer_key)}
-    for name, domain in data.domains.items():
-        solution = data.solution_key if domain.solution_key is None else domain.solution_key
-        found[name] = solution, domain.answer_key or data.answer_key
-    return found
+    own = partial(own_setting, config)
+    names, data = ("", *config.data.domains), config.data
+    return {name: (own(name, data, "solution_key"), own(name, data, "answer_key")) for name in names}
 
 
 def _worker_needs(config: Config, is_scored: bool) -> WorkerNeeds:
@@ -171,12 +168,12 @@ def _worker_needs(config: Config, is_scored: bool) -> WorkerNeeds:
 def _offloads(config: Config, pipeline: BoundPipeline) -> dict[str, Offloads]:
     """For trained models, by role. What always stays on the host is not moved."""
     settings = {"actor": config.actor_rollout_ref.actor.fsdp_config, "critic": config.critic.fsdp_config}
-    found = {
-        role: Offloads(weights=own.param_offload, moments=own.optimizer_offload)
-        for role, own in settings.items()
-        if role in pipeline.engines
-    }
-    return {role: own for role, own in found.items() if own.weights or own.moments}
+    found = dict[str, Offloads]()
+    for role in sorted(pipeline.engines & settings.keys()):
+        own = Offloads(weights=settings[role].param_offload, moments=settings[role].optimizer_offload)
+        if own.weights or own.moments:
+            found[role] = own
+    return found
 
 
 def _canary_freq(config: Config, pipeline: BoundPipeline) -> int:
