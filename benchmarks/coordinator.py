@@ -179,7 +179,7 @@ class Setting:
         from siirl.data_coordinator.data_buffer import DataCoordinator
 
         self._workers, self._num_turns = workers, 0
-        self._exchange = ReshardActor.remote(10**12, 60)
+        self._exchange = ReshardActor.remote(10**12)
         self._coordinator = DataCoordinator.remote(1, num_samples, len(workers))
         fill_ours(self._exchange, queued)
         fill_siirl(self._coordinator, queued)

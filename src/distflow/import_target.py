@@ -10,7 +10,7 @@ import inspect
 import pkgutil
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import ModuleType
 
@@ -46,7 +46,8 @@ def load(path: str) -> object:
         owner, found = found, getattr(found, name, None)
         if found is None:
             public = [other for other in dir(owner) if not other.startswith("_")]
-            raise LoadError(f"'{path}': {_kind(owner)} has no '{name}'{hint(name, public)}")
+            kind = "the module" if isinstance(owner, ModuleType) else f"'{getattr(owner, '__name__', owner)}'"
+            raise LoadError(f"'{path}': {kind} has no '{name}'{hint(name, public)}")
     return _bound(owner, name, found, path)
 
 
@@ -58,15 +59,24 @@ def split_name(path: str) -> tuple[str, str]:
 
 def load_module(name: str) -> ModuleType:
     """The module of that name or ".py" file, imported once. Raises LoadError for whatever it raises meanwhile."""
+    with users_code(f"'{name}' cannot be imported:", passes=LoadError):
+        try:
+            return _load_file(Path(name).expanduser()) if name.endswith(".py") else importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            raise LoadError(_not_found(name, error.name or name)) from error
+
+
+@contextmanager
+def users_code(what: str, passes: type[Exception]) -> Iterator[None]:
+    """Turns an error of the user's code inside into a LoadError, which begins with `what` and names the line of that
+    code. passes: errors that are raised unchanged."""
     try:
-        return _load_file(Path(name).expanduser()) if name.endswith(".py") else importlib.import_module(name)
-    except LoadError:
+        yield
+    except passes:
         raise
-    except ModuleNotFoundError as error:
-        raise LoadError(_not_found(name, error.name or name)) from error
-    except Exception as error:  # a user's code
+    except Exception as error:  # a user's code may raise anything
         place = f" (at {found})" if (found := users_place(error)) else ""
-        raise LoadError(f"'{name}' cannot be imported: {type(error).__name__}: {error}{place}") from error
+        raise LoadError(f"{what} {type(error).__name__}: {error}{place}") from error
 
 
 def load_modules(names: Iterable[str]) -> None:
@@ -96,20 +106,12 @@ def _load_file(path: Path) -> ModuleType:
 def _not_found(name: str, missing: str) -> str:
     if name != missing and not name.startswith(f"{missing}."):
         return f"'{name}' needs the module '{missing}', which is not installed"
-    guess = nearest(missing, _siblings(missing))
+    package = missing.rpartition(".")[0]
+    folders = getattr(sys.modules[package], "__path__", []) if package else None
+    beside = [module.name for module in pkgutil.iter_modules(folders)]
+    beside = [f"{package}.{own}" for own in beside] if package else [own for own in beside if not own.startswith("_")]
+    guess = nearest(missing, beside)
     return f"there is no module '{missing}'" + (f"; did you mean '{guess}'?" if guess else "")
-
-
-def _siblings(name: str) -> list[str]:
-    """Modules beside the missing one."""
-    package, _, _ = name.rpartition(".")
-    if not package:
-        return [module.name for module in pkgutil.iter_modules() if not module.name.startswith("_")]
-    return [f"{package}.{m.name}" for m in pkgutil.iter_modules(getattr(sys.modules[package], "__path__", []))]
-
-
-def _kind(owner: object) -> str:
-    return "the module" if isinstance(owner, ModuleType) else f"'{getattr(owner, '__name__', owner)}'"
 
 
 def _bound(owner: object, name: str, found: object, path: str) -> object:
@@ -137,16 +139,17 @@ def module_files(module: str) -> list[Path]:
 
 
 class SourceFile:
-    """What a module defines, read from the text of its file: none of its code runs.
+    """What a module defines, read from its text: none of its code runs. Raises SyntaxError or ValueError for a text
+    that is no Python.
 
-    names: all that it binds at its top level. is_open: it may bind others too, by a star import or `__getattr__`.
+    names: all that it binds at its top level. functions: those of its own, by name.
     """
 
-    def __init__(self, tree: ast.Module) -> None:
-        self._functions = {node.name: node for node in tree.body if isinstance(node, _FUNCTIONS)}
+    def __init__(self, text: bytes) -> None:
+        tree = ast.parse(text)
+        self.functions = {node.name: node for node in tree.body if isinstance(node, _FUNCTIONS)}
         self._classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
         self.names = set(_bound_names(tree))
-        self.is_open = bool(self.names & {"*", "__getattr__"})
 
     @staticmethod
     def of(module: str) -> "SourceFile | None":
@@ -162,18 +165,18 @@ class SourceFile:
         if file is None and "." not in module and importlib.util.find_spec(module) is None:
             raise LoadError(_not_found(module, module))
         try:
-            return None if file is None else SourceFile(ast.parse(file.read_bytes()))
+            return None if file is None else SourceFile(file.read_bytes())
         except (OSError, SyntaxError, ValueError):  # its import says more
             return None
 
     def defines(self, name: str) -> bool:
-        """Whether it binds the name, or may."""
-        return self.is_open or name in self.names
+        """Whether it binds the name, or may: by a star import or `__getattr__`."""
+        return not self.names.isdisjoint((name, "*", "__getattr__"))
 
     def signature(self, name: str) -> Callable[..., object] | None:
         """A function that does nothing, with the parameters of the one of that name; None where a decorator may change
         them, or no plain function has the name. Every default is None."""
-        node = self._functions.get(name)
+        node = self.functions.get(name)
         if node is None or node.decorator_list:
             return None
         function = eval(compile(ast.fix_missing_locations(ast.Expression(_without_values(node.args))), name, "eval"))

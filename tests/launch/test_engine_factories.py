@@ -166,20 +166,21 @@ def test_actor_critic_and_reference_get_their_own_settings() -> None:
     assert {built.actor.temperature, built.critic.temperature, built.ref.temperature} == {0.5}
     assert not built.ref.without_adapter
     plain = make_factories(config("ppo", f"{ACTOR}.ppo_max_token_len_per_gpu=100"), ["ref", "critic"], (), 1)
-    for name in ("ref", "critic"):
-        assert plain[name].keywords["options"]["max_tokens_per_micro_batch"] == 100  # type: ignore[attr-defined]
+    options = [plain["ref"].keywords["options"], plain["critic"].keywords["trainer"].options]  # type: ignore[attr-defined]
+    assert [own["max_tokens_per_micro_batch"] for own in options] == [100, 100]
 
 
 def test_answers_of_the_data_are_learned_at_temperature_one() -> None:
     factory = make_factories(config("sft", f"{ROLLOUT}.temperature=0.5"), ["actor"], (), 1)["actor"]
-    assert factory.keywords["options"]["temperature"] == 1.0  # type: ignore[attr-defined]
+    assert factory.keywords["trainer"].options["temperature"] == 1.0  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("given", [{}, {"lr_warmup_steps": 4}, {"warmup_ratio": 0.4, "min_lr_ratio": 0.5}])
 def test_a_schedule_gets_the_keys_of_the_optimizer(given: dict[str, float]) -> None:
     keys = (f"{ACTOR}.optim.{name}={value}" for name, value in given.items())
     settings = config("grpo", f"{ACTOR}.optim.scheduler=linear_with_warmup", *keys)
-    made = make_factories(settings, ["actor"], (), 10)["actor"].keywords["optim"]["schedule"]  # type: ignore[attr-defined]
+    trainer = make_factories(settings, ["actor"], (), 10)["actor"].keywords["trainer"]  # type: ignore[attr-defined]
+    made = trainer.make_schedule.keywords
     optim = settings.actor_rollout_ref.actor.optim
     assert (made["warmup_steps"], made["warmup_ratio"], made["min_lr_ratio"]) == (
         optim.lr_warmup_steps,

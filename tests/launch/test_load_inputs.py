@@ -7,7 +7,8 @@ import pytest
 
 from distflow.config import load_config
 from distflow.errors import UserError
-from distflow.launch.load_inputs import read_config
+from distflow.launch import load_inputs
+from distflow.launch.load_inputs import fit_to_files, read_config
 from distflow.planning.allocation_expression import follow_allocation
 from tests.user_code import forgotten
 
@@ -234,3 +235,14 @@ def test_a_registered_group_that_no_node_can_read_is_refused(own: None) -> None:
 
 def test_a_registered_group_of_which_nothing_is_set_has_its_defaults(own: None) -> None:
     refuse_own("with_ctx")
+
+
+def test_parts_that_are_chosen_by_name_are_checked_once_however_often_the_config_is_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    read, checked = list[object](), list[object]()
+    monkeypatch.setattr(load_inputs, "check_extensions", checked.append)
+    monkeypatch.setattr(load_inputs, "read_config", lambda loaded: read.append(loaded) or read_config(loaded))
+    given = (f"{MODEL}.path=builtin:tiny-arithmetic", f"{MODEL}.init=random", "data.train_files=builtin:arithmetic-rl")
+    fit_to_files(load_config("grpo", given))
+    assert len(checked) == 1 and len(read) == 2

@@ -332,8 +332,8 @@ def trained(step: int, warmup: int = 2, engine: Trainer | None = None) -> tuple[
     ctx = NodeContext(Config(), step, None, after_update=told, group_ids=(0, 1, 2))  # type: ignore[arg-type]
     batch = Batch.concat([columns_of(number) for number in range(3)])
     objective: Any = None
-    made = update(batch, engine, ctx, name="own", objective=objective, epochs=2, num_prompts=2, warmup=warmup)  # type: ignore[arg-type]
-    return made, engine, first
+    options: dict[str, Any] = {"name": "own", "objective": objective, "epochs": 2, "num_prompts": 2, "warmup": warmup}
+    return update(batch, engine, ctx, OneRank(), **options), engine, first  # type: ignore[arg-type]
 
 
 def test_an_update_is_each_mini_batch_of_each_epoch_and_begins_behind_the_warm_up() -> None:

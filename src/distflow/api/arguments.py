@@ -13,7 +13,7 @@ from distflow.config.derived_settings import is_rl
 from distflow.config.keys.declare import dotted
 from distflow.config.keys.schema import schema_keys
 from distflow.data.python_rows import GivenRows, keep_rows
-from distflow.errors import UserError
+from distflow.errors import Problem, UserError
 
 Overrides: TypeAlias = Mapping[str, object] | Sequence[str]
 Rows: TypeAlias = str | Path | GivenRows
@@ -35,10 +35,9 @@ def to_lines(overrides: Overrides) -> list[str]:
         return [overrides]
     if isinstance(overrides, Mapping):
         return [f"{key}={_text(value, key)}" for key, value in _leaves("", overrides)]
-    lines = list(overrides) if isinstance(overrides, Sequence) else None
-    if lines is None or not all(isinstance(line, str) for line in lines):
+    if not isinstance(overrides, Sequence) or not all(isinstance(line, str) for line in overrides):
         raise UserError(f"overrides are {overrides!r:.80}: give a dict, or a list of texts 'key=value'")
-    return lines
+    return list(overrides)
 
 
 def key_of(line: str) -> str:
@@ -69,16 +68,13 @@ def _text(value: Any, key: str) -> str:
     if isinstance(value, str | Path):
         return QuotedString(str(value), Quote.single).with_quotes()
     if isinstance(value, Mapping):
-        return "{" + ",".join(f"{_escaped(name)}:{_text(item, key)}" for name, item in value.items()) + "}"
+        escaped = {_SPECIAL.sub(r"\\\g<0>", str(name)): item for name, item in value.items()}
+        return "{" + ",".join(f"{name}:{_text(item, key)}" for name, item in escaped.items()) + "}"
     if isinstance(value, list | tuple):
         return "[" + ",".join(_text(item, key) for item in value) + "]"
     if callable(item := getattr(value, "item", None)):  # a number of numpy or torch
         return _text(item(), key)
     raise UserError(f"{key} is {value!r:.80}, a {type(value).__name__}: a config holds numbers, texts, lists and dicts")
-
-
-def _escaped(name: object) -> str:
-    return _SPECIAL.sub(lambda match: f"\\{match[0]}", str(name))
 
 
 @dataclass(frozen=True)
@@ -93,8 +89,18 @@ class PythonInputs:
     reward: Reward | None = None
 
     def __post_init__(self) -> None:
-        if self.reward is not None:
-            _check_reward(self.reward)
+        if self.reward is None:
+            return
+        from distflow.rewards.functions import find_fault, name_of
+
+        if not callable(self.reward) or isinstance(self.reward, type):
+            raise UserError(
+                f"reward is {self.reward!r:.80}: give a function. Rewards with a name are set by reward.functions, "
+                'e.g. overrides={"reward.functions": {"default": ["math"]}}, and one in a file by '
+                "custom_reward_function.path"
+            )
+        if fault := find_fault(self.reward):
+            raise UserError(f"reward: {name_of(self.reward)} {fault}")
 
     def lines(self, others: Sequence[str]) -> list[str]:
         """The keys that are set for the check of the config. Raises UserError where `others` set the same."""
@@ -109,12 +115,13 @@ class PythonInputs:
             lines += [f"custom_reward_function.path={_REWARD_TO_COME}"]
         return lines
 
-    def shown(self, what: str) -> str:
-        """The place of a problem, named by the argument where the key was set for the check."""
-        key = what.partition(" = ")[0]
-        if self.reward is not None and key == "custom_reward_function.path":
-            return "reward"
-        return what
+    def in_python(self, problem: Problem) -> Problem:
+        """The problem with arguments in place of a command line, and of files that are not written yet."""
+        places = []
+        for what, where in problem.places:
+            is_reward = self.reward is not None and what.partition(" = ")[0] == "custom_reward_function.path"
+            places.append(("reward" if is_reward else what, "given" if where == COMMAND_LINE else where))
+        return replace(problem, places=tuple(places))
 
     def with_files(self, loaded: Loaded) -> Loaded:
         """The checked config with the files to come. Raises UserError for a reward that would score nothing."""
@@ -170,15 +177,3 @@ def _check_free(key: str, name: str, lines: Sequence[str]) -> None:
     for line in lines:
         if key_of(line).startswith(key):
             raise UserError(f"{key_of(line)} is set, and {name}= says the same: leave one of them out")
-
-
-def _check_reward(reward: Reward) -> None:
-    from distflow.rewards.functions import find_fault, name_of
-
-    if not callable(reward) or isinstance(reward, type):
-        raise UserError(
-            f"reward is {reward!r:.80}: give a function. Rewards with a name are set by reward.functions, e.g. "
-            'overrides={"reward.functions": {"default": ["math"]}}, and one in a file by custom_reward_function.path'
-        )
-    if fault := find_fault(reward):
-        raise UserError(f"reward: {name_of(reward)} {fault}")

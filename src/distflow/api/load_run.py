@@ -21,7 +21,7 @@ from distflow.observe.reading.run_reader import (
     sample_splits,
     sample_steps,
 )
-from distflow.observe.report.summary import REWARD, find_accuracy, status
+from distflow.observe.report.summary import REWARD, accuracies, status
 from distflow.observe.sanitize import escape_control
 from distflow.observe.writing.run_folder import DROPPED
 
@@ -50,7 +50,7 @@ class Table(list[dict[str, object]]):
     def _repr_html_(self) -> str:
         columns = self.columns[:_SHOWN_COLUMNS]
         shown = [*self[: _SHOWN_ROWS // 2], None, *self[-_SHOWN_ROWS // 2 :]] if len(self) > _SHOWN_ROWS else list(self)
-        head = "".join(f"<th>{_cell_text(name)}</th>" for name in columns)
+        head = "".join(f"<th>{_value(name)}</th>" for name in columns)
         body = "".join(f"<tr>{_cells(row, columns)}</tr>" for row in shown)
         size = f"{len(self):,} rows × {len(self.columns)} columns"
         return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table><p>{size}</p>"
@@ -64,11 +64,7 @@ def _cells(row: Mapping[str, object] | None, columns: list[str]) -> str:
 
 
 def _value(value: object) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else _cell_text(str(value))
-
-
-def _cell_text(text: str) -> str:
-    return _text(text[:_SHOWN_CHARACTERS])
+    return f"{value:.4g}" if isinstance(value, float) else _text(str(value)[:_SHOWN_CHARACTERS])
 
 
 def _text(text: str) -> str:
@@ -158,14 +154,12 @@ class Run:
     @property
     def accuracy_before(self) -> float | None:
         """On validation problems before the first step; None where that was not measured."""
-        first = self._accuracy()[:1]
-        return first[0][1] if first and first[0][0] == 0 else None
+        return accuracies(read_metrics(self.folder))[0]
 
     @property
     def accuracy_after(self) -> float | None:
         """On validation problems at the last validation; None where there was none after a step."""
-        last = self._accuracy()[-1:]
-        return last[0][1] if last and last[0][0] > 0 else None
+        return accuracies(read_metrics(self.folder))[1]
 
     @property
     def num_steps(self) -> int:
@@ -198,9 +192,10 @@ class Run:
     def summary(self) -> list[str]:
         """The result of the run in lines: its accuracies, and where its report is."""
         before, after = self.accuracy_before, self.accuracy_after
-        accuracy = [f"accuracy before RL: {before:.2f}"] if before is not None and after is not None else []
-        accuracy += [f"accuracy after RL: {after:.2f}"] if accuracy else []
-        return [*accuracy, f"report: {self.report}"]
+        lines = [f"report: {self.report}"]
+        if before is not None and after is not None:
+            lines = [f"accuracy before RL: {before:.2f}", f"accuracy after RL: {after:.2f}", *lines]
+        return lines
 
     def __repr__(self) -> str:
         return f"<Run {self.folder}: {self.status}, {self.num_steps} steps>"
@@ -219,11 +214,6 @@ class Run:
         rewards = [value for row in trained if isinstance(value := row.get(REWARD), float) and math.isfinite(value)]
         curve = f"<tr><th>reward by step</th><td>{_curve(rewards)}</td></tr>" if len(rewards) > 1 else ""
         return f"<table><tbody>{cells}{curve}</tbody></table>"
-
-    def _accuracy(self) -> tuple[tuple[int, float], ...]:
-        """(step, value) of each validation."""
-        found = find_accuracy(read_metrics(self.folder), None)
-        return found.points if found else ()
 
 
 def _check_one_of(name: str, value: str | None) -> None:

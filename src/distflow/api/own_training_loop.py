@@ -47,10 +47,12 @@ def rollouts(
     is not accepted is dropped as rejected, and another starts. It runs on a thread of its own.
     Raises UserError or PipelineError for a mistake of the user's.
     """
-    inputs = PythonInputs(data, val_data, reward)
-    has_data = data is not None or any(files for _, files in train_files(_peek(preset_or_config, overrides)))
-    if not has_data:
-        inputs = replace(inputs, data=_placeholders(_peek(preset_or_config, overrides)))
+    inputs, has_data = PythonInputs(data, val_data, reward), True
+    if data is None:
+        named = load_config(*preset_and_lines(preset_or_config, overrides), complete=False).config
+        has_data = any(files for _, files in train_files(named))
+        if not has_data:
+            inputs = replace(inputs, data=_placeholders(named))
     loaded = read(preset_or_config, overrides, inputs, resume)
     if not is_rl(loaded.config):
         raise UserError(f"the pipeline {pipeline_name(loaded.config)} generates nothing: distflow.train runs it")
@@ -111,10 +113,8 @@ class Rollouts:
         with ExitStack() as stack:
             stack.enter_context(settings_restored())
             spec = self._spec()
-            self._pipeline = spec.pipeline()
-            self._rows = OwnRows(spec.rows)
-            spec = replace(spec, rows=self._rows)
-            self._spec_entered = spec
+            self._pipeline, self._rows = spec.pipeline(), OwnRows(spec.rows)
+            self._spec_entered = spec = replace(spec, rows=self._rows)
             self._running = stack.enter_context(open_local(spec, say, Callbacks()))
             self._stack = stack.pop_all()
         return self
@@ -210,13 +210,9 @@ class Rollouts:
         names = set.intersection(*(set(part.batch.names) for part in self._parts))
         batches = [part.batch.only(name for name in part.batch.names if name in names) for part in self._parts]
         measured: dict[str, float] = {}
-        for each in [
-            *(part.metrics for part in self._parts),
-            _mean(self._updates),
-            metrics or {},
-            worker.reward_metrics(),
-        ]:
-            measured |= each
+        for part in self._parts:
+            measured |= part.metrics
+        measured |= {**_mean(self._updates), **(metrics or {}), **worker.reward_metrics()}
         recorded = worker.finish(Batch.concat(batches), measured)
         self._parts, self._updates = [], []
         return recorded
@@ -238,14 +234,9 @@ class Rollouts:
     def stats(self) -> RolloutStats:
         """How many groups wait, run and are done."""
         standing = self._entered.intake.standing()
-        group_counts = standing.group_counts
-        return RolloutStats(
-            standing.num_offered,
-            group_counts.issued,
-            group_counts.running,
-            group_counts.complete + group_counts.consumed,
-            sum(group_counts.dropped.values()),
-        )
+        counts = standing.group_counts
+        accepted, rejected = counts.complete + counts.consumed, sum(counts.dropped.values())
+        return RolloutStats(standing.num_offered, counts.issued, counts.running, accepted, rejected)
 
     @property
     def actor(self) -> "TrainEngine":
@@ -260,8 +251,7 @@ class Rollouts:
     @property
     def ref(self) -> "Scorer":
         """The frozen reference policy."""
-        engine: Scorer = self._engine("ref")
-        return engine
+        return cast("Scorer", self._engine("ref"))
 
     @property
     def tokenizer(self) -> "PreTrainedTokenizerBase":
@@ -338,11 +328,6 @@ class _CheckedEngine:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
-
-
-def _peek(preset_or_config: PresetOrConfig, overrides: Overrides) -> Config:
-    preset, lines = preset_and_lines(preset_or_config, overrides)
-    return load_config(preset, lines, complete=False).config
 
 
 def _placeholders(config: Config) -> list[dict[str, object]]:

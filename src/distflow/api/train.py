@@ -3,7 +3,6 @@
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -11,9 +10,8 @@ from distflow import __version__
 from distflow.api.arguments import Overrides, PythonInputs, Reward, Rows, to_lines
 from distflow.api.load_run import Run
 from distflow.builtin_names import LAUNCHERS
-from distflow.config import ConfigError, Loaded, Problem, UserError, describe, load_config
+from distflow.config import ConfigError, Loaded, UserError, describe, load_config
 from distflow.config.compose.check_paths import NEEDED_TO_TRAIN
-from distflow.config.compose.origins import COMMAND_LINE
 from distflow.config.derived_settings import check_keys, resume_override
 from distflow.data import global_generators
 from distflow.import_target import load
@@ -30,7 +28,11 @@ def read(preset_or_config: PresetOrConfig, overrides: Overrides, inputs: PythonI
     """The checked config, with the files of rows and reward in it. Raises UserError."""
     preset, lines = preset_and_lines(preset_or_config, overrides)
     say(f"distflow {__version__} · {preset}")
-    loaded = inputs.with_files(_load(preset, [*lines, *inputs.lines(lines), *resume_override(resume)], inputs))
+    try:
+        loaded = load_config(preset, [*lines, *inputs.lines(lines), *resume_override(resume)], needed=NEEDED_TO_TRAIN)
+    except ConfigError as error:
+        raise ConfigError([inputs.in_python(problem) for problem in error.problems]) from None
+    loaded = inputs.with_files(loaded)
     for line in loaded.notes:
         say(line)
     return loaded
@@ -41,12 +43,9 @@ def make_spec_of(inputs: PythonInputs, loaded: Loaded) -> "Spec":
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="IProgress not found")  # tqdm's, of a notebook without its widgets
         from distflow.launch.make_spec import make_spec
-        from distflow.launch.user_code import named_code
         from distflow.runtime.checkpoint.checkpoint import CheckpointStore
         from distflow.runtime.checkpoint.find_checkpoint import CHECKPOINTS
         from distflow.runtime.errors import writing_to
-    for line in named_code(loaded.config):
-        say(f"your code: {line}")
     trainer = loaded.config.trainer
     with claimed(trainer.run_dir), writing_to(trainer.run_dir):
         resuming = trainer.resume_mode != "never" and CheckpointStore(trainer.run_dir / CHECKPOINTS).exists()
@@ -67,19 +66,6 @@ def preset_and_lines(config: str | Path | Mapping[str, object], overrides: Overr
     if len(presets) != 1 or not isinstance(presets[0], str):
         raise UserError(f"defaults is {named!r}: name the one preset that the config builds on")
     return presets[0], [*to_lines(values), *to_lines(overrides)]
-
-
-def _load(preset: str, lines: Sequence[str], inputs: PythonInputs) -> Loaded:
-    try:
-        return load_config(preset, lines, needed=NEEDED_TO_TRAIN)
-    except ConfigError as error:
-        raise ConfigError([_in_python(problem, inputs) for problem in error.problems]) from None
-
-
-def _in_python(problem: Problem, inputs: PythonInputs) -> Problem:
-    """Name arguments in place of a command line, and of files that are not written yet."""
-    places = tuple((inputs.shown(what), "given" if where == COMMAND_LINE else where) for what, where in problem.places)
-    return replace(problem, places=places)
 
 
 @contextmanager

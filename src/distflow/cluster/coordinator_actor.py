@@ -44,10 +44,9 @@ class CoordinatorActor(SharedSampleQueue[GroupRef]):
     A call that the worker does not wait for may fail here: then the run fails, and every worker is notified.
     """
 
-    def __init__(self, spec: Spec, start: Start, allowed: tuple[str, ...]) -> None:
-        """allowed: config keys that may differ from the checkpoint."""
+    def __init__(self, spec: Spec, start: Start) -> None:
         os.umask(0o077)
-        coordinator, self._ledger = begin_ledger(spec, start.checkpoint, allowed)
+        coordinator, self._ledger = begin_ledger(spec, start)
         queued: dict[int, FinishedGroup[GroupRef]] = {}
         for number, group in (load_queued(start.checkpoint) if start.checkpoint else {}).items():
             reference, num_bytes = to_group(group.data)
@@ -77,7 +76,7 @@ class CoordinatorActor(SharedSampleQueue[GroupRef]):
         )
 
     def alive(self) -> None:
-        """Replied to on a thread of its own."""
+        """A heartbeat: the reply comes from a thread of its own."""
 
     def end(self, group: FinishedGroup[GroupRef] | DroppedGroup, reward_counts: RewardCounts) -> None:
         """A group has left the rollout loop. reward_counts: by its worker since the group before it."""
@@ -91,7 +90,7 @@ class CoordinatorActor(SharedSampleQueue[GroupRef]):
             super().fail(err)
 
     def take(self, step: int, rank: int) -> TrainingStep[Sequence[GroupRef]] | NewWorkers | None:
-        """See `SampleQueuePort`. The first of its groups; `rest` has the others."""
+        """The step with the first of its groups; `rest` returns the others."""
         taken = super().take_groups(step, rank)
         if taken is None or isinstance(taken, NewWorkers):
             return taken
@@ -118,11 +117,9 @@ class CoordinatorActor(SharedSampleQueue[GroupRef]):
         self._ledger.close()
 
     def add_message(self, sender: str, number: int, method: str, *arguments: Any) -> None:
-        """See `MessageQueue.append_in_order`."""
         self._messages.append_in_order(sender, number, method, *arguments)
 
     def messages(self, timeout_s: float) -> list[Message]:
-        """See `MessageQueue.fetch`."""
         return self._messages.fetch(timeout_s)
 
     def _show_queue(self, counts: GroupCounts) -> None:

@@ -155,14 +155,14 @@ class Blame:
         return f", in step {min(progress.version.step + 1, progress.total_steps)}"
 
     def _who(self, rank: int, err: Exception) -> str:
-        """With the process, as Ray's own text has it."""
+        """The worker in words, with its process where Ray's message names it."""
         where = re.search(r"pid=(\d+), ip=([^,)]+)", str(err))
         process = f" (pid {where[1]} on {where[2]})" if where else ""
         return f"worker {rank} of {len(self._workers)}{process}"
 
 
 def _process_of(err: RayActorError) -> str:
-    """As Ray's own text has it."""
+    """The process that Ray's message names."""
     return next((line.strip() for line in str(err).splitlines() if line.strip().startswith("pid:")), "pid: unknown")
 
 
@@ -175,10 +175,9 @@ def with_resume_hint(spec: Spec) -> Iterator[None]:
     except WorkerDied as died:
         process = failed_process(or_stopped=True)
         message = f"{process}, and the workers with it: {_CAUSES}" if process else str(died)
-        store = open_store(spec)
-        where = (
-            store.load().path.name if store.exists() else "the start: there is no checkpoint yet (trainer.save_freq)"
-        )
+        store, where = open_store(spec), "the start: there is no checkpoint yet (trainer.save_freq)"
+        if store.exists():
+            where = store.load().path.name
         raise type(died)(f"{message} The same command resumes from {where}") from died
 
 
@@ -206,46 +205,38 @@ class Replacements:
         self, places: Mapping[int, Place], start: Callable[[Place], Any], coordinator: Any, leader: Any
     ) -> None:
         """places: of the workers that may be replaced, by rank. start: makes a worker's actor. leader: the worker that
-        sends weights."""
-        self._places, self._start = dict(places), start
+        sends weights. `starting` has the workers that are being started, by the reply to `build`."""
+        self.places, self._start = dict(places), start
         self._coordinator, self._leader = coordinator, leader
         self._deaths: dict[int, deque[float]] = {rank: deque() for rank in places}
-        self._starting: dict[Any, _Starting] = {}
+        self.starting: dict[Any, _Starting] = {}
         self._given_up = set[int]()
-
-    @property
-    def ranks(self) -> list[int]:
-        """Of the workers that may be replaced."""
-        return list(self._places)
-
-    def __contains__(self, rank: int) -> bool:
-        return rank in self._places
 
     def begin(self, rank: int, why: str) -> None:
         """Start another worker in place of one that is gone or counts as gone; its groups go to others. Raises
         WorkerDied."""
-        num_groups = reply_of(self._coordinator.lose.remote(self._places[rank].generator), COORDINATOR)
+        num_groups = reply_of(self._coordinator.lose.remote(self.places[rank].generator), COORDINATOR)
         self._check(rank, why)
         number = reply_of(self._coordinator.join.remote(str(rank)), COORDINATOR)
-        self._places[rank] = replace(self._places[rank], generator=number)
-        worker = self._start(self._places[rank])
-        self._starting[worker.build.remote()] = _Starting(rank, worker, time.monotonic() + STARTS_WITHIN_S)
+        self.places[rank] = replace(self.places[rank], generator=number)
+        worker = self._start(self.places[rank])
+        self.starting[worker.build.remote()] = _Starting(rank, worker, time.monotonic() + STARTS_WITHIN_S)
         self._say(f"{why} The {num_groups} prompt groups that it had are issued again; another is started in its place")
 
     def ready(self) -> dict[int, Any]:
         """Workers that are ready to run, by rank. Raises WorkerDied, or what one raised when it was built."""
         ready = {}
-        for ref in [ref for ref in self._starting if ray.wait([ref], timeout=0)[0]]:
-            starting = self._starting.pop(ref)
+        for ref in [ref for ref in self.starting if ray.wait([ref], timeout=0)[0]]:
+            starting = self.starting.pop(ref)
             try:
                 reply(ref)
             except RayActorError:
                 self.begin(starting.rank, f"The worker that was started as worker {starting.rank} has died at once.")
             else:
                 ready[starting.rank] = starting.worker
-        for ref, starting in list(self._starting.items()):
+        for ref, starting in list(self.starting.items()):
             if time.monotonic() > starting.deadline:
-                del self._starting[ref]
+                del self.starting[ref]
                 self._give_up(starting)
         return ready
 
@@ -253,11 +244,6 @@ class Replacements:
         """The worker runs: the leader sends it weights, and then it gets groups."""
         self._leader.join.remote(rank, worker)
         self._say(f"worker {rank} runs again")
-
-    @property
-    def starting(self) -> list[Any]:
-        """The workers that are starting."""
-        return [starting.worker for starting in self._starting.values()]
 
     def _check(self, rank: int, why: str) -> None:
         deaths, now = self._deaths[rank], time.monotonic()
@@ -277,7 +263,7 @@ class Replacements:
             f"no other process could be started as worker {starting.rank} within {STARTS_WITHIN_S:g} s: its "
             "machine or its device may be gone"
         )
-        if self._given_up == set(self._places[starting.rank].generators):
+        if self._given_up == set(self.places[starting.rank].generators):
             raise WorkerDied(f"{message}, and no rollout worker is left")
         self._say(f"{message}; the run continues without it")
 

@@ -7,7 +7,7 @@ import threading
 from collections import Counter, defaultdict, deque
 from dataclasses import fields
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import ray
 
@@ -51,11 +51,6 @@ class MessageSender:
             _, self._under_way = ray.wait(self._under_way, num_returns=len(self._under_way), timeout=timeout_s)
 
 
-def remote_view(send: MessageSender, place: Place) -> TerminalView:
-    """The driver's `TerminalView`. A worker that does not lead shows its notes alone."""
-    return cast(TerminalView, _RemoteView(send, place))
-
-
 def remote_callbacks(send: MessageSender, place: Place) -> Callbacks:
     """Callbacks that call the user's functions in the driver, for the worker that leads."""
     if not place.leads:
@@ -63,7 +58,9 @@ def remote_callbacks(send: MessageSender, place: Place) -> Callbacks:
     return Callbacks(*(partial(send, name) for name in _CALLBACKS))
 
 
-class _RemoteView:
+class RemoteView:
+    """The driver's `TerminalView`, for a worker. One that does not lead shows its notes alone."""
+
     def __init__(self, send: MessageSender, place: Place) -> None:
         self._send, self._place = send, place
 

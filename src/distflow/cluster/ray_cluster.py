@@ -19,7 +19,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from distflow.cluster.actor_calls import ENDS_WITHIN_S
 from distflow.cluster.reaper import descendants, kill_those
 from distflow.errors import UserError
-from distflow.planning.plan import Plan, RankPlan, dp_groups_of
+from distflow.planning.plan import Plan, dp_groups_of
 from distflow.planning.threads import share_threads, usable_cores
 from distflow.runtime.rank_info import Home, Place
 from distflow.runtime.spec import Spec, WorkerNeeds
@@ -66,13 +66,9 @@ def connect_ray(plan: Plan, say: Callable[[str], None], more_cpus: int = 0) -> I
         yield True
 
 
-class RayFailed(RuntimeError):
-    """The Ray of this process's own could not be started."""
-
-
 @contextmanager
 def start_ray(num_cpus: int) -> Iterator[None]:
-    """A Ray of this machine with so many CPUs at least, which ends with the block."""
+    """Start a Ray on this machine with at least so many CPUs; it ends with the block."""
     try:
         with _own_process_groups():
             ray.init(
@@ -84,7 +80,7 @@ def start_ray(num_cpus: int) -> Iterator[None]:
                 _node_ip_address="127.0.0.1",
             )
     except Exception as err:  # Ray raises no type of its own
-        raise RayFailed(f"no Ray could be started on this machine: {err}") from err
+        raise RuntimeError(f"no Ray could be started on this machine: {err}") from err
     try:
         yield
     finally:
@@ -114,7 +110,7 @@ def failed_process(or_stopped: bool = False) -> str | None:
 
 
 def _own_processes() -> list[tuple[str, "Popen[Any]"]]:
-    """With Ray's names for them."""
+    """The processes of this process's own Ray, with Ray's names for them."""
     node = ray._private.worker._global_node
     found: Mapping[str, Sequence[Any]] = node.all_processes if node is not None else {}
     return [(kind, info.process) for kind, infos in found.items() for info in infos]
@@ -157,8 +153,11 @@ def bundles_of(plan: Plan, each: WorkerNeeds, say: Callable[[str], None], ends: 
     wanted = [_needs([rank.device for rank in plan.ranks if rank.node == node], each) for node in nodes]
     group = placement_group(wanted, strategy="PACK" if len(nodes) == 1 else "STRICT_SPREAD")
     needs = f"{len(nodes)} machine(s) with {', '.join(map(_counted, wanted))}"
+    timeout_s, ready = PLACED_WITHIN_S if _fits(wanted) else 0.0, group.ready()
+    if timeout_s and not ray.wait([ready], timeout=_SAYS_AFTER_S)[0]:
+        say(f"waiting up to {timeout_s:g} s for {needs}: other jobs use them now")
     try:
-        _wait_for(group, say, needs, PLACED_WITHIN_S if _fits(wanted) else 0.0)
+        ray.get(ready, timeout=timeout_s)
     except GetTimeoutError:
         remove_placement_group(group)
         have = "; ".join(_counted(node["Resources"]) for node in ray.nodes() if node["Alive"])
@@ -171,14 +170,6 @@ def bundles_of(plan: Plan, each: WorkerNeeds, say: Callable[[str], None], ends: 
     finally:
         if not ends:
             remove_placement_group(group)
-
-
-def _wait_for(group: PlacementGroup, say: Callable[[str], None], needs: str, timeout_s: float) -> None:
-    """Raises GetTimeoutError."""
-    ready = group.ready()
-    if timeout_s and not ray.wait([ready], timeout=_SAYS_AFTER_S)[0]:
-        say(f"waiting up to {timeout_s:g} s for {needs}: other jobs use them now")
-    ray.get(ready, timeout=timeout_s)
 
 
 def check_room(plan: Plan) -> None:
@@ -232,7 +223,7 @@ def _fits(wanted: Sequence[Mapping[str, float]]) -> bool:
 
 
 def _counted(resources: Mapping[str, float]) -> str:
-    """For the user: memory is what Ray offers, which is less than the machine has."""
+    """Resources in words. The memory is what Ray offers, which is less than the machine has."""
     counts = [f"{int(resources[name])} {name}" for name in ("CPU", "GPU") if name in resources]
     return " and ".join([*counts, f"{resources.get('memory', 0) / 1e9:.1f} GB of memory"])
 
@@ -246,20 +237,16 @@ def bound_of(spec: Spec) -> int:
 
 
 def places_of(spec: Spec) -> list[Place]:
-    """Of each worker, by rank. Workers of one machine share its cores."""
+    """The place of each worker, by rank. Workers of one machine share its cores."""
     ranks, dp_groups, home = spec.plan.ranks, dp_groups_of(spec.plan), Home.of_driver()
     generators = tuple(rank.rank for rank in ranks if rank.rollout_nodes)
+    trainer, rollout = spec.config.trainer.num_threads, spec.config.actor_rollout_ref.rollout.num_threads
     places = []
     for rank in ranks:
         cores = max(1, usable_cores() // sum(other.node == rank.node for other in ranks))
+        threads = trainer or cores
+        if spec.data.max_staleness and rank.training_nodes and "rollout" in rank.engines:
+            threads = share_threads(cores, trainer, rollout)[0]  # of the training loop: its engine computes meanwhile
         number = generators.index(rank.rank) if rank.rank in generators else -1
-        places.append(Place(rank.rank, dp_groups, generators, _threads(spec, rank, cores), home, number))
+        places.append(Place(rank.rank, dp_groups, generators, threads, home, number))
     return places
-
-
-def _threads(spec: Spec, rank: RankPlan, cores: int) -> int:
-    """Threads of torch for a worker, or for its training loop where its engine computes at the same time."""
-    trainer, rollout = spec.config.trainer.num_threads, spec.config.actor_rollout_ref.rollout.num_threads
-    if spec.data.max_staleness and rank.training_nodes and "rollout" in rank.engines:
-        return share_threads(cores, trainer, rollout)[0]
-    return trainer or cores

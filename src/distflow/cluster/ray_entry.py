@@ -13,8 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from distflow.errors import UserError
-from distflow.launch.run_setup import done_before, find_accuracies, starting
-from distflow.observe.report.build import write_report
+from distflow.launch.run_setup import done_before, outcome_of, starting
 from distflow.runtime.checkpoint.state import check_same_facts
 from distflow.runtime.recorder import reported
 from distflow.runtime.spec import Outcome, Spec
@@ -52,12 +51,11 @@ def launch_ray(
             connect_ray(spec.plan, say, needs.num_reward_actors * needs.reward_cpus) as ends,
             bundles_of(spec.plan, needs, say, ends) as bundles,
             reported(spec.run_dir, say),
-            RayRun(spec, start, allow_change, bundles) as run,
+            RayRun(spec, start, bundles) as run,
         ):
             differences = run.build(say)
             steps, stop = run.watch(differences, callbacks, ends_process=not embedded)
-    stopped = stop.wanted and not run.finished
-    return Outcome(steps, stop.signal, stopped, write_report(spec.run_dir), *find_accuracies(spec.run_dir))
+    return outcome_of(spec, steps, stop.signal, stopped=stop.wanted and not run.finished)
 
 
 def is_installed() -> bool:

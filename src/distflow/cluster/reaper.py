@@ -50,7 +50,7 @@ def descendants(root: int) -> set[Process]:
 
 
 def _processes() -> dict[Process, int]:
-    """Their parents' pids."""
+    """The running processes, each with the pid of its parent."""
     found = {}
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():

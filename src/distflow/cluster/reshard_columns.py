@@ -26,27 +26,18 @@ SMALL_BYTES = 2**20
 
 @ray.remote(num_cpus=0)
 class ReshardActor:
-    """Drives the state machine on Ray's asyncio loop: waiting takes no thread and no polling.
+    """Drives the state machine on Ray's asyncio loop: waiting takes no thread and no polling. Each wait ends with its
+    condition or with `fail`."""
 
-    Each wait ends with its condition, with `timeout_s` (TimeoutError; None is for ever) or with `fail`. limit_bytes:
-    see `Reshard`.
-    """
-
-    def __init__(self, limit_bytes: int, timeout_s: float | None = None) -> None:
+    def __init__(self, limit_bytes: int) -> None:
+        """limit_bytes: see `Reshard`."""
         self._exchange: Reshard[ObjectRef] = Reshard(limit_bytes)
-        self._timeout_s = timeout_s
         self._failure: BaseException | None = None
         self._changed = asyncio.Condition()
 
     async def reserve(self, key: Key, writer: int, num_writers: int, num_bytes: int) -> None:
         """Waits until there is room."""
-        await self._until(
-            lambda: self._exchange.reserve(key, writer, num_writers, num_bytes),
-            lambda: (
-                f"writer {writer} found no room for {num_bytes:,} bytes of {key}: {self._exchange.held_bytes:,} are "
-                "held, of steps that have not been read"
-            ),
-        )
+        await self._until(lambda: self._exchange.reserve(key, writer, num_writers, num_bytes))
 
     async def put(self, key: Key, writer: int, metas: Metas, ref: Sequence[ObjectRef]) -> None:
         """By a writer that has reserved room. ref: one, in a list: Ray would replace a bare one by its object."""
@@ -62,12 +53,12 @@ class ReshardActor:
 
     async def take(self, key: Key, rank: int, readers: Readers, select: Select | None) -> Share[ObjectRef]:
         """Waits until the step is complete."""
-        await self._complete(key, rank)
+        await self._until(lambda: self._exchange.missing(key) is None)
         return self._exchange.take(key, rank, readers, select)
 
-    async def pick(self, key: Key, rank: int, num_ranks: int, uids: Sequence[str]) -> Share[ObjectRef]:
+    async def pick(self, key: Key, num_ranks: int, uids: Sequence[str]) -> Share[ObjectRef]:
         """Waits until the step is complete."""
-        await self._complete(key, rank)
+        await self._until(lambda: self._exchange.missing(key) is None)
         return self._exchange.pick(key, num_ranks, uids)
 
     async def release(self, key: Key, rank: int) -> None:
@@ -75,7 +66,7 @@ class ReshardActor:
         await self._wake()
 
     async def alive(self) -> None:
-        """Replied to whatever waits."""
+        """A heartbeat."""
 
     async def held_bytes(self) -> int:
         return self._exchange.held_bytes
@@ -85,19 +76,10 @@ class ReshardActor:
         self._failure = self._failure or failure
         await self._wake()
 
-    async def _complete(self, key: Key, rank: int) -> None:
-        await self._until(
-            lambda: self._exchange.missing(key) is None,
-            lambda: f"rank {rank} has waited for {key}: {self._exchange.missing(key)}",
-        )
-
-    async def _until(self, holds: Callable[[], bool], problem: Callable[[], str]) -> None:
-        try:
-            async with asyncio.timeout(self._timeout_s), self._changed:
-                while self._failure is None and not holds():
-                    await self._changed.wait()
-        except TimeoutError as late:
-            raise TimeoutError(f"not within {self._timeout_s:g} s: {problem()}") from late
+    async def _until(self, holds: Callable[[], bool]) -> None:
+        async with self._changed:
+            while self._failure is None and not holds():
+                await self._changed.wait()
         if self._failure is not None:
             raise self._failure
 
@@ -117,7 +99,7 @@ class RayReshard:
         """See `ReshardPort`.
 
         info: columns of numbers, one a sample, that a selection may see. Waits while the exchange is full. Raises
-        TypeError for an object that is no JSON value, TimeoutError, and ReshardError where this step is impossible.
+        TypeError for an object that is no JSON value, and ReshardError where this step is impossible.
         """
         buffers = to_buffers(batch)
         num_bytes = sum(array.nbytes for array in buffers.values())
@@ -134,13 +116,13 @@ class RayReshard:
         """This rank's samples of a step, in group order and in memory of its own.
 
         select: which samples are read at all, the same of every rank; it is shipped to the actor. Waits until the step
-        is complete. Raises TimeoutError, and ReshardError where the step cannot be completed any more.
+        is complete. Raises ReshardError where the step cannot be completed any more.
         """
         return self._fetch(key, rank, self._actor.take.remote(key, rank, readers, select))
 
     def pick(self, key: Key, rank: int, num_ranks: int, uids: Sequence[str]) -> Batch:
         """See `ReshardPort`."""
-        return self._fetch(key, rank, self._actor.pick.remote(key, rank, num_ranks, uids))
+        return self._fetch(key, rank, self._actor.pick.remote(key, num_ranks, uids))
 
     def _fetch(self, key: Key, rank: int, asked: ObjectRef) -> Batch:
         """Copy the rows of the share that was asked for into memory of its own, and release the objects."""

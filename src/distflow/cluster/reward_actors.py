@@ -4,7 +4,6 @@ import asyncio
 import os
 import secrets
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any, cast
 
 import ray
@@ -13,7 +12,6 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 from distflow.cluster.actor_calls import FIRST_REWARD_ACTOR, name_of, reply, shortened
 from distflow.cluster.ray_cluster import PLACED_WITHIN_S
 from distflow.errors import UserError
-from distflow.rewards.pool.domain_pools import StartPool, take_pool
 from distflow.rewards.pool.pool import OnRepeat, Pool, PoolSettings, RewardPool
 from distflow.rewards.score import Error, RewardResult
 from distflow.runtime.rank_info import Home
@@ -52,7 +50,7 @@ class RewardActor:
 
     @ray.method(concurrency_group=_PULSE)
     async def alive(self) -> None:
-        """Replied to whatever waits."""
+        """A heartbeat."""
 
     @ray.method(max_task_retries=0)
     async def live(self) -> None:
@@ -86,11 +84,7 @@ class RewardActorPool(Pool):
     ) -> list[RewardResult]:
         if len(asked) > 1 and name not in self.takes_groups:
             one_by_one = (self._score_group(name, [arguments], timeout_s, on_repeat) for arguments in asked)
-            return [
-                reward_result
-                for reward_results in await asyncio.gather(*one_by_one)
-                for reward_result in reward_results
-            ]
+            return [reward_result for (reward_result,) in await asyncio.gather(*one_by_one)]
         number = min(range(len(self._reward_actors)), key=self._under_way.__getitem__)
         self._under_way[number] += 1
         known = self._born[number]
@@ -184,8 +178,3 @@ def start_reward_actors(spec: Spec) -> list[Any]:
             "beside the workers: lower reward.num_actors or reward.actor_cpus, or add machines"
         ) from None
     return reward_actors
-
-
-def pools_of(reward_actors: Sequence[Any]) -> StartPool:
-    """Starts a worker's pools in the reward actors; beside the worker where there are none."""
-    return partial(RewardActorPool, reward_actors) if reward_actors else take_pool

@@ -17,10 +17,9 @@ from torch import Tensor
 from distflow.cluster.actor_calls import kill, reply
 from distflow.errors import TrustError, UserError
 from distflow.runtime.loop_thread import on_a_thread
-from distflow.runtime.spec import Spec
 from distflow.runtime.step_metrics import ValidationResults
 from distflow.runtime.wait_log import Waits
-from distflow.runtime.weight_sync.buckets import Carry, Packed, SentBucket, hash_of, pack, unpack, write_bucket
+from distflow.runtime.weight_sync.buckets import Carry, Packed, SentBucket, hash_of, pack, unpack
 from distflow.runtime.weight_sync.protocol import Bucket, Detach, Receive, WeightPort, check_receipt, refused
 from distflow.scheduling.groups import Version
 
@@ -29,14 +28,14 @@ MAX_SENDS = 3
 
 
 class RolloutWorkers:
-    """By rank. Workers join on one thread while another calls them. One that dies or does not reply in time is removed;
-    the supervisor sees that it is gone."""
+    """The rollout workers, by rank. They join on one thread while another calls them. One that dies or does not reply
+    in time is removed; the supervisor sees that it is gone."""
 
     def __init__(self, note: Callable[[str], None]) -> None:
         """note: called with the reason why one was removed, and with other warnings."""
         self.note = note
         self._workers: dict[int, Any] = {}
-        self._versions: dict[int, Version] = {}
+        self._versions: dict[int, Version] = {}  # of those that have weights
         self._lock = threading.Lock()
 
     def join(self, rank: int, worker: Any) -> None:
@@ -75,9 +74,8 @@ class RolloutWorkers:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         replies, waiting = {}, {ref: rank for rank, ref in asked.items()}
         while waiting:
-            done, _ = ray.wait(
-                list(waiting), timeout=None if deadline is None else max(0.0, deadline - time.monotonic())
-            )
+            left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
+            done, _ = ray.wait(list(waiting), timeout=left_s)
             for ref in done:
                 rank = waiting.pop(ref)
                 try:
@@ -88,12 +86,8 @@ class RolloutWorkers:
                 break
         for rank in waiting.values():
             kill(workers[rank])
-            self._remove(
-                rank,
-                workers[rank],
-                f"worker {rank} did not reply for {what} within {timeout_s:g} s "
-                "(actor_rollout_ref.rollout.timeout_s), and is killed",
-            )
+            late = f"worker {rank} did not reply for {what} within {timeout_s:g} s"
+            self._remove(rank, workers[rank], f"{late} (actor_rollout_ref.rollout.timeout_s), and is killed")
         return replies
 
     def validate(self, step: int) -> list[ValidationResults]:
@@ -142,11 +136,6 @@ class InStore:
 def put_in_store(version: Version, number: int, packed: Packed) -> InStore:
     """See `Carry`."""
     return InStore(ray.put(packed))
-
-
-def carrier_of(spec: Spec) -> Carry:
-    """The one that the config names."""
-    return partial(write_bucket, spec.run_dir) if spec.options.weight_update_mode == "disk" else put_in_store
 
 
 @dataclass
@@ -238,7 +227,10 @@ class RayWeights:
         """Wait until every worker that still runs has the current bucket."""
         num_sent = 1
         while (bucket := self._in_flight) is not None:
-            rejections = self._rejections(bucket, version)
+            replies = self._replies(bucket.asked, version)
+            gone = bucket.asked.keys() - replies.keys()
+            self._receiving = {rank: worker for rank, worker in self._receiving.items() if rank not in gone}
+            rejections = {rank: why for rank, why in replies.items() if why is not None}
             self._in_flight = None
             bucket.sent.drop()
             if not rejections:
@@ -254,13 +246,6 @@ class RayWeights:
             self._send(version, bucket.number, bucket.packed, bucket.hash, rejections)
             num_sent += 1
 
-    def _rejections(self, bucket: _InFlight, version: Version) -> dict[int, str]:
-        """Why workers rejected a bucket, by rank."""
-        replies = self._replies(bucket.asked, version)
-        gone = bucket.asked.keys() - replies.keys()
-        self._receiving = {rank: worker for rank, worker in self._receiving.items() if rank not in gone}
-        return {rank: why for rank, why in replies.items() if why is not None}
-
     def _load(
         self, workers: Mapping[int, Any], version: Version, num_buckets: int | None, hashes: Mapping[str, str]
     ) -> None:
@@ -271,7 +256,6 @@ class RayWeights:
         self.confirmed = version
 
     def _replies(self, asked: Mapping[int, Any], version: Version) -> dict[int, Any]:
-        """By rank; see `RolloutWorkers`."""
         what = f"weights of step {version.step}"
         on = ", ".join(f"worker {rank}" for rank in asked)
         try:

@@ -2,7 +2,7 @@
 object store, as plain buffers of their columns; the coordinator has references to them."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
@@ -53,17 +53,6 @@ def to_batch(groups: Sequence[GroupRef]) -> Batch:
     return gather(parts, rows)
 
 
-def lost_among(groups: Mapping[int, GroupRef]) -> list[int]:
-    """Those that cannot be read any more."""
-    lost = []
-    for number, group in groups.items():
-        try:
-            ray.get(group[0])
-        except ObjectLostError:
-            lost.append(number)
-    return lost
-
-
 class AgreedStop:
     """A `Stop` that all ranks get with the release of the same step."""
 
@@ -71,7 +60,8 @@ class AgreedStop:
 
 
 class RaySampleQueue:
-    """Calls the coordinator actor, and moves the groups themselves from worker to worker."""
+    """The `SampleQueuePort` of a worker. It calls the coordinator actor, and moves the groups themselves from worker to
+    worker."""
 
     def __init__(
         self,
@@ -90,7 +80,6 @@ class RaySampleQueue:
         self._reward_counts = RewardCounts()  # of groups that end next
 
     async def prompt_groups(self, engine_version: Callable[[], int | None]) -> AsyncIterator[list[PromptGroup]]:
-        """See `SampleQueuePort`."""
         if self._ready is not None:
             with self._waits("rollout", "weights", on="training"):
                 await asyncio.wrap_future(self._ready)
@@ -104,26 +93,24 @@ class RaySampleQueue:
                 yield prompt_groups
 
     def put(self, finished: FinishedGroup[Batch]) -> None:
-        """See `SampleQueuePort`."""
         fault_injection.reach("queue.put")
         reference, num_bytes = to_group(finished.data)
         stored = replace(finished, num_bytes=num_bytes, failure=_short(finished.failure)).stored_as(reference)
         self._coordinator.end.remote(stored, self._take_reward_counts())
 
     def drop(self, dropped: DroppedGroup) -> None:
-        """See `SampleQueuePort`."""
         dropped = replace(dropped, reason=shortened(dropped.reason), failure=_short(dropped.failure))
         self._coordinator.end.remote(dropped, self._take_reward_counts())
 
     def count(self, reward_counts: RewardCounts) -> None:
-        """See `SampleQueuePort`. It is sent with the next group: the actor may run two calls in any order."""
+        """The counts are sent with the next group: the actor may run two calls in any order."""
         calls = reward_counts.calls._replace(first=shortened(reward_counts.calls.first))
         self._reward_counts = RewardCounts.joined([self._reward_counts, reward_counts._replace(calls=calls)])
 
     def take(
         self, step: int, rank: int, wanted: int | None = None, deadline: float | None = None
     ) -> TrainingStep[Batch] | NewWorkers | None:
-        """See `SampleQueuePort`; whole steps only. Groups that were lost with a worker are generated again."""
+        """Whole steps only. Groups that were lost with a worker are generated again."""
         assert wanted is None and deadline is None, "a user's own loop runs in one process"
         while True:
             with self._waits("training", f"step {step + 1}", on="rollout"):
@@ -142,7 +129,6 @@ class RaySampleQueue:
                 return joined(taken, batch)
 
     def release(self, step: int, rank: int, sent_weights: bool) -> Released:
-        """See `SampleQueuePort`."""
         fault_injection.reach("release")
         with self._waits("training", f"release of step {step + 1}", on="other ranks"):
             released: Released = reply(self._coordinator.release.remote(step, self._first + rank, sent_weights))
@@ -150,7 +136,6 @@ class RaySampleQueue:
         return released
 
     def resume_point(self) -> ResumePoint[Batch]:
-        """See `SampleQueuePort`."""
         page: ResumePoint[GroupRef] = reply(self._coordinator.resume_page.remote(0))
         snapshot, queued, num_pages = page.snapshot, dict[int, FinishedGroup[Batch]](), 1
         while page.snapshot["live"] or page.queued:
@@ -168,13 +153,18 @@ class RaySampleQueue:
 
 
 def _read(taken: TrainingStep[Sequence[GroupRef]], groups: Sequence[GroupRef]) -> tuple[Batch | None, list[int]]:
-    """The rows of the groups, or the groups that are lost."""
-    try:
+    """The rows of the groups, or the ids of the groups that are lost."""
+    with suppress(GroupLost):
         return to_batch(groups), []
-    except GroupLost:
-        return None, lost_among(dict(zip(taken.own or taken.group_ids[:1], groups, strict=True)))
+    lost = []
+    for number, group in zip(taken.own or taken.group_ids[:1], groups, strict=True):
+        try:
+            ray.get(group[0])
+        except ObjectLostError:
+            lost.append(number)
+    return None, lost
 
 
 def _short(failure: Failure | None) -> Failure | None:
-    """With a message that the coordinator takes."""
+    """The failure with a message that is short enough for the coordinator."""
     return None if failure is None else replace(failure, message=shortened(failure.message))

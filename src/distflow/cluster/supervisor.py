@@ -50,17 +50,17 @@ _NUM_CALLS = 6  # of a worker that may wait at once: groups, a step, its end, me
 class RayRun:
     """A context manager: starts the actors of a run when it is made, and kills them when it exits."""
 
-    def __init__(self, spec: Spec, start: Start, allowed: tuple[str, ...], bundles: PlacementGroup) -> None:
+    def __init__(self, spec: Spec, start: Start, bundles: PlacementGroup) -> None:
         self._spec, self._start, self._bundles = spec, start, bundles
         max_held_bytes, places = bound_of(spec), places_of(spec)
         spec = replace(spec, data=replace(spec.data, max_held_bytes=max_held_bytes))
         self._reward_actors = start_reward_actors(spec)  # first: there may be no room for them
-        for left in spec.run_dir.glob(".meeting-*"):  # by a driver that was killed: the folder is this one's now
+        for left in spec.run_dir.glob(".meeting-*"):  # by a driver that was killed: this process has claimed the folder
             left.unlink(missing_ok=True)
         self._meeting = spec.run_dir / f".meeting-{secrets.token_hex(4)}"
         coordinator: Any = ray.remote(CoordinatorActor)  # Ray's handles have no types
         calls = _NUM_CALLS * len(places) + _NUM_CALLS
-        self._coordinator = coordinator.options(num_cpus=0, max_concurrency=calls).remote(spec, start, allowed)
+        self._coordinator = coordinator.options(num_cpus=0, max_concurrency=calls).remote(spec, start)
         exchanges = any(channel.kind == "exchange" for channel in spec.plan.channels)
         self._exchange = cast(Any, ReshardActor).remote(max_held_bytes) if exchanges else None
         self._workers: list[Any] = [self._start_worker(place) for place in places]
@@ -84,7 +84,8 @@ class RayRun:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """End all processes of the run, and wait until none locks its folder: the same command may follow at once."""
-        for actor in [*self._others.starting, *self._workers, *self._services.values(), *self._reward_actors]:
+        starting = [starting.worker for starting in self._others.starting.values()]
+        for actor in [*starting, *self._workers, *self._services.values(), *self._reward_actors]:
             kill(actor)
         self._meeting.unlink(missing_ok=True)
         until = time.monotonic() + ENDS_WITHIN_S
@@ -140,7 +141,7 @@ class RayRun:
                             if cause := self._blame.cause_of(outcome, running):
                                 raise cause from outcome
                             raise outcome
-                        elif rank not in self._others:
+                        elif rank not in self._others.places:
                             raise outcome
                         else:
                             self._heartbeat.forget(rank)
@@ -178,7 +179,7 @@ class RayRun:
         )
 
     def _run(self, rank: int, differences: list[str]) -> Any:
-        others = {each: self._workers[each] for each in self._others.ranks} if rank == self._leader else {}
+        others = {each: self._workers[each] for each in self._others.places} if rank == self._leader else {}
         return self._workers[rank].run.remote(self._start, differences, others)
 
     def _end(self, running: Mapping[Any, int]) -> None:
@@ -188,10 +189,11 @@ class RayRun:
             generating = reply_of(self._workers[self._leader].with_newest_weights.remote(), self._leader)
         self._coordinator.close.remote()
         for ref, rank in running.items():
-            if rank in self._others and rank not in generating:
+            can_be_replaced = rank in self._others.places
+            if can_be_replaced and rank not in generating:
                 continue
             outcome = self._blame.outcome(ref, rank, ENDS_WITHIN_S)
-            may_be_gone = isinstance(outcome, WorkerDied | GetTimeoutError) and rank in self._others
+            may_be_gone = isinstance(outcome, WorkerDied | GetTimeoutError) and can_be_replaced
             if isinstance(outcome, BaseException) and not may_be_gone:
                 raise outcome
         self.finished = self._progress().finished
@@ -213,7 +215,7 @@ class RayRun:
             ray.kill(reward_actor, no_restart=False)
             self._heartbeat.follow(silent, reward_actor)
             return
-        if silent not in self._others:
+        if silent not in self._others.places:
             raise WorkerDied(message)
         self._workers[self._leader].note.remote("warning", f"{message} It is killed")
         self._heartbeat.forget(silent)

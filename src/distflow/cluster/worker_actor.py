@@ -13,13 +13,14 @@ import torch
 from distflow import __version__
 from distflow.cluster.actor_calls import reply
 from distflow.cluster.coordinator_actor import Progress
-from distflow.cluster.log_forwarding import MessageSender, remote_callbacks, remote_view
+from distflow.cluster.log_forwarding import MessageSender, RemoteView, remote_callbacks
 from distflow.cluster.process_groups import Collectives
-from distflow.cluster.reward_actors import pools_of
+from distflow.cluster.reward_actors import RewardActorPool
 from distflow.cluster.rollout_workers import RolloutWorkers
 from distflow.cluster.worker_ports import WorkerPorts
 from distflow.launch.build_worker import build_worker
 from distflow.launch.run_setup import Start, note_early_end, note_resume, open_store, write_facts
+from distflow.rewards.pool.domain_pools import take_pool
 from distflow.runtime import fault_injection
 from distflow.runtime.checkpoint.state import restore, set_generators
 from distflow.runtime.engine_watch import write_stacks
@@ -42,7 +43,8 @@ class BuildReport:
 
 
 class WorkerActor:
-    """`build`, then `run`. Weights arrive meanwhile, on other threads."""
+    """A worker: `build`, then `run`. Weights arrive meanwhile, on other threads, by `receive` and `load` (see
+    `IncomingWeights`)."""
 
     def __init__(
         self,
@@ -74,7 +76,8 @@ class WorkerActor:
             torch.set_num_threads(self._place.threads)
             self._among = among = Collectives.join(self._spec, self._place, self._meeting)
             own = self._spec.plan.ranks[self._place.rank]
-            start_pool = pools_of(self._reward_actors)
+            actors = self._reward_actors
+            start_pool = partial(RewardActorPool, actors) if actors else take_pool
             self._resources = build_resources(self._spec.factories, own, among.data, among.mesh, start_pool)
         return BuildReport(__version__, dict(self._resources.facts), self._resources.num_parameters)
 
@@ -98,7 +101,7 @@ class WorkerActor:
                 speaks=not place.dp_group or place.rank == place.dp_group[0],
                 share=kept_share(spec.plan, place.dp_groups, place.rank),
             ),
-            remote_view(send, place),
+            RemoteView(send, place),  # type: ignore[arg-type]  # every method of the driver's view
         ) as recorder:
             with recorder.phases("start"):
                 if place.leads:
@@ -119,20 +122,21 @@ class WorkerActor:
                 with self._ports.short_errors(are_reported=True):
                     steps = worker.training_loop() if place.dp_group else worker.serve()
             if place.leads:
-                self._note_end(recorder, progress.total_steps)
+                ended: Progress = reply(self._coordinator.progress.remote())
+                if ended.finished and not stop.wanted:
+                    note_early_end(recorder, ended.group_counts, ended.version.step, progress.total_steps)
+                recorder.status = "stopped" if stop.wanted and not ended.finished else "finished"
         send.flush()
         return steps
 
     def receive(self, *bucket: Any) -> str | None:
-        """See `IncomingWeights`."""
         return self._ports.incoming_weights.receive(*bucket)
 
     def load(self, *version: Any) -> Any:
-        """See `IncomingWeights`."""
         return self._ports.incoming_weights.load(*version)
 
     def alive(self) -> None:
-        """Replied to on a thread of its own, whatever the others do."""
+        """A heartbeat: the reply comes from a thread of its own."""
 
     def join(self, rank: int, worker: Any) -> None:
         """A rollout worker has started in place of one that is gone."""
@@ -144,11 +148,11 @@ class WorkerActor:
         return list(self._rollout_workers.with_newest_weights())
 
     def where(self) -> str:
-        """Where its training thread is, for people."""
+        """The step and phase of its training thread, in words."""
         return f"in step {self._worker.result().step + 1}, phase '{self._recorder.result().phases.now}'"
 
     def note(self, kind: str, message: str) -> None:
-        """Into the run's events, once they are open."""
+        """Add a message to the run's events, once they are open."""
         self._recorder.result().note(kind, message)
 
     def write_stacks(self, path: Path) -> None:
@@ -156,12 +160,4 @@ class WorkerActor:
         write_stacks(path)
 
     def validate(self, step: int, part: int, num_parts: int) -> ValidationResults:
-        """See `ValidationRunner`."""
         return self._worker.result().validation.validate_part(step, part, num_parts)
-
-    def _note_end(self, recorder: Recorder, total_steps: int) -> None:
-        progress: Progress = reply(self._coordinator.progress.remote())
-        stopped = self._ports.stop.wanted
-        if progress.finished and not stopped:
-            note_early_end(recorder, progress.group_counts, progress.version.step, total_steps)
-        recorder.status = "stopped" if stopped and not progress.finished else "finished"

@@ -4,16 +4,18 @@ from collections.abc import Iterator
 from concurrent.futures import CancelledError
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from distflow.cluster.actor_calls import PeersLate, shorten
 from distflow.cluster.process_groups import Collectives
 from distflow.cluster.reshard_columns import RayReshard
-from distflow.cluster.rollout_workers import RayWeights, RolloutWorkers, carrier_of
+from distflow.cluster.rollout_workers import RayWeights, RolloutWorkers, put_in_store
 from distflow.cluster.sample_queue import AgreedStop, RaySampleQueue
 from distflow.runtime.rank_info import Place
 from distflow.runtime.spec import Spec
 from distflow.runtime.wait_log import Waits
+from distflow.runtime.weight_sync.buckets import write_bucket
 from distflow.runtime.weight_sync.ports import IncomingWeights, LocalWeights, StreamedWeights
 from distflow.runtime.weight_sync.protocol import WeightPort
 from distflow.runtime.worker_inputs import Ports
@@ -22,7 +24,7 @@ _OTHERS_ARE_LATE = "Timed out waiting"  # from gloo's message
 
 
 class WorkerPorts:
-    """One worker's."""
+    """The ports of one worker."""
 
     def __init__(self, spec: Spec, place: Place, coordinator: Any, exchange: Any) -> None:
         """coordinator, exchange: handles of the actors. exchange: None where dp groups send each other nothing."""
@@ -40,8 +42,10 @@ class WorkerPorts:
         elif "rollout" in self._spec.plan.ranks[place.rank].engines:
             ready = self.incoming_weights.ready
         if rollout_workers is not None:
-            carry, timeout_s = carrier_of(self._spec), self._spec.options.engine_timeout_s
-            weights = RayWeights(weights, rollout_workers, carry, timeout_s, waits)
+            options = self._spec.options
+            by_disk = options.weight_update_mode == "disk"
+            carry = partial(write_bucket, self._spec.run_dir) if by_disk else put_in_store
+            weights = RayWeights(weights, rollout_workers, carry, options.engine_timeout_s, waits)
         queue = RaySampleQueue(self._coordinator, place.generator, place.first, waits, self.stop, ready)
         ports = Ports(
             queue, None, weights, among.dp_group, among.data, among.everyone, self._rollout_ended, reshard=reshard
@@ -50,9 +54,9 @@ class WorkerPorts:
 
     @contextmanager
     def short_errors(self, are_reported: bool) -> Iterator[None]:
-        """Shortens the message of an error inside. are_reported: to the others, before this worker exits and cancels
-        its work, so that they stop waiting. Not one that says that others are late: the driver finds out which one it
-        is."""
+        """Shortens the message of an error inside. are_reported: errors are reported to the other workers before this
+        one exits, so that they stop waiting. An error that says that others are late is not: the driver finds out which
+        one it is."""
         try:
             yield
         except BaseException as err:  # all that ends this worker, an exit that somebody asks for too

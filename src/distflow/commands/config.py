@@ -24,7 +24,7 @@ def run_config(arguments: argparse.Namespace) -> int:
     trusted = arguments.trust_code
     loaded = load_config(arguments.preset, arguments.overrides, complete=False, trust_code=trusted)
     for line in loaded.notes:
-        print(line, file=sys.stderr)
+        _note(line)
     if not arguments.graph:
         loaded = _fitted(loaded, trusted)
     if arguments.explain:

@@ -37,9 +37,14 @@ def add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_doctor(arguments: argparse.Namespace) -> int:
     """Look at this machine; 1 where something would keep a run from working. Loads torch."""
-    ports = _of_run(arguments.run_dir)
-    faults = [*_missing_packages(), *_disk_faults(), *_thread_faults()]
-    lines = [f"distflow {__version__}", "", "machine", *_indent(_machine()), "", "packages", *_indent(_packages())]
+    from distflow.launch.devices import find_thread_faults
+
+    ports, versions = _of_run(arguments.run_dir), {name: _version(name) for name in NEEDED}
+    packages = [f"{name} {version or 'missing'}" for name, version in versions.items()]
+    missing = [name for name, version in versions.items() if version is None]
+    faults = [f"the package {name} is missing: pip install {name}" for name in missing]
+    faults += [*_disk_faults(), *find_thread_faults()]
+    lines = [f"distflow {__version__}", "", "machine", *_indent(_machine()), "", "packages", *_indent(packages)]
     lines += ["", "extras", *_indent(_extras()), *ports, "", "wrong", *_indent(faults or ["nothing found"])]
     print("\n".join(lines))
     return 1 if faults else 0
@@ -74,32 +79,15 @@ def run_selftest(arguments: argparse.Namespace) -> int:
 
 
 def _machine() -> list[str]:
-    import torch
-
-    from distflow.models.cpu_kernels.build import NotNative, outcome
-    from distflow.planning.threads import own_cores, share_threads, usable_cores
+    from distflow.launch.devices import describe_hardware
     from distflow.sandbox.sandbox import probe
 
-    trainer, rollout = share_threads(usable_cores(), None, None)
-    turns = torch.get_num_threads() if "OMP_NUM_THREADS" in os.environ else min(torch.get_num_threads(), own_cores())
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    native = outcome()
-    by_native = f"no, torch is several times as slow: {native}" if isinstance(native, NotNative) else "yes"
-    devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return [
         f"{platform.system()} {platform.machine()}, Python {platform.python_version()}",
-        f"{os.cpu_count()} cores, {own_cores()} of them for this process, {memory / 1024**3:.0f} GiB memory",
-        f"threads where training and generation take turns (async.max_staleness=0): {turns}",
-        f"threads where they run at once (async.max_staleness=1 or more): {trainer} to train, {rollout} to generate",
-        f"native code for generating on the processor: {escape_control(by_native, one_line=True)}",
-        f"accelerators: {', '.join(devices) or 'none'}",
+        *describe_hardware(),
         f"sandbox for code under test: {escape_control(str(probe()), one_line=True)}",
         f"{shutil.disk_usage(Path.cwd()).free / 1024**3:.0f} GiB free on the disk of {Path.cwd()}",
     ]
-
-
-def _packages() -> list[str]:
-    return [f"{name} {_version(name) or 'missing'}" for name in NEEDED]
 
 
 def _extras() -> list[str]:
@@ -140,11 +128,6 @@ def _listening(writer: int | None) -> list[str]:
     return lines or ["none"]
 
 
-def _missing_packages() -> list[str]:
-    missing = [name for name in NEEDED if _version(name) is None]
-    return [f"the package {name} is missing: pip install {name}" for name in missing]
-
-
 def _disk_faults() -> list[str]:
     faults = []
     for folder in {Path.cwd(), Path(tempfile.gettempdir())}:
@@ -153,16 +136,6 @@ def _disk_faults() -> list[str]:
         elif shutil.disk_usage(folder).free < MIN_FREE_BYTES:
             faults.append(f"less than 2 GiB are free in {folder}: checkpoints may not fit")
     return faults
-
-
-def _thread_faults() -> list[str]:
-    from distflow.planning.threads import own_cores
-
-    wanted = os.environ.get("OMP_NUM_THREADS", "")
-    cores = own_cores()
-    if wanted.isdigit() and int(wanted) > cores:
-        return [f"OMP_NUM_THREADS={wanted}, but there are {cores} cores: threads will compete; unset it"]
-    return []
 
 
 def _version(package: str) -> str | None:

@@ -12,7 +12,7 @@ from distflow.errors import UserError
 from distflow.observe.sanitize import escape_control
 
 if TYPE_CHECKING:
-    from distflow.config import Config, Loaded
+    from distflow.config import Loaded
 
 # Evaluation needs no training data: the validation data stand in for them.
 _EVAL_ONLY = (
@@ -35,41 +35,28 @@ def add_eval_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_eval(arguments: argparse.Namespace) -> int:
-    print(f"distflow {__version__} · evaluating {arguments.preset}", flush=True)
+    say = partial(print, flush=True)
+    say(f"distflow {__version__} · evaluating {arguments.preset}")
     # Encoded prompts go to a temporary folder: a run may be writing to the config's.
     with TemporaryDirectory() as folder:
-        for name, value in sorted(_evaluated(arguments, Path(folder)).items()):
-            print(f"{escape_control(name, one_line=True)}: {value:.4f}")
+        loaded = _load(arguments.preset, arguments.overrides, Path(folder))
+        for line in loaded.notes:
+            say(line)
+        with rewards_ahead(loaded.config):
+            with importing():
+                from distflow.launch.evaluate import evaluate
+                from distflow.launch.make_spec import make_spec
+            metrics = evaluate(make_spec(loaded, say=say), say)
+    for name, value in sorted(metrics.items()):
+        print(f"{escape_control(name, one_line=True)}: {value:.4f}")
     return 0
 
 
-def _check_whole(config: "Config") -> None:
-    """Raises UserError where there is nothing to evaluate, or nothing to evaluate on."""
-    from distflow.config.per_domain import validates
-
-    if not validates(config):
-        raise UserError("there are no problems to answer: set data.val_files=FILE.jsonl (or .parquet, .csv)")
-    if not config.actor_rollout_ref.model.path:
-        raise UserError("there is no model to evaluate: set actor_rollout_ref.model.path to a folder or a hub id")
-
-
-def _evaluated(arguments: argparse.Namespace, folder: Path) -> dict[str, float]:
-    loaded, say = _load(arguments.preset, arguments.overrides, folder), partial(print, flush=True)
-    for line in loaded.notes:
-        say(line)
-    with rewards_ahead(loaded.config):
-        with importing():
-            from distflow.launch.evaluate import evaluate
-            from distflow.launch.make_spec import make_spec
-            from distflow.launch.user_code import named_code
-        for line in named_code(loaded.config):
-            say(f"your code: {line}")
-        return evaluate(make_spec(loaded, say=say), say)
-
-
 def _load(preset: str, overrides: list[str], folder: Path) -> "Loaded":
+    """Raises UserError where there is nothing to evaluate, or nothing to evaluate on."""
     from distflow.config import load_config
     from distflow.config.compose.check_paths import NEEDED_TO_EVALUATE
+    from distflow.config.per_domain import validates
 
     if Path(preset).expanduser().is_dir():
         from distflow.launch.initial_policy import write_config_of
@@ -78,5 +65,8 @@ def _load(preset: str, overrides: list[str], folder: Path) -> "Loaded":
         overrides = [*initial, *overrides]
     overrides = [*overrides, *_EVAL_ONLY, f"trainer.default_local_dir={folder}/run"]
     loaded = load_config(preset, overrides, complete=False, needed=NEEDED_TO_EVALUATE)
-    _check_whole(loaded.config)
+    if not validates(loaded.config):
+        raise UserError("there are no problems to answer: set data.val_files=FILE.jsonl (or .parquet, .csv)")
+    if not loaded.config.actor_rollout_ref.model.path:
+        raise UserError("there is no model to evaluate: set actor_rollout_ref.model.path to a folder or a hub id")
     return loaded

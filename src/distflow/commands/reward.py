@@ -15,7 +15,6 @@ from distflow.rewards.score import RIGHT
 
 if TYPE_CHECKING:
     from distflow.data.dataset_columns import RawRow
-    from distflow.data.messages import Messages
     from distflow.rewards.reward_check import Agreement, CheckResult, Fault, Row
 
 _JUDGE = "judge"
@@ -136,21 +135,18 @@ def _rows(arguments: argparse.Namespace) -> "tuple[list[Row], list[bool]]":
     if any(found not in (0, 1) for found in labels):
         wrong = next(row.origin for row, found in zip(raw, labels, strict=True) if found not in (0, 1))
         raise UserError(f"{wrong}: the column '{label}' (--label-key) is neither true nor false, 1 or 0")
-    rows = [_row(row) for row in raw]
-    return rows, [bool(found) for found in labels]
+    return [_row(row) for row in raw], [bool(found) for found in labels]
 
 
 def _row(raw: "RawRow") -> "Row":
     from distflow.rewards.reward_check import Row
     from distflow.rewards.self_check import whole
 
-    prompt = _text(raw.prompt)
+    prompt = raw.prompt
+    if not isinstance(prompt, str):
+        prompt = "\n\n".join(str(message.get("content")) for message in prompt)
     response = None if raw.response is None else whole(raw.response, raw.extra_info, prompt)
     return Row(raw.origin, raw.domain, raw.answer, raw.extra_info, response, prompt)
-
-
-def _text(prompt: "str | Messages") -> str:
-    return prompt if isinstance(prompt, str) else "\n\n".join(str(message.get("content")) for message in prompt)
 
 
 def _agreement_lines(agreement: "Agreement") -> Iterator[str]:

@@ -46,11 +46,8 @@ def run_train(arguments: argparse.Namespace) -> int:
     with rewards_ahead(loaded.config):
         with importing():
             from distflow.launch.make_spec import make_spec
-            from distflow.launch.user_code import named_code
 
             launch = cast("Launch", load(LAUNCHERS[loaded.config.trainer.launcher].target))
-        for line in named_code(loaded.config):
-            say(f"your code: {line}")
         spec = make_spec(loaded, say)
         for line in describe(spec.config):
             say(line)

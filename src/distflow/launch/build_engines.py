@@ -2,55 +2,38 @@
 
 import copy
 from collections.abc import Callable
-from typing import NamedTuple, NotRequired, TypedDict, cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from transformers import PreTrainedTokenizerBase
 
 from distflow.errors import UserError
 from distflow.import_target import load
-from distflow.launch.model_sources import Lora, Source, blaming, load_adapted
+from distflow.launch.model_sources import Adapt, Source, blaming, load_adapted
 from distflow.models.loading import load_model
-from distflow.models.sharding import Sharding, shard_model
+from distflow.models.sharding import Sharding
 from distflow.models.tokenizer import stop_token_ids
 from distflow.rewards.router import RewardRouter
 from distflow.rollout.engine import RolloutEngine
 from distflow.runtime.spec import Get
 from distflow.scheduling.groups import Version
 from distflow.training.engine import TrainEngine
-from distflow.training.optimizer import make_optimizer, make_schedule
+from distflow.training.optimizer import Schedule
 from distflow.training.torch_engine import ScorerOptions, TorchScorer
 
 Options = dict[str, object]
 """Keyword arguments of a constructor that is found by name, plain values."""
 
 
-class OptimizerOptions(TypedDict):
-    """Arguments of `make_optimizer`."""
+class Trainer(NamedTuple):
+    """A train engine without its model. engine: "module:Class". options: of its constructor."""
 
-    name: str
-    lr: float
-    weight_decay: float
-    betas: NotRequired[tuple[float, float]]
-    eps: NotRequired[float]
-
-
-class ScheduleOptions(TypedDict):
-    """Arguments of `make_schedule`."""
-
-    name: str
-    total_steps: int
-    warmup_ratio: NotRequired[float]
-    warmup_steps: NotRequired[int]
-    min_lr_ratio: NotRequired[float]
-
-
-class Optim(TypedDict):
-    """Optimizer and learning rate schedule of an engine."""
-
-    optimizer: OptimizerOptions
-    schedule: ScheduleOptions
+    engine: str
+    make_optimizer: Callable[..., torch.optim.Optimizer]
+    make_schedule: Callable[[], Schedule]
+    options: Options
 
 
 class Spread(NamedTuple):
@@ -60,29 +43,27 @@ class Spread(NamedTuple):
     on_host: bool
 
 
-def build_alone(get: Get, device: torch.device, make: Callable[[], object]) -> object:
-    """A part that needs no other."""
-    return make()
+def build_tokenizer(
+    get: Get, device: torch.device, load: Callable[[], PreTrainedTokenizerBase]
+) -> PreTrainedTokenizerBase:
+    return load()
 
 
 def build_reward_router(get: Get, device: torch.device, make: Callable[..., RewardRouter]) -> RewardRouter:
     return make(start=get("start_pool"))
 
 
-def build_policy(get: Get, device: torch.device, source: Source, lora: Lora | None, spread: Spread | None) -> nn.Module:
+def build_policy(
+    get: Get, device: torch.device, source: Source, adapt: Adapt | None, spread: Spread | None
+) -> nn.Module:
     """Sharded where it is trained, whole where it only generates."""
-    if spread is None or not get.planned("actor"):
-        return load_adapted(source, lora, device)
-    sharding = _sharding(get, spread)
-    if lora is None:
-        with blaming("actor_rollout_ref.model.path"):
-            return load_model(**source, sharding=sharding, device=device)
-    model = load_adapted(source, lora, device)
-    shard_model(model, sharding)
-    return model
+    return load_adapted(source, adapt, device, _sharding(get, spread) if get.planned("actor") else None)
 
 
-def _sharding(get: Get, spread: Spread) -> Sharding:
+def _sharding(get: Get, spread: Spread | None) -> Sharding | None:
+    """None where every rank has the whole model."""
+    if spread is None:
+        return None
     mesh: DeviceMesh | None = get("mesh")
     if mesh is None:
         raise UserError(
@@ -96,32 +77,26 @@ def build_stop_token_ids(get: Get, device: torch.device) -> tuple[int, ...]:
     return stop_token_ids(get("policy"), get("tokenizer"))
 
 
-def build_actor(get: Get, device: torch.device, engine: str, optim: Optim, options: Options) -> TrainEngine:
-    return _train_engine(get, get("policy"), engine, optim, options)
+def build_actor(get: Get, device: torch.device, trainer: Trainer) -> TrainEngine:
+    return _train_engine(get, get("policy"), trainer)
 
 
 def build_critic(
-    get: Get,
-    device: torch.device,
-    source: Source,
-    spread: Spread | None,
-    engine: str,
-    optim: Optim,
-    options: Options,
+    get: Get, device: torch.device, source: Source, spread: Spread | None, trainer: Trainer
 ) -> TrainEngine:
-    sharding = None if spread is None else _sharding(get, spread)
+    sharding = _sharding(get, spread)
     with blaming("critic.model.path"):
         model = load_model(**source, critic=True, sharding=sharding, device=device)
-    return _train_engine(get, model, engine, optim, options)
+    return _train_engine(get, model, trainer)
 
 
-def _train_engine(get: Get, model: nn.Module, engine: str, optim: Optim, options: Options) -> TrainEngine:
-    return cast(Callable[..., TrainEngine], load(engine))(
+def _train_engine(get: Get, model: nn.Module, trainer: Trainer) -> TrainEngine:
+    return cast(Callable[..., TrainEngine], load(trainer.engine))(
         model,
-        optimizer=make_optimizer(parameters=model.parameters(), **optim["optimizer"]),
-        schedule=make_schedule(**optim["schedule"]),
+        optimizer=trainer.make_optimizer(model.parameters()),
+        schedule=trainer.make_schedule(),
         group=get("collective"),
-        **options,
+        **trainer.options,
     )
 
 
@@ -129,7 +104,7 @@ def build_reference(
     get: Get, device: torch.device, source: Source, spread: Spread | None, options: ScorerOptions
 ) -> TorchScorer:
     """The initial policy."""
-    model = load_model(**source, sharding=None if spread is None else _sharding(get, spread), device=device)
+    model = load_model(**source, sharding=_sharding(get, spread), device=device)
     return TorchScorer(model.requires_grad_(False), group=get("collective"), **options)
 
 
@@ -147,10 +122,10 @@ def build_rollout(
     shares: bool,
     options: Options,
 ) -> RolloutEngine:
-    """On the trainer's own storage where that is on this worker, and it may be shared; else on a copy, without an
-    adapter: its weights arrive merged.
+    """The engine computes on the trainer's own storage where the trainer is on this worker and storage may be shared,
+    else on a copy without an adapter: its weights arrive merged.
 
-    source: of the model whole and without an adapter, None where the policy is just that. shares: both compute in the
+    source: of the whole model without an adapter; None where the policy is that model. shares: both compute in the
     stored dtype (float32), and nothing is decoded while weights change.
     """
     shares = shares and get.planned("actor")

@@ -6,7 +6,7 @@ what its kind needs. A message says what is missing, in which file, and what to 
 
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -50,17 +50,18 @@ class Part:
         return split_name(self.target)[1]
 
 
-Says = Callable[[Part], Iterator[str]]
+Says = Callable[[Part], Iterable[str]]
 
 
 @dataclass(frozen=True)
 class Kind:
     """A kind of part, by its name in `EXTENSION_POINTS`. faults: why a part cannot work. gaps: what a run does
-    without."""
+    without. is_imported: whether its module may be imported here, before `faults`."""
 
     name: str
-    faults: Says
-    gaps: Says = lambda part: iter(())
+    faults: Says = lambda part: ()
+    gaps: Says = lambda part: ()
+    is_imported: bool = True
 
     @property
     def table(self) -> str:
@@ -93,6 +94,8 @@ def faults_of(kind: Kind, part: Part) -> list[str]:
     """Why the part cannot work, each as a whole message."""
     registered = f" ({kind.table} in builtin_names.py)" if part.entry is not None else ""
     try:
+        if kind.is_imported:
+            load(part.target)
         faults = list(kind.faults(part))
     except LoadError as error:
         faults = [f"its entry names '{part.target}': {error}" if part.entry is not None else str(error)]
@@ -144,14 +147,8 @@ def explain_missing_column(error: MissingColumn, config: Config) -> UserError | 
     return None
 
 
-def _loads(part: Part) -> Iterator[str]:
-    load(part.target)
-    yield from ()
-
-
 def _is_registered(registry: Mapping[str, object], decorator: str) -> Says:
     def faults(part: Part) -> Iterator[str]:
-        load(part.target)
         if part.name not in registry:
             yield f'{part.file} does not register it: write @{decorator}("{part.name}") above {part.attribute}'
 
@@ -255,7 +252,7 @@ _TRAIN_ARGUMENTS = (
     *("max_grad_norm", "gradient_checkpointing"),
 )
 
-PIPELINE = Kind("pipeline", _loads)
+PIPELINE = Kind("pipeline")
 ESTIMATOR = Kind(
     "advantage estimator",
     _is_registered(ADV_ESTIMATORS, "register_adv_est"),
@@ -266,14 +263,10 @@ LOSS = Kind(
     _is_registered(POLICY_LOSSES, "register_policy_loss"),
     _has_formula(policy_losses, "(tokens, options) -> loss of each token"),
 )
-REWARD = Kind("reward function", _scores)
+REWARD = Kind("reward function", _scores, is_imported=False)
 ROLLOUT_ENGINE = Kind(
-    "rollout engine",
-    _has_methods(RolloutEngine, "rollout/engine.py", 2, ("version", "shares_weights")),
+    "rollout engine", _has_methods(RolloutEngine, "rollout/engine.py", 2, ("version", "shares_weights"))
 )
-TRAIN_ENGINE = Kind(
-    "train engine",
-    _has_methods(TrainEngine, "training/engine.py", 1, _TRAIN_ARGUMENTS),
-)
-TRACKER = Kind("tracker", _tracks)
+TRAIN_ENGINE = Kind("train engine", _has_methods(TrainEngine, "training/engine.py", 1, _TRAIN_ARGUMENTS))
+TRACKER = Kind("tracker", _tracks, is_imported=False)
 KINDS = (PIPELINE, ESTIMATOR, LOSS, REWARD, ROLLOUT_ENGINE, TRAIN_ENGINE, TRACKER)

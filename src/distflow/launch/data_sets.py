@@ -2,15 +2,16 @@
 user submits."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, Literal, overload
 
 from transformers import PreTrainedTokenizerBase
 
-from distflow.builtin_names import REWARDS, Reward
+from distflow.builtin_names import REWARDS
 from distflow.config import Config
 from distflow.config.derived_settings import is_rl
 from distflow.config.keys.reward import RewardPart
@@ -33,7 +34,8 @@ def data_plan(config: Config, rows: Mapping[str, int]) -> DataPlan:
     """How the run uses its data. total_training_steps may end before or after total_epochs. With domains, an epoch is
     as many groups as there are rows in all.
 
-    rows: how many there are by domain, in their order, "" of one source.
+    rows: how many there are by domain, in their order, "" of one source. Raises UserError where the function of the
+    curriculum does not exist.
     """
     data, trainer = config.data, config.trainer
     steps, epochs, num_rows = trainer.total_training_steps, trainer.total_epochs, sum(rows.values())
@@ -49,43 +51,28 @@ def data_plan(config: Config, rows: Mapping[str, int]) -> DataPlan:
         domains=tuple(
             DomainPlan(name, rows[name], data.domains[name].weight, data.domains[name].n) for name in rows if name
         ),
-        curriculum=_curriculum(config),
-        skips=_skips(config, rows),
     )
+    curriculum = data.curriculum
+    if curriculum.function is not None:
+        load_curriculum(curriculum.function)
+        plan = replace(plan, curriculum=CurriculumPlan(curriculum.function, curriculum.every, curriculum.smoothing))
     if not is_rl(config):
         return plan
     filters = config.algorithm.filter_groups
+    bands = {name: own_setting(config, name, data, "skip_outside") for name in rows}
+    outside = {name: band for name, band in bands.items() if band}
     return replace(
         plan,
         max_staleness=config.async_.max_staleness,
         max_num_gen_batches=filters.max_num_gen_batches,
         when_exhausted="continue" if filters.when_exhausted == "continue" else "error",
         oversampling=Fraction(str(filters.oversampling)),
+        skips=SkipPlan(outside, data.skip_epochs) if outside else None,
     )
 
 
-def _curriculum(config: Config) -> CurriculumPlan | None:
-    """Raises UserError where its function does not exist."""
-    settings = config.data.curriculum
-    if settings.function is None:
-        return None
-    load_curriculum(settings.function)
-    return CurriculumPlan(settings.function, settings.every, settings.smoothing)
-
-
-def _skips(config: Config, domains: Iterable[str]) -> SkipPlan | None:
-    if not is_rl(config):
-        return None
-    data, outside = config.data, dict[str, tuple[float, float]]()
-    for name in domains:
-        own = data.domains[name].skip_outside if name else None
-        if band := own or data.skip_outside:
-            outside[name] = band
-    return SkipPlan(outside, data.skip_epochs) if outside else None
-
-
 def num_rows_of(config: Config, prompts: PromptSet) -> dict[str, int]:
-    """By domain in the order of the rows; "" where there is one source."""
+    """The number of rows by domain, in the order of the rows; "" where there is one source."""
     if not config.data.domains:
         return {"": len(prompts)}
     return dict(Counter(row.domain for row in prompts))
@@ -147,61 +134,29 @@ class DataSource:
 def train_sources(config: Config, scored: bool) -> list[DataSource]:
     """One, or one for each domain that is drawn from. scored: whether there are reward functions, which need the rows'
     answers."""
-    data = config.data
-    if not data.domains:
-        found = [_source(config, "data.train_files", data.train_files, data.train_max_samples, scored, trains=True)]
-    else:
-        found = [
-            _source(
-                config,
-                f"data.domains.{name}.train_files",
-                domain.train_files,
-                domain.train_max_samples,
-                scored,
-                name,
-                trains=True,
-            )
-            for name, domain in data.domains.items()
-            if domain.weight
-        ]
+    domains = config.data.domains
+    names = [name for name, domain in domains.items() if domain.weight] if domains else [""]
+    found = [_source(config, "train", name, scored) for name in names]
     if not scored:
         return found
-    return [replace(each, rewards=reward_functions(config), broken_tests=data.broken_tests) for each in found]
+    return [replace(each, rewards=reward_functions(config), broken_tests=config.data.broken_tests) for each in found]
 
 
 def validation_sources(config: Config, scored: bool) -> list[DataSource]:
     """One for each key that names files."""
-    data = config.data
-    if data.val_files:
-        return [_source(config, "data.val_files", data.val_files, data.val_max_samples, scored)]
-    return [
-        _source(config, f"data.domains.{name}.val_files", domain.val_files, domain.val_max_samples, scored, name)
-        for name, domain in data.domains.items()
-        if domain.val_files
-    ]
+    own = [name for name, domain in config.data.domains.items() if domain.val_files]
+    return [_source(config, "val", name, scored) for name in ([""] if config.data.val_files else own)]
 
 
-def _source(
-    config: Config,
-    key: str,
-    files: tuple[str, ...],
-    max_samples: int,
-    scored: bool,
-    domain: str = "",
-    trains: bool = False,
-) -> DataSource:
-    """trains: rows may be selected by difficulty; validation rows are not."""
-    data, is_sft = config.data, not is_rl(config)
-    settings = data.domains.get(domain) if domain else None
-
-    def own(name: str) -> Any:
-        """The domain's setting, or else that of `data`."""
-        value = getattr(settings, name, None)
-        return getattr(data, name) if value is None else value
-
-    rewards = _rewards(config, domain)
-    group = f"data.domains.{domain}" if domain else "data"
-    pass_rate = own("pass_rate") if trains else None
+def _source(config: Config, split: Literal["train", "val"], domain: str, scored: bool) -> DataSource:
+    """domain: "" for the files of `data` itself."""
+    data, is_sft, functions = config.data, not is_rl(config), reward_functions(config)
+    parts = functions.get(domain, ()) if domain else [part for named in functions.values() for part in named]
+    rewards = [REWARDS[part.name] for part in parts if part.name in REWARDS]  # what a user's own needs is unknown
+    own = partial(own_setting, config, domain, data)
+    files = data.domains[domain] if domain else data
+    key = f"data.domains.{domain}" if domain else "data"
+    pass_rate = own("pass_rate") if split == "train" else None  # validation rows are not selected by difficulty
     columns = Columns(
         prompt=own("prompt_key"),
         answer=own("answer_key"),
@@ -212,7 +167,7 @@ def _source(
         tools=own("tools_key"),
         is_chat=own("prompt_format") == "chat",
         only_domain=domain or DEFAULT_DOMAIN,
-        group=group,
+        group=key,
         pass_rate=None if pass_rate is None else own("pass_rate_key"),
     )
     options = PromptOptions(
@@ -228,16 +183,16 @@ def _source(
         keep_messages=scored and any(reward.reads_messages for reward in rewards),
         num_workers=data.num_loader_workers,
         pass_rate=pass_rate,
-        group=group,
+        group=key,
     )
-    return DataSource(key, files, max_samples, columns, data.bad_rows, options, domain)
+    named, most = getattr(files, f"{split}_files"), getattr(files, f"{split}_max_samples")
+    return DataSource(f"{key}.{split}_files", named, most, columns, data.bad_rows, options, domain)
 
 
-def _rewards(config: Config, domain: str) -> list[Reward]:
-    """The built-in reward functions of the domain, or all where there is one source. A user's own are unknown."""
-    functions = reward_functions(config)
-    parts = functions.get(domain, ()) if domain else [part for own in functions.values() for part in own]
-    return [REWARDS[part.name] for part in parts if part.name in REWARDS]
+def own_setting(config: Config, domain: str, common: object, name: str) -> Any:
+    """The domain's setting of that name, or that of the group `common` where the domain has none."""
+    value = getattr(config.data.domains.get(domain), name, None)
+    return getattr(common, name) if value is None else value
 
 
 class OwnRows(Sequence[PromptRow]):

@@ -1,5 +1,5 @@
-"""The hardware that a run computes on: its device, its cores for training and generation, and the memory and threads of
-its process."""
+"""The hardware that a run computes on: its device, its cores for training and generation, the memory and threads of
+its process, and the same in words."""
 
 import ctypes
 import os
@@ -9,6 +9,8 @@ import torch
 from distflow.config import Config
 from distflow.config.derived_settings import is_rl, offload_keys
 from distflow.errors import UserError
+from distflow.models.cpu_kernels.build import NotNative, outcome
+from distflow.observe.sanitize import escape_control
 from distflow.planning.threads import own_cores, share_threads, usable_cores
 
 
@@ -72,3 +74,28 @@ def keep_freed_memory() -> None:
     if mallopt is not None:
         mallopt(_TRIM_THRESHOLD, -1)  # never
         mallopt(_MMAP_THRESHOLD, _LARGEST_THRESHOLD)
+
+
+def describe_hardware() -> list[str]:
+    """Cores, threads, native code and accelerators of this machine, a line each."""
+    trainer, rollout = share_threads(usable_cores(), None, None)
+    turns = torch.get_num_threads() if "OMP_NUM_THREADS" in os.environ else min(torch.get_num_threads(), own_cores())
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    native = outcome()
+    by_native = f"no, torch is several times as slow: {native}" if isinstance(native, NotNative) else "yes"
+    devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return [
+        f"{os.cpu_count()} cores, {own_cores()} of them for this process, {memory / 1024**3:.0f} GiB memory",
+        f"threads where training and generation take turns (async.max_staleness=0): {turns}",
+        f"threads where they run at once (async.max_staleness=1 or more): {trainer} to train, {rollout} to generate",
+        f"native code for generating on the processor: {escape_control(by_native, one_line=True)}",
+        f"accelerators: {', '.join(devices) or 'none'}",
+    ]
+
+
+def find_thread_faults() -> list[str]:
+    """A message where the environment asks for more threads than this process has cores."""
+    wanted, cores = os.environ.get("OMP_NUM_THREADS", ""), own_cores()
+    if wanted.isdigit() and int(wanted) > cores:
+        return [f"OMP_NUM_THREADS={wanted}, but there are {cores} cores: threads will compete; unset it"]
+    return []

@@ -4,31 +4,27 @@ module-level functions, so that it can be sent to the worker that builds the par
 from collections.abc import Callable, Collection
 from functools import partial
 from inspect import signature
-from typing import Literal, TypedDict, cast
+from typing import Any, Literal, cast
 
 import torch
 
 from distflow.builtin_names import ROLLOUT_ENGINES, TRAIN_ENGINES
 from distflow.config import Config
 from distflow.config.derived_settings import is_rl, is_sharded, optimizer_steps
-from distflow.config.keys.engines import OptimConfig
 from distflow.config.per_domain import response_limit, temperatures
 from distflow.import_target import load
 from distflow.launch.build_engines import (
-    Optim,
-    OptimizerOptions,
-    Options,
-    ScheduleOptions,
     Spread,
+    Trainer,
     build_actor,
     build_adapted_reference,
-    build_alone,
     build_critic,
     build_policy,
     build_reference,
     build_reward_router,
     build_rollout,
     build_stop_token_ids,
+    build_tokenizer,
 )
 from distflow.launch.devices import choose_device, threads_of
 from distflow.launch.model_sources import critic_source, policy_adapter, policy_source, tokenizer_loader
@@ -36,18 +32,10 @@ from distflow.models.cpu_kernels import build as native
 from distflow.rewards.pool.domain_pools import RewardSettings
 from distflow.rewards.router import Overlong, RewardRouter
 from distflow.runtime.spec import Factory
+from distflow.training.optimizer import make_optimizer, make_schedule
 from distflow.training.torch_engine import ScorerOptions
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _AT_ONCE = {"kv_on_update", "num_threads"}
-
-
-class Trainer(TypedDict):
-    """A train engine but for its model. engine: "module:Class". options: of its constructor."""
-
-    engine: str
-    optim: Optim
-    options: Options
 
 
 def make_factories(
@@ -56,19 +44,19 @@ def make_factories(
     """Factories of these and of their parts. steps: training steps of the whole run."""
     factories: dict[str, Factory] = {
         "policy": partial(
-            build_policy, source=policy_source(config), lora=policy_adapter(config), spread=_spread(config, "actor")
+            build_policy, source=policy_source(config), adapt=policy_adapter(config), spread=_spread(config, "actor")
         ),
-        "tokenizer": partial(build_alone, make=tokenizer_loader(config)),
+        "tokenizer": partial(build_tokenizer, load=tokenizer_loader(config)),
         "stop_token_ids": build_stop_token_ids,
     }
     if "actor" in engines:
-        factories["actor"] = partial(build_actor, **_actor_trainer(config, steps))
+        factories["actor"] = partial(build_actor, trainer=_trainer(config, "actor", steps))
     if "critic" in engines:
         factories["critic"] = partial(
             build_critic,
             source=critic_source(config),
             spread=_spread(config, "critic"),
-            **_critic_trainer(config, steps),
+            trainer=_trainer(config, "critic", steps),
         )
     if "ref" in engines:
         settings = config.actor_rollout_ref
@@ -83,13 +71,20 @@ def make_factories(
     if "rollout" in engines:
         factories["rollout"] = _rollout_factory(config)
     if "reward_fn" in services:
-        factories["reward_fn"] = partial(build_reward_router, make=_router(config))
+        router = partial(
+            RewardRouter,
+            RewardSettings.of(config),
+            config.data.max_response_length,
+            {name: response_limit(config, name) for name in config.data.domains},
+            Overlong(config.reward.overlong.buffer_tokens, config.reward.overlong.factor),
+        )
+        factories["reward_fn"] = partial(build_reward_router, make=router)
     return factories
 
 
 def compute_dtype(config: Config) -> torch.dtype:
     """The dtype that models compute in; trained weights are always float32."""
-    return DTYPES[config.actor_rollout_ref.model.dtype]
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.actor_rollout_ref.model.dtype]
 
 
 def engine_dtype(config: Config) -> torch.dtype:
@@ -115,30 +110,27 @@ def shares_weights(config: Config) -> bool:
     return not is_rl(config) or config.async_.max_staleness == 0
 
 
-def _actor_trainer(config: Config, steps: int) -> Trainer:
-    actor = config.actor_rollout_ref.actor
-    optim = _optim(actor.optim, optimizer_steps(config, "actor", steps))
-    return _trainer(config, optim, actor.ppo_max_token_len_per_gpu, actor.max_grad_norm)
-
-
-def _critic_trainer(config: Config, steps: int) -> Trainer:
-    critic = config.critic
-    optim = _optim(critic.optim, optimizer_steps(config, "critic", steps))
-    max_tokens = critic.ppo_max_token_len_per_gpu or config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu
-    return _trainer(config, optim, max_tokens, critic.max_grad_norm)
-
-
-def _trainer(config: Config, optim: Optim, max_tokens: int | None, max_grad_norm: float | None) -> Trainer:
+def _trainer(config: Config, role: Literal["actor", "critic"], steps: int) -> Trainer:
     settings = config.actor_rollout_ref
-    return {
-        "engine": TRAIN_ENGINES[settings.actor.strategy].target,
-        "optim": optim,
-        "options": {
+    trained = config.critic if role == "critic" else settings.actor
+    optim, updates = trained.optim, optimizer_steps(config, role, steps)
+    moments, warm_up = dict[str, Any](), dict[str, Any]()
+    if optim.optimizer != "sgd":
+        moments = {"betas": optim.betas, "eps": optim.eps}
+    if optim.scheduler != "constant":
+        warm_up = {"warmup_ratio": optim.warmup_ratio, "warmup_steps": optim.lr_warmup_steps}
+        warm_up |= {"min_lr_ratio": optim.min_lr_ratio}
+    max_tokens = trained.ppo_max_token_len_per_gpu or settings.actor.ppo_max_token_len_per_gpu
+    return Trainer(
+        TRAIN_ENGINES[settings.actor.strategy].target,
+        partial(make_optimizer, optim.optimizer, lr=optim.lr, weight_decay=optim.weight_decay, **moments),
+        partial(make_schedule, optim.scheduler, total_steps=max(updates, 1), **warm_up),
+        {
             **_scorer_options(config, max_tokens),
-            "max_grad_norm": max_grad_norm,
+            "max_grad_norm": trained.max_grad_norm,
             "gradient_checkpointing": settings.model.enable_gradient_checkpointing,
         },
-    }
+    )
 
 
 def _scorer_options(config: Config, max_tokens: int | None) -> ScorerOptions:
@@ -162,18 +154,6 @@ def _spread(config: Config, role: Literal["actor", "critic", "ref"]) -> Spread |
     return Spread(compute_dtype(config), trained.offload_policy)
 
 
-def _optim(optim: OptimConfig, updates: int) -> Optim:
-    """updates: optimizer steps of the whole run."""
-    optimizer: OptimizerOptions = {"name": optim.optimizer, "lr": optim.lr, "weight_decay": optim.weight_decay}
-    if optim.optimizer != "sgd":
-        optimizer |= {"betas": optim.betas, "eps": optim.eps}
-    schedule: ScheduleOptions = {"name": optim.scheduler, "total_steps": max(updates, 1)}
-    if optim.scheduler != "constant":
-        schedule |= {"warmup_ratio": optim.warmup_ratio, "warmup_steps": optim.lr_warmup_steps}
-        schedule |= {"min_lr_ratio": optim.min_lr_ratio}
-    return {"optimizer": optimizer, "schedule": schedule}
-
-
 def _rollout_factory(config: Config) -> Factory:
     """The engine's class says by its keyword-only parameters which keys of `rollout` it takes. Those that matter where
     generation and training run at once are read there only."""
@@ -194,15 +174,4 @@ def _rollout_factory(config: Config) -> Factory:
         source=policy_source(config) if config.actor_rollout_ref.model.lora_rank or is_sharded(config) else None,
         shares=shares_weights(config),
         options=options,
-    )
-
-
-def _router(config: Config) -> Callable[..., RewardRouter]:
-    overlong = config.reward.overlong
-    return partial(
-        RewardRouter,
-        RewardSettings.of(config),
-        config.data.max_response_length,
-        {name: response_limit(config, name) for name in config.data.domains},
-        Overlong(overlong.buffer_tokens, overlong.factor),
     )

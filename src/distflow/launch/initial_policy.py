@@ -8,11 +8,10 @@ from pathlib import Path
 
 import torch
 import yaml
-from torch import Tensor, nn
 
 from distflow.config import Config, Loaded, config_of_run
 from distflow.errors import UserError
-from distflow.launch.model_sources import load_policy, load_policy_tokenizer
+from distflow.launch.model_sources import copy_weights, load_policy, load_policy_tokenizer
 from distflow.launch.user_code import model_code, only_if_trusted, without_model_code
 from distflow.models.export import check_target, export_model
 from distflow.observe.files import read_object
@@ -50,7 +49,10 @@ def export_checkpoint(source: Path, target: Path, *, trust_code: bool = False, s
     if not code:
         config = without_model_code(config)
     model = load_policy(config, torch.device("cpu"))  # the machine that trained may have had another
-    _fill(model, trained, source)
+    if unknown := copy_weights(trained, model):
+        raise UserError(
+            f"{source} was made from another model: its '{unknown}' is no weight of the model, or of another shape"
+        )
     export_model(model, load_policy_tokenizer(config), target, note=(NOTE, note))
     say(f"exported to {target}")
     return target
@@ -59,22 +61,6 @@ def export_checkpoint(source: Path, target: Path, *, trust_code: bool = False, s
 def identity(checkpoint: Checkpoint) -> str:
     """Identifies a checkpoint: its manifest has the checksums of all its parts."""
     return hashlib.sha256((checkpoint.path / MANIFEST).read_bytes()).hexdigest()
-
-
-def _fill(model: nn.Module, trained: dict[str, Tensor], source: Path) -> None:
-    parameters = dict(model.named_parameters())
-    unknown = [name for name, tensor in trained.items() if not _fits(parameters.get(name), tensor)]
-    if unknown:
-        raise UserError(
-            f"{source} was made from another model: its '{unknown[0]}' is no weight of the model, or of another shape"
-        )
-    with torch.no_grad():
-        for name, tensor in trained.items():
-            parameters[name].copy_(tensor)
-
-
-def _fits(own: Tensor | None, stored: Tensor) -> bool:
-    return own is not None and own.shape == stored.shape
 
 
 def with_models_of_runs(loaded: Loaded, say: Say) -> Loaded:

@@ -102,20 +102,19 @@ def read_config(loaded: Loaded) -> Reading:
 
 
 def follow_pipeline(loaded: Loaded) -> Loaded:
-    """Set `dag.generates` to false for a user's pipeline that generates nothing. Raises ConfigError where other keys
-    contradict that."""
+    """Check the parts that the config chooses by name, and set `dag.generates` to false for a user's pipeline that
+    generates nothing. Raises UserError for a part that cannot work, ConfigError where other keys contradict the
+    pipeline."""
     config = loaded.config
-    if pipeline_name(config) != CUSTOM or config.dag.generates is not None:
-        return loaded
-    if generates(_bind(config)):
+    import_user_modules(config)
+    check_extensions(config)
+    if pipeline_name(config) != CUSTOM or config.dag.generates is not None or generates(_bind(config)):
         return loaded
     return with_changes(loaded, [("dag.generates", False, "no node of the pipeline samples or scores responses")])
 
 
 def _bind(config: Config) -> BoundPipeline:
-    """The pipeline of the config, after a check of the parts that it chooses by name."""
     import_user_modules(config)
-    check_extensions(peek(config))
     try:
         return bind(config)
     except MissingColumn as error:
@@ -145,10 +144,9 @@ def _fitted(loaded: Loaded, reading: Reading, limits: RunLimits) -> tuple[Loaded
 def _read_data(config: Config, reading: Reading) -> Data:
     """All files are read before anything is loaded. Validation comes first: `eval` has nothing else."""
     run_dir = config.trainer.run_dir
-    validation_rows = [source.read(run_dir) for source in reading.validation]
-    rows = [source.read(run_dir) for source in reading.train]
+    validation_rows = [(source, source.read(run_dir)) for source in reading.validation]
+    train_rows = [(source, source.read(run_dir)) for source in reading.train]
     tokenizer = load_policy_tokenizer(config)
-    encoded = [source.encode(own, tokenizer) for source, own in zip(reading.validation, validation_rows, strict=True)]
-    validation = {source.domain: prompts for source, prompts in zip(reading.validation, encoded, strict=True)}
-    train = [source.encode(own, tokenizer) for source, own in zip(reading.train, rows, strict=True)]
-    return Data(tokenizer, PromptSet.joined(train), validation, [each for _, bad in rows for each in bad.broken])
+    validation = {source.domain: source.encode(rows, tokenizer) for source, rows in validation_rows}
+    train = PromptSet.joined([source.encode(rows, tokenizer) for source, rows in train_rows])
+    return Data(tokenizer, train, validation, [each for _, (_, bad) in train_rows for each in bad.broken])

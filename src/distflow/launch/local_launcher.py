@@ -10,10 +10,10 @@ from distflow.launch.run_setup import (
     Start,
     begin_ledger,
     done_before,
-    find_accuracies,
     model_line,
     note_early_end,
     note_resume,
+    outcome_of,
     starting,
     write_facts,
 )
@@ -51,25 +51,23 @@ def launch_local(
             return done
 
         def make_stop(recorder: Recorder) -> StopRequest:
-            def asked_to_stop(name: str) -> None:
-                recorder.note("info", f"{name}: {_stopping(spec, recorder.waits)}")
+            return StopRequest(lambda name: _note_stop(name, spec, recorder), ends_process=not embedded)
 
-            return StopRequest(asked_to_stop, ends_process=not embedded)
-
-        with _running(built, allow_change, callbacks, make_stop) as running:
+        with _running(built, callbacks, make_stop) as running:
             steps = running.worker.training_loop()
-    before, after = find_accuracies(spec.run_dir)
-    # Written once the recorder is closed: the report also says how the run ended.
-    stop, recorder = running.stop, running.recorder
-    return Outcome(steps, stop.signal, recorder.status == "stopped", recorder.report(), before, after)
+    return outcome_of(spec, steps, running.stop.signal, running.recorder.status == "stopped")
 
 
 @contextmanager
 def open_local(spec: Spec, say: Callable[[str], None], callbacks: Callbacks) -> Iterator["Running"]:
     """The same run, driven by the caller in place of `Worker.training_loop`. Signals are left to the caller."""
+
+    def never_stopped(recorder: Recorder) -> AbstractContextManager[StopRequest]:
+        return nullcontext(StopRequest(lambda name: None))
+
     with (
         starting(spec, ()) as start,
-        _running(_build(spec, start, say), (), callbacks, _never_stopped, own_loop=True) as running,
+        _running(_build(spec, start, say), callbacks, never_stopped, own_loop=True) as running,
     ):
         yield running
     running.recorder.report()
@@ -113,19 +111,15 @@ def _build(spec: Spec, start: Start, say: Callable[[str], None]) -> _Built:
 @contextmanager
 def _running(
     built: _Built,
-    allow_change: tuple[str, ...],
     callbacks: Callbacks,
     make_stop: Callable[[Recorder], AbstractContextManager[StopRequest]],
     own_loop: bool = False,
 ) -> Iterator[Running]:
-    """Enters the worker, and records the end when it exits.
-
-    own_loop: no row of the data set is needed yet.
-    """
+    """Enters the worker, and records the end when it exits. own_loop: no row of the data set is needed yet."""
     spec, start, resources, checkpoint = built.spec, built.start, built.resources, built.start.checkpoint
     start.set_aside(spec, built.say)
     state, queued = (restore(checkpoint, resources), load_queued(checkpoint)) if checkpoint else ({}, {})
-    coordinator, ledger = begin_ledger(spec, checkpoint, allow_change)
+    coordinator, ledger = begin_ledger(spec, start)
     total_steps = coordinator.plan.total_steps
     with (
         reported(spec.run_dir, built.say),
@@ -150,26 +144,22 @@ def _running(
         recorder.status = "stopped" if stop.wanted and not coordinator.finished else "finished"
 
 
-def _never_stopped(recorder: Recorder) -> AbstractContextManager[StopRequest]:
-    """Signals keep the handlers of the user's script."""
-    return nullcontext(StopRequest(lambda name: None))
-
-
 def local_ports(
     coordinator: Coordinator,
     waits: Waits,
     queued: Mapping[int, FinishedGroup[Batch]] | None = None,
-    num_ranks: int = 1,
     changed: Callable[[GroupCounts], None] = lambda group_counts: None,
 ) -> Ports:
     """Ports for workers of this process. changed: called with the counts by state whenever they change."""
-    queue = LocalSampleQueue(coordinator, waits, num_ranks, queued, changed)
+    queue = LocalSampleQueue(coordinator, waits, queued=queued, changed=changed)
     return Ports(queue, queue, LocalWeights(waits), OneRank(), OneRank(), OneRank(), queue.fail)
 
 
-def _stopping(spec: Spec, waits: Waits) -> str:
-    """What follows the first signal, and what the run waits for meanwhile, if that lasts."""
+def _note_stop(name: str, spec: Spec, recorder: Recorder) -> None:
+    """Report the first signal, what follows it, and what the run waits for, if that lasts. name: of the signal."""
     saving = "saving" if spec.options.save_freq > 0 else "not saving (trainer.save_freq is off)"
-    longest = {wait.who: wait for wait in reversed(waits.now()) if wait.on != "training"}  # which continues by itself
+    waits = reversed(recorder.waits.now())
+    longest = {wait.who: wait for wait in waits if wait.on != "training"}  # which continues by itself
     lasting = [f"; {wait}" for wait in longest.values() if wait.seconds() >= LASTING_S]
-    return f"finishing this step, {saving}, then leaving; a second time leaves at once{''.join(lasting)}"
+    message = f"finishing this step, {saving}, then leaving; a second time leaves at once{''.join(lasting)}"
+    recorder.note("info", f"{name}: {message}")

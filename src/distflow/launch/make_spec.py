@@ -15,7 +15,7 @@ from distflow.launch.run_fingerprint import description, facts
 from distflow.launch.run_options import run_options, sampling_params, spec_settings, validation_params
 from distflow.launch.select_pipeline import rebuild
 from distflow.launch.startup_messages import startup_lines
-from distflow.launch.user_code import check_pickles
+from distflow.launch.user_code import check_pickles, named_code
 from distflow.observe.writing.folder_lock import claimed
 from distflow.planning.allocation_expression import follow_allocation
 from distflow.planning.plan import check_plan
@@ -26,7 +26,10 @@ Say = Callable[[str], None]
 
 
 def make_spec(loaded: Loaded, say: Say) -> Spec:
-    """say: called with a line for each thing that is loaded. Raises UserError or PipelineError."""
+    """say: called with a line for each thing that is loaded, the user's code first. Raises UserError or
+    PipelineError."""
+    for code in named_code(loaded.config):
+        say(f"your code: {code}")
     loaded = follow_pipeline(follow_allocation(loaded))
     reading = read_config(loaded)
     # First, as rows from Python code are stored in the folder, which another run may use.

@@ -1,20 +1,19 @@
 """Which models and tokenizer a config names, how large they are, and loading them."""
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TypedDict
 
 import torch
-from torch import nn
-from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from distflow.config import Config
 from distflow.errors import UserError, hint
 from distflow.models.loading import ModelSource, SourceOptions, context_length, load_model
 from distflow.models.lora import add_lora
-from distflow.models.sharding import check_divisible
+from distflow.models.sharding import Sharding, check_divisible, shard_model
 from distflow.models.tokenizer import load_tokenizer
 from distflow.planning.layout import Layout
 from distflow.planning.part_assignment import count_parameters, parse_size
@@ -26,18 +25,26 @@ class Source(SourceOptions):
     path: str
 
 
-class Lora(TypedDict):
-    """Arguments of `add_lora`."""
-
-    rank: int
-    alpha: float
-    target_modules: str | list[str]
-    seed: int
+Adapt = Callable[[PreTrainedModel], nn.Module]
+"""Puts an adapter on a model."""
 
 
 def load_policy(config: Config, device: torch.device) -> nn.Module:
     """The model that is trained, whole, with its adapter where one is asked for. Raises UserError naming the key."""
     return load_adapted(policy_source(config), policy_adapter(config), device)
+
+
+def copy_weights(weights: Mapping[str, Tensor], model: nn.Module) -> str:
+    """Copy weights into the model's parameters of the same names. Returns "", or the name of a weight that the model
+    does not have in that shape: then nothing is copied."""
+    own = dict(model.named_parameters())
+    for name, weight in weights.items():
+        if name not in own or own[name].shape != weight.shape:
+            return name
+    with torch.no_grad():
+        for name, weight in weights.items():
+            own[name].copy_(weight)
+    return ""
 
 
 def load_policy_tokenizer(config: Config) -> PreTrainedTokenizerBase:
@@ -66,12 +73,12 @@ def model_sizes(config: Config, engines: Collection[str]) -> dict[str, int]:
     for role in (role for role in models if role not in said):
         key, source = _source_of(config, role)
         with blaming(key):
-            sizes[role] = _num_parameters(source)
+            sizes[role] = count_parameters(_model_config(source).get_text_config().to_dict())
     return sizes
 
 
 def _source_of(config: Config, role: str) -> tuple[str, Source]:
-    """With the key that names it."""
+    """The model of a role, with the key that names it."""
     if role == "critic" and config.critic.model.path is not None:
         return "critic.model.path", critic_source(config)
     return "actor_rollout_ref.model.path", policy_source(config)
@@ -113,31 +120,35 @@ def _source(config: Config, path: str | None) -> Source:
     }
 
 
-def _num_parameters(source: Source) -> int:
-    return count_parameters(_model_config(source).get_text_config().to_dict())
-
-
 def _model_config(source: Source) -> PreTrainedConfig:
     return ModelSource(**source).config()
 
 
-def policy_adapter(config: Config) -> Lora | None:
-    settings = config.actor_rollout_ref.model
-    if not settings.lora_rank:
+def policy_adapter(config: Config) -> Adapt | None:
+    model = config.actor_rollout_ref.model
+    if not model.lora_rank:
         return None
-    targets = settings.target_modules
-    return {
-        "rank": settings.lora_rank,
-        "alpha": settings.lora_alpha,
-        "target_modules": targets if isinstance(targets, str) else list(targets),
-        "seed": config.trainer.seed,
-    }
+    return partial(
+        add_lora,
+        rank=model.lora_rank,
+        alpha=model.lora_alpha,
+        target_modules=model.target_modules,
+        seed=config.trainer.seed,
+    )
 
 
-def load_adapted(source: Source, lora: Lora | None, device: torch.device) -> nn.Module:
+def load_adapted(
+    source: Source, adapt: Adapt | None, device: torch.device, sharding: Sharding | None = None
+) -> nn.Module:
+    """The policy's model. An adapter is put on the whole model, which is sharded afterwards."""
     with blaming("actor_rollout_ref.model.path"):
-        model = load_model(**source, device=device)
-    return add_lora(model, **lora) if lora else model
+        model = load_model(**source, sharding=None if adapt else sharding, device=device)
+    if adapt is None:
+        return model
+    adapted = adapt(model)
+    if sharding is not None:
+        shard_model(adapted, sharding)
+    return adapted
 
 
 def tokenizer_loader(config: Config) -> Callable[[], PreTrainedTokenizerBase]:

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import torch
 import yaml
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from yaml import YAMLError
 
 from distflow.algorithms.objective import SFTObjective
 from distflow.checks.nonfinite import BATCH, CONFIG, FACTS, WEIGHTS
@@ -18,7 +20,8 @@ from distflow.errors import UserError
 from distflow.graph.fields import Axis
 from distflow.import_target import load_modules
 from distflow.launch.engine_factories import make_factories
-from distflow.launch.user_code import only_if_trusted, replayed_code, without_model_code
+from distflow.launch.model_sources import copy_weights
+from distflow.launch.user_code import imported_code, model_code, only_if_trusted, without_model_code
 from distflow.observe.files import read_object
 from distflow.pipelines.nodes.objectives import policy_objective, value_objective
 from distflow.planning.plan import RankPlan
@@ -27,6 +30,9 @@ from distflow.training.engine import LossFn
 from distflow.training.torch_engine import TorchTrainEngine
 
 ROLES = ("actor", "critic")
+
+_DAMAGE = (OSError, LookupError, TypeError, ValueError, AttributeError, RuntimeError, YAMLError, SafetensorError)
+"""What reading a damaged or foreign file of a bundle raises."""
 
 
 def replay_bundle(bundle: Path, *, trust_code: bool = False) -> Iterator[str]:
@@ -40,7 +46,9 @@ def replay_bundle(bundle: Path, *, trust_code: bool = False) -> Iterator[str]:
     if not (bundle / FACTS).is_file():
         raise UserError(f"{bundle} is no bundle: it has no {FACTS}; bundles lie below a run's folder, in bundles/")
     with _reading(bundle):
-        keys = _config_keys(bundle)
+        keys = yaml.safe_load((bundle / CONFIG).read_text(encoding="utf-8"))
+        if not isinstance(keys, dict):
+            raise ValueError(f"{CONFIG} holds no keys")
         config = config_of_run(keys)
         facts = read_object(bundle / FACTS)
         role, step, metrics = str(facts["role"]), int(facts["step"]), dict(facts["metrics"])  # type: ignore[arg-type]
@@ -48,7 +56,7 @@ def replay_bundle(bundle: Path, *, trust_code: bool = False) -> Iterator[str]:
             raise ValueError(f"{FACTS} names the role {role!r}")
         batch = Batch.load(bundle / BATCH)
         weights = load_file(bundle / WEIGHTS)
-    code, notes = replayed_code(config), list[str]()
+    code, notes = [*imported_code(config), *model_code(config)], list[str]()
     only_if_trusted(code, trust_code, notes.append)
     yield from notes
     if code:
@@ -58,8 +66,10 @@ def replay_bundle(bundle: Path, *, trust_code: bool = False) -> Iterator[str]:
         config = without_model_code(config)
     yield f"update of the {role} in step {step + 1}: {len(batch)} samples"
     yield from _non_finite_columns(batch)
-    yield from _non_finite_weights(weights)
-    engine = _engine(_in_one_process(config), role)
+    for name, tensor in weights.items():
+        if wrong := int((~tensor.isfinite()).sum()):
+            yield f"weight {name}: {wrong} entries are not finite"
+    engine = _engine(config, role)
     _load_weights(engine.model, weights)
     with _reading(bundle):
         objective = _objective(config, role, batch)
@@ -76,17 +86,10 @@ def _reading(bundle: Path) -> Iterator[None]:
         yield
     except UserError:
         raise
-    except Exception as error:  # foreign files may raise anything
+    except _DAMAGE as error:
         raise UserError(
             f"{bundle} is damaged, or the bundle of another version of distflow: {type(error).__name__}: {error}"
         ) from error
-
-
-def _config_keys(bundle: Path) -> Mapping[str, object]:
-    keys = yaml.safe_load((bundle / CONFIG).read_text(encoding="utf-8"))
-    if not isinstance(keys, dict):
-        raise ValueError(f"{CONFIG} holds no keys")
-    return {str(name): value for name, value in keys.items()}
 
 
 def _samples_alone(
@@ -103,23 +106,11 @@ def _samples_alone(
         yield "each sample alone is finite: the sum of them is not, or the device of the run computes differently"
 
 
-def _in_one_process(config: Config) -> Config:
-    """On the CPU, whatever devices and ranks the run had."""
-    settings = config.actor_rollout_ref
-    actor = replace(settings.actor, strategy="torch")
-    return replace(
-        config,
-        trainer=replace(config.trainer, device="cpu"),
-        actor_rollout_ref=replace(settings, actor=actor),
-    )
-
-
 def _non_finite_columns(batch: Batch) -> Iterator[str]:
     for name in batch.names:
         column = batch.flat(name)
-        if not isinstance(column, Tensor) or not column.is_floating_point() or bool(column.isfinite().all()):
+        if not isinstance(column, Tensor) or not (wrong := ~column.isfinite()).any():
             continue
-        wrong = ~column.isfinite()
         axis = batch.field(name).axis
         lengths = torch.ones(len(batch), dtype=torch.int64) if axis is Axis.SAMPLE else batch.lengths(axis)
         rows = torch.arange(len(batch)).repeat_interleave(lengths)[wrong].unique().tolist()
@@ -127,13 +118,11 @@ def _non_finite_columns(batch: Batch) -> Iterator[str]:
         yield f"column {name}: {int(wrong.sum())} entries are not finite, in samples {who}"
 
 
-def _non_finite_weights(weights: Mapping[str, Tensor]) -> Iterator[str]:
-    for name, tensor in weights.items():
-        if not bool(tensor.isfinite().all()):
-            yield f"weight {name}: {int((~tensor.isfinite()).sum())} entries are not finite"
-
-
 def _engine(config: Config, role: str) -> TorchTrainEngine:
+    """The role's engine on the CPU of this process, whatever devices and ranks the run had."""
+    settings, trainer = config.actor_rollout_ref, replace(config.trainer, device="cpu")
+    settings = replace(settings, actor=replace(settings.actor, strategy="torch"))
+    config = replace(config, trainer=trainer, actor_rollout_ref=settings)
     factories = make_factories(config, {"actor", role}, (), steps=1)
     engine = build_resources(factories, RankPlan(0, "cpu", (), (), (role,), ())).trained()[role]
     assert isinstance(engine, TorchTrainEngine)
@@ -148,13 +137,8 @@ def _objective(config: Config, role: str, batch: Batch) -> LossFn:
 
 def _load_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
     """Raises UserError for a weight that the model does not have: it would be another update."""
-    own = dict(model.named_parameters())
-    unknown = [name for name, tensor in weights.items() if name not in own or own[name].shape != tensor.shape]
-    if unknown:
+    if unknown := copy_weights(weights, model):
         raise UserError(
-            f"the bundle's weight {unknown[0]} is none of the model's: actor_rollout_ref.model.path holds another "
-            "model than it did in the run"
+            f"the bundle's weight {unknown} is none of the model's: actor_rollout_ref.model.path holds another model "
+            "than it did in the run"
         )
-    with torch.no_grad():
-        for name, tensor in weights.items():
-            own[name].copy_(tensor)

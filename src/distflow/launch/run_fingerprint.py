@@ -33,9 +33,11 @@ def changes(loaded: Loaded) -> tuple[str, list[dict[str, str]]]:
     A change is `{"key", "before", "now", "where"}`, its values as they would be written in YAML, `where` as of
     `Loaded.origin`. Without a preset the schema's defaults are what was before.
     """
-    preset = _preset(loaded)
-    before = build(_preset_values(preset), {})[0] if preset else Config()
-    keys = schema_keys()
+    preset, before, keys = _preset(loaded), Config(), schema_keys()
+    if preset:  # read without Hydra, which would cost every start a tenth of a second
+        values = OmegaConf.to_container(OmegaConf.merge(*map(_read, _chain(preset))), resolve=True)
+        assert isinstance(values, dict)
+        before = build({str(key): value for key, value in values.items() if key != "defaults"}, {})[0]
     return preset, [
         {
             "key": key,
@@ -56,15 +58,8 @@ def _preset(loaded: Loaded) -> str:
 
 
 def _chain(name: str) -> list[str]:
-    """The presets that it builds on, and then itself."""
+    """The presets that a preset builds on, followed by its own name."""
     return [*(part for base in _read(name).get("defaults", []) if base != "_self_" for part in _chain(base)), name]
-
-
-def _preset_values(name: str) -> dict[str, object]:
-    # Read without Hydra, which would cost every start a tenth of a second.
-    values = OmegaConf.to_container(OmegaConf.merge(*map(_read, _chain(name))), resolve=True)
-    assert isinstance(values, dict)
-    return {str(key): value for key, value in values.items() if key != "defaults"}
 
 
 def _read(name: str) -> DictConfig:
@@ -94,6 +89,7 @@ def description(loaded: Loaded, data: Data) -> dict[str, object]:
 
 def facts(config: Config, data: Data) -> dict[str, object]:
     """What a resumed run must share with its checkpoint to be the same run, and to be bit-equal."""
+    rollout_threads = threads_of(config)[1]
     vocabulary = json.dumps(sorted(data.tokenizer.get_vocab().items()), ensure_ascii=True)
     return {
         "data_fingerprint": data.train.fingerprint(),
@@ -103,13 +99,15 @@ def facts(config: Config, data: Data) -> dict[str, object]:
         "cpu": _cpu_name(),
         "cores": os.cpu_count(),
         **_users_facts(config),
-        **_rollout_facts(config),
-        **_native_facts(config),
+        # Where generation and training run at once, generation has threads of its own.
+        **({} if rollout_threads is None else {"rollout_threads": rollout_threads}),
+        # The native code replaces torch's operations on a CPU.
+        **({"native_code": native.name()} if choose_device(config).type == "cpu" else {}),
     }
 
 
 def _threads(config: Config) -> str:
-    """For people."""
+    """The threads of a worker, in words."""
     trainer, rollout = threads_of(config)
     of = "threads of a worker" if config.trainer.launcher == "ray" else "threads"
     if rollout is not None:
@@ -118,46 +116,27 @@ def _threads(config: Config) -> str:
     return f"{of}: {trainer or shared}"
 
 
-def _rollout_facts(config: Config) -> dict[str, object]:
-    """Where generation and training run at once, generation has threads of its own."""
-    threads = threads_of(config)[1]
-    return {} if threads is None else {"rollout_threads": threads}
-
-
-def _native_facts(config: Config) -> dict[str, object]:
-    """The native code that replaces torch's operations on a CPU."""
-    return {"native_code": native.name()} if choose_device(config).type == "cpu" else {}
-
-
 def _users_facts(config: Config) -> dict[str, object]:
-    """The code of the user's reward functions and curriculum, and the isolation of code that a reward function
-    runs here. All may change on resume, and are then reported."""
+    """The code of the user's reward functions and curriculum, the isolation of code that a reward function runs here,
+    and the reward models by domain. All may change on resume, and are then reported. Raises UserError where a reward
+    model is missing."""
     custom, curriculum = RewardSettings.of(config).custom, config.data.curriculum.function
-    parts = [part for parts in reward_functions(config).values() for part in parts]
-    own = sorted({part.name for part in parts if part.name == CUSTOM_REWARD or part.name not in REWARDS})
+    functions = reward_functions(config)
+    everything = [part for parts in functions.values() for part in parts]
+    own = sorted({part.name for part in everything if part.name == CUSTOM_REWARD or part.name not in REWARDS})
     facts: dict[str, object] = {f"code_of_reward_{name}": fingerprint_target(target_of(name, custom)) for name in own}
     if curriculum is not None and curriculum not in CURRICULA:
         facts["code_of_curriculum"] = fingerprint_target(curriculum)
     if any(
         part.name in REWARDS and REWARDS[part.name].executes_response and not part.options.get("sandbox")
-        for part in parts
+        for part in everything
     ):
         facts["sandbox"] = probe().name
-    return {**facts, **_reward_models(config)}
-
-
-def _reward_models(config: Config) -> dict[str, object]:
-    """The reward models by domain; their options name them. Raises UserError where one is missing."""
-    models = {
-        domain: part.options
-        for domain, parts in sorted(reward_functions(config).items())
-        for part in parts
-        if part.name in REWARDS and REWARDS[part.name].prepare
-    }
-    return {
-        f"reward_model_{domain}": identity(str(options.get("path", "")), str(options.get("revision", "")) or None)
-        for domain, options in models.items()
-    }
+    for domain, parts in sorted(functions.items()):
+        for options in (part.options for part in parts if part.name in REWARDS and REWARDS[part.name].prepare):
+            model = identity(str(options.get("path", "")), str(options.get("revision", "")) or None)
+            facts[f"reward_model_{domain}"] = model
+    return facts
 
 
 def _cpu_name() -> str:

@@ -5,21 +5,21 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypedDict
+from typing import TypedDict
 
 import torch
 
 from distflow.algorithms.mismatch import Tolerance
-from distflow.algorithms.objective import PolicyObjective
 from distflow.config import Config
 from distflow.config.compose.key_usage import peek
 from distflow.config.derived_settings import is_rl, is_sharded
 from distflow.config.per_domain import response_limit, validates
 from distflow.graph import BoundPipeline, NodeRole
-from distflow.launch.data_sets import data_plan
+from distflow.launch.data_sets import data_plan, own_setting
 from distflow.launch.devices import choose_device, refuse_offload_here
 from distflow.launch.engine_factories import compute_dtype, engine_dtype, make_factories, shares_weights
 from distflow.launch.model_sources import check_layouts, model_sizes
+from distflow.launch.select_pipeline import takes_policy_loss
 from distflow.pipelines.nodes.objectives import is_anchored, loss_terms
 from distflow.planning.multi_device import plan_ray
 from distflow.planning.part_assignment import pipeline_parts
@@ -57,7 +57,7 @@ def spec_settings(config: Config, pipeline: BoundPipeline, num_rows: Mapping[str
         "sends_weights": not (shares and config.actor_rollout_ref.model.lora_rank > 0),
         "tolerance": Tolerance.of(exact),
         "ratio_limit": math.inf if not is_anchored(config) else 1e-4 if exact else 0.05,
-        "loss_terms": loss_terms(config) if _trains_by_policy_loss(pipeline) else (),
+        "loss_terms": loss_terms(config) if any(map(takes_policy_loss, pipeline.training_nodes)) else (),
     }
 
 
@@ -73,32 +73,16 @@ def _plan(config: Config, pipeline: BoundPipeline) -> Plan:
     return plan
 
 
-def _trains_by_policy_loss(pipeline: BoundPipeline) -> bool:
-    """Whether a node of it is what `train_actor` makes: only that one reports the terms of its loss."""
-    updates = [node.fn for node in pipeline.training_nodes if isinstance(node.fn, partial)]
-    return any(isinstance(fn.keywords.get("objective"), PolicyObjective) for fn in updates)
-
-
 def sampling_params(config: Config, domain: str = "") -> SamplingParams:
     """For training prompts; the domain's own where it has some."""
-    own = config.data.domains.get(domain)
     longest = response_limit(config, domain)
     if not is_rl(config):
         return SamplingParams(longest)
-    settings = config.actor_rollout_ref.rollout
-
-    def chosen(name: str) -> Any:
-        value = getattr(own, name, None)
-        return getattr(settings, name) if value is None else value
-
+    own = partial(own_setting, config, domain, config.actor_rollout_ref.rollout)
     return SamplingParams(
         longest,
-        temperature=chosen("temperature"),
-        top_p=chosen("top_p"),
-        top_k=chosen("top_k"),
-        min_p=chosen("min_p"),
-        repetition_penalty=chosen("repetition_penalty"),
-        stop=tuple(chosen("stop")),
+        stop=tuple(own("stop")),
+        **{name: own(name) for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")},
     )
 
 
@@ -120,14 +104,21 @@ def validation_params(
 
 def run_options(config: Config, pipeline: BoundPipeline, plan: Plan) -> RunOptions:
     """Keys without meaning in this run are peeked at, not read, so that they are rejected where they are set."""
+
+    def used_if(is_used: bool) -> Config:
+        return config if is_used else peek(config)
+
     trainer, trust = config.trainer, config.trust
+    by_ray, has_engine = trainer.launcher == "ray", "rollout" in pipeline.engines
+    is_scored = any(node.node_role is NodeRole.REWARD for node in pipeline.rollout_nodes)
     goes_elsewhere = any("rollout" in rank.engines and not rank.training_nodes for rank in plan.ranks)
+    has_deadline = any(not (node.contract.is_async and is_ours(node)) for node in pipeline.rollout_nodes)
     has_val = validates(config)
     run_self_check = trust.check_rewards if "reward_fn" in pipeline.services else False
     return RunOptions(
         seed=trainer.seed,
-        update_frequency=config.actor_rollout_ref.actor.model_update_frequency if "rollout" in pipeline.engines else 1,
-        weight_update_mode=(config if goes_elsewhere else peek(config)).actor_rollout_ref.actor.weight_update_mode,
+        update_frequency=config.actor_rollout_ref.actor.model_update_frequency if has_engine else 1,
+        weight_update_mode=used_if(goes_elsewhere).actor_rollout_ref.actor.weight_update_mode,
         val_before_train=trainer.val_before_train,
         # Off is always accepted; a frequency has a meaning only where there is validation data.
         test_freq=trainer.test_freq if has_val or peek(trainer).test_freq <= 0 else 0,
@@ -143,19 +134,17 @@ def run_options(config: Config, pipeline: BoundPipeline, plan: Plan) -> RunOptio
         project=trainer.project_name,
         experiment=trainer.experiment_name,
         enable_perf=config.dag.enable_perf,
-        worker=_worker_needs(config if trainer.launcher == "ray" else peek(config), _is_scored(pipeline)),
-        max_held_mb=(trainer if trainer.launcher == "ray" else peek(trainer)).max_held_mb,
-        peers_timeout_s=(trainer if trainer.launcher == "ray" else peek(trainer)).peers_timeout_s,
-        timeout_s=config.reward.timeout_s if _has_deadline(pipeline) else peek(config).reward.timeout_s,
-        engine_timeout_s=(
-            config if "rollout" in pipeline.engines else peek(config)
-        ).actor_rollout_ref.rollout.timeout_s,
+        worker=_worker_needs(used_if(by_ray), is_scored),
+        max_held_mb=used_if(by_ray).trainer.max_held_mb,
+        peers_timeout_s=used_if(by_ray).trainer.peers_timeout_s,
+        timeout_s=used_if(has_deadline).reward.timeout_s,
+        engine_timeout_s=used_if(has_engine).actor_rollout_ref.rollout.timeout_s,
         canary_freq=_canary_freq(config, pipeline),
         audit_freq=trust.audit_freq,
-        on_mismatch=trust.on_mismatch if "rollout" in pipeline.engines else "warn",
+        on_mismatch=trust.on_mismatch if has_engine else "warn",
         run_self_check=run_self_check,
         solution_columns=_solution_columns(config) if run_self_check else {},
-        max_error_rate=(config if _is_scored(pipeline) else peek(config)).reward.max_error_rate,
+        max_error_rate=used_if(is_scored).reward.max_error_rate,
         max_skipped=trust.max_skipped_updates,
         unmoved_after=trust.unmoved_after,
         offloads=_offloads(config, pipeline) if is_sharded(config) else {},
@@ -163,12 +152,9 @@ def run_options(config: Config, pipeline: BoundPipeline, plan: Plan) -> RunOptio
 
 
 def _solution_columns(config: Config) -> dict[str, tuple[str | None, str]]:
-    data = config.data
-    found: dict[str, tuple[str | None, str]] = {"": (data.solution_key, data.answer_key)}
-    for name, domain in data.domains.items():
-        solution = data.solution_key if domain.solution_key is None else domain.solution_key
-        found[name] = solution, domain.answer_key or data.answer_key
-    return found
+    own = partial(own_setting, config)
+    names, data = ("", *config.data.domains), config.data
+    return {name: (own(name, data, "solution_key"), own(name, data, "answer_key")) for name in names}
 
 
 def _worker_needs(config: Config, is_scored: bool) -> WorkerNeeds:
@@ -181,20 +167,12 @@ def _worker_needs(config: Config, is_scored: bool) -> WorkerNeeds:
 def _offloads(config: Config, pipeline: BoundPipeline) -> dict[str, Offloads]:
     """For trained models, by role. What always stays on the host is not moved."""
     settings = {"actor": config.actor_rollout_ref.actor.fsdp_config, "critic": config.critic.fsdp_config}
-    found = {
-        role: Offloads(weights=own.param_offload, moments=own.optimizer_offload)
-        for role, own in settings.items()
-        if role in pipeline.engines
-    }
-    return {role: own for role, own in found.items() if own.weights or own.moments}
-
-
-def _has_deadline(pipeline: BoundPipeline) -> bool:
-    return any(not (node.contract.is_async and is_ours(node)) for node in pipeline.rollout_nodes)
-
-
-def _is_scored(pipeline: BoundPipeline) -> bool:
-    return any(node.node_role is NodeRole.REWARD for node in pipeline.rollout_nodes)
+    found = dict[str, Offloads]()
+    for role in sorted(pipeline.engines & settings.keys()):
+        own = Offloads(weights=settings[role].param_offload, moments=settings[role].optimizer_offload)
+        if own.weights or own.moments:
+            found[role] = own
+    return found
 
 
 def _canary_freq(config: Config, pipeline: BoundPipeline) -> int:

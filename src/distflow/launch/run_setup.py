@@ -4,13 +4,12 @@ import platform
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 from distflow import __version__
 from distflow.observe.files import remove_asides, sync
 from distflow.observe.reading.run_reader import read_damage, read_metrics
 from distflow.observe.report.build import write_report
-from distflow.observe.report.summary import find_accuracy
+from distflow.observe.report.summary import accuracies
 from distflow.observe.writing.folder_lock import claimed
 from distflow.observe.writing.run_folder import finish_moving, set_aside
 from distflow.runtime import fault_injection
@@ -39,11 +38,13 @@ FROM_THE_START = -1
 
 @dataclass(frozen=True)
 class Start:
-    """Where a run begins: after a checkpoint, or at its start. resumes: the folder's records are its own."""
+    """Where a run begins: after a checkpoint, or at its start. resumes: whether the folder's records belong to it.
+    allowed: config keys that may differ from the checkpoint."""
 
     store: CheckpointStore
     checkpoint: Checkpoint | None
     resumes: bool
+    allowed: tuple[str, ...]
 
     @property
     def resumed_at(self) -> int:
@@ -57,7 +58,8 @@ class Start:
 
 @contextmanager
 def starting(spec: Spec, allow_change: tuple[str, ...]) -> Iterator[Start]:
-    """Inside, the folder is this process's. Raises UserError for a checkpoint of another config."""
+    """Claims the run's folder for this process and finds where the run begins. Raises UserError for a checkpoint of
+    another config."""
     with writing_to(spec.run_dir), claimed(spec.run_dir):
         store = open_store(spec)
         store.remove_leftovers()
@@ -68,11 +70,11 @@ def starting(spec: Spec, allow_change: tuple[str, ...]) -> Iterator[Start]:
         checkpoint = find_checkpoint(store, mode)
         if checkpoint:
             check_same_config(checkpoint, spec, allow_change)
-        yield Start(store, checkpoint, resumes_here(checkpoint, mode, spec.run_dir))
+        yield Start(store, checkpoint, resumes_here(checkpoint, mode, spec.run_dir), allow_change)
 
 
 def open_store(spec: Spec) -> CheckpointStore:
-    """Of the run's folder."""
+    """The checkpoint store of the run's folder."""
     keep_best = int(spec.options.keep_best is not None)
     return CheckpointStore(
         spec.run_dir / CHECKPOINTS,
@@ -87,11 +89,16 @@ def done_before(spec: Spec, start: Start, say: Callable[[str], None]) -> Outcome
     if start.checkpoint is None or not is_done(start.checkpoint, spec):
         return None
     say(done_message(start.checkpoint, spec, start.resumes))
-    return Outcome(start.checkpoint.step, None, False, write_report(spec.run_dir), *find_accuracies(spec.run_dir))
+    return outcome_of(spec, start.checkpoint.step)
+
+
+def outcome_of(spec: Spec, steps: int, signal: int | None = None, stopped: bool = False) -> Outcome:
+    """The outcome of a run that has ended; writes its report, which says how it ended."""
+    report = write_report(spec.run_dir)
+    return Outcome(steps, signal, stopped, report, *accuracies(read_metrics(spec.run_dir)))
 
 
 def model_line(spec: Spec, num_parameters: int) -> str:
-    """For the user."""
     return f"model: {spec.description['model']}, {num_parameters:,} parameters"
 
 
@@ -109,9 +116,9 @@ def note_early_end(recorder: Recorder, group_counts: GroupCounts, done: int, pla
         recorder.note("info", f"the data ended after {done} of {planned} steps: groups were dropped ({dropped})")
 
 
-def begin_ledger(spec: Spec, checkpoint: Checkpoint | None, allowed: tuple[str, ...]) -> tuple[Coordinator, Ledger]:
-    """The coordinator and its ledger, as of the checkpoint. allowed: config keys that may differ from it."""
-    path = spec.run_dir / LEDGER
+def begin_ledger(spec: Spec, start: Start) -> tuple[Coordinator, Ledger]:
+    """The coordinator and its ledger, as of the checkpoint."""
+    path, checkpoint = spec.run_dir / LEDGER, start.checkpoint
     if checkpoint is None:
         ledger = Ledger(path)
         sync(path.parent)
@@ -121,8 +128,8 @@ def begin_ledger(spec: Spec, checkpoint: Checkpoint | None, allowed: tuple[str, 
         ledger = Ledger(path, mark_of(snapshot))
         sync(path.parent)
         coordinator = Coordinator(remaining_plan(spec.data, snapshot), ledger, snapshot)
-    if allowed:
-        ledger.append("allowed_change", keys=list(allowed))
+    if start.allowed:
+        ledger.append("allowed_change", keys=list(start.allowed))
     return coordinator, ledger
 
 
@@ -141,12 +148,3 @@ def write_facts(spec: Spec, model_facts: Mapping[str, object], recorder: Recorde
     recorder.folder.write_json("run.json", facts)
     recorder.folder.write_text("config.yaml", spec.text)
     recorder.folder.write_json("plan.json", {**spec.plan.to_json(), "nodes": spec.pipeline().to_json()})
-
-
-def find_accuracies(run_dir: Path) -> tuple[float | None, float | None]:
-    """The first and last of the whole run, this restart's or an earlier one's."""
-    found = find_accuracy(read_metrics(run_dir), None)
-    if found is None:
-        return None, None
-    first, last = found.points[0], found.points[-1]
-    return first[1] if first[0] == 0 else None, last[1] if last[0] > 0 else None

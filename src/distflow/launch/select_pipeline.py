@@ -5,6 +5,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from types import NoneType
 from typing import cast
 
 from distflow.algorithms.objective import PolicyObjective
@@ -13,7 +14,7 @@ from distflow.config import Config
 from distflow.config.derived_settings import CUSTOM, pipeline_name
 from distflow.data.batch import Batch
 from distflow.data.prompts import PROMPT_FIELDS
-from distflow.errors import UserError, users_place
+from distflow.errors import UserError
 from distflow.graph import (
     BoundNode,
     BoundPipeline,
@@ -26,7 +27,7 @@ from distflow.graph import (
 )
 from distflow.graph.fields import MissingColumn, innermost
 from distflow.graph.nodes import Node
-from distflow.import_target import LoadError, load_function, load_modules
+from distflow.import_target import LoadError, load_function, load_modules, users_code
 from distflow.launch.devices import make_process_ready
 from distflow.pipelines.nodes.log_probs import score_policy
 from distflow.pipelines.nodes.objectives import may_derive_old
@@ -38,7 +39,6 @@ from distflow.runtime.errors import is_ours
 from distflow.runtime.spec import Spec
 
 REJECTED = "rejected"
-
 
 _WRITERS = {
     "ref_log_prob": "compute_ref_log_prob writes it; actor_rollout_ref.actor.use_kl_loss=false trains without",
@@ -91,7 +91,7 @@ def _unscored(graph: TaskGraph, pipeline: BoundPipeline, config: Config) -> Boun
     A user's function that gets the whole batch may read them.
     """
     scoring = [node for node in pipeline.nodes if innermost(node.fn) in (score_policy, weigh_after_drift)]
-    updates = [node for node in pipeline.nodes if innermost(node.fn) is update and _takes_policy_loss(node)]
+    updates = [node for node in pipeline.nodes if innermost(node.fn) is update and takes_policy_loss(node)]
     columns = {"old_log_probs", "rollout_is_weights"}
     for node in pipeline.nodes:
         gets_batch = not is_ours(node) and "batch" in node.contract.reserved and node.plane == "training"
@@ -106,8 +106,9 @@ def _unscored(graph: TaskGraph, pipeline: BoundPipeline, config: Config) -> Boun
     return graph.bind(config, PROMPT_FIELDS)
 
 
-def _takes_policy_loss(node: BoundNode) -> bool:
-    return isinstance(node.fn, partial) and isinstance(node.fn.keywords["objective"], PolicyObjective)
+def takes_policy_loss(node: BoundNode) -> bool:
+    """Whether its function is what `train_actor` makes: only that one reports the terms of its loss."""
+    return isinstance(node.fn, partial) and isinstance(node.fn.keywords.get("objective"), PolicyObjective)
 
 
 def _custom(path: str, config: Config) -> TaskGraph:
@@ -115,24 +116,6 @@ def _custom(path: str, config: Config) -> TaskGraph:
         make_graph = load_function(path)
     except LoadError as err:
         raise UserError(f"dag.pipeline: {err}") from err
-    _check_parameters(make_graph, path)
-    try:
-        graph = _call_pipeline_function(make_graph, config)
-    except PipelineError:
-        raise
-    except Exception as err:  # a user's code
-        place = users_place(err) or "unknown place"
-        raise UserError(f"dag.pipeline={path} raised {type(err).__name__}: {err} (at {place})") from err
-    if not isinstance(graph, TaskGraph):
-        raise UserError(
-            f"dag.pipeline={path} returned {_kind(graph)}; it must return what "
-            f"Pipeline.build() gives, a TaskGraph{_AS_ONE if _are_graphs(graph) else ''}"
-        )
-    return graph
-
-
-def _check_parameters(make_graph: Callable[..., object], path: str) -> None:
-    """Raises UserError for a function that needs more than the config."""
     required = [
         name
         for name, parameter in inspect.signature(make_graph).parameters.items()
@@ -143,21 +126,21 @@ def _check_parameters(make_graph: Callable[..., object], path: str) -> None:
         raise UserError(
             f"dag.pipeline={path} takes ({', '.join(required)}): a pipeline's function takes the config, or nothing"
         )
+    with users_code(f"dag.pipeline={path} raised", passes=PipelineError):
+        graph = _call_pipeline_function(make_graph, config)
+    if isinstance(graph, TaskGraph):
+        return graph
+    kind = {NoneType: "nothing", Pipeline: "a Pipeline that is not built"}.get(type(graph), type(graph).__name__)
+    is_list = isinstance(graph, list | tuple) and any(isinstance(each, TaskGraph) for each in graph)
+    raise UserError(
+        f"dag.pipeline={path} returned {kind}; it must return what Pipeline.build() gives, a "
+        f"TaskGraph{_AS_ONE if is_list else ''}"
+    )
 
 
 def _call_pipeline_function(make_graph: Callable[..., object], config: Config) -> object:
     """A pipeline's function may take the config, or nothing."""
     return make_graph(config) if inspect.signature(make_graph).parameters else make_graph()
-
-
-def _are_graphs(returned: object) -> bool:
-    return isinstance(returned, list | tuple) and any(isinstance(each, TaskGraph) for each in returned)
-
-
-def _kind(graph: object) -> str:
-    if graph is None:
-        return "nothing"
-    return "a Pipeline that is not built" if isinstance(graph, Pipeline) else type(graph).__name__
 
 
 def accepting(spec: Spec, should_accept: Callable[[Batch], object]) -> Spec:
@@ -170,11 +153,7 @@ def accepting(spec: Spec, should_accept: Callable[[Batch], object]) -> Spec:
     before = tuple(node.node_id for node in spec.pipeline().rollout_nodes)
     graph.add_node(Node("should_accept", accept, before, writes=(), scope="group", plane="rollout", validates=False))
     pipeline = bound(graph, spec.config)
-
-    def accepting_pipeline() -> BoundPipeline:
-        return pipeline
-
-    return replace(spec, pipeline=accepting_pipeline, plan=plan_local(pipeline, spec.plan.ranks[0].device))
+    return replace(spec, pipeline=lambda: pipeline, plan=plan_local(pipeline, spec.plan.ranks[0].device))
 
 
 def bind(config: Config) -> BoundPipeline:

@@ -9,7 +9,7 @@ from distflow.config.extension_points import find_unregistered
 from distflow.config.per_domain import reward_functions
 from distflow.data.dataset_columns import TEMPLATE_KWARGS_COLUMN, listed
 from distflow.errors import hint
-from distflow.graph import BoundPipeline, NodeRole
+from distflow.graph import NodeRole
 from distflow.launch.check_extensions import find_gaps
 from distflow.launch.data_sets import num_rows_of
 from distflow.launch.devices import threads_of
@@ -39,9 +39,10 @@ def startup_lines(loaded: Loaded, reading: Reading, data: Data) -> Iterator[str]
         yield f"not used by the pipeline '{reading.pipeline.graph_id}': {', '.join(reading.unused)}"
     yield from _notes(loaded, reading, data)
     if is_rl(config):
+        node = next((node for node in reading.pipeline.nodes if node.node_role is NodeRole.ADVANTAGE), None)
         for domain, algorithm in algorithms(config):
             of = "" if domain is None else f" of '{domain}'"
-            options = _estimator_options(reading.pipeline, domain)
+            options = {} if node is None else options_of(node, domain)
             yield f"advantages{of}: {describe_estimator(algorithm.adv_estimator, options)}"
 
 
@@ -92,10 +93,3 @@ def _weighs_staleness(config: Config) -> bool:
     algorithm, loss = config.algorithm, config.actor_rollout_ref.actor.policy_loss
     corrects = algorithm.rollout_correction.rollout_is or algorithm.recompute_old_log_probs == "false"
     return bool(corrects) or loss == "decoupled"
-
-
-def _estimator_options(pipeline: BoundPipeline, domain: str | None) -> dict[str, object]:
-    for node in pipeline.nodes:
-        if node.node_role is NodeRole.ADVANTAGE:
-            return options_of(node, domain)
-    return {}

@@ -26,19 +26,25 @@ TRUST_CODE = "--trust-code"
 def named_code(config: Config) -> list[str]:
     """Everything that a run imports or calls, as `key: name`."""
     custom = config.custom_reward_function
-    reward = [f"custom_reward_function: {custom.path}:{custom.name}"] if custom.path else []
-    return [*pipeline_code(config), *reward, *_reward_code(config), *_data_code(config), *model_code(config)]
+    code = [*pipeline_code(config)]
+    code += [f"custom_reward_function: {custom.path}:{custom.name}"] if custom.path else []
+    for key, _, parts in named_rewards(config):  # "module:function" or "file.py:function"
+        names = [part.name for part in parts if ":" in part.name]
+        code += [f"{key}: {name}" for name in names if not name.startswith("distflow.")]
+    for key, files in (*train_files(config), *val_files(config)):
+        code += [f"{key}: {file}" for file in files if is_function(file)]
+    return [*code, *model_code(config)]
 
 
 def pipeline_code(config: Config) -> list[str]:
-    """The code of the pipeline."""
+    """The imported modules and the code of the pipeline."""
     names = functions_of_pipeline(config)
-    return _imports(config) + [f"dag.pipeline: {name}" for name in names if not name.startswith("distflow.")]
+    return imported_code(config) + [f"dag.pipeline: {name}" for name in names if not name.startswith("distflow.")]
 
 
-def replayed_code(config: Config) -> list[str]:
-    """The code that registers losses, or comes with the models."""
-    return [*_imports(config), *model_code(config)]
+def imported_code(config: Config) -> list[str]:
+    """The modules that register losses and the like."""
+    return [f"trainer.imports: {name}" for name in config.trainer.imports]
 
 
 def model_code(config: Config) -> list[str]:
@@ -69,26 +75,6 @@ def without_model_code(config: Config) -> Config:
     return replace(config, actor_rollout_ref=replace(settings, model=model))
 
 
-def _imports(config: Config) -> list[str]:
-    return [f"trainer.imports: {name}" for name in config.trainer.imports]
-
-
-def _reward_code(config: Config) -> Iterator[str]:
-    """Reward functions that are named by their place: module:function, file.py:function."""
-    for key, _, named in named_rewards(config):
-        for part in named:
-            if ":" in part.name and not part.name.startswith("distflow."):
-                yield f"{key}: {part.name}"
-
-
-def _data_code(config: Config) -> Iterator[str]:
-    for key, files in (*train_files(config), *val_files(config)):
-        for file in files:
-            if is_function(file):
-                yield f"{key}: {file}"
-
-
-_ESTIMATOR, _LOSS = "algorithm.adv_estimator", "actor_rollout_ref.actor.policy_loss"
 _ADVICE = "Put it into a file beside your script or on the PYTHONPATH, say my_code.py, and set "
 
 
@@ -126,9 +112,9 @@ def _users_functions(config: Config) -> Iterator[tuple[str, Callable[..., object
         yield "dag.pipeline", load_function(name)
     if is_rl(config):
         for domain, algorithm in algorithms(config):
-            key = _ESTIMATOR if domain is None else f"algorithm.domains.{domain}.adv_estimator"
-            yield key, find_adv_est(algorithm.adv_estimator).fn
-        yield _LOSS, find_policy_loss(config.actor_rollout_ref.actor.policy_loss).fn
+            of = "" if domain is None else f"domains.{domain}."
+            yield f"algorithm.{of}adv_estimator", find_adv_est(algorithm.adv_estimator).fn
+        yield "actor_rollout_ref.actor.policy_loss", find_policy_loss(config.actor_rollout_ref.actor.policy_loss).fn
 
 
 def _can_be_imported(module: str) -> bool:

@@ -23,10 +23,19 @@ def grpo_pipeline(config: Config | None = None) -> TaskGraph:
 
 def group_relative(pipeline: Pipeline, config: Config) -> TaskGraph:
     """The nodes of GRPO, and of pipelines that differ from it in settings only."""
+    return policy_gradient(pipeline, config, has_critic=False)
+
+
+def policy_gradient(pipeline: Pipeline, config: Config, has_critic: bool) -> TaskGraph:
+    """Generate, reward, compute log-probs and values, estimate advantages, update."""
     roll_out_and_score(pipeline, config)
     prepare_training_data(pipeline, config)
+    if has_critic:
+        pipeline.add_node("compute_value", nodes.compute_value, only_forward_compute=True)
     estimate_advantages(pipeline, config)
     pipeline.add_node("actor_train", nodes.train_actor)
+    if has_critic:
+        pipeline.add_node("critic_train", nodes.train_critic)
     return pipeline.build()
 
 
@@ -40,10 +49,8 @@ def roll_out_and_score(pipeline: Pipeline, config: Config) -> None:
     elif any(baselines.values()):
         pipeline.add_node("reward_baseline", nodes.greedy_baseline, wanted=baselines)
     if filters_groups(config):
-        if unfiltered := sorted(unfiltered_domains(config)):
-            pipeline.add_node("dynamic_sampling", nodes.dynamic_sampling, unfiltered=unfiltered)
-        else:
-            pipeline.add_node("dynamic_sampling", nodes.dynamic_sampling)
+        unfiltered = sorted(unfiltered_domains(config))
+        pipeline.add_node("dynamic_sampling", nodes.dynamic_sampling, unfiltered=unfiltered)
 
 
 def prepare_training_data(pipeline: Pipeline, config: Config) -> None:

@@ -1,6 +1,5 @@
 """Files and folders that a config names: missing ones are found before anything is loaded."""
 
-import ast
 import importlib.util
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -13,7 +12,7 @@ from distflow.config.keys.schema import Config
 from distflow.config.per_domain import train_files, val_files
 from distflow.config.rules.check import where
 from distflow.errors import Problem, missing_path, nearest
-from distflow.import_target import split_name
+from distflow.import_target import SourceFile, split_name
 
 DATA_SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".parquet")
 HUB_MODEL = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -144,28 +143,18 @@ def _content_fault(file: Path, function: str, advice: str) -> tuple[str, str] | 
     """The check of a Python file without running it: its syntax, and whether it binds the name. advice: a format with
     a field for the name of an existing function."""
     try:
-        tree = ast.parse(file.read_bytes())
+        source = SourceFile(file.read_bytes())
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         line = f" (line {error.lineno})" if isinstance(error, SyntaxError) else ""
         return f"is no Python: {type(error).__name__}: {error.args[0]}{line}", "look at that line"
     except OSError as error:
         return f"cannot be read ({error.strerror})", "see who may read it"
-    bound = _bound(tree)
-    if function.partition(".")[0] in bound or "*" in bound or "__getattr__" in bound:
+    if source.defines(function.partition(".")[0]):
         return None
-    functions = [node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
-    meant = nearest(function, functions) or (functions[0] if len(functions) == 1 else "")
-    listed = f"it has {', '.join(functions)}" if functions else "it has no function"
+    there = list(source.functions)
+    meant = nearest(function, there) or (there[0] if len(there) == 1 else "")
+    listed = f"it has {', '.join(there)}" if there else "it has no function"
     return f"it binds no '{function}': {listed}", advice.format(meant or "FUNCTION")
-
-
-def _bound(tree: ast.Module) -> set[str]:
-    """Every name that a module may bind, in any scope."""
-    nodes = list(ast.walk(tree))
-    names = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)}
-    names |= {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
-    imported = [alias for node in nodes if isinstance(node, ast.Import | ast.ImportFrom) for alias in node.names]
-    return names | {(alias.asname or alias.name).partition(".")[0] for alias in imported}
 
 
 def _code_fault(name: str) -> tuple[str, str] | None:

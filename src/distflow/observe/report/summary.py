@@ -91,6 +91,16 @@ def find_accuracy(records: Sequence[MetricsRecord], num_problems: int | None) ->
     return Accuracy(name, points, before, num_problems)
 
 
+def accuracies(records: Sequence[MetricsRecord]) -> tuple[float | None, float | None]:
+    """The accuracy before the first step and at the last validation after a step, each None where it was not
+    measured."""
+    found = find_accuracy(records, None)
+    if found is None:
+        return None, None
+    (first_step, first), (last_step, last) = found.points[0], found.points[-1]
+    return first if first_step == 0 else None, last if last_step > 0 else None
+
+
 def describe_learning(accuracy: Accuracy | None, steps: Steps) -> tuple[Tone, str]:
     """Whether the run learned, by validation accuracy if there is one, else by the reward, else by the loss."""
     if accuracy and len(accuracy.points) > 1:

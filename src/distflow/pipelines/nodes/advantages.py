@@ -53,7 +53,7 @@ def weighs_samples(algorithm: AlgorithmConfig) -> bool:
 @node(writes="loss_mask")
 @by_domain(masks_samples)
 def mask_samples(config: Config) -> Callable[..., object]:
-    """`loss_mask` less what `algorithm.mask_truncated`, `mask_long_errors` and `difficulty_mask` leave out."""
+    """`loss_mask` without samples that `algorithm.mask_truncated`, `mask_long_errors` or `difficulty_mask` exclude."""
     settings = config.algorithm
     return partial(
         masked_samples,
@@ -101,8 +101,7 @@ def masked_samples(
 def normalize_rewards(config: Config) -> Callable[..., object]:
     """Scores of samples shifted by `algorithm.reward_shift`, multiplied by `reward_scale` and normalised by
     `reward_norm`; a KL penalty is subtracted afterwards."""
-    settings = config.algorithm
-    norm = _normalization(settings.reward_norm)
+    settings, norm = config.algorithm, _normalization(config.algorithm.reward_norm)
     return partial(normalized_rewards, norm=norm, shift=settings.reward_shift, scale=settings.reward_scale)
 
 
@@ -242,10 +241,8 @@ def compute_advantage(config: Config) -> Callable[..., object]:
     check_choices(what, estimator.fn, kwargs)
     derived: dict[str, object] = {}
     if "reward_weights" in estimator.options:
-        functions = reward_functions(config)
-        derived["reward_weights"] = {
-            domain: {part.name: part.weight for part in parts} for domain, parts in functions.items()
-        }
+        functions = reward_functions(config).items()
+        derived["reward_weights"] = {domain: {part.name: part.weight for part in parts} for domain, parts in functions}
     if "whiten" in estimator.options and is_on(settings.adv_norm):
         derived["whiten"] = False
     options = {**derived, **kwargs}

@@ -68,7 +68,10 @@ def in_domains(
             state = ctx.state.setdefault("rest", {})
             if domain is not None:
                 state = ctx.state.setdefault("domains", {}).setdefault(domain, {})
-            output = _call(part, own, replace(ctx, state=state), reduce)
+            call = {"batch": own, "ctx": replace(ctx, state=state)}
+            positional, keyword = compile_inputs(part, {"reduce": reduce})(own, call)
+            returned = part.fn(*positional, **keyword)
+            output = returned if isinstance(returned, NodeOutput) else NodeOutput(returned)
             end, weight = "" if domain is None else f"/{domain}", output.weight
             measured = [(dict(output.metrics), float(len(own)) if weight is None else weight)]
             metrics |= {f"{name}{end}": value for name, value in over_ranks(measured, reduce).items()}
@@ -84,12 +87,6 @@ def options_of(bound: BoundNode, domain: str | None) -> dict[str, object]:
     parts = bound.options.get("parts")
     part = parts.get(domain) if isinstance(parts, Mapping) else bound
     return dict(part.options) if part is not None else {}
-
-
-def _call(part: BoundNode, batch: Batch, ctx: NodeContext, reduce: Collective) -> NodeOutput:
-    positional, keyword = compile_inputs(part, {"reduce": reduce})(batch, {"batch": batch, "ctx": ctx})
-    output = part.fn(*positional, **keyword)
-    return output if isinstance(output, NodeOutput) else NodeOutput(output)
 
 
 def _columns(output: object, writes: Sequence[str]) -> dict[str, Written]:

@@ -12,18 +12,15 @@ DRIFT_CORRECTION = Correction("token", 2.0)
 
 
 def policy_objective(config: Config, derives_old: bool = False, corrected: bool = False) -> PolicyObjective:
-    """The actor's loss. derives_old: the old log-probs are the loss's own, see `may_derive_old`. corrected: it is
-    weighed as after drift of rollout and trainer, by weights that are computed within it.
+    """The actor's loss. derives_old: its own log-probs serve as the old ones, see `may_derive_old`. corrected: the loss
+    computes importance weights itself, as after drift of engine and trainer.
 
     Raises ValueError for an unknown loss or option.
     """
-    actor = config.actor_rollout_ref.actor
-    loss, corrects_on_drift, interpolates = (
-        find_policy_loss(actor.policy_loss),
-        corrects_drift(config),
-        interpolates_prox(config),
-    )
-    corrects = config.algorithm.rollout_correction.rollout_is is not None
+    actor, corrects = config.actor_rollout_ref.actor, config.algorithm.rollout_correction.rollout_is is not None
+    loss, interpolates = find_policy_loss(actor.policy_loss), interpolates_prox(config)
+    corrects_on_drift = corrects_drift(config)
+    has_weights = corrects_on_drift and not derives_old or corrects and not interpolates
     return PolicyObjective(
         loss,
         _loss_options(loss, config),
@@ -32,9 +29,7 @@ def policy_objective(config: Config, derives_old: bool = False, corrected: bool 
         entropy_coef=actor.entropy_coef,
         kl_loss_type=actor.kl_loss_type if actor.use_kl_loss else None,
         kl_loss_coef=actor.kl_loss_coef if actor.use_kl_loss else 0.0,
-        weights_field="rollout_is_weights"
-        if (corrects and not interpolates) or (corrects_on_drift and not derives_old)
-        else None,
+        weights_field="rollout_is_weights" if has_weights else None,
         weights_optional=corrects_on_drift,
         interpolates=interpolates,
         derives_old=derives_old,
@@ -58,8 +53,8 @@ def takes_rollouts(config: Config) -> bool:
 
 
 def may_derive_old(config: Config) -> bool:
-    """Whether every optimizer step is of the policy that sampled: one mini-batch a step, of samples of this version.
-    The log-probs of the loss are the old ones then."""
+    """Whether every optimizer step updates the policy that sampled: a step is one mini-batch, of samples of this
+    version. The loss's own log-probs are the old ones then."""
     actor = config.actor_rollout_ref.actor
     if not is_rl(config) or is_decoupled(actor.policy_loss) or config.algorithm.recompute_old_log_probs != "auto":
         return False
@@ -73,7 +68,7 @@ def is_anchored(config: Config) -> bool:
 
 
 def correction(config: Config) -> Correction:
-    """The config's weights of the trainer's policy over the one that sampled."""
+    """The config's importance weights: the trainer's policy over the policy that sampled."""
     settings = config.algorithm.rollout_correction
     return Correction(settings.rollout_is, settings.rollout_is_threshold)  # type: ignore[arg-type]  # the config checks them
 
@@ -97,11 +92,10 @@ def loss_terms(config: Config) -> tuple[str, ...]:
 def value_objective(config: Config) -> ValueObjective:
     """The critic's loss."""
     critic = config.critic
-    mode = critic.loss_agg_mode
     return ValueObjective(
         critic.cliprange_value,
-        mode,
-        _scale(config, mode),
+        critic.loss_agg_mode,
+        _scale(config, critic.loss_agg_mode),
         critic.value_loss,  # type: ignore[arg-type]  # the config checks it
         critic.huber_delta,
     )

@@ -16,6 +16,7 @@ from distflow.algorithms.rollout_correction import (
 )
 from distflow.config import Config
 from distflow.config.keys.algorithm import spread
+from distflow.data.batch import Batch
 from distflow.graph import NodeOutput, NodeRole, node, node_factory
 from distflow.pipelines.nodes.objectives import DRIFT_CORRECTION, correction
 from distflow.runtime.compiled_node import NodeContext
@@ -26,50 +27,38 @@ from distflow.training.engine import Collective
 @node(role=NodeRole.ACTOR, writes="rollout_is_weights")
 def correct_mismatch(config: Config) -> Callable[..., object]:
     """Importance weights for the mismatch between the rollout engine's policy and the trainer's before the update."""
-    decoupled = is_decoupled(config.actor_rollout_ref.actor.policy_loss)
-    return partial(
-        weigh_proximal if decoupled else weigh_mismatch,
+    return _comparing(
+        config,
+        "rollout_is_weights",
+        weigh_mismatch,
         correction=correction(config),
         batch_normalize=config.algorithm.rollout_correction.rollout_is_batch_normalize,
     )
 
 
-@node(writes="rollout_is_weights", role=NodeRole.ACTOR)
 def weigh_mismatch(
-    old_log_probs: Tensor,
-    rollout_log_probs: Tensor,
-    loss_mask: Tensor,
-    reduce: Collective,
-    *,
-    correction: Correction,
-    batch_normalize: bool,
+    batch: Batch, reduce: Collective, *, trainer: str, correction: Correction, batch_normalize: bool
 ) -> NodeOutput:
     """`rollout_is_weights`, `(bs, response_length)`; see `compute_rollout_weights`."""
     weights, statistics = compute_rollout_weights(
-        old_log_probs, rollout_log_probs, loss_mask, correction, batch_normalize=batch_normalize, reduce=reduce
+        batch[trainer],
+        batch["rollout_log_probs"],
+        batch["loss_mask"],
+        correction,
+        batch_normalize=batch_normalize,
+        reduce=reduce,
     )
     return NodeOutput({"rollout_is_weights": weights}, {f"rollout_corr/{k}": v for k, v in statistics.items()})
 
 
-@node(writes="rollout_is_weights", role=NodeRole.ACTOR)
-def weigh_proximal(
-    prox_log_probs: Tensor,
-    rollout_log_probs: Tensor,
-    loss_mask: Tensor,
-    reduce: Collective,
-    *,
-    correction: Correction,
-    batch_normalize: bool,
-) -> NodeOutput:
-    """The same for decoupled PPO, which uses the proximal log-probs."""
-    return weigh_mismatch(
-        prox_log_probs,
-        rollout_log_probs,
-        loss_mask,
-        reduce,
-        correction=correction,
-        batch_normalize=batch_normalize,
-    )
+def _comparing(
+    config: Config, writes: str, function: Callable[..., NodeOutput], **options: object
+) -> Callable[..., object]:
+    """The node function that compares the engine's log-probs with the column `trainer`: those of the trainer before
+    the update, which are the proximal policy's for decoupled PPO."""
+    trainer = "prox_log_probs" if is_decoupled(config.actor_rollout_ref.actor.policy_loss) else "old_log_probs"
+    declared = node(writes=writes, reads=(trainer, "rollout_log_probs", "loss_mask"))
+    return declared(partial(function, trainer=trainer, **options))
 
 
 @node_factory
@@ -92,7 +81,7 @@ def weigh_after_drift(
     *,
     limit: float,
 ) -> NodeOutput | None:
-    """Nothing until the mean |Δ log-prob| of a step is above `limit`; then weights of tokens, truncated at 2.
+    """No weights until the mean |Δ log-prob| of a step is above `limit`; then weights of tokens, truncated at 2.
 
     Only tokens of the trainer's own version are measured: others differ by staleness, which is no drift.
     """
@@ -121,39 +110,22 @@ def drift_weights(
 @node_factory
 @node(role=NodeRole.ACTOR, writes="loss_mask")
 def reject_mismatch(config: Config) -> Callable[..., object]:
-    """Leave out of the loss tokens and sequences with a large mismatch between rollout engine and trainer."""
+    """Exclude tokens and sequences with a large mismatch between rollout engine and trainer from the loss."""
     settings = config.algorithm.rollout_correction
     bounds = spread(settings.rollout_rs_threshold, len(settings.rollout_rs))
-    decoupled = is_decoupled(config.actor_rollout_ref.actor.policy_loss)
-    return partial(mask_proximal if decoupled else mask_mismatch, rollout_rs=settings.rollout_rs, bounds=bounds)
+    return _comparing(config, "loss_mask", mask_mismatch, rollout_rs=settings.rollout_rs, bounds=bounds)
 
 
-@node(writes="loss_mask", role=NodeRole.ACTOR)
 def mask_mismatch(
-    old_log_probs: Tensor,
-    rollout_log_probs: Tensor,
-    loss_mask: Tensor,
-    reduce: Collective,
-    *,
-    rollout_rs: tuple[str, ...],
-    bounds: tuple[Bounds, ...],
+    batch: Batch, reduce: Collective, *, trainer: str, rollout_rs: tuple[str, ...], bounds: tuple[Bounds, ...]
 ) -> NodeOutput:
-    """`loss_mask` less what is rejected; see `compute_rejection_mask`."""
+    """`loss_mask` without the rejected tokens; see `compute_rejection_mask`."""
     mask, statistics = compute_rejection_mask(
-        old_log_probs, rollout_log_probs, loss_mask, rollout_rs=rollout_rs, bounds=bounds, reduce=reduce
+        batch[trainer],
+        batch["rollout_log_probs"],
+        batch["loss_mask"],
+        rollout_rs=rollout_rs,
+        bounds=bounds,
+        reduce=reduce,
     )
     return NodeOutput({"loss_mask": mask}, {f"rejection/{k}": v for k, v in statistics.items()})
-
-
-@node(writes="loss_mask", role=NodeRole.ACTOR)
-def mask_proximal(
-    prox_log_probs: Tensor,
-    rollout_log_probs: Tensor,
-    loss_mask: Tensor,
-    reduce: Collective,
-    *,
-    rollout_rs: tuple[str, ...],
-    bounds: tuple[Bounds, ...],
-) -> NodeOutput:
-    """The same for decoupled PPO, which uses the proximal log-probs."""
-    return mask_mismatch(prox_log_probs, rollout_log_probs, loss_mask, reduce, rollout_rs=rollout_rs, bounds=bounds)

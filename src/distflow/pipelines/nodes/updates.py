@@ -57,16 +57,17 @@ def train_actor(config: Config) -> Callable[..., object]:
 @node(role=NodeRole.ACTOR)
 def train_unscored_actor(config: Config) -> Callable[..., object]:
     """`train_actor` where a step has one optimizer step, of the policy that sampled, and no node computes old
-    log-probs."""
+    log-probs: the ratio is 1 by construction, so that the log-probs of the loss are the old ones too."""
     objective = policy_objective(config, derives_old=True)
     closed = partial(
-        update_unscored,
+        update,
         name="actor",
         objective=objective,
-        corrected=policy_objective(config, derives_old=True, corrected=True) if corrects_drift(config) else None,
-        limit=Tolerance.of(exact=config.actor_rollout_ref.model.dtype == "float32").mean,
         num_prompts=config.actor_rollout_ref.actor.ppo_mini_batch_size,
         warmup=config.trainer.critic_warmup,
+        records="old_log_probs",
+        corrected=policy_objective(config, derives_old=True, corrected=True) if corrects_drift(config) else None,
+        limit=Tolerance.of(exact=config.actor_rollout_ref.model.dtype == "float32").mean,
     )
     reads = (*_columns(objective), "response_mask", "rollout_log_probs")
     return _declared(reads, closed, ("old_log_probs", "rollout_is_weights"))
@@ -112,6 +113,7 @@ def update(
     batch: Batch,
     engine: TrainEngine,
     ctx: NodeContext,
+    reduce: Collective,
     *,
     name: str,
     objective: LossFn,
@@ -120,19 +122,24 @@ def update(
     warmup: int = 0,
     records: str | None = None,
     trains: Mapping[str | None, bool] | None = None,
+    corrected: LossFn | None = None,
+    limit: float = torch.inf,
 ) -> NodeOutput:
     """One optimizer step for each mini-batch of `num_prompts` groups in each epoch, from step `warmup` on.
 
     Metrics are means over the mini-batches with a token that counts, named `name/...`; `skipped` and `empty` are
     numbers of mini-batches. records: the column for the log-probs of the first update, NaN in other samples.
-    trains: by domain, None for the others, whether it trains on these samples; None is on all.
+    trains: by domain, None for the others, whether it trains on these samples; None is on all. corrected: the loss from
+    the step on after engine and trainer have drifted apart by more than `limit`, measured on the recorded log-probs;
+    None where nothing is weighed then.
     """
     if trains is not None:
         batch = batch.select([row for row, each in enumerate(batch["domain"]) if trains.get(each, trains[None])])
+    loss_fn = corrected if corrected is not None and ctx.state.get("on") else objective
     updates, unmoved, rows = list[dict[str, float]](), True, dict[str, Tensor]()
     for epoch in range(epochs if ctx.step >= warmup else 0):
         for mini_batch in ctx.minibatches(batch, num_prompts, epoch):
-            loss = ctx.before_update(engine, mini_batch, objective)
+            loss = ctx.before_update(engine, mini_batch, loss_fn)
             metrics = engine.train_step(mini_batch, RecordingLoss(loss, rows) if records and unmoved else loss)
             ctx.after_update(engine, mini_batch, metrics, unmoved)
             updates.append(metrics)
@@ -142,46 +149,14 @@ def update(
         return NodeOutput(None, measured)
     scored = batch.only(batch.names)
     scored[records] = _first_log_probs(batch, engine, rows, unmoved)
-    return NodeOutput(scored, measured)
-
-
-def update_unscored(
-    batch: Batch,
-    engine: TrainEngine,
-    ctx: NodeContext,
-    reduce: Collective,
-    *,
-    name: str,
-    objective: LossFn,
-    corrected: LossFn | None,
-    limit: float,
-    num_prompts: int,
-    warmup: int,
-) -> NodeOutput:
-    """The one optimizer step of a step without old log-probs: they come from its own forward pass.
-
-    The ratio is 1 by construction, so that the log-probs of the loss are the old ones too; they are written after the
-    update. corrected: the loss from the step on after engine and trainer have drifted apart by more than `limit`; None
-    where nothing is weighed then.
-    """
-    loss = corrected if corrected is not None and ctx.state.get("on") else objective
-    rows, updates, unmoved = dict[str, Tensor](), list[dict[str, float]](), True
-    for mini_batch in ctx.minibatches(batch, num_prompts, 0) if ctx.step >= warmup else ():
-        checked = ctx.before_update(engine, mini_batch, loss)
-        updates.append(engine.train_step(mini_batch, RecordingLoss(checked, rows) if unmoved else checked))
-        ctx.after_update(engine, mini_batch, updates[-1], unmoved)
-        unmoved = unmoved and bool(updates[-1].get("empty"))
-    metrics = {f"{name}/{metric}": value for metric, value in _over(updates).items()}
-    scored = batch.only(batch.names)
-    scored["old_log_probs"] = _first_log_probs(batch, engine, rows, unmoved)
     if corrected is None:
-        return NodeOutput(scored, metrics)
-    own, rollout = scored["old_log_probs"], scored["rollout_log_probs"]
-    if loss is corrected:
+        return NodeOutput(scored, measured)
+    own, rollout = scored[records], scored["rollout_log_probs"]
+    if loss_fn is corrected:
         weights, statistics = drift_weights(own, rollout, scored["loss_mask"], reduce)
-        scored["rollout_is_weights"], metrics = weights, metrics | statistics
-    ctx.state["on"] = loss is corrected or has_drifted(own, rollout, scored["response_mask"], limit, reduce)
-    return NodeOutput(scored, metrics | {"rollout_corr/on": float(ctx.state["on"])})
+        scored["rollout_is_weights"], measured = weights, measured | statistics
+    ctx.state["on"] = loss_fn is corrected or has_drifted(own, rollout, scored["response_mask"], limit, reduce)
+    return NodeOutput(scored, measured | {"rollout_corr/on": float(ctx.state["on"])})
 
 
 class RecordingLoss:
@@ -204,12 +179,10 @@ class RecordingLoss:
 
 
 def _first_log_probs(batch: Batch, engine: TrainEngine, rows: Mapping[str, Tensor], unmoved: bool) -> Tensor:
-    """Of the weights before the update: recorded by it, or computed now if it moved nothing."""
-    return engine.forward(batch, ("log_probs",)).flat("log_probs") if unmoved else _by_sample(rows, batch)
-
-
-def _by_sample(rows: Mapping[str, Tensor], batch: Batch) -> Tensor:
-    """The rows of all samples one after another on the CPU, NaN for those without one."""
+    """Of the weights before the update, all samples one after another on the CPU: recorded by the update, which leaves
+    NaN for samples that it did not see, or computed now if it moved nothing."""
+    if unmoved:
+        return engine.forward(batch, ("log_probs",)).flat("log_probs")
     if not len(batch):  # other ranks have all samples of the step
         return torch.empty(0)
     device = next((row.device for row in rows.values()), None)
