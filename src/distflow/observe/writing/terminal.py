@@ -21,7 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from distflow.observe.metrics import Headline, headlines
-from distflow.observe.sanitize import SanitizedStream, escape_control
+from distflow.observe.sanitize import OutputStream, SanitizedStream, escape_control
 
 TONES = {"warning": "yellow", "error": "red", "finding": "yellow"}
 _BARS = "▁▂▃▄▅▆▇█"
@@ -52,17 +52,17 @@ class TerminalView:
         clock: Callable[[], float] = time.monotonic,
     ):
         self._out = SanitizedStream(cast(TextIO, file or sys.stdout))
-        screen = self._out.below  # of which only the live view, which writes what is harmless, makes use itself
         self._title = escape_control(title, 60, one_line=True)
         self._clock = clock
         # The run's threads write while rich draws in its own; what prints under the lock may itself draw: re-entrant.
         self._lock = threading.RLock()
         self._panel = Panel(total_steps, clock())
+        screen = cast(TextIO, OutputStream(self._out.below))  # not sanitized: the live view moves the cursor
         self._console = Console(file=screen, force_terminal=True, highlight=False, markup=False, emoji=False)
         self._live: Live | None = None
         self._plain_at: float | None = None  # when the last plain line of a step was written
         self._unwritten = ""  # the line of the last step, where it came too soon
-        if can_redraw(screen) if live is None else live:
+        if can_redraw(self._out.below) if live is None else live:
             self._fit()
             self._live = Live(
                 get_renderable=self._render,
