@@ -15,14 +15,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any, NamedTuple, NoReturn
 
-from distflow.sandbox.inside.isolation import (
-    Isolation,
-    close_from,
-    die_with,
-    restrict_calls,
-    restrict_files,
-    restrict_use,
-)
+from distflow.sandbox.inside.isolation import Isolation, close_from, die_with, restrict_files, restrict_use
 from distflow.sandbox.inside.values import MAX_BYTES, NotPlain, from_text, read_frame, to_text, write_frame
 
 EXIT_OUT_OF_MEMORY = 86
@@ -97,8 +90,7 @@ def _isolate(request: Request, descriptors: list[int], isolation: Isolation, ser
     os.dup2(answers, ANSWERS)
     close_from(ANSWERS + 1)
     descriptors[-1] = ANSWERS
-    restrict_use(request.cpu_s, request.memory_bytes, request.open_files)
-    restrict_calls(isolation)
+    restrict_use(isolation, request.cpu_s, request.memory_bytes, request.open_files)
     return code
 
 
