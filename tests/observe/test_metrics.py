@@ -3,6 +3,7 @@
 import math
 import re
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from hypothesis import given
@@ -10,13 +11,14 @@ from hypothesis import strategies as st
 
 from distflow.observe.metrics import (
     HEADLINES,
-    METRICS,
+    Kind,
     combine,
     distribution,
     find_metric,
     flatten,
     headlines,
     markdown_table,
+    metric_table,
     nest,
 )
 
@@ -46,10 +48,15 @@ def test_every_named_metric_has_a_description(name: str) -> None:
 
 
 def test_the_first_fitting_entry_counts_and_none_is_out_of_reach() -> None:
-    assert find_metric("val_correct/all/mean") is METRICS[[m.name for m in METRICS].index("val_correct/all/mean")]
+    assert find_metric("val_correct/all/mean").name == "val_correct/all/mean"
     assert find_metric("val_correct/math/pass@8").name == "val_correct/*/pass@*"
     assert find_metric("something/else") is None
-    assert [m.name for m in METRICS if find_metric(m.name.replace("*", "x")) is not m] == []
+    assert [m.name for m in metric_table() if find_metric(m.name.replace("*", "x")) is not m] == []
+
+
+def test_each_entry_of_the_table_says_how_parts_are_combined_and_what_it_is() -> None:
+    assert {metric.kind for metric in metric_table()} <= set(get_args(Kind))
+    assert all(metric.doc and isinstance(metric.unit, str) for metric in metric_table())
 
 
 def test_parts_are_combined_by_kind() -> None:
