@@ -13,7 +13,7 @@ from typing import Literal
 
 import yaml
 
-from distflow.observe.files import JSON, is_deep, read_object, read_records, to_number
+from distflow.observe.files import JSON, is_deep, read_records, to_number
 from distflow.observe.metrics import TIMED_OUT, flatten
 from distflow.observe.sanitize import escape_control
 from distflow.observe.writing.run_folder import Span, sample_file_name, samples_dir
@@ -56,11 +56,6 @@ class Timeline:
     def survives(self, restart: int, step: int) -> bool:
         """Whether records of `step` by `restart` still hold after later restarts."""
         return all(step <= kept for later, kept in self.kept_until.items() if later > restart)
-
-
-def read_json(run_dir: Path, name: str) -> dict[str, JSON]:
-    """A JSON object of the folder (e.g. "run.json"); empty when it is missing or unreadable."""
-    return read_object(run_dir / name)
 
 
 def read_config(run_dir: Path) -> dict[str, JSON]:

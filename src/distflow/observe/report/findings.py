@@ -7,22 +7,11 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from distflow.observe.files import JSON
 from distflow.observe.reading.run_reader import RIGHT, Timeline, read_samples, sample_splits, sample_steps
 from distflow.observe.report.step import RunActivity
-from distflow.observe.report.summary import REWARD, Steps, Tone, joined, known_values
-
-
-class Finding(NamedTuple):
-    """advice: what to do about it, or "". hinders: it kept the run from learning anything."""
-
-    tone: Tone
-    text: str
-    advice: str = ""
-    hinders: bool = False
-
+from distflow.observe.report.summary import REWARD, Finding, Steps, joined, known_values
 
 MANY_CUT = 0.1
 MANY_EQUAL = 0.5

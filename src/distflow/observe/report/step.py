@@ -8,8 +8,8 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import NamedTuple, TypedDict
 
-from distflow.observe.files import JSON, read_records
-from distflow.observe.reading.run_reader import MetricsRecord, read_json, read_spans
+from distflow.observe.files import JSON, read_object, read_records
+from distflow.observe.reading.run_reader import MetricsRecord, read_spans
 from distflow.observe.report.summary import Steps
 from distflow.observe.writing.run_folder import Span
 
@@ -281,7 +281,7 @@ class DrawnNode(TypedDict):
 
 def pipeline_graph(run_dir: Path, steps: Steps) -> list[DrawnNode]:
     """The nodes in an order in which they may run; none where plan.json tells none, or something that is no graph."""
-    plan = read_json(run_dir, "plan.json")
+    plan = read_object(run_dir / "plan.json")
     nodes = _nodes(plan)
     names = {node["name"] for node in nodes}
     deps = {node["name"]: [dep for dep in node["deps"] if dep in names] for node in nodes}
