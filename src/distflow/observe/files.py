@@ -98,9 +98,7 @@ def to_json(value: object) -> JSON:
 
 def number_name(value: float) -> str:
     """ "NaN", "Infinity" or "-Infinity" for a value that is not finite."""
-    if math.isnan(value):
-        return "NaN"
-    return "Infinity" if value > 0 else "-Infinity"
+    return json.dumps(value)
 
 
 def to_number(value: object) -> float | None:
@@ -143,7 +141,9 @@ class LineFile:
         self.path = path
         self._pending: list[bytes] = []
         self._fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-        self._torn = _ends_torn(self._fd)
+        size = os.fstat(self._fd).st_size
+        # Where an earlier writer was killed inside a line, the next line must start on a line of its own.
+        self._torn = size > 0 and os.pread(self._fd, 1, size - 1) != b"\n"
 
     def append(self, record: Mapping[str, object], flush: bool = True) -> None:
         """Add one line; without `flush` it waits in memory for the next flush."""
@@ -169,12 +169,6 @@ class LineFile:
         """Flush and close."""
         self.flush()
         os.close(self._fd)
-
-
-def _ends_torn(fd: int) -> bool:
-    """Whether an earlier writer was killed inside a line: the next line must then start on a line of its own."""
-    size = os.fstat(fd).st_size
-    return size > 0 and os.pread(fd, 1, size - 1) != b"\n"
 
 
 def read_records(path: Path, max_bytes: int | None = None) -> tuple[list[dict[str, JSON]], int]:
@@ -207,12 +201,9 @@ def read_records(path: Path, max_bytes: int | None = None) -> tuple[list[dict[st
 
 def _end(path: Path, max_bytes: int) -> bytes:
     with path.open("rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        if size <= max_bytes:
-            file.seek(0)
-            return file.read()
-        file.seek(size - max_bytes)
-        return file.read().partition(b"\n")[2]
+        start = max(file.seek(0, os.SEEK_END) - max_bytes, 0)
+        file.seek(start)
+        return file.read().partition(b"\n")[2] if start else file.read()
 
 
 def read_object(path: Path) -> dict[str, JSON]:
