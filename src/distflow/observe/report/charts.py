@@ -87,12 +87,7 @@ CHARTS = (
     Chart("Do engine and trainer agree?", (r"mismatch/(mean|max)_abs", r"canary/.*"), unit="nats"),
     Chart("Were there reward errors?", (r"reward/(errors|timeouts|calls)",), unit="samples"),
     Chart("How old is the data?", (r"async/version_diff/.*",), unit="versions"),
-    Chart(
-        "Where does the time of a step go?",
-        (r"timing_s/(?!step$|eval$|save$|save_wait$).*",),
-        kind="stack",
-        unit="seconds",
-    ),
+    Chart("Where does the time of a step go?", (r"timing_s/(?!step$|eval$|save$|save_wait$).*",), "stack", "seconds"),
     Chart("How fast is it?", (r"throughput/tokens_per_s",), unit="tokens a second"),
     Chart("How much memory does it take on the GPU?", (rf"memory/cuda/{_LARGE}", r"memory/cuda/.*"), unit="GiB"),
     Chart("How much memory does it take?", (rf"memory/process/{_LARGE}", r"memory/(?!cuda/).*"), unit="GiB"),
@@ -206,13 +201,13 @@ def _extremes(bucket: Sequence[int], steps: Mapping[int, Mapping[str, float]], n
         isolated[-1 if step - bucket[0] > bucket[-1] - step else 0] = _point(value)
         return isolated
     values = [value for _, value in found]
-    finite = [value for value in values if abs(value) < float("inf")]
+    finite = [value for value in values if math.isfinite(value)]
     extremes: list[float] = []
     if finite:
         low, high = min(finite), max(finite)
         extremes = [low, high] if finite.index(low) <= finite.index(high) else [high, low]
     if len(finite) < len(values):
-        extremes = [*extremes[:1], next(value for value in values if not abs(value) < float("inf"))]
+        extremes = [*extremes[:1], next(value for value in values if not math.isfinite(value))]
     points: list[float | str | None] = [_point(value) for value in extremes]
     return (points + [None, None])[: min(len(bucket), 2)]
 
@@ -220,7 +215,7 @@ def _extremes(bucket: Sequence[int], steps: Mapping[int, Mapping[str, float]], n
 def _point(value: float | None) -> float | str | None:
     if value is None:
         return None
-    return float(f"{value:.6g}") if abs(value) < float("inf") else number_name(value)
+    return float(f"{value:.6g}") if math.isfinite(value) else number_name(value)
 
 
 class Part(TypedDict):
@@ -272,14 +267,13 @@ def histogram(title: str, unit: str, values: Mapping[str, Sequence[float]]) -> H
         first, last = place[different[0]], place[different[-1]]
         place = {value: i - first for value, i in place.items()}
         bins = [_range(i * width, width, whole) for i in range(first, last + 1)]
-    parts = [_part(name, part, place, len(bins)) for name, part in values.items() if part]
+    parts: list[Part] = []
+    for name, part in values.items():
+        if part:
+            counts = Counter(place[value] for value in part)
+            shares = [float(f"{counts[i] / len(part):.4g}") for i in range(len(bins))]
+            parts.append({"name": name, "number": len(part), "shares": shares})
     return {"title": title, "unit": unit, "bins": bins, "parts": parts}
-
-
-def _part(name: str, values: Sequence[float], place: Mapping[float, int], num_bins: int) -> Part:
-    counts = Counter(place[value] for value in values)
-    shares = [float(f"{counts[i] / len(values):.4g}") for i in range(num_bins)]
-    return {"name": name, "number": len(values), "shares": shares}
 
 
 def _width(span: float, whole: bool) -> float:
@@ -353,11 +347,10 @@ def error_bars(
         group, _, rest = name.partition("/")
         number = trials.get(rest.rpartition("/")[0], 0) if group == "val_correct" else 0
         if number:
-            bars[name] = [_interval(value, number) for value in values]
+            bars[name] = [
+                [float(f"{end:.4g}") for end in wilson(value, number)]
+                if isinstance(value, float) and 0 <= value <= 1
+                else None
+                for value in values
+            ]
     return bars
-
-
-def _interval(value: float | str | None, number: int) -> list[float] | None:
-    if not isinstance(value, float) or not 0 <= value <= 1:
-        return None
-    return [float(f"{end:.4g}") for end in wilson(value, number)]

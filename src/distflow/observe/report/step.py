@@ -168,6 +168,10 @@ def _timeline(activity: RunActivity, why: str, part: Sequence[_Step]) -> StepTim
     start, end = part[0].start, part[-1].end
     training = [span for span in activity.spans.get("training", ()) if start < span.end and span.start < end]
     lanes, notes = _lanes(activity, start, end)
+    if activity.decodes:
+        waited, decoded = activity.waited(start, end) / (end - start), activity.decoded(start, end) / (end - start)
+        shares = f"The trainer waited for groups {waited:.0%} of this time; the engine decoded {decoded:.0%} of it."
+        notes = [shares, *notes]
     return {
         "first": part[0].number,
         "last": part[-1].number,
@@ -185,15 +189,8 @@ def _timeline(activity: RunActivity, why: str, part: Sequence[_Step]) -> StepTim
             for span in training
             if span.what == "eval"
         ],
-        "notes": [*_shares(activity, start, end), *notes],
+        "notes": notes,
     }
-
-
-def _shares(activity: RunActivity, start: float, end: float) -> list[str]:
-    if not activity.decodes:
-        return []
-    waited, decoded = activity.waited(start, end) / (end - start), activity.decoded(start, end) / (end - start)
-    return [f"The trainer waited for groups {waited:.0%} of this time; the engine decoded {decoded:.0%} of it."]
 
 
 def _lanes(activity: RunActivity, start: float, end: float) -> tuple[list[Lane], list[str]]:
@@ -281,8 +278,9 @@ class DrawnNode(TypedDict):
 
 def pipeline_graph(run_dir: Path, steps: Steps) -> list[DrawnNode]:
     """The nodes in an order in which they may run; none where plan.json tells none, or something that is no graph."""
-    plan = read_object(run_dir / "plan.json")
-    nodes = _nodes(plan)
+    listed = read_object(run_dir / "plan.json").get("nodes")
+    found = [node for node in (listed if isinstance(listed, list) else []) if isinstance(node, dict)]
+    nodes = [_node(node) for node in found if isinstance(node.get("name"), str)]
     names = {node["name"] for node in nodes}
     deps = {node["name"]: [dep for dep in node["deps"] if dep in names] for node in nodes}
     try:
@@ -302,12 +300,6 @@ def pipeline_graph(run_dir: Path, steps: Steps) -> list[DrawnNode]:
         node["layer"] = layers[node["name"]]
         node["seconds"] = _mean_seconds(node["phase"], steps) if node["plane"] == "training" else None
     return nodes
-
-
-def _nodes(plan: Mapping[str, JSON]) -> list[DrawnNode]:
-    nodes = plan.get("nodes")
-    found = nodes if isinstance(nodes, list) else []
-    return [_node(node) for node in found if isinstance(node, dict) and isinstance(node.get("name"), str)]
 
 
 def _node(node: Mapping[str, JSON]) -> DrawnNode:

@@ -143,14 +143,9 @@ def known_values(steps: Steps, name: str) -> list[float]:
 
 def problems(groups: Sequence[EventGroup], steps: Steps) -> Finding:
     """Counts of problems; `groups` are those of `group_events`."""
-    counts = []
-    for kind in PROBLEM_KINDS:
-        number = sum(group["count"] for group in groups if group["kind"] == kind)
-        if number:
-            counts.append(f"{number:,} {kind}{'s' if number > 1 else ''}")
-    skipped = round(sum(known_values(steps, "actor/skipped")))
-    if skipped:
-        counts.append(f"{skipped:,} skipped update{'s' if skipped > 1 else ''}")
+    numbers = {kind: sum(group["count"] for group in groups if group["kind"] == kind) for kind in PROBLEM_KINDS}
+    numbers["skipped update"] = round(sum(known_values(steps, "actor/skipped")))
+    counts = [f"{number:,} {name}{'s' if number > 1 else ''}" for name, number in numbers.items() if number]
     bad = sorted({name for values in steps.values() for name, value in values.items() if not math.isfinite(value)})
     if bad:
         counts.append(f"values that are not finite in {', '.join(bad[:3])}{' and others' if len(bad) > 3 else ''}")
@@ -206,25 +201,23 @@ def time_sentence(steps: Steps) -> str:
 
 def group_events(events: Sequence[Event], max_groups: int = 200) -> list[EventGroup]:
     """Warnings, errors and findings with equal messages put together, errors first, then by number."""
-    groups: dict[tuple[str, str], EventGroup] = {}
+    equal: dict[tuple[str, str], list[Event]] = {}
     for event in events:
         if event.kind in PROBLEM_KINDS:
-            empty: EventGroup = {
-                "kind": event.kind,
-                "message": event.message,
-                "count": 0,
-                "first": event.step,
-                "fields": {},
-                "last": None,
-                "rolled_back": True,
-            }
-            group = groups.setdefault((event.kind, event.message), empty)
-            group["count"] += 1
-            group["last"] = event.step
-            group["fields"] = dict(event.fields)
-            group["rolled_back"] = event.rolled_back and group["rolled_back"]
-    order = sorted(groups.values(), key=lambda group: (PROBLEM_KINDS.index(group["kind"]), -group["count"]))
-    return order[:max_groups]
+            equal.setdefault((event.kind, event.message), []).append(event)
+    order = sorted(equal.items(), key=lambda item: (PROBLEM_KINDS.index(item[0][0]), -len(item[1])))
+    return [
+        {
+            "kind": kind,
+            "message": message,
+            "count": len(found),
+            "first": found[0].step,
+            "last": found[-1].step,
+            "fields": dict(found[-1].fields),
+            "rolled_back": all(event.rolled_back for event in found),
+        }
+        for (kind, message), found in order[:max_groups]
+    ]
 
 
 def status(events: Sequence[Event]) -> dict[str, str]:
@@ -252,8 +245,7 @@ def ending(events: Sequence[Event], steps: Steps, planned: JSON, written: float)
 
     planned: its steps, None where unknown. written: when it recorded something last, in seconds since the epoch.
     """
-    trained = [step for step, values in steps.items() if "timing_s/step" in values]
-    done = max(trained, default=0)
+    done = max((step for step, values in steps.items() if "timing_s/step" in values), default=0)
     of = f" of {planned:,}" if isinstance(planned, int) else ""
     after = f"after {done:,}{of} step{'s' if done > 1 or of else ''}" if done else "before its first step was done"
     word = status(events)["word"]
