@@ -10,7 +10,7 @@ import math
 import os
 import re
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final, TypeAlias
@@ -113,18 +113,15 @@ def to_number(value: object) -> float | None:
     return NON_FINITE.get(value) if isinstance(value, str) else None
 
 
-def is_deep(value: object, limit: int = MAX_DEPTH) -> bool:
-    """Whether lists and mappings are nested deeper than `limit`: recursion over such a value may fail."""
+def is_deep(value: object) -> bool:
+    """Whether lists and mappings are nested deeper than `MAX_DEPTH`: recursion over such a value may fail."""
     level = [value]
-    for _ in range(limit + 1):
-        level = [item for holder in level if isinstance(holder, dict | list) for item in _items(holder)]
+    for _ in range(MAX_DEPTH + 1):
+        holders = (list(holder.values()) if isinstance(holder, dict) else holder for holder in level)
+        level = [item for holder in holders if isinstance(holder, list) for item in holder]
         if not level:
             return False
     return True
-
-
-def _items(holder: dict[object, object] | list[object]) -> Iterable[object]:
-    return holder.values() if isinstance(holder, dict) else holder
 
 
 def encode(value: object, indent: int | None = None) -> bytes:

@@ -20,6 +20,7 @@ from distflow.observe.writing.run_folder import Span, sample_file_name, samples_
 
 RIGHT = 1.0 - 1e-6
 _MAX_CONFIG_BYTES = 1_000_000
+_MAX_SHORT = 160
 _EVENT_KEYS = ("t", "restart", "kind", "message", "step")
 _NUMBERS_OF_A_SAMPLE = ("score", "acc", "advantage")
 
@@ -245,12 +246,13 @@ def is_right(row: Mapping[str, object]) -> bool | None:
     return accuracy >= RIGHT if isinstance(accuracy, int | float) and not row.get("errors") else None
 
 
-def in_short(row: Mapping[str, object], most: int = 160) -> str:
+def in_short(row: Mapping[str, object]) -> str:
     """The most important remark, in one line for the terminal; empty if the reward functions reported only a score."""
     if errors := row.get("errors"):
-        return escape_control(str(errors[0] if isinstance(errors, list) else errors), most, one_line=True)
-    shown = [f"{part}: {remark}" for part, own in remarks(row).items() if (remark := _short(own))]
-    return escape_control("; ".join(shown), most, one_line=True)
+        text = str(errors[0] if isinstance(errors, list) else errors)
+    else:
+        text = "; ".join(f"{part}: {remark}" for part, own in remarks(row).items() if (remark := _short(own)))
+    return escape_control(text, _MAX_SHORT, one_line=True)
 
 
 def _short(remark: Mapping[str, object]) -> str:

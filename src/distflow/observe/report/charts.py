@@ -295,14 +295,12 @@ def _ends(run_dir: Path, timeline: Timeline) -> dict[str, list[dict[str, JSON]]]
     steps = sample_steps(run_dir)
     size = min(max(len(steps) // 10, 1), _MAX_STEPS)
     chosen = [steps[:size], steps[-size:]] if len(steps) > size else [steps]
-    rows = {
-        _steps(part): [
-            _with_staleness(row, step) for step in part for row in read_samples(run_dir, step, "train", timeline)
-        ]
-        for part in chosen
-        if part
-    }
-    return {name: found for name, found in rows.items() if found}
+    ends = {}
+    for part in chosen:
+        rows = [_with_staleness(row, step) for step in part for row in read_samples(run_dir, step, "train", timeline)]
+        if rows:
+            ends[f"step {part[0]}" if len(part) == 1 else f"steps {part[0]} to {part[-1]}"] = rows
+    return ends
 
 
 def _with_staleness(row: dict[str, JSON], step: int) -> dict[str, JSON]:
@@ -310,10 +308,6 @@ def _with_staleness(row: dict[str, JSON], step: int) -> dict[str, JSON]:
     versions = row.get("versions")
     known = [v for v in versions if isinstance(v, int)] if isinstance(versions, list) else []
     return {**row, _STALENESS: step - 1 - min(known)} if known else row
-
-
-def _steps(steps: Sequence[int]) -> str:
-    return f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
 
 
 def _numbers(rows: Sequence[Mapping[str, JSON]], key: str) -> list[float]:

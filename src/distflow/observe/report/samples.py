@@ -166,7 +166,7 @@ def evenly(items: Sequence[int], number: int) -> list[int]:
     return [items[round(i * (len(items) - 1) / (number - 1))] for i in range(number)]
 
 
-def before_and_after(run_dir: Path, timeline: Timeline, num_examples: int = 6) -> dict[str, object] | None:
+def before_and_after(run_dir: Path, timeline: Timeline) -> dict[str, object] | None:
     """The same validation problems at the first and the last validation that kept samples; None without two.
 
     Problems are matched by prompt and ground truth; a problem with several responses has the mean of their scores; one
@@ -196,7 +196,7 @@ def before_and_after(run_dir: Path, timeline: Timeline, num_examples: int = 6) -
         "last": max(last for _, _, last in ends),
         **{f"num_{kind}": len(found) for kind, found in pairs.items()},
         "lengths": [sum(kept) / len(kept) for kept in lengths] if all(lengths) else None,
-        "examples": [*pairs["better"][: num_examples - 2], *pairs["worse"][:1], *pairs["same"][:1]],
+        "examples": [*pairs["better"][:4], *pairs["worse"][:1], *pairs["same"][:1]],
     }
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
-from typing import NamedTuple, TypedDict
+from typing import NamedTuple, TypedDict, cast
 
 from distflow.observe.files import JSON, read_object, read_records
 from distflow.observe.reading.run_reader import MetricsRecord, read_spans
@@ -21,6 +21,7 @@ MAX_SPANS = 300
 MAX_STEPS = 10
 _LEAST_SHARE = 0.0005
 _MAX_LEDGER_BYTES = 8_000_000
+_NODE_LISTS = ("engines", "reads", "writes", "deps")
 _STEP = re.compile(r"step (\d+)")
 
 
@@ -303,22 +304,10 @@ def pipeline_graph(run_dir: Path, steps: Steps) -> list[DrawnNode]:
 
 
 def _node(node: Mapping[str, JSON]) -> DrawnNode:
-    return {
-        "name": str(node["name"]),
-        "role": str(node.get("role", "")),
-        "plane": str(node.get("plane", "")),
-        "engines": _texts(node.get("engines")),
-        "reads": _texts(node.get("reads")),
-        "writes": _texts(node.get("writes")),
-        "deps": _texts(node.get("deps")),
-        "layer": 0,
-        "phase": str(node.get("phase", "")),
-        "seconds": None,
-    }
-
-
-def _texts(value: JSON) -> list[str]:
-    return [item for item in value if isinstance(item, str)] if isinstance(value, list) else []
+    texts = {key: str(node.get(key, "")) for key in ("name", "role", "plane", "phase")}
+    lists = {key: value if isinstance(value := node.get(key), list) else [] for key in _NODE_LISTS}
+    names = {key: [item for item in found if isinstance(item, str)] for key, found in lists.items()}
+    return cast(DrawnNode, {**texts, **names, "layer": 0, "seconds": None})
 
 
 def _mean_seconds(phase: str, steps: Steps) -> float | None:

@@ -13,6 +13,7 @@ from distflow.observe.reading.run_reader import Event, MetricsRecord
 Tone = Literal["good", "bad", "flat", "unknown"]
 Steps = Mapping[int, Mapping[str, float]]
 
+_MAX_GROUPS = 200
 _SMALL_SHARE = 0.01  # of the time: phases below it are named together
 PROBLEM_KINDS = ("error", "warning", "finding")
 ACCURACY = "val_correct/all/mean"
@@ -199,7 +200,7 @@ def time_sentence(steps: Steps) -> str:
     return f"{took} {readable_s(total)}: {', '.join(phrases)}."
 
 
-def group_events(events: Sequence[Event], max_groups: int = 200) -> list[EventGroup]:
+def group_events(events: Sequence[Event]) -> list[EventGroup]:
     """Warnings, errors and findings with equal messages put together, errors first, then by number."""
     equal: dict[tuple[str, str], list[Event]] = {}
     for event in events:
@@ -216,7 +217,7 @@ def group_events(events: Sequence[Event], max_groups: int = 200) -> list[EventGr
             "fields": dict(found[-1].fields),
             "rolled_back": all(event.rolled_back for event in found),
         }
-        for (kind, message), found in order[:max_groups]
+        for (kind, message), found in order[:_MAX_GROUPS]
     ]
 
 
