@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from distflow.observe.sanitize import _LOGGED, OutputStream, SanitizedStream
+from distflow.observe.sanitize import _LOGGED, SanitizedStream, TerminalOutput
 
 PROBE = """
 import logging, sys, types, warnings
@@ -50,8 +50,8 @@ def test_the_lines_are_still_theirs() -> None:
         assert isinstance(module.logger, logging.Logger) and line in source
 
 
-@pytest.mark.parametrize("kind", [OutputStream, SanitizedStream])
-def test_output_to_a_terminal_that_is_gone_is_discarded(kind: type[OutputStream]) -> None:
+@pytest.mark.parametrize("kind", [TerminalOutput, SanitizedStream])
+def test_output_to_a_terminal_that_is_gone_is_discarded(kind: type[TerminalOutput]) -> None:
     ours, theirs = os.openpty()
     with os.fdopen(theirs, "w", buffering=1) as terminal:
         os.close(ours)
@@ -67,5 +67,5 @@ def test_output_to_a_terminal_that_is_gone_is_discarded(kind: type[OutputStream]
 
 def test_other_errors_of_output_are_raised() -> None:
     with open("/dev/full", "w") as full, pytest.raises(OSError) as raised:  # noqa: PTH123
-        OutputStream(full).write("x" * 100_000)
+        TerminalOutput(full).write("x" * 100_000)
     assert raised.value.errno == errno.ENOSPC

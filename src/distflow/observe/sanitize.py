@@ -2,7 +2,7 @@
 and turn none around.
 
 `escape_control` is for lines that people read, `SanitizedStream` for whole streams (the process's standard output and
-error, whoever prints there), `escaped_json` for JSON in files and pages. `OutputStream` outlives its terminal.
+error, whoever prints there), `escaped_json` for JSON in files and pages. `TerminalOutput` outlives its terminal.
 `quiet_libraries` hides messages of libraries that a user can do nothing about; errors and warnings of the user's code
 are shown.
 """
@@ -43,7 +43,7 @@ def escaped_json(text: str) -> str:
     return text if text.isascii() and "\x7f" not in text else _OBEYED.sub(_json_escape, text)
 
 
-class OutputStream(io.TextIOBase):
+class TerminalOutput(io.TextIOBase):
     """Writes to the stream `below`, and outlives its terminal: output to a terminal that is gone is discarded.
 
     The kernel fails writes to a closed terminal before SIGHUP arrives, and it is the handler of that signal that stops
@@ -51,7 +51,7 @@ class OutputStream(io.TextIOBase):
     """
 
     def __init__(self, below: TextIO) -> None:
-        self.below: TextIO = below.below if isinstance(below, OutputStream) else below
+        self.below: TextIO = below.below if isinstance(below, TerminalOutput) else below
 
     @property
     def encoding(self) -> str:  # type: ignore[override]  # read-only here
@@ -87,7 +87,7 @@ class OutputStream(io.TextIOBase):
             os.dup2(nowhere.fileno(), self.fileno())
 
 
-class SanitizedStream(OutputStream):
+class SanitizedStream(TerminalOutput):
     """A stream that writes what `escape_control` makes of the text, in the encoding of the one below.
 
     It is no terminal to those who ask, so that libraries leave colours and redrawing out; `below` may be one. A write

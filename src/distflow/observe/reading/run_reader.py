@@ -173,11 +173,7 @@ def _metrics_record(record: dict[str, JSON]) -> MetricsRecord | None:
     step, nested = _whole(record.get("step")), record.get("m")
     if step is None or not isinstance(nested, dict):
         return None
-    try:
-        flat = flatten(nested)
-    except RecursionError:
-        return None
-    values = {name: number for name, value in flat.items() if (number := to_number(value)) is not None}
+    values = {name: number for name, value in flatten(nested).items() if (number := to_number(value)) is not None}
     t = to_number(record.get("t")) or 0.0
     return MetricsRecord(step, t, _whole(record.get("restart")) or 0, str(record.get("kind", "train")), values)
 

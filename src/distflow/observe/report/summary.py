@@ -61,11 +61,6 @@ class Accuracy:
         """The first step that reached the highest value."""
         return max(self.points, key=lambda point: (point[1], -point[0]))
 
-    @property
-    def change(self) -> float:
-        """Last minus first."""
-        return self.points[-1][1] - self.points[0][1]
-
     def noise(self) -> float | None:
         """Two standard errors of the change, as of independent problems; None where that number is not known."""
         ends = (self.points[0][1], self.points[-1][1])
@@ -108,12 +103,12 @@ def _learned_by_accuracy(accuracy: Accuracy) -> Finding:
     problems = f" ({accuracy.num_problems:,} problems)" if accuracy.num_problems else ""
     start = "before RL" if accuracy.before_training else f"at step {first_step}"
     moved = f"accuracy on validation problems{problems} was {first:.2f} {start} and is {last:.2f} at step {last_step}"
-    if abs(accuracy.change) <= (0.02 if noise is None else noise):
+    if abs(last - first) <= (0.02 if noise is None else noise):
         text = f"No clear change: {moved}"
         if noise is not None:
-            text += f": the change of {accuracy.change:+.2f} is within what chance gives (±{noise:.2f})"
+            text += f": the change of {last - first:+.2f} is within what chance gives (±{noise:.2f})"
         return Finding("flat", f"{text}.")
-    if accuracy.change < 0:
+    if last < first:
         return Finding("bad", f"It got worse: {moved}.")
     best_step, best = accuracy.best
     peak = f" It was best at step {best_step} with {best:.2f}." if best - last > (noise or 0.02) else ""

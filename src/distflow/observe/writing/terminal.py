@@ -22,7 +22,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from distflow.observe.metrics import Headline, headlines
-from distflow.observe.sanitize import OutputStream, SanitizedStream, escape_control
+from distflow.observe.sanitize import SanitizedStream, TerminalOutput, escape_control
 
 TONES = {"warning": "yellow", "error": "red", "finding": "yellow"}
 _BARS = "▁▂▃▄▅▆▇█"
@@ -57,7 +57,7 @@ class TerminalView:
         # The run's threads write while rich draws in its own; what prints under the lock may itself draw: re-entrant.
         self._lock = threading.RLock()
         self._panel = Panel(total_steps, clock())
-        screen = cast(TextIO, OutputStream(self._out.below))  # not sanitized: the live view moves the cursor
+        screen = cast(TextIO, TerminalOutput(self._out.below))  # not sanitized: the live view moves the cursor
         self._console = Console(file=screen, force_terminal=True, highlight=False, markup=False, emoji=False)
         self._live: Live | None = None
         self._plain_at: float | None = None  # when the last plain line of a step was written
