@@ -13,7 +13,6 @@ from distflow.observe.metrics import (
     HEADLINES,
     Kind,
     combine,
-    distribution,
     find_metric,
     flatten,
     headlines,
@@ -87,27 +86,6 @@ def test_a_part_without_weight_counts_nothing_even_if_it_is_nan() -> None:
 def test_a_nan_is_never_hidden(values: tuple[float, float]) -> None:
     parts = [({"timing_s/x": v, "async/version_start": v, "actor/loss": v, "reward/std": v}, 1.0) for v in values]
     assert all(math.isnan(value) for value in combine(parts).values())
-
-
-def test_percentiles_of_parts_are_refused() -> None:
-    one = distribution("rollout/response_length", [1.0, 2.0])
-    assert combine([(one, 2.0)]) == one
-    with pytest.raises(ValueError, match="percentile"):
-        combine([(one, 2.0), (one, 2.0)])
-
-
-def test_distribution_by_hand() -> None:
-    found = distribution("n", [4.0, 1.0, 3.0, 2.0], percentiles=(0, 50, 95, 100))
-    assert found == {
-        "n/mean": 2.5,
-        "n/min": 1.0,
-        "n/max": 4.0,
-        "n/p0": 1.0,
-        "n/p50": 2.5,
-        "n/p95": pytest.approx(3.85),
-        "n/p100": 4.0,
-    }
-    assert distribution("n", []) == {}
 
 
 def test_headlines_take_the_first_name_that_is_there() -> None:

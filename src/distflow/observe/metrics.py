@@ -6,7 +6,7 @@ from functools import cache, lru_cache
 from pathlib import Path
 from typing import Literal, NamedTuple, TypeAlias
 
-Kind = Literal["mean", "sum", "max", "min", "last", "percentile"]
+Kind = Literal["mean", "sum", "max", "min", "last"]
 Nested: TypeAlias = dict[str, "float | Nested"]
 
 
@@ -120,8 +120,7 @@ Measured = tuple[Mapping[str, float], float]
 def combine(parts: Sequence[Measured]) -> dict[str, float]:
     """One set of metrics from those of parts.
 
-    A metric that only some parts have is combined over those. A name that is not in the table is a mean. Raises
-    ValueError for a percentile in more than one part: it cannot be had from the percentiles of parts.
+    A metric that only some parts have is combined over those. A name that is not in the table is a mean.
     """
     gathered: dict[str, list[tuple[float, float]]] = {}
     for values, weight in parts:
@@ -136,8 +135,6 @@ def _combine_one(name: str, pairs: list[tuple[float, float]]) -> float:
         return values[0]
     metric = find_metric(name)
     kind = metric.kind if metric else "mean"
-    if kind == "percentile":
-        raise ValueError(f"{name} is a percentile: take it over all values at once with `distribution`")
     if kind == "mean":
         total = sum(weight for _, weight in pairs)
         return sum(value * weight for value, weight in pairs if weight) / total if total else 0.0
@@ -148,20 +145,6 @@ def _combine_one(name: str, pairs: list[tuple[float, float]]) -> float:
     # max() and min() of Python lose a NaN or keep it by its position; a NaN anywhere must be seen.
     nan = next((value for value in values if value != value), None)
     return nan if nan is not None else (max(values) if kind == "max" else min(values))
-
-
-def distribution(name: str, values: Sequence[float], percentiles: Sequence[int] = (50, 95)) -> dict[str, float]:
-    """`name/mean`, `name/min`, `name/max` and `name/pK` (linear interpolation between ranks); empty for no values."""
-    if not values:
-        return {}
-    ranked = sorted(values)
-    result = {f"{name}/mean": sum(ranked) / len(ranked), f"{name}/min": ranked[0], f"{name}/max": ranked[-1]}
-    for percentile in percentiles:
-        position = percentile / 100 * (len(ranked) - 1)
-        below = int(position)
-        above = min(below + 1, len(ranked) - 1)
-        result[f"{name}/p{percentile}"] = ranked[below] + (position - below) * (ranked[above] - ranked[below])
-    return result
 
 
 def markdown_table() -> str:
