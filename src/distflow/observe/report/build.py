@@ -225,27 +225,24 @@ def tiles(accuracy: Accuracy | None, steps: Steps) -> list[dict[str, str]]:
     """The few numbers to read first: label, value, and a line below."""
     found = _accuracy_tiles(accuracy) if accuracy else []
     for label, name in (("reward", summary.REWARD), ("loss", "sft/loss"), ("validation loss", "sft/val_loss")):
-        values = known_values(steps, name)
-        if values:
-            found.append(_tile(label, f"{values[-1]:.3g}", f"{values[0]:.3g} at first"))
-    speeds = sorted(known_values(steps, "throughput/tokens_per_s"))
-    if speeds:
-        found.append(_tile("tokens a second", f"{speeds[len(speeds) // 2]:,.0f}", "median of the steps"))
-    seconds = known_values(steps, "timing_s/step")
-    if seconds:
-        found.append(_tile("steps", f"{len(seconds):,}", f"in {summary.readable_s(sum(seconds))}"))
-    return found
+        if values := known_values(steps, name):
+            found.append((label, f"{values[-1]:.3g}", f"{values[0]:.3g} at first"))
+    if speeds := sorted(known_values(steps, "throughput/tokens_per_s")):
+        found.append(("tokens a second", f"{speeds[len(speeds) // 2]:,.0f}", "median of the steps"))
+    if seconds := known_values(steps, "timing_s/step"):
+        found.append(("steps", f"{len(seconds):,}", f"in {summary.readable_s(sum(seconds))}"))
+    return [{"label": label, "value": value, "note": note} for label, value, note in found]
 
 
-def _accuracy_tiles(accuracy: Accuracy) -> list[dict[str, str]]:
+def _accuracy_tiles(accuracy: Accuracy) -> list[tuple[str, str, str]]:
     (first_step, first), (last_step, last) = accuracy.points[0], accuracy.points[-1]
     where = "before RL" if accuracy.before_training else f"at step {first_step}"
-    found = [_tile(f"accuracy {where}", f"{first:.2f}", _likely(accuracy, first))]
+    found = [(f"accuracy {where}", f"{first:.2f}", _likely(accuracy, first))]
     if len(accuracy.points) > 1:
         best_step, best = accuracy.best
-        found.append(_tile(f"accuracy at step {last_step}", f"{last:.2f}", _likely(accuracy, last)))
+        found.append((f"accuracy at step {last_step}", f"{last:.2f}", _likely(accuracy, last)))
         if best > last:
-            found.append(_tile("best accuracy", f"{best:.2f}", f"at step {best_step}"))
+            found.append(("best accuracy", f"{best:.2f}", f"at step {best_step}"))
     return found
 
 
@@ -255,7 +252,3 @@ def _likely(accuracy: Accuracy, share: float) -> str:
         return "on validation problems"
     low, high = charts.wilson(share, accuracy.num_problems)
     return f"95 %: {low:.2f} to {high:.2f}"
-
-
-def _tile(label: str, value: str, note: str) -> dict[str, str]:
-    return {"label": label, "value": value, "note": note}
