@@ -51,14 +51,6 @@ class ChosenChart(TypedDict):
     colors: NotRequired[dict[str, int]]
 
 
-class Constant(TypedDict):
-    """A metric that had one value throughout, or was measured once; a number or the name of one that is not finite."""
-
-    name: str
-    value: float | str
-    unit: str
-
-
 class Series(TypedDict):
     """The columns of the charts as the page takes them, one point a step, or two a bucket of steps where thinned.
 
@@ -120,8 +112,9 @@ def choose_charts(names: Iterable[str], by_domain: Sequence[ChosenChart] = ()) -
 
 def set_constants_apart(
     charts: Sequence[ChosenChart], others: Sequence[str], columns: Mapping[str, Column]
-) -> tuple[list[ChosenChart], list[str], list[Constant]]:
-    """The charts with the lines that move, the other metrics that move, and constant metrics, which need no picture.
+) -> tuple[list[ChosenChart], list[str], list[dict[str, object]]]:
+    """The charts with the lines that move, the other metrics that move, and name, value and unit of those that had one
+    value throughout, or were measured once: they need no picture.
 
     A stack keeps all of its layers as long as one moves.
     """
@@ -132,10 +125,10 @@ def set_constants_apart(
         if not still.issuperset(names):
             moving.append({**chart, "names": names})
     drawn = {name for chart in moving for name in chart["names"]}
-    constants: list[Constant] = [
-        {"name": name, "value": _known(columns[name])[0], "unit": unit_of(name)}
+    constants: list[dict[str, object]] = [
+        {"name": name, "value": known[0], "unit": unit_of(name)}
         for name in sorted(still - drawn)
-        if _known(columns[name])
+        if (known := _known(columns[name]))
     ]
     return moving, [name for name in others if name not in still], constants
 

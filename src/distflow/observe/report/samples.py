@@ -68,19 +68,8 @@ class SampleGroup(TypedDict):
     responses: list[dict[str, object]]
 
 
-class Samples(TypedDict):
-    """Whole groups for the table. num_groups, num_responses: those in the files that were looked into, of `all_files`
-    files."""
-
-    groups: list[SampleGroup]
-    num_groups: int
-    num_responses: int
-    num_files: int
-    all_files: int
-
-
-def thin_samples(run_dir: Path, timeline: Timeline, max_bytes: int) -> Samples:
-    """Whole groups of responses.
+def thin_samples(run_dir: Path, timeline: Timeline, max_bytes: int) -> dict[str, object]:
+    """Whole groups of responses, with the numbers of groups and responses in the files that were looked into.
 
     From at most `MAX_STEPS` steps of each split, evenly chosen with the first and the last, as many groups of each as
     fit into its share of `max_bytes`, the texts of large ones cut for that: a few with reward errors, then evenly
