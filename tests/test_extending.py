@@ -26,7 +26,7 @@ from tests.user_code import forgotten
 
 SOURCE = ROOT / "src" / "distflow"
 PAGE = ROOT / "docs" / "extending.md"
-HEAD = re.compile(r"# (?P<file>[\w/]+\.py)(?: \((?P<new>new)\)|, (?P<how>below|in place of): (?P<text>.+))\n")
+HEAD = re.compile(r"# (?P<file>[\w/]+\.(?:py|toml))(?: \((?P<new>new)\)|, (?P<how>below|in place of): (?P<text>.+))\n")
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
@@ -68,7 +68,7 @@ class Edit(NamedTuple):
 def edits() -> list[Edit]:
     found = []
     for block in blocks(PAGE):
-        if block.language == "py":
+        if block.language in ("py", "toml"):
             head = HEAD.match(block.code)
             assert head, f"{block.page}:{block.line} names no place"
             code = block.code[head.end() :]

@@ -6,7 +6,7 @@ import pytest
 
 from distflow.models.cpu_kernels import build
 from distflow.models.cpu_kernels.build import NotNative
-from distflow.observe.reading.run_reader import read_json
+from distflow.observe.files import read_object
 from tests.e2e.runs import Playground
 
 
@@ -15,7 +15,7 @@ def test_a_resume_where_there_is_no_compiler_is_told(tmp_path: Path, monkeypatch
     ground, name = Playground(tmp_path), build.name()
     run = ground.run("grpo", "trainer.save_freq=1", "trainer.total_training_steps=1")
     assert name.startswith("native-")
-    assert read_json(run.folder, "run.json")["native_code"] == name
+    assert read_object(run.folder / "run.json")["native_code"] == name
     monkeypatch.setattr(build, "outcome", lambda: NotNative("there is no C compiler"))
     run = ground.run("grpo", "trainer.save_freq=1", "trainer.total_training_steps=2")
     assert any(f"native_code was {name} in the checkpoint and is torch now" in note for note in run.notes("warning"))

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from distflow import load_run
-from distflow.observe.reading.run_reader import read_json, read_samples, sample_splits
+from distflow.observe.files import read_object
+from distflow.observe.reading.run_reader import read_samples, sample_splits
 from distflow.observe.report.build import report_data
 from distflow.sandbox import sandbox
 from tests.e2e.runs import Playground
@@ -26,7 +27,7 @@ def test_the_level_is_in_the_runs_folder_and_a_resume_at_another_is_told(
     ground.write_rows(rows)
     run = ground.run("grpo", *SAVED, "trainer.total_training_steps=1")
     found = sandbox.probe().name
-    assert read_json(run.folder, "run.json")["sandbox"] == found
+    assert read_object(run.folder / "run.json")["sandbox"] == found
     assert ["sandbox", found] in report_data(run.folder)["head"]
     assert {row["extra"]["code/sandbox"] for row in read_samples(run.folder, 1)} == {found}
     (*_, weakest) = sandbox.LEVELS
@@ -36,7 +37,7 @@ def test_the_level_is_in_the_runs_folder_and_a_resume_at_another_is_told(
     steps = ("trainer.total_training_steps=2",)
     run = ground.run("grpo", *SAVED, *steps)
     assert any(f"sandbox was {found} in the checkpoint and is {weakest} now" in note for note in run.notes("warning"))
-    assert read_json(run.folder, "run.json")["sandbox"] == weakest
+    assert read_object(run.folder / "run.json")["sandbox"] == weakest
 
 
 @pytest.mark.slow
@@ -49,7 +50,7 @@ def test_answers_of_groups_without_a_signal_are_in_the_report(tmp_path: Path) ->
     )
     ground.write_rows([{"prompt": f"{i}=", "answer": "7", "index": i} for i in range(12)])
     run = ground.run("dapo", "algorithm.filter_groups.enable=true", "trainer.total_training_steps=1")
-    assert "dropped" not in sample_splits(run.folder) and "sandbox" not in read_json(run.folder, "run.json")
+    assert "dropped" not in sample_splits(run.folder) and "sandbox" not in read_object(run.folder / "run.json")
     dropped = read_samples(run.folder, 1, "dropped")
     assert dropped and all(row["dropped"] and row["extra"] == {"custom/why": "odd"} for row in dropped)
     trained = {row["uid"] for row in read_samples(run.folder, 1)}

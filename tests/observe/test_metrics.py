@@ -3,6 +3,7 @@
 import math
 import re
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from hypothesis import given
@@ -10,13 +11,13 @@ from hypothesis import strategies as st
 
 from distflow.observe.metrics import (
     HEADLINES,
-    METRICS,
+    Kind,
     combine,
-    distribution,
     find_metric,
     flatten,
     headlines,
     markdown_table,
+    metric_table,
     nest,
 )
 
@@ -46,10 +47,15 @@ def test_every_named_metric_has_a_description(name: str) -> None:
 
 
 def test_the_first_fitting_entry_counts_and_none_is_out_of_reach() -> None:
-    assert find_metric("val_correct/all/mean") is METRICS[[m.name for m in METRICS].index("val_correct/all/mean")]
+    assert find_metric("val_correct/all/mean").name == "val_correct/all/mean"
     assert find_metric("val_correct/math/pass@8").name == "val_correct/*/pass@*"
     assert find_metric("something/else") is None
-    assert [m.name for m in METRICS if find_metric(m.name.replace("*", "x")) is not m] == []
+    assert [m.name for m in metric_table() if find_metric(m.name.replace("*", "x")) is not m] == []
+
+
+def test_each_entry_of_the_table_says_how_parts_are_combined_and_what_it_is() -> None:
+    assert {metric.kind for metric in metric_table()} <= set(get_args(Kind))
+    assert all(metric.doc and isinstance(metric.unit, str) for metric in metric_table())
 
 
 def test_parts_are_combined_by_kind() -> None:
@@ -80,27 +86,6 @@ def test_a_part_without_weight_counts_nothing_even_if_it_is_nan() -> None:
 def test_a_nan_is_never_hidden(values: tuple[float, float]) -> None:
     parts = [({"timing_s/x": v, "async/version_start": v, "actor/loss": v, "reward/std": v}, 1.0) for v in values]
     assert all(math.isnan(value) for value in combine(parts).values())
-
-
-def test_percentiles_of_parts_are_refused() -> None:
-    one = distribution("rollout/response_length", [1.0, 2.0])
-    assert combine([(one, 2.0)]) == one
-    with pytest.raises(ValueError, match="percentile"):
-        combine([(one, 2.0), (one, 2.0)])
-
-
-def test_distribution_by_hand() -> None:
-    found = distribution("n", [4.0, 1.0, 3.0, 2.0], percentiles=(0, 50, 95, 100))
-    assert found == {
-        "n/mean": 2.5,
-        "n/min": 1.0,
-        "n/max": 4.0,
-        "n/p0": 1.0,
-        "n/p50": 2.5,
-        "n/p95": pytest.approx(3.85),
-        "n/p100": 4.0,
-    }
-    assert distribution("n", []) == {}
 
 
 def test_headlines_take_the_first_name_that_is_there() -> None:

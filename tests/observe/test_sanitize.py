@@ -1,12 +1,14 @@
-"""Which lines of libraries are left out, and that no other is."""
+"""Which lines of libraries are left out, and that no other is; output to a terminal that is gone."""
 
+import errno
 import logging
+import os
 import subprocess
 import sys
 
 import pytest
 
-from distflow.observe.sanitize import _LOGGED
+from distflow.observe.sanitize import _LOGGED, SanitizedStream, TerminalOutput
 
 PROBE = """
 import logging, sys, types, warnings
@@ -46,3 +48,24 @@ def test_the_lines_are_still_theirs() -> None:
         module = pytest.importorskip(name)
         source = module.__loader__.get_source(name)
         assert isinstance(module.logger, logging.Logger) and line in source
+
+
+@pytest.mark.parametrize("kind", [TerminalOutput, SanitizedStream])
+def test_output_to_a_terminal_that_is_gone_is_discarded(kind: type[TerminalOutput]) -> None:
+    ours, theirs = os.openpty()
+    with os.fdopen(theirs, "w", buffering=1) as terminal:
+        os.close(ours)
+        with pytest.raises(OSError) as raised:
+            os.write(theirs, b"x")
+        assert raised.value.errno == errno.EIO
+        stream = kind(terminal)
+        for text in ("no line end", "a line\n", "another\n"):
+            assert stream.write(text) == len(text)
+            stream.flush()
+        assert os.fstat(theirs).st_rdev == os.stat(os.devnull).st_rdev
+
+
+def test_other_errors_of_output_are_raised() -> None:
+    with open("/dev/full", "w") as full, pytest.raises(OSError) as raised:  # noqa: PTH123
+        TerminalOutput(full).write("x" * 100_000)
+    assert raised.value.errno == errno.ENOSPC

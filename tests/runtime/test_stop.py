@@ -2,12 +2,39 @@
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 
 import pytest
 
 from distflow.runtime.stop import SIGNALS, Interrupted, StopRequest, interruptible
+
+# Has a terminal of its own. SIGHUP is blocked until the terminal is gone and output to it has failed.
+WRITES_BEFORE_THE_SIGNAL = """
+import os, signal, sys, time
+from distflow.observe.sanitize import harmless_output
+from distflow.observe.writing.terminal import TerminalView
+from distflow.runtime.stop import StopRequest, exit_status
+os.close(os.open(os.ttyname(0), os.O_RDWR))  # makes it the terminal of the session
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGHUP])
+with harmless_output(), StopRequest(lambda name: print("stopping", flush=True)) as stop:
+    view = TerminalView("run", 9, live=LIVE)
+    view.note("info", "ready")
+    while os.isatty(0):
+        time.sleep(0.01)
+    for step in (1, 2, 3):
+        view.log(step, {"reward/mean_score": 0.5})
+        view.note("warning", "written too late")
+        print("printed too late", flush=True)
+        print("so is this", file=sys.stderr)
+    assert not stop.wanted
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGHUP])
+    view.note("info", "saved")
+    view.close()
+sys.exit(exit_status(stop.signal))
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -92,3 +119,18 @@ def test_another_thread_sets_no_handler() -> None:
     thread.start()
     thread.join()
     assert ran
+
+
+@pytest.mark.parametrize("live", [True, False])
+def test_output_that_fails_before_the_hang_up_arrives_leaves_its_status(live: bool) -> None:
+    """The kernel may fail the writes to a closed terminal before its signal is delivered."""
+    ours, theirs = os.openpty()
+    code = WRITES_BEFORE_THE_SIGNAL.replace("LIVE", str(live))
+    streams = {"stdin": theirs, "stdout": theirs, "stderr": theirs}
+    run = subprocess.Popen([sys.executable, "-c", code], **streams, start_new_session=True)
+    os.close(theirs)
+    shown = b""
+    while b"ready" not in shown:
+        shown += os.read(ours, 65536)
+    os.close(ours)
+    assert run.wait(60) == 129

@@ -148,12 +148,12 @@ def test_the_wait_for_a_place_is_not_the_programs_time(local: Sandbox, monkeypat
 def test_who_leaves_a_program_behind_leaves_nothing(local: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
     with served(local) as (url, service), RemoteSandbox(url, LIMITS) as there:
         session = there.open("def f(): return 1")
-        assert session.call("f") == 1 and service.num_sessions == 1
-        monkeypatch.setattr(service, "_idle_s", 0.2)
+        assert session.call("f") == 1 and len(service._sessions) == 1
+        monkeypatch.setattr("distflow.sandbox.server.IDLE_S", 0.2)
         deadline = time.monotonic() + 60
-        while service.num_sessions and time.monotonic() < deadline:
+        while service._sessions and time.monotonic() < deadline:
             time.sleep(0.05)
-        assert service.num_sessions == 0
+        assert not service._sessions
         with pytest.raises(SandboxFault, match="410: this program has ended"):
             session.call("f")
 

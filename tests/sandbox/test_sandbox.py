@@ -48,6 +48,8 @@ def test_a_traceback_shows_the_program_alone(sandbox: Sandbox) -> None:
     assert ran.exit_code == 1
     assert "line 2, in divide\n    return 1 / 0" in ran.stderr and "distflow" not in ran.stderr
     assert ran.stderr.endswith("ZeroDivisionError: division by zero\n")
+    ran = sandbox.run("x = [")
+    assert ran.exit_code == 1 and "SyntaxError" in ran.stderr and "distflow" not in ran.stderr
 
 
 def test_the_last_words_are_not_lost(sandbox: Sandbox) -> None:

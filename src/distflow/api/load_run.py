@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, cast
 import yaml
 
 from distflow.errors import UserError
-from distflow.observe.files import JSON
+from distflow.observe.files import JSON, read_object
 from distflow.observe.metrics import headlines
 from distflow.observe.reading.run_reader import (
     read_events,
-    read_json,
     read_metrics,
     read_samples,
     read_timeline,
@@ -111,7 +110,7 @@ class Run:
     @property
     def facts(self) -> dict[str, JSON]:
         """What the run was started with: versions, model, data, machine."""
-        return read_json(self.folder, "run.json")
+        return read_object(self.folder / "run.json")
 
     def metrics(self, kind: str | None = None) -> Table:
         """A row for each step and kind ("train", "val"), with `step`, `kind`, `t` (seconds since the epoch) and the

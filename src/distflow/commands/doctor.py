@@ -13,8 +13,8 @@ from pathlib import Path
 
 from distflow import __version__
 from distflow.commands.shared import add_run_argument, find_run, importing, newest_run
+from distflow.observe.files import read_object
 from distflow.observe.open_ports import family, listeners
-from distflow.observe.reading.run_reader import read_json
 from distflow.observe.sanitize import escape_control
 from distflow.observe.writing.folder_lock import writer_of
 
@@ -108,7 +108,7 @@ def _of_run(given: str | None) -> list[str]:
         return []
     name = escape_control(str(run_dir), one_line=True)
     lines = ["", f"ports of {name}", *_indent(_listening(writer))]
-    level = read_json(run_dir, "run.json").get("sandbox")
+    level = read_object(run_dir / "run.json").get("sandbox")
     if isinstance(level, str):
         lines += ["", f"sandbox of {name}", f"  {escape_control(level, 80, one_line=True)}"]
     return lines

@@ -10,7 +10,7 @@ import math
 import os
 import re
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final, TypeAlias
@@ -98,9 +98,7 @@ def to_json(value: object) -> JSON:
 
 def number_name(value: float) -> str:
     """ "NaN", "Infinity" or "-Infinity" for a value that is not finite."""
-    if math.isnan(value):
-        return "NaN"
-    return "Infinity" if value > 0 else "-Infinity"
+    return json.dumps(value)
 
 
 def to_number(value: object) -> float | None:
@@ -115,18 +113,15 @@ def to_number(value: object) -> float | None:
     return NON_FINITE.get(value) if isinstance(value, str) else None
 
 
-def is_deep(value: object, limit: int = MAX_DEPTH) -> bool:
-    """Whether lists and mappings are nested deeper than `limit`: recursion over such a value may fail."""
+def is_deep(value: object) -> bool:
+    """Whether lists and mappings are nested deeper than `MAX_DEPTH`: recursion over such a value may fail."""
     level = [value]
-    for _ in range(limit + 1):
-        level = [item for holder in level if isinstance(holder, dict | list) for item in _items(holder)]
+    for _ in range(MAX_DEPTH + 1):
+        holders = (list(holder.values()) if isinstance(holder, dict) else holder for holder in level)
+        level = [item for holder in holders if isinstance(holder, list) for item in holder]
         if not level:
             return False
     return True
-
-
-def _items(holder: dict[object, object] | list[object]) -> Iterable[object]:
-    return holder.values() if isinstance(holder, dict) else holder
 
 
 def encode(value: object, indent: int | None = None) -> bytes:
@@ -143,7 +138,9 @@ class LineFile:
         self.path = path
         self._pending: list[bytes] = []
         self._fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-        self._torn = _ends_torn(self._fd)
+        size = os.fstat(self._fd).st_size
+        # Where an earlier writer was killed inside a line, the next line must start on a line of its own.
+        self._torn = size > 0 and os.pread(self._fd, 1, size - 1) != b"\n"
 
     def append(self, record: Mapping[str, object], flush: bool = True) -> None:
         """Add one line; without `flush` it waits in memory for the next flush."""
@@ -169,12 +166,6 @@ class LineFile:
         """Flush and close."""
         self.flush()
         os.close(self._fd)
-
-
-def _ends_torn(fd: int) -> bool:
-    """Whether an earlier writer was killed inside a line: the next line must then start on a line of its own."""
-    size = os.fstat(fd).st_size
-    return size > 0 and os.pread(fd, 1, size - 1) != b"\n"
 
 
 def read_records(path: Path, max_bytes: int | None = None) -> tuple[list[dict[str, JSON]], int]:
@@ -207,12 +198,9 @@ def read_records(path: Path, max_bytes: int | None = None) -> tuple[list[dict[st
 
 def _end(path: Path, max_bytes: int) -> bytes:
     with path.open("rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        if size <= max_bytes:
-            file.seek(0)
-            return file.read()
-        file.seek(size - max_bytes)
-        return file.read().partition(b"\n")[2]
+        start = max(file.seek(0, os.SEEK_END) - max_bytes, 0)
+        file.seek(start)
+        return file.read().partition(b"\n")[2] if start else file.read()
 
 
 def read_object(path: Path) -> dict[str, JSON]:

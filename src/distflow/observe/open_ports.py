@@ -3,6 +3,7 @@
 import ipaddress
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,7 +32,7 @@ class Listener:
 def family(pid: int) -> list[int]:
     """The processes of a run: what `pid` started, and what that started. A worker of Ray's is a child of a raylet, and
     that, unless Ray runs by itself, of the driver: the family is then the driver's."""
-    parents = dict(_parents())
+    parents = _parents()
     root = pid
     while _name(parents.get(root, 0)) == "raylet":
         raylet = parents[root]
@@ -55,13 +56,12 @@ def listeners(pids: list[int]) -> list[Listener]:
     return sorted(found, key=lambda listener: (pids.index(listener.pid), listener.port, listener.address))
 
 
-def _parents() -> Iterator[tuple[int, int]]:
-    for entry in _PROC.iterdir():
-        if entry.name.isdigit():
-            try:
-                yield int(entry.name), int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-            except OSError:
-                continue  # it ended
+def _parents() -> dict[int, int]:
+    parents = {}
+    for entry in _PROC.glob("[0-9]*"):
+        with suppress(OSError):  # it ended
+            parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+    return parents
 
 
 def _name(pid: int) -> str:
@@ -78,15 +78,12 @@ def _name(pid: int) -> str:
 
 
 def _sockets(pid: int) -> set[int]:
-    links = [_target(link) for link in (_PROC / str(pid) / "fd").iterdir()]
-    return {int(match[1]) for link in links if (match := re.fullmatch(r"socket:\[(\d+)\]", link))}
-
-
-def _target(link: Path) -> str:
-    try:
-        return str(link.readlink())
-    except OSError:
-        return ""  # closed meanwhile
+    inodes = set()
+    for link in (_PROC / str(pid) / "fd").iterdir():
+        with suppress(OSError):  # closed meanwhile
+            if match := re.fullmatch(r"socket:\[(\d+)\]", str(link.readlink())):
+                inodes.add(int(match[1]))
+    return inodes
 
 
 def _listening(pid: int, name: str) -> Iterator[tuple[int, tuple[str, int]]]:

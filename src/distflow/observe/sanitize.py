@@ -2,13 +2,17 @@
 and turn none around.
 
 `escape_control` is for lines that people read, `SanitizedStream` for whole streams (the process's standard output and
-error, whoever prints there), `escaped_json` for JSON in files and pages. `quiet_libraries` hides messages of libraries
-that a user can do nothing about; errors and warnings of the user's code are shown.
+error, whoever prints there), `escaped_json` for JSON in files and pages. `TerminalOutput` outlives its terminal.
+`quiet_libraries` hides messages of libraries that a user can do nothing about; errors and warnings of the user's code
+are shown.
 """
 
+import errno
 import io
 import logging
+import os
 import re
+import stat
 import sys
 import unicodedata
 import warnings
@@ -39,27 +43,32 @@ def escaped_json(text: str) -> str:
     return text if text.isascii() and "\x7f" not in text else _OBEYED.sub(_json_escape, text)
 
 
-class SanitizedStream(io.TextIOBase):
-    """A stream that writes what `escape_control` makes of the text, in the encoding of the one below.
+class TerminalOutput(io.TextIOBase):
+    """Writes to the stream `below`, and outlives its terminal: output to a terminal that is gone is discarded.
 
-    It is no terminal to those who ask, so that libraries leave colours and redrawing out; `below` may be one. A write
-    that begins with a carriage return, as progress bars have it, begins a new line instead.
+    The kernel fails writes to a closed terminal before SIGHUP arrives, and it is the handler of that signal that stops
+    the run in order.
     """
 
     def __init__(self, below: TextIO) -> None:
-        self.below: TextIO = below.below if isinstance(below, SanitizedStream) else below
+        self.below: TextIO = below.below if isinstance(below, TerminalOutput) else below
 
     @property
     def encoding(self) -> str:  # type: ignore[override]  # read-only here
         return getattr(self.below, "encoding", None) or "utf-8"
 
     def write(self, text: str) -> int:
-        shown = escape_control("\n" + text[1:] if text.startswith("\r") else text)
-        self.below.write(shown.encode(self.encoding, "backslashreplace").decode(self.encoding))
+        try:
+            self.below.write(text)
+        except OSError as error:
+            self._leave_dead_terminal(error)
         return len(text)
 
     def flush(self) -> None:
-        self.below.flush()
+        try:
+            self.below.flush()
+        except OSError as error:
+            self._leave_dead_terminal(error)
 
     def fileno(self) -> int:
         return self.below.fileno()
@@ -69,6 +78,26 @@ class SanitizedStream(io.TextIOBase):
 
     def __getattr__(self, name: str) -> object:
         return getattr(self.below, name)  # what only some streams have, such as `reconfigure`
+
+    def _leave_dead_terminal(self, error: OSError) -> None:
+        """Send all further output to /dev/null, with what is still buffered. Raises any other error."""
+        if error.errno != errno.EIO or not stat.S_ISCHR(os.fstat(self.fileno()).st_mode):
+            raise error
+        with open(os.devnull, "wb") as nowhere:
+            os.dup2(nowhere.fileno(), self.fileno())
+
+
+class SanitizedStream(TerminalOutput):
+    """A stream that writes what `escape_control` makes of the text, in the encoding of the one below.
+
+    It is no terminal to those who ask, so that libraries leave colours and redrawing out; `below` may be one. A write
+    that begins with a carriage return, as progress bars have it, begins a new line instead.
+    """
+
+    def write(self, text: str) -> int:
+        shown = escape_control("\n" + text[1:] if text.startswith("\r") else text)
+        super().write(shown.encode(self.encoding, "backslashreplace").decode(self.encoding))
+        return len(text)
 
 
 @contextmanager

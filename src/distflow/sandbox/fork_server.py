@@ -5,7 +5,6 @@ The fork server is process 1 in there and there is no /proc, since bubblewrap's 
 line. Programs are not process 1, which resource limits cannot kill.
 """
 
-import json
 import os
 import shutil
 import socket
@@ -18,7 +17,7 @@ from typing import Literal
 import distflow
 from distflow.sandbox.inside.isolation import DEVICES_READ, DEVICES_WRITTEN, PACKAGES, SYSTEM, standard_library
 from distflow.sandbox.inside.program import REQUEST, Request
-from distflow.sandbox.inside.server import MAX_MESSAGE_BYTES
+from distflow.sandbox.inside.server import MAX_MESSAGE_BYTES, READY
 from distflow.sandbox.interface import SandboxFault
 
 LevelName = Literal["namespaces", "floor"]
@@ -111,14 +110,12 @@ class ForkServer:
         except OSError as error:
             raise SandboxFault(f"it did not start: {error}") from None
         self.control.settimeout(None)
-        report = json.loads(message) if message else {"failed": self._last_error_line()}
-        if "failed" in report:
-            raise SandboxFault(report["failed"])
-
-    def _last_error_line(self) -> str:
-        assert self._popen.stderr
-        text = self._popen.stderr.read().decode(errors="replace").strip()
-        return text.splitlines()[-1] if text else f"it ended with exit status {self._popen.wait()}"
+        if not message:
+            assert self._popen.stderr
+            lines = self._popen.stderr.read().decode(errors="replace").strip().splitlines()
+            raise SandboxFault(lines[-1] if lines else f"it ended with exit status {self._popen.wait()}")
+        if message != READY:
+            raise SandboxFault(message.decode())
 
 
 def _bubblewrap() -> list[str]:

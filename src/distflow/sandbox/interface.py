@@ -83,11 +83,22 @@ class RunResult(NamedTuple):
     seconds: float
 
 
-class AnySession(Protocol):
-    """A process that has executed a program as a module, and answers calls of its functions.
+class _Closable(Protocol):
+    """A context manager that leaves no process behind."""
 
-    Used by one thread at a time; a context manager that leaves nothing of the process behind.
-    """
+    def close(self) -> None:
+        """Idempotent."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class AnySession(_Closable, Protocol):
+    """A process that has executed a program as a module, and answers calls of its functions. Used by one thread at a
+    time."""
 
     def call(self, name: str, args: Sequence[object] = (), kwargs: Mapping[str, object] = MappingProxyType({})) -> Any:
         """Call the function of that name with plain values (`inside.values`) and return its result.
@@ -106,19 +117,10 @@ class AnySession(Protocol):
     def stderr(self) -> str:
         """The same of standard error."""
 
-    def close(self) -> None:
-        """Idempotent."""
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-class AnySandbox(Protocol):
-    """Runs untrusted programs. A context manager. limits: the default ones. level: how programs are isolated. waited_s:
-    total time of its calls in which no program ran."""
+class AnySandbox(_Closable, Protocol):
+    """Runs untrusted programs, which end when it is closed. limits: the default ones. level: how programs are isolated.
+    waited_s: total time of its calls in which no program ran."""
 
     limits: Limits
     level: Level
@@ -130,12 +132,3 @@ class AnySandbox(Protocol):
 
     def open(self, code: str, limits: Limits | None = None) -> AnySession:
         """Execute a program as a module in a new process; limits: as for `run`. Raises Raised, Broken, SandboxFault."""
-
-    def close(self) -> None:
-        """End all programs that run in it. Idempotent."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()

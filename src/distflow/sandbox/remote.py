@@ -67,23 +67,20 @@ class RemoteSandbox(AnySandbox):
     ) -> dict[str, Any]:
         """The server's reply. seconds: that the program may take. repeatable: the request is sent again if the
         connection fails, since repeating it changes nothing. Raises SandboxFault."""
-        began, attempt = time.monotonic(), 0
+        began, waits_s = time.monotonic(), list(_WAITS_S if repeatable else ())
         while True:
             try:
                 status, reply = self._exchange(action, request, seconds + _SLACK_S)
             except (OSError, http.client.HTTPException) as error:
                 self._connection.close()
-                if not repeatable or attempt == len(_WAITS_S):
-                    raise SandboxFault(
-                        f"the sandbox at {self.url} does not answer: {str(error) or type(error).__name__}"
-                    ) from None
-                time.sleep(_WAITS_S[attempt])
-                attempt += 1
+                if not waits_s:
+                    reason = str(error) or type(error).__name__
+                    raise SandboxFault(f"the sandbox at {self.url} does not answer: {reason}") from None
+                time.sleep(waits_s.pop(0))
                 continue
-            if status == http.HTTPStatus.SERVICE_UNAVAILABLE and time.monotonic() - began < _BUSY_S:
-                time.sleep(_WAITS_S[0])
-                continue
-            break
+            if status != http.HTTPStatus.SERVICE_UNAVAILABLE or time.monotonic() - began >= _BUSY_S:
+                break
+            time.sleep(_WAITS_S[0])
         self.waited_s += max(time.monotonic() - began - float(reply.get("seconds", 0.0)), 0.0)
         if status != http.HTTPStatus.OK:
             reason = str(reply.get("fault", ""))[:_SHOWN]

@@ -91,7 +91,11 @@ class Program:
                 for descriptor in theirs:
                     os.close(descriptor)
             self._token = token
-            self._wait_until_isolated()
+            body = self._next_frame(time.monotonic() + _KILL_TIMEOUT_S)
+            if body is None:
+                raise SandboxFault("a process ended before it was isolated")
+            if body != b"true":
+                raise SandboxFault(f"a process could not be isolated: {json.loads(body)}")
             on_failure.pop_all()
 
     def question(self, body: bytes) -> bytes:
@@ -112,10 +116,9 @@ class Program:
     def answer(self) -> bytes:
         """The body of the result that is due. Raises Broken, ServerGone."""
         deadline = time.monotonic() + self._left_s
-        while (body := self._take_frame()) is None:
-            if self.end is not None:
-                raise self.broken()
-            self._poll_once(deadline)
+        body = self._next_frame(deadline)
+        if body is None:
+            raise self.broken()
         self._left_s = deadline - time.monotonic()
         return body
 
@@ -179,14 +182,11 @@ class Program:
         self._report.settimeout(_KILL_TIMEOUT_S)
         self._read_report()
 
-    def _wait_until_isolated(self) -> None:
-        deadline = time.monotonic() + _KILL_TIMEOUT_S
-        while (body := self._take_frame()) is None:
-            if self.end is not None or self._killed_for:
-                raise SandboxFault("a process ended before it was isolated")
+    def _next_frame(self, deadline: float) -> bytes | None:
+        """The body of the frame that is due; None if the program ended without it."""
+        while (body := self._take_frame()) is None and self.end is None:
             self._poll_once(deadline)
-        if body != b"true":
-            raise SandboxFault(f"a process could not be isolated: {json.loads(body)}")
+        return body
 
     def _take_frame(self) -> bytes | None:
         """The body of a frame that has arrived completely. Kills the program if it is not the frame that is due."""

@@ -177,34 +177,22 @@ def _start_checked(name: LevelName) -> ForkServer:
 
 
 def _read_result(program: Program, ask: Callable[[], bytes]) -> Any:
-    """The value of a result. Raises Raised, Broken, SandboxFault."""
+    """The value of a result, as `inside.program` writes it. Raises Raised, Broken, SandboxFault."""
     try:
-        kind, content = _decode(ask())
+        body = ask()
+        if body.startswith(_VALUE):
+            return from_text(body[len(_VALUE) : -1])
+        match json.loads(body):
+            case {"refused": str(reason)}:
+                raise Broken("value", f"its answer is {reason[:_SHOWN_TEXT]}")
+            case {"raised": ["MemoryError", str()]}:
+                program.kill("memory")
+                raise program.broken()
+            case {"raised": [str(name), str(text)]}:
+                raise Raised(name[:_SHOWN_TEXT], text[:_SHOWN_TEXT])
+        raise ValueError("neither a value nor an error")
     except ServerGone:
         raise SandboxFault("the fork server was killed while a program ran") from None
     except (ValueError, RecursionError) as error:
         program.kill("frame")
         raise Broken("frame", f"its answer cannot be read: {error}") from None
-    if kind == "value":
-        return content
-    if kind == "refused":
-        raise Broken("value", f"its answer is {content}")
-    name, text = content
-    if name == "MemoryError":
-        program.kill("memory")
-        raise program.broken()
-    raise Raised(name, text)
-
-
-def _decode(body: bytes) -> tuple[str, Any]:
-    """(kind, content) of a result. Raises ValueError for anything that `inside.program` does not write."""
-    if body.startswith(_VALUE):
-        return "value", from_text(body[len(_VALUE) : -1])
-    content = json.loads(body)
-    if isinstance(content, dict):
-        if isinstance(content.get("refused"), str):
-            return "refused", content["refused"][:_SHOWN_TEXT]
-        match content.get("raised"):
-            case [str(name), str(text)]:
-                return "raised", (name[:_SHOWN_TEXT], text[:_SHOWN_TEXT])
-    raise ValueError("neither a value nor an error")

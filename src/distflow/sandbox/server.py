@@ -48,10 +48,10 @@ class _OpenSession:
 
 class SandboxService:
     """Answers requests by a sandbox, with at most `at_once` programs running at a time. A session has a name that
-    cannot be guessed, and is ended after `idle_s` without a request."""
+    cannot be guessed, and is ended after `IDLE_S` without a request."""
 
-    def __init__(self, sandbox: Sandbox, at_once: int, idle_s: float = IDLE_S) -> None:
-        self._sandbox, self._at_once, self._idle_s = sandbox, at_once, idle_s
+    def __init__(self, sandbox: Sandbox, at_once: int) -> None:
+        self._sandbox, self._at_once = sandbox, at_once
         self._free = threading.BoundedSemaphore(at_once)
         self._lock = threading.Lock()
         self._sessions: dict[str, _OpenSession] = {}
@@ -81,10 +81,6 @@ class SandboxService:
     def close(self) -> None:
         for name in list(self._sessions):
             self._close(name)
-
-    @property
-    def num_sessions(self) -> int:
-        return len(self._sessions)
 
     def _open(self, code: str, limits: Limits) -> dict[str, Any]:
         if len(self._sessions) >= _SESSIONS_EACH * self._at_once:
@@ -134,15 +130,12 @@ class SandboxService:
 
     def end_idle(self) -> None:
         """End the sessions that have been idle for too long."""
-        now = time.monotonic()
+        used_before = time.monotonic() - IDLE_S
         with self._lock:
-            idle = [
-                name
-                for name, opened in self._sessions.items()
-                if now - opened.used_at > self._idle_s and not opened.lock.locked()
-            ]
-        for name in idle:
-            self._close(name)
+            sessions = list(self._sessions.items())
+        for name, opened in sessions:
+            if opened.used_at < used_before and not opened.lock.locked():
+                self._close(name)
 
 
 class Server(ThreadingHTTPServer):

@@ -59,7 +59,7 @@ def test_whether_it_learned_by_accuracy(found: Accuracy, tone: str, words: str) 
     ],
 )
 def test_whether_it_learned_by_reward_alone(values: tuple[float, ...], tone: str) -> None:
-    found, sentence = describe_learning(None, rewards(*values))
+    found, sentence, *_ = describe_learning(None, rewards(*values))
     assert found == tone and ("validation" in sentence) == (tone != "unknown")
 
 

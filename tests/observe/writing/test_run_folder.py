@@ -13,11 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distflow.observe.files import encode, to_json, to_number
+from distflow.observe.files import encode, read_object, to_json, to_number
 from distflow.observe.reading.run_reader import (
     read_damage,
     read_events,
-    read_json,
     read_metrics,
     read_samples,
     read_timeline,
@@ -315,7 +314,7 @@ def test_splits_and_steps_of_samples(tmp_path: Path) -> None:
 
 def test_a_folder_without_files_reads_as_empty(tmp_path: Path) -> None:
     assert read_metrics(tmp_path) == [] and read_events(tmp_path) == [] and read_samples(tmp_path, 1) == []
-    assert read_json(tmp_path, "run.json") == {} and sample_splits(tmp_path) == []
+    assert read_object(tmp_path / "run.json") == {} and sample_splits(tmp_path) == []
 
 
 @given(

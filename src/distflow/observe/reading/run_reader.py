@@ -6,20 +6,22 @@ timeline; events, being history, are all returned and marked.
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
 import yaml
 
-from distflow.observe.files import JSON, is_deep, read_object, read_records, to_number
+from distflow.observe.files import JSON, is_deep, read_records, to_number
 from distflow.observe.metrics import TIMED_OUT, flatten
 from distflow.observe.sanitize import escape_control
 from distflow.observe.writing.run_folder import Span, sample_file_name, samples_dir
 
 RIGHT = 1.0 - 1e-6
 _MAX_CONFIG_BYTES = 1_000_000
+_MAX_SHORT = 160
+_EVENT_KEYS = ("t", "restart", "kind", "message", "step")
 _NUMBERS_OF_A_SAMPLE = ("score", "acc", "advantage")
 
 
@@ -58,11 +60,6 @@ class Timeline:
         return all(step <= kept for later, kept in self.kept_until.items() if later > restart)
 
 
-def read_json(run_dir: Path, name: str) -> dict[str, JSON]:
-    """A JSON object of the folder (e.g. "run.json"); empty when it is missing or unreadable."""
-    return read_object(run_dir / name)
-
-
 def read_config(run_dir: Path) -> dict[str, JSON]:
     """The resolved configuration of config.yaml; empty when it is missing or no mapping."""
     try:
@@ -74,8 +71,7 @@ def read_config(run_dir: Path) -> dict[str, JSON]:
 
 def read_spans(run_dir: Path, max_bytes: int = 3_000_000) -> dict[str, list[Span]]:
     """The last spans of each actor, as many as the end of its file holds."""
-    folder = run_dir / "spans"
-    paths = sorted(folder.glob("*.jsonl")) if folder.is_dir() else []
+    paths = sorted((run_dir / "spans").glob("*.jsonl"))
     spans = {path.stem: list(filter(None, map(_span, read_records(path, max_bytes)[0]))) for path in paths}
     return {actor: found for actor, found in spans.items() if found}
 
@@ -84,13 +80,13 @@ def read_timeline(run_dir: Path) -> Timeline:
     """The last step that each resume kept: from its start event, else the one before the first training step that it
     wrote."""
     events, num_unreadable = read_records(run_dir / "events.jsonl")
-    starts = [event for event in events if event.get("kind") == "start"]
-    kept_until = {
-        restart: step
-        for event in starts
-        if (restart := _whole(event.get("restart"))) and (step := _resumed_at(event)) is not None
-    }
-    silent = not starts or any(_whole(event.get("restart")) and _resumed_at(event) is None for event in starts)
+    starts = [
+        (_whole(event.get("restart")), _whole(event.get("resumed_at")))
+        for event in events
+        if event.get("kind") == "start"
+    ]
+    kept_until = {restart: step for restart, step in starts if restart and step is not None}
+    silent = not starts or any(restart and step is None for restart, step in starts)
     if silent or num_unreadable:  # a start event may be among the lines that are lost
         for restart, step in _first_steps(run_dir).items():
             kept_until.setdefault(restart, step - 1)
@@ -99,9 +95,9 @@ def read_timeline(run_dir: Path) -> Timeline:
 
 def read_damage(run_dir: Path) -> list[str]:
     """A sentence for each of the files of metrics and events with unreadable lines, which readers skip."""
-    raw, num_unreadable = read_records(run_dir / "metrics.jsonl")
-    lost = {"metrics.jsonl": num_unreadable + sum(_metrics_record(record) is None for record in raw)}
-    lost["events.jsonl"] = read_records(run_dir / "events.jsonl")[1]
+    raw, lost_metrics = read_records(run_dir / "metrics.jsonl")
+    lost_metrics += sum(_metrics_record(record) is None for record in raw)
+    lost = {"metrics.jsonl": lost_metrics, "events.jsonl": read_records(run_dir / "events.jsonl")[1]}
     return [
         f"{number:,} line{'s' if number > 1 else ''} of {name} cannot be read: what they held is missing here"
         for name, number in lost.items()
@@ -110,38 +106,30 @@ def read_damage(run_dir: Path) -> list[str]:
 
 
 def read_metrics(run_dir: Path, timeline: Timeline | None = None) -> list[MetricsRecord]:
-    """The surviving records by step, in the order of writing within one; a restart replaces older records.
+    """The surviving records by step, in the order of writing within one; a restart replaces older records. What several
+    processes of the run wrote of one step is one record, in which the first value of a metric counts.
 
     timeline: here and below, saves reading it again.
     """
     timeline = timeline or read_timeline(run_dir)
-    raw, _ = read_records(run_dir / "metrics.jsonl")
-    records = [
-        record for record in map(_metrics_record, raw) if record and timeline.survives(record.restart, record.step)
-    ]
-    newest: dict[tuple[int, str], int] = {}
-    for record in records:
+    found: dict[tuple[int, str], MetricsRecord] = {}
+    for record in filter(None, map(_metrics_record, read_records(run_dir / "metrics.jsonl")[0])):
+        if not timeline.survives(record.restart, record.step):
+            continue
         key = (record.step, record.kind)
-        newest[key] = max(record.restart, newest.get(key, record.restart))
-    current = [record for record in records if record.restart == newest[(record.step, record.kind)]]
-    return sorted(_merged(current), key=lambda record: record.step)
-
-
-def _merged(records: Sequence[MetricsRecord]) -> list[MetricsRecord]:
-    """One record for those that several processes of the run wrote of one step; the first counts."""
-    merged: dict[tuple[int, str, int], MetricsRecord] = {}
-    for record in records:
-        key = (record.step, record.kind, record.restart)
-        first = merged.get(key, record)
-        merged[key] = replace(first, values={**record.values, **first.values})
-    return list(merged.values())
+        known = found.get(key)
+        if known is None or known.restart < record.restart:
+            found.pop(key, None)  # so that it stands last
+            found[key] = record
+        elif known.restart == record.restart:
+            found[key] = replace(known, values={**record.values, **known.values})
+    return sorted(found.values(), key=lambda record: record.step)
 
 
 def read_events(run_dir: Path, timeline: Timeline | None = None) -> list[Event]:
     """All events in the order of writing."""
     timeline = timeline or read_timeline(run_dir)
-    raw, _ = read_records(run_dir / "events.jsonl")
-    return [_event(record, timeline) for record in raw]
+    return [_event(record, timeline) for record in read_records(run_dir / "events.jsonl")[0]]
 
 
 def sample_steps(run_dir: Path, split: str = "train") -> list[int]:
@@ -149,16 +137,14 @@ def sample_steps(run_dir: Path, split: str = "train") -> list[int]:
     pattern = re.compile(re.escape(sample_file_name(0, split)).replace("000000", r"(\d{6,})(?:\.\d+)?"))
     folder = samples_dir(run_dir, split)
     names = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
-    return sorted({int(match[1]) for match in map(pattern.fullmatch, names) if match})
+    return sorted({int(match[1]) for name in names if (match := pattern.fullmatch(name))})
 
 
 def sample_splits(run_dir: Path) -> list[str]:
     """The splits that have sample files, "train" first if it is there; without what was dropped."""
     folder = run_dir / "samples"
     names = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
-    found = {
-        match[1] or "train" for match in (re.fullmatch(r"(?:(.+)-)?\d{6,}\.jsonl", name) for name in names) if match
-    }
+    found = {match[1] or "train" for name in names if (match := re.fullmatch(r"(?:(.+)-)?\d{6,}\.jsonl", name))}
     return sorted(found, key=lambda split: (split != "train", split))
 
 
@@ -171,10 +157,6 @@ def read_samples(
     rows = [row for path in (first, *parts) for row in read_records(path)[0]]
     timeline = timeline or read_timeline(run_dir)
     return [_sample(row) for row in rows if timeline.survives(_whole(row.get("restart")) or 0, step)]
-
-
-def _resumed_at(start: Mapping[str, JSON]) -> int | None:
-    return _whole(start.get("resumed_at"))
 
 
 def _first_steps(run_dir: Path) -> dict[int, int]:
@@ -191,11 +173,7 @@ def _metrics_record(record: dict[str, JSON]) -> MetricsRecord | None:
     step, nested = _whole(record.get("step")), record.get("m")
     if step is None or not isinstance(nested, dict):
         return None
-    try:
-        flat = flatten(nested)
-    except RecursionError:
-        return None
-    values = {name: number for name, value in flat.items() if (number := to_number(value)) is not None}
+    values = {name: number for name, value in flatten(nested).items() if (number := to_number(value)) is not None}
     t = to_number(record.get("t")) or 0.0
     return MetricsRecord(step, t, _whole(record.get("restart")) or 0, str(record.get("kind", "train")), values)
 
@@ -209,7 +187,6 @@ def _span(record: dict[str, JSON]) -> Span | None:
 
 
 def _event(record: dict[str, JSON], timeline: Timeline) -> Event:
-    known = ("t", "restart", "kind", "message", "step")
     restart, step = _whole(record.get("restart")) or 0, _whole(record.get("step"))
     return Event(
         t=to_number(record.get("t")) or 0.0,
@@ -217,7 +194,7 @@ def _event(record: dict[str, JSON], timeline: Timeline) -> Event:
         kind=str(record.get("kind", "info")),
         message=str(record.get("message", "")),
         step=step,
-        fields={key: value for key, value in record.items() if key not in known},
+        fields={key: value for key, value in record.items() if key not in _EVENT_KEYS},
         rolled_back=step is not None and not timeline.survives(restart, step),
     )
 
@@ -265,12 +242,13 @@ def is_right(row: Mapping[str, object]) -> bool | None:
     return accuracy >= RIGHT if isinstance(accuracy, int | float) and not row.get("errors") else None
 
 
-def in_short(row: Mapping[str, object], most: int = 160) -> str:
+def in_short(row: Mapping[str, object]) -> str:
     """The most important remark, in one line for the terminal; empty if the reward functions reported only a score."""
     if errors := row.get("errors"):
-        return escape_control(str(errors[0] if isinstance(errors, list) else errors), most, one_line=True)
-    shown = [f"{part}: {remark}" for part, own in remarks(row).items() if (remark := _short(own))]
-    return escape_control("; ".join(shown), most, one_line=True)
+        text = str(errors[0] if isinstance(errors, list) else errors)
+    else:
+        text = "; ".join(f"{part}: {remark}" for part, own in remarks(row).items() if (remark := _short(own)))
+    return escape_control(text, _MAX_SHORT, one_line=True)
 
 
 def _short(remark: Mapping[str, object]) -> str:

@@ -11,50 +11,11 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from distflow.observe.files import JSON, encode, write_atomically
-from distflow.observe.reading.run_reader import (
-    Event,
-    read_config,
-    read_damage,
-    read_events,
-    read_json,
-    read_metrics,
-    read_timeline,
-)
-from distflow.observe.report.charts import (
-    choose_charts,
-    describe,
-    error_bars,
-    histograms,
-    series,
-    set_constants_apart,
-    tabulate,
-    unit_of,
-    wilson,
-)
-from distflow.observe.report.domains import domain_charts, domain_docs, domain_table
-from distflow.observe.report.findings import Finding, accuracy_counts_nothing, findings, idle_sides
-from distflow.observe.report.samples import before_and_after, num_problems, thin_samples
-from distflow.observe.report.step import pipeline_graph, read_activity, timelines
-from distflow.observe.report.summary import (
-    REWARD,
-    Accuracy,
-    EventGroup,
-    Steps,
-    Tone,
-    describe_audits,
-    describe_learning,
-    ending,
-    failure,
-    find_accuracy,
-    group_events,
-    has_audits,
-    known_values,
-    problems,
-    readable_s,
-    status,
-    time_sentence,
-)
+from distflow.observe.files import JSON, encode, read_object, write_atomically
+from distflow.observe.reading import run_reader
+from distflow.observe.reading.run_reader import Event
+from distflow.observe.report import charts, domains, findings, samples, step, summary
+from distflow.observe.report.summary import Accuracy, EventGroup, Finding, Steps, known_values
 from distflow.observe.sanitize import escape_control
 from distflow.observe.writing.folder_lock import RunFolderError, is_ours
 
@@ -68,18 +29,7 @@ _LEAST_SAMPLES_BYTES = 200_000
 _MAX_CONFIG = 100_000
 _MAX_LOG = 300
 
-SCRIPTS = (
-    "text.js",
-    "top.js",
-    "curves.js",
-    "figures.js",
-    "step.js",
-    "timeline.js",
-    "domains.js",
-    "reward_results.js",
-    "samples.js",
-    "report.js",
-)
+SCRIPTS = ("text", "top", "curves", "figures", "step", "timeline", "domains", "reward_results", "samples", "report")
 
 
 def write_report(run_dir: Path) -> Path:
@@ -104,65 +54,63 @@ def write_report(run_dir: Path) -> Path:
 def report_data(run_dir: Path) -> dict[str, Any]:
     """Everything that the page shows, as JSON data; parts that are missing in the run's folder are empty. The samples
     have the room that the rest leaves."""
-    timeline = read_timeline(run_dir)
-    records, events = read_metrics(run_dir, timeline), read_events(run_dir, timeline)
-    steps = tabulate(records)
-    trials = num_problems(run_dir, timeline)
-    accuracy = find_accuracy(records, trials.get("all"))
-    failed = failure(events)
-    groups = group_events([event for event in events if failed is None or event is not failed["event"]])
-    columns = series(steps)
-    charts, others, constants = set_constants_apart(
-        *choose_charts(columns["y"], domain_charts(columns["y"])), columns["y"]
-    )
-    run, config = read_json(run_dir, "run.json"), read_config(run_dir)
-    activity = read_activity(run_dir)
-    found = [*findings(run_dir, timeline, steps, config), *idle_sides(activity, config)]
-    counted = None if accuracy_counts_nothing(steps) else accuracy
+    timeline = run_reader.read_timeline(run_dir)
+    records, events = run_reader.read_metrics(run_dir, timeline), run_reader.read_events(run_dir, timeline)
+    run, config = read_object(run_dir / "run.json"), run_reader.read_config(run_dir)
+    steps, activity = charts.tabulate(records), step.read_activity(run_dir)
+    trials = samples.num_problems(run_dir, timeline)
+    accuracy = None if findings.accuracy_counts_nothing(steps) else summary.find_accuracy(records, trials.get("all"))
+    failed = summary.failure(events)
+    groups = summary.group_events([event for event in events if event is not failed])
+    columns = charts.series(steps)
+    chosen = charts.choose_charts(columns["y"], domains.domain_charts(columns["y"]))
+    drawn, others, constants = charts.set_constants_apart(*chosen, columns["y"])
+    found = [*findings.findings(run_dir, timeline, steps, config), *findings.idle_sides(activity, config)]
     written = max([event.t for event in events[-1:]] + [record.t for record in records[-1:]], default=0.0)
-    end = ending(events, failed, steps, run.get("total_steps"), written)
+    end = summary.ending(events, steps, run.get("total_steps"), written)
     data: dict[str, Any] = {
         "title": str(run.get("experiment") or run.get("title") or run_dir.resolve().name),
         "head": _facts(run, HEAD),
         "facts": _facts(run, [key for key in run if key not in (*HEAD, *HIDDEN) and not key.endswith("fingerprint")]),
-        "status": status(events),
+        "status": summary.status(events),
         "written": time.strftime("%Y-%m-%d %H:%M"),
-        "failure": {"message": failed["message"], "traceback": failed["traceback"]} if failed else None,
-        "sentences": [*_sentences(end, found, counted, groups, steps, events), *_damage(run_dir)],
-        "tiles": tiles(counted, steps),
+        "failure": _failure(failed) if failed else None,
+        "sentences": _sentences(end, found, accuracy, groups, steps, events, run_reader.read_damage(run_dir)),
+        "tiles": tiles(accuracy, steps),
         "problems": groups,
-        "log": [_log_line(event) for event in events if event.kind not in ("warning", "error", "finding")][-_MAX_LOG:],
-        "compare": before_and_after(run_dir, timeline),
-        "domains": domain_table(steps),
+        "log": [_log_line(event) for event in events if event.kind not in summary.PROBLEM_KINDS][-_MAX_LOG:],
+        "compare": samples.before_and_after(run_dir, timeline),
+        "domains": domains.domain_table(steps),
         "series": columns,
-        "bars": error_bars(columns["y"], trials),
-        "charts": charts,
+        "bars": charts.error_bars(columns["y"], trials),
+        "charts": drawn,
         "others": others,
         "constants": constants,
-        "units": {name: unit for name in others if (unit := unit_of(name))},
-        "docs": describe(columns["y"]) | domain_docs(columns["y"]),
-        "histograms": histograms(run_dir, timeline),
-        "pipeline": pipeline_graph(run_dir, steps),
-        "timelines": timelines(activity, records),
+        "units": {name: unit for name in others if (unit := charts.unit_of(name))},
+        "docs": charts.describe(columns["y"]) | domains.domain_docs(columns["y"]),
+        "histograms": charts.histograms(run_dir, timeline),
+        "pipeline": step.pipeline_graph(run_dir, steps),
+        "timelines": step.timelines(activity, records),
         "preset": str(run.get("preset", "")),
         "changed": _changed(run),
         "config": _config_text(run_dir, run),
     }
-    used = len(encode(data))
-    data["samples"] = thin_samples(run_dir, timeline, max(MAX_BYTES - used - _PAGE_BYTES, _LEAST_SAMPLES_BYTES))
+    room = max(MAX_BYTES - len(encode(data)) - _PAGE_BYTES, _LEAST_SAMPLES_BYTES)
+    data["samples"] = samples.thin_samples(run_dir, timeline, room)
     return data
 
 
 def _sentences(
-    end: tuple[Tone, str],
+    end: Finding,
     found: Sequence[Finding],
     accuracy: Accuracy | None,
     groups: Sequence[EventGroup],
     steps: Steps,
     events: Sequence[Event],
+    damage: Sequence[str],
 ) -> list[dict[str, str]]:
-    """The most important first: how it ended, obstacles to learning, whether it learned, other findings."""
-    ordered: list[Finding] = [Finding(*end)]
+    """The most important first: how it ended, obstacles to learning, whether it learned, other findings, lost lines."""
+    ordered = [end]
     if not steps:
         ordered.append(Finding("unknown", "No step has been recorded yet."))
     else:
@@ -170,17 +118,20 @@ def _sentences(
         others = [finding for finding in found if not finding.hinders]
         # Of a reward that never moved `hindered` says more than "no clear change"; only validation problems add to
         # that.
-        outcome = [Finding(*describe_learning(accuracy, steps))] if accuracy or not hindered else []
-        rest = [Finding(*problems(groups, steps)), Finding(*describe_audits(events))]
-        if end[0] == "bad":  # after a failure, checks that passed or did not run do not matter
+        outcome = [summary.describe_learning(accuracy, steps)] if accuracy or not hindered else []
+        rest = [summary.problems(groups, steps), summary.describe_audits(events)]
+        if end.tone == "bad":  # after a failure, checks that passed or did not run do not matter
             outcome = [finding for finding in outcome if finding.tone != "unknown"]
-            rest = [finding for finding, counts in zip(rest, (groups, has_audits(events)), strict=True) if counts]
-        ordered += [*hindered, *outcome, *others, *rest, Finding("unknown", time_sentence(steps))]
+            rest = [finding for finding, counts in zip(rest, (groups, summary.audited(events)), strict=True) if counts]
+        ordered += [*hindered, *outcome, *others, *rest, Finding("unknown", summary.time_sentence(steps))]
+    ordered += [Finding("flat", f"{sentence}.") for sentence in damage]
     return [{"tone": tone, "text": text, "advice": advice} for tone, text, advice, _ in ordered if text]
 
 
-def _damage(run_dir: Path) -> list[dict[str, str]]:
-    return [{"tone": "flat", "text": f"{sentence}.", "advice": ""} for sentence in read_damage(run_dir)]
+def _failure(error: Event) -> dict[str, str]:
+    trace = error.fields.get("traceback")
+    message = error.message.removeprefix(f"{error.fields.get('raised')}: ")
+    return {"message": message, "traceback": trace if isinstance(trace, str) else ""}
 
 
 def _facts(run: Mapping[str, JSON], keys: Sequence[str]) -> list[list[str]]:
@@ -224,7 +175,7 @@ def page(data: Mapping[str, Any]) -> bytes:
         return text
 
     plot = read("uplot/uPlot.iife.min.js")
-    script = "\n".join(read(name) for name in SCRIPTS)
+    script = "\n".join(read(f"{name}.js") for name in SCRIPTS)
     style = read("uplot/uPlot.min.css") + "\n" + read("report.css")
     policy = (
         f"default-src 'none'; script-src {_hash(plot)} {_hash(script)}; style-src {_hash(style)}; "
@@ -273,28 +224,25 @@ def _text(text: str) -> str:
 def tiles(accuracy: Accuracy | None, steps: Steps) -> list[dict[str, str]]:
     """The few numbers to read first: label, value, and a line below."""
     found = _accuracy_tiles(accuracy) if accuracy else []
-    for label, name in (("reward", REWARD), ("loss", "sft/loss"), ("validation loss", "sft/val_loss")):
-        values = known_values(steps, name)
-        if values:
-            found.append(_tile(label, f"{values[-1]:.3g}", f"{values[0]:.3g} at first"))
-    speeds = sorted(known_values(steps, "throughput/tokens_per_s"))
-    if speeds:
-        found.append(_tile("tokens a second", f"{speeds[len(speeds) // 2]:,.0f}", "median of the steps"))
-    seconds = known_values(steps, "timing_s/step")
-    if seconds:
-        found.append(_tile("steps", f"{len(seconds):,}", f"in {readable_s(sum(seconds))}"))
-    return found
+    for label, name in (("reward", summary.REWARD), ("loss", "sft/loss"), ("validation loss", "sft/val_loss")):
+        if values := known_values(steps, name):
+            found.append((label, f"{values[-1]:.3g}", f"{values[0]:.3g} at first"))
+    if speeds := sorted(known_values(steps, "throughput/tokens_per_s")):
+        found.append(("tokens a second", f"{speeds[len(speeds) // 2]:,.0f}", "median of the steps"))
+    if seconds := known_values(steps, "timing_s/step"):
+        found.append(("steps", f"{len(seconds):,}", f"in {summary.readable_s(sum(seconds))}"))
+    return [{"label": label, "value": value, "note": note} for label, value, note in found]
 
 
-def _accuracy_tiles(accuracy: Accuracy) -> list[dict[str, str]]:
+def _accuracy_tiles(accuracy: Accuracy) -> list[tuple[str, str, str]]:
     (first_step, first), (last_step, last) = accuracy.points[0], accuracy.points[-1]
     where = "before RL" if accuracy.before_training else f"at step {first_step}"
-    found = [_tile(f"accuracy {where}", f"{first:.2f}", _likely(accuracy, first))]
+    found = [(f"accuracy {where}", f"{first:.2f}", _likely(accuracy, first))]
     if len(accuracy.points) > 1:
         best_step, best = accuracy.best
-        found.append(_tile(f"accuracy at step {last_step}", f"{last:.2f}", _likely(accuracy, last)))
+        found.append((f"accuracy at step {last_step}", f"{last:.2f}", _likely(accuracy, last)))
         if best > last:
-            found.append(_tile("best accuracy", f"{best:.2f}", f"at step {best_step}"))
+            found.append(("best accuracy", f"{best:.2f}", f"at step {best_step}"))
     return found
 
 
@@ -302,9 +250,5 @@ def _likely(accuracy: Accuracy, share: float) -> str:
     """The interval of the accuracy, where it is a share of a known number."""
     if not accuracy.num_problems or not 0 <= share <= 1:
         return "on validation problems"
-    low, high = wilson(share, accuracy.num_problems)
+    low, high = charts.wilson(share, accuracy.num_problems)
     return f"95 %: {low:.2f} to {high:.2f}"
-
-
-def _tile(label: str, value: str, note: str) -> dict[str, str]:
-    return {"label": label, "value": value, "note": note}

@@ -51,14 +51,6 @@ class ChosenChart(TypedDict):
     colors: NotRequired[dict[str, int]]
 
 
-class Constant(TypedDict):
-    """A metric that had one value throughout, or was measured once; a number or the name of one that is not finite."""
-
-    name: str
-    value: float | str
-    unit: str
-
-
 class Series(TypedDict):
     """The columns of the charts as the page takes them, one point a step, or two a bucket of steps where thinned.
 
@@ -87,12 +79,7 @@ CHARTS = (
     Chart("Do engine and trainer agree?", (r"mismatch/(mean|max)_abs", r"canary/.*"), unit="nats"),
     Chart("Were there reward errors?", (r"reward/(errors|timeouts|calls)",), unit="samples"),
     Chart("How old is the data?", (r"async/version_diff/.*",), unit="versions"),
-    Chart(
-        "Where does the time of a step go?",
-        (r"timing_s/(?!step$|eval$|save$|save_wait$).*",),
-        kind="stack",
-        unit="seconds",
-    ),
+    Chart("Where does the time of a step go?", (r"timing_s/(?!step$|eval$|save$|save_wait$).*",), "stack", "seconds"),
     Chart("How fast is it?", (r"throughput/tokens_per_s",), unit="tokens a second"),
     Chart("How much memory does it take on the GPU?", (rf"memory/cuda/{_LARGE}", r"memory/cuda/.*"), unit="GiB"),
     Chart("How much memory does it take?", (rf"memory/process/{_LARGE}", r"memory/(?!cuda/).*"), unit="GiB"),
@@ -125,8 +112,9 @@ def choose_charts(names: Iterable[str], by_domain: Sequence[ChosenChart] = ()) -
 
 def set_constants_apart(
     charts: Sequence[ChosenChart], others: Sequence[str], columns: Mapping[str, Column]
-) -> tuple[list[ChosenChart], list[str], list[Constant]]:
-    """The charts with the lines that move, the other metrics that move, and constant metrics, which need no picture.
+) -> tuple[list[ChosenChart], list[str], list[dict[str, object]]]:
+    """The charts with the lines that move, the other metrics that move, and name, value and unit of those that had one
+    value throughout, or were measured once: they need no picture.
 
     A stack keeps all of its layers as long as one moves.
     """
@@ -137,10 +125,10 @@ def set_constants_apart(
         if not still.issuperset(names):
             moving.append({**chart, "names": names})
     drawn = {name for chart in moving for name in chart["names"]}
-    constants: list[Constant] = [
-        {"name": name, "value": _known(columns[name])[0], "unit": unit_of(name)}
+    constants: list[dict[str, object]] = [
+        {"name": name, "value": known[0], "unit": unit_of(name)}
         for name in sorted(still - drawn)
-        if _known(columns[name])
+        if (known := _known(columns[name]))
     ]
     return moving, [name for name in others if name not in still], constants
 
@@ -206,13 +194,13 @@ def _extremes(bucket: Sequence[int], steps: Mapping[int, Mapping[str, float]], n
         isolated[-1 if step - bucket[0] > bucket[-1] - step else 0] = _point(value)
         return isolated
     values = [value for _, value in found]
-    finite = [value for value in values if abs(value) < float("inf")]
+    finite = [value for value in values if math.isfinite(value)]
     extremes: list[float] = []
     if finite:
         low, high = min(finite), max(finite)
         extremes = [low, high] if finite.index(low) <= finite.index(high) else [high, low]
     if len(finite) < len(values):
-        extremes = [*extremes[:1], next(value for value in values if not abs(value) < float("inf"))]
+        extremes = [*extremes[:1], next(value for value in values if not math.isfinite(value))]
     points: list[float | str | None] = [_point(value) for value in extremes]
     return (points + [None, None])[: min(len(bucket), 2)]
 
@@ -220,7 +208,7 @@ def _extremes(bucket: Sequence[int], steps: Mapping[int, Mapping[str, float]], n
 def _point(value: float | None) -> float | str | None:
     if value is None:
         return None
-    return float(f"{value:.6g}") if abs(value) < float("inf") else number_name(value)
+    return float(f"{value:.6g}") if math.isfinite(value) else number_name(value)
 
 
 class Part(TypedDict):
@@ -272,14 +260,13 @@ def histogram(title: str, unit: str, values: Mapping[str, Sequence[float]]) -> H
         first, last = place[different[0]], place[different[-1]]
         place = {value: i - first for value, i in place.items()}
         bins = [_range(i * width, width, whole) for i in range(first, last + 1)]
-    parts = [_part(name, part, place, len(bins)) for name, part in values.items() if part]
+    parts: list[Part] = []
+    for name, part in values.items():
+        if part:
+            counts = Counter(place[value] for value in part)
+            shares = [float(f"{counts[i] / len(part):.4g}") for i in range(len(bins))]
+            parts.append({"name": name, "number": len(part), "shares": shares})
     return {"title": title, "unit": unit, "bins": bins, "parts": parts}
-
-
-def _part(name: str, values: Sequence[float], place: Mapping[float, int], num_bins: int) -> Part:
-    counts = Counter(place[value] for value in values)
-    shares = [float(f"{counts[i] / len(values):.4g}") for i in range(num_bins)]
-    return {"name": name, "number": len(values), "shares": shares}
 
 
 def _width(span: float, whole: bool) -> float:
@@ -301,14 +288,12 @@ def _ends(run_dir: Path, timeline: Timeline) -> dict[str, list[dict[str, JSON]]]
     steps = sample_steps(run_dir)
     size = min(max(len(steps) // 10, 1), _MAX_STEPS)
     chosen = [steps[:size], steps[-size:]] if len(steps) > size else [steps]
-    rows = {
-        _steps(part): [
-            _with_staleness(row, step) for step in part for row in read_samples(run_dir, step, "train", timeline)
-        ]
-        for part in chosen
-        if part
-    }
-    return {name: found for name, found in rows.items() if found}
+    ends = {}
+    for part in chosen:
+        rows = [_with_staleness(row, step) for step in part for row in read_samples(run_dir, step, "train", timeline)]
+        if rows:
+            ends[f"step {part[0]}" if len(part) == 1 else f"steps {part[0]} to {part[-1]}"] = rows
+    return ends
 
 
 def _with_staleness(row: dict[str, JSON], step: int) -> dict[str, JSON]:
@@ -316,10 +301,6 @@ def _with_staleness(row: dict[str, JSON], step: int) -> dict[str, JSON]:
     versions = row.get("versions")
     known = [v for v in versions if isinstance(v, int)] if isinstance(versions, list) else []
     return {**row, _STALENESS: step - 1 - min(known)} if known else row
-
-
-def _steps(steps: Sequence[int]) -> str:
-    return f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
 
 
 def _numbers(rows: Sequence[Mapping[str, JSON]], key: str) -> list[float]:
@@ -353,11 +334,10 @@ def error_bars(
         group, _, rest = name.partition("/")
         number = trials.get(rest.rpartition("/")[0], 0) if group == "val_correct" else 0
         if number:
-            bars[name] = [_interval(value, number) for value in values]
+            bars[name] = [
+                [float(f"{end:.4g}") for end in wilson(value, number)]
+                if isinstance(value, float) and 0 <= value <= 1
+                else None
+                for value in values
+            ]
     return bars
-
-
-def _interval(value: float | str | None, number: int) -> list[float] | None:
-    if not isinstance(value, float) or not 0 <= value <= 1:
-        return None
-    return [float(f"{end:.4g}") for end in wilson(value, number)]

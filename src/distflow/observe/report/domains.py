@@ -56,43 +56,23 @@ def domain_charts(columns: Mapping[str, Column]) -> list[ChosenChart]:
     """One for each question on which domains differ, of at most `MAX_LINES` lines; none without two domains."""
     names = _find(columns)
     domains = names.domains
-    questions: list[tuple[str, str, dict[str, str]]] = [
-        (
-            "In which domains does the accuracy rise?",
-            "share correct",
-            {f"val_correct/{domain}/mean": domain for domain in domains},
-        ),
-        (
-            "For how many problems is one of k responses correct?",
-            "pass@k",
-            {name: f"{domain} {k}" for domain in domains for name, k in _at_k(domain, columns)},
-        ),
-        (
-            "In which domains does the reward rise?",
-            "score",
-            {f"reward/{domain}/{_SCORE}": domain for domain in domains},
-        ),
-        (
-            "What do the parts of the reward score, over all domains?",
-            "score",
-            {f"reward/{part}/mean": part for part in names.parts} if domains else {},
-        ),
+
+    def of_each(metric: str) -> dict[str, str]:
+        return {metric.format(domain): domain for domain in domains}
+
+    at_k = {name: f"{domain} {k}" for domain in domains for name, k in _at_k(domain, columns)}
+    parts = {f"reward/{part}/mean": part for part in names.parts}
+    failed = {f"domains/{domain}/{kind}": f"{domain} {kind}" for domain in domains for kind in ("errors", "timeouts")}
+    dropped = {name: f"{domain}: {reason}" for domain in domains for name, reason in _dropped(domain, columns)}
+    questions = [
+        ("In which domains does the accuracy rise?", "share correct", of_each("val_correct/{}/mean")),
+        ("For how many problems is one of k responses correct?", "pass@k", at_k),
+        ("In which domains does the reward rise?", "score", of_each(f"reward/{{}}/{_SCORE}")),
+        ("What do the parts of the reward score, over all domains?", "score", parts),
         *((f"What makes up the reward of {domain}?", "score", _parts_of(domain, names, columns)) for domain in domains),
-        (
-            "How many groups of a step are of which domain?",
-            "groups",
-            {f"domains/{domain}/groups": domain for domain in domains},
-        ),
-        (
-            "How many reward errors are there, by domain?",
-            "samples",
-            {f"domains/{d}/{kind}": f"{d} {kind}" for d in domains for kind in ("errors", "timeouts")},
-        ),
-        (
-            "Which groups were dropped, by domain?",
-            "groups since the start",
-            {name: f"{domain}: {reason}" for domain in domains for name, reason in _dropped(domain, columns)},
-        ),
+        ("How many groups of a step are of which domain?", "groups", of_each("domains/{}/groups")),
+        ("How many reward errors are there, by domain?", "samples", failed),
+        ("Which groups were dropped, by domain?", "groups since the start", dropped),
     ]
     charts: list[ChosenChart] = []
     for question, unit, labels in questions:

@@ -7,29 +7,18 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from distflow.observe.files import JSON
 from distflow.observe.reading.run_reader import RIGHT, Timeline, read_samples, sample_splits, sample_steps
 from distflow.observe.report.step import RunActivity
-from distflow.observe.report.summary import REWARD, Steps, Tone, joined, known_values
-
-
-class Finding(NamedTuple):
-    """advice: what to do about it, or "". hinders: it kept the run from learning anything."""
-
-    tone: Tone
-    text: str
-    advice: str = ""
-    hinders: bool = False
-
+from distflow.observe.report.summary import REWARD, Finding, Steps, joined, known_values
 
 MANY_CUT = 0.1
 MANY_EQUAL = 0.5
 MANY_STEPS = 8
 MUCH, LITTLE = 0.3, 0.15
 """Shares of the time above which idleness is reported, and below which it counts as none."""
-_MAX_SHOWN = 300
+_MAX_SHOWN, _MAX_FILES = 300, 10
 
 
 def findings(run_dir: Path, timeline: Timeline, steps: Steps, config: Mapping[str, JSON]) -> list[Finding]:
@@ -52,8 +41,7 @@ def truncation(steps: Steps, config: Mapping[str, JSON]) -> Finding | None:
         return None
     late, overall = _mean(_last_quarter(shares)), _mean(shares)
     limit = _at(config, "data", "max_response_length")
-    now = f" (now {limit})" if isinstance(limit, int) else ""
-    at = f" at {limit} tokens" if isinstance(limit, int) else ""
+    now, at = (f" (now {limit})", f" at {limit} tokens") if isinstance(limit, int) else ("", "")
     if late >= MANY_CUT:
         return Finding(
             "bad" if late >= 0.5 else "flat",
@@ -149,7 +137,9 @@ def greedy_and_sampled(run_dir: Path, timeline: Timeline, steps: Steps, config: 
         k = max(at_k)
         heat = _temperature(config, "val_kwargs")
         text = f"At step {last}, responses sampled for validation problems{heat} were correct in {values[at_k[k]]:.2f}"
-        if _has_greedy(run_dir, timeline, last):
+        splits = [split for split in sample_splits(run_dir) if split != "train"]
+        rows = [row for split in splits for row in read_samples(run_dir, last, split, timeline)]
+        if any(row.get("kind") == "greedy" for row in rows):
             text = (
                 f"At step {last}, greedy responses to validation problems were correct in "
                 f"{values['val_correct/all/mean']:.2f}, sampled ones{heat} in {values[at_k[k]]:.2f}"
@@ -158,7 +148,8 @@ def greedy_and_sampled(run_dir: Path, timeline: Timeline, steps: Steps, config: 
         among = f"; {best:.2f} of the problems had a correct one among {k}" if best is not None and k > 1 else ""
         return Finding("unknown", f"{text}{among}.")
     sampled = [step for step in sample_steps(run_dir) if step <= last][-5:]
-    right = [value for step in sampled for value in _correct(read_samples(run_dir, step, "train", timeline))]
+    rows = [row for step in sampled for row in read_samples(run_dir, step, "train", timeline) if not row.get("errors")]
+    right = [float(accuracy >= RIGHT) for row in rows if isinstance(accuracy := row.get("acc"), int | float)]
     if not right or not max(*right, values["val_correct/all/mean"]):
         return None
     heat = _temperature(config)
@@ -174,25 +165,9 @@ def _temperature(config: Mapping[str, JSON], *group: str) -> str:
     return f" at temperature {value:g}" if isinstance(value, int | float) else ""
 
 
-def _correct(rows: Sequence[Mapping[str, JSON]]) -> list[float]:
-    """1 or 0 for each response whose correctness is known."""
-    return [
-        float(accuracy >= RIGHT)
-        for row in rows
-        if isinstance(accuracy := row.get("acc"), int | float) and not row.get("errors")
-    ]
-
-
-def _has_greedy(run_dir: Path, timeline: Timeline, step: int) -> bool:
-    splits = [split for split in sample_splits(run_dir) if split != "train"]
-    return any(row.get("kind") == "greedy" for split in splits for row in read_samples(run_dir, step, split, timeline))
-
-
-def _messages(
-    run_dir: Path, timeline: Timeline, split: str, steps: Iterable[int], max_files: int = 10
-) -> Iterable[str]:
+def _messages(run_dir: Path, timeline: Timeline, split: str, steps: Iterable[int]) -> Iterable[str]:
     """The reward errors of some steps."""
-    for step in sorted(steps)[:max_files]:
+    for step in sorted(steps)[:_MAX_FILES]:
         for row in read_samples(run_dir, step, split, timeline):
             errors = row.get("errors")
             for error in errors if isinstance(errors, list) else [errors]:
@@ -250,28 +225,22 @@ def idle_sides(activity: RunActivity, config: Mapping[str, JSON]) -> list[Findin
         return []
     waited = min(activity.waited(part[0], part[-1]) / ran, 1.0)
     idle = max(1 - activity.decoded(part[0], part[-1]) / ran, 0.0)
-    found = _slower_side(waited, idle, staleness)
-    if found is None:
-        return []
-    slower, advice = found
-    text = f"The trainer waited for groups {waited:.0%} of the time and the engine was idle {idle:.0%} of it"
-    return [Finding("flat", f"{text}, over the last {len(part) - 1} steps: {slower}.", advice)]
-
-
-def _slower_side(waited: float, idle: float, staleness: int) -> tuple[str, str] | None:
-    """The slower side, and what to change."""
     if waited >= MUCH and idle <= LITTLE:
-        return "generation is the slower side", (
+        slower = "generation is the slower side"
+        advice = (
             "Give it more threads (actor_rollout_ref.rollout.num_threads); more staleness would not make it faster."
         )
-    if waited <= LITTLE and idle >= MUCH:
-        lower = (
-            f"; a lower async.max_staleness (now {staleness}) may do as well, on fresher data" if staleness > 1 else ""
-        )
-        return "training is the slower side", f"Give it more threads (trainer.num_threads){lower}."
-    if waited >= MUCH and idle >= MUCH:
-        return "both wait for something else", (
+    elif waited <= LITTLE and idle >= MUCH:
+        slower, advice = "training is the slower side", "Give it more threads (trainer.num_threads)"
+        lower = f"; a lower async.max_staleness (now {staleness}) may do as well, on fresher data"
+        advice += f"{lower if staleness > 1 else ''}."
+    elif waited >= MUCH and idle >= MUCH:
+        slower = "both wait for something else"
+        advice = (
             "If reward functions take that time, give them more processes (reward.num_workers); else run more groups: "
             f"async.max_staleness (now {staleness}), async.max_concurrent_rollouts."
         )
-    return None
+    else:
+        return []
+    text = f"The trainer waited for groups {waited:.0%} of the time and the engine was idle {idle:.0%} of it"
+    return [Finding("flat", f"{text}, over the last {len(part) - 1} steps: {slower}.", advice)]

@@ -68,27 +68,15 @@ class SampleGroup(TypedDict):
     responses: list[dict[str, object]]
 
 
-class Samples(TypedDict):
-    """Whole groups for the table. num_groups, num_responses: those in the files that were looked into, of `all_files`
-    files."""
-
-    groups: list[SampleGroup]
-    num_groups: int
-    num_responses: int
-    num_files: int
-    all_files: int
-
-
-def thin_samples(run_dir: Path, timeline: Timeline, max_bytes: int) -> Samples:
-    """Whole groups of responses.
+def thin_samples(run_dir: Path, timeline: Timeline, max_bytes: int) -> dict[str, object]:
+    """Whole groups of responses, with the numbers of groups and responses in the files that were looked into.
 
     From at most `MAX_STEPS` steps of each split, evenly chosen with the first and the last, as many groups of each as
     fit into its share of `max_bytes`, the texts of large ones cut for that: a few with reward errors, then evenly
     chosen ones of each domain.
     """
-    splits = [*sample_splits(run_dir), DROPPED]
-    files = [(split, step) for split in splits for step in sample_steps(run_dir, split)]
-    chosen = [(split, step) for split in splits for step in evenly(sample_steps(run_dir, split), MAX_STEPS)]
+    files = {split: sample_steps(run_dir, split) for split in (*sample_splits(run_dir), DROPPED)}
+    chosen = [(split, step) for split, steps in files.items() for step in evenly(steps, MAX_STEPS)]
     shown: list[SampleGroup] = []
     num_groups = num_responses = 0
     left_bytes = max_bytes
@@ -110,7 +98,7 @@ def thin_samples(run_dir: Path, timeline: Timeline, max_bytes: int) -> Samples:
         "num_groups": num_groups,
         "num_responses": num_responses,
         "num_files": len(chosen),
-        "all_files": len(files),
+        "all_files": sum(map(len, files.values())),
     }
 
 
@@ -167,7 +155,7 @@ def evenly(items: Sequence[int], number: int) -> list[int]:
     return [items[round(i * (len(items) - 1) / (number - 1))] for i in range(number)]
 
 
-def before_and_after(run_dir: Path, timeline: Timeline, num_examples: int = 6) -> dict[str, object] | None:
+def before_and_after(run_dir: Path, timeline: Timeline) -> dict[str, object] | None:
     """The same validation problems at the first and the last validation that kept samples; None without two.
 
     Problems are matched by prompt and ground truth; a problem with several responses has the mean of their scores; one
@@ -178,38 +166,26 @@ def before_and_after(run_dir: Path, timeline: Timeline, num_examples: int = 6) -
     ends = [(split, steps[0], steps[-1]) for split in splits if len(steps := _end_steps(run_dir, split, timeline)) > 1]
     if not ends:
         return None
-    better: list[dict[str, object]] = []
-    worse: list[dict[str, object]] = []
-    same: list[dict[str, object]] = []
-    num_unscored = 0
+    pairs: dict[str, list[dict[str, object]]] = {"better": [], "worse": [], "same": [], "unscored": []}
     lengths: tuple[list[float], list[float]] = ([], [])
     for split, first, last in ends:
         old, new = (_by_problem(read_samples(run_dir, step, split, timeline)) for step in (first, last))
-        for key in old:
-            if key in new:
-                pair = {
-                    "split": split,
-                    "before": _response(old[key]),
-                    "after": _response(new[key]),
-                    **_problem(old[key][0]),
-                }
-                then, now = _mean_score(old[key]), _mean_score(new[key])
-                if then is None or now is None:
-                    num_unscored += 1
-                else:
-                    (better if now > then else worse if now < then else same).append(pair)
-                for rows, kept in zip((old[key], new[key]), lengths, strict=True):
-                    kept.extend(n for row in rows if isinstance(n := row.get("response_length"), int | float))
-    examples = [*better[: num_examples - 2], *worse[:1], *same[:1]]
+        for key in [key for key in old if key in new]:
+            then, now = _mean_score(old[key]), _mean_score(new[key])
+            if then is None or now is None:
+                kind = "unscored"
+            else:
+                kind = "better" if now > then else "worse" if now < then else "same"
+            pair = {"split": split, "before": _response(old[key], then), "after": _response(new[key], now)}
+            pairs[kind].append(pair | _problem(old[key][0]))
+            for rows, kept in zip((old[key], new[key]), lengths, strict=True):
+                kept.extend(n for row in rows if isinstance(n := row.get("response_length"), int | float))
     return {
         "first": min(first for _, first, _ in ends),
         "last": max(last for _, _, last in ends),
-        "num_better": len(better),
-        "num_worse": len(worse),
-        "num_same": len(same),
-        "num_unscored": num_unscored,
+        **{f"num_{kind}": len(found) for kind, found in pairs.items()},
         "lengths": [sum(kept) / len(kept) for kept in lengths] if all(lengths) else None,
-        "examples": examples,
+        "examples": [*pairs["better"][:4], *pairs["worse"][:1], *pairs["same"][:1]],
     }
 
 
@@ -251,5 +227,5 @@ def _problem(row: Mapping[str, object]) -> dict[str, object]:
     return {key: cut(row.get(key), 1200) for key in ("prompt", "ground_truth", "domain") if row.get(key) is not None}
 
 
-def _response(rows: Sequence[Mapping[str, object]]) -> dict[str, object]:
-    return {"response": cut(rows[0].get("response"), 2000), "score": _mean_score(rows), "num_responses": len(rows)}
+def _response(rows: Sequence[Mapping[str, object]], score: float | None) -> dict[str, object]:
+    return {"response": cut(rows[0].get("response"), 2000), "score": score, "num_responses": len(rows)}

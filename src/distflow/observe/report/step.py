@@ -6,10 +6,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
-from typing import NamedTuple, TypedDict
+from typing import NamedTuple, TypedDict, cast
 
-from distflow.observe.files import JSON, read_records
-from distflow.observe.reading.run_reader import MetricsRecord, read_json, read_spans
+from distflow.observe.files import JSON, read_object, read_records
+from distflow.observe.reading.run_reader import MetricsRecord, read_spans
 from distflow.observe.report.summary import Steps
 from distflow.observe.writing.run_folder import Span
 
@@ -21,6 +21,7 @@ MAX_SPANS = 300
 MAX_STEPS = 10
 _LEAST_SHARE = 0.0005
 _MAX_LEDGER_BYTES = 8_000_000
+_NODE_LISTS = ("engines", "reads", "writes", "deps")
 _STEP = re.compile(r"step (\d+)")
 
 
@@ -168,6 +169,10 @@ def _timeline(activity: RunActivity, why: str, part: Sequence[_Step]) -> StepTim
     start, end = part[0].start, part[-1].end
     training = [span for span in activity.spans.get("training", ()) if start < span.end and span.start < end]
     lanes, notes = _lanes(activity, start, end)
+    if activity.decodes:
+        waited, decoded = activity.waited(start, end) / (end - start), activity.decoded(start, end) / (end - start)
+        shares = f"The trainer waited for groups {waited:.0%} of this time; the engine decoded {decoded:.0%} of it."
+        notes = [shares, *notes]
     return {
         "first": part[0].number,
         "last": part[-1].number,
@@ -185,15 +190,8 @@ def _timeline(activity: RunActivity, why: str, part: Sequence[_Step]) -> StepTim
             for span in training
             if span.what == "eval"
         ],
-        "notes": [*_shares(activity, start, end), *notes],
+        "notes": notes,
     }
-
-
-def _shares(activity: RunActivity, start: float, end: float) -> list[str]:
-    if not activity.decodes:
-        return []
-    waited, decoded = activity.waited(start, end) / (end - start), activity.decoded(start, end) / (end - start)
-    return [f"The trainer waited for groups {waited:.0%} of this time; the engine decoded {decoded:.0%} of it."]
 
 
 def _lanes(activity: RunActivity, start: float, end: float) -> tuple[list[Lane], list[str]]:
@@ -281,8 +279,9 @@ class DrawnNode(TypedDict):
 
 def pipeline_graph(run_dir: Path, steps: Steps) -> list[DrawnNode]:
     """The nodes in an order in which they may run; none where plan.json tells none, or something that is no graph."""
-    plan = read_json(run_dir, "plan.json")
-    nodes = _nodes(plan)
+    listed = read_object(run_dir / "plan.json").get("nodes")
+    found = [node for node in (listed if isinstance(listed, list) else []) if isinstance(node, dict)]
+    nodes = [_node(node) for node in found if isinstance(node.get("name"), str)]
     names = {node["name"] for node in nodes}
     deps = {node["name"]: [dep for dep in node["deps"] if dep in names] for node in nodes}
     try:
@@ -304,29 +303,11 @@ def pipeline_graph(run_dir: Path, steps: Steps) -> list[DrawnNode]:
     return nodes
 
 
-def _nodes(plan: Mapping[str, JSON]) -> list[DrawnNode]:
-    nodes = plan.get("nodes")
-    found = nodes if isinstance(nodes, list) else []
-    return [_node(node) for node in found if isinstance(node, dict) and isinstance(node.get("name"), str)]
-
-
 def _node(node: Mapping[str, JSON]) -> DrawnNode:
-    return {
-        "name": str(node["name"]),
-        "role": str(node.get("role", "")),
-        "plane": str(node.get("plane", "")),
-        "engines": _texts(node.get("engines")),
-        "reads": _texts(node.get("reads")),
-        "writes": _texts(node.get("writes")),
-        "deps": _texts(node.get("deps")),
-        "layer": 0,
-        "phase": str(node.get("phase", "")),
-        "seconds": None,
-    }
-
-
-def _texts(value: JSON) -> list[str]:
-    return [item for item in value if isinstance(item, str)] if isinstance(value, list) else []
+    texts = {key: str(node.get(key, "")) for key in ("name", "role", "plane", "phase")}
+    lists = {key: value if isinstance(value := node.get(key), list) else [] for key in _NODE_LISTS}
+    names = {key: [item for item in found if isinstance(item, str)] for key, found in lists.items()}
+    return cast(DrawnNode, {**texts, **names, "layer": 0, "seconds": None})
 
 
 def _mean_seconds(phase: str, steps: Steps) -> float | None:

@@ -3,9 +3,9 @@
 import math
 import re
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypedDict
+from typing import Literal, NamedTuple, TypedDict
 
 from distflow.observe.files import JSON
 from distflow.observe.reading.run_reader import Event, MetricsRecord
@@ -13,10 +13,20 @@ from distflow.observe.reading.run_reader import Event, MetricsRecord
 Tone = Literal["good", "bad", "flat", "unknown"]
 Steps = Mapping[int, Mapping[str, float]]
 
+_MAX_GROUPS = 200
 _SMALL_SHARE = 0.01  # of the time: phases below it are named together
 PROBLEM_KINDS = ("error", "warning", "finding")
 ACCURACY = "val_correct/all/mean"
 REWARD = "reward/mean_score"
+
+
+class Finding(NamedTuple):
+    """A sentence of the report. advice: what to do about it, or "". hinders: it kept the run from learning anything."""
+
+    tone: Tone
+    text: str
+    advice: str = ""
+    hinders: bool = False
 
 
 class EventGroup(TypedDict):
@@ -32,16 +42,6 @@ class EventGroup(TypedDict):
     fields: dict[str, JSON]
     last: int | None
     rolled_back: bool
-
-
-class Failure(TypedDict):
-    """is_check: one of the checks stopped the run. traceback: the way that the error came, "" where that is no matter.
-    event: what recorded it."""
-
-    message: str
-    is_check: bool
-    traceback: str
-    event: Event
 
 
 @dataclass(frozen=True)
@@ -60,11 +60,6 @@ class Accuracy:
     def best(self) -> tuple[int, float]:
         """The first step that reached the highest value."""
         return max(self.points, key=lambda point: (point[1], -point[0]))
-
-    @property
-    def change(self) -> float:
-        """Last minus first."""
-        return self.points[-1][1] - self.points[0][1]
 
     def noise(self) -> float | None:
         """Two standard errors of the change, as of independent problems; None where that number is not known."""
@@ -101,7 +96,7 @@ def accuracies(records: Sequence[MetricsRecord]) -> tuple[float | None, float | 
     return first if first_step == 0 else None, last if last_step > 0 else None
 
 
-def describe_learning(accuracy: Accuracy | None, steps: Steps) -> tuple[Tone, str]:
+def describe_learning(accuracy: Accuracy | None, steps: Steps) -> Finding:
     """Whether the run learned, by validation accuracy if there is one, else by the reward, else by the loss."""
     if accuracy and len(accuracy.points) > 1:
         return _learned_by_accuracy(accuracy)
@@ -109,30 +104,28 @@ def describe_learning(accuracy: Accuracy | None, steps: Steps) -> tuple[Tone, st
         values = known_values(steps, name)
         if len(values) >= 4:
             return _learned_by_curve(values, word, sign, steps)
-    return "unknown", "There are too few measurements to say whether it learned."
+    return Finding("unknown", "There are too few measurements to say whether it learned.")
 
 
-def _learned_by_accuracy(accuracy: Accuracy) -> tuple[Tone, str]:
+def _learned_by_accuracy(accuracy: Accuracy) -> Finding:
     (first_step, first), (last_step, last) = accuracy.points[0], accuracy.points[-1]
     noise = accuracy.noise()
     problems = f" ({accuracy.num_problems:,} problems)" if accuracy.num_problems else ""
     start = "before RL" if accuracy.before_training else f"at step {first_step}"
     moved = f"accuracy on validation problems{problems} was {first:.2f} {start} and is {last:.2f} at step {last_step}"
-    if abs(accuracy.change) <= (0.02 if noise is None else noise):
-        known = (
-            ""
-            if noise is None
-            else f": the change of {accuracy.change:+.2f} is within what chance gives (±{noise:.2f})"
-        )
-        return "flat", f"No clear change: {moved}{known}."
-    if accuracy.change < 0:
-        return "bad", f"It got worse: {moved}."
+    if abs(last - first) <= (0.02 if noise is None else noise):
+        text = f"No clear change: {moved}"
+        if noise is not None:
+            text += f": the change of {last - first:+.2f} is within what chance gives (±{noise:.2f})"
+        return Finding("flat", f"{text}.")
+    if last < first:
+        return Finding("bad", f"It got worse: {moved}.")
     best_step, best = accuracy.best
     peak = f" It was best at step {best_step} with {best:.2f}." if best - last > (noise or 0.02) else ""
-    return "good", f"It learned: {moved}.{peak}"
+    return Finding("good", f"It learned: {moved}.{peak}")
 
 
-def _learned_by_curve(values: Sequence[float], word: str, sign: int, steps: Steps) -> tuple[Tone, str]:
+def _learned_by_curve(values: Sequence[float], word: str, sign: int, steps: Steps) -> Finding:
     """Compares the first and the last tenth of the steps (at least 2), with the spread inside the two."""
     size = min(max(len(values) // 10, 2), 50)
     first, last = values[:size], values[-size:]
@@ -143,10 +136,10 @@ def _learned_by_curve(values: Sequence[float], word: str, sign: int, steps: Step
     has_validation = any(name.startswith("val_correct/") for values in steps.values() for name in values)
     caveat = " Nothing was measured on validation problems." if word == "reward" and not has_validation else ""
     if abs(after - before) <= noise:
-        return "flat", f"No clear change: {moved}.{caveat}"
+        return Finding("flat", f"No clear change: {moved}.{caveat}")
     if (after - before) * sign < 0:
-        return "bad", f"It got worse: {moved}.{caveat}"
-    return "good", f"The {word} {'rose' if sign > 0 else 'fell'}: {moved}.{caveat}"
+        return Finding("bad", f"It got worse: {moved}.{caveat}")
+    return Finding("good", f"The {word} {'rose' if sign > 0 else 'fell'}: {moved}.{caveat}")
 
 
 def known_values(steps: Steps, name: str) -> list[float]:
@@ -154,52 +147,42 @@ def known_values(steps: Steps, name: str) -> list[float]:
     return [value for _, values in sorted(steps.items()) if math.isfinite(value := values.get(name, math.nan))]
 
 
-def problems(groups: Sequence[EventGroup], steps: Steps) -> tuple[Tone, str]:
+def problems(groups: Sequence[EventGroup], steps: Steps) -> Finding:
     """Counts of problems; `groups` are those of `group_events`."""
-    counts = []
-    for kind in PROBLEM_KINDS:
-        number = sum(group["count"] for group in groups if group["kind"] == kind)
-        if number:
-            counts.append(f"{number:,} {kind}{'s' if number > 1 else ''}")
-    skipped = round(sum(known_values(steps, "actor/skipped")))
-    if skipped:
-        counts.append(f"{skipped:,} skipped update{'s' if skipped > 1 else ''}")
+    numbers = {kind: sum(group["count"] for group in groups if group["kind"] == kind) for kind in PROBLEM_KINDS}
+    numbers["skipped update"] = round(sum(known_values(steps, "actor/skipped")))
+    counts = [f"{number:,} {name}{'s' if number > 1 else ''}" for name, number in numbers.items() if number]
     bad = sorted({name for values in steps.values() for name, value in values.items() if not math.isfinite(value)})
     if bad:
         counts.append(f"values that are not finite in {', '.join(bad[:3])}{' and others' if len(bad) > 3 else ''}")
     if not counts:
-        return "good", "No warnings, no errors, no skipped updates."
-    tone: Tone = "bad" if any(group["kind"] == "error" for group in groups) else "flat"
-    return tone, f"Worth a look: {joined(counts)}."
+        return Finding("good", "No warnings, no errors, no skipped updates.")
+    has_errors = any(group["kind"] == "error" for group in groups)
+    return Finding("bad" if has_errors else "flat", f"Worth a look: {joined(counts)}.")
 
 
-def describe_audits(events: Sequence[Event]) -> tuple[Tone, str]:
+def audited(events: Sequence[Event]) -> list[Mapping[str, JSON]]:
+    """The fields of the audits, without those of steps that were rolled back."""
+    return [event.fields for event in events if event.kind == "audit" and not event.rolled_back]
+
+
+def describe_audits(events: Sequence[Event]) -> Finding:
     """Which checks the audits passed, in how many steps, and which they could not make, with the reason."""
-    audits = _audits(events)
+    audits = audited(events)
     if not audits:
-        return "flat", "No step was audited: trust.audit_freq is 0, or the run ended before its first audit."
-    names = _names(fields.get("proven") for fields in audits)
+        text = "No step was audited: trust.audit_freq is 0, or the run ended before its first audit."
+        return Finding("flat", text)
+    passed: dict[str, None] = {}
     unchecked: dict[str, JSON] = {}
     for fields in audits:
+        if isinstance(proven := fields.get("proven"), list):
+            passed.update(dict.fromkeys(map(str, proven)))
         if isinstance(unproven := fields.get("unproven"), dict):
             unchecked.update(unproven)
     reasons = "; ".join(f"{name} ({reason})" for name, reason in unchecked.items())
     counted = f"{len(audits):,} step{'s were' if len(audits) > 1 else ' was'} audited; these checks passed"
-    text = f"{counted}: {', '.join(names)}." + (f" Not checked, or not in every audit: {reasons}." if reasons else "")
-    return "flat" if reasons else "good", text
-
-
-def has_audits(events: Sequence[Event]) -> bool:
-    """Whether any step was audited."""
-    return bool(_audits(events))
-
-
-def _audits(events: Sequence[Event]) -> list[Mapping[str, JSON]]:
-    return [event.fields for event in events if event.kind == "audit" and not event.rolled_back]
-
-
-def _names(lists: Iterable[JSON]) -> list[str]:
-    return list(dict.fromkeys(str(name) for names in lists if isinstance(names, list) for name in names))
+    text = f"{counted}: {', '.join(passed)}." + (f" Not checked, or not in every audit: {reasons}." if reasons else "")
+    return Finding("flat" if reasons else "good", text)
 
 
 def time_sentence(steps: Steps) -> str:
@@ -222,27 +205,25 @@ def time_sentence(steps: Steps) -> str:
     return f"{took} {readable_s(total)}: {', '.join(phrases)}."
 
 
-def group_events(events: Sequence[Event], max_groups: int = 200) -> list[EventGroup]:
+def group_events(events: Sequence[Event]) -> list[EventGroup]:
     """Warnings, errors and findings with equal messages put together, errors first, then by number."""
-    groups: dict[tuple[str, str], EventGroup] = {}
+    equal: dict[tuple[str, str], list[Event]] = {}
     for event in events:
         if event.kind in PROBLEM_KINDS:
-            empty: EventGroup = {
-                "kind": event.kind,
-                "message": event.message,
-                "count": 0,
-                "first": event.step,
-                "fields": {},
-                "last": None,
-                "rolled_back": True,
-            }
-            group = groups.setdefault((event.kind, event.message), empty)
-            group["count"] += 1
-            group["last"] = event.step
-            group["fields"] = dict(event.fields)
-            group["rolled_back"] = event.rolled_back and group["rolled_back"]
-    order = sorted(groups.values(), key=lambda group: (PROBLEM_KINDS.index(group["kind"]), -group["count"]))
-    return order[:max_groups]
+            equal.setdefault((event.kind, event.message), []).append(event)
+    order = sorted(equal.items(), key=lambda item: (PROBLEM_KINDS.index(item[0][0]), -len(item[1])))
+    return [
+        {
+            "kind": kind,
+            "message": message,
+            "count": len(found),
+            "first": found[0].step,
+            "last": found[-1].step,
+            "fields": dict(found[-1].fields),
+            "rolled_back": all(event.rolled_back for event in found),
+        }
+        for (kind, message), found in order[:_MAX_GROUPS]
+    ]
 
 
 def status(events: Sequence[Event]) -> dict[str, str]:
@@ -255,52 +236,41 @@ def status(events: Sequence[Event]) -> dict[str, str]:
     return {"word": str(ends[-1].fields.get("status", "finished")), "detail": ends[-1].message}
 
 
-def failure(events: Sequence[Event]) -> Failure | None:
+def failure(events: Sequence[Event]) -> Event | None:
     """The error that ended the last start of a run; None where it did not fail."""
     starts = [i for i, event in enumerate(events) if event.kind == "start"]
     last = events[starts[-1] :] if starts else events
     errors = [event for event in last if event.kind == "error"]
     if status(events)["word"] != "failed" or not errors:
         return None
-    error = errors[-1]
-    raised, way = error.fields.get("raised"), error.fields.get("traceback")
-    return {
-        "message": error.message.removeprefix(f"{raised}: "),
-        "is_check": raised == "TrustError",
-        "traceback": way if isinstance(way, str) else "",
-        "event": error,
-    }
+    return errors[-1]
 
 
-def ending(
-    events: Sequence[Event], failed: Failure | None, steps: Steps, planned: JSON, written: float
-) -> tuple[Tone, str]:
+def ending(events: Sequence[Event], steps: Steps, planned: JSON, written: float) -> Finding:
     """How the run ended where it did not just finish; "" where it did.
 
     planned: its steps, None where unknown. written: when it recorded something last, in seconds since the epoch.
     """
-    trained = [step for step, values in steps.items() if "timing_s/step" in values]
-    done = max(trained, default=0)
+    done = max((step for step, values in steps.items() if "timing_s/step" in values), default=0)
     of = f" of {planned:,}" if isinstance(planned, int) else ""
     after = f"after {done:,}{of} step{'s' if done > 1 or of else ''}" if done else "before its first step was done"
     word = status(events)["word"]
-    if failed:
-        return "bad", f"{'A check stopped it' if failed['is_check'] else 'It failed'} {after}:"
+    if failed := failure(events):
+        is_check = failed.fields.get("raised") == "TrustError"
+        return Finding("bad", f"{'A check stopped it' if is_check else 'It failed'} {after}:")
     if word == "failed":
-        return "bad", f"It failed {after}."
+        return Finding("bad", f"It failed {after}.")
     if word == "stopped":
         signals = [found[1] for event in events if (found := re.match(r"(SIG[A-Z]+): ", event.message))]
         by = f" by {signals[-1]}" if signals else ""
         has_checkpoint = any(event.kind == "checkpoint" and event.step == done for event in events)
         then = "the same command resumes from there" if has_checkpoint else "that step has no checkpoint"
-        return "flat", f"It was stopped{by} {after}; {then}."
+        return Finding("flat", f"It was stopped{by} {after}; {then}.")
     if word == "no end yet":
         last = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(written))
-        return (
-            "flat",
-            f"No end is recorded {after}: it still runs, or it was killed. Its last record is of {last}.",
-        )
-    return "good", ""
+        why = "it still runs, or it was killed"
+        return Finding("flat", f"No end is recorded {after}: {why}. Its last record is of {last}.")
+    return Finding("good", "")
 
 
 def readable_s(seconds: float) -> str:

@@ -75,9 +75,9 @@ def own(path: Path) -> int:
     """
     try:
         fd = _open(path)
+    except UserError:
+        raise
     except (OSError, ValueError) as error:
-        if isinstance(error, UserError):
-            raise
         in_the_way = isinstance(error, FileExistsError | NotADirectoryError)
         cause = "a file is in the way" if in_the_way else str(error)
         raise RunFolderError(f"the run's folder cannot be {path}: {cause}; {_OTHER}") from error
@@ -156,6 +156,6 @@ def _check_kinds(path: Path) -> None:
             raise RunFolderError(f"{folder} is no folder, and a run makes one there: move it away, or {_OTHER}")
 
 
-def _listed(path: Path, shown: int = 4) -> str:
+def _listed(path: Path) -> str:
     names = sorted(escape_control(entry.name, 60, one_line=True) for entry in path.iterdir())
-    return ", ".join(names[:shown]) + (f" and {len(names) - shown} more" if len(names) > shown else "")
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

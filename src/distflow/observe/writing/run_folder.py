@@ -30,10 +30,10 @@ def set_aside(run_dir: Path) -> Path | None:
     Returns that folder, which is a run's folder; None where there was no run. For who has claimed `run_dir`. A kill
     leaves what `finish_moving` completes.
     """
-    names = _of_a_run(run_dir)
-    if not names and not _moving(run_dir):
+    names = [name for name in (*FILES, *FOLDERS) if name not in _NOT_MOVED and os.path.lexists(run_dir / name)]
+    target = _moving(run_dir) or (_begin_moving(run_dir) if names else None)
+    if target is None:
         return None
-    target = _moving(run_dir) or _begin_moving(run_dir)
     for name in names:
         os.rename(run_dir / name, target / name)
     return target.rename(target.with_suffix(""))
@@ -43,11 +43,6 @@ def finish_moving(run_dir: Path) -> None:
     """Where a kill left a run half set aside, the rest follows: it must not be taken for a whole one."""
     if _moving(run_dir):
         set_aside(run_dir)
-
-
-def _of_a_run(run_dir: Path) -> list[str]:
-    names = [name for name in (*FILES, *FOLDERS) if name not in _NOT_MOVED]
-    return [name for name in names if os.path.lexists(run_dir / name)]
 
 
 def _moving(run_dir: Path) -> Path | None:
@@ -139,15 +134,9 @@ class RunFolder:
 
     def metrics(self, step: int, kind: str, values: Mapping[str, float]) -> None:
         """Append one record of flat metric names; `kind` is "train", "val", "sft", ... Flushes everything."""
-        record = {
-            "step": step,
-            "t": time.time(),
-            "restart": self.restart,
-            "kind": kind,
-            "m": nest({name: float(value) for name, value in values.items()}),
-        }
+        nested = nest({name: float(value) for name, value in values.items()})
         with self._lock:
-            self._metrics.append(record)
+            self._metrics.append({"step": step, "t": time.time(), "restart": self.restart, "kind": kind, "m": nested})
         self.flush()
 
     def flush(self) -> None:
@@ -184,8 +173,9 @@ class RunFolder:
         it."""
         folder = samples_dir(self.path, split)
         folder.mkdir(mode=0o700, exist_ok=True)
-        lines = [encode({**_in_order(row), "restart": self.restart}) for row in rows]
-        path, whole = folder / sample_file_name(step, split, self._part), b"".join(line + b"\n" for line in lines)
+        in_order = [{key: row[key] for key in (*SAMPLE_KEYS, *row) if key in row} for row in rows]
+        whole = b"".join(encode({**row, "restart": self.restart}) + b"\n" for row in in_order)
+        path = folder / sample_file_name(step, split, self._part)
         if not append:
             write_atomically(path, whole)
             return
@@ -228,8 +218,3 @@ def sample_file_name(step: int, split: str, part: int = 0) -> str:
 
 def _file_name(name: str) -> str:
     return re.sub(r"[^A-Za-z0-9_.-]", "_", name).lstrip(".") or "_"
-
-
-def _in_order(row: Mapping[str, object]) -> dict[str, object]:
-    known = {key: row[key] for key in SAMPLE_KEYS if key in row}
-    return known | {key: value for key, value in row.items() if key not in known}

@@ -5,23 +5,24 @@ widths. Text of models and data goes through `escape_control` and is never read 
 """
 
 import contextlib
+import math
 import os
 import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, TextIO, cast
+from typing import TextIO, cast
 
 from rich.console import Console, ConsoleDimensions, Group, RenderableType
 from rich.live import Live
 from rich.panel import Panel as Frame
 from rich.progress_bar import ProgressBar
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from distflow.observe.metrics import Headline, headlines
-from distflow.observe.sanitize import SanitizedStream, escape_control
+from distflow.observe.sanitize import SanitizedStream, TerminalOutput, escape_control
 
 TONES = {"warning": "yellow", "error": "red", "finding": "yellow"}
 _BARS = "▁▂▃▄▅▆▇█"
@@ -51,18 +52,17 @@ class TerminalView:
         live: bool | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
-        self._out = SanitizedStream(cast(TextIO, file or sys.stdout))
-        screen = self._out.below  # of which only the live view, which writes what is harmless, makes use itself
-        self._title = escape_control(title, 60, one_line=True)
-        self._clock = clock
+        self._out = SanitizedStream(file or sys.stdout)
+        self._title, self._clock = escape_control(title, 60, one_line=True), clock
         # The run's threads write while rich draws in its own; what prints under the lock may itself draw: re-entrant.
         self._lock = threading.RLock()
         self._panel = Panel(total_steps, clock())
+        screen = cast(TextIO, TerminalOutput(self._out.below))  # not sanitized: the live view moves the cursor
         self._console = Console(file=screen, force_terminal=True, highlight=False, markup=False, emoji=False)
         self._live: Live | None = None
         self._plain_at: float | None = None  # when the last plain line of a step was written
         self._unwritten = ""  # the line of the last step, where it came too soon
-        if can_redraw(screen) if live is None else live:
+        if can_redraw(self._out.below) if live is None else live:
             self._fit()
             self._live = Live(
                 get_renderable=self._render,
@@ -72,10 +72,7 @@ class TerminalView:
             )
             self._live.start()
             # It has put proxies there for what others print, which would obey escapes; it takes them away again.
-            sys.stdout, sys.stderr = (
-                cast(TextIO, SanitizedStream(sys.stdout)),
-                cast(TextIO, SanitizedStream(sys.stderr)),
-            )
+            sys.stdout, sys.stderr = SanitizedStream(sys.stdout), SanitizedStream(sys.stderr)
 
     def phase(self, name: str) -> None:
         """The current phase of the run; shown only by the live view."""
@@ -93,7 +90,7 @@ class TerminalView:
 
     def _say(self, step: int, values: Mapping[str, float]) -> None:
         line, now = step_line(step, self._panel.total_steps, values, self._panel.eta_s()), self._clock()
-        if _is_validation(values):
+        if any(name.startswith("val_correct/") or name == "sft/val_loss" for name in values):
             self._write(line)
         elif self._plain_at is None or now - self._plain_at >= _PLAIN_EVERY_S or step >= self._panel.total_steps:
             self._write(line)
@@ -112,7 +109,7 @@ class TerminalView:
 
         From any thread, as often as it changes: it is drawn when the view is, and nobody waits for a view that draws.
         """
-        self._panel.queue = Queue(running, complete, dropped)
+        self._panel.queue = (running, complete, dropped)
 
     def serves(self, version: int) -> None:
         """The version that the engine serves, as `queue`."""
@@ -126,12 +123,8 @@ class TerminalView:
     def sample(self, prompt: str, response: str, score: float | None) -> None:
         """Show one sample of the step in the live view."""
         with self._lock:
-            shown = "none" if score is None else f"{score:g}"
-            self._panel.sample = (
-                escape_control(prompt, 200, one_line=True),
-                escape_control(response, 400, one_line=True),
-                shown,
-            )
+            shown = escape_control(prompt, 200, one_line=True), escape_control(response, 400, one_line=True)
+            self._panel.sample = (*shown, "none" if score is None else f"{score:g}")
 
     def note(self, kind: str, message: str) -> None:
         """Print a line that stays (kind "info", "warning", "error", "finding"); warnings are also kept in view."""
@@ -196,18 +189,6 @@ def step_line(step: int, total_steps: int, values: Mapping[str, float], eta_s: f
     return "  ".join(parts)
 
 
-def _is_validation(values: Mapping[str, float]) -> bool:
-    return any(name.startswith("val_correct/") or name == "sft/val_loss" for name in values)
-
-
-class Queue(NamedTuple):
-    """Numbers of groups: those running, those complete in the sample queue, and those dropped since the start."""
-
-    running: int
-    complete: int
-    dropped: int
-
-
 class Panel:
     """The state of a run as it is shown. now: the time in seconds, of any one clock."""
 
@@ -223,7 +204,7 @@ class Panel:
         self.notes: deque[tuple[str, str]] = deque(maxlen=3)
         self.num_notes = 0
         self.audit = ""
-        self.queue: Queue | None = None
+        self.queue: tuple[int, int, int] | None = None  # groups that run, are complete, were dropped
         self.served_version: int | None = None
         self.failure = ""
         self.sample: tuple[str, str, str] | None = None
@@ -262,10 +243,7 @@ class Panel:
         return Group(*lines[: max(rows, 1)])
 
     def _progress(self, now: float) -> list[RenderableType]:
-        table = Table.grid(padding=(0, 2), expand=True)
-        table.add_column(no_wrap=True)
-        table.add_column(ratio=1)
-        table.add_column(no_wrap=True)
+        table = Table.grid(Column(no_wrap=True), Column(ratio=1), Column(no_wrap=True), padding=(0, 2), expand=True)
         eta = self.eta_s()
         times = f"{duration(now - self.started)} so far" + (f", {duration(eta)} to go" if eta is not None else "")
         if self.ended is not None:
@@ -292,9 +270,8 @@ class Panel:
         curve = min(room - span - bool(span), _CURVE)
         shown = list(self.history[line])[-curve:] if curve > 0 else []
         cell = Text(no_wrap=True, overflow="crop").append(f"{line.label:<{_LABEL}}", "dim")
-        cell.append(f"{line.text(value):>{_VALUE}}  ", "bold").append(
-            f"{sparkline(shown, curve):<{max(curve, 0)}}", "cyan"
-        )
+        cell.append(f"{line.text(value):>{_VALUE}}  ", "bold")
+        cell.append(f"{sparkline(shown, curve):<{max(curve, 0)}}", "cyan")
         if span:
             cell.append(f" {_range(line, shown):<{span}}", "dim")
         return cell
@@ -323,10 +300,10 @@ class Panel:
         return rows
 
     def _checks(self) -> list[RenderableType]:
-        warnings = f"{self.num_notes} warning{'s' if self.num_notes != 1 else ''}" if self.num_notes else "no warnings"
-        return (
-            [_row("checks", f"{self.audit}{warnings}", style="yellow" if self.num_notes else "")] if self.step else []
-        )
+        if not self.step:
+            return []
+        warnings = f"{self.num_notes or 'no'} warning{'s' if self.num_notes != 1 else ''}"
+        return [_row("checks", f"{self.audit}{warnings}", style="yellow" if self.num_notes else "")]
 
     def _times(self) -> list[RenderableType]:
         step_s = self.values.get("timing_s/step", 0.0)
@@ -343,16 +320,14 @@ class Panel:
 def sparkline(values: Sequence[float], width: int) -> str:
     """The last `width` values as bars between their least and greatest; a value that is not finite is "×"."""
     last = list(values)[-width:]
-    finite = [value for value in last if abs(value) < float("inf")]
-    low, high = (min(finite), max(finite)) if finite else (0.0, 0.0)
-    bars = []
-    for value in last:
-        if not abs(value) < float("inf"):
-            bars.append("×")
-        else:
-            height = (value - low) / (high - low) if high > low else 0.5
-            bars.append(_BARS[min(int(height * len(_BARS)), len(_BARS) - 1)])
-    return "".join(bars)
+    finite = [value for value in last if math.isfinite(value)]
+    low, high = min(finite, default=0.0), max(finite, default=0.0)
+
+    def bar(value: float) -> str:
+        height = (value - low) / (high - low) if high > low else 0.5
+        return _BARS[min(int(height * len(_BARS)), len(_BARS) - 1)]
+
+    return "".join(bar(value) if math.isfinite(value) else "×" for value in last)
 
 
 def duration(seconds: float) -> str:
@@ -364,15 +339,13 @@ def duration(seconds: float) -> str:
 
 def _range(line: Headline, values: Sequence[float]) -> str:
     """The least and the greatest of those that are finite."""
-    finite = [value for value in values if abs(value) < float("inf")]
+    finite = [value for value in values if math.isfinite(value)]
     return f"{line.text(min(finite)).strip()}…{line.text(max(finite)).strip()}" if finite else ""
 
 
 def _row(label: str, text: str, tail: str = "", style: str = "") -> RenderableType:
-    table = Table.grid(padding=(0, 0, 0, 1), expand=True)
-    table.add_column(width=_LABEL - 1, no_wrap=True)
-    table.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
-    table.add_column(no_wrap=True)
+    columns = Column(width=_LABEL - 1, no_wrap=True), Column(ratio=1, no_wrap=True, overflow="ellipsis")
+    table = Table.grid(*columns, Column(no_wrap=True), padding=(0, 0, 0, 1), expand=True)
     shown = Text(escape_control(text, one_line=True), style=style, no_wrap=True, overflow="ellipsis")
     table.add_row(Text(escape_control(label), style="dim"), shown, Text(tail))
     return table

@@ -24,15 +24,11 @@ class PhaseTimer:
         clock: Callable[[], float] = time.perf_counter,
         on_charge: Callable[[str], None] | None = None,
     ):
-        self._on_phase = on_phase
-        self._on_start = on_start
-        self._on_charge = on_charge
-        self._clock = clock
+        self._on_phase, self._on_start, self._on_charge, self._clock = on_phase, on_start, on_charge, clock
         self._thread = threading.get_ident()
         self._open: list[str] = []
         self._seconds: dict[str, float] = {}
-        self._since = clock()
-        self._step_start = self._since
+        self._since = self._step_start = clock()
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
@@ -63,12 +59,9 @@ class PhaseTimer:
         assert not self._open, f"the step ends inside the phase {self._open[-1]!r}"
         now = self._charge()
         other = self._seconds.pop("other", 0.0)
-        metrics = {f"timing_s/{name}": seconds for name, seconds in self._seconds.items()}
-        metrics["timing_s/other"] = other
-        metrics["timing_s/step"] = now - self._step_start
-        self._seconds = {}
-        self._step_start = now
-        return metrics
+        seconds = {**self._seconds, "other": other, "step": now - self._step_start}
+        self._seconds, self._step_start = {}, now
+        return {f"timing_s/{name}": value for name, value in seconds.items()}
 
     def _charge(self) -> float:
         """At a border of a phase: charge the time since the last border, with the measurement of memory, to the phase

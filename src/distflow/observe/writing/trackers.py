@@ -46,11 +46,9 @@ class Tracker(Protocol):
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Take the metrics of one step under flat names; values may be NaN or infinite."""
-        ...
 
     def close(self) -> None:
         """Finish what is being sent."""
-        ...
 
 
 class Trackers:
@@ -92,17 +90,14 @@ class _TrackerThread:
     """Consumes queued metrics · waits for the queue · unblocked by the run or its end · produces tracker calls."""
 
     def __init__(self, name: str, build: Callable[[], Tracker], on_failure: OnFailure):
-        self._name = name
-        self._build = build
-        self._on_failure = on_failure
+        self._name, self._build, self._on_failure = name, build, on_failure
         self._queue: queue.Queue[tuple[int, dict[str, float]] | None] = queue.Queue(_QUEUE_LENGTH)
-        self._failed = threading.Event()
-        self._has_reported = False
+        self._has_failed = self._has_reported = False
         self._thread = threading.Thread(target=self._run, name=f"tracker-{name}", daemon=True)
         self._thread.start()
 
     def put(self, item: tuple[int, dict[str, float]]) -> None:
-        if self._failed.is_set():
+        if self._has_failed:
             return
         try:
             self._queue.put_nowait(item)
@@ -123,7 +118,7 @@ class _TrackerThread:
                 tracker.log(*item)
             tracker.close()
         except BaseException as error:  # of another library, in a thread of its own: nothing of it may end the run
-            self._failed.set()
+            self._has_failed = True
             self._tell(f"failed and is off for the rest of the run ({type(error).__name__}: {error})")
 
     def _tell(self, what: str) -> None:
@@ -147,18 +142,16 @@ def open_trackers(
                 f"trainer.logger names {name!r}, which is no tracker (metrics.jsonl is always written)"
                 f"{hint(name, TRACKERS)}"
             )
-        if name not in local and TRACKERS[name].target:
-            _need(name, TRACKERS[name].package)
-            remote[name] = partial(_build, TRACKERS[name].target, run)
+        target, package = TRACKERS[name].target, TRACKERS[name].package
+        if name in local or not target:
+            continue
+        if package and importlib.util.find_spec(package) is None:
+            raise TrackerError(
+                f"trainer.logger names {name!r}, but the package {package} is not installed: "
+                f"pip install 'distflow[{name}]', or take it out of trainer.logger"
+            )
+        remote[name] = partial(_build, target, run)
     return Trackers([local[name] for name in chosen_names if name in local], remote, on_failure)
-
-
-def _need(name: str, package: str) -> None:
-    if package and importlib.util.find_spec(package) is None:
-        raise TrackerError(
-            f"trainer.logger names {name!r}, but the package {package} is not installed: "
-            f"pip install 'distflow[{name}]', or take it out of trainer.logger"
-        )
 
 
 def _build(target: str, run: TrackedRun) -> Tracker:
@@ -200,6 +193,9 @@ class WandbTracker:
     def __init__(self, run: TrackedRun):
         import wandb
 
+        mode: Any = os.environ.get("WANDB_MODE")
+        if mode not in _WANDB_MODES:
+            mode = "online" if wandb.login(verify=False, prompt=False) else "offline"
         self._run = wandb.init(
             dir=str(run.run_dir),
             project=run.project,
@@ -207,7 +203,7 @@ class WandbTracker:
             id=_wandb_run_id(run.run_dir),
             resume="allow",
             config={name: to_json(value) for name, value in run.config.items()},
-            mode=_wandb_mode(),
+            mode=mode,
             settings=wandb.Settings(silent=True, console="off", x_disable_stats=True),
         )
         self._run.define_metric("*", step_metric="step")
@@ -219,15 +215,6 @@ class WandbTracker:
     def close(self) -> None:
         """Finish the run: what is queued is sent or written."""
         self._run.finish()
-
-
-def _wandb_mode() -> Any:
-    import wandb
-
-    mode = os.environ.get("WANDB_MODE")
-    if mode in _WANDB_MODES:
-        return mode
-    return "online" if wandb.login(verify=False, prompt=False) else "offline"
 
 
 def _wandb_run_id(run_dir: Path) -> str:

@@ -117,17 +117,14 @@ def restrict_files(isolation: Isolation) -> None:
     _syscall(_RESTRICT_SELF, isolation.ruleset, 0)
 
 
-def restrict_use(cpu_s: int, memory_bytes: int, open_files: int) -> None:
-    """Set limits of the kernel, which cannot be raised again. Raises OSError."""
+def restrict_use(isolation: Isolation, cpu_s: int, memory_bytes: int, open_files: int) -> None:
+    """Set limits of the kernel, which cannot be raised again, and allow only the listed system calls. Raises OSError;
+    needs no_new_privs."""
     # Not readable for other processes of the same user, and never dumped, whatever the machine does with cores.
     _prctl(_PR_SET_DUMPABLE, 0)
     # Soft and hard limits are equal, so that the first signal for CPU time is the one that cannot be caught.
     for limit, value in zip(_LIMITS, (cpu_s, memory_bytes, open_files, 0), strict=True):
         resource.setrlimit(limit, (value, value))
-
-
-def restrict_calls(isolation: Isolation) -> None:
-    """Allow only the listed system calls. Raises OSError; needs no_new_privs."""
     program = _FilterProgram(len(isolation.filter_) // 8, isolation.filter_)
     _syscall(SECCOMP[isolation.machine], _SET_MODE_FILTER, 0, ctypes.addressof(program))
 

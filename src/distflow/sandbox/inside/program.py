@@ -11,17 +11,11 @@ import site
 import struct
 import sys
 import traceback
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any, NamedTuple, NoReturn
 
-from distflow.sandbox.inside.isolation import (
-    Isolation,
-    close_from,
-    die_with,
-    restrict_calls,
-    restrict_files,
-    restrict_use,
-)
+from distflow.sandbox.inside.isolation import Isolation, close_from, die_with, restrict_files, restrict_use
 from distflow.sandbox.inside.values import MAX_BYTES, NotPlain, from_text, read_frame, to_text, write_frame
 
 EXIT_OUT_OF_MEMORY = 86
@@ -96,21 +90,28 @@ def _isolate(request: Request, descriptors: list[int], isolation: Isolation, ser
     os.dup2(answers, ANSWERS)
     close_from(ANSWERS + 1)
     descriptors[-1] = ANSWERS
-    restrict_use(request.cpu_s, request.memory_bytes, request.open_files)
-    restrict_calls(isolation)
+    restrict_use(isolation, request.cpu_s, request.memory_bytes, request.open_files)
     return code
+
+
+def _attempt(call: Callable[[], Any]) -> tuple[Any, BaseException | None]:
+    """What code of the program returns, or what it raises. SystemExit passes."""
+    try:
+        return call(), None
+    except SystemExit:
+        raise
+    except BaseException as error:  # a program may raise anything
+        return None, error
 
 
 def _run_main(code: bytes) -> int:
     """Returns the exit status."""
     module = _new_module("__main__")
     try:
-        exec(_compiled(code), module.__dict__)
-        status = 0
-    except SystemExit as error:
-        status = _status_of(error)
-    except BaseException as error:  # the program may raise anything; Python would print it as well
-        status = _print_traceback(error)
+        _, error = _attempt(lambda: exec(_compiled(code), module.__dict__))
+        status = 0 if error is None else _print_traceback(error)
+    except SystemExit as end:
+        status = _status_of(end)
     atexit._run_exitfuncs()
     module.__dict__.clear()  # a file that it opened on descriptor 1 is flushed
     return status
@@ -120,13 +121,13 @@ def serve_calls(code: bytes, token: bytes, answers: int) -> int:
     """Execute the code as a module and answer calls until the other end is closed. Returns the exit status."""
     module = _new_module("program")
     try:
-        write_frame(answers, token, _outcome(lambda: exec(_compiled(code), module.__dict__)))
+        write_frame(answers, token, _outcome(*_attempt(lambda: exec(_compiled(code), module.__dict__))))
         while (frame := read_frame(answers)) is not None:
             token, body = frame
             name, args, kwargs = from_text(body)
-            write_frame(answers, token, _outcome(lambda: _find(module, name)(*args, **kwargs)))  # noqa: B023  called here
-    except SystemExit as error:
-        return _status_of(error)
+            write_frame(answers, token, _outcome(*_attempt(lambda: _find(module, name)(*args, **kwargs))))  # noqa: B023
+    except SystemExit as end:
+        return _status_of(end)
     return 0
 
 
@@ -137,29 +138,25 @@ def _find(module: ModuleType, name: str) -> Any:
         raise NameError(f"name '{name}' is not defined") from None
 
 
-def _outcome(call: Any) -> bytes:
-    """The body of a result: {"value": ...}, {"raised": [type, text]} or {"refused": reason}."""
-    try:
-        value = call()
-        text = f'{{"value": {to_text(value)}}}'
-        if len(text) > MAX_BYTES:
-            raise NotPlain(f"an answer of {len(text):,} bytes; at most {MAX_BYTES:,}")
-    except SystemExit:
-        raise
-    except NotPlain as error:
+def _outcome(result: object, error: BaseException | None) -> bytes:
+    """The body of an answer: {"value": ...}, {"raised": [type, text]} or {"refused": reason}."""
+    if error is None:
+        text, error = _attempt(lambda: _encoded(result))
+    if isinstance(error, NotPlain):
         text = json.dumps({"refused": str(error)})
-    except BaseException as error:  # the program may raise anything; it is the result
+    elif error is not None:
         traceback.clear_frames(error.__traceback__)
-        text = json.dumps({"raised": [type(error).__name__, _text_of(error)]})
+        shown, _ = _attempt(lambda: str(error)[:_SHOWN_TEXT])  # `__str__` is the program's
+        text = json.dumps({"raised": [type(error).__name__, shown or ""]})
     sys.stdout.flush()
     return text.encode()
 
 
-def _text_of(error: BaseException) -> str:
-    try:
-        return str(error)[:_SHOWN_TEXT]
-    except Exception:  # `__str__` is the program's
-        return ""
+def _encoded(value: object) -> str:
+    text = f'{{"value": {to_text(value)}}}'
+    if len(text) > MAX_BYTES:
+        raise NotPlain(f"an answer of {len(text):,} bytes; at most {MAX_BYTES:,}")
+    return text
 
 
 def _new_module(name: str) -> ModuleType:
@@ -187,11 +184,13 @@ def _status_of(error: SystemExit) -> int:
 
 def _print_traceback(error: BaseException) -> int:
     """Without the frames of this module. Returns the exit status."""
-    frames = error.__traceback__.tb_next if error.__traceback__ else None
     if isinstance(error, MemoryError):
         traceback.clear_frames(error.__traceback__)
         print("MemoryError", file=sys.stderr)
         return EXIT_OUT_OF_MEMORY
+    frames = error.__traceback__
+    while frames and frames.tb_frame.f_code.co_filename == __file__:
+        frames = frames.tb_next
     traceback.print_exception(error.with_traceback(frames))
     return 1
 

@@ -6,7 +6,6 @@ process, and the server reports its end there. The server ends with its owner, a
 """
 
 import gc
-import json
 import linecache
 import os
 import select
@@ -25,6 +24,8 @@ from distflow.sandbox.inside.values import read_frame, to_text, write_frame
 MAX_MESSAGE_BYTES = 4096
 DESCRIPTORS = struct.Struct("6i")
 """`report`, followed by the descriptors of a `Request`."""
+READY = b"ready"
+"""The first message to the owner; any other is the reason why no program can be isolated."""
 ENDED, FAILED = b"e", b"f"
 """The first byte of a report; then comes `END`, or the reason why no process could be started."""
 END = struct.Struct("=id")
@@ -97,11 +98,11 @@ def main(control_at: int, owner: int) -> None:
     try:
         isolation = prepare_isolation()
     except OSError as error:
-        control.send(json.dumps({"failed": str(error)}).encode())
+        control.send(str(error).encode())
         return
     prepare()
     _warm_up()
-    control.send(b"{}")
+    control.send(READY)
     gc.collect()
     gc.disable()
     gc.freeze()

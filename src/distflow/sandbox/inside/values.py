@@ -125,10 +125,6 @@ def _read_each(content: Any, depth: int) -> list[Any]:
     return [_untagged(item, depth + 1) for item in content]
 
 
-def _read_hashed(content: Any, depth: int) -> list[Any]:
-    return _hashable(_read_each(content, depth))
-
-
 def _hashable(keys: list[Any]) -> list[Any]:
     if len(keys) > MAX_SAME_HASH and max(Counter(map(hash, keys)).values()) > MAX_SAME_HASH:
         raise ValueError(f"more than {MAX_SAME_HASH} keys with one hash")
@@ -167,7 +163,7 @@ _READ: dict[str, Callable[[Any, int], Any]] = {
     "bytes": lambda content, _: bytes.fromhex(_read_text(content)),
     "bytearray": lambda content, _: bytearray.fromhex(_read_text(content)),
     "tuple": lambda content, depth: tuple(_read_each(content, depth)),
-    "set": lambda content, depth: set(_read_hashed(content, depth)),
-    "frozenset": lambda content, depth: frozenset(_read_hashed(content, depth)),
+    "set": lambda content, depth: set(_hashable(_read_each(content, depth))),
+    "frozenset": lambda content, depth: frozenset(_hashable(_read_each(content, depth))),
     "dict": _read_dict,
 }
