@@ -255,8 +255,7 @@ class PolicyObjective(_Objective):
             case returned:
                 what = f"{type(returned).__name__}" if returned is not None else "nothing"
                 if isinstance(returned, Tensor):
-                    shape = tuple(returned.shape)
-                    what = f"a tensor of shape {shape} alone" if shape else "one number"
+                    what = f"a tensor of shape {tuple(returned.shape)} alone" if returned.ndim else "one number"
                 raise UserError(
                     f"policy loss '{self.policy_loss.name}' must return (loss per token, statistics by name), and "
                     f"returned {what}: write `return losses, {{}}`, where losses has a number a token, "

@@ -185,7 +185,7 @@ def choose_attention(model: nn.Module) -> str:
     # Ours supports plain causal attention only; a window or a soft cap is left to the family's own code.
     layer_types = set(getattr(causal.config, "layer_types", None) or ("full_attention",))
     windowed = layer_types != {"full_attention"} or getattr(causal.config, "sliding_window", None) is not None
-    candidates = ("sdpa", "eager") if windowed else (PACKED_ATTENTION, "sdpa", "eager")
+    candidates: tuple[str, ...] = ("sdpa", "eager") if windowed else (PACKED_ATTENTION, "sdpa", "eager")
     if getattr(causal.config, "attn_logit_softcapping", None) is not None:
         candidates = ("eager",)
     errors = {}
