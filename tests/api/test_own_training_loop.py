@@ -19,9 +19,9 @@ from distflow.algorithms.objective import PolicyObjective
 from distflow.data.batch import Batch
 from distflow.errors import UserError
 from distflow.runtime.sample_queue.protocol import NothingToWaitFor
-from distflow.scheduling.ledger import verify
 from tests.api.reward_results import HELD, digits, slow
 from tests.api.small import ROWS, TINY, small
+from tests.ledger_audit import verify
 
 OWN = [{"prompt": f"{a}+{a}=", "answer": str(2 * a)} for a in range(1, 9)]
 WITHOUT_DATA = yaml.safe_load(TINY.read_text())

@@ -12,8 +12,9 @@ import pytest
 from distflow.rollout.embedded import EmbeddedEngine
 from distflow.runtime.spec import Spec
 from distflow.runtime.weight_sync.ports import LocalWeights
-from distflow.scheduling.ledger import timeline, verify
+from distflow.scheduling.ledger import timeline
 from tests.e2e.runs import Playground, Run
+from tests.ledger_audit import verify
 
 LONG_TAIL = (
     "data.max_response_length=480",

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from distflow.observe.reading.run_reader import read_samples
-from distflow.scheduling.ledger import verify
 from distflow.scheduling.sample_queue import Exhausted
 from tests.e2e.runs import Playground, Run
 from tests.e2e.survivors import Place, Survivors, audit, records
+from tests.ledger_audit import verify
 from tests.patience import at_some_deadline
 
 CHEAP = ("trust.check_rewards=false", "trust.audit_freq=0", "trust.canary_freq=0", "actor_rollout_ref.rollout.n=2")

@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from distflow.errors import UserError
-from distflow.scheduling.ledger import timeline, verify
+from distflow.scheduling.ledger import timeline
 from tests.e2e.runs import Playground, Run
 from tests.e2e.test_domains import go_back, issued, steps_of
+from tests.ledger_audit import verify
 
 CURRICULUM = """
 def by_right_answers(progress, step, state):

@@ -12,8 +12,9 @@ from distflow.errors import UserError
 from distflow.observe.reading.run_reader import read_metrics
 from distflow.rollout.engine import SamplingParams
 from distflow.scheduling.groups import GroupCounts
-from distflow.scheduling.ledger import timeline, verify
+from distflow.scheduling.ledger import timeline
 from tests.e2e.runs import Playground, Run
+from tests.ledger_audit import verify
 
 # Every other group of `code` has nothing to teach.
 REWARD = """

@@ -11,10 +11,11 @@ from distflow.errors import UserError
 from distflow.rollout.embedded.engine import EmbeddedEngine
 from distflow.runtime.sample_queue.shared import SharedSampleQueue
 from distflow.scheduling.groups import PromptGroup
-from distflow.scheduling.ledger import timeline, verify
+from distflow.scheduling.ledger import timeline
 from distflow.scheduling.sample_queue import Exhausted
 from tests.e2e.runs import Playground, Run
 from tests.e2e.test_domains import FILTERED, REWARD, given, go_back, ground, steps_of
+from tests.ledger_audit import verify
 
 __all__ = ["ground"]
 

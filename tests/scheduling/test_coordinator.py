@@ -9,8 +9,9 @@ from distflow.scheduling.coordinator import Coordinator, mark_of
 from distflow.scheduling.data_order import place, total_steps
 from distflow.scheduling.data_plan import DataPlan
 from distflow.scheduling.groups import CountsError, GroupCounts, Version
-from distflow.scheduling.ledger import Ledger, timeline, verify
+from distflow.scheduling.ledger import Ledger, timeline
 from distflow.scheduling.sample_queue import Exhausted
+from tests.ledger_audit import verify
 
 
 def plan_of(num_rows=10, batch=4, epochs=2, **options):
@@ -440,6 +441,18 @@ def test_draws_are_counted_for_the_steps_that_their_class_covers():
         assert coordinator.ready(step)
         coordinator.release(step)
     assert [prompt_group.version for prompt_group in issued] == [0] * 16 + [1] * 8 + [2] * 8
+
+
+def test_the_empty_slots_of_a_short_step_are_given_to_no_group():
+    """The last of two steps of 4 is formed with one group, and then the engine gets another version."""
+    plan = plan_of(num_rows=100, total_steps=2, max_staleness=1, max_num_gen_batches=1, when_exhausted="continue")
+    coordinator = Coordinator(plan)
+    reward_fn(coordinator, coordinator.take_groups(), drop=range(4, 7))
+    coordinator.release(0, sent_weights=False)
+    assert coordinator.take_groups(engine_version=0) == [] and coordinator.ready(1) == (7,)
+    assert coordinator.take_groups(engine_version=1) == []
+    coordinator.queue.untake()
+    assert len(coordinator.take_groups(engine_version=1)) == 3
 
 
 def test_exhausted_only_once_no_later_version_can_bring_room():

@@ -16,9 +16,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from distflow.scheduling.coordinator import Coordinator, mark_of
 from distflow.scheduling.data_order import total_steps
 from distflow.scheduling.data_plan import DataPlan
-from distflow.scheduling.ledger import Ledger, timeline, verify
-from distflow.scheduling.ledger_audit import LedgerCounts
+from distflow.scheduling.ledger import Ledger, LedgerCounts, timeline
 from distflow.scheduling.sample_queue import Exhausted
+from tests.ledger_audit import verify
 
 NOTHING = {"consumed": [], "dropped": [], "complete": [], "failures": [], "attempts": [], "waiting": []}
 """The model at the start. consumed: groups by step. complete: group, its version, the lowest of its tokens.

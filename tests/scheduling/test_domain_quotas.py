@@ -5,7 +5,8 @@ from fractions import Fraction
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distflow.scheduling.domain_quotas import Quotas, most_behind
+from distflow.scheduling.domain_quotas import Quotas
+from tests.ledger_audit import most_behind
 
 WEIGHTS = st.lists(st.integers(1, 60) | st.sampled_from([1, 1000, 99991]), min_size=1, max_size=7)
 

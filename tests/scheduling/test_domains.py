@@ -15,11 +15,11 @@ from distflow.scheduling.coordinator import Coordinator, mark_of
 from distflow.scheduling.curriculum import Accuracy, CurriculumPlan
 from distflow.scheduling.data_order import epoch_order
 from distflow.scheduling.data_plan import DataPlan, DomainPlan
-from distflow.scheduling.domain_quotas import most_behind
 from distflow.scheduling.groups import CountsError, PromptGroup
-from distflow.scheduling.ledger import Ledger, timeline, verify
+from distflow.scheduling.ledger import Ledger, timeline
 from distflow.scheduling.lineage import step_lineage
 from distflow.scheduling.sample_queue import Exhausted
+from tests.ledger_audit import most_behind, verify
 
 
 class Journal(Ledger):

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from distflow.scheduling.groups import CountsError, GroupCounts
-from distflow.scheduling.ledger import Ledger, LedgerError, timeline, verify
-from distflow.scheduling.ledger_audit import LedgerCounts
+from distflow.scheduling.ledger import Ledger, LedgerCounts, LedgerError, timeline
+from tests.ledger_audit import verify
 
 
 def counted(path):

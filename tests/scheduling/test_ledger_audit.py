@@ -9,8 +9,9 @@ import pytest
 from distflow.scheduling.coordinator import Coordinator
 from distflow.scheduling.data_plan import DataPlan
 from distflow.scheduling.groups import CountsError, PromptGroup
-from distflow.scheduling.ledger import Ledger, verify
+from distflow.scheduling.ledger import Ledger
 from distflow.scheduling.rollout_capacity import rollout_capacity
+from tests.ledger_audit import verify
 
 NUM_RUNS = 1500
 

@@ -14,9 +14,10 @@ from distflow.scheduling.curriculum import Accuracy, CurriculumPlan, SkipPlan
 from distflow.scheduling.data_plan import DataPlan, DomainPlan
 from distflow.scheduling.domain_queue import MAX_ABORTS
 from distflow.scheduling.groups import CountsError
-from distflow.scheduling.ledger import Ledger, timeline, verify
+from distflow.scheduling.ledger import Ledger, timeline
 from distflow.scheduling.lineage import step_lineage
 from distflow.scheduling.sample_queue import Exhausted
+from tests.ledger_audit import verify
 
 
 class Journal(Ledger):

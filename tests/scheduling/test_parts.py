@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from distflow.scheduling.coordinator import LOST, Coordinator, mark_of
 from distflow.scheduling.data_plan import DataPlan
-from distflow.scheduling.ledger import Ledger, verify
+from distflow.scheduling.ledger import Ledger
+from tests.ledger_audit import verify
 
 
 def plan_of(staleness: int = 0, batch: int = 2, **changed: object) -> DataPlan:

@@ -9,8 +9,7 @@ from distflow.scheduling.curriculum import Accuracy, Skips
 from distflow.scheduling.data_plan import DataPlan, NextGroups
 from distflow.scheduling.domain_quotas import DomainShares
 from distflow.scheduling.groups import CountsError, GroupCounts, PromptGroup, Version, counts_by_domain
-from distflow.scheduling.ledger import Ledger, Mark
-from distflow.scheduling.ledger_audit import STALE
+from distflow.scheduling.ledger import STALE, Ledger, Mark
 from distflow.scheduling.rollout_capacity import Admission
 from distflow.scheduling.sample_queue import SampleQueue
 from distflow.scheduling.snapshot import (

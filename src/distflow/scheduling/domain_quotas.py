@@ -27,8 +27,9 @@ class Quotas:
 
     If shares change between steps, a domain is due the sum of its shares over all slots. No rule that does not know
     future changes can keep every domain within one slot of that; if a domain lags by a slot or more, the domain that
-    lags most gets the slot. So none is ever ahead by a slot, nor behind by more than `most_behind` (Adler et al. 2003,
-    *A Proportionate Fair Scheduling Rule with Good Worst-case Performance*).
+    lags most gets the slot. So none is ever ahead by a slot, nor behind by more than
+    1 + 1/2 + ... + 1/n slots with n domains (Adler et al. 2003, *A Proportionate Fair Scheduling Rule with Good
+    Worst-case Performance*).
 
     A single domain has all slots.
     """
@@ -145,16 +146,6 @@ class Quotas:
         if self._shares[domain] == 0:
             return math.inf, -self._lag[domain]
         return -((self._lag[domain] - self._whole) // self._shares[domain]), 0
-
-
-def most_behind(num_domains: int) -> Fraction:
-    """Slots that a domain may be behind if shares change: 1 + 1/2 + ... + 1/num_domains.
-
-    After every slot the j domains most behind are so by at most j · (1 + 1/(j + 1) + ... + 1/num_domains) in all. That
-    stays true if none is behind by a slot before one is assigned, as then none is after. Else the one most behind gets
-    it: if that is still one of the j, they gained a slot at most and lost one; if not, the j + 1 that it was one of had
-    (j + 1) · (1 + 1/(j + 2) + ...) + 1 between them, and it no less than each other."""
-    return sum((Fraction(1, number) for number in range(1, num_domains + 1)), Fraction(0))
 
 
 class DomainShares:

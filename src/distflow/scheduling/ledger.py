@@ -30,15 +30,19 @@ import json
 import os
 import secrets
 import time
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from enum import IntEnum
 from pathlib import Path
 from typing import BinaryIO, cast
 
 from distflow.errors import UserError
-from distflow.scheduling.groups import CountsError, GroupCounts
-from distflow.scheduling.ledger_audit import LedgerCounts, QuotaAudit, StalenessAudit
+from distflow.scheduling.groups import CountsError, DomainCounts, GroupCounts, counts_by_domain
 from distflow.scheduling.snapshot import Record
+
+STALE = "stale"
+"""Why a complete group is dropped: the run resumes with a bound that it would exceed."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,108 @@ class Mark:
 
 class LedgerError(UserError):
     """A ledger that cannot be read: damaged, or not one."""
+
+
+class _State(IntEnum):
+    """A `GroupState` as a byte, by its word; a group that waits to be issued again counts as generating."""
+
+    UNKNOWN = 0
+    GENERATING = 1
+    QUEUED = 2
+    TRAINED = 3
+    DROPPED = 4
+    SETTLED = 5
+    """Trained or dropped in another run's ledger; only the counts were inherited."""
+
+
+class LedgerCounts:
+    """Counts groups; a record that moves one in an impossible way is an error. Uses one byte per group."""
+
+    def __init__(self) -> None:
+        self.last_step = 0
+        self._states = bytearray()
+        self._attempts: dict[int, int] = {}
+        self._counts: Counter[_State] = Counter()
+        self._domains = defaultdict[str, DomainCounts](DomainCounts)
+        self._domain_of: dict[int, str] = {}  # of groups in the queue, if there are domains
+        self._num_aborted_tokens = 0
+
+    def apply(self, record: Record) -> None:
+        """The next record of a surviving timeline. Raises CountsError naming the group or the step."""
+        if (apply := getattr(self, f"on_{record['kind']}", None)) is not None:
+            apply(record)
+
+    @property
+    def group_counts(self) -> GroupCounts:
+        running, complete = self._counts[_State.GENERATING], self._counts[_State.QUEUED]
+        return GroupCounts.of(self._domains, running, complete, self._num_aborted_tokens)
+
+    def on_issued(self, record: Record) -> None:
+        number, attempt = record["group_id"], record["attempt"]
+        if number == len(self._states):
+            self._states.append(_State.GENERATING)
+            self._counts[_State.GENERATING] += 1
+            if "domain" in record:
+                self._domain_of[number] = record["domain"]
+            self._domains[record.get("domain", "")].issued += 1
+        elif number > len(self._states):
+            raise CountsError(f"group {number} was issued, but {len(self._states)} is the next one")
+        elif self._states[number] != _State.GENERATING or attempt <= self._attempts[number]:
+            state = _State(self._states[number]).name.lower()
+            raise CountsError(f"group {number} was issued twice: it is {state}, attempt {attempt}")
+        self._attempts[number] = attempt
+
+    def on_complete(self, record: Record) -> None:
+        self._move(record["group_id"], _State.GENERATING, _State.QUEUED)
+
+    def on_lost(self, record: Record) -> None:
+        self._move(record["group_id"], _State.QUEUED, _State.GENERATING)
+
+    def on_dropped(self, record: Record) -> None:
+        source = _State.QUEUED if record["reason"] == STALE else _State.GENERATING
+        self._move(record["group_id"], source, _State.DROPPED)
+        self._domains[self._domain_of.pop(record["group_id"], "")].drop(record["reason"])
+
+    def on_aborted(self, record: Record) -> None:
+        for number in record["group_ids"]:
+            self._move(number, _State.GENERATING, _State.GENERATING)
+            self._domains[self._domain_of.get(number, "")].aborted += 1
+        self._num_aborted_tokens += record["tokens"]
+
+    def on_consumed(self, record: Record) -> None:
+        if record["step"] != self.last_step + 1:
+            raise CountsError(f"step {record['step']} was consumed, but {self.last_step + 1} is the next one")
+        for number in record["group_ids"]:
+            self._move(number, _State.QUEUED, _State.TRAINED)
+            self._domains[self._domain_of.pop(number, "")].consumed += 1
+        self.last_step += 1
+
+    def on_inherited(self, record: Record) -> None:
+        if self._states:
+            raise CountsError(f"counts were inherited after {len(self._states)} groups had been issued")
+        self.last_step = record["step"]
+        self._states = bytearray([_State.SETTLED]) * record["issued"]
+        self._domains, self._num_aborted_tokens = counts_by_domain(record), record.get("aborted_tokens", 0)
+        for group in record.get("live", ()):
+            state = _State.QUEUED if group["complete"] else _State.GENERATING
+            self._states[group["group_id"]] = state
+            self._counts[state] += 1
+            self._attempts[group["group_id"]] = group["attempt"]
+            if "domain" in group:
+                self._domain_of[group["group_id"]] = group["domain"]
+
+    def _move(self, number: int, source: _State, target: _State) -> None:
+        state = _State(self._states[number]) if number < len(self._states) else _State.UNKNOWN
+        if state != source:
+            raise CountsError(
+                f"group {number} cannot become {target.name.lower()}: it is {state.name.lower()}, not "
+                f"{source.name.lower()}"
+            )
+        self._states[number] = target
+        self._counts[source] -= 1
+        self._counts[target] += 1
+        if target in (_State.TRAINED, _State.DROPPED):
+            del self._attempts[number]
 
 
 class Ledger:
@@ -167,35 +273,6 @@ def timeline(path: Path) -> Iterator[tuple[int, Record]]:
             spans.pop()
         if spans and position >= spans[-1][0]:
             yield position, record
-
-
-def verify(path: Path) -> GroupCounts:
-    """Counts of the surviving timeline. Checks every move of a group, and that each row of an epoch was issued as one
-    group only, each step ended in a version, no group was staler than the plan allowed, versions never went backwards,
-    and each domain had its share.
-
-    Raises CountsError, naming the group that moved in an impossible way, e.g. was consumed twice.
-    """
-    counts, staleness, quotas = LedgerCounts(), StalenessAudit(), QuotaAudit()
-    owner: dict[tuple[int, int], int] = {}
-    num_consumed = num_versions = 0
-    for _, record in timeline(path):
-        counts.apply(record)
-        if record["kind"] == "issued":
-            where = (record["epoch"], record["row"])
-            if owner.setdefault(where, record["group_id"]) != record["group_id"]:
-                raise CountsError(
-                    f"row {where[1]} of epoch {where[0]} was issued twice, as groups {owner[where]} and "
-                    f"{record['group_id']}"
-                )
-        staleness.apply(record)
-        quotas.apply(record)
-        num_consumed += record["kind"] == "consumed"
-        num_versions += record["kind"] == "version"
-    if num_consumed > num_versions:
-        raise CountsError(f"{num_consumed} steps were consumed, but only {num_versions} ended in a version")
-    counts.group_counts.check()
-    return counts.group_counts
 
 
 def _records(path: Path) -> Iterator[tuple[int, Record]]:

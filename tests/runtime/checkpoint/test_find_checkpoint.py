@@ -8,8 +8,8 @@ from distflow.errors import UserError
 from distflow.launch.local_launcher import launch_local
 from distflow.observe.reading.run_reader import read_events, read_metrics, sample_steps
 from distflow.runtime.spec import Outcome
-from distflow.scheduling.ledger import verify
 from tests.e2e.runs import Playground
+from tests.ledger_audit import verify
 
 CHEAP = ("trust.check_rewards=false", "trust.audit_freq=0", "trainer.save_freq=1", "trainer.keep_last=9")
 STEPS = "trainer.total_training_steps"
