@@ -72,9 +72,9 @@ bench-peers: $(INSTALLED)
 	mkdir -p .peers/tcmalloc
 	-cd .peers/tcmalloc && apt-get download --quiet libtcmalloc-minimal4 && dpkg -x *.deb .
 
-# The reference page of the configuration, from its schema.
+# The pages docs/config.md and docs/migrating.md, from the schema and the tables of other systems.
 docs: $(INSTALLED)
-	$(BIN)/python -m distflow.config.key_reference
+	$(BIN)/python scripts/make_docs.py
 
 clean:
 	rm -rf $(VENV) runs build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

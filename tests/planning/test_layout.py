@@ -31,6 +31,8 @@ def test_training_is_ordered_pp_dp_tp_and_inference_dp_pp_tp() -> None:
     assert [train.rank_at(*at) for at in where] == [0, 4, 1, 5, 2, 6, 3, 7]
     assert [infer.rank_at(*at) for at in where] == [0, 2, 1, 3, 4, 6, 5, 7]
     assert infer.heads() == (2, 6)
+    with pytest.raises(ValueError, match=r"the actor has no rank at .*'tensor': 2.*tensor=2"):
+        train.rank_at(0, 2)
 
 
 def test_ranks_need_not_begin_at_0_or_be_neighbours() -> None:

@@ -5,14 +5,18 @@
 The answers are those of a run of ours; the figures are those of the plain reference loop, trained on them.
 """
 
+import base64
+import json
 import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
 from distflow.config import load_config
 from distflow.data.batch import Batch
-from distflow.selftest.figures import RECORDED, Figures, Recorded, Step, is_update, step_of, write_recorded
+from distflow.selftest.figures import RECORDED, Figures, Recorded, Step, is_update, step_of
 from distflow.selftest.runs import PRESET_KEYS, REPLAYED, Lab
 from tests.e2e.reference_loop import ReferenceLoop, read_step
 
@@ -50,6 +54,29 @@ def record(folder: Path, preset: str) -> Recorded:
     lab = Lab.of(folder / preset, preset, Recorded(prompts, Figures(unanswered, {})))
     lab.sync()
     return Recorded(prompts, reference(lab, folder / preset / "sync"))
+
+
+def write_recorded(path: Path, recorded: Mapping[str, Recorded]) -> None:
+    """The inverse of `read_recorded`. Nine digits distinguish any two float32 numbers."""
+
+    def rounded(samples: Sequence[Sequence[float]]) -> list[list[float]]:
+        return [[float(f"{value:.9g}") for value in sample] for sample in samples]
+
+    def text(tensor: torch.Tensor) -> str:
+        return base64.b64encode(tensor.detach().numpy().astype("<f4").tobytes()).decode()
+
+    found = {
+        name: {
+            "prompts": one.prompts,
+            "steps": [
+                {**asdict(step), "sampled": rounded(step.sampled), "log_probs": rounded(step.log_probs)}
+                for step in one.figures.steps
+            ],
+            "weights": {name: [list(tensor.shape), text(tensor)] for name, tensor in one.figures.weights.items()},
+        }
+        for name, one in recorded.items()
+    }
+    path.write_text(json.dumps(found) + "\n")
 
 
 def main() -> None:

@@ -17,7 +17,8 @@ from distflow.rollout.embedded import engine
 from distflow.selftest import comparisons, runs
 from distflow.selftest import figures as recorded_file
 from distflow.selftest.comparisons import Row, compare, of_paths, of_workers
-from distflow.selftest.figures import RECORDED, Recorded, read_recorded, write_recorded
+from distflow.selftest.figures import RECORDED, Recorded, read_recorded
+from tests.selftest.record import write_recorded
 
 PERTURBED = """
 import distflow.launch.local_launcher as local

@@ -18,10 +18,9 @@ from distflow.selftest.figures import (
     Unlike,
     differences,
     read_recorded,
-    write_recorded,
 )
 from distflow.selftest.runs import PRESET_KEYS, Lab
-from tests.selftest.record import reference
+from tests.selftest.record import reference, write_recorded
 
 STEP = Step([[5, 6], [7]], [[-0.5, -4.0], [-1.0]], [[-0.5, -4.0], [-1.0]], [0.5, 0.0], {"actor/loss": 0.25})
 FIGURES = Figures(

@@ -50,7 +50,7 @@ def rollouts(
     inputs, has_data = PythonInputs(data, val_data, reward), True
     if data is None:
         named = load_config(*preset_and_lines(preset_or_config, overrides), complete=False).config
-        has_data = any(files for _, files in train_files(named))
+        has_data = any(train_files(named).values())
         if not has_data:
             inputs = replace(inputs, data=_placeholders(named))
     loaded = read(preset_or_config, overrides, inputs, resume)

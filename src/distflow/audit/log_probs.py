@@ -42,11 +42,13 @@ T = TypeVar("T")
 def audit_log_probs(recorded: RecordedStep) -> str | None:
     if not any(recorded.is_written(column) for column in ("old_log_probs", "ref_log_prob", "values")):
         return NOT_APPLICABLE
-    chosen = audited_samples(recorded)
-    if not chosen:
-        return "no sample is short enough to hold the logits of all its tokens"
     resources = recorded.run.resources
     own = "prox_log_probs" if recorded.is_written("prox_log_probs") else "old_log_probs"
+    chosen = audited_samples(recorded)
+    if not chosen and model_of(resources.actor) is None:
+        return f"the model that computes {own} is not exposed"
+    if not chosen:
+        return "no sample is short enough to hold the logits of all its tokens"
     of_engine = own == "old_log_probs" and (
         recorded.is_written("prox_alpha") or recorded.config.algorithm.recompute_old_log_probs == "false"
     )

@@ -6,7 +6,7 @@ import hashlib
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -224,7 +224,7 @@ def check(
     name: str, statement: str, *, needs: str, limit: str
 ) -> Callable[[Callable[[RecordedStep], str | None]], Check]:
     """Makes a `Check` of the decorated function."""
-    return lambda run: Check(name, statement, needs, limit, run)
+    return partial(Check, name, statement, needs, limit)
 
 
 def check_tokens(sample: Sample, column: str, expected: Tensor, wrong: Tensor, reason: str) -> None:

@@ -5,10 +5,11 @@ from collections import Counter
 
 import torch
 
-from distflow.audit.recorded_data import RecordedStep, Sample, Wrong, by_group_of, check, check_tokens
+from distflow.audit.recorded_data import RecordedStep, Sample, Wrong, by_group_of, check, check_tokens, is_builtin
 from distflow.config.derived_settings import algorithm_of
 from distflow.config.per_domain import filters_groups, response_limit, unfiltered_domains
 from distflow.data.prompts import PromptRow
+from distflow.graph import NodeRole
 from distflow.rollout.engine import Generation
 from distflow.scheduling.groups import PromptGroup
 
@@ -110,7 +111,8 @@ def audit_masks(recorded: RecordedStep) -> str | None:
 
 def _check_filter(recorded: RecordedStep, groups: dict[int, list[Sample]]) -> None:
     settings = recorded.config.algorithm.filter_groups
-    filters = any(node.node_id == "dynamic_sampling" for node in recorded.run.pipeline.nodes)
+    nodes = recorded.run.pipeline.nodes
+    filters = any(node.node_role == NodeRole.DYNAMIC_SAMPLING and is_builtin(node.fn) for node in nodes)
     if not filters_groups(recorded.config) or not filters or settings.metric != "acc":
         return
     unfiltered = unfiltered_domains(recorded.config)

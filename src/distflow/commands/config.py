@@ -47,7 +47,7 @@ def _fitted(loaded: "Loaded", trusted: bool) -> "Loaded":
     from distflow.config import UserError
     from distflow.config.per_domain import train_files
 
-    if not loaded.config.actor_rollout_ref.model.path or not any(files for _, files in train_files(loaded.config)):
+    if not loaded.config.actor_rollout_ref.model.path or not any(train_files(loaded.config).values()):
         return loaded
     if reason := _not_from_files(loaded.config, trusted):
         _note(f"note: sizes are not fitted to the data: {reason}")
@@ -68,9 +68,8 @@ def _not_from_files(config: "Config", trusted: bool) -> str:
     from distflow.launch.user_code import pipeline_code
     from distflow.runtime.checkpoint.find_checkpoint import is_of_a_run
 
-    elsewhere = [
-        file for _, files in (*train_files(config), *val_files(config)) for file in files if not is_local_data(file)
-    ]
+    files = (train_files(config) | val_files(config)).values()
+    elsewhere = [file for named in files for file in named if not is_local_data(file)]
     if elsewhere:
         return f"'{elsewhere[0]}' is no file of this machine"
     model = config.actor_rollout_ref.model

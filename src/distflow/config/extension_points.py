@@ -33,56 +33,38 @@ class ExtensionPoint:
     line: str
 
 
+def _entry(
+    kind: str, folder: str, defines: str, table: str, entry: str, *, registered: str = '"{target}"'
+) -> ExtensionPoint:
+    """A kind whose parts have entries in a table of `builtin_names.py`."""
+    line = f'"{{name}}": {entry}("DESCRIPTION", "{{target}}"),'
+    return ExtensionPoint(kind, (folder,), defines, BUILTIN_NAMES, table, registered, line)
+
+
 def _algorithm(kind: str, folder: str, ending: str, decorator: str, table: str, entry: str) -> ExtensionPoint:
     """A kind whose functions are registered by a decorator or have its names."""
     decorated = rf'{decorator}\(\s*"(?P<name>\w+)"(?=(?:.*?\ndef (?P<attribute>\w+))?)'
     named = rf"^def (?P<function>compute_(?P<stem>\w+)_{ending})\("
-    line = f'"{{name}}": {entry}("DESCRIPTION", "{{target}}"),'
-    return ExtensionPoint(
-        kind, (folder,), f"{decorated}|{named}", BUILTIN_NAMES, table, rf'"{{name}}": {entry}\(', line
-    )
+    return _entry(kind, folder, f"{decorated}|{named}", table, entry, registered=rf'"{{name}}": {entry}\(')
 
 
-def _engine(kind: str, folder: str, table: str, entry: str) -> ExtensionPoint:
-    line = f'"{{name}}": {entry}("DESCRIPTION", "{{target}}"),'
-    defines = r"^class (?P<attribute>(?P<name>\w+)Engine)\b(?![^\n]*\bProtocol\b)"
-    return ExtensionPoint(kind, (folder,), defines, BUILTIN_NAMES, table, '"{target}"', line)
+def _classes(ending: str) -> str:
+    """The pattern of classes with that ending of their names, protocols left out."""
+    return rf"^class (?P<attribute>(?P<name>\w+){ending})\b(?![^\n]*\bProtocol\b)"
 
 
+_REWARDS = r"^(?:async )?def (?P<attribute>compute_score)\(|^CASES\b"
+_PIPELINES = r"^def (?P<attribute>(?P<name>\w+)_pipeline)\("
 EXTENSION_POINTS = (
     _algorithm(
         "advantage estimator", "algorithms/advantages", "advantage", "register_adv_est", "ESTIMATORS", "Estimator"
     ),
     _algorithm("policy loss", "algorithms/losses", "loss", "register_policy_loss", "POLICY_LOSSES", "PolicyLoss"),
-    ExtensionPoint(
-        "reward function",
-        ("rewards",),
-        r"^(?:async )?def (?P<attribute>compute_score)\(|^CASES\b",
-        BUILTIN_NAMES,
-        "REWARDS",
-        '"{module}:',
-        '"{name}": Reward("DESCRIPTION", "{module}:compute_score"),',
-    ),
-    ExtensionPoint(
-        "pipeline",
-        ("pipelines",),
-        r"^def (?P<attribute>(?P<name>\w+)_pipeline)\(",
-        BUILTIN_NAMES,
-        "PIPELINES",
-        '"{target}"',
-        '"{name}": BuiltinPipeline("DESCRIPTION", "{target}"),',
-    ),
-    _engine("rollout engine", "rollout", "ROLLOUT_ENGINES", "RolloutEngineEntry"),
-    _engine("train engine", "training", "TRAIN_ENGINES", "TrainEngineEntry"),
-    ExtensionPoint(
-        "tracker",
-        ("observe/writing",),
-        r"^class (?P<attribute>(?P<name>\w+)Tracker)\b(?![^\n]*\bProtocol\b)",
-        BUILTIN_NAMES,
-        "TRACKERS",
-        '"{target}"',
-        '"{name}": Tracker("DESCRIPTION", "{target}"),',
-    ),
+    _entry("reward function", "rewards", _REWARDS, "REWARDS", "Reward", registered='"{module}:'),
+    _entry("pipeline", "pipelines", _PIPELINES, "PIPELINES", "BuiltinPipeline"),
+    _entry("rollout engine", "rollout", _classes("Engine"), "ROLLOUT_ENGINES", "RolloutEngineEntry"),
+    _entry("train engine", "training", _classes("Engine"), "TRAIN_ENGINES", "TrainEngineEntry"),
+    _entry("tracker", "observe/writing", _classes("Tracker"), "TRACKERS", "Tracker"),
     ExtensionPoint(
         "check of an audited step",
         ("audit",),

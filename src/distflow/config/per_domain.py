@@ -5,29 +5,26 @@ from collections.abc import Iterator, Mapping
 from distflow.config.keys.reward import RewardPart
 from distflow.config.keys.schema import Config
 
-Files = tuple[str, tuple[str, ...]]
-"""A key and its files."""
+Files = dict[str, tuple[str, ...]]
+"""Files by their keys."""
 
 
-def train_files(config: Config) -> Iterator[Files]:
-    """The training files by their keys."""
-    if not config.data.domains:
-        yield "data.train_files", config.data.train_files
-    for name, domain in config.data.domains.items():
-        yield f"data.domains.{name}.train_files", domain.train_files
+def train_files(config: Config) -> Files:
+    """The training files."""
+    domains = config.data.domains
+    own = {f"data.domains.{name}.train_files": domain.train_files for name, domain in domains.items()}
+    return own or {"data.train_files": config.data.train_files}
 
 
-def val_files(config: Config) -> Iterator[Files]:
-    """The validation files by their keys."""
-    if not config.data.domains:
-        yield "data.val_files", config.data.val_files
-    for name, domain in config.data.domains.items():
-        yield f"data.domains.{name}.val_files", domain.val_files
+def val_files(config: Config) -> Files:
+    """The validation files."""
+    own = {f"data.domains.{name}.val_files": domain.val_files for name, domain in config.data.domains.items()}
+    return own or {"data.val_files": config.data.val_files}
 
 
 def validates(config: Config) -> bool:
     """Whether there are validation files."""
-    return any(files for _, files in val_files(config))
+    return any(val_files(config).values())
 
 
 def reward_functions(config: Config) -> Mapping[str, tuple[RewardPart, ...]]:

@@ -29,10 +29,7 @@ files of domains too); changed code of a reward function is reported."""
 
 def flatten(config: Config) -> dict[str, object]:
     """The value of each key by its dotted name, in the order of the schema."""
-    flat: dict[str, object] = {}
-    for name in group_names():
-        flat |= {key: value for key, _, value, _ in walk(find_group(config, name), name)}
-    return flat
+    return {key: value for name in group_names() for key, _, value, _ in walk(find_group(config, name), name)}
 
 
 def changed_from_default(config: Config, names: Iterable[str]) -> Iterator[tuple[str, object, object]]:

@@ -31,7 +31,7 @@ def named_code(config: Config) -> list[str]:
     for key, _, parts in named_rewards(config):  # "module:function" or "file.py:function"
         names = [part.name for part in parts if ":" in part.name]
         code += [f"{key}: {name}" for name in names if not name.startswith("distflow.")]
-    for key, files in (*train_files(config), *val_files(config)):
+    for key, files in (train_files(config) | val_files(config)).items():
         code += [f"{key}: {file}" for file in files if is_function(file)]
     return [*code, *model_code(config)]
 

@@ -44,9 +44,12 @@ class Layout:
 
     def rank_at(self, dp: int, tp: int = 0, pp: int = 0, cp: int = 0) -> int:
         """The rank at these coordinates. Order of ranks: pp → dp → cp → tp for training, dp → pp → cp → tp for
-        inference, the last one fastest."""
+        inference, the last one fastest. Raises ValueError for coordinates out of range."""
         at = {"data": dp, "tensor": tp, "pipeline": pp, "context": cp}
-        return next(rank for rank, place in self._places().items() if place == at)
+        for rank, place in self._places().items():
+            if place == at:
+                return rank
+        raise ValueError(f"the {self.role} has no rank at {at}: its sizes are {self.sizes}")
 
     def place(self, rank: int) -> dict[Axis, int]:
         """The coordinates of one of its ranks."""

@@ -8,7 +8,7 @@ their bytes in base64.
 import base64
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -152,30 +152,6 @@ def read_recorded(path: Path) -> dict[str, Recorded]:
         )
         for name, found in json.loads(path.read_text()).items()
     }
-
-
-def write_recorded(path: Path, recorded: Mapping[str, Recorded]) -> None:
-    found = {
-        name: {
-            "prompts": one.prompts,
-            "steps": [
-                {**asdict(step), "sampled": _digits(step.sampled), "log_probs": _digits(step.log_probs)}
-                for step in one.figures.steps
-            ],
-            "weights": {name: [list(tensor.shape), _text(tensor)] for name, tensor in one.figures.weights.items()},
-        }
-        for name, one in recorded.items()
-    }
-    path.write_text(json.dumps(found) + "\n")
-
-
-def _digits(samples: Sequence[Sequence[float]]) -> list[list[float]]:
-    """Nine digits, which distinguish any two float32 numbers."""
-    return [[float(f"{value:.9g}") for value in sample] for sample in samples]
-
-
-def _text(tensor: Tensor) -> str:
-    return base64.b64encode(tensor.detach().numpy().astype("<f4").tobytes()).decode()
 
 
 def _tensor(text: str, shape: list[int]) -> Tensor:

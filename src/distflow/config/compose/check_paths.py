@@ -57,7 +57,7 @@ def _named(config: Config) -> Iterator[tuple[str, str, Fault]]:
     if may_have_critic(config):
         models.append(("critic.model.path", config.critic.model.path))
     yield from ((key, path, model_fault) for key, path in models if path)
-    for key, files in (*val_files(config), *train_files(config)):
+    for key, files in (val_files(config) | train_files(config)).items():
         yield from ((key, file, data_fault) for file in files if file.strip())
     custom = config.custom_reward_function
     if custom.path and is_rl(config):

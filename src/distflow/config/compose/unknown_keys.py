@@ -24,23 +24,18 @@ def most_similar(name: str, known: Mapping[str, str]) -> list[str]:
 
 def _similarity(name: str, other: str) -> float:
     """The mean over groups and words; 0 if one of them is another word."""
-    parts, others = name.split("."), other.split(".")
-    if len(parts) != len(others):
+    if name.count(".") != other.count("."):
         return 0.0
-    ratios = [ratio for pair in zip(parts, others, strict=True) for ratio in _ratios(*pair)]
-    return sum(ratios) / len(ratios) if all(ratios) else 0.0
-
-
-def _ratios(name: str, other: str) -> list[float]:
-    words, others = name.split("_"), other.split("_")
-    if len(words) == len(others):
-        return [_ratio(word, another, _LEAST_SIMILARITY) for word, another in zip(words, others, strict=True)]
-    return [_ratio("".join(words), "".join(others), _JOINED)]
-
-
-def _ratio(word: str, other: str, least: float) -> float:
-    ratio = SequenceMatcher(None, word, other).ratio()
-    return ratio if ratio >= least else 0.0
+    ratios = []
+    for part, another in zip(name.split("."), other.split("."), strict=True):
+        words, others, least = part.split("_"), another.split("_"), _LEAST_SIMILARITY
+        if len(words) != len(others):
+            words, others, least = ["".join(words)], ["".join(others)], _JOINED
+        for pair in zip(words, others, strict=True):
+            ratios.append(SequenceMatcher(None, *pair).ratio())
+            if ratios[-1] < least:
+                return 0.0
+    return sum(ratios) / len(ratios)
 
 
 _SAME_KEYS = {"verl", "siiRL"}  # systems whose commands run here with few changes

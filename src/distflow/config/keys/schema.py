@@ -85,10 +85,7 @@ def group_names() -> list[str]:
 def schema_keys() -> dict[str, KeyInfo]:
     """Every key by its dotted name, in the order of declaration."""
     defaults = Config()
-    found: dict[str, KeyInfo] = {}
-    for name in group_names():
-        found |= collect(find_group(defaults, name), name)
-    return found
+    return {key: info for name in group_names() for key, info in collect(find_group(defaults, name), name).items()}
 
 
 def find_group(config: Config, name: str) -> "DataclassInstance":

@@ -36,7 +36,7 @@ def validation(config: Config) -> Iterator[Finding]:
 
 
 def _val_files(config: Config) -> str:
-    return next(key for key, _ in val_files(config))
+    return next(iter(val_files(config)))
 
 
 def keep_best(config: Config) -> Iterator[Finding]:

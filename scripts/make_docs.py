@@ -1,8 +1,9 @@
-"""The generated pages of the docs: the reference of all keys, from the schema, and the page for users of other systems,
-from the tables of their names.
+"""Writes the generated pages of the docs: docs/config.md from the schema, and docs/migrating.md from the tables of
+names in other systems.
 
-`python -m distflow.config.key_reference` writes docs/config.md and docs/migrating.md from the templates in `pages`, in
-which a line `$name` stands for a generated part.
+    make docs
+
+Each is written from its template in `pages`, in which a line `$name` stands for a generated part.
 """
 
 import ast
@@ -36,7 +37,7 @@ _BUILTIN_NAMES: Mapping[str, Mapping[str, builtin_names.Entry]] = {
 
 
 def main() -> None:
-    """Write both pages to the folder in the first argument, by default docs."""
+    """Write both pages to the folder in the first argument, by default `docs`."""
     folder = Path(sys.argv[1] if len(sys.argv) > 1 else "docs")
     for name, text in (("config.md", render_reference()), ("migrating.md", render_migrating())):
         (folder / name).write_text(text, encoding="utf-8")
