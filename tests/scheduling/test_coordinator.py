@@ -442,6 +442,18 @@ def test_draws_are_counted_for_the_steps_that_their_class_covers():
     assert [prompt_group.version for prompt_group in issued] == [0] * 16 + [1] * 8 + [2] * 8
 
 
+def test_the_empty_slots_of_a_short_step_are_given_to_no_group():
+    """The last of two steps of 4 is formed with one group, and then the engine gets another version."""
+    plan = plan_of(num_rows=100, total_steps=2, max_staleness=1, max_num_gen_batches=1, when_exhausted="continue")
+    coordinator = Coordinator(plan)
+    reward_fn(coordinator, coordinator.take_groups(), drop=range(4, 7))
+    coordinator.release(0, sent_weights=False)
+    assert coordinator.take_groups(engine_version=0) == [] and coordinator.ready(1) == (7,)
+    assert coordinator.take_groups(engine_version=1) == []
+    coordinator.queue.untake()
+    assert len(coordinator.take_groups(engine_version=1)) == 3
+
+
 def test_exhausted_only_once_no_later_version_can_bring_room():
     coordinator = Coordinator(plan_of(num_rows=1000, max_staleness=1, max_num_gen_batches=1))
     first = coordinator.take_groups()

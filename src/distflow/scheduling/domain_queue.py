@@ -27,7 +27,8 @@ class DomainQueue:
     """The groups of one domain in the queue. A pure state machine; `SampleQueue` checks that moves are possible.
 
     domain: its number in `quotas`. num_live: running, complete or waiting to be issued again. formed: groups that the
-    next step has taken. protected: running groups that may not be aborted again.
+    next step has taken. num_unfilled: slots of that step that stay empty. protected: running groups that may not be
+    aborted again.
     """
 
     def __init__(
@@ -42,7 +43,7 @@ class DomainQueue:
         self._groups, self._quotas, self.domain, self._max_staleness = groups, quotas, domain, max_staleness
         self._oversampling = oversampling
         self._due: dict[int, _Due] = {}
-        self.num_live = self.num_complete = 0
+        self.num_live = self.num_complete = self.num_unfilled = 0
         self.waiting, self.protected = set[int](), set[int]()
         self.formed: tuple[int, ...] = ()
 
@@ -74,7 +75,7 @@ class DomainQueue:
 
     def room(self, step: int) -> int:
         """Slots up to that step without a group in the queue, plus extra groups; negative if there are too many."""
-        return self._quotas.up_to(self.domain, step) + self.num_extra - self.num_live
+        return self._quotas.up_to(self.domain, step) + self.num_extra - self.num_unfilled - self.num_live
 
     def add(self, number: int) -> None:
         """Add a group in any state."""
@@ -113,24 +114,25 @@ class DomainQueue:
         self._change(number, state=GroupState.DROPPED)
         self.num_live -= 1
 
-    def take(self, numbers: Sequence[int]) -> None:
-        """Take groups for the next step."""
+    def take(self, numbers: Sequence[int], wanted: int) -> None:
+        """Take groups for `wanted` slots of the next step; those without a group stay empty."""
         for number in numbers:
             self._leave(number)
             self._change(number, state=GroupState.TRAINING)
         self.formed += tuple(numbers)
+        self.num_unfilled += wanted - len(numbers)
 
     def untake(self) -> None:
         for number in self.formed:
             self._change(number, state=GroupState.QUEUED)
             self._enter(number)
-        self.formed = ()
+        self.formed, self.num_unfilled = (), 0
 
     def consume(self, step: int) -> None:
         """Forget the groups of a consumed step."""
         self.num_live -= len(self.formed)
         self.num_complete -= len(self.formed)
-        self.formed = ()
+        self.formed, self.num_unfilled = (), 0
         self._due = {due: members for due, members in self._due.items() if due > step or members.num_live}
 
     def num_owed(self) -> int:

@@ -19,7 +19,8 @@ def rollout_capacity(
 
     max_concurrent: groups that may run at once. running: those that run, without lost ones that wait to be issued
     again. version: the lowest of the engines that may run the group, not the trainer's. accepted: `consumer_batch` for
-    each consumed step, short or not, plus the complete groups that are not consumed.
+    each consumed step, short or not, plus the complete groups that are not consumed, and the empty slots of a short
+    step that is formed.
 
     At staleness 0 groups start in waves: none while a group of the last wave runs. Which groups share a batch in
     the engine then depends on the ledger alone, not on which finished first, and a resumed run repeats it.
@@ -199,8 +200,8 @@ class Admission:
         """Rollout capacity; none for steps that the run does not have."""
         plan, queue = self._plan, self._queue
         version = self._last_step(engine_version) - plan.max_staleness
-        num_extra = sum(each.num_extra for each in queue.domain_queues.values())
-        accepted = queue.next_step * plan.consumer_batch + queue.num_complete - num_extra
+        num_open = sum(each.num_extra - each.num_unfilled for each in queue.domain_queues.values())
+        accepted = queue.next_step * plan.consumer_batch + queue.num_complete - num_open
         return rollout_capacity(
             self._max_concurrent, running, plan.max_staleness, version, plan.consumer_batch, accepted
         )

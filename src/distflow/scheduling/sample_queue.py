@@ -212,8 +212,8 @@ class SampleQueue:
         parts = self._form(step, needs, exhausted)
         if parts is None:
             return None
-        for (queue, _), numbers in zip(needs, parts, strict=True):
-            queue.take(sorted(numbers))
+        for (queue, slots), numbers in zip(needs, parts, strict=True):
+            queue.take(sorted(numbers), slots)
         return tuple(sorted(number for numbers in parts for number in numbers))
 
     def untake(self) -> None:
