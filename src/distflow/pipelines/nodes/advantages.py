@@ -1,8 +1,9 @@
 """Nodes from scores to advantages: KL penalty, estimator, normalising and clipping (AReaL, ROLL); and nodes that
 leave samples out of the loss, weigh them, or select tokens."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,12 +23,11 @@ from distflow.algorithms.sample_filters import (
     with_mean_one,
 )
 from distflow.config import Config
-from distflow.config.compose.key_usage import plain
 from distflow.config.derived_settings import find_estimator
-from distflow.config.keys.algorithm import AlgorithmConfig, NormConfig, is_on
+from distflow.config.keys.algorithm import AlgorithmConfig, is_on
 from distflow.config.per_domain import reward_functions
 from distflow.graph import NodeOutput, NodeRole, node, node_factory
-from distflow.pipelines.nodes.by_domain import by_domain
+from distflow.pipelines.nodes.by_domain import algorithm_node, by_domain
 from distflow.rewards.score import RIGHT
 from distflow.runtime.compiled_node import NodeContext
 from distflow.training.engine import Collective
@@ -49,22 +49,9 @@ def weighs_samples(algorithm: AlgorithmConfig) -> bool:
     return algorithm.difficulty_weight is not None or algorithm.length_weight is not None
 
 
-@node_factory
-@node(writes="loss_mask")
-@by_domain(masks_samples)
-def mask_samples(config: Config) -> Callable[..., object]:
-    """`loss_mask` without samples that `algorithm.mask_truncated`, `mask_long_errors` or `difficulty_mask` exclude."""
-    settings = config.algorithm
-    return partial(
-        masked_samples,
-        mask_truncated=settings.mask_truncated,
-        difficulty_mask=settings.difficulty_mask,
-        mask_long_errors=settings.mask_long_errors,
-    )
-
-
+@algorithm_node(masks_samples)
 @node(writes="loss_mask", scope="group")
-def masked_samples(
+def mask_samples(
     loss_mask: Tensor,
     response_mask: Tensor,
     acc: Tensor,
@@ -74,10 +61,10 @@ def masked_samples(
     *,
     mask_truncated: bool,
     difficulty_mask: Band | None,
-    mask_long_errors: int | None = None,
+    mask_long_errors: int | None,
 ) -> NodeOutput:
-    """Masked samples stay in the baselines and means of their group. `sample_mask/*`: the share of valid samples left
-    out.
+    """`loss_mask` without the excluded samples, which stay in the baselines and means of their group. `sample_mask/*`:
+    the share of valid samples left out.
 
     mask_long_errors: number of policy tokens from which on an incorrect response is left out (ROLL's
     `error_max_len_threshold`).
@@ -95,18 +82,9 @@ def masked_samples(
     return NodeOutput({"loss_mask": loss_mask * keep[:, None].to(loss_mask.dtype)}, metrics, float(valid.sum()))
 
 
-@node_factory
+@algorithm_node(changes_rewards)
 @node(writes="token_level_rewards")
-@by_domain(changes_rewards)
-def normalize_rewards(config: Config) -> Callable[..., object]:
-    """Scores of samples shifted by `algorithm.reward_shift`, multiplied by `reward_scale` and normalised by
-    `reward_norm`; a KL penalty is subtracted afterwards."""
-    settings, norm = config.algorithm, _normalization(config.algorithm.reward_norm)
-    return partial(normalized_rewards, norm=norm, shift=settings.reward_shift, scale=settings.reward_scale)
-
-
-@node(writes="token_level_rewards")
-def normalized_rewards(
+def normalize_rewards(
     token_level_scores: Tensor,
     response_mask: Tensor,
     group_index: Tensor,
@@ -115,15 +93,17 @@ def normalized_rewards(
     reduce: Collective,
     ctx: NodeContext,
     *,
-    norm: Normalization,
-    shift: float = 0.0,
-    scale: float = 1.0,
+    reward_norm: Mapping[str, Any],
+    reward_shift: float,
+    reward_scale: float,
 ) -> NodeOutput:
-    """One reward a sample, on its last policy token: float32 `(bs, response_length)`.
+    """Scores shifted, multiplied and normalised: one reward a sample, on its last policy token, float32
+    `(bs, response_length)`. A KL penalty is subtracted afterwards.
 
     Running moments are the node's state, so that a resumed run continues with them.
     """
-    scores = (sample_scores(token_level_scores, response_mask)[:, None] + shift) * scale
+    norm = Normalization(**reward_norm)
+    scores = (sample_scores(token_level_scores, response_mask)[:, None] + reward_shift) * reward_scale
     moments, metrics = None, dict[str, float]()
     if norm.is_running:
         moments = Moments.load(ctx.state).with_values(scores, valid[:, None], reduce)
@@ -133,18 +113,14 @@ def normalized_rewards(
     return NodeOutput({"token_level_rewards": on_last_token(rewards[:, 0], response_mask)}, metrics)
 
 
-@node_factory
+@algorithm_node(lambda algorithm: algorithm.reward_clip is not None)
 @node(writes="token_level_rewards")
-@by_domain(lambda algorithm: algorithm.reward_clip is not None)
-def clip_rewards(config: Config) -> Callable[..., object]:
-    """Rewards of samples within ±`algorithm.reward_clip`."""
-    bound = config.algorithm.reward_clip
-    return partial(clipped_rewards, bound=torch.inf if bound is None else bound)
-
-
-@node(writes="token_level_rewards")
-def clipped_rewards(token_level_rewards: Tensor, response_mask: Tensor, valid: Tensor, *, bound: float) -> NodeOutput:
-    """One reward a sample, on its last policy token. `reward_clip/clipped`: the share of valid samples beyond it."""
+def clip_rewards(
+    token_level_rewards: Tensor, response_mask: Tensor, valid: Tensor, *, reward_clip: float | None
+) -> NodeOutput:
+    """One reward a sample within ±`reward_clip`, on its last policy token. `reward_clip/clipped`: the share of valid
+    samples beyond it."""
+    bound = torch.inf if reward_clip is None else reward_clip
     rewards, valid = sample_scores(token_level_rewards, response_mask), valid.bool()
     clipped = on_last_token(rewards.clamp(-bound, bound), response_mask)
     metrics = {"reward_clip/clipped": _share(rewards.abs() > bound, valid)}
@@ -207,16 +183,9 @@ def subtract_kl(
     return NodeOutput({"token_level_rewards": rewards}, metrics)
 
 
-@node_factory
+@algorithm_node(lambda algorithm: algorithm.whiten_rewards)
 @node(writes="token_level_rewards")
-@by_domain(lambda algorithm: algorithm.whiten_rewards)
-def whiten_rewards(config: Config) -> Callable[..., object]:
-    """Rewards of tokens by `algorithm.whiten_rewards`."""
-    return whitened_rewards
-
-
-@node(writes="token_level_rewards")
-def whitened_rewards(token_level_rewards: Tensor, response_mask: Tensor, valid: Tensor, reduce: Collective) -> Tensor:
+def whiten_rewards(token_level_rewards: Tensor, response_mask: Tensor, valid: Tensor, reduce: Collective) -> Tensor:
     """float32 `(bs, response_length)`: mean 0 and variance 1 over the policy's tokens of all valid samples, also of
     those that are left out of the loss (alibaba/ROLL leaves them out here too); 0 elsewhere."""
     counted = (response_mask > 0) & valid.bool()[:, None]
@@ -249,16 +218,9 @@ def compute_advantage(config: Config) -> Callable[..., object]:
     return partial(estimator.fn, **options) if options else estimator.fn
 
 
-@node_factory
+@algorithm_node(lambda algorithm: is_on(algorithm.adv_norm))
 @node(writes="advantages")
-@by_domain(lambda algorithm: is_on(algorithm.adv_norm))
-def normalize_advantages(config: Config) -> Callable[..., object]:
-    """Advantages of tokens, by `algorithm.adv_norm`; the critic's returns are unchanged."""
-    return partial(normalized_advantages, norm=_normalization(config.algorithm.adv_norm))
-
-
-@node(writes="advantages")
-def normalized_advantages(
+def normalize_advantages(
     advantages: Tensor,
     response_mask: Tensor,
     group_index: Tensor,
@@ -266,40 +228,26 @@ def normalized_advantages(
     valid: Tensor,
     reduce: Collective,
     *,
-    norm: Normalization,
+    adv_norm: Mapping[str, Any],
 ) -> Tensor:
-    """float32 `(bs, response_length)`."""
+    """float32 `(bs, response_length)`; the critic's returns are unchanged."""
+    norm = Normalization(**adv_norm)
     return norm(advantages, response_mask, group_index, valid, episode_index, reduce).float()
 
 
-@node_factory
+@algorithm_node(lambda algorithm: algorithm.advantage_clip is not None)
 @node(writes="advantages")
-@by_domain(lambda algorithm: algorithm.advantage_clip is not None)
-def clip_advantages(config: Config) -> Callable[..., object]:
-    """Advantages of tokens within ±`algorithm.advantage_clip`."""
-    bound = config.algorithm.advantage_clip
-    return partial(clipped_advantages, bound=torch.inf if bound is None else bound)
-
-
-@node(writes="advantages")
-def clipped_advantages(advantages: Tensor, response_mask: Tensor, *, bound: float) -> NodeOutput:
-    """`advantage_clip/clipped`: the share of the policy's tokens beyond it."""
-    counted = response_mask > 0
+def clip_advantages(advantages: Tensor, response_mask: Tensor, *, advantage_clip: float | None) -> NodeOutput:
+    """Advantages of tokens within ±`advantage_clip`. `advantage_clip/clipped`: the share of the policy's tokens beyond
+    it."""
+    bound, counted = torch.inf if advantage_clip is None else advantage_clip, response_mask > 0
     metrics = {"advantage_clip/clipped": _share(advantages.abs() > bound, counted)}
     return NodeOutput({"advantages": advantages.clamp(-bound, bound)}, metrics, float(counted.sum()))
 
 
-@node_factory
+@algorithm_node(weighs_samples)
 @node(writes="advantages")
-@by_domain(weighs_samples)
-def weigh_samples(config: Config) -> Callable[..., object]:
-    """Advantages weighed by `algorithm.difficulty_weight` and `length_weight`."""
-    settings = config.algorithm
-    return partial(weighed_samples, difficulty=settings.difficulty_weight, length=settings.length_weight)
-
-
-@node(writes="advantages")
-def weighed_samples(
+def weigh_samples(
     advantages: Tensor,
     response_mask: Tensor,
     acc: Tensor,
@@ -307,15 +255,15 @@ def weighed_samples(
     group_index: Tensor,
     reduce: Collective,
     *,
-    difficulty: Band | None,
-    length: Band | None,
+    difficulty_weight: Band | None,
+    length_weight: Band | None,
 ) -> Tensor:
-    """The weights have the mean 1 over the valid samples: float32 `(bs, response_length)`."""
+    """Advantages times weights with the mean 1 over the valid samples: float32 `(bs, response_length)`."""
     weights = torch.ones(len(valid), dtype=torch.float64)
-    if difficulty is not None:
-        weights = weights * difficulty_weights(share_right(acc, group_index, valid), difficulty)
-    if length is not None:
-        weights = weights * length_weights((response_mask > 0).sum(dim=-1), valid, length, reduce)
+    if difficulty_weight is not None:
+        weights = weights * difficulty_weights(share_right(acc, group_index, valid), difficulty_weight)
+    if length_weight is not None:
+        weights = weights * length_weights((response_mask > 0).sum(dim=-1), valid, length_weight, reduce)
     return (advantages.double() * with_mean_one(weights, valid, reduce)[:, None]).float()
 
 
@@ -328,10 +276,6 @@ def select_tokens(config: Config) -> Callable[..., object]:
     assert loss.selects is not None
     options = loss.for_selection(actor.policy_loss_kwargs)
     return partial(loss.selects, **options) if options else loss.selects
-
-
-def _normalization(norm: NormConfig) -> Normalization:
-    return Normalization(**plain(norm))  # type: ignore[arg-type]  # the config checks them
 
 
 def _share(hit: Tensor, counted: Tensor) -> float:

@@ -3,14 +3,17 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial, wraps
+from inspect import signature
 
 import torch
 
 from distflow.config import Config
+from distflow.config.compose.key_usage import plain
 from distflow.config.derived_settings import algorithms, config_of
 from distflow.config.keys.algorithm import AlgorithmConfig
+from distflow.config.keys.declare import is_group
 from distflow.data.batch import Batch, Written
-from distflow.graph import BoundNode, Node, NodeOutput, node
+from distflow.graph import BoundNode, Node, NodeOutput, node, node_factory
 from distflow.graph.bind import bind_alone
 from distflow.runtime.compiled_node import NodeContext, compile_inputs
 from distflow.runtime.step_metrics import over_ranks
@@ -33,6 +36,25 @@ def by_domain(is_on: Callable[[AlgorithmConfig], bool]) -> Callable[[Factory], F
             return _divided(make, is_on, config) if config.algorithm.domains else make(config)
 
         return factory
+
+    return decorated
+
+
+def algorithm_node(is_on: Callable[[AlgorithmConfig], bool]) -> Callable[[Callable[..., object]], Factory]:
+    """Decorates a node function whose keyword-only parameters are keys of `algorithm`; a group of keys is passed as a
+    mapping. Returns the factory that gives it their values, in each domain its own. is_on: as of `by_domain`."""
+
+    def decorated(function: Callable[..., object]) -> Factory:
+        parameters = signature(function).parameters.values()
+        names = [parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
+
+        @wraps(function)
+        def make(config: Config) -> Callable[..., object]:
+            values = {name: getattr(config.algorithm, name) for name in names}
+            options = {name: plain(value) if is_group(value) else value for name, value in values.items()}
+            return partial(function, **options) if options else function
+
+        return node_factory(by_domain(is_on)(make))
 
     return decorated
 
