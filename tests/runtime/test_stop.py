@@ -1,5 +1,6 @@
 """Signals: the first is told from another thread, whatever lock the main thread holds."""
 
+import errno
 import os
 import signal
 import subprocess
@@ -9,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from distflow.runtime.stop import SIGNALS, Interrupted, StopRequest, interruptible
+from distflow.runtime.stop import SIGNALS, Interrupted, StopRequest, interruptible, leave_at_once
 
 # Has a terminal of its own. SIGHUP is blocked until the terminal is gone and output to it has failed.
 WRITES_BEFORE_THE_SIGNAL = """
@@ -134,3 +135,18 @@ def test_output_that_fails_before_the_hang_up_arrives_leaves_its_status(live: bo
         shown += os.read(ours, 65536)
     os.close(ours)
     assert run.wait(60) == 129
+
+
+def test_a_terminal_that_has_just_gone_does_not_keep_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gone(descriptor: int, data: bytes) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    def leave(status: int) -> None:
+        raise SystemExit(status)
+
+    monkeypatch.setattr(os, "isatty", lambda descriptor: True)
+    monkeypatch.setattr(os, "write", gone)
+    monkeypatch.setattr(os, "_exit", leave)
+    with pytest.raises(SystemExit) as left:
+        leave_at_once(130)
+    assert left.value.code == 130

@@ -5,7 +5,8 @@ texts, and rows are picked by copying bytes.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from itertools import accumulate
 
 import numpy as np
@@ -54,11 +55,11 @@ def gather(parts: Sequence[Buffers], picks: Sequence[tuple[int, int]]) -> Batch:
     """
     used = sorted({part for part, _ in picks}) or [0]
     fields = _common_fields([parts[part] for part in used])
-    layouts = {part: _Layout(parts[part]) for part in used}
+    ends_of = {part: _row_ends(parts[part]) for part in used}
     runs = _runs(picks)
 
     def picked(name: str, field: Field) -> Tensor:
-        ends = {part: layout.ends(field) for part, layout in layouts.items()}
+        ends = {part: of_column(field) for part, of_column in ends_of.items()}
         slices = [parts[part][name][ends[part][first] : ends[part][end]] for part, first, end in runs]
         values = np.concatenate(slices) if slices else np.empty(0, np.uint8)
         return torch.from_numpy(values) if values.size else torch.empty(0, dtype=torch.uint8)
@@ -76,26 +77,24 @@ def gather(parts: Sequence[Buffers], picks: Sequence[tuple[int, int]]) -> Batch:
     return Batch.from_columns(prompts, responses, ((field, column(field)) for field in fields))
 
 
-class _Layout:
-    """Start and end of the rows of one part's columns."""
+def _row_ends(buffers: Buffers) -> Callable[[Field], Sequence[int]]:
+    """Of a column of this part: the bytes before each row, and of all, one entry more than there are rows."""
+    lengths = {axis: buffers[name].view(np.int64) for axis, name in _LENGTHS.items()}
+    lengths[Axis.SEQUENCE] = lengths[Axis.PROMPT] + lengths[Axis.RESPONSE]
 
-    def __init__(self, buffers: Buffers) -> None:
-        lengths = {axis: buffers[name].view(np.int64) for axis, name in _LENGTHS.items()}
-        lengths[Axis.SEQUENCE] = lengths[Axis.PROMPT] + lengths[Axis.RESPONSE]
-        self._lengths, self._buffers = lengths, buffers
-        self._known: dict[tuple[Axis, int], list[int]] = {}
+    @cache
+    def ends_of_tokens(axis: Axis, itemsize: int) -> list[int]:
+        return [0, *accumulate((lengths[axis] * itemsize).tolist())]
 
-    def ends(self, field: Field) -> list[int]:
-        """Bytes before each row of a column, and of all: one entry more than there are rows."""
+    def ends(field: Field) -> Sequence[int]:
         if field.axis is Axis.OBJECT:
-            return [0, *accumulate(self._buffers[f"rows.{field.name}"].view(np.int64).tolist())]
+            return [0, *accumulate(buffers[f"rows.{field.name}"].view(np.int64).tolist())]
         itemsize = getattr(torch, field.dtype).itemsize
-        if field.axis not in TOKEN_AXES:
-            return list(range(0, (self._lengths[Axis.PROMPT].size + 1) * itemsize, itemsize))
-        if (field.axis, itemsize) not in self._known:
-            ends = [0, *accumulate((self._lengths[field.axis] * itemsize).tolist())]
-            self._known[field.axis, itemsize] = ends
-        return self._known[field.axis, itemsize]
+        if field.axis in TOKEN_AXES:
+            return ends_of_tokens(field.axis, itemsize)
+        return range(0, (lengths[Axis.PROMPT].size + 1) * itemsize, itemsize)
+
+    return ends
 
 
 def _runs(picks: Sequence[tuple[int, int]]) -> list[tuple[int, int, int]]:

@@ -7,11 +7,10 @@ from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, chain
 from pathlib import Path
-from typing import overload
 
 import pyarrow
 
-from distflow.data.prompts import PromptRow, PromptSet
+from distflow.data.prompts import PromptRow, PromptRows, PromptSet
 from distflow.errors import UserError
 from distflow.observe.files import replacing
 
@@ -55,7 +54,7 @@ def write_encoded(prompts: PromptSet, run_folder: Path, name: str) -> Path:
     return file
 
 
-class EncodedRows(Sequence[PromptRow]):
+class EncodedRows(PromptRows):
     """The rows of a `PromptSet` that `write_encoded` wrote, each decoded when it is read. It is pickled as its path.
 
     domains: sorted, each once. Raises UserError if the file is not one of `write_encoded`, and if a row is read
@@ -84,15 +83,6 @@ class EncodedRows(Sequence[PromptRow]):
 
     def __len__(self) -> int:
         return self._num_rows
-
-    @overload
-    def __getitem__(self, index: int) -> PromptRow: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[PromptRow]: ...
-    def __getitem__(self, index: int | slice) -> PromptRow | list[PromptRow]:
-        if isinstance(index, slice):
-            return [self._row(i) for i in range(len(self))[index]]
-        return self._row(range(len(self))[index])
 
     def fingerprint(self) -> str:
         """The fingerprint of the `PromptSet`."""

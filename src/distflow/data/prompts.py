@@ -138,7 +138,23 @@ class Encoded:
         return Encoded(self.text, array("i", self.ids), response_ids, self.turns)
 
 
-class PromptSet(Sequence[PromptRow]):
+class PromptRows(Sequence[PromptRow]):
+    """Prompts that are made when they are read: a subclass has `__len__` and `_row`."""
+
+    def _row(self, index: int) -> PromptRow:
+        """index: from 0, below the length."""
+        raise NotImplementedError
+
+    @overload
+    def __getitem__(self, index: int) -> PromptRow: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[PromptRow]: ...
+    def __getitem__(self, index: int | slice) -> PromptRow | list[PromptRow]:
+        chosen = range(len(self))[index]
+        return self._row(chosen) if isinstance(chosen, int) else [self._row(i) for i in chosen]
+
+
+class PromptSet(PromptRows):
     """Prompts in the order of their rows. has_responses: whether there are responses to train on."""
 
     def __init__(self, rows: Sequence[RawRow], encoded: Sequence[Encoded], report: PromptReport) -> None:
@@ -150,16 +166,10 @@ class PromptSet(Sequence[PromptRow]):
     def __len__(self) -> int:
         return len(self._rows)
 
-    @overload
-    def __getitem__(self, index: int) -> PromptRow: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[PromptRow]: ...
-    def __getitem__(self, index: int | slice) -> PromptRow | list[PromptRow]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
+    def _row(self, index: int) -> PromptRow:
         row, entry = self._rows[index], self._encoded[index]
         return PromptRow(
-            index=index % len(self),
+            index=index,
             prompt_ids=tuple(entry.ids),
             prompt_text=entry.text,
             ground_truth=row.answer,

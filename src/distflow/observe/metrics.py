@@ -145,10 +145,3 @@ def _combine_one(name: str, pairs: list[tuple[float, float]]) -> float:
     # max() and min() of Python lose a NaN or keep it by its position; a NaN anywhere must be seen.
     nan = next((value for value in values if value != value), None)
     return nan if nan is not None else (max(values) if kind == "max" else min(values))
-
-
-def markdown_table() -> str:
-    """The table of metrics as it stands in `docs/observe.md`."""
-    lines = ["| metric | unit | parts combine by | what it is |", "|---|---|---|---|"]
-    lines += [f"| `{metric.name}` | {metric.unit} | {metric.kind} | {metric.doc} |" for metric in metric_table()]
-    return "\n".join(lines) + "\n"

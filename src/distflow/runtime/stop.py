@@ -107,8 +107,9 @@ class StopRequest:
 
 def leave_at_once(status: int) -> None:
     """Exit without locks or waiting; reward processes die with this one."""
-    if os.isatty(1):
-        os.write(1, SHOW_CURSOR)  # the live view had hidden it
+    with suppress(OSError):  # a terminal that was closed fails the write, and it must not keep the process
+        if os.isatty(1):
+            os.write(1, SHOW_CURSOR)  # the live view had hidden it
     os._exit(status)
 
 

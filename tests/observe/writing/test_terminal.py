@@ -241,7 +241,7 @@ def test_the_queue_is_shown_between_steps(monkeypatch: pytest.MonkeyPatch) -> No
     view.log(1, {"async/version_diff/mean": 1.25, "async/version_diff/max": 3.0})
     view.close()
     last = frames_of(terminal.seen())[-1]
-    assert any(re.search(r"rollouts +1,234 running, +16 queued, +3 dropped", line) for line in last), last
+    assert any(re.search(r"rollouts +1,234 generating or scoring, +16 queued, +3 dropped", line) for line in last), last
     assert any("engine    serves version 12; trained on 1.2 steps stale, 3 at most" in line for line in last), last
 
 

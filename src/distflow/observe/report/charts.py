@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NotRequired, TypeAlias, TypedDict
+from typing import Any, Literal, NotRequired, TypeAlias, TypedDict
 
 from distflow.observe.files import JSON, number_name
 from distflow.observe.metrics import find_metric
@@ -49,18 +49,6 @@ class ChosenChart(TypedDict):
     names: list[str]
     labels: NotRequired[dict[str, str]]
     colors: NotRequired[dict[str, int]]
-
-
-class Series(TypedDict):
-    """The columns of the charts as the page takes them, one point a step, or two a bucket of steps where thinned.
-
-    None is "not measured at this step", the strings "NaN", "Infinity", "-Infinity" are what was measured.
-    """
-
-    x: list[int]
-    y: dict[str, list[float | str | None]]
-    thinned: bool
-    left_out: list[str]
 
 
 CHARTS = (
@@ -166,11 +154,12 @@ def tabulate(records: Sequence[MetricsRecord]) -> dict[int, dict[str, float]]:
     return steps
 
 
-def series(steps: Mapping[int, Mapping[str, float]], max_points: int = MAX_POINTS) -> Series:
-    """Columns for the charts, of at most `MAX_SERIES` metrics.
+def series(steps: Mapping[int, Mapping[str, float]], max_points: int = MAX_POINTS) -> dict[str, Any]:
+    """Columns for the charts, of at most `MAX_SERIES` metrics: `x`, the steps, and `y` by metric, one point a step.
 
-    With more than `max_points` steps, neighbours are put together such that each column keeps its least and greatest
-    value.
+    With more than `max_points` steps (`thinned`), neighbours are put together such that each column keeps its least and
+    greatest value. None is "not measured at this step", the strings "NaN", "Infinity", "-Infinity" are what was
+    measured. left_out: names of the other metrics.
     """
     names = sorted({name for values in steps.values() for name in values})
     shown, left_out = names[:MAX_SERIES], names[MAX_SERIES:]
@@ -211,24 +200,7 @@ def _point(value: float | None) -> float | str | None:
     return float(f"{value:.6g}") if math.isfinite(value) else number_name(value)
 
 
-class Part(TypedDict):
-    """name: which responses. number: how many. shares: of them, in each bin."""
-
-    name: str
-    number: int
-    shares: list[float]
-
-
-class Histogram(TypedDict):
-    """bins: the values of each, in words; parts: early and late responses, over the same bins."""
-
-    title: str
-    unit: str
-    bins: list[str]
-    parts: list[Part]
-
-
-def histograms(run_dir: Path, timeline: Timeline) -> list[Histogram]:
+def histograms(run_dir: Path, timeline: Timeline) -> list[dict[str, Any]]:
     """Of the lengths and the rewards in training, and of the staleness if any response is stale, over the first and the
     last tenth of the steps, at most 5 each."""
     ends = _ends(run_dir, timeline)
@@ -244,10 +216,11 @@ def histograms(run_dir: Path, timeline: Timeline) -> list[Histogram]:
     return [histogram(title, unit, values) for title, unit, values in questions if any(values.values())]
 
 
-def histogram(title: str, unit: str, values: Mapping[str, Sequence[float]]) -> Histogram:
+def histogram(title: str, unit: str, values: Mapping[str, Sequence[float]]) -> dict[str, Any]:
     """Each of a few different values has a bin of its own; more share bins of one width, at most `MAX_BINS`.
 
-    values: at least one, all finite, by the name of their part.
+    values: at least one, all finite, by the name of their part, such as early and late responses. Returns the bins in
+    words, and of each part the number of its values and their shares in the bins.
     """
     different = sorted({value for part in values.values() for value in part})
     if len(different) <= _FEW_VALUES:
@@ -260,7 +233,7 @@ def histogram(title: str, unit: str, values: Mapping[str, Sequence[float]]) -> H
         first, last = place[different[0]], place[different[-1]]
         place = {value: i - first for value, i in place.items()}
         bins = [_range(i * width, width, whole) for i in range(first, last + 1)]
-    parts: list[Part] = []
+    parts = []
     for name, part in values.items():
         if part:
             counts = Counter(place[value] for value in part)

@@ -6,7 +6,7 @@ part only the labels tell them apart.
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple, TypedDict
+from typing import Any, NamedTuple
 
 from distflow.observe.report.charts import ChosenChart, Column
 from distflow.observe.report.summary import Steps, known_values
@@ -14,24 +14,6 @@ from distflow.observe.report.summary import Steps, known_values
 MAX_LINES = 12
 MAX_ROWS = 100
 _SCORE = "mean_score"
-
-
-class Domain(TypedDict):
-    """The results of a domain. share: of all groups that were trained on. reward: over the first and the last tenth of
-    the steps; accuracy, best: at the first and the last validation, `best` being pass@k of the largest k. calls:
-    of reward functions in training; errors, timeouts: of these. dropped: groups by reason. None: not measured."""
-
-    name: str
-    groups: int | None
-    share: float | None
-    reward: list[float] | None
-    accuracy: list[float] | None
-    k: int
-    best: list[float] | None
-    calls: int | None
-    errors: int
-    timeouts: int
-    dropped: dict[str, int]
 
 
 class _Names(NamedTuple):
@@ -42,8 +24,13 @@ class _Names(NamedTuple):
     of_domain: dict[str, list[str]]
 
 
-def domain_table(steps: Steps) -> list[Domain]:
-    """A row for each domain, at most `MAX_ROWS`; none where there are not two."""
+def domain_table(steps: Steps) -> list[dict[str, Any]]:
+    """A row for each domain, at most `MAX_ROWS`; none where there are not two.
+
+    share: of all groups that were trained on. reward: over the first and the last tenth of the steps; accuracy, best:
+    at the first and the last validation, `best` being pass@k of the largest k. calls: of reward functions in training;
+    errors, timeouts: of these. dropped: groups by reason. None: not measured.
+    """
     names = _find(name for values in steps.values() for name in values)
     rows = [_row(domain, steps) for domain in names.domains[:MAX_ROWS]]
     total = sum(row["groups"] or 0 for row in rows)
@@ -142,7 +129,7 @@ def _dropped(domain: str, names: Iterable[str]) -> list[tuple[str, str]]:
     return [(name, name.removeprefix(start)) for name in sorted(names) if name.startswith(start)]
 
 
-def _row(domain: str, steps: Steps) -> Domain:
+def _row(domain: str, steps: Steps) -> dict[str, Any]:
     names = {name for values in steps.values() for name in values}
     at_k = _at_k(domain, names)
     calls = known_values(steps, f"domains/{domain}/calls")

@@ -4,7 +4,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TypedDict
+from typing import Any
 
 from distflow.observe.files import JSON, encode
 from distflow.observe.reading.run_reader import Timeline, failure, read_samples, remarks, sample_splits, sample_steps
@@ -52,20 +52,8 @@ def cut(value: object, max_text: int) -> object:
     return value
 
 
-class SampleGroup(TypedDict):
-    """The responses to one prompt in one step or validation: everything of it that the sample file held.
-
-    responses: what `cut_response` keeps of each.
-    """
-
-    step: int
-    split: str
-    name: str
-    prompt: object
-    truth: object
-    domain: object
-    prompt_length: object
-    responses: list[dict[str, object]]
+SampleGroup = dict[str, Any]
+"""The responses to one prompt in one step or validation: everything of it that the sample file held."""
 
 
 def thin_samples(run_dir: Path, timeline: Timeline, max_bytes: int) -> dict[str, object]:

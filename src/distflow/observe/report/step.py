@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
-from typing import NamedTuple, TypedDict, cast
+from typing import Any, NamedTuple
 
 from distflow.observe.files import JSON, read_object, read_records
 from distflow.observe.reading.run_reader import MetricsRecord, read_spans
@@ -93,27 +93,10 @@ Bar = tuple[float, float, str, int | None, float | None]
 was trained on, and when that was; for decoding the version of the weights; else None."""
 
 
-class Lane(TypedDict):
-    """kind: of its spans."""
-
-    name: str
-    kind: str
-    spans: list[Bar]
-
-
-class StepTimeline(TypedDict):
-    """first, last: its steps. why: they are shown. steps, synced: when each step ended, and when
-    weights were synced, with the number of their step. paused: when validations ran. notes: sentences on it."""
-
-    first: int
-    last: int
-    why: str
-    seconds: float
-    lanes: list[Lane]
-    steps: list[tuple[float, int]]
-    synced: list[tuple[float, int]]
-    paused: list[tuple[float, float]]
-    notes: list[str]
+StepTimeline = dict[str, Any]
+"""first, last: its steps. why: they are shown. lanes: of bars, with the kind of their spans. steps, synced: when each
+step ended, and when weights were synced, with the number of their step. paused: when validations ran. notes: sentences
+on it."""
 
 
 class _Step(NamedTuple):
@@ -194,9 +177,9 @@ def _timeline(activity: RunActivity, why: str, part: Sequence[_Step]) -> StepTim
     }
 
 
-def _lanes(activity: RunActivity, start: float, end: float) -> tuple[list[Lane], list[str]]:
+def _lanes(activity: RunActivity, start: float, end: float) -> tuple[list[dict[str, Any]], list[str]]:
     """The lanes, and sentences on spans that are not drawn."""
-    lanes: list[Lane] = []
+    lanes = []
     left_out, notes = 0, []
     for actor, spans in activity.spans.items():
         for (kind, name), own in _by_lane(actor, spans).items():
@@ -261,27 +244,15 @@ def _bar(activity: RunActivity, span: Span, start: float, end: float) -> Bar:
     return (round(begin - start, 4), round(finish - start, 4), span.what, level, until)
 
 
-class DrawnNode(TypedDict):
-    """deps: nodes that it directly follows, without those that it follows by way of others. layer: how many nodes lie
-    on the longest way to it. seconds: the mean of its phase a step, None where that was not timed."""
+def pipeline_graph(run_dir: Path, steps: Steps) -> list[dict[str, Any]]:
+    """The nodes of plan.json; empty where it has none, or they are no graph.
 
-    name: str
-    role: str
-    plane: str
-    engines: list[str]
-    reads: list[str]
-    writes: list[str]
-    deps: list[str]
-    layer: int
-    phase: str
-    seconds: float | None
-
-
-def pipeline_graph(run_dir: Path, steps: Steps) -> list[DrawnNode]:
-    """The nodes in an order in which they may run; none where plan.json tells none, or something that is no graph."""
+    deps: nodes that it directly follows, without those that it follows by way of others. layer: how many nodes lie on
+    the longest way to it. seconds: the mean of its phase a step, None where that was not timed.
+    """
     listed = read_object(run_dir / "plan.json").get("nodes")
     found = [node for node in (listed if isinstance(listed, list) else []) if isinstance(node, dict)]
-    nodes = [_node(node) for node in found if isinstance(node.get("name"), str)]
+    nodes = [_node(node, steps) for node in found if isinstance(node.get("name"), str)]
     names = {node["name"] for node in nodes}
     deps = {node["name"]: [dep for dep in node["deps"] if dep in names] for node in nodes}
     try:
@@ -299,17 +270,13 @@ def pipeline_graph(run_dir: Path, steps: Steps) -> list[DrawnNode]:
         own = deps[node["name"]]
         node["deps"] = [dep for dep in own if not any(dep in before[other] for other in own)]
         node["layer"] = layers[node["name"]]
-        node["seconds"] = _mean_seconds(node["phase"], steps) if node["plane"] == "training" else None
     return nodes
 
 
-def _node(node: Mapping[str, JSON]) -> DrawnNode:
+def _node(node: Mapping[str, JSON], steps: Steps) -> dict[str, Any]:
     texts = {key: str(node.get(key, "")) for key in ("name", "role", "plane", "phase")}
     lists = {key: value if isinstance(value := node.get(key), list) else [] for key in _NODE_LISTS}
     names = {key: [item for item in found if isinstance(item, str)] for key, found in lists.items()}
-    return cast(DrawnNode, {**texts, **names, "layer": 0, "seconds": None})
-
-
-def _mean_seconds(phase: str, steps: Steps) -> float | None:
-    times: Sequence[float] = [values[name] for values in steps.values() if (name := f"timing_s/{phase}") in values]
-    return float(f"{sum(times) / len(times):.4g}") if times else None
+    timing = f"timing_s/{texts['phase']}"
+    times = [values[timing] for values in steps.values() if timing in values and texts["plane"] == "training"]
+    return {**texts, **names, "layer": 0, "seconds": float(f"{sum(times) / len(times):.4g}") if times else None}

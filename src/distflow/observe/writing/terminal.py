@@ -103,13 +103,13 @@ class TerminalView:
         with self._lock:
             self._panel.failure = escape_control(reason, 300, one_line=True)
 
-    def queue(self, running: int, complete: int, dropped: int) -> None:
-        """How many prompt groups run, are complete and wait for a step, and were dropped since the start; shown only by
-        the live view.
+    def queue(self, unfinished: int, complete: int, dropped: int) -> None:
+        """How many prompt groups are generating or scoring (or wait to generate again), are queued for a step, and were
+        dropped since the start; shown only by the live view.
 
         From any thread, as often as it changes: it is drawn when the view is, and nobody waits for a view that draws.
         """
-        self._panel.queue = (running, complete, dropped)
+        self._panel.queue = (unfinished, complete, dropped)
 
     def serves(self, version: int) -> None:
         """The version that the engine serves, as `queue`."""
@@ -204,7 +204,7 @@ class Panel:
         self.notes: deque[tuple[str, str]] = deque(maxlen=3)
         self.num_notes = 0
         self.audit = ""
-        self.queue: tuple[int, int, int] | None = None  # groups that run, are complete, were dropped
+        self.queue: tuple[int, int, int] | None = None  # groups that are unfinished, complete, dropped
         self.served_version: int | None = None
         self.failure = ""
         self.sample: tuple[str, str, str] | None = None
@@ -289,8 +289,12 @@ class Panel:
         """What the sample queue holds; the weights that the engine serves, and how stale the last step was."""
         rows = []
         if self.queue is not None:
-            running, complete, dropped = self.queue
-            rows.append(_row("rollouts", f"{running:>4,} running, {complete:>5,} queued, {dropped:>5,} dropped"))
+            unfinished, complete, dropped = self.queue
+            rows.append(
+                _row(
+                    "rollouts", f"{unfinished:>4,} generating or scoring, {complete:>5,} queued, {dropped:>5,} dropped"
+                )
+            )
         if self.served_version is not None:
             stale = ""
             if mean := self.values.get("async/version_diff/mean", 0.0):

@@ -54,7 +54,7 @@ function legend(line) {
   const groups = line.lanes.filter((lane) => lane.kind === "group").flatMap((lane) => lane.spans);
   const swatches = [...new Set(groups.map((span) => span[3]).filter((steps) => steps !== null))].sort((a, b) => a - b)
     .map((steps) => swatch(staleColor(steps), steps === 0 ? "fresh" : `${steps} step${steps > 1 ? "s" : ""} stale`));
-  if (groups.some((span) => span[3] === null && span[2] === "complete")) swatches.push(swatch("var(--early)", "not trained on yet"));
+  if (groups.some((span) => span[3] === null && span[2] === "complete")) swatches.push(swatch("var(--early)", "queued"));
   if (groups.some((span) => span[2] !== "complete")) swatches.push(swatch("var(--bad)", "dropped"));
   if (line.synced.length) swatches.push(swatch("var(--accent)", "weight sync"));
   if (line.paused.length) swatches.push(swatch("var(--wait)", "validation"));
