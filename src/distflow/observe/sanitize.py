@@ -9,7 +9,6 @@ are shown.
 
 import errno
 import io
-import json
 import logging
 import os
 import re
@@ -41,9 +40,7 @@ def escape_control(text: str, limit: int | None = None, one_line: bool = False) 
 
 def escaped_json(text: str) -> str:
     """JSON text whose invisible characters are JSON escapes: it is read back as it was, and is harmless to look at."""
-    return (
-        text if text.isascii() and "\x7f" not in text else _OBEYED.sub(lambda match: json.dumps(match[0])[1:-1], text)
-    )
+    return text if text.isascii() and "\x7f" not in text else _OBEYED.sub(_json_escape, text)
 
 
 class TerminalOutput(io.TextIOBase):
@@ -127,19 +124,29 @@ def _escape_character(character: str, one_line: bool) -> str:
     return f"\\u{code:04x}" if code <= 0xFFFF else f"\\U{code:08x}"
 
 
+def _json_escape(match: re.Match[str]) -> str:
+    code = ord(match[0])
+    if code <= 0xFFFF:
+        return f"\\u{code:04x}"
+    high, low = divmod(code - 0x10000, 0x400)
+    return f"\\u{0xD800 + high:04x}\\u{0xDC00 + low:04x}"
+
+
 # Which of their functions a library calls next year is between it and the others.
 _LIBRARIES = ("accelerate", "bitsandbytes", "datasets", "huggingface_hub", "peft", "torch", "transformers")
 _OUTDATED = (DeprecationWarning, FutureWarning)
+
+# Logger and how its line begins: alternatives that no run of ours takes.
+_LOGGED = {"bitsandbytes.backends.cpu.ops": "Failed to load CPU gemm_4bit_forward from kernels-community"}
 
 
 def quiet_libraries() -> None:
     """Leave those lines out from here on. What `-W`, PYTHONWARNINGS or user code asks for comes first."""
     for category in _OUTDATED:
         warnings.filterwarnings("ignore", category=category, module=rf"({'|'.join(_LIBRARIES)})(\.|$)", append=True)
-    logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(_is_wanted)
+    for name in _LOGGED:
+        logging.getLogger(name).addFilter(_is_wanted)
 
 
 def _is_wanted(record: logging.LogRecord) -> bool:
-    """No run of ours takes the alternative that could not be loaded."""
-    unused = str(record.msg).startswith("Failed to load CPU gemm_4bit_forward from kernels-community")
-    return record.levelno >= logging.ERROR or not unused
+    return record.levelno >= logging.ERROR or not str(record.msg).startswith(_LOGGED.get(record.name, "\0"))

@@ -247,6 +247,7 @@ def sample_rows(batch: Batch) -> list[dict[str, object]]:
         "score": [each if is_valid else None for each, is_valid in zip(score, valid, strict=True)],
         "acc": [accuracy[i] if valid[i] and not errors[i] else None for i in range(len(batch))],
         "reward_parts": parts,
+        "extra": extra,
         "errors": errors,
         "advantage": _mean_over_policy_tokens(batch, "advantages") if is_trained else [None] * len(batch),
         "prompt_length": prompt_lengths,
@@ -254,7 +255,6 @@ def sample_rows(batch: Batch) -> list[dict[str, object]]:
         "finish_reason": batch["finish_reason"],
         "versions": [sorted(set(own.tolist()) - {-1}) for own in versions],
         "domain": batch["domain"],
-        "extra": extra,
     }
     if is_trained:
         columns["masked"] = [1.0 - share for share in _mean_over_policy_tokens(batch, "loss_mask")]

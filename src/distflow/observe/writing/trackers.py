@@ -23,6 +23,7 @@ from distflow.observe.files import to_json
 OnFailure = Callable[[str, str], None]
 
 _QUEUE_LENGTH = 256
+_CLOSE_TIMEOUT_S = 30.0
 _WANDB_MODES = ("online", "offline", "disabled", "shared", "dryrun")
 
 
@@ -59,13 +60,13 @@ class Trackers:
 
     def __init__(
         self,
-        local: Sequence[Tracker],
-        remote: Mapping[str, Callable[[], Tracker]],
-        on_failure: OnFailure,
-        close_timeout_s: float = 30.0,
+        local: Sequence[Tracker] = (),
+        remote: Mapping[str, Callable[[], Tracker]] | None = None,
+        on_failure: OnFailure = lambda kind, message: None,
+        close_timeout_s: float = _CLOSE_TIMEOUT_S,
     ):
         self._local = tuple(local)
-        self._remote = [_TrackerThread(name, build, on_failure) for name, build in remote.items()]
+        self._remote = [_TrackerThread(name, build, on_failure) for name, build in (remote or {}).items()]
         self._close_timeout_s = close_timeout_s
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
