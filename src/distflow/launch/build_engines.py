@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import nn
@@ -19,7 +19,7 @@ from distflow.rewards.router import RewardRouter
 from distflow.rollout.engine import RolloutEngine
 from distflow.runtime.spec import Get
 from distflow.scheduling.groups import Version
-from distflow.training.engine import Collective, TrainEngine
+from distflow.training.engine import TrainEngine
 from distflow.training.optimizer import Schedule
 from distflow.training.torch_engine import ScorerOptions, TorchScorer
 
@@ -27,10 +27,20 @@ Options = dict[str, object]
 """Keyword arguments of a constructor that is found by name, plain values."""
 
 
-MakeTrainer = Callable[[nn.Module, Collective], TrainEngine]
-"""Makes a train engine of a model and its dp group."""
-Spread = Callable[[DeviceMesh], Sharding]
-"""How a model is sharded over the ranks of a mesh."""
+class Trainer(NamedTuple):
+    """A train engine without its model. engine: "module:Class". options: of its constructor."""
+
+    engine: str
+    make_optimizer: Callable[..., torch.optim.Optimizer]
+    make_schedule: Callable[[], Schedule]
+    options: Options
+
+
+class Spread(NamedTuple):
+    """How a model is sharded over ranks, besides their mesh: see `Sharding`."""
+
+    compute_dtype: torch.dtype
+    on_host: bool
 
 
 def build_tokenizer(
@@ -60,49 +70,47 @@ def _sharding(get: Get, spread: Spread | None) -> Sharding | None:
             "actor.strategy=fsdp shards weights over the training processes, and this run has one: set "
             "trainer.launcher=ray, or actor.strategy=torch"
         )
-    return spread(mesh)
+    return Sharding(mesh, spread.compute_dtype, spread.on_host)
 
 
 def build_stop_token_ids(get: Get, device: torch.device) -> tuple[int, ...]:
     return stop_token_ids(get("policy"), get("tokenizer"))
 
 
-def build_actor(get: Get, device: torch.device, make: MakeTrainer) -> TrainEngine:
-    return make(get("policy"), get("collective"))
+def build_actor(get: Get, device: torch.device, trainer: Trainer) -> TrainEngine:
+    return _train_engine(get, get("policy"), trainer)
 
 
 def build_critic(
-    get: Get, device: torch.device, source: Source, spread: Spread | None, make: MakeTrainer
+    get: Get, device: torch.device, source: Source, spread: Spread | None, trainer: Trainer
 ) -> TrainEngine:
     sharding = _sharding(get, spread)
     with blaming("critic.model.path"):
         model = load_model(**source, critic=True, sharding=sharding, device=device)
-    return make(model, get("collective"))
+    return _train_engine(get, model, trainer)
 
 
-def make_trainer(
-    model: nn.Module,
-    group: Collective,
-    *,
-    engine: str,
-    make_optimizer: Callable[..., torch.optim.Optimizer],
-    make_schedule: Callable[[], Schedule],
-    options: Options,
-) -> TrainEngine:
-    """engine: "module:Class". options: of its constructor."""
-    make = cast(Callable[..., TrainEngine], load(engine))
-    optimizer, schedule = make_optimizer(model.parameters()), make_schedule()
-    return make(model, optimizer=optimizer, schedule=schedule, group=group, **options)
+def _train_engine(get: Get, model: nn.Module, trainer: Trainer) -> TrainEngine:
+    return cast(Callable[..., TrainEngine], load(trainer.engine))(
+        model,
+        optimizer=trainer.make_optimizer(model.parameters()),
+        schedule=trainer.make_schedule(),
+        group=get("collective"),
+        **trainer.options,
+    )
 
 
 def build_reference(
-    get: Get, device: torch.device, source: Source | None, spread: Spread | None, options: ScorerOptions
+    get: Get, device: torch.device, source: Source, spread: Spread | None, options: ScorerOptions
 ) -> TorchScorer:
-    """The initial policy. source: None where that is the policy with its adapter switched off."""
-    if source is None:
-        return TorchScorer(get("policy"), without_adapter=True, group=get("collective"), **options)
+    """The initial policy."""
     model = load_model(**source, sharding=_sharding(get, spread), device=device)
     return TorchScorer(model.requires_grad_(False), group=get("collective"), **options)
+
+
+def build_adapted_reference(get: Get, device: torch.device, options: ScorerOptions) -> TorchScorer:
+    """The policy with its adapter switched off, which is the initial policy."""
+    return TorchScorer(get("policy"), without_adapter=True, group=get("collective"), **options)
 
 
 def build_rollout(

@@ -14,9 +14,10 @@ from distflow.config.derived_settings import is_rl, is_sharded, optimizer_steps
 from distflow.config.per_domain import response_limit, temperatures
 from distflow.import_target import load
 from distflow.launch.build_engines import (
-    MakeTrainer,
     Spread,
+    Trainer,
     build_actor,
+    build_adapted_reference,
     build_critic,
     build_policy,
     build_reference,
@@ -24,12 +25,10 @@ from distflow.launch.build_engines import (
     build_rollout,
     build_stop_token_ids,
     build_tokenizer,
-    make_trainer,
 )
 from distflow.launch.devices import choose_device, threads_of
 from distflow.launch.model_sources import critic_source, policy_adapter, policy_source, tokenizer_loader
 from distflow.models.cpu_kernels import build as native
-from distflow.models.sharding import Sharding
 from distflow.rewards.pool.domain_pools import RewardSettings
 from distflow.rewards.router import Overlong, RewardRouter
 from distflow.runtime.spec import Factory
@@ -51,22 +50,24 @@ def make_factories(
         "stop_token_ids": build_stop_token_ids,
     }
     if "actor" in engines:
-        factories["actor"] = partial(build_actor, make=_trainer(config, "actor", steps))
+        factories["actor"] = partial(build_actor, trainer=_trainer(config, "actor", steps))
     if "critic" in engines:
         factories["critic"] = partial(
             build_critic,
             source=critic_source(config),
             spread=_spread(config, "critic"),
-            make=_trainer(config, "critic", steps),
+            trainer=_trainer(config, "critic", steps),
         )
     if "ref" in engines:
         settings = config.actor_rollout_ref
         options = _scorer_options(
             config, settings.ref.log_prob_max_token_len_per_gpu or settings.actor.ppo_max_token_len_per_gpu
         )
-        has_adapter = settings.model.lora_rank > 0
-        source, spread = (None, None) if has_adapter else (policy_source(config), _spread(config, "ref"))
-        factories["ref"] = partial(build_reference, source=source, spread=spread, options=options)
+        if settings.model.lora_rank:
+            factories["ref"] = partial(build_adapted_reference, options=options)
+        else:
+            source, spread = policy_source(config), _spread(config, "ref")
+            factories["ref"] = partial(build_reference, source=source, spread=spread, options=options)
     if "rollout" in engines:
         factories["rollout"] = _rollout_factory(config)
     if "reward_fn" in services:
@@ -109,7 +110,7 @@ def shares_weights(config: Config) -> bool:
     return not is_rl(config) or config.async_.max_staleness == 0
 
 
-def _trainer(config: Config, role: Literal["actor", "critic"], steps: int) -> MakeTrainer:
+def _trainer(config: Config, role: Literal["actor", "critic"], steps: int) -> Trainer:
     settings = config.actor_rollout_ref
     trained = config.critic if role == "critic" else settings.actor
     optim, updates = trained.optim, optimizer_steps(config, role, steps)
@@ -120,14 +121,11 @@ def _trainer(config: Config, role: Literal["actor", "critic"], steps: int) -> Ma
         warm_up = {"warmup_ratio": optim.warmup_ratio, "warmup_steps": optim.lr_warmup_steps}
         warm_up |= {"min_lr_ratio": optim.min_lr_ratio}
     max_tokens = trained.ppo_max_token_len_per_gpu or settings.actor.ppo_max_token_len_per_gpu
-    return partial(
-        make_trainer,
-        engine=TRAIN_ENGINES[settings.actor.strategy].target,
-        make_optimizer=partial(
-            make_optimizer, optim.optimizer, lr=optim.lr, weight_decay=optim.weight_decay, **moments
-        ),
-        make_schedule=partial(make_schedule, optim.scheduler, total_steps=max(updates, 1), **warm_up),
-        options={
+    return Trainer(
+        TRAIN_ENGINES[settings.actor.strategy].target,
+        partial(make_optimizer, optim.optimizer, lr=optim.lr, weight_decay=optim.weight_decay, **moments),
+        partial(make_schedule, optim.scheduler, total_steps=max(updates, 1), **warm_up),
+        {
             **_scorer_options(config, max_tokens),
             "max_grad_norm": trained.max_grad_norm,
             "gradient_checkpointing": settings.model.enable_gradient_checkpointing,
@@ -151,10 +149,9 @@ def _spread(config: Config, role: Literal["actor", "critic", "ref"]) -> Spread |
         return None
     settings = config.actor_rollout_ref
     if role == "ref":
-        on_host = settings.ref.fsdp_config.param_offload
-    else:
-        on_host = (config.critic if role == "critic" else settings.actor).fsdp_config.offload_policy
-    return partial(Sharding, compute_dtype=compute_dtype(config), on_host=on_host)
+        return Spread(compute_dtype(config), settings.ref.fsdp_config.param_offload)
+    trained = config.critic.fsdp_config if role == "critic" else settings.actor.fsdp_config
+    return Spread(compute_dtype(config), trained.offload_policy)
 
 
 def _rollout_factory(config: Config) -> Factory:
