@@ -9,6 +9,7 @@ from distflow.cluster.ray_entry import launch_ray
 from distflow.scheduling import ledger
 from tests.cluster.test_supervisor import DISK
 from tests.e2e.runs import Playground, Run
+from tests.ledger_audit import verify
 
 pytestmark = pytest.mark.slow
 
@@ -55,7 +56,7 @@ def versions(run: Run) -> list[list[int]]:
 
 
 def check_stream(found: Run, workers: set[str], steps: int) -> None:
-    group_counts = ledger.verify(found.folder / "ledger.jsonl")
+    group_counts = verify(found.folder / "ledger.jsonl")
     assert group_counts.consumed == 4 * steps and not group_counts.dropped and found.outcome.steps == steps
     assert max(ages(found)) == STALENESS == max(step["async/version_diff/max"] for step in found.metrics())
     assert {record["worker"] for record in records(found, "assigned")} == workers

@@ -23,6 +23,7 @@ from tests.cluster import leftovers
 from tests.cluster.leftovers import Held
 from tests.cluster.test_supervisor import CONSTANT, distance
 from tests.e2e.runs import Playground, Run, notes
+from tests.ledger_audit import verify
 
 pytestmark = pytest.mark.faults
 
@@ -84,7 +85,7 @@ def test_a_worker_that_is_killed_ends_the_run_and_the_same_command_goes_on(groun
     steps = f"trainer.total_training_steps={8 + 2 * len(list((folder / 'checkpoints').glob('step-*')))}"
     config, spec = ground.spec("grpo", *TWO, steps)
     resumed = Run(folder, config, launch_ray(spec))
-    ledger.verify(folder / "ledger.jsonl")
+    verify(folder / "ledger.jsonl")
     whole = ground.run("grpo", "trainer.save_freq=2", CONSTANT, steps, name="whole")
     assert distance(resumed.weights(resumed.outcome.steps), whole.weights(whole.outcome.steps)) < 1e-5
 
@@ -154,7 +155,7 @@ def test_a_driver_that_is_killed_takes_all_its_processes_with_it_as_does_one_tha
         whole, out = held_until_the_end(driver)
     assert driver.returncode == 0, out
     assert len(whole.pids) > 4 and whole.listening and not whole.left()
-    ledger.verify(ground.folder / "run" / "ledger.jsonl")
+    verify(ground.folder / "run" / "ledger.jsonl")
 
 
 @pytest.mark.slow

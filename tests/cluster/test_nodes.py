@@ -16,8 +16,8 @@ from ray._private.ray_constants import KV_NAMESPACE_CLUSTER
 from ray._raylet import GcsClient
 from ray.cluster_utils import Cluster
 
-from distflow.scheduling import ledger
 from tests.e2e.runs import Playground
+from tests.ledger_audit import verify
 
 pytestmark = pytest.mark.slow
 
@@ -93,7 +93,7 @@ def test_each_worker_is_on_the_machine_of_the_plan(cluster: Any, tmp_path: Path)
     assert found[0] == found[1] != found[2] == found[3]
     assert set(found) == {node.node_id for node in cluster.list_all_nodes()}
     assert {(folder / f"worker-{rank}.env").read_text() for rank in range(4)} == {"a7"}
-    assert ledger.verify(folder / "ledger.jsonl").consumed == 8
+    assert verify(folder / "ledger.jsonl").consumed == 8
 
 
 def test_a_cluster_that_is_too_small_is_told_with_what_is_missing(cluster: Any, tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from distflow.scheduling import ledger
 from tests.cluster.test_faults import wait_until, workers
 from tests.cluster.test_supervisor import CONSTANT, DISK, STEPS, distance, validating
 from tests.e2e.runs import Playground, Run
+from tests.ledger_audit import verify
 
 pytestmark = [pytest.mark.slow, pytest.mark.faults]
 
@@ -53,7 +54,7 @@ def generators(run: Run) -> list[int]:
 def check_whole(found: Run, steps: int = 4) -> None:
     """All steps were made of all groups, each trained once."""
     journal = found.folder / "ledger.jsonl"
-    group_counts = ledger.verify(journal)
+    group_counts = verify(journal)
     consumed = [
         n for _, record in ledger.timeline(journal) if record["kind"] == "consumed" for n in record["group_ids"]
     ]

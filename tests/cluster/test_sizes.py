@@ -14,6 +14,7 @@ from distflow.scheduling import ledger
 from tests.cluster.measured_actors import SIZES, MeasuredCoordinator, MeasuredWorker
 from tests.e2e.cli_runs import CliRun
 from tests.e2e.runs import Playground
+from tests.ledger_audit import verify
 
 pytestmark = pytest.mark.slow
 
@@ -117,7 +118,7 @@ def test_a_store_that_could_not_hold_all_that_may_run_ahead_is_never_full(tmp_pa
     live = json.loads((saved / "run.json").read_text())["coordinator"]["live"]
     group = (saved / "live.safetensors").stat().st_size / sum(each["complete"] for each in live)
     assert 12 * group > STORE, "all of them would not have fitted"
-    assert ledger.verify(journal).consumed == 12 and most_live(journal) * group < STORE
+    assert verify(journal).consumed == 12 and most_live(journal) * group < STORE
 
 
 def most_live(journal: Path) -> int:

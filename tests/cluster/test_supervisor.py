@@ -20,6 +20,7 @@ from tests.cluster.distance import distance
 from tests.cluster.unordered_actors import UnorderedCoordinator
 from tests.e2e import three_domains
 from tests.e2e.runs import Playground, Run
+from tests.ledger_audit import verify
 
 pytestmark = pytest.mark.slow
 RAY = "trainer.launcher=ray"
@@ -125,7 +126,7 @@ def test_domains_have_their_shares_and_figures_over_two_workers(ground: Playgrou
     alone = ground.run("grpo", *settings, name="domains_alone")
     found = run(ground, *settings, "trainer.n_gpus_per_node=2", name="domains_w2")
     check_same(found, alone)
-    group_counts = ledger.verify(found.folder / "ledger.jsonl")
+    group_counts = verify(found.folder / "ledger.jsonl")
     assert {name: each.consumed for name, each in group_counts.domains.items()} == {"a": 8, "b": 8}
     assert [step["domains/b/groups"] for step in found.metrics()] == [1, 1, 3, 3]
     assert [step["domains/b/share"] for step in found.metrics()] == [0.25, 0.25, 0.75, 0.75]
@@ -150,7 +151,7 @@ def test_three_domains_ahead_of_training_over_two_workers_killed_and_resumed(
     assert main(command) != 0
     assert main(command) == 0
     assert three_domains.shares(tmp_path / "run") == [Counter(math=2, code=1, instructions=1)] * 4
-    group_counts = ledger.verify(tmp_path / "run" / "ledger.jsonl")
+    group_counts = verify(tmp_path / "run" / "ledger.jsonl")
     assert {name: each.consumed for name, each in group_counts.domains.items()} == {
         "math": 8,
         "code": 4,
@@ -187,7 +188,7 @@ def test_in_which_order_the_coordinator_takes_calls_changes_nothing(
 def test_streams_stay_within_their_staleness_and_every_group_is_accounted_for(ground: Playground) -> None:
     found = run(ground, *STEPS, SPLIT, "async.max_staleness=1", name="stream")
     journal = found.folder / "ledger.jsonl"
-    ledger.verify(journal)
+    verify(journal)
     ages = [step["async/version_diff/max"] for step in found.metrics()]
     assert max(ages) == 1 and found.outcome.steps == 4
     assert {record["worker"] for _, record in ledger.timeline(journal) if record["kind"] == "assigned"} == {"0"}

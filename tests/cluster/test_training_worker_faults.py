@@ -10,10 +10,10 @@ from distflow.cluster.ray_entry import launch_ray
 from distflow.runtime.checkpoint.files import CheckpointError
 from distflow.runtime.fault_injection import Fault
 from distflow.runtime.weight_sync.buckets import WEIGHTS
-from distflow.scheduling import ledger
 from tests.cluster.test_faults import wait_until, workers
 from tests.cluster.test_supervisor import CONSTANT, DISK, SPLIT, distance
 from tests.e2e.runs import Playground, Run
+from tests.ledger_audit import verify
 
 pytestmark = [pytest.mark.slow, pytest.mark.faults]
 
@@ -58,7 +58,7 @@ def test_a_killed_worker_is_named_and_the_resume_ends_where_an_undisturbed_run_d
 
 
 def check_resumed(resumed: Run, whole: Run) -> None:
-    ledger.verify(resumed.folder / "ledger.jsonl")
+    verify(resumed.folder / "ledger.jsonl")
     assert resumed.outcome.steps == 4
     assert distance(resumed.weights(4), whole.weights(4)) == 0
     assert not (resumed.folder / WEIGHTS).exists()

@@ -17,6 +17,7 @@ from distflow.observe.reading.run_reader import read_metrics
 from distflow.runtime.checkpoint.checkpoint import CheckpointStore
 from distflow.scheduling import ledger
 from tests.forks import forks
+from tests.ledger_audit import verify
 
 DEADLINE_S = 300.0
 
@@ -178,7 +179,7 @@ class Left:
 
     def group_counts(self) -> dict[str, Any]:
         """Counts of prompt groups, as the journal has them; raises where it moves a group as no run can."""
-        counted = ledger.verify(self.folder / "ledger.jsonl")
+        counted = verify(self.folder / "ledger.jsonl")
         return {"issued": counted.issued, "consumed": counted.consumed, "dropped": dict(counted.dropped)}
 
     def trained_rows(self) -> list[tuple[int, int]]:

@@ -185,13 +185,14 @@ def test_answers_that_an_update_cuts_off_are_begun_again(
     playground: Playground, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     aborted = list[int]()
-    follow = EmbeddedEngine._drop_old_kv
+    follow = EmbeddedEngine._refresh_weights
 
     def note(engine: EmbeddedEngine) -> None:
+        """New weights are there, and what was begun is not ended yet."""
         aborted.append(sum(len(lane.scheduler.begun()) for lane in engine._lanes))
         follow(engine)
 
-    monkeypatch.setattr(EmbeddedEngine, "_drop_old_kv", note)
+    monkeypatch.setattr(EmbeddedEngine, "_refresh_weights", note)
     run = playground.run(
         "grpo",
         "async.max_staleness=2",

@@ -12,10 +12,10 @@ import pytest
 from _pytest.mark.structures import ParameterSet
 
 from distflow.launch.local_launcher import LASTING_S
-from distflow.scheduling import ledger
 from tests.e2e.cli_runs import CliRun, children_of, is_alive
 from tests.e2e.runs import Playground
 from tests.e2e.survivors import audit, records
+from tests.ledger_audit import verify
 
 pytestmark = pytest.mark.slow
 
@@ -208,7 +208,7 @@ def start(ground: Playground, fault: str, *overrides: str) -> CliRun:
 
 def unharmed(ground: Playground) -> dict[str, int]:
     """How many groups were dropped, by reason, where all others were trained once and in time."""
-    ledger.verify(ground.folder / "run" / "ledger.jsonl")
+    verify(ground.folder / "run" / "ledger.jsonl")
     return Counter(audit(ground.folder / "run", STALENESS, PLACES).dropped.values())
 
 
@@ -259,7 +259,7 @@ def test_a_run_that_cannot_go_on_ends_with_one_message_and_is_resumed(ground: Pl
     assert (ground.folder / "fired").exists()
     assert run.said().count("distflow: ") == 1 and "Traceback" not in run.said()
     assert not any(is_alive(pid) for pid in children)
-    ledger.verify(ground.folder / "run" / "ledger.jsonl")
+    verify(ground.folder / "run" / "ledger.jsonl")
 
     assert (again := start(ground, "none", *patience)).status() == 0, again.said()
     # Those of a step that was saved before it was seen that all fail.

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from distflow.observe.reading.run_reader import read_metrics
-from distflow.scheduling import ledger
 from tests.e2e.cli_runs import CliRun, Left, children_of, is_alive
 from tests.e2e.runs import Playground
 from tests.e2e.survivors import Survivors, audit, records
+from tests.ledger_audit import verify
 
 pytestmark = pytest.mark.slow
 
@@ -168,7 +168,7 @@ def hunted(ground: Playground, name: str, kills: list[str]) -> Path:
 
 def same_account(folder: Path, undisturbed: Survivors) -> None:
     """Nothing was lost or trained twice, and of each prompt the same answers were trained on: kills favour none."""
-    ledger.verify(folder / "ledger.jsonl")
+    verify(folder / "ledger.jsonl")
     survived = audit(folder, STALENESS, PLACES)
     assert survived.dropped == undisturbed.dropped == {}
     assert survived.lengths == undisturbed.lengths
@@ -231,7 +231,7 @@ def test_complete_groups_are_trained_as_they_were_and_begun_ones_start_again(gro
 def test_a_run_goes_on_in_another_folder(ground: Playground, cut: Path, undisturbed: Survivors) -> None:
     left = Left(cut)
     folder = finish(ground, "elsewhere", flags=("--resume", str(left.checkpoint.path)))
-    ledger.verify(folder / "ledger.jsonl")
+    verify(folder / "ledger.jsonl")
     before = records(cut, left.run["coordinator"]["ledger"]["offset"])
     survived = audit(folder, STALENESS, PLACES, before)
     assert survived.lengths == {place: undisturbed.lengths[place] for place in survived.lengths}
@@ -245,7 +245,7 @@ def test_a_run_goes_on_with_another_bound(
     """What no step can train on in time any more is dropped, with that reason, and nothing else is."""
     name = copied(cut, f"bound-{staleness}")
     folder = finish(ground, name, f"async.max_staleness={staleness}", flags=("--allow-change", "async.max_staleness"))
-    ledger.verify(folder / "ledger.jsonl")
+    verify(folder / "ledger.jsonl")
     survived = audit(folder, 5, PLACES)
     live = Left(cut).run["coordinator"]["live"]
     stale = [g for g in live if g["complete"] and min(g["version"], g["prompt_group"]["version"]) + staleness < 5]
@@ -268,7 +268,7 @@ def test_a_run_goes_on_with_another_batch_size(ground: Playground, cut: Path, ba
     allowed = tuple(flag for key in keys for flag in ("--allow-change", key))
     name = copied(cut, f"batch-{batch}")
     folder = finish(ground, name, *(f"{key}={batch}" for key in keys), flags=allowed)
-    ledger.verify(folder / "ledger.jsonl")
+    verify(folder / "ledger.jsonl")
     survived = audit(folder, STALENESS, PLACES)
     assert set(survived.dropped.values()) <= {"stale"} and (batch < 4 or not survived.dropped)
     sizes = Counter(survived.step.values())
@@ -280,9 +280,9 @@ def test_epochs_are_added_to_a_run_that_has_ended(ground: Playground) -> None:
     finish(ground, "grown", "trainer.total_epochs=1")
     again = finish(ground, "grown", "trainer.total_epochs=1")
     assert "is done: step 5 was the last" in (ground.folder / "grown.log").read_text()
-    ledger.verify(again / "ledger.jsonl")
+    verify(again / "ledger.jsonl")
     folder = finish(ground, "grown", "trainer.total_epochs=2")
-    ledger.verify(folder / "ledger.jsonl")
+    verify(folder / "ledger.jsonl")
     audit(folder, STALENESS, {place for place in PLACES if place[0] < 2})
 
 
@@ -292,7 +292,7 @@ def test_a_synchronous_run_goes_on_asynchronously_and_back(ground: Playground) -
     assert start(ground, "there_and_back", "async.max_staleness=0", KILL_AT="latest:3").status() == -9
     assert start(ground, "there_and_back", flags=allow, KILL_AT="latest:4").status() == -9
     folder = finish(ground, "there_and_back", "async.max_staleness=0", flags=allow)
-    ledger.verify(folder / "ledger.jsonl")
+    verify(folder / "ledger.jsonl")
     survived = audit(folder, STALENESS, PLACES)
     ages = {step: survived.ages[place] for place, step in survived.step.items()}
     assert {ages[step] for step in (1, 2, 3)} == {0} == {ages[step] for step in range(8, max(ages))}

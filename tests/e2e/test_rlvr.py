@@ -10,10 +10,10 @@ import torch
 
 from distflow.data.batch import Batch
 from distflow.observe.reading.run_reader import read_metrics
-from distflow.scheduling import ledger
 from tests.e2e import three_domains
 from tests.e2e.cli_runs import CliRun
 from tests.e2e.runs import Playground, Run
+from tests.ledger_audit import verify
 
 REWARDS = """
 def sums(data_source, solution_str, ground_truth, extra_info=None):
@@ -184,7 +184,7 @@ def test_killed_ahead_of_training_and_resumed_its_shares_are_exact(
     assert resumed.status() == 0, resumed.said()
     assert "resumed from step-" in resumed.said()
     assert three_domains.shares(tmp_path / "run") == [Counter(math=2, code=1, instructions=1)] * 4
-    account = ledger.verify(tmp_path / "run" / "ledger.jsonl")
+    account = verify(tmp_path / "run" / "ledger.jsonl")
     assert {name: each.consumed for name, each in account.domains.items()} == {"math": 8, "code": 4, "instructions": 4}
     ages = [
         record.values["async/version_diff/max"] for record in read_metrics(tmp_path / "run") if record.kind == "train"

@@ -9,8 +9,8 @@ import pytest
 from distflow.cli import main
 from distflow.data.batch import Batch
 from distflow.observe.reading.run_reader import read_events, read_metrics, read_samples
-from distflow.scheduling import ledger
 from tests.e2e import three_domains
+from tests.ledger_audit import verify
 from tests.user_code import forgotten
 
 FILES = {"math": "gsm8k_test.jsonl", "code": "examples/mbpp.py:rows", "instructions": "ifeval.jsonl"}
@@ -46,7 +46,7 @@ def test_recorded_solutions_are_right_and_every_second_that_is_spoiled_is_not(fo
         assert record.values["reward/errors"] == 0
     check_samples(folder / "run")
     assert three_domains.shares(folder / "run") == [Counter(math=2, code=1, instructions=1)] * STEPS
-    ledger.verify(folder / "run" / "ledger.jsonl")
+    verify(folder / "run" / "ledger.jsonl")
     page = (folder / "run" / "report.html").read_text()
     assert all(f"val_correct/{name}/mean" in page or f"reward/{name}" in page for name in FILES)
     assert not [event.message for event in read_events(folder / "run") if event.kind in ("warning", "error")]
