@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from abc import abstractmethod
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -141,9 +142,9 @@ class Encoded:
 class PromptRows(Sequence[PromptRow]):
     """Prompts that are made when they are read: a subclass has `__len__` and `_row`."""
 
+    @abstractmethod
     def _row(self, index: int) -> PromptRow:
         """index: from 0, below the length."""
-        raise NotImplementedError
 
     @overload
     def __getitem__(self, index: int) -> PromptRow: ...
