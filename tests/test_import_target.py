@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from distflow.errors import hint, nearest
-from distflow.import_target import LoadError, load, load_function, load_module
+from distflow.import_target import LoadError, SourceFile, load, load_function, load_module
 
 SOURCE = """
 from dataclasses import dataclass
@@ -90,3 +90,8 @@ def test_a_hint_names_the_nearest_else_what_there_is() -> None:
     assert hint("qqq", ["b", "a"]) == "; known: a, b"
     assert hint("qqq", [f"name_{i:02d}" for i in range(20)]).endswith("name_11, ...")
     assert hint("qqq", []) == ""
+
+
+def test_a_name_that_a_function_binds_by_global_is_found_in_the_text() -> None:
+    source = SourceFile(b"def prepare():\n    global compute_score\n    compute_score = len\n\nprepare()\n")
+    assert source.defines("compute_score") and source.defines("prepare") and not source.defines("other")

@@ -67,16 +67,16 @@ def load_module(name: str) -> ModuleType:
 
 
 @contextmanager
-def users_code(what: str, passes: type[Exception]) -> Iterator[None]:
-    """Turns an error of the user's code inside into a LoadError, which begins with `what` and names the line of that
-    code. passes: errors that are raised unchanged."""
+def users_code(what: str, passes: type[Exception] | tuple[()] = (), advice: str = "") -> Iterator[None]:
+    """Turns an error of the user's code inside into a LoadError, which begins with `what`, names the line of that code
+    and ends with `advice`. passes: errors that are raised unchanged."""
     try:
         yield
     except passes:
         raise
     except Exception as error:  # a user's code may raise anything
         place = f" (at {found})" if (found := users_place(error)) else ""
-        raise LoadError(f"{what} {type(error).__name__}: {error}{place}") from error
+        raise LoadError(f"{what} {type(error).__name__}: {error}{place}{advice}") from error
 
 
 def load_modules(names: Iterable[str]) -> None:
@@ -202,10 +202,11 @@ def _without_values(arguments: ast.arguments) -> ast.Lambda:
 
 
 def _bound_names(node: ast.AST) -> Iterator[str]:
-    """The names that a module's own statements bind, those below `if` and `try` too."""
+    """The names that a module's own statements bind, those below `if` and `try` too, and its functions by `global`."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, (*_FUNCTIONS, ast.ClassDef)):
             yield child.name
+            yield from (name for inner in ast.walk(child) if isinstance(inner, ast.Global) for name in inner.names)
             continue
         if isinstance(child, ast.alias):
             yield (child.asname or child.name).partition(".")[0]

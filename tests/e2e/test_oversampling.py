@@ -10,7 +10,6 @@ from distflow.data.batch import Batch
 from distflow.errors import UserError
 from distflow.rollout.embedded.engine import EmbeddedEngine
 from distflow.runtime.sample_queue.shared import SharedSampleQueue
-from distflow.scheduling.groups import PromptGroup
 from distflow.scheduling.ledger import timeline
 from distflow.scheduling.sample_queue import Exhausted
 from tests.e2e.runs import Playground, Run
@@ -99,11 +98,11 @@ def test_aborts_leave_no_slot_and_no_keys_and_values_behind(
         engines.append(engine)
         return await begin(engine)
 
-    def looked(queue: SharedSampleQueue[Batch], prompt_groups: Sequence[PromptGroup], num_tokens: int) -> None:
+    def looked(queue: SharedSampleQueue[Batch], group_ids: Sequence[int], num_tokens: int) -> None:
         (engine,) = engines
         held = sum(lane.slots.keys.numel() + len(lane.prompts) for lane in engine._lanes)
         seen.append((len(engine._pending), engine._has_work(), held))
-        abort(queue, prompt_groups, num_tokens)
+        abort(queue, group_ids, num_tokens)
 
     monkeypatch.setattr(EmbeddedEngine, "__aenter__", noted)
     monkeypatch.setattr(SharedSampleQueue, "abort", looked)

@@ -1,9 +1,11 @@
 """Keys that a pipeline does not take are refused where they were set; the presets set none of them."""
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from distflow.config import load_config
 from distflow.errors import UserError
@@ -235,6 +237,24 @@ def test_a_registered_group_that_no_node_can_read_is_refused(own: None) -> None:
 
 def test_a_registered_group_of_which_nothing_is_set_has_its_defaults(own: None) -> None:
     refuse_own("with_ctx")
+
+
+def test_a_users_module_is_imported_with_the_runs_number_of_threads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "counting_threads.py").write_text("import torch\nthreads = torch.get_num_threads()\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    before = torch.get_num_threads()
+    wanted = before + 1
+    given = (f"{MODEL}.path=builtin:tiny-arithmetic", f"{MODEL}.init=random", "data.train_files=builtin:arithmetic-rl")
+    try:
+        with forgotten("counting_threads"):
+            fit_to_files(
+                load_config("grpo", [*given, "trainer.imports=[counting_threads]", f"trainer.num_threads={wanted}"])
+            )
+            assert sys.modules["counting_threads"].threads == wanted
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_parts_that_are_chosen_by_name_are_checked_once_however_often_the_config_is_read(

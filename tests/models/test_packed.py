@@ -114,7 +114,7 @@ def test_plain_families_get_our_attention_and_windows_their_own() -> None:
     assert make_model("gemma2").config._attn_implementation == "eager"
 
 
-def test_an_attention_that_leaks_is_refused_by_family() -> None:
+def test_the_error_of_an_attention_that_leaks_is_not_allowed() -> None:
     def leaky(module, query, key, value, attention_mask, **kwargs):
         plain = AttentionInterface()["sdpa"]
         return plain(module, query, key, value, None, **{k: v for k, v in kwargs.items() if k != "packing"})

@@ -59,6 +59,8 @@ def test_the_last_words_are_not_lost(sandbox: Sandbox) -> None:
         "file.write('held\\n')\nsys.stdout.write('first ')"
     )
     assert sorted(ran.stdout.split()) == ["first", "held", "last"]
+    ran = sandbox.run("def main():\n    out = open(1, 'w', closefd=False)\n    out.write('held')\n    1 / 0\nmain()")
+    assert ran.stdout == "held" and ran.stderr.endswith("ZeroDivisionError: division by zero\n")
 
 
 def test_output_beyond_what_is_kept(sandbox: Sandbox) -> None:

@@ -56,6 +56,19 @@ def test_a_loop_that_takes_its_batch_in_parts_owes_nothing_and_never_stalls(stal
     assert coordinator.checked_counts().consumed == 8 * batch
 
 
+def test_a_part_that_was_short_leaves_its_slots_to_rows_that_are_offered_later() -> None:
+    coordinator = Coordinator(plan_of(batch=8, total_groups=2))
+    for prompt_group in coordinator.take_groups():
+        coordinator.complete(prompt_group.group_id, 1)
+    assert coordinator.part(0, 4) == (0, 1)
+    for _ in range(6):
+        coordinator.offer()
+    later = coordinator.take_groups()
+    for prompt_group in later:
+        coordinator.complete(prompt_group.group_id, 1)
+    assert len(later) == 6 and coordinator.part(0, 6) == tuple(range(2, 8))
+
+
 def test_a_step_that_took_too_few_owes_the_rest() -> None:
     coordinator = Coordinator(plan_of(batch=3))
     for prompt_group in coordinator.take_groups():

@@ -165,8 +165,9 @@ class Auditor:
 
     def _look(self, taken: RecordedStep, metrics: Mapping[str, float]) -> None:
         """Run the cheap checks; also check a few random groups, in the first steps and while the time budget allows."""
-        taken.metrics = metrics
-        self._check(OF_EVERY_STEP, taken)
+        whole = replace(taken)  # the samples of `taken` lack the columns that nodes have written since
+        whole.updates, whole.metrics = taken.updates, metrics
+        self._check(OF_EVERY_STEP, whole)
         if self._looks and "response_mask" in taken.batch and "advantages" in taken.batch:
             groups = taken.batch["group_index"].tolist()
             few = random.Random(taken.step).sample(sorted(set(groups)), min(NUM_GROUPS, len(set(groups))))

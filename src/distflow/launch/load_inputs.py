@@ -106,6 +106,7 @@ def follow_pipeline(loaded: Loaded) -> Loaded:
     generates nothing. Raises UserError for a part that cannot work, ConfigError where other keys contradict the
     pipeline."""
     config = loaded.config
+    make_process_ready(config)  # before a user's module can start threads
     import_user_modules(config)
     check_extensions(config)
     if pipeline_name(config) != CUSTOM or config.dag.generates is not None or generates(_bind(config)):

@@ -31,7 +31,10 @@ from distflow.training.torch_engine import TorchTrainEngine
 
 ROLES = ("actor", "critic")
 
-_DAMAGE = (OSError, LookupError, TypeError, ValueError, AttributeError, RuntimeError, YAMLError, SafetensorError)
+_DAMAGE = (
+    *(OSError, EOFError, LookupError, TypeError, ValueError, AttributeError, AssertionError, RuntimeError),
+    *(YAMLError, SafetensorError),
+)
 """What reading a damaged or foreign file of a bundle raises."""
 
 

@@ -116,13 +116,19 @@ def _instructions(ground_truth: object, row: Mapping[str, object] | None) -> lis
     return [(name, _read(name, entry)) for name, entry in zip(names, kwargs, strict=True)]
 
 
+@cache
+def _parameters(instruction: str) -> tuple[str, ...]:
+    """The arguments of an instruction, by the parameters of its function after the response."""
+    return tuple(inspect.signature(INSTRUCTIONS[instruction]).parameters)[1:]
+
+
 def _read(instruction: str, entries: object) -> dict[str, Any]:
     """Its arguments. An entry that is None counts as absent, as data sets fill their columns. Raises ValueError."""
     if entries is not None and not isinstance(entries, Mapping):
         raise ValueError(f"'{KWARGS}' holds {entries!r:.80}, and no mapping, for {instruction}")
     where = f"{instruction} in '{KWARGS}'"
     known = {name: value for name, value in (entries or {}).items() if value is not None}
-    _, *wanted = inspect.signature(INSTRUCTIONS[instruction]).parameters
+    wanted = _parameters(instruction)
     if set(known) != set(wanted):
         raise ValueError(f"{where}: takes ({', '.join(wanted)}), and got ({', '.join(known)})")
     read: dict[str, Any] = {}

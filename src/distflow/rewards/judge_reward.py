@@ -282,10 +282,13 @@ async def _body(client: openai.AsyncOpenAI, asked: Mapping[str, object]) -> byte
     body = bytearray()
     try:
         async with client.chat.completions.with_streaming_response.create(**cast(dict, asked)) as response:
-            async for chunk in response.iter_bytes():
-                body += chunk
-                if len(body) > MAX_BODY_BYTES:
-                    raise ValueError(f"the judge's answer is longer than {MAX_BODY_BYTES:,} bytes")
+            try:
+                async for chunk in response.iter_bytes():
+                    body += chunk
+                    if len(body) > MAX_BODY_BYTES:
+                        raise ValueError(f"the judge's answer is longer than {MAX_BODY_BYTES:,} bytes")
+            except _HTTP_ERRORS as error:
+                raise Unavailable(f"its answer broke off ({error})") from None
     except openai.APIConnectionError as error:  # time-outs too
         raise Unavailable(f"{error} ({error.__cause__})" if error.__cause__ else str(error)) from None
     except openai.APIStatusError as error:
@@ -294,8 +297,6 @@ async def _body(client: openai.AsyncOpenAI, asked: Mapping[str, object]) -> byte
                 f"status {error.status_code}", _seconds(error.response.headers.get("retry-after"))
             ) from None
         raise
-    except _HTTP_ERRORS as error:
-        raise Unavailable(f"its answer broke off ({error})") from None
     return bytes(body)
 
 

@@ -255,6 +255,7 @@ async def measure_agreement(
 ) -> Agreement:
     """Score each row's own response with the pool's function `name`. labels: whether it is right, which the reward says
     by a score of `right_from` or more."""
+    assert all(row.response is not None for row in rows) and len(rows) == len(labels)
     calls = [pool.call(name, arguments_of(row, row.response)) for row in rows if row.response is not None]
     agreement = Agreement(Counter(), [])
     for label, reward_result in zip(labels, await asyncio.gather(*calls), strict=True):

@@ -134,6 +134,7 @@ class HFEngine:
         log_probs = policy.gather(-1, ids[:, prompt.shape[1] :, None]).squeeze(-1)
         generations = []
         for row, sample in enumerate(request.samples):
+            assert row in stop.ends, "transformers stopped where we would not have"
             length, reason = stop.ends[row]
             response = ids[row, prompt.shape[1] :].tolist()[:length]
             sampling = [step[row] for step in draw.log_probs[:length]]

@@ -98,7 +98,8 @@ def copy_weights(module: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> di
         _check_all(own, weights)
     taken: Sent = {}
     with torch.no_grad():
-        for name, tensor in weights:
+        for name, sent in weights:
+            tensor = sent.to(own[name]) if name in own else sent
             if problem := _problem(own, taken, name, tensor):
                 raise PartialWeightsError(f"weights taken in part: {problem}")
             own[name].copy_(tensor)
@@ -137,7 +138,8 @@ def _problem(own: Mapping[str, nn.Parameter], sent: Sent, name: str, tensor: Ten
     if name in others:
         return f"{name}: sent twice"
     for first in list(others.values())[:1]:
-        if first.data_ptr() != tensor.data_ptr() and not torch.equal(first, tensor.to(first)):
+        same_kind = first.dtype == tensor.dtype and first.device == tensor.device
+        if first.data_ptr() != tensor.data_ptr() and not (same_kind and torch.equal(first, tensor)):
             return f"{' and '.join([*others, name])}: one tensor here, different values sent"
     return None
 

@@ -78,11 +78,13 @@ class Updates:
     _num_unsent: int = 0
 
     def before(self, engine: TrainEngine, batch: Batch, loss: LossFn) -> LossFn:
+        """The loss function that the optimizer step is to call."""
         fault_injection.reach("train.update")
         with self.phases("audit"):
             return fault_injection.in_backward(self.auditor.before_update(self._role(engine), engine, batch, loss))
 
     def after(self, engine: TrainEngine, batch: Batch, metrics: dict[str, float], first: bool, step: int) -> None:
+        """first: it was the engine's first optimizer step of the training step."""
         role = self._role(engine)
         self.checks.updated(role, engine, batch, metrics, step, first)
         self._num_unsent += int(role == "actor" and not metrics.get("skipped"))

@@ -95,7 +95,7 @@ class LoopThread:
         cause = "it was stopped"
         try:
             self._loop.run_forever()
-        except (SystemExit, KeyboardInterrupt) as err:  # of a task, which raises it in the loop
+        except BaseException as err:  # the border of the thread: whoever waits gets the error
             cause = f"{type(err).__name__}: {err}"
         finally:
             self._end(LoopEnded(f"the thread '{self._thread.name}' has ended ({cause})"))

@@ -63,9 +63,11 @@ class Figures:
 
 
 def _joined_values(values: list[Any]) -> Any:
-    """Tensors concatenated, lists too; numbers and counts added. None if there are none."""
+    """Tensors concatenated, lists too; numbers and counts added. None if the first rank has none, as its samples lack
+    the column; else without the ranks that have none."""
     if values[0] is None:
         return None
+    values = [value for value in values if value is not None]
     return torch.cat(values) if isinstance(values[0], Tensor) else reduce(add, values)
 
 

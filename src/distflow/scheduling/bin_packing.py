@@ -13,7 +13,7 @@ Parts = list[list[int]]
 
 
 def pack(lengths: Sequence[int], max_tokens: int, min_bins: int = 1) -> Parts:
-    """Parts of indices into `lengths`, each of at most `max_tokens`, as few as first-fit decreasing needs.
+    """Bins of indices into `lengths`, each of at most `max_tokens`, as few as first-fit decreasing needs.
 
     An item longer than `max_tokens` is never cut: it is a bin of its own. There are at least `min_bins` bins, empty
     ones included if items are too few, so that all ranks can run the same number. Loads are evened out over the

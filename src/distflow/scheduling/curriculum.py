@@ -12,8 +12,8 @@ from numbers import Real
 from typing import Any, TypedDict, cast
 
 from distflow.builtin_names import CURRICULA
-from distflow.errors import UserError, nearest, users_place
-from distflow.import_target import LoadError, load_function
+from distflow.errors import UserError, nearest
+from distflow.import_target import LoadError, load_function, users_code
 
 PARTS = 10**6
 """Shares are multiples of 1/PARTS, so that a domain's lag stays a short fraction however often they change."""
@@ -135,13 +135,8 @@ class Curriculum:
         progress = {name: known for name, (known, _) in measured.items()}
         state = json.loads(self._state)
         who = f"{_KEY}={self._plan.function}: after step {step} the curriculum"
-        try:
+        with users_code(f"{who} failed:", passes=UserError, advice=f". {_GO_ON}"):
             returned = self._function(progress, step, state)
-        except UserError:
-            raise
-        except Exception as err:  # user code
-            place = f" (at {found})" if (found := users_place(err)) else ""
-            raise UserError(f"{who} failed: {type(err).__name__}: {err}{place}. {_GO_ON}") from err
         shares = _shares(_weights(returned, list(self._weights), who))
         self._state = _as_json(state, who)
         self._measured = {name: after for name, (_, after) in measured.items()}

@@ -27,8 +27,8 @@ class DomainQueue:
     """The groups of one domain in the queue. A pure state machine; `SampleQueue` checks that moves are possible.
 
     domain: its number in `quotas`. num_live: running, complete or waiting to be issued again. formed: groups that the
-    next step has taken. num_unfilled: slots of that step that stay empty. protected: running groups that may not be
-    aborted again.
+    next step has taken. num_unfilled: slots of that step that stay empty, once it is formed. protected: running groups
+    that may not be aborted again.
     """
 
     def __init__(
@@ -114,13 +114,12 @@ class DomainQueue:
         self._change(number, state=GroupState.DROPPED)
         self.num_live -= 1
 
-    def take(self, numbers: Sequence[int], wanted: int) -> None:
-        """Take groups for `wanted` slots of the next step; those without a group stay empty."""
+    def take(self, numbers: Sequence[int]) -> None:
+        """Take groups for the next step."""
         for number in numbers:
             self._leave(number)
             self._change(number, state=GroupState.TRAINING)
         self.formed += tuple(numbers)
-        self.num_unfilled += wanted - len(numbers)
 
     def untake(self) -> None:
         for number in self.formed:

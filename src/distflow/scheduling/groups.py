@@ -128,9 +128,9 @@ def counts_by_domain(saved: Mapping[str, Any]) -> defaultdict[str, DomainCounts]
 @dataclass(frozen=True)
 class GroupCounts:
     """How many groups are in which states. running: waiting, generating or scoring. complete: queued or training.
-    consumed: trained. dropped: counts by reason. aborted: times that a group was aborted because
-    its step was full, so that it waits to be issued again; aborted_tokens: tokens generated for these. domains: of each
-    with an issued group; empty without domains."""
+    consumed: trained. dropped: counts by reason. aborted: times that a group was aborted because its step was full, so
+    that it waits to be issued again; aborted_tokens: tokens generated for these. domains: of each with an issued group;
+    empty without domains."""
 
     issued: int = 0
     running: int = 0

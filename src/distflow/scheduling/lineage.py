@@ -6,7 +6,7 @@ from pathlib import Path
 
 from distflow.errors import UserError
 from distflow.scheduling.groups import GroupState
-from distflow.scheduling.ledger import LedgerError, timeline
+from distflow.scheduling.ledger import STALE, LedgerError, timeline
 from distflow.scheduling.snapshot import InheritedGroup, Record
 
 
@@ -167,7 +167,7 @@ class _Reader:
             state = _STATE_AFTER.get(kind, state)
         if state is GroupState.GENERATING and issued and issued["restart"] != self._restart:
             state = GroupState.WAITING  # the process that had it is gone
-        is_complete = state in (GroupState.QUEUED, GroupState.TRAINED)
+        is_complete = state in (GroupState.QUEUED, GroupState.TRAINED) or bool(dropped and dropped["reason"] == STALE)
         complete = last.get("complete") if is_complete else None
         version = inherited.get("version") if inherited and is_complete else None
         if complete:  # older ledgers have no version of complete groups: it is the group's

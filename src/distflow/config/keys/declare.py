@@ -114,7 +114,8 @@ def walk(instance: "DataclassInstance", prefix: str = "") -> Iterator[tuple[str,
             yield from walk(value, name)
         else:
             # The dataclass of a user's group may describe its fields by `metadata={"help": ...}`.
-            spec = item.metadata.get("key") or KeySpec(str(item.metadata.get("help", "")))
+            found = item.metadata.get("key")
+            spec = found if isinstance(found, KeySpec) else KeySpec(str(item.metadata.get("help", "")))
             yield name, hints[item.name], value, spec
 
 

@@ -47,7 +47,8 @@ class TrainedFsdpConfig:
     param_offload: bool = key(False, "keep weights in host memory while they are not in use")
     optimizer_offload: bool = key(False, "keep the optimizer's moments in host memory between updates")
     offload_policy: bool = key(
-        False, "keep weights, gradients and moments in host memory; the optimizer runs on the host"
+        False,
+        "keep weights, gradients and moments in host memory, with a copy of each layer while it runs; host optimizer",
     )
 
 
@@ -111,6 +112,7 @@ class ActorConfig:
     kl_loss_type: str = key("low_var_kl", "estimator of the KL in the loss", choices=KL_TYPES, advice=NO_FULL_KL)
     ppo_epochs: int = key(1, "passes over a batch", minimum=1)
     ppo_mini_batch_size: int = key(256, "prompts an optimizer step", minimum=1)
+    # Less on a CPU, whose allocator keeps the memory.
     ppo_max_token_len_per_gpu: int | None = key(
         None,
         "tokens in one micro-batch; a longer sample is a micro-batch of its own; null is 16384, on a CPU 4096",
@@ -202,6 +204,8 @@ class RolloutConfig:
         False, "run each operation of a decode step separately: no CUDA graphs or native CPU step"
     )
     timeout_s: float | None = key(
-        1800.0, "stop the run if the engine samples no token for this many seconds; null is never", above=0
+        1800.0,
+        "stop the run if the engine returns nothing and samples no token for so many seconds; null is never",
+        above=0,
     )
     val_kwargs: ValKwargsConfig = group(ValKwargsConfig)

@@ -144,9 +144,11 @@ class RewardConfig:
     max_error_rate: float = key(
         0.5, "stop the run if the share of reward errors in a step is higher; 1 never stops", minimum=0, maximum=1
     )
-    num_workers: int = key(2, "worker processes of each domain in functions; a reward model has 1", minimum=1)
+    num_workers: int = key(2, "worker processes of each domain; a reward model has 1", minimum=1)
     num_actors: int = key(
-        0, "Ray actors that run the reward functions of all workers; 0 runs them beside each worker", minimum=0
+        0,
+        "Ray actors (launcher=ray) that run the reward functions of all workers; 0 runs them beside each worker",
+        minimum=0,
     )
     actor_cpus: int = key(1, "CPUs that each reward actor takes of its machine", minimum=1)
     retries: int = key(0, "retries of a failed call", minimum=0)

@@ -91,7 +91,9 @@ class TrainerConfig:
     max_held_mb: int | None = key(
         None, "most MB of groups in shared memory (launcher=ray); null is half of Ray's object store", minimum=1
     )
-    peers_timeout_s: float = key(1800.0, "timeout of collectives (launcher=ray); the run then stops", above=0)
+    peers_timeout_s: float = key(
+        1800.0, "timeout of collectives (launcher=ray); the run then stops and names the missing workers", above=0
+    )
 
     @property
     def run_dir(self) -> Path:
@@ -103,7 +105,9 @@ class TrainerConfig:
 class TrustConfig:
     """Checks during a run."""
 
-    canary_freq: int = key(1, "weight syncs between comparisons of engine and trainer; 0 is never", minimum=0)
+    canary_freq: int = key(
+        1, "weight syncs between comparisons of engine and trainer on fixed prompts; 0 is never", minimum=0
+    )
     audit_freq: int = key(20, "steps between audits, besides those at start and resume; 0 is never", minimum=0)
     on_mismatch: str = key(
         "correct",

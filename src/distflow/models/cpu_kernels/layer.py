@@ -54,7 +54,7 @@ class _Attention(Function):
         of_queries = torch.empty_like(queries)
         others = (mixed, log_sums, of_mixed, of_queries, *added)
         _run_attention("attend_backward", sequences, ctx.scale, queries, keys, values, *others)
-        if len(sequences.place) > len(keys):  # some rows are of several sequences
+        if len(sequences.place) != len(keys):  # some rows are of several sequences, or of none
             for index, rows in enumerate(added):
                 added[index] = torch.zeros_like(keys)
                 call("add_rows", sequences.place, len(rows), keys[0].numel(), rows, added[index])

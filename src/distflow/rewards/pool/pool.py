@@ -55,10 +55,11 @@ class Pool(ABC):
     ) -> list[RewardResult]:
         """Call function `name` for each of these arguments (by their names in `functions.PARAMETERS`; plain JSON
         values). timeout_s: of each."""
+        on_result = None if self.closed else self.on_result
         reward_results = await self._score_group(name, asked, timeout_s, on_repeat)
-        if self.on_result is not None:
+        if on_result is not None:
             for arguments, reward_result in zip(asked, reward_results, strict=True):
-                self.on_result(name, arguments, reward_result)
+                on_result(name, arguments, reward_result)
         return reward_results
 
     @abstractmethod

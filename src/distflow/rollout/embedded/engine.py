@@ -231,7 +231,7 @@ class EmbeddedEngine:
                 settle(self._pending.pop(number).future, None)
 
     def _leave(self, lane: Lane, gone: list[Sequence]) -> None:
-        lane.move(lane.scheduler.remove(gone))
+        lane.leave(gone, lane.scheduler.remove(gone))
         if not self._has_work():
             self._activity.stopped()
 

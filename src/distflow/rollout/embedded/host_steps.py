@@ -23,7 +23,7 @@ from distflow.models.attention import BLOCK
 from distflow.models.cached_decoder import DecoderView
 from distflow.rollout.embedded.kv_cache import KVSlots, PromptCache
 from distflow.rollout.embedded.sampler import Draws, joined, rows_by_law, sample
-from distflow.rollout.embedded.scheduler import DrawInputs, Move, Scheduler, StepTokens, Work, draw_inputs
+from distflow.rollout.embedded.scheduler import DrawInputs, Move, Scheduler, Sequence, StepTokens, Work, draw_inputs
 
 LARGEST = 32
 _TRIED_LAYERS = 64
@@ -41,8 +41,8 @@ class RequestLane:
     decoder: DecoderView
     slots: KVSlots = field(init=False, default_factory=KVSlots)
 
-    def move(self, moves: list[Move]) -> None:
-        """Sequences have left the scheduler; with the last one all memory is dropped."""
+    def leave(self, gone: list[Sequence], moves: list[Move]) -> None:
+        """These sequences have left the scheduler; with the last one all memory is dropped."""
         self.slots.move(moves)
         if not self.scheduler.has_work:
             self.slots.reset()

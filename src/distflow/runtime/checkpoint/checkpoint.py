@@ -146,9 +146,9 @@ class Writing:
         nothing is committed.
         """
         with or_give_up(self.step, self.store.folder):
-            while (missing := self._missing(expected)) and not self._given_up() and keep_waiting():
+            while self._missing(expected) and not self._given_up() and keep_waiting():
                 pass
-            folder = self.store.folder
+            missing, folder = self._missing(expected), self.store.folder  # a part may have come during the last wait
             if missing and self._given_up():
                 raise GivenUp(self.step, folder)
             if missing:

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 _MAX_GROUPS = 1000
-"""In one reply: 40 kB, if it goes to another process."""
+"""In one reply: 65 kB, if it goes to another process."""
 
 
 @dataclass

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import TypeVar
 
 from distflow.data import global_generators
-from distflow.errors import UserError, users_place
+from distflow.errors import UserError
 from distflow.graph.fields import is_async
+from distflow.import_target import LoadError, users_code
 from distflow.runtime.loop_thread import on_a_thread
 
 T = TypeVar("T")
@@ -109,13 +110,12 @@ class Caller:
         function = getattr(self._callbacks, name)
         if function is None:
             return
+        own = getattr(function, "__name__", type(function).__name__)
         try:
-            with self._timed(), global_generators.lent(global_generators.states()):
+            with users_code(f"{name}: {own} raised"), self._timed(), global_generators.lent(global_generators.states()):
                 function(step, result)
-        except Exception as error:  # user code may raise anything
-            place = f" (at {found})" if (found := users_place(error)) else ""
-            own = getattr(function, "__name__", type(function).__name__)
-            self._warn(f"{name}: {own} raised {type(error).__name__}: {error}{place}; the run continues")
+        except LoadError as error:
+            self._warn(f"{error}; the run continues")
 
 
 def _takes_two(function: object) -> bool:

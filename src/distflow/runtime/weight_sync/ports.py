@@ -36,6 +36,7 @@ class LocalWeights:
         self._tensors: list[tuple[str, Tensor]] = []
 
     def attach(self, receive: Receive) -> Detach:
+        assert self._receive is None, "one engine takes the weights"
         self._receive = receive
         return self._detach
 

@@ -110,6 +110,7 @@ def _run_main(code: bytes) -> int:
     try:
         _, error = _attempt(lambda: exec(_compiled(code), module.__dict__))
         status = 0 if error is None else _print_traceback(error)
+        del error  # it holds this frame, which would keep the program's files from being flushed
     except SystemExit as end:
         status = _status_of(end)
     atexit._run_exitfuncs()

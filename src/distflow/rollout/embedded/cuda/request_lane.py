@@ -42,11 +42,11 @@ class CudaRequestLane:
     _leases: dict[Sequence, Lease] = field(init=False, default_factory=dict)
     _launched: deque[_LaunchedStep] = field(init=False, default_factory=deque)
 
-    def move(self, moves: list[Move]) -> None:
-        """Sequences have left the scheduler. No memory moves; the leases of those that ran are free again."""
-        running = set(self.scheduler.running)
-        for sequence in [sequence for sequence in self._leases if sequence not in running]:
-            self.steps.free(self._leases.pop(sequence))
+    def leave(self, gone: list[Sequence], moves: list[Move]) -> None:
+        """These sequences have left the scheduler. No memory moves; the leases of those that ran are free again."""
+        for sequence in gone:
+            if (lease := self._leases.pop(sequence, None)) is not None:
+                self.steps.free(lease)
         if not self.scheduler.has_work:
             self._launched.clear()
             self.prompts.clear()
