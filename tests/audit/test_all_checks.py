@@ -150,7 +150,7 @@ def test_a_nondeterministic_reward_function_is_reported_once(playground: Playgro
 def test_a_check_that_raises_is_reported_and_has_no_other_effect(
     playground: Playground, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rewards, "functions_of", lambda *_: 1 / 0)
+    monkeypatch.setattr(rewards, "_total", lambda *_: 1 / 0)
     run = playground.run("grpo", *ALWAYS)
     (warning,) = run.notes("warning")
     assert warning == "the audit could not make its check 'rewards': ZeroDivisionError: division by zero"

@@ -326,7 +326,7 @@ def test_a_new_version_number_in_the_place_of_changed_weights(playground: Playgr
 
     def sync_changed(self: WeightSender, version: Any, updated: bool) -> Any:
         fired.append(updated)
-        self._port.renumber(version, {})
+        self.port.renumber(version, {})
         return False, {}
 
     monkeypatch.setattr(WeightSender, "sync_changed", sync_changed)

@@ -76,7 +76,9 @@ def watched(offloads: dict[str, Offloads], spec: Spec) -> Spec:
     for name, engine in engines.items():
         made = factories[name]
         assert isinstance(made, partial)
-        factories[name] = partial(made.func, **{**made.keywords, "engine": f"{__name__}:{engine.__name__}"})
+        target, trainer = f"{__name__}:{engine.__name__}", made.keywords.get("trainer")
+        changed = {"trainer": trainer._replace(engine=target)} if trainer else {"engine": target}
+        factories[name] = partial(made.func, **{**made.keywords, **changed})
     return replace(spec, factories=factories, options=replace(spec.options, offloads=offloads))
 
 
