@@ -29,7 +29,7 @@ from distflow.runtime.spec import Spec
 from distflow.runtime.step_metrics import sample_rows, scores
 from distflow.runtime.user_calls.sync_calls import Callbacks, Caller
 from distflow.runtime.wait_log import Waits
-from distflow.scheduling.groups import GroupCounts, Version
+from distflow.scheduling.groups import GroupCounts
 
 TOKENS = "tokens"
 
@@ -234,10 +234,6 @@ class Recorder:
     def queue_changed(self, group_counts: GroupCounts) -> None:
         """The current counts of the sample queue. From any thread; it costs next to nothing."""
         self.view.queue(group_counts.running, group_counts.complete, sum(group_counts.dropped.values()))
-
-    def serves(self, version: Version) -> None:
-        """The engine has this version from now on. From any thread."""
-        self.view.serves(version.step)
 
     def engine_activity(self, engine: object) -> None:
         """A span for each stretch since the last call in which the engine decoded without a gap."""
