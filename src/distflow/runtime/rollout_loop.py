@@ -26,7 +26,7 @@ from distflow.runtime.spec import Spec
 from distflow.runtime.user_calls.async_calls import deadline_paused
 from distflow.runtime.user_calls.sync_calls import PlainCalls
 from distflow.runtime.wait_log import Waits
-from distflow.scheduling.groups import GroupState, PromptGroup, Version
+from distflow.scheduling.groups import PromptGroup, Version
 
 group_task: ContextVar[asyncio.Task[None] | None] = ContextVar("group_task", default=None)
 """The task of the group that is running; tasks that a node starts (`gather`, `wait_for`) inherit it."""
@@ -200,7 +200,6 @@ class RolloutLoop:
         """Runs the steps on the group; `Drop` if one of them dropped it. Raises NodeError."""
         for step in steps:
             ctx, is_reward = context(group, step.node.node_id), step.node.node_role is NodeRole.REWARD
-            group.state = GroupState.SCORING if is_reward else GroupState.GENERATING
             try:
                 drop = await step.on_group(group, ctx, self.plain_calls, self.timeout_s)
             except NodeError as err:
