@@ -5,7 +5,6 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, cast
 
 from distflow.api.arguments import Overrides, PythonInputs, Reward, Rows
@@ -119,11 +118,9 @@ class Rollouts:
             self._stack = stack.pop_all()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: Any) -> None:
         self._running = None
-        self._stack.__exit__(kind, error, trace)
+        self._stack.__exit__(*exception)
 
     def prepare_batch(self, timeout: float | None = None) -> "Batch | None":
         """The next `data.train_batch_size` groups, of rows of the data and of submitted prompts, which go first. None

@@ -5,7 +5,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from types import TracebackType
 from typing import Any, cast
 
 import ray
@@ -80,9 +79,7 @@ class RayRun:
     def __enter__(self) -> "RayRun":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """End all processes of the run, and wait until none locks its folder: the same command may follow at once."""
         starting = [starting.worker for starting in self._others.starting.values()]
         for actor in [*starting, *self._workers, *self._services.values(), *self._reward_actors]:

@@ -6,7 +6,6 @@ import time
 from collections.abc import Iterable
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
-from types import TracebackType
 
 import torch
 from torch import Tensor, nn
@@ -123,9 +122,7 @@ class EmbeddedEngine:
         self._loop.start(self.host)
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *exception: object) -> None:
         await self._loop.stop()  # no other thread is left that uses what `_fail` clears
         self._fail(RuntimeError("the rollout engine was closed while requests were waiting"))
 
