@@ -17,7 +17,7 @@ from distflow.launch.check_extensions import check_extensions, explain_missing_c
 from distflow.launch.data_sets import DataSource, train_sources, validation_sources
 from distflow.launch.devices import make_process_ready
 from distflow.launch.model_sources import load_policy_tokenizer, policy_context
-from distflow.launch.run_options import run_options, sampling_params, spec_settings, validation_params
+from distflow.launch.run_options import sampling_params, spec_settings, validation_params
 from distflow.launch.select_pipeline import bind, generates, import_user_modules
 from distflow.launch.user_code import check_importable
 from distflow.runtime.errors import is_ours
@@ -91,8 +91,7 @@ def read_config(loaded: Loaded) -> Reading:
     pipeline = _bind(config)
     scored = "reward_fn" in pipeline.services
     train, validation = train_sources(config, scored), validation_sources(config, scored)
-    settings = spec_settings(config, pipeline, num_rows={source.domain: 1 for source in train})
-    run_options(config, pipeline, settings["plan"])
+    spec_settings(config, pipeline, num_rows={source.domain: 1 for source in train})
     validation_params(config, sampling_params(config))
     for source in train:
         sampling_params(config, source.domain)
