@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from distflow.config import Config
 from distflow.errors import UserError, hint
@@ -16,7 +16,7 @@ from distflow.models.lora import add_lora
 from distflow.models.sharding import Sharding, check_divisible, shard_model
 from distflow.models.tokenizer import load_tokenizer
 from distflow.planning.layout import Layout
-from distflow.planning.part_assignment import count_parameters, parse_size
+from distflow.planning.part_assignment import parse_size
 
 
 class Source(SourceOptions):
@@ -73,8 +73,21 @@ def model_sizes(config: Config, engines: Collection[str]) -> dict[str, int]:
     for role in (role for role in models if role not in said):
         key, source = _source_of(config, role)
         with blaming(key):
-            sizes[role] = count_parameters(_model_config(source).get_text_config().to_dict())
+            sizes[role] = _count_parameters(source)
     return sizes
+
+
+def _count_parameters(source: Source) -> int:
+    """Of the language model, which takes no memory here. Raises UserError for a config of none."""
+    config = _model_config(source).get_text_config()
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=source["trust_remote_code"])
+    except ValueError as err:
+        raise UserError(
+            f"transformers has no language model '{config.model_type}': set its size, e.g. dag.model_sizes.actor=7B"
+        ) from err
+    return int(model.num_parameters())
 
 
 def _source_of(config: Config, role: str) -> tuple[str, Source]:
