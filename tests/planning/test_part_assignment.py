@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from distflow.errors import UserError
 from distflow.graph.wiring import ancestors
-from distflow.planning.multi_device import Cluster, place
+from distflow.planning.multi_device import place
 from distflow.planning.part_assignment import Part, apportion, parse_size, sort_parts, split
 
 Graph = tuple[dict[str, tuple[str, ...]], dict[str, tuple[str, ...]]]
@@ -147,23 +147,23 @@ def test_shares_keep_to_their_quota(sizes: list[int], more: int) -> None:
 
 
 def test_parts_that_fit_on_a_machine_are_on_one() -> None:
-    assert place([2, 3, 1], Cluster(2, 3)) == [(0, 1), (3, 4, 5), (2,)]
-    assert place([6, 5, 5], Cluster(2, 8)) == [(0, 1, 2, 3, 4, 5), (8, 9, 10, 11, 12), (6, 7, 13, 14, 15)]
-    assert place([6, 2], Cluster(2, 4)) == [(2, 3, 4, 5, 6, 7), (0, 1)]
-    assert place([6, 3, 3], Cluster(3, 4)) == [(3, 7, 8, 9, 10, 11), (0, 1, 2), (4, 5, 6)]
+    assert place([2, 3, 1], 2, 3) == [(0, 1), (3, 4, 5), (2,)]
+    assert place([6, 5, 5], 2, 8) == [(0, 1, 2, 3, 4, 5), (8, 9, 10, 11, 12), (6, 7, 13, 14, 15)]
+    assert place([6, 2], 2, 4) == [(2, 3, 4, 5, 6, 7), (0, 1)]
+    assert place([6, 3, 3], 3, 4) == [(3, 7, 8, 9, 10, 11), (0, 1, 2), (4, 5, 6)]
 
 
 def test_it_looks_ahead() -> None:
     """Best fit decreasing puts 6 and 4 together, and then 3 and 3 nowhere whole."""
-    found = place([6, 4, 4, 4, 3, 3], Cluster(2, 12))
+    found = place([6, 4, 4, 4, 3, 3], 2, 12)
     assert all(len({rank // 12 for rank in ranks}) == 1 for ranks in found)
 
 
 def test_load_spreads_parts_where_cohesion_allows_it() -> None:
-    assert place([1, 1, 1, 1], Cluster(2, 2), load=True) == [(0,), (2,), (1,), (3,)]
-    assert place([1, 1, 1, 1], Cluster(2, 2), load=False) == [(0,), (1,), (2,), (3,)]
-    assert place([2, 2], Cluster(2, 2), cohesion=False, load=True) == [(0, 2), (1, 3)]
-    assert place([1, 3], Cluster(2, 2), cohesion=False, load=False) == [(0,), (1, 2, 3)]
+    assert place([1, 1, 1, 1], 2, 2, load=True) == [(0,), (2,), (1,), (3,)]
+    assert place([1, 1, 1, 1], 2, 2, load=False) == [(0,), (1,), (2,), (3,)]
+    assert place([2, 2], 2, 2, cohesion=False, load=True) == [(0, 2), (1, 3)]
+    assert place([1, 3], 2, 2, cohesion=False, load=False) == [(0,), (1, 2, 3)]
 
 
 def all_placements(shares: list[int], holes: tuple[int, ...]) -> Iterator[list[tuple[int, ...]]]:
@@ -195,7 +195,7 @@ def compositions(total: int) -> Iterator[list[int]]:
 @pytest.mark.parametrize(("nodes", "size"), [(1, 5), (2, 1), (2, 2), (2, 3), (3, 1), (3, 2), (4, 1), (5, 1), (6, 1)])
 def test_no_better_cohesion_is_left_on_the_table(nodes: int, size: int, load: bool) -> None:
     for shares in compositions(nodes * size):
-        found = place(shares, Cluster(nodes, size), load=load)
+        found = place(shares, nodes, size, load=load)
         counts = [tuple(sum(rank // size == node for rank in ranks) for node in range(nodes)) for ranks in found]
         ways = [broken_and_pieces(way, size) for way in all_placements(shares, (size,) * nodes)]
         assert broken_and_pieces(counts, size) == min(ways), shares
@@ -208,10 +208,10 @@ def test_every_rank_has_one_part(nodes: int, size: int, data: st.DataObject) -> 
     cuts = sorted(data.draw(st.sets(st.integers(1, max(1, nodes * size - 1)), max_size=6)) - {nodes * size})
     shares = [end - start for start, end in zip([0, *cuts], [*cuts, nodes * size], strict=True)]
     cohesion, load = data.draw(st.booleans()), data.draw(st.booleans())
-    found = place(shares, Cluster(nodes, size), cohesion, load)
+    found = place(shares, nodes, size, cohesion, load)
     assert sorted(rank for ranks in found for rank in ranks) == list(range(nodes * size))
     assert [len(ranks) for ranks in found] == shares
-    assert found == place(list(shares), Cluster(nodes, size), cohesion, load)
+    assert found == place(list(shares), nodes, size, cohesion, load)
 
 
 @pytest.mark.parametrize(
