@@ -18,16 +18,12 @@ from distflow.pipelines.nodes.objectives import corrects_drift, interpolates_pro
 def grpo_pipeline(config: Config | None = None) -> TaskGraph:
     """Generate, reward, compute log-probs, compare in groups, update. config: the preset's by default."""
     pipeline = Pipeline("grpo_training_pipeline", "Group-relative policy optimisation (arXiv:2402.03300)")
-    return group_relative(pipeline, config or preset_config("grpo"))
+    return policy_gradient(pipeline, config or preset_config("grpo"))
 
 
-def group_relative(pipeline: Pipeline, config: Config) -> TaskGraph:
-    """The nodes of GRPO, and of pipelines that differ from it in settings only."""
-    return policy_gradient(pipeline, config, has_critic=False)
-
-
-def policy_gradient(pipeline: Pipeline, config: Config, has_critic: bool) -> TaskGraph:
-    """Generate, reward, compute log-probs and values, estimate advantages, update."""
+def policy_gradient(pipeline: Pipeline, config: Config, has_critic: bool = False) -> TaskGraph:
+    """Generate, reward, compute log-probs and values, estimate advantages, update: the nodes of GRPO, and of pipelines
+    that differ from it in settings or in having a critic."""
     roll_out_and_score(pipeline, config)
     prepare_training_data(pipeline, config)
     if has_critic:
