@@ -3,7 +3,7 @@
 import platform
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from distflow import __version__
 from distflow.observe.files import remove_asides, sync
@@ -147,4 +147,4 @@ def write_facts(spec: Spec, model_facts: Mapping[str, object], recorder: Recorde
     }
     recorder.folder.write_json("run.json", facts)
     recorder.folder.write_text("config.yaml", spec.text)
-    recorder.folder.write_json("plan.json", {**spec.plan.to_json(), "nodes": spec.pipeline().to_json()})
+    recorder.folder.write_json("plan.json", {**asdict(spec.plan), "nodes": spec.pipeline().to_json()})

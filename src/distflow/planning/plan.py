@@ -4,7 +4,7 @@ Plain frozen data that needs no device.
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Literal
 
 from distflow.errors import UserError, hint
@@ -109,9 +109,6 @@ class Plan:
         machines = len({rank.node for rank in self.ranks})
         roles = "; ".join(f"{layout.role} on {_listed(layout.ranks)}" for layout in self.layouts)
         return f"{len(self.ranks)} on {machines} machine{'s' if machines > 1 else ''}: {roles}"
-
-    def to_json(self) -> dict[str, object]:
-        return asdict(self)
 
 
 def _listed(ranks: Sequence[int]) -> str:
