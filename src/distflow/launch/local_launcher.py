@@ -17,6 +17,7 @@ from distflow.launch.run_setup import (
     starting,
     write_facts,
 )
+from distflow.observe.report.build import write_report
 from distflow.runtime.checkpoint.state import check_same_facts, load_queued, restore, set_generators
 from distflow.runtime.recorder import Recorder, reported
 from distflow.runtime.resources import Resources, build_resources
@@ -70,7 +71,7 @@ def open_local(spec: Spec, say: Callable[[str], None], callbacks: Callbacks) -> 
         _running(_build(spec, start, say), callbacks, never_stopped, own_loop=True) as running,
     ):
         yield running
-    running.recorder.report()
+    write_report(spec.run_dir)
 
 
 @dataclass(frozen=True)
@@ -84,8 +85,8 @@ class Running:
 
     @property
     def intake(self) -> LocalSampleQueue:
-        assert self.ports.intake is not None, "the queue is of this process"
-        return self.ports.intake
+        assert isinstance(self.ports.queue, LocalSampleQueue), "the queue is of this process"
+        return self.ports.queue
 
 
 @dataclass(frozen=True)
@@ -152,7 +153,7 @@ def local_ports(
 ) -> Ports:
     """Ports for workers of this process. changed: called with the counts by state whenever they change."""
     queue = LocalSampleQueue(coordinator, waits, queued=queued, changed=changed)
-    return Ports(queue, queue, LocalWeights(waits), OneRank(), OneRank(), OneRank(), queue.fail)
+    return Ports(queue, LocalWeights(waits), OneRank(), OneRank(), OneRank(), queue.fail)
 
 
 def _note_stop(name: str, spec: Spec, recorder: Recorder) -> None:

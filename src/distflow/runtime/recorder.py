@@ -284,9 +284,6 @@ class Recorder:
         if options.save_groups == "last_k" and self._process.leads:
             forget_groups(run_dir, options.save_groups_last)
 
-    def report(self) -> Path:
-        return write_report(self.folder.path)
-
     def _on_phase(self, started: float, ended: float, name: str) -> None:
         self._span("training", Span(started, ended, "phase", name))
 
@@ -296,7 +293,7 @@ class Recorder:
 
 @contextmanager
 def reported(run_dir: Path, say: Callable[[str], None]) -> Iterator[None]:
-    """Writes the report of a run that fails inside, and says where. After success `Recorder.report` writes it."""
+    """Writes the report of a run that fails inside, and says where. After success the launcher writes it."""
 
     def report() -> None:
         try:
