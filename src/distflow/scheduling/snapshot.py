@@ -1,4 +1,4 @@
-"""What the scheduler writes as JSON: the state to resume from, as of the last release, and the ledger's records."""
+"""What the scheduler writes as JSON: the state to resume from, as of the last release."""
 
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -152,56 +152,6 @@ def check_resumable(plan: DataPlan, snapshot: Snapshot) -> None:
 def _shown(plan: SavedPlan) -> str:
     """The domains with their rows, in order."""
     return ", ".join(f"{name} ({rows} rows)" for name, rows in plan.get("domains", {}).items()) or "none"
-
-
-class InheritedGroup(TypedDict):
-    """A group from the queue of another run. domain: missing in a run without domains."""
-
-    group_id: int
-    attempt: int
-    complete: bool
-    version: int
-    domain: NotRequired[str]
-
-
-class Quota(TypedDict):
-    """A domain's share of all slots, and its lag in slots at the next step: fractions as str."""
-
-    share: str
-    lag: str
-
-
-class Record(TypedDict, total=False):
-    """Fields of all kinds of records that count groups; `ledger.py` lists which kind has which."""
-
-    t: float
-    restart: int
-    kind: str
-    ledger: str
-    group_id: int
-    epoch: int
-    row: int
-    version: int
-    attempt: int
-    tokens: int
-    reason: str
-    step: int
-    group_ids: list[int]
-    max_staleness: int
-    consumer_batch: int
-    weights: int
-    issued: int
-    consumed: int
-    dropped: dict[str, int]
-    aborted: int
-    aborted_tokens: int
-    live: list[InheritedGroup]
-    worker: str
-    domain: str
-    domains: dict[str, dict[str, Any]]
-    quotas: dict[str, Quota]
-    shares: dict[str, str]
-    to: int
 
 
 def inherited_fields(start: Snapshot, domains: Mapping[str, DomainCounts]) -> dict[str, Any]:
