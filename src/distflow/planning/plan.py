@@ -99,11 +99,6 @@ class Plan:
                 return layout
         raise UserError(f"the plan of '{self.pipeline}' places no '{role}'{hint(role, [x.role for x in self.layouts])}")
 
-    def group_of(self, role: str, axis: str, rank: int) -> ProcessGroup | None:
-        """The group of a rank along an axis of a role, `all` for all its ranks; None if the rank is alone."""
-        found = (group for group in self.groups if (role, axis) in group.uses and rank in group.ranks)
-        return next(found, None)
-
     def placed(self) -> str:
         """Which workers hold the model of each role, for people."""
         machines = len({rank.node for rank in self.ranks})
