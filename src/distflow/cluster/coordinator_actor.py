@@ -59,7 +59,9 @@ class CoordinatorActor(SharedSampleQueue[GroupRef]):
             [queue_dp_group(spec, dp_group) for dp_group in dp_groups_of(spec.plan)],
             [str(rank.rank) for rank in spec.plan.ranks if rank.rollout_nodes],
             queued=queued,
-            changed=self._show_queue,
+            changed=lambda counts: self._messages.append(
+                "queue", counts.running, counts.complete, sum(counts.dropped.values())
+            ),
             may_be_lost=True,
         )
         self._rests: dict[int, Sequence[GroupRef]] = {}  # of a step's groups, by rank
@@ -121,6 +123,3 @@ class CoordinatorActor(SharedSampleQueue[GroupRef]):
 
     def messages(self, timeout_s: float) -> list[Message]:
         return self._messages.fetch(timeout_s)
-
-    def _show_queue(self, counts: GroupCounts) -> None:
-        self._messages.append("queue", counts.running, counts.complete, sum(counts.dropped.values()))

@@ -11,7 +11,7 @@ from distflow.launch.run_setup import (
     begin_ledger,
     done_before,
     model_line,
-    note_early_end,
+    note_end,
     note_resume,
     outcome_of,
     starting,
@@ -140,9 +140,8 @@ def _running(
         with worker:
             set_generators(checkpoint, spec.options.seed)
             yield Running(worker, ports, recorder, stop)
-        if coordinator.finished and not stop.wanted:
-            note_early_end(recorder, coordinator.checked_counts(), coordinator.step, total_steps)
-        recorder.status = "stopped" if stop.wanted and not coordinator.finished else "finished"
+        counts = coordinator.checked_counts()
+        note_end(recorder, stop, coordinator.finished, counts, coordinator.step, total_steps)
 
 
 def local_ports(

@@ -124,7 +124,12 @@ class LoopThread:
                 place = users_place_of(self._thread.ident)
                 blocked_s = blocked_s + _POLL_S if place is not None else 0.0  # what runs is ours, and ends
                 if place is not None and blocked_s > self._blocked_after_s:
-                    self.give_up(LoopBlocked(_blocked(place, self._blocked_after_s)))
+                    error = LoopBlocked(
+                        f"an async function has kept everything else waiting for {self._blocked_after_s:g} s (at "
+                        f"{place}): it must await what it waits for, or be a plain function, which gets a thread of "
+                        "its own (reward.timeout_s for each sample)"
+                    )
+                    self.give_up(error)
             time.sleep(_POLL_S)
 
     async def _cancel_all(self) -> None:
@@ -177,10 +182,3 @@ def _settle(result: "concurrent.futures.Future[T]", done: "concurrent.futures.Fu
 def _leave(task: "asyncio.Task[Any]") -> None:
     """For a task that swallows its cancellation. It is never freed: that would run its code again at process exit."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(task))
-
-
-def _blocked(place: str, after_s: float) -> str:
-    return (
-        f"an async function has kept everything else waiting for {after_s:g} s (at {place}): it must await what it "
-        "waits for, or be a plain function, which gets a thread of its own (reward.timeout_s for each sample)"
-    )

@@ -189,7 +189,8 @@ class EmbeddedEngine:
         self._weights.check_whole()
         if self.model.training:
             self.model.eval()
-        lane = next(lane for lane in self._lanes if lane.scheduler.can_step)
+        # A lane may have to wait for memory that sequences of the other have.
+        lane = next(each for each in self._lanes if each.scheduler.running or each.scheduler.can_prefill())
         step_tokens = lane.step(self._num_loads)
         if step_tokens is not None and step_tokens.sequences:  # all may have ended meanwhile
             self._take(lane, step_tokens, t0)
