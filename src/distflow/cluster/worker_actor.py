@@ -93,7 +93,7 @@ class WorkerActor:
         with Recorder(
             spec,
             progress.total_steps,
-            progress.restart,
+            progress.version.restart,
             start.resumed_at,
             remote_callbacks(send, place),
             ReportingProcess(

@@ -185,7 +185,7 @@ def _table(title: str, rows: Sequence[Mapping[str, str]]) -> list[str]:
     widths = [max(len(name), *(len(row[name]) for row in rows)) for name in names]
     lines = ["", title]
     for *numbers, text in (names, *([row[name] for name in names] for row in rows)):
-        lines.append("  " + "  ".join([*(map(str.rjust, numbers, widths)), text]))
+        lines.append("  " + "  ".join([*map(str.rjust, numbers, widths), text]))
     return lines
 
 

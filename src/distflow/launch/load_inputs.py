@@ -130,8 +130,15 @@ def fit_to_files(loaded: Loaded) -> Loaded:
 def fitted_to_files(loaded: Loaded, reading: Reading) -> tuple[Loaded, Reading, Data]:
     context = policy_context(loaded.config)
     loaded, reading = _fitted(loaded, reading, RunLimits(context=context))
-    data = _read_data(loaded.config, reading)
-    loaded, reading = _fitted(loaded, reading, RunLimits(len(data.train), context))
+    run_dir = loaded.config.trainer.run_dir
+    # All files are read before anything is loaded. Validation comes first: `eval` has nothing else.
+    validation_rows = [(source, source.read(run_dir)) for source in reading.validation]
+    train_rows = [(source, source.read(run_dir)) for source in reading.train]
+    tokenizer = load_policy_tokenizer(loaded.config)
+    validation = {source.domain: source.encode(rows, tokenizer) for source, rows in validation_rows}
+    train = PromptSet.joined([source.encode(rows, tokenizer) for source, rows in train_rows])
+    data = Data(tokenizer, train, validation, [each for _, (_, bad) in train_rows for each in bad.broken])
+    loaded, reading = _fitted(loaded, reading, RunLimits(len(train), context))
     return loaded, reading, data
 
 
@@ -139,14 +146,3 @@ def _fitted(loaded: Loaded, reading: Reading, limits: RunLimits) -> tuple[Loaded
     """The config within these limits, read again where it changed. Raises ConfigError where something does not fit."""
     fitted = fit_to(loaded, limits)
     return (loaded, reading) if fitted is loaded else (fitted, read_config(fitted))
-
-
-def _read_data(config: Config, reading: Reading) -> Data:
-    """All files are read before anything is loaded. Validation comes first: `eval` has nothing else."""
-    run_dir = config.trainer.run_dir
-    validation_rows = [(source, source.read(run_dir)) for source in reading.validation]
-    train_rows = [(source, source.read(run_dir)) for source in reading.train]
-    tokenizer = load_policy_tokenizer(config)
-    validation = {source.domain: source.encode(rows, tokenizer) for source, rows in validation_rows}
-    train = PromptSet.joined([source.encode(rows, tokenizer) for source, rows in train_rows])
-    return Data(tokenizer, train, validation, [each for _, (_, bad) in train_rows for each in bad.broken])

@@ -31,7 +31,6 @@ from distflow.runtime.weight_sync.ports import LocalWeights
 from distflow.runtime.worker import Worker
 from distflow.runtime.worker_inputs import Ports, WorkerInputs
 from distflow.scheduling.coordinator import Coordinator
-from distflow.scheduling.groups import GroupCounts
 from distflow.training.engine import OneRank
 
 LASTING_S = 5.0
@@ -62,13 +61,10 @@ def launch_local(
 @contextmanager
 def open_local(spec: Spec, say: Callable[[str], None], callbacks: Callbacks) -> Iterator["Running"]:
     """The same run, driven by the caller in place of `Worker.training_loop`. Signals are left to the caller."""
-
-    def never_stopped(recorder: Recorder) -> AbstractContextManager[StopRequest]:
-        return nullcontext(StopRequest(lambda name: None))
-
+    never = nullcontext(StopRequest(lambda name: None))
     with (
         starting(spec, ()) as start,
-        _running(_build(spec, start, say), callbacks, never_stopped, own_loop=True) as running,
+        _running(_build(spec, start, say), callbacks, lambda recorder: never, own_loop=True) as running,
     ):
         yield running
     write_report(spec.run_dir)
@@ -132,7 +128,7 @@ def _running(
             write_facts(spec, resources.facts, recorder, total_steps)
             if checkpoint:
                 note_resume(recorder, checkpoint, built.differences)
-            ports = local_ports(coordinator, recorder.waits, queued, changed=recorder.queue_changed)
+            ports = local_ports(coordinator, recorder.waits, queued, changed=recorder.view.queue)
             coordinator.prompt_groups.data_open = not own_loop
             worker = build_worker(
                 WorkerInputs(spec, 0, resources, ports, recorder, start.store, stop, state, coordinator.version)
@@ -148,9 +144,9 @@ def local_ports(
     coordinator: Coordinator,
     waits: Waits,
     queued: Mapping[int, FinishedGroup[Batch]] | None = None,
-    changed: Callable[[GroupCounts], None] = lambda group_counts: None,
+    changed: Callable[[int, int, int], None] = lambda running, complete, dropped: None,
 ) -> Ports:
-    """Ports for workers of this process. changed: called with the counts by state whenever they change."""
+    """Ports for workers of this process. changed: as of `SharedSampleQueue`."""
     queue = LocalSampleQueue(coordinator, waits, queued=queued, changed=changed)
     return Ports(queue, LocalWeights(waits), OneRank(), OneRank(), OneRank(), queue.fail)
 

@@ -103,6 +103,8 @@ def run_options(config: Config, pipeline: BoundPipeline, plan: Plan) -> RunOptio
     has_deadline = any(not (node.contract.is_async and is_ours(node)) for node in pipeline.rollout_nodes)
     has_val = validates(config)
     run_self_check = trust.check_rewards if "reward_fn" in pipeline.services else False
+    own, data = partial(own_setting, config), config.data
+    checked = ("", *data.domains) if run_self_check else ()
     return RunOptions(
         seed=trainer.seed,
         update_frequency=config.actor_rollout_ref.actor.model_update_frequency if has_engine else 1,
@@ -131,18 +133,12 @@ def run_options(config: Config, pipeline: BoundPipeline, plan: Plan) -> RunOptio
         audit_freq=trust.audit_freq,
         on_mismatch=trust.on_mismatch if has_engine else "warn",
         run_self_check=run_self_check,
-        solution_columns=_solution_columns(config) if run_self_check else {},
+        solution_columns={name: (own(name, data, "solution_key"), own(name, data, "answer_key")) for name in checked},
         max_error_rate=used_if(is_scored).reward.max_error_rate,
         max_skipped=trust.max_skipped_updates,
         unmoved_after=trust.unmoved_after,
         offloads=_offloads(config, pipeline) if is_sharded(config) else {},
     )
-
-
-def _solution_columns(config: Config) -> dict[str, tuple[str | None, str]]:
-    own = partial(own_setting, config)
-    names, data = ("", *config.data.domains), config.data
-    return {name: (own(name, data, "solution_key"), own(name, data, "answer_key")) for name in names}
 
 
 def _worker_needs(config: Config, is_scored: bool) -> WorkerNeeds:

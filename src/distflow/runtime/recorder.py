@@ -29,7 +29,6 @@ from distflow.runtime.spec import Spec
 from distflow.runtime.step_metrics import sample_rows, scores
 from distflow.runtime.user_calls.sync_calls import Callbacks, Caller
 from distflow.runtime.wait_log import Waits
-from distflow.scheduling.groups import GroupCounts
 
 TOKENS = "tokens"
 
@@ -230,10 +229,6 @@ class Recorder:
             self._num_dropped[step] += 1
             rows = [{**row, "dropped": reason} for row in sample_rows(batch)]
             self.folder.samples(step, rows, split=DROPPED, append=True)
-
-    def queue_changed(self, group_counts: GroupCounts) -> None:
-        """The current counts of the sample queue. From any thread; it costs next to nothing."""
-        self.view.queue(group_counts.running, group_counts.complete, sum(group_counts.dropped.values()))
 
     def engine_activity(self, engine: object) -> None:
         """A span for each stretch since the last call in which the engine decoded without a gap."""
