@@ -118,7 +118,6 @@ def run_options(config: Config, pipeline: BoundPipeline, plan: Plan) -> RunOptio
         save_groups=trainer.save_groups,
         save_groups_last=trainer.save_groups_last,
         logger=trainer.logger,
-        launcher=trainer.launcher,
         resume=trainer.resume_mode,
         run_dir=trainer.run_dir,
         project=trainer.project_name,

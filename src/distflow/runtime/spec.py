@@ -100,7 +100,6 @@ class RunOptions:
     save_groups: str
     save_groups_last: int
     logger: tuple[str, ...]
-    launcher: str
     resume: str
     run_dir: Path
     project: str
