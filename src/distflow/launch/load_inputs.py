@@ -16,7 +16,7 @@ from distflow.graph.fields import MissingColumn
 from distflow.launch.check_extensions import check_extensions, explain_missing_column
 from distflow.launch.data_sets import DataSource, train_sources, validation_sources
 from distflow.launch.devices import make_process_ready
-from distflow.launch.model_sources import load_policy_tokenizer, policy_context
+from distflow.launch.model_sources import policy_context, tokenizer_loader
 from distflow.launch.run_options import sampling_params, spec_settings, validation_params
 from distflow.launch.select_pipeline import bind, generates, import_user_modules
 from distflow.launch.user_code import check_importable
@@ -134,7 +134,7 @@ def fitted_to_files(loaded: Loaded, reading: Reading) -> tuple[Loaded, Reading, 
     # All files are read before anything is loaded. Validation comes first: `eval` has nothing else.
     validation_rows = [(source, source.read(run_dir)) for source in reading.validation]
     train_rows = [(source, source.read(run_dir)) for source in reading.train]
-    tokenizer = load_policy_tokenizer(loaded.config)
+    tokenizer = tokenizer_loader(loaded.config)()
     validation = {source.domain: source.encode(rows, tokenizer) for source, rows in validation_rows}
     train = PromptSet.joined([source.encode(rows, tokenizer) for source, rows in train_rows])
     data = Data(tokenizer, train, validation, [each for _, (_, bad) in train_rows for each in bad.broken])

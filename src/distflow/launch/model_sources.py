@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from distflow.config import Config
 from distflow.errors import UserError, hint
@@ -47,11 +47,6 @@ def copy_weights(weights: Mapping[str, Tensor], model: nn.Module) -> str:
     return ""
 
 
-def load_policy_tokenizer(config: Config) -> PreTrainedTokenizerBase:
-    """The policy's tokenizer. Raises UserError naming the key where there is none."""
-    return tokenizer_loader(config)()
-
-
 def policy_context(config: Config) -> int | None:
     """Tokens that a prompt and its response may have together, where the model says so. Raises UserError as
     `load_policy` does."""
@@ -79,7 +74,7 @@ def model_sizes(config: Config, engines: Collection[str]) -> dict[str, int]:
 
 def _count_parameters(source: Source) -> int:
     """Of the language model, which takes no memory here. Raises UserError for a config of none."""
-    config = _model_config(source).get_text_config()
+    config = ModelSource(**source).config().get_text_config()
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=source["trust_remote_code"])
@@ -104,7 +99,9 @@ def check_layouts(config: Config, layouts: Sequence[Layout]) -> None:
         if layout.sizes.tensor > 1:
             key, source = _source_of(config, layout.role)
             with blaming(key):
-                check_divisible(_model_config(source), layout.sizes.tensor, adapted and layout.role != "critic")
+                check_divisible(
+                    ModelSource(**source).config(), layout.sizes.tensor, adapted and layout.role != "critic"
+                )
 
 
 def policy_source(config: Config) -> Source:
@@ -131,10 +128,6 @@ def _source(config: Config, path: str | None) -> Source:
         "trust_remote_code": settings.trust_remote_code,
         "gguf_file": settings.gguf_file,
     }
-
-
-def _model_config(source: Source) -> PreTrainedConfig:
-    return ModelSource(**source).config()
 
 
 def policy_adapter(config: Config) -> Adapt | None:
@@ -165,6 +158,7 @@ def load_adapted(
 
 
 def tokenizer_loader(config: Config) -> Callable[[], PreTrainedTokenizerBase]:
+    """Of the policy's tokenizer. It raises UserError naming the key where there is none."""
     settings, source = config.actor_rollout_ref.model, policy_source(config)
     own = settings.tokenizer_path is None
     return partial(

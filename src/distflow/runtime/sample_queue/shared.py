@@ -82,8 +82,9 @@ class SharedSampleQueue(Generic[T]):
         """dp_groups: every one trains on every step, its ranks share it; ranks are numbered through all dp groups.
         workers: names of those that generate, empty if there is only one. queued: the complete groups of the
         coordinator's snapshot. Those that it has dropped since are left out, missing ones are generated again. changed:
-        called with the numbers of groups in these states, from any thread, inside the lock. may_be_lost: groups may be
-        lost between `take_groups` and their arrival at a rank, so that each rank reports them with `read`.
+        called with how many groups run, are complete and were dropped, from any thread, inside the lock. may_be_lost:
+        groups may be lost between `take_groups` and their arrival at a rank, so that each rank reports them with
+        `read`.
         """
         self._coordinator, self._waits, self._changed = coordinator, waits, changed
         self._dp_groups, self._num_ranks = dp_groups, sum(len(dp_group.shares) for dp_group in dp_groups)
