@@ -30,16 +30,6 @@ class SavedGroup(TypedDict):
     aborts: NotRequired[int]
 
 
-class SavedDomain(TypedDict):
-    """Counts of a domain. lag: slots by which it is behind its share at the next step, as a fraction."""
-
-    issued: int
-    consumed: int
-    dropped: dict[str, int]
-    aborted: NotRequired[int]
-    lag: str
-
-
 class SavedShares(TypedDict):
     """Shares of domains from a step on, counted from 1, by name, as fractions."""
 
@@ -59,7 +49,8 @@ class SavedPlan(TypedDict):
 class Snapshot(TypedDict):
     """issued, consumed, dropped, aborted, aborted_tokens: as in `GroupCounts`. offered: issued for rows that are not in
     the data set. live: groups in the queue, by group id. ledger: the fields of its `Mark`, None without one. domains:
-    by name, missing without any. shares (of the next step, then later changes), curriculum: missing if shares stay.
+    by name, `saved_counts` of each and its lag, the slots by which it is behind its share at the next step, as a
+    fraction; missing without any. shares (of the next step, then later changes), curriculum: missing if shares stay.
     skips: missing if no row is skipped."""
 
     plan: SavedPlan
@@ -73,7 +64,7 @@ class Snapshot(TypedDict):
     aborted_tokens: NotRequired[int]
     live: list[SavedGroup]
     ledger: dict[str, Any] | None
-    domains: NotRequired[dict[str, SavedDomain]]
+    domains: NotRequired[dict[str, dict[str, Any]]]
     shares: NotRequired[list[SavedShares]]
     curriculum: NotRequired[SavedCurriculum]
     skips: NotRequired[SavedSkips]
