@@ -43,12 +43,11 @@ class GroupEvents:
     """Callbacks for events of prompt groups.
 
     ended: (group id, its version, "complete" or why it was dropped, started, ended), in `time.time()`, for every group,
-    before the queue has it. recorded: after that. dropped: (its version, why a node dropped it, its columns). waits:
-    logs how long each group waits for its rewards.
+    before the queue has it. dropped: (its version, why a node dropped it, its columns). waits: logs how long each group
+    waits for its rewards.
     """
 
     ended: Callable[[int, int, str, float, float], None] = lambda group_id, version, outcome, started, ended: None
-    recorded: Callable[[], None] = lambda: None
     dropped: Callable[[int, str, Batch], None] = lambda version, reason, batch: None
     waits: Waits = field(default_factory=Waits)
 
@@ -325,7 +324,6 @@ class RolloutLoop:
 
     def _end(self, prompt_group: PromptGroup, outcome: str, started: float) -> None:
         self.events.ended(prompt_group.group_id, prompt_group.version, outcome, started, time.time())
-        self.events.recorded()
 
     async def _turn(self, stop: EarlyStop | None, accepted: bool) -> None:
         """Wait until the group may report to the queue."""
