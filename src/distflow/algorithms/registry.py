@@ -70,6 +70,13 @@ class PolicyLoss:
     every_row: bool = False
 
     @property
+    def takes_weights(self) -> bool:
+        """Whether correction weights reach it: one with verl's signature must have a parameter for them."""
+        parameters = inspect.signature(self.fn).parameters
+        takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        return not self.returns_scalar or takes_all or "rollout_is_weights" in parameters
+
+    @property
     def selection_options(self) -> dict[str, object]:
         """Options of `selects` and their defaults; a config sets them together with those of the loss."""
         return {} if self.selects is None else _options(self.selects)
@@ -215,12 +222,9 @@ def is_decoupled(name: str) -> bool:
 
 
 def takes_weights(name: str) -> bool:
-    """Whether correction weights reach the loss of that name: one with verl's signature must have a parameter for them;
-    False for unknown names."""
+    """Whether correction weights reach the loss of that name; False for unknown names."""
     loss = POLICY_LOSSES.known(name)
-    if loss is None:
-        return False
-    return not loss.returns_scalar or "rollout_is_weights" in inspect.signature(loss.fn).parameters
+    return loss is not None and loss.takes_weights
 
 
 def describe_estimator(name: str, options: Mapping[str, object] | None = None) -> str:
