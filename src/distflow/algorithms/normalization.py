@@ -5,7 +5,6 @@ is ROLL's: `Moments` has mean and variance of all rewards so far, over steps and
 """
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -41,15 +40,6 @@ class Moments:
         """1 where there are too few values for one."""
         freedom = self.count - 1 if unbiased else self.count
         return math.sqrt(self.squares / freedom) if freedom > 0 else 1.0
-
-    def state(self) -> dict[str, float]:
-        """JSON values that `load` reads again."""
-        return {"count": self.count, "mean": self.mean, "squares": self.squares}
-
-    @staticmethod
-    def load(state: Mapping[str, float]) -> "Moments":
-        """Nothing so far where the state is empty."""
-        return Moments(**state)
 
 
 Level = Literal["batch", "group", "running"]

@@ -147,6 +147,7 @@ class Registry(dict[str, Registered]):
 
 ADV_ESTIMATORS: Registry[AdvEstimator] = Registry("advantage estimator", names.ESTIMATORS, "register_adv_est")
 POLICY_LOSSES: Registry[PolicyLoss] = Registry("policy loss", names.POLICY_LOSSES, "register_policy_loss")
+find_adv_est, find_policy_loss = ADV_ESTIMATORS.find, POLICY_LOSSES.find
 
 
 def register_adv_est(
@@ -197,16 +198,6 @@ def register_policy_loss(
         return fn
 
     return register
-
-
-def find_adv_est(name: str) -> AdvEstimator:
-    """The estimator of that name. Raises ValueError with the nearest name."""
-    return ADV_ESTIMATORS.find(name)
-
-
-def find_policy_loss(name: str) -> PolicyLoss:
-    """The loss of that name. Raises ValueError with the nearest name."""
-    return POLICY_LOSSES.find(name)
 
 
 def selects_tokens(name: str) -> bool:
