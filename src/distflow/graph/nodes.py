@@ -222,6 +222,12 @@ NODE_SETTINGS = tuple(item.name for item in fields(Node) if item.init and item.n
 """The arguments of `add_node` that are not options of the function."""
 
 
+def split_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a node, with those that are none of its settings under `options`."""
+    settings = {name: value for name, value in arguments.items() if name in NODE_SETTINGS}
+    return settings | {"options": {name: value for name, value in arguments.items() if name not in NODE_SETTINGS}}
+
+
 def _check_arguments(node: Node) -> None:
     if not isinstance(node.node_id, str) or not node.node_id.strip():
         raise PipelineError(f"node_id must be a str that is not empty, not {node.node_id!r}")
