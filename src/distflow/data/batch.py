@@ -386,8 +386,7 @@ def _json_bytes(value: list[Any]) -> Tensor:
 
 
 def _from_json_bytes(tensor: Tensor) -> list[Any]:
-    value: list[Any] = json.loads(bytes(tensor.cpu().numpy()).decode("utf-8", "surrogatepass"))
-    return value
+    return json.loads(bytes(tensor.cpu().numpy()).decode("utf-8", "surrogatepass"))
 
 
 def _flat_tensor(parts: Iterable[Iterable[float]], dtype: type[np.generic]) -> Tensor:

@@ -68,8 +68,7 @@ def packed_layers(decoder: Any, input_ids: Tensor, position_ids: Tensor, sequenc
             for layer in decoder.layers:
                 mixed = attend(*before_attention(layer, hidden, cos, sin), sequences, layer.self_attn.scaling)
                 hidden = after_attention(layer, hidden, mixed)
-        states: Tensor = decoder.norm(hidden)
-    return states
+        return decoder.norm(hidden)
 
 
 def _by_torchs_products(
