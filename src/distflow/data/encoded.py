@@ -142,7 +142,9 @@ def _ids_of(values: pyarrow.Array) -> tuple[int, ...]:
 
 def _id_lists(rows: Sequence[Sequence[int] | None]) -> pyarrow.Array:
     ids = _numbers("i", chain.from_iterable(row or () for row in rows))
-    buffers = [_present(rows), _offsets(len(row or ()) for row in rows)]
+    present = sum(1 << i for i, row in enumerate(rows) if row is not None)  # the first row's bit is the lowest
+    bits = pyarrow.py_buffer(present.to_bytes(-(-len(rows) // 8), "little"))
+    buffers = [bits, _offsets(len(row or ()) for row in rows)]
     return pyarrow.Array.from_buffers(_IDS, len(rows), buffers, children=[ids])
 
 
@@ -161,12 +163,6 @@ def _numbers(code: str, values: Iterable[int]) -> pyarrow.Array:
 
 def _offsets(lengths: Iterable[int]) -> pyarrow.Buffer:
     return pyarrow.py_buffer(array("i", accumulate(lengths, initial=0)))
-
-
-def _present(rows: Sequence[object]) -> pyarrow.Buffer:
-    """One bit per row, the first row's is the lowest of the first byte."""
-    bits = sum(1 << i for i, row in enumerate(rows) if row is not None)
-    return pyarrow.py_buffer(bits.to_bytes(-(-len(rows) // 8), "little"))
 
 
 def _crc32(prompt_ids: Sequence[int], response_ids: Sequence[int] | None, rest: str) -> int:
