@@ -3,6 +3,7 @@
 Also histograms of the training responses at the start of a run and at its end.
 """
 
+import json
 import math
 import re
 from collections import Counter
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NotRequired, TypeAlias, TypedDict
 
-from distflow.observe.files import JSON, number_name
+from distflow.observe.files import JSON
 from distflow.observe.metrics import find_metric
 from distflow.observe.reading.run_reader import MetricsRecord, Timeline, read_samples, sample_steps
 
@@ -197,7 +198,7 @@ def _extremes(bucket: Sequence[int], steps: Mapping[int, Mapping[str, float]], n
 def _point(value: float | None) -> float | str | None:
     if value is None:
         return None
-    return float(f"{value:.6g}") if math.isfinite(value) else number_name(value)
+    return float(f"{value:.6g}") if math.isfinite(value) else json.dumps(value)
 
 
 def histograms(run_dir: Path, timeline: Timeline) -> list[dict[str, Any]]:
