@@ -163,12 +163,6 @@ def output_head(model: nn.Module) -> Callable[[Tensor], Tensor]:
     return logits
 
 
-def token_values(model: nn.Module, hidden: Tensor) -> Tensor:
-    """Values `(n,)` of a value model's hidden states `(n, width)`, in float32 at least."""
-    values = output_head(model)(hidden)[:, 0]
-    return values if values.dtype == torch.float64 else values.float()
-
-
 def packed_logits(model: nn.Module, input_ids: Tensor, lengths: Tensor, sharing: Sharing | None = None) -> Tensor:
     """Logits `(tokens, vocabulary)`, or values `(tokens, 1)`; arguments as `packed_hidden_states`."""
     return output_head(model)(packed_hidden_states(model, input_ids, lengths, sharing=sharing))
@@ -266,7 +260,8 @@ def packed_forward(
     )
     found: dict[str, Tensor] = {}
     if "values" in outputs:
-        found["values"] = token_values(model, hidden)
+        values = output_head(model)(hidden)[:, 0]
+        found["values"] = values if values.dtype == torch.float64 else values.float()
     if "log_probs" in outputs or "entropy" in outputs:
         log_probs, entropy = token_log_probs(
             output_head(model),
