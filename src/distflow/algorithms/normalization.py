@@ -103,11 +103,6 @@ class Normalization:
             centred = centred / (torch.where(undefined, 1.0, std) + self.eps)
         return centred
 
-    @property
-    def is_running(self) -> bool:
-        """Whether it needs moments."""
-        return "running" in (self.mean_level, self.std_level)
-
     def _centred(self, values: Tensor, pool: "_Pool") -> Tensor:
         total, count = pool.sum(values), pool.count
         mean = total / count.clamp(min=1)

@@ -106,7 +106,7 @@ def normalize_rewards(
     norm = Normalization(**reward_norm)
     scores = (sample_scores(token_level_scores, response_mask)[:, None] + reward_shift) * reward_scale
     moments, metrics = None, dict[str, float]()
-    if norm.is_running:
+    if "running" in (norm.mean_level, norm.std_level):
         moments = Moments(**ctx.state).with_values(scores, valid[:, None], reduce)
         ctx.state.update(asdict(moments))
         metrics = {"reward_norm/running_mean": moments.mean, "reward_norm/running_std": moments.std(norm.std_unbiased)}
