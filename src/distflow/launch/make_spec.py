@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from functools import partial
 
-from distflow.config import Config, Loaded
+from distflow.config import Config, Loaded, to_yaml
 from distflow.data.encoded import EncodedRows, write_encoded
 from distflow.data.prompts import PromptSet
 from distflow.data.sources import forget_rows
@@ -52,7 +52,7 @@ def _spec(loaded: Loaded, pipeline: BoundPipeline, data: Data) -> Spec:
     sampling, settings = sampling_params(config), spec_settings(config, pipeline, num_rows_of(config, data.train))
     return Spec(
         config=config,
-        text=loaded.text,
+        text=to_yaml(loaded.config),
         options=run_options(config, pipeline, settings["plan"]),
         pipeline=partial(rebuild, config),
         rows=EncodedRows(write_encoded(data.train, run_dir, "train")),
