@@ -200,12 +200,6 @@ def register_policy_loss(
     return register
 
 
-def selects_tokens(name: str) -> bool:
-    """Whether the loss of that name selects tokens of a step before its first update; False for unknown names."""
-    loss = POLICY_LOSSES.known(name)
-    return loss is not None and loss.selects is not None
-
-
 def is_decoupled(name: str) -> bool:
     """Whether the loss of that name reads the log-probs of a proximal policy; False for unknown names."""
     loss = POLICY_LOSSES.known(name)

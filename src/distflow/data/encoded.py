@@ -123,10 +123,12 @@ def _batches(prompts: PromptSet, schema: pyarrow.Schema) -> Iterator[pyarrow.Rec
         rows = prompts[start : start + CHUNK_ROWS]
         rest = [json.dumps([r.prompt_text, r.ground_truth, r.domain, r.extra_info, r.origin, r.turns]) for r in rows]
         checksums = [_crc32(row.prompt_ids, row.response_ids, text) for row, text in zip(rows, rest, strict=True)]
+        texts = [text.encode() for text in rest]
+        memory = pyarrow.py_buffer(b"".join(texts))
         arrays = [
             _id_lists([row.prompt_ids for row in rows]),
             _id_lists([row.response_ids for row in rows]),
-            _texts(rest),
+            pyarrow.Array.from_buffers(pyarrow.string(), len(texts), [None, _offsets(map(len, texts)), memory]),
             _numbers("I", checksums),
         ]
         yield pyarrow.record_batch(arrays, schema=schema)
@@ -146,12 +148,6 @@ def _id_lists(rows: Sequence[Sequence[int] | None]) -> pyarrow.Array:
     bits = pyarrow.py_buffer(present.to_bytes(-(-len(rows) // 8), "little"))
     buffers = [bits, _offsets(len(row or ()) for row in rows)]
     return pyarrow.Array.from_buffers(_IDS, len(rows), buffers, children=[ids])
-
-
-def _texts(texts: Sequence[str]) -> pyarrow.Array:
-    encoded = [text.encode() for text in texts]
-    buffers = [None, _offsets(map(len, encoded)), pyarrow.py_buffer(b"".join(encoded))]
-    return pyarrow.Array.from_buffers(pyarrow.string(), len(texts), buffers)
 
 
 def _numbers(code: str, values: Iterable[int]) -> pyarrow.Array:

@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from functools import cache, cached_property
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -89,11 +89,7 @@ class Table:
         """The name for a key: its own entry, else the first pattern that matches."""
         if key in self.names:
             return self.names[key]
-        return next((name for pattern, name in self._patterns if fnmatchcase(key, pattern)), None)
-
-    @cached_property
-    def _patterns(self) -> list[tuple[str, Name]]:
-        return [(key, name) for key, name in self.names.items() if "*" in key]
+        return next((name for own, name in self.names.items() if "*" in own and fnmatchcase(key, own)), None)
 
 
 @cache

@@ -141,11 +141,6 @@ def _known(column: Sequence[float | str | None]) -> list[float | str]:
     return [value for value in column if value is not None]
 
 
-def describe(names: Iterable[str]) -> dict[str, str]:
-    """The one-line description of each name that the table of metrics knows."""
-    return {name: metric.doc for name in names if (metric := find_metric(name))}
-
-
 def tabulate(records: Sequence[MetricsRecord]) -> dict[int, dict[str, float]]:
     """All metrics by step, bytes as GiB; records of several kinds (train, val) are merged, later ones win."""
     steps: dict[int, dict[str, float]] = {}
