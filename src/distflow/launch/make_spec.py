@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from functools import partial
 
-from distflow.config import Loaded
+from distflow.config import Loaded, to_yaml
 from distflow.data.encoded import EncodedRows, write_encoded
 from distflow.data.sources import forget_rows
 from distflow.graph import BoundPipeline
@@ -54,7 +54,7 @@ def _spec(loaded: Loaded, pipeline: BoundPipeline, data: Data) -> Spec:
         params = validation_params(config, sampling_params(config, domain))
         validation.append(ValidationSet(domain or "val", rows, *params))
     return spec_settings(config, pipeline, num_rows_of(config, data.train))(
-        text=loaded.text,
+        text=to_yaml(config),
         pipeline=partial(rebuild, config),
         rows=EncodedRows(write_encoded(data.train, run_dir, "train")),
         validation=tuple(validation),

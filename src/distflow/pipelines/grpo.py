@@ -4,7 +4,7 @@ A pipeline is a function of the config that adds the nodes which the config need
 fix their order. Prompt groups go through the rollout nodes one by one, whole steps through the training nodes.
 """
 
-from distflow.algorithms.registry import selects_tokens
+from distflow.algorithms.registry import POLICY_LOSSES
 from distflow.config import Config, preset_config
 from distflow.config.derived_settings import algorithms
 from distflow.config.keys.algorithm import is_on
@@ -102,5 +102,6 @@ def estimate_advantages(pipeline: Pipeline, config: Config) -> None:
         if is_used:
             pipeline.add_node(node_id, function, after, plane="training")
             after = [node_id]
-    if selects_tokens(config.actor_rollout_ref.actor.policy_loss):
+    loss = POLICY_LOSSES.known(config.actor_rollout_ref.actor.policy_loss)
+    if loss is not None and loss.selects is not None:
         pipeline.add_node("token_selection", nodes.select_tokens, phase="token_selection")

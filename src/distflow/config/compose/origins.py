@@ -31,11 +31,6 @@ def preset_names() -> list[str]:
     return sorted(path.stem for path in PRESETS.glob("*.yaml"))
 
 
-def is_preset(where: str) -> bool:
-    """Whether an origin, "file:line", is a preset of the package."""
-    return any(where.startswith(f"presets/{name}.yaml:") for name in preset_names())
-
-
 def display(path: Path) -> str:
     """A file's name in messages: `presets/NAME.yaml` for a preset, else relative to the working directory."""
     if path.parent == PRESETS:
@@ -55,7 +50,8 @@ def read_settings(path: Path, prefix: str, problems: list[Problem]) -> list[Sett
     if not isinstance(root, yaml.MappingNode):
         problems.append(Problem(((display(path), "line 1"),), "is no mapping of keys", "write key: value lines"))
         return []
-    return [setting for setting in _entries(root, prefix, path) if not _is_directive(setting, prefix)]
+    directive = dotted(prefix, "defaults")
+    return [entry for entry in _entries(root, prefix, path) if not f"{entry.key}.".startswith(f"{directive}.")]
 
 
 def settings_of_value(key: str, value: object, where: str) -> Iterator[Setting]:
@@ -133,7 +129,3 @@ def _plain_value(node: yaml.Node) -> object:
         return yaml.SafeLoader("").construct_object(node, deep=True)
     except yaml.YAMLError:
         return NOT_GIVEN
-
-
-def _is_directive(setting: Setting, prefix: str) -> bool:
-    return setting.key == dotted(prefix, "defaults") or setting.key.startswith(dotted(prefix, "defaults") + ".")
