@@ -328,7 +328,7 @@ FILTER_METRICS = ("acc", *WHOLE_SCORE)
 PIPELINES: dict[str, BuiltinPipeline] = {
     "grpo": BuiltinPipeline("group-relative policy optimisation: no critic", "distflow.pipelines.grpo:grpo_pipeline"),
     "ppo": BuiltinPipeline("actor and critic with GAE", "distflow.pipelines.ppo:ppo_pipeline", has_critic=True),
-    "dapo": BuiltinPipeline("GRPO with dynamic sampling", "distflow.pipelines.grpo:dapo_pipeline"),
+    "dapo": BuiltinPipeline("GRPO with dynamic sampling", "distflow.pipelines.dapo:dapo_pipeline"),
     "rlvr": BuiltinPipeline(
         "domains side by side, each with its verifiers and its way from rewards to advantages",
         "distflow.pipelines.rlvr:rlvr_pipeline",

@@ -12,7 +12,8 @@ from distflow.graph import PipelineError
 from distflow.graph.node_spec import MARKER_TYPES
 from distflow.graph.nodes import NODE_SETTINGS
 from distflow.launch.select_pipeline import bind, select_pipeline
-from distflow.pipelines.grpo import dapo_pipeline, grpo_pipeline
+from distflow.pipelines.dapo import dapo_pipeline
+from distflow.pipelines.grpo import grpo_pipeline
 from distflow.pipelines.ppo import ppo_pipeline
 from distflow.pipelines.sft import sft_pipeline
 
@@ -174,7 +175,7 @@ def test_several_graphs_are_one_pipeline_of_several_parts(tmp_path: Path) -> Non
 
 def test_a_custom_function_may_lie_in_a_file(tmp_path: Path) -> None:
     file = tmp_path / "pipe.py"
-    file.write_text("from distflow.pipelines.grpo import dapo_pipeline as prog\n")
+    file.write_text("from distflow.pipelines.dapo import dapo_pipeline as prog\n")
     chosen = config("grpo", f"dag.pipeline={file}:prog")
     assert select_pipeline(chosen).graph_id == "dapo_training_pipeline"
 

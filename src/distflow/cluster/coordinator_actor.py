@@ -46,6 +46,7 @@ class CoordinatorActor(SharedSampleQueue[GroupRef]):
 
     def __init__(self, spec: Spec, start: Start) -> None:
         os.umask(0o077)
+        self._messages = MessageQueue()
         coordinator, self._ledger = begin_ledger(spec, start)
         queued: dict[int, FinishedGroup[GroupRef]] = {}
         for number, group in (load_queued(start.checkpoint) if start.checkpoint else {}).items():
@@ -53,7 +54,6 @@ class CoordinatorActor(SharedSampleQueue[GroupRef]):
             queued[number] = group.stored_as(reference)
             if coordinator.queue.holds(number):
                 coordinator.weigh(number, num_bytes)
-        self._messages = MessageQueue()
         super().__init__(
             coordinator,
             Waits(),

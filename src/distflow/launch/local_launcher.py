@@ -61,13 +61,10 @@ def launch_local(
 @contextmanager
 def open_local(spec: Spec, say: Callable[[str], None], callbacks: Callbacks) -> Iterator["Running"]:
     """The same run, driven by the caller in place of `Worker.training_loop`. Signals are left to the caller."""
-
-    def never_stopped(recorder: Recorder) -> AbstractContextManager[StopRequest]:
-        return nullcontext(StopRequest(lambda name: None))
-
+    never = nullcontext(StopRequest(lambda name: None))
     with (
         starting(spec, ()) as start,
-        _running(_build(spec, start, say), callbacks, never_stopped, own_loop=True) as running,
+        _running(_build(spec, start, say), callbacks, lambda recorder: never, own_loop=True) as running,
     ):
         yield running
     write_report(spec.run_dir)

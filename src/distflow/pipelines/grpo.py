@@ -21,13 +21,6 @@ def grpo_pipeline(config: Config | None = None) -> TaskGraph:
     return policy_gradient(pipeline, config or preset_config("grpo"))
 
 
-def dapo_pipeline(config: Config | None = None) -> TaskGraph:
-    """GRPO with `dynamic_sampling`, where `algorithm.filter_groups.enable` is on: it replaces groups without a signal.
-    The other parts of DAPO are settings of its preset."""
-    pipeline = Pipeline("dapo_training_pipeline", "GRPO with dynamic sampling (arXiv:2503.14476)")
-    return policy_gradient(pipeline, config or preset_config("dapo"))
-
-
 def policy_gradient(pipeline: Pipeline, config: Config, has_critic: bool = False) -> TaskGraph:
     """Generate, reward, compute log-probs and values, estimate advantages, update: the nodes of GRPO, and of pipelines
     that differ from it in settings or in having a critic."""

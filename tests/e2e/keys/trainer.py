@@ -377,7 +377,7 @@ DAG = (
     ),
     Case(
         "dag.pipeline",
-        "dag.pipeline=distflow.pipelines.grpo:dapo_pipeline",
+        "dag.pipeline=distflow.pipelines.dapo:dapo_pipeline",
         "the pipeline",
         program_is("grpo_training_pipeline", "dapo_training_pipeline"),
         given=(ONE,),
