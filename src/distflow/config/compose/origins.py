@@ -31,6 +31,11 @@ def preset_names() -> list[str]:
     return sorted(path.stem for path in PRESETS.glob("*.yaml"))
 
 
+def is_preset(where: str) -> bool:
+    """Whether an origin, "file:line", is a preset of the package."""
+    return any(where.startswith(f"presets/{name}.yaml:") for name in preset_names())
+
+
 def display(path: Path) -> str:
     """A file's name in messages: `presets/NAME.yaml` for a preset, else relative to the working directory."""
     if path.parent == PRESETS:

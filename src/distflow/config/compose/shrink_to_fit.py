@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from distflow.builtin_names import CUSTOM_REWARD
-from distflow.config.compose.origins import preset_names
+from distflow.config.compose.origins import is_preset
 from distflow.config.derived_settings import (
     RunLimits,
     is_rl,
@@ -62,7 +62,7 @@ def apply_changes(config: Config, changes: Iterable[Change]) -> tuple[Config, li
 def is_free(key: str, origins: Mapping[str, str]) -> bool:
     """Whether a key has its default, or the value of a preset of the package."""
     origin = where(key, origins)
-    return origin == "default" or any(origin.startswith(f"presets/{name}.yaml:") for name in preset_names())
+    return origin == "default" or is_preset(origin)
 
 
 def _domains(config: Config, is_free: IsFree, room: RunLimits) -> Iterator[Change]:
