@@ -85,18 +85,16 @@ class TerminalView:
         """Take the metrics of a finished step; several calls for one step are added up."""
         with self._lock:
             self._panel.take(step, values, self._clock())
-            if self._live is None and headlines(values):
-                self._say(step, values)
-
-    def _say(self, step: int, values: Mapping[str, float]) -> None:
-        line, now = step_line(step, self._panel.total_steps, values, self._panel.eta_s()), self._clock()
-        if any(name.startswith("val_correct/") or name == "sft/val_loss" for name in values):
-            self._write(line)
-        elif self._plain_at is None or now - self._plain_at >= _PLAIN_EVERY_S or step >= self._panel.total_steps:
-            self._write(line)
-            self._plain_at, self._unwritten = now, ""
-        else:
-            self._unwritten = line
+            if self._live is not None or not headlines(values):
+                return
+            line, now = step_line(step, self._panel.total_steps, values, self._panel.eta_s()), self._clock()
+            if any(name.startswith("val_correct/") or name == "sft/val_loss" for name in values):
+                self._write(line)
+            elif self._plain_at is None or now - self._plain_at >= _PLAIN_EVERY_S or step >= self._panel.total_steps:
+                self._write(line)
+                self._plain_at, self._unwritten = now, ""
+            else:
+                self._unwritten = line
 
     def reward_failed(self, reason: str) -> None:
         """The last reward error."""
