@@ -75,7 +75,7 @@ def test_select_keeps_each_sample_whole(shape: list[tuple[int, int]], random) ->
 @settings(max_examples=40, deadline=None)
 def test_chunks_concatenate_to_the_whole(shape: list[tuple[int, int]], num_chunks: int) -> None:
     batch = make(shape)
-    chunks = [batch.select(part) for part in torch.arange(len(batch)).tensor_split(num_chunks) if part.numel()]
+    chunks = batch.chunk(num_chunks)
     whole = Batch.concat(chunks)
     assert len(chunks) <= num_chunks and all(len(chunk) for chunk in chunks)
     assert whole.names == batch.names

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from distflow.algorithms.sample_filters import TOO_FEW_SCORES
+from distflow.algorithms.sample_filters_and_weights import TOO_FEW_SCORES
 from distflow.audit.recorder import GroupRecords
 from distflow.data.sample import Sample
 from distflow.graph import BoundNode, Drop, NodeOutput, node

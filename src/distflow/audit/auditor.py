@@ -5,11 +5,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from distflow.audit.all_checks import AFTER, BEFORE, OF_A_FEW_GROUPS, OF_EVERY_STEP, ON_ARRIVAL
+from distflow.audit.audited_steps import AuditSchedule
 from distflow.audit.log_probs import score_before
 from distflow.audit.model_forward import KeptWeights, Turns, model_of
 from distflow.audit.recorded_data import NOT_APPLICABLE, AuditedRun, Check, RecordedStep, Wrong
 from distflow.audit.recorder import GroupRecords, OpenEngine, UpdateRecord, UpdateWatch
-from distflow.audit.schedule import AuditSchedule
 from distflow.data import global_generators
 from distflow.data.batch import Batch
 from distflow.errors import TrustError

@@ -11,7 +11,7 @@ from distflow.cluster.sample_queue import GroupRef, to_group
 from distflow.launch.run_setup import Start, begin_ledger
 from distflow.planning.plan import dp_groups_of
 from distflow.rewards.score import RewardCounts
-from distflow.runtime.checkpoint.state import load_queued
+from distflow.runtime.checkpoint.save_and_restore import load_queued
 from distflow.runtime.rank_info import queue_dp_group
 from distflow.runtime.sample_queue.protocol import DroppedGroup, FinishedGroup, NewWorkers, ResumePoint, TrainingStep
 from distflow.runtime.sample_queue.shared import SharedSampleQueue

@@ -13,7 +13,7 @@ from ray.exceptions import ObjectLostError
 
 from distflow.cluster.actor_calls import reply, shortened
 from distflow.data.batch import Batch
-from distflow.data.buffers import gather, to_buffers
+from distflow.data.batch_bytes import gather, to_buffers
 from distflow.rewards.score import RewardCounts
 from distflow.runtime import fault_injection
 from distflow.runtime.errors import Failure

@@ -34,7 +34,7 @@ from distflow.errors import UserError
 from distflow.launch.run_setup import Start, model_line
 from distflow.observe.writing.folder_lock import writer_of
 from distflow.observe.writing.terminal import TerminalView
-from distflow.runtime.checkpoint.state import check_same_facts
+from distflow.runtime.checkpoint.save_and_restore import check_same_facts
 from distflow.runtime.engine_watch import STACKS
 from distflow.runtime.rank_info import Place
 from distflow.runtime.spec import Spec

@@ -16,13 +16,13 @@ from distflow.cluster.coordinator_actor import Progress
 from distflow.cluster.log_forwarding import MessageSender, RemoteView, remote_callbacks
 from distflow.cluster.process_groups import Collectives
 from distflow.cluster.reward_actors import RewardActorPool
-from distflow.cluster.rollout_workers import RolloutWorkers
+from distflow.cluster.weights_to_workers import RolloutWorkers
 from distflow.cluster.worker_ports import WorkerPorts
 from distflow.launch.build_worker import build_worker
 from distflow.launch.run_setup import Start, note_end, note_resume, open_store, write_facts
 from distflow.rewards.pool.domain_pools import take_pool
 from distflow.runtime import fault_injection
-from distflow.runtime.checkpoint.state import restore, set_generators
+from distflow.runtime.checkpoint.save_and_restore import restore, set_generators
 from distflow.runtime.engine_watch import write_stacks
 from distflow.runtime.rank_info import Place, kept_share
 from distflow.runtime.recorder import Recorder, ReportingProcess

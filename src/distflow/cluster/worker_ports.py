@@ -10,8 +10,8 @@ from typing import Any
 from distflow.cluster.actor_calls import PeersLate, shorten
 from distflow.cluster.process_groups import Collectives
 from distflow.cluster.reshard_columns import RayReshard
-from distflow.cluster.rollout_workers import RayWeights, RolloutWorkers, put_in_store
 from distflow.cluster.sample_queue import RaySampleQueue
+from distflow.cluster.weights_to_workers import RayWeights, RolloutWorkers, put_in_store
 from distflow.runtime.rank_info import Place
 from distflow.runtime.spec import Spec
 from distflow.runtime.stop import Stop

@@ -171,6 +171,10 @@ class Batch:
         out._columns = {name: c if isinstance(c, list) else send(c, where) for name, c in self._columns.items()}
         return out
 
+    def chunk(self, num_chunks: int) -> list["Batch"]:
+        """At most `num_chunks` runs of neighbouring samples, as even as can be."""
+        return [self.select(part) for part in torch.arange(len(self)).tensor_split(num_chunks) if part.numel()]
+
     def only(self, names: Iterable[str]) -> "Batch":
         """A batch with just these stored columns."""
         out = Batch(self._lengths[Axis.PROMPT], self._lengths[Axis.RESPONSE])

@@ -14,12 +14,12 @@ from distflow.errors import UserError
 from distflow.graph import BoundPipeline
 from distflow.graph.fields import MissingColumn
 from distflow.launch.check_extensions import check_extensions, explain_missing_column
+from distflow.launch.code_trust import check_importable
 from distflow.launch.data_sets import DataSource, train_sources, validation_sources
 from distflow.launch.devices import make_process_ready
 from distflow.launch.model_sources import policy_context, tokenizer_loader
-from distflow.launch.run_options import sampling_params, spec_settings, validation_params
 from distflow.launch.select_pipeline import bind, generates, import_user_modules
-from distflow.launch.user_code import check_importable
+from distflow.launch.spec_settings import sampling_params, spec_settings, validation_params
 from distflow.runtime.errors import is_ours
 
 _WAITS = "with async.max_staleness=0 the trainer's thread generates, and nothing is generated while weights change"

@@ -18,7 +18,7 @@ from distflow.launch.run_setup import (
     write_facts,
 )
 from distflow.observe.report.build import write_report
-from distflow.runtime.checkpoint.state import check_same_facts, load_queued, restore, set_generators
+from distflow.runtime.checkpoint.save_and_restore import check_same_facts, load_queued, restore, set_generators
 from distflow.runtime.recorder import Recorder, reported
 from distflow.runtime.resources import Resources, build_resources
 from distflow.runtime.sample_queue.local import LocalSampleQueue

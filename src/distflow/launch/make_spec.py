@@ -7,14 +7,14 @@ from distflow.config import Loaded, to_yaml
 from distflow.data.encoded import EncodedRows, write_encoded
 from distflow.data.sources import forget_rows
 from distflow.graph import BoundPipeline
+from distflow.launch.code_trust import check_pickles, named_code
 from distflow.launch.data_sets import num_rows_of
 from distflow.launch.initial_policy import with_models_of_runs
 from distflow.launch.load_inputs import Data, fitted_to_files, follow_pipeline, read_config
 from distflow.launch.run_fingerprint import description, facts
-from distflow.launch.run_options import sampling_params, spec_settings, validation_params
 from distflow.launch.select_pipeline import rebuild
+from distflow.launch.spec_settings import sampling_params, spec_settings, validation_params
 from distflow.launch.startup_messages import startup_lines
-from distflow.launch.user_code import check_pickles, named_code
 from distflow.observe.writing.folder_lock import claimed
 from distflow.planning.allocation_expression import follow_allocation
 from distflow.planning.plan import check_plan

@@ -23,7 +23,7 @@ from distflow.runtime.checkpoint.find_checkpoint import (
     remaining_plan,
     resumes_here,
 )
-from distflow.runtime.checkpoint.state import check_same_config
+from distflow.runtime.checkpoint.save_and_restore import check_same_config
 from distflow.runtime.errors import writing_to
 from distflow.runtime.recorder import Recorder
 from distflow.runtime.spec import Outcome, Spec

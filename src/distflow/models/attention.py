@@ -27,7 +27,7 @@ from transformers.masking_utils import sdpa_mask
 
 from distflow.models.cpu_kernels import build as native
 from distflow.models.cpu_kernels.layer import attend
-from distflow.models.packing import Buckets, Packing
+from distflow.models.prefix_sharing import Buckets, Packing
 
 
 def take_rows(values: Tensor, index: Tensor, repeats: bool = False) -> Tensor:

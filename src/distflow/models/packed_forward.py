@@ -29,7 +29,7 @@ from distflow.models.cpu_kernels.layer import add_norm, after_attention, attend,
 from distflow.models.cpu_kernels.weight_layout import check_modules, layer_modules, side_by_side
 from distflow.models.log_probs import token_log_probs
 from distflow.models.lora import unwrapped
-from distflow.models.packing import Packing, Sequences, Sharing, shared_prefixes
+from distflow.models.prefix_sharing import Packing, Sequences, Sharing, shared_prefixes
 
 LARGEST = 2**19
 """Numbers of a matrix of a gated MLP in float32: above it the cache no longer holds a thread's data, and

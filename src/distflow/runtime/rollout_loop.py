@@ -7,7 +7,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from distflow.algorithms.sample_filters import TOO_FEW_SCORES
+from distflow.algorithms.sample_filters_and_weights import TOO_FEW_SCORES
 from distflow.data.batch import Batch
 from distflow.errors import UserError
 from distflow.graph import BoundNode, Drop, NodeRole
@@ -16,13 +16,13 @@ from distflow.rollout.engine import GenerateRequest, GenerateResult, RolloutEngi
 from distflow.runtime import fault_injection
 from distflow.runtime.audit_protocol import GroupRecorder
 from distflow.runtime.compiled_node import Contexts, NodeContext, Step, compile_steps, score_samples
-from distflow.runtime.early_stop import EarlyStop
 from distflow.runtime.errors import Failure, NodeError
 from distflow.runtime.prompt_group import Group, accuracy_of, finished_group
 from distflow.runtime.resources import Resources
 from distflow.runtime.sample_queue.local import LocalSampleQueue
 from distflow.runtime.sample_queue.protocol import DroppedGroup, SampleQueuePort
 from distflow.runtime.spec import Spec
+from distflow.runtime.surplus_groups import EarlyStop
 from distflow.runtime.user_calls.async_calls import deadline_paused
 from distflow.runtime.user_calls.sync_calls import PlainCalls
 from distflow.runtime.wait_log import Waits

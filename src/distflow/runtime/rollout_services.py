@@ -1,7 +1,7 @@
 """The asyncio thread of a worker with its reward functions and its rollout engine: entered together, left together.
 
 If training and generation take turns, the engine computes on the waiting thread: a process then needs one OpenMP pool;
-a second one slows the first down (see `rollout/embedded/engine_loop.py`).
+a second one slows the first down (see `rollout/embedded/engine_thread.py`).
 """
 
 import concurrent.futures

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
-from distflow.algorithms.mismatch import Tolerance
+from distflow.algorithms.mismatch_check import Tolerance
 from distflow.config import Config
 from distflow.data.prompts import PromptRow
 from distflow.graph import BoundPipeline

@@ -11,7 +11,7 @@ from typing import Any
 from distflow.data.batch import Batch
 from distflow.graph import NodeStatus
 from distflow.rewards.score import RewardCounts
-from distflow.runtime.checkpoint.state import copy_of_state, merge_node_states, part_of_rank, saved_parts
+from distflow.runtime.checkpoint.save_and_restore import copy_of_state, merge_node_states, part_of_rank, saved_parts
 from distflow.runtime.compiled_node import NodeContext, Step
 from distflow.runtime.sample_queue.protocol import NewWorkers, Released, TrainingStep
 from distflow.runtime.step_metrics import Figures, batch_metrics, group_metrics, over_ranks

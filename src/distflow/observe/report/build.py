@@ -15,7 +15,9 @@ from distflow.observe.files import JSON, encode, read_object, write_atomically
 from distflow.observe.metrics import find_metric
 from distflow.observe.reading import run_reader
 from distflow.observe.reading.run_reader import Event
-from distflow.observe.report import charts, domains, findings, samples, step, summary
+from distflow.observe.report import chart_data as charts
+from distflow.observe.report import domains, findings, samples, summary
+from distflow.observe.report import timelines as step
 from distflow.observe.report.summary import Accuracy, EventGroup, Finding, Steps, known_values
 from distflow.observe.sanitize import escape_control
 from distflow.observe.writing.folder_lock import RunFolderError, is_ours

@@ -15,7 +15,7 @@ from distflow.algorithms.kl import apply_kl_penalty as penalise
 from distflow.algorithms.masked_reductions import masked_whiten
 from distflow.algorithms.normalization import Moments, Normalization
 from distflow.algorithms.registry import check_choices, check_options, find_adv_est, find_policy_loss
-from distflow.algorithms.sample_filters import (
+from distflow.algorithms.sample_filters_and_weights import (
     Band,
     difficulty_weights,
     is_within,

@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from distflow.algorithms.mismatch import Tolerance
+from distflow.algorithms.mismatch_check import Tolerance
 from distflow.algorithms.objective import PolicyObjective, SFTObjective
 from distflow.config import Config
 from distflow.config.derived_settings import algorithms, takes_values

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from distflow.audit import schedule as module
+from distflow.audit import audited_steps as module
+from distflow.audit.audited_steps import AuditSchedule
 from distflow.audit.model_forward import KeptWeights
-from distflow.audit.schedule import AuditSchedule
 
 PLACES = (5, 34, 46)  # drawn, of the first windows of 20 steps
 

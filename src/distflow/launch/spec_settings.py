@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from distflow.algorithms.mismatch import Tolerance
+from distflow.algorithms.mismatch_check import Tolerance
 from distflow.config import Config
 from distflow.config.compose.key_usage import peek
 from distflow.config.derived_settings import is_rl, is_sharded
