@@ -47,17 +47,34 @@ AFTER: tuple[Check, ...] = (
 )
 """Run at the step's end."""
 
-ON_ARRIVAL: tuple[Check, ...] = (audit_weights,)
-"""Run before the policy is scored, in steps that are not audited, while the time budget allows it."""
-
 OF_EVERY_STEP: tuple[Check, ...] = (
     replace(audit_mini_batches, run=audit_each_sample_once),
     replace(audit_optimizer, run=audit_learning_rates),
 )
 """Cheap enough for every step: mini-batches and learning rates."""
 
-OF_A_FEW_GROUPS: tuple[Check, ...] = (audit_masks, audit_rewards, audit_correction, audit_advantages)
-"""Also run in steps that are not audited, on a few groups."""
+LOOK_BEFORE: tuple[Check, ...] = (
+    audit_weights,
+    audit_log_probs,
+    audit_versions,
+    audit_sampled_tokens,
+    audit_reference,
+)
+"""Run in steps that are not audited before the first update, on one sample of a few groups."""
+
+LOOK_AFTER: tuple[Check, ...] = (
+    audit_responses,
+    audit_masks,
+    audit_reward_functions,
+    audit_rewards,
+    audit_kl_control,
+    audit_correction,
+    audit_advantages,
+    audit_loss,
+    audit_gradients,
+    audit_optimizer,
+)
+"""Run at the end of steps that are not audited, on a few groups and one update of each model."""
 
 CHECKS = (*AFTER[:8], *BEFORE, *AFTER[8:])
 """All checks in the order of a step, for readers."""

@@ -25,7 +25,7 @@ from distflow.audit.rewards import kl
 from distflow.config import Config
 from distflow.config.derived_settings import is_rl
 
-LIMIT, FLOOR, KINK = 5e-3, 2e-5, 1e-5
+LIMIT, FLOOR, KINK = 5e-4, 2e-5, 1e-5
 CORRECTION_LIMIT = 1e-3
 EXACT, ROUNDED = 1e-3, 0.15
 """Mean difference between the outputs that the loss is given and those of the policy's own forward."""
@@ -48,13 +48,14 @@ Total = Callable[["MiniBatch", Outputs], Tensor]
 
 @dataclass(frozen=True)
 class MiniBatch:
-    """All response tokens of a mini-batch, sample after sample, `(tokens,)` float64.
+    """All recorded response tokens of a mini-batch, sample after sample, `(tokens,)` float64.
 
-    outputs: of the model. gradients: by these outputs. columns: as the nodes wrote them. counted: tokens under the loss
-    mask. sample: each token's index in `samples`.
+    totals: of the whole mini-batch, see `UpdateRecord`. outputs: of the model. gradients: by these outputs. columns: as
+    the nodes wrote them. counted: tokens under the loss mask. sample: each token's index in `samples`.
     """
 
     samples: Sequence[Sample]
+    totals: Mapping[str, float]
     outputs: Outputs
     gradients: Outputs
     columns: Mapping[str, Tensor]
@@ -100,17 +101,16 @@ def audit_correction(recorded: RecordedStep) -> str | None:
     "loss",
     "the loss of each mini-batch is the sum of its terms, and its gradient by each token's log-prob, entropy and value "
     "is that of the config's formulas: mask, sign, mean, coefficient, clip",
-    needs="a built-in loss; one rank; of the tokens that `clip_cov` draws their number and covariance are checked",
+    needs="a built-in loss; of the tokens that `clip_cov` draws their number and covariance are checked, on one rank",
     limit=f"{LIMIT:g} relative",
 )
 def audit_loss(recorded: RecordedStep) -> str | None:
-    if recorded.run.num_ranks > 1:
-        return "a mini-batch is divided over several ranks"
-    _check_selection(recorded)
+    if recorded.run.num_ranks == 1 and not recorded.partial:
+        _check_selection(recorded)
     seen = tokens = 0
     why_not = None if recorded.updates else "no update was recorded"
     for update in recorded.updates:
-        if update.metrics.get("skipped"):
+        if update.metrics.get("skipped") or not update.totals:
             continue
         tokens += int(update.batch.lengths("response").sum())
         if seen and tokens > MOST_TOKENS:
@@ -124,7 +124,7 @@ def audit_loss(recorded: RecordedStep) -> str | None:
                     f"the policy took {num_taken} optimizer steps, but its ratio is taken to be 1 in all of them: "
                     "nothing computed old_log_probs before the first"
                 )
-            _same_outputs(recorded, batch, recorded.plain if update is steps[0] else update.plain)
+            _same_outputs(recorded, batch, update.plain or (recorded.plain if update is steps[0] else {}))
         total = _formula(recorded, update)
         if isinstance(total, str):
             why_not = total
@@ -178,11 +178,18 @@ def _check_update(update: UpdateRecord, batch: MiniBatch, total: Total) -> None:
     loss, expected = _derived(total, batch, 0.0)
     # If the formula has a kink or jumps within rounding of a token's log-prob, either side may be right.
     (high, above), (low, below) = _derived(total, batch, KINK), _derived(total, batch, -KINK)
-    found = float(update.metrics["loss"])
-    if not abs(found - loss) <= abs(high - low) + LIMIT * abs(loss) + FLOOR * 10:
+    found, summed = update.share
+    whole = all(len(micro.rows) == len(micro.uids) for micro in update.micros)
+    if whole and not abs(found - loss) <= abs(high - low) + LIMIT * abs(loss) + FLOOR * 10:
         raise Wrong(
             f"the loss of a mini-batch of the {update.role} is {found:.6g}, but the sum of its terms by the config "
             f"is {loss:.6g}"
+        )
+    reported = float(update.metrics["loss"])
+    if not abs(reported - summed) <= LIMIT * abs(summed) + FLOOR:
+        raise Wrong(
+            f"the loss of a mini-batch of the {update.role} is reported as {reported:.6g}, but the shares of its "
+            f"micro-batches on all ranks sum to {summed:.6g}"
         )
     for name in update.loss.outputs:
         slack = (above[name] - below[name]).abs() + LIMIT * expected[name].abs() + FLOOR * expected[name].abs().max()
@@ -242,12 +249,12 @@ def _mini_batch(recorded: RecordedStep, update: UpdateRecord) -> MiniBatch:
             f"the micro-batches of a mini-batch hold {len(uids)} samples, the mini-batch {len(update.uids)}: some "
             "were left out or taken twice"
         )
-    samples = [known[uid] for uid in uids]
+    samples = [known[uid] for micro in update.micros for uid in micro.recorded]
     lengths = [len(sample["response_ids"]) for sample in samples]
     outputs: dict[str, list[Tensor]] = {name: [] for name in update.loss.outputs}
     gradients: dict[str, list[Tensor]] = {name: [] for name in update.loss.outputs}
     for micro in update.micros:
-        own = [len(known[uid]["response_ids"]) for uid in micro.uids]
+        own = [len(known[uid]["response_ids"]) for uid in micro.recorded]
         for name, rows in micro.outputs.items():
             came_back = micro.gradients.get(name, torch.zeros_like(rows))
             outputs[name] += [row[:length] for row, length in zip(rows, own, strict=True)]
@@ -259,6 +266,7 @@ def _mini_batch(recorded: RecordedStep, update: UpdateRecord) -> MiniBatch:
         columns["sample_score"] = scores.repeat_interleave(torch.tensor(lengths))
     return MiniBatch(
         samples,
+        update.totals,
         {name: _flat(parts) for name, parts in outputs.items()},
         {name: _flat(parts) for name, parts in gradients.items()},
         columns,
@@ -325,11 +333,11 @@ def aggregate(loss: Tensor, batch: MiniBatch, mode: str, scale: float, every_row
     if not len(loss):
         return torch.zeros((), dtype=torch.float64)
     if mode == "token-mean":
-        return loss.mean()
+        return loss.sum() / batch.totals["tokens"]
     tokens = torch.bincount(batch.sample[batch.counted], minlength=len(batch.samples))
     sums = torch.zeros(len(batch.samples), dtype=torch.float64).index_add(0, batch.sample[batch.counted], loss)
     if mode == "seq-mean-token-mean":
         sums = sums / tokens.clamp(min=1)
     if mode == "seq-mean-token-sum-norm":
         sums = sums / scale
-    return sums.mean() if every_row else sums[tokens > 0].mean()
+    return sums.sum() / batch.totals["rows" if every_row else "scored"]

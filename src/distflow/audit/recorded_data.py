@@ -43,7 +43,7 @@ class AuditedRun:
     """The run as the auditor of one worker sees it.
 
     training_steps: of this worker. bring: brings all models onto the device. turns: runs the models. state: JSON values
-    that persist across audits and are in every checkpoint.
+    that persist across audits and are in every checkpoint. doubts: why the next step is to be audited whole.
     """
 
     inputs: WorkerInputs
@@ -54,6 +54,7 @@ class AuditedRun:
     turns: Turns
     older_weights: KeptWeights
     state: dict[str, Any]
+    doubts: list[str] = field(default_factory=list)
     _warnings: set[str] = field(default_factory=set)
 
     @property

@@ -37,13 +37,11 @@ function."""
 def audit_reward_functions(recorded: RecordedStep) -> str | None:
     if recorded.run.resources.reward_fn is None or not recorded.is_ours("reward_parts"):
         return "no built-in reward node scores" if recorded.is_written("scores") else NOT_APPLICABLE
-    arguments = {"data_source": "", "solution_str": "", "ground_truth": "", "extra_info": {}}
-    failed = recorded.run.call_reward(FAILS, arguments)
-    if isinstance(failed, Score):
-        raise Wrong(f"a reward function that raises must give no score, but it gave {failed.value}")
+    if not recorded.partial:
+        _check_failing(recorded)
     began, seen = time.monotonic(), 0
     differing: list[tuple[Sample, str, str]] = []
-    for sample in recorded.some_samples(MOST):
+    for sample in recorded.some_samples(1 if recorded.partial else MOST):
         record = recorded.record_of(sample)
         budget_s = max(recorded.budget_s, _DECIDES_WITHIN_S) if differing else recorded.budget_s
         if record is None or time.monotonic() - began > budget_s:
@@ -53,8 +51,18 @@ def audit_reward_functions(recorded: RecordedStep) -> str | None:
                 what = _compare(recorded, record, sample, name)
                 differing += [(sample, name, what)] if what is not None else []
                 seen += 1
-    _explain_differences(recorded, differing, seen)
+    if recorded.partial:  # one sample cannot say why
+        recorded.run.doubts.extend(what for _, _, what in differing)
+    else:
+        _explain_differences(recorded, differing, seen)
     return None if seen else "no reward function could be called again in time, or none is deterministic"
+
+
+def _check_failing(recorded: RecordedStep) -> None:
+    arguments = {"data_source": "", "solution_str": "", "ground_truth": "", "extra_info": {}}
+    failed = recorded.run.call_reward(FAILS, arguments)
+    if isinstance(failed, Score):
+        raise Wrong(f"a reward function that raises must give no score, but it gave {failed.value}")
 
 
 def functions_of(recorded: RecordedStep, sample: Sample) -> dict[str, float]:
@@ -294,7 +302,7 @@ def _kl_penalty(recorded: RecordedStep, sample: Sample) -> Tensor:
 
 def _same_mean(recorded: RecordedStep) -> None:
     """The controller's input is the mean KL over the tokens of valid samples, or the mean of samples' means."""
-    if recorded.run.num_ranks > 1 or not recorded.is_ours("token_level_rewards"):
+    if recorded.run.num_ranks > 1 or recorded.partial or not recorded.is_ours("token_level_rewards"):
         return
     settings, of_samples = recorded.config.algorithm, list[Tensor]()
     for sample in recorded.samples:

@@ -13,7 +13,7 @@ from distflow.graph import NodeRole
 from distflow.rollout.engine import Generation
 from distflow.scheduling.groups import PromptGroup
 
-MOST = 64
+MOST, MOST_LOOKED = 64, 4
 
 
 @check(
@@ -53,7 +53,8 @@ def audit_groups(recorded: RecordedStep) -> str | None:
 def audit_responses(recorded: RecordedStep) -> str | None:
     if not recorded.is_ours("responses"):
         return "a user's node generates the responses"
-    samples = [sample for sample in recorded.some_samples(MOST) if recorded.record_of(sample) is not None]
+    most = MOST_LOOKED if recorded.partial else MOST
+    samples = [sample for sample in recorded.some_samples(most) if recorded.record_of(sample) is not None]
     for sample in samples:
         prompt_group = recorded.records[int(sample["group_index"])].prompt_group
         row = _row_of(recorded, prompt_group)
