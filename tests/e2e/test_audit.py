@@ -9,6 +9,7 @@ import torch
 
 from distflow.algorithms import objective as objectives
 from distflow.algorithms.losses import clipped_ratio
+from distflow.audit.auditor import Auditor
 from distflow.data.batch import Batch
 from distflow.errors import TrustError
 from distflow.launch import engine_factories
@@ -323,6 +324,35 @@ def twice_backward(patch: Patch) -> None:
     patch.setattr(torch_engine, "sum_gradients", planted)
 
 
+def rounded(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.bfloat16().to(tensor)
+
+
+def rounded_gradients(patch: Patch) -> None:
+    from distflow.training import torch_engine
+
+    original = torch_engine.sum_gradients
+
+    def planted(parameters: Any, group: Any) -> None:
+        trained = list(parameters)
+        original(trained, group)
+        for parameter in trained:
+            parameter.grad.copy_(rounded(parameter.grad))
+
+    patch.setattr(torch_engine, "sum_gradients", planted)
+
+
+def rounded_moments(patch: Patch) -> None:
+    original = TorchTrainEngine._step
+
+    def planted(self: Any, lrs: Any) -> None:
+        original(self, lrs)
+        for state in self.optimizer.state.values():
+            state["exp_avg"].copy_(rounded(state["exp_avg"]))
+
+    patch.setattr(TorchTrainEngine, "_step", planted)
+
+
 def unclipped(patch: Patch) -> None:
     from distflow.training import torch_engine as gradients
 
@@ -415,6 +445,9 @@ FAULTS = {
     "moments lost": Fault(moments_lost, "optimizer", TWO),
     "gradients doubled": Fault(twice_backward, "gradients"),
     "gradients not clipped": Fault(unclipped, "gradients", ("grpo", "actor_rollout_ref.actor.max_grad_norm=0.001")),
+    "a loss scaled by 4 in 1,000": Fault(policy_term(lambda loss: loss * 1.004), "loss"),
+    "gradients in bfloat16": Fault(rounded_gradients, "gradients"),
+    "moments in bfloat16": Fault(rounded_moments, "optimizer"),
     "greedier than it says": Fault(greedy_rollout, "draws"),
     "one row for all groups": Fault(other_rows, "responses"),
     "a score on the first token": Fault(
@@ -440,3 +473,55 @@ def test_a_planted_fault_is_named(playground: Playground, monkeypatch: Patch, na
         preset, *overrides = fault.config
         name = f"fault-{list(FAULTS).index(name)}"
         playground.run(preset, *overrides, "trainer.total_training_steps=3", name=name)
+
+
+LATE = (
+    "the end token out of the loss, inside it",
+    "all signs turned",
+    "the policy term halved",
+    "a loss scaled by 4 in 1,000",
+    "a second normalisation",
+    "samples rolled",
+    "the reference shifted",
+    "the reference at another temperature",
+    "rewards to the next sample",
+    "a neighbour's text",
+    "weights not sent on odd steps",
+    "a learning rate of 0 behind the metric",
+    "the last mini-batch dropped",
+    "moments lost",
+    "gradients doubled",
+    "gradients in bfloat16",
+    "moments in bfloat16",
+    "gradients not clipped",
+    "a score on the first token",
+)
+"""Faults that begin long after the last audit: the looks at every step find them."""
+LATE_CASES = [pytest.param(name, marks=[pytest.mark.slow] if i % 5 else []) for i, name in enumerate(LATE)]
+
+
+@pytest.mark.parametrize("name", LATE_CASES)
+def test_a_fault_that_begins_late_and_is_rare(playground: Playground, monkeypatch: Patch, name: str) -> None:
+    """In one of three steps from the sixth on, where no whole audit is made any more."""
+    fault, step_taken = FAULTS[name], Auditor.step_taken
+    steps: list[int] = []
+
+    def planted(self: Auditor, step: int, *arguments: Any) -> None:
+        steps.append(step)
+        late.undo()
+        if step >= 5 and (step - 5) % 3 == 0:
+            fault.plant(late)
+        step_taken(self, step, *arguments)
+
+    with pytest.MonkeyPatch.context() as late:
+        monkeypatch.setattr(Auditor, "step_taken", planted)
+        preset, *overrides = fault.config
+        with pytest.raises(TrustError, match=rf"step ([6-9]|1[0-4]) found \(({fault.seen})\)|{fault.seen}"):
+            playground.run(
+                preset,
+                *overrides,
+                "trainer.total_training_steps=14",
+                "trust.audit_freq=1000",
+                name=f"late-{LATE.index(name)}",
+            )
+    assert 5 <= steps[-1] <= 8, "in the first or second step with the fault"
