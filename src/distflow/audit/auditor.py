@@ -28,7 +28,7 @@ NUM_SCORED_AGAIN = 2
 """Number of later mini-batches of a step before which the policy is run on a sample."""
 
 NUM_GROUPS, NUM_SAMPLES, NUM_TENSORS = 2, 8, 8
-"""Groups that a look checks, samples of them whose loss it checks, and weights whose arrival in the engine it checks."""
+"""Groups that a look checks, samples of them whose loss it checks, and weights that it compares with the engine's."""
 
 LOOKS_TOLD_EVERY = 50
 """Steps between two lines of `events.jsonl` that count the looks."""
@@ -172,9 +172,7 @@ class Auditor:
         self._recorded.budget_s = self._schedule.budget_s(taken.step)
         self._found = self._check(BEFORE, self._recorded)
 
-    def _look_before(
-        self, taken: RecordedStep, role: str, engine: TrainEngine, batch: Batch, loss: LossFn
-    ) -> LossFn:
+    def _look_before(self, taken: RecordedStep, role: str, engine: TrainEngine, batch: Batch, loss: LossFn) -> LossFn:
         """Check the models on one sample before the first update, and watch one drawn update of each role."""
         number = len(taken.updates_of(role))
         if self._looks and self._look is None:

@@ -127,7 +127,9 @@ def audited_samples(recorded: RecordedStep) -> list[Sample]:
         length = len(sample["response_ids"]) + len(sample["prompt_ids"])
         num_tokens += length
         entries += len(sample["response_ids"]) * vocabulary_of(model)
-        if (len(chosen) >= least and (recorded.partial or num_tokens > SHARE * total)) or (chosen and entries > MOST_ENTRIES):
+        if (len(chosen) >= least and (recorded.partial or num_tokens > SHARE * total)) or (
+            chosen and entries > MOST_ENTRIES
+        ):
             break
         if len(sample["response_ids"]) and length * vocabulary_of(model) <= MAX_LOGITS:
             chosen.append(sample)

@@ -153,7 +153,9 @@ class UpdateWatch:
         self._striped, self._handles = list[tuple[str, nn.Parameter]](), list[Any]()
         self._group: Collective = getattr(engine, "group", OneRank())
         counted, rows = batch.flat("loss_mask") > 0, torch.arange(len(batch))
-        scored = torch.zeros(len(batch)).index_add(0, rows.repeat_interleave(batch.lengths("response")), counted.float())
+        scored = torch.zeros(len(batch)).index_add(
+            0, rows.repeat_interleave(batch.lengths("response")), counted.float()
+        )
         totals = {"rows": len(batch), "scored": int((scored > 0).sum()), "tokens": int(counted.sum())}
         self.record.totals = self._group.sum({name: float(total) for name, total in totals.items()})
         if not isinstance(engine, OpenEngine):

@@ -31,8 +31,8 @@ class AuditSchedule:
     age, and one in every `frequency` steps, at a random position, so that a fault in every third step is found.
 
     After the first few, an audit waits until audits have taken less than their share of the run's time, unless every
-    step is audited. If weights may be stale, it then waits until weights of all ages were kept for it. Every step that is
-    not audited is looked at, as far as the looks have taken less than their own share.
+    step is audited. If weights may be stale, it then waits until weights of all ages were kept for it. Every step that
+    is not audited is looked at, as far as the looks have taken less than their own share.
     """
 
     def __init__(self, frequency: int, first_step: int, max_staleness: int = 0, others: Collection[int] = ()) -> None:
