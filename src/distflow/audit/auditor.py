@@ -65,6 +65,8 @@ class Auditor:
         )
         self._updates: dict[str, int] = state.setdefault("updates", {})
         """Optimizer steps by role since the run's start."""
+        self._served: list[str] = []
+        """Names of the tensors that the rollout engine of this worker computes with."""
         self._sent_hashes: Mapping[str, str] = {}
         self._due = self._looks = False  # to audit the step; to look at it
         self._taken: RecordedStep | None = None
@@ -101,9 +103,9 @@ class Auditor:
         model = actor.model if isinstance(actor, OpenEngine) else None
         spread = model is not None and is_spread(model)
         if (run.resources.rollout is not None or spread) and (self._due or (self._looks and not spread)):
-            dtype, names = run.spec.weight_dtype, list(run.engine_hashes())
-            if self._looks:
-                names = random.Random(version).sample(names, min(NUM_TENSORS, len(names)))
+            dtype, self._served = run.spec.weight_dtype, self._served or list(run.engine_hashes())
+            most = NUM_TENSORS if self._looks else len(self._served)
+            names = random.Random(version).sample(self._served, min(most, len(self._served)))
             self._sent_hashes = {name: stripe_hash(w, dtype) for name, w in actor.weights() if name in names}
         if self._schedule.expects(version) and model is not None and not spread:
             run.older_weights.keep(version, model)
