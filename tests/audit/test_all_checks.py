@@ -123,10 +123,13 @@ def test_supervised_steps_pass_the_checks(playground: Playground) -> None:
 
 @slow
 def test_audits_at_start_and_once_in_so_many_steps(playground: Playground) -> None:
-    run = playground.run("grpo", "trust.audit_freq=4", "trainer.total_training_steps=14", "trainer.save_freq=13")
-    assert [event.message.split(":")[0] for event in audits(run)] == [f"audit of step {n}" for n in (1, 2, 7)]
-    playground.run("grpo", "trust.audit_freq=4", "trainer.total_training_steps=14", "trainer.save_freq=13")
-    assert len(audits(run)) == 3, "a finished run takes no step"
+    keys = ("trust.audit_freq=4", "trainer.total_training_steps=12", "trainer.save_freq=11")
+    run = playground.run("grpo", *keys)
+    assert [event.message.split(":")[0] for event in audits(run)] == [f"audit of step {n}" for n in (1, 2, 7, 11)]
+    (looks,) = (event for event in read_events(run.folder) if event.kind == "looks")
+    assert looks.fields["checks"]["loss"] == 12 - 4, "all steps that were not audited whole"
+    playground.run("grpo", *keys)
+    assert len(audits(run)) == 4, "a finished run takes no step"
 
 
 NONDETERMINISTIC = {
