@@ -65,6 +65,47 @@ HEALTHY = {
         f"{ALGORITHM}.rollout_correction.rollout_rs=[token_k1]",
         f"{ALGORITHM}.rollout_correction.rollout_rs_threshold=[[0.9999999,1.0000001]]",
     ),
+    "weights with the mean 1": (
+        "grpo",
+        *(
+            f"{ALGORITHM}.rollout_correction.{key}"
+            for key in ("rollout_is=sequence", "rollout_is_batch_normalize=true")
+        ),
+        *TWO,
+    ),
+    "rewards by group and batch": (
+        "grpo",
+        *(f"{ALGORITHM}.reward_norm.{key}" for key in ("mean_level=group", "std_level=batch", "mean_leave1out=true")),
+        *(f"{ALGORITHM}.{key}" for key in ("reward_shift=-0.5", "reward_scale=3", "reward_clip=0.8")),
+        *(f"{ALGORITHM}.adv_norm.{key}" for key in ("mean_level=batch", "std_level=group", "group_size=2")),
+        *(f"{ALGORITHM}.{key}" for key in ("advantage_clip=1.1", "adv_estimator=reinforce")),
+    ),
+    "rewards by all so far": (
+        "grpo",
+        *(f"{ALGORITHM}.reward_norm.{key}" for key in ("mean_level=running", "std_level=running")),
+        *(f"{ALGORITHM}.{key}" for key in ("use_kl_in_reward=true", "whiten_rewards=true", "adv_estimator=reinforce")),
+    ),
+    "whitened once": ("ppo", *(f"{ALGORITHM}.adv_norm.{key}" for key in ("mean_level=batch", "std_level=batch"))),
+    "weights of samples": (
+        "grpo",
+        *(f"{ALGORITHM}.{key}" for key in ("difficulty_weight=[0.5,2]", "length_weight=[1,0.3]")),
+        *(f"{ALGORITHM}.{key}" for key in ("difficulty_mask=[0.1,0.9]", "mask_long_errors=8", "mask_truncated=true")),
+        "actor_rollout_ref.rollout.stop=['1','a','e','o','u',' ']",
+    ),
+    "off-policy sequences": (
+        "grpo",
+        f"{ACTOR}.off_policy_mask_threshold=0.001",
+        f"{ACTOR}.optim.lr=3e-2",
+        f"{ACTOR}.optim.scheduler=constant",
+        *TWO,
+    ),
+    "rejected by areal": (
+        "grpo",
+        f"{ACTOR}.policy_loss=decoupled",
+        f"{ACTOR}.policy_loss_kwargs.rejection_sampling={{level: sequence, metric: kl_k3, upper: 0.01, agg: max}}",
+        f"{ACTOR}.optim.lr=3e-2",
+        *TWO,
+    ),
     "sgd": ("grpo", f"{ACTOR}.optim.optimizer=sgd", f"{ACTOR}.loss_agg_mode=seq-mean-token-sum-norm"),
 }
 NOT_PROVEN = {"lora": {"weights"}}

@@ -33,6 +33,7 @@ KL = ("grpo", "actor_rollout_ref.actor.use_kl_loss=true", "actor_rollout_ref.act
 ENTROPY = ("grpo", "actor_rollout_ref.actor.entropy_coef=0.01")
 SMALL_MICROS = ("grpo", "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=40")
 SCORED = ("grpo", "algorithm.recompute_old_log_probs=true")
+REINFORCE = "algorithm.adv_estimator=reinforce"
 FAST = ("actor_rollout_ref.actor.optim.lr=1e-2", "actor_rollout_ref.actor.optim.scheduler=constant")
 
 
@@ -450,6 +451,51 @@ FAULTS = {
     "moments in bfloat16": Fault(rounded_moments, "optimizer"),
     "greedier than it says": Fault(greedy_rollout, "draws"),
     "one row for all groups": Fault(other_rows, "responses"),
+    "rewards normalised to another scale": Fault(
+        node("reward_norm", column("token_level_rewards", lambda r: r * 1.01)),
+        "rewards",
+        ("grpo", "algorithm.reward_norm.mean_level=batch", REINFORCE),
+    ),
+    "rewards not clipped": Fault(
+        node("reward_clip", column("token_level_rewards", lambda r: r * 2)),
+        "rewards",
+        ("grpo", "algorithm.reward_clip=0.1", REINFORCE),
+    ),
+    "advantages normalised twice": Fault(
+        node("advantage_norm", column("advantages", lambda a: a * 1.01)),
+        "advantages",
+        ("grpo", "algorithm.adv_norm.std_level=group"),
+    ),
+    "advantages not clipped": Fault(
+        node("advantage_clip", column("advantages", lambda a: a * 3)),
+        "advantages",
+        ("grpo", "algorithm.advantage_clip=0.5"),
+    ),
+    "weights of samples not applied": Fault(
+        node("sample_weights", column("advantages", lambda a: a.sign())),
+        "advantages",
+        ("grpo", "algorithm.length_weight=[1,0.1]"),
+    ),
+    "truncated samples in the loss": Fault(
+        node("sample_mask", lambda batch: batch.__setitem__("loss_mask", batch["response_mask"])),
+        "masks",
+        ("grpo", "algorithm.mask_truncated=true"),
+    ),
+    "rejected tokens in the loss": Fault(
+        node("mismatch_rejection", lambda batch: batch.__setitem__("loss_mask", batch["response_mask"])),
+        "masks",
+        (
+            "grpo",
+            "algorithm.rollout_correction.rollout_rs=[token_k1]",
+            "algorithm.rollout_correction.rollout_rs_threshold=[[0.99999,1.00001]]",
+            "actor_rollout_ref.model.dtype=bfloat16",
+        ),
+    ),
+    "off-policy sequences in the loss": Fault(
+        attribute(objectives, "off_policy_sequence_mask", lambda f: lambda *a: torch.ones_like(f(*a))),
+        "loss",
+        (*TWO, *FAST, "actor_rollout_ref.actor.off_policy_mask_threshold=1e-9"),
+    ),
     "a score on the first token": Fault(
         node("actor_old_log_prob", column("token_level_scores", lambda s: s.roll(1, dims=1))), "rewards", ("ppo",)
     ),

@@ -10,6 +10,7 @@ from distflow.audit.log_probs import score_before
 from distflow.audit.model_forward import KeptWeights, Turns, model_of
 from distflow.audit.recorded_data import NOT_APPLICABLE, AuditedRun, Check, RecordedStep, Wrong
 from distflow.audit.recorder import GroupRecords, OpenEngine, UpdateRecord, UpdateWatch
+from distflow.audit.rewards import remember_coefficients, remember_rewards
 from distflow.audit.schedule import SHARE_OF_AUDITS, AuditSchedule
 from distflow.audit.updates import drawn_update
 from distflow.data import global_generators
@@ -148,6 +149,8 @@ class Auditor:
         with self._schedule.timed(taken.step, audits), global_generators.lent(global_generators.states()):
             if audits and self._recorded is None:
                 self._begin()
+            if self._schedule.frequency > 0:
+                remember_rewards(replace(taken))
             if self._recorded is not None:
                 self._recorded.metrics = metrics
                 self._found |= self._check(AFTER, self._recorded)  # user functions may draw
@@ -155,13 +158,8 @@ class Auditor:
             elif self._schedule.frequency > 0:
                 self._look_after(taken, metrics)
         self._tell(taken.step)
-        if "actor/kl_coef" in metrics:
-            self._run.state["kl_control"] = {
-                "step": taken.step,
-                "coefficient": metrics["actor/kl_coef"],
-                "kl": metrics["actor/reward_kl_penalty"],
-                "samples": len(taken.batch),
-            }
+        taken.metrics = metrics
+        remember_coefficients(taken, self._ranks)
         self._taken = self._recorded = self._look = None
 
     def _begin(self) -> None:

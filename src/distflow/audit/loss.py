@@ -67,7 +67,7 @@ class MiniBatch:
     "correction",
     "importance weights are the trainer's probability over the engine's, of the token, the sequence or its geometric "
     "mean, truncated or masked as the config says",
-    needs="weights that are not divided by their mean",
+    needs="one rank, if weights are divided by their mean",
     limit=f"{CORRECTION_LIMIT:g} relative",
 )
 def audit_correction(recorded: RecordedStep) -> str | None:
@@ -76,17 +76,18 @@ def audit_correction(recorded: RecordedStep) -> str | None:
         return NOT_APPLICABLE
     if not recorded.is_ours("rollout_is_weights"):
         return "a user's node writes the weights"
-    if settings.rollout_is_batch_normalize:
-        return "the auditor has no formula for weights that are divided by their mean"
+    if settings.rollout_is_batch_normalize and not recorded.is_whole:
+        return "the mean of the weights needs all samples of the step on one rank"
     own = "prox_log_probs" if "prox_log_probs" in recorded.batch else "old_log_probs"
     level, threshold = settings.rollout_is or "token", settings.rollout_is_threshold
-    for sample in recorded.samples:
-        counted = sample["response_mask"].double() * float(sample["valid"])
-        gap = (doubles(sample[own]) - doubles(sample["rollout_log_probs"])) * counted
-        if level != "token":
-            num_tokens = float(counted.sum()) or 1.0
-            gap = torch.full_like(gap, float(gap.sum()) / (num_tokens if level == "geometric" else 1.0))
-        expected = importance_weights(gap, threshold) * counted
+    gaps = [_gap(sample, own, level) for sample in recorded.samples]
+    mean = 1.0
+    if settings.rollout_is_batch_normalize:  # over tokens, or over sequences
+        weights = [importance_weights(gap, threshold)[counted] for gap, counted in gaps if bool(counted.any())]
+        drawn = torch.cat(weights if level == "token" else [each[:1] for each in weights] or [torch.ones(1)])
+        mean = float(drawn.mean()) if float(drawn.mean()) > 1e-8 else 1.0
+    for sample, (gap, counted) in zip(recorded.samples, gaps, strict=True):
+        expected = importance_weights(gap, threshold) * counted / mean
         raw = ratio_to(gap, torch.zeros_like(gap))
         # At a bound of the band the result depends on rounding.
         bounds = threshold if isinstance(threshold, tuple) else (threshold,)
@@ -95,6 +96,16 @@ def audit_correction(recorded: RecordedStep) -> str | None:
         reason = f", the trainer's probability over the engine's, by {level} and with its threshold"
         check_tokens(sample, "rollout_is_weights", expected, wrong, reason)
     return None
+
+
+def _gap(sample: Sample, own: str, level: str) -> tuple[Tensor, Tensor]:
+    """The log of the ratio whose weight each token has, and which tokens have one."""
+    counted = (sample["response_mask"] > 0) & bool(sample["valid"])
+    gap = (doubles(sample[own]) - doubles(sample["rollout_log_probs"])) * counted
+    if level != "token":
+        num_tokens = float(counted.sum()) or 1.0
+        gap = torch.full_like(gap, float(gap.sum()) / (num_tokens if level == "geometric" else 1.0))
+    return gap, counted
 
 
 @check(
@@ -165,8 +176,6 @@ def _formula(recorded: RecordedStep, update: UpdateRecord) -> Total | str:
     name = actor.policy_loss
     if not isinstance(update.loss, PolicyObjective) or not is_builtin(update.loss.policy_loss.fn):
         return f"the loss '{name}' is the user's"
-    if actor.off_policy_mask_threshold is not None or actor.policy_loss_kwargs.get("rejection_sampling"):
-        return "the auditor has no formula for the off-policy sequence mask and AReaL's rejection"
     if name not in FORMULAS:
         return f"the auditor has no formula for the loss '{name}'"
     return lambda batch, outputs: _policy_loss(recorded, batch, outputs)
@@ -293,6 +302,9 @@ def _policy_loss(recorded: RecordedStep, batch: MiniBatch, outputs: Outputs) -> 
     elif "old_log_probs" not in columns and "rollout_corr/rollout_is_mean" in recorded.metrics:
         # Weights that the loss itself computes, after a mismatch switched the correction on.
         loss = loss * ratio_to(tokens.now.detach(), columns["rollout_log_probs"]).clamp(max=2.0)
+    if (most := actor.off_policy_mask_threshold) is not None:  # DeepSeek-V3.2, arXiv:2512.02556
+        gap = tokens.mean(columns["rollout_log_probs"] - tokens.now.detach())
+        loss = torch.where((tokens.advantages < 0) & (gap > most), 0.0, loss)
     others = torch.zeros_like(loss)
     if actor.entropy_coef:
         others = others - actor.entropy_coef * outputs["entropy"][counted]

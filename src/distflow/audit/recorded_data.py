@@ -17,6 +17,8 @@ from torch import Tensor
 from distflow.audit.model_forward import KeptWeights, PlainScores, Turns
 from distflow.audit.recorder import GroupRecord, UpdateRecord
 from distflow.config import Config
+from distflow.config.derived_settings import algorithms
+from distflow.config.keys.algorithm import AlgorithmConfig
 from distflow.data.batch import Batch
 from distflow.graph import BoundPipeline
 from distflow.graph.fields import TOKEN_AXES
@@ -137,6 +139,18 @@ class RecordedStep:
     def samples(self) -> list[Sample]:
         """All samples of the step on this rank."""
         return samples_of(self.batch)
+
+    def by_algorithm(self) -> list[tuple[str, AlgorithmConfig, list[Sample]]]:
+        """The samples of each domain with settings of its own, the others under "", with those settings."""
+        samples: dict[str, list[Sample]] = {domain or "": [] for domain, _ in algorithms(self.config)}
+        for sample in self.samples:
+            samples[sample["domain"] if sample["domain"] in samples else ""].append(sample)
+        return [(domain or "", settings, samples[domain or ""]) for domain, settings in algorithms(self.config)]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all samples of the step are here: not a few groups, or one rank's."""
+        return not self.partial and self.run.num_ranks == 1
 
     def some_samples(self, most: int) -> list[Sample]:
         """At most `most` samples from as many groups as possible, drawn by the step number."""
