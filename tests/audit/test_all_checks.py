@@ -1,14 +1,16 @@
 """The auditor in healthy runs and with user functions: silence, or one message with the finding."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from distflow.audit import log_probs, rewards
+from distflow.audit import advantages, log_probs, rewards
 from distflow.audit.all_checks import CHECKS, markdown_table
 from distflow.audit.recorded_data import Check
+from distflow.builtin_names import ESTIMATORS
 from distflow.errors import TrustError
 from distflow.observe.reading.run_reader import Event, read_events
 from distflow.pipelines.nodes import updates
@@ -268,7 +270,48 @@ def test_user_functions_are_audited_for_general_properties(
     else:
         assert len(warnings) == 1 and message in warnings[0]
         assert "user_code" in dict(audits(run)[0].fields["unproven"])
-    assert ("loss" if "loss" in name else "advantages") in dict(audits(run)[0].fields["unproven"])
+    unproven = "loss" if "loss" in name else "advantages"
+    assert unproven in dict(audits(run)[0].fields["unproven"])
+    assert any("not audited: " in note and f"{unproven} (the" in note for note in run.notes("info"))
+
+
+FORMULAS = """
+from distflow import register_adv_est, register_policy_loss
+
+def again(samples, options):
+    rows = [[{gain} * float(s["token_level_rewards"].sum()) * m for m in s["response_mask"].tolist()] for s in samples]
+    return [(row, row) for row in rows]
+
+@register_adv_est("doubled", scope="sample", formula=again)
+def doubled(token_level_rewards, response_mask):
+    advantages = 2 * token_level_rewards.sum(-1, keepdim=True) * response_mask
+    return advantages, advantages
+
+@register_policy_loss("plain", formula=lambda tokens, options: {sign}tokens.advantages * tokens.now)
+def plain(log_probs, advantages, loss_mask):
+    return -log_probs * advantages, {{}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("gain", "sign", "found"), [(2, "-", None), pytest.param(3, "-", "advantages", marks=slow), (2, "+", "loss")]
+)
+def test_an_estimator_and_a_loss_of_the_user_with_formulas_are_proven(
+    playground: Playground, monkeypatch: pytest.MonkeyPatch, gain: int, sign: str, found: str | None
+) -> None:
+    (playground.folder / "with_formulas.py").write_text(FORMULAS.format(gain=gain, sign=sign))
+    monkeypatch.syspath_prepend(str(playground.folder))
+    chosen = (f"{ALGORITHM}.adv_estimator=doubled", f"{ACTOR}.policy_loss=plain", f"{ACTOR}.use_kl_loss=false")
+    with (
+        forgotten("with_formulas"),
+        pytest.raises(TrustError, match=rf"\({found}\)") if found else nullcontext(),
+    ):
+        run = playground.run("grpo", *chosen, "trainer.imports=[with_formulas]", "trainer.total_training_steps=1")
+        assert {"advantages", "loss"} <= set(audits(run)[0].fields["proven"])
+
+
+def test_every_built_in_estimator_has_a_formula() -> None:
+    assert advantages.FORMULAS.keys() == ESTIMATORS.keys()
 
 
 # A pipeline that asks nobody for old log-probs: the ratio to them is 1.

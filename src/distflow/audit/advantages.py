@@ -18,7 +18,6 @@ from distflow.audit.recorded_data import (
     by_group_of,
     check,
     check_close,
-    is_builtin,
 )
 from distflow.audit.rewards import functions_of
 from distflow.config.keys.algorithm import AlgorithmConfig, is_on
@@ -37,12 +36,18 @@ MOST_TOKENS = 2**20
     "advantages",
     "advantages and returns are those of the estimator's formula, computed by brute force in float64 from the rewards "
     "of each sample's own group",
-    needs="a built-in estimator",
+    needs="a built-in estimator, or one that was registered with a formula",
     limit=f"{LIMIT:g} relative",
 )
 def audit_advantages(recorded: RecordedStep) -> str | None:
-    if not recorded.is_ours("advantages"):
-        return "the estimator is the user's" if recorded.is_written("advantages") else NOT_APPLICABLE
+    if not recorded.is_written("advantages"):
+        return NOT_APPLICABLE
+    registered = [find_adv_est(settings.adv_estimator) for _, settings, _ in recorded.by_algorithm()]
+    if not recorded.is_ours("advantages", [estimator.fn for estimator in registered if estimator.formula]):
+        return (
+            "the estimator is the user's and has no formula: register_adv_est(NAME, formula=...) takes it, written a "
+            "second time as (samples, options) -> [(advantages, returns) of each]"
+        )
     if sum(len(sample["response_ids"]) for sample in recorded.samples) > MOST_TOKENS:
         return f"the step has more than {MOST_TOKENS:,} tokens"
     if any(update.metrics.get("skipped") and not update.metrics.get("empty") for update in recorded.updates):
@@ -57,21 +62,20 @@ def audit_advantages(recorded: RecordedStep) -> str | None:
 
 def _check_samples(recorded: RecordedStep, settings: AlgorithmConfig, samples: list[Sample]) -> str | None:
     """For samples with the same settings."""
-    name = settings.adv_estimator
+    name, estimator = settings.adv_estimator, find_adv_est(settings.adv_estimator)
     over_step = {
-        f"'{name}'": name in GLOBAL,
+        f"'{name}'": name in GLOBAL or (estimator.formula is not None and estimator.scope == "global"),
         "scale_rewards=batch": settings.scale_rewards == "batch",
         "adv_norm": "batch" in (settings.adv_norm.mean_level, settings.adv_norm.std_level),
         "difficulty_weight and length_weight": settings.difficulty_weight or settings.length_weight,
     }
     if not recorded.is_whole and (needing := [what for what, is_on in over_step.items() if is_on]):
         return f"{needing[0]} needs all samples of the step on one rank"
-    if not is_builtin(find_adv_est(name).fn):
-        return "the estimator is the user's"
     weights = {"weight_of": lambda sample, part: functions_of(recorded, sample).get(part, 1.0)}
     options = {"f_norm": 1.0, "whiten": not is_on(settings.adv_norm), **vars(settings)}
     options |= {**settings.adv_estimator_kwargs, **weights}
-    found, counts = FORMULAS[name](samples, options), [_tokens(sample) for sample in samples]
+    formula = estimator.formula or FORMULAS[name]
+    found, counts = formula(samples, options), [_tokens(sample) for sample in samples]
     advantages = finished_advantages([row for row, _ in found], counts, samples, settings)
     for sample, *rows in zip(samples, advantages, [row for _, row in found], strict=True):
         reason = f": '{name}' gives this for the rewards of its own group ({int(sample['group_index'])})"

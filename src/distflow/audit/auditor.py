@@ -80,6 +80,7 @@ class Auditor:
         """How often looks made each check since they were last told."""
         self._watch: UpdateWatch | None = None
         self._found: dict[str, str | None] = {}
+        self._told = False  # what audits cannot check
 
     def step_taken(self, step: int, group_ids: Sequence[int], batch: Batch, synced_version: int | None) -> None:
         # Decided once for all ranks, as clocks differ.
@@ -258,6 +259,10 @@ class Auditor:
                 not_checked[name] = why_not
             elif None in found:
                 passed.append(name)
+        if not_checked and not self._told:
+            self._told = True
+            reasons = "; ".join(f"{name} ({why_not})" for name, why_not in not_checked.items())
+            self._run.inputs.recorder.note("info", f"not audited: {reasons}")
         left = f"; not checked: {', '.join(not_checked)}" if not_checked else ""
         message = f"audit of step {step + 1}: {len(passed)} checks passed: {', '.join(passed)}{left}"
         self._run.inputs.recorder.audited(message, proven=passed, unproven=not_checked)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from distflow.algorithms.objective import PolicyObjective
 from distflow.audit.model_forward import PlainScores
-from distflow.audit.policy_losses import FORMULAS, Tokens, importance_weights, may_be_selected, ratio_to
+from distflow.audit.policy_losses import FORMULAS, Formula, Tokens, importance_weights, may_be_selected, ratio_to
 from distflow.audit.recorded_data import (
     NOT_APPLICABLE,
     RecordedStep,
@@ -112,7 +112,8 @@ def _gap(sample: Sample, own: str, level: str) -> tuple[Tensor, Tensor]:
     "loss",
     "the loss of each mini-batch is the sum of its terms, and its gradient by each token's log-prob, entropy and value "
     "is that of the config's formulas: mask, sign, mean, coefficient, clip",
-    needs="a built-in loss; of the tokens that `clip_cov` draws their number and covariance are checked, on one rank",
+    needs="a built-in loss, or one that was registered with a formula; of the tokens that `clip_cov` draws their number "
+    "and covariance are checked, on one rank",
     limit=f"{LIMIT:g} relative",
 )
 def audit_loss(recorded: RecordedStep) -> str | None:
@@ -174,11 +175,17 @@ def _formula(recorded: RecordedStep, update: UpdateRecord) -> Total | str:
         return lambda batch, outputs: aggregate(-outputs["log_probs"][batch.counted], batch, "token-mean", 1.0)
     actor = config.actor_rollout_ref.actor
     name = actor.policy_loss
-    if not isinstance(update.loss, PolicyObjective) or not is_builtin(update.loss.policy_loss.fn):
-        return f"the loss '{name}' is the user's"
-    if name not in FORMULAS:
-        return f"the auditor has no formula for the loss '{name}'"
-    return lambda batch, outputs: _policy_loss(recorded, batch, outputs)
+    if not isinstance(update.loss, PolicyObjective):
+        return "the objective is the user's"
+    formula = update.loss.policy_loss.formula
+    if is_builtin(update.loss.policy_loss.fn):
+        formula = FORMULAS.get(name)
+    if formula is None:
+        return (
+            f"the loss '{name}' has no formula: register_policy_loss(NAME, formula=...) takes it, written a second "
+            "time as (tokens, options) -> loss of each token"
+        )
+    return lambda batch, outputs: _policy_loss(recorded, batch, outputs, formula)
 
 
 def _check_update(update: UpdateRecord, batch: MiniBatch, total: Total) -> None:
@@ -288,7 +295,7 @@ def _flat(parts: Sequence[Tensor]) -> Tensor:
     return doubles(torch.cat(list(parts))) if parts else torch.zeros(0, dtype=torch.float64)
 
 
-def _policy_loss(recorded: RecordedStep, batch: MiniBatch, outputs: Outputs) -> Tensor:
+def _policy_loss(recorded: RecordedStep, batch: MiniBatch, outputs: Outputs, formula: Formula) -> Tensor:
     config = recorded.config
     actor, counted = config.actor_rollout_ref.actor, batch.counted
     if not bool(counted.any()):
@@ -296,7 +303,7 @@ def _policy_loss(recorded: RecordedStep, batch: MiniBatch, outputs: Outputs) -> 
     columns = {name: column[counted] for name, column in batch.columns.items()}
     tokens = Tokens(outputs["log_probs"][counted], columns, batch.sample[counted])
     known = {"step": recorded.step, "correction": config.algorithm.rollout_correction}
-    loss = FORMULAS[actor.policy_loss](tokens, {**vars(actor), **known, **actor.policy_loss_kwargs})
+    loss = formula(tokens, {**vars(actor), **known, **actor.policy_loss_kwargs})
     if "rollout_is_weights" in columns:
         loss = loss * columns["rollout_is_weights"]
     elif "old_log_probs" not in columns and "rollout_corr/rollout_is_mean" in recorded.metrics:

@@ -178,10 +178,11 @@ class RecordedStep:
             None,
         )
 
-    def is_ours(self, column: str) -> bool:
-        """Whether a built-in node writes the column, so that its expected content is known."""
-        writers = [node for node in self.run.pipeline.nodes if column in node.contract.writes]
-        return bool(writers) and all(is_builtin(node.fn) for node in writers)
+    def is_ours(self, column: str, known: Sequence[Callable[..., object]] = ()) -> bool:
+        """Whether a built-in node, or one of the `known` functions, writes the column, so that its expected content is
+        known."""
+        writers = [plain_function(node.fn) for node in self.run.pipeline.nodes if column in node.contract.writes]
+        return bool(writers) and all(is_builtin(fn) or fn in map(plain_function, known) for fn in writers)
 
     def is_written(self, column: str) -> bool:
         """Whether a node of the pipeline writes the column."""
@@ -291,9 +292,14 @@ def shuffled(num: int, key: tuple[int, int], counter: tuple[int, int]) -> NDArra
 
 def is_builtin(fn: Callable[..., object]) -> bool:
     """Whether the function is defined in distflow, below any wrappers."""
+    return str(getattr(plain_function(fn), "__module__", "")).startswith("distflow.")
+
+
+def plain_function(fn: Callable[..., object]) -> Callable[..., object]:
+    """The function below its wrappers."""
     while hasattr(fn, "func"):
         fn = fn.func
-    return str(getattr(fn, "__module__", "")).startswith("distflow.")
+    return fn
 
 
 def doubles(values: Tensor) -> Tensor:
