@@ -112,8 +112,8 @@ def _gap(sample: Sample, own: str, level: str) -> tuple[Tensor, Tensor]:
     "loss",
     "the loss of each mini-batch is the sum of its terms, and its gradient by each token's log-prob, entropy and value "
     "is that of the config's formulas: mask, sign, mean, coefficient, clip",
-    needs="a built-in loss, or one that was registered with a formula; of the tokens that `clip_cov` draws their number "
-    "and covariance are checked, on one rank",
+    needs="a built-in loss, or one that was registered with a formula; of the tokens that `clip_cov` draws their "
+    "number and covariance are checked, on one rank",
     limit=f"{LIMIT:g} relative",
 )
 def audit_loss(recorded: RecordedStep) -> str | None:
