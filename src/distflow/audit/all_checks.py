@@ -7,7 +7,7 @@ from distflow.audit.custom_functions import audit_custom_functions
 from distflow.audit.log_probs import audit_log_probs, audit_reference
 from distflow.audit.loss import audit_correction, audit_loss
 from distflow.audit.recorded_data import Check
-from distflow.audit.rewards import audit_kl_control, audit_reward_functions, audit_rewards
+from distflow.audit.rewards import audit_dropped, audit_kl_control, audit_reward_functions, audit_rewards
 from distflow.audit.sampled_tokens import audit_sampled_tokens
 from distflow.audit.samples import audit_groups, audit_masks, audit_responses
 from distflow.audit.updates import (
@@ -35,6 +35,7 @@ AFTER: tuple[Check, ...] = (
     audit_responses,
     audit_masks,
     audit_reward_functions,
+    audit_dropped,
     audit_rewards,
     audit_kl_control,
     audit_correction,
@@ -76,7 +77,7 @@ LOOK_AFTER: tuple[Check, ...] = (
 )
 """Run at the end of steps that are not audited, on a few groups and one update of each model."""
 
-CHECKS = (*AFTER[:8], *BEFORE, *AFTER[8:])
+CHECKS = (*AFTER[:9], *BEFORE, *AFTER[9:])
 """All checks in the order of a step, for readers."""
 
 

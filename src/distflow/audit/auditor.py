@@ -11,6 +11,7 @@ from distflow.audit.model_forward import KeptWeights, Turns, model_of
 from distflow.audit.recorded_data import NOT_APPLICABLE, AuditedRun, Check, RecordedStep, Wrong
 from distflow.audit.recorder import GroupRecords, OpenEngine, UpdateRecord, UpdateWatch
 from distflow.audit.rewards import remember_coefficients, remember_rewards
+from distflow.audit.samples import remember_domains
 from distflow.audit.schedule import SHARE_OF_AUDITS, AuditSchedule
 from distflow.audit.updates import drawn_update
 from distflow.data import global_generators
@@ -152,8 +153,10 @@ class Auditor:
                 self._begin()
             if self._schedule.frequency > 0:
                 remember_rewards(replace(taken))
+                remember_domains(taken)
             if self._recorded is not None:
-                self._recorded.metrics = metrics
+                self._recorded.metrics, self._recorded.dropped = metrics, self.groups.dropped
+                self.groups.dropped = None
                 self._found |= self._check(AFTER, self._recorded)  # user functions may draw
                 self._report(taken.step)
             elif self._schedule.frequency > 0:

@@ -111,9 +111,9 @@ class RecordedStep:
     records: by group, of the groups that this worker generated. group_ids: of the whole step. batch: the columns as the
     nodes wrote them. synced_version: of the last weight sync, None if nothing generates. sent_hashes: of that version's
     tensors, as in a weight receipt. num_updates: optimizer steps by role before this step. budget_s: time for calling
-    reward functions again. updates: in order. metrics: of the step. partial: only a few groups of the step. plain:
-    scores of samples that the policy was run on again. drawn: such scores by the weights that generated each token, and
-    which tokens have one.
+    reward functions again. dropped: the last group that a node dropped, why, and its columns. updates: in order.
+    metrics: of the step. partial: only a few groups of the step. plain: scores of samples that the policy was run on
+    again. drawn: such scores by the weights that generated each token, and which tokens have one.
     """
 
     run: AuditedRun
@@ -125,6 +125,7 @@ class RecordedStep:
     sent_hashes: Mapping[str, str]
     num_updates: Mapping[str, int]
     budget_s: float = field(default=0.0, init=False)
+    dropped: tuple[GroupRecord, str, Batch] | None = field(default=None, init=False)
     updates: list[UpdateRecord] = field(default_factory=list, init=False)
     metrics: Mapping[str, float] = field(default_factory=dict, init=False)
     partial: bool = field(default=False, init=False)

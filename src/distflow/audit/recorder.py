@@ -44,6 +44,8 @@ class GroupRecords:
 
     def __init__(self) -> None:
         self._kept: dict[int, GroupRecord] = {}
+        self.dropped: tuple[GroupRecord, str, Batch] | None = None
+        """The last group that a node dropped: its record, the reason and its columns."""
 
     def begin(self, prompt_group: PromptGroup) -> None:
         _current.set(GroupRecord(prompt_group))
@@ -59,6 +61,10 @@ class GroupRecords:
     def keep(self) -> None:
         if (record := _current.get()) is not None:
             self._kept[record.prompt_group.group_id] = record
+
+    def drop(self, reason: str, batch: Batch) -> None:
+        if (record := _current.get()) is not None:
+            self.dropped = record, reason, batch
 
     def take(self, group_ids: Iterable[int]) -> dict[int, GroupRecord]:
         """Remove and return the records of a step's groups; groups of another worker or process have none."""

@@ -4,6 +4,7 @@ the sample's last token; the reward is the score minus the KL, by the coefficien
 import math
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -58,6 +59,31 @@ def audit_reward_functions(recorded: RecordedStep) -> str | None:
     else:
         _explain_differences(recorded, differing, seen)
     return None if seen else "no reward function could be called again in time, or none is deterministic"
+
+
+@check(
+    "dropped",
+    "a group that the filter dropped has one accuracy on all its samples, by scores that its reward functions give "
+    "again",
+    needs="a group that was dropped since the last audit, by accuracy",
+    limit="equal, one group",
+)
+def audit_dropped(recorded: RecordedStep) -> str | None:
+    if recorded.dropped is None:
+        return NOT_APPLICABLE
+    record, reason, batch = recorded.dropped
+    if recorded.config.algorithm.filter_groups.metric != "acc" or reason != "all_equal":
+        return NOT_APPLICABLE
+    part = replace(recorded, records={record.prompt_group.group_id: record}, batch=batch)
+    scored = [sample for sample in part.samples if sample["valid"] and sample.get("reward_errors") is None]
+    if len(found := sorted({float(sample["acc"]) for sample in scored})) > 1:
+        raise Wrong(
+            f"group {record.prompt_group.group_id} was dropped for one accuracy on all its samples, but has {found}"
+        )
+    for name in functions_of(part, scored[0]) if scored and recorded.is_ours("reward_parts") else ():
+        if name not in recorded.run.state.get("not_deterministic", []):
+            recorded.run.doubts.extend(filter(None, [_compare(part, record, scored[0], name)]))
+    return None
 
 
 def _check_failing(recorded: RecordedStep) -> None:

@@ -34,8 +34,8 @@ ROUNDING = 1e-6
 @check(
     "groups",
     "the step holds its groups, each with all its samples once; if groups are filtered by accuracy, no group has equal "
-    "accuracy on all samples",
-    needs="one rank",
+    "accuracy on all samples; each domain has had its share of all groups so far",
+    needs="one rank; for shares a run without a curriculum",
     limit="equal",
 )
 def audit_groups(recorded: RecordedStep) -> str | None:
@@ -55,6 +55,7 @@ def audit_groups(recorded: RecordedStep) -> str | None:
         if times > 1:
             raise Wrong(f"sample {uid} is in the step {times} times")
     _check_filter(recorded, groups)
+    _check_shares(recorded)
     return None
 
 
@@ -122,6 +123,30 @@ def audit_masks(recorded: RecordedStep) -> str | None:
         reason += f", and is not left out for it: {left_out}" if left_out else ""
         check_tokens(sample, "loss_mask", expected, wrong, reason)
     return None
+
+
+def remember_domains(recorded: RecordedStep) -> None:
+    """Add the step's groups to the counts of each domain's groups since the run's start."""
+    kept = recorded.run.state.setdefault("domains", {})
+    if recorded.is_whole and recorded.run.spec.data.domains and (kept or recorded.step == 0):
+        pairs = zip(recorded.batch["group_index"].tolist(), recorded.batch["domain"], strict=True)
+        for domain, count in Counter(dict(pairs).values()).items():
+            kept[domain] = kept.get(domain, 0) + count
+
+
+def _check_shares(recorded: RecordedStep) -> None:
+    data, counts = recorded.run.spec.data, recorded.run.state.get("domains")
+    if not counts or data.curriculum is not None:
+        return
+    weights, total = sum(domain.weight for domain in data.domains), sum(counts.values())
+    missing = data.consumer_batch * (recorded.step + 1) - total  # of short steps
+    for domain in data.domains:
+        due = domain.weight / weights * total
+        if abs(counts.get(domain.name, 0) - due) >= 1 + max(missing, 0):
+            raise Wrong(
+                f"domain '{domain.name}' has had {counts.get(domain.name, 0)} of {total} groups, but its share is "
+                f"{due:.1f}: groups of other domains took its place"
+            )
 
 
 def _left_out(recorded: RecordedStep, sample: Sample) -> str:
