@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import count
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from distflow.audit.auditor import Auditor
 from distflow.data.batch import Batch
 from distflow.errors import TrustError
 from distflow.launch import engine_factories
+from distflow.pipelines.nodes import rollout
 from distflow.rewards import router
 from distflow.rewards.pool.pool import RewardPool
 from distflow.rewards.score import Error, Score
@@ -373,6 +375,11 @@ def greedy_rollout(patch: Patch) -> None:
     patch.setattr(host_steps, "sample", planted)
 
 
+def drops_two_of_three(original: Any) -> Any:
+    numbers = count()
+    return lambda acc, valid: "all_equal" if next(numbers) % 3 else original(acc, valid)
+
+
 def other_rows(patch: Patch) -> None:
     from distflow.scheduling import data_plan
 
@@ -495,6 +502,11 @@ FAULTS = {
         attribute(objectives, "off_policy_sequence_mask", lambda f: lambda *a: torch.ones_like(f(*a))),
         "loss",
         (*TWO, *FAST, "actor_rollout_ref.actor.off_policy_mask_threshold=1e-9"),
+    ),
+    "groups dropped whatever their accuracies": Fault(
+        attribute(rollout, "drop_reason", drops_two_of_three),
+        "dropped",
+        ("grpo", "algorithm.filter_groups.enable=true", "algorithm.filter_groups.max_num_gen_batches=20"),
     ),
     "a score on the first token": Fault(
         node("actor_old_log_prob", column("token_level_scores", lambda s: s.roll(1, dims=1))), "rewards", ("ppo",)
