@@ -218,6 +218,12 @@ class Recorder:
         self.folder.event("audit", message, proven=proven, unproven=unproven)
         self.view.audited(self._step + 1, len(proven), len(proven) + len(unproven))
 
+    def looked(self, counts: Mapping[str, int]) -> None:
+        """Steps that were looked at, not audited whole, since the last call, and how often each check was made."""
+        if self._process.speaks:
+            message = f"{counts['steps']} steps were looked at"
+            self.folder.event("looks", message, checks={name: n for name, n in counts.items() if name != "steps"})
+
     def group_ended(self, group_id: int, version: int, outcome: str, started: float, ended: float) -> None:
         """A span for each prompt group, with the reason if it was dropped."""
         self._span("rollout", Span(started, ended, "group", outcome, group_id=group_id, version=version))

@@ -320,6 +320,7 @@ class RolloutLoop:
             outcome, dropped = drop.reason, DroppedGroup(prompt_group, drop.reason, accuracy=accuracy_of(batch))
         self._end(prompt_group, outcome, started)
         self.events.dropped(prompt_group.version, outcome, batch)
+        self.group_recorder.drop(drop.reason, batch)
         queue.drop(dropped)
 
     def _end(self, prompt_group: PromptGroup, outcome: str, started: float) -> None:
