@@ -55,7 +55,7 @@ def launch_local(
 
         with _running(built, callbacks, make_stop) as running:
             steps = running.worker.training_loop()
-    return outcome_of(spec, steps, running.stop.signal, running.recorder.status == "stopped")
+        return outcome_of(spec, steps, running.stop.signal, running.recorder.status == "stopped")
 
 
 @contextmanager
@@ -65,12 +65,10 @@ def open_local(spec: Spec, say: Callable[[str], None], callbacks: Callbacks) -> 
     def never_stopped(recorder: Recorder) -> AbstractContextManager[StopRequest]:
         return nullcontext(StopRequest(lambda name: None))
 
-    with (
-        starting(spec, ()) as start,
-        _running(_build(spec, start, say), callbacks, never_stopped, own_loop=True) as running,
-    ):
-        yield running
-    running.recorder.report()
+    with starting(spec, ()) as start:
+        with _running(_build(spec, start, say), callbacks, never_stopped, own_loop=True) as running:
+            yield running
+        running.recorder.report()
 
 
 @dataclass(frozen=True)
