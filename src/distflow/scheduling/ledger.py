@@ -257,7 +257,7 @@ def counts_until(path: Path, end: int | None = None) -> LedgerCounts:
         for _, record in timeline(path, end):
             counts.apply(record)
     except (CountsError, KeyError, TypeError, AttributeError, OverflowError, MemoryError) as err:
-        raise LedgerError(f"{path} is damaged ({err})") from err
+        raise LedgerError(f"{path} is damaged ({type(err).__name__}: {err})") from err
     return counts
 
 
