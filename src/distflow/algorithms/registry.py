@@ -70,6 +70,13 @@ class PolicyLoss:
     every_row: bool = False
 
     @property
+    def takes_weights(self) -> bool:
+        """Whether correction weights reach it: one with verl's signature must have a parameter for them."""
+        parameters = inspect.signature(self.fn).parameters
+        takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        return not self.returns_scalar or takes_all or "rollout_is_weights" in parameters
+
+    @property
     def selection_options(self) -> dict[str, object]:
         """Options of `selects` and their defaults; a config sets them together with those of the loss."""
         return {} if self.selects is None else _options(self.selects)
@@ -140,6 +147,7 @@ class Registry(dict[str, Registered]):
 
 ADV_ESTIMATORS: Registry[AdvEstimator] = Registry("advantage estimator", names.ESTIMATORS, "register_adv_est")
 POLICY_LOSSES: Registry[PolicyLoss] = Registry("policy loss", names.POLICY_LOSSES, "register_policy_loss")
+find_adv_est, find_policy_loss = ADV_ESTIMATORS.find, POLICY_LOSSES.find
 
 
 def register_adv_est(
@@ -192,22 +200,6 @@ def register_policy_loss(
     return register
 
 
-def find_adv_est(name: str) -> AdvEstimator:
-    """The estimator of that name. Raises ValueError with the nearest name."""
-    return ADV_ESTIMATORS.find(name)
-
-
-def find_policy_loss(name: str) -> PolicyLoss:
-    """The loss of that name. Raises ValueError with the nearest name."""
-    return POLICY_LOSSES.find(name)
-
-
-def selects_tokens(name: str) -> bool:
-    """Whether the loss of that name selects tokens of a step before its first update; False for unknown names."""
-    loss = POLICY_LOSSES.known(name)
-    return loss is not None and loss.selects is not None
-
-
 def is_decoupled(name: str) -> bool:
     """Whether the loss of that name reads the log-probs of a proximal policy; False for unknown names."""
     loss = POLICY_LOSSES.known(name)
@@ -215,12 +207,9 @@ def is_decoupled(name: str) -> bool:
 
 
 def takes_weights(name: str) -> bool:
-    """Whether correction weights reach the loss of that name: one with verl's signature must have a parameter for them;
-    False for unknown names."""
+    """Whether correction weights reach the loss of that name; False for unknown names."""
     loss = POLICY_LOSSES.known(name)
-    if loss is None:
-        return False
-    return not loss.returns_scalar or "rollout_is_weights" in inspect.signature(loss.fn).parameters
+    return loss is not None and loss.takes_weights
 
 
 def describe_estimator(name: str, options: Mapping[str, object] | None = None) -> str:

@@ -4,7 +4,6 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from types import TracebackType
 from typing import Any, cast
 
 import ray
@@ -79,9 +78,7 @@ class RayRun:
     def __enter__(self) -> "RayRun":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """End all processes of the run, and wait until none writes to its folder."""
         starting = [starting.worker for starting in self._others.starting.values()]
         for actor in [*starting, *self._workers, *self._services.values(), *self._reward_actors]:

@@ -18,7 +18,7 @@ from distflow.cluster.reward_actors import RewardActorPool
 from distflow.cluster.rollout_workers import RolloutWorkers
 from distflow.cluster.worker_ports import WorkerPorts
 from distflow.launch.build_worker import build_worker
-from distflow.launch.run_setup import Start, note_early_end, note_resume, open_store, write_facts
+from distflow.launch.run_setup import Start, note_end, note_resume, open_store, write_facts
 from distflow.rewards.pool.domain_pools import take_pool
 from distflow.runtime import fault_injection
 from distflow.runtime.checkpoint.state import restore, set_generators
@@ -94,7 +94,7 @@ class WorkerActor:
         with Recorder(
             spec,
             progress.total_steps,
-            progress.restart,
+            progress.version.restart,
             self._start.resumed_at,
             remote_callbacks(send, place),
             ReportingProcess(
@@ -124,9 +124,8 @@ class WorkerActor:
                     steps = worker.training_loop() if place.dp_group else worker.serve()
             if place.leads:
                 ended: Progress = reply(self._coordinator.progress.remote())
-                if ended.finished and not stop.wanted:
-                    note_early_end(recorder, ended.group_counts, ended.version.step, progress.total_steps)
-                recorder.status = "stopped" if stop.wanted and not ended.finished else "finished"
+                done, planned = ended.version.step, progress.total_steps
+                note_end(recorder, stop, ended.finished, ended.group_counts, done, planned)
         send.flush()
         return steps
 

@@ -19,7 +19,7 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_config(arguments: argparse.Namespace) -> int:
-    from distflow.config import explain, load_config
+    from distflow.config import explain, load_config, to_yaml
 
     trusted = arguments.trust_code
     loaded = load_config(arguments.preset, arguments.overrides, complete=False, trust_code=trusted)
@@ -38,7 +38,7 @@ def run_config(arguments: argparse.Namespace) -> int:
         pipeline = bind(loaded.config)
         print(pipeline.to_mermaid() if arguments.mermaid else pipeline.to_text(), end="")
     else:
-        print(loaded.text, end="")
+        print(to_yaml(loaded.config), end="")
     return 0
 
 

@@ -88,8 +88,7 @@ def attend_short(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Ten
     num_matrices = len(key) * key.shape[1]
     shapes = (num_matrices, -1, dim), (num_matrices, tokens, dim), (num_matrices, tokens, dim)
     matrices = (x.reshape(shape) for x, shape in zip((query, key, value), shapes, strict=True))
-    mixed: Tensor = _ShortAttention.apply(*matrices, scale)
-    return mixed.view(query.shape)
+    return _ShortAttention.apply(*matrices, scale).view(query.shape)
 
 
 class _ShortAttention(Function):

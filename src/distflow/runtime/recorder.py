@@ -29,7 +29,6 @@ from distflow.runtime.spec import Spec
 from distflow.runtime.step_metrics import sample_rows, scores
 from distflow.runtime.user_calls.sync_calls import Callbacks, Caller
 from distflow.runtime.wait_log import Waits
-from distflow.scheduling.groups import GroupCounts, Version
 
 TOKENS = "tokens"
 
@@ -231,14 +230,6 @@ class Recorder:
             rows = [{**row, "dropped": reason} for row in sample_rows(batch)]
             self.folder.samples(step, rows, split=DROPPED, append=True)
 
-    def queue_changed(self, group_counts: GroupCounts) -> None:
-        """The current counts of the sample queue. From any thread; it costs next to nothing."""
-        self.view.queue(group_counts.running, group_counts.complete, sum(group_counts.dropped.values()))
-
-    def serves(self, version: Version) -> None:
-        """The engine has this version from now on. From any thread."""
-        self.view.serves(version.step)
-
     def engine_activity(self, engine: object) -> None:
         """A span for each stretch since the last call in which the engine decoded without a gap."""
         for stretch in take_activity(engine):
@@ -288,9 +279,6 @@ class Recorder:
         if options.save_groups == "last_k" and self._process.leads:
             forget_groups(run_dir, options.save_groups_last)
 
-    def report(self) -> Path:
-        return write_report(self.folder.path)
-
     def _on_phase(self, started: float, ended: float, name: str) -> None:
         self._span("training", Span(started, ended, "phase", name))
 
@@ -300,7 +288,7 @@ class Recorder:
 
 @contextmanager
 def reported(run_dir: Path, say: Callable[[str], None]) -> Iterator[None]:
-    """Writes the report of a run that fails inside, and says where. After success `Recorder.report` writes it."""
+    """Writes the report of a run that fails inside, and says where. After success the launcher writes it."""
 
     def report() -> None:
         try:

@@ -26,7 +26,7 @@ from distflow.runtime.spec import Spec
 from distflow.runtime.user_calls.async_calls import deadline_paused
 from distflow.runtime.user_calls.sync_calls import PlainCalls
 from distflow.runtime.wait_log import Waits
-from distflow.scheduling.groups import GroupState, PromptGroup, Version
+from distflow.scheduling.groups import PromptGroup, Version
 
 group_task: ContextVar[asyncio.Task[None] | None] = ContextVar("group_task", default=None)
 """The task of the group that is running; tasks that a node starts (`gather`, `wait_for`) inherit it."""
@@ -43,12 +43,11 @@ class GroupEvents:
     """Callbacks for events of prompt groups.
 
     ended: (group id, its version, "complete" or why it was dropped, started, ended), in `time.time()`, for every group,
-    before the queue has it. recorded: after that. dropped: (its version, why a node dropped it, its columns). waits:
-    logs how long each group waits for its rewards.
+    before the queue has it. dropped: (its version, why a node dropped it, its columns). waits: logs how long each group
+    waits for its rewards.
     """
 
     ended: Callable[[int, int, str, float, float], None] = lambda group_id, version, outcome, started, ended: None
-    recorded: Callable[[], None] = lambda: None
     dropped: Callable[[int, str, Batch], None] = lambda version, reason, batch: None
     waits: Waits = field(default_factory=Waits)
 
@@ -200,7 +199,6 @@ class RolloutLoop:
         """Runs the steps on the group; `Drop` if one of them dropped it. Raises NodeError."""
         for step in steps:
             ctx, is_reward = context(group, step.node.node_id), step.node.node_role is NodeRole.REWARD
-            group.state = GroupState.SCORING if is_reward else GroupState.GENERATING
             try:
                 drop = await step.on_group(group, ctx, self.plain_calls, self.timeout_s)
             except NodeError as err:
@@ -326,7 +324,6 @@ class RolloutLoop:
 
     def _end(self, prompt_group: PromptGroup, outcome: str, started: float) -> None:
         self.events.ended(prompt_group.group_id, prompt_group.version, outcome, started, time.time())
-        self.events.recorded()
 
     async def _turn(self, stop: EarlyStop | None, accepted: bool) -> None:
         """Wait until the group may report to the queue."""

@@ -221,7 +221,7 @@ class Session:
     def _give_up(self, error: EngineHangs) -> None:
         """Everyone who waits gets the error. The engine may hang on the thread that entered, and not in Python code:
         then only the end of the process helps."""
-        self._thread.give_up(error)
+        self._thread.end(error)
         if self._host is not None and not self._host.abandon(LEAVES_WITHIN_S):
             os.write(2, f"distflow: {error}\n".encode())
             leave_at_once(1)

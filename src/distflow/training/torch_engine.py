@@ -341,8 +341,6 @@ class TorchTrainEngine(TorchScorer):
         self.num_steps = int(state.meta["num_steps"])
 
     def offload(self, weights: bool = True, moments: bool = True) -> None:
-        """Free the device: weights, moments or both wait in the host's memory, the weights until `onload`, the moments
-        until the next optimizer step. Both come back bit for bit."""
         host = torch.device("cpu")
         if weights and not self._is_on_host:
             self.model.to(host)
@@ -352,6 +350,5 @@ class TorchTrainEngine(TorchScorer):
             torch.cuda.empty_cache()
 
     def onload(self) -> None:
-        """See `offload`."""
         if not self._is_on_host:
             self.model.to(self._device)

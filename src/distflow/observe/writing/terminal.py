@@ -111,9 +111,9 @@ class TerminalView:
         """
         self._panel.queue = (unfinished, complete, dropped)
 
-    def serves(self, version: int) -> None:
-        """The version that the engine serves, as `queue`."""
-        self._panel.served_version = version
+    def weight_version(self, version: int) -> None:
+        """The version of the engine's weights, as `queue`."""
+        self._panel.weight_version = version
 
     def audited(self, step: int, num_proven: int, num_checks: int) -> None:
         """A step was audited."""
@@ -205,7 +205,7 @@ class Panel:
         self.num_notes = 0
         self.audit = ""
         self.queue: tuple[int, int, int] | None = None  # groups that are unfinished, complete, dropped
-        self.served_version: int | None = None
+        self.weight_version: int | None = None
         self.failure = ""
         self.sample: tuple[str, str, str] | None = None
 
@@ -295,12 +295,12 @@ class Panel:
                     "rollouts", f"{unfinished:>4,} generating or scoring, {complete:>5,} queued, {dropped:>5,} dropped"
                 )
             )
-        if self.served_version is not None:
+        if self.weight_version is not None:
             stale = ""
             if mean := self.values.get("async/version_diff/mean", 0.0):
                 most = self.values.get("async/version_diff/max", mean)
                 stale = f"; trained on {mean:.1f} steps stale, {most:.0f} at most"
-            rows.append(_row("engine", f"serves version {self.served_version:,}{stale}"))
+            rows.append(_row("engine", f"serves version {self.weight_version:,}{stale}"))
         return rows
 
     def _checks(self) -> list[RenderableType]:

@@ -6,7 +6,6 @@ import time
 from collections.abc import Iterable
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
-from types import TracebackType
 
 import torch
 from torch import Tensor, nn
@@ -123,9 +122,7 @@ class EmbeddedEngine:
         self._loop.start(self.host)
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *exception: object) -> None:
         await self._loop.stop()  # no other thread is left that uses what `_fail` clears
         self._fail(RuntimeError("the rollout engine was closed while requests were waiting"))
 
@@ -192,7 +189,8 @@ class EmbeddedEngine:
         self._weights.check_whole()
         if self.model.training:
             self.model.eval()
-        lane = next(lane for lane in self._lanes if lane.scheduler.can_step)
+        # A lane may have to wait for memory that sequences of the other have.
+        lane = next(each for each in self._lanes if each.scheduler.running or each.scheduler.can_prefill())
         step_tokens = lane.step(self._num_loads)
         if step_tokens is not None and step_tokens.sequences:  # all may have ended meanwhile
             self._take(lane, step_tokens, t0)
