@@ -135,7 +135,7 @@ def _reward_parts(scored: "Responses") -> str:
 
 
 def _mean(values: Iterable[object]) -> str:
-    numbers = [float(value) for value in values if isinstance(value, int | float)]
+    numbers = [number for value in values if (number := to_number(value)) is not None]
     return f"{sum(numbers) / len(numbers):.3f}" if numbers else ""
 
 

@@ -11,14 +11,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NotRequired, TypeAlias, TypedDict
 
-from distflow.observe.files import JSON, number_name
+from distflow.observe.files import JSON, MAX_NUMBER, number_name
 from distflow.observe.metrics import find_metric
-from distflow.observe.reading.run_reader import MetricsRecord, Timeline, read_samples, sample_steps
+from distflow.observe.reading.run_reader import MAX_SAMPLE_BYTES, MetricsRecord, Timeline, read_samples, sample_steps
 
 Column: TypeAlias = Sequence[float | str | None]
 
 MAX_POINTS = 1500
 MAX_SERIES = 300
+_MAX_VALUES = 150_000
 MAX_BINS = 24
 _FEW_VALUES = 12
 _MAX_STEPS = 5
@@ -163,6 +164,7 @@ def series(steps: Mapping[int, Mapping[str, float]], max_points: int = MAX_POINT
     """
     names = sorted({name for values in steps.values() for name in values})
     shown, left_out = names[:MAX_SERIES], names[MAX_SERIES:]
+    max_points = min(max_points, _MAX_VALUES // max(len(shown), 1))
     order = sorted(steps)
     if len(order) <= max_points:
         y = {name: [_point(steps[step].get(name)) for step in order] for name in shown}
@@ -263,7 +265,8 @@ def _ends(run_dir: Path, timeline: Timeline) -> dict[str, list[dict[str, JSON]]]
     chosen = [steps[:size], steps[-size:]] if len(steps) > size else [steps]
     ends = {}
     for part in chosen:
-        rows = [_with_staleness(row, step) for step in part for row in read_samples(run_dir, step, "train", timeline)]
+        read = ((step, read_samples(run_dir, step, "train", timeline, MAX_SAMPLE_BYTES)) for step in part)
+        rows = [_with_staleness(row, step) for step, found in read for row in found]
         if rows:
             ends[f"step {part[0]}" if len(part) == 1 else f"steps {part[0]} to {part[-1]}"] = rows
     return ends
@@ -280,7 +283,7 @@ def _numbers(rows: Sequence[Mapping[str, JSON]], key: str) -> list[float]:
     return [
         float(value)
         for row in rows
-        if isinstance(value := row.get(key), int | float) and not isinstance(value, bool) and math.isfinite(value)
+        if isinstance(value := row.get(key), int | float) and not isinstance(value, bool) and abs(value) <= MAX_NUMBER
     ]
 
 
