@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     import yaml
 
 MAX_LINE_BYTES: Final = 8 * 2**20
+MAX_JSON_VALUES: Final = 4_000_000
+"""About as many take 500 MB in Python."""
+
 MAX_YAML_BYTES: Final = 200_000
 _MAX_YAML_VALUES: Final = 50_000
 
@@ -59,6 +62,11 @@ def read_file(path: Path, folder: Path | None = None, max_bytes: int | None = No
     """All that the file holds. Raises OSError."""
     with open_file(path, folder, max_bytes) as file:
         return file.read() if max_bytes is None else file.read(max_bytes)
+
+
+def count_values(text: bytes) -> int:
+    """The values of JSON, or a few more."""
+    return sum(map(text.count, (b",", b"[", b"{")))
 
 
 def lines_of(file: BinaryIO) -> Iterator[bytes]:

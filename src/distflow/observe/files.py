@@ -18,7 +18,7 @@ from typing import BinaryIO, Final, TypeAlias
 
 from distflow.errors import UserError
 from distflow.observe.sanitize import escaped_json
-from distflow.untrusted_files import lines_of, open_file, read_file
+from distflow.untrusted_files import MAX_JSON_VALUES, count_values, lines_of, open_file, read_file
 
 ASIDE: Final = ".distflow-partial"
 """How the names of files end that a kill may leave: `NAME.` and 8 characters stand before it."""
@@ -84,9 +84,6 @@ MAX_NUMBER = 1e300
 """Numbers beyond it are infinite to `to_number`: a sum of those below is finite."""
 
 _MAX_OBJECT_BYTES = 8 * 2**20
-_MAX_VALUES = 4_000_000
-"""About as many take 500 MB in Python."""
-
 NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
@@ -234,7 +231,7 @@ def _end(file: BinaryIO, max_bytes: int) -> tuple[bytes, int]:
     start = max(file.seek(0, os.SEEK_END) - max_bytes, 0)
     file.seek(start)
     data = file.read(max_bytes)
-    while sum(map(data.count, (b",", b"[", b"{"))) + 8 * data.count(b"\n") > _MAX_VALUES:
+    while count_values(data) + 8 * data.count(b"\n") > MAX_JSON_VALUES:
         half = len(data) // 2
         data, start = data[half:], start + half
     return (data.partition(b"\n")[2] if start else data), start

@@ -40,6 +40,7 @@ from typing import BinaryIO, cast
 from distflow.errors import UserError
 from distflow.scheduling.groups import CountsError, DomainCounts, GroupCounts, counts_by_domain
 from distflow.scheduling.snapshot import Record
+from distflow.untrusted_files import MAX_LINE_BYTES, lines_of, open_file
 
 STALE = "stale"
 """Why a complete group is dropped: the run resumes with a bound that it would exceed."""
@@ -278,8 +279,8 @@ def timeline(path: Path) -> Iterator[tuple[int, Record]]:
 def _records(path: Path) -> Iterator[tuple[int, Record]]:
     """All records with their offsets. Only the last line, or the last before a rollback, may be invalid."""
     offset, torn = 0, None
-    with path.open("rb") as file:
-        for line in file:
+    with _opened(path) as file:
+        for line in lines_of(file):
             record = _parse(line)
             if record is None:
                 torn = offset if torn is None else torn
@@ -294,8 +295,8 @@ def _records(path: Path) -> Iterator[tuple[int, Record]]:
 def _rollbacks(path: Path) -> Iterator[tuple[int, int]]:
     """(offset, to) of each rollback. Other lines are not parsed, which takes a tenth of the time."""
     offset = 0
-    with path.open("rb") as file:
-        for line in file:
+    with _opened(path) as file:
+        for line in lines_of(file):
             if b"rolled_back" in line and (record := _parse(line)) and record["kind"] == "rolled_back":
                 yield offset, record["to"]
             offset += len(line)
@@ -316,5 +317,12 @@ def _first_line(path: Path) -> bytes:
     """Empty if there is no file."""
     if not path.exists():
         return b""
-    with path.open("rb") as file:
-        return file.readline()
+    with _opened(path) as file:
+        return file.readline(MAX_LINE_BYTES)
+
+
+def _opened(path: Path) -> BinaryIO:
+    try:
+        return open_file(path, path.parent)
+    except OSError as err:
+        raise LedgerError(f"'{path}' cannot be read: {err.strerror}. Move it away") from err
