@@ -30,6 +30,7 @@ LAYERS = (
     {"scheduling", "data"},
     {"graph", "config", "observe"},
     {"import_target"},
+    {"untrusted_files"},
     {"errors", "builtin_names"},
 )
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}

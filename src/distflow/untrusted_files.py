@@ -1,7 +1,7 @@
 """The one door for files that somebody may have handed over: a run's folder, a config, a model, a checkpoint.
 
-A path may be a FIFO, a device, a link to a secret, or hold gigabytes; YAML may stand for more than it holds. Whatever is
-refused raises an OSError whose `strerror` says what is wrong and what to do, as a file that may not be read does.
+A path may be a FIFO, a device, a link to a secret, or hold gigabytes; YAML may stand for more than it holds. Whatever
+is refused raises an OSError whose `strerror` says why, as a file that may not be read does.
 """
 
 import errno
@@ -10,7 +10,7 @@ import pwd
 import stat
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from functools import partial
+from io import BufferedReader
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Final
 
@@ -22,7 +22,8 @@ MAX_JSON_VALUES: Final = 4_000_000
 """About as many take 500 MB in Python."""
 
 MAX_YAML_BYTES: Final = 200_000
-_MAX_YAML_VALUES: Final = 50_000
+MAX_SOURCE_BYTES: Final = 4 * 2**20
+_MAX_YAML_VALUES: Final = 20_000
 
 _KINDS: Final = (
     (stat.S_ISDIR, "a folder"),
@@ -33,7 +34,7 @@ _KINDS: Final = (
 )
 
 
-def open_file(path: Path, folder: Path | None = None, max_bytes: int | None = None) -> BinaryIO:
+def open_file(path: Path, folder: Path | None = None, max_bytes: int | None = None) -> BufferedReader:
     """A regular file, opened to read. Raises OSError.
 
     folder: that it must lie in, links followed; None where it may lie anywhere. max_bytes: that it may hold.
@@ -70,8 +71,11 @@ def count_values(text: bytes) -> int:
 
 
 def lines_of(file: BinaryIO) -> Iterator[bytes]:
-    """The lines from here on; one of more than `MAX_LINE_BYTES` comes in pieces of that size."""
-    return iter(partial(file.readline, MAX_LINE_BYTES), b"")
+    """The lines from here on. Raises OSError at one that is no line of a journal."""
+    while line := file.readline(MAX_LINE_BYTES):
+        if len(line) == MAX_LINE_BYTES:
+            raise OSError(errno.EFBIG, f"it has a line of more than {MAX_LINE_BYTES:,} bytes")
+        yield line
 
 
 def load_yaml(text: bytes | str) -> object:
@@ -90,18 +94,15 @@ def check_aliases(root: "yaml.Node | None") -> None:
     from yaml.composer import ComposerError
 
     if root is not None and _num_values(root, {}) > _MAX_YAML_VALUES:
-        limit = f"{_MAX_YAML_VALUES:,} values"
-        raise ComposerError(None, None, f"it stands for more than {limit}: its aliases repeat others", root.start_mark)
+        raise ComposerError(None, None, f"it stands for more than {_MAX_YAML_VALUES:,} values", root.start_mark)
 
 
 def _num_values(node: "yaml.Node", known: dict[int, float]) -> float:
     if id(node) not in known:
         known[id(node)] = float("inf")  # where it holds itself
         below: Iterable[yaml.Node] = ()
-        if node.id == "mapping":
-            below = (part for pair in node.value for part in pair)
-        elif node.id == "sequence":
-            below = node.value
+        if isinstance(node.value, list):  # of nodes, or of a mapping's pairs of them
+            below = (part for each in node.value for part in (each if isinstance(each, tuple) else (each,)))
         known[id(node)] = 1 + sum(_num_values(part, known) for part in below)
     return known[id(node)]
 
@@ -111,7 +112,7 @@ def _check(path: Path, found: os.stat_result, folder: Path | None, max_bytes: in
         kind = next((name for is_kind, name in _KINDS if is_kind(found.st_mode)), "no regular file")
         raise OSError(errno.EINVAL, f"it is {kind}, where a file belongs", str(path))
     if folder is not None and not (target := path.resolve()).is_relative_to(folder.resolve()):
-        what = f"it leads out of {folder}, to {target}; a copy of that file would be read"
+        what = f"it leads out of {folder}, to {target}"
         raise OSError(errno.EXDEV, what, str(path))
     if max_bytes is not None and found.st_size > max_bytes:
         raise OSError(errno.EFBIG, f"it has {found.st_size:,} bytes, and at most {max_bytes:,} are read", str(path))

@@ -7,8 +7,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-import yaml
-
 from distflow.errors import UserError
 from distflow.observe.files import JSON, read_object
 from distflow.observe.metrics import headlines
@@ -23,6 +21,7 @@ from distflow.observe.reading.run_reader import (
 from distflow.observe.report.summary import REWARD, accuracies, status
 from distflow.observe.sanitize import escape_control
 from distflow.observe.writing.run_folder import DROPPED
+from distflow.untrusted_files import MAX_YAML_BYTES, load_yaml, read_file
 
 if TYPE_CHECKING:
     import pandas
@@ -105,7 +104,8 @@ class Run:
     @property
     def config(self) -> dict[str, JSON]:
         """The whole config as nested dicts, defaults too; `distflow.train` takes it with a changed key."""
-        return cast(dict[str, JSON], yaml.safe_load((self.folder / "config.yaml").read_text(encoding="utf-8")))
+        text = read_file(self.folder / "config.yaml", self.folder, MAX_YAML_BYTES)
+        return cast(dict[str, JSON], load_yaml(text))
 
     @property
     def facts(self) -> dict[str, JSON]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from distflow.commands.shared import LEDGER, add_run_argument, find_run
+from distflow.observe.files import to_number
 from distflow.observe.sanitize import escape_control
 
 if TYPE_CHECKING:
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     Responses = Sequence[Mapping[str, JSON]]
 
 MAX_TEXT = 80
+_MAX_PARTS = 20
+_MAX_SAMPLE_BYTES = 256 * 2**20
 
 
 def add_why_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,7 +34,7 @@ def run_why(arguments: argparse.Namespace) -> int:
 
     run_dir = find_run(arguments.run_dir)
     lineage = step_lineage(run_dir / LEDGER, arguments.step)
-    responses = _by_group(read_samples(run_dir, arguments.step))
+    responses = _by_group(read_samples(run_dir, arguments.step, max_bytes=_MAX_SAMPLE_BYTES))
     lines = _head(lineage, run_dir)
     if lineage.consumed_at is not None and not responses:
         name = sample_file_name(arguments.step, "train")
@@ -127,7 +130,7 @@ def _who(group: "GroupLineage") -> dict[str, str]:
 def _reward_parts(scored: "Responses") -> str:
     """The mean of each over the samples that have a score."""
     parts = [part for response in scored if isinstance(part := response.get("reward_parts"), Mapping)]
-    names = dict.fromkeys(name for part in parts for name in part)
+    names = list(dict.fromkeys(name for part in parts for name in part))[:_MAX_PARTS]
     return ", ".join(
         f"{escape_control(name, MAX_TEXT, one_line=True)} {_mean(part.get(name) for part in parts) or '?'}"
         for name in names
@@ -175,7 +178,7 @@ def _by_group(rows: "Responses") -> dict[int, list[Mapping[str, "JSON"]]]:
     responses: dict[int, list[Mapping[str, JSON]]] = {}
     for row in rows:
         group_id = str(row.get("uid", "")).partition("-")[0]
-        if group_id.isdecimal():
+        if group_id.isdecimal() and len(group_id) < 19:
             responses.setdefault(int(group_id), []).append(row)
     return responses
 

@@ -192,8 +192,8 @@ def iter_records(
     """
     try:
         with open_file(path, folder) as file:
-            lines = file if max_bytes is None else io.BytesIO(_end(file, max_bytes)[0])
-            yield from (_object(line) for line in lines_of(lines) if line.strip())
+            lines = lines_of(file) if max_bytes is None else io.BytesIO(_end(file, max_bytes)[0])
+            yield from (_object(line) for line in lines if line.strip())
     except FileNotFoundError:
         return
     except OSError as error:
@@ -223,7 +223,7 @@ def read_object(path: Path, folder: Path | None = None) -> dict[str, JSON]:
 
 def unreadable(path: Path, error: OSError) -> UserError:
     """The message of a file that cannot be read."""
-    return UserError(f"'{path}' cannot be read: {error.strerror}. Move it away, or set its mode")
+    return UserError(f"'{path}' cannot be read: {error.strerror}. Move it away, or put a readable file there")
 
 
 def _end(file: BinaryIO, max_bytes: int) -> tuple[bytes, int]:
@@ -231,7 +231,7 @@ def _end(file: BinaryIO, max_bytes: int) -> tuple[bytes, int]:
     start = max(file.seek(0, os.SEEK_END) - max_bytes, 0)
     file.seek(start)
     data = file.read(max_bytes)
-    while count_values(data) + 8 * data.count(b"\n") > MAX_JSON_VALUES:
+    while count_values(data) + 20 * data.count(b"\n") > MAX_JSON_VALUES:
         half = len(data) // 2
         data, start = data[half:], start + half
     return (data.partition(b"\n")[2] if start else data), start
@@ -243,4 +243,3 @@ def _object(text: bytes) -> dict[str, JSON] | None:
     except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) and not is_deep(value) else None
-

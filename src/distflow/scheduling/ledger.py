@@ -179,7 +179,7 @@ class Ledger:
         else:
             try:
                 self._reopen(mark)
-            except (KeyError, TypeError, AttributeError, OverflowError, MemoryError) as err:
+            except (KeyError, TypeError, AttributeError, OverflowError, MemoryError, OSError) as err:
                 raise LedgerError(f"{path} is damaged: it has an impossible record ({err!r}). Move it away") from err
 
     @property

@@ -123,7 +123,7 @@ class _Reader:
                     self._live.setdefault(group_id, []).append(record)
                     self._num_kept += 1
                 if self._num_kept > _MAX_RECORDS:
-                    raise TypeError(f"more than {_MAX_RECORDS:,} of groups that no step takes")
+                    raise TypeError(f"more than {_MAX_RECORDS:,} records of groups that no step took")
             if kind == "aborted":
                 self._aborted.append(record)
             elif kind == "dropped":

@@ -77,7 +77,7 @@ def yaml_problem(error: yaml.YAMLError, path: Path) -> Problem:
     if "\\t" in str(error.problem):
         advice = "indent by spaces: YAML takes no tabs"
     if isinstance(error, yaml.composer.ComposerError):
-        advice = "write the values out instead of repeating them by aliases (*name)"
+        advice = "look at its aliases (*name): each counts as all that it repeats"
     if isinstance(error, yaml.constructor.ConstructorError):
         advice = "write the value itself: tags (!...) are not read"
     named = Path(mark.name) if mark and Path(mark.name).is_file() else path
@@ -142,7 +142,7 @@ def _plain_value(node: yaml.Node) -> object:
     """The value in Python; Hydra rejects a tag that is not read here."""
     try:
         return yaml.SafeLoader("").construct_object(node, deep=True)
-    except yaml.YAMLError:
+    except (yaml.YAMLError, ValueError):  # or is a number of thousands of digits
         return NOT_GIVEN
 
 

@@ -8,6 +8,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 from typing import Literal
 
@@ -25,7 +26,7 @@ MAX_BYTES = 64 * 2**20
 
 MAX_SAMPLE_BYTES = 16 * 2**20
 _MAX_NAMES, _MAX_NAME = 4096, 200
-_MAX_SPAN_FILES, _MAX_SPLITS = 100, 20
+_MAX_SPAN_FILES, _MAX_SPLITS, _MAX_REMARKS = 100, 20, 500
 _LATEST_TIME, _MAX_WHOLE = 1e11, 2**63
 _MAX_SHORT = 160
 _EVENT_KEYS = ("t", "restart", "kind", "message", "step")
@@ -117,21 +118,20 @@ def read_damage(run_dir: Path, max_bytes: int | None = None) -> list[str]:
         for name, number in lost.items()
         if number
     ]
-    for name in lost if max_bytes is not None else ():
+    if len(names) > _MAX_NAMES:
+        found.append(f"metrics.jsonl names more than {_MAX_NAMES:,} metrics: the others are missing here")
+    if max_bytes is None:
+        return found
+    for name in lost:
         if number := bytes_left_out(run_dir / name, max_bytes):
             found.append(f"{name} is too long: its first {number:,} bytes are missing here")
-    if len(names) > _MAX_NAMES:
-        found.append(f"metrics.jsonl names more than {_MAX_NAMES:,} metrics: others are missing here")
-    folders = (run_dir / name for name in ("samples", DROPPED))
-    files = [file for folder in folders if folder.is_dir() for file in folder.iterdir()]
-    if max_bytes is not None and (large := sum(file.lstat().st_size > MAX_SAMPLE_BYTES for file in files)):
-        found.append(f"{large:,} of the files of samples are too long: only their ends are shown here")
+    files = [file for name in ("samples", DROPPED) for file in (run_dir / name).glob("*.jsonl")]
+    if number := sum(file.lstat().st_size > MAX_SAMPLE_BYTES for file in files):
+        found.append(f"{number:,} of the files of samples are too long: only their ends are shown here")
     return found
 
 
-def read_metrics(
-    run_dir: Path, timeline: Timeline | None = None, max_bytes: int | None = None
-) -> list[MetricsRecord]:
+def read_metrics(run_dir: Path, timeline: Timeline | None = None, max_bytes: int | None = None) -> list[MetricsRecord]:
     """The surviving records by step, in the order of writing within one; a restart replaces older records. What several
     processes of the run wrote of one step is one record, in which the first value of a metric counts.
 
@@ -206,7 +206,9 @@ def _metrics_record(record: dict[str, JSON]) -> MetricsRecord | None:
         return None
     flat = {name: value for name, value in flatten(nested).items() if len(name) <= _MAX_NAME}
     values = {name: number for name, value in flat.items() if (number := to_number(value)) is not None}
-    return MetricsRecord(step, _time(record), _whole(record.get("restart")) or 0, str(record.get("kind", "train")), values)
+    return MetricsRecord(
+        step, _time(record), _whole(record.get("restart")) or 0, str(record.get("kind", "train")), values
+    )
 
 
 def _span(record: dict[str, JSON]) -> Span | None:
@@ -254,9 +256,9 @@ def _whole(value: object) -> int | None:
 def remarks(row: Mapping[str, object]) -> dict[str, dict[str, object]]:
     """`extra` of the row by part of the reward: its keys are PART/KEY, and a part may be a path."""
     extra, scored = row.get("extra"), row.get("reward_parts")
-    parts = sorted(map(str, scored), key=len, reverse=True) if isinstance(scored, Mapping) else []
+    parts = sorted(map(str, scored), key=len, reverse=True)[:_MAX_REMARKS] if isinstance(scored, Mapping) else []
     found: dict[str, dict[str, object]] = {}
-    for name, value in extra.items() if isinstance(extra, Mapping) else ():
+    for name, value in islice(extra.items(), _MAX_REMARKS) if isinstance(extra, Mapping) else ():
         part = next((part for part in parts if str(name).startswith(f"{part}/")), str(name).partition("/")[0])
         key = str(name).removeprefix(part).removeprefix("/")
         if key != "acc":  # the row's own
