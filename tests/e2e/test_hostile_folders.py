@@ -18,7 +18,7 @@ from distflow import cli
 from distflow.observe.report.build import MOST_BYTES
 from distflow.untrusted_files import open_file
 from tests.e2e.hostile import assert_harmless
-from tests.e2e.hostile_folders import JOURNALS, KINDS, YAML, fifo, line, sparse, spoil_journal
+from tests.e2e.hostile_folders import JOURNALS, KINDS, YAML, after, fifo, line, sparse, spoil_journal
 from tests.e2e.runs import Playground
 from tests.observe.conftest import write_run
 
@@ -84,6 +84,7 @@ def test_journals_that_hold_too_much(run: Path, capsys: pytest.CaptureFixture[st
 
 def test_the_report_says_what_it_left_out(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sparse(run / "metrics.jsonl")
+    after(b"\n")(run / "metrics.jsonl")
     spoil_journal(run, "100,000 names")
     (run / "events.jsonl").write_bytes(b" " * 70_000_000 + b"\n" + line(kind="start", message="m"))
     assert look("report", run) == 0

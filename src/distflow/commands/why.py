@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from distflow.commands.shared import LEDGER, add_run_argument, find_run
-from distflow.observe.files import to_number
+from distflow.observe.files import bytes_left_out, to_number
 from distflow.observe.sanitize import escape_control
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 MAX_TEXT = 80
 _MAX_PARTS = 20
-_MAX_SAMPLE_BYTES = 256 * 2**20
+_MAX_SAMPLE_BYTES = 64 * 2**20
 
 
 def add_why_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,7 +29,7 @@ def add_why_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_why(arguments: argparse.Namespace) -> int:
     from distflow.observe.reading.run_reader import read_samples
-    from distflow.observe.writing.run_folder import sample_file_name
+    from distflow.observe.writing.run_folder import sample_file_name, samples_dir
     from distflow.scheduling.lineage import step_lineage
 
     run_dir = find_run(arguments.run_dir)
@@ -39,6 +39,8 @@ def run_why(arguments: argparse.Namespace) -> int:
     if lineage.consumed_at is not None and not responses:
         name = sample_file_name(arguments.step, "train")
         lines.append(f"scores and reward parts are not known: samples/{name} is missing, empty or rolled back")
+    if bytes_left_out(samples_dir(run_dir, "train") / sample_file_name(arguments.step, "train"), _MAX_SAMPLE_BYTES):
+        lines.append("the file of the step's samples is too long: of its first ones scores are not known")
     lines += _table("groups", [_group_row(group, lineage, responses) for group in lineage.groups])
     lines += _table(_dropped_title(lineage.dropped), [_dropped_row(group) for group in lineage.dropped])
     if lineage.aborted:

@@ -40,7 +40,7 @@ def _similarity(name: str, other: str) -> float:
 
 _SAME_KEYS = {"verl", "siiRL"}  # systems whose commands run here with few changes
 _OVERRIDE = re.compile(r" (?=[a-z_]+\.[\w.]+=)")  # between two overrides
-_MOST_PROBLEMS = 100  # each is compared with all keys
+_MOST_PROBLEMS = 30  # each is compared with all keys
 _LISTED = 2  # keys of the same name in other groups; more are no hint
 _TELLING = 5  # letters of a word that is compared without its group
 

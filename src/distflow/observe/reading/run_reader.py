@@ -84,11 +84,11 @@ def read_spans(run_dir: Path, max_bytes: int = 3_000_000) -> dict[str, list[Span
     return {actor: found for actor, found in spans.items() if found}
 
 
-def read_timeline(run_dir: Path, max_bytes: int | None = None) -> Timeline:
+def read_timeline(run_dir: Path, max_bytes: int | None = MAX_BYTES) -> Timeline:
     """The last step that each resume kept: from its start event, else the one before the first training step that it
     wrote.
 
-    max_bytes: here and below, only so much of each file's end is read.
+    max_bytes: here and below, only so much of each file's end is read; None for all.
     """
     events, num_unreadable = read_records(run_dir / "events.jsonl", max_bytes, run_dir)
     starts = [
@@ -104,15 +104,15 @@ def read_timeline(run_dir: Path, max_bytes: int | None = None) -> Timeline:
     return Timeline(kept_until)
 
 
-def read_damage(run_dir: Path, max_bytes: int | None = None) -> list[str]:
+def read_damage(run_dir: Path) -> list[str]:
     """A sentence for each of the files of metrics and events with unreadable lines, which readers skip, and for what is
     too much to be read."""
     lost, names = {"metrics.jsonl": 0, "events.jsonl": 0}, set[str]()
-    for record in iter_records(run_dir / "metrics.jsonl", max_bytes, run_dir):
+    for record in iter_records(run_dir / "metrics.jsonl", MAX_BYTES, run_dir):
         metrics = None if record is None else _metrics_record(record)
         lost["metrics.jsonl"] += metrics is None
         names.update(metrics.values if metrics is not None and len(names) <= _MAX_NAMES else ())
-    lost["events.jsonl"] = read_records(run_dir / "events.jsonl", max_bytes, run_dir)[1]
+    lost["events.jsonl"] = read_records(run_dir / "events.jsonl", MAX_BYTES, run_dir)[1]
     found = [
         f"{number:,} line{'s' if number > 1 else ''} of {name} cannot be read: what they held is missing here"
         for name, number in lost.items()
@@ -120,10 +120,8 @@ def read_damage(run_dir: Path, max_bytes: int | None = None) -> list[str]:
     ]
     if len(names) > _MAX_NAMES:
         found.append(f"metrics.jsonl names more than {_MAX_NAMES:,} metrics: the others are missing here")
-    if max_bytes is None:
-        return found
     for name in lost:
-        if number := bytes_left_out(run_dir / name, max_bytes):
+        if number := bytes_left_out(run_dir / name, MAX_BYTES):
             found.append(f"{name} is too long: its first {number:,} bytes are missing here")
     files = [file for name in ("samples", DROPPED) for file in (run_dir / name).glob("*.jsonl")]
     if number := sum(file.lstat().st_size > MAX_SAMPLE_BYTES for file in files):
@@ -131,13 +129,15 @@ def read_damage(run_dir: Path, max_bytes: int | None = None) -> list[str]:
     return found
 
 
-def read_metrics(run_dir: Path, timeline: Timeline | None = None, max_bytes: int | None = None) -> list[MetricsRecord]:
+def read_metrics(
+    run_dir: Path, timeline: Timeline | None = None, max_bytes: int | None = MAX_BYTES
+) -> list[MetricsRecord]:
     """The surviving records by step, in the order of writing within one; a restart replaces older records. What several
     processes of the run wrote of one step is one record, in which the first value of a metric counts.
 
     timeline: here and below, saves reading it again.
     """
-    timeline = timeline or read_timeline(run_dir)
+    timeline = timeline or read_timeline(run_dir, max_bytes)
     found: dict[tuple[int, str], MetricsRecord] = {}
     names: dict[str, str] = {}  # one text a name: a record would have its own
     for raw in iter_records(run_dir / "metrics.jsonl", max_bytes, run_dir):
@@ -157,9 +157,9 @@ def read_metrics(run_dir: Path, timeline: Timeline | None = None, max_bytes: int
     return sorted(found.values(), key=lambda record: record.step)
 
 
-def read_events(run_dir: Path, timeline: Timeline | None = None, max_bytes: int | None = None) -> list[Event]:
+def read_events(run_dir: Path, timeline: Timeline | None = None, max_bytes: int | None = MAX_BYTES) -> list[Event]:
     """All events in the order of writing."""
-    timeline = timeline or read_timeline(run_dir)
+    timeline = timeline or read_timeline(run_dir, max_bytes)
     return [_event(record, timeline) for record in read_records(run_dir / "events.jsonl", max_bytes, run_dir)[0]]
 
 
@@ -180,7 +180,11 @@ def sample_splits(run_dir: Path) -> list[str]:
 
 
 def read_samples(
-    run_dir: Path, step: int, split: str = "train", timeline: Timeline | None = None, max_bytes: int | None = None
+    run_dir: Path,
+    step: int,
+    split: str = "train",
+    timeline: Timeline | None = None,
+    max_bytes: int | None = MAX_SAMPLE_BYTES,
 ) -> list[dict[str, JSON]]:
     """The samples of a step; empty when there are none or the step was rolled back. Non-finite scores are floats."""
     first = samples_dir(run_dir, split) / sample_file_name(step, split)

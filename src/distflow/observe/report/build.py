@@ -60,9 +60,8 @@ def write_report(run_dir: Path) -> Path:
 def report_data(run_dir: Path) -> dict[str, Any]:
     """Everything that the page shows, as JSON data; parts that are missing in the run's folder are empty. The samples
     have the room that the rest leaves."""
-    most = run_reader.MAX_BYTES
-    timeline = run_reader.read_timeline(run_dir, most)
-    records, events = run_reader.read_metrics(run_dir, timeline, most), run_reader.read_events(run_dir, timeline, most)
+    timeline = run_reader.read_timeline(run_dir)
+    records, events = run_reader.read_metrics(run_dir, timeline), run_reader.read_events(run_dir, timeline)
     run, config = read_object(run_dir / "run.json", run_dir), run_reader.read_config(run_dir)
     steps, activity = charts.tabulate(records), step.read_activity(run_dir)
     trials = samples.num_problems(run_dir, timeline)
@@ -82,7 +81,7 @@ def report_data(run_dir: Path) -> dict[str, Any]:
         "status": summary.status(events),
         "written": time.strftime("%Y-%m-%d %H:%M"),
         "failure": _failure(failed) if failed else None,
-        "sentences": _sentences(end, found, accuracy, groups, steps, events, run_reader.read_damage(run_dir, most)),
+        "sentences": _sentences(end, found, accuracy, groups, steps, events, run_reader.read_damage(run_dir)),
         "tiles": tiles(accuracy, steps),
         "problems": groups,
         "log": [_log_line(event) for event in events if event.kind not in summary.PROBLEM_KINDS][-_MAX_LOG:],

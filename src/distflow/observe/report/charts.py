@@ -13,7 +13,7 @@ from typing import Any, Literal, NotRequired, TypeAlias, TypedDict
 
 from distflow.observe.files import JSON, MAX_NUMBER, number_name
 from distflow.observe.metrics import find_metric
-from distflow.observe.reading.run_reader import MAX_SAMPLE_BYTES, MetricsRecord, Timeline, read_samples, sample_steps
+from distflow.observe.reading.run_reader import MetricsRecord, Timeline, read_samples, sample_steps
 
 Column: TypeAlias = Sequence[float | str | None]
 
@@ -265,8 +265,7 @@ def _ends(run_dir: Path, timeline: Timeline) -> dict[str, list[dict[str, JSON]]]
     chosen = [steps[:size], steps[-size:]] if len(steps) > size else [steps]
     ends = {}
     for part in chosen:
-        read = ((step, read_samples(run_dir, step, "train", timeline, MAX_SAMPLE_BYTES)) for step in part)
-        rows = [_with_staleness(row, step) for step, found in read for row in found]
+        rows = [_with_staleness(row, step) for step in part for row in read_samples(run_dir, step, "train", timeline)]
         if rows:
             ends[f"step {part[0]}" if len(part) == 1 else f"steps {part[0]} to {part[-1]}"] = rows
     return ends

@@ -9,14 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from distflow.observe.files import JSON
-from distflow.observe.reading.run_reader import (
-    MAX_SAMPLE_BYTES,
-    RIGHT,
-    Timeline,
-    read_samples,
-    sample_splits,
-    sample_steps,
-)
+from distflow.observe.reading.run_reader import RIGHT, Timeline, read_samples, sample_splits, sample_steps
 from distflow.observe.report.step import RunActivity
 from distflow.observe.report.summary import REWARD, Finding, Steps, joined, known_values
 
@@ -145,7 +138,7 @@ def greedy_and_sampled(run_dir: Path, timeline: Timeline, steps: Steps, config: 
         heat = _temperature(config, "val_kwargs")
         text = f"At step {last}, responses sampled for validation problems{heat} were correct in {values[at_k[k]]:.2f}"
         splits = [split for split in sample_splits(run_dir) if split != "train"]
-        rows = [row for split in splits for row in read_samples(run_dir, last, split, timeline, MAX_SAMPLE_BYTES)]
+        rows = [row for split in splits for row in read_samples(run_dir, last, split, timeline)]
         if any(row.get("kind") == "greedy" for row in rows):
             text = (
                 f"At step {last}, greedy responses to validation problems were correct in "
@@ -155,8 +148,7 @@ def greedy_and_sampled(run_dir: Path, timeline: Timeline, steps: Steps, config: 
         among = f"; {best:.2f} of the problems had a correct one among {k}" if best is not None and k > 1 else ""
         return Finding("unknown", f"{text}{among}.")
     sampled = [step for step in sample_steps(run_dir) if step <= last][-5:]
-    read = (read_samples(run_dir, step, "train", timeline, MAX_SAMPLE_BYTES) for step in sampled)
-    rows = [row for found in read for row in found if not row.get("errors")]
+    rows = [row for step in sampled for row in read_samples(run_dir, step, "train", timeline) if not row.get("errors")]
     right = [float(accuracy >= RIGHT) for row in rows if isinstance(accuracy := row.get("acc"), int | float)]
     if not right or not max(*right, values["val_correct/all/mean"]):
         return None
@@ -176,7 +168,7 @@ def _temperature(config: Mapping[str, JSON], *group: str) -> str:
 def _messages(run_dir: Path, timeline: Timeline, split: str, steps: Iterable[int]) -> Iterable[str]:
     """The reward errors of some steps."""
     for step in sorted(steps)[:_MAX_FILES]:
-        for row in read_samples(run_dir, step, split, timeline, MAX_SAMPLE_BYTES):
+        for row in read_samples(run_dir, step, split, timeline):
             errors = row.get("errors")
             for error in errors if isinstance(errors, list) else [errors]:
                 if isinstance(error, str) and error:

@@ -178,8 +178,7 @@ def before_and_after(run_dir: Path, timeline: Timeline) -> dict[str, object] | N
     pairs: dict[str, list[dict[str, object]]] = {"better": [], "worse": [], "same": [], "unscored": []}
     lengths: tuple[list[float], list[float]] = ([], [])
     for split, first, last in ends:
-        ends_read = (read_samples(run_dir, step, split, timeline, MAX_SAMPLE_BYTES) for step in (first, last))
-        old, new = map(_by_problem, ends_read)
+        old, new = (_by_problem(read_samples(run_dir, step, split, timeline)) for step in (first, last))
         for key in [key for key in old if key in new]:
             then, now = _mean_score(old[key]), _mean_score(new[key])
             if then is None or now is None:
@@ -205,7 +204,7 @@ def num_problems(run_dir: Path, timeline: Timeline) -> dict[str, int]:
     for split in sample_splits(run_dir):
         steps = _end_steps(run_dir, split, timeline) if split.startswith("val") else []
         if steps:
-            problems = _by_problem(read_samples(run_dir, steps[0], split, timeline, MAX_SAMPLE_BYTES)).values()
+            problems = _by_problem(read_samples(run_dir, steps[0], split, timeline)).values()
             counts.update(str(rows[0].get("domain", "")) for rows in problems)
             counts["all"] += len(problems)
     return dict(counts)
@@ -216,7 +215,7 @@ def _end_steps(run_dir: Path, split: str, timeline: Timeline) -> list[int]:
     steps = sample_steps(run_dir, split)
 
     def is_there(step: int) -> bool:
-        return bool(read_samples(run_dir, step, split, timeline, MAX_SAMPLE_BYTES))
+        return bool(read_samples(run_dir, step, split, timeline))
 
     first = next(filter(is_there, steps[:_MAX_ENDS]), None)
     last = next(filter(is_there, steps[: -_MAX_ENDS - 1 : -1]), None)
