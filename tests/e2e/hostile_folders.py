@@ -27,7 +27,7 @@ YAML = {
     "NUL": "trainer: {seed: 1}\n\0\n",
     "not UTF-8": b"trainer: {seed: 1}\n\xff\xfe\n",
     "digits": "trainer: {seed: " + "9" * 5000 + "}\n",
-    "keys": "".join(f"k{i}: 1\n" for i in range(3000)),
+    "keys": "".join(f"k{i}: 1\n" for i in range(1000)),
     "escapes": 'trainer: {experiment_name: "\\e[2J\\u202e"}\n"\\e]0;x": 3\n',
 }
 
