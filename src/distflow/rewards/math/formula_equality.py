@@ -40,6 +40,10 @@ def is_rounded(exact: Decimal, decimal: Decimal) -> bool:
     """Whether a decimal of `ROUNDED_DECIMALS` or more places is the exact value, rounded or truncated."""
     if num_decimals(decimal) < ROUNDED_DECIMALS or num_decimals(exact) == num_decimals(decimal):
         return False
+    return _is_rounding(exact, decimal)
+
+
+def _is_rounding(exact: Decimal, decimal: Decimal) -> bool:
     return decimal in (_EXACTLY.quantize(exact, decimal), exact.quantize(decimal, ROUND_DOWN, _EXACTLY))
 
 
@@ -51,6 +55,13 @@ def fraction(text: str) -> Fraction | None:
         return None if number is None or num_decimals(number) >= ROUNDED_DECIMALS else Fraction(number)
     numerator, denominator = int(found[2] or found[4]), int(found[3] or found[5])
     return None if denominator == 0 else Fraction(-numerator if found[1] else numerator, denominator)
+
+
+def is_approximation(exact: str, decimal: str) -> bool:
+    """Whether a plain decimal is the value of an expression, rounded or truncated to any number of places."""
+    number, parsed = plain_number(decimal), _parse(exact)
+    value = None if number is None or parsed is None else _attempt(lambda: _real_value(parsed))
+    return number is not None and value is not None and _is_rounding(Decimal(value), number)
 
 
 def num_decimals(number: Decimal) -> int:
