@@ -16,8 +16,7 @@ from pathlib import Path
 import pytest
 
 from distflow.data.sample import Sample, Segment
-from distflow.rewards.judge_cache import BudgetSpent, JudgeCache
-from distflow.rewards.judge_reward import compute_score
+from distflow.rewards.judge_reward import BudgetSpent, JudgeCache, compute_score
 from distflow.rewards.pool.pool import PoolSettings, RewardPool
 from distflow.rewards.score import Error, Score, Timeout
 from tests.patience import at_some_deadline
@@ -345,7 +344,7 @@ def test_the_tags_are_the_same_in_every_run_and_of_this_sample_alone(runner, ser
 def test_of_a_long_response_both_ends_are_sent(runner, server):
     ask(runner, server, "a" * 5_000 + "b" * 90_000 + "c" * 5_000, response_characters=2_000)
     sent = parts(server.asked[0]["messages"][0]["content"])["response"]
-    assert sent == "a" * 1_000 + "\n[98000 characters left out]\n" + "c" * 1_000
+    assert sent == "a" * 1_000 + "\n[… 98,000 characters …]\n" + "c" * 1_000
     ask(runner, server, "<" * 100_000)
     assert len(server.asked[1]["messages"][0]["content"]) < 34_000, "bounded by default, and after the escapes"
 

@@ -39,9 +39,8 @@ def reward_functions(config: Config) -> Mapping[str, tuple[RewardPart, ...]]:
 
 def _as_asked(part: RewardPart, config: Config) -> RewardPart:
     """With the option that `reward.ifeval` sets for a part of IFEval, unless it has its own."""
-    if config.reward.ifeval.strict or part.name.partition("_")[0] != "ifeval":
-        return part
-    return part._replace(options={"strict": False, **part.options})
+    is_original = part.name.partition("_")[0] == "ifeval" and not config.reward.ifeval.strict
+    return part._replace(options={"strict": False, **part.options}) if is_original else part
 
 
 def named_rewards(config: Config) -> Iterator[tuple[str, str, tuple[RewardPart, ...]]]:

@@ -15,7 +15,7 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from functools import cache
-from typing import Any
+from typing import Any, TypeAlias
 
 from distflow.import_target import LoadError
 from distflow.observe.files import JSON
@@ -40,6 +40,7 @@ _RELATIONS = ("less than", "at least")
 _JSON_FENCES = ("```json", "```Json", "```JSON", "```")
 _POSTSCRIPTS = {"P.S.": r"p\.\s?s\.", "P.P.S": r"p\.\s?p\.\s?s"}
 _ENDS_OF_A_WORD = frozenset(".,?!'\"")
+Row: TypeAlias = Mapping[str, object] | None
 IDS, KWARGS = "instruction_id_list", "kwargs"
 _EXAMPLE = {
     IDS: ["punctuation:no_comma", "length_constraints:number_words"],
@@ -57,11 +58,7 @@ CASES = (
 
 
 def compute_score(
-    data_source: str,
-    solution_str: str,
-    ground_truth: object,
-    extra_info: Mapping[str, object] | None = None,
-    strict: bool = True,
+    data_source: str, solution_str: str, ground_truth: object, extra_info: Row = None, strict: bool = True
 ) -> dict[str, JSON]:
     """1.0 if the response follows all instructions, else 0.0 (the paper's prompt-level strict accuracy).
 
@@ -74,11 +71,7 @@ def compute_score(
 
 
 def compute_loose_score(
-    data_source: str,
-    solution_str: str,
-    ground_truth: object,
-    extra_info: Mapping[str, object] | None = None,
-    strict: bool = True,
+    data_source: str, solution_str: str, ground_truth: object, extra_info: Row = None, strict: bool = True
 ) -> dict[str, JSON]:
     """As `compute_score`, but an instruction also counts as followed if the response without its first line, its last
     line, both, or asterisks follows it (prompt-level loose accuracy)."""
@@ -89,11 +82,7 @@ def compute_loose_score(
 
 
 def compute_share(
-    data_source: str,
-    solution_str: str,
-    ground_truth: object,
-    extra_info: Mapping[str, object] | None = None,
-    strict: bool = True,
+    data_source: str, solution_str: str, ground_truth: object, extra_info: Row = None, strict: bool = True
 ) -> dict[str, JSON]:
     """The share of instructions that are followed (instruction-level strict accuracy); a response is still correct
     (`acc`) only if it follows all."""
@@ -108,9 +97,7 @@ def check_row(ground_truth: object, extra_info: Mapping[str, object]) -> None:
     _instructions(ground_truth, extra_info)
 
 
-def _follow_all(
-    variants: list[str], ground_truth: object, row: Mapping[str, object] | None, strict: bool
-) -> dict[str, JSON]:
+def _follow_all(variants: list[str], ground_truth: object, row: Row, strict: bool) -> dict[str, JSON]:
     instructions = _instructions(ground_truth, row)
     forced = [arguments for _, arguments in instructions]
     texts = [text for text in variants if text.strip() and (not strict or is_text(text[:MAX_CHARACTERS], forced))]
@@ -125,7 +112,7 @@ def _follow_all(
     return {"score": score, "acc": score, "followed": followed}
 
 
-def _instructions(ground_truth: object, row: Mapping[str, object] | None) -> list[tuple[str, dict[str, Any]]]:
+def _instructions(ground_truth: object, row: Row) -> list[tuple[str, dict[str, Any]]]:
     """(name, arguments) of each. Raises ValueError."""
     own = decoded(ground_truth)
     source = own if isinstance(own, Mapping) and IDS in own else row or {}
@@ -157,7 +144,7 @@ def _read(instruction: str, entries: object) -> dict[str, Any]:
     read: dict[str, Any] = {}
     for name, value in known.items():
         try:
-            read[name] = _READERS.get(name, _number)(value)
+            read[name] = _converted(name, value)
         except re.error as error:
             raise ValueError(f"{where}: {name}={value!r} is no regular expression: {error}") from error
         except ValueError as error:
@@ -213,44 +200,44 @@ def _number(value: object) -> int:
     return value
 
 
-def _position(value: object) -> int:
-    if (number := _number(value)) == 0:
-        raise ValueError("paragraphs are counted from 1")
-    return number
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) and bool(value.strip())
 
 
-def _text(value: object) -> str:
-    if not isinstance(value, str) or not value.strip():
-        raise ValueError("a text is wanted")
-    return value.strip()
+def _is_list(value: object) -> bool:
+    return isinstance(value, list | tuple) and bool(value) and all(isinstance(each, str) and each for each in value)
 
 
-def _pattern(value: object) -> str:
-    return re.compile(_text(value)).pattern
-
-
-def _patterns(value: object) -> list[str]:
-    if not isinstance(value, list | tuple) or not value or not all(isinstance(entry, str) and entry for entry in value):
-        raise ValueError("a list of texts is wanted")
-    return [re.compile(entry).pattern for entry in value]
-
-
-def _letter(value: object) -> str:
-    if not isinstance(value, str) or len(value) != 1 or not value.strip():
-        raise ValueError("one letter is wanted")
-    return value.lower()
-
-
-def _relation(value: object) -> str:
-    if value not in _RELATIONS:
-        raise ValueError(f"one of {_RELATIONS} is wanted")
-    return str(value)
-
-
-def _language(value: object) -> str:
-    if not isinstance(value, str) or value not in known_languages():
+def _language(value: str) -> str:
+    if value not in known_languages():
         raise ValueError(f"none of the languages that can be told apart: {', '.join(sorted(known_languages()))}")
     return value
+
+
+_Form: TypeAlias = tuple[Callable[[Any], bool], str, Callable[[Any], object]]
+_TEXT: _Form = (_is_text, "a text is wanted", str.strip)
+_PATTERN: _Form = (_is_text, "a text is wanted", lambda value: re.compile(value.strip()).pattern)
+_PATTERNS: _Form = (_is_list, "a list of texts is wanted", lambda value: [re.compile(each).pattern for each in value])
+_RELATION: _Form = (_RELATIONS.__contains__, f"one of {_RELATIONS} is wanted", str)
+_FORMS: dict[str, _Form] = {
+    "keywords": _PATTERNS, "forbidden_words": _PATTERNS, "keyword": _PATTERN, "postscript_marker": _PATTERN,
+    "section_spliter": _PATTERN, "relation": _RELATION, "let_relation": _RELATION, "capital_relation": _RELATION,
+    "first_word": _TEXT, "prompt_to_repeat": _TEXT, "end_phrase": _TEXT,
+    "letter": (lambda value: _is_text(value) and len(value) == 1, "one letter is wanted", str.lower),
+    "language": (_is_text, "a text is wanted", _language),
+    "nth_paragraph": (lambda value: _number(value) > 0, "paragraphs are counted from 1", _number),
+}  # fmt: skip
+"""By argument: what is valid, what to say of another one, and the value to check with; others are numbers."""
+
+
+def _converted(name: str, value: object) -> object:
+    """The value of an argument to check with. Raises ValueError for an invalid one."""
+    if name not in _FORMS:
+        return _number(value)
+    is_valid, wanted, convert = _FORMS[name]
+    if not is_valid(value):
+        raise ValueError(wanted)
+    return convert(value)
 
 
 def _holds(count: int, relation: str, wanted: int) -> bool:
@@ -341,14 +328,6 @@ def _is_quoted(response: str) -> bool:
     response = response.strip()
     return len(response) > 1 and response[0] == response[-1] == '"'
 
-
-_READERS: dict[str, Callable[[object], object]] = {
-    "keywords": _patterns, "forbidden_words": _patterns, "keyword": _pattern, "postscript_marker": _pattern,
-    "section_spliter": _pattern, "relation": _relation, "let_relation": _relation, "capital_relation": _relation,
-    "first_word": _text, "prompt_to_repeat": _text, "end_phrase": _text, "letter": _letter, "language": _language,
-    "nth_paragraph": _position,
-}  # fmt: skip
-"""By argument, what returns its value to check with, and raises ValueError for an invalid one; others are numbers."""
 
 INSTRUCTIONS: dict[str, Callable[..., bool]] = {
     "keywords:existence": lambda response, keywords: all(

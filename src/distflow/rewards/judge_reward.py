@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import re
+import sqlite3
 import sys
 import time
 from collections.abc import Mapping
@@ -19,8 +20,7 @@ from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import cast
 
-from distflow.rewards.judge_cache import BudgetSpent, JudgeCache
-from distflow.rewards.score import Case, left_s
+from distflow.rewards.score import Case, left_s, shortened
 
 try:
     import openai
@@ -58,15 +58,25 @@ SCHEMA = {
     "additionalProperties": False,
 }
 MAX_BODY_BYTES = 2**20
-_OPENING = re.compile("[<\uff1c\ufe64]")
-"""What begins a tag, also as a full-width or small sign."""
-_NONCE_CHARACTERS = 16
+_OPENING = re.compile("[<\uff1c\ufe64]")  # what begins a tag, also in other widths
 _PLACEHOLDER = re.compile(r"\{([A-Za-z_]\w*)\}")
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.25, 30.0
 _SHOWN = 200
 _SHORTEST_SECRET = 8
 _MOST_TOKENS = 2**31
 _BYTES_A_TOKEN = 4
+
+
+_TABLES = """
+CREATE TABLE IF NOT EXISTS answers (key TEXT PRIMARY KEY, content TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS spent (only_row INTEGER PRIMARY KEY CHECK (only_row = 0), calls INTEGER, tokens INTEGER);
+INSERT OR IGNORE INTO spent VALUES (0, 0, 0);
+"""
+_BUSY_S = 30.0
+
+
+class BudgetSpent(ValueError):
+    """The budget of calls or tokens is spent: there is no score."""
 
 
 class Unavailable(Exception):
@@ -77,8 +87,64 @@ class Unavailable(Exception):
         self.wait_s = wait_s
 
 
-_WITHOUT_SCHEMA: set[tuple[str, str]] = set()
-"""(URL, model) of the endpoints that refused the schema and answered without it."""
+class JudgeCache:
+    """Answers by request; calls and tokens of all that use the file."""
+
+    def __init__(self, file: str) -> None:
+        """file: created if missing; "" keeps everything in memory. All methods raise ValueError for a file that is
+        damaged or cannot be written."""
+        if file:
+            Path(file).expanduser().parent.mkdir(parents=True, exist_ok=True)
+        self._file = str(Path(file).expanduser()) if file else ":memory:"
+        try:
+            self._connection = sqlite3.connect(self._file, timeout=_BUSY_S, isolation_level=None)
+            self._connection.executescript(_TABLES)
+        except sqlite3.Error as error:
+            raise self._unusable(error) from None
+
+    def find(self, key: str) -> str | None:
+        """The answer to the request with that key."""
+        row = self._do("SELECT content FROM answers WHERE key = ?", key).fetchone()
+        return None if row is None else str(row[0])
+
+    def put(self, key: str, content: str) -> None:
+        self._do("INSERT OR REPLACE INTO answers VALUES (?, ?)", key, content)
+
+    def spend_call(self, max_calls: int, max_tokens: int) -> None:
+        """Count a call that is about to be made; 0 is no bound. Raises BudgetSpent if none is left."""
+        changed = self._do(
+            "UPDATE spent SET calls = calls + 1 WHERE (? = 0 OR calls < ?) AND (? = 0 OR tokens < ?)",
+            *(max_calls, max_calls, max_tokens, max_tokens),
+        ).rowcount
+        if not changed:
+            calls, tokens = self.spent()
+            raise BudgetSpent(
+                f"the judge's budget is spent: {calls} calls of max_calls={max_calls or 'any'}, {tokens} tokens of "
+                f"max_tokens={max_tokens or 'any'} ({self._file})"
+            )
+
+    def spend_tokens(self, tokens: int) -> None:
+        self._do("UPDATE spent SET tokens = tokens + ?", tokens)
+
+    def spent(self) -> tuple[int, int]:
+        """Calls and tokens."""
+        calls, tokens = self._do("SELECT calls, tokens FROM spent").fetchone()
+        return int(calls), int(tokens)
+
+    def _do(self, statement: str, *values: object) -> sqlite3.Cursor:
+        try:
+            return self._connection.execute(statement, values)
+        except sqlite3.Error as error:
+            raise self._unusable(error) from None
+
+    def _unusable(self, error: sqlite3.Error) -> ValueError:
+        return ValueError(
+            f"the judge's store '{self._file}' cannot be used ({error}): repair it, or name another file as option "
+            "'store', which starts empty and with a new budget"
+        )
+
+
+_WITHOUT_SCHEMA: set[tuple[str, str]] = set()  # (URL, model) that refused it and answered without
 _cache_of = functools.cache(JudgeCache)
 
 
@@ -114,7 +180,9 @@ async def compute_score(
         raise ValueError("the judge has no model: give the part options, e.g. {name: judge, options: {model: ...}}")
     if (max_calls or max_tokens) and not store:
         raise ValueError("a budget of the judge is counted in a file: set its option 'store' too")
-    nonce, response = _nonce(prompt, str(ground_truth), solution_str), _as_data(solution_str, response_characters)
+    # The same in every run; a response that holds it would have to hold a hash of itself.
+    nonce = hashlib.sha256(json.dumps([prompt, str(ground_truth), solution_str]).encode()).hexdigest()[:16]
+    response = shortened(_OPENING.sub("&lt;", solution_str), max(response_characters, 2))
     sample = {"prompt": prompt, "response": response, "ground_truth": ground_truth, "nonce": nonce}
     values = {**(extra_info or {}), **sample}
     content = _filled(_text_of(template or TEMPLATE), values)
@@ -160,20 +228,6 @@ def _request(model: str, content: str, temperature: float, max_tokens: int, stru
     return request
 
 
-def _nonce(*sample: str) -> str:
-    """The same in every run. A response cannot hold it, as it would have to hold a hash of itself."""
-    return hashlib.sha256(json.dumps(sample).encode()).hexdigest()[:_NONCE_CHARACTERS]
-
-
-def _as_data(response: str, most_characters: int) -> str:
-    """The response without tags, and without its middle where it is too long."""
-    text = _OPENING.sub("&lt;", response)
-    half = max(most_characters, 0) // 2
-    if len(text) <= 2 * half:
-        return text
-    return f"{text[:half]}\n[{len(text) - 2 * half} characters left out]\n{text[len(text) - half :]}"
-
-
 def _secret(key_variable: str, base_url: str) -> str:
     """The API key, empty where there is none. Raises ValueError where it cannot be one."""
     secret = os.environ.get(key_variable, "").strip()
@@ -208,21 +262,17 @@ def _text_of(template: str) -> str:
 
 
 async def _ask(
-    asked: dict[str, object],
-    client: openai.AsyncOpenAI,
-    retries: int,
-    cache: JudgeCache,
-    budget: tuple[int, int],
+    asked: dict[str, object], client: openai.AsyncOpenAI, retries: int, cache: JudgeCache, budget: tuple[int, int]
 ) -> bytes:
     """As `_answer`; without the schema if the endpoint refuses it."""
-    plain = {name: value for name, value in asked.items() if name != _FORMAT}
     endpoint = (str(client.base_url), str(asked["model"]))
     if endpoint not in _WITHOUT_SCHEMA:
         try:
             return await _answer(asked, client, retries, cache, budget)
         except (openai.BadRequestError, openai.UnprocessableEntityError):
-            if plain == asked:
+            if _FORMAT not in asked:
                 raise
+    plain = {name: value for name, value in asked.items() if name != _FORMAT}
     body = await _answer(plain, client, retries, cache, budget)
     _WITHOUT_SCHEMA.add(endpoint)
     return body

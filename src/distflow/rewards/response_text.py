@@ -9,7 +9,7 @@ script than Latin any letters are one, and in one without spaces (Chinese, Thai)
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 MIN_WORDS, MIN_BYTES = 3, 10
 _WITHOUT_SPACES = re.compile(
@@ -17,8 +17,8 @@ _WITHOUT_SPACES = re.compile(
 )
 _VOWEL = re.compile("[aeiouy]")
 _CONTENT = re.compile(r"[A-Za-z]{2}|\d|[^\W\d_A-Za-z]")
-_LITERAL = ("prompt_to_repeat", "end_phrase", "first_word", "postscript_marker")
-_PATTERNS = ("keyword", "keywords")
+_LITERAL = ("prompt_to_repeat", "end_phrase", "first_word")
+_PATTERNS = ("keyword", "keywords", "postscript_marker", "section_spliter")
 
 _BETWEEN = {
     "length_constraints:number_paragraphs": r"\*\*\*",
@@ -68,18 +68,16 @@ def is_text(response: str, arguments: Iterable[Mapping[str, object]]) -> bool:
     return 2 * max(counts.values()) <= total <= different**2 / 2
 
 
-def _forced(arguments: Iterable[Mapping[str, object]]) -> list[str]:
+def _forced(arguments: Iterable[Mapping[str, object]]) -> Iterator[str]:
     """Expressions for what the instructions force."""
-    found: list[str] = []
-    for entry in arguments:
-        found += [re.escape(str(entry[name])) for name in _LITERAL if name in entry]
-        found += [rf"{entry['section_spliter']}\s?\d+"] if "section_spliter" in entry else []
-        for value in (entry[name] for name in _PATTERNS if name in entry):
-            found += value if isinstance(value, list) else [str(value)]
-    return found
+    for name, value in (item for entry in arguments for item in entry.items()):
+        if name in _LITERAL:
+            yield re.escape(str(value))
+        elif name in _PATTERNS:
+            yield from value if isinstance(value, list) else [str(value)]
 
 
-def _words(text: str) -> Iterable[str]:
+def _words(text: str) -> Iterator[str]:
     plain = unicodedata.normalize("NFD", text.casefold())
     plain = "".join(
         each if each.isalpha() else "" if unicodedata.category(each).startswith("M") else " " for each in plain

@@ -10,19 +10,11 @@ from collections.abc import Callable
 
 from distflow.rewards.math.bounds import is_affordable
 from distflow.rewards.math.form import has_form_of, is_number
-from distflow.rewards.math.formula_equality import (
-    expressions_equal,
-    fraction,
-    is_approximation,
-    numbers_equal,
-    plain_number,
-)
+from distflow.rewards.math.formula_equality import expressions_equal, is_approximation, numbers_equal, plain_number
 from distflow.rewards.math.text import is_prose, listed, split_top, unwrap, words
 from distflow.rewards.math.units import NUMBER, PERCENT, RADIAN, UNCHANGED, conversion, split_unit
 
-_NUMBERS_IN_A_ROW = re.compile(r"[\d.]+(?: [\d.]+)+")
 _SPACES = re.compile(r" (?![A-Za-z0-9.\\])|(?<![A-Za-z0-9.]) ")
-_IMPROPER = re.compile(r"\d (?:\d+) ?/ ?\d")
 _CHOICE = re.compile(r"\(?\s*([A-J])\s*(?:\)\s*[.:]?|[.:])\s*(?:\\ )?\s*(\S.*)", re.DOTALL)
 _OTHER_CHOICE = re.compile(r"(?<![A-Za-z\\])[A-J]\s*(?:[).:,;/&|]|$)|\b(?:and|or)\s+\(?[A-J](?![A-Za-z])")
 _NAMED = re.compile(r"([A-Za-z])\s*=")
@@ -38,7 +30,6 @@ _BASED = re.compile(
 )
 _BASE_NAMES = ("two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
 _BASES = {name: base for base, name in enumerate(_BASE_NAMES, start=2)} | {"sixteen": 16}
-_SUBSCRIPTED_NUMBER = re.compile(r"\d\s*\)?\s*_")
 _ONE = re.compile(r"1|\\frac\{?1\}?\{?\d\}?|1/\d")
 _CLOCK = re.compile(r"(\d{1,2}):([0-5]\d)(?::([0-5]\d))?\s*(?:\\text\{)?\s*([ap])?\.?\s*(?:m\.?)?\s*\}?", re.IGNORECASE)
 _MODULUS = re.compile(
@@ -66,13 +57,7 @@ def are_equal(gold: str, answer: str) -> bool:
 
 def _numbers(gold: str, answer: str) -> bool | None:
     gold_number, number = plain_number(gold), plain_number(answer)
-    if gold_number is None or number is None:
-        fractions = fraction(gold), fraction(answer)
-        if None not in fractions:
-            return fractions[0] == fractions[1]
-        is_no_number = _NUMBERS_IN_A_ROW.fullmatch(answer) or _IMPROPER.search(answer) or _IMPROPER.search(gold)
-        return False if is_no_number else None  # the parser would multiply them
-    return numbers_equal(gold_number, number)
+    return None if gold_number is None or number is None else numbers_equal(gold_number, number)
 
 
 def _choices(gold: str, answer: str) -> bool | None:
@@ -103,7 +88,7 @@ def _bases(gold: str, answer: str) -> bool | None:
         return first.groups() == second.groups() or ((value := _value(first)) is not None and value == _value(second))
     if first or second:
         return (first[1] if first else gold) == (second[1] if second else answer)
-    return False if _SUBSCRIPTED_NUMBER.search(gold + " " + answer) else None  # the parser would drop them
+    return None
 
 
 def _value(based: re.Match[str]) -> int | None:

@@ -15,8 +15,7 @@ _TABLE: dict[str, dict[str, str]] = {
     "length": {
         "m meter metre": "1", "km kilometer kilometre": "1000", "cm centimeter centimetre": "1/100",
         "mm millimeter millimetre": "1/1000", "dm decimeter decimetre": "1/10", "nm nanometer": "1/1000000000",
-        "in inch inchmark": "127/5000", "ft foot feet footmark": "381/1250", "yd yard": "1143/1250",
-        "mi mile": "201168/125",
+        "in inch": "127/5000", "ft foot feet": "381/1250", "yd yard": "1143/1250", "mi mile": "201168/125",
     },
     "mass": {
         "g gram gm": "1", "kg kilogram kilo": "1000", "mg milligram": "1/1000", "ton tonne": "1000000",
@@ -71,36 +70,19 @@ _PLAIN_VALUE = re.compile(r"(?:[\d.,+\-*/(){}^\s=]|\\(?:frac|sqrt|pi|cdot|times)
 _NO_UNITS = frozenset(  # words that change the number
     ("or", "and", "not", "to", "no", "than", "less", "least", "most", "if", "mod", "modulo", "base", "minus", "plus")
     + ("below", "under", "above", "squared", "cubed", "factorial", "half", "halve", "third", "fourth", "fifth")
-    + (
-        "tenth",
-        "hundredth",
-        "thousandth",
-        "perhaps",
-        "sometimes",
-        "always",
-        "is",
-        "was",
-        "this",
-        "thus",
-        "unless",
-        "yes",
-    )
+    + ("tenth", "hundredth", "thousandth", "is", "was", "this", "thus", "yes", "perhaps", "always", "sometimes")
 )
 _PLURALS = frozenset(  # without an s
     ("people", "men", "women", "children", "mice", "geese", "teeth", "sheep", "fish", "deer", "yuan", "yen", "won")
     + ("total", "each", "altogether", "apiece", "remaining", "left", "old", "tall", "long", "wide", "high", "deep")
 )
-_MARKS = ("footmark", "inchmark")
-"""What text.normalise makes of `'` and `"` after a number, which may be other signs."""
 _NEVER_VARIABLES = frozenset(("cm", "km", "mm", "kg", "ft", "hz", "kw"))  # of up to two letters
 
 
 @dataclass(frozen=True)
 class Unit:
-    """Powers of dimensions by name, and the size in base units, apart from the factor 180/π of a radian.
-
-    is_plain: a known unit or a word in the plural, which a number may have that is compared with a bare number.
-    """
+    """Powers of dimensions by name, and the size in base units, apart from the factor 180/π of a radian. is_plain: it
+    is known or a word in the plural, so that a number with it may be compared with a bare number."""
 
     dimensions: tuple[tuple[str, int], ...]
     size: Fraction
@@ -163,7 +145,7 @@ def _unit(spelled: str, may_be_unknown: bool) -> Unit | None:
         return None
     powers: dict[str, int] = {}
     size, is_radian, is_below = Fraction(1), False, False
-    unknown = [part[2].lower() for part in parts if _known(part[2]) is None or part[2] in _MARKS]
+    unknown = [part[2].lower() for part in parts if _known(part[2]) is None]
     is_plain = not unknown or any(name in _PLURALS or name.endswith("s") for name in unknown)
     for slash, name, power in (part.groups() for part in parts):
         is_below = is_below or bool(slash)
