@@ -170,22 +170,17 @@ async def compute_score(
 
     model, base_url: of the endpoint; without a URL OpenAI's. key_variable: environment variable with the API key.
     template: a text, or the path of a file with it, with placeholders {prompt}, {response}, {ground_truth} and names of
-    the row's other columns, and {nonce}, for tags that no response can close. structured: send the JSON schema along,
-    unless the server refuses it. response_characters: the middle of a longer response is left out. retries: after a
-    408, 409, 429 or 5xx, a broken connection or a time-out, with growing waits. store: a file that caches replies by
-    request, and counts costs. max_calls, max_tokens: of all that use the store, over all runs; 0 is no bound. Raises
-    ValueError if there is no score.
+    the row's other columns, and {nonce}, for tags that no response can close. structured: with the JSON schema, unless
+    the server refuses it. response_characters: a longer response loses its middle. retries: after a 408, 409, 429 or
+    5xx, a broken connection or a time-out, with growing waits. store: a file that caches replies, and counts costs.
+    max_calls, max_tokens: of all that use the store; 0 is no bound. Raises ValueError if there is no score.
     """
     if not model:
         raise ValueError("the judge has no model: give the part options, e.g. {name: judge, options: {model: ...}}")
     if (max_calls or max_tokens) and not store:
         raise ValueError("a budget of the judge is counted in a file: set its option 'store' too")
-    # The same in every run; a response that holds it would have to hold a hash of itself.
-    nonce = hashlib.sha256(json.dumps([prompt, str(ground_truth), solution_str]).encode()).hexdigest()[:16]
-    response = shortened(_OPENING.sub("&lt;", solution_str), max(response_characters, 2))
-    sample = {"prompt": prompt, "response": response, "ground_truth": ground_truth, "nonce": nonce}
-    values = {**(extra_info or {}), **sample}
-    content = _filled(_text_of(template or TEMPLATE), values)
+    values = {**(extra_info or {}), "prompt": prompt, "response": solution_str, "ground_truth": ground_truth}
+    content = _filled(_text_of(template or TEMPLATE), values, response_characters)
     asked = _request(model, content, temperature, answer_tokens, structured)
     cache = _cache_of(store)
     key = hashlib.sha256(json.dumps([base_url, asked], sort_keys=True).encode()).hexdigest()
@@ -240,8 +235,16 @@ def _secret(key_variable: str, base_url: str) -> str:
     return secret
 
 
-def _filled(template: str, values: Mapping[str, object]) -> str:
-    """Fill in one pass, so that a value is never taken for a placeholder."""
+def _filled(template: str, values: Mapping[str, object], most_characters: int) -> str:
+    """Fill in one pass, so that a value is never taken for a placeholder; the response without tags.
+
+    The nonce is the same in every run. A response that holds it would have to hold a hash of itself.
+    """
+    response = str(values["response"])
+    sample = [str(values[name]) for name in ("prompt", "ground_truth")]
+    nonce = hashlib.sha256(json.dumps([*sample, response]).encode()).hexdigest()[:16]
+    response = shortened(_OPENING.sub("&lt;", response), max(most_characters, 2))
+    values = {**values, "response": response, "nonce": nonce}
     names = set(_PLACEHOLDER.findall(template))
     if "response" not in names or not names <= set(values):
         unknown = ", ".join(sorted(names - set(values)))
