@@ -6,6 +6,7 @@ from distflow.audit.advantages import audit_advantages
 from distflow.audit.custom_functions import audit_custom_functions
 from distflow.audit.log_probs import audit_log_probs, audit_reference
 from distflow.audit.loss import audit_correction, audit_loss
+from distflow.audit.metrics import audit_metrics
 from distflow.audit.recorded_data import Check
 from distflow.audit.rewards import audit_dropped, audit_kl_control, audit_reward_functions, audit_rewards
 from distflow.audit.sampled_tokens import audit_sampled_tokens
@@ -45,14 +46,16 @@ AFTER: tuple[Check, ...] = (
     audit_loss,
     audit_gradients,
     audit_optimizer,
+    audit_metrics,
 )
 """Run at the step's end."""
 
 OF_EVERY_STEP: tuple[Check, ...] = (
     replace(audit_mini_batches, run=audit_each_sample_once),
     replace(audit_optimizer, run=audit_learning_rates),
+    audit_metrics,
 )
-"""Cheap enough for every step: mini-batches and learning rates."""
+"""Cheap enough for every step: mini-batches, learning rates and metrics."""
 
 LOOK_BEFORE: tuple[Check, ...] = (
     audit_weights,

@@ -145,6 +145,11 @@ class UpdateRecord:
     def uids(self) -> list[str]:
         return list(self.batch["uid"])
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether the outputs of all samples were recorded."""
+        return all(len(micro.rows) == len(micro.uids) for micro in self.micros)
+
 
 class UpdateWatch:
     """Watches one optimizer step, from before the engine is called until `end`: the loss function to give the engine,

@@ -140,6 +140,9 @@ class Worker:
             self._parts.saver.check()
         with self._recorder.phases("check"):
             metrics |= self._parts.checks.step_trained(batch, metrics, step, self._ports.data)
+        with self._recorder.phases("record"):
+            figures = Figures.joined(self._ports.data.gather(Figures.of(batch)))
+            metrics |= batch_metrics(figures)
         with self._recorder.phases("audit"):
             self._parts.auditor.step_trained(metrics)
         sent = False
@@ -149,7 +152,7 @@ class Worker:
             metrics |= compared
         with self._recorder.phases("release"):
             released = self._ports.queue.release(step, self._rank, sent)
-        self._after_step(released, batch, metrics)
+        self._after_step(released, batch, metrics, figures)
         self._released = released
         return metrics
 
@@ -188,7 +191,7 @@ class Worker:
                 measured = {name: value for each in reversed(everyone.gather(measured)) for name, value in each.items()}
             return {**measured, **step.times}
 
-    def _after_step(self, released: Released, batch: Batch, metrics: dict[str, float]) -> None:
+    def _after_step(self, released: Released, batch: Batch, metrics: dict[str, float], figures: Figures) -> None:
         """Validate, record and save a step; nothing else is generated meanwhile. The step is recorded before it is
         saved, so that a resumed run has the metrics of all its steps.
 
@@ -198,8 +201,7 @@ class Worker:
         compares = options.keep_best is not None and _is_due(step, options.save_freq, finished)
         validated = self.validation.validate(step) if _is_due(step, options.test_freq, finished) or compares else {}
         with self._recorder.phases("record"):
-            figures = Figures.joined(self._ports.data.gather(Figures.of(batch)))
-            metrics |= batch_metrics(figures) | group_metrics(released.group_counts, figures.versions, step - 1)
+            metrics |= group_metrics(released.group_counts, figures.versions, step - 1)
             for domain, own in released.domains.items():
                 metrics |= {f"domains/{domain}/{name}": value for name, value in own.items()}
         metrics |= self._recorder.phases.finish_step() | self._recorder.memory.finish_step()
