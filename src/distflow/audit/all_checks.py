@@ -4,9 +4,11 @@ from dataclasses import replace
 
 from distflow.audit.advantages import audit_advantages
 from distflow.audit.custom_functions import audit_custom_functions
+from distflow.audit.data_rows import audit_data
 from distflow.audit.log_probs import audit_log_probs, audit_reference
 from distflow.audit.loss import audit_correction, audit_loss
 from distflow.audit.recorded_data import Check
+from distflow.audit.resume import audit_resume
 from distflow.audit.rewards import audit_kl_control, audit_reward_functions, audit_rewards
 from distflow.audit.sampled_tokens import audit_sampled_tokens
 from distflow.audit.samples import audit_groups, audit_masks, audit_responses
@@ -18,9 +20,11 @@ from distflow.audit.updates import (
     audit_mini_batches,
     audit_optimizer,
 )
+from distflow.audit.validation import audit_validation
 from distflow.audit.weight_versions import audit_versions, audit_weights
 
 BEFORE: tuple[Check, ...] = (
+    audit_resume,
     audit_weights,
     audit_log_probs,
     audit_versions,
@@ -59,7 +63,7 @@ OF_EVERY_STEP: tuple[Check, ...] = (
 OF_A_FEW_GROUPS: tuple[Check, ...] = (audit_masks, audit_rewards, audit_correction, audit_advantages)
 """Also run in steps that are not audited, on a few groups."""
 
-CHECKS = (*AFTER[:8], *BEFORE, *AFTER[8:])
+CHECKS = (audit_data, *AFTER[:8], *BEFORE, *AFTER[8:], audit_validation)
 """All checks in the order of a step, for readers."""
 
 

@@ -3,13 +3,17 @@
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from distflow.audit.all_checks import AFTER, BEFORE, OF_A_FEW_GROUPS, OF_EVERY_STEP, ON_ARRIVAL
+from distflow.audit.data_rows import audit_data
 from distflow.audit.log_probs import score_before
 from distflow.audit.model_forward import KeptWeights, Turns, model_of
 from distflow.audit.recorded_data import NOT_APPLICABLE, AuditedRun, Check, RecordedStep, Wrong
 from distflow.audit.recorder import GroupRecords, OpenEngine, UpdateRecord, UpdateWatch
+from distflow.audit.resume import Memory, audit_resume
 from distflow.audit.schedule import AuditSchedule
+from distflow.audit.validation import Validated, audit_validation, sample_facts
 from distflow.data import global_generators
 from distflow.data.batch import Batch
 from distflow.errors import TrustError
@@ -19,6 +23,8 @@ from distflow.rollout.weights import stripe_hash
 from distflow.runtime.audit_protocol import AUDIT_STATE
 from distflow.runtime.compiled_node import Step
 from distflow.runtime.rollout_services import Session
+from distflow.runtime.sample_queue.protocol import ResumePoint
+from distflow.runtime.step_metrics import SampleRows
 from distflow.runtime.worker_inputs import WorkerInputs
 from distflow.training.engine import LossFn, TrainEngine
 
@@ -56,7 +62,9 @@ class Auditor:
         turns = Turns(ranks, [model for engine in engines if (model := model_of(engine)) is not None])
         older_weights = KeptWeights(spec.data.max_staleness + 1, spec.weight_dtype)
         state = inputs.state.setdefault(AUDIT_STATE, {})
-        self._run = AuditedRun(inputs, services, pipeline, training_steps, bring, turns, older_weights, state)
+        self._memory = Memory(inputs, resources)
+        again = self._memory.compare_again
+        self._run = AuditedRun(inputs, services, pipeline, training_steps, bring, turns, older_weights, state, again)
         trains_policy = spec.config.trainer.critic_warmup  # the first step that does
         self._schedule = AuditSchedule(
             spec.options.audit_freq, self._first_step, spec.data.max_staleness, (trains_policy,)
@@ -71,6 +79,17 @@ class Auditor:
         """The same with a copy of the columns, if the step is audited."""
         self._watch: UpdateWatch | None = None
         self._found: dict[str, str | None] = {}
+        self._at_start: dict[str, str | None] = {}
+
+    def loop_begins(self) -> None:
+        run = self._run
+        if self._schedule.frequency > 0 and run.inputs.ports.everyone.rank == 0:
+            self._at_start = self._check((audit_data,), run.spec, "the data")
+        if self._schedule.frequency > 0 and run.inputs.resumed is not None:
+            self._check((replace(audit_resume, run=self._memory.compare_at_start),), None, "the resume")
+
+    def state_saved(self, nodes: Mapping[str, Any], point: ResumePoint[Batch] | None) -> dict[str, Any]:
+        return {**self._memory.models(), **self._memory.others(nodes, point)} if self._schedule.frequency > 0 else {}
 
     def step_taken(self, step: int, group_ids: Sequence[int], batch: Batch, synced_version: int | None) -> None:
         early = step - self._first_step < NUM_FIRST_LOOKS
@@ -154,6 +173,20 @@ class Auditor:
             }
         self._taken = self._recorded = None
 
+    def part_validated(self, rows: SampleRows) -> SampleRows:
+        records = self.groups.take_validated()
+        return sample_facts(self._run.spec, records, rows) if self._schedule.frequency > 0 else []
+
+    def validated(self, step: int, rows: SampleRows, metrics: Mapping[str, float]) -> None:
+        if self._schedule.frequency > 0:
+            version = max(self._first_step, step - step % self._run.spec.options.update_frequency)
+            what = f"the validation after step {step}"
+            found = self._check((audit_validation,), Validated(self._run.spec, version, rows, metrics), what)
+            unproven = {name: why for name, why in found.items() if why}
+            proven = [name for name in found if name not in unproven]
+            message = f"audit of {what}: {'passed' if proven else 'not checked'}"
+            self._run.inputs.recorder.audited(message, proven, unproven, of="validation")
+
     def _begin(self) -> None:
         if (taken := self._taken) is None:
             return
@@ -175,23 +208,26 @@ class Auditor:
             part.metrics, part.partial = metrics, True
             self._check(OF_A_FEW_GROUPS, part)
 
-    def _check(self, checks: Sequence[Check], recorded: RecordedStep) -> dict[str, str | None]:
-        """The result of each check by its name."""
+    def _check(self, checks: Sequence[Check], seen: object, what: str = "") -> dict[str, str | None]:
+        """The result of each check by its name. what: is checked, where it is not a recorded step."""
         found: dict[str, str | None] = {}
         for check in checks:
             try:
-                found[check.name] = check.run(recorded)
+                found[check.name] = check.run(seen)
             except Wrong as wrong:
-                raise TrustError(f"the audit of step {recorded.step + 1} found ({check.name}): {wrong}") from wrong
+                of = f"step {seen.step + 1}" if isinstance(seen, RecordedStep) else what
+                raise TrustError(f"the audit of {of} found ({check.name}): {wrong}") from wrong
             except Exception as err:  # an error in the auditor must not end a healthy run
                 found[check.name] = f"the check itself failed: {type(err).__name__}: {err}"
                 self._run.warn(f"the audit could not make its check '{check.name}': {type(err).__name__}: {err}")
-        self._run.turns.finish()
+        if isinstance(seen, RecordedStep):
+            self._run.turns.finish()
         return found
 
     def _report(self, step: int) -> None:
         """Report the checks over all ranks, on the first of them."""
         passed, not_checked = list[str](), dict[str, str]()
+        self._found, self._at_start = self._at_start | self._found, {}
         every = self._ranks.gather(self._found)
         for name in self._found:
             found = [each.get(name, NOT_APPLICABLE) for each in every]

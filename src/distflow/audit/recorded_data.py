@@ -43,7 +43,8 @@ class AuditedRun:
     """The run as the auditor of one worker sees it.
 
     training_steps: of this worker. bring: brings all models onto the device. turns: runs the models. state: JSON values
-    that persist across audits and are in every checkpoint.
+    that persist across audits and are in every checkpoint. compare_memory: with what the saved
+    run had, before the first update of a step; see `Check.run`.
     """
 
     inputs: WorkerInputs
@@ -54,6 +55,7 @@ class AuditedRun:
     turns: Turns
     older_weights: KeptWeights
     state: dict[str, Any]
+    compare_memory: Callable[[int], str | None] = lambda step: NOT_APPLICABLE
     _warnings: set[str] = field(default_factory=set)
 
     @property
@@ -209,7 +211,8 @@ class Wrong(Exception):
 class Check:
     """One statement about a step, and the function that checks it.
 
-    needs: what the check cannot do without. limit: the tolerated difference, in words. run: returns None if the check
+    needs: what the check cannot do without. limit: the tolerated difference, in words. run: of a `RecordedStep`, the
+    spec at the start, or a `Validated`; returns None if the check
     passed, `NOT_APPLICABLE` if there is nothing to check, else why it could not be made; raises Wrong if it failed.
     """
 
@@ -217,12 +220,10 @@ class Check:
     statement: str
     needs: str
     limit: str
-    run: Callable[[RecordedStep], str | None]
+    run: Callable[[Any], str | None]
 
 
-def check(
-    name: str, statement: str, *, needs: str, limit: str
-) -> Callable[[Callable[[RecordedStep], str | None]], Check]:
+def check(name: str, statement: str, *, needs: str, limit: str) -> Callable[[Callable[[Any], str | None]], Check]:
     """Makes a `Check` of the decorated function."""
     return partial(Check, name, statement, needs, limit)
 

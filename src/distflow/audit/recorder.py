@@ -35,7 +35,7 @@ class GroupRecord:
 
 
 _current: ContextVar[GroupRecord | None] = ContextVar("group_record", default=None)
-"""The record of the running task's group; tasks that it starts inherit it. None in a validation."""
+"""The record of the running task's group; tasks that it starts inherit it."""
 
 
 class GroupRecords:
@@ -43,6 +43,7 @@ class GroupRecords:
 
     def __init__(self) -> None:
         self._kept: dict[int, GroupRecord] = {}
+        self._validated: list[GroupRecord] = []
 
     def begin(self, prompt_group: PromptGroup) -> None:
         _current.set(GroupRecord(prompt_group))
@@ -56,8 +57,17 @@ class GroupRecords:
             record.scored.append((name, arguments, reward_result))
 
     def keep(self) -> None:
-        if (record := _current.get()) is not None:
+        if (record := _current.get()) is None:
+            return
+        if record.prompt_group.stream.startswith("val/"):
+            self._validated.append(record)
+        else:
             self._kept[record.prompt_group.group_id] = record
+
+    def take_validated(self) -> list[GroupRecord]:
+        """Remove and return the records of a validation."""
+        taken, self._validated = self._validated, []
+        return taken
 
     def take(self, group_ids: Iterable[int]) -> dict[int, GroupRecord]:
         """Remove and return the records of a step's groups; groups of another worker or process have none."""

@@ -80,6 +80,21 @@ class Data:
     validation: dict[str, PromptSet]
     broken: list[str]
 
+    def overlap(self) -> str:
+        """A warning if validation prompts are trained on; else empty."""
+        held_out = [row for prompts in self.validation.values() for row in prompts]
+        wanted = {(row.prompt_text, row.response_ids) for row in held_out}
+        every = ((row.prompt_text, row.response_ids, row.origin) for row in self.train if wanted)
+        trained = {(text, ids): origin for text, ids, origin in every if (text, ids) in wanted}
+        both = [row for row in held_out if (row.prompt_text, row.response_ids) in trained]
+        if not both:
+            return ""
+        twin = trained[both[0].prompt_text, both[0].response_ids]
+        return (
+            f"{len(both):,} of {len(held_out):,} validation prompts are trained on, the first in {both[0].origin} and "
+            f"{twin}: accuracy on them says nothing of new ones (data.allow_overlap=true if that is meant)"
+        )
+
 
 def read_config(loaded: Loaded) -> Reading:
     """Bind the pipeline, and read every key that the run uses. Raises UserError for one that is set and not read.

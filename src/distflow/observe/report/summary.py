@@ -180,7 +180,8 @@ def describe_audits(events: Sequence[Event]) -> Finding:
         if isinstance(unproven := fields.get("unproven"), dict):
             unchecked.update(unproven)
     reasons = "; ".join(f"{name} ({reason})" for name, reason in unchecked.items())
-    counted = f"{len(audits):,} step{'s were' if len(audits) > 1 else ' was'} audited; these checks passed"
+    num_steps = sum(fields.get("of") != "validation" for fields in audits)
+    counted = f"{num_steps:,} step{' was' if num_steps == 1 else 's were'} audited; these checks passed"
     text = f"{counted}: {', '.join(passed)}." + (f" Not checked, or not in every audit: {reasons}." if reasons else "")
     return Finding("flat" if reasons else "good", text)
 
