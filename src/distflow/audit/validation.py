@@ -1,4 +1,4 @@
-"""Check: a validation asked every prompt as the config says, with the newest weights, and reports what its samples scored."""
+"""Check: a validation asked every prompt as the config says, and reports what its samples scored."""
 
 import math
 from collections import Counter
@@ -26,7 +26,7 @@ class Validated:
 
 
 def sample_facts(spec: Spec, records: Sequence[GroupRecord], rows: SampleRows) -> SampleRows:
-    """What is known of each sample that was asked for: from the records of its group, and its row of the samples file."""
+    """What is known of each sample that was asked for. rows: of the samples file."""
     shown = {(row["set"], row["kind"], row["uid"]): row for row in rows}
     sets, found = {chosen.name: chosen.rows for chosen in spec.validation}, SampleRows()
     for record in records:
@@ -48,8 +48,8 @@ def sample_facts(spec: Spec, records: Sequence[GroupRecord], rows: SampleRows) -
 
 @check(
     "validation",
-    "each validation prompt was asked once as the config says, greedily or sampled, by the weights of the newest version, "
-    "and scored beside its own ground truth; the reported accuracies are those of the recorded scores",
+    "each validation prompt was asked once as the config says, greedily or sampled, by the newest weights, and scored "
+    "beside its own ground truth; the reported accuracies are those of the recorded scores",
     needs="a validation by generated responses",
     limit=f"{LIMIT:g}",
 )
