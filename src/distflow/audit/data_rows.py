@@ -62,7 +62,7 @@ def _compare(config: Config, row: PromptRow, record: Mapping[str, Any], domains:
     own = {name: _setting(config, domain, f"{name}_key") for name in ("prompt", "answer", "response", "messages")}
     named = domain or _at(record, config.data.domain_key)
     used = {*own.values(), "extra_info", *([] if domain else [config.data.domain_key])}
-    expected = {"ground truth": _at(record, own["answer"])}
+    expected: dict[str, Any] = {"ground truth": _at(record, own["answer"])}
     expected["domain"] = "default" if named in (None, "") else str(named)
     expected |= {name: value for name, value in record.items() if name not in used and value is not None}
     expected |= inner if isinstance(inner := record.get("extra_info"), dict) else {}

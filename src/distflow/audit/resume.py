@@ -44,7 +44,7 @@ class Memory:
             model = model_of(engine)
             if model is None or any(model is model_of(getattr(self._resources, other)) for other in found):
                 continue
-            optimizer = engine.optimizer.state if isinstance(engine, OpenEngine) else {}
+            optimizer: Mapping[Any, Any] = engine.optimizer.state if isinstance(engine, OpenEngine) else {}
             found[role] = {"number of optimizer steps": ("", str(getattr(engine, "num_steps", 0)))}
             for name, parameter in model.named_parameters():
                 for what, value in {"weight": parameter, **optimizer.get(parameter, {})}.items():
@@ -71,7 +71,9 @@ class Memory:
         with checkpoint.reading():
             for part in sorted(parts, key=lambda part: part == f"rank_{self._rank}"):  # its own shards last
                 for kind, hashes in checkpoint.load(part).get("audit", {}).items():
-                    self._saved.setdefault(kind, {}).update({name: tuple(entry) for name, entry in hashes.items()})
+                    self._saved.setdefault(kind, {}).update(
+                        {name: (entry[0], entry[1]) for name, entry in hashes.items()}
+                    )
             before = config_from_dict(checkpoint.load("run")["config"], judge=False)
         if spec.data.max_staleness:
             self._tolerated = dict.fromkeys((STREAMS, NODES), "groups are generated meanwhile")

@@ -21,7 +21,7 @@ class Validated:
 
     spec: Spec
     version: int
-    rows: SampleRows
+    rows: list[dict[str, Any]]
     metrics: Mapping[str, float]
 
 
@@ -91,7 +91,7 @@ def audit_validation(seen: Validated) -> str | None:
     return None
 
 
-def _metrics(rows: SampleRows) -> dict[str, float]:
+def _metrics(rows: list[dict[str, Any]]) -> dict[str, float]:
     """Accuracies by domain, each counted anew from the samples."""
     domains, kinds = {row["domain"] for row in rows}, {row["kind"] for row in rows}
     found = {"val/errors": float(sum(row["right"] is None for row in rows))}
