@@ -303,7 +303,7 @@ VALIDATION_FAULTS: dict[str, tuple[Plant, str]] = {
     ),
     "a mean over prompts that are right": (
         replaced(step_metrics, "_accuracy", lambda original: lambda found: dict.fromkeys(original(found), 1.0)),
-        r"val_correct/\S+/mean is reported as 1, and by the recorded scores",
+        r"val_correct/\S+/mean is reported as 1, but .* by the recorded scores",
     ),
     "a biased pass@k": (
         replaced(step_metrics, "pass_at_k", lambda original: lambda n, c, k: 1 - (1 - c / n) ** k),

@@ -23,6 +23,12 @@ from distflow.audit.updates import (
 from distflow.audit.validation import audit_validation
 from distflow.audit.weight_versions import audit_versions, audit_weights
 
+AT_START: tuple[Check, ...] = (audit_data,)
+"""Run on the spec, before anything is generated."""
+
+OF_VALIDATION: tuple[Check, ...] = (audit_validation,)
+"""Run on each validation."""
+
 BEFORE: tuple[Check, ...] = (
     audit_resume,
     audit_weights,
@@ -63,7 +69,7 @@ OF_EVERY_STEP: tuple[Check, ...] = (
 OF_A_FEW_GROUPS: tuple[Check, ...] = (audit_masks, audit_rewards, audit_correction, audit_advantages)
 """Also run in steps that are not audited, on a few groups."""
 
-CHECKS = (audit_data, *AFTER[:8], *BEFORE, *AFTER[8:], audit_validation)
+CHECKS = (*AT_START, *AFTER[:8], *BEFORE, *AFTER[8:], *OF_VALIDATION)
 """All checks in the order of a step, for readers."""
 
 

@@ -5,15 +5,22 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from distflow.audit.all_checks import AFTER, BEFORE, OF_A_FEW_GROUPS, OF_EVERY_STEP, ON_ARRIVAL
-from distflow.audit.data_rows import audit_data
+from distflow.audit.all_checks import (
+    AFTER,
+    AT_START,
+    BEFORE,
+    OF_A_FEW_GROUPS,
+    OF_EVERY_STEP,
+    OF_VALIDATION,
+    ON_ARRIVAL,
+)
 from distflow.audit.log_probs import score_before
 from distflow.audit.model_forward import KeptWeights, Turns, model_of
 from distflow.audit.recorded_data import NOT_APPLICABLE, AuditedRun, Check, RecordedStep, Wrong
 from distflow.audit.recorder import GroupRecords, OpenEngine, UpdateRecord, UpdateWatch
 from distflow.audit.resume import Memory, audit_resume
 from distflow.audit.schedule import AuditSchedule
-from distflow.audit.validation import Validated, audit_validation, sample_facts
+from distflow.audit.validation import Facts, Validated, sample_facts
 from distflow.data import global_generators
 from distflow.data.batch import Batch
 from distflow.errors import TrustError
@@ -24,7 +31,6 @@ from distflow.runtime.audit_protocol import AUDIT_STATE
 from distflow.runtime.compiled_node import Step
 from distflow.runtime.rollout_services import Session
 from distflow.runtime.sample_queue.protocol import ResumePoint
-from distflow.runtime.step_metrics import SampleRows
 from distflow.runtime.worker_inputs import WorkerInputs
 from distflow.training.engine import LossFn, TrainEngine
 
@@ -84,7 +90,7 @@ class Auditor:
     def loop_begins(self) -> None:
         run = self._run
         if self._schedule.frequency > 0 and run.inputs.ports.everyone.rank == 0:
-            self._at_start = self._check((audit_data,), run.spec, "the data")
+            self._at_start = self._check(AT_START, run.spec, "the data")
         if self._schedule.frequency > 0 and run.inputs.resumed is not None:
             self._check((replace(audit_resume, run=self._memory.compare_at_start),), None, "the resume")
 
@@ -161,7 +167,8 @@ class Auditor:
                 self._recorded.metrics = metrics
                 with global_generators.lent(global_generators.states()):  # user functions may draw
                     self._found |= self._check(AFTER, self._recorded)
-                self._report(taken.step)
+                self._found, self._at_start = self._at_start | self._found, {}
+                self._report(f"step {taken.step + 1}", self._ranks.gather(self._found))
             elif self._schedule.frequency > 0:
                 self._look(taken, metrics)
         if "actor/kl_coef" in metrics:
@@ -173,19 +180,16 @@ class Auditor:
             }
         self._taken = self._recorded = None
 
-    def part_validated(self, rows: SampleRows) -> SampleRows:
+    def part_validated(self, rows: Facts) -> Facts:
         records = self.groups.take_validated()
         return sample_facts(self._run.spec, records, rows) if self._schedule.frequency > 0 else []
 
-    def validated(self, step: int, rows: SampleRows, metrics: Mapping[str, float]) -> None:
+    def validated(self, step: int, rows: Facts, metrics: Mapping[str, float]) -> None:
         if self._schedule.frequency > 0:
             version = max(self._first_step, step - step % self._run.spec.options.update_frequency)
             what = f"the validation after step {step}"
-            found = self._check((audit_validation,), Validated(self._run.spec, version, rows, metrics), what)
-            unproven = {name: why for name, why in found.items() if why}
-            proven = [name for name in found if name not in unproven]
-            message = f"audit of {what}: {'passed' if proven else 'not checked'}"
-            self._run.inputs.recorder.audited(message, proven, unproven, of="validation")
+            found = self._check(OF_VALIDATION, Validated(self._run.spec, version, rows, metrics), what)
+            self._report(what, [found], of="validation")
 
     def _begin(self) -> None:
         if (taken := self._taken) is None:
@@ -224,17 +228,15 @@ class Auditor:
             self._run.turns.finish()
         return found
 
-    def _report(self, step: int) -> None:
-        """Report the checks over all ranks, on the first of them."""
+    def _report(self, what: str, every: Sequence[dict[str, str | None]], of: str = "step") -> None:
+        """Report the checks over all ranks, on the first of them. every: results by rank."""
         passed, not_checked = list[str](), dict[str, str]()
-        self._found, self._at_start = self._at_start | self._found, {}
-        every = self._ranks.gather(self._found)
-        for name in self._found:
+        for name in every[0]:
             found = [each.get(name, NOT_APPLICABLE) for each in every]
             if why_not := next((why_not for why_not in found if why_not), None):
                 not_checked[name] = why_not
             elif None in found:
                 passed.append(name)
         left = f"; not checked: {', '.join(not_checked)}" if not_checked else ""
-        message = f"audit of step {step + 1}: {len(passed)} checks passed: {', '.join(passed)}{left}"
-        self._run.inputs.recorder.audited(message, proven=passed, unproven=not_checked)
+        message = f"audit of {what}: {len(passed)} checks passed: {', '.join(passed)}{left}"
+        self._run.inputs.recorder.audited(message, passed, not_checked, of)

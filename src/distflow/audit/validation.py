@@ -10,9 +10,9 @@ from distflow.audit.recorded_data import Wrong, check
 from distflow.audit.recorder import GroupRecord
 from distflow.rewards.score import Score
 from distflow.runtime.spec import Spec
-from distflow.runtime.step_metrics import SampleRows
 
 LIMIT = 1e-6
+Facts = list[dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -21,14 +21,14 @@ class Validated:
 
     spec: Spec
     version: int
-    rows: list[dict[str, Any]]
+    rows: Facts
     metrics: Mapping[str, float]
 
 
-def sample_facts(spec: Spec, records: Sequence[GroupRecord], rows: SampleRows) -> SampleRows:
+def sample_facts(spec: Spec, records: Sequence[GroupRecord], rows: Facts) -> Facts:
     """What is known of each sample that was asked for. rows: of the samples file."""
     shown = {(row["set"], row["kind"], row["uid"]): row for row in rows}
-    sets, found = {chosen.name: chosen.rows for chosen in spec.validation}, SampleRows()
+    sets, found = {chosen.name: chosen.rows for chosen in spec.validation}, Facts()
     for record in records:
         group, (_, name, kind) = record.prompt_group, record.prompt_group.stream.split("/")
         asked = sets[name][group.row]
@@ -85,13 +85,13 @@ def audit_validation(seen: Validated) -> str | None:
             raise Wrong(f"{who} has {'the accuracy' if row['is_own'] else 'the prompt or ground truth'} of another")
     expected = _metrics(seen.rows)
     for name in sorted(expected.keys() | seen.metrics.keys()):
-        reported, own = seen.metrics.get(name, math.nan), expected.get(name, math.nan)
-        if not abs(reported - own) <= LIMIT:
-            raise Wrong(f"{name} is reported as {reported:g}, and by the recorded scores of its samples it is {own:g}")
+        reported, counted = seen.metrics.get(name, math.nan), expected.get(name, math.nan)
+        if not abs(reported - counted) <= LIMIT:
+            raise Wrong(f"{name} is reported as {reported:g}, but {counted:g} by the recorded scores of its samples")
     return None
 
 
-def _metrics(rows: list[dict[str, Any]]) -> dict[str, float]:
+def _metrics(rows: Facts) -> dict[str, float]:
     """Accuracies by domain, each counted anew from the samples."""
     domains, kinds = {row["domain"] for row in rows}, {row["kind"] for row in rows}
     found = {"val/errors": float(sum(row["right"] is None for row in rows))}

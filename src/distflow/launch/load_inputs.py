@@ -86,13 +86,12 @@ class Data:
         wanted = {(row.prompt_text, row.response_ids) for row in held_out}
         every = ((row.prompt_text, row.response_ids, row.origin) for row in self.train if wanted)
         trained = {(text, ids): origin for text, ids, origin in every if (text, ids) in wanted}
-        both = [row for row in held_out if (row.prompt_text, row.response_ids) in trained]
+        both = [(row.origin, twin) for row in held_out if (twin := trained.get((row.prompt_text, row.response_ids)))]
         if not both:
             return ""
-        twin = trained[both[0].prompt_text, both[0].response_ids]
         return (
-            f"{len(both):,} of {len(held_out):,} validation prompts are trained on, the first in {both[0].origin} and "
-            f"{twin}: accuracy on them says nothing of new ones (data.allow_overlap=true if that is meant)"
+            f"{len(both):,} of {len(held_out):,} validation prompts are trained on, the first in {both[0][0]} and "
+            f"{both[0][1]}: accuracy on them says nothing of new ones (data.allow_overlap=true if that is meant)"
         )
 
 
