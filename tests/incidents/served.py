@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from distflow.rollout.embedded.kv_cache import PromptCache
 from torch import Tensor, nn
 from transformers import DynamicCache
 
 from distflow.audit.auditor import Auditor
 from distflow.rollout.embedded.engine import EmbeddedEngine
+from distflow.rollout.embedded.kv_slots import PromptCache
 from distflow.rollout.hf import HFEngine
 
 BEGIN = 6

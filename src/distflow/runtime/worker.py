@@ -64,6 +64,8 @@ class Worker:
 
         Returns the steps consumed in all.
         """
+        with self._recorder.phases("audit"):
+            self._parts.auditor.loop_begins()
         while not self._stop.wanted:
             step = self.take()
             rewards = self.reward_metrics(step)
@@ -243,7 +245,8 @@ class Worker:
         everyone = self._ports.everyone
         with self._recorder.phases("save"):
             state = merge_node_states(everyone.gather(copy_of_state(self._parts.inputs.state)))
-            parts = saved_parts(self._spec, self.resources, self._ports.queue.resume_point, state, everyone.rank)
+            point, seen = self._ports.queue.resume_point, self._parts.auditor.state_saved
+            parts = saved_parts(self._spec, self.resources, point, state, everyone.rank, seen)
             others = [part_of_rank(rank) for rank in range(1, everyone.size)]
             self._parts.saver.save(step, parts, others, metric, wait=last)
 
