@@ -10,9 +10,16 @@ from distflow.audit.loss import audit_correction, audit_loss
 from distflow.audit.metrics import audit_metrics
 from distflow.audit.recorded_data import Check
 from distflow.audit.resume import audit_resume
-from distflow.audit.rewards import audit_dropped, audit_kl_control, audit_reward_functions, audit_rewards
+from distflow.audit.rewards import (
+    audit_dropped,
+    audit_kl_control,
+    audit_reward_functions,
+    audit_rewards,
+    remember_coefficients,
+    remember_rewards,
+)
 from distflow.audit.sampled_tokens import audit_sampled_tokens
-from distflow.audit.samples import audit_groups, audit_masks, audit_responses
+from distflow.audit.samples import audit_groups, audit_masks, audit_responses, remember_domains
 from distflow.audit.updates import (
     audit_backward,
     audit_each_sample_once,
@@ -23,6 +30,12 @@ from distflow.audit.updates import (
 )
 from distflow.audit.validation import audit_validation
 from distflow.audit.weight_versions import audit_versions, audit_weights
+
+REMEMBERED_BEFORE = (remember_rewards, remember_domains)
+"""Keep what the checks of this and of later steps need, in every step, before its checks."""
+
+REMEMBERED_AFTER = (remember_coefficients,)
+"""The same after its checks, which need what was kept of the step before."""
 
 AT_START: tuple[Check, ...] = (audit_data,)
 """Run on the spec, before anything is generated."""

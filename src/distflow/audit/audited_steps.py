@@ -1,10 +1,15 @@
 """Decides which steps are audited: ahead of time, so that weights of older versions are kept, and within a budget."""
 
 import hashlib
+import math
+import random
 import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+
+from distflow.audit.recorded_data import RecordedStep
+from distflow.audit.updates import plan_of
 
 SHARE_OF_AUDITS, SHARE_OF_LOOKS = 0.005, 0.015
 """The shares of the run's time that audits, and the looks at all other steps, may take."""
@@ -115,3 +120,10 @@ class AuditSchedule:
         window = step // self.frequency
         place = int.from_bytes(hashlib.blake2b(f"audit {window}".encode(), digest_size=4).digest(), "little")
         return step % self.frequency == place % self.frequency
+
+
+def drawn_update(recorded: RecordedStep, role: str) -> int:
+    """Which of the step's optimizer steps of this model a look watches, counted from 0; the same on all ranks."""
+    passes, num_prompts = plan_of(recorded.config, role)
+    wanted = passes * math.ceil(len(recorded.group_ids) / num_prompts)
+    return random.Random(f"{role} {recorded.step}").randrange(max(wanted, 1))

@@ -6,16 +6,23 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from distflow.audit.all_checks import AFTER, AT_START, BEFORE, LOOK_AFTER, LOOK_BEFORE, OF_EVERY_STEP, OF_VALIDATION
-from distflow.audit.audited_steps import SHARE_OF_AUDITS, AuditSchedule
+from distflow.audit.all_checks import (
+    AFTER,
+    AT_START,
+    BEFORE,
+    LOOK_AFTER,
+    LOOK_BEFORE,
+    OF_EVERY_STEP,
+    OF_VALIDATION,
+    REMEMBERED_AFTER,
+    REMEMBERED_BEFORE,
+)
+from distflow.audit.audited_steps import SHARE_OF_AUDITS, AuditSchedule, drawn_update
 from distflow.audit.log_probs import score_before
 from distflow.audit.model_forward import KeptWeights, Turns, model_of
 from distflow.audit.recorded_data import NOT_APPLICABLE, AuditedRun, Check, RecordedStep, Wrong
 from distflow.audit.recorder import GroupRecords, OpenEngine, UpdateRecord, UpdateWatch
 from distflow.audit.resume import Memory, audit_resume
-from distflow.audit.rewards import remember_coefficients, remember_rewards
-from distflow.audit.samples import remember_domains
-from distflow.audit.updates import drawn_update
 from distflow.audit.validation import Facts, Validated, sample_facts
 from distflow.data import global_generators
 from distflow.data.batch import Batch
@@ -168,9 +175,8 @@ class Auditor:
         with self._schedule.timed(taken.step, audits), global_generators.lent(global_generators.states()):
             if audits and self._recorded is None:
                 self._begin()
-            if self._schedule.frequency > 0:
-                remember_rewards(replace(taken))
-                remember_domains(taken)
+            for remember in REMEMBERED_BEFORE if self._schedule.frequency > 0 else ():
+                remember(replace(taken))
             if self._recorded is not None:
                 self._recorded.metrics, self._recorded.dropped = metrics, self.groups.dropped
                 self.groups.dropped = None
@@ -181,7 +187,8 @@ class Auditor:
                 self._look_after(taken, metrics)
         self._tell(taken.step)
         taken.metrics = metrics
-        remember_coefficients(taken, self._ranks)
+        for remember in REMEMBERED_AFTER:
+            remember(taken)
         self._taken = self._recorded = self._look = None
 
     def part_validated(self, rows: Facts) -> Facts:

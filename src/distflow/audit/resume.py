@@ -67,7 +67,7 @@ class Memory:
         """Raises Wrong if anything is not what the saved run had."""
         spec, checkpoint, self._saved = self._inputs.spec, self._inputs.resumed, {}
         assert checkpoint is not None, "called in a resumed run"
-        parts = [part for part in checkpoint.parts if part.startswith("rank_")]
+        parts = [part for part in checkpoint.files if part.startswith("rank_")]
         with checkpoint.reading():
             for part in sorted(parts, key=lambda part: part == f"rank_{self._rank}"):  # its own shards last
                 for kind, hashes in checkpoint.load(part).get("audit", {}).items():

@@ -19,7 +19,6 @@ from distflow.config.keys.reward import on_error_of
 from distflow.config.per_domain import response_limit, reward_functions
 from distflow.rewards.functions import FAILS
 from distflow.rewards.score import RewardResult, Score
-from distflow.training.engine import Collective
 
 LIMIT = 1e-4
 MOST, FEW = 16, 4
@@ -306,7 +305,7 @@ def _check_coefficient(
     return None
 
 
-def remember_coefficients(recorded: RecordedStep, ranks: Collective) -> None:
+def remember_coefficients(recorded: RecordedStep) -> None:
     """What the adaptive controllers of the next step start from. Called on all ranks together."""
     kept = recorded.run.state.setdefault("kl_control", {})
     for domain, algorithm in algorithms(recorded.config):
@@ -319,7 +318,7 @@ def remember_coefficients(recorded: RecordedStep, ranks: Collective) -> None:
             "step": recorded.step,
             "coefficient": recorded.metrics[f"actor/kl_coef{suffix}"],
             "kl": recorded.metrics[f"actor/reward_kl_penalty{suffix}"],
-            "samples": int(ranks.sum(float(count))),
+            "samples": int(recorded.run.inputs.ports.collective.sum(float(count))),
         }
 
 

@@ -3,7 +3,6 @@ the same weight gradients as padded ones; a mini-batch's gradient starts from ze
 gradients, clipped; the learning rate follows the schedule, and the optimizer moves the weights by its formula."""
 
 import math
-import random
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
@@ -117,13 +116,6 @@ def plan_of(config: Config, role: str) -> tuple[int, int]:
     if role == "critic":
         return critic.ppo_epochs, critic.ppo_mini_batch_size or actor.ppo_mini_batch_size
     return (actor.ppo_epochs if is_rl(config) else 1), actor.ppo_mini_batch_size
-
-
-def drawn_update(recorded: RecordedStep, role: str) -> int:
-    """Which of the step's optimizer steps of this model a look watches, counted from 0; the same on all ranks."""
-    passes, num_prompts = plan_of(recorded.config, role)
-    wanted = passes * math.ceil(len(recorded.group_ids) / num_prompts)
-    return random.Random(f"{role} {recorded.step}").randrange(max(wanted, 1))
 
 
 def _same_columns(recorded: RecordedStep, updates: list[UpdateRecord]) -> None:
