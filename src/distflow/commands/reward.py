@@ -50,6 +50,7 @@ def add_reward_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_reward(arguments: argparse.Namespace) -> int:
     """Print what the reward function scored wrongly; 1 where there is any. Runs its code."""
+    from distflow.rewards.adversary import NUM_ROWS, PROBE, find_cheap, probe_target
     from distflow.rewards.functions import with_options
     from distflow.rewards.pool.domain_pools import alone, is_large
     from distflow.rewards.pool.pool import PoolSettings, RewardPool
@@ -60,7 +61,8 @@ def run_reward(arguments: argparse.Namespace) -> int:
     if is_large(arguments.reward):
         settings = alone("it", target, arguments.timeout)
     else:
-        settings = PoolSettings({"it": target}, arguments.workers, arguments.timeout)
+        functions = {"it": target, PROBE: probe_target(target, network=True)}
+        settings = PoolSettings(functions, arguments.workers, arguments.timeout)
     pool = RewardPool(settings)
     try:
         if arguments.label_key is not None:
@@ -68,6 +70,8 @@ def run_reward(arguments: argparse.Namespace) -> int:
             lines, fault = _agreement_lines(agreement), bool(agreement.failed)
         else:
             result = asyncio.run(check_reward(pool, "it", rows, arguments.workers))
+            if not is_large(arguments.reward):
+                result.cheap = asyncio.run(find_cheap(pool, rows[:NUM_ROWS]))
             lines, fault = _lines(result, arguments.show), result.num_faults > 0
     finally:
         pool.close()
@@ -172,6 +176,8 @@ def _lines(result: "CheckResult", shown: int) -> Iterator[str]:
         counts = f"{len(kind.wrong)} {what}, {len(kind.errors)} errors, {len(kind.timeouts)} hangs"
         yield f"  {name:<{width}}  {kind.asked:>6} asked  {counts}"
         yield from _examples([*kind.wrong, *kind.errors, *kind.timeouts], shown)
+    yield "  points for responses that do no work:" if result.cheap else "  no points for responses that do no work"
+    yield from (f"      {line}" for line in result.cheap)
     seconds = sorted(result.seconds)
     yield (
         f"  a call takes {1e3 * statistics.median(seconds):.2f} ms, 99 of 100 below "

@@ -26,7 +26,8 @@ def build_worker(inputs: WorkerInputs) -> Worker:
     spec, rank, ports, recorder = inputs.spec, inputs.rank, inputs.ports, inputs.recorder
     plan, pipeline, warn = spec.plan.ranks[rank], spec.pipeline(), partial(recorder.note, "warning")
     generating = [each.rank for each in spec.plan.ranks if each.rollout_nodes]
-    services = Session.of(spec, inputs.resources, writes_stacks=True, warn=warn if rank in generating[:1] else None)
+    note = recorder.note if rank in generating[:1] else None
+    services = Session.of(spec, inputs.resources, writes_stacks=True, note=note)
     resources = services.resources
     offload = Offload(resources.trained(), spec.options.offloads)
     named = {**resources.by_name(), "reduce": ports.data, "dp_group": ports.collective}
