@@ -29,7 +29,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from distflow.observe.reading.run_reader import MetricsRecord, read_metrics
-from distflow.observe.report.step import read_activity
+from distflow.observe.report.timelines import read_activity
 from distflow.scheduling.ledger import timeline
 
 VERIFIER = """

@@ -18,8 +18,8 @@ from distflow import builtin_names
 from distflow.config.compose.load import differing, load_config
 from distflow.config.compose.origins import PRESETS, preset_names
 from distflow.config.compose.values import type_name
-from distflow.config.keys.data import domain_keys
-from distflow.config.keys.declare import KeyInfo
+from distflow.config.keys.data import DomainConfig
+from distflow.config.keys.declare import KeyInfo, collect
 from distflow.config.keys.schema import schema_keys
 from distflow.config.migration.tables import ANY, NOT_GIVEN, SYSTEMS, Name, all_tables, as_override, find_names
 from distflow.config.serialize import RESUMABLE, show_value
@@ -50,7 +50,7 @@ def render_reference() -> str:
     for info in schema_keys().values():
         groups.setdefault(info.name.rpartition(".")[0], []).append(info)
     tables = {name: _keys(name, keys) for name, keys in groups.items()}
-    tables["data"] += "\n\n" + _keys("data.domains.NAME", domain_keys().values())
+    tables["data"] += "\n\n" + _keys("data.domains.NAME", collect(DomainConfig()).values())
     names = [f"### {title}\n\n{_entries(entries)}" for title, entries in _BUILTIN_NAMES.items()]
     resumable = ", ".join(f"`{name}`" for name in sorted(RESUMABLE))
     parts = {

@@ -4,8 +4,7 @@ from fractions import Fraction
 from pathlib import Path
 
 from distflow.scheduling.groups import CountsError, GroupCounts
-from distflow.scheduling.ledger import LedgerCounts, timeline
-from distflow.scheduling.snapshot import Record
+from distflow.scheduling.ledger import LedgerCounts, Record, timeline
 
 
 def verify(path: Path) -> GroupCounts:

@@ -105,7 +105,7 @@ ESTIMATORS: dict[str, Estimator] = {
     ),
     "grpo": Estimator(
         "score less the group's mean, over its standard deviation",
-        "distflow.algorithms.advantages.grpo:compute_grpo_advantage",
+        "distflow.algorithms.advantages.grpo_family:compute_grpo_advantage",
         needs_group=True,
     ),
     "rloo": Estimator(
@@ -139,27 +139,27 @@ ESTIMATORS: dict[str, Estimator] = {
     ),
     "cpgd": Estimator(
         "as grpo, under its name there",
-        "distflow.algorithms.advantages.grpo:compute_cpgd_advantage",
+        "distflow.algorithms.advantages.grpo_family:compute_cpgd_advantage",
         needs_group=True,
     ),
     "gspo": Estimator(
         "as grpo, under its name there",
-        "distflow.algorithms.advantages.grpo:compute_gspo_advantage",
+        "distflow.algorithms.advantages.grpo_family:compute_gspo_advantage",
         needs_group=True,
     ),
     "gpg": Estimator(
         "score less the group's mean, scaled up for the groups that teach nothing",
-        "distflow.algorithms.advantages.grpo:compute_gpg_advantage",
+        "distflow.algorithms.advantages.grpo_family:compute_gpg_advantage",
         needs_group=True,
     ),
     "grpo_passk": Estimator(
         "only the group's best sample, by its lead over the second best",
-        "distflow.algorithms.advantages.grpo:compute_grpo_passk_advantage",
+        "distflow.algorithms.advantages.grpo_family:compute_grpo_passk_advantage",
         needs_group=True,
     ),
     "gdpo": Estimator(
         "each reward function's score as in grpo, then their weighted sum, whitened over the global batch",
-        "distflow.algorithms.advantages.grpo:compute_gdpo_advantage",
+        "distflow.algorithms.advantages.grpo_family:compute_gdpo_advantage",
         needs_group=True,
         reads_parts=True,
         whitens=True,

@@ -25,7 +25,7 @@ from distflow.algorithms.rollout_correction import (
     compute_rollout_weights,
     mismatch_statistics,
 )
-from distflow.algorithms.sample_filters import length_weights, with_mean_one
+from distflow.algorithms.sample_filters_and_weights import length_weights, with_mean_one
 from distflow.builtin_names import POLICY_LOSSES
 from distflow.cluster.process_groups import TorchCollective
 from distflow.data.batch import Batch

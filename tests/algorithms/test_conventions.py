@@ -18,7 +18,7 @@ from distflow.algorithms import (
 )
 from distflow.algorithms.kl import KLController, kl_estimate
 from distflow.algorithms.rollout_correction import Correction, compute_rollout_weights
-from distflow.algorithms.sample_filters import drop_reason
+from distflow.algorithms.sample_filters_and_weights import drop_reason
 from distflow.rewards.router import Overlong
 
 

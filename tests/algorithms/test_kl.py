@@ -12,7 +12,6 @@ from distflow.algorithms.kl import (
     check_token_kl_type,
     full_kl,
     kl_estimate,
-    make_kl_controller,
 )
 
 
@@ -164,26 +163,11 @@ class TestAdaptiveByHand:
         controller.update(math.inf, 5)
         assert controller.value == 0.1
 
-    def test_it_goes_on_from_its_state(self) -> None:
-        one = KLController(0.1, 1.0, 100)
-        one.update(1.1, 7)
-        other = KLController(0.1, 1.0, 100)
-        other.load(one.state())
-        for controller in (one, other):
-            controller.update(0.95, 7)
-        assert one == other
 
-
-def test_controllers_are_made_from_the_config_keys() -> None:
-    fixed = make_kl_controller("fixed", 0.02)
+def test_a_controller_without_a_target_is_constant_and_one_with_a_target_needs_a_horizon() -> None:
+    fixed = KLController(0.02)
     fixed.update(99.0, 1)
     assert fixed == KLController(0.02)
-    assert make_kl_controller("adaptive", 0.1, 6.0, 1000) == KLController(0.1, 6.0, 1000)
-    for arguments, message in (
-        (("fix", 0.1), "fixed or adaptive"),
-        (("adaptive", 0.1), "target_kl"),
-        (("adaptive", 0.1, 0.0, 5), "target_kl"),
-        (("adaptive", 0.1, 1.0, 0), "horizon"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            make_kl_controller(*arguments)
+    for target_kl, horizon in ((0.0, 5), (1.0, 0)):
+        with pytest.raises(ValueError, match="target_kl > 0 and horizon > 0"):
+            KLController(0.1, target_kl, horizon)

@@ -2,6 +2,7 @@
 
 import json
 import statistics
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ def test_moments_are_those_of_all_values_so_far(offset: float) -> None:
         values = torch.tensor([[value + offset for value in step] + [torch.nan]], dtype=torch.float64)
         mask = torch.tensor([[1.0] * len(step) + [0.0]])
         seen += [value + offset for value in step]
-        moments = Moments.load(json.loads(json.dumps(moments.state()))).with_values(values, mask)
+        moments = Moments(**json.loads(json.dumps(asdict(moments)))).with_values(values, mask)
         assert moments.count == len(seen)
         assert moments.mean == pytest.approx(statistics.fmean(seen), rel=1e-12)
         if len(seen) > 1:

@@ -22,7 +22,7 @@ from distflow.algorithms import (
 from distflow.algorithms.kl import apply_kl_penalty
 from distflow.algorithms.normalization import Normalization
 from distflow.algorithms.objective import compute_value_loss
-from distflow.algorithms.sample_filters import ALL_EQUAL, drop_reason
+from distflow.algorithms.sample_filters_and_weights import ALL_EQUAL, drop_reason
 from distflow.builtin_names import ESTIMATORS, POLICY_LOSSES, VALUE_LOSSES
 from tests.algorithms.conftest import Case, make_case
 from tests.algorithms.toy_policy import COLUMNS, gradient, toy_batch

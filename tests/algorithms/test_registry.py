@@ -11,7 +11,6 @@ import torch
 from distflow import builtin_names
 from distflow.algorithms import (
     ADV_ESTIMATORS,
-    LOSS_AGG_MODES,
     POLICY_LOSSES,
     AdvantageEstimator,
     PolicyObjective,
@@ -57,10 +56,6 @@ def test_built_ins_are_imported_when_they_are_asked_for_and_replace_no_estimator
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines() == ["[]", "['gae', 'group_baseline', 'reinforce']", "mine 1"]
-
-
-def test_aggregations_are_those_of_the_table() -> None:
-    assert tuple(builtin_names.LOSS_AGG_MODES) == LOSS_AGG_MODES
 
 
 def test_who_whitens_or_counts_over_the_batch_is_global() -> None:

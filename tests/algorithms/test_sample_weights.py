@@ -3,7 +3,13 @@
 import pytest
 import torch
 
-from distflow.algorithms.sample_filters import difficulty_weights, is_within, length_weights, share_right, with_mean_one
+from distflow.algorithms.sample_filters_and_weights import (
+    difficulty_weights,
+    is_within,
+    length_weights,
+    share_right,
+    with_mean_one,
+)
 
 GROUPS = torch.tensor([0, 0, 0, 1, 1, 2])
 VALID = torch.tensor([True, True, False, True, True, False])

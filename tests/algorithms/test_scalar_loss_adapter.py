@@ -16,7 +16,7 @@ from distflow.algorithms import (
     masked_mean,
     register_policy_loss,
 )
-from distflow.algorithms.registry import read_policy_loss
+from distflow.algorithms.registry import read_policy_loss, takes_weights
 from tests.algorithms.toy_policy import gradient, random_split, scale_of, toy_batch
 
 ROWS = 13
@@ -100,6 +100,15 @@ def test_a_scalar_made_in_another_way_counts_by_its_tokens_with_one_warning() ->
         actual, _ = gradient(seed, random_split(batch, 2), counts)
     assert len(caught) == 1
     torch.testing.assert_close(actual, wanted, rtol=1e-10, atol=1e-12)
+
+
+def test_weights_reach_a_loss_that_takes_them_by_name_or_with_all_else() -> None:
+    register_policy_loss("test_without")(lambda old_log_prob, log_prob, advantages, response_mask: None)
+    try:
+        names = ("test_seed_vanilla", "test_seed_mean", "test_without", "vanilla", "test_unknown")
+        assert [takes_weights(name) for name in names] == [True, True, False, True, False]
+    finally:
+        del POLICY_LOSSES["test_without"]
 
 
 def test_its_config_is_read_only_and_names_what_is_missing() -> None:

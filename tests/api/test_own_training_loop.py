@@ -14,7 +14,7 @@ import torch
 import yaml
 
 import distflow
-from distflow.algorithms.advantages.grpo import compute_grpo_advantage
+from distflow.algorithms.advantages.grpo_family import compute_grpo_advantage
 from distflow.algorithms.objective import PolicyObjective
 from distflow.data.batch import Batch
 from distflow.errors import UserError

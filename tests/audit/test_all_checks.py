@@ -1,14 +1,16 @@
 """The auditor in healthy runs and with user functions: silence, or one message with the finding."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from distflow.audit import log_probs, rewards
+from distflow.audit import advantages, log_probs, rewards
 from distflow.audit.all_checks import CHECKS, markdown_table
 from distflow.audit.recorded_data import Check
+from distflow.builtin_names import ESTIMATORS
 from distflow.errors import TrustError
 from distflow.observe.reading.run_reader import Event, read_events
 from distflow.pipelines.nodes import updates
@@ -65,6 +67,47 @@ HEALTHY = {
         f"{ALGORITHM}.rollout_correction.rollout_rs=[token_k1]",
         f"{ALGORITHM}.rollout_correction.rollout_rs_threshold=[[0.9999999,1.0000001]]",
     ),
+    "weights with the mean 1": (
+        "grpo",
+        *(
+            f"{ALGORITHM}.rollout_correction.{key}"
+            for key in ("rollout_is=sequence", "rollout_is_batch_normalize=true")
+        ),
+        *TWO,
+    ),
+    "rewards by group and batch": (
+        "grpo",
+        *(f"{ALGORITHM}.reward_norm.{key}" for key in ("mean_level=group", "std_level=batch", "mean_leave1out=true")),
+        *(f"{ALGORITHM}.{key}" for key in ("reward_shift=-0.5", "reward_scale=3", "reward_clip=0.8")),
+        *(f"{ALGORITHM}.adv_norm.{key}" for key in ("mean_level=batch", "std_level=group", "group_size=2")),
+        *(f"{ALGORITHM}.{key}" for key in ("advantage_clip=1.1", "adv_estimator=reinforce")),
+    ),
+    "rewards by all so far": (
+        "grpo",
+        *(f"{ALGORITHM}.reward_norm.{key}" for key in ("mean_level=running", "std_level=running")),
+        *(f"{ALGORITHM}.{key}" for key in ("use_kl_in_reward=true", "whiten_rewards=true", "adv_estimator=reinforce")),
+    ),
+    "whitened once": ("ppo", *(f"{ALGORITHM}.adv_norm.{key}" for key in ("mean_level=batch", "std_level=batch"))),
+    "weights of samples": (
+        "grpo",
+        *(f"{ALGORITHM}.{key}" for key in ("difficulty_weight=[0.5,2]", "length_weight=[1,0.3]")),
+        *(f"{ALGORITHM}.{key}" for key in ("difficulty_mask=[0.1,0.9]", "mask_long_errors=8", "mask_truncated=true")),
+        "actor_rollout_ref.rollout.stop=['1','a','e','o','u',' ']",
+    ),
+    "off-policy sequences": (
+        "grpo",
+        f"{ACTOR}.off_policy_mask_threshold=0.001",
+        f"{ACTOR}.optim.lr=3e-2",
+        f"{ACTOR}.optim.scheduler=constant",
+        *TWO,
+    ),
+    "rejected by areal": (
+        "grpo",
+        f"{ACTOR}.policy_loss=decoupled",
+        f"{ACTOR}.policy_loss_kwargs.rejection_sampling={{level: sequence, metric: kl_k3, upper: 0.01, agg: max}}",
+        f"{ACTOR}.optim.lr=3e-2",
+        *TWO,
+    ),
     "sgd": ("grpo", f"{ACTOR}.optim.optimizer=sgd", f"{ACTOR}.loss_agg_mode=seq-mean-token-sum-norm"),
 }
 NOT_PROVEN = {"lora": {"weights"}}
@@ -80,8 +123,8 @@ def audits(run: Run) -> list[Event]:
 
 
 KEYS = {
-    "grpo": ({"kl_control", "correction", "user_code"}, {"ref_log_prob"}),
-    "ppo": ({"correction", "user_code"}, {"ref_log_prob", "values", "old_log_probs"}),
+    "grpo": ({"kl_control", "correction", "user_code", "dropped"}, {"ref_log_prob"}),
+    "ppo": ({"correction", "user_code", "dropped"}, {"ref_log_prob", "values", "old_log_probs"}),
 }
 """Of each preset the checks that do not apply, and the columns that are compared with the models' own forward."""
 
@@ -123,10 +166,13 @@ def test_supervised_steps_pass_the_checks(playground: Playground) -> None:
 
 @slow
 def test_audits_at_start_and_once_in_so_many_steps(playground: Playground) -> None:
-    run = playground.run("grpo", "trust.audit_freq=4", "trainer.total_training_steps=14", "trainer.save_freq=13")
-    assert [event.message.split(":")[0] for event in audits(run)] == [f"audit of step {n}" for n in (1, 2, 7)]
-    playground.run("grpo", "trust.audit_freq=4", "trainer.total_training_steps=14", "trainer.save_freq=13")
-    assert len(audits(run)) == 3, "a finished run takes no step"
+    keys = ("trust.audit_freq=4", "trainer.total_training_steps=12", "trainer.save_freq=11")
+    run = playground.run("grpo", *keys)
+    assert [event.message.split(":")[0] for event in audits(run)] == [f"audit of step {n}" for n in (1, 2, 7, 11)]
+    (looks,) = (event for event in read_events(run.folder) if event.kind == "looks")
+    assert looks.fields["checks"]["loss"] == 12 - 4, "all steps that were not audited whole"
+    playground.run("grpo", *keys)
+    assert len(audits(run)) == 4, "a finished run takes no step"
 
 
 NONDETERMINISTIC = {
@@ -224,7 +270,48 @@ def test_user_functions_are_audited_for_general_properties(
     else:
         assert len(warnings) == 1 and message in warnings[0]
         assert "user_code" in dict(audits(run)[0].fields["unproven"])
-    assert ("loss" if "loss" in name else "advantages") in dict(audits(run)[0].fields["unproven"])
+    unproven = "loss" if "loss" in name else "advantages"
+    assert unproven in dict(audits(run)[0].fields["unproven"])
+    assert any("not audited: " in note and f"{unproven} (the" in note for note in run.notes("info"))
+
+
+FORMULAS = """
+from distflow import register_adv_est, register_policy_loss
+
+def again(samples, options):
+    rows = [[{gain} * float(s["token_level_rewards"].sum()) * m for m in s["response_mask"].tolist()] for s in samples]
+    return [(row, row) for row in rows]
+
+@register_adv_est("doubled", scope="sample", formula=again)
+def doubled(token_level_rewards, response_mask):
+    advantages = 2 * token_level_rewards.sum(-1, keepdim=True) * response_mask
+    return advantages, advantages
+
+@register_policy_loss("plain", formula=lambda tokens, options: {sign}tokens.advantages * tokens.now)
+def plain(log_probs, advantages, loss_mask):
+    return -log_probs * advantages, {{}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("gain", "sign", "found"), [(2, "-", None), pytest.param(3, "-", "advantages", marks=slow), (2, "+", "loss")]
+)
+def test_an_estimator_and_a_loss_of_the_user_with_formulas_are_proven(
+    playground: Playground, monkeypatch: pytest.MonkeyPatch, gain: int, sign: str, found: str | None
+) -> None:
+    (playground.folder / "with_formulas.py").write_text(FORMULAS.format(gain=gain, sign=sign))
+    monkeypatch.syspath_prepend(str(playground.folder))
+    chosen = (f"{ALGORITHM}.adv_estimator=doubled", f"{ACTOR}.policy_loss=plain", f"{ACTOR}.use_kl_loss=false")
+    with (
+        forgotten("with_formulas"),
+        pytest.raises(TrustError, match=rf"\({found}\)") if found else nullcontext(),
+    ):
+        run = playground.run("grpo", *chosen, "trainer.imports=[with_formulas]", "trainer.total_training_steps=1")
+        assert {"advantages", "loss"} <= set(audits(run)[0].fields["proven"])
+
+
+def test_every_built_in_estimator_has_a_formula() -> None:
+    assert advantages.FORMULAS.keys() == ESTIMATORS.keys()
 
 
 # A pipeline that asks nobody for old log-probs: the ratio to them is 1.

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from distflow.algorithms.mismatch import Tolerance
+from distflow.algorithms.mismatch_check import Tolerance
 from distflow.checks.canary import Canary
 from distflow.data.batch import Batch
 from distflow.errors import TrustError

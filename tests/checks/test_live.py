@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from distflow.algorithms.mismatch import Tolerance
+from distflow.algorithms.mismatch_check import Tolerance
 from distflow.checks.live import LiveChecks, LossTerms, Movement
 from distflow.checks.nonfinite import NonFinite
 from distflow.data.batch import Batch

@@ -14,7 +14,7 @@ import torch
 from ray._private.internal_api import get_memory_info_reply, get_state_from_address
 from torch import Tensor
 
-from distflow.cluster.rollout_workers import RayWeights, RolloutWorkers, put_in_store
+from distflow.cluster.weights_to_workers import RayWeights, RolloutWorkers, put_in_store
 from distflow.rollout.engine import WeightReceipt
 from distflow.rollout.weights import copy_weights, stripe_hashes
 from distflow.runtime import fault_injection

@@ -21,7 +21,7 @@ import math
 from distflow import node
 from distflow.graph import Node
 from distflow.pipelines import nodes
-from distflow.pipelines.grpo import group_relative
+from distflow.pipelines.grpo import policy_gradient
 from distflow import Pipeline
 
 
@@ -37,7 +37,7 @@ def spoils(advantages, ref_log_prob, response_mask, group_index, ctx):
 
 def spoiled(config):
     pipeline = Pipeline("spoiled")
-    graph = group_relative(pipeline, config)
+    graph = policy_gradient(pipeline, config)
     graph.add_node(Node("spoils", spoils, deps=["calculate_advantages"]))
     return graph
 """

@@ -11,7 +11,7 @@ import pytest
 import ray
 from ray.exceptions import RayActorError
 
-from distflow.cluster.rollout_workers import Stalled
+from distflow.cluster.weights_to_workers import Stalled
 from distflow.errors import TrustError, UserError
 from distflow.rollout.weights import stripe_hashes
 from distflow.runtime import fault_injection

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import ray
 
-from distflow.cluster.rollout_workers import put_in_store
+from distflow.cluster.weights_to_workers import put_in_store
 from distflow.errors import TrustError
 from distflow.rollout.weights import stripe_hashes
 from distflow.runtime.weight_sync import sender

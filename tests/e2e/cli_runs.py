@@ -164,7 +164,7 @@ class Left:
 
     def values(self) -> dict[str, object]:
         """What else there is of each role and rank: counts of steps, random states."""
-        parts = [part for part in self.checkpoint.parts if part.endswith("_meta") or part.startswith("rank_")]
+        parts = [part for part in self.checkpoint.files if part.endswith("_meta") or part.startswith("rank_")]
         return {part: self.checkpoint.load(part) for part in parts}
 
     def metrics(self) -> dict[tuple[int, str], dict[str, float]]:

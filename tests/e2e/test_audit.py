@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import count
 from typing import Any
 
 import pytest
@@ -9,9 +10,11 @@ import torch
 
 from distflow.algorithms import objective as objectives
 from distflow.algorithms.losses import clipped_ratio
+from distflow.audit.auditor import Auditor
 from distflow.data.batch import Batch
 from distflow.errors import TrustError
 from distflow.launch import engine_factories
+from distflow.pipelines.nodes import rollout
 from distflow.rewards import router
 from distflow.rewards.pool.pool import RewardPool
 from distflow.rewards.score import Error, Score
@@ -32,6 +35,7 @@ KL = ("grpo", "actor_rollout_ref.actor.use_kl_loss=true", "actor_rollout_ref.act
 ENTROPY = ("grpo", "actor_rollout_ref.actor.entropy_coef=0.01")
 SMALL_MICROS = ("grpo", "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=40")
 SCORED = ("grpo", "algorithm.recompute_old_log_probs=true")
+REINFORCE = "algorithm.adv_estimator=reinforce"
 FAST = ("actor_rollout_ref.actor.optim.lr=1e-2", "actor_rollout_ref.actor.optim.scheduler=constant")
 
 
@@ -323,6 +327,35 @@ def twice_backward(patch: Patch) -> None:
     patch.setattr(torch_engine, "sum_gradients", planted)
 
 
+def rounded(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.bfloat16().to(tensor)
+
+
+def rounded_gradients(patch: Patch) -> None:
+    from distflow.training import torch_engine
+
+    original = torch_engine.sum_gradients
+
+    def planted(parameters: Any, group: Any) -> None:
+        trained = list(parameters)
+        original(trained, group)
+        for parameter in trained:
+            parameter.grad.copy_(rounded(parameter.grad))
+
+    patch.setattr(torch_engine, "sum_gradients", planted)
+
+
+def rounded_moments(patch: Patch) -> None:
+    original = TorchTrainEngine._step
+
+    def planted(self: Any, lrs: Any) -> None:
+        original(self, lrs)
+        for state in self.optimizer.state.values():
+            state["exp_avg"].copy_(rounded(state["exp_avg"]))
+
+    patch.setattr(TorchTrainEngine, "_step", planted)
+
+
 def unclipped(patch: Patch) -> None:
     from distflow.training import torch_engine as gradients
 
@@ -340,6 +373,11 @@ def greedy_rollout(patch: Patch) -> None:
         )
 
     patch.setattr(host_steps, "sample", planted)
+
+
+def drops_two_of_three(original: Any) -> Any:
+    numbers = count()
+    return lambda acc, valid: "all_equal" if next(numbers) % 3 else original(acc, valid)
 
 
 def other_rows(patch: Patch) -> None:
@@ -415,8 +453,61 @@ FAULTS = {
     "moments lost": Fault(moments_lost, "optimizer", TWO),
     "gradients doubled": Fault(twice_backward, "gradients"),
     "gradients not clipped": Fault(unclipped, "gradients", ("grpo", "actor_rollout_ref.actor.max_grad_norm=0.001")),
+    "a loss scaled by 4 in 1,000": Fault(policy_term(lambda loss: loss * 1.004), "loss"),
+    "gradients in bfloat16": Fault(rounded_gradients, "gradients"),
+    "moments in bfloat16": Fault(rounded_moments, "optimizer"),
     "greedier than it says": Fault(greedy_rollout, "draws"),
     "one row for all groups": Fault(other_rows, "responses"),
+    "rewards normalised to another scale": Fault(
+        node("reward_norm", column("token_level_rewards", lambda r: r * 1.01)),
+        "rewards",
+        ("grpo", "algorithm.reward_norm.mean_level=batch", REINFORCE),
+    ),
+    "rewards not clipped": Fault(
+        node("reward_clip", column("token_level_rewards", lambda r: r * 2)),
+        "rewards",
+        ("grpo", "algorithm.reward_clip=0.1", REINFORCE),
+    ),
+    "advantages normalised twice": Fault(
+        node("advantage_norm", column("advantages", lambda a: a * 1.01)),
+        "advantages",
+        ("grpo", "algorithm.adv_norm.std_level=group"),
+    ),
+    "advantages not clipped": Fault(
+        node("advantage_clip", column("advantages", lambda a: a * 3)),
+        "advantages",
+        ("grpo", "algorithm.advantage_clip=0.5"),
+    ),
+    "weights of samples not applied": Fault(
+        node("sample_weights", column("advantages", lambda a: a.sign())),
+        "advantages",
+        ("grpo", "algorithm.length_weight=[1,0.1]"),
+    ),
+    "truncated samples in the loss": Fault(
+        node("sample_mask", lambda batch: batch.__setitem__("loss_mask", batch["response_mask"])),
+        "masks",
+        ("grpo", "algorithm.mask_truncated=true"),
+    ),
+    "rejected tokens in the loss": Fault(
+        node("mismatch_rejection", lambda batch: batch.__setitem__("loss_mask", batch["response_mask"])),
+        "masks",
+        (
+            "grpo",
+            "algorithm.rollout_correction.rollout_rs=[token_k1]",
+            "algorithm.rollout_correction.rollout_rs_threshold=[[0.99999,1.00001]]",
+            "actor_rollout_ref.model.dtype=bfloat16",
+        ),
+    ),
+    "off-policy sequences in the loss": Fault(
+        attribute(objectives, "off_policy_sequence_mask", lambda f: lambda *a: torch.ones_like(f(*a))),
+        "loss",
+        (*TWO, *FAST, "actor_rollout_ref.actor.off_policy_mask_threshold=1e-9"),
+    ),
+    "groups dropped whatever their accuracies": Fault(
+        attribute(rollout, "drop_reason", drops_two_of_three),
+        "dropped",
+        ("grpo", "algorithm.filter_groups.enable=true", "algorithm.filter_groups.max_num_gen_batches=20"),
+    ),
     "a score on the first token": Fault(
         node("actor_old_log_prob", column("token_level_scores", lambda s: s.roll(1, dims=1))), "rewards", ("ppo",)
     ),
@@ -440,3 +531,55 @@ def test_a_planted_fault_is_named(playground: Playground, monkeypatch: Patch, na
         preset, *overrides = fault.config
         name = f"fault-{list(FAULTS).index(name)}"
         playground.run(preset, *overrides, "trainer.total_training_steps=3", name=name)
+
+
+LATE = (
+    "the end token out of the loss, inside it",
+    "all signs turned",
+    "the policy term halved",
+    "a loss scaled by 4 in 1,000",
+    "a second normalisation",
+    "samples rolled",
+    "the reference shifted",
+    "the reference at another temperature",
+    "rewards to the next sample",
+    "a neighbour's text",
+    "weights not sent on odd steps",
+    "a learning rate of 0 behind the metric",
+    "the last mini-batch dropped",
+    "moments lost",
+    "gradients doubled",
+    "gradients in bfloat16",
+    "moments in bfloat16",
+    "gradients not clipped",
+    "a score on the first token",
+)
+"""Faults that begin long after the last audit: the looks at every step find them."""
+LATE_CASES = [pytest.param(name, marks=[pytest.mark.slow] if i % 5 else []) for i, name in enumerate(LATE)]
+
+
+@pytest.mark.parametrize("name", LATE_CASES)
+def test_a_fault_that_begins_late_and_is_rare(playground: Playground, monkeypatch: Patch, name: str) -> None:
+    """In one of three steps from the sixth on, where no whole audit is made any more."""
+    fault, step_taken = FAULTS[name], Auditor.step_taken
+    steps: list[int] = []
+
+    def planted(self: Auditor, step: int, *arguments: Any) -> None:
+        steps.append(step)
+        late.undo()
+        if step >= 5 and (step - 5) % 3 == 0:
+            fault.plant(late)
+        step_taken(self, step, *arguments)
+
+    with pytest.MonkeyPatch.context() as late:
+        monkeypatch.setattr(Auditor, "step_taken", planted)
+        preset, *overrides = fault.config
+        with pytest.raises(TrustError, match=rf"step ([6-9]|1[0-4]) found \(({fault.seen})\)|{fault.seen}"):
+            playground.run(
+                preset,
+                *overrides,
+                "trainer.total_training_steps=14",
+                "trust.audit_freq=1000",
+                name=f"late-{LATE.index(name)}",
+            )
+    assert 5 <= steps[-1] <= 8, "in the first or second step with the fault"

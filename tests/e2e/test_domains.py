@@ -3,14 +3,16 @@
 import json
 import shutil
 from collections import Counter
+from fractions import Fraction
 from typing import Any
 
 import pytest
 
 from distflow.data.batch import Batch
-from distflow.errors import UserError
+from distflow.errors import TrustError, UserError
 from distflow.observe.reading.run_reader import read_metrics
 from distflow.rollout.engine import SamplingParams
+from distflow.scheduling.domain_quotas import Quotas
 from distflow.scheduling.groups import GroupCounts
 from distflow.scheduling.ledger import timeline
 from tests.e2e.runs import Playground, Run
@@ -199,3 +201,14 @@ def test_a_domain_may_have_groups_of_another_size(ground: Playground, estimator:
             others = (sum(scores) - score) / (len(rows) - 1)
             assert float(batch["advantages"][row, 0]) == pytest.approx(score - others, abs=1e-5)
     assert all("sampled policy" in note for note in run.notes("warning"))
+
+
+def test_the_audit_finds_domains_that_get_another_share(ground: Playground, monkeypatch: pytest.MonkeyPatch) -> None:
+    init = Quotas.__init__
+
+    def planted(self: Quotas, batch: int, step: int = 0, weights: Any = (Fraction(1),), lags: Any = None) -> None:
+        init(self, batch, step, weights[::-1], lags)
+
+    monkeypatch.setattr(Quotas, "__init__", planted)
+    with pytest.raises(TrustError, match=r"\(groups\): domain 'math' has had 1 of 4 groups, but its share is 3.0"):
+        ground.run("grpo", *given(ground), name="swapped")

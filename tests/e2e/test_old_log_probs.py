@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from distflow.algorithms.mismatch import Tolerance
+from distflow.algorithms.mismatch_check import Tolerance
 from distflow.algorithms.objective import PolicyObjective
 from distflow.data.batch import Batch
 from distflow.errors import TrustError

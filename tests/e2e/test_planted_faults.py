@@ -14,7 +14,7 @@ from distflow import cli
 from distflow.data.batch import Batch
 from distflow.errors import TrustError
 from distflow.rollout import weights as weights_module
-from distflow.rollout.embedded.kv_cache import PromptCache
+from distflow.rollout.embedded.kv_slots import PromptCache
 from distflow.rollout.weights import stripe_hash, stripe_hashes
 from distflow.runtime.spec import Spec
 from distflow.scheduling.groups import CountsError

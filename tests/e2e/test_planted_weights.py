@@ -16,7 +16,7 @@ from distflow.observe.reading.run_reader import read_events
 from distflow.rollout import weights as weights_module
 from distflow.rollout.embedded.engine import EmbeddedEngine
 from distflow.rollout.embedded.host_steps import RequestLane
-from distflow.rollout.embedded.kv_cache import PromptCache
+from distflow.rollout.embedded.kv_slots import PromptCache
 from distflow.rollout.embedded.scheduler import Sequence
 from distflow.rollout.weights import stripe_hashes
 from distflow.runtime.weight_sync.ports import LocalWeights

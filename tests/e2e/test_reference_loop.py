@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from distflow.algorithms.mismatch import Tolerance
+from distflow.algorithms.mismatch_check import Tolerance
 from distflow.data.batch import Batch
 from distflow.runtime.spec import Spec
 from tests.e2e.planting import plant_before_update

@@ -15,14 +15,14 @@ import torch
 from safetensors.torch import load_file
 
 from distflow import register_adv_est, register_policy_loss
-from distflow.algorithms.mismatch import Tolerance
+from distflow.algorithms.mismatch_check import Tolerance
 from distflow.config import load_config
 from distflow.data.encoded import EncodedRows
 from distflow.errors import UserError
 from distflow.graph import PipelineError
+from distflow.launch.code_trust import check_importable
 from distflow.launch.data_sets import data_plan
 from distflow.launch.local_launcher import launch_local
-from distflow.launch.user_code import check_importable
 from distflow.rollout.engine import SamplingParams
 from distflow.runtime.spec import Offloads, Spec
 from tests.e2e.runs import Playground

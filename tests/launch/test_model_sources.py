@@ -26,6 +26,6 @@ def test_sizes_of_models_are_as_given_or_counted(tmp_path: Path) -> None:
         model_sizes(said, ["actor", "critic"])
     with pytest.raises(UserError, match="dag.model_sizes: '7 billion' is no size of a model; write e.g. 70B"):
         model_sizes(ppo(*ray, "dag.model_sizes.actor='7 billion'"), ["actor"])
-    (tmp_path / "critic" / "config.json").write_text('{"model_type": "mamba"}')
-    with pytest.raises(UserError, match=r"critic.model.path: .* no num_attention_heads: set its size, e\.g\. dag\."):
+    (tmp_path / "critic" / "config.json").write_text('{"model_type": "t5"}')
+    with pytest.raises(UserError, match=r"critic.model.path: .* no language model 't5': set its size, e\.g\. dag\."):
         model_sizes(ppo(own), ["actor", "critic"])

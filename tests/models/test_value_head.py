@@ -9,7 +9,7 @@ from transformers import AutoModelForTokenClassification
 from distflow.errors import UserError
 from distflow.models.export import export_model
 from distflow.models.loading import load_model
-from distflow.models.packed_forward import packed_hidden_states, token_values
+from distflow.models.packed_forward import output_head, packed_hidden_states
 from tests.tiny_models import write_tiny_model
 
 IDS = torch.arange(3, 40)
@@ -22,7 +22,7 @@ def test_a_language_model_gets_a_small_head_by_seed_and_keeps_its_decoder(tmp_pa
     assert torch.equal(first.score.weight, again.score.weight)
     assert not torch.equal(first.score.weight, other.score.weight)
     assert torch.equal(first.model.layers[0].mlp.up_proj.weight, other.model.layers[0].mlp.up_proj.weight)
-    values = token_values(first, packed_hidden_states(first, IDS, torch.tensor([30, 7])))
+    values = output_head(first)(packed_hidden_states(first, IDS, torch.tensor([30, 7])))[:, 0]
     assert values.shape == (37,) and 0 < values.abs().max() < 1.0
     plain = torch.cat([first(part[None]).logits[0, :, 0] for part in IDS.split([30, 7])])
     torch.testing.assert_close(values, plain, rtol=0, atol=1e-5)

@@ -297,14 +297,7 @@ class TwoRanks(OneRank):
 def test_the_coefficient_of_the_kl_moves_by_the_samples_of_all_ranks_and_is_told_as_it_was_used() -> None:
     mask, state = torch.ones(2, 3), dict[str, Any]()
     arguments = (torch.zeros(2, 3), torch.zeros(2, 3), torch.full((2, 3), -1.0), mask, torch.tensor([True, True]))
-    options = {
-        "kl_penalty": "kl",
-        "control": "adaptive",
-        "kl_coef": 0.5,
-        "target_kl": 0.1,
-        "horizon": 100,
-        "mean": "token",
-    }
+    options = {"kl_penalty": "kl", "kl_coef": 0.5, "target_kl": 0.1, "horizon": 100, "mean": "token"}
     ctx = replace(context(answered()), state=state)
     coefficient = 0.5
     for _ in range(2):

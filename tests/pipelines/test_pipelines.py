@@ -1,6 +1,5 @@
 """The built-in pipelines: their ids, their order, what a config leaves out, and how a config chooses one."""
 
-import inspect
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -9,8 +8,9 @@ import pytest
 from distflow.config import load_config
 from distflow.config.keys.run import MARKERS, NODE_KEYS
 from distflow.errors import UserError
-from distflow.graph import Pipeline, PipelineError
+from distflow.graph import PipelineError
 from distflow.graph.node_spec import MARKER_TYPES
+from distflow.graph.nodes import NODE_SETTINGS
 from distflow.launch.select_pipeline import bind, select_pipeline
 from distflow.pipelines.dapo import dapo_pipeline
 from distflow.pipelines.grpo import grpo_pipeline
@@ -157,8 +157,8 @@ def test_a_marker_in_yaml_needs_no_function() -> None:
 
 
 def test_a_node_in_yaml_takes_what_add_node_does() -> None:
-    settings = set(inspect.signature(Pipeline.add_node).parameters) - {"self", "node_id", "node_type", "node_role"}
-    assert set(NODE_KEYS) == settings | {"id", "type", "role"}
+    settings = set(NODE_SETTINGS) - {"node_id", "node_type", "node_role"}
+    assert set(NODE_KEYS) == settings | {"id", "type", "role", "options"}
 
 
 def test_a_custom_function_must_return_a_graph() -> None:

@@ -1,7 +1,7 @@
 """Plans: one worker has everything, and one that does not fit its pipeline is refused before anything is built."""
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -47,7 +47,7 @@ def test_everything_is_on_one_worker_and_the_planes_meet_at_the_experience_edge(
     assert (rank.rollout_nodes, rank.training_nodes) == (("answer", "grade"), ("learn",))
     assert (rank.engines, rank.services) == (("rollout", "actor"), ("reward_fn",))
     assert plan.channels == (Channel("answer", "grade", "local"), Channel("grade", "learn", "stream"))
-    assert json.loads(json.dumps(plan.to_json()))["ranks"][0]["device"] == "cpu"
+    assert json.loads(json.dumps(asdict(plan)))["ranks"][0]["device"] == "cpu"
     check_plan(plan, pipeline)
 
 

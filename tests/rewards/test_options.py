@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from distflow.config.compose.values import Mismatch
-from distflow.config.keys.reward import RewardPart, parse_functions, plain_functions
+from distflow.config.keys.reward import RewardPart, parse_functions
+from distflow.config.keys.schema import schema_keys
 from distflow.data.sample import Sample, Segment
 from distflow.errors import UserError
 from distflow.rewards.router import RewardRouter
@@ -46,7 +47,7 @@ def test_options_from_the_config_to_the_function(tmp_path: Path):
         ]
     }
     functions = parse_functions(plain)
-    assert plain_functions(functions) == plain
+    assert schema_keys()["reward.functions"].spec.plain(functions) == plain
     assert functions["default"][0] == RewardPart("repetition", -0.5, {"n": 1}) and functions["default"][3].options == {}
     # five words, three distinct ones; two words more than three, of four that may be
     assert judged(functions, "a b a b c") == {"repetition": 1 - 3 / 5, "length": 0.5, own: 104.0, "format": 0.0}

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from distflow.algorithms.sample_filters import TOO_FEW_SCORES
+from distflow.algorithms.sample_filters_and_weights import TOO_FEW_SCORES
 from distflow.audit.recorder import GroupRecords
 from distflow.data.sample import Sample
 from distflow.graph import BoundNode, Drop, NodeOutput, node
@@ -116,23 +116,22 @@ def test_a_wave_is_asked_of_a_paused_engine_that_then_resumes() -> None:
     assert all(paused for entry in engine.log if not isinstance(entry, str) for paused in entry[1:])
 
 
-def test_a_group_is_scoring_while_its_reward_is_computed() -> None:
-    """Only its own record says so: the scheduler has it as generating until it is scored and filtered."""
+def test_a_group_is_generating_until_it_is_scored_and_filtered() -> None:
     seen = []
     scheduler = coordinator(consumer_batch=1)
 
     @node(role="REWARD", scope="group", reads=("responses",))
     async def score(group: Group, responses: list[str]) -> list[float]:
-        seen.append((group.state, [known.state for known in scheduler.queue.live]))
+        seen.append([known.state for known in scheduler.queue.live])
         return [0.0] * len(responses)
 
     @node(writes={"kept": "object"}, role="DEFAULT", scope="group", reads=("responses",))
     async def keep(group: Group, responses: list[str]) -> list[str]:
-        seen.append((group.state, [known.state for known in scheduler.queue.live]))
+        seen.append([known.state for known in scheduler.queue.live])
         return responses
 
     asyncio.run(fill(plane_of(OrderedEngine(), bound(score), bound(keep)), LocalSampleQueue(scheduler, Waits()), 1))
-    assert seen[:2] == [(GroupState.SCORING, [GroupState.GENERATING]), (GroupState.GENERATING, [GroupState.GENERATING])]
+    assert seen[:2] == [[GroupState.GENERATING], [GroupState.GENERATING]]
 
 
 def test_a_node_may_ask_in_tasks_of_its_own() -> None:

@@ -37,7 +37,9 @@ class TokenMeanLoss:
         return {"tokens": float(batch.flat("loss_mask").sum())}
 
     def __call__(self, outputs: Mapping[str, Tensor], micro: Batch, counts: dict[str, float]):
-        per_token = self.per_token({name: micro.unpad(out, "response") for name, out in outputs.items()}, micro)
+        per_token = self.per_token(
+            {name: out[micro.mask("response").to(out.device)] for name, out in outputs.items()}, micro
+        )
         total = (per_token * micro.flat("loss_mask")).sum()
         return total / max(counts["tokens"], 1.0), {"total": float(total.detach())}
 

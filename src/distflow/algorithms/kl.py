@@ -4,7 +4,6 @@ J. Schulman, "Approximating KL divergence" (joschu.net/blog/kl-approx.html).
 """
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -100,25 +99,6 @@ class KLController:
             return
         error = min(max(current_kl / self.target_kl - 1.0, -0.2), 0.2)
         self.value = max(self.value * (1.0 + error * n_steps / self.horizon), 0.0)
-
-    def state(self) -> dict[str, float]:
-        return {"value": self.value}
-
-    def load(self, state: Mapping[str, float]) -> None:
-        self.value = float(state["value"])
-
-
-def make_kl_controller(
-    type: str, kl_coef: float, target_kl: float | None = None, horizon: float | None = None
-) -> KLController:
-    """The controller of `algorithm.kl_ctrl`. Raises ValueError for an unknown type or missing numbers."""
-    if type == "fixed":
-        return KLController(kl_coef)
-    if type != "adaptive":
-        raise ValueError(f"kl_ctrl.type '{type}' is unknown; choose fixed or adaptive")
-    if target_kl is None or horizon is None:
-        raise ValueError("kl_ctrl.type 'adaptive' needs kl_ctrl.target_kl and kl_ctrl.horizon")
-    return KLController(kl_coef, target_kl, horizon)
 
 
 def apply_kl_penalty(

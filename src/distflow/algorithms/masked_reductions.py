@@ -14,6 +14,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from distflow.builtin_names import LOSS_AGG_MODES
+
 WHITEN_EPSILON = 1e-8
 MAX_LOG_RATIO = 20.0
 
@@ -84,9 +86,6 @@ def _moments(values: Tensor, mask: Tensor, reduce: Reduce | None) -> tuple[Tenso
     mean = total / count.clamp(min=1)
     squares = global_sum(under_mask((inside - mean) ** 2, mask).sum(), reduce)
     return mean, squares / (count - 1).clamp(min=1), count
-
-
-LOSS_AGG_MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 
 
 def check_loss_agg_mode(mode: str) -> None:

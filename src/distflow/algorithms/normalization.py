@@ -5,7 +5,6 @@ is ROLL's: `Moments` has mean and variance of all rewards so far, over steps and
 """
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -41,15 +40,6 @@ class Moments:
         """1 where there are too few values for one."""
         freedom = self.count - 1 if unbiased else self.count
         return math.sqrt(self.squares / freedom) if freedom > 0 else 1.0
-
-    def state(self) -> dict[str, float]:
-        """JSON values that `load` reads again."""
-        return {"count": self.count, "mean": self.mean, "squares": self.squares}
-
-    @staticmethod
-    def load(state: Mapping[str, float]) -> "Moments":
-        """Nothing so far where the state is empty."""
-        return Moments(**state)
 
 
 Level = Literal["batch", "group", "running"]
@@ -112,11 +102,6 @@ class Normalization:
             undefined = (freedom < 1) | (pool.is_one_sample & self.std_unbiased)
             centred = centred / (torch.where(undefined, 1.0, std) + self.eps)
         return centred
-
-    @property
-    def is_running(self) -> bool:
-        """Whether it needs moments."""
-        return "running" in (self.mean_level, self.std_level)
 
     def _centred(self, values: Tensor, pool: "_Pool") -> Tensor:
         total, count = pool.sum(values), pool.count

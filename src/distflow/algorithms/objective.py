@@ -140,8 +140,11 @@ class PolicyObjective(_Objective):
             self._scalar_loss = ScalarLossAdapter(
                 self.policy_loss, self.loss_agg_mode, self.loss_scale_factor, self.actor
             )
-            if self.weights_field is not None:
-                self._scalar_loss.check_takes_weights()
+            if self.weights_field is not None and not self.policy_loss.takes_weights:
+                raise ValueError(
+                    f"policy loss '{self.policy_loss.name}' takes no rollout_is_weights; add the parameter, or turn "
+                    "algorithm.rollout_correction off"
+                )
             if threshold is not None:
                 raise ValueError(
                     f"policy loss '{self.policy_loss.name}' returns one number, from which no sequence can be masked: "

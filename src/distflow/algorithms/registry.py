@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from distflow import builtin_names as names
 from distflow.builtin_names import Entry
@@ -36,13 +36,15 @@ AdvantageEstimator = Enum(  # type: ignore[misc]  # mypy wants the names spelled
 class AdvEstimator:
     """A registered estimator. `fn` is a node function: a pipeline can run it as it is.
 
-    describe: called with the values of all its options by keyword, returns the formula that it computes.
+    describe: called with the values of all its options by keyword, returns the formula that it computes. formula: see
+    `register_adv_est`.
     """
 
     name: str
     fn: Callable[..., object]
     scope: Scope
     describe: Callable[..., str] | None = None
+    formula: Callable[..., Any] | None = None
 
     @property
     def options(self) -> dict[str, object]:
@@ -56,7 +58,7 @@ class PolicyLoss:
 
     reads, optional: required and optional batch columns; `log_probs` comes from the engine.
     options: its options and their defaults. returns_scalar: it has verl's and siiRL's signature and returns a scalar.
-    check, selects, every_row: see `register_policy_loss`.
+    check, selects, every_row, formula: see `register_policy_loss`.
     """
 
     name: str
@@ -68,6 +70,14 @@ class PolicyLoss:
     check: Callable[..., None] | None = None
     selects: Callable[..., object] | None = None
     every_row: bool = False
+    formula: Callable[..., Any] | None = None
+
+    @property
+    def takes_weights(self) -> bool:
+        """Whether correction weights reach it: one with verl's signature must have a parameter for them."""
+        parameters = inspect.signature(self.fn).parameters
+        takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        return not self.returns_scalar or takes_all or "rollout_is_weights" in parameters
 
     @property
     def selection_options(self) -> dict[str, object]:
@@ -140,23 +150,29 @@ class Registry(dict[str, Registered]):
 
 ADV_ESTIMATORS: Registry[AdvEstimator] = Registry("advantage estimator", names.ESTIMATORS, "register_adv_est")
 POLICY_LOSSES: Registry[PolicyLoss] = Registry("policy loss", names.POLICY_LOSSES, "register_policy_loss")
+find_adv_est, find_policy_loss = ADV_ESTIMATORS.find, POLICY_LOSSES.find
 
 
 def register_adv_est(
-    name: str | Enum, scope: Scope = "group", describe: Callable[..., str] | None = None
+    name: str | Enum,
+    scope: Scope = "group",
+    describe: Callable[..., str] | None = None,
+    formula: Callable[..., Any] | None = None,
 ) -> Callable[[Fn], Fn]:
     """Register an advantage estimator `(token_level_rewards, response_mask, ...) -> (advantages, returns)`.
 
     Parameters are fields of the batch, keyword-only ones options; `**kwargs` is accepted. token_level_rewards,
     response_mask and both results are `(bs, response_length)`; group_index and valid are `(bs,)`. scope: which samples
-    it must see together ("sample", "group", "global"). describe: see `AdvEstimator`. Registering a name again replaces
-    the function, with a warning.
+    it must see together ("sample", "group", "global"). describe: see `AdvEstimator`. formula: for the audit, the same
+    written a second time: `(samples, options) -> [(advantages, returns) of each sample]`, lists of a number a token,
+    from samples with one value or tensor a column; without it the audit does not compute advantages again. Registering
+    a name again replaces the function, with a warning.
     """
     key = str(name.value) if isinstance(name, Enum) else name
 
     def register(fn: Fn) -> Fn:
         marked = node(scope=scope, role=NodeRole.ADVANTAGE, writes=("advantages", "returns"))(fn)
-        ADV_ESTIMATORS.add(key, AdvEstimator(key, marked, scope, describe))
+        ADV_ESTIMATORS.add(key, AdvEstimator(key, marked, scope, describe, formula))
         return fn
 
     return register
@@ -168,6 +184,7 @@ def register_policy_loss(
     check: Callable[..., None] | None = None,
     selects: Callable[..., object] | None = None,
     every_row: bool = False,
+    formula: Callable[..., Any] | None = None,
 ) -> Callable[[Fn], Fn]:
     """Register a policy loss, of either signature:
 
@@ -179,33 +196,19 @@ def register_policy_loss(
     check: called before the start with those options that it names; raises ValueError for an invalid one.
     selects: a node function that marks tokens of the whole step before its first update, as the column
     `selected_tokens` (see `algorithms/losses/covariance.py`). every_row: means over sequences count rows without a
-    token.
+    token. formula: for the audit, the same written a second time: `(tokens, options) -> loss of each token` under the
+    loss mask, float64, with gradient (see `audit/policy_losses.py: Tokens`); without it the audit does not compute the
+    loss again.
 
     Registering a name again replaces the function, with a warning. Raises ValueError if the parameters fit neither.
     """
 
     def register(fn: Fn) -> Fn:
         loss = read_policy_loss(name, fn)
-        POLICY_LOSSES.add(name, replace(loss, check=check, selects=selects, every_row=every_row))
+        POLICY_LOSSES.add(name, replace(loss, check=check, selects=selects, every_row=every_row, formula=formula))
         return fn
 
     return register
-
-
-def find_adv_est(name: str) -> AdvEstimator:
-    """The estimator of that name. Raises ValueError with the nearest name."""
-    return ADV_ESTIMATORS.find(name)
-
-
-def find_policy_loss(name: str) -> PolicyLoss:
-    """The loss of that name. Raises ValueError with the nearest name."""
-    return POLICY_LOSSES.find(name)
-
-
-def selects_tokens(name: str) -> bool:
-    """Whether the loss of that name selects tokens of a step before its first update; False for unknown names."""
-    loss = POLICY_LOSSES.known(name)
-    return loss is not None and loss.selects is not None
 
 
 def is_decoupled(name: str) -> bool:
@@ -215,12 +218,9 @@ def is_decoupled(name: str) -> bool:
 
 
 def takes_weights(name: str) -> bool:
-    """Whether correction weights reach the loss of that name: one with verl's signature must have a parameter for them;
-    False for unknown names."""
+    """Whether correction weights reach the loss of that name; False for unknown names."""
     loss = POLICY_LOSSES.known(name)
-    if loss is None:
-        return False
-    return not loss.returns_scalar or "rollout_is_weights" in inspect.signature(loss.fn).parameters
+    return loss is not None and loss.takes_weights
 
 
 def describe_estimator(name: str, options: Mapping[str, object] | None = None) -> str:

@@ -27,6 +27,7 @@ from distflow.algorithms.masked_reductions import (
     under_mask,
 )
 from distflow.builtin_names import ROLLOUT_RS
+from distflow.config.keys.algorithm import Bounds
 from distflow.graph.fields import register_field
 
 LEVELS = ("token", "sequence", "geometric")
@@ -144,9 +145,6 @@ def _draws(weights: Tensor, mask: Tensor, level: str) -> tuple[Tensor, Tensor]:
 def _global_max(values: Tensor, reduce: Reduce | None) -> float:
     largest = values.max() if values.numel() else values.new_zeros(())
     return float(largest if reduce is None else reduce.max(largest))
-
-
-Bounds = tuple[float | None, float]
 
 
 def compute_rejection_mask(

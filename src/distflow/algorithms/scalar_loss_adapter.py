@@ -54,14 +54,6 @@ class ScalarLossAdapter:
         self._takes = {p.name for p in parameters}
         self._warned = False
 
-    def check_takes_weights(self) -> None:
-        """Raises ValueError if correction weights would not reach the loss."""
-        if "rollout_is_weights" not in self._takes and not self._takes_all:
-            raise ValueError(
-                f"policy loss '{self.loss.name}' takes no rollout_is_weights; add the parameter, or turn "
-                "algorithm.rollout_correction off"
-            )
-
     def __call__(
         self, log_probs: Tensor, fields: Mapping[str, Tensor], weights: Tensor | None, counts: Mapping[str, float]
     ) -> tuple[Tensor, dict[str, float]]:

@@ -82,11 +82,6 @@ def _curve(values: Sequence[float]) -> str:
     return f"{low:.3g} <svg {size}>{line}</svg> {high:.3g}"
 
 
-def load_run(folder: str | Path) -> "Run":
-    """The run in a folder. Raises UserError where there is none."""
-    return Run(folder)
-
-
 class Run:
     """A run by its folder. Everything is read on access, so that a run under way shows its current state."""
 
@@ -213,6 +208,9 @@ class Run:
         rewards = [value for row in trained if isinstance(value := row.get(REWARD), float) and math.isfinite(value)]
         curve = f"<tr><th>reward by step</th><td>{_curve(rewards)}</td></tr>" if len(rewards) > 1 else ""
         return f"<table><tbody>{cells}{curve}</tbody></table>"
+
+
+load_run = Run  # as users call it
 
 
 def _check_one_of(name: str, value: str | None) -> None:

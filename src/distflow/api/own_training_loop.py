@@ -5,7 +5,6 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, cast
 
 from distflow.api.arguments import Overrides, PythonInputs, Reward, Rows
@@ -52,7 +51,14 @@ def rollouts(
         named = load_config(*preset_and_lines(preset_or_config, overrides), complete=False).config
         has_data = any(train_files(named).values())
         if not has_data:
-            inputs = replace(inputs, data=_placeholders(named))
+            # A config is checked with some rows, but none is ever used.
+            domain = next(iter(named.reward.functions), "default")
+            row: dict[str, object] = {
+                named.data.prompt_key: "0",
+                named.data.answer_key: "0",
+                named.data.domain_key: domain,
+            }
+            inputs = replace(inputs, data=[row] * named.data.train_batch_size)
     loaded = read(preset_or_config, overrides, inputs, resume)
     if not is_rl(loaded.config):
         raise UserError(f"the pipeline {pipeline_name(loaded.config)} generates nothing: distflow.train runs it")
@@ -62,8 +68,10 @@ def rollouts(
         raise UserError(
             "algorithm.filter_groups.oversampling: a loop of your own takes its steps in parts; leave it out"
         )
-    if should_accept is not None:
-        _check_should_accept(should_accept)
+    if should_accept is not None and not callable(should_accept):
+        raise UserError(f"should_accept is {should_accept!r:.80}: give a function of a group's batch")
+    if inspect.iscoroutinefunction(should_accept):
+        raise UserError("should_accept is an async function, whose result would never be awaited: make it a plain one")
     return Rollouts(loaded, inputs, should_accept, has_data=has_data)
 
 
@@ -119,11 +127,9 @@ class Rollouts:
             self._stack = stack.pop_all()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: Any) -> None:
         self._running = None
-        self._stack.__exit__(kind, error, trace)
+        self._stack.__exit__(*exception)
 
     def prepare_batch(self, timeout: float | None = None) -> "Batch | None":
         """The next `data.train_batch_size` groups, of rows of the data and of submitted prompts, which go first. None
@@ -328,21 +334,6 @@ class _CheckedEngine:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
-
-
-def _placeholders(config: Config) -> list[dict[str, object]]:
-    """Rows in place of data: a config is checked with some, but none is ever used."""
-    data = config.data
-    domain = next(iter(config.reward.functions), "default")
-    row: dict[str, object] = {data.prompt_key: "0", data.answer_key: "0", data.domain_key: domain}
-    return [row] * data.train_batch_size
-
-
-def _check_should_accept(function: ShouldAccept) -> None:
-    if not callable(function):
-        raise UserError(f"should_accept is {function!r:.80}: give a function of a group's batch")
-    if inspect.iscoroutinefunction(function):
-        raise UserError("should_accept is an async function, whose result would never be awaited: make it a plain one")
 
 
 def _mean(updates: list[dict[str, float]]) -> dict[str, float]:

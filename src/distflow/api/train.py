@@ -119,7 +119,7 @@ def train(
     check_keys(allow_change)
     with settings_restored():
         spec = make_spec_of(inputs, loaded)
-        launch = cast("Launch", load(LAUNCHERS[spec.options.launcher].target))
+        launch = cast("Launch", load(LAUNCHERS[spec.config.trainer.launcher].target))
         launch(spec, allow_change=tuple(allow_change), say=say, callbacks=callbacks, embedded=True)
     run = Run(spec.run_dir)
     for line in run.summary():

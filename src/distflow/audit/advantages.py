@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from distflow.algorithms.registry import find_adv_est
+from distflow.audit.normalization import finished_advantages, mean, std, whitened, whitening
 from distflow.audit.recorded_data import (
     NOT_APPLICABLE,
     RecordedStep,
@@ -17,10 +18,8 @@ from distflow.audit.recorded_data import (
     by_group_of,
     check,
     check_close,
-    is_builtin,
 )
 from distflow.audit.rewards import functions_of
-from distflow.config.derived_settings import algorithms
 from distflow.config.keys.algorithm import AlgorithmConfig, is_on
 
 Rows = list[tuple[list[float], list[float]]]
@@ -37,48 +36,50 @@ MOST_TOKENS = 2**20
     "advantages",
     "advantages and returns are those of the estimator's formula, computed by brute force in float64 from the rewards "
     "of each sample's own group",
-    needs="a built-in estimator",
+    needs="a built-in estimator, or one that was registered with a formula",
     limit=f"{LIMIT:g} relative",
 )
 def audit_advantages(recorded: RecordedStep) -> str | None:
-    if not recorded.is_ours("advantages"):
-        return "the estimator is the user's" if recorded.is_written("advantages") else NOT_APPLICABLE
+    if not recorded.is_written("advantages"):
+        return NOT_APPLICABLE
+    registered = [find_adv_est(settings.adv_estimator) for _, settings, _ in recorded.by_algorithm()]
+    if not recorded.is_ours("advantages", [estimator.fn for estimator in registered if estimator.formula]):
+        return (
+            "the estimator is the user's and has no formula: register_adv_est(NAME, formula=...) takes it, written a "
+            "second time as (samples, options) -> [(advantages, returns) of each]"
+        )
     if sum(len(sample["response_ids"]) for sample in recorded.samples) > MOST_TOKENS:
         return f"the step has more than {MOST_TOKENS:,} tokens"
     if any(update.metrics.get("skipped") and not update.metrics.get("empty") for update in recorded.updates):
         return "an update of the step was skipped: something in it is not finite"
-    samples: dict[str | None, list[Sample]] = {domain: [] for domain, _ in algorithms(recorded.config)}
-    for sample in recorded.samples:
-        samples[sample["domain"] if sample["domain"] in samples else None].append(sample)
     why_not = [
         why
-        for domain, settings in algorithms(recorded.config)
-        if samples[domain] and (why := _check_samples(recorded, settings, samples[domain]))
+        for _, settings, samples in recorded.by_algorithm()
+        if samples and (why := _check_samples(recorded, settings, samples))
     ]
     return why_not[0] if why_not else None
 
 
 def _check_samples(recorded: RecordedStep, settings: AlgorithmConfig, samples: list[Sample]) -> str | None:
     """For samples with the same settings."""
-    name = settings.adv_estimator
-    if name in GLOBAL or settings.scale_rewards == "batch":
-        if recorded.run.num_ranks > 1:
-            return f"'{name}' needs the samples of all ranks"
-        if recorded.partial:
-            return f"'{name}' needs the whole step"
-    if is_on(settings.adv_norm) or is_on(settings.reward_norm):
-        return "the auditor has no formula for reward_norm and adv_norm"
-    if settings.advantage_clip is not None or settings.difficulty_weight or settings.length_weight:
-        return "the auditor has no formula for advantage_clip, difficulty_weight and length_weight"
-    if not is_builtin(find_adv_est(name).fn):
-        return "the estimator is the user's"
+    name, estimator = settings.adv_estimator, find_adv_est(settings.adv_estimator)
+    over_step = {
+        f"'{name}'": name in GLOBAL or (estimator.formula is not None and estimator.scope == "global"),
+        "scale_rewards=batch": settings.scale_rewards == "batch",
+        "adv_norm": "batch" in (settings.adv_norm.mean_level, settings.adv_norm.std_level),
+        "difficulty_weight and length_weight": settings.difficulty_weight or settings.length_weight,
+    }
+    if not recorded.is_whole and (needing := [what for what, is_on in over_step.items() if is_on]):
+        return f"{needing[0]} needs all samples of the step on one rank"
     weights = {"weight_of": lambda sample, part: functions_of(recorded, sample).get(part, 1.0)}
-    options = {"f_norm": 1.0, **vars(settings), **settings.adv_estimator_kwargs, **weights}
-    if name not in FORMULAS:
-        return f"the auditor has no formula for '{name}'"
-    for sample, (advantages, returns) in zip(samples, FORMULAS[name](samples, options), strict=True):
+    options = {"f_norm": 1.0, "whiten": not is_on(settings.adv_norm), **vars(settings)}
+    options |= {**settings.adv_estimator_kwargs, **weights}
+    formula = estimator.formula or FORMULAS[name]
+    found, counts = formula(samples, options), [_tokens(sample) for sample in samples]
+    advantages = finished_advantages([row for row, _ in found], counts, samples, settings)
+    for sample, *rows in zip(samples, advantages, [row for _, row in found], strict=True):
         reason = f": '{name}' gives this for the rewards of its own group ({int(sample['group_index'])})"
-        for column, values in (("advantages", advantages), ("returns", returns)):
+        for column, values in zip(("advantages", "returns"), rows, strict=True):
             check_close(sample, column, torch.tensor(values, dtype=torch.float64), LIMIT, reason)
     return None
 
@@ -94,18 +95,6 @@ def _score(sample: Sample) -> float:
 
 def _groups(samples: Sequence[Sample]) -> dict[int, list[Sample]]:
     return by_group_of(sample for sample in samples if sample["valid"])
-
-
-def _mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values) if values else 0.0
-
-
-def _std(values: Sequence[float]) -> float:
-    """Unbiased; exactly 0 if all values are equal, or there is only one."""
-    if len(values) < 2 or max(values) == min(values):
-        return 0.0
-    mean = _mean(values)
-    return math.sqrt(math.fsum((v - mean) ** 2 for v in values) / (len(values) - 1))
 
 
 def _on_samples(samples: Sequence[Sample], value: Callable[[Sample, list[Sample]], float]) -> Rows:
@@ -131,20 +120,14 @@ def _to_go(sample: Sample, gamma: float) -> list[float]:
 def _whitened(formula: Formula, returns_too: bool = False) -> Formula:
     """The estimator whose advantages are those of `formula`, whitened over all tokens that count."""
 
-    def whitened(samples: Sequence[Sample], options: Options) -> Rows:
-        rows, tokens = formula(samples, options), [_tokens(sample) for sample in samples]
-        pairs = [list(zip(row, counts, strict=True)) for (row, _), counts in zip(rows, tokens, strict=True)]
-        counted = [value for pair in pairs for value, counts in pair if counts]
-        mean, scale = _mean(counted), _whitening(counted)
-        found = [[(value - mean) * scale if counts else 0.0 for value, counts in pair] for pair in pairs]
-        return [(row, row if returns_too else returns) for row, (_, returns) in zip(found, rows, strict=True)]
+    def apply(samples: Sequence[Sample], options: Options) -> Rows:
+        found = formula(samples, options)
+        rows = [row for row, _ in found]
+        if options.get("whiten", True):
+            rows = whitened(rows, [_tokens(sample) for sample in samples])
+        return list(zip(rows, rows if returns_too else [row for _, row in found], strict=True))
 
-    return whitened
-
-
-def _whitening(values: Sequence[float]) -> float:
-    """The factor that gives values the variance 1, by the unbiased variance + 1e-8; 1 for a single value."""
-    return 1.0 / math.sqrt(_std(values) ** 2 + 1e-8) if len(values) > 1 else 1.0
+    return apply
 
 
 def _grpo(samples: Sequence[Sample], options: Options) -> Rows:
@@ -156,7 +139,7 @@ def _grpo_value(
 ) -> Callable[[Sample, list[Sample]], float]:
     """GRPO's advantage of a sample of a group for these scores."""
     scale = options["scale_rewards"] or ("group" if options["norm_adv_by_std_in_grpo"] else "none")
-    epsilon, of_batch = options["adv_epsilon"], _std([score(sample) for sample in samples if sample["valid"]])
+    epsilon, of_batch = options["adv_epsilon"], std([score(sample) for sample in samples if sample["valid"]])
 
     def value(sample: Sample, group: list[Sample]) -> float:
         scores = [score(other) for other in group]
@@ -164,8 +147,8 @@ def _grpo_value(
             return {"group": score(sample) / (1.0 + epsilon), "batch": 0.0, "none": score(sample)}[scale]
         if max(scores) == min(scores):
             return 0.0
-        deviation = {"group": _std(scores) + epsilon, "batch": of_batch + epsilon, "none": 1.0}[scale]
-        return (score(sample) - _mean(scores)) / deviation
+        deviation = {"group": std(scores) + epsilon, "batch": of_batch + epsilon, "none": 1.0}[scale]
+        return (score(sample) - mean(scores)) / deviation
 
     return value
 
@@ -191,8 +174,8 @@ def _gdpo(samples: Sequence[Sample], options: Options) -> Rows:
         return _whitened(lambda samples, _: _on_samples(samples, summed), returns_too=True)(samples, options)
     groups = _groups(samples)
     sums = [summed(s, groups[int(s["group_index"])]) for s in samples if s["valid"]]
-    mean, scale = _mean(sums), _whitening(sums)
-    return _on_samples(samples, lambda sample, group: (summed(sample, group) - mean) * scale)
+    middle, scale = mean(sums), whitening(sums)
+    return _on_samples(samples, lambda sample, group: (summed(sample, group) - middle) * scale)
 
 
 def _by_sample(value: SampleValue) -> Formula:
@@ -202,7 +185,7 @@ def _by_sample(value: SampleValue) -> Formula:
 
 def _rloo(sample: Sample, group: list[Sample], options: Options) -> float:
     others = [_score(other) for other in group if other is not sample]
-    return _score(sample) - _mean(others) if others else 0.0
+    return _score(sample) - mean(others) if others else 0.0
 
 
 def _opo(sample: Sample, group: list[Sample], options: Options) -> float:
@@ -217,13 +200,13 @@ def _passk(sample: Sample, group: list[Sample], options: Options) -> float:
     scores = sorted((_score(other) for other in group), reverse=True)
     if len(scores) < 2 or scores[0] == scores[1] or _score(sample) != scores[0]:
         return 0.0
-    scale = _std(scores) + options["adv_epsilon"] if options["norm_adv_by_std_in_grpo"] else 1.0
+    scale = std(scores) + options["adv_epsilon"] if options["norm_adv_by_std_in_grpo"] else 1.0
     return (scores[0] - scores[1]) / scale
 
 
 def _centred(sample: Sample, group: list[Sample], options: Options) -> float:
     """The score minus the group's mean; of a sample that is alone the score."""
-    return _score(sample) - _mean([_score(other) for other in group]) if len(group) > 1 else _score(sample)
+    return _score(sample) - mean([_score(other) for other in group]) if len(group) > 1 else _score(sample)
 
 
 def _gpg(samples: Sequence[Sample], options: Options) -> Rows:

@@ -7,7 +7,7 @@ from distflow.audit.custom_functions import audit_custom_functions
 from distflow.audit.log_probs import audit_log_probs, audit_reference
 from distflow.audit.loss import audit_correction, audit_loss
 from distflow.audit.recorded_data import Check
-from distflow.audit.rewards import audit_kl_control, audit_reward_functions, audit_rewards
+from distflow.audit.rewards import audit_dropped, audit_kl_control, audit_reward_functions, audit_rewards
 from distflow.audit.sampled_tokens import audit_sampled_tokens
 from distflow.audit.samples import audit_groups, audit_masks, audit_responses
 from distflow.audit.updates import (
@@ -35,6 +35,7 @@ AFTER: tuple[Check, ...] = (
     audit_responses,
     audit_masks,
     audit_reward_functions,
+    audit_dropped,
     audit_rewards,
     audit_kl_control,
     audit_correction,
@@ -47,19 +48,36 @@ AFTER: tuple[Check, ...] = (
 )
 """Run at the step's end."""
 
-ON_ARRIVAL: tuple[Check, ...] = (audit_weights,)
-"""Run before the policy is scored, in steps that are not audited, while the time budget allows it."""
-
 OF_EVERY_STEP: tuple[Check, ...] = (
     replace(audit_mini_batches, run=audit_each_sample_once),
     replace(audit_optimizer, run=audit_learning_rates),
 )
 """Cheap enough for every step: mini-batches and learning rates."""
 
-OF_A_FEW_GROUPS: tuple[Check, ...] = (audit_masks, audit_rewards, audit_correction, audit_advantages)
-"""Also run in steps that are not audited, on a few groups."""
+LOOK_BEFORE: tuple[Check, ...] = (
+    audit_weights,
+    audit_log_probs,
+    audit_versions,
+    audit_sampled_tokens,
+    audit_reference,
+)
+"""Run in steps that are not audited before the first update, on one sample of a few groups."""
 
-CHECKS = (*AFTER[:8], *BEFORE, *AFTER[8:])
+LOOK_AFTER: tuple[Check, ...] = (
+    audit_responses,
+    audit_masks,
+    audit_reward_functions,
+    audit_rewards,
+    audit_kl_control,
+    audit_correction,
+    audit_advantages,
+    audit_loss,
+    audit_gradients,
+    audit_optimizer,
+)
+"""Run at the end of steps that are not audited, on a few groups and one update of each model."""
+
+CHECKS = (*AFTER[:9], *BEFORE, *AFTER[9:])
 """All checks in the order of a step, for readers."""
 
 

@@ -1,15 +1,19 @@
 """Decides whether a step is audited, records it, runs the checks and reports the result."""
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
-from distflow.audit.all_checks import AFTER, BEFORE, OF_A_FEW_GROUPS, OF_EVERY_STEP, ON_ARRIVAL
+from distflow.audit.all_checks import AFTER, BEFORE, LOOK_AFTER, LOOK_BEFORE, OF_EVERY_STEP
+from distflow.audit.audited_steps import SHARE_OF_AUDITS, AuditSchedule
 from distflow.audit.log_probs import score_before
 from distflow.audit.model_forward import KeptWeights, Turns, model_of
 from distflow.audit.recorded_data import NOT_APPLICABLE, AuditedRun, Check, RecordedStep, Wrong
 from distflow.audit.recorder import GroupRecords, OpenEngine, UpdateRecord, UpdateWatch
-from distflow.audit.schedule import AuditSchedule
+from distflow.audit.rewards import remember_coefficients, remember_rewards
+from distflow.audit.samples import remember_domains
+from distflow.audit.updates import drawn_update
 from distflow.data import global_generators
 from distflow.data.batch import Batch
 from distflow.errors import TrustError
@@ -25,11 +29,11 @@ from distflow.training.engine import LossFn, TrainEngine
 NUM_SCORED_AGAIN = 2
 """Number of later mini-batches of a step before which the policy is run on a sample."""
 
-NUM_FIRST_LOOKS = 32
-"""First steps of a process in which a few groups are checked whatever it costs."""
+NUM_GROUPS, NUM_SAMPLES, NUM_TENSORS = 2, 8, 8
+"""Groups that a look checks, samples of them whose loss it checks, and weights that it compares with the engine's."""
 
-NUM_GROUPS = 2
-"""Groups that are checked then."""
+LOOKS_TOLD_EVERY = 50
+"""Steps between two lines of `events.jsonl` that count the looks."""
 
 
 class Auditor:
@@ -63,31 +67,35 @@ class Auditor:
         )
         self._updates: dict[str, int] = state.setdefault("updates", {})
         """Optimizer steps by role since the run's start."""
+        self._served: list[str] = []
+        """Names of the tensors that the rollout engine of this worker computes with."""
         self._sent_hashes: Mapping[str, str] = {}
-        self._due = self._looks = False  # to audit the step; to run the cheap checks on it
+        self._due = self._looks = False  # to audit the step; to look at it
         self._taken: RecordedStep | None = None
         """The current step, with the columns as they are now."""
         self._recorded: RecordedStep | None = None
         """The same with a copy of the columns, if the step is audited."""
+        self._look: RecordedStep | None = None
+        """A few groups of the current step, if it is looked at."""
+        self._looked: Counter[str] = Counter()
+        """How often looks made each check since they were last told."""
         self._watch: UpdateWatch | None = None
         self._found: dict[str, str | None] = {}
+        self._told = False  # what audits cannot check
 
     def step_taken(self, step: int, group_ids: Sequence[int], batch: Batch, synced_version: int | None) -> None:
-        early = step - self._first_step < NUM_FIRST_LOOKS
-        looks = self._schedule.frequency > 0 and (early or self._schedule.is_affordable())
         # Decided once for all ranks, as clocks differ.
-        agreed = self._ranks.max({"due": float(self._schedule.is_due(step)), "looks": float(looks)})
-        self._due, self._looks = bool(agreed["due"]), bool(agreed["looks"])
+        due = self._schedule.is_due(step) or bool(self._run.doubts)
+        agreed = self._ranks.max({"due": float(due), "looks": float(self._schedule.looks_at(step))})
+        self._due, self._looks = bool(agreed["due"]), bool(agreed["looks"]) and not agreed["due"]
         records = self.groups.take(group_ids)
         self._run.older_weights.forget(step - self._run.spec.data.max_staleness - 1)
-        with self._schedule.timed():
+        with self._schedule.timed(step, self._due):
             if synced_version == step:
                 self._remember(step)
             updates, sent = dict(self._updates), self._sent_hashes
             self._taken = RecordedStep(self._run, step, records, group_ids, batch, synced_version, sent, updates)
-            self._recorded = None
-            if not self._due and self._looks:
-                self._check(ON_ARRIVAL, self._taken)
+            self._recorded = self._look = None
 
     def _remember(self, version: int) -> None:
         """The policy was synced as `version` right before this step."""
@@ -97,9 +105,11 @@ class Auditor:
             return
         model = actor.model if isinstance(actor, OpenEngine) else None
         spread = model is not None and is_spread(model)
-        if (run.resources.rollout is not None or spread) and (self._due or self._looks):
-            dtype, engine = run.spec.weight_dtype, run.engine_hashes()
-            self._sent_hashes = {name: stripe_hash(w, dtype) for name, w in actor.weights() if name in engine}
+        if (run.resources.rollout is not None or spread) and (self._due or (self._looks and not spread)):
+            dtype, self._served = run.spec.weight_dtype, self._served or list(run.engine_hashes())
+            most = NUM_TENSORS if self._looks else len(self._served)
+            names = random.Random(version).sample(self._served, min(most, len(self._served)))
+            self._sent_hashes = {name: stripe_hash(w, dtype) for name, w in actor.weights() if name in names}
         if self._schedule.expects(version) and model is not None and not spread:
             run.older_weights.keep(version, model)
 
@@ -108,14 +118,15 @@ class Auditor:
             self._taken.batch = batch
 
     def before_update(self, role: str, engine: TrainEngine, batch: Batch, loss: LossFn) -> LossFn:
+        if (taken := self._taken) is None:
+            return loss
         first_of_its_kind = self._schedule.frequency > 0 and role not in self._updates
-        with self._schedule.timed():
-            if self._recorded is None and (self._due or first_of_its_kind):
+        audits = self._due or first_of_its_kind or self._recorded is not None
+        with self._schedule.timed(taken.step, audits):
+            if audits and self._recorded is None:
                 self._begin()
             if self._recorded is None:
-                if self._taken is not None:
-                    self._taken.updates.append(UpdateRecord(role, engine, loss, batch))
-                return loss
+                return self._look_before(taken, role, engine, batch, loss)
             self._watch = UpdateWatch(role, engine, batch, loss, self._recorded.step)
             number = len(self._recorded.updates_of(role))
             if role == "actor" and 0 < number <= NUM_SCORED_AGAIN:
@@ -124,56 +135,108 @@ class Auditor:
             return self._watch
 
     def after_update(self, role: str, metrics: Mapping[str, float]) -> None:
-        if self._watch is not None and self._recorded is not None:
-            self._recorded.updates.append(self._watch.end(metrics))
+        step = self._recorded or self._taken
+        if self._watch is not None and step is not None:
+            step.updates.append(self._watch.end(metrics))
             self._watch = None
-        elif self._taken is not None and self._taken.updates:
-            self._taken.updates[-1].metrics = metrics
+        elif step is not None and step.updates:
+            step.updates[-1].metrics = metrics
         self._updates[role] = self._updates.get(role, 0) + int(not metrics.get("skipped"))
 
     def step_trained(self, metrics: Mapping[str, float]) -> None:
         taken = self._taken
         if taken is None:
             return
-        with self._schedule.timed():
-            if self._recorded is None and self._due:
+        audits = self._due or self._recorded is not None
+        with self._schedule.timed(taken.step, audits), global_generators.lent(global_generators.states()):
+            if audits and self._recorded is None:
                 self._begin()
+            if self._schedule.frequency > 0:
+                remember_rewards(replace(taken))
+                remember_domains(taken)
             if self._recorded is not None:
-                self._recorded.metrics = metrics
-                with global_generators.lent(global_generators.states()):  # user functions may draw
-                    self._found |= self._check(AFTER, self._recorded)
+                self._recorded.metrics, self._recorded.dropped = metrics, self.groups.dropped
+                self.groups.dropped = None
+                self._found |= self._check(AFTER, self._recorded)  # user functions may draw
                 self._report(taken.step)
             elif self._schedule.frequency > 0:
-                self._look(taken, metrics)
-        if "actor/kl_coef" in metrics:
-            self._run.state["kl_control"] = {
-                "step": taken.step,
-                "coefficient": metrics["actor/kl_coef"],
-                "kl": metrics["actor/reward_kl_penalty"],
-                "samples": len(taken.batch),
-            }
-        self._taken = self._recorded = None
+                self._look_after(taken, metrics)
+        self._tell(taken.step)
+        taken.metrics = metrics
+        remember_coefficients(taken, self._ranks)
+        self._taken = self._recorded = self._look = None
 
     def _begin(self) -> None:
         if (taken := self._taken) is None:
             return
-        self._schedule.begins()
+        self._schedule.begins(taken.step)
+        self._run.doubts.clear()
         self._run.bring()
         self._recorded = replace(taken, batch=taken.batch.select(range(len(taken.batch))))  # a copy of the columns
-        self._recorded.budget_s = self._schedule.budget_s(taken.step - self._first_step + 1)
+        self._recorded.budget_s = self._schedule.budget_s(taken.step)
         self._found = self._check(BEFORE, self._recorded)
 
-    def _look(self, taken: RecordedStep, metrics: Mapping[str, float]) -> None:
-        """Run the cheap checks; also check a few random groups, in the first steps and while the time budget allows."""
+    def _look_before(self, taken: RecordedStep, role: str, engine: TrainEngine, batch: Batch, loss: LossFn) -> LossFn:
+        """Check the models on one sample before the first update, and watch one drawn update of each role."""
+        number = len(taken.updates_of(role))
+        if self._looks and self._look is None:
+            self._look = self._few_groups(taken, batch)
+            self._run.bring()
+            self._count(self._check(LOOK_BEFORE, self._look))
+        if self._look is None or number != drawn_update(taken, role):
+            taken.updates.append(UpdateRecord(role, engine, loss, batch))
+            return loss
+        few = self._few_groups(taken, batch)
+        uids = [str(sample["uid"]) for sample in few.some_samples(NUM_SAMPLES)]
+        self._watch = UpdateWatch(role, engine, batch, loss, taken.step, uids or ("",))
+        if role == "actor" and number:
+            score_before(few, self._watch.record)
+            self._run.turns.finish()
+        return self._watch
+
+    def _few_groups(self, taken: RecordedStep, batch: Batch) -> RecordedStep:
+        """A few drawn groups of `batch`, with the columns that they have in the step now."""
+        groups = sorted(set(batch["group_index"].tolist()))
+        few = set(random.Random(taken.step).sample(groups, min(NUM_GROUPS, len(groups))))
+        return self._groups(taken, few)
+
+    def _groups(self, taken: RecordedStep, groups: Collection[int]) -> RecordedStep:
+        rows = [row for row, group in enumerate(taken.batch["group_index"].tolist()) if group in groups]
+        part = replace(taken, batch=taken.batch.select(rows))
+        part.partial = True
+        return part
+
+    def _look_after(self, taken: RecordedStep, metrics: Mapping[str, float]) -> None:
         whole = replace(taken)  # the samples of `taken` lack the columns that nodes have written since
         whole.updates, whole.metrics = taken.updates, metrics
         self._check(OF_EVERY_STEP, whole)
-        if self._looks and "response_mask" in taken.batch and "advantages" in taken.batch:
-            groups = taken.batch["group_index"].tolist()
-            few = random.Random(taken.step).sample(sorted(set(groups)), min(NUM_GROUPS, len(set(groups))))
-            part = replace(taken, batch=taken.batch.select([row for row, group in enumerate(groups) if group in few]))
-            part.metrics, part.partial = metrics, True
-            self._check(OF_A_FEW_GROUPS, part)
+        if not self._looks:
+            return
+        look = self._look or self._few_groups(taken, taken.batch)
+        watched = {uid for update in taken.updates for micro in update.micros for uid in micro.recorded}
+        groups = {int(uid.split("-")[0]) for uid in watched} | set(look.batch["group_index"].tolist())
+        part = self._groups(taken, groups)
+        part.updates, part.metrics, part.plain = taken.updates, metrics, look.plain
+        part.budget_s = self._schedule.score_again_s()
+        self._count(self._check(LOOK_AFTER, part))
+        self._looked["steps"] += 1
+
+    def _count(self, found: Mapping[str, str | None]) -> None:
+        self._looked.update(name for name, why_not in found.items() if why_not is None)
+
+    def _tell(self, step: int) -> None:
+        """Report the looks from time to time, and audits that are behind their frequency."""
+        run, ended = self._run, step + 1 == self._run.spec.data.total_steps
+        if self._looked["steps"] and (ended or (step + 1) % LOOKS_TOLD_EVERY == 0):
+            run.inputs.recorder.looked(self._looked)
+            self._looked.clear()
+        if since := self._schedule.is_behind(step):
+            run.inputs.recorder.note(
+                "info",
+                f"audits are behind: the last was {since} steps ago, and trust.audit_freq={self._schedule.frequency} "
+                f"wants one in as many. They may take {SHARE_OF_AUDITS:.0%} of the run's time. Looks at the other "
+                "steps go on; trust.audit_freq=1 audits every step, whatever it costs",
+            )
 
     def _check(self, checks: Sequence[Check], recorded: RecordedStep) -> dict[str, str | None]:
         """The result of each check by its name."""
@@ -199,6 +262,10 @@ class Auditor:
                 not_checked[name] = why_not
             elif None in found:
                 passed.append(name)
+        if not_checked and not self._told:
+            self._told = True
+            reasons = "; ".join(f"{name} ({why_not})" for name, why_not in not_checked.items())
+            self._run.inputs.recorder.note("info", f"not audited: {reasons}")
         left = f"; not checked: {', '.join(not_checked)}" if not_checked else ""
         message = f"audit of step {step + 1}: {len(passed)} checks passed: {', '.join(passed)}{left}"
         self._run.inputs.recorder.audited(message, proven=passed, unproven=not_checked)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from distflow.algorithms.objective import PolicyObjective
 from distflow.audit.model_forward import PlainScores
-from distflow.audit.policy_losses import FORMULAS, Tokens, importance_weights, may_be_selected, ratio_to
+from distflow.audit.policy_losses import FORMULAS, Formula, Tokens, importance_weights, may_be_selected, ratio_to
 from distflow.audit.recorded_data import (
     NOT_APPLICABLE,
     RecordedStep,
@@ -25,7 +25,7 @@ from distflow.audit.rewards import kl
 from distflow.config import Config
 from distflow.config.derived_settings import is_rl
 
-LIMIT, FLOOR, KINK = 5e-3, 2e-5, 1e-5
+LIMIT, FLOOR, KINK = 5e-4, 2e-5, 1e-5
 CORRECTION_LIMIT = 1e-3
 EXACT, ROUNDED = 1e-3, 0.15
 """Mean difference between the outputs that the loss is given and those of the policy's own forward."""
@@ -48,13 +48,14 @@ Total = Callable[["MiniBatch", Outputs], Tensor]
 
 @dataclass(frozen=True)
 class MiniBatch:
-    """All response tokens of a mini-batch, sample after sample, `(tokens,)` float64.
+    """All recorded response tokens of a mini-batch, sample after sample, `(tokens,)` float64.
 
-    outputs: of the model. gradients: by these outputs. columns: as the nodes wrote them. counted: tokens under the loss
-    mask. sample: each token's index in `samples`.
+    totals: of the whole mini-batch, see `UpdateRecord`. outputs: of the model. gradients: by these outputs. columns: as
+    the nodes wrote them. counted: tokens under the loss mask. sample: each token's index in `samples`.
     """
 
     samples: Sequence[Sample]
+    totals: Mapping[str, float]
     outputs: Outputs
     gradients: Outputs
     columns: Mapping[str, Tensor]
@@ -66,7 +67,7 @@ class MiniBatch:
     "correction",
     "importance weights are the trainer's probability over the engine's, of the token, the sequence or its geometric "
     "mean, truncated or masked as the config says",
-    needs="weights that are not divided by their mean",
+    needs="one rank, if weights are divided by their mean",
     limit=f"{CORRECTION_LIMIT:g} relative",
 )
 def audit_correction(recorded: RecordedStep) -> str | None:
@@ -75,17 +76,18 @@ def audit_correction(recorded: RecordedStep) -> str | None:
         return NOT_APPLICABLE
     if not recorded.is_ours("rollout_is_weights"):
         return "a user's node writes the weights"
-    if settings.rollout_is_batch_normalize:
-        return "the auditor has no formula for weights that are divided by their mean"
+    if settings.rollout_is_batch_normalize and not recorded.is_whole:
+        return "the mean of the weights needs all samples of the step on one rank"
     own = "prox_log_probs" if "prox_log_probs" in recorded.batch else "old_log_probs"
     level, threshold = settings.rollout_is or "token", settings.rollout_is_threshold
-    for sample in recorded.samples:
-        counted = sample["response_mask"].double() * float(sample["valid"])
-        gap = (doubles(sample[own]) - doubles(sample["rollout_log_probs"])) * counted
-        if level != "token":
-            num_tokens = float(counted.sum()) or 1.0
-            gap = torch.full_like(gap, float(gap.sum()) / (num_tokens if level == "geometric" else 1.0))
-        expected = importance_weights(gap, threshold) * counted
+    gaps = [_gap(sample, own, level) for sample in recorded.samples]
+    mean = 1.0
+    if settings.rollout_is_batch_normalize:  # over tokens, or over sequences
+        weights = [importance_weights(gap, threshold)[counted] for gap, counted in gaps if bool(counted.any())]
+        drawn = torch.cat(weights if level == "token" else [each[:1] for each in weights] or [torch.ones(1)])
+        mean = float(drawn.mean()) if float(drawn.mean()) > 1e-8 else 1.0
+    for sample, (gap, counted) in zip(recorded.samples, gaps, strict=True):
+        expected = importance_weights(gap, threshold) * counted / mean
         raw = ratio_to(gap, torch.zeros_like(gap))
         # At a bound of the band the result depends on rounding.
         bounds = threshold if isinstance(threshold, tuple) else (threshold,)
@@ -96,21 +98,31 @@ def audit_correction(recorded: RecordedStep) -> str | None:
     return None
 
 
+def _gap(sample: Sample, own: str, level: str) -> tuple[Tensor, Tensor]:
+    """The log of the ratio whose weight each token has, and which tokens have one."""
+    counted = (sample["response_mask"] > 0) & bool(sample["valid"])
+    gap = (doubles(sample[own]) - doubles(sample["rollout_log_probs"])) * counted
+    if level != "token":
+        num_tokens = float(counted.sum()) or 1.0
+        gap = torch.full_like(gap, float(gap.sum()) / (num_tokens if level == "geometric" else 1.0))
+    return gap, counted
+
+
 @check(
     "loss",
     "the loss of each mini-batch is the sum of its terms, and its gradient by each token's log-prob, entropy and value "
     "is that of the config's formulas: mask, sign, mean, coefficient, clip",
-    needs="a built-in loss; one rank; of the tokens that `clip_cov` draws their number and covariance are checked",
+    needs="a built-in loss, or one that was registered with a formula; of the tokens that `clip_cov` draws their "
+    "number and covariance are checked, on one rank",
     limit=f"{LIMIT:g} relative",
 )
 def audit_loss(recorded: RecordedStep) -> str | None:
-    if recorded.run.num_ranks > 1:
-        return "a mini-batch is divided over several ranks"
-    _check_selection(recorded)
+    if recorded.run.num_ranks == 1 and not recorded.partial:
+        _check_selection(recorded)
     seen = tokens = 0
     why_not = None if recorded.updates else "no update was recorded"
     for update in recorded.updates:
-        if update.metrics.get("skipped"):
+        if update.metrics.get("skipped") or not update.totals:
             continue
         tokens += int(update.batch.lengths("response").sum())
         if seen and tokens > MOST_TOKENS:
@@ -124,7 +136,7 @@ def audit_loss(recorded: RecordedStep) -> str | None:
                     f"the policy took {num_taken} optimizer steps, but its ratio is taken to be 1 in all of them: "
                     "nothing computed old_log_probs before the first"
                 )
-            _same_outputs(recorded, batch, recorded.plain if update is steps[0] else update.plain)
+            _same_outputs(recorded, batch, update.plain or (recorded.plain if update is steps[0] else {}))
         total = _formula(recorded, update)
         if isinstance(total, str):
             why_not = total
@@ -163,13 +175,17 @@ def _formula(recorded: RecordedStep, update: UpdateRecord) -> Total | str:
         return lambda batch, outputs: aggregate(-outputs["log_probs"][batch.counted], batch, "token-mean", 1.0)
     actor = config.actor_rollout_ref.actor
     name = actor.policy_loss
-    if not isinstance(update.loss, PolicyObjective) or not is_builtin(update.loss.policy_loss.fn):
-        return f"the loss '{name}' is the user's"
-    if actor.off_policy_mask_threshold is not None or actor.policy_loss_kwargs.get("rejection_sampling"):
-        return "the auditor has no formula for the off-policy sequence mask and AReaL's rejection"
-    if name not in FORMULAS:
-        return f"the auditor has no formula for the loss '{name}'"
-    return lambda batch, outputs: _policy_loss(recorded, batch, outputs)
+    if not isinstance(update.loss, PolicyObjective):
+        return "the objective is the user's"
+    formula = update.loss.policy_loss.formula
+    if is_builtin(update.loss.policy_loss.fn):
+        formula = FORMULAS.get(name)
+    if formula is None:
+        return (
+            f"the loss '{name}' has no formula: register_policy_loss(NAME, formula=...) takes it, written a second "
+            "time as (tokens, options) -> loss of each token"
+        )
+    return lambda batch, outputs: _policy_loss(recorded, batch, outputs, formula)
 
 
 def _check_update(update: UpdateRecord, batch: MiniBatch, total: Total) -> None:
@@ -178,11 +194,18 @@ def _check_update(update: UpdateRecord, batch: MiniBatch, total: Total) -> None:
     loss, expected = _derived(total, batch, 0.0)
     # If the formula has a kink or jumps within rounding of a token's log-prob, either side may be right.
     (high, above), (low, below) = _derived(total, batch, KINK), _derived(total, batch, -KINK)
-    found = float(update.metrics["loss"])
-    if not abs(found - loss) <= abs(high - low) + LIMIT * abs(loss) + FLOOR * 10:
+    found, summed = update.share
+    whole = all(len(micro.rows) == len(micro.uids) for micro in update.micros)
+    if whole and not abs(found - loss) <= abs(high - low) + LIMIT * abs(loss) + FLOOR * 10:
         raise Wrong(
             f"the loss of a mini-batch of the {update.role} is {found:.6g}, but the sum of its terms by the config "
             f"is {loss:.6g}"
+        )
+    reported = float(update.metrics["loss"])
+    if not abs(reported - summed) <= LIMIT * abs(summed) + FLOOR:
+        raise Wrong(
+            f"the loss of a mini-batch of the {update.role} is reported as {reported:.6g}, but the shares of its "
+            f"micro-batches on all ranks sum to {summed:.6g}"
         )
     for name in update.loss.outputs:
         slack = (above[name] - below[name]).abs() + LIMIT * expected[name].abs() + FLOOR * expected[name].abs().max()
@@ -242,12 +265,12 @@ def _mini_batch(recorded: RecordedStep, update: UpdateRecord) -> MiniBatch:
             f"the micro-batches of a mini-batch hold {len(uids)} samples, the mini-batch {len(update.uids)}: some "
             "were left out or taken twice"
         )
-    samples = [known[uid] for uid in uids]
+    samples = [known[uid] for micro in update.micros for uid in micro.recorded]
     lengths = [len(sample["response_ids"]) for sample in samples]
     outputs: dict[str, list[Tensor]] = {name: [] for name in update.loss.outputs}
     gradients: dict[str, list[Tensor]] = {name: [] for name in update.loss.outputs}
     for micro in update.micros:
-        own = [len(known[uid]["response_ids"]) for uid in micro.uids]
+        own = [len(known[uid]["response_ids"]) for uid in micro.recorded]
         for name, rows in micro.outputs.items():
             came_back = micro.gradients.get(name, torch.zeros_like(rows))
             outputs[name] += [row[:length] for row, length in zip(rows, own, strict=True)]
@@ -259,6 +282,7 @@ def _mini_batch(recorded: RecordedStep, update: UpdateRecord) -> MiniBatch:
         columns["sample_score"] = scores.repeat_interleave(torch.tensor(lengths))
     return MiniBatch(
         samples,
+        update.totals,
         {name: _flat(parts) for name, parts in outputs.items()},
         {name: _flat(parts) for name, parts in gradients.items()},
         columns,
@@ -271,7 +295,7 @@ def _flat(parts: Sequence[Tensor]) -> Tensor:
     return doubles(torch.cat(list(parts))) if parts else torch.zeros(0, dtype=torch.float64)
 
 
-def _policy_loss(recorded: RecordedStep, batch: MiniBatch, outputs: Outputs) -> Tensor:
+def _policy_loss(recorded: RecordedStep, batch: MiniBatch, outputs: Outputs, formula: Formula) -> Tensor:
     config = recorded.config
     actor, counted = config.actor_rollout_ref.actor, batch.counted
     if not bool(counted.any()):
@@ -279,12 +303,15 @@ def _policy_loss(recorded: RecordedStep, batch: MiniBatch, outputs: Outputs) -> 
     columns = {name: column[counted] for name, column in batch.columns.items()}
     tokens = Tokens(outputs["log_probs"][counted], columns, batch.sample[counted])
     known = {"step": recorded.step, "correction": config.algorithm.rollout_correction}
-    loss = FORMULAS[actor.policy_loss](tokens, {**vars(actor), **known, **actor.policy_loss_kwargs})
+    loss = formula(tokens, {**vars(actor), **known, **actor.policy_loss_kwargs})
     if "rollout_is_weights" in columns:
         loss = loss * columns["rollout_is_weights"]
     elif "old_log_probs" not in columns and "rollout_corr/rollout_is_mean" in recorded.metrics:
         # Weights that the loss itself computes, after a mismatch switched the correction on.
         loss = loss * ratio_to(tokens.now.detach(), columns["rollout_log_probs"]).clamp(max=2.0)
+    if (most := actor.off_policy_mask_threshold) is not None:  # DeepSeek-V3.2, arXiv:2512.02556
+        gap = tokens.mean(columns["rollout_log_probs"] - tokens.now.detach())
+        loss = torch.where((tokens.advantages < 0) & (gap > most), 0.0, loss)
     others = torch.zeros_like(loss)
     if actor.entropy_coef:
         others = others - actor.entropy_coef * outputs["entropy"][counted]
@@ -325,11 +352,11 @@ def aggregate(loss: Tensor, batch: MiniBatch, mode: str, scale: float, every_row
     if not len(loss):
         return torch.zeros((), dtype=torch.float64)
     if mode == "token-mean":
-        return loss.mean()
+        return loss.sum() / batch.totals["tokens"]
     tokens = torch.bincount(batch.sample[batch.counted], minlength=len(batch.samples))
     sums = torch.zeros(len(batch.samples), dtype=torch.float64).index_add(0, batch.sample[batch.counted], loss)
     if mode == "seq-mean-token-mean":
         sums = sums / tokens.clamp(min=1)
     if mode == "seq-mean-token-sum-norm":
         sums = sums / scale
-    return sums.mean() if every_row else sums[tokens > 0].mean()
+    return sums.sum() / batch.totals["rows" if every_row else "scored"]

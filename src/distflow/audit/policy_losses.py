@@ -90,6 +90,8 @@ def _decoupled(tokens: Tokens, options: Options) -> Tensor:
         if level != "token":
             gap = tokens.mean(gap) if level == "geometric" else tokens.sum(gap)
         return loss * importance_weights(gap, threshold)
+    if rule := options.get("rejection_sampling"):
+        return _behaviour_weights(tokens, prox - tokens.old, rule) * loss
     mode, cap = options.get("behav_imp_weight_mode", "mask"), options.get("behav_imp_weight_cap", 5.0)
     if mode == "disabled":
         return loss
@@ -97,6 +99,24 @@ def _decoupled(tokens: Tokens, options: Options) -> Tensor:
     if cap is not None:
         weight = torch.where(weight > cap, 0.0 if mode == "mask" else cap, weight)
     return weight * loss
+
+
+def _behaviour_weights(tokens: Tokens, gap: Tensor, rule: Options) -> Tensor:
+    """AReaL's rejection: the ratio e^gap, 0 or lowered to the bound where its divergence is outside the bounds."""
+    metric, by_sequence = rule.get("metric", "ratio"), rule.get("level", "token") == "sequence"
+    weight = (tokens.mean(gap) if by_sequence and metric == "ratio" else gap).clamp(-20, 20).exp()
+    kinds = {"kl_k2": gap**2 / 2, "kl_k3": (-gap).clamp(-20, 20).exp() - 1 + gap}
+    measured = kinds.get(metric, gap)
+    if by_sequence:
+        largest = torch.full((int(tokens.sample.max()) + 1,), -math.inf, dtype=measured.dtype)
+        largest = largest.scatter_reduce(0, tokens.sample, measured, "amax")[tokens.sample]
+        by = {"sum": tokens.sum(measured), "mean": tokens.mean(measured), "max": largest}
+        measured = by[rule.get("agg", "mean")]
+    if metric == "ratio":
+        measured = measured.clamp(-20, 20).exp()
+    low, high = rule.get("lower"), float(rule.get("upper", 5.0))
+    outside = (measured > high) | (measured < (-math.inf if low is None else low))
+    return torch.where(outside, weight.clamp(low or 0.0, high) if rule.get("action") == "clamp" else 0.0, weight)
 
 
 def _gspo(tokens: Tokens, options: Options) -> Tensor:

@@ -17,6 +17,8 @@ from torch import Tensor
 from distflow.audit.model_forward import KeptWeights, PlainScores, Turns
 from distflow.audit.recorder import GroupRecord, UpdateRecord
 from distflow.config import Config
+from distflow.config.derived_settings import algorithms
+from distflow.config.keys.algorithm import AlgorithmConfig
 from distflow.data.batch import Batch
 from distflow.graph import BoundPipeline
 from distflow.graph.fields import TOKEN_AXES
@@ -43,7 +45,7 @@ class AuditedRun:
     """The run as the auditor of one worker sees it.
 
     training_steps: of this worker. bring: brings all models onto the device. turns: runs the models. state: JSON values
-    that persist across audits and are in every checkpoint.
+    that persist across audits and are in every checkpoint. doubts: why the next step is to be audited whole.
     """
 
     inputs: WorkerInputs
@@ -54,6 +56,7 @@ class AuditedRun:
     turns: Turns
     older_weights: KeptWeights
     state: dict[str, Any]
+    doubts: list[str] = field(default_factory=list)
     _warnings: set[str] = field(default_factory=set)
 
     @property
@@ -108,9 +111,9 @@ class RecordedStep:
     records: by group, of the groups that this worker generated. group_ids: of the whole step. batch: the columns as the
     nodes wrote them. synced_version: of the last weight sync, None if nothing generates. sent_hashes: of that version's
     tensors, as in a weight receipt. num_updates: optimizer steps by role before this step. budget_s: time for calling
-    reward functions again. updates: in order. metrics: of the step. partial: only a few groups of the step. plain:
-    scores of samples that the policy was run on again. drawn: such scores by the weights that generated each token, and
-    which tokens have one.
+    reward functions again. dropped: the last group that a node dropped, why, and its columns. updates: in order.
+    metrics: of the step. partial: only a few groups of the step. plain: scores of samples that the policy was run on
+    again. drawn: such scores by the weights that generated each token, and which tokens have one.
     """
 
     run: AuditedRun
@@ -122,6 +125,7 @@ class RecordedStep:
     sent_hashes: Mapping[str, str]
     num_updates: Mapping[str, int]
     budget_s: float = field(default=0.0, init=False)
+    dropped: tuple[GroupRecord, str, Batch] | None = field(default=None, init=False)
     updates: list[UpdateRecord] = field(default_factory=list, init=False)
     metrics: Mapping[str, float] = field(default_factory=dict, init=False)
     partial: bool = field(default=False, init=False)
@@ -136,6 +140,18 @@ class RecordedStep:
     def samples(self) -> list[Sample]:
         """All samples of the step on this rank."""
         return samples_of(self.batch)
+
+    def by_algorithm(self) -> list[tuple[str, AlgorithmConfig, list[Sample]]]:
+        """The samples of each domain with settings of its own, the others under "", with those settings."""
+        samples: dict[str, list[Sample]] = {domain or "": [] for domain, _ in algorithms(self.config)}
+        for sample in self.samples:
+            samples[sample["domain"] if sample["domain"] in samples else ""].append(sample)
+        return [(domain or "", settings, samples[domain or ""]) for domain, settings in algorithms(self.config)]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all samples of the step are here: not a few groups, or one rank's."""
+        return not self.partial and self.run.num_ranks == 1
 
     def some_samples(self, most: int) -> list[Sample]:
         """At most `most` samples from as many groups as possible, drawn by the step number."""
@@ -163,10 +179,11 @@ class RecordedStep:
             None,
         )
 
-    def is_ours(self, column: str) -> bool:
-        """Whether a built-in node writes the column, so that its expected content is known."""
-        writers = [node for node in self.run.pipeline.nodes if column in node.contract.writes]
-        return bool(writers) and all(is_builtin(node.fn) for node in writers)
+    def is_ours(self, column: str, known: Sequence[Callable[..., object]] = ()) -> bool:
+        """Whether a built-in node, or one of the `known` functions, writes the column, so that its expected content is
+        known."""
+        writers = [plain_function(node.fn) for node in self.run.pipeline.nodes if column in node.contract.writes]
+        return bool(writers) and all(is_builtin(fn) or fn in map(plain_function, known) for fn in writers)
 
     def is_written(self, column: str) -> bool:
         """Whether a node of the pipeline writes the column."""
@@ -276,9 +293,14 @@ def shuffled(num: int, key: tuple[int, int], counter: tuple[int, int]) -> NDArra
 
 def is_builtin(fn: Callable[..., object]) -> bool:
     """Whether the function is defined in distflow, below any wrappers."""
+    return str(getattr(plain_function(fn), "__module__", "")).startswith("distflow.")
+
+
+def plain_function(fn: Callable[..., object]) -> Callable[..., object]:
+    """The function below its wrappers."""
     while hasattr(fn, "func"):
         fn = fn.func
-    return str(getattr(fn, "__module__", "")).startswith("distflow.")
+    return fn
 
 
 def doubles(values: Tensor) -> Tensor:

@@ -3,7 +3,7 @@ inputs of the loss, the gradients by them, and samples of the weights before and
 
 import math
 import random
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
@@ -11,6 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from distflow.audit.model_forward import PlainScores
 from distflow.data.batch import Batch
@@ -18,7 +19,7 @@ from distflow.models.sharding import own_part, square_sum
 from distflow.rewards.score import RewardResult
 from distflow.rollout.engine import GenerateRequest, GenerateResult
 from distflow.scheduling.groups import PromptGroup
-from distflow.training.engine import Counts, LossFn, Sums, TrainEngine
+from distflow.training.engine import Collective, Counts, LossFn, OneRank, Sums, TrainEngine
 
 STRIPE = 256
 NUM_STRIPES = 4
@@ -43,6 +44,8 @@ class GroupRecords:
 
     def __init__(self) -> None:
         self._kept: dict[int, GroupRecord] = {}
+        self.dropped: tuple[GroupRecord, str, Batch] | None = None
+        """The last group that a node dropped: its record, the reason and its columns."""
 
     def begin(self, prompt_group: PromptGroup) -> None:
         _current.set(GroupRecord(prompt_group))
@@ -59,6 +62,10 @@ class GroupRecords:
         if (record := _current.get()) is not None:
             self._kept[record.prompt_group.group_id] = record
 
+    def drop(self, reason: str, batch: Batch) -> None:
+        if (record := _current.get()) is not None:
+            self.dropped = record, reason, batch
+
     def take(self, group_ids: Iterable[int]) -> dict[int, GroupRecord]:
         """Remove and return the records of a step's groups; groups of another worker or process have none."""
         return {number: self._kept.pop(number) for number in group_ids if number in self._kept}
@@ -74,15 +81,22 @@ class OpenEngine(Protocol):
 
 @dataclass
 class MicroRecord:
-    """One call of the loss: the samples, the values of each output and the gradient by it, `(bs, response_length)` on
-    the CPU."""
+    """One call of the loss: the samples, and of those in `rows` the values of each output and the gradient by it,
+    `(rows, response_length)` on the CPU. share: of the mini-batch's loss."""
 
     uids: list[str]
+    rows: list[int]
     outputs: dict[str, Tensor]
     gradients: dict[str, Tensor] = field(default_factory=dict)
+    share: Tensor | float = 0.0
+
+    @property
+    def recorded(self) -> list[str]:
+        """The samples whose outputs were recorded."""
+        return [self.uids[row] for row in self.rows]
 
     def add_gradient(self, name: str, gradient: Tensor) -> None:
-        part = gradient.detach().cpu()
+        part = gradient.detach()[self.rows].cpu()
         self.gradients[name] = self.gradients[name] + part if name in self.gradients else part.clone()
 
 
@@ -90,9 +104,8 @@ class MicroRecord:
 class Stripe:
     """Sampled elements of one weight around a step, float64 on the CPU; of this rank's part if it is sharded.
 
-    contributions: the sum of the gradients of the backward passes; None if they are summed over ranks as they come.
-    gradient: the optimizer's input.
-    moments: the optimizer's tensors for the weight before the step, and its number of steps.
+    contributions: the sum of the gradients of the backward passes, over all ranks. gradient: the optimizer's input.
+    moments: the optimizer's tensors for the weight before the step, and its number of steps; moved_moments: after it.
     """
 
     before: Tensor
@@ -100,6 +113,7 @@ class Stripe:
     contributions: Tensor | None = None
     gradient: Tensor | None = None
     after: Tensor | None = None
+    moved_moments: dict[str, Any] = field(default_factory=dict)
 
     def contribute(self, gradient: Tensor) -> None:
         part = _stripe(gradient)
@@ -109,8 +123,10 @@ class Stripe:
 @dataclass
 class UpdateRecord:
     """One optimizer step. leftover: weights that had a gradient before it began. norm: of the gradient that the
-    optimizer was given, None if it was not called. loss: the loss function, unwrapped. plain: scores by sample, from
-    the model's own forward right before the step."""
+    optimizer was given, None if it was not called. loss: the loss function, unwrapped. totals: over all ranks, the
+    mini-batch's rows, rows with a token that counts, and such tokens; none if the update was not watched. share: this
+    rank's of the loss, and the sum over the ranks. plain: scores by sample, from the model's own forward right before
+    the step."""
 
     role: str
     engine: TrainEngine
@@ -119,6 +135,8 @@ class UpdateRecord:
     micros: list[MicroRecord] = field(default_factory=list)
     stripes: dict[str, Stripe] = field(default_factory=dict)
     leftover: list[str] = field(default_factory=list)
+    totals: Mapping[str, float] = field(default_factory=dict)
+    share: tuple[float, float] = (0.0, 0.0)
     norm: float | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
     plain: dict[str, PlainScores] = field(default_factory=dict)
@@ -132,10 +150,20 @@ class UpdateWatch:
     """Watches one optimizer step, from before the engine is called until `end`: the loss function to give the engine,
     which calls another and records it."""
 
-    def __init__(self, role: str, engine: TrainEngine, batch: Batch, loss: LossFn, turn: int) -> None:
-        """turn: selects the weights that are watched."""
-        self.record, self.outputs = UpdateRecord(role, engine, loss, batch), loss.outputs
+    def __init__(
+        self, role: str, engine: TrainEngine, batch: Batch, loss: LossFn, turn: int, few: Collection[str] = ()
+    ) -> None:
+        """turn: selects the weights that are watched. few: samples whose outputs are recorded, all if empty. Ranks that
+        share the mini-batch call it together."""
+        self.record, self.outputs, self._few = UpdateRecord(role, engine, loss, batch), loss.outputs, few
         self._striped, self._handles = list[tuple[str, nn.Parameter]](), list[Any]()
+        self._group: Collective = getattr(engine, "group", OneRank())
+        counted, rows = batch.flat("loss_mask") > 0, torch.arange(len(batch))
+        scored = torch.zeros(len(batch)).index_add(
+            0, rows.repeat_interleave(batch.lengths("response")), counted.float()
+        )
+        totals = {"rows": len(batch), "scored": int((scored > 0).sum()), "tokens": int(counted.sum())}
+        self.record.totals = self._group.sum({name: float(total) for name, total in totals.items()})
         if not isinstance(engine, OpenEngine):
             return
         self._striped += striped(engine.model, turn)
@@ -150,24 +178,36 @@ class UpdateWatch:
         return self.record.loss.counts(batch)
 
     def __call__(self, outputs: Mapping[str, Tensor], micro: Batch, counts: Counts) -> tuple[Tensor, Sums]:
-        values = {name: output.detach().cpu().clone() for name, output in outputs.items()}
-        seen = MicroRecord(list(micro["uid"]), values)
+        uids = list(micro["uid"])
+        rows = [row for row, uid in enumerate(uids) if not self._few or uid in self._few]
+        seen = MicroRecord(uids, rows, {})
         self.record.micros.append(seen)
-        for name, output in outputs.items():
-            if output.requires_grad:
-                output.register_hook(partial(seen.add_gradient, name))
-        return self.record.loss(outputs, micro, counts)
+        if rows:
+            for name, output in outputs.items():
+                seen.outputs[name] = output.detach()[rows].cpu()
+                if output.requires_grad:
+                    output.register_hook(partial(seen.add_gradient, name))
+        loss, sums = self.record.loss(outputs, micro, counts)
+        seen.share = loss.detach()
+        return loss, sums
 
     def finish(self, sums: Counts, counts: Counts) -> dict[str, float]:
         return self.record.loss.finish(sums, counts)
 
     def end(self, metrics: Mapping[str, float]) -> UpdateRecord:
-        """Call after the step."""
+        """Call after the step, on all ranks that share the mini-batch."""
         for handle in self._handles:
             handle.remove()
         self.record.metrics = dict(metrics)
+        own = math.fsum(float(micro.share) for micro in self.record.micros)
+        self.record.share = own, self._group.sum({"loss": own})["loss"]
         for name, parameter in self._striped:
-            self.record.stripes[name].after = _stripe(parameter)
+            stripe = self.record.stripes[name]
+            stripe.after = _stripe(parameter)
+            stripe.moved_moments = _moments(self.record.engine.optimizer, parameter)  # type: ignore[attr-defined]
+            if self._group.size > 1 and not isinstance(parameter, DTensor):
+                zero = torch.zeros_like(stripe.before)
+                stripe.contributions = self._group.sum(zero if stripe.contributions is None else stripe.contributions)
         return self.record
 
     def _before_step(self, model: nn.Module) -> None:

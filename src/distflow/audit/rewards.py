@@ -4,19 +4,22 @@ the sample's last token; the reward is the score minus the KL, by the coefficien
 import math
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from distflow.audit.normalization import finished_rewards, whitened
 from distflow.audit.recorded_data import NOT_APPLICABLE, RecordedStep, Sample, Wrong, check, check_close, doubles
 from distflow.audit.recorder import GroupRecord
 from distflow.config.derived_settings import algorithm_of, algorithms
-from distflow.config.keys.algorithm import AlgorithmConfig, is_on
+from distflow.config.keys.algorithm import AlgorithmConfig
 from distflow.config.keys.reward import on_error_of
 from distflow.config.per_domain import response_limit, reward_functions
 from distflow.rewards.functions import FAILS
 from distflow.rewards.score import RewardResult, Score
+from distflow.training.engine import Collective
 
 LIMIT = 1e-4
 MOST = 16
@@ -37,13 +40,11 @@ function."""
 def audit_reward_functions(recorded: RecordedStep) -> str | None:
     if recorded.run.resources.reward_fn is None or not recorded.is_ours("reward_parts"):
         return "no built-in reward node scores" if recorded.is_written("scores") else NOT_APPLICABLE
-    arguments = {"data_source": "", "solution_str": "", "ground_truth": "", "extra_info": {}}
-    failed = recorded.run.call_reward(FAILS, arguments)
-    if isinstance(failed, Score):
-        raise Wrong(f"a reward function that raises must give no score, but it gave {failed.value}")
+    if not recorded.partial:
+        _check_failing(recorded)
     began, seen = time.monotonic(), 0
     differing: list[tuple[Sample, str, str]] = []
-    for sample in recorded.some_samples(MOST):
+    for sample in recorded.some_samples(1 if recorded.partial else MOST):
         record = recorded.record_of(sample)
         budget_s = max(recorded.budget_s, _DECIDES_WITHIN_S) if differing else recorded.budget_s
         if record is None or time.monotonic() - began > budget_s:
@@ -53,8 +54,43 @@ def audit_reward_functions(recorded: RecordedStep) -> str | None:
                 what = _compare(recorded, record, sample, name)
                 differing += [(sample, name, what)] if what is not None else []
                 seen += 1
-    _explain_differences(recorded, differing, seen)
+    if recorded.partial:  # one sample cannot say why
+        recorded.run.doubts.extend(what for _, _, what in differing)
+    else:
+        _explain_differences(recorded, differing, seen)
     return None if seen else "no reward function could be called again in time, or none is deterministic"
+
+
+@check(
+    "dropped",
+    "a group that the filter dropped has one accuracy on all its samples, by scores that its reward functions give "
+    "again",
+    needs="a group that was dropped since the last audit, by accuracy",
+    limit="equal, one group",
+)
+def audit_dropped(recorded: RecordedStep) -> str | None:
+    if recorded.dropped is None:
+        return NOT_APPLICABLE
+    record, reason, batch = recorded.dropped
+    if recorded.config.algorithm.filter_groups.metric != "acc" or reason != "all_equal":
+        return NOT_APPLICABLE
+    part = replace(recorded, records={record.prompt_group.group_id: record}, batch=batch)
+    scored = [sample for sample in part.samples if sample["valid"] and sample.get("reward_errors") is None]
+    if len(found := sorted({float(sample["acc"]) for sample in scored})) > 1:
+        raise Wrong(
+            f"group {record.prompt_group.group_id} was dropped for one accuracy on all its samples, but has {found}"
+        )
+    for name in functions_of(part, scored[0]) if scored and recorded.is_ours("reward_parts") else ():
+        if name not in recorded.run.state.get("not_deterministic", []):
+            recorded.run.doubts.extend(filter(None, [_compare(part, record, scored[0], name)]))
+    return None
+
+
+def _check_failing(recorded: RecordedStep) -> None:
+    arguments = {"data_source": "", "solution_str": "", "ground_truth": "", "extra_info": {}}
+    failed = recorded.run.call_reward(FAILS, arguments)
+    if isinstance(failed, Score):
+        raise Wrong(f"a reward function that raises must give no score, but it gave {failed.value}")
 
 
 def functions_of(recorded: RecordedStep, sample: Sample) -> dict[str, float]:
@@ -167,15 +203,56 @@ def audit_rewards(recorded: RecordedStep) -> str | None:
         reason = f", by its scores {dict(sample['reward_parts'])}"
         check_close(sample, "token_level_scores", expected, LIMIT, reason)
         _same_baseline(recorded, sample)
-        if _processes(algorithm_of(recorded.config, sample["domain"])):
-            continue  # the auditor has no formula for it
-        if recorded.is_ours("token_level_rewards"):
-            expected = expected - _kl_penalty(recorded, sample)
-        if recorded.is_ours("token_level_rewards") or not recorded.is_written("token_level_rewards"):
-            check_close(sample, "token_level_rewards", expected, LIMIT, reason)
-    if any(_processes(algorithm) for _, algorithm in algorithms(recorded.config)):
-        return "the auditor has no formula for reward_norm, reward_shift, reward_scale, reward_clip and whiten_rewards"
+    if recorded.is_written("token_level_rewards") and not recorded.is_ours("token_level_rewards"):
+        return "a user's node writes the rewards"
+    why_not = [_check_processed(recorded, *each) for each in recorded.by_algorithm() if each[2]]
+    return next(filter(None, why_not), None)
+
+
+def _check_processed(
+    recorded: RecordedStep, domain: str, algorithm: AlgorithmConfig, samples: Sequence[Sample]
+) -> str | None:
+    """Rewards of samples with the same settings, by their scores."""
+    levels = (algorithm.reward_norm.mean_level, algorithm.reward_norm.std_level)
+    moments = recorded.run.state.get("reward_moments", {}).get(domain)
+    if not recorded.is_whole and ("batch" in levels or algorithm.whiten_rewards):
+        return "reward_norm and whiten_rewards need all samples of the step on one rank"
+    if "running" in levels and moments is None:
+        return "rewards before this process, or on other ranks, were not recorded"
+    counts = [[bool(sample["valid"]) and m > 0 for m in sample["response_mask"].tolist()] for sample in samples]
+    rows = []
+    for sample, counted, reward in zip(samples, counts, finished_rewards(samples, algorithm, moments), strict=True):
+        last = max((token for token, counts_too in enumerate(counted) if counts_too), default=-1)
+        penalty = _kl_penalty(recorded, sample).tolist()
+        rows.append([reward * (token == last) - penalty[token] for token in range(len(counted))])
+    if algorithm.whiten_rewards:
+        rows = whitened(rows, counts)
+    for sample, row in zip(samples, rows, strict=True):
+        if sample["valid"]:
+            reason = f", by its scores {dict(sample['reward_parts'])}"
+            check_close(sample, "token_level_rewards", torch.tensor(row, dtype=torch.float64), LIMIT, reason)
     return None
+
+
+def remember_rewards(recorded: RecordedStep) -> None:
+    """Add the step's scores to the moments of all rewards so far, of settings that normalise by them."""
+    kept = recorded.run.state.setdefault("reward_moments", {})
+    for domain, algorithm in algorithms(recorded.config):
+        if "running" not in (algorithm.reward_norm.mean_level, algorithm.reward_norm.std_level):
+            continue
+        if recorded.run.num_ranks > 1 or (domain or "") not in kept and recorded.step > 0:
+            continue
+        before = kept.get(domain or "", {"count": 0, "mean": 0.0, "squares": 0.0})
+        (samples,) = (samples for name, _, samples in recorded.by_algorithm() if name == (domain or ""))
+        scores = [math.fsum(s["token_level_scores"].tolist()) for s in samples if s["valid"]]
+        scores = [(score + algorithm.reward_shift) * algorithm.reward_scale for score in scores]
+        total = before["count"] + len(scores)
+        if not scores:
+            continue
+        middle = before["mean"] + math.fsum(score - before["mean"] for score in scores) / total
+        added = math.fsum((score - middle) ** 2 for score in scores)
+        moved = before["count"] * (before["mean"] - middle) ** 2
+        kept[domain or ""] = {"count": total, "mean": middle, "squares": before["squares"] + moved + added}
 
 
 @check(
@@ -186,16 +263,23 @@ def audit_rewards(recorded: RecordedStep) -> str | None:
     limit=f"{LIMIT:g} relative",
 )
 def audit_kl_control(recorded: RecordedStep) -> str | None:
-    control = recorded.config.algorithm.kl_ctrl
-    if not recorded.config.algorithm.use_kl_in_reward or not recorded.is_written("token_level_rewards"):
+    using = [each for each in recorded.by_algorithm() if each[1].use_kl_in_reward]
+    if not using or not recorded.is_written("token_level_rewards"):
         return NOT_APPLICABLE
-    if recorded.config.algorithm.domains:
-        return "the auditor has no formula for coefficients by domain"
-    _same_mean(recorded)
-    found = recorded.metrics.get("actor/kl_coef")
+    why_not = [_check_coefficient(recorded, *each) for each in using]
+    return next(filter(None, why_not), None)
+
+
+def _check_coefficient(
+    recorded: RecordedStep, domain: str, algorithm: AlgorithmConfig, samples: Sequence[Sample]
+) -> str | None:
+    control, suffix = algorithm.kl_ctrl, f"/{domain}" if domain else ""
+    if recorded.is_whole and recorded.is_ours("token_level_rewards"):
+        _same_mean(recorded, algorithm, suffix, samples)
+    found = recorded.metrics.get(f"actor/kl_coef{suffix}")
     if found is None:
         return "the pipeline does not report its coefficient"
-    before = recorded.run.state.get("kl_control")
+    before = recorded.run.state.get("kl_control", {}).get(domain)
     if control.type == "fixed" or (before is None and recorded.step == 0):
         expected = control.kl_coef
     elif before is None or before["step"] != recorded.step - 1:
@@ -207,6 +291,23 @@ def audit_kl_control(recorded: RecordedStep) -> str | None:
     if not abs(found - expected) <= LIMIT * max(abs(expected), 1e-12):
         raise Wrong(f"the KL in the reward has the coefficient {found:.6g}, but should have {expected:.6g}")
     return None
+
+
+def remember_coefficients(recorded: RecordedStep, ranks: Collective) -> None:
+    """What the adaptive controllers of the next step start from. Called on all ranks together."""
+    kept = recorded.run.state.setdefault("kl_control", {})
+    for domain, algorithm in algorithms(recorded.config):
+        suffix = f"/{domain}" if domain else ""
+        if algorithm.kl_ctrl.type == "fixed" or f"actor/kl_coef{suffix}" not in recorded.metrics:
+            continue
+        own = recorded.config.algorithm.domains
+        count = sum((name if name in own else None) == domain for name in recorded.batch["domain"])
+        kept[domain or ""] = {
+            "step": recorded.step,
+            "coefficient": recorded.metrics[f"actor/kl_coef{suffix}"],
+            "kl": recorded.metrics[f"actor/reward_kl_penalty{suffix}"],
+            "samples": int(ranks.sum(float(count))),
+        }
 
 
 def kl(difference: Tensor, kind: str) -> Tensor:
@@ -235,11 +336,6 @@ def _total(recorded: RecordedStep, sample: Sample) -> float:
     weights, parts = functions_of(recorded, sample), sample["reward_parts"]
     total = sum(parts.get(name, math.nan) * weight for name, weight in weights.items())
     return total + _overlong(recorded, sample["domain"], len(sample["response_ids"]))
-
-
-def _processes(algorithm: AlgorithmConfig) -> bool:
-    moved = algorithm.reward_shift != 0 or algorithm.reward_scale != 1 or algorithm.reward_clip is not None
-    return moved or is_on(algorithm.reward_norm) or algorithm.whiten_rewards
 
 
 def _same_baseline(recorded: RecordedStep, sample: Sample) -> None:
@@ -292,20 +388,18 @@ def _kl_penalty(recorded: RecordedStep, sample: Sample) -> Tensor:
     return torch.where(sample["response_mask"] > 0, penalty, 0.0)
 
 
-def _same_mean(recorded: RecordedStep) -> None:
+def _same_mean(recorded: RecordedStep, algorithm: AlgorithmConfig, suffix: str, samples: Sequence[Sample]) -> None:
     """The controller's input is the mean KL over the tokens of valid samples, or the mean of samples' means."""
-    if recorded.run.num_ranks > 1 or not recorded.is_ours("token_level_rewards"):
-        return
-    settings, of_samples = recorded.config.algorithm, list[Tensor]()
-    for sample in recorded.samples:
+    of_samples = list[Tensor]()
+    for sample in samples:
         counted = (sample["response_mask"] > 0) & bool(sample["valid"])
         difference = doubles(sample["old_log_probs"]) - doubles(sample["ref_log_prob"])
-        of_samples.append(kl(difference, settings.kl_penalty)[counted])
-    if settings.kl_ctrl.mean == "sequence":
+        of_samples.append(kl(difference, algorithm.kl_penalty)[counted])
+    if algorithm.kl_ctrl.mean == "sequence":
         expected = float(torch.stack([values.sum() / max(len(values), 1) for values in of_samples]).mean())
     else:
         tokens = torch.cat(of_samples)
         expected = float(tokens.sum() / max(len(tokens), 1))
-    found = recorded.metrics.get("actor/reward_kl_penalty")
+    found = recorded.metrics.get(f"actor/reward_kl_penalty{suffix}")
     if found is not None and not abs(found - expected) <= 1e-3 * abs(expected) + 1e-6:
         raise Wrong(f"the controller was given a KL of {found:.6g}, but the KL of the step's tokens is {expected:.6g}")

@@ -1,26 +1,41 @@
 """Checks: a step holds its groups, each complete, and no group that the filter should have dropped; a sample is the
 engine's response to the row's prompt; the loss mask is on exactly the policy's tokens of samples that have a score."""
 
+import math
 from collections import Counter
 
 import torch
+from torch import Tensor
 
-from distflow.audit.recorded_data import RecordedStep, Sample, Wrong, by_group_of, check, check_tokens, is_builtin
+from distflow.audit.normalization import share_right
+from distflow.audit.recorded_data import (
+    RecordedStep,
+    Sample,
+    Wrong,
+    by_group_of,
+    check,
+    check_tokens,
+    doubles,
+    is_builtin,
+)
 from distflow.config.derived_settings import algorithm_of
+from distflow.config.keys.algorithm import spread
 from distflow.config.per_domain import filters_groups, response_limit, unfiltered_domains
 from distflow.data.prompts import PromptRow
 from distflow.graph import NodeRole
 from distflow.rollout.engine import Generation
 from distflow.scheduling.groups import PromptGroup
 
-MOST = 64
+MOST, MOST_LOOKED = 64, 4
+ROUNDING = 1e-6
+"""A mismatch this near to a bound may be on either side of it."""
 
 
 @check(
     "groups",
     "the step holds its groups, each with all its samples once; if groups are filtered by accuracy, no group has equal "
-    "accuracy on all samples",
-    needs="one rank",
+    "accuracy on all samples; each domain has had its share of all groups so far",
+    needs="one rank; for shares a run without a curriculum",
     limit="equal",
 )
 def audit_groups(recorded: RecordedStep) -> str | None:
@@ -40,6 +55,7 @@ def audit_groups(recorded: RecordedStep) -> str | None:
         if times > 1:
             raise Wrong(f"sample {uid} is in the step {times} times")
     _check_filter(recorded, groups)
+    _check_shares(recorded)
     return None
 
 
@@ -53,7 +69,8 @@ def audit_groups(recorded: RecordedStep) -> str | None:
 def audit_responses(recorded: RecordedStep) -> str | None:
     if not recorded.is_ours("responses"):
         return "a user's node generates the responses"
-    samples = [sample for sample in recorded.some_samples(MOST) if recorded.record_of(sample) is not None]
+    most = MOST_LOOKED if recorded.partial else MOST
+    samples = [sample for sample in recorded.some_samples(most) if recorded.record_of(sample) is not None]
     for sample in samples:
         prompt_group = recorded.records[int(sample["group_index"])].prompt_group
         row = _row_of(recorded, prompt_group)
@@ -80,7 +97,8 @@ def audit_responses(recorded: RecordedStep) -> str | None:
 
 @check(
     "masks",
-    "loss_mask is on each token that the policy generated, the end token included, and on no other",
+    "loss_mask is on each token that the policy generated, the end token included, and on no other; samples that are "
+    "truncated, too long or too hard, and tokens whose mismatch is rejected, are left out as the config says",
     needs="no user's node that writes loss_mask",
     limit="equal",
 )
@@ -97,16 +115,80 @@ def audit_masks(recorded: RecordedStep) -> str | None:
             )
         reason = ": it is 1 on exactly the tokens that the policy generated"
         check_tokens(sample, "response_mask", of_policy, sample["response_mask"].double() != of_policy, reason)
-        algorithm = algorithm_of(recorded.config, sample["domain"])
-        bounds = (algorithm.difficulty_mask, algorithm.mask_long_errors)
-        masks = algorithm.mask_truncated or any(bound is not None for bound in bounds)
-        expected = of_policy * float(sample["valid"])
-        wrong = sample["loss_mask"].double() != expected
-        if masks or algorithm.rollout_correction.rollout_rs:
-            wrong &= expected == 0  # further tokens may be left out
+        left_out = _left_out(recorded, sample)
+        rejected, near = _rejected(recorded, sample)
+        expected = of_policy * float(sample["valid"] and not left_out) * ~rejected
+        wrong = (sample["loss_mask"].double() != expected) & ~(near & (of_policy > 0))
         reason += f", if the sample has a score, and this one has {'one' if sample['valid'] else 'none'}"
+        reason += f", and is not left out for it: {left_out}" if left_out else ""
         check_tokens(sample, "loss_mask", expected, wrong, reason)
     return None
+
+
+def remember_domains(recorded: RecordedStep) -> None:
+    """Add the step's groups to the counts of each domain's groups since the run's start."""
+    kept = recorded.run.state.setdefault("domains", {})
+    if recorded.is_whole and recorded.run.spec.data.domains and (kept or recorded.step == 0):
+        pairs = zip(recorded.batch["group_index"].tolist(), recorded.batch["domain"], strict=True)
+        for domain, count in Counter(dict(pairs).values()).items():
+            kept[domain] = kept.get(domain, 0) + count
+
+
+def _check_shares(recorded: RecordedStep) -> None:
+    data, counts = recorded.run.spec.data, recorded.run.state.get("domains")
+    if not counts or data.curriculum is not None:
+        return
+    weights, total = sum(domain.weight for domain in data.domains), sum(counts.values())
+    missing = data.consumer_batch * (recorded.step + 1) - total  # of short steps
+    for domain in data.domains:
+        due = domain.weight / weights * total
+        if abs(counts.get(domain.name, 0) - due) >= 1 + max(missing, 0):
+            raise Wrong(
+                f"domain '{domain.name}' has had {counts.get(domain.name, 0)} of {total} groups, but its share is "
+                f"{due:.1f}: groups of other domains took its place"
+            )
+
+
+def _left_out(recorded: RecordedStep, sample: Sample) -> str:
+    """Why the whole sample is left out of the loss, by the config; empty if it is not."""
+    algorithm = algorithm_of(recorded.config, sample["domain"])
+    if algorithm.mask_truncated and bool(sample["truncated"]):
+        return "it is truncated (mask_truncated)"
+    length, longest = int((sample["response_mask"] > 0).sum()), algorithm.mask_long_errors
+    if longest is not None and length >= longest and float(sample["acc"]) < 1.0 - 1e-6:
+        return f"it is incorrect and {length} tokens long (mask_long_errors)"
+    if (band := algorithm.difficulty_mask) is not None:
+        share = share_right(sample, recorded.samples)
+        if not band[0] < share < band[1]:
+            return f"{share:.0%} of its group are right (difficulty_mask)"
+    return ""
+
+
+def _rejected(recorded: RecordedStep, sample: Sample) -> tuple[Tensor, Tensor]:
+    """Which tokens are rejected for the mismatch of trainer and engine (verl's `rollout_rs`), and for which that
+    depends on rounding."""
+    settings, none = recorded.config.algorithm.rollout_correction, torch.zeros(len(sample["response_ids"])).bool()
+    if not settings.rollout_rs:
+        return none, none
+    own = "prox_log_probs" if recorded.is_written("prox_log_probs") else "old_log_probs"
+    if own not in sample:
+        return none, ~none
+    inside = (sample["response_mask"] > 0) & bool(sample["valid"])
+    gap = ((doubles(sample[own]) - doubles(sample["rollout_log_probs"])).clamp(-20, 20)) * inside
+    rejected, near = none, none
+    bounds = spread(settings.rollout_rs_threshold, len(settings.rollout_rs))
+    for name, (low, high) in zip(settings.rollout_rs, bounds, strict=True):
+        level, _, kind = name.rpartition("_")
+        values = {"k1": -gap, "k2": gap**2 / 2, "k3": gap.exp() - 1 - gap}[kind]
+        own_tokens = values[inside] if bool(inside.any()) else torch.zeros(1, dtype=torch.float64)
+        by = {"seq_sum": own_tokens.sum(), "seq_mean": own_tokens.mean(), "seq_max": own_tokens.max()}
+        values = values if level == "token" else torch.full_like(values, float(by[level]))
+        least, most = -math.inf, high
+        if kind == "k1":
+            least, most = (-math.log(high) if low is None else math.log(low)), math.log(high)
+        rejected = rejected | (values > most) | (values < least)
+        near = near | ((values - most).abs() < ROUNDING) | ((values - least).abs() < ROUNDING)
+    return rejected, near
 
 
 def _check_filter(recorded: RecordedStep, groups: dict[int, list[Sample]]) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from distflow.algorithms.mismatch import Tolerance, mismatch
+from distflow.algorithms.mismatch_check import Tolerance, mismatch
 from distflow.data.batch import Batch
 from distflow.data.sample import Sample, Segment
 from distflow.errors import TrustError

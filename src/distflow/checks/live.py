@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from distflow.algorithms.mismatch import Tolerance, check_mismatch
+from distflow.algorithms.mismatch_check import Tolerance, check_mismatch
 from distflow.checks.nonfinite import NonFinite
 from distflow.data.batch import Batch
 from distflow.errors import TrustError

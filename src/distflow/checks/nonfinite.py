@@ -100,7 +100,12 @@ class NonFinite:
 
     def _remove_old(self) -> None:
         """Removes only files that distflow writes; other files in a bundle stay."""
-        bundles = sorted(filter(_is_bundle, self.folder.iterdir()), key=_written)
+        ours = (
+            path
+            for path in self.folder.iterdir()
+            if re.fullmatch(r"step-\d{6,}-[a-z]+-\d+", path.name) and not path.is_symlink()
+        )
+        bundles = sorted((path for path in ours if "role" in read_object(path / FACTS)), key=_written)
         for old in bundles[: -self.limit]:
             for name in (BATCH, WEIGHTS, CONFIG, FACTS):
                 (old / name).unlink(missing_ok=True)
@@ -113,8 +118,3 @@ def _written(bundle: Path) -> int:
         return bundle.stat().st_mtime_ns
     except FileNotFoundError:  # another rank has just removed it
         return 0
-
-
-def _is_bundle(path: Path) -> bool:
-    ours = re.fullmatch(r"step-\d{6,}-[a-z]+-\d+", path.name) and not path.is_symlink()
-    return bool(ours) and "role" in read_object(path / FACTS)

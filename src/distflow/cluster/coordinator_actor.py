@@ -3,6 +3,7 @@
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from distflow.cluster.log_forwarding import Message, MessageQueue
@@ -10,7 +11,7 @@ from distflow.cluster.sample_queue import GroupRef, to_group
 from distflow.launch.run_setup import Start, begin_ledger
 from distflow.planning.plan import dp_groups_of
 from distflow.rewards.score import RewardCounts
-from distflow.runtime.checkpoint.state import load_queued
+from distflow.runtime.checkpoint.save_and_restore import load_queued
 from distflow.runtime.rank_info import queue_dp_group
 from distflow.runtime.sample_queue.protocol import DroppedGroup, FinishedGroup, NewWorkers, ResumePoint, TrainingStep
 from distflow.runtime.sample_queue.shared import SharedSampleQueue
@@ -32,7 +33,6 @@ class Progress:
     """The progress of the run. total_steps: as far as the data last."""
 
     version: Version
-    restart: int
     total_steps: int
     finished: bool
     group_counts: GroupCounts
@@ -46,6 +46,7 @@ class CoordinatorActor(SharedSampleQueue[GroupRef]):
 
     def __init__(self, spec: Spec, start: Start) -> None:
         os.umask(0o077)
+        self._messages = MessageQueue()
         coordinator, self._ledger = begin_ledger(spec, start)
         queued: dict[int, FinishedGroup[GroupRef]] = {}
         for number, group in (load_queued(start.checkpoint) if start.checkpoint else {}).items():
@@ -59,17 +60,15 @@ class CoordinatorActor(SharedSampleQueue[GroupRef]):
             [queue_dp_group(spec, dp_group) for dp_group in dp_groups_of(spec.plan)],
             [str(rank.rank) for rank in spec.plan.ranks if rank.rollout_nodes],
             queued=queued,
-            changed=self._show_queue,
+            changed=partial(self._messages.append, "queue"),
             may_be_lost=True,
         )
         self._rests: dict[int, Sequence[GroupRef]] = {}  # of a step's groups, by rank
-        self._messages = MessageQueue()
 
     def progress(self) -> Progress:
         coordinator = self._coordinator
         return Progress(
             coordinator.version,
-            self._ledger.restart,
             coordinator.plan.total_steps,
             coordinator.finished,
             coordinator.checked_counts(),
@@ -121,6 +120,3 @@ class CoordinatorActor(SharedSampleQueue[GroupRef]):
 
     def messages(self, timeout_s: float) -> list[Message]:
         return self._messages.fetch(timeout_s)
-
-    def _show_queue(self, counts: GroupCounts) -> None:
-        self._messages.append("queue", counts.running, counts.complete, sum(counts.dropped.values()))

@@ -68,7 +68,8 @@ class ProcessGroups:
 
 
 class TorchCollective:
-    """The `Collective` of a process group: tensors are reduced where they are, numbers in float64."""
+    """The `Collective` of a process group: tensors are reduced where they are, numbers in float64. `sum` and `max`
+    raise ValueError where the ranks give numbers of different names."""
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         """group: None is the group of all ranks."""
@@ -79,11 +80,9 @@ class TorchCollective:
         self._device = torch.device("cpu" if over_gloo else "cuda")  # NCCL sees no host memory
 
     def sum(self, value: Reducible) -> Reducible:
-        """Raises ValueError where the ranks give numbers of different names."""
         return self._reduce(value, dist.ReduceOp.SUM)
 
     def max(self, value: Reducible) -> Reducible:
-        """Raises ValueError where the ranks give numbers of different names."""
         return self._reduce(value, dist.ReduceOp.MAX)
 
     def gather(self, value: Plain) -> list[Plain]:

@@ -69,34 +69,27 @@ def connect_ray(plan: Plan, say: Callable[[str], None], more_cpus: int = 0) -> I
 @contextmanager
 def start_ray(num_cpus: int) -> Iterator[None]:
     """Start a Ray on this machine with at least so many CPUs; it ends with the block."""
+    # What Ray starts gets process groups of its own: a signal to ours, as `timeout` sends it, must reach the run alone,
+    # which saves before its Ray ends.
+    popen = services.ConsolePopen
+    services.ConsolePopen = partial(popen, process_group=0)  # type: ignore[misc,assignment]
     try:
-        with _own_process_groups():
-            ray.init(
-                address="local",  # never one that another process has started here
-                num_cpus=max(num_cpus, usable_cores()),
-                include_dashboard=False,
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-                _node_ip_address="127.0.0.1",
-            )
+        ray.init(
+            address="local",  # never one that another process has started here
+            num_cpus=max(num_cpus, usable_cores()),
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            _node_ip_address="127.0.0.1",
+        )
     except Exception as err:  # Ray raises no type of its own
         raise RuntimeError(f"no Ray could be started on this machine: {err}") from err
+    finally:
+        services.ConsolePopen = popen  # type: ignore[misc]
     try:
         yield
     finally:
         _end_own()
-
-
-@contextmanager
-def _own_process_groups() -> Iterator[None]:
-    """What Ray starts inside gets process groups of its own: a signal to ours, as `timeout` sends it, must reach the
-    run alone, which saves before its Ray ends."""
-    popen = services.ConsolePopen
-    services.ConsolePopen = partial(popen, process_group=0)  # type: ignore[misc,assignment]
-    try:
-        yield
-    finally:
-        services.ConsolePopen = popen  # type: ignore[misc]
 
 
 def failed_process(or_stopped: bool = False) -> str | None:

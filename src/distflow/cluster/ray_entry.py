@@ -14,7 +14,7 @@ from pathlib import Path
 
 from distflow.errors import UserError
 from distflow.launch.run_setup import done_before, outcome_of, starting
-from distflow.runtime.checkpoint.state import check_same_facts
+from distflow.runtime.checkpoint.save_and_restore import check_same_facts
 from distflow.runtime.recorder import reported
 from distflow.runtime.spec import Outcome, Spec
 from distflow.runtime.user_calls.sync_calls import Callbacks

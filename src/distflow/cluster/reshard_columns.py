@@ -16,7 +16,7 @@ from ray.exceptions import ObjectLostError, RayActorError
 
 from distflow.cluster.actor_calls import reply
 from distflow.data.batch import Batch
-from distflow.data.buffers import Buffers, gather, to_buffers
+from distflow.data.batch_bytes import Buffers, gather, to_buffers
 from distflow.runtime.wait_log import Waits
 from distflow.scheduling.reshard_columns import Key, Metas, Readers, Reshard, ReshardError, Select, Share
 
@@ -53,12 +53,12 @@ class ReshardActor:
 
     async def take(self, key: Key, rank: int, readers: Readers, select: Select | None) -> Share[ObjectRef]:
         """Waits until the step is complete."""
-        await self._until(lambda: self._exchange.missing(key) is None)
+        await self._until(lambda: self._exchange.is_complete(key))
         return self._exchange.take(key, rank, readers, select)
 
     async def pick(self, key: Key, num_ranks: int, uids: Sequence[str]) -> Share[ObjectRef]:
         """Waits until the step is complete."""
-        await self._until(lambda: self._exchange.missing(key) is None)
+        await self._until(lambda: self._exchange.is_complete(key))
         return self._exchange.pick(key, num_ranks, uids)
 
     async def release(self, key: Key, rank: int) -> None:

@@ -13,7 +13,7 @@ from ray.exceptions import ObjectLostError
 
 from distflow.cluster.actor_calls import reply, shortened
 from distflow.data.batch import Batch
-from distflow.data.buffers import gather, to_buffers
+from distflow.data.batch_bytes import gather, to_buffers
 from distflow.rewards.score import RewardCounts
 from distflow.runtime import fault_injection
 from distflow.runtime.errors import Failure
@@ -26,6 +26,7 @@ from distflow.runtime.sample_queue.protocol import (
     TrainingStep,
 )
 from distflow.runtime.sample_queue.shared import joined
+from distflow.runtime.stop import Stop
 from distflow.runtime.wait_log import Waits
 from distflow.scheduling.groups import PromptGroup
 
@@ -53,12 +54,6 @@ def to_batch(groups: Sequence[GroupRef]) -> Batch:
     return gather(parts, rows)
 
 
-class AgreedStop:
-    """A `Stop` that all ranks get with the release of the same step."""
-
-    wanted = False
-
-
 class RaySampleQueue:
     """The `SampleQueuePort` of a worker. It calls the coordinator actor, and moves the groups themselves from worker to
     worker."""
@@ -69,12 +64,12 @@ class RaySampleQueue:
         worker: int,
         first: int,
         waits: Waits,
-        stop: AgreedStop,
+        stop: Stop,
         ready: "Future[None] | None" = None,
     ) -> None:
         """coordinator: the actor's handle. worker: this one's number among the rollout workers. first: the number of
         the first rank of its dp group. ready: set when its engine has weights, before which it asks for no group; None
-        where it has them from the start."""
+        where it has them from the start. stop: wanted by all ranks from the release of the same step on."""
         self._coordinator, self._worker, self._first, self._waits = coordinator, worker, first, waits
         self._stop, self._ready = stop, ready
         self._reward_counts = RewardCounts()  # of groups that end next

@@ -5,7 +5,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from types import TracebackType
 from typing import Any, cast
 
 import ray
@@ -35,7 +34,7 @@ from distflow.errors import UserError
 from distflow.launch.run_setup import Start, model_line
 from distflow.observe.writing.folder_lock import writer_of
 from distflow.observe.writing.terminal import TerminalView
-from distflow.runtime.checkpoint.state import check_same_facts
+from distflow.runtime.checkpoint.save_and_restore import check_same_facts
 from distflow.runtime.engine_watch import STACKS
 from distflow.runtime.rank_info import Place
 from distflow.runtime.spec import Spec
@@ -80,9 +79,7 @@ class RayRun:
     def __enter__(self) -> "RayRun":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """End all processes of the run, and wait until none locks its folder: the same command may follow at once."""
         starting = [starting.worker for starting in self._others.starting.values()]
         for actor in [*starting, *self._workers, *self._services.values(), *self._reward_actors]:

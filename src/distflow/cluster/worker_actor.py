@@ -16,13 +16,13 @@ from distflow.cluster.coordinator_actor import Progress
 from distflow.cluster.log_forwarding import MessageSender, RemoteView, remote_callbacks
 from distflow.cluster.process_groups import Collectives
 from distflow.cluster.reward_actors import RewardActorPool
-from distflow.cluster.rollout_workers import RolloutWorkers
+from distflow.cluster.weights_to_workers import RolloutWorkers
 from distflow.cluster.worker_ports import WorkerPorts
 from distflow.launch.build_worker import build_worker
-from distflow.launch.run_setup import Start, note_early_end, note_resume, open_store, write_facts
+from distflow.launch.run_setup import Start, note_end, note_resume, open_store, write_facts
 from distflow.rewards.pool.domain_pools import take_pool
 from distflow.runtime import fault_injection
-from distflow.runtime.checkpoint.state import restore, set_generators
+from distflow.runtime.checkpoint.save_and_restore import restore, set_generators
 from distflow.runtime.engine_watch import write_stacks
 from distflow.runtime.rank_info import Place, kept_share
 from distflow.runtime.recorder import Recorder, ReportingProcess
@@ -93,7 +93,7 @@ class WorkerActor:
         with Recorder(
             spec,
             progress.total_steps,
-            progress.restart,
+            progress.version.restart,
             start.resumed_at,
             remote_callbacks(send, place),
             ReportingProcess(
@@ -123,9 +123,8 @@ class WorkerActor:
                     steps = worker.training_loop() if place.dp_group else worker.serve()
             if place.leads:
                 ended: Progress = reply(self._coordinator.progress.remote())
-                if ended.finished and not stop.wanted:
-                    note_early_end(recorder, ended.group_counts, ended.version.step, progress.total_steps)
-                recorder.status = "stopped" if stop.wanted and not ended.finished else "finished"
+                done, planned = ended.version.step, progress.total_steps
+                note_end(recorder, stop, ended.finished, ended.group_counts, done, planned)
         send.flush()
         return steps
 

@@ -10,10 +10,11 @@ from typing import Any
 from distflow.cluster.actor_calls import PeersLate, shorten
 from distflow.cluster.process_groups import Collectives
 from distflow.cluster.reshard_columns import RayReshard
-from distflow.cluster.rollout_workers import RayWeights, RolloutWorkers, put_in_store
-from distflow.cluster.sample_queue import AgreedStop, RaySampleQueue
+from distflow.cluster.sample_queue import RaySampleQueue
+from distflow.cluster.weights_to_workers import RayWeights, RolloutWorkers, put_in_store
 from distflow.runtime.rank_info import Place
 from distflow.runtime.spec import Spec
+from distflow.runtime.stop import Stop
 from distflow.runtime.wait_log import Waits
 from distflow.runtime.weight_sync.buckets import write_bucket
 from distflow.runtime.weight_sync.ports import IncomingWeights, LocalWeights, StreamedWeights
@@ -29,7 +30,7 @@ class WorkerPorts:
     def __init__(self, spec: Spec, place: Place, coordinator: Any, exchange: Any) -> None:
         """coordinator, exchange: handles of the actors. exchange: None where dp groups send each other nothing."""
         self._spec, self._place, self._coordinator, self._exchange = spec, place, coordinator, exchange
-        self.stop, self.incoming_weights = AgreedStop(), IncomingWeights()
+        self.stop, self.incoming_weights = Stop(), IncomingWeights()
 
     def build(self, among: Collectives, waits: Waits, rollout_workers: RolloutWorkers | None) -> Ports:
         """rollout_workers: those that only generate, for the leading worker."""
@@ -47,9 +48,7 @@ class WorkerPorts:
             carry = partial(write_bucket, self._spec.run_dir) if by_disk else put_in_store
             weights = RayWeights(weights, rollout_workers, carry, options.engine_timeout_s, waits)
         queue = RaySampleQueue(self._coordinator, place.generator, place.first, waits, self.stop, ready)
-        ports = Ports(
-            queue, None, weights, among.dp_group, among.data, among.everyone, self._rollout_ended, reshard=reshard
-        )
+        ports = Ports(queue, weights, among.dp_group, among.data, among.everyone, self._rollout_ended, reshard=reshard)
         return ports if rollout_workers is None else replace(ports, validate=rollout_workers.validate)
 
     @contextmanager

@@ -19,7 +19,7 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_config(arguments: argparse.Namespace) -> int:
-    from distflow.config import explain, load_config
+    from distflow.config import explain, load_config, to_yaml
 
     trusted = arguments.trust_code
     loaded = load_config(arguments.preset, arguments.overrides, complete=False, trust_code=trusted)
@@ -30,15 +30,15 @@ def run_config(arguments: argparse.Namespace) -> int:
     if arguments.explain:
         print(explain(arguments.explain, loaded))
     elif arguments.graph or arguments.mermaid:
+        from distflow.launch.code_trust import only_if_trusted, pipeline_code
         from distflow.launch.select_pipeline import bind, import_user_modules
-        from distflow.launch.user_code import only_if_trusted, pipeline_code
 
         only_if_trusted(pipeline_code(loaded.config), trusted, say=_note)
         import_user_modules(loaded.config)
         pipeline = bind(loaded.config)
         print(pipeline.to_mermaid() if arguments.mermaid else pipeline.to_text(), end="")
     else:
-        print(loaded.text, end="")
+        print(to_yaml(loaded.config), end="")
     return 0
 
 
@@ -65,7 +65,7 @@ def _not_from_files(config: "Config", trusted: bool) -> str:
     """Why model and data are not read: the config may be another person's, and the hub is slow."""
     from distflow.config.compose.check_paths import is_local_data, is_local_model
     from distflow.config.per_domain import train_files, val_files
-    from distflow.launch.user_code import pipeline_code
+    from distflow.launch.code_trust import pipeline_code
     from distflow.runtime.checkpoint.find_checkpoint import is_of_a_run
 
     files = (train_files(config) | val_files(config)).values()

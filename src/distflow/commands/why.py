@@ -37,7 +37,9 @@ def run_why(arguments: argparse.Namespace) -> int:
         name = sample_file_name(arguments.step, "train")
         lines.append(f"scores and reward parts are not known: samples/{name} is missing, empty or rolled back")
     lines += _table("groups", [_group_row(group, lineage, responses) for group in lineage.groups])
-    lines += _table(_dropped_title(lineage.dropped), [_dropped_row(group) for group in lineage.dropped])
+    reasons = Counter(escape_control(group.reason or "", MAX_TEXT, one_line=True) for group in lineage.dropped)
+    dropped = ", ".join(f"{count} {reason}" for reason, count in reasons.most_common()) or "none"
+    lines += _table(f"dropped meanwhile: {dropped}", [_dropped_row(group) for group in lineage.dropped])
     if lineage.aborted:
         group_ids = ", ".join(map(str, lineage.aborted))
         lines += ["", f"aborted when the step was full, to be generated again: groups {group_ids}"]
@@ -87,12 +89,6 @@ def _group_row(group: "GroupLineage", lineage: "StepLineage", responses: Mapping
         "score": _mean(response.get("score") for response in scored),
         "reward parts": _reward_parts(scored),
     }
-
-
-def _dropped_title(groups: Sequence["GroupLineage"]) -> str:
-    reasons = Counter(escape_control(group.reason or "", MAX_TEXT, one_line=True) for group in groups)
-    counts = ", ".join(f"{count} {reason}" for reason, count in reasons.most_common())
-    return f"dropped meanwhile: {counts or 'none'}"
 
 
 def _dropped_row(group: "GroupLineage") -> dict[str, str]:
@@ -187,13 +183,10 @@ def _table(title: str, rows: Sequence[Mapping[str, str]]) -> list[str]:
         return ["", title]
     names = [name for name in rows[0] if any(row[name] for row in rows)]
     widths = [max(len(name), *(len(row[name]) for row in rows)) for name in names]
-    lines = [names, *([row[name] for name in names] for row in rows)]
-    return ["", title, *(_aligned(line, widths) for line in lines)]
-
-
-def _aligned(line: Sequence[str], widths: Sequence[int]) -> str:
-    *numbers, text = line
-    return "  " + "  ".join([*(word.rjust(width) for word, width in zip(numbers, widths, strict=False)), text])
+    lines = ["", title]
+    for *numbers, text in (names, *([row[name] for name in names] for row in rows)):
+        lines.append("  " + "  ".join([*map(str.rjust, numbers, widths), text]))
+    return lines
 
 
 def _moment(seconds: float) -> str:

@@ -19,21 +19,15 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from distflow.data.sample import Sample
-from distflow.graph.fields import ALIASES, TOKEN_AXES, Axis, Field, find_field
+from distflow.graph.fields import ALIASES, DERIVED, TOKEN_AXES, Axis, Field, find_field
 
 Column = Tensor | list[object]
 Written = Tensor | NDArray[np.generic] | Sequence[object]
 Shapes = Mapping[Axis, tuple[tuple[int, ...], ...]]
 
 _SAVED = {"format": "distflow batch"}
-_DERIVED = {
-    "input_ids": ("prompt_ids", "response_ids"),
-    "attention_mask": ("prompt_ids", "response_ids"),
-    "token_level_rewards": ("token_level_scores",),
-    "token_level_scores": ("scores", "response_mask"),
-    "loss_mask": ("response_mask",),
-}
-"""Columns that are derived from others where nobody wrote them."""
+_DERIVED = {name: sources for name, sources in DERIVED.items() if name not in ("scores", "acc")}
+"""Columns that are derived here from others where nobody wrote them."""
 
 
 class Batch:
@@ -113,7 +107,7 @@ class Batch:
 
     def __getitem__(self, name: str) -> Any:
         field = self.field(name)
-        return self.padded(name) if field.axis in TOKEN_AXES else self.flat(name)
+        return self.pad(self.flat(name), field.axis) if field.axis in TOKEN_AXES else self.flat(name)
 
     def flat(self, name: str) -> Any:
         """The column as stored: all tokens of all samples in one `(tokens,)` tensor, `(bs,)` for samples, or a list."""
@@ -130,23 +124,12 @@ class Batch:
             return self.flat("token_level_scores")
         return self._derived_loss_mask() if name == "loss_mask" else self._placed_scores()
 
-    def padded(self, name: str, fill: float = 0) -> Tensor:
-        """A token column as `(bs, longest)`, right-padded with `fill`."""
-        field = self.field(name)
-        if field.axis not in TOKEN_AXES:
-            raise ValueError(f"column '{name}' is per {field.axis.value}: only token columns can be padded")
-        return self.pad(self.flat(name), field.axis, fill)
-
-    def pad(self, values: Tensor, axis: Axis | str, fill: float = 0) -> Tensor:
-        """Spread flat `(tokens,)` values over `(bs, longest)`; keeps the gradient."""
+    def pad(self, values: Tensor, axis: Axis | str) -> Tensor:
+        """Spread flat `(tokens,)` values over `(bs, longest)`, with 0 elsewhere; keeps the gradient."""
         lengths = self._lengths[Axis(axis)]
         longest = int(lengths.max()) if len(self) else 0
-        padded = torch.full((len(self) * longest,), fill, dtype=values.dtype, device=values.device)
+        padded = torch.zeros(len(self) * longest, dtype=values.dtype, device=values.device)
         return padded.index_copy_(0, self._padded_places(Axis(axis), values.device), values).view(len(self), longest)
-
-    def unpad(self, values: Tensor, axis: Axis | str) -> Tensor:
-        """The flat `(tokens,)` values of a padded `(bs, longest)` tensor; keeps the gradient."""
-        return values[self.mask(axis).to(values.device)]
 
     def mask(self, axis: Axis | str) -> Tensor:
         """bool `(bs, longest)`: where a padded token column has a token."""
@@ -174,7 +157,8 @@ class Batch:
             if isinstance(column, list):
                 picked: Column = [column[i] for i in index.tolist()]
             elif field.axis in TOKEN_AXES:
-                picked = column[self._token_positions(field.axis, index)]
+                lengths = self._lengths[field.axis]
+                picked = column[_ranges((lengths.cumsum(0) - lengths)[index], lengths[index])]
             else:
                 picked = column[index]
             out._columns[name], out._fields[name] = picked, field
@@ -321,11 +305,6 @@ class Batch:
         tokens = {axis: (tuple(mask.shape), (int(mask.sum()),)) for axis, mask in masks.items()}
         return {Axis.SAMPLE: ((len(self),),), **tokens}
 
-    def _token_positions(self, axis: Axis, index: Tensor) -> Tensor:
-        lengths = self._lengths[axis]
-        starts = lengths.cumsum(0) - lengths
-        return _ranges(starts[index], lengths[index])
-
     def _padded_places(self, axis: Axis, device: torch.device) -> Tensor:
         """Position of each token of a flat column in the flattened padded one: int64 `(tokens,)`, computed once."""
         if (axis, device) not in self._places:
@@ -386,8 +365,7 @@ def _json_bytes(value: list[Any]) -> Tensor:
 
 
 def _from_json_bytes(tensor: Tensor) -> list[Any]:
-    value: list[Any] = json.loads(bytes(tensor.cpu().numpy()).decode("utf-8", "surrogatepass"))
-    return value
+    return json.loads(bytes(tensor.cpu().numpy()).decode("utf-8", "surrogatepass"))
 
 
 def _flat_tensor(parts: Iterable[Iterable[float]], dtype: type[np.generic]) -> Tensor:

@@ -121,11 +121,10 @@ class ChatTemplate:
             )
         )
 
-    def has_marks(self, chat: Chat) -> bool:
-        return bool(_MARK.search(self._text(chat)))
-
-    def render_marked(self, chat: Chat) -> tuple[str, list[tuple[int, int]]]:
-        """The whole conversation, and the parts of it that the template marks as generated."""
+    def render_marked(self, chat: Chat) -> tuple[str, list[tuple[int, int]]] | None:
+        """The whole conversation, and the parts of it that the template marks as generated; None if it marks none."""
+        if not _MARK.search(self._text(chat)):
+            return None
         rendered: Any = render_jinja_template(
             [chat.messages],
             tools=chat.tools or None,  # type: ignore[arg-type]  # declared as a list of any mappings
@@ -147,8 +146,8 @@ def render_turns(chat: Chat, template: ChatTemplate, ends: Sequence[str]) -> lis
     """
     places = [place for place, message in enumerate(chat.messages) if message["role"] == ASSISTANT]
     prompts = [template.render(chat, place, prompts=True) for place in places]
-    if template.has_marks(chat):
-        return [_marked(*template.render_marked(chat), prompts, ends)]
+    if marked := template.render_marked(chat):
+        return [_marked(*marked, prompts, ends)]
     turns = []
     for number, (place, prompt) in enumerate(zip(places, prompts, strict=True), 1):
         text = template.render(chat, place + 1, prompts=False)

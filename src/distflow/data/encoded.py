@@ -123,10 +123,12 @@ def _batches(prompts: PromptSet, schema: pyarrow.Schema) -> Iterator[pyarrow.Rec
         rows = prompts[start : start + CHUNK_ROWS]
         rest = [json.dumps([r.prompt_text, r.ground_truth, r.domain, r.extra_info, r.origin, r.turns]) for r in rows]
         checksums = [_crc32(row.prompt_ids, row.response_ids, text) for row, text in zip(rows, rest, strict=True)]
+        texts = [text.encode() for text in rest]
+        memory = pyarrow.py_buffer(b"".join(texts))
         arrays = [
             _id_lists([row.prompt_ids for row in rows]),
             _id_lists([row.response_ids for row in rows]),
-            _texts(rest),
+            pyarrow.Array.from_buffers(pyarrow.string(), len(texts), [None, _offsets(map(len, texts)), memory]),
             _numbers("I", checksums),
         ]
         yield pyarrow.record_batch(arrays, schema=schema)
@@ -142,14 +144,10 @@ def _ids_of(values: pyarrow.Array) -> tuple[int, ...]:
 
 def _id_lists(rows: Sequence[Sequence[int] | None]) -> pyarrow.Array:
     ids = _numbers("i", chain.from_iterable(row or () for row in rows))
-    buffers = [_present(rows), _offsets(len(row or ()) for row in rows)]
+    present = sum(1 << i for i, row in enumerate(rows) if row is not None)  # the first row's bit is the lowest
+    bits = pyarrow.py_buffer(present.to_bytes(-(-len(rows) // 8), "little"))
+    buffers = [bits, _offsets(len(row or ()) for row in rows)]
     return pyarrow.Array.from_buffers(_IDS, len(rows), buffers, children=[ids])
-
-
-def _texts(texts: Sequence[str]) -> pyarrow.Array:
-    encoded = [text.encode() for text in texts]
-    buffers = [None, _offsets(map(len, encoded)), pyarrow.py_buffer(b"".join(encoded))]
-    return pyarrow.Array.from_buffers(pyarrow.string(), len(texts), buffers)
 
 
 def _numbers(code: str, values: Iterable[int]) -> pyarrow.Array:
@@ -161,12 +159,6 @@ def _numbers(code: str, values: Iterable[int]) -> pyarrow.Array:
 
 def _offsets(lengths: Iterable[int]) -> pyarrow.Buffer:
     return pyarrow.py_buffer(array("i", accumulate(lengths, initial=0)))
-
-
-def _present(rows: Sequence[object]) -> pyarrow.Buffer:
-    """One bit per row, the first row's is the lowest of the first byte."""
-    bits = sum(1 << i for i, row in enumerate(rows) if row is not None)
-    return pyarrow.py_buffer(bits.to_bytes(-(-len(rows) // 8), "little"))
 
 
 def _crc32(prompt_ids: Sequence[int], response_ids: Sequence[int] | None, rest: str) -> int:

@@ -148,7 +148,11 @@ def check_options(node: Node, contract: Contract) -> None:
     """Raises PipelineError for an option that the function does not take or that has another type."""
     for name, value in node.options.items():
         if name in contract.options or contract.open_options:
-            _check_type(node, contract, name, value)
+            wanted = _plain_types(node, name) if name in contract.options else ()
+            fits = type(value) in wanted or (isinstance(value, int) and not isinstance(value, bool) and float in wanted)
+            if wanted and value is not None and not fits:
+                names = " or ".join(t.__name__ for t in wanted)
+                raise PipelineError(f"{node.where}: option '{name}' must be {names}, {value!r} given")
         elif name in _NOT_HERE:
             raise PipelineError(f"{node.where}: '{name}' {_NOT_HERE[name]}")
         else:
@@ -190,14 +194,6 @@ def _resolve_options(configured: _ConfiguredNode, contract: Contract) -> dict[st
                 f"{hint(name, configured.names())}, and the function has no default"
             )
     return {**values, **fixed}
-
-
-def _check_type(node: Node, contract: Contract, name: str, value: object) -> None:
-    wanted = _plain_types(node, name) if name in contract.options else ()
-    fits = type(value) in wanted or (isinstance(value, int) and not isinstance(value, bool) and float in wanted)
-    if wanted and value is not None and not fits:
-        names = " or ".join(t.__name__ for t in wanted)
-        raise PipelineError(f"{node.where}: option '{name}' must be {names}, {value!r} given")
 
 
 def _plain_types(node: Node, name: str) -> tuple[type, ...]:

@@ -112,7 +112,12 @@ class Node:
         for name, kind in (("node_type", NodeType), ("node_role", NodeRole)):
             if getattr(self, name) is not None:
                 settle(self, name, as_member(kind, getattr(self, name), f"{where}: {name}"))
-        settle(self, "fn", self._resolve())
+        if self.func is None and self.node_type in MARKER_TYPES:
+            settle(self, "fn", all_arrived if self.node_type is NodeType.BARRIER_SYNC else same_batch)
+        elif self.func is None:
+            raise PipelineError(f'{where} has no func; pass a function or "module:function"')
+        else:
+            settle(self, "fn", resolve_func(self.func, where))
         spec = spec_of(self.fn)
         settle(self, "spec", spec if self.writes is None else replace(spec, writes=self.writes))
         self._settle_role_and_type()
@@ -125,13 +130,6 @@ class Node:
     @property
     def by_role(self) -> RoleDefaults:
         return ROLE_DEFAULTS[self.node_role]
-
-    def _resolve(self) -> Callable[..., object]:
-        if self.func is None and self.node_type in MARKER_TYPES:
-            return all_arrived if self.node_type is NodeType.BARRIER_SYNC else same_batch
-        if self.func is None:
-            raise PipelineError(f'{self.where} has no func; pass a function or "module:function"')
-        return resolve_func(self.func, self.where)
 
     def _settle_role_and_type(self) -> None:
         contract = contract_of(self)
@@ -220,6 +218,12 @@ def contracts_of(
 
 NODE_SETTINGS = tuple(item.name for item in fields(Node) if item.init and item.name != "options")
 """The arguments of `add_node` that are not options of the function."""
+
+
+def split_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a node, with those that are none of its settings under `options`."""
+    settings = {name: value for name, value in arguments.items() if name in NODE_SETTINGS}
+    return settings | {"options": {name: value for name, value in arguments.items() if name not in NODE_SETTINGS}}
 
 
 def _check_arguments(node: Node) -> None:

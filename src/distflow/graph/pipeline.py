@@ -6,8 +6,7 @@ from typing import Any
 
 from distflow.errors import hint
 from distflow.graph.fields import PipelineError
-from distflow.graph.node_spec import NodeRole, NodeType, Plane, Scope
-from distflow.graph.nodes import NODE_SETTINGS, Node
+from distflow.graph.nodes import NODE_SETTINGS, Node, split_arguments
 from distflow.graph.task_graph import TaskGraph
 
 
@@ -24,41 +23,15 @@ class Pipeline:
         node_id: str,
         func: str | Callable[..., object] | None = None,
         deps: Sequence[str] | None = None,
-        *,
-        node_type: NodeType | str | None = None,
-        node_role: NodeRole | str | None = None,
-        only_forward_compute: bool = False,
-        config: str | Mapping[str, object] | None = None,
-        engine: str | None = None,
-        writes: str | Sequence[str] | None = None,
-        scope: Scope | None = None,
-        plane: Plane | None = None,
-        phase: str | None = None,
-        validates: bool | None = None,
-        retry_limit: int = 0,
-        **options: object,
+        **arguments: Any,
     ) -> "Pipeline":
         """Add a node that runs `func` after the nodes that write what it reads, and those of `deps`.
 
         The arguments are those of `Node`. Further keywords are options of `func`, and take precedence over those of
         the config. Nothing is looked up or checked before `build`.
         """
-        settings: dict[str, object] = {
-            "node_type": node_type,
-            "node_role": node_role,
-            "only_forward_compute": only_forward_compute,
-            "config": config,
-            "engine": engine,
-            "writes": writes,
-            "scope": scope,
-            "plane": plane,
-            "phase": phase,
-            "validates": validates,
-            "retry_limit": retry_limit,
-        }
-        self._nodes.append(
-            partial(Node, node_id, func, () if deps is None else deps, **settings, options=options)  # type: ignore[arg-type]  # a node checks and settles what it is given
-        )
+        deps = () if deps is None else deps
+        self._nodes.append(partial(Node, node_id, func, deps, **split_arguments(arguments)))  # type: ignore[arg-type]  # a node settles its deps
         return self
 
     def build(self) -> TaskGraph:

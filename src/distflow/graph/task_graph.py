@@ -9,7 +9,7 @@ from distflow.graph.bind import BoundPipeline, bind_pipeline, check_options
 from distflow.graph.drawing import Box, flowchart
 from distflow.graph.fields import Field, PipelineError
 from distflow.graph.node_spec import is_factory
-from distflow.graph.nodes import NODE_SETTINGS, Node, contracts_of
+from distflow.graph.nodes import Node, contracts_of, split_arguments
 from distflow.graph.wiring import Wiring, dependents
 
 
@@ -47,9 +47,8 @@ class TaskGraph:
         node = self.get_node(node_id)
         if "node_id" in changes:
             raise PipelineError(f"{node.where}: a node keeps its id; remove it and add another")
-        settings = {name: value for name, value in changes.items() if name in NODE_SETTINGS}
-        options = {name: value for name, value in changes.items() if name not in NODE_SETTINGS}
-        self.nodes[node_id] = replace(node, options={**node.options, **options}, **settings)
+        made = split_arguments(changes)
+        self.nodes[node_id] = replace(node, **{**made, "options": {**node.options, **made["options"]}})
         return self.nodes[node_id]
 
     def get_node(self, node_id: str) -> Node:

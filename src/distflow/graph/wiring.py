@@ -40,15 +40,6 @@ def dependents(deps: Edges) -> dict[str, list[str]]:
     return out
 
 
-def find_cycle(deps: Edges) -> list[str] | None:
-    """One cycle as a path in the direction of the data, its first node again at the end; None if there is none."""
-    try:
-        TopologicalSorter(deps).prepare()
-    except CycleError as error:
-        return error.args[1]  # see its documentation
-    return None
-
-
 def ancestors(deps: Edges) -> dict[str, frozenset[str]]:
     """All nodes that must have run before each node."""
     out: dict[str, frozenset[str]] = {}
@@ -87,12 +78,13 @@ def _check_edges(deps: Edges) -> None:
             if dep not in deps:
                 others = [other for other in deps if other != node_id]
                 raise PipelineError(f"node '{node_id}' depends on '{dep}', which is no node{hint(dep, others)}")
-    cycle = find_cycle(deps)
-    if cycle:
+    try:
+        TopologicalSorter(deps).prepare()
+    except CycleError as error:  # its second argument is the path, in the direction of the data
         raise PipelineError(
-            f"the nodes form a cycle: {' -> '.join(cycle)}; remove one of these deps, or a read of what a later one "
-            "writes"
-        )
+            f"the nodes form a cycle: {' -> '.join(error.args[1])}; remove one of these deps, or a read of what a "
+            "later one writes"
+        ) from None
 
 
 class Wiring:

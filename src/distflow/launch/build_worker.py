@@ -1,6 +1,7 @@
 """Builds a worker from its parts: the one place that knows the implementation of each."""
 
 from functools import partial
+from typing import Any
 
 from distflow.audit.auditor import Auditor
 from distflow.checks.canary import make_canary
@@ -42,14 +43,15 @@ def build_worker(inputs: WorkerInputs) -> Worker:
         counts = resources.reward_fn.take_counts() if resources.reward_fn is not None else {}
         return RewardCounts(rollout_loop.call_counts.take(), counts)
 
-    def group_recorded() -> None:
+    def group_ended(*outcome: Any) -> None:
+        recorder.group_ended(*outcome)
         if not training_nodes:
             recorder.engine_activity(resources.rollout)
             recorder.folder.flush()
             ports.queue.count(reward_counts())
 
     nodes = [pipeline.node(name) for name in plan.rollout_nodes]
-    events = GroupEvents(recorder.group_ended, group_recorded, recorder.group_dropped, recorder.waits)
+    events = GroupEvents(group_ended, recorder.group_dropped, recorder.waits)
     rollout_loop = RolloutLoop.of(spec, nodes, resources, contexts, auditor.groups, events)
     validator = Validator(spec.validation, contexts, rollout_loop, resources.stop_token_ids, spec.options.seed, warn)
     canary = make_canary(spec, resources) if resources.rollout is not None and resources.actor is not None else None

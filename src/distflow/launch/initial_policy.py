@@ -11,8 +11,8 @@ import yaml
 
 from distflow.config import Config, Loaded, config_of_run
 from distflow.errors import UserError
-from distflow.launch.model_sources import copy_weights, load_policy, load_policy_tokenizer
-from distflow.launch.user_code import model_code, only_if_trusted, without_model_code
+from distflow.launch.code_trust import model_code, only_if_trusted, without_model_code
+from distflow.launch.model_sources import copy_weights, load_policy, tokenizer_loader
 from distflow.models.export import check_target, export_model
 from distflow.observe.files import read_object
 from distflow.runtime.checkpoint.checkpoint import Checkpoint
@@ -53,7 +53,7 @@ def export_checkpoint(source: Path, target: Path, *, trust_code: bool = False, s
         raise UserError(
             f"{source} was made from another model: its '{unknown}' is no weight of the model, or of another shape"
         )
-    export_model(model, load_policy_tokenizer(config), target, note=(NOTE, note))
+    export_model(model, tokenizer_loader(config)(), target, note=(NOTE, note))
     say(f"exported to {target}")
     return target
 

@@ -14,12 +14,12 @@ from distflow.errors import UserError
 from distflow.graph import BoundPipeline
 from distflow.graph.fields import MissingColumn
 from distflow.launch.check_extensions import check_extensions, explain_missing_column
+from distflow.launch.code_trust import check_importable
 from distflow.launch.data_sets import DataSource, train_sources, validation_sources
 from distflow.launch.devices import make_process_ready
-from distflow.launch.model_sources import load_policy_tokenizer, policy_context
-from distflow.launch.run_options import run_options, sampling_params, spec_settings, validation_params
+from distflow.launch.model_sources import policy_context, tokenizer_loader
 from distflow.launch.select_pipeline import bind, generates, import_user_modules
-from distflow.launch.user_code import check_importable
+from distflow.launch.spec_settings import sampling_params, spec_settings, validation_params
 from distflow.runtime.errors import is_ours
 
 _WAITS = "with async.max_staleness=0 the trainer's thread generates, and nothing is generated while weights change"
@@ -91,8 +91,7 @@ def read_config(loaded: Loaded) -> Reading:
     pipeline = _bind(config)
     scored = "reward_fn" in pipeline.services
     train, validation = train_sources(config, scored), validation_sources(config, scored)
-    settings = spec_settings(config, pipeline, num_rows={source.domain: 1 for source in train})
-    run_options(config, pipeline, settings["plan"])
+    spec_settings(config, pipeline, num_rows={source.domain: 1 for source in train})
     validation_params(config, sampling_params(config))
     for source in train:
         sampling_params(config, source.domain)
@@ -131,8 +130,15 @@ def fit_to_files(loaded: Loaded) -> Loaded:
 def fitted_to_files(loaded: Loaded, reading: Reading) -> tuple[Loaded, Reading, Data]:
     context = policy_context(loaded.config)
     loaded, reading = _fitted(loaded, reading, RunLimits(context=context))
-    data = _read_data(loaded.config, reading)
-    loaded, reading = _fitted(loaded, reading, RunLimits(len(data.train), context))
+    run_dir = loaded.config.trainer.run_dir
+    # All files are read before anything is loaded. Validation comes first: `eval` has nothing else.
+    validation_rows = [(source, source.read(run_dir)) for source in reading.validation]
+    train_rows = [(source, source.read(run_dir)) for source in reading.train]
+    tokenizer = tokenizer_loader(loaded.config)()
+    validation = {source.domain: source.encode(rows, tokenizer) for source, rows in validation_rows}
+    train = PromptSet.joined([source.encode(rows, tokenizer) for source, rows in train_rows])
+    data = Data(tokenizer, train, validation, [each for _, (_, bad) in train_rows for each in bad.broken])
+    loaded, reading = _fitted(loaded, reading, RunLimits(len(train), context))
     return loaded, reading, data
 
 
@@ -140,14 +146,3 @@ def _fitted(loaded: Loaded, reading: Reading, limits: RunLimits) -> tuple[Loaded
     """The config within these limits, read again where it changed. Raises ConfigError where something does not fit."""
     fitted = fit_to(loaded, limits)
     return (loaded, reading) if fitted is loaded else (fitted, read_config(fitted))
-
-
-def _read_data(config: Config, reading: Reading) -> Data:
-    """All files are read before anything is loaded. Validation comes first: `eval` has nothing else."""
-    run_dir = config.trainer.run_dir
-    validation_rows = [(source, source.read(run_dir)) for source in reading.validation]
-    train_rows = [(source, source.read(run_dir)) for source in reading.train]
-    tokenizer = load_policy_tokenizer(config)
-    validation = {source.domain: source.encode(rows, tokenizer) for source, rows in validation_rows}
-    train = PromptSet.joined([source.encode(rows, tokenizer) for source, rows in train_rows])
-    return Data(tokenizer, train, validation, [each for _, (_, bad) in train_rows for each in bad.broken])

@@ -11,13 +11,14 @@ from distflow.launch.run_setup import (
     begin_ledger,
     done_before,
     model_line,
-    note_early_end,
+    note_end,
     note_resume,
     outcome_of,
     starting,
     write_facts,
 )
-from distflow.runtime.checkpoint.state import check_same_facts, load_queued, restore, set_generators
+from distflow.observe.report.build import write_report
+from distflow.runtime.checkpoint.save_and_restore import check_same_facts, load_queued, restore, set_generators
 from distflow.runtime.recorder import Recorder, reported
 from distflow.runtime.resources import Resources, build_resources
 from distflow.runtime.sample_queue.local import LocalSampleQueue
@@ -30,7 +31,6 @@ from distflow.runtime.weight_sync.ports import LocalWeights
 from distflow.runtime.worker import Worker
 from distflow.runtime.worker_inputs import Ports, WorkerInputs
 from distflow.scheduling.coordinator import Coordinator
-from distflow.scheduling.groups import GroupCounts
 from distflow.training.engine import OneRank
 
 LASTING_S = 5.0
@@ -61,16 +61,13 @@ def launch_local(
 @contextmanager
 def open_local(spec: Spec, say: Callable[[str], None], callbacks: Callbacks) -> Iterator["Running"]:
     """The same run, driven by the caller in place of `Worker.training_loop`. Signals are left to the caller."""
-
-    def never_stopped(recorder: Recorder) -> AbstractContextManager[StopRequest]:
-        return nullcontext(StopRequest(lambda name: None))
-
+    never = nullcontext(StopRequest(lambda name: None))
     with (
         starting(spec, ()) as start,
-        _running(_build(spec, start, say), callbacks, never_stopped, own_loop=True) as running,
+        _running(_build(spec, start, say), callbacks, lambda recorder: never, own_loop=True) as running,
     ):
         yield running
-    running.recorder.report()
+    write_report(spec.run_dir)
 
 
 @dataclass(frozen=True)
@@ -84,8 +81,8 @@ class Running:
 
     @property
     def intake(self) -> LocalSampleQueue:
-        assert self.ports.intake is not None, "the queue is of this process"
-        return self.ports.intake
+        assert isinstance(self.ports.queue, LocalSampleQueue), "the queue is of this process"
+        return self.ports.queue
 
 
 @dataclass(frozen=True)
@@ -131,7 +128,7 @@ def _running(
             write_facts(spec, resources.facts, recorder, total_steps)
             if checkpoint:
                 note_resume(recorder, checkpoint, built.differences)
-            ports = local_ports(coordinator, recorder.waits, queued, changed=recorder.queue_changed)
+            ports = local_ports(coordinator, recorder.waits, queued, changed=recorder.view.queue)
             coordinator.prompt_groups.data_open = not own_loop
             worker = build_worker(
                 WorkerInputs(spec, 0, resources, ports, recorder, start.store, stop, state, coordinator.version)
@@ -139,20 +136,19 @@ def _running(
         with worker:
             set_generators(checkpoint, spec.options.seed)
             yield Running(worker, ports, recorder, stop)
-        if coordinator.finished and not stop.wanted:
-            note_early_end(recorder, coordinator.checked_counts(), coordinator.step, total_steps)
-        recorder.status = "stopped" if stop.wanted and not coordinator.finished else "finished"
+        counts = coordinator.checked_counts()
+        note_end(recorder, stop, coordinator.finished, counts, coordinator.step, total_steps)
 
 
 def local_ports(
     coordinator: Coordinator,
     waits: Waits,
     queued: Mapping[int, FinishedGroup[Batch]] | None = None,
-    changed: Callable[[GroupCounts], None] = lambda group_counts: None,
+    changed: Callable[[int, int, int], None] = lambda running, complete, dropped: None,
 ) -> Ports:
-    """Ports for workers of this process. changed: called with the counts by state whenever they change."""
+    """Ports for workers of this process. changed: as of `SharedSampleQueue`."""
     queue = LocalSampleQueue(coordinator, waits, queued=queued, changed=changed)
-    return Ports(queue, queue, LocalWeights(waits), OneRank(), OneRank(), OneRank(), queue.fail)
+    return Ports(queue, LocalWeights(waits), OneRank(), OneRank(), OneRank(), queue.fail)
 
 
 def _note_stop(name: str, spec: Spec, recorder: Recorder) -> None:

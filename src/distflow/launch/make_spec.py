@@ -1,21 +1,20 @@
 """From a config to the spec of a run. All that can be wrong with a run is checked here, the cheap things first."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 
-from distflow.config import Config, Loaded
+from distflow.config import Loaded, to_yaml
 from distflow.data.encoded import EncodedRows, write_encoded
-from distflow.data.prompts import PromptSet
 from distflow.data.sources import forget_rows
 from distflow.graph import BoundPipeline
+from distflow.launch.code_trust import check_pickles, named_code
 from distflow.launch.data_sets import num_rows_of
 from distflow.launch.initial_policy import with_models_of_runs
 from distflow.launch.load_inputs import Data, fitted_to_files, follow_pipeline, read_config
 from distflow.launch.run_fingerprint import description, facts
-from distflow.launch.run_options import run_options, sampling_params, spec_settings, validation_params
 from distflow.launch.select_pipeline import rebuild
+from distflow.launch.spec_settings import sampling_params, spec_settings, validation_params
 from distflow.launch.startup_messages import startup_lines
-from distflow.launch.user_code import check_pickles, named_code
 from distflow.observe.writing.folder_lock import claimed
 from distflow.planning.allocation_expression import follow_allocation
 from distflow.planning.plan import check_plan
@@ -49,26 +48,18 @@ def make_spec(loaded: Loaded, say: Say) -> Spec:
 
 def _spec(loaded: Loaded, pipeline: BoundPipeline, data: Data) -> Spec:
     config, run_dir = loaded.config, loaded.config.trainer.run_dir
-    sampling, settings = sampling_params(config), spec_settings(config, pipeline, num_rows_of(config, data.train))
-    return Spec(
-        config=config,
-        text=loaded.text,
-        options=run_options(config, pipeline, settings["plan"]),
+    validation = []  # one set, or one for each domain that has some, under its name
+    for domain, prompts in data.validation.items():
+        rows = EncodedRows(write_encoded(prompts, run_dir, f"val-{domain}" if domain else "val"))
+        params = validation_params(config, sampling_params(config, domain))
+        validation.append(ValidationSet(domain or "val", rows, *params))
+    return spec_settings(config, pipeline, num_rows_of(config, data.train))(
+        text=to_yaml(config),
         pipeline=partial(rebuild, config),
         rows=EncodedRows(write_encoded(data.train, run_dir, "train")),
-        validation=_validation_sets(config, data.validation),
-        sampling=sampling,
+        validation=tuple(validation),
+        sampling=sampling_params(config),
         sampling_of={name: sampling_params(config, name) for name in config.data.domains},
         facts=facts(config, data),
         description=description(loaded, data),
-        **settings,
     )
-
-
-def _validation_sets(config: Config, validation: Mapping[str, PromptSet]) -> tuple[ValidationSet, ...]:
-    """One set, or one for each domain that has some, under its name."""
-    sets = []
-    for domain, prompts in validation.items():
-        rows = EncodedRows(write_encoded(prompts, config.trainer.run_dir, f"val-{domain}" if domain else "val"))
-        sets.append(ValidationSet(domain or "val", rows, *validation_params(config, sampling_params(config, domain))))
-    return tuple(sets)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from distflow.config import Config
 from distflow.errors import UserError, hint
@@ -16,7 +16,7 @@ from distflow.models.lora import add_lora
 from distflow.models.sharding import Sharding, check_divisible, shard_model
 from distflow.models.tokenizer import load_tokenizer
 from distflow.planning.layout import Layout
-from distflow.planning.part_assignment import count_parameters, parse_size
+from distflow.planning.part_assignment import parse_size
 
 
 class Source(SourceOptions):
@@ -47,11 +47,6 @@ def copy_weights(weights: Mapping[str, Tensor], model: nn.Module) -> str:
     return ""
 
 
-def load_policy_tokenizer(config: Config) -> PreTrainedTokenizerBase:
-    """The policy's tokenizer. Raises UserError naming the key where there is none."""
-    return tokenizer_loader(config)()
-
-
 def policy_context(config: Config) -> int | None:
     """Tokens that a prompt and its response may have together, where the model says so. Raises UserError as
     `load_policy` does."""
@@ -73,8 +68,21 @@ def model_sizes(config: Config, engines: Collection[str]) -> dict[str, int]:
     for role in (role for role in models if role not in said):
         key, source = _source_of(config, role)
         with blaming(key):
-            sizes[role] = count_parameters(_model_config(source).get_text_config().to_dict())
+            sizes[role] = _count_parameters(source)
     return sizes
+
+
+def _count_parameters(source: Source) -> int:
+    """Of the language model, which takes no memory here. Raises UserError for a config of none."""
+    config = ModelSource(**source).config().get_text_config()
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=source["trust_remote_code"])
+    except ValueError as err:
+        raise UserError(
+            f"transformers has no language model '{config.model_type}': set its size, e.g. dag.model_sizes.actor=7B"
+        ) from err
+    return int(model.num_parameters())
 
 
 def _source_of(config: Config, role: str) -> tuple[str, Source]:
@@ -91,7 +99,9 @@ def check_layouts(config: Config, layouts: Sequence[Layout]) -> None:
         if layout.sizes.tensor > 1:
             key, source = _source_of(config, layout.role)
             with blaming(key):
-                check_divisible(_model_config(source), layout.sizes.tensor, adapted and layout.role != "critic")
+                check_divisible(
+                    ModelSource(**source).config(), layout.sizes.tensor, adapted and layout.role != "critic"
+                )
 
 
 def policy_source(config: Config) -> Source:
@@ -118,10 +128,6 @@ def _source(config: Config, path: str | None) -> Source:
         "trust_remote_code": settings.trust_remote_code,
         "gguf_file": settings.gguf_file,
     }
-
-
-def _model_config(source: Source) -> PreTrainedConfig:
-    return ModelSource(**source).config()
 
 
 def policy_adapter(config: Config) -> Adapt | None:
@@ -152,6 +158,7 @@ def load_adapted(
 
 
 def tokenizer_loader(config: Config) -> Callable[[], PreTrainedTokenizerBase]:
+    """Of the policy's tokenizer. It raises UserError naming the key where there is none."""
     settings, source = config.actor_rollout_ref.model, policy_source(config)
     own = settings.tokenizer_path is None
     return partial(

@@ -33,7 +33,11 @@ def changes(loaded: Loaded) -> tuple[str, list[dict[str, str]]]:
     A change is `{"key", "before", "now", "where"}`, its values as they would be written in YAML, `where` as of
     `Loaded.origin`. Without a preset the schema's defaults are what was before.
     """
-    preset, before, keys = _preset(loaded), Config(), schema_keys()
+    named = [
+        each for each in preset_names() if any(o.startswith(f"presets/{each}.yaml:") for o in loaded.origins.values())
+    ]
+    preset = max(named, key=lambda name: len(_chain(name)), default="")  # builds on all others that set a key
+    before, keys = Config(), schema_keys()
     if preset:  # read without Hydra, which would cost every start a tenth of a second
         values = OmegaConf.to_container(OmegaConf.merge(*map(_read, _chain(preset))), resolve=True)
         assert isinstance(values, dict)
@@ -47,14 +51,6 @@ def changes(loaded: Loaded) -> tuple[str, list[dict[str, str]]]:
         }
         for key, old, new in diff(before, loaded.config)
     ]
-
-
-def _preset(loaded: Loaded) -> str:
-    """The preset that builds on all others that set a key."""
-    set_by = [
-        name for name in preset_names() if any(o.startswith(f"presets/{name}.yaml:") for o in loaded.origins.values())
-    ]
-    return max(set_by, key=lambda name: len(_chain(name)), default="")
 
 
 def _chain(name: str) -> list[str]:

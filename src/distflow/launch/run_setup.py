@@ -3,7 +3,7 @@
 import platform
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from distflow import __version__
 from distflow.observe.files import remove_asides, sync
@@ -23,10 +23,11 @@ from distflow.runtime.checkpoint.find_checkpoint import (
     remaining_plan,
     resumes_here,
 )
-from distflow.runtime.checkpoint.state import check_same_config
+from distflow.runtime.checkpoint.save_and_restore import check_same_config
 from distflow.runtime.errors import writing_to
 from distflow.runtime.recorder import Recorder
 from distflow.runtime.spec import Outcome, Spec
+from distflow.runtime.stop import Stop
 from distflow.runtime.weight_sync.buckets import remove_weights
 from distflow.scheduling.coordinator import Coordinator, mark_of
 from distflow.scheduling.groups import GroupCounts
@@ -109,9 +110,12 @@ def note_resume(recorder: Recorder, checkpoint: Checkpoint, differences: list[st
         recorder.note("warning", warning)
 
 
-def note_early_end(recorder: Recorder, group_counts: GroupCounts, done: int, planned: int) -> None:
-    """Dropped groups are replaced by later ones, so a run may have fewer steps than planned."""
-    if done < planned:
+def note_end(
+    recorder: Recorder, stop: Stop, finished: bool, group_counts: GroupCounts, done: int, planned: int
+) -> None:
+    """How the run ended. Dropped groups are replaced by later ones, so it may have fewer steps than planned."""
+    recorder.status = "stopped" if stop.wanted and not finished else "finished"
+    if finished and not stop.wanted and done < planned:
         dropped = ", ".join(f"{n} {reason}" for reason, n in group_counts.dropped.items())
         recorder.note("info", f"the data ended after {done} of {planned} steps: groups were dropped ({dropped})")
 
@@ -147,4 +151,4 @@ def write_facts(spec: Spec, model_facts: Mapping[str, object], recorder: Recorde
     }
     recorder.folder.write_json("run.json", facts)
     recorder.folder.write_text("config.yaml", spec.text)
-    recorder.folder.write_json("plan.json", {**spec.plan.to_json(), "nodes": spec.pipeline().to_json()})
+    recorder.folder.write_json("plan.json", {**asdict(spec.plan), "nodes": spec.pipeline().to_json()})

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from distflow.algorithms.registry import describe_estimator
-from distflow.config import Config, Loaded
+from distflow.config import Loaded
 from distflow.config.derived_settings import algorithms, is_rl
 from distflow.config.extension_points import find_unregistered
 from distflow.config.per_domain import reward_functions
@@ -58,7 +58,9 @@ def _notes(loaded: Loaded, reading: Reading, data: Data) -> Iterator[str]:
             "wait for one another"
         )
     staleness = config.async_.max_staleness if is_rl(config) else 0
-    if staleness and not _weighs_staleness(config):
+    algorithm, loss = config.algorithm, config.actor_rollout_ref.actor.policy_loss
+    corrects = algorithm.rollout_correction.rollout_is or algorithm.recompute_old_log_probs == "false"
+    if staleness and not corrects and loss != "decoupled":  # the loss ignores the policy that sampled the tokens
         yield (
             f"note: responses are up to {staleness} steps off-policy, and are trained on as if the current policy had "
             "written them: actor_rollout_ref.actor.policy_loss=decoupled weighs them"
@@ -86,10 +88,3 @@ def _notes(loaded: Loaded, reading: Reading, data: Data) -> Iterator[str]:
             f"note: no row has the column '{config.data.answer_key}' (data.answer_key): the reward is called with "
             "ground_truth=None"
         )
-
-
-def _weighs_staleness(config: Config) -> bool:
-    """Whether the loss uses the policy that sampled the tokens."""
-    algorithm, loss = config.algorithm, config.actor_rollout_ref.actor.policy_loss
-    corrects = algorithm.rollout_correction.rollout_is or algorithm.recompute_old_log_probs == "false"
-    return bool(corrects) or loss == "decoupled"

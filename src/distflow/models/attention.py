@@ -27,7 +27,7 @@ from transformers.masking_utils import sdpa_mask
 
 from distflow.models.cpu_kernels import build as native
 from distflow.models.cpu_kernels.layer import attend
-from distflow.models.packing import Buckets, Packing
+from distflow.models.prefix_sharing import Buckets, Packing
 
 
 def take_rows(values: Tensor, index: Tensor, repeats: bool = False) -> Tensor:
@@ -88,8 +88,7 @@ def attend_short(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Ten
     num_matrices = len(key) * key.shape[1]
     shapes = (num_matrices, -1, dim), (num_matrices, tokens, dim), (num_matrices, tokens, dim)
     matrices = (x.reshape(shape) for x, shape in zip((query, key, value), shapes, strict=True))
-    mixed: Tensor = _ShortAttention.apply(*matrices, scale)
-    return mixed.view(query.shape)
+    return _ShortAttention.apply(*matrices, scale).view(query.shape)
 
 
 class _ShortAttention(Function):

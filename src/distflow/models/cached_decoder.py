@@ -90,8 +90,7 @@ class DecoderView:
         if self._native is not None and self._native.refresh_head():
             return self._native.logits(hidden)
         with self._autocast():
-            logits: Tensor = self._module.lm_head(hidden)
-        return logits
+            return self._module.lm_head(hidden)
 
     def refresh_weights(self) -> None:
         """They may have changed in a way that torch does not count."""

@@ -114,19 +114,12 @@ def context_length(path: str | Path, **options: Unpack[SourceOptions]) -> int | 
 class ModelSource:
     """Where a model comes from, and how to read it. `str()` names it in messages."""
 
-    def __init__(
-        self,
-        path: str | Path,
-        *,
-        init: Init = "pretrained",
-        seed: int = 0,
-        revision: str | None = None,
-        trust_remote_code: bool = False,
-        gguf_file: str | None = None,
-    ) -> None:
+    def __init__(self, path: str | Path, **options: Unpack[SourceOptions]) -> None:
         """Raises UserError for a missing folder or file, and for remote code that is not pinned."""
         self.path = resolve_path(path)
-        self.init, self.seed, self.gguf_file = init, seed, gguf_file
+        self.init, self.seed = options.get("init", "pretrained"), options.get("seed", 0)
+        self.gguf_file = gguf_file = options.get("gguf_file")
+        revision, trust_remote_code = options.get("revision"), options.get("trust_remote_code", False)
         self._options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
         if trust_remote_code and not is_local(self.path) and revision is None:
             raise UserError("trust_remote_code=true runs code of the hub: pin it with revision, or use a local folder")

@@ -117,5 +117,4 @@ def _chunk(
         logits = logits / temperature[:, None]
     elif temperature != 1.0:
         logits = logits / temperature
-    chosen, entropy = _LogProbs.apply(logits, targets, with_entropy)
-    return chosen, entropy
+    return _LogProbs.apply(logits, targets, with_entropy)

@@ -29,7 +29,7 @@ from distflow.models.cpu_kernels.layer import add_norm, after_attention, attend,
 from distflow.models.cpu_kernels.weight_layout import check_modules, layer_modules, side_by_side
 from distflow.models.log_probs import token_log_probs
 from distflow.models.lora import unwrapped
-from distflow.models.packing import Packing, Sequences, Sharing, shared_prefixes
+from distflow.models.prefix_sharing import Packing, Sequences, Sharing, shared_prefixes
 
 LARGEST = 2**19
 """Numbers of a matrix of a gated MLP in float32: above it the cache no longer holds a thread's data, and
@@ -68,8 +68,7 @@ def packed_layers(decoder: Any, input_ids: Tensor, position_ids: Tensor, sequenc
             for layer in decoder.layers:
                 mixed = attend(*before_attention(layer, hidden, cos, sin), sequences, layer.self_attn.scaling)
                 hidden = after_attention(layer, hidden, mixed)
-        states: Tensor = decoder.norm(hidden)
-    return states
+        return decoder.norm(hidden)
 
 
 def _by_torchs_products(
@@ -162,12 +161,6 @@ def output_head(model: nn.Module) -> Callable[[Tensor], Tensor]:
         return softcap * torch.tanh(out / softcap) if softcap else out
 
     return logits
-
-
-def token_values(model: nn.Module, hidden: Tensor) -> Tensor:
-    """Values `(n,)` of a value model's hidden states `(n, width)`, in float32 at least."""
-    values = output_head(model)(hidden)[:, 0]
-    return values if values.dtype == torch.float64 else values.float()
 
 
 def packed_logits(model: nn.Module, input_ids: Tensor, lengths: Tensor, sharing: Sharing | None = None) -> Tensor:
@@ -267,7 +260,8 @@ def packed_forward(
     )
     found: dict[str, Tensor] = {}
     if "values" in outputs:
-        found["values"] = token_values(model, hidden)
+        values = output_head(model)(hidden)[:, 0]
+        found["values"] = values if values.dtype == torch.float64 else values.float()
     if "log_probs" in outputs or "entropy" in outputs:
         log_probs, entropy = token_log_probs(
             output_head(model),

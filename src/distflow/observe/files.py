@@ -86,7 +86,7 @@ def to_json(value: object) -> JSON:
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float):
-        return value if math.isfinite(value) else number_name(value)
+        return value if math.isfinite(value) else json.dumps(value)
     if isinstance(value, Mapping):
         return {str(key): to_json(item) for key, item in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
@@ -94,11 +94,6 @@ def to_json(value: object) -> JSON:
     if callable(tolist := getattr(value, "tolist", None)):
         return to_json(tolist())
     return str(value)
-
-
-def number_name(value: float) -> str:
-    """ "NaN", "Infinity" or "-Infinity" for a value that is not finite."""
-    return json.dumps(value)
 
 
 def to_number(value: object) -> float | None:

@@ -9,6 +9,7 @@ are shown.
 
 import errno
 import io
+import json
 import logging
 import os
 import re
@@ -40,7 +41,9 @@ def escape_control(text: str, limit: int | None = None, one_line: bool = False) 
 
 def escaped_json(text: str) -> str:
     """JSON text whose invisible characters are JSON escapes: it is read back as it was, and is harmless to look at."""
-    return text if text.isascii() and "\x7f" not in text else _OBEYED.sub(_json_escape, text)
+    if text.isascii() and "\x7f" not in text:
+        return text
+    return _OBEYED.sub(lambda found: json.dumps(found[0])[1:-1], text)
 
 
 class TerminalOutput(io.TextIOBase):
@@ -118,18 +121,9 @@ def _escape_character(character: str, one_line: bool) -> str:
         return " "
     if character.isascii() and character.isprintable() or unicodedata.category(character) not in _HIDDEN:
         return character
-    code = ord(character)
-    if code <= 0xFF:
-        return f"\\x{code:02x}"
-    return f"\\u{code:04x}" if code <= 0xFFFF else f"\\U{code:08x}"
-
-
-def _json_escape(match: re.Match[str]) -> str:
-    code = ord(match[0])
-    if code <= 0xFFFF:
-        return f"\\u{code:04x}"
-    high, low = divmod(code - 0x10000, 0x400)
-    return f"\\u{0xD800 + high:04x}\\u{0xDC00 + low:04x}"
+    if character.isascii():
+        return f"\\x{ord(character):02x}"
+    return character.encode("ascii", "backslashreplace").decode()
 
 
 # Which of their functions a library calls next year is between it and the others.

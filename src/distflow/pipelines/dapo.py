@@ -2,10 +2,10 @@
 
 from distflow.config import Config, preset_config
 from distflow.graph import Pipeline, TaskGraph
-from distflow.pipelines.grpo import group_relative
+from distflow.pipelines.grpo import policy_gradient
 
 
 def dapo_pipeline(config: Config | None = None) -> TaskGraph:
     """The nodes of GRPO, with `dynamic_sampling` where `algorithm.filter_groups.enable` is on."""
     pipeline = Pipeline("dapo_training_pipeline", "GRPO with dynamic sampling (arXiv:2503.14476)")
-    return group_relative(pipeline, config or preset_config("dapo"))
+    return policy_gradient(pipeline, config or preset_config("dapo"))

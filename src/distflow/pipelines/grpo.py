@@ -4,7 +4,7 @@ A pipeline is a function of the config that adds the nodes which the config need
 fix their order. Prompt groups go through the rollout nodes one by one, whole steps through the training nodes.
 """
 
-from distflow.algorithms.registry import selects_tokens
+from distflow.algorithms.registry import POLICY_LOSSES
 from distflow.config import Config, preset_config
 from distflow.config.derived_settings import algorithms
 from distflow.config.keys.algorithm import is_on
@@ -18,16 +18,12 @@ from distflow.pipelines.nodes.objectives import corrects_drift, interpolates_pro
 def grpo_pipeline(config: Config | None = None) -> TaskGraph:
     """Generate, reward, compute log-probs, compare in groups, update. config: the preset's by default."""
     pipeline = Pipeline("grpo_training_pipeline", "Group-relative policy optimisation (arXiv:2402.03300)")
-    return group_relative(pipeline, config or preset_config("grpo"))
+    return policy_gradient(pipeline, config or preset_config("grpo"))
 
 
-def group_relative(pipeline: Pipeline, config: Config) -> TaskGraph:
-    """The nodes of GRPO, and of pipelines that differ from it in settings only."""
-    return policy_gradient(pipeline, config, has_critic=False)
-
-
-def policy_gradient(pipeline: Pipeline, config: Config, has_critic: bool) -> TaskGraph:
-    """Generate, reward, compute log-probs and values, estimate advantages, update."""
+def policy_gradient(pipeline: Pipeline, config: Config, has_critic: bool = False) -> TaskGraph:
+    """Generate, reward, compute log-probs and values, estimate advantages, update: the nodes of GRPO, and of pipelines
+    that differ from it in settings or in having a critic."""
     roll_out_and_score(pipeline, config)
     prepare_training_data(pipeline, config)
     if has_critic:
@@ -99,5 +95,6 @@ def estimate_advantages(pipeline: Pipeline, config: Config) -> None:
         if is_used:
             pipeline.add_node(node_id, function, after, plane="training")
             after = [node_id]
-    if selects_tokens(config.actor_rollout_ref.actor.policy_loss):
+    loss = POLICY_LOSSES.known(config.actor_rollout_ref.actor.policy_loss)
+    if loss is not None and loss.selects is not None:
         pipeline.add_node("token_selection", nodes.select_tokens, phase="token_selection")

@@ -19,18 +19,6 @@ _SIT_WITH_ACTOR = ("critic", "ref", "reward_model")
 
 
 @dataclass(frozen=True)
-class Cluster:
-    """Machines and their devices; rank r is on machine r // devices_per_node."""
-
-    num_nodes: int
-    devices_per_node: int
-
-    @property
-    def num_devices(self) -> int:
-        return self.num_nodes * self.devices_per_node
-
-
-@dataclass(frozen=True)
 class DpGroup:
     """Ranks that run the same nodes. roles: engine and sizes of each role whose model they have."""
 
@@ -46,16 +34,16 @@ def plan_ray(pipeline: BoundPipeline, config: Config, device: str, sizes: Mappin
     Raises UserError for an allocation that cannot be read, contradicts another key or does not fit the pipeline, and
     for too few devices.
     """
-    cluster, dag = Cluster(config.trainer.nnodes, config.trainer.n_gpus_per_node), config.dag
+    num_nodes, size, dag = config.trainer.nnodes, config.trainer.n_gpus_per_node, config.dag
     if config.trainer.allocation:
         allocation = parse_allocation(config.trainer.allocation)
         check_agreement(allocation, config)
         dp_groups = _allocated(pipeline, allocation)
     else:
-        dp_groups = _scheduled(pipeline, config, cluster, sizes)
+        dp_groups = _scheduled(pipeline, config, num_nodes * size, sizes)
     _check_engines_lie_together(pipeline, dp_groups)
     shares = [dp_group.num_devices for dp_group in dp_groups]
-    places = place(shares, cluster, dag.consider_node_cohesion, dag.consider_node_load)
+    places = place(shares, num_nodes, size, dag.consider_node_cohesion, dag.consider_node_load)
     nodes_of = {rank: dp_group.nodes for dp_group, own in zip(dp_groups, places, strict=True) for rank in own}
     ranks = tuple(
         rank_plan(
@@ -64,9 +52,9 @@ def plan_ray(pipeline: BoundPipeline, config: Config, device: str, sizes: Mappin
             device,
             [node.node_id for node in pipeline.rollout_nodes if node.node_id in nodes_of[rank]],
             [node.node_id for node in pipeline.training_nodes if node.node_id in nodes_of[rank]],
-            rank // cluster.devices_per_node,
+            rank // size,
         )
-        for rank in range(cluster.num_devices)
+        for rank in range(num_nodes * size)
     )
     layouts = tuple(
         Layout(role, engine, own, model_sizes, _shard(role, engine, model_sizes, config))
@@ -74,7 +62,7 @@ def plan_ray(pipeline: BoundPipeline, config: Config, device: str, sizes: Mappin
         for role, (engine, model_sizes) in dp_group.roles.items()
     )
     # An offloaded engine may have to send from host memory, which nccl cannot.
-    backends = choose_backends(device, cluster.num_devices, 1 if offload_keys(config) else dag.backend_threshold)
+    backends = choose_backends(device, num_nodes * size, 1 if offload_keys(config) else dag.backend_threshold)
     channels = make_channels(pipeline, ranks)
     return Plan(pipeline.graph_id, ranks, channels, layouts, process_groups(layouts), backends)
 
@@ -103,11 +91,11 @@ def _allocated(pipeline: BoundPipeline, allocation: Allocation) -> list[DpGroup]
 
 
 def _scheduled(
-    pipeline: BoundPipeline, config: Config, cluster: Cluster, sizes: Mapping[str, str | float]
+    pipeline: BoundPipeline, config: Config, num_devices: int, sizes: Mapping[str, str | float]
 ) -> list[DpGroup]:
     """Independent parts get devices of their own."""
     parts = pipeline_parts(pipeline, sizes)
-    shares = apportion([part.size for part in parts], cluster.num_devices, config.dag.apportion_strategy)
+    shares = apportion([part.size for part in parts], num_devices, config.dag.apportion_strategy)
     return [
         DpGroup(share, frozenset(part.nodes), {role: _model(role, config, share) for role in part.engines})
         for part, share in zip(parts, shares, strict=True)
@@ -190,16 +178,18 @@ def _shard(role: str, engine: str, sizes: Sizes, config: Config) -> int | None:
     return size
 
 
-def place(shares: Sequence[int], cluster: Cluster, cohesion: bool = True, load: bool = True) -> list[tuple[int, ...]]:
-    """The ranks of each part, ascending. shares: devices of each part; together all of the cluster.
+def place(
+    shares: Sequence[int], num_nodes: int, size: int, cohesion: bool = True, load: bool = True
+) -> list[tuple[int, ...]]:
+    """The ranks of each part, ascending; rank r is on machine r // size. shares: devices of each part; together all of
+    the `num_nodes` machines with `size` devices each.
 
     cohesion: parts that fit on one machine are each placed on one, so that the rest can follow best (`_cost` looks
     ahead); all others then take as few machines as they can. load: of machines that suit a part equally, the one with
     fewer busy devices; at last the lower ranks.
     """
-    assert sum(shares) == cluster.num_devices, f"shares {shares} are not the {cluster.num_devices} devices"
-    size = cluster.devices_per_node
-    free = [list(range(node * size, node * size + size)) for node in range(cluster.num_nodes)]
+    assert sum(shares) == num_nodes * size, f"shares {shares} are not the {num_nodes * size} devices"
+    free = [list(range(node * size, node * size + size)) for node in range(num_nodes)]
     ranks: list[list[int]] = [[] for _ in shares]
     order = list(range(len(shares)))
     if cohesion:

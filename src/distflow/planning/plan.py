@@ -4,7 +4,7 @@ Plain frozen data that needs no device.
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Literal
 
 from distflow.errors import UserError, hint
@@ -99,19 +99,11 @@ class Plan:
                 return layout
         raise UserError(f"the plan of '{self.pipeline}' places no '{role}'{hint(role, [x.role for x in self.layouts])}")
 
-    def group_of(self, role: str, axis: str, rank: int) -> ProcessGroup | None:
-        """The group of a rank along an axis of a role, `all` for all its ranks; None if the rank is alone."""
-        found = (group for group in self.groups if (role, axis) in group.uses and rank in group.ranks)
-        return next(found, None)
-
     def placed(self) -> str:
         """Which workers hold the model of each role, for people."""
         machines = len({rank.node for rank in self.ranks})
         roles = "; ".join(f"{layout.role} on {_listed(layout.ranks)}" for layout in self.layouts)
         return f"{len(self.ranks)} on {machines} machine{'s' if machines > 1 else ''}: {roles}"
-
-    def to_json(self) -> dict[str, object]:
-        return asdict(self)
 
 
 def _listed(ranks: Sequence[int]) -> str:

@@ -25,16 +25,6 @@ def check_request(
         )
     if not samples or len(set(samples)) < len(samples):
         raise UserError(f"a request needs one or more different sample indices, got {samples}")
-    check_params(params)
-    if len(prompt_ids) + params.max_tokens > max_positions:
-        raise UserError(
-            f"a prompt of {len(prompt_ids)} tokens with up to {params.max_tokens} new ones exceeds the "
-            f"{max_positions} positions of the model: lower data.max_prompt_length or data.max_response_length"
-        )
-
-
-def check_params(params: SamplingParams) -> None:
-    """Raises UserError for sampling options out of their ranges."""
     rules = {
         "max_tokens": (params.max_tokens >= 1, "at least 1"),
         "temperature": (params.temperature > 0, "above 0 (for the most likely token set greedy)"),
@@ -47,6 +37,11 @@ def check_params(params: SamplingParams) -> None:
     for name, (holds, wanted) in rules.items():
         if not holds:
             raise UserError(f"rollout.{name} must be {wanted}, got {getattr(params, name)!r}")
+    if len(prompt_ids) + params.max_tokens > max_positions:
+        raise UserError(
+            f"a prompt of {len(prompt_ids)} tokens with up to {params.max_tokens} new ones exceeds the "
+            f"{max_positions} positions of the model: lower data.max_prompt_length or data.max_response_length"
+        )
 
 
 CONTEXT_TOKENS = 4  # decoded before the part that could hold the stop string: some tokenizers join across tokens

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from types import TracebackType
 from typing import Any, TypeVar
 
 import numpy as np
@@ -64,9 +63,7 @@ class HFEngine:
     async def __aenter__(self) -> "HFEngine":
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *exception: object) -> None:
         self._worker.shutdown(wait=True, cancel_futures=True)
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:

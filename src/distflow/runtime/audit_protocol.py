@@ -27,6 +27,9 @@ class GroupRecorder(Protocol):
     def keep(self) -> None:
         """The running task's group goes to the sample queue. Records of all others are discarded with their tasks."""
 
+    def drop(self, reason: str, batch: Batch) -> None:
+        """A node dropped the running task's group. batch: its columns."""
+
 
 class StepChecks(Protocol):
     """The checks of every step. Failures raise TrustError; doubts are noted."""

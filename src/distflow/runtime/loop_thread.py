@@ -85,10 +85,6 @@ class LoopThread:
         with suppress(LoopEnded):
             self.call(self._cancel_all())
 
-    def give_up(self, error: LoopGivenUp) -> None:
-        """Nobody waits for the thread any more: open and later calls fail."""
-        self._end(error)
-
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
         _keep_to_one_core()
@@ -98,12 +94,13 @@ class LoopThread:
         except BaseException as err:  # the border of the thread: whoever waits gets the error
             cause = f"{type(err).__name__}: {err}"
         finally:
-            self._end(LoopEnded(f"the thread '{self._thread.name}' has ended ({cause})"))
+            self.end(LoopEnded(f"the thread '{self._thread.name}' has ended ({cause})"))
             for task in asyncio.all_tasks(self._loop):
                 _leave(task)
             self._loop.close()
 
-    def _end(self, error: LoopEnded) -> None:
+    def end(self, error: LoopEnded) -> None:
+        """Nobody waits for the thread any more: open and later calls fail."""
         with self._lock:
             self._ended = self._ended or error
         for future in list(self._owed):  # complete: once `_ended` is set, `start` adds no more
@@ -124,7 +121,12 @@ class LoopThread:
                 place = users_place_of(self._thread.ident)
                 blocked_s = blocked_s + _POLL_S if place is not None else 0.0  # what runs is ours, and ends
                 if place is not None and blocked_s > self._blocked_after_s:
-                    self.give_up(LoopBlocked(_blocked(place, self._blocked_after_s)))
+                    error = LoopBlocked(
+                        f"an async function has kept everything else waiting for {self._blocked_after_s:g} s (at "
+                        f"{place}): it must await what it waits for, or be a plain function, which gets a thread of "
+                        "its own (reward.timeout_s for each sample)"
+                    )
+                    self.end(error)
             time.sleep(_POLL_S)
 
     async def _cancel_all(self) -> None:
@@ -177,10 +179,3 @@ def _settle(result: "concurrent.futures.Future[T]", done: "concurrent.futures.Fu
 def _leave(task: "asyncio.Task[Any]") -> None:
     """For a task that swallows its cancellation. It is never freed: that would run its code again at process exit."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(task))
-
-
-def _blocked(place: str, after_s: float) -> str:
-    return (
-        f"an async function has kept everything else waiting for {after_s:g} s (at {place}): it must await what it "
-        "waits for, or be a plain function, which gets a thread of its own (reward.timeout_s for each sample)"
-    )

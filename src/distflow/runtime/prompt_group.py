@@ -14,7 +14,7 @@ from distflow.rollout.engine import SamplingParams, Stream
 from distflow.runtime.errors import Failure
 from distflow.runtime.sample_queue.protocol import FinishedGroup
 from distflow.scheduling.curriculum import Accuracy
-from distflow.scheduling.groups import GroupState, PromptGroup
+from distflow.scheduling.groups import PromptGroup
 
 
 @dataclass
@@ -34,8 +34,6 @@ class Group:
     samples: list[Sample] = field(default_factory=list)
     written: dict[str, Written] = field(default_factory=dict)
     measured: list[Measured] = field(default_factory=list)
-    state: GroupState = GroupState.GENERATING
-    """Scoring while a node computes its reward: known here alone, see `GroupState`."""
     _columns: Batch | None = field(default=None, repr=False)
     _batch: Batch | None = field(default=None, repr=False)
 

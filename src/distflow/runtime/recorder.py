@@ -29,7 +29,6 @@ from distflow.runtime.spec import Spec
 from distflow.runtime.step_metrics import sample_rows, scores
 from distflow.runtime.user_calls.sync_calls import Callbacks, Caller
 from distflow.runtime.wait_log import Waits
-from distflow.scheduling.groups import GroupCounts, Version
 
 TOKENS = "tokens"
 
@@ -219,6 +218,12 @@ class Recorder:
         self.folder.event("audit", message, proven=proven, unproven=unproven)
         self.view.audited(self._step + 1, len(proven), len(proven) + len(unproven))
 
+    def looked(self, counts: Mapping[str, int]) -> None:
+        """Steps that were looked at, not audited whole, since the last call, and how often each check was made."""
+        if self._process.speaks:
+            message = f"{counts['steps']} steps were looked at"
+            self.folder.event("looks", message, checks={name: n for name, n in counts.items() if name != "steps"})
+
     def group_ended(self, group_id: int, version: int, outcome: str, started: float, ended: float) -> None:
         """A span for each prompt group, with the reason if it was dropped."""
         self._span("rollout", Span(started, ended, "group", outcome, group_id=group_id, version=version))
@@ -230,14 +235,6 @@ class Recorder:
             self._num_dropped[step] += 1
             rows = [{**row, "dropped": reason} for row in sample_rows(batch)]
             self.folder.samples(step, rows, split=DROPPED, append=True)
-
-    def queue_changed(self, group_counts: GroupCounts) -> None:
-        """The current counts of the sample queue. From any thread; it costs next to nothing."""
-        self.view.queue(group_counts.running, group_counts.complete, sum(group_counts.dropped.values()))
-
-    def serves(self, version: Version) -> None:
-        """The engine has this version from now on. From any thread."""
-        self.view.serves(version.step)
 
     def engine_activity(self, engine: object) -> None:
         """A span for each stretch since the last call in which the engine decoded without a gap."""
@@ -288,9 +285,6 @@ class Recorder:
         if options.save_groups == "last_k" and self._process.leads:
             forget_groups(run_dir, options.save_groups_last)
 
-    def report(self) -> Path:
-        return write_report(self.folder.path)
-
     def _on_phase(self, started: float, ended: float, name: str) -> None:
         self._span("training", Span(started, ended, "phase", name))
 
@@ -300,7 +294,7 @@ class Recorder:
 
 @contextmanager
 def reported(run_dir: Path, say: Callable[[str], None]) -> Iterator[None]:
-    """Writes the report of a run that fails inside, and says where. After success `Recorder.report` writes it."""
+    """Writes the report of a run that fails inside, and says where. After success the launcher writes it."""
 
     def report() -> None:
         try:

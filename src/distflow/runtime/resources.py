@@ -5,9 +5,7 @@ import hashlib
 import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
 
-import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedTokenizerBase
@@ -18,7 +16,7 @@ from distflow.rewards.pool.domain_pools import StartPool, take_pool
 from distflow.rewards.router import RewardRouter
 from distflow.rollout.engine import RolloutEngine
 from distflow.rollout.weights import stripe_hashes
-from distflow.runtime.spec import Factory, Offloads
+from distflow.runtime.spec import Factory, Get, Offloads
 from distflow.training.engine import Collective, OneRank, Scorer, TrainEngine
 
 
@@ -62,7 +60,7 @@ def build_resources(
 
     Raises UserError if a part cannot be built, naming the key.
     """
-    get = _Builder(factories, rank, {"collective": collective or OneRank(), "mesh": mesh, "start_pool": start_pool})
+    get = Get(factories, rank, {"collective": collective or OneRank(), "mesh": mesh, "start_pool": start_pool})
     policy: nn.Module = get("policy")
     facts = {"model_fingerprint": _fingerprint(policy)}
     parts = {name: get(name) for name in (*rank.engines, *rank.services) if name != "tokenizer"}
@@ -73,23 +71,6 @@ def build_resources(
         num_parameters=sum(parameter.numel() for parameter in policy.parameters()),
         **parts,
     )
-
-
-class _Builder:
-    """Parts by name, each built once, on first use."""
-
-    def __init__(self, factories: Mapping[str, Factory], rank: RankPlan, ready: Mapping[str, object]) -> None:
-        self._factories, self._rank = factories, rank
-        self._device = torch.device(rank.device)
-        self._built: dict[str, object] = dict(ready)
-
-    def __call__(self, name: str) -> Any:
-        if name not in self._built:
-            self._built[name] = self._factories[name](self, self._device)
-        return self._built[name]
-
-    def planned(self, name: str) -> bool:
-        return name in self._rank.engines
 
 
 def _fingerprint(model: nn.Module) -> str:

@@ -7,7 +7,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from distflow.algorithms.sample_filters import TOO_FEW_SCORES
+from distflow.algorithms.sample_filters_and_weights import TOO_FEW_SCORES
 from distflow.data.batch import Batch
 from distflow.errors import UserError
 from distflow.graph import BoundNode, Drop, NodeRole
@@ -16,17 +16,17 @@ from distflow.rollout.engine import GenerateRequest, GenerateResult, RolloutEngi
 from distflow.runtime import fault_injection
 from distflow.runtime.audit_protocol import GroupRecorder
 from distflow.runtime.compiled_node import Contexts, NodeContext, Step, compile_steps, score_samples
-from distflow.runtime.early_stop import EarlyStop
 from distflow.runtime.errors import Failure, NodeError
 from distflow.runtime.prompt_group import Group, accuracy_of, finished_group
 from distflow.runtime.resources import Resources
 from distflow.runtime.sample_queue.local import LocalSampleQueue
 from distflow.runtime.sample_queue.protocol import DroppedGroup, SampleQueuePort
 from distflow.runtime.spec import Spec
+from distflow.runtime.surplus_groups import EarlyStop
 from distflow.runtime.user_calls.async_calls import deadline_paused
 from distflow.runtime.user_calls.sync_calls import PlainCalls
 from distflow.runtime.wait_log import Waits
-from distflow.scheduling.groups import GroupState, PromptGroup, Version
+from distflow.scheduling.groups import PromptGroup, Version
 
 group_task: ContextVar[asyncio.Task[None] | None] = ContextVar("group_task", default=None)
 """The task of the group that is running; tasks that a node starts (`gather`, `wait_for`) inherit it."""
@@ -43,12 +43,11 @@ class GroupEvents:
     """Callbacks for events of prompt groups.
 
     ended: (group id, its version, "complete" or why it was dropped, started, ended), in `time.time()`, for every group,
-    before the queue has it. recorded: after that. dropped: (its version, why a node dropped it, its columns). waits:
-    logs how long each group waits for its rewards.
+    before the queue has it. dropped: (its version, why a node dropped it, its columns). waits: logs how long each group
+    waits for its rewards.
     """
 
     ended: Callable[[int, int, str, float, float], None] = lambda group_id, version, outcome, started, ended: None
-    recorded: Callable[[], None] = lambda: None
     dropped: Callable[[int, str, Batch], None] = lambda version, reason, batch: None
     waits: Waits = field(default_factory=Waits)
 
@@ -200,7 +199,6 @@ class RolloutLoop:
         """Runs the steps on the group; `Drop` if one of them dropped it. Raises NodeError."""
         for step in steps:
             ctx, is_reward = context(group, step.node.node_id), step.node.node_role is NodeRole.REWARD
-            group.state = GroupState.SCORING if is_reward else GroupState.GENERATING
             try:
                 drop = await step.on_group(group, ctx, self.plain_calls, self.timeout_s)
             except NodeError as err:
@@ -322,11 +320,11 @@ class RolloutLoop:
             outcome, dropped = drop.reason, DroppedGroup(prompt_group, drop.reason, accuracy=accuracy_of(batch))
         self._end(prompt_group, outcome, started)
         self.events.dropped(prompt_group.version, outcome, batch)
+        self.group_recorder.drop(drop.reason, batch)
         queue.drop(dropped)
 
     def _end(self, prompt_group: PromptGroup, outcome: str, started: float) -> None:
         self.events.ended(prompt_group.group_id, prompt_group.version, outcome, started, time.time())
-        self.events.recorded()
 
     async def _turn(self, stop: EarlyStop | None, accepted: bool) -> None:
         """Wait until the group may report to the queue."""

@@ -1,7 +1,7 @@
 """The asyncio thread of a worker with its reward functions and its rollout engine: entered together, left together.
 
 If training and generation take turns, the engine computes on the waiting thread: a process then needs one OpenMP pool;
-a second one slows the first down (see `rollout/embedded/engine_loop.py`).
+a second one slows the first down (see `rollout/embedded/engine_thread.py`).
 """
 
 import concurrent.futures
@@ -225,7 +225,7 @@ class Session:
     def _give_up(self, error: EngineHangs) -> None:
         """Everyone who waits gets the error. The engine may hang on the thread that entered, and not in Python code:
         then only the end of the process helps."""
-        self._thread.give_up(error)
+        self._thread.end(error)
         if self._host is not None and not self._host.abandon(LEAVES_WITHIN_S):
             os.write(2, f"distflow: {error}\n".encode())
             leave_at_once(1)

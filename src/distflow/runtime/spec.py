@@ -7,24 +7,33 @@ from typing import Any, Protocol
 
 import torch
 
-from distflow.algorithms.mismatch import Tolerance
+from distflow.algorithms.mismatch_check import Tolerance
 from distflow.config import Config
 from distflow.data.prompts import PromptRow
 from distflow.graph import BoundPipeline
-from distflow.planning.plan import Plan
+from distflow.planning.plan import Plan, RankPlan
 from distflow.rollout.engine import SamplingParams
 from distflow.runtime.user_calls.sync_calls import Callbacks
 from distflow.scheduling.coordinator import DataPlan
 
 
-class Get(Protocol):
+class Get:
     """Returns a part of the worker that is being built, by name; builds it on first use."""
+
+    def __init__(self, factories: Mapping[str, "Factory"], rank: RankPlan, ready: Mapping[str, object]) -> None:
+        self._factories, self._rank = factories, rank
+        self._device = torch.device(rank.device)
+        self._built: dict[str, object] = dict(ready)
 
     def __call__(self, name: str) -> Any:  # each name has a type of its own
         """Raises KeyError if there is no such part, UserError if it cannot be built."""
+        if name not in self._built:
+            self._built[name] = self._factories[name](self, self._device)
+        return self._built[name]
 
     def planned(self, name: str) -> bool:
         """Whether the plan assigns that engine to this worker."""
+        return name in self._rank.engines
 
 
 Factory = Callable[[Get, torch.device], object]
@@ -91,7 +100,6 @@ class RunOptions:
     save_groups: str
     save_groups_last: int
     logger: tuple[str, ...]
-    launcher: str
     resume: str
     run_dir: Path
     project: str

@@ -192,11 +192,6 @@ def group_metrics(group_counts: GroupCounts, versions: Mapping[int, int], step: 
     return metrics
 
 
-def curriculum_metrics(domains: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-    """`domains/<domain>/share` of the step's places, and the curriculum's statistics of its responses."""
-    return {f"domains/{domain}/{name}": value for domain, own in domains.items() for name, value in own.items()}
-
-
 def staleness_shares(staleness: Mapping[int, int]) -> dict[str, float]:
     """`async/staleness/N`, the share of tokens with staleness N, for each N up to the largest.
 
@@ -298,8 +293,11 @@ class ValidationResults:
         `mean` is the share of greedy responses that are right (of sampled ones if none is greedy); `mean@n` and
         `pass@k` are estimated from the n sampled responses to each prompt.
         """
-        shares = _accuracy(self.greedy or self.sampled) | _at_k(self.sampled)
-        return shares | {"val/errors": float(self.errors)}
+        means = {
+            f"val_correct/{name}/mean": sum(map(sum, groups)) / sum(map(len, groups))
+            for name, groups in _everything_and_each(self.greedy or self.sampled).items()
+        }
+        return means | _at_k(self.sampled) | {"val/errors": float(self.errors)}
 
 
 def _join_outcomes(parts: Sequence[Outcomes]) -> Outcomes:
@@ -308,13 +306,6 @@ def _join_outcomes(parts: Sequence[Outcomes]) -> Outcomes:
         for domain, groups in part.items():
             whole.setdefault(domain, []).extend(groups)
     return whole
-
-
-def _accuracy(outcomes: Outcomes) -> dict[str, float]:
-    return {
-        f"val_correct/{name}/mean": sum(map(sum, groups)) / sum(map(len, groups))
-        for name, groups in _everything_and_each(outcomes).items()
-    }
 
 
 def _at_k(sampled: Outcomes) -> dict[str, float]:

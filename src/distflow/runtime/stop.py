@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import Final, Protocol
+from typing import Final
 
 SHOW_CURSOR = b"\x1b[?25h\n"
 SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -49,15 +49,13 @@ def interruptible() -> Iterator[None]:
         yield
 
 
-class Stop(Protocol):
-    """Checked between two steps."""
+class Stop:
+    """Checked between two steps. wanted: whether the run is to end, on all its ranks."""
 
-    @property
-    def wanted(self) -> bool:
-        """Whether the run is to end, on all its ranks."""
+    wanted = False
 
 
-class StopRequest:
+class StopRequest(Stop):
     """While it is entered, the first signal is stored in `signal`, and the second ends the process. It gets signals
     only on the main thread, which alone may handle them.
 
@@ -71,10 +69,6 @@ class StopRequest:
         self._insisted = False
         self._on_first, self._ends_process = on_first, ends_process
         self._handlers = _handled(self._asked)
-
-    @property
-    def wanted(self) -> bool:
-        return self.signal is not None
 
     def __enter__(self) -> "StopRequest":
         self._read, self._write = os.pipe()  # from handler to thread without a lock, which the main thread may hold
@@ -97,7 +91,7 @@ class StopRequest:
                 leave_at_once(exit_status(number))
             self._insisted = True
         if self.signal is None:
-            self.signal = number
+            self.signal, self.wanted = number, True
             os.write(self._write, bytes([number]))
 
     def _tell(self) -> None:

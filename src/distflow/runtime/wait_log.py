@@ -23,18 +23,14 @@ class Wait:
         return f"{self.who} has waited {self.seconds():.0f} s for {self.what} (on: {self.on})"
 
 
-OnWait = Callable[[Wait, float], None]
-"""(wait, when it ended): called for every wait."""
-
-
 class Waits:
     """Every wait of a loop goes through it: `with waits("training", "step 3", on="rollout"): ...`.
 
-    on_end: called for each wait on the thread that waited. It may be slow: it runs outside the lock, and does not delay
-    others that begin to wait.
+    on_end: called for each wait, with its end, on the thread that waited. It may be slow: it runs outside the lock, and
+    does not delay others that begin to wait.
     """
 
-    def __init__(self, on_end: OnWait = lambda wait, ended: None) -> None:
+    def __init__(self, on_end: Callable[[Wait, float], None] = lambda wait, ended: None) -> None:
         self._on_end = on_end
         self._now: set[Wait] = set()
         self._lock = threading.Lock()  # the trainer and the asyncio thread wait at the same time

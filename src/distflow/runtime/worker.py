@@ -11,10 +11,10 @@ from typing import Any
 from distflow.data.batch import Batch
 from distflow.graph import NodeStatus
 from distflow.rewards.score import RewardCounts
-from distflow.runtime.checkpoint.state import copy_of_state, merge_node_states, part_of_rank, saved_parts
+from distflow.runtime.checkpoint.save_and_restore import copy_of_state, merge_node_states, part_of_rank, saved_parts
 from distflow.runtime.compiled_node import NodeContext, Step
 from distflow.runtime.sample_queue.protocol import NewWorkers, Released, TrainingStep
-from distflow.runtime.step_metrics import Figures, batch_metrics, curriculum_metrics, group_metrics, over_ranks
+from distflow.runtime.step_metrics import Figures, batch_metrics, group_metrics, over_ranks
 from distflow.runtime.validation import score
 from distflow.runtime.weight_sync.sender import WeightReceiver
 from distflow.runtime.worker_parts import WorkerParts
@@ -200,7 +200,8 @@ class Worker:
         with self._recorder.phases("record"):
             figures = Figures.joined(self._ports.data.gather(Figures.of(batch)))
             metrics |= batch_metrics(figures) | group_metrics(released.group_counts, figures.versions, step - 1)
-            metrics |= curriculum_metrics(released.domains)
+            for domain, own in released.domains.items():
+                metrics |= {f"domains/{domain}/{name}": value for name, value in own.items()}
         metrics |= self._recorder.phases.finish_step() | self._recorder.memory.finish_step()
         metrics["throughput/tokens_per_s"] = figures.num_tokens / metrics["timing_s/step"]
         with self._recorder.phases("record"):

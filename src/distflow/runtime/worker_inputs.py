@@ -9,7 +9,6 @@ from distflow.runtime.checkpoint.checkpoint import CheckpointStore
 from distflow.runtime.compiled_node import NodeState
 from distflow.runtime.recorder import Recorder
 from distflow.runtime.resources import Resources
-from distflow.runtime.sample_queue.local import LocalSampleQueue
 from distflow.runtime.sample_queue.protocol import SampleQueuePort
 from distflow.runtime.spec import Spec
 from distflow.runtime.step_metrics import ValidationResults
@@ -41,13 +40,11 @@ class ReshardPort(Protocol):
 @dataclass(frozen=True)
 class Ports:
     """The ports of one worker. collective: of the ranks of its dp group. data: of those among them that have samples of
-    their own, one for each share of a step. everyone: of all ranks that train. intake: the queue if it is of this
-    process, for a training loop of the user's own. abort: informs every other part of the run that this one has failed.
-    validate: validates on the workers with an engine, for one without. reshard: None if no column goes from one dp
-    group to another."""
+    their own, one for each share of a step. everyone: of all ranks that train. abort: informs every other part
+    of the run that this one has failed. validate: validates on the workers with an engine, for one without. reshard:
+    None if no column goes from one dp group to another."""
 
     queue: SampleQueuePort
-    intake: LocalSampleQueue | None
     weights: WeightPort
     collective: Collective
     data: Collective

@@ -11,7 +11,7 @@ from typing import Any
 
 from distflow.scheduling.curriculum import Accuracy, Curriculum
 from distflow.scheduling.data_plan import DataPlan
-from distflow.scheduling.snapshot import Quota, SavedShares, Snapshot
+from distflow.scheduling.snapshot import SavedShares, Snapshot
 
 Shares = Sequence[Fraction]
 """Share of each domain; they sum to 1."""
@@ -210,7 +210,7 @@ class DomainShares:
         """Lag of each domain, as in a snapshot."""
         return {domain.name: str(lag) for domain, lag in zip(self._plan.domains, self.quotas.lags, strict=True)}
 
-    def shown(self) -> dict[str, Quota]:
+    def shown(self) -> dict[str, dict[str, str]]:
         """Share and lag of each domain, as in a record."""
         shares = dict(zip(self.lags(), self.quotas.changes[0][1], strict=True))
         return {name: {"share": str(shares[name]), "lag": lag} for name, lag in self.lags().items()}

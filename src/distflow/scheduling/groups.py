@@ -18,16 +18,13 @@ class Version:
 
 
 class GroupState(StrEnum):
-    """waiting: to be issued again, after it was lost or aborted. generating: with a rollout worker. scoring: its reward
-    is being computed. queued: complete. training: taken by the step that trains now. The others have left the queue.
+    """waiting: to be issued again, after it was lost or aborted. generating: with a rollout worker, until it is scored
+    and filtered. queued: complete. training: taken by the step that trains now. The others have left the queue.
 
-    Only the rollout loop that has a group knows that it is scoring (`runtime.prompt_group.Group.state`). The scheduler
-    and the ledger, which would need a message for it, have it as generating until it is scored and filtered; the ledger
-    has a group that is training as queued until the step is consumed."""
+    The ledger has a group that is training as queued until the step is consumed."""
 
     WAITING = "waiting"
     GENERATING = "generating"
-    SCORING = "scoring"
     QUEUED = "queued"
     TRAINING = "training"
     TRAINED = "trained"
@@ -127,7 +124,7 @@ def counts_by_domain(saved: Mapping[str, Any]) -> defaultdict[str, DomainCounts]
 
 @dataclass(frozen=True)
 class GroupCounts:
-    """How many groups are in which states. running: waiting, generating or scoring. complete: queued or training.
+    """How many groups are in which states. running: waiting or generating. complete: queued or training.
     consumed: trained. dropped: counts by reason. aborted: times that a group was aborted because its step was full, so
     that it waits to be issued again; aborted_tokens: tokens generated for these. domains: of each with an issued group;
     empty without domains."""

@@ -35,11 +35,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import Any, BinaryIO
 
 from distflow.errors import UserError
 from distflow.scheduling.groups import CountsError, DomainCounts, GroupCounts, counts_by_domain
-from distflow.scheduling.snapshot import Record
+
+Record = dict[str, Any]
+"""A line; its fields by kind are listed above."""
 
 STALE = "stale"
 """Why a complete group is dropped: the run resumes with a bound that it would exceed."""
@@ -188,7 +190,7 @@ class Ledger:
 
     def append(self, kind: str, **fields: object) -> None:
         """Append a record. Raises CountsError, and writes nothing, if it moves a group in an impossible way."""
-        record = cast(Record, {"t": round(time.time(), 3), "restart": self.restart, "kind": kind, **fields})
+        record = {"t": round(time.time(), 3), "restart": self.restart, "kind": kind, **fields}
         self._counts.apply(record)
         self._file.write(json.dumps(record, separators=(",", ":")).encode() + b"\n")
         self._file.flush()
@@ -309,7 +311,7 @@ def _parse(line: bytes) -> Record | None:
     is_record = (
         isinstance(record, dict) and isinstance(record.get("kind"), str) and isinstance(record.get("restart"), int)
     )
-    return cast(Record, record) if is_record else None
+    return record if is_record else None
 
 
 def _first_line(path: Path) -> bytes:

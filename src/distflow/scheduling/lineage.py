@@ -6,8 +6,7 @@ from pathlib import Path
 
 from distflow.errors import UserError
 from distflow.scheduling.groups import GroupState
-from distflow.scheduling.ledger import STALE, LedgerError, timeline
-from distflow.scheduling.snapshot import InheritedGroup, Record
+from distflow.scheduling.ledger import STALE, LedgerError, Record, timeline
 
 
 @dataclass(frozen=True)
@@ -100,7 +99,7 @@ class _Reader:
         self._restart = 0
         self._max_staleness: int | None = None
         self._live: dict[int, list[Record]] = {}
-        self._inherited: dict[int, InheritedGroup] = {}
+        self._inherited: dict[int, Record] = {}
         self._dropped: list[list[Record]] = []
         self._aborted: list[Record] = []
 

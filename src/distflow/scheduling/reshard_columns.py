@@ -206,13 +206,10 @@ class Reshard(Generic[Ref]):
         assert writer in step.reserved and writer not in step.puts
         step.puts[writer] = (metas, ref)
 
-    def missing(self, key: Key) -> str | None:
-        """What the step waits for; None once it is complete."""
+    def is_complete(self, key: Key) -> bool:
+        """Whether all writers of the step have put their samples."""
         step = self._queues[key.queue].get(key)
-        if step is None:
-            return "none of its writers has put any"
-        writers = [writer for writer in range(step.num_writers) if writer not in step.puts]
-        return f"of its {step.num_writers} writers {writers} have put nothing" if writers else None
+        return step is not None and len(step.puts) == step.num_writers
 
     def take(self, key: Key, rank: int, readers: Readers, select: Select | None = None) -> Share[Ref]:
         """The share of a rank in a complete step, the same one until it is released.
@@ -221,7 +218,7 @@ class Reshard(Generic[Ref]):
         the same pipeline. Raises ReshardError if ranks disagree on the readers.
         """
         step = self._queues[key.queue][key]
-        assert self.missing(key) is None
+        assert self.is_complete(key)
         if step.readers is None:
             step.shares = _divided(step.puts, readers, select)
             step.readers = readers
@@ -236,7 +233,7 @@ class Reshard(Generic[Ref]):
         ReshardError for a missing sample, and if ranks disagree on their number.
         """
         step = self._queues[key.queue][key]
-        assert self.missing(key) is None
+        assert self.is_complete(key)
         if step.readers is None:
             step.readers = Readers(num_ranks)
             for other in sorted(step.puts):

@@ -1,4 +1,4 @@
-"""What the scheduler writes as JSON: the state to resume from, as of the last release, and the ledger's records."""
+"""What the scheduler writes as JSON: the state to resume from, as of the last release."""
 
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -30,16 +30,6 @@ class SavedGroup(TypedDict):
     aborts: NotRequired[int]
 
 
-class SavedDomain(TypedDict):
-    """Counts of a domain. lag: slots by which it is behind its share at the next step, as a fraction."""
-
-    issued: int
-    consumed: int
-    dropped: dict[str, int]
-    aborted: NotRequired[int]
-    lag: str
-
-
 class SavedShares(TypedDict):
     """Shares of domains from a step on, counted from 1, by name, as fractions."""
 
@@ -59,7 +49,8 @@ class SavedPlan(TypedDict):
 class Snapshot(TypedDict):
     """issued, consumed, dropped, aborted, aborted_tokens: as in `GroupCounts`. offered: issued for rows that are not in
     the data set. live: groups in the queue, by group id. ledger: the fields of its `Mark`, None without one. domains:
-    by name, missing without any. shares (of the next step, then later changes), curriculum: missing if shares stay.
+    by name, `saved_counts` of each and its lag, the slots by which it is behind its share at the next step, as a
+    fraction; missing without any. shares (of the next step, then later changes), curriculum: missing if shares stay.
     skips: missing if no row is skipped."""
 
     plan: SavedPlan
@@ -73,7 +64,7 @@ class Snapshot(TypedDict):
     aborted_tokens: NotRequired[int]
     live: list[SavedGroup]
     ledger: dict[str, Any] | None
-    domains: NotRequired[dict[str, SavedDomain]]
+    domains: NotRequired[dict[str, dict[str, Any]]]
     shares: NotRequired[list[SavedShares]]
     curriculum: NotRequired[SavedCurriculum]
     skips: NotRequired[SavedSkips]
@@ -152,56 +143,6 @@ def check_resumable(plan: DataPlan, snapshot: Snapshot) -> None:
 def _shown(plan: SavedPlan) -> str:
     """The domains with their rows, in order."""
     return ", ".join(f"{name} ({rows} rows)" for name, rows in plan.get("domains", {}).items()) or "none"
-
-
-class InheritedGroup(TypedDict):
-    """A group from the queue of another run. domain: missing in a run without domains."""
-
-    group_id: int
-    attempt: int
-    complete: bool
-    version: int
-    domain: NotRequired[str]
-
-
-class Quota(TypedDict):
-    """A domain's share of all slots, and its lag in slots at the next step: fractions as str."""
-
-    share: str
-    lag: str
-
-
-class Record(TypedDict, total=False):
-    """Fields of all kinds of records that count groups; `ledger.py` lists which kind has which."""
-
-    t: float
-    restart: int
-    kind: str
-    ledger: str
-    group_id: int
-    epoch: int
-    row: int
-    version: int
-    attempt: int
-    tokens: int
-    reason: str
-    step: int
-    group_ids: list[int]
-    max_staleness: int
-    consumer_batch: int
-    weights: int
-    issued: int
-    consumed: int
-    dropped: dict[str, int]
-    aborted: int
-    aborted_tokens: int
-    live: list[InheritedGroup]
-    worker: str
-    domain: str
-    domains: dict[str, dict[str, Any]]
-    quotas: dict[str, Quota]
-    shares: dict[str, str]
-    to: int
 
 
 def inherited_fields(start: Snapshot, domains: Mapping[str, DomainCounts]) -> dict[str, Any]:

@@ -78,7 +78,7 @@ def figures_of(run_dir: Path) -> Figures:
     weights = {
         f"{role}.{name.removeprefix('model.')}": tensor
         for role in ("actor", "critic")
-        if role in checkpoint.parts
+        if role in checkpoint.files
         for name, tensor in checkpoint.load(role).items()
         if name.startswith("model.")
     }

@@ -90,7 +90,7 @@ class TrainEngine(Scorer, Protocol):
 
     def offload(self, weights: bool = True, moments: bool = True) -> None:
         """Free the device of the weights, the optimizer's moments or both, which wait in the host's memory. Without its
-        weights an engine is asked for `weights` and `state` alone, until `onload`."""
+        weights an engine is asked for `weights` and `state` alone, until `onload`. Both come back bit for bit."""
         ...
 
     def onload(self) -> None:

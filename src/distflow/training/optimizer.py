@@ -9,10 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from distflow.builtin_names import OPTIMIZERS, SCHEDULERS
 from distflow.errors import UserError
 from distflow.models.sharding import fill
-
-OPTIMIZERS = ("adamw", "adamw_8bit", "sgd")
 
 
 def make_optimizer(
@@ -108,8 +107,6 @@ def _find(parameters: dict[str, nn.Parameter], name: str) -> nn.Parameter:
 
 Schedule = Callable[[int], float]
 
-SCHEDULES = ("constant", "constant_with_warmup", "linear_with_warmup", "cosine_with_warmup")
-
 
 def make_schedule(
     name: str, *, total_steps: int, warmup_ratio: float = 0.0, warmup_steps: int = -1, min_lr_ratio: float = 0.0
@@ -121,8 +118,8 @@ def make_schedule(
     cosine, and staying there. "constant" has no warm-up.
     Raises UserError for an unknown name.
     """
-    if name not in SCHEDULES:
-        raise UserError(f"unknown scheduler '{name}'; there are: {', '.join(SCHEDULES)}")
+    if name not in SCHEDULERS:
+        raise UserError(f"unknown scheduler '{name}'; there are: {', '.join(SCHEDULERS)}")
     if name == "constant":
         return lambda step: 1.0
     warmup = warmup_steps if warmup_steps >= 0 else int(warmup_ratio * total_steps)

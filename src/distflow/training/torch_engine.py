@@ -20,7 +20,7 @@ from distflow.graph.fields import Axis
 from distflow.models.log_probs import check_temperature
 from distflow.models.lora import adapter_off, named_weights, unwrapped
 from distflow.models.packed_forward import ModelInputs
-from distflow.models.packing import shared_prefixes
+from distflow.models.prefix_sharing import shared_prefixes
 from distflow.models.sharding import device_of, fill, whole
 from distflow.scheduling.bin_packing import pack
 from distflow.training.engine import (
@@ -341,8 +341,6 @@ class TorchTrainEngine(TorchScorer):
         self.num_steps = int(state.meta["num_steps"])
 
     def offload(self, weights: bool = True, moments: bool = True) -> None:
-        """Free the device: weights, moments or both wait in the host's memory, the weights until `onload`, the moments
-        until the next optimizer step. Both come back bit for bit."""
         host = torch.device("cpu")
         if weights and not self._is_on_host:
             self.model.to(host)
@@ -352,6 +350,5 @@ class TorchTrainEngine(TorchScorer):
             torch.cuda.empty_cache()
 
     def onload(self) -> None:
-        """See `offload`."""
         if not self._is_on_host:
             self.model.to(self._device)

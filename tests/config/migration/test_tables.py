@@ -8,7 +8,7 @@ import pytest
 
 from distflow.config import load_config
 from distflow.config.migration import tables
-from distflow.config.migration.tables import ANY, Name, TableError, all_tables, read_table
+from distflow.config.migration.tables import ANY, Name, all_tables, read_table
 
 FOLDER = Path(tables.__file__).parent
 ACTOR = "actor_rollout_ref.actor"
@@ -58,44 +58,46 @@ def test_a_key_comes_before_a_pattern_and_the_first_pattern_before_others(tmp_pa
     assert table.find("c") is None
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("[keys]\nlr = 3", "'lr' has 3, where a table must stand"),
-        ("[keys]\nlr = {our = 'data.seed'}", "'lr' has a field 'our'"),
-        ("[keys]\na.lr = 'data.seed'", "'a' has a field 'lr', which no entry has; keys with dots stand in quotes"),
-        ("[keys]\nlr = {harmless = 'any'}", "'lr' has neither a key of ours nor a note nor values"),
-        ("[keys]\nlr = {ours = 1}", "'lr' has 1 for 'ours', where a text must stand"),
-        ("[keys]\nlr = {values = {a = 1}}", "'lr' has 1 for 'a', where a text must stand"),
-        ("[keys]\nlr = {values = ['a']}", "'lr' has ['a'], where a table must stand"),
-        ("[keys]\nlr = {note = 'a', harmless = 'all'}", "'lr' is harmless at 'all', which is neither 'any' nor 'off'"),
-        ("[keys]\nlr = {note = 'a', harmless = {}}", "'lr' is harmless at {}"),
-        ("[keys]\nlr.as = 'speed'", "'lr' is answered as 'speed', which [answers] does not have"),
-        ("[answers]\na.as = 'b'\nb.note = 'c'\n[keys]\nlr.as = 'a'", "'a' is answered as 'b'"),
-        ("[keys]\nlr = 'a'\n'{l,m}r' = 'b'", "'lr' stands there twice"),
-        ("[keys]\nlr = 'a'\nlr = 'b'\nn = 'c'", "line 4"),
-        ("[key]\nlr = 'a'", "there is no group 'key'"),
-        ("keys = 3", "'keys' has 3, where a table must stand"),
-        ("[defaults]\n'lr=1' = 1", "'defaults' has 1 for 'lr=1', where a text must stand"),
-    ],
-)
-def test_what_is_no_table_is_refused_with_its_file_and_key(tmp_path: Path, text: str, said: str) -> None:
-    with pytest.raises(TableError, match=re.escape(said)) as caught:
-        read(tmp_path, text)
-    assert str(caught.value).startswith("other.toml: ")
+FILES = pytest.mark.parametrize("path", sorted(FOLDER.glob("*.toml")), ids=lambda path: path.stem)
+GROUPS = {"answers", "keys", "values", "defaults", "beside_keys", "example"}
 
 
-@pytest.mark.parametrize("sources", ["", "sources = []", "sources = 'config.py'"])
-def test_a_table_without_its_sources_is_refused(tmp_path: Path, sources: str) -> None:
-    with pytest.raises(TableError, match=r"other.toml: 'sources' must list the files"):
-        read(tmp_path, "[keys]\nlr = 'a'", sources)
+def texts(found: object) -> bool:
+    return isinstance(found, dict) and all(isinstance(text, str) for text in found.values())
+
+
+@FILES
+def test_a_table_names_its_sources_and_holds_known_groups_of_texts(path: Path) -> None:
+    table = tomllib.loads(path.read_text(encoding="utf-8"))
+    assert table.keys() <= {"sources", *GROUPS}
+    assert isinstance(table["sources"], list) and table["sources"]
+    assert all(texts(table.get(group, {})) for group in ("defaults", "beside_keys"))
+    assert all(map(texts, table.get("values", {}).values()))
+
+
+@FILES
+def test_an_entry_has_known_fields_and_says_what_is_to_be_done(path: Path) -> None:
+    table = tomllib.loads(path.read_text(encoding="utf-8"))
+    answers = table.get("answers", {})
+    assert not any("as" in answer for answer in answers.values())
+    entries = [entry for entry in table["keys"].values() if not isinstance(entry, str)]
+    for entry in (*answers.values(), *entries):
+        assert entry.keys() <= {"ours", "note", "values", "harmless", "as"}, f"{entry}: keys with dots stand in quotes"
+        assert texts({name: text for name, text in entry.items() if name in ("ours", "note", "as")}), entry
+        assert texts(entry.get("values", {})), entry
+        assert isinstance(entry.get("harmless", []), list) or entry["harmless"] in tables.HARMLESS, entry
+    for entry in entries:
+        assert {*entry, *answers.get(entry.get("as"), {})} & {"ours", "note", "values"}, entry
+        assert "as" not in entry or entry["as"] in answers, entry
+    named = [key for keys in table["keys"] for key in tables.expand(keys)]
+    assert sorted(set(named)) == sorted(named), "a key stands there once"
 
 
 def test_every_file_belongs_to_a_system() -> None:
     assert {path.stem for path in FOLDER.glob("*.toml")} == {system.lower() for system in all_tables()}
 
 
-@pytest.mark.parametrize("path", FOLDER.glob("*.toml"), ids=lambda path: path.stem)
+@FILES
 def test_every_answer_has_a_key(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     answers = tomllib.loads(text).get("answers", {})

@@ -7,7 +7,7 @@ import pytest
 
 from distflow.observe.reading.run_reader import Timeline, failure, in_short, is_right, remarks
 from distflow.observe.report.build import report_data
-from distflow.observe.report.charts import choose_charts
+from distflow.observe.report.chart_data import choose_charts
 from distflow.observe.report.domains import domain_charts, domain_docs, domain_table
 from distflow.observe.report.samples import thin_samples
 from distflow.observe.writing.run_folder import RunFolder

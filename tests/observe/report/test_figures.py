@@ -10,7 +10,7 @@ import pytest
 
 from distflow.observe.reading.run_reader import MetricsRecord, Timeline, read_metrics, read_spans
 from distflow.observe.report.build import report_data
-from distflow.observe.report.charts import (
+from distflow.observe.report.chart_data import (
     MAX_BINS,
     Z_95,
     choose_charts,
@@ -22,7 +22,7 @@ from distflow.observe.report.charts import (
 )
 from distflow.observe.report.findings import idle_sides
 from distflow.observe.report.samples import num_problems, sample_groups, thin_samples
-from distflow.observe.report.step import MAX_SPANS, StepTimeline, pipeline_graph, read_activity, timelines
+from distflow.observe.report.timelines import MAX_SPANS, StepTimeline, pipeline_graph, read_activity, timelines
 from distflow.observe.writing.run_folder import RunFolder, Span
 from tests.observe.conftest import write_asynchronous_run
 

@@ -294,7 +294,7 @@ def test_a_full_disk_is_said_and_the_file_stays_readable(tmp_path: Path) -> None
 def test_samples_are_readable_by_a_person_and_keep_hostile_text(tmp_path: Path) -> None:
     texts = ["日本語 \u202e", "two\nlines", "lone \ud800 half", "nul \x00", "u2028 \u2028 here", ""]
     with RunFolder(tmp_path / "run", 0) as run:
-        run.samples(12, [{"note": 1, "response": text, "prompt": "p", "uid": str(i)} for i, text in enumerate(texts)])
+        run.samples(12, [{"uid": str(i), "prompt": "p", "response": text, "note": 1} for i, text in enumerate(texts)])
     lines = (tmp_path / "run" / "samples" / "000012.jsonl").read_text(encoding="utf-8").split("\n")
     assert len(lines) == len(texts) + 1 and "日本語" in lines[0]
     assert list(json.loads(lines[0])) == ["uid", "prompt", "response", "note", "restart"]

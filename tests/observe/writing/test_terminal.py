@@ -237,7 +237,7 @@ def test_the_queue_is_shown_between_steps(monkeypatch: pytest.MonkeyPatch) -> No
     for thread in threads:
         thread.join()
     view.queue(1234, 16, 3)
-    view.serves(12)
+    view.weight_version(12)
     view.log(1, {"async/version_diff/mean": 1.25, "async/version_diff/max": 3.0})
     view.close()
     last = frames_of(terminal.seen())[-1]
@@ -248,7 +248,7 @@ def test_the_queue_is_shown_between_steps(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_view_that_draws_keeps_nobody_who_tells_of_the_queue() -> None:
     view = TerminalView("run", 9, file=io.StringIO())
     with view._lock:
-        teller = threading.Thread(target=lambda: (view.queue(1, 2, 3), view.serves(4)), daemon=True)
+        teller = threading.Thread(target=lambda: (view.queue(1, 2, 3), view.weight_version(4)), daemon=True)
         teller.start()
         teller.join(5)
         assert not teller.is_alive()

@@ -25,9 +25,9 @@ from distflow.data.batch import Batch
 from distflow.errors import UserError
 from distflow.runtime.checkpoint.checkpoint import CheckpointStore
 from distflow.runtime.checkpoint.files import shard_name
+from distflow.runtime.checkpoint.save_and_restore import part_of_rank, restore, saved_parts, set_generators
 from distflow.runtime.checkpoint.saver import Saver
 from distflow.runtime.checkpoint.shards import own_shards
-from distflow.runtime.checkpoint.state import part_of_rank, restore, saved_parts, set_generators
 from distflow.runtime.resources import build_resources
 from distflow.runtime.sample_queue.protocol import ResumePoint
 from distflow.runtime.spec import Spec

@@ -74,7 +74,7 @@ def test_tensors_and_values_come_back_bit_for_bit(tmp_path):
     store = CheckpointStore(tmp_path / "checkpoints")
     save(store, 3, {"state": tensors, "meta": values, "nothing": {}, "list": [1, [2]]})
     checkpoint = store.load()
-    assert sorted(checkpoint.parts) == ["list", "meta", "nothing", "state"]
+    assert sorted(checkpoint.files) == ["list", "meta", "nothing", "state"]
     loaded = checkpoint.load("state")
     assert loaded.keys() == tensors.keys()
     for name, tensor in tensors.items():
@@ -227,7 +227,7 @@ def test_half_a_part_is_no_part(tmp_path):
     writing.write("coordinator", parts["coordinator"])
     writing.commit(parts)
     assert_whole(store.load(), 2)
-    assert sorted(store.load().parts) == ["actor", "coordinator"]
+    assert sorted(store.load().files) == ["actor", "coordinator"]
 
 
 def test_a_process_that_is_killed_after_its_part_costs_nothing(tmp_path):

@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM
 from distflow.data import global_generators
 from distflow.launch.initial_policy import export_checkpoint
 from distflow.runtime.checkpoint.checkpoint import CheckpointError, CheckpointStore
+from distflow.runtime.checkpoint.save_and_restore import restore, saved_parts
 from distflow.runtime.checkpoint.saver import Saver
-from distflow.runtime.checkpoint.state import restore, saved_parts
 from distflow.runtime.resources import build_resources
 from distflow.training.engine import OneRank
 from tests.e2e.runs import Playground

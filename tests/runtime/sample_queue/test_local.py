@@ -16,6 +16,7 @@ from distflow.runtime.prompt_group import finished_group
 from distflow.runtime.sample_queue.local import LocalSampleQueue
 from distflow.runtime.sample_queue.protocol import DroppedGroup, Released, TrainingStep
 from distflow.runtime.wait_log import Waits
+from distflow.scheduling.bin_packing import DpGroupShares
 from distflow.scheduling.coordinator import Coordinator
 from distflow.scheduling.groups import CountsError, PromptGroup
 from distflow.scheduling.sample_queue import Exhausted
@@ -32,7 +33,7 @@ class Driven:
         self.coordinator: Coordinator = coordinator(**changes)
         self.waits: list[tuple[str, str, str]] = []
         told = Waits(lambda wait, ended: self.waits.append((wait.who, wait.what, wait.on)))
-        self.queue = LocalSampleQueue(self.coordinator, told, num_ranks)
+        self.queue = LocalSampleQueue(self.coordinator, told, [DpGroupShares(tuple(range(num_ranks)))])
 
     def issue(self) -> list[PromptGroup]:
         return self.coordinator.take_groups()

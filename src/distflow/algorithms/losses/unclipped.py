@@ -96,13 +96,10 @@ def compute_dro_loss(
     return loss, {"ppo_kl": -difference.detach()}
 
 
-RATIO_LEVELS = ("token", "sequence")
-
-
 def check_ratio_level(ratio_level: str) -> None:
     """Raises ValueError for an unknown level."""
-    if ratio_level not in RATIO_LEVELS:
-        raise ValueError(f"ratio_level '{ratio_level}' is unknown; choose one of {', '.join(RATIO_LEVELS)}")
+    if ratio_level not in ("token", "sequence"):
+        raise ValueError(f"ratio_level '{ratio_level}' is unknown; choose one of token, sequence")
 
 
 @register_policy_loss("topr", check=check_ratio_level)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import get_args, get_origin
+from typing import Any, get_args, get_origin
 
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
@@ -112,12 +112,15 @@ def compose_values(
         applied = [line for override in parsed if (line := _to_apply(override, is_known, result)) is not None]
         try:
             composed = compose(config_name=_RUN, overrides=applied)
-            result.values = _plain(OmegaConf.unsafe_merge(defaults, composed))  # may change both
+            merged = OmegaConf.unsafe_merge(defaults, composed)  # may change both
+            values: Any = OmegaConf.to_container(merged, resolve=True)
+            result.values = {str(name): value for name, value in values.items()}
         except InterpolationResolutionError as error:
             what = (error.msg or str(error)).splitlines()[0]
             subject = str(error.full_key or "${...}")
             advice = "name a key that there is, e.g. ${trainer.seed}"
-            result.failure = Problem(((subject, _where(subject, result)),), what, advice)
+            places = ["default", *(setting.where for setting in result.settings if setting.key == subject)]
+            result.failure = Problem(((subject, places[-1]),), what, advice)
         except (HydraException, OmegaConfBaseException, ValueError, TypeError, AttributeError) as error:
             # The last three: an override sets a key below a list or a number of the file.
             result.failure = Problem(((display(source), "its composition"),), _reason(error.__cause__ or error))
@@ -197,12 +200,6 @@ def _refuse(result: Composition, line: str, what: str, advice: str) -> None:
     result.refused.add(line.partition("=")[0].lstrip("+~"))
 
 
-def _plain(composed: object) -> dict[str, object]:
-    values = OmegaConf.to_container(composed, resolve=True)
-    assert isinstance(values, dict)
-    return {str(name): value for name, value in values.items()}
-
-
 def _to_apply(override: Override, is_known: Callable[[str], bool], result: Composition) -> str | None:
     """The override for Hydra, or None. Every key has a default, so `key=`, `+key=` and `++key=` are the same."""
     key = override.key_or_group
@@ -225,10 +222,6 @@ def _check_deletions(parsed: Sequence[Override], result: Composition) -> None:
         else:
             advice = "remove this override: the key has its default already"
             result.problems.append(Problem(((f"~{key}", COMMAND_LINE),), "there is nothing to remove", advice))
-
-
-def _where(key: str, result: Composition) -> str:
-    return next((setting.where for setting in reversed(result.settings) if setting.key == key), "default")
 
 
 def _reason(error: BaseException) -> str:
@@ -271,14 +264,9 @@ def _composed_files(source: Path, result: Composition) -> list[tuple[Path, str]]
         return []
     files = []
     for entry in chosen:
-        path = _file_of(entry.config_path, source.parent)
-        if path is not None:
-            files.append((path, "" if entry.package in (None, "_global_") else str(entry.package)))
+        if entry.config_path in (None, _RUN) or entry.config_path.startswith("hydra/"):
+            continue
+        places = [parent / f"{entry.config_path}.yaml" for parent in (source.parent, PRESETS)]
+        package = "" if entry.package in (None, "_global_") else str(entry.package)
+        files += [(path, package) for path in places if path.is_file()][:1]
     return files
-
-
-def _file_of(config_path: str | None, folder: Path) -> Path | None:
-    if config_path is None or config_path == _RUN or config_path.startswith("hydra/"):
-        return None
-    found = (parent / f"{config_path}.yaml" for parent in (folder, PRESETS))
-    return next((path for path in found if path.is_file()), None)

@@ -17,7 +17,7 @@ from distflow.config.extension_points import find_unregistered
 from distflow.config.keys.schema import Config, group_names, schema_keys, with_values
 from distflow.config.migration.tables import NOT_GIVEN, find_names
 from distflow.config.rules.check import find_problems, find_size_problems, where
-from distflow.config.serialize import flatten, show_value, to_yaml
+from distflow.config.serialize import flatten, show_value
 from distflow.errors import ConfigError, Problem, UserError
 from distflow.import_target import LoadError, load_modules
 
@@ -46,11 +46,6 @@ class Loaded:
     origins: dict[str, str]
     fitted: tuple[Fitted, ...] = ()
     notes: tuple[str, ...] = ()
-
-    @property
-    def text(self) -> str:
-        """The resolved config as YAML."""
-        return to_yaml(self.config)
 
     def origin(self, key: str) -> str:
         """Where a key was set, or "default"; for one that was changed to fit, why."""

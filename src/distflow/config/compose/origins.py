@@ -55,7 +55,8 @@ def read_settings(path: Path, prefix: str, problems: list[Problem]) -> list[Sett
     if not isinstance(root, yaml.MappingNode):
         problems.append(Problem(((display(path), "line 1"),), "is no mapping of keys", "write key: value lines"))
         return []
-    return [setting for setting in _entries(root, prefix, path) if not _is_directive(setting, prefix)]
+    directive = dotted(prefix, "defaults")
+    return [entry for entry in _entries(root, prefix, path) if not f"{entry.key}.".startswith(f"{directive}.")]
 
 
 def settings_of_value(key: str, value: object, where: str) -> Iterator[Setting]:
@@ -133,7 +134,3 @@ def _plain_value(node: yaml.Node) -> object:
         return yaml.SafeLoader("").construct_object(node, deep=True)
     except yaml.YAMLError:
         return NOT_GIVEN
-
-
-def _is_directive(setting: Setting, prefix: str) -> bool:
-    return setting.key == dotted(prefix, "defaults") or setting.key.startswith(dotted(prefix, "defaults") + ".")

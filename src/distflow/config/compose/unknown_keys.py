@@ -75,7 +75,9 @@ def judge_settings(settings: Sequence[Setting], values: Mapping[str, object]) ->
         problem = _judge(setting, translated, values, accepted)
         if problem is not None:
             problems.append(problem)
-        if problem is not None or setting.key in accepted or _is_misread_value(setting):
+        info = schema_keys().get(setting.key)
+        is_misread = info is not None and setting.is_group and not info.is_map  # reading its value reports that
+        if problem is not None or setting.key in accepted or is_misread:
             settled.add(setting.key)
     return problems, accepted
 
@@ -165,12 +167,6 @@ def _answer(found: dict[str, Name], value: object) -> str:
     if len(systems) == 1:
         return next(iter(systems))
     return " | ".join(f"in {_and(names)}: {text}" for text, names in systems.items())
-
-
-def _is_misread_value(setting: Setting) -> bool:
-    """Whether it is a mapping for a key that takes none: reading its value reports that."""
-    info = schema_keys().get(setting.key)
-    return info is not None and setting.is_group and not info.is_map
 
 
 def _groups() -> frozenset[str]:

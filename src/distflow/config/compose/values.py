@@ -4,6 +4,7 @@ import math
 import re
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any, Literal, Union, get_args, get_origin
 
 from distflow.config.keys.declare import KeyInfo, dotted
@@ -246,20 +247,16 @@ def _convert_mapping(value: object, annotation: object) -> dict[object, object]:
     return {convert(name, arguments[0]): convert(item, arguments[1]) for name, item in value.items()}
 
 
-def parse_band(value: object) -> object:
-    """[low, high], or None. Raises Mismatch."""
-    band = convert(value, tuple[float, float] | None)
-    if band is not None and not band[0] <= band[1]:  # type: ignore[index]  # just made one
-        raise Mismatch(f"is {show(value)}, which holds no number", "write e.g. [0.1, 0.9]")
+def parse_band(value: object, of_shares: bool = False) -> object:
+    """[low, high], or None; of_shares: within 0..1. Raises Mismatch."""
+    band: Any = convert(value, tuple[float, float] | None)
+    if band is not None and not (0 <= band[0] < band[1] <= 1 if of_shares else band[0] <= band[1]):
+        what = "is no range within 0..1" if of_shares else "holds no number"
+        raise Mismatch(f"is {show(value)}, which {what}", "write e.g. [0.1, 0.9]")
     return band
 
 
-def parse_share_band(value: object) -> object:
-    """[low, high] within 0..1, or None. Raises Mismatch."""
-    band = convert(value, tuple[float, float] | None)
-    if band is not None and not 0 <= band[0] < band[1] <= 1:  # type: ignore[index]  # just made one
-        raise Mismatch(f"is {show(value)}, which is no range within 0..1", "write e.g. [0.1, 0.95]")
-    return band
+parse_share_band = partial(parse_band, of_shares=True)
 
 
 def _flat(settings: Mapping[str, object], prefix: str, keys: Mapping[str, KeyInfo]) -> dict[str, object]:

@@ -26,11 +26,6 @@ def parse_statistics(value: object) -> object:
     return convert(names, tuple[str, ...])
 
 
-def parse_switch(value: object) -> object:
-    """A string; YAML's true and false become 'true' and 'false'. Raises Mismatch."""
-    return str(value).lower() if isinstance(value, bool) else convert(value, str)
-
-
 def parse_bounds(value: object) -> tuple[Bounds, ...]:
     """`upper` or `[lower, upper]` for each statistic, or verl's string, e.g. "0.5_2.0,0.1". Raises Mismatch."""
     if value is None:
@@ -61,11 +56,6 @@ def _parse_bound(entry: object) -> Bounds:
         advice = "write an upper bound such as 0.1, or [0.5, 2.0] for a band"
         raise Mismatch(f"has the entry {show(entry)}, which is no bound", advice)
     return (numbers[0], numbers[1]) if len(numbers) == 2 else (None, numbers[0])
-
-
-def plain_bounds(bounds: Sequence[Bounds]) -> list[object]:
-    """The inverse of `parse_bounds`. A band is a list, since YAML reads the string 1_2 as 12."""
-    return [upper if lower is None else [lower, upper] for lower, upper in bounds]
 
 
 def spread(bounds: tuple[Bounds, ...], count: int) -> tuple[Bounds, ...]:
@@ -136,7 +126,8 @@ class RolloutCorrectionConfig:
         (),
         "bound of each statistic: upper, or [lower, upper] of rollout over trainer for k1; one entry holds for all",
         parse=parse_bounds,
-        plain=plain_bounds,
+        # A band is a list, since YAML reads the string 1_2 as 12.
+        plain=lambda bounds: [upper if lower is None else [lower, upper] for lower, upper in bounds],
     )
 
 
@@ -230,7 +221,7 @@ class AlgorithmConfig:
         "auto",
         "old log-probs by a forward pass of the trainer; auto skips it where the ratio is 1; false uses the rollout's",
         choices=("auto", "true", "false"),
-        parse=parse_switch,
+        parse=lambda value: str(value).lower() if isinstance(value, bool) else convert(value, str),
     )
     rollout_correction: RolloutCorrectionConfig = group(RolloutCorrectionConfig)
     filter_groups: FilterGroupsConfig = group(FilterGroupsConfig)

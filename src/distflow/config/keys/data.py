@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from distflow.config.compose.values import Mismatch, parse_band, parse_differing, parse_share_band
 from distflow.config.keys.algorithm import DIFFERING
-from distflow.config.keys.declare import KeyInfo, collect, group, key, walk
+from distflow.config.keys.declare import collect, group, key, walk
 from distflow.config.keys.reward import JUDGED_BY_DOMAIN, RewardPart, parse_parts, plain_parts
 
 _FORM = "write e.g. {math: {train_files: math.jsonl, reward: math}, code: {train_files: code.jsonl, reward: custom}}"
@@ -60,16 +60,11 @@ class DomainConfig:
     stop: tuple[str, ...] | None = key(None, f"strings that end a response; {_ROLLOUT}.stop")
 
 
-def domain_keys() -> dict[str, KeyInfo]:
-    """The keys of a domain by name."""
-    return collect(DomainConfig())
-
-
 def parse_domains(value: object) -> dict[str, DomainConfig]:
     """Domains by name from plain data. Raises Mismatch."""
     if value is None:
         return {}
-    found = parse_differing(value, domain_keys(), _FORM, _elsewhere)
+    found = parse_differing(value, collect(DomainConfig()), _FORM, _elsewhere)
     return {_name(name): DomainConfig(**settings) for name, settings in found.items()}
 
 

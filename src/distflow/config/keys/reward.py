@@ -42,11 +42,6 @@ def parse_functions(value: object) -> dict[str, tuple[RewardPart, ...]]:
     return {domain: parse_parts(f"the domain '{domain}'", parts) for domain, parts in value.items()}
 
 
-def plain_functions(functions: Mapping[str, tuple[RewardPart, ...]]) -> dict[str, list[object]]:
-    """The inverse of `parse_functions`."""
-    return {domain: plain_parts(parts) for domain, parts in functions.items()}
-
-
 def plain_parts(parts: Sequence[RewardPart]) -> list[object]:
     """The inverse of `parse_parts`."""
     return [part.plain() for part in parts]
@@ -97,11 +92,6 @@ def parse_on_error(value: object) -> OnError:
     raise Mismatch(f"is {show(value)}, not mask, drop or {{score: x}}", "write e.g. drop, or {score: 0}")
 
 
-def plain_on_error(value: OnError) -> object:
-    """The inverse of `parse_on_error`."""
-    return value if isinstance(value, str) else {"score": value}
-
-
 _PATIENCE = ("timeout_s", "num_workers", "retries", "backoff_s")
 JUDGED_BY_DOMAIN = (*_PATIENCE, "on_error")
 """Keys of `reward` that a domain may override."""
@@ -138,7 +128,7 @@ class RewardConfig:
         {"default": (RewardPart("math"),)},
         f"domain → list of names or {{name, weight, options}}; names: {', '.join(REWARDS)}",
         parse=parse_functions,
-        plain=plain_functions,
+        plain=lambda functions: {domain: plain_parts(parts) for domain, parts in functions.items()},
     )
     timeout_s: float = key(10.0, "timeout of one call of a reward function in seconds", above=0)
     max_error_rate: float = key(
@@ -157,7 +147,7 @@ class RewardConfig:
         "mask",
         "for a sample with a reward error: mask it from baselines and loss, drop its group, or {score: x} to score it",
         parse=parse_on_error,
-        plain=plain_on_error,
+        plain=lambda value: value if isinstance(value, str) else {"score": value},
     )
     domains: Differing = key(
         {},

@@ -165,8 +165,9 @@ def _check_node(place: int, node: object, seen: set[str]) -> None:
     if renamed:
         names = ", ".join(f"'{name}' is {_OF_SIIRL[name]}" for name in renamed)
         raise Mismatch(f"has an entry {place} in siiRL's words", f"{names} here")
+    is_marker = "func" not in node and str(node.get("type")).removeprefix("NodeType.").upper() in MARKERS
     for name in ("id", "func"):
-        if not isinstance(node.get(name), str) and not (name == "func" and _is_marker(node)):
+        if not isinstance(node.get(name), str) and not (name == "func" and is_marker):
             raise Mismatch(f"has an entry {place} without '{name}'", "every node has an id and a func: module:function")
     unknown = [name for name in node if name not in NODE_KEYS]
     if unknown:
@@ -177,7 +178,3 @@ def _check_node(place: int, node: object, seen: set[str]) -> None:
     if node["id"] in seen:
         raise Mismatch(f"has two nodes with the id '{node['id']}'", "give each node an id of its own")
     seen.add(node["id"])
-
-
-def _is_marker(node: Mapping[str, object]) -> bool:
-    return "func" not in node and str(node.get("type")).removeprefix("NodeType.").upper() in MARKERS

@@ -1,10 +1,10 @@
 """Names of keys in other systems: one TOML file a system, read when a key is first looked up."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from functools import cache, cached_property
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +23,8 @@ _SHORT_FORMS = {
     "MODEL": "actor_rollout_ref.model",
     "CORRECTION": "algorithm.rollout_correction",
 }
-_GROUPS = ("answers", "keys", "values", "defaults", "beside_keys", "example")
 _CONSTANTS = {"null": None, "true": True, "false": False}
-_HARMLESS = {"any": ANY, "off": (None, False)}
-
-
-class TableError(ValueError):
-    """A table that cannot be read. The message has its file, the key and the problem."""
+HARMLESS = {"any": ANY, "off": (None, False)}
 
 
 @dataclass(frozen=True)
@@ -94,11 +89,7 @@ class Table:
         """The name for a key: its own entry, else the first pattern that matches."""
         if key in self.names:
             return self.names[key]
-        return next((name for pattern, name in self._patterns if fnmatchcase(key, pattern)), None)
-
-    @cached_property
-    def _patterns(self) -> list[tuple[str, Name]]:
-        return [(key, name) for key, name in self.names.items() if "*" in key]
+        return next((name for own, name in self.names.items() if "*" in own and fnmatchcase(key, own)), None)
 
 
 @cache
@@ -144,107 +135,51 @@ def as_override(value: object) -> str:
 
 
 def read_table(path: Path) -> Table:
-    """The table that a file holds. Raises TableError."""
+    """The table that a file of this folder holds; what it may hold is checked by `tests/config/migration`."""
     # Most configs have no key of another system: tomllib is imported where one has.
     import tomllib
 
     text = re.sub(r"\b[A-Z]+\b", lambda word: _SHORT_FORMS.get(word[0], word[0]), path.read_text(encoding="utf-8"))
-    try:
-        return _table(tomllib.loads(text))
-    except (tomllib.TOMLDecodeError, TableError) as error:
-        raise TableError(f"{path.name}: {error}") from error
-
-
-def _table(raw: dict[str, Any]) -> Table:
-    if unknown := raw.keys() - {"sources", *_GROUPS}:
-        raise TableError(f"there is no group '{min(unknown)}'")
-    if not isinstance(raw.get("sources"), list) or not raw["sources"]:
-        raise TableError("'sources' must list the files that the keys were read in")
-    groups = {name: _mapping(name, raw.get(name, {})) for name in _GROUPS}
+    raw = tomllib.loads(text)
+    answers = raw.get("answers", {})
     return Table(
         sources=tuple(raw["sources"]),
-        names=dict(_read_names(groups["keys"], groups["answers"])),
-        values={key: _read_values(key, entry) for key, entry in groups["values"].items()},
-        defaults=_texts("defaults", groups["defaults"]),
-        beside_keys=_texts("beside_keys", groups["beside_keys"]),
-        example=groups["example"],
+        names={
+            key: Name(**_fields(entry, answers)) for keys, entry in raw.get("keys", {}).items() for key in expand(keys)
+        },
+        values={key: _read_values(entry) for key, entry in raw.get("values", {}).items()},
+        defaults=raw.get("defaults", {}),
+        beside_keys=raw.get("beside_keys", {}),
+        example=raw.get("example", {}),
     )
 
 
-def _read_names(entries: Mapping[str, object], answers: Mapping[str, object]) -> Iterator[tuple[str, Name]]:
-    seen = set()
-    for keys, entry in entries.items():
-        name = _read_name(keys, _fields(keys, entry, answers))
-        for key in _expand(keys):
-            if key in seen:
-                raise TableError(f"'{key}' stands there twice")
-            seen.add(key)
-            yield key, name
-
-
-def _expand(keys: str) -> list[str]:
+def expand(keys: str) -> list[str]:
     """`{a,b}.c` is `a.c` and `b.c`."""
     braces = re.search(r"\{([^{}]*)\}", keys)
     if braces is None:
         return [keys]
     before, after = keys[: braces.start()], keys[braces.end() :]
-    return [key for word in braces[1].split(",") for key in _expand(before + word + after)]
+    return [key for word in braces[1].split(",") for key in expand(before + word + after)]
 
 
-def _fields(key: str, entry: object, answers: Mapping[str, object]) -> dict[str, object]:
-    """An entry merged with the answer that it names; its own fields take precedence."""
+def _fields(entry: Any, answers: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a `Name`: an entry merged with the answer that it names; its own fields take precedence."""
     if isinstance(entry, str):
         return {"ours": entry}
-    fields = dict(_mapping(key, entry))
-    answer = str(fields.pop("as", ""))
-    if answer and answer not in answers:
-        raise TableError(f"'{key}' is answered as '{answer}', which [answers] does not have")
-    return {**_fields(answer, answers[answer], {}), **fields} if answer else fields
+    fields = {name: value for name, value in entry.items() if name != "as"}
+    if "values" in fields:
+        fields["values"] = _read_values(fields["values"])
+    if isinstance(harmless := fields.get("harmless"), str):
+        fields["harmless"] = HARMLESS[harmless]
+    elif harmless is not None:
+        fields["harmless"] = tuple(None if value == "null" else value for value in harmless)
+    return {**_fields(answers[entry["as"]], {}), **fields} if "as" in entry else fields
 
 
-def _read_name(key: str, fields: Mapping[str, object]) -> Name:
-    if unknown := fields.keys() - {"ours", "note", "values", "harmless"}:
-        raise TableError(f"'{key}' has a field '{min(unknown)}', which no entry has; keys with dots stand in quotes")
-    if not fields.keys() & {"ours", "note", "values"}:
-        raise TableError(f"'{key}' has neither a key of ours nor a note nor values")
-    texts = _texts(key, {field: text for field, text in fields.items() if field in ("ours", "note")})
-    return Name(
-        **texts,
-        values=_read_values(key, fields.get("values", {})),
-        harmless=_read_harmless(key, fields.get("harmless", [])),
-    )
-
-
-def _read_values(key: str, entry: object) -> dict[Any, str]:
-    return {_read_value(name): text for name, text in _texts(key, entry).items()}
-
-
-def _read_value(text: str) -> object:
+def _read_values(entry: Mapping[str, str]) -> dict[Any, str]:
     """TOML names are str: null, true, false and integers are converted."""
-    return int(text) if re.fullmatch(r"-?\d+", text) else _CONSTANTS.get(text, text)
-
-
-def _read_harmless(key: str, entry: object) -> tuple[Any, ...]:
-    if isinstance(entry, list):
-        return tuple(None if value == "null" else value for value in entry)
-    if not isinstance(entry, str) or entry not in _HARMLESS:
-        raise TableError(f"'{key}' is harmless at {entry!r}, which is neither 'any' nor 'off' nor a list of values")
-    return _HARMLESS[entry]
-
-
-def _texts(key: str, entry: object) -> dict[str, str]:
-    texts = {}
-    for name, text in _mapping(key, entry).items():
-        if not isinstance(text, str):
-            raise TableError(f"'{key}' has {text!r} for '{name}', where a text must stand")
-        texts[name] = text
-    return texts
-
-
-def _mapping(key: str, entry: object) -> Mapping[str, object]:
-    if not isinstance(entry, dict):
-        raise TableError(f"'{key}' has {entry!r}, where a table must stand")
-    return entry
+    return {int(k) if re.fullmatch(r"-?\d+", k) else _CONSTANTS.get(k, k): text for k, text in entry.items()}
 
 
 def _same(value: object, other: object) -> bool:

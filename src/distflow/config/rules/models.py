@@ -6,7 +6,7 @@ from pathlib import Path
 
 from distflow.builtin_names import ROLLOUT_ENGINES
 from distflow.config.derived_settings import is_rl, is_sharded, may_have_critic
-from distflow.config.keys.engines import ActorConfig, CriticConfig, ModelConfig, OptimConfig
+from distflow.config.keys.engines import ActorConfig, CriticConfig, OptimConfig
 from distflow.config.keys.schema import Config
 from distflow.config.rules import ACTOR, MODEL, ROLLOUT, Finding
 
@@ -33,18 +33,15 @@ def model_source(config: Config) -> Iterator[Finding]:
 def remote_code(config: Config) -> Iterator[Finding]:
     """Code of a model runs only if it cannot change later."""
     model = config.actor_rollout_ref.model
-    if not model.trust_remote_code or not model.path or Path(model.path).expanduser().is_dir() or _is_pinned(model):
+    if not model.trust_remote_code or not model.path or Path(model.path).expanduser().is_dir():
+        return
+    if model.revision is not None and _COMMIT.fullmatch(model.revision) and not model.path.startswith("builtin:"):
         return
     yield Finding(
         (f"{MODEL}.trust_remote_code", f"{MODEL}.path", f"{MODEL}.revision"),
         f"code of '{model.path}' would run, and its revision is not pinned: it could change later",
         f"set {MODEL}.revision to a commit hash, or {MODEL}.path to a local folder",
     )
-
-
-def _is_pinned(model: ModelConfig) -> bool:
-    is_builtin = model.path is not None and model.path.startswith("builtin:")
-    return not is_builtin and model.revision is not None and bool(_COMMIT.fullmatch(model.revision))
 
 
 def lora(config: Config) -> Iterator[Finding]:

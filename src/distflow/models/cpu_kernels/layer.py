@@ -18,7 +18,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from distflow.models.cpu_kernels.build import ADDRESS, COUNT, address, addresses, call, counts, size
-from distflow.models.packing import Sequences
+from distflow.models.prefix_sharing import Sequences
 
 
 class _Packing(ctypes.Structure):
@@ -32,8 +32,7 @@ class _Packing(ctypes.Structure):
 def attend(queries: Tensor, keys: Tensor, values: Tensor, sequences: Sequences, scale: float) -> Tensor:
     """queries: float32 `(rows, heads, head_dim)`; keys and values with their own number of heads. scale: of the
     scores, above 0. As queries; differentiable once. Raises NotNative."""
-    mixed: Tensor = _Attention.apply(queries.contiguous(), keys.contiguous(), values.contiguous(), sequences, scale)
-    return mixed
+    return _Attention.apply(queries.contiguous(), keys.contiguous(), values.contiguous(), sequences, scale)
 
 
 class _Attention(Function):
@@ -122,15 +121,8 @@ def before_attention(layer: Any, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[T
     for name in ("q", "k", "v"):
         linear, head_norm = getattr(attention, f"{name}_proj"), getattr(attention, f"{name}_norm", None)
         weights += (linear.weight, linear.bias, None if head_norm is None else head_norm.weight)
-    outputs = _BeforeAttention.apply(
-        x.contiguous(),
-        cos.contiguous(),
-        sin.contiguous(),
-        attention.head_dim,
-        norm.variance_epsilon,
-        norm.weight,
-        *weights,
-    )
+    inputs = (each.contiguous() for each in (x, cos, sin))
+    outputs = _BeforeAttention.apply(*inputs, attention.head_dim, norm.variance_epsilon, norm.weight, *weights)
     queries, keys, values = (each.unflatten(1, (-1, attention.head_dim)) for each in outputs)
     return queries, keys, values
 
@@ -144,15 +136,8 @@ def after_attention(layer: Any, x: Tensor, mixed: Tensor) -> Tensor:
         for linear in (layer.self_attn.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj)
         for weight in (linear.weight, linear.bias)
     ]
-    outputs: Tensor = _AfterAttention.apply(
-        x.contiguous(),
-        mixed.flatten(1).contiguous(),
-        norm.variance_epsilon,
-        torch.is_grad_enabled(),
-        norm.weight,
-        *weights,
-    )
-    return outputs
+    keeps, inputs = torch.is_grad_enabled(), (x.contiguous(), mixed.flatten(1).contiguous())
+    return _AfterAttention.apply(*inputs, norm.variance_epsilon, keeps, norm.weight, *weights)
 
 
 class _BeforeAttention(Function):
@@ -259,8 +244,7 @@ class _Heads(ctypes.Structure):
 def add_norm(x: Tensor, added: Tensor | None, norm: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """x + added in float32, and its norm in the products' dtype. x: float32 `(rows, hidden)`; added: a product, or
     None for zeros. Differentiable once, as all here."""
-    outputs: tuple[Tensor, Tensor] = _AddNorm.apply(x.contiguous(), added, norm.weight, norm.variance_epsilon, dtype)
-    return outputs
+    return _AddNorm.apply(x.contiguous(), added, norm.weight, norm.variance_epsilon, dtype)
 
 
 def split_heads(projected: Tensor, cos: Tensor, sin: Tensor, attention: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -270,21 +254,13 @@ def split_heads(projected: Tensor, cos: Tensor, sin: Tensor, attention: Any) -> 
     norms = [getattr(attention, f"{name}_norm", None) for name in ("q", "k")]
     weights = [None if norm is None else norm.weight for norm in norms]
     epsilon = 0.0 if norms[0] is None else norms[0].variance_epsilon
-    outputs: tuple[Tensor, Tensor, Tensor] = _SplitHeads.apply(
-        projected,
-        cos.contiguous(),
-        sin.contiguous(),
-        len(attention.k_proj.weight) // attention.head_dim,
-        epsilon,
-        *weights,
-    )
-    return outputs
+    num_kv_heads = len(attention.k_proj.weight) // attention.head_dim
+    return _SplitHeads.apply(projected, cos.contiguous(), sin.contiguous(), num_kv_heads, epsilon, *weights)
 
 
 def gate(gate_up: Tensor) -> Tensor:
     """silu(gate) · up, `(rows, size)`. gate_up: by a product, `(rows, 2 · size)`, gates first."""
-    gated: Tensor = _Gate.apply(gate_up)
-    return gated
+    return _Gate.apply(gate_up)
 
 
 class _AddNorm(Function):

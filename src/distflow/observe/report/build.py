@@ -12,9 +12,12 @@ from string import Template
 from typing import Any
 
 from distflow.observe.files import JSON, encode, read_object, write_atomically
+from distflow.observe.metrics import find_metric
 from distflow.observe.reading import run_reader
 from distflow.observe.reading.run_reader import Event
-from distflow.observe.report import charts, domains, findings, samples, step, summary
+from distflow.observe.report import chart_data as charts
+from distflow.observe.report import domains, findings, samples, summary
+from distflow.observe.report import timelines as step
 from distflow.observe.report.summary import Accuracy, EventGroup, Finding, Steps, known_values
 from distflow.observe.sanitize import escape_control
 from distflow.observe.writing.folder_lock import RunFolderError, is_ours
@@ -87,7 +90,8 @@ def report_data(run_dir: Path) -> dict[str, Any]:
         "others": others,
         "constants": constants,
         "units": {name: unit for name in others if (unit := charts.unit_of(name))},
-        "docs": charts.describe(columns["y"]) | domains.domain_docs(columns["y"]),
+        "docs": {name: metric.doc for name in columns["y"] if (metric := find_metric(name))}
+        | domains.domain_docs(columns["y"]),
         "histograms": charts.histograms(run_dir, timeline),
         "pipeline": step.pipeline_graph(run_dir, steps),
         "timelines": step.timelines(activity, records),

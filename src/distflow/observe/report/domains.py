@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from distflow.observe.report.charts import ChosenChart, Column
+from distflow.observe.report.chart_data import ChosenChart, Column
 from distflow.observe.report.summary import Steps, known_values
 
 MAX_LINES = 12

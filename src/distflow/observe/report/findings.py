@@ -10,8 +10,8 @@ from pathlib import Path
 
 from distflow.observe.files import JSON
 from distflow.observe.reading.run_reader import RIGHT, Timeline, read_samples, sample_splits, sample_steps
-from distflow.observe.report.step import RunActivity
 from distflow.observe.report.summary import REWARD, Finding, Steps, joined, known_values
+from distflow.observe.report.timelines import RunActivity
 
 MANY_CUT = 0.1
 MANY_EQUAL = 0.5

@@ -3,6 +3,7 @@
 import math
 import re
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypedDict
@@ -167,21 +168,27 @@ def audited(events: Sequence[Event]) -> list[Mapping[str, JSON]]:
 
 
 def describe_audits(events: Sequence[Event]) -> Finding:
-    """Which checks the audits passed, in how many steps, and which they could not make, with the reason."""
+    """Which checks the audits passed, how often, in audited steps and in looks at others, and which they could not
+    make, with the reason."""
     audits = audited(events)
     if not audits:
         text = "No step was audited: trust.audit_freq is 0, or the run ended before its first audit."
         return Finding("flat", text)
-    passed: dict[str, None] = {}
+    passed, looked = Counter[str](), Counter[str]()
     unchecked: dict[str, JSON] = {}
     for fields in audits:
         if isinstance(proven := fields.get("proven"), list):
-            passed.update(dict.fromkeys(map(str, proven)))
+            passed.update(map(str, proven))
         if isinstance(unproven := fields.get("unproven"), dict):
             unchecked.update(unproven)
+    for event in events:
+        if event.kind == "looks" and isinstance(checks := event.fields.get("checks"), dict):
+            looked.update({name: int(count) for name, count in checks.items() if isinstance(count, int)})
+    often = [f"{n} {count}{f' + {looked[n]:,}' if looked[n] else ''}" for n, count in passed.items()]
     reasons = "; ".join(f"{name} ({reason})" for name, reason in unchecked.items())
-    counted = f"{len(audits):,} step{'s were' if len(audits) > 1 else ' was'} audited; these checks passed"
-    text = f"{counted}: {', '.join(passed)}." + (f" Not checked, or not in every audit: {reasons}." if reasons else "")
+    counted = f"{len(audits):,} step{'s were' if len(audits) > 1 else ' was'} audited"
+    text = f"{counted}; these checks passed, in audits + in looks at a few samples of other steps: {', '.join(often)}."
+    text += f" Not checked, or not in every audit: {reasons}." if reasons else ""
     return Finding("flat" if reasons else "good", text)
 
 

@@ -64,23 +64,6 @@ SCHEMA_VERSION = 1
 DROPPED = "dropped"
 """The split of groups that no step trained on, which has a folder of its own."""
 
-SAMPLE_KEYS = (
-    "uid",
-    "prompt",
-    "response",
-    "ground_truth",
-    "score",
-    "acc",
-    "reward_parts",
-    "errors",
-    "advantage",
-    "prompt_length",
-    "response_length",
-    "finish_reason",
-    "versions",
-    "domain",
-)
-
 
 @dataclass(frozen=True)
 class Span:
@@ -169,12 +152,10 @@ class RunFolder:
     def samples(
         self, step: int, rows: Sequence[Mapping[str, object]], split: str = "train", append: bool = False
     ) -> None:
-        """Write all samples of a step, known keys (`SAMPLE_KEYS`) first; a second call replaces the first, or adds to
-        it."""
+        """Write all samples of a step; a second call replaces the first, or adds to it."""
         folder = samples_dir(self.path, split)
         folder.mkdir(mode=0o700, exist_ok=True)
-        in_order = [{key: row[key] for key in (*SAMPLE_KEYS, *row) if key in row} for row in rows]
-        whole = b"".join(encode({**row, "restart": self.restart}) + b"\n" for row in in_order)
+        whole = b"".join(encode({**row, "restart": self.restart}) + b"\n" for row in rows)
         path = folder / sample_file_name(step, split, self._part)
         if not append:
             write_atomically(path, whole)

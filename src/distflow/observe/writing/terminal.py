@@ -85,18 +85,16 @@ class TerminalView:
         """Take the metrics of a finished step; several calls for one step are added up."""
         with self._lock:
             self._panel.take(step, values, self._clock())
-            if self._live is None and headlines(values):
-                self._say(step, values)
-
-    def _say(self, step: int, values: Mapping[str, float]) -> None:
-        line, now = step_line(step, self._panel.total_steps, values, self._panel.eta_s()), self._clock()
-        if any(name.startswith("val_correct/") or name == "sft/val_loss" for name in values):
-            self._write(line)
-        elif self._plain_at is None or now - self._plain_at >= _PLAIN_EVERY_S or step >= self._panel.total_steps:
-            self._write(line)
-            self._plain_at, self._unwritten = now, ""
-        else:
-            self._unwritten = line
+            if self._live is not None or not headlines(values):
+                return
+            line, now = step_line(step, self._panel.total_steps, values, self._panel.eta_s()), self._clock()
+            if any(name.startswith("val_correct/") or name == "sft/val_loss" for name in values):
+                self._write(line)
+            elif self._plain_at is None or now - self._plain_at >= _PLAIN_EVERY_S or step >= self._panel.total_steps:
+                self._write(line)
+                self._plain_at, self._unwritten = now, ""
+            else:
+                self._unwritten = line
 
     def reward_failed(self, reason: str) -> None:
         """The last reward error."""
@@ -111,9 +109,9 @@ class TerminalView:
         """
         self._panel.queue = (unfinished, complete, dropped)
 
-    def serves(self, version: int) -> None:
-        """The version that the engine serves, as `queue`."""
-        self._panel.served_version = version
+    def weight_version(self, version: int) -> None:
+        """The version of the engine's weights, as `queue`."""
+        self._panel.weight_version = version
 
     def audited(self, step: int, num_proven: int, num_checks: int) -> None:
         """A step was audited."""
@@ -205,7 +203,7 @@ class Panel:
         self.num_notes = 0
         self.audit = ""
         self.queue: tuple[int, int, int] | None = None  # groups that are unfinished, complete, dropped
-        self.served_version: int | None = None
+        self.weight_version: int | None = None
         self.failure = ""
         self.sample: tuple[str, str, str] | None = None
 
@@ -295,12 +293,12 @@ class Panel:
                     "rollouts", f"{unfinished:>4,} generating or scoring, {complete:>5,} queued, {dropped:>5,} dropped"
                 )
             )
-        if self.served_version is not None:
+        if self.weight_version is not None:
             stale = ""
             if mean := self.values.get("async/version_diff/mean", 0.0):
                 most = self.values.get("async/version_diff/max", mean)
                 stale = f"; trained on {mean:.1f} steps stale, {most:.0f} at most"
-            rows.append(_row("engine", f"serves version {self.served_version:,}{stale}"))
+            rows.append(_row("engine", f"serves version {self.weight_version:,}{stale}"))
         return rows
 
     def _checks(self) -> list[RenderableType]:

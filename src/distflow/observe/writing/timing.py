@@ -5,21 +5,19 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-# Called for every phase when it ends: its start and end as `time.time()`, and its name.
-OnPhase = Callable[[float, float, str], None]
-
 
 class PhaseTimer:
     """Times the phases of one thread: `with phases("rollout"): ...`, then `finish_step()` once a step.
 
     A phase inside another is taken out of the outer one, so the phases and `timing_s/other` add up to `timing_s/step`;
-    time between two steps belongs to the next one. on_charge: called at each border of a phase with the one that ran
+    time between two steps belongs to the next one. on_phase: called for every phase when it ends, with its start and
+    end as `time.time()`, and its name. on_charge: called at each border of a phase with the one that ran
     until then ("other" where none did).
     """
 
     def __init__(
         self,
-        on_phase: OnPhase | None = None,
+        on_phase: Callable[[float, float, str], None] | None = None,
         on_start: Callable[[str], None] | None = None,
         clock: Callable[[], float] = time.perf_counter,
         on_charge: Callable[[str], None] | None = None,

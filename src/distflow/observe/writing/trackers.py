@@ -1,7 +1,6 @@
 """Sends metrics to trackers (console, TensorBoard, Weights & Biases) which can neither slow a run down nor end it."""
 
 import contextlib
-import hashlib
 import importlib.util
 import json
 import os
@@ -218,10 +217,8 @@ class WandbTracker:
 
 
 def _wandb_run_id(run_dir: Path) -> str:
-    """The same for every restart: stored in the run's folder, derived from its path and time at the first start."""
+    """The same for every restart: stored in the run's folder, drawn at the first start."""
     file = run_dir / "wandb.json"
-    if file.exists():
-        return str(json.loads(file.read_bytes())["id"])
-    run_id = hashlib.sha256(f"{run_dir.resolve()} {os.urandom(8).hex()}".encode()).hexdigest()[:16]
-    file.write_text(json.dumps({"id": run_id}) + "\n")
-    return run_id
+    if not file.exists():
+        file.write_text(json.dumps({"id": os.urandom(8).hex()}) + "\n")
+    return str(json.loads(file.read_bytes())["id"])

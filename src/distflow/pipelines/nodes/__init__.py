@@ -16,30 +16,3 @@ from distflow.pipelines.nodes.log_probs import compute_old_log_prob, compute_ref
 from distflow.pipelines.nodes.rollout import compute_reward, dynamic_sampling, generate, greedy_baseline, load_responses
 from distflow.pipelines.nodes.rollout_correction import correct_drift, correct_mismatch, reject_mismatch
 from distflow.pipelines.nodes.updates import train_actor, train_critic, train_sft
-
-__all__ = [
-    "apply_kl_penalty",
-    "clip_advantages",
-    "clip_rewards",
-    "compute_advantage",
-    "compute_old_log_prob",
-    "compute_ref_log_prob",
-    "compute_reward",
-    "compute_value",
-    "correct_drift",
-    "correct_mismatch",
-    "dynamic_sampling",
-    "generate",
-    "greedy_baseline",
-    "load_responses",
-    "mask_samples",
-    "normalize_advantages",
-    "normalize_rewards",
-    "reject_mismatch",
-    "select_tokens",
-    "train_actor",
-    "train_critic",
-    "train_sft",
-    "weigh_samples",
-    "whiten_rewards",
-]

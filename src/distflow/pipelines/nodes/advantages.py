@@ -2,6 +2,7 @@
 leave samples out of the loss, weigh them, or select tokens."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -9,12 +10,12 @@ import torch
 from torch import Tensor
 
 from distflow.algorithms.advantages.group_baseline import on_last_token, sample_scores
-from distflow.algorithms.kl import KLMean, make_kl_controller
+from distflow.algorithms.kl import KLController, KLMean
 from distflow.algorithms.kl import apply_kl_penalty as penalise
 from distflow.algorithms.masked_reductions import masked_whiten
 from distflow.algorithms.normalization import Moments, Normalization
 from distflow.algorithms.registry import check_choices, check_options, find_adv_est, find_policy_loss
-from distflow.algorithms.sample_filters import (
+from distflow.algorithms.sample_filters_and_weights import (
     Band,
     difficulty_weights,
     is_within,
@@ -105,9 +106,9 @@ def normalize_rewards(
     norm = Normalization(**reward_norm)
     scores = (sample_scores(token_level_scores, response_mask)[:, None] + reward_shift) * reward_scale
     moments, metrics = None, dict[str, float]()
-    if norm.is_running:
-        moments = Moments.load(ctx.state).with_values(scores, valid[:, None], reduce)
-        ctx.state.update(moments.state())
+    if "running" in (norm.mean_level, norm.std_level):
+        moments = Moments(**ctx.state).with_values(scores, valid[:, None], reduce)
+        ctx.state.update(asdict(moments))
         metrics = {"reward_norm/running_mean": moments.mean, "reward_norm/running_std": moments.std(norm.std_unbiased)}
     rewards = norm(scores, torch.ones_like(scores), group_index, valid, episode_index, reduce, moments)
     return NodeOutput({"token_level_rewards": on_last_token(rewards[:, 0], response_mask)}, metrics)
@@ -136,10 +137,9 @@ def apply_kl_penalty(config: Config) -> Callable[..., object]:
     return partial(
         subtract_kl,
         kl_penalty=config.algorithm.kl_penalty,
-        control=control.type,
         kl_coef=control.kl_coef,
         target_kl=control.target_kl if adapts else None,
-        horizon=control.horizon if adapts else None,
+        horizon=control.horizon or 1,
         mean=control.mean,  # type: ignore[arg-type]  # the config checks it
     )
 
@@ -155,17 +155,14 @@ def subtract_kl(
     reduce: Collective,
     *,
     kl_penalty: str,
-    control: str,
     kl_coef: float,
     target_kl: float | None,
-    horizon: int | None,
+    horizon: int,
     mean: KLMean,
 ) -> NodeOutput:
     """`token_level_rewards`; the coefficient is the node's state, so that a resumed run continues with it."""
-    controller = make_kl_controller(control, kl_coef, target_kl, horizon)
-    if ctx.state:
-        controller.load(ctx.state)
-    coefficient = controller.value
+    coefficient = float(ctx.state.get("value", kl_coef))
+    controller = KLController(coefficient, target_kl, horizon)
     rewards, kl = penalise(
         token_level_rewards,
         old_log_probs,
@@ -178,7 +175,7 @@ def subtract_kl(
         reduce=reduce,
     )
     controller.update(kl, int(reduce.sum(float(len(valid)))))
-    ctx.state.update(controller.state())
+    ctx.state["value"] = controller.value
     metrics = {"actor/reward_kl_penalty": kl, "actor/kl_coef": coefficient}
     return NodeOutput({"token_level_rewards": rewards}, metrics)
 

@@ -5,7 +5,7 @@ from functools import partial
 
 from torch import Tensor
 
-from distflow.algorithms.mismatch import Tolerance, causes
+from distflow.algorithms.mismatch_check import Tolerance, causes
 from distflow.algorithms.registry import is_decoupled
 from distflow.algorithms.rollout_correction import (
     Bounds,

@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from distflow.algorithms.mismatch import Tolerance
+from distflow.algorithms.mismatch_check import Tolerance
 from distflow.algorithms.objective import PolicyObjective, SFTObjective
 from distflow.config import Config
 from distflow.config.derived_settings import algorithms, takes_values
@@ -164,18 +164,13 @@ class RecordingLoss:
 
     def __init__(self, loss: LossFn, rows: dict[str, Tensor]) -> None:
         self.outputs, self._loss, self._rows = loss.outputs, loss, rows
-
-    def counts(self, batch: Batch) -> Counts:
-        return self._loss.counts(batch)
+        self.counts, self.finish = loss.counts, loss.finish
 
     def __call__(self, outputs: Mapping[str, Tensor], micro: Batch, counts: Counts) -> tuple[Tensor, Sums]:
         log_probs = outputs["log_probs"].detach()
         for uid, row, length in zip(micro["uid"], log_probs, micro.lengths("response").tolist(), strict=True):
             self._rows[uid] = row[:length]
         return self._loss(outputs, micro, counts)
-
-    def finish(self, sums: Counts, counts: Counts) -> dict[str, float]:
-        return self._loss.finish(sums, counts)
 
 
 def _first_log_probs(batch: Batch, engine: TrainEngine, rows: Mapping[str, Tensor], unmoved: bool) -> Tensor:

@@ -1,5 +1,3 @@
 """The embedded rollout engine: schedule, run, sample, in this process."""
 
 from distflow.rollout.embedded.engine import EmbeddedEngine
-
-__all__ = ["EmbeddedEngine"]

@@ -6,7 +6,6 @@ import time
 from collections.abc import Iterable
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
-from types import TracebackType
 
 import torch
 from torch import Tensor, nn
@@ -15,11 +14,11 @@ from transformers import PreTrainedTokenizerBase
 from distflow.errors import UserError
 from distflow.models.cached_decoder import DecoderView
 from distflow.models.cpu_kernels.weight_layout import prepack
+from distflow.rollout.embedded.cuda.async_decode import CudaRequestLane
 from distflow.rollout.embedded.cuda.async_steps import AsyncSteps, DeviceOptions
-from distflow.rollout.embedded.cuda.request_lane import CudaRequestLane
-from distflow.rollout.embedded.engine_loop import StepLoop, settle
+from distflow.rollout.embedded.engine_thread import StepLoop, settle
 from distflow.rollout.embedded.host_steps import RequestLane, TiledLane, tile_size
-from distflow.rollout.embedded.kv_cache import PromptCache
+from distflow.rollout.embedded.kv_slots import PromptCache
 from distflow.rollout.embedded.scheduler import Scheduler, Sequence, StepTokens, sequences_of
 from distflow.rollout.engine import (
     Activity,
@@ -123,9 +122,7 @@ class EmbeddedEngine:
         self._loop.start(self.host)
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *exception: object) -> None:
         await self._loop.stop()  # no other thread is left that uses what `_fail` clears
         self._fail(RuntimeError("the rollout engine was closed while requests were waiting"))
 
@@ -192,7 +189,8 @@ class EmbeddedEngine:
         self._weights.check_whole()
         if self.model.training:
             self.model.eval()
-        lane = next(lane for lane in self._lanes if lane.scheduler.can_step)
+        # A lane may have to wait for memory that sequences of the other have.
+        lane = next(each for each in self._lanes if each.scheduler.running or each.scheduler.can_prefill())
         step_tokens = lane.step(self._num_loads)
         if step_tokens is not None and step_tokens.sequences:  # all may have ended meanwhile
             self._take(lane, step_tokens, t0)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from distflow.models.attention import BLOCK
 from distflow.models.cached_decoder import DecoderView
-from distflow.rollout.embedded.kv_cache import KVSlots, PromptCache
+from distflow.rollout.embedded.kv_slots import KVSlots, PromptCache
 from distflow.rollout.embedded.sampler import Draws, joined, rows_by_law, sample
 from distflow.rollout.embedded.scheduler import DrawInputs, Move, Scheduler, Sequence, StepTokens, Work, draw_inputs
 

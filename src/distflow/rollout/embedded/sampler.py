@@ -100,7 +100,9 @@ def _draw_tiles(logits: Tensor, inputs: DrawInputs) -> Draws:
 
 
 def _draw_rows(logits: Tensor, law: SamplingLaw, uniform: Tensor, contexts: list[tuple[int, ...]]) -> Draws:
-    if _is_plain(law, logits.shape[-1]) and logits.device.type == "cpu" and native.is_there():
+    truncates = 0 < law.top_k < logits.shape[-1] or law.top_p < 1.0 or law.min_p > 0.0
+    is_plain = not (law.greedy or truncates or law.repetition_penalty != 1.0)  # drawn from the policy itself
+    if is_plain and logits.device.type == "cpu" and native.is_there():
         drawn = draw(logits, law.temperature, uniform)
         if drawn is None:
             raise FloatingPointError(NOT_FINITE)
@@ -115,12 +117,6 @@ def _draw_rows(logits: Tensor, law: SamplingLaw, uniform: Tensor, contexts: list
         for row, context in enumerate(contexts):
             seen[row, list(set(context))] = True
     return draw_by_law(policy, logits, law, uniform, seen, (TOP_P_CANDIDATES, logits.shape[-1]))
-
-
-def _is_plain(law: SamplingLaw, vocab_size: int) -> bool:
-    """Whether tokens are drawn from the policy itself."""
-    truncates = 0 < law.top_k < vocab_size or law.top_p < 1.0 or law.min_p > 0.0
-    return not (law.greedy or truncates or law.repetition_penalty != 1.0)
 
 
 def policy_of(logits: Tensor, law: SamplingLaw) -> Distribution:

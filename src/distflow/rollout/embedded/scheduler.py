@@ -156,11 +156,6 @@ class Scheduler:
         return bool(self.waiting or self.running)
 
     @property
-    def can_step(self) -> bool:
-        """False if there is no work, or it must wait for memory that other sequences have."""
-        return bool(self.running) or self.can_prefill()
-
-    @property
     def num_wanted(self) -> int:
         """Slots that all current sequences will need at once."""
         return min(self.max_num_seqs, len(self.running) + len(self.waiting))

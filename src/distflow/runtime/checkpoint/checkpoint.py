@@ -69,10 +69,6 @@ class Checkpoint:
     files: Mapping[str, tuple[Path, ...]]
     message: str = ""
 
-    @property
-    def parts(self) -> tuple[str, ...]:
-        return tuple(self.files)
-
     def load(self, part: str, layout: Layout | None = None) -> Any:
         """Tensors by name, or the JSON value.
 

@@ -68,7 +68,9 @@ def read_shards(files: Sequence[Path], layout: Layout) -> dict[str, Tensor]:
     wanted = {}
     for name, stored in reader.read_metadata().state_dict_metadata.items():
         assert isinstance(stored, TensorStorageMetadata), "safetensors holds tensors"
-        _check_complete(name, stored)
+        found = {tuple(chunk.offsets): math.prod(chunk.sizes) for chunk in stored.chunks}
+        if sum(found.values()) != math.prod(stored.size):
+            raise ValueError(f"shards of '{name}' are missing")
         like = layout(name)
         if isinstance(like, DTensor) and like.shape == stored.size:
             wanted[name] = torch.empty_like(like, dtype=stored.properties.dtype, requires_grad=False)
@@ -107,9 +109,3 @@ def _is_first(mesh: DeviceMesh) -> bool:
     root = mesh._get_root_mesh()
     places = zip(root.mesh_dim_names or (), root.get_coordinate() or (), strict=False)
     return all(place == 0 for name, place in places if name not in (mesh.mesh_dim_names or ()))
-
-
-def _check_complete(name: str, stored: TensorStorageMetadata) -> None:
-    found = {tuple(chunk.offsets): math.prod(chunk.sizes) for chunk in stored.chunks}
-    if sum(found.values()) != math.prod(stored.size):
-        raise ValueError(f"shards of '{name}' are missing")

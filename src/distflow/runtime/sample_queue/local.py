@@ -1,15 +1,12 @@
 """The sample queue of one process: between the asyncio thread that fills it and the threads that train from it."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable
 
 from distflow.data.batch import Batch
-from distflow.runtime.sample_queue.protocol import FinishedGroup, NewWorkers, TrainingStep
+from distflow.runtime.sample_queue.protocol import NewWorkers, TrainingStep
 from distflow.runtime.sample_queue.shared import SharedSampleQueue, joined
-from distflow.runtime.wait_log import Waits
-from distflow.scheduling.bin_packing import DpGroupShares
-from distflow.scheduling.coordinator import Coordinator
-from distflow.scheduling.groups import GroupCounts, PromptGroup
+from distflow.scheduling.groups import PromptGroup
 
 
 class LocalSampleQueue(SharedSampleQueue[Batch]):
@@ -19,22 +16,13 @@ class LocalSampleQueue(SharedSampleQueue[Batch]):
     while the coordinator decides, and is woken through an event of its loop.
     """
 
-    def __init__(
-        self,
-        coordinator: Coordinator,
-        waits: Waits,
-        num_ranks: int = 1,
-        queued: Mapping[int, FinishedGroup[Batch]] | None = None,
-        changed: Callable[[GroupCounts], None] = lambda group_counts: None,
-    ) -> None:
-        dp_groups = (DpGroupShares(tuple(range(num_ranks))),)
-        super().__init__(coordinator, waits, dp_groups, queued=queued, changed=changed)
-        # Set by `prompt_groups` before it first reads what the lock guards: a change that finds no loop to wake was
-        # made in time to be seen.
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._event = asyncio.Event()  # of the loop: other threads set it through `_wake_loop` alone
+    # Set by `prompt_groups` before it first reads what the lock guards: a change that finds no loop to wake was made in
+    # time to be seen.
+    _loop: asyncio.AbstractEventLoop | None = None
+    _event: asyncio.Event  # of the loop: other threads set it through `_wake_loop` alone
 
     async def prompt_groups(self, engine_version: Callable[[], int | None]) -> AsyncIterator[list[PromptGroup]]:
+        self._event = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         while True:
             self._event.clear()  # before it reads: a wake from here on is not lost

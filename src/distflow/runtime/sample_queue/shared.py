@@ -27,7 +27,7 @@ from distflow.runtime.sample_queue.rollout_workers import RolloutWorker, Rollout
 from distflow.runtime.wait_log import Waits
 from distflow.scheduling.bin_packing import DpGroupShares, divide_among_ranks
 from distflow.scheduling.coordinator import Coordinator
-from distflow.scheduling.groups import GroupCounts, PromptGroup
+from distflow.scheduling.groups import PromptGroup
 from distflow.scheduling.sample_queue import Exhausted
 
 T = TypeVar("T")
@@ -76,14 +76,15 @@ class SharedSampleQueue(Generic[T]):
         dp_groups: Sequence[DpGroupShares] = (DpGroupShares(),),
         workers: Sequence[str] = ("",),
         queued: Mapping[int, FinishedGroup[T]] | None = None,
-        changed: Callable[[GroupCounts], None] = lambda group_counts: None,
+        changed: Callable[[int, int, int], None] = lambda running, complete, dropped: None,
         may_be_lost: bool = False,
     ) -> None:
         """dp_groups: every one trains on every step, its ranks share it; ranks are numbered through all dp groups.
         workers: names of those that generate, empty if there is only one. queued: the complete groups of the
         coordinator's snapshot. Those that it has dropped since are left out, missing ones are generated again. changed:
-        called with the counts, from any thread, inside the lock. may_be_lost: groups may be lost between `take_groups`
-        and their arrival at a rank, so that each rank reports them with `read`.
+        called with how many groups run, are complete and were dropped, from any thread, inside the lock. may_be_lost:
+        groups may be lost between `take_groups` and their arrival at a rank, so that each rank reports them with
+        `read`.
         """
         self._coordinator, self._waits, self._changed = coordinator, waits, changed
         self._dp_groups, self._num_ranks = dp_groups, sum(len(dp_group.shares) for dp_group in dp_groups)
@@ -262,11 +263,15 @@ class SharedSampleQueue(Generic[T]):
         with self._lock:
             self._released_by.add(rank)
             if len(self._released_by) == self._num_ranks:
+                coordinator = self._coordinator
                 try:
-                    self._released = self._release(step, sent_weights)
+                    version = coordinator.release(step, sent_weights)
                 except UserError as err:  # of a curriculum: all ranks end with it
                     self.fail(err)
                     raise
+                self._resume_point = ResumePoint(coordinator.snapshot(), dict(sorted(self._groups.items())))
+                counts, figures = coordinator.checked_counts(), coordinator.shares.figures
+                self._released = Released(version, coordinator.finished, self._stopping, counts, figures)
                 self._released_by.clear()
                 self._notify()
                 self._wake()
@@ -321,7 +326,8 @@ class SharedSampleQueue(Generic[T]):
     def _notify(self) -> None:
         """Inside the lock: trainers check again, and the counts are shown."""
         self._lock.notify_all()
-        self._changed(self._coordinator.checked_counts())
+        counts = self._coordinator.checked_counts()
+        self._changed(counts.running, counts.complete, sum(counts.dropped.values()))
 
     @contextmanager
     def _waiting(self, step: int) -> Iterator[None]:
@@ -391,13 +397,6 @@ class SharedSampleQueue(Generic[T]):
         reading.groups, reading.stored_by = {}, {}
         self._notify()
         self._wake()
-
-    def _release(self, step: int, sent_weights: bool) -> Released:
-        coordinator = self._coordinator
-        version = coordinator.release(step, sent_weights)
-        self._resume_point = ResumePoint(coordinator.snapshot(), dict(sorted(self._groups.items())))
-        counts, figures = coordinator.checked_counts(), coordinator.shares.figures
-        return Released(version, coordinator.finished, self._stopping, counts, figures)
 
     def _ready(self, step: int, wanted: int | None) -> tuple[int, ...] | None:
         try:

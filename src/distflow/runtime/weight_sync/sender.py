@@ -182,7 +182,7 @@ class WeightSync:
         if self._sender is None:
             return {}
         compared = self._sender.sync(self._version, at_start=True)
-        self._recorder.serves(self._version)
+        self._recorder.view.weight_version(self._version.step)
         return compared
 
     def send(self, version: Version) -> tuple[bool, dict[str, float]]:
@@ -194,7 +194,7 @@ class WeightSync:
         outcome = self._sender.sync_changed(version, updated)
         self._check_all_synced(version)
         check_replicas(self._sender.hashes, version.step, self._ports.collective)
-        self._recorder.serves(version)
+        self._recorder.view.weight_version(version.step)
         return outcome
 
     def send_to_new_workers(self, step: int) -> None:

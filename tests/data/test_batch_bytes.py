@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distflow.data.batch import Batch
-from distflow.data.buffers import Buffers, gather, to_buffers
+from distflow.data.batch_bytes import Buffers, gather, to_buffers
 from distflow.graph.fields import TOKEN_AXES, Axis, Field
 
 DTYPES = ("float32", "float64", "float16", "bfloat16", "int64", "int32", "uint8", "bool")

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from distflow.algorithms.mismatch import Tolerance, causes, check_mismatch, mismatch
+from distflow.algorithms.mismatch_check import Tolerance, causes, check_mismatch, mismatch
 from distflow.data.batch import Batch
 from distflow.errors import TrustError
 from tests.checks.batches import sampled_batch

@@ -71,8 +71,6 @@ def compute_grpo_advantage(
 
 
 compute_cpgd_advantage = register_adv_est("cpgd", scope="global", describe=describe_grpo)(compute_grpo_advantage)
-
-
 compute_gspo_advantage = register_adv_est("gspo", scope="global", describe=describe_grpo)(compute_grpo_advantage)
 
 

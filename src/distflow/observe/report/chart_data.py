@@ -3,6 +3,7 @@
 Also histograms of the training responses at the start of a run and at its end.
 """
 
+import json
 import math
 import re
 from collections import Counter
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NotRequired, TypeAlias, TypedDict
 
-from distflow.observe.files import JSON, number_name
+from distflow.observe.files import JSON
 from distflow.observe.metrics import find_metric
 from distflow.observe.reading.run_reader import MetricsRecord, Timeline, read_samples, sample_steps
 
@@ -140,11 +141,6 @@ def _known(column: Sequence[float | str | None]) -> list[float | str]:
     return [value for value in column if value is not None]
 
 
-def describe(names: Iterable[str]) -> dict[str, str]:
-    """The one-line description of each name that the table of metrics knows."""
-    return {name: metric.doc for name in names if (metric := find_metric(name))}
-
-
 def tabulate(records: Sequence[MetricsRecord]) -> dict[int, dict[str, float]]:
     """All metrics by step, bytes as GiB; records of several kinds (train, val) are merged, later ones win."""
     steps: dict[int, dict[str, float]] = {}
@@ -197,7 +193,7 @@ def _extremes(bucket: Sequence[int], steps: Mapping[int, Mapping[str, float]], n
 def _point(value: float | None) -> float | str | None:
     if value is None:
         return None
-    return float(f"{value:.6g}") if math.isfinite(value) else number_name(value)
+    return float(f"{value:.6g}") if math.isfinite(value) else json.dumps(value)
 
 
 def histograms(run_dir: Path, timeline: Timeline) -> list[dict[str, Any]]:

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from distflow.audit import schedule as module
+from distflow.audit import audited_steps as module
+from distflow.audit.audited_steps import AuditSchedule
 from distflow.audit.model_forward import KeptWeights
-from distflow.audit.schedule import AuditSchedule
 
 PLACES = (5, 34, 46)  # drawn, of the first windows of 20 steps
 
@@ -15,7 +15,7 @@ def audited(schedule: AuditSchedule, steps: range) -> list[int]:
     found = []
     for step in steps:
         if schedule.is_due(step):
-            schedule.begins()
+            schedule.begins(step)
             found.append(step)
     return found
 
@@ -39,11 +39,12 @@ def test_an_audit_that_costs_too_much_waits_until_its_weights_were_kept(
     monkeypatch.setattr(module.time, "monotonic", lambda: now)
     schedule = AuditSchedule(20, 0, staleness)
     assert len(audited(schedule, range(5))) == (2 if staleness == 0 else 3)
-    schedule.begins()
-    with schedule.timed():
+    for step in (4, 4):
+        schedule.begins(step)
+    with schedule.timed(4, audits=True):
         now += 10.0
     assert audited(schedule, range(5, 30)) == []
-    now += 1000.0  # affordable again
+    now += 2000.0  # affordable again
     due = 30 if staleness == 0 else 30 + staleness + 1
     expected = {step: schedule.is_due(step) or schedule.expects(step) for step in range(30, due)}
     assert all(expected[step] for step in range(due - staleness, due))
@@ -57,7 +58,7 @@ def test_whatever_an_audit_may_meet_was_expected(staleness: int) -> None:
     for step in range(60):
         if schedule.is_due(step):
             assert set(range(max(step - staleness, 0), step)) <= kept
-            schedule.begins()
+            schedule.begins(step)
         if schedule.expects(step):
             kept.add(step)
     assert len(kept) < 40, "no copy is made where no audit is near"

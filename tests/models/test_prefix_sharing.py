@@ -5,7 +5,7 @@ import torch
 
 from distflow.models.attention import PACKED_ATTENTION
 from distflow.models.packed_forward import packed_hidden_states
-from distflow.models.packing import Packing, shared_prefixes
+from distflow.models.prefix_sharing import Packing, shared_prefixes
 from tests.models.test_packed import make_model
 
 GROUPS = (

@@ -5,11 +5,10 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from typing import TypedDict
 
 import torch
 
-from distflow.algorithms.mismatch import Tolerance
+from distflow.algorithms.mismatch_check import Tolerance
 from distflow.config import Config
 from distflow.config.compose.key_usage import peek
 from distflow.config.derived_settings import is_rl, is_sharded
@@ -26,39 +25,28 @@ from distflow.planning.part_assignment import pipeline_parts
 from distflow.planning.plan import Plan, plan_local
 from distflow.rollout.engine import SamplingParams
 from distflow.runtime.errors import is_ours
-from distflow.runtime.spec import Factory, Offloads, RunOptions, WorkerNeeds
-from distflow.scheduling.data_plan import DataPlan
+from distflow.runtime.spec import Offloads, RunOptions, Spec, WorkerNeeds
 
 
-class Settings(TypedDict):
-    """Fields of the spec that need nothing but the config and the number of rows."""
-
-    plan: Plan
-    data: DataPlan
-    factories: Mapping[str, Factory]
-    weight_dtype: torch.dtype
-    shares_weights: bool
-    sends_weights: bool
-    tolerance: Tolerance
-    ratio_limit: float
-    loss_terms: tuple[str, ...]
-
-
-def spec_settings(config: Config, pipeline: BoundPipeline, num_rows: Mapping[str, int]) -> Settings:
-    """num_rows: by domain, as `data_plan` takes them. Raises UserError naming the key."""
+def spec_settings(config: Config, pipeline: BoundPipeline, num_rows: Mapping[str, int]) -> "partial[Spec]":
+    """The spec without what needs the data. num_rows: by domain, as `data_plan` takes them. Raises UserError naming the
+    key."""
     exact, shares = compute_dtype(config) is torch.float32, shares_weights(config)
-    data = data_plan(config, num_rows)
-    return {
-        "plan": _plan(config, pipeline),
-        "data": data,
-        "factories": make_factories(config, pipeline.engines, pipeline.services, data.total_steps),
-        "weight_dtype": engine_dtype(config),
-        "shares_weights": shares,
-        "sends_weights": not (shares and config.actor_rollout_ref.model.lora_rank > 0),
-        "tolerance": Tolerance.of(exact),
-        "ratio_limit": math.inf if not is_anchored(config) else 1e-4 if exact else 0.05,
-        "loss_terms": loss_terms(config) if any(map(takes_policy_loss, pipeline.training_nodes)) else (),
-    }
+    data, plan = data_plan(config, num_rows), _plan(config, pipeline)
+    return partial(
+        Spec,
+        config=config,
+        options=run_options(config, pipeline, plan),
+        plan=plan,
+        data=data,
+        factories=make_factories(config, pipeline.engines, pipeline.services, data.total_steps),
+        weight_dtype=engine_dtype(config),
+        shares_weights=shares,
+        sends_weights=not (shares and config.actor_rollout_ref.model.lora_rank > 0),
+        tolerance=Tolerance.of(exact),
+        ratio_limit=math.inf if not is_anchored(config) else 1e-4 if exact else 0.05,
+        loss_terms=loss_terms(config) if any(map(takes_policy_loss, pipeline.training_nodes)) else (),
+    )
 
 
 def _plan(config: Config, pipeline: BoundPipeline) -> Plan:
@@ -115,6 +103,8 @@ def run_options(config: Config, pipeline: BoundPipeline, plan: Plan) -> RunOptio
     has_deadline = any(not (node.contract.is_async and is_ours(node)) for node in pipeline.rollout_nodes)
     has_val = validates(config)
     run_self_check = trust.check_rewards if "reward_fn" in pipeline.services else False
+    own, data = partial(own_setting, config), config.data
+    checked = ("", *data.domains) if run_self_check else ()
     return RunOptions(
         seed=trainer.seed,
         update_frequency=config.actor_rollout_ref.actor.model_update_frequency if has_engine else 1,
@@ -128,7 +118,6 @@ def run_options(config: Config, pipeline: BoundPipeline, plan: Plan) -> RunOptio
         save_groups=trainer.save_groups,
         save_groups_last=trainer.save_groups_last,
         logger=trainer.logger,
-        launcher=trainer.launcher,
         resume=trainer.resume_mode,
         run_dir=trainer.run_dir,
         project=trainer.project_name,
@@ -143,18 +132,12 @@ def run_options(config: Config, pipeline: BoundPipeline, plan: Plan) -> RunOptio
         audit_freq=trust.audit_freq,
         on_mismatch=trust.on_mismatch if has_engine else "warn",
         run_self_check=run_self_check,
-        solution_columns=_solution_columns(config) if run_self_check else {},
+        solution_columns={name: (own(name, data, "solution_key"), own(name, data, "answer_key")) for name in checked},
         max_error_rate=used_if(is_scored).reward.max_error_rate,
         max_skipped=trust.max_skipped_updates,
         unmoved_after=trust.unmoved_after,
         offloads=_offloads(config, pipeline) if is_sharded(config) else {},
     )
-
-
-def _solution_columns(config: Config) -> dict[str, tuple[str | None, str]]:
-    own = partial(own_setting, config)
-    names, data = ("", *config.data.domains), config.data
-    return {name: (own(name, data, "solution_key"), own(name, data, "answer_key")) for name in names}
 
 
 def _worker_needs(config: Config, is_scored: bool) -> WorkerNeeds:

@@ -115,7 +115,7 @@ def restore(checkpoint: Checkpoint, resources: Resources) -> NodeState:
 
 def load_queued(checkpoint: Checkpoint) -> dict[int, FinishedGroup[Batch]]:
     """The complete groups that were in the queue, by group id. Raises CheckpointError for unexpected content."""
-    if "live" not in checkpoint.parts:
+    if "live" not in checkpoint.files:
         return {}
     with checkpoint.reading():
         saved = checkpoint.load("run")
@@ -138,7 +138,7 @@ def set_generators(checkpoint: Checkpoint | None, seed: int, rank: int = 0) -> N
     generators while they are loaded.
     """
     global_generators.seed("run", seed, *((checkpoint.step if checkpoint else 0, rank) if rank else ()))
-    if checkpoint is None or (rank and part_of_rank(rank) not in checkpoint.parts):
+    if checkpoint is None or (rank and part_of_rank(rank) not in checkpoint.files):
         return
     with checkpoint.reading():
         states = checkpoint.load(part_of_rank(rank))

@@ -67,8 +67,7 @@ def gather(parts: Sequence[Buffers], picks: Sequence[tuple[int, int]]) -> Batch:
     def column(field: Field) -> Column:
         values = picked(f"column.{field.name}", field)
         if field.axis is Axis.OBJECT:
-            objects: list[object] = json.loads(f"[{_text(values.numpy()[:-1])}]")
-            return objects
+            return json.loads(f"[{_text(values.numpy()[:-1])}]")
         return values.view(getattr(torch, field.dtype))
 
     prompts, responses = (
@@ -119,8 +118,7 @@ def _common_fields(parts: Sequence[Buffers]) -> list[Field]:
 
 
 def _as_bytes(tensor: Tensor) -> Bytes:
-    values: Bytes = tensor.cpu().contiguous().view(torch.uint8).numpy()
-    return values
+    return tensor.cpu().contiguous().view(torch.uint8).numpy()
 
 
 def _text(values: Bytes) -> str:

@@ -1,0 +1,117 @@
+"""Decides which steps are audited: ahead of time, so that weights of older versions are kept, and within a budget."""
+
+import hashlib
+import time
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+SHARE_OF_AUDITS, SHARE_OF_LOOKS = 0.005, 0.015
+"""The shares of the run's time that audits, and the looks at all other steps, may take."""
+
+NUM_FIRST = 3
+"""The first audits of a process, which the time budget ignores."""
+
+NUM_FIRST_LOOKS = 16
+"""First steps of a process that are looked at whatever it costs."""
+
+
+@dataclass
+class _Budget:
+    share: float
+    began: float
+    spent_s: float = 0.0
+
+    def is_affordable(self) -> bool:
+        return self.spent_s <= self.share * (time.monotonic() - self.began)
+
+
+class AuditSchedule:
+    """Audits the first step of a process, the second (weights have moved once), the first that may hold tokens of every
+    age, and one in every `frequency` steps, at a random position, so that a fault in every third step is found.
+
+    After the first few, an audit waits until audits have taken less than their share of the run's time, unless every
+    step is audited. If weights may be stale, it then waits until weights of all ages were kept for it. Every step that
+    is not audited is looked at, as far as the looks have taken less than their own share.
+    """
+
+    def __init__(self, frequency: int, first_step: int, max_staleness: int = 0, others: Collection[int] = ()) -> None:
+        """frequency: in steps; 0 never audits. first_step: of this process. others: further steps to audit."""
+        self.frequency, self._max_staleness = frequency, max_staleness
+        self._always = {first_step, first_step + 1, first_step + max_staleness + 1, *others}
+        self._waiting, self._planned = False, -1
+        self._num_made, self._last = 0, first_step
+        self._first_step, self._told = first_step, 1
+        self._began = time.monotonic()
+        self._audits, self._looks = _Budget(SHARE_OF_AUDITS, self._began), _Budget(SHARE_OF_LOOKS, self._began)
+
+    def is_due(self, step: int) -> bool:
+        """Call once a step, in order."""
+        if self.frequency <= 0:
+            return False
+        if self._is_named(step) or step == self._planned:
+            return True
+        if not self._is_place(step) and not self._waiting:
+            return False
+        can_be_made = self._audits.is_affordable() or self._num_made < NUM_FIRST
+        if can_be_made and (self._is_place(step) or not self._max_staleness):
+            return True
+        if can_be_made and self._planned < step:
+            self._planned = step + self._max_staleness + 1
+        self._waiting = True
+        return False
+
+    def expects(self, step: int) -> bool:
+        """Whether a later step that may train on tokens of the weights of `step` may be audited."""
+        ahead = range(step + 1, step + self._max_staleness + 1)
+        return self.frequency > 0 and any(self._is_named(s) or self._is_place(s) or s == self._planned for s in ahead)
+
+    def looks_at(self, step: int) -> bool:
+        """Whether to look at the step if it is not audited."""
+        first = step < self._first_step + NUM_FIRST_LOOKS
+        return self.frequency > 0 and (first or self._looks.is_affordable())
+
+    def begins(self, step: int) -> None:
+        """Call when an audit starts."""
+        self._waiting, self._planned = False, -1
+        self._num_made, self._last, self._told = self._num_made + 1, step, 1
+
+    def is_behind(self, step: int) -> int:
+        """Steps since the last audit if they are twice as many as the frequency asks for, and each time they have
+        doubled since; else 0."""
+        since = step - self._last
+        if self.frequency <= 0 or since < 2 * self._told * self.frequency:
+            return 0
+        self._told *= 2
+        return since
+
+    def budget_s(self, step: int) -> float:
+        """An audit's share of the time between two audits."""
+        step_s = (time.monotonic() - self._began) / (step - self._first_step + 1)
+        return max(SHARE_OF_AUDITS * self.frequency * step_s, 0.05)
+
+    def score_again_s(self) -> float:
+        """Time that a look may take to call reward functions again: none if the looks have used up their share."""
+        return 0.05 if self._looks.is_affordable() else 0.0
+
+    @contextmanager
+    def timed(self, step: int, audits: bool) -> Iterator[None]:
+        """Counts the time inside, as that of the step's audit or of the look at it."""
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            spent_s = time.monotonic() - began
+            if audits and self._num_made > NUM_FIRST:
+                self._audits.spent_s += spent_s
+            elif not audits and step >= self._first_step + NUM_FIRST_LOOKS:
+                self._looks.spent_s += spent_s
+
+    def _is_named(self, step: int) -> bool:
+        return step in self._always or self.frequency == 1
+
+    def _is_place(self, step: int) -> bool:
+        """Whether the step is the audited one of its window."""
+        window = step // self.frequency
+        place = int.from_bytes(hashlib.blake2b(f"audit {window}".encode(), digest_size=4).digest(), "little")
+        return step % self.frequency == place % self.frequency

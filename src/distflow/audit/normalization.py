@@ -1,0 +1,161 @@
+"""What follows an estimator or a score, by brute force in float64: normalised, clipped and whitened values, and weights
+of samples."""
+
+import math
+from collections.abc import Mapping, Sequence
+
+from distflow.audit.recorded_data import Sample
+from distflow.config.keys.algorithm import AlgorithmConfig, NormConfig, is_on
+
+Rows = list[list[float]]
+"""A value for each token of each sample, or one a sample."""
+Moments = Mapping[str, float]
+"""count, mean and squares (the sum of squared differences to the mean) of all rewards so far."""
+
+
+def mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values) if values else 0.0
+
+
+def std(values: Sequence[float]) -> float:
+    """Unbiased; exactly 0 if all values are equal, or there is only one."""
+    if len(values) < 2 or max(values) == min(values):
+        return 0.0
+    middle = mean(values)
+    return math.sqrt(math.fsum((v - middle) ** 2 for v in values) / (len(values) - 1))
+
+
+def whitening(values: Sequence[float]) -> float:
+    """The factor that gives values the variance 1, by the unbiased variance + 1e-8; 1 for a single value."""
+    return 1.0 / math.sqrt(std(values) ** 2 + 1e-8) if len(values) > 1 else 1.0
+
+
+def whitened(rows: Rows, counts: Sequence[Sequence[bool]]) -> Rows:
+    """Over all values that count; 0 for the others."""
+    counted = [v for row, own in zip(rows, counts, strict=True) for v, c in zip(row, own, strict=True) if c]
+    middle, scale = mean(counted), whitening(counted)
+    return [
+        [(v - middle) * scale if c else 0.0 for v, c in zip(row, own, strict=True)]
+        for row, own in zip(rows, counts, strict=True)
+    ]
+
+
+def normalized(
+    rows: Rows, counts: Sequence[Sequence[bool]], samples: Sequence[Sample], norm: NormConfig, moments: Moments | None
+) -> Rows:
+    """By AReaL's `NormConfig`: each value less the mean of its batch or group, over their standard deviation."""
+    if not is_on(norm):
+        return rows
+    places = [(i, t) for i, own in enumerate(counts) for t, c in enumerate(own) if c]
+    values = {place: rows[place[0]][place[1]] for place in places}
+    centred = _centred(values, _pools(places, samples, norm, norm.mean_level), norm, moments)
+    scaled = _scaled(centred, _pools(places, samples, norm, norm.std_level), norm, moments)
+    return [[scaled.get((i, t), 0.0) for t in range(len(row))] for i, row in enumerate(rows)]
+
+
+def finished_rewards(samples: Sequence[Sample], algorithm: AlgorithmConfig, moments: Moments | None) -> list[float]:
+    """The reward of each sample, from its score: shifted, scaled, normalised, clipped."""
+    scores = [
+        [(math.fsum(s["token_level_scores"].tolist()) + algorithm.reward_shift) * algorithm.reward_scale]
+        for s in samples
+    ]
+    rows = normalized(scores, [[bool(s["valid"])] for s in samples], samples, algorithm.reward_norm, moments)
+    bound = math.inf if algorithm.reward_clip is None else algorithm.reward_clip
+    return [min(max(row[0], -bound), bound) for row in rows]
+
+
+def finished_advantages(
+    rows: Rows, counts: Sequence[Sequence[bool]], samples: Sequence[Sample], algorithm: AlgorithmConfig
+) -> Rows:
+    """The estimator's advantages normalised, clipped and weighed by sample."""
+    rows = normalized(rows, counts, samples, algorithm.adv_norm, None)
+    if (bound := algorithm.advantage_clip) is not None:
+        rows = [[min(max(value, -bound), bound) for value in row] for row in rows]
+    weights = sample_weights(samples, algorithm)
+    return [[weight * value for value in row] for weight, row in zip(weights, rows, strict=True)]
+
+
+def sample_weights(samples: Sequence[Sample], algorithm: AlgorithmConfig) -> list[float]:
+    """ROLL's weights by difficulty and length, with the mean 1 over the samples that have a score."""
+    if algorithm.difficulty_weight is None and algorithm.length_weight is None:
+        return [1.0] * len(samples)
+    lengths = [int((sample["response_mask"] > 0).sum()) for sample in samples]
+    scored = [length for sample, length in zip(samples, lengths, strict=True) if sample["valid"]]
+    weights = []
+    for sample, length in zip(samples, lengths, strict=True):
+        weight = 1.0
+        if algorithm.difficulty_weight is not None:
+            easiest, hardest = algorithm.difficulty_weight
+            weight *= easiest + (hardest - easiest) * (1.0 - share_right(sample, samples))
+        if algorithm.length_weight is not None:
+            shortest, longest = algorithm.length_weight
+            span = max(scored, default=0) - min(scored, default=0)
+            weight *= shortest + (longest - shortest) * ((length - min(scored)) / span if span > 0 else 0.0)
+        weights.append(weight if sample["valid"] else 0.0)
+    total = math.fsum(weights)
+    return [weight * len(scored) / total for weight in weights] if total > 0 else weights
+
+
+def share_right(sample: Sample, samples: Sequence[Sample]) -> float:
+    """Mean accuracy of the samples of its group that have a score."""
+    return mean([float(s["acc"]) for s in samples if s["valid"] and s["group_index"] == sample["group_index"]])
+
+
+def _pools(
+    places: Sequence[tuple[int, int]], samples: Sequence[Sample], norm: NormConfig, level: str | None
+) -> dict[tuple[int, int], list[tuple[int, int]]]:
+    """For each value those that it is normalised with."""
+
+    def key(place: tuple[int, int]) -> object:
+        sample = samples[place[0]]
+        run = int(sample["episode_index"]) // norm.group_size if norm.group_size else 0
+        return (int(sample["group_index"]), run) if level == "group" else None
+
+    by_key: dict[object, list[tuple[int, int]]] = {}
+    for place in places:
+        by_key.setdefault(key(place), []).append(place)
+    return {place: by_key[key(place)] for place in places}
+
+
+Values = Mapping[tuple[int, int], float]
+Pools = Mapping[tuple[int, int], list[tuple[int, int]]]
+
+
+def _is_one_sample(pool: Sequence[tuple[int, int]], level: str | None) -> bool:
+    return level == "group" and len({row for row, _ in pool}) == 1
+
+
+def _centred(values: Values, pools: Pools, norm: NormConfig, moments: Moments | None) -> Values:
+    if norm.mean_level is None:
+        return values
+    if norm.mean_level == "running":
+        assert moments is not None
+        return {place: value - moments["mean"] for place, value in values.items()}
+    sums = {id(pool): math.fsum(values[p] for p in pool) for pool in pools.values()}
+    equal = {id(pool): len(pool) > 1 and len({values[p] for p in pool}) == 1 for pool in pools.values()}
+    found = {}
+    for place, value in values.items():
+        pool = pools[place]
+        total, count = sums[id(pool)], len(pool)
+        middle = total / count
+        if norm.mean_leave1out:
+            middle = (total - value) / (count - 1) if count > 1 else 0.0
+            middle = value if _is_one_sample(pool, norm.mean_level) else middle
+        found[place] = 0.0 if equal[id(pool)] else value - middle
+    return found
+
+
+def _scaled(values: Values, pools: Pools, norm: NormConfig, moments: Moments | None) -> Values:
+    if norm.std_level is None:
+        return values
+    if norm.std_level == "running":
+        assert moments is not None
+        freedom = moments["count"] - norm.std_unbiased
+        deviation = math.sqrt(moments["squares"] / freedom) if freedom > 0 else 1.0
+        return {place: value / (deviation + norm.eps) for place, value in values.items()}
+    deviations = {}
+    for pool in pools.values():
+        freedom = len(pool) - norm.std_unbiased
+        undefined = freedom < 1 or (norm.std_unbiased and _is_one_sample(pool, norm.std_level))
+        deviations[id(pool)] = 1.0 if undefined else math.sqrt(math.fsum(values[p] ** 2 for p in pool) / freedom)
+    return {place: value / (deviations[id(pools[place])] + norm.eps) for place, value in values.items()}
