@@ -73,7 +73,7 @@ def cheap_responses(row: Row, texts: Sequence[str] = ()) -> Iterator[tuple[str, 
     said += [("value of any type", form.format(value)) for value in _VALUES for form in forms]
     said += [("form without content", text) for text in (*_SKELETONS, *(form.format("") for form in forms))]
     said += [("text of the reward's source", text) for text in (*texts, "\n".join(texts))]
-    yield from (each for each in said if answer is None or not _says(each[1], answer))
+    yield from (each for each in said if each[1] and not (answer is not None and _says(each[1], answer)))
 
 
 def _bodies(row: Row) -> list[str]:
