@@ -128,9 +128,7 @@ def test_what_compares_with_no_answer_is_not_tried(tmp_path: Path) -> None:
     never = "def compute_score(solution_str):\n    return 0.0\n"
     assert notes(tmp_path, never, "format") == notes(tmp_path, "raise KeyError", "length") == []
     assert (
-        notes(tmp_path, "def compute_score(solution_str):\n    return 1\n", weight=0.0)
-        == notes(tmp_path, never)
-        == []
+        notes(tmp_path, "def compute_score(solution_str):\n    return 1\n", weight=0.0) == notes(tmp_path, never) == []
     )
 
 

@@ -50,7 +50,7 @@ def add_reward_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_reward(arguments: argparse.Namespace) -> int:
     """Print what the reward function scored wrongly; 1 where there is any. Runs its code."""
-    from distflow.rewards.adversary import NUM_ROWS, PROBE, find_cheap, probe_target
+    from distflow.rewards.adversary import ASK_MODELS, NUM_ROWS, PROBE, find_cheap, probe_target
     from distflow.rewards.functions import with_options
     from distflow.rewards.pool.domain_pools import alone, is_large
     from distflow.rewards.pool.pool import PoolSettings, RewardPool
@@ -70,7 +70,7 @@ def run_reward(arguments: argparse.Namespace) -> int:
             lines, fault = _agreement_lines(agreement), bool(agreement.failed)
         else:
             result = asyncio.run(check_reward(pool, "it", rows, arguments.workers))
-            if not is_large(arguments.reward):
+            if arguments.reward not in ASK_MODELS:
                 result.cheap = asyncio.run(find_cheap(pool, rows[:NUM_ROWS]))
             lines, fault = _lines(result, arguments.show), result.num_faults > 0
     finally:

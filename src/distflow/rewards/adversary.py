@@ -31,18 +31,17 @@ if TYPE_CHECKING:  # it loads torch
 
 NUM_ROWS = 20
 PROBE, _TEXTS = "probe", "texts of its source"
-_CHANCE = 0.1  # share of the rows
-_ASK_MODELS = ("judge", "model", "verifiers")
+ASK_MODELS = ("judge", "model", "verifiers")
 _NO_NETWORK = "a reward function is tried without a network"
+_CHANCE = 0.1  # share of the rows
 
 _VALUES = ("0", "1", "True", "False", "None", "[]", "{}", "A")
 _NUMBERS = " ".join(map(str, range(-9, 1000)))
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 _SKELETONS = (r"\boxed{}", "####", "The answer is", "<think></think>\n<answer></answer>", "```python\n```")
-_RETURNED = (*_VALUES[:-1], "''", "args[0]", "float('nan')", "type('All', (), {'__eq__': lambda *_: True})()")
-_RAISED = ("StopIteration", "IndexError", "KeyError", "AttributeError", "SystemExit")
+_RETURNED = (*_VALUES[:-1], "''", "float('nan')", "args[0]", "type('All', (), {'__eq__': lambda *_: True})()")
 _ERRORS = [name for name, kind in vars(builtins).items() if isinstance(kind, type) and issubclass(kind, BaseException)]
-_MOST_TEXTS, _LONGEST_TEXT = 40, 80
+_RAISED = dict.fromkeys(["StopIteration", "IndexError", "KeyError", "AttributeError", *_ERRORS])
 
 
 class Bounds(NamedTuple):
@@ -56,15 +55,10 @@ class Bounds(NamedTuple):
 BEFORE_A_RUN = Bounds(0.5, 0.25, 3.0)
 
 
-class TooSlow(Exception):
-    """A reward function is not tried before a run."""
-
-
 def cheap_responses(row: Row, texts: Sequence[str] = ()) -> Iterator[tuple[str, str]]:
     """(kind, response), none of which says the row's answer. texts: of the function's own source."""
     yield "empty response", ""
-    answer, bodies = reply_of(row.ground_truth), _bodies(row)
-    if bodies:
+    if bodies := _bodies(row):
         yield from (("program that computes nothing", f"```python\n{body}\n```") for body in bodies)
         return
     forms = [*FORMS.values(), *_tagged(texts)]
@@ -73,6 +67,7 @@ def cheap_responses(row: Row, texts: Sequence[str] = ()) -> Iterator[tuple[str, 
     said += [("value of any type", form.format(value)) for value in _VALUES for form in forms]
     said += [("form without content", text) for text in (*_SKELETONS, *(form.format("") for form in forms))]
     said += [("text of the reward's source", text) for text in (*texts, "\n".join(texts))]
+    answer = reply_of(row.ground_truth)
     yield from (each for each in said if each[1] and not (answer is not None and _says(each[1], answer)))
 
 
@@ -84,10 +79,9 @@ def _bodies(row: Row) -> list[str]:
     except ValueError:  # no tests, or broken ones
         return []
     if isinstance(plan, StreamTests):
-        return [f"print({value})" for value in ("input()", *_RETURNED[:-3])]
+        return [f"print({value})" for value in ("input()", *_VALUES)]
     names = [plan.name] if isinstance(plan, CallTests) else [*plan.names.values()]
-    bodies = [f"raise {name}" for name in _RAISED] + [f"return {value}" for value in _RETURNED]
-    bodies += [f"raise {name}" for name in _ERRORS if name not in _RAISED]
+    bodies = [*(f"return {value}" for value in _RETURNED), *(f"raise {name}" for name in _RAISED)]
     return ["\n".join(f"def {name}(*args, **kwargs): {body}" for name in names) for body in bodies]
 
 
@@ -105,40 +99,48 @@ def _tagged(texts: Sequence[str]) -> list[str]:
 
 
 async def find_cheap(pool: Pool, rows: Sequence[Row], bounds: Bounds = Bounds()) -> list[str]:  # noqa: B008  immutable
-    """Lines on the kinds of responses that are right, or score like the row's answer, on more rows than by chance: row,
-    response and scores of one. pool: has the function as `PROBE`. Raises TooSlow."""
+    """Kinds of responses that are right, or score like the row's answer, on more rows than by chance: a row, a response
+    and the scores of each. pool: has the function as `PROBE`. Raises UserError for one that is not to be tried."""
     found, num_tried, end = dict[str, dict[str, str]](), 0, math.inf
 
     async def score(row: Row, text: str) -> Score | None:
         began = time.monotonic()
         result = await pool.call(PROBE, arguments_of(row, text))
+        took = time.monotonic() - began
         if isinstance(result, Timeout) or (isinstance(result, Error) and _NO_NETWORK in result.reason):
-            raise TooSlow(str(result))
-        if end < math.inf and time.monotonic() - began > bounds.call_s:
-            raise TooSlow(f"a call takes {time.monotonic() - began:.1f} s")
+            raise UserError(str(result))
+        if end < math.inf and took > bounds.call_s:
+            raise UserError(f"a call takes {took:.1f} s")
         return result if isinstance(result, Score) else None
 
     for row in rows:
         empty = await score(row, "")
         end, num_tried = min(end, time.monotonic() + bounds.all_s), num_tried + 1
-        texts = [str(text) for text in cast(list[JSON], empty.extra[_TEXTS])] if empty else []
-        answer = None if _bodies(row) else reply_of(row.ground_truth)
-        right = [each.text for each in right_responses(answer, row.response)]
-        right += [form.format(answer) for form in _tagged(texts) if answer is not None]
-        best = max([own_reward_result(each) for text in right if (each := await score(row, text))], default=None)
+        least, texts = _read(empty)
+        best = max([_read(await score(row, text))[0] for text in _right(row, texts)], default=-math.inf)
         for kind, text in cheap_responses(row, texts):
             if time.monotonic() > end:
                 break
-            scored = await score(row, text)
-            value = own_reward_result(scored) if scored else -math.inf
-            if is_right(value) or (empty and best is not None and value >= best > own_reward_result(empty)):
-                like = "" if best is None else f", the row's answer {best:g}"
-                shown = escape_control(repr(text), 80)
-                found.setdefault(kind, {}).setdefault(row.origin, f"{kind}, {shown}, got {value:g}{like}")
-        if time.monotonic() > end:
-            break
+            value, _ = _read(await score(row, text))
+            if is_right(value) or value >= best > least:
+                like = f", the row's answer {best:g}" if best > -math.inf else ""
+                shown = f"{kind}, {escape_control(repr(text), 80)}, got {value:g}{like}"
+                found.setdefault(kind, {}).setdefault(row.origin, shown)
     often = [rows_of for rows_of in found.values() if len(rows_of) > _CHANCE * num_tried]
     return [escape_control(": ".join(next(iter(rows_of.items()))), one_line=True) for rows_of in often]
+
+
+def _read(scored: Score | None) -> tuple[float, list[str]]:
+    """The function's own accuracy, −inf if it failed, and the texts in its source."""
+    if scored is None:
+        return -math.inf, []
+    return own_reward_result(scored), [str(text) for text in cast(list[JSON], scored.extra[_TEXTS])]
+
+
+def _right(row: Row, texts: Sequence[str]) -> list[str]:
+    answer = None if _bodies(row) else reply_of(row.ground_truth)
+    tagged = [form.format(answer) for form in _tagged(texts) if answer is not None]
+    return [*(each.text for each in right_responses(answer, row.response)), *tagged]
 
 
 async def notes_of(
@@ -150,17 +152,17 @@ async def notes_of(
     async def note(domain: str, name: str) -> tuple[str, str] | None:
         what = f"reward function '{name}' (domain '{domain}')"
         try:
-            if name in _ASK_MODELS:
-                raise TooSlow("it asks a model")
+            if name in ASK_MODELS:
+                raise UserError("it asks a model")
             own = [row for row in rows if row.domain == domain]
             lines = await _try(settings.targets(domain)[name], settings.memory_bytes, own, bounds)
-        except (TooSlow, UserError) as why:
+        except UserError as why:
             return "info", f"{what} is not tried on responses that do no work: {why}"
         return ("warning", "\n  ".join([f"{what} pays for responses that do no work:", *lines])) if lines else None
 
     domains = dict.fromkeys(row.domain for row in rows)
     parts = [(domain, part.name) for domain in domains for part in router.functions_of(domain) if part.weight > 0]
-    tried = [note(domain, name) for domain, name in parts if name in _ASK_MODELS or must_accept(name)]
+    tried = [note(domain, name) for domain, name in parts if name in ASK_MODELS or must_accept(name)]
     return [found for found in await asyncio.gather(*tried) if found]
 
 
@@ -208,4 +210,4 @@ def _load(target: str, network: bool) -> tuple[Callable[..., object], list[str]]
     function = load_reward(target)
     plain = inspect.unwrap(innermost(function))
     texts = dict.fromkeys(texts_in(plain, str(plain.__module__), set()))
-    return function, [text for text in texts if 0 < len(text) <= _LONGEST_TEXT][:_MOST_TEXTS]
+    return function, [text for text in texts if 0 < len(text) <= 80][:40]

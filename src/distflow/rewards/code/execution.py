@@ -235,7 +235,7 @@ def run_assertions(box: TimedSandbox, program: ProgramUnderTest, tests: Assertio
         for i in _order(program, len(tests.cases)):
             if literal := tests.literals[i]:
                 value, why = _returned(program, literal.name, literal.args, literal.kwargs)
-                if not why and not literal.holds(value):
+                if not why and typed(value) != typed(literal.wanted):
                     why = f"it returned {_short(value)}"
             else:
                 why = _why_fails(runner, program, tests, i)

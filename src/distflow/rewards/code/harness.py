@@ -83,11 +83,7 @@ class Run:
     def __init__(self, code: str, names: list[str]) -> None:
         tree = ast.fix_missing_locations(Guard().visit(ast.parse(code)))
         self.code, self.names, self.answers = compile(tree, "tests.py", "exec"), names, list[Any]()
-        self.start()
-
-    def start(self) -> None:
         self.count, self.asked, self.unseen, self.refused = 0, list[Any](), list[Exception](), ""
-        random.seed(0)
 
     def scope(self) -> dict[str, Any]:
         return {
@@ -134,7 +130,8 @@ class Run:
 
     def step(self) -> list[Any]:
         """["call", name, args, kwargs], ["failed", type, text] or ["passed"]."""
-        self.start()
+        self.count, self.asked, self.unseen, self.refused = 0, [], [], ""
+        random.seed(0)
         failure = list[str]()
         try:
             exec(self.code, self.scope())

@@ -10,65 +10,41 @@ import builtins
 import re
 import symtable
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from distflow.rewards.code.harness import typed
 from distflow.rewards.code.test_formats import AssertTests, parse
 
 
 class Literal(NamedTuple):
-    """A call, and a predicate for the plain value that it returns."""
+    """A call, and the value that it must return."""
 
     name: str
     args: list[Any]
     kwargs: dict[str, Any]
-    holds: Callable[[Any], bool]
+    wanted: Any
 
 
 def read_literal(statements: Sequence[ast.stmt], names: Mapping[str, str]) -> Literal | None:
     """Read a case's statements, the last of which is its assertion; None if they must be run. names: name in the tests
     → function of the program."""
-    *before, assertion = statements
-    if not isinstance(assertion, ast.Assert) or not all(map(_has_no_effect, before)):
-        return None
-    if assertion.msg is not None and not isinstance(assertion.msg, ast.Constant):
-        return None
     try:
-        return _read(assertion.test, names)
+        for statement in statements[:-1]:
+            match statement:
+                case ast.Expr(value) | ast.Assign([ast.Name()], value):
+                    ast.literal_eval(value)
+                case _:
+                    return None
+        match statements[-1]:
+            case ast.Assert(
+                ast.Compare(ast.Call(ast.Name(name), args, keywords), [ast.Eq()], [wanted]), None | ast.Constant()
+            ) if name in names and all(keyword.arg for keyword in keywords):
+                kwargs = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in keywords}
+                return Literal(names[name], [ast.literal_eval(each) for each in args], kwargs, ast.literal_eval(wanted))
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):  # raised by `literal_eval`
-        return None
-
-
-def _read(test: ast.expr, names: Mapping[str, str]) -> Literal | None:
-    match test:
-        case ast.Call(ast.Name(name), args, keywords) if name in names:
-            kwargs = {keyword.arg: ast.literal_eval(keyword.value) for keyword in keywords if keyword.arg}
-            if len(kwargs) < len(keywords):  # `**` something
-                return None
-            return Literal(names[name], [ast.literal_eval(each) for each in args], kwargs, bool)
-        case ast.UnaryOp(ast.Not(), operand):
-            called = _read(operand, names) if isinstance(operand, ast.Call) else None
-            return called and called._replace(holds=lambda value: not value)
-        case ast.Compare(ast.Call() as left, [ast.Eq()], [right]):
-            called, wanted = _read(left, names), ast.literal_eval(right)
-            return called and called._replace(holds=lambda value: bool(typed(value) == typed(wanted)))
-        case ast.Compare(ast.Call() as left, [ast.Is()], [ast.Constant(True | False | None as wanted)]):
-            called = _read(left, names)
-            return called and called._replace(holds=lambda value: value is wanted)
+        pass
     return None
-
-
-def _has_no_effect(statement: ast.stmt) -> bool:
-    """Whether it only assigns a literal to a name, or is a literal."""
-    if isinstance(statement, ast.Expr | ast.Assign):
-        try:
-            ast.literal_eval(statement.value)
-        except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
-            return False
-        return isinstance(statement, ast.Expr) or all(isinstance(target, ast.Name) for target in statement.targets)
-    return False
 
 
 _SHOWN = 200
