@@ -36,6 +36,7 @@ def recorded(batch: Batch, *overrides: str, pipeline: tuple[Any, ...] = (), **re
         pipeline=SimpleNamespace(nodes=pipeline),
         resources=SimpleNamespace(**{"actor": None, "ref": None, "critic": None} | resources),
         num_ranks=1,
+        state={},
     )
     return RecordedStep(run, 0, {}, [0, 1], batch, None, {}, {})
 

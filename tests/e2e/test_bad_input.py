@@ -327,7 +327,7 @@ def test_two_runs_in_one_folder(ground: Playground, capsys: pytest.CaptureFixtur
         assert other.stdout is not None and other.stdout.readline() == b"held\n"
         capsys.readouterr()
         status = train(ground, "trainer.save_freq=1")
-        refused(capsys, 2, status, "another process is writing", "trainer.default_local_dir")
+        refused(capsys, 2, status, "another process (", "is writing to the run's folder", "trainer.default_local_dir")
         other.communicate()
     assert partial.exists()
     assert (ground.folder / "run" / "ledger.jsonl").read_bytes() == journal

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from distflow.scheduling.groups import CountsError, GroupCounts
-from distflow.scheduling.ledger import Ledger, LedgerCounts, LedgerError, timeline
+from distflow.scheduling.ledger import Ledger, LedgerCounts, LedgerError, counts_until, timeline
 from tests.ledger_audit import verify
 
 
@@ -229,6 +229,87 @@ def test_a_consumed_step_without_a_version_is_found(tmp_path):
     ledger.close()
     with pytest.raises(CountsError, match="1 steps were consumed, but only 0"):
         verify(path)
+
+
+def two_writers(path):
+    """A run of two steps, with the marks after each, and a second writer who came after the first step and began anew:
+    their lines alternate from then on. The first has been started before, so that it appends as well."""
+    Ledger(path).close()
+    first = Ledger(path)
+    write_step(first, 1, [0, 1])
+    before = first.mark()
+    second = Ledger(path)
+    for number in (2, 3):
+        issue(first, number)
+        issue(second, number - 2)
+        first.append("complete", group_id=number, tokens=7)
+        second.append("complete", group_id=number - 2, tokens=7)
+    first.append("consumed", step=2, group_ids=[2, 3], tokens=14)
+    second.append("consumed", step=1, group_ids=[0, 1], tokens=14)
+    first.append("version", step=2, weights=2)
+    after = first.mark()
+    for ledger in (first, second):
+        ledger.close()
+    return before, after
+
+
+def test_lines_of_two_writers_are_taken_back_to_a_mark_from_before_and_stay_in_the_file(tmp_path):
+    path = tmp_path / "ledger.jsonl"
+    before, after = two_writers(path)
+    content = path.read_bytes()
+    with pytest.raises(LedgerError, match="is damaged"):
+        counts_until(path)
+    assert counts_until(path, before.offset).group_counts == GroupCounts(issued=2, consumed=2)
+    with pytest.raises(LedgerError, match="is damaged"):
+        counts_until(path, after.offset)
+    with pytest.raises(LedgerError, match="is damaged"):
+        Ledger(path, after)
+    assert path.read_bytes() == content, "a refused resume writes nothing"
+    ledger = Ledger(path, before)
+    assert ledger.restart == 3 and ledger.group_counts == GroupCounts(issued=2, consumed=2)
+    write_step(ledger, 2, [2, 3])
+    ledger.close()
+    assert verify(path) == GroupCounts(issued=4, consumed=4)
+    assert path.read_bytes().startswith(content)
+    for mark in (before, None):
+        Ledger(path, mark).close()
+        counts_until(path)
+
+
+@pytest.mark.parametrize("at", ["a line's start", "a line's middle", "a line's end"])
+def test_bytes_that_another_writer_wrote_over_are_taken_back_with_what_follows(tmp_path, at):
+    """A writer that began the file does not append: it writes over the lines of one that came later."""
+    path = tmp_path / "ledger.jsonl"
+    ledger = Ledger(path)
+    write_step(ledger, 1, [0, 1])
+    mark = ledger.mark()
+    write_step(ledger, 2, [2, 3])
+    write_step(ledger, 3, [4, 5])
+    ledger.close()
+    content = bytearray(path.read_bytes())
+    start = content.index(b"\n", mark.offset) + 1
+    place = {"a line's start": start, "a line's middle": start + 9, "a line's end": content.index(b"\n", start) - 4}[at]
+    content[place : place + 70] = b"7" * 70
+    path.write_bytes(content)
+    with pytest.raises(LedgerError, match="is damaged"):
+        counts_until(path)
+    ledger = Ledger(path, mark)
+    write_step(ledger, 2, [2, 3])
+    ledger.close()
+    assert verify(path) == GroupCounts(issued=4, consumed=4)
+    assert path.read_bytes().startswith(bytes(content))
+
+
+def test_a_mark_within_a_line_is_no_place_to_go_on_from(tmp_path):
+    path = tmp_path / "ledger.jsonl"
+    ledger = Ledger(path)
+    write_step(ledger, 1, [0, 1])
+    offset = ledger.mark().offset
+    ledger.close()
+    counts_until(path, offset)
+    for shifted in (offset - 9, offset + 1):
+        with pytest.raises(LedgerError, match="is damaged at byte|ends before byte"):
+            counts_until(path, shifted)
 
 
 def test_damage_in_the_middle_is_told_apart_from_a_torn_end(tmp_path):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from distflow.api.arguments import Overrides, PythonInputs, Reward, Rows
 from distflow.api.load_run import Run
-from distflow.api.train import PresetOrConfig, make_spec_of, preset_and_lines, read, say, settings_restored
+from distflow.api.train import PresetOrConfig, claimed_for_a_run, make_spec_of, preset_and_lines, read, say
 from distflow.config import Config, Loaded, load_config, pipeline_name
 from distflow.config.derived_settings import is_rl
 from distflow.config.per_domain import train_files
@@ -119,7 +119,7 @@ class Rollouts:
         if self._running is not None:
             raise UserError("these rollouts are entered already")
         with ExitStack() as stack:
-            stack.enter_context(settings_restored())
+            stack.enter_context(claimed_for_a_run(self.config.trainer.run_dir))
             spec = self._spec()
             self._pipeline, self._rows = spec.pipeline(), OwnRows(spec.rows)
             self._spec_entered = spec = replace(spec, rows=self._rows)

@@ -69,13 +69,13 @@ def preset_and_lines(config: str | Path | Mapping[str, object], overrides: Overr
 
 
 @contextmanager
-def settings_restored() -> Iterator[None]:
-    """Restore afterwards what a run sets for the whole process: random generators, threads of torch."""
+def claimed_for_a_run(run_dir: Path) -> Iterator[None]:
+    """Restore afterwards what a run sets for the whole process: random generators, threads of torch, the umask."""
     import torch
 
     threads = torch.get_num_threads()
     try:
-        with global_generators.lent(global_generators.states()):
+        with claimed(run_dir), global_generators.lent(global_generators.states()):
             yield
     finally:
         torch.set_num_threads(threads)
@@ -117,7 +117,7 @@ def train(
     inputs = PythonInputs(data, val_data, reward)
     loaded = read(preset_or_config, overrides, inputs, resume)
     check_keys(allow_change)
-    with settings_restored():
+    with claimed_for_a_run(loaded.config.trainer.run_dir):
         spec = make_spec_of(inputs, loaded)
         launch = cast("Launch", load(LAUNCHERS[spec.config.trainer.launcher].target))
         launch(spec, allow_change=tuple(allow_change), say=say, callbacks=callbacks, embedded=True)

@@ -1,6 +1,5 @@
 """The coordinator as a Ray actor. It handles metadata and references alone; samples go from worker to worker."""
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -45,7 +44,7 @@ class CoordinatorActor(SharedSampleQueue[GroupRef]):
     """
 
     def __init__(self, spec: Spec, start: Start) -> None:
-        os.umask(0o077)
+        start.join(spec)
         self._messages = MessageQueue()
         coordinator, self._ledger = begin_ledger(spec, start)
         queued: dict[int, FinishedGroup[GroupRef]] = {}

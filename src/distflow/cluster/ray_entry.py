@@ -35,17 +35,16 @@ def launch_ray(
     is not connected to one already."""
     if not is_installed():
         raise UserError(f"trainer.launcher=ray {NEEDED}")
-    with _private_ray(spec.run_dir):
+    spec = replace(spec, options=replace(spec.options, run_dir=spec.run_dir.absolute()))  # actors start elsewhere
+    with starting(spec, allow_change) as start, _private_ray(spec.run_dir):
         from distflow.cluster.ray_cluster import bundles_of, connect_ray
         from distflow.cluster.supervisor import RayRun
 
-        spec = replace(spec, options=replace(spec.options, run_dir=spec.run_dir.absolute()))  # actors start elsewhere
-        with starting(spec, allow_change) as start:
-            if start.checkpoint:
-                check_same_facts(start.checkpoint, spec, spec.facts)
-            if done := done_before(spec, start, say):
-                return done
-            start.set_aside(spec, say)
+        if start.checkpoint:
+            check_same_facts(start.checkpoint, spec, spec.facts)
+        if done := done_before(spec, start, say):
+            return done
+        start.set_aside(spec, say)
         needs = spec.options.worker
         with (
             connect_ray(spec.plan, say, needs.num_reward_actors * needs.reward_cpus) as ends,
@@ -55,7 +54,7 @@ def launch_ray(
         ):
             differences = run.build(say)
             steps, stop = run.watch(differences, callbacks, ends_process=not embedded)
-    return outcome_of(spec, steps, stop.signal, stopped=stop.wanted and not run.finished)
+        return outcome_of(spec, steps, stop.signal, stopped=stop.wanted and not run.finished)
 
 
 def is_installed() -> bool:

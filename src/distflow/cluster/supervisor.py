@@ -1,7 +1,6 @@
 """The supervisor of a Ray run: starts its actors, one worker a device, watches them to the end, and kills them."""
 
 import secrets
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -32,7 +31,7 @@ from distflow.cluster.reward_actors import DeathWatch, start_reward_actors
 from distflow.cluster.worker_actor import BuildReport, WorkerActor
 from distflow.errors import UserError
 from distflow.launch.run_setup import Start, model_line
-from distflow.observe.writing.folder_lock import writer_of
+from distflow.observe.writing.folder_lock import RunFolderError, wait_for_joined
 from distflow.observe.writing.terminal import TerminalView
 from distflow.runtime.checkpoint.save_and_restore import check_same_facts
 from distflow.runtime.engine_watch import STACKS
@@ -54,7 +53,7 @@ class RayRun:
         max_held_bytes, places = bound_of(spec), places_of(spec)
         spec = replace(spec, data=replace(spec.data, max_held_bytes=max_held_bytes))
         self._reward_actors = start_reward_actors(spec)  # first: there may be no room for them
-        for left in spec.run_dir.glob(".meeting-*"):  # by a driver that was killed: this process has claimed the folder
+        for left in spec.run_dir.glob(".meeting-*"):  # by a driver that was killed: this process holds the folder
             left.unlink(missing_ok=True)
         self._meeting = spec.run_dir / f".meeting-{secrets.token_hex(4)}"
         coordinator: Any = ray.remote(CoordinatorActor)  # Ray's handles have no types
@@ -80,15 +79,13 @@ class RayRun:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """End all processes of the run, and wait until none locks its folder: the same command may follow at once."""
+        """End all processes of the run, and wait until none writes to its folder."""
         starting = [starting.worker for starting in self._others.starting.values()]
         for actor in [*starting, *self._workers, *self._services.values(), *self._reward_actors]:
             kill(actor)
         self._meeting.unlink(missing_ok=True)
-        until = time.monotonic() + ENDS_WITHIN_S
-        while writer_of(self._spec.run_dir) is not None and time.monotonic() < until:
-            time.sleep(0.05)
-        with suppress(OSError):  # the next start tries again
+        with suppress(OSError, RunFolderError):  # the next start tries again
+            wait_for_joined(self._spec.run_dir)
             remove_weights(self._spec.run_dir)
         if error is not None:
             note_failure(self._spec.run_dir, error)
@@ -160,7 +157,8 @@ class RayRun:
         return progress
 
     def _start_worker(self, place: Place) -> Any:
-        ranks, needs = self._spec.plan.ranks, self._spec.options.worker
+        spec, start = self._spec, self._start
+        ranks, needs = spec.plan.ranks, spec.options.worker
         rank, nodes = ranks[place.rank], sorted({each.node for each in ranks})
         where = PlacementGroupSchedulingStrategy(self._bundles, placement_group_bundle_index=nodes.index(rank.node))
         return (
@@ -172,12 +170,12 @@ class RayRun:
                 max_concurrency=_NUM_CALLS,
                 runtime_env={"env_vars": dict(needs.env)} if needs.env else None,
             )
-            .remote(self._spec, place, self._coordinator, self._meeting, self._exchange, self._reward_actors)
+            .remote(spec, start, place, self._coordinator, self._meeting, self._exchange, self._reward_actors)
         )
 
     def _run(self, rank: int, differences: list[str]) -> Any:
         others = {each: self._workers[each] for each in self._others.places} if rank == self._leader else {}
-        return self._workers[rank].run.remote(self._start, differences, others)
+        return self._workers[rank].run.remote(differences, others)
 
     def _end(self, running: Mapping[Any, int]) -> None:
         """Training has ended: the rollout workers leave. One that has died, or has just started, has nothing to end."""

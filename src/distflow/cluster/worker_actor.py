@@ -1,6 +1,5 @@
 """A worker as a Ray actor: the process that runs its rank's part of the plan."""
 
-import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -49,6 +48,7 @@ class WorkerActor:
     def __init__(
         self,
         spec: Spec,
+        start: Start,
         place: Place,
         coordinator: Any,
         meeting: Path,
@@ -58,10 +58,11 @@ class WorkerActor:
         """coordinator, exchange, reward_actors: handles of the actors. There is no exchange where dp groups send each
         other nothing, and there are no reward actors where reward functions run beside the worker. meeting: a file
         over which training workers find each other."""
-        os.umask(0o077)
+        start.join(spec)
         place.home.enter()
         fault_injection.arm(place.rank)
-        self._spec, self._place, self._coordinator, self._meeting = spec, place, coordinator, meeting
+        self._spec, self._start, self._place = spec, start, place
+        self._coordinator, self._meeting = coordinator, meeting
         self._reward_actors = reward_actors
         self._rollout_workers = RolloutWorkers(partial(self.note, "warning"))
         self._ports = WorkerPorts(spec, place, coordinator, exchange)
@@ -81,12 +82,12 @@ class WorkerActor:
             self._resources = build_resources(self._spec.factories, own, among.data, among.mesh, start_pool)
         return BuildReport(__version__, dict(self._resources.facts), self._resources.num_parameters)
 
-    def run(self, start: Start, differences: list[str], others: Mapping[int, Any]) -> int:
+    def run(self, differences: list[str], others: Mapping[int, Any]) -> int:
         """This worker's part of the whole run; returns the steps consumed in all.
 
         differences: from the checkpoint. others: for the leading worker, the workers that only generate, by rank.
         """
-        spec, place, checkpoint = self._spec, self._place, start.checkpoint
+        spec, place, checkpoint = self._spec, self._place, self._start.checkpoint
         progress: Progress = reply(self._coordinator.progress.remote())
         state = restore(checkpoint, self._resources) if checkpoint else {}
         send = MessageSender(self._coordinator)
@@ -94,7 +95,7 @@ class WorkerActor:
             spec,
             progress.total_steps,
             progress.version.restart,
-            start.resumed_at,
+            self._start.resumed_at,
             remote_callbacks(send, place),
             ReportingProcess(
                 place.part,

@@ -35,6 +35,7 @@ def run_train(arguments: argparse.Namespace) -> int:
     from distflow.config import describe, load_config
     from distflow.config.compose.check_paths import NEEDED_TO_TRAIN
     from distflow.config.derived_settings import check_keys, resume_override
+    from distflow.observe.writing.folder_lock import claimed
 
     say = partial(print, flush=True)
     say(f"distflow {__version__} · {arguments.preset}")
@@ -43,7 +44,7 @@ def run_train(arguments: argparse.Namespace) -> int:
     for line in loaded.notes:
         say(line)
     check_keys(arguments.allow_change)
-    with rewards_ahead(loaded.config):
+    with claimed(loaded.config.trainer.run_dir), rewards_ahead(loaded.config):
         with importing():
             from distflow.launch.make_spec import make_spec
 

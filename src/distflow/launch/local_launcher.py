@@ -55,19 +55,17 @@ def launch_local(
 
         with _running(built, callbacks, make_stop) as running:
             steps = running.worker.training_loop()
-    return outcome_of(spec, steps, running.stop.signal, running.recorder.status == "stopped")
+        return outcome_of(spec, steps, running.stop.signal, running.recorder.status == "stopped")
 
 
 @contextmanager
 def open_local(spec: Spec, say: Callable[[str], None], callbacks: Callbacks) -> Iterator["Running"]:
     """The same run, driven by the caller in place of `Worker.training_loop`. Signals are left to the caller."""
     never = nullcontext(StopRequest(lambda name: None))
-    with (
-        starting(spec, ()) as start,
-        _running(_build(spec, start, say), callbacks, lambda recorder: never, own_loop=True) as running,
-    ):
-        yield running
-    write_report(spec.run_dir)
+    with starting(spec, ()) as start:
+        with _running(_build(spec, start, say), callbacks, lambda recorder: never, own_loop=True) as running:
+            yield running
+        write_report(spec.run_dir)
 
 
 @dataclass(frozen=True)

@@ -10,13 +10,14 @@ from distflow.observe.files import remove_asides, sync
 from distflow.observe.reading.run_reader import read_damage, read_metrics
 from distflow.observe.report.build import write_report
 from distflow.observe.report.summary import accuracies
-from distflow.observe.writing.folder_lock import claimed
+from distflow.observe.writing.folder_lock import claimed, join
 from distflow.observe.writing.run_folder import finish_moving, set_aside
 from distflow.runtime import fault_injection
 from distflow.runtime.checkpoint.checkpoint import Checkpoint, CheckpointStore
 from distflow.runtime.checkpoint.find_checkpoint import (
     CHECKPOINTS,
     LEDGER,
+    before_damage,
     done_message,
     find_checkpoint,
     is_done,
@@ -40,16 +41,21 @@ FROM_THE_START = -1
 @dataclass(frozen=True)
 class Start:
     """Where a run begins: after a checkpoint, or at its start. resumes: whether the folder's records belong to it.
-    allowed: config keys that may differ from the checkpoint."""
+    allowed: config keys that may differ from the checkpoint. owner: of the folder, in words."""
 
     store: CheckpointStore
     checkpoint: Checkpoint | None
     resumes: bool
     allowed: tuple[str, ...]
+    owner: str
 
     @property
     def resumed_at(self) -> int:
         return self.checkpoint.step if self.checkpoint else FROM_THE_START
+
+    def join(self, spec: Spec) -> None:
+        """Before another process writes to the folder."""
+        join(spec.run_dir, self.owner)
 
     def set_aside(self, spec: Spec, say: Callable[[str], None]) -> None:
         """Move what another run left in the folder out of the way."""
@@ -61,7 +67,7 @@ class Start:
 def starting(spec: Spec, allow_change: tuple[str, ...]) -> Iterator[Start]:
     """Claims the run's folder for this process and finds where the run begins. Raises UserError for a checkpoint of
     another config."""
-    with writing_to(spec.run_dir), claimed(spec.run_dir):
+    with writing_to(spec.run_dir), claimed(spec.run_dir) as owner:
         store = open_store(spec)
         store.remove_leftovers()
         remove_asides(spec.run_dir)
@@ -69,9 +75,11 @@ def starting(spec: Spec, allow_change: tuple[str, ...]) -> Iterator[Start]:
         finish_moving(spec.run_dir)
         mode = spec.options.resume
         checkpoint = find_checkpoint(store, mode)
+        resumes = resumes_here(checkpoint, mode, spec.run_dir)
         if checkpoint:
+            checkpoint = before_damage(checkpoint, mode, spec.run_dir / LEDGER) if resumes else checkpoint
             check_same_config(checkpoint, spec, allow_change)
-        yield Start(store, checkpoint, resumes_here(checkpoint, mode, spec.run_dir), allow_change)
+        yield Start(store, checkpoint, resumes, allow_change, owner)
 
 
 def open_store(spec: Spec) -> CheckpointStore:

@@ -29,6 +29,7 @@ do not know.
 import json
 import os
 import secrets
+import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator
@@ -178,10 +179,7 @@ class Ledger:
         if not first.endswith(b"\n") and _parse(first) is None:
             self._start(mark)
         else:
-            try:
-                self._reopen(mark)
-            except (KeyError, TypeError, AttributeError, OverflowError, MemoryError) as err:
-                raise LedgerError(f"{path} is damaged: it has an impossible record ({err!r}). Move it away") from err
+            self._reopen(mark)
 
     @property
     def group_counts(self) -> GroupCounts:
@@ -226,29 +224,21 @@ class Ledger:
         self.append("opened", ledger=self.id)
 
     def _reopen(self, mark: Mark | None) -> None:
-        last = -1
-        for position, record in _records(self.path):
-            if position == 0:
-                self.id = str(record.get("ledger"))
-            last = max(last, record["restart"])
-        if last < 0:
+        if (first := _parse(_first_line(self.path))) is None:
             raise LedgerError(f"{self.path} is not a ledger: its first line is not a record. Move it away")
-        self.restart = max(self.restart, last + 1)
+        self.id = str(first.get("ledger"))
         self.inherits = mark is not None and mark.ledger != self.id
         to = mark.offset if mark and not self.inherits else 0
-        if to > self.path.stat().st_size:
-            raise LedgerError(
-                f"{self.path} ends before byte {to}, where the checkpoint was taken: lines were removed. "
-                "Resume into an empty folder (trainer.default_local_dir), which starts a new ledger"
-            )
+        self._counts = counts_until(self.path, to)
         self._file = self.path.open("a+b")
+        self._file.seek(to)
+        later = (record["restart"] + 1 for line in self._file if (record := _parse(line)))
+        self.restart = max([self.restart, *later])
         self._file.seek(-1, os.SEEK_END)
         if self._file.read(1) != b"\n":
             self._file.write(b"\n")
         self.append("rolled_back", to=to)
         self.sync()
-        for _, record in timeline(self.path):
-            self._counts.apply(record)
 
 
 def ledger_id(path: Path) -> str | None:
@@ -257,40 +247,53 @@ def ledger_id(path: Path) -> str | None:
     return str(first["ledger"]) if first and "ledger" in first else None
 
 
-def timeline(path: Path) -> Iterator[tuple[int, Record]]:
-    """(byte offset, record) of the valid records: those that no later `rolled_back` took back.
+def counts_until(path: Path, end: int | None = None) -> LedgerCounts:
+    """The counts of the valid records, or of those before a mark. Raises LedgerError where they are damaged."""
+    if end is not None and end > path.stat().st_size:
+        raise LedgerError(
+            f"{path} ends before byte {end}, where the checkpoint was taken: lines were removed. "
+            "Resume into an empty folder (trainer.default_local_dir), which starts a new ledger"
+        )
+    counts = LedgerCounts()
+    try:
+        for _, record in timeline(path, end):
+            counts.apply(record)
+    except (CountsError, KeyError, TypeError, AttributeError, OverflowError, MemoryError) as err:
+        raise LedgerError(f"{path} is damaged ({type(err).__name__}: {err})") from err
+    return counts
 
-    A torn line where a writer was killed is skipped. Raises LedgerError for any other damage.
+
+def timeline(path: Path, end: int | None = None) -> Iterator[tuple[int, Record]]:
+    """(byte offset, record) of the valid records: those that no later `rolled_back` took back. end: of those before it.
+
+    A torn line where a writer was killed is skipped. Raises LedgerError for any other damage of valid records.
     """
-    rollbacks = list(_rollbacks(path))
-    end = path.stat().st_size
+    stop = sys.maxsize if end is None else end
     spans: list[tuple[int, int]] = []
-    for position, to in reversed(rollbacks):
-        if position < end:
-            spans.append((position, end))
-            end = to
-    spans.append((0, end))
-    for position, record in _records(path):
-        while spans and position >= spans[-1][1]:
-            spans.pop()
-        if spans and position >= spans[-1][0]:
-            yield position, record
+    for position, to in reversed(list(_rollbacks(path))):
+        if position < stop:
+            spans.append((position, stop))
+            stop = to
+    for span in reversed([*spans, (0, stop)]):
+        yield from _records(path, *span)
 
 
-def _records(path: Path) -> Iterator[tuple[int, Record]]:
-    """All records with their offsets. Only the last line, or the last before a rollback, may be invalid."""
-    offset, torn = 0, None
+def _records(path: Path, start: int, stop: int) -> Iterator[tuple[int, Record]]:
+    """The records of a part of the file, with their offsets. Only the end of the file may be torn."""
+    offset, torn = start, None
     with path.open("rb") as file:
-        for line in file:
+        file.seek(start)
+        while offset < stop and (line := file.readline(stop - offset)):
             record = _parse(line)
             if record is None:
                 torn = offset if torn is None else torn
-            elif torn is not None and record["kind"] != "rolled_back":
-                raise LedgerError(f"{path} is damaged at byte {torn}: a line in the middle is not a record")
-            else:
-                torn = None
+            elif torn is None:
                 yield offset, record
+            else:
+                break
             offset += len(line)
+    if torn is not None and (record is not None or offset == stop):
+        raise LedgerError(f"{path} is damaged at byte {torn}: a line in the middle is not a record")
 
 
 def _rollbacks(path: Path) -> Iterator[tuple[int, int]]:

@@ -2,14 +2,19 @@
 
 import json
 import os
+import re
+import signal
 import stat
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
 
 from distflow.errors import UserError
 from distflow.observe.report.build import write_report
-from distflow.observe.writing.folder_lock import RunFolderError, claimed, is_ours
+from distflow.observe.writing import folder_lock
+from distflow.observe.writing.folder_lock import RunFolderError, claimed, is_ours, join, writer_of
 from distflow.observe.writing.run_folder import RunFolder
 
 
@@ -106,6 +111,123 @@ def test_a_report_of_a_run_that_goes_on_does_not_let_another_in(tmp_path: Path) 
                 os._exit(0)
             os._exit(1)
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def end_of(child: Callable[[], object]) -> str:
+    """What a process of its own ends with: the message of the folder's error, or nothing."""
+    reads, writes = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            child()
+        except RunFolderError as error:
+            os.write(writes, str(error).encode())
+        finally:
+            os._exit(0)
+    os.close(writes)
+    with open(reads) as said:
+        text = said.read()
+    os.waitpid(pid, 0)
+    return text
+
+
+@contextmanager
+def living(child: Callable[[], object]) -> Iterator[int]:
+    """A process that has called `child` and does nothing more."""
+    reads, writes = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            child()
+            os.write(writes, b".")
+            signal.pause()
+        finally:
+            os._exit(1)
+    os.close(writes)
+    try:
+        assert os.read(reads, 1) == b".", "it failed"
+        yield pid
+    finally:
+        os.close(reads)
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
+def claim_once(folder: Path) -> None:
+    with claimed(folder):
+        pass
+
+
+def test_whoever_is_refused_learns_who_writes_and_leaves_the_folder_as_it_is(tmp_path: Path) -> None:
+    folder, kept = tmp_path / "run", ExitStack()
+    with living(lambda: kept.enter_context(claimed(folder))) as writer:
+        before = state_of(folder)
+        with pytest.raises(RunFolderError) as refused:
+            claim_once(folder)
+        assert state_of(folder) == before
+    who = re.escape(f"another process (pid {writer} on {os.uname().nodename} since ")
+    assert re.match(rf"{who}\d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d \S+\) is writing to the run's folder", str(refused.value))
+    claim_once(folder)  # nobody writes any more
+
+
+def test_claims_nest_and_the_last_to_leave_gives_the_folder_back(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    with claimed(folder):
+        with claimed(folder), RunFolder(folder, 0):
+            pass
+        assert "another process" in end_of(lambda: claim_once(folder))
+    assert not end_of(lambda: claim_once(folder))
+
+
+def test_a_forked_process_neither_holds_a_claim_nor_ends_it(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    with claimed(folder) as owner:
+        assert str(os.getpid()) in owner
+        with living(lambda: None) as child:
+            assert "another process" in end_of(lambda: claim_once(folder))
+    with claimed(folder), living(lambda: None):
+        pass
+    claim = claimed(folder)
+    claim.__enter__()
+    with living(lambda: None) as child:
+        claim.__exit__(None, None, None)
+        os.kill(child, 0)
+        assert not end_of(lambda: claim_once(folder)), "a child that outlives the claim does not keep it"
+
+
+def test_a_start_waits_for_the_end_of_who_joined_an_earlier_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where the process that started a run is killed, and its workers live on for a moment."""
+    folder = tmp_path / "run"
+    with claimed(folder) as owner:
+        joined = living(lambda: join(folder, owner))
+        worker = joined.__enter__()
+    assert writer_of(folder) == worker
+    monkeypatch.setattr(folder_lock, "_END_WITHIN_S", 0.1)
+    assert f"process {worker} of an earlier start still writes" in end_of(lambda: claim_once(folder))
+    monkeypatch.undo()
+    reads, writes = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            claim_once(folder)
+            os.write(writes, b".")
+        finally:
+            os._exit(0)
+    os.close(writes)
+    joined.__exit__(None, None, None)
+    assert os.read(reads, 1) == b".", "it came to write once the other had ended"
+    os.close(reads)
+    os.waitpid(pid, 0)
+
+
+def test_a_worker_of_an_earlier_start_that_comes_late_is_refused(tmp_path: Path) -> None:
+    folder, kept = tmp_path / "run", ExitStack()
+    with claimed(folder) as owner, living(lambda: join(folder, owner)):
+        pass
+    with living(lambda: kept.enter_context(claimed(folder))):
+        assert "another start has taken" in end_of(lambda: join(folder, owner))
 
 
 def test_a_claim_marks_the_folder_before_anything_else_is_written(tmp_path: Path) -> None:

@@ -1,8 +1,9 @@
-"""The owner and the writer of a folder: a run takes one that is new, empty or a run's, and no other."""
+"""The owner and the writers of a folder: a run takes one that is new, empty or a run's, and no other."""
 
 import fcntl
 import os
 import struct
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +14,8 @@ from distflow.observe.files import read_object
 from distflow.observe.sanitize import escape_control
 
 WRITER: Final = ".writer"
-"""Locked by who writes. Who opens and closes it gives a lock of the same process up: it is not looked into."""
+"""Locked by who writes: byte 0 by the process that started the run, which it names, byte 1 by those that joined. Who
+opens and closes it gives a lock of the same process up: it is not looked into."""
 
 MARK: Final = ".distflow-run"
 """Says that the folder is a run's."""
@@ -44,6 +46,9 @@ FOLDERS: Final = (
 _LOCK: Final = "hhqqi4x"
 """`struct flock` of Linux on 64 bits: type, whence, start, length, process."""
 
+_OWNER, _JOINED = 0, 1
+_END_WITHIN_S: Final = 20.0
+
 _OTHER: Final = "set trainer.default_local_dir or trainer.experiment_name to another folder"
 
 
@@ -51,49 +56,71 @@ class RunFolderError(UserError):
     """The run's folder cannot be used: it is somebody's, another run writes to it, or it is no folder."""
 
 
-@contextmanager
-def claimed(path: Path) -> Iterator[None]:
-    """Make the folder and keep other processes from writing there, for whoever changes it before a `RunFolder` opens.
+_locks: dict[Path, int] = {}
+"""The open `WRITER` of each folder that this process has locked."""
+os.register_at_fork(after_in_child=_locks.clear)  # which has no lock
 
-    Files that this process creates meanwhile, anywhere, are for their owner alone. A `RunFolder` that the same process
-    closes releases the claim as well. Raises RunFolderError, as that does.
+
+@contextmanager
+def claimed(path: Path) -> Iterator[str]:
+    """Hold a lock while we write: two writers would mix their lines. The system frees it when we are killed. It is a
+    record lock, not `flock`: a forked worker that outlives us must not hold it for us.
+
+    Claims nest within this process. Files that it creates meanwhile, anywhere, are for their owner alone. Yields who
+    has claimed it. Raises RunFolderError, with nothing changed, where another writes or the folder is somebody's.
     """
-    fd = own(path)
+    key = path.absolute()
+    if key in _locks:
+        yield _owner_in(_locks[key])
+        return
     umask = os.umask(0o077)
     try:
-        yield
+        _take(path)
+        wait_for_joined(path)
+        yield _owner_in(_locks[key])
     finally:
         os.umask(umask)
-        os.close(fd)
+        if key in _locks:
+            os.close(_locks.pop(key))
 
 
-def own(path: Path) -> int:
-    """Hold a lock while we write: two writers would mix their lines. The system frees it when we are killed.
+def join(path: Path, owner: str) -> None:
+    """Write for `owner` until this process ends. Raises RunFolderError where another start owns the folder."""
+    os.umask(0o077)
+    fd = os.open(path / WRITER, os.O_RDWR | os.O_NOFOLLOW)
+    fcntl.lockf(fd, fcntl.LOCK_SH | fcntl.LOCK_NB, 1, _JOINED)
+    _locks[path.absolute()] = fd
+    if _owner_in(fd) != owner:  # read after locking; a start writes it before it looks for locks
+        raise RunFolderError(f"another start has taken the run's folder {path} from the one of this process")
 
-    A record lock, not `flock`: a forked worker that outlives us must not hold it for us. Raises RunFolderError, with
-    nothing changed, where another writes or the folder is somebody's.
-    """
+
+def wait_for_joined(path: Path) -> None:
+    """For the owner: wait until who joined has ended. Raises RunFolderError if one does not."""
+    until = time.monotonic() + _END_WITHIN_S
+    while (pid := _locker(_locks[path.absolute()], _JOINED, 1)) is not None:
+        if time.monotonic() > until:
+            raise RunFolderError(f"process {pid} of an earlier start still writes to {path}; end it, or {_OTHER}")
+        time.sleep(0.05)
+
+
+def _take(path: Path) -> None:
     try:
-        fd = _open(path)
+        fd = _locks[path.absolute()] = _open(path)
+        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, _OWNER)
+        _check_kinds(path)
+        os.close(os.open(path / MARK, os.O_RDONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600))
+        since = time.strftime("%Y-%m-%d %H:%M:%S %Z")
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, f"pid {os.getpid()} on {os.uname().nodename} since {since}".encode(), 0)
+    except BlockingIOError as error:
+        who = f"another process ({_owner_in(fd) or 'unknown'})"
+        raise RunFolderError(f"{who} is writing to the run's folder {path}; end it, or {_OTHER}") from error
     except UserError:
         raise
     except (OSError, ValueError) as error:
         in_the_way = isinstance(error, FileExistsError | NotADirectoryError)
         cause = "a file is in the way" if in_the_way else str(error)
         raise RunFolderError(f"the run's folder cannot be {path}: {cause}; {_OTHER}") from error
-    try:
-        _lock(fd, path)
-        _check_kinds(path)
-        os.close(os.open(path / MARK, os.O_RDONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600))
-        for name in (WRITER, MARK):
-            (path / name).chmod(0o600)  # whatever the umask
-    except OSError as error:
-        os.close(fd)
-        raise RunFolderError(f"the run's folder {path} cannot be marked: {error}; {_OTHER}") from error
-    except RunFolderError:
-        os.close(fd)
-        raise
-    return fd
 
 
 def writer_of(path: Path) -> int | None:
@@ -104,11 +131,19 @@ def writer_of(path: Path) -> int | None:
     """
     try:
         with (path / WRITER).open("rb+") as file:
-            request = struct.pack(_LOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
-            kind, _, _, _, pid = struct.unpack(_LOCK, fcntl.fcntl(file, fcntl.F_GETLK, request))
+            return _locker(file.fileno())
     except OSError:
         return None
+
+
+def _locker(fd: int, start: int = 0, length: int = 0) -> int | None:
+    request = struct.pack(_LOCK, fcntl.F_WRLCK, os.SEEK_SET, start, length, 0)
+    kind, _, _, _, pid = struct.unpack(_LOCK, fcntl.fcntl(fd, fcntl.F_GETLK, request))
     return None if kind == fcntl.F_UNLCK else int(pid)
+
+
+def _owner_in(fd: int) -> str:
+    return escape_control(os.pread(fd, 200, 0).decode(errors="replace"), 200, one_line=True)
 
 
 def _open(path: Path) -> int:
@@ -120,13 +155,6 @@ def _open(path: Path) -> int:
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     path.chmod(0o700)
     return os.open(path / WRITER, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-
-
-def _lock(fd: int, path: Path) -> None:
-    try:
-        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        raise RunFolderError(f"another process is writing to the run's folder {path}; end it, or {_OTHER}") from error
 
 
 def is_ours(path: Path) -> bool:

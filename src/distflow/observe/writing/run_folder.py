@@ -8,6 +8,7 @@ import re
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Final
 
 from distflow.observe.files import LineFile, encode, write_atomically
 from distflow.observe.metrics import nest
-from distflow.observe.writing.folder_lock import FILES, FOLDERS, MARK, own
+from distflow.observe.writing.folder_lock import FILES, FOLDERS, MARK, claimed
 
 EARLIER: Final = "earlier"
 _NOT_MOVED: Final = (EARLIER, "data", "models")
@@ -86,7 +87,7 @@ class RunFolder:
     restart: counts the starts of this run in this folder, from 0.
     resumed_at: the step of the checkpoint that this restart resumes from (-1: it starts anew); readers leave out
     records of earlier restarts about later steps. Without it that step is taken from the first step that is written.
-    part: 0 owns the folder. Others join it: their spans and samples are in files of their own, and of events they
+    part: 0 claims the folder. Others do not: their spans and samples are in files of their own, and of events they
     append whole lines.
 
     Raises RunFolderError when the folder is in use by another process, or is somebody's.
@@ -97,7 +98,9 @@ class RunFolder:
         self.restart = restart
         self._part = part
         self._lock = threading.Lock()  # the lines of two threads would mix, and those that wait for a flush be lost
-        self._owner = None if part else own(self.path)
+        self._claim = ExitStack()
+        if not part:
+            self._claim.enter_context(claimed(self.path))
         self._metrics = LineFile(self.path / "metrics.jsonl")
         self._events = LineFile(self.path / "events.jsonl")
         self._spans: dict[str, LineFile] = {}
@@ -171,8 +174,7 @@ class RunFolder:
             self._closed = True
             for file in (self._metrics, self._events, *self._spans.values()):
                 file.close()
-            if self._owner is not None:
-                os.close(self._owner)
+            self._claim.close()
 
     def __enter__(self) -> "RunFolder":
         return self
