@@ -289,7 +289,7 @@ def _prompt(row: RawRow, options: PromptOptions) -> str | Chat:
 
 def _with_messages(row: RawRow, options: PromptOptions) -> RawRow:
     asked = _prompt(row, options)
-    messages = [{"role": "user", "content": asked}] if isinstance(asked, str) else list(asked.messages)
+    messages: list[JSON] = [{"role": "user", "content": asked}] if isinstance(asked, str) else list(asked.messages)
     return replace(row, extra_info={**row.extra_info, PROMPT_MESSAGES: messages})
 
 
