@@ -23,7 +23,7 @@ from distflow.rewards.pool.domain_pools import RewardSettings
 from distflow.rewards.pool.pool import Pool, PoolSettings, RewardPool
 from distflow.rewards.pool.worker import score_all
 from distflow.rewards.reward_check import FORMS, Row, arguments_of, reply_of, right_responses
-from distflow.rewards.score import Error, Score, Timeout, is_right, own_reward_result
+from distflow.rewards.score import Score, Timeout, is_right, left_s, own_reward_result
 from distflow.rewards.self_check import must_accept
 
 if TYPE_CHECKING:  # it loads torch
@@ -103,38 +103,33 @@ async def find_cheap(pool: Pool, rows: Sequence[Row], bounds: Bounds = Bounds())
     and the scores of each. pool: has the function as `PROBE`. Raises UserError for one that is not to be tried."""
     found, num_tried, end = dict[str, dict[str, str]](), 0, math.inf
 
-    async def score(row: Row, text: str) -> Score | None:
+    async def score(row: Row, text: str) -> tuple[float, list[str]]:
+        """The function's own accuracy, −inf if it fails, and the texts in its source."""
         began = time.monotonic()
         result = await pool.call(PROBE, arguments_of(row, text))
         took = time.monotonic() - began
-        if isinstance(result, Timeout) or (isinstance(result, Error) and _NO_NETWORK in result.reason):
+        if isinstance(result, Score):
+            if end < math.inf and took > bounds.call_s:
+                raise UserError(f"a call takes {took:.1f} s")
+            return own_reward_result(result), [str(text) for text in cast(list[JSON], result.extra[_TEXTS])]
+        if bounds.call_s < math.inf and (isinstance(result, Timeout) or _NO_NETWORK in str(result)):
             raise UserError(str(result))
-        if end < math.inf and took > bounds.call_s:
-            raise UserError(f"a call takes {took:.1f} s")
-        return result if isinstance(result, Score) else None
+        return -math.inf, []
 
     for row in rows:
-        empty = await score(row, "")
+        least, texts = await score(row, "")
         end, num_tried = min(end, time.monotonic() + bounds.all_s), num_tried + 1
-        least, texts = _read(empty)
-        best = max([_read(await score(row, text))[0] for text in _right(row, texts)], default=-math.inf)
+        best = max([(await score(row, text))[0] for text in _right(row, texts)], default=-math.inf)
         for kind, text in cheap_responses(row, texts):
             if time.monotonic() > end:
                 break
-            value, _ = _read(await score(row, text))
+            value, _ = await score(row, text)
             if is_right(value) or value >= best > least:
                 like = f", the row's answer {best:g}" if best > -math.inf else ""
                 shown = f"{kind}, {escape_control(repr(text), 80)}, got {value:g}{like}"
                 found.setdefault(kind, {}).setdefault(row.origin, shown)
     often = [rows_of for rows_of in found.values() if len(rows_of) > _CHANCE * num_tried]
     return [escape_control(": ".join(next(iter(rows_of.items()))), one_line=True) for rows_of in often]
-
-
-def _read(scored: Score | None) -> tuple[float, list[str]]:
-    """The function's own accuracy, −inf if it failed, and the texts in its source."""
-    if scored is None:
-        return -math.inf, []
-    return own_reward_result(scored), [str(text) for text in cast(list[JSON], scored.extra[_TEXTS])]
 
 
 def _right(row: Row, texts: Sequence[str]) -> list[str]:
@@ -151,11 +146,17 @@ async def notes_of(
 
     async def note(domain: str, name: str) -> tuple[str, str] | None:
         what = f"reward function '{name}' (domain '{domain}')"
+        functions = {PROBE: probe_target(settings.targets(domain)[name], network=False)}
         try:
             if name in ASK_MODELS:
                 raise UserError("it asks a model")
-            own = [row for row in rows if row.domain == domain]
-            lines = await _try(settings.targets(domain)[name], settings.memory_bytes, own, bounds)
+            pool = await asyncio.to_thread(
+                RewardPool, PoolSettings(functions, 1, bounds.first_s, settings.memory_bytes)
+            )
+            try:
+                lines = await find_cheap(pool, [row for row in rows if row.domain == domain], bounds)
+            finally:
+                await asyncio.to_thread(pool.close)
         except UserError as why:
             return "info", f"{what} is not tried on responses that do no work: {why}"
         return ("warning", "\n  ".join([f"{what} pays for responses that do no work:", *lines])) if lines else None
@@ -164,15 +165,6 @@ async def notes_of(
     parts = [(domain, part.name) for domain in domains for part in router.functions_of(domain) if part.weight > 0]
     tried = [note(domain, name) for domain, name in parts if name in ASK_MODELS or must_accept(name)]
     return [found for found in await asyncio.gather(*tried) if found]
-
-
-async def _try(target: str, memory_bytes: int, rows: Sequence[Row], bounds: Bounds) -> list[str]:
-    functions = {PROBE: probe_target(target, network=False)}
-    pool = await asyncio.to_thread(RewardPool, PoolSettings(functions, 1, bounds.first_s, memory_bytes))
-    try:
-        return await find_cheap(pool, rows, bounds)
-    finally:
-        await asyncio.to_thread(pool.close)
 
 
 def probe_target(target: str, network: bool) -> str:
@@ -190,12 +182,11 @@ def probe(
 ) -> dict[str, object]:
     """See `probe_target`."""
     function, texts = _load(target, network)
-    (answer,) = score_all(
-        target, function, [call_arguments(data_source, solution_str, ground_truth, extra_info or {})], 60
-    )
+    asked = call_arguments(data_source, solution_str, ground_truth, extra_info or {})
+    (answer,) = score_all(target, function, [asked], left_s())
     if "score" not in answer:
         raise ValueError(answer.get("error", "it timed out"))
-    return {**cast(dict[str, object], answer["extra"]), "score": answer["score"], _TEXTS: texts}
+    return {_TEXTS: texts, **cast(dict[str, object], answer["extra"]), "score": answer["score"]}
 
 
 @cache
@@ -209,5 +200,5 @@ def _load(target: str, network: bool) -> tuple[Callable[..., object], list[str]]
         setattr(socket.socket, name, refuse)
     function = load_reward(target)
     plain = inspect.unwrap(innermost(function))
-    texts = dict.fromkeys(texts_in(plain, str(plain.__module__), set()))
+    texts = dict.fromkeys(texts_in(plain, str(getattr(plain, "__module__", "")), set()))
     return function, [text for text in texts if 0 < len(text) <= 80][:40]
