@@ -4,7 +4,7 @@ import argparse
 import asyncio
 import json
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -139,10 +139,12 @@ def _rows(arguments: argparse.Namespace) -> "tuple[list[Row], list[bool]]":
     if any(found not in (0, 1) for found in labels):
         wrong = next(row.origin for row, found in zip(raw, labels, strict=True) if found not in (0, 1))
         raise UserError(f"{wrong}: the column '{label}' (--label-key) is neither true nor false, 1 or 0")
-    return [_row(row) for row in raw], [bool(found) for found in labels]
+    reads_messages = entry is not None and entry.reads_messages
+    return [_row(row, reads_messages) for row in raw], [bool(found) for found in labels]
 
 
-def _row(raw: "RawRow") -> "Row":
+def _row(raw: "RawRow", reads_messages: bool) -> "Row":
+    from distflow.builtin_names import PROMPT_MESSAGES
     from distflow.rewards.reward_check import Row
     from distflow.rewards.self_check import whole
 
@@ -150,7 +152,8 @@ def _row(raw: "RawRow") -> "Row":
     if not isinstance(prompt, str):
         prompt = "\n\n".join(str(message.get("content")) for message in prompt)
     response = None if raw.response is None else whole(raw.response, raw.extra_info, prompt)
-    return Row(raw.origin, raw.domain, raw.answer, raw.extra_info, response, prompt)
+    asked: Mapping[str, object] = {PROMPT_MESSAGES: [{"role": "user", "content": prompt}]} if reads_messages else {}
+    return Row(raw.origin, raw.domain, raw.answer, {**raw.extra_info, **asked}, response, prompt)
 
 
 def _agreement_lines(agreement: "Agreement") -> Iterator[str]:
