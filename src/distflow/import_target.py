@@ -15,6 +15,7 @@ from pathlib import Path
 from types import ModuleType
 
 from distflow.errors import UserError, hint, nearest, users_place
+from distflow.untrusted_files import MAX_SOURCE_BYTES, read_file
 
 
 class LoadError(UserError):
@@ -165,7 +166,7 @@ class SourceFile:
         if file is None and "." not in module and importlib.util.find_spec(module) is None:
             raise LoadError(_not_found(module, module))
         try:
-            return None if file is None else SourceFile(file.read_bytes())
+            return None if file is None else SourceFile(read_file(file, max_bytes=MAX_SOURCE_BYTES))
         except (OSError, SyntaxError, ValueError):  # its import says more
             return None
 

@@ -119,7 +119,7 @@ def playground(tmp_path: Path) -> Playground:
 
 
 def audits(run: Run) -> list[Event]:
-    return [event for event in read_events(run.folder) if event.kind == "audit"]
+    return [event for event in read_events(run.folder) if event.kind == "audit" and event.fields["of"] == "step"]
 
 
 KEYS = {
@@ -140,8 +140,8 @@ def test_a_run_with_default_settings_proves_every_check_that_applies(
     )
     run = playground.run(preset, "trainer.total_training_steps=2")
     inapplicable, columns = KEYS[preset]
-    for audit in audits(run):
-        assert set(audit.fields["proven"]) == {check.name for check in CHECKS} - inapplicable
+    for audit, elsewhere in zip(audits(run), ({"resume", "validation"}, {"resume", "validation", "data"}), strict=True):
+        assert set(audit.fields["proven"]) == {check.name for check in CHECKS} - inapplicable - elsewhere
         assert audit.fields["unproven"] == {}
     assert len(audits(run)) == 2 and compared == columns and run.notes("warning") == []
 

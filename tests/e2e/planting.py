@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from distflow.audit.auditor import Auditor
 from distflow.data.batch import Batch
 from distflow.runtime.compiled_node import Step
 from distflow.runtime.prompt_group import Group
@@ -34,3 +35,17 @@ def plant_in_group(monkeypatch: pytest.MonkeyPatch, change: Callable[[Batch], ob
         return batch
 
     monkeypatch.setattr(Group, "batch", planted)
+
+
+def plant_from(monkeypatch: pytest.MonkeyPatch, begin: int, plant: Callable[[pytest.MonkeyPatch], object]) -> list[int]:
+    """`plant(monkeypatch)` when step number `begin`, from 0, is taken. Returns the steps taken, which grow."""
+    steps, original = list[int](), Auditor.step_taken
+
+    def step_taken(self: Auditor, step: int, *more: Any) -> None:
+        if step >= begin and all(other < begin for other in steps):
+            plant(monkeypatch)
+        steps.append(step)
+        original(self, step, *more)
+
+    monkeypatch.setattr(Auditor, "step_taken", step_taken)
+    return steps

@@ -66,6 +66,7 @@ def given(ground: Playground, *more: str, domains: Any = DOMAINS) -> tuple[str, 
         "data.train_files=[]",
         f"data.domains={text}".replace("True", "true").replace("False", "false"),
         "trainer.save_freq=2",
+        *(["data.allow_overlap=true"] if any("val_files" in domain for domain in found.values()) else []),
         *more,
     )
 

@@ -31,20 +31,8 @@ x > 3 ## 3 < x
 x>5 ## x > 5
 (-\frac{1}{2}, \frac{3}{4}) ## -1/2 < x < 3/4
 (0, \pi) ## 0<\theta<\pi
-i ## \sqrt{-1}
--1 ## i^2
 2+3i ## 3i+2
--i ## i^3
 1+i ## \frac{2}{1-i}
-2i ## \sqrt{-4}
-5 ## (2+i)(2-i)
--1 ## e^{i\pi}
-\frac{1}{2} ## \sin 30^\circ
-1/2 ## \sin(30^\circ)
-1/2 ## \cos 60^{\circ}
-1 ## \tan 45°
-\frac{\sqrt{3}}{2} ## \sin 60^\circ
-\frac{1}{2} ## \sin\frac{\pi}{6}
 1000000 ## 1 million
 1000000 ## 1\text{ million}
 2500000 ## 2.5 million
@@ -59,7 +47,6 @@ AB ## \overline{AB}
 2 ## 2 \pmod{5}
 2 ## 2 \mod 5
 2 ## 2 \bmod 5
-2 ## 7 \mod 5
 2 \pmod 5 ## 2
 2 \pmod{5} ## x \equiv 2 \pmod 5
 2 \pmod 5 ## 7 \pmod{5}
@@ -159,22 +146,10 @@ y=2x+1 ## y = 1+2x
 x+y=3 ## y=3-x
 x^2-1 ## (x-1)(x+1)
 2^{10} ## 2**10
-1024 ## 2^10
-8 ## 2³
 2^{2017}-1 ## 2^{2017} - 1
 2^{2017} ## 2 \cdot 2^{2016}
 2023! ## 2023 \cdot 2022!
 10^{10^{10}} ## 10^{10^{10}}
-10 ## \binom{5}{2}
-6 ## \sum_{k=1}^{3} k
-720 ## (3!)!
-252 ## \binom{10}{5}
-3 ## \log_2 8
-1 ## \ln e
-\frac{1}{2} ## \int_0^1 x\,dx
-2 ## \sqrt[3]{8}
-3 ## |-3|
-2 ## \lfloor 2.5 \rfloor
 0 ## -0
 1.5 ## 1.50
 300000 ## 3 \times 10^5
@@ -276,7 +251,6 @@ e^{i\pi/2} ## i
 \cos 120^\circ ## -\frac12
 \sin 45^\circ ## \frac{\sqrt2}{2}
 \sin \frac{\pi}{2} ## 1
-1 ## \sin 90^{\circ}
 \tan 60° ## \sqrt3
 0.1\overline{6} ## \frac16
 0.\overline{142857} ## 1/7
@@ -305,12 +279,8 @@ e^{i\pi/2} ## i
 12000 ## 12 thousand people
 x \equiv 3 \pmod 7 ## 3 \pmod{7}
 3 ## x \equiv 3 \pmod{7}
-3 ## 10 \bmod 7
-8 ## 2^3
 2^{100} ## 4^{50}
 \frac{1}{2^{100}} ## 2^{-100}
-6 ## 3!
-6 ## 3\cdot2
 \overline{CD} ## CD
 \angle ABC ## ABC
 \triangle ABC ## \triangle ABC
@@ -337,7 +307,6 @@ x \equiv 3 \pmod 7 ## 3 \pmod{7}
 42 ## \approx 42
 42 ## = 42
 \text{five} ## five
--1 ## \cos \pi
 \text{undefined} ## undefined
 \text{True} ## true
 \text{blue, green} ## blue, green
@@ -448,7 +417,6 @@ f^{-1}(x) = x-1 ## x-1
 0.2\overline{7} ## \frac{5}{18}
 3.\overline{14} ## \frac{311}{99}
 \sqrt{\frac{1}{2}} ## \frac{\sqrt2}{2}
-\frac{\sqrt{2}+\sqrt{6}}{4} ## \cos 15^\circ
 \sqrt{7+4\sqrt{3}} ## 2+\sqrt{3}
 \sqrt[3]{-8} ## -2
 x \in [2,3) ## 2 \le x < 3
@@ -463,7 +431,6 @@ x^2y ## x**2y
 \{x \mid x \ne 2\} ## x != 2
 £5 ## 5 pounds
 1,450 ## x = 1,450
-1450 ## \frac{2 \cdot 1,450}{2}
 (-3, 100\pi) ## (-3,100\pi)
 (-3,100) ## (-3, 100)
 A_{1} ## A_1
@@ -483,21 +450,12 @@ A_{1} ## A_1
 x \geq 5 ## [5, \infty)
 n > 4 ## n>4
 1+2i ## 1 + 2 i
-5i ## \sqrt{-25}
-25 ## |3+4i|^2
--4 ## (2i)^2
 \frac{\sqrt{2}}{2}+\frac{\sqrt{2}}{2}i ## e^{i\pi/4}
-\frac{1}{2} ## \cos(60°)
-\sqrt{3} ## \tan 60^\circ
--\frac{1}{2} ## \cos 120^{\circ}
-0 ## \sin 180^\circ
 7000000 ## 7 million people
 4500 ## 4.5 thousand
 450000 ## 450 thousand dollars
 \text{3 million} ## 3000000
-120 ## 2 \text{ hundred} - 80
 3 ## 3 \pmod{4}
-3 ## 7 \pmod 4
 1 ## 1 (mod 3)
 1 \pmod{3} ## 4 \pmod{3}
 25\% ## 25 percent
@@ -553,7 +511,6 @@ D ## (D).
 y = -\frac{2}{3}x + 4 ## y = 4 - \frac{2x}{3}
 C = 2\pi r ## 2\pi r
 S = \frac{n(n+1)}{2} ## \frac{n^2+n}{2}
-0 ## 1-1
 -7 ## - 7
 -7 ## (-7)
 1e-3 ## 0.001
@@ -563,6 +520,49 @@ S = \frac{n(n+1)}{2} ## \frac{n^2+n}{2}
 """
 
 WRONG = r"""
+i ## \sqrt{-1}
+-1 ## i^2
+-i ## i^3
+2i ## \sqrt{-4}
+5 ## (2+i)(2-i)
+-1 ## e^{i\pi}
+\frac{1}{2} ## \sin 30^\circ
+1/2 ## \sin(30^\circ)
+1/2 ## \cos 60^{\circ}
+1 ## \tan 45°
+\frac{\sqrt{3}}{2} ## \sin 60^\circ
+\frac{1}{2} ## \sin\frac{\pi}{6}
+2 ## 7 \mod 5
+1024 ## 2^10
+8 ## 2³
+10 ## \binom{5}{2}
+6 ## \sum_{k=1}^{3} k
+720 ## (3!)!
+252 ## \binom{10}{5}
+3 ## \log_2 8
+1 ## \ln e
+\frac{1}{2} ## \int_0^1 x\,dx
+2 ## \sqrt[3]{8}
+3 ## |-3|
+2 ## \lfloor 2.5 \rfloor
+1 ## \sin 90^{\circ}
+3 ## 10 \bmod 7
+8 ## 2^3
+6 ## 3!
+6 ## 3\cdot2
+-1 ## \cos \pi
+\frac{\sqrt{2}+\sqrt{6}}{4} ## \cos 15^\circ
+1450 ## \frac{2 \cdot 1,450}{2}
+5i ## \sqrt{-25}
+25 ## |3+4i|^2
+-4 ## (2i)^2
+\frac{1}{2} ## \cos(60°)
+\sqrt{3} ## \tan 60^\circ
+-\frac{1}{2} ## \cos 120^{\circ}
+0 ## \sin 180^\circ
+120 ## 2 \text{ hundred} - 80
+3 ## 7 \pmod 4
+0 ## 1-1
 0 ## 1e1000001
 1 ## 1e99999999
 0 ## 1e-99999999

@@ -28,7 +28,6 @@ y = 2x ## y - 2x = 0
 10/9 ## \frac{10}{9}
 -10/9 ## -\frac{10}{9}
 [0,1) ## [0,1)
-10 ## (9+1)
 1/3 ## \frac13
 1 ## \frac3{3}
 \sqrt{3} ## \sqrt3
@@ -76,23 +75,18 @@ x \neq 5 ## x != 5
 x \leq 5 ## 5 \geq x
 x \geq 5 ## 5 \leq x
 x = 11 ## x = 5+5+1 = 11
-x = 1/3 ## x = 5+5+1 = 1/3 \approx 11
 11 ## x=11
 11 ## x\approx11
-1/3 ## x=1/3\approx1.3
 x < 1 ## -x > -1
 x <= 1 ## -x >= -1
 k=1 ## 1
 1 ## k=1
-z = 1 + 1 = 2 ## z = 3+3 = 2
 2x+4y-3=0 ## y=-\frac{1}{2}x+\frac{3}{4}
 x^2/4 + y^2/3 = 1 ## x^2/16 + y^2/12 = 1/4
 \begin{bmatrix}0 & 0 \\0 & 0\end{bmatrix} ## \begin{pmatrix}0 & 0 \\0 & 0\end{pmatrix}
 \begin{pmatrix}1 & 2 \\3 & 4\end{pmatrix} ## \left[\begin{array}{cc}1 & 2 \\3 & 4\end{array}\right]
 \begin{pmatrix}1 & 2 \\3 & 4\end{pmatrix} ## \left(\begin{array}{cc}1 & 2 \\3 & 4\end{array}\right)
 \begin{pmatrix}\frac{1}{2} & \frac{3}{4} \\ \frac{5}{6} & \frac{7}{8}\end{pmatrix} ## \begin{pmatrix}\frac{1}{2} & \frac{3}{4} \\ \frac{5}{6} & \frac{7}{8}\end{pmatrix}
-\begin{pmatrix}6 & 8 \\ 10 & 12\end{pmatrix} ## \begin{pmatrix}1 & 2 \\ 3 & 4\end{pmatrix} + \begin{pmatrix}5 & 6 \\ 7 & 8\end{pmatrix}
-\begin{pmatrix}1 & 0 \\ 0 & 1\end{pmatrix} ## \begin{pmatrix}1 & 0 \\ 0 & 1\end{pmatrix} \begin{pmatrix}1 & 0 \\ 0 & 1\end{pmatrix}
 \frac{1}{12} ## 0.0833333333333333
 (1,\frac{9}{2}) ## (1,4.5)
 \frac{x+2}{7} ## \frac{x}{7}+\frac{2}{7}
@@ -137,7 +131,6 @@ F_n = \sum_{k=0}^{n-1} F_k F_{n-k-1} ## F_n = \sum_{k=0}^{n-1} F_{n-k-1} F_k
 4/9 ## 0 4/9
 4 ## 4 0/9
 9004/9 ## 1 000 4/9
-103/9 ## 11 + 4/9
 40/9 ## 4 4/9\%
 \tfrac{1}{2} + \frac1{72} ## \dfrac{1}{2} +\frac{1}{72}
 10\text{ units} ## 10
@@ -164,7 +157,6 @@ A ## \textbf{A}
 f' ## f'
 .185 ## 0.185
 \frac {1}{2} ## 0.5
-17 ## 17\text{ any text}
 10 ## 10%
 2.5 ## \frac{5}{2}
 (r+5)(r+5) ## (r+5)^2
@@ -381,6 +373,14 @@ x\geq -2 ## x \geqslant -2
 """
 
 WRONG = r"""
+10 ## (9+1)
+x = 1/3 ## x = 5+5+1 = 1/3 \approx 11
+1/3 ## x=1/3\approx1.3
+z = 1 + 1 = 2 ## z = 3+3 = 2
+\begin{pmatrix}6 & 8 \\ 10 & 12\end{pmatrix} ## \begin{pmatrix}1 & 2 \\ 3 & 4\end{pmatrix} + \begin{pmatrix}5 & 6 \\ 7 & 8\end{pmatrix}
+\begin{pmatrix}1 & 0 \\ 0 & 1\end{pmatrix} ## \begin{pmatrix}1 & 0 \\ 0 & 1\end{pmatrix} \begin{pmatrix}1 & 0 \\ 0 & 1\end{pmatrix}
+103/9 ## 11 + 4/9
+17 ## 17\text{ any text}
 x = 5, y = 3 ## \{3,5\}
 x = 5, y = 3 ## 3, 5
 x = 5, y = 3 ## x = 3, y = 5
@@ -660,7 +660,7 @@ RESPONSES = [
     ("9", "Answer $ 9 $", True),
     ("9", "Answer $$ 9 $$", True),
     ("9", "Answer \\( 9 \\)", True),
-    ("10", "Answer \\( (9+1) \\)", True),
+    ("10", "Answer \\( (9+1) \\)", False),
     ("9", "Answer \\[ \n 9 \n \\]", True),
     ("9", "Answer $$ \n 9 \n $$", True),
     ("28\\%", "$28$ %", True),

@@ -1,18 +1,18 @@
-"""`ifeval`, by hand from the definitions of the paper's `instructions.py`."""
+"""`ifeval` with `strict` off, by hand from the definitions of the paper's `instructions.py`."""
 
 import json
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from distflow.rewards.ifeval_reward import (
-    INSTRUCTIONS,
-    compute_loose_score,
-    compute_score,
-    compute_share,
-    split_sentences,
-)
+from distflow.rewards import ifeval_reward
+from distflow.rewards.ifeval_reward import INSTRUCTIONS, split_sentences
+
+compute_score = partial(ifeval_reward.compute_score, strict=False)
+compute_loose_score = partial(ifeval_reward.compute_loose_score, strict=False)
+compute_share = partial(ifeval_reward.compute_share, strict=False)
 
 DATA = Path(__file__).parents[4] / "shared" / "data" / "ifeval.jsonl"
 FENCED = '```json\n{"a": [1, 2]}\n```'

@@ -4,9 +4,12 @@ from dataclasses import replace
 
 from distflow.audit.advantages import audit_advantages
 from distflow.audit.custom_functions import audit_custom_functions
+from distflow.audit.data_rows import audit_data
 from distflow.audit.log_probs import audit_log_probs, audit_reference
 from distflow.audit.loss import audit_correction, audit_loss
+from distflow.audit.metrics import audit_metrics
 from distflow.audit.recorded_data import Check
+from distflow.audit.resume import audit_resume
 from distflow.audit.rewards import audit_dropped, audit_kl_control, audit_reward_functions, audit_rewards
 from distflow.audit.sampled_tokens import audit_sampled_tokens
 from distflow.audit.samples import audit_groups, audit_masks, audit_responses
@@ -18,9 +21,17 @@ from distflow.audit.updates import (
     audit_mini_batches,
     audit_optimizer,
 )
+from distflow.audit.validation import audit_validation
 from distflow.audit.weight_versions import audit_versions, audit_weights
 
+AT_START: tuple[Check, ...] = (audit_data,)
+"""Run on the spec, before anything is generated."""
+
+OF_VALIDATION: tuple[Check, ...] = (audit_validation,)
+"""Run on each validation."""
+
 BEFORE: tuple[Check, ...] = (
+    audit_resume,
     audit_weights,
     audit_log_probs,
     audit_versions,
@@ -45,14 +56,16 @@ AFTER: tuple[Check, ...] = (
     audit_loss,
     audit_gradients,
     audit_optimizer,
+    audit_metrics,
 )
 """Run at the step's end."""
 
 OF_EVERY_STEP: tuple[Check, ...] = (
     replace(audit_mini_batches, run=audit_each_sample_once),
     replace(audit_optimizer, run=audit_learning_rates),
+    audit_metrics,
 )
-"""Cheap enough for every step: mini-batches and learning rates."""
+"""Cheap enough for every step: mini-batches, learning rates and metrics."""
 
 LOOK_BEFORE: tuple[Check, ...] = (
     audit_weights,
@@ -77,7 +90,7 @@ LOOK_AFTER: tuple[Check, ...] = (
 )
 """Run at the end of steps that are not audited, on a few groups and one update of each model."""
 
-CHECKS = (*AFTER[:9], *BEFORE, *AFTER[9:])
+CHECKS = (*AT_START, *AFTER[:9], *BEFORE, *AFTER[9:], *OF_VALIDATION)
 """All checks in the order of a step, for readers."""
 
 

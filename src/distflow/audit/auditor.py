@@ -4,16 +4,19 @@ import random
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
-from distflow.audit.all_checks import AFTER, BEFORE, LOOK_AFTER, LOOK_BEFORE, OF_EVERY_STEP
+from distflow.audit.all_checks import AFTER, AT_START, BEFORE, LOOK_AFTER, LOOK_BEFORE, OF_EVERY_STEP, OF_VALIDATION
 from distflow.audit.audited_steps import SHARE_OF_AUDITS, AuditSchedule
 from distflow.audit.log_probs import score_before
 from distflow.audit.model_forward import KeptWeights, Turns, model_of
 from distflow.audit.recorded_data import NOT_APPLICABLE, AuditedRun, Check, RecordedStep, Wrong
 from distflow.audit.recorder import GroupRecords, OpenEngine, UpdateRecord, UpdateWatch
+from distflow.audit.resume import Memory, audit_resume
 from distflow.audit.rewards import remember_coefficients, remember_rewards
 from distflow.audit.samples import remember_domains
 from distflow.audit.updates import drawn_update
+from distflow.audit.validation import Facts, Validated, sample_facts
 from distflow.data import global_generators
 from distflow.data.batch import Batch
 from distflow.errors import TrustError
@@ -23,6 +26,7 @@ from distflow.rollout.weights import stripe_hash
 from distflow.runtime.audit_protocol import AUDIT_STATE
 from distflow.runtime.compiled_node import Step
 from distflow.runtime.rollout_services import Session
+from distflow.runtime.sample_queue.protocol import ResumePoint
 from distflow.runtime.worker_inputs import WorkerInputs
 from distflow.training.engine import LossFn, TrainEngine
 
@@ -60,7 +64,9 @@ class Auditor:
         turns = Turns(ranks, [model for engine in engines if (model := model_of(engine)) is not None])
         older_weights = KeptWeights(spec.data.max_staleness + 1, spec.weight_dtype)
         state = inputs.state.setdefault(AUDIT_STATE, {})
-        self._run = AuditedRun(inputs, services, pipeline, training_steps, bring, turns, older_weights, state)
+        self._memory = Memory(inputs, resources)
+        again = self._memory.compare_again
+        self._run = AuditedRun(inputs, services, pipeline, training_steps, bring, turns, older_weights, state, again)
         trains_policy = spec.config.trainer.critic_warmup  # the first step that does
         self._schedule = AuditSchedule(
             spec.options.audit_freq, self._first_step, spec.data.max_staleness, (trains_policy,)
@@ -82,6 +88,17 @@ class Auditor:
         self._watch: UpdateWatch | None = None
         self._found: dict[str, str | None] = {}
         self._told = False  # what audits cannot check
+        self._at_start: dict[str, str | None] = {}
+
+    def loop_begins(self) -> None:
+        run = self._run
+        if self._schedule.frequency > 0 and run.inputs.ports.everyone.rank == 0:
+            self._at_start = self._check(AT_START, run.spec, "the data")
+        if self._schedule.frequency > 0 and run.inputs.resumed is not None:
+            self._check((replace(audit_resume, run=self._memory.compare_at_start),), None, "the resume")
+
+    def state_saved(self, nodes: Mapping[str, Any], point: ResumePoint[Batch] | None) -> dict[str, Any]:
+        return {**self._memory.models(), **self._memory.others(nodes, point)} if self._schedule.frequency > 0 else {}
 
     def step_taken(self, step: int, group_ids: Sequence[int], batch: Batch, synced_version: int | None) -> None:
         # Decided once for all ranks, as clocks differ.
@@ -158,13 +175,25 @@ class Auditor:
                 self._recorded.metrics, self._recorded.dropped = metrics, self.groups.dropped
                 self.groups.dropped = None
                 self._found |= self._check(AFTER, self._recorded)  # user functions may draw
-                self._report(taken.step)
+                self._found, self._at_start = self._at_start | self._found, {}
+                self._report(f"step {taken.step + 1}", self._ranks.gather(self._found))
             elif self._schedule.frequency > 0:
                 self._look_after(taken, metrics)
         self._tell(taken.step)
         taken.metrics = metrics
         remember_coefficients(taken, self._ranks)
         self._taken = self._recorded = self._look = None
+
+    def part_validated(self, rows: Facts) -> Facts:
+        records = self.groups.take_validated()
+        return sample_facts(self._run.spec, records, rows) if self._schedule.frequency > 0 else []
+
+    def validated(self, step: int, rows: Facts, metrics: Mapping[str, float]) -> None:
+        if self._schedule.frequency > 0:
+            version = max(self._first_step, step - step % self._run.spec.options.update_frequency)
+            what = f"the validation after step {step}"
+            found = self._check(OF_VALIDATION, Validated(self._run.spec, version, rows, metrics), what)
+            self._report(what, [found], of="validation")
 
     def _begin(self) -> None:
         if (taken := self._taken) is None:
@@ -234,29 +263,30 @@ class Auditor:
             run.inputs.recorder.note(
                 "info",
                 f"audits are behind: the last was {since} steps ago, and trust.audit_freq={self._schedule.frequency} "
-                f"wants one in as many. They may take {SHARE_OF_AUDITS:.0%} of the run's time. Looks at the other "
+                f"wants one in as many. They may take {SHARE_OF_AUDITS:.1%} of the run's time. Looks at the other "
                 "steps go on; trust.audit_freq=1 audits every step, whatever it costs",
             )
 
-    def _check(self, checks: Sequence[Check], recorded: RecordedStep) -> dict[str, str | None]:
-        """The result of each check by its name."""
+    def _check(self, checks: Sequence[Check], seen: object, what: str = "") -> dict[str, str | None]:
+        """The result of each check by its name. what: is checked, where it is not a recorded step."""
         found: dict[str, str | None] = {}
         for check in checks:
             try:
-                found[check.name] = check.run(recorded)
+                found[check.name] = check.run(seen)
             except Wrong as wrong:
-                raise TrustError(f"the audit of step {recorded.step + 1} found ({check.name}): {wrong}") from wrong
+                of = f"step {seen.step + 1}" if isinstance(seen, RecordedStep) else what
+                raise TrustError(f"the audit of {of} found ({check.name}): {wrong}") from wrong
             except Exception as err:  # an error in the auditor must not end a healthy run
                 found[check.name] = f"the check itself failed: {type(err).__name__}: {err}"
                 self._run.warn(f"the audit could not make its check '{check.name}': {type(err).__name__}: {err}")
-        self._run.turns.finish()
+        if isinstance(seen, RecordedStep):
+            self._run.turns.finish()
         return found
 
-    def _report(self, step: int) -> None:
-        """Report the checks over all ranks, on the first of them."""
+    def _report(self, what: str, every: Sequence[dict[str, str | None]], of: str = "step") -> None:
+        """Report the checks over all ranks, on the first of them. every: results by rank."""
         passed, not_checked = list[str](), dict[str, str]()
-        every = self._ranks.gather(self._found)
-        for name in self._found:
+        for name in every[0]:
             found = [each.get(name, NOT_APPLICABLE) for each in every]
             if why_not := next((why_not for why_not in found if why_not), None):
                 not_checked[name] = why_not
@@ -267,5 +297,5 @@ class Auditor:
             reasons = "; ".join(f"{name} ({why_not})" for name, why_not in not_checked.items())
             self._run.inputs.recorder.note("info", f"not audited: {reasons}")
         left = f"; not checked: {', '.join(not_checked)}" if not_checked else ""
-        message = f"audit of step {step + 1}: {len(passed)} checks passed: {', '.join(passed)}{left}"
-        self._run.inputs.recorder.audited(message, proven=passed, unproven=not_checked)
+        message = f"audit of {what}: {len(passed)} checks passed: {', '.join(passed)}{left}"
+        self._run.inputs.recorder.audited(message, passed, not_checked, of)

@@ -142,6 +142,7 @@ def audit_loss(recorded: RecordedStep) -> str | None:
             why_not = total
             continue
         _check_update(update, batch, total)
+        _check_reported(recorded, update, batch)
         seen += 1
     return why_not if seen or why_not else "the update was skipped"
 
@@ -194,24 +195,34 @@ def _check_update(update: UpdateRecord, batch: MiniBatch, total: Total) -> None:
     loss, expected = _derived(total, batch, 0.0)
     # If the formula has a kink or jumps within rounding of a token's log-prob, either side may be right.
     (high, above), (low, below) = _derived(total, batch, KINK), _derived(total, batch, -KINK)
-    found, summed = update.share
-    whole = all(len(micro.rows) == len(micro.uids) for micro in update.micros)
-    if whole and not abs(found - loss) <= abs(high - low) + LIMIT * abs(loss) + FLOOR * 10:
-        raise Wrong(
-            f"the loss of a mini-batch of the {update.role} is {found:.6g}, but the sum of its terms by the config "
-            f"is {loss:.6g}"
-        )
-    reported = float(update.metrics["loss"])
-    if not abs(reported - summed) <= LIMIT * abs(summed) + FLOOR:
-        raise Wrong(
-            f"the loss of a mini-batch of the {update.role} is reported as {reported:.6g}, but the shares of its "
-            f"micro-batches on all ranks sum to {summed:.6g}"
-        )
     for name in update.loss.outputs:
         slack = (above[name] - below[name]).abs() + LIMIT * expected[name].abs() + FLOOR * expected[name].abs().max()
         wrong = ~((batch.gradients[name] - expected[name]).abs() <= slack)
         if bool(wrong.any()):
             raise Wrong(_message(update, name, batch, expected[name], int(wrong.nonzero()[0])))
+    found, _ = update.share
+    if update.is_whole and not abs(found - loss) <= abs(high - low) + LIMIT * abs(loss) + FLOOR * 10:
+        raise Wrong(
+            f"the loss of a mini-batch of the {update.role} is {found:.6g}, but the sum of its terms by the config "
+            f"is {loss:.6g}"
+        )
+
+
+def _check_reported(recorded: RecordedStep, update: UpdateRecord, batch: MiniBatch) -> None:
+    """The reported loss, and entropy and KL where the outputs of all samples were recorded."""
+    actor, expected = recorded.config.actor_rollout_ref.actor, {"loss": update.share[1]}
+    if update.is_whole and recorded.run.num_ranks == 1 and "entropy" in batch.outputs:
+        expected["entropy"] = float(aggregate(batch.outputs["entropy"][batch.counted], batch, "token-mean", 1.0))
+        if actor.use_kl_loss:
+            values = kl((batch.outputs["log_probs"] - batch.columns["ref_log_prob"])[batch.counted], actor.kl_loss_type)
+            expected["kl_loss"] = float(aggregate(values, batch, actor.loss_agg_mode, _scale(recorded.config)))
+    for name, value in expected.items():
+        found = float(update.metrics.get(name, value))
+        if not abs(found - value) <= LIMIT * abs(value) + FLOOR:
+            raise Wrong(
+                f"the {name} of a mini-batch of the {update.role} is reported as {found:.6g}, but its micro-batches on "
+                f"all ranks give {value:.6g}: it is over padding, or by another mean than the config's"
+            )
 
 
 def _same_outputs(recorded: RecordedStep, batch: MiniBatch, plain: Mapping[str, PlainScores]) -> None:
@@ -242,8 +253,14 @@ def _derived(total: Total, batch: MiniBatch, moved: float) -> tuple[float, dict[
 def _message(update: UpdateRecord, name: str, batch: MiniBatch, expected: Tensor, place: int) -> str:
     found, want, number = float(batch.gradients[name][place]), float(expected[place]), int(batch.sample[place])
     token = place - int((batch.sample < number).sum())
-    hint = "another coefficient, mean, clip or term than in the config"
-    if not want:
+    hint = "another coefficient, mean, clip or term than in the config, or another sample's advantage"
+    ratios = (batch.gradients[name] / expected)[expected != 0]
+    if found and want and float((ratios / ratios[0] - 1).abs().max()) < 10 * LIMIT:
+        hint = (
+            f"it is {float(ratios[0]):.4g} times the formula's at every token, with {len(update.micros)} micro-batches "
+            "in the mini-batch: another coefficient or mean than in the config, or a factor of gradient accumulation"
+        )
+    elif not want:
         hint = "a token outside the mask, or a sample without a score, is trained on"
     elif not found:
         hint = "a token that should be trained on is left out, or a term is off"

@@ -45,7 +45,8 @@ class AuditedRun:
     """The run as the auditor of one worker sees it.
 
     training_steps: of this worker. bring: brings all models onto the device. turns: runs the models. state: JSON values
-    that persist across audits and are in every checkpoint. doubts: why the next step is to be audited whole.
+    that persist across audits and are in every checkpoint. compare_memory: with what the saved run had, before the
+    first update of a step; see `Check.run`. doubts: why the next step is to be audited whole.
     """
 
     inputs: WorkerInputs
@@ -56,6 +57,7 @@ class AuditedRun:
     turns: Turns
     older_weights: KeptWeights
     state: dict[str, Any]
+    compare_memory: Callable[[int], str | None] = lambda step: NOT_APPLICABLE
     doubts: list[str] = field(default_factory=list)
     _warnings: set[str] = field(default_factory=set)
 
@@ -226,7 +228,8 @@ class Wrong(Exception):
 class Check:
     """One statement about a step, and the function that checks it.
 
-    needs: what the check cannot do without. limit: the tolerated difference, in words. run: returns None if the check
+    needs: what the check cannot do without. limit: the tolerated difference, in words. run: of a `RecordedStep`, the
+    spec at the start, or a `Validated`; returns None if the check
     passed, `NOT_APPLICABLE` if there is nothing to check, else why it could not be made; raises Wrong if it failed.
     """
 
@@ -234,12 +237,10 @@ class Check:
     statement: str
     needs: str
     limit: str
-    run: Callable[[RecordedStep], str | None]
+    run: Callable[[Any], str | None]
 
 
-def check(
-    name: str, statement: str, *, needs: str, limit: str
-) -> Callable[[Callable[[RecordedStep], str | None]], Check]:
+def check(name: str, statement: str, *, needs: str, limit: str) -> Callable[[Callable[[Any], str | None]], Check]:
     """Makes a `Check` of the decorated function."""
     return partial(Check, name, statement, needs, limit)
 

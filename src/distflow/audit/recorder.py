@@ -36,7 +36,7 @@ class GroupRecord:
 
 
 _current: ContextVar[GroupRecord | None] = ContextVar("group_record", default=None)
-"""The record of the running task's group; tasks that it starts inherit it. None in a validation."""
+"""The record of the running task's group; tasks that it starts inherit it."""
 
 
 class GroupRecords:
@@ -46,6 +46,7 @@ class GroupRecords:
         self._kept: dict[int, GroupRecord] = {}
         self.dropped: tuple[GroupRecord, str, Batch] | None = None
         """The last group that a node dropped: its record, the reason and its columns."""
+        self._validated: list[GroupRecord] = []
 
     def begin(self, prompt_group: PromptGroup) -> None:
         _current.set(GroupRecord(prompt_group))
@@ -59,12 +60,21 @@ class GroupRecords:
             record.scored.append((name, arguments, reward_result))
 
     def keep(self) -> None:
-        if (record := _current.get()) is not None:
+        if (record := _current.get()) is None:
+            return
+        if record.prompt_group.stream.startswith("val/"):
+            self._validated.append(record)
+        else:
             self._kept[record.prompt_group.group_id] = record
 
     def drop(self, reason: str, batch: Batch) -> None:
         if (record := _current.get()) is not None:
             self.dropped = record, reason, batch
+
+    def take_validated(self) -> list[GroupRecord]:
+        """Remove and return the records of a validation."""
+        taken, self._validated = self._validated, []
+        return taken
 
     def take(self, group_ids: Iterable[int]) -> dict[int, GroupRecord]:
         """Remove and return the records of a step's groups; groups of another worker or process have none."""
@@ -144,6 +154,11 @@ class UpdateRecord:
     @property
     def uids(self) -> list[str]:
         return list(self.batch["uid"])
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the outputs of all samples were recorded."""
+        return all(len(micro.rows) == len(micro.uids) for micro in self.micros)
 
 
 class UpdateWatch:

@@ -22,7 +22,7 @@ from distflow.rewards.score import RewardResult, Score
 from distflow.training.engine import Collective
 
 LIMIT = 1e-4
-MOST = 16
+MOST, FEW = 16, 4
 TRIES, MOST_TWICE = 6, 4
 _DECIDES_WITHIN_S = 5.0
 """Minimum time to find the cause of a difference, so that a busy machine is not taken for a nondeterministic
@@ -40,11 +40,17 @@ function."""
 def audit_reward_functions(recorded: RecordedStep) -> str | None:
     if recorded.run.resources.reward_fn is None or not recorded.is_ours("reward_parts"):
         return "no built-in reward node scores" if recorded.is_written("scores") else NOT_APPLICABLE
-    if not recorded.partial:
+    if recorded.budget_s:
         _check_failing(recorded)
     began, seen = time.monotonic(), 0
     differing: list[tuple[Sample, str, str]] = []
-    for sample in recorded.some_samples(1 if recorded.partial else MOST):
+    drawn = recorded.some_samples(MOST)
+    for sample in drawn:
+        if (record := recorded.record_of(sample)) is not None:
+            for name in functions_of(recorded, sample):
+                _own_score(recorded, record, sample, name)
+    drawn.sort(key=lambda sample: (not sample["valid"], float(sample["token_level_scores"].sum())))
+    for sample in drawn[: FEW if recorded.partial else MOST]:  # the lowest: a failure may be one
         record = recorded.record_of(sample)
         budget_s = max(recorded.budget_s, _DECIDES_WITHIN_S) if differing else recorded.budget_s
         if record is None or time.monotonic() - began > budget_s:
@@ -100,8 +106,8 @@ def functions_of(recorded: RecordedStep, sample: Sample) -> dict[str, float]:
     return {part.name: part.weight for part in parts}
 
 
-def _compare(recorded: RecordedStep, record: GroupRecord, sample: Sample, name: str) -> str | None:
-    """How the sample's score differs from a new one; raises Wrong if the sample was scored by another text, or holds
+def _own_score(recorded: RecordedStep, record: GroupRecord, sample: Sample, name: str) -> float | None:
+    """The sample's score, None if it has an error; raises Wrong if the sample was scored by another text, or holds
     another sample's score."""
     wanted = _arguments(recorded, sample)
     own = [
@@ -121,15 +127,21 @@ def _compare(recorded: RecordedStep, record: GroupRecord, sample: Sample, name: 
     if valid and not any(isinstance(v, Score) and v.value == score for v in own):
         raise Wrong(
             f"sample {sample['uid']} has the score {score} of reward function '{name}', which gave {_shown(own)} for "
-            "its response: scores are on other samples, or a missing one was counted"
+            "its response: scores are on other samples, or one that failed was counted, as a 0 say"
         )
     if not valid and sample.get("reward_errors") is None:
         raise Wrong(f"sample {sample['uid']} is marked as having no score, without a reward error")
+    return score if valid else None
+
+
+def _compare(recorded: RecordedStep, record: GroupRecord, sample: Sample, name: str) -> str | None:
+    """How the sample's score differs from a new one."""
+    score = _own_score(recorded, record, sample, name)
     reward_fn = recorded.run.resources.reward_fn
     if reward_fn is not None and name in reward_fn.pools.takes_groups:
         return None  # alone it may get another score than in its group
-    again = recorded.run.call_reward(name, wanted)
-    if not valid or not isinstance(again, Score) or again.value == score:
+    again = recorded.run.call_reward(name, _arguments(recorded, sample))
+    if score is None or not isinstance(again, Score) or again.value == score:
         return None
     return f"the score was {score}, and is {_shown([again])} in a second call"
 
@@ -149,7 +161,8 @@ def _explain_differences(recorded: RecordedStep, differing: Sequence[tuple[Sampl
         recorded.run.state.setdefault("not_deterministic", []).append(name)
         recorded.run.warn(
             f"reward function '{name}' is not deterministic: for sample {sample['uid']} {what}. Its scores cannot be "
-            "checked, and are left out of the audit from here on"
+            "checked, and are left out of the audit from here on. If it scores a sandbox or service that fails, or a "
+            "timeout, as 0, let it raise instead: reward errors are retried, then left out of the loss and counted"
         )
 
 

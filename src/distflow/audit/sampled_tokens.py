@@ -68,7 +68,8 @@ def audit_sampled_tokens(recorded: RecordedStep) -> str | None:
             f"{len(missed)} of {len(found)} tokens are not what the samples' random streams draw from the policy; "
             f"token {first.position} of sample {first.uid} needs a draw in [{first.low - limit:.4f}, "
             f"{first.high + limit:.4f}], but its stream gives {first.uniform:.4f}. Samples share a stream, or tokens "
-            "are drawn from a distribution other than the trained one"
+            "are drawn from a distribution other than the trained one: by other weights, without their adapter, over "
+            "keys and values of older weights, at another temperature"
         )
     return None
 

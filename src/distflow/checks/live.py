@@ -13,18 +13,16 @@ from distflow.checks.nonfinite import NonFinite
 from distflow.data.batch import Batch
 from distflow.errors import TrustError
 from distflow.models.sharding import on_any_rank, own_part
-from distflow.models.weight_checks import magnitudes
+from distflow.models.weight_checks import bit_hash, magnitudes
 from distflow.runtime.resources import Resources
 from distflow.runtime.spec import Spec
 from distflow.training.engine import Collective, TrainEngine, TrainState
 
-CHUNK = 2**24
 DEAD_TERMS = {
     "actor/loss_term/pg": "all advantages are 0: check whether the samples of a group all get the same reward",
     "actor/loss_term/kl": "the policy does not move from the reference, or kl_loss_coef is 0",
 }
 """Why a loss term may be exactly 0."""
-_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 Note = Callable[[str, str], None]
 """(kind, message): reports to the user and the run's events."""
@@ -196,7 +194,7 @@ class Movement:
     """
 
     after: int
-    _start: dict[str, int] | None = None
+    _start: dict[str, str] | None = None
     _updates: int = 0
     _lr: float = 0.0
 
@@ -237,19 +235,9 @@ class LossTerms:
         return [name for name in self.names if name not in self._alive] if self._seen == self.after else []
 
 
-def fingerprints(state: TrainState) -> dict[str, int]:
-    """A number for each trained tensor that depends on all its bits; for a sharded tensor on this rank's part."""
-    return {name: _fingerprint(tensor) for name, tensor in state.trained_weights().items()}
-
-
-def _fingerprint(tensor: Tensor) -> int:
-    """The sum of its bits as integers, weighted by odd numbers, so that changes of opposite sign do not cancel."""
-    bits = own_part(tensor.detach()).contiguous().reshape(-1).view(_INTEGERS[tensor.element_size()])
-    total = 0
-    for chunk in bits.split(CHUNK):
-        weights = torch.arange(1, 2 * chunk.numel() + 1, 2, device=chunk.device)
-        total = 31 * total + int((chunk.long() * weights).sum())
-    return total
+def fingerprints(state: TrainState) -> dict[str, str]:
+    """A hash of all bits of each trained tensor; of a sharded tensor of this rank's part."""
+    return {name: bit_hash(tensor) for name, tensor in state.trained_weights().items()}
 
 
 def _had_gradient(state: TrainState, name: str) -> bool:

@@ -115,7 +115,7 @@ class WorkerActor:
                 ports = self._ports.build(self._among, recorder.waits, self._rollout_workers if others else None)
                 stop, store, resources, version = self._ports.stop, open_store(spec), self._resources, progress.version
                 worker = build_worker(
-                    WorkerInputs(spec, place.rank, resources, ports, recorder, store, stop, state, version)
+                    WorkerInputs(spec, place.rank, resources, ports, recorder, store, stop, state, version, checkpoint)
                 )
             with worker:
                 set_generators(checkpoint, spec.options.seed, place.part)

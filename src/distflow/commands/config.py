@@ -25,6 +25,9 @@ def run_config(arguments: argparse.Namespace) -> int:
     loaded = load_config(arguments.preset, arguments.overrides, complete=False, trust_code=trusted)
     for line in loaded.notes:
         _note(line)
+    if loaded.config.trainer.imports and not (trusted or arguments.graph or arguments.mermaid):
+        named = ", ".join(loaded.config.trainer.imports)
+        _note(f"note: trainer.imports names Python code, which was not run: {named}")
     if not arguments.graph:
         loaded = _fitted(loaded, trusted)
     if arguments.explain:

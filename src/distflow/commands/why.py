@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from distflow.commands.shared import LEDGER, add_run_argument, find_run
+from distflow.observe.files import bytes_left_out, to_number
 from distflow.observe.sanitize import escape_control
 
 if TYPE_CHECKING:
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     Responses = Sequence[Mapping[str, JSON]]
 
 MAX_TEXT = 80
+_MAX_PARTS = 20
+_MAX_SAMPLE_BYTES = 64 * 2**20
 
 
 def add_why_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,16 +29,18 @@ def add_why_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_why(arguments: argparse.Namespace) -> int:
     from distflow.observe.reading.run_reader import read_samples
-    from distflow.observe.writing.run_folder import sample_file_name
+    from distflow.observe.writing.run_folder import sample_file_name, samples_dir
     from distflow.scheduling.lineage import step_lineage
 
     run_dir = find_run(arguments.run_dir)
     lineage = step_lineage(run_dir / LEDGER, arguments.step)
-    responses = _by_group(read_samples(run_dir, arguments.step))
+    responses = _by_group(read_samples(run_dir, arguments.step, max_bytes=_MAX_SAMPLE_BYTES))
     lines = _head(lineage, run_dir)
     if lineage.consumed_at is not None and not responses:
         name = sample_file_name(arguments.step, "train")
         lines.append(f"scores and reward parts are not known: samples/{name} is missing, empty or rolled back")
+    if bytes_left_out(samples_dir(run_dir, "train") / sample_file_name(arguments.step, "train"), _MAX_SAMPLE_BYTES):
+        lines.append("the file of the step's samples is too long: of its first ones scores are not known")
     lines += _table("groups", [_group_row(group, lineage, responses) for group in lineage.groups])
     reasons = Counter(escape_control(group.reason or "", MAX_TEXT, one_line=True) for group in lineage.dropped)
     dropped = ", ".join(f"{count} {reason}" for reason, count in reasons.most_common()) or "none"
@@ -123,7 +128,7 @@ def _who(group: "GroupLineage") -> dict[str, str]:
 def _reward_parts(scored: "Responses") -> str:
     """The mean of each over the samples that have a score."""
     parts = [part for response in scored if isinstance(part := response.get("reward_parts"), Mapping)]
-    names = dict.fromkeys(name for part in parts for name in part)
+    names = list(dict.fromkeys(name for part in parts for name in part))[:_MAX_PARTS]
     return ", ".join(
         f"{escape_control(name, MAX_TEXT, one_line=True)} {_mean(part.get(name) for part in parts) or '?'}"
         for name in names
@@ -131,7 +136,7 @@ def _reward_parts(scored: "Responses") -> str:
 
 
 def _mean(values: Iterable[object]) -> str:
-    numbers = [float(value) for value in values if isinstance(value, int | float)]
+    numbers = [number for value in values if (number := to_number(value)) is not None]
     return f"{sum(numbers) / len(numbers):.3f}" if numbers else ""
 
 
@@ -171,7 +176,7 @@ def _by_group(rows: "Responses") -> dict[int, list[Mapping[str, "JSON"]]]:
     responses: dict[int, list[Mapping[str, JSON]]] = {}
     for row in rows:
         group_id = str(row.get("uid", "")).partition("-")[0]
-        if group_id.isdecimal():
+        if group_id.isdecimal() and len(group_id) < 19:
             responses.setdefault(int(group_id), []).append(row)
     return responses
 

@@ -31,12 +31,16 @@ def reward_functions(config: Config) -> Mapping[str, tuple[RewardPart, ...]]:
     """The reward functions by domain, from `reward.functions` and the domains' own `reward`. Without `data.domains`,
     `default` holds for all that are not named; with them, each domain with reward functions is named."""
     functions, domains = config.reward.functions, config.data.domains
-    if not domains:
-        return functions
     chosen = {
         name: domain.reward or functions.get(name) or functions.get("default", ()) for name, domain in domains.items()
-    }
-    return {name: parts for name, parts in chosen.items() if parts}
+    } or functions
+    return {name: tuple(_as_asked(part, config) for part in parts) for name, parts in chosen.items() if parts}
+
+
+def _as_asked(part: RewardPart, config: Config) -> RewardPart:
+    """With the option that `reward.ifeval` sets for a part of IFEval, unless it has its own."""
+    is_original = part.name.partition("_")[0] == "ifeval" and not config.reward.ifeval.strict
+    return part._replace(options={"strict": False, **part.options}) if is_original else part
 
 
 def named_rewards(config: Config) -> Iterator[tuple[str, str, tuple[RewardPart, ...]]]:

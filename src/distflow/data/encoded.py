@@ -13,6 +13,7 @@ import pyarrow
 from distflow.data.prompts import PromptRow, PromptRows, PromptSet
 from distflow.errors import UserError
 from distflow.observe.files import replacing
+from distflow.untrusted_files import check_file
 
 CHUNK_ROWS = 1000
 """Rows of a record batch, which is read whole for any of them."""
@@ -36,7 +37,7 @@ def write_arrow(file: Path, schema: pyarrow.Schema, batches: Iterable[pyarrow.Re
 def metadata_of(file: Path) -> Mapping[bytes, bytes]:
     """Metadata of the file's schema; empty if the file is missing, torn or not an Arrow file."""
     try:
-        with pyarrow.memory_map(str(file)) as memory:
+        with pyarrow.memory_map(str(check_file(file))) as memory:
             return pyarrow.ipc.open_file(memory).schema.metadata or {}
     except (pyarrow.ArrowException, OSError):
         return {}

@@ -28,6 +28,7 @@ from distflow.data.encoded import CHUNK_ROWS, metadata_of, write_arrow
 from distflow.data.python_rows import MAX_ROWS, json_lines
 from distflow.errors import UserError, missing_path
 from distflow.import_target import LoadError, load_function
+from distflow.untrusted_files import lines_of
 
 BUILTIN_FOLDER = Path(__file__).parent / "builtin"
 REACHED_WITHIN_S = 4.0
@@ -223,7 +224,7 @@ def _fingerprint(texts: Iterable[str]) -> str:
 
 def _read_jsonl(path: Path) -> Iterator[Record]:
     with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
+        for number, line in enumerate(lines_of(file), 1):
             if number == 1:
                 line = line.removeprefix(BOM_UTF8)
             if line.strip():

@@ -68,7 +68,7 @@ def build_worker(inputs: WorkerInputs) -> Worker:
             contexts,
             rollout_loop,
             ColumnReshard(spec.plan, pipeline, rank, ports.reshard),
-            ValidationRunner(inputs, services, validator, offload),
+            ValidationRunner(inputs, services, validator, offload, auditor),
             WeightSync(inputs, services, updates, offload, canary),
             offload,
             Saver(inputs.store, ports.everyone, recorder.checkpoint_saved, waits=recorder.waits, warn=warn),

@@ -145,6 +145,8 @@ def train_sources(config: Config, scored: bool) -> list[DataSource]:
 def validation_sources(config: Config, scored: bool) -> list[DataSource]:
     """One for each key that names files."""
     own = [name for name, domain in config.data.domains.items() if domain.val_files]
+    if config.data.val_files or own:
+        _ = config.data.allow_overlap  # else a key that does nothing
     return [_source(config, "val", name, scored) for name in ([""] if config.data.val_files else own)]
 
 

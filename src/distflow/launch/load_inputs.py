@@ -80,6 +80,20 @@ class Data:
     validation: dict[str, PromptSet]
     broken: list[str]
 
+    def overlap(self) -> str:
+        """A warning if validation prompts are trained on; else empty."""
+        held_out = [row for prompts in self.validation.values() for row in prompts]
+        wanted = {(row.prompt_text, row.response_ids) for row in held_out}
+        every = ((row.prompt_text, row.response_ids, row.origin) for row in self.train if wanted)
+        trained = {(text, ids): origin for text, ids, origin in every if (text, ids) in wanted}
+        both = [(row.origin, twin) for row in held_out if (twin := trained.get((row.prompt_text, row.response_ids)))]
+        if not both:
+            return ""
+        return (
+            f"{len(both):,} of {len(held_out):,} validation prompts are trained on, the first in {both[0][0]} and "
+            f"{both[0][1]}: accuracy on them says nothing of new ones (data.allow_overlap=true if that is meant)"
+        )
+
 
 def read_config(loaded: Loaded) -> Reading:
     """Bind the pipeline, and read every key that the run uses. Raises UserError for one that is set and not read.

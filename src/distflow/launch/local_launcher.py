@@ -128,8 +128,9 @@ def _running(
                 note_resume(recorder, checkpoint, built.differences)
             ports = local_ports(coordinator, recorder.waits, queued, changed=recorder.view.queue)
             coordinator.prompt_groups.data_open = not own_loop
+            version = coordinator.version
             worker = build_worker(
-                WorkerInputs(spec, 0, resources, ports, recorder, start.store, stop, state, coordinator.version)
+                WorkerInputs(spec, 0, resources, ports, recorder, start.store, stop, state, version, checkpoint)
             )
         with worker:
             set_generators(checkpoint, spec.options.seed)

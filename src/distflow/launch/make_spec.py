@@ -61,5 +61,10 @@ def _spec(loaded: Loaded, pipeline: BoundPipeline, data: Data) -> Spec:
         sampling=sampling_params(config),
         sampling_of={name: sampling_params(config, name) for name in config.data.domains},
         facts=facts(config, data),
+        num_left_out={
+            "train": data.train.report.num_left_out + len(data.broken),
+            **{f"val {domain}": prompts.report.num_left_out for domain, prompts in data.validation.items()},
+        },
+        overlap="" if config.data.allow_overlap else data.overlap(),
         description=description(loaded, data),
     )

@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-import yaml
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -28,6 +27,7 @@ from distflow.planning.plan import RankPlan
 from distflow.runtime.resources import build_resources
 from distflow.training.engine import LossFn
 from distflow.training.torch_engine import TorchTrainEngine
+from distflow.untrusted_files import MAX_YAML_BYTES, check_file, load_yaml, read_file
 
 ROLES = ("actor", "critic")
 
@@ -49,16 +49,16 @@ def replay_bundle(bundle: Path, *, trust_code: bool = False) -> Iterator[str]:
     if not (bundle / FACTS).is_file():
         raise UserError(f"{bundle} is no bundle: it has no {FACTS}; bundles lie below a run's folder, in bundles/")
     with _reading(bundle):
-        keys = yaml.safe_load((bundle / CONFIG).read_text(encoding="utf-8"))
+        keys = load_yaml(read_file(bundle / CONFIG, bundle, MAX_YAML_BYTES))
         if not isinstance(keys, dict):
             raise ValueError(f"{CONFIG} holds no keys")
         config = config_of_run(keys)
-        facts = read_object(bundle / FACTS)
+        facts = read_object(bundle / FACTS, bundle)
         role, step, metrics = str(facts["role"]), int(facts["step"]), dict(facts["metrics"])  # type: ignore[arg-type]
         if role not in ROLES:
             raise ValueError(f"{FACTS} names the role {role!r}")
-        batch = Batch.load(bundle / BATCH)
-        weights = load_file(bundle / WEIGHTS)
+        batch = Batch.load(check_file(bundle / BATCH, bundle))
+        weights = load_file(check_file(bundle / WEIGHTS, bundle))
     code, notes = [*imported_code(config), *model_code(config)], list[str]()
     only_if_trusted(code, trust_code, notes.append)
     yield from notes

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from distflow.config.compose.check_paths import model_fault
 from distflow.errors import UserError
-from distflow.observe.files import read_object
+from distflow.observe.files import read_object, unreadable
+from distflow.untrusted_files import check_file
 
 BUILTIN_FOLDER = Path(__file__).parent / "builtin"
 BUILTIN_PREFIX = "builtin:"
@@ -109,11 +110,24 @@ def first_lines(error: BaseException, limit: int = 300) -> str:
 
 
 def require_files(resolved: str, patterns: tuple[str, ...], what: str) -> None:
-    """Raise UserError if a local folder holds none of the files. A hub id passes: its files are known later."""
-    if is_local(resolved) and not any(any(Path(resolved).glob(pattern)) for pattern in patterns):
+    """Raise UserError if a local folder holds none of the files, or one that cannot be a model's. A hub id passes: its
+    files are known later."""
+    if not is_local(resolved):
+        return
+    for file in Path(resolved).iterdir():  # links may lead elsewhere, as those of the hub's cache do
+        if file.suffix in (*_TEXTS, *_TENSORS) and not file.is_dir():
+            try:
+                check_file(file, max_bytes=_MAX_TEXT_BYTES if file.suffix in _TEXTS else None)
+            except OSError as error:
+                raise unreadable(file, error) from error
+    if not any(any(Path(resolved).glob(pattern)) for pattern in patterns):
         listed = "" if patterns == (what,) else f" ({', '.join(patterns)})"
         raise UserError(f"model folder '{resolved}' has no {what}{listed}: is it a model's, and whole?")
 
+
+_TEXTS, _TENSORS = (".json", ".jinja", ".txt", ".model"), (".safetensors", ".bin", ".gguf")
+_MAX_TEXT_BYTES = 64 * 2**20
+"""Twice as large as the largest published tokenizers."""
 
 _NAMING = ("config.json", "tokenizer_config.json", "processor_config.json", "preprocessor_config.json")
 

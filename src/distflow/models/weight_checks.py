@@ -45,6 +45,19 @@ def identity(path: str, revision: str | None = None) -> dict[str, str]:
     return {"path": source, "revision": revision or "", "fingerprint": Path(config).parent.name}
 
 
+def bit_hash(tensor: Tensor) -> str:
+    """Of all bits of a tensor, of a sharded one of this rank's part, with shape and dtype: the sums of rows and of
+    columns, as 1,024 integers a row, weighted by odd numbers, so that changes of opposite sign do not cancel."""
+    own = own_part(tensor.detach()).contiguous()
+    raw = own.reshape(-1).view(torch.uint8)
+    rows = torch.nn.functional.pad(raw, (0, -len(raw) % 8192)).view(torch.int64).view(-1, 1024)
+    total = 0
+    for factor, sums in ((1, rows.sum(0)), (0x9E3779B97F4A7C15, rows.sum(1))):
+        weights = torch.arange(1, 2 * len(sums) + 1, 2, device=sums.device)
+        total += factor * int((sums * weights).sum())
+    return f"{tuple(own.shape)} {own.dtype} {total % 2**64:016x}"
+
+
 LARGEST: Final = 65504.0
 """The largest number of float16, into which the weights of published models fit; healthy ones stay below 1,000."""
 

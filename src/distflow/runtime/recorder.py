@@ -211,12 +211,13 @@ class Recorder:
         self.folder.event(kind, message, step=self._step, **fields)
         self.view.note(kind, message)
 
-    def audited(self, message: str, proven: Sequence[str], unproven: Mapping[str, str]) -> None:
-        """The current step was proven again. unproven: what of it could not be, and why."""
+    def audited(self, message: str, proven: Sequence[str], unproven: Mapping[str, str], of: str = "step") -> None:
+        """The current step, or a validation, was proven again. unproven: what of it could not be, and why."""
         if not self._process.speaks:
             return
-        self.folder.event("audit", message, proven=proven, unproven=unproven)
-        self.view.audited(self._step + 1, len(proven), len(proven) + len(unproven))
+        self.folder.event("audit", message, proven=proven, unproven=unproven, of=of)
+        if of == "step":
+            self.view.audited(self._step + 1, len(proven), len(proven) + len(unproven))
 
     def looked(self, counts: Mapping[str, int]) -> None:
         """Steps that were looked at, not audited whole, since the last call, and how often each check was made."""

@@ -149,7 +149,8 @@ class Spec:
     sends_weights: False if it then needs no tensor (an adapter is applied unmerged). tolerance: how far engine
     and trainer may differ in log-probs. ratio_limit: mean |log ratio| allowed before a step's first update. loss_terms:
     metrics of the contribution of each active loss term. facts: what a resumed run must share with its checkpoint.
-    description: the head of the report.
+    description: the head of the report. num_left_out: rows that are not used, of "train" and "val DOMAIN". overlap: a
+    warning of validation rows that are trained on.
     """
 
     config: Config
@@ -171,6 +172,8 @@ class Spec:
     facts: Mapping[str, object]
     description: Mapping[str, object]
     sampling_of: Mapping[str, SamplingParams] = field(default_factory=dict)
+    num_left_out: Mapping[str, int] = field(default_factory=dict)
+    overlap: str = ""
 
     @property
     def run_dir(self) -> Path:

@@ -12,6 +12,7 @@ from distflow.graph import Drop
 from distflow.rewards.score import VALIDATION, is_right, validating
 from distflow.rollout.engine import SamplingParams
 from distflow.runtime import fault_injection
+from distflow.runtime.audit_protocol import StepAuditor
 from distflow.runtime.compiled_node import Contexts
 from distflow.runtime.errors import NodeError, warn_of_errors
 from distflow.runtime.prompt_group import Group
@@ -66,12 +67,15 @@ class Validator:
         params = replace(params, stop_token_ids=self.stop_token_ids)
         group = Group(prompt_group, chosen.rows[prompt_group.row], params, self.seed)
         steps = [step for step in self.rollout_loop.steps if step.node.validates]
+        self.rollout_loop.group_recorder.begin(prompt_group)
         try:
             with validating():
                 drop = await self.rollout_loop.run(group, steps, partial(self.contexts.for_rollout, validating=True))
         except NodeError as err:
             self.say(f"validation prompt {prompt_group.row} of '{chosen.name}': {err}")
             return Drop("error", str(err))
+        finally:
+            self.rollout_loop.group_recorder.keep()
         return group.batch() if drop is None else drop
 
 
@@ -102,7 +106,10 @@ def validation_loss(sets: Sequence[ValidationSet], actor: Scorer) -> dict[str, f
 class ValidationRunner:
     """A worker's part in the validation. step: of the last validation."""
 
-    def __init__(self, inputs: WorkerInputs, services: Session, validator: Validator, offload: Offload) -> None:
+    def __init__(
+        self, inputs: WorkerInputs, services: Session, validator: Validator, offload: Offload, auditor: StepAuditor
+    ) -> None:
+        self._auditor = auditor
         self._spec, self._ports, self._recorder = inputs.spec, inputs.ports, inputs.recorder
         self._services, self._validator, self._offload = services, validator, offload
         self._resources = services.resources
@@ -113,6 +120,7 @@ class ValidationRunner:
         self.step = step
         if not self._spec.validation:
             return {}
+        rows: SampleRows = []
         with self._recorder.phases("eval"):
             if not self._spec.plan.generates:
                 if self._resources.actor is None:
@@ -120,9 +128,12 @@ class ValidationRunner:
                 self._offload.only(("actor",))
                 metrics = validation_loss(self._spec.validation, self._resources.actor)
             elif results := self._results(step):
-                metrics = ValidationResults.joined(results).metrics()
+                joined = ValidationResults.joined(results)
+                metrics, rows = joined.metrics(), joined.rows
             else:
                 return {}
+        with self._recorder.phases("audit"):
+            self._auditor.validated(step, rows, metrics)
         if self._spec.options.keep_best is not None:
             score(self._spec.options.keep_best, metrics)
         with self._recorder.phases("record"):
@@ -136,7 +147,7 @@ class ValidationRunner:
         self._recorder.validation(step, {}, results.rows)
         counts = self._validator.rollout_loop.call_counts.take(VALIDATION)
         warn_of_errors(counts, partial(self._recorder.note, "warning"))
-        return replace(results, rows=[])
+        return replace(results, rows=self._auditor.part_validated(results.rows))
 
     def _results(self, step: int) -> Sequence[ValidationResults]:
         """Of all workers that have an engine. None if others have them, and another rank asks."""

@@ -64,6 +64,8 @@ class Worker:
 
         Returns the steps consumed in all.
         """
+        with self._recorder.phases("audit"):
+            self._parts.auditor.loop_begins()
         while not self._stop.wanted:
             step = self.take()
             rewards = self.reward_metrics(step)
@@ -140,6 +142,9 @@ class Worker:
             self._parts.saver.check()
         with self._recorder.phases("check"):
             metrics |= self._parts.checks.step_trained(batch, metrics, step, self._ports.data)
+        with self._recorder.phases("record"):
+            figures = Figures.joined(self._ports.data.gather(Figures.of(batch)))
+            metrics |= batch_metrics(figures)
         with self._recorder.phases("audit"):
             self._parts.auditor.step_trained(metrics)
         sent = False
@@ -149,7 +154,7 @@ class Worker:
             metrics |= compared
         with self._recorder.phases("release"):
             released = self._ports.queue.release(step, self._rank, sent)
-        self._after_step(released, batch, metrics)
+        self._after_step(released, batch, metrics, figures)
         self._released = released
         return metrics
 
@@ -188,7 +193,7 @@ class Worker:
                 measured = {name: value for each in reversed(everyone.gather(measured)) for name, value in each.items()}
             return {**measured, **step.times}
 
-    def _after_step(self, released: Released, batch: Batch, metrics: dict[str, float]) -> None:
+    def _after_step(self, released: Released, batch: Batch, metrics: dict[str, float], figures: Figures) -> None:
         """Validate, record and save a step; nothing else is generated meanwhile. The step is recorded before it is
         saved, so that a resumed run has the metrics of all its steps.
 
@@ -198,8 +203,7 @@ class Worker:
         compares = options.keep_best is not None and _is_due(step, options.save_freq, finished)
         validated = self.validation.validate(step) if _is_due(step, options.test_freq, finished) or compares else {}
         with self._recorder.phases("record"):
-            figures = Figures.joined(self._ports.data.gather(Figures.of(batch)))
-            metrics |= batch_metrics(figures) | group_metrics(released.group_counts, figures.versions, step - 1)
+            metrics |= group_metrics(released.group_counts, figures.versions, step - 1)
             for domain, own in released.domains.items():
                 metrics |= {f"domains/{domain}/{name}": value for name, value in own.items()}
         metrics |= self._recorder.phases.finish_step() | self._recorder.memory.finish_step()
@@ -241,7 +245,8 @@ class Worker:
         everyone = self._ports.everyone
         with self._recorder.phases("save"):
             state = merge_node_states(everyone.gather(copy_of_state(self._parts.inputs.state)))
-            parts = saved_parts(self._spec, self.resources, self._ports.queue.resume_point, state, everyone.rank)
+            point, seen = self._ports.queue.resume_point, self._parts.auditor.state_saved
+            parts = saved_parts(self._spec, self.resources, point, state, everyone.rank, seen)
             others = [part_of_rank(rank) for rank in range(1, everyone.size)]
             self._parts.saver.save(step, parts, others, metric, wait=last)
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from distflow.data.batch import Batch
-from distflow.runtime.checkpoint.checkpoint import CheckpointStore
+from distflow.runtime.checkpoint.checkpoint import Checkpoint, CheckpointStore
 from distflow.runtime.compiled_node import NodeState
 from distflow.runtime.recorder import Recorder
 from distflow.runtime.resources import Resources
@@ -56,7 +56,8 @@ class Ports:
 
 @dataclass(frozen=True)
 class WorkerInputs:
-    """The inputs of a worker. state: of nodes, across steps. version: of the weights in the resources."""
+    """The inputs of a worker. state: of nodes, across steps. version: of the weights in the resources. resumed: the
+    checkpoint that both are of, None at a run's start."""
 
     spec: Spec
     rank: int
@@ -67,3 +68,4 @@ class WorkerInputs:
     stop: Stop
     state: NodeState
     version: Version
+    resumed: Checkpoint | None = None

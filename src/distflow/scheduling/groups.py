@@ -159,4 +159,7 @@ class GroupCounts:
         """Raises CountsError if a group is in no state or in two."""
         known = self.running + self.complete + self.consumed + sum(self.dropped.values())
         if self.issued != known:
-            raise CountsError(f"{self.issued} groups were issued, but {known} are accounted for: {self}")
+            raise CountsError(
+                f"{self.issued} groups were issued, but {known} are accounted for: {self}. Groups were lost or counted "
+                "twice; in a resume, by a checkpoint without those in flight: resume from an earlier one"
+            )

@@ -40,9 +40,11 @@ from typing import Any, BinaryIO
 
 from distflow.errors import UserError
 from distflow.scheduling.groups import CountsError, DomainCounts, GroupCounts, counts_by_domain
+from distflow.untrusted_files import MAX_LINE_BYTES, lines_of, open_file
 
 Record = dict[str, Any]
 """A line; its fields by kind are listed above."""
+
 
 STALE = "stale"
 """Why a complete group is dropped: the run resumes with a bound that it would exceed."""
@@ -258,7 +260,7 @@ def counts_until(path: Path, end: int | None = None) -> LedgerCounts:
     try:
         for _, record in timeline(path, end):
             counts.apply(record)
-    except (CountsError, KeyError, TypeError, AttributeError, OverflowError, MemoryError) as err:
+    except (CountsError, KeyError, TypeError, AttributeError, OverflowError, MemoryError, OSError) as err:
         raise LedgerError(f"{path} is damaged ({type(err).__name__}: {err})") from err
     return counts
 
@@ -281,9 +283,9 @@ def timeline(path: Path, end: int | None = None) -> Iterator[tuple[int, Record]]
 def _records(path: Path, start: int, stop: int) -> Iterator[tuple[int, Record]]:
     """The records of a part of the file, with their offsets. Only the end of the file may be torn."""
     offset, torn = start, None
-    with path.open("rb") as file:
+    with _opened(path) as file:
         file.seek(start)
-        while offset < stop and (line := file.readline(stop - offset)):
+        for line in lines_of(file, stop - start):
             record = _parse(line)
             if record is None:
                 torn = offset if torn is None else torn
@@ -299,8 +301,8 @@ def _records(path: Path, start: int, stop: int) -> Iterator[tuple[int, Record]]:
 def _rollbacks(path: Path) -> Iterator[tuple[int, int]]:
     """(offset, to) of each rollback. Other lines are not parsed, which takes a tenth of the time."""
     offset = 0
-    with path.open("rb") as file:
-        for line in file:
+    with _opened(path) as file:
+        for line in lines_of(file):
             if b"rolled_back" in line and (record := _parse(line)) and record["kind"] == "rolled_back":
                 yield offset, record["to"]
             offset += len(line)
@@ -321,5 +323,12 @@ def _first_line(path: Path) -> bytes:
     """Empty if there is no file."""
     if not path.exists():
         return b""
-    with path.open("rb") as file:
-        return file.readline()
+    with _opened(path) as file:
+        return file.readline(MAX_LINE_BYTES)
+
+
+def _opened(path: Path) -> BinaryIO:
+    try:
+        return open_file(path, path.parent)
+    except OSError as err:
+        raise LedgerError(f"'{path}' cannot be read: {err.strerror}. Move it away") from err

@@ -7,6 +7,11 @@ from pathlib import Path
 from distflow.errors import UserError
 from distflow.scheduling.groups import GroupState
 from distflow.scheduling.ledger import STALE, LedgerError, Record, timeline
+from distflow.untrusted_files import check_file
+
+_MAX_BYTES = 2**30
+_MAX_RECORDS = 500_000
+_MAX_NUMBER = 1e11
 
 
 @dataclass(frozen=True)
@@ -78,11 +83,14 @@ def step_lineage(path: Path, step: int) -> StepLineage:
 
     Raises UserError if there is no ledger or no such step in it, LedgerError if it is damaged.
     """
-    if not path.is_file():
+    if not path.exists():
         raise UserError(f"there is no {path}: the run in {path.parent} trains no prompt groups, or has not begun to")
     reader = _Reader(step)
     try:
+        check_file(path, path.parent, _MAX_BYTES)
         found = reader.read(record for _, record in timeline(path))
+    except OSError as err:
+        raise LedgerError(f"'{path}' cannot be read: {err.strerror}") from err
     except (KeyError, TypeError, AttributeError) as err:
         raise LedgerError(f"{path} is damaged: it has an impossible record ({err!r})") from err
     if found is None:
@@ -102,6 +110,7 @@ class _Reader:
         self._inherited: dict[int, Record] = {}
         self._dropped: list[list[Record]] = []
         self._aborted: list[Record] = []
+        self._num_kept = 0
 
     def read(self, records: Iterable[Record]) -> StepLineage | None:
         """The step's lineage; None if the records have no such step."""
@@ -111,6 +120,9 @@ class _Reader:
             if kind in _STATE_AFTER or kind == "assigned":
                 for group_id in record["group_ids"] if "group_ids" in record else [record["group_id"]]:
                     self._live.setdefault(group_id, []).append(record)
+                    self._num_kept += 1
+                if self._num_kept > _MAX_RECORDS:
+                    raise TypeError(f"more than {_MAX_RECORDS:,} records of groups that no step took")
             if kind == "aborted":
                 self._aborted.append(record)
             elif kind == "dropped":
@@ -121,7 +133,8 @@ class _Reader:
                     weights = after["weights"] if after and after["kind"] == "version" else None
                     return self._lineage(record["group_ids"], _number(record["t"]), weights)
                 for group_id in record["group_ids"]:
-                    self._live.pop(group_id)
+                    self._num_kept -= len(self._live.pop(group_id))
+                self._num_kept -= sum(map(len, self._dropped))
                 self._dropped.clear()
                 self._aborted.clear()
                 self._next_step = record["step"] + 1
@@ -197,12 +210,12 @@ def _attempts(records: Sequence[Record]) -> tuple[Attempt, ...]:
 
 
 def _whole(value: object) -> int:
-    if not isinstance(value, int):
-        raise TypeError(f"{value!r} is not an int")
+    if not isinstance(value, int) or abs(value) > _MAX_NUMBER:
+        raise TypeError(f"{value!r:.40} is no int of a ledger")
     return value
 
 
 def _number(value: object) -> float:
-    if not isinstance(value, int | float):
-        raise TypeError(f"{value!r} is not a number")
+    if not isinstance(value, int | float) or not abs(value) <= _MAX_NUMBER:
+        raise TypeError(f"{value!r:.40} is no number of a ledger")
     return value

@@ -6,7 +6,7 @@ from typing import Any
 
 from distflow.launch.data_sets import train_sources
 from distflow.models.tokenizer import load_tokenizer
-from tests.e2e.keys.case import Case, a_run, allowed, refused, the_prompts
+from tests.e2e.keys.case import Case, a_run, allowed, refused, the_prompts, the_spec
 from tests.e2e.keys.lab import Lab, Run
 
 LONG = "data.train_files={lab}/long.jsonl"
@@ -116,6 +116,10 @@ def same_rows_by_other_threads(before: Any, after: Any) -> None:
     assert before[1] == after[1] and len(after[1]) == 1600
 
 
+def overlaps(before: Any, after: Any) -> None:
+    assert before.overlap.startswith("6 of 6 validation prompts are trained on") and after.overlap == ""
+
+
 def prompts_case(
     key: str, value: str, outcome: str, check: Any, given: tuple[str, ...] = (), base: str = "grpo"
 ) -> Case:
@@ -198,6 +202,7 @@ CASES = (
     Case("data.skip_outside", "data.skip_outside=[0.2,1.0]", "rows that come again", passes_over, given=LONGER),
     prompts_case("train_max_samples", "5", "rows", num_rows(12, 5)),
     prompts_case("val_max_samples", "3", "rows", num_rows(6, 3, of=1), (VALIDATED,)),
+    Case("data.allow_overlap", "data.allow_overlap=true", "a warning", overlaps, given=(VALIDATED,), look=the_spec),
     Case("data.shuffle", "data.shuffle=false", "the order of rows", in_file_order),
     Case("data.seed", "data.seed=7", "the order of rows", in_another_order),
     Case(

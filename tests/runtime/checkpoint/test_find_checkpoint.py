@@ -39,7 +39,11 @@ def test_a_run_that_is_done_says_so_and_how_to_go_on(ground: Playground, length:
     ground.write_rows([{"prompt": f"{i}=", "answer": "7"} for i in range(8)])
     run = ground.folder / "run"
     first, _ = launch(ground, length)
-    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and path.name != "report.html"}
+    before = {
+        path: path.read_bytes()
+        for path in run.rglob("*")
+        if path.is_file() and path.name not in ("report.html", ".writer")
+    }
     (run / "report.html").unlink()
     again, said = launch(ground, length)
     assert again == first and again.steps == 2 and again.report.is_file()
@@ -70,7 +74,7 @@ def test_a_new_start_has_an_account_of_its_own_and_the_old_one_is_kept(ground: P
     run = ground.folder / "run"
     data = (f"data.val_files={ground.folder}/rows.jsonl", "data.val_max_samples=2", "trainer.val_before_train=true")
     launch(ground, f"{STEPS}=3", *data)
-    old = {str(path.relative_to(run)): path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    old = {str(p.relative_to(run)): p.read_bytes() for p in run.rglob("*") if p.is_file() and p.name != ".writer"}
 
     outcome, said = launch(ground, f"{STEPS}=1", resume="never")
     assert outcome.steps == 1 and outcome.accuracy_before is None

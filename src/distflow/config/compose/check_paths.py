@@ -13,6 +13,7 @@ from distflow.config.per_domain import train_files, val_files
 from distflow.config.rules.check import where
 from distflow.errors import Problem, missing_path, nearest
 from distflow.import_target import SourceFile, split_name
+from distflow.untrusted_files import MAX_SOURCE_BYTES, read_file
 
 DATA_SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".parquet")
 HUB_MODEL = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -143,7 +144,7 @@ def _content_fault(file: Path, function: str, advice: str) -> tuple[str, str] | 
     """The check of a Python file without running it: its syntax, and whether it binds the name. advice: a format with
     a field for the name of an existing function."""
     try:
-        source = SourceFile(file.read_bytes())
+        source = SourceFile(read_file(file, max_bytes=MAX_SOURCE_BYTES))
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         line = f" (line {error.lineno})" if isinstance(error, SyntaxError) else ""
         return f"is no Python: {type(error).__name__}: {error.args[0]}{line}", "look at that line"

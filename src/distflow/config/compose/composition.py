@@ -8,14 +8,17 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, get_args, get_origin
+from typing import get_args, get_origin
 
-from hydra import compose, initialize_config_dir
+from hydra import compose, initialize
+from hydra._internal.core_plugins.file_config_source import FileConfigSource
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
+from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
+from hydra.plugins.config_source import ConfigResult
 from hydra.types import RunMode
 from omegaconf import OmegaConf
 from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
@@ -27,6 +30,7 @@ from distflow.config.compose.origins import (
     Setting,
     display,
     preset_names,
+    read_node,
     read_settings,
     settings_of_value,
     yaml_problem,
@@ -36,6 +40,7 @@ from distflow.config.keys.schema import schema_keys
 from distflow.errors import ConfigError, Problem
 
 _RUN = "distflow_run"
+_MAX_TEXT = 1_000_000
 _CONFIG_OF_A_RUN = "config.yaml"  # in its folder
 
 # Hydra's own groups for its command line; without these overrides it reads their files twice in each composition.
@@ -111,10 +116,9 @@ def compose_values(
         _check_deletions(parsed, result)
         applied = [line for override in parsed if (line := _to_apply(override, is_known, result)) is not None]
         try:
-            composed = compose(config_name=_RUN, overrides=applied)
-            merged = OmegaConf.unsafe_merge(defaults, composed)  # may change both
-            values: Any = OmegaConf.to_container(merged, resolve=True)
-            result.values = {str(name): value for name, value in values.items()}
+            merged = OmegaConf.unsafe_merge(defaults, compose(config_name=_RUN, overrides=applied))  # may change both
+            _check_interpolations(_plain(merged, resolve=False))
+            result.values = _plain(merged)
         except InterpolationResolutionError as error:
             what = (error.msg or str(error)).splitlines()[0]
             subject = str(error.full_key or "${...}")
@@ -200,6 +204,50 @@ def _refuse(result: Composition, line: str, what: str, advice: str) -> None:
     result.refused.add(line.partition("=")[0].lstrip("+~"))
 
 
+def _check_interpolations(values: dict[str, object]) -> None:
+    """Raises ValueError where texts that repeat others by ${...} are too long: forty lines of two are 2^40 texts."""
+    known: dict[tuple[str, ...], int] = {}
+
+    def size(path: tuple[str, ...]) -> int:
+        """The characters that a value stands for. Whatever one of its references may mean counts."""
+        if path not in known:
+            known[path] = 0  # one that holds itself: OmegaConf reports it
+            value = _at(values, path)
+            if isinstance(value, dict | list):
+                names = value if isinstance(value, dict) else range(len(value))
+                known[path] = sum(size((*path, str(name))) for name in names)
+            elif isinstance(value, str):
+                known[path] = len(value) + sum(map(size, _references(path, value)))
+        return known[path]
+
+    if size(()) > _MAX_TEXT:
+        raise ValueError(f"its texts repeat others by ${{...}}, and have more than {_MAX_TEXT:,} characters together")
+
+
+def _at(value: object, path: tuple[str, ...]) -> object:
+    for name in path:
+        if isinstance(value, list):
+            value = dict(enumerate(value)).get(int(name)) if name.isdecimal() else None
+        else:
+            value = value.get(name) if isinstance(value, dict) else None
+    return value
+
+
+def _references(path: tuple[str, ...], text: str) -> Iterator[tuple[str, ...]]:
+    """The places that a text may repeat; of `${a.${b}}` all of `a`. Leading dots begin at the text's own group."""
+    for inner in text.split("${")[1:]:
+        for name in re.split("[:,]", inner.partition("}")[0]):
+            dots = len(name.lstrip()) - len(name.lstrip(" ."))
+            names = re.findall(r"[^\s.\[\]]+", name)
+            yield (*(path[: max(len(path) - dots, 0)] if dots else ()), *names)
+
+
+def _plain(composed: object, resolve: bool = True) -> dict[str, object]:
+    values = OmegaConf.to_container(composed, resolve=resolve)
+    assert isinstance(values, dict)
+    return {str(name): value for name, value in values.items()}
+
+
 def _to_apply(override: Override, is_known: Callable[[str], bool], result: Composition) -> str | None:
     """The override for Hydra, or None. Every key has a default, so `key=`, `+key=` and `++key=` are the same."""
     key = override.key_or_group
@@ -229,17 +277,33 @@ def _reason(error: BaseException) -> str:
     return first.partition(" expecting ")[0]
 
 
+class _CheckedFiles(FileConfigSource):
+    """Hydra's reader of a folder's YAML files, but for those that are no files, or too large."""
+
+    @staticmethod
+    def scheme() -> str:
+        return "distflow"
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        problems: list[Problem] = []
+        read_node(Path(self.path, self._normalize_file_name(config_path)), problems)
+        if problems:
+            raise ConfigError(problems)
+        return super().load_config(config_path)
+
+
 @contextmanager
 def _hydra(source: Path) -> Iterator[None]:
     """Hydra for the file's folder and the presets. Hydra allows one composition at a time, so an outer one is restored
     afterwards."""
-    search = {"searchpath": ["pkg://distflow.config.presets"]}
+    Plugins.instance().register(_CheckedFiles)
+    search = {"searchpath": [f"{_CheckedFiles.scheme()}://{source.parent}", "pkg://distflow.config.presets"]}
     run = {"defaults": [source.stem, "_self_", *_NONE_OF_HYDRA], "hydra": search}
     ConfigStore.instance().store(name=_RUN, node=run)
     outer = GlobalHydra.instance().hydra
     GlobalHydra.instance().clear()
     try:
-        with initialize_config_dir(config_dir=str(source.parent), version_base="1.3"):
+        with initialize(config_path=None, version_base="1.3"):
             yield
     finally:
         GlobalHydra.instance().hydra = outer
@@ -250,6 +314,8 @@ def _composed_files(source: Path, result: Composition) -> list[tuple[Path, str]]
     loader = GlobalHydra.instance().config_loader()
     try:
         chosen = loader.compute_defaults_list(_RUN, [], RunMode.RUN).defaults
+    except ConfigError:  # of `_CheckedFiles`
+        raise
     except YAMLError as error:
         result.failure = yaml_problem(error, source)
         return []

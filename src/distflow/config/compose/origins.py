@@ -9,6 +9,7 @@ import yaml
 from distflow.config.keys.declare import dotted
 from distflow.config.migration.tables import NOT_GIVEN
 from distflow.errors import Problem
+from distflow.untrusted_files import MAX_YAML_BYTES, check_aliases, read_file
 
 COMMAND_LINE = "command line"
 PRESETS = Path(__file__).parents[1] / "presets"
@@ -76,25 +77,35 @@ def yaml_problem(error: yaml.YAMLError, path: Path) -> Problem:
     advice = "look at that line and the one above: keys of one group start in the same column"
     if "\\t" in str(error.problem):
         advice = "indent by spaces: YAML takes no tabs"
+    if isinstance(error, yaml.composer.ComposerError):
+        advice = "look at its aliases (*name): each counts as all that it repeats"
     if isinstance(error, yaml.constructor.ConstructorError):
         advice = "write the value itself: tags (!...) are not read"
     named = Path(mark.name) if mark and Path(mark.name).is_file() else path
     return Problem(((display(named), where),), f"is no YAML that is read here: {error.problem}", advice)
 
 
-def _parse(path: Path, problems: list[Problem]) -> yaml.Node | None:
+def read_node(path: Path, problems: list[Problem]) -> yaml.Node | None:
+    """The document of a YAML file. Adds to `problems` where it cannot be read, or is too large."""
     try:
-        loader = yaml.SafeLoader(path.read_text(encoding="utf-8"))
-        root = loader.get_single_node()
+        root = yaml.SafeLoader(read_file(path, max_bytes=MAX_YAML_BYTES).decode("utf-8")).get_single_node()
+        check_aliases(root)
+        return root
     except yaml.YAMLError as error:
         problems.append(yaml_problem(error, path))
-        return None
+    except OSError as error:
+        what = f"cannot be read: {error.strerror}"
+        problems.append(Problem(((display(path), "the file"),), what, "see what it is, and who may read it"))
     except UnicodeDecodeError as error:
         problems.append(Problem(((display(path), "the file"),), f"cannot be read: {error}", "save it as UTF-8 text"))
-        return None
+    return None
+
+
+def _parse(path: Path, problems: list[Problem]) -> yaml.Node | None:
+    root = read_node(path, problems)
     if isinstance(root, yaml.MappingNode):
         _check_twice(root, "", path, problems)
-        _flatten_merges(root, loader)
+        _flatten_merges(root, yaml.SafeLoader(""))
     return root
 
 
@@ -132,5 +143,5 @@ def _plain_value(node: yaml.Node) -> object:
     """The value in Python; Hydra rejects a tag that is not read here."""
     try:
         return yaml.SafeLoader("").construct_object(node, deep=True)
-    except yaml.YAMLError:
+    except (yaml.YAMLError, ValueError):  # or is a number of thousands of digits
         return NOT_GIVEN

@@ -40,6 +40,7 @@ def _similarity(name: str, other: str) -> float:
 
 _SAME_KEYS = {"verl", "siiRL"}  # systems whose commands run here with few changes
 _OVERRIDE = re.compile(r" (?=[a-z_]+\.[\w.]+=)")  # between two overrides
+_MOST_PROBLEMS = 30  # each is compared with all keys
 _LISTED = 2  # keys of the same name in other groups; more are no hint
 _TELLING = 5  # letters of a word that is compared without its group
 
@@ -72,7 +73,7 @@ def judge_settings(settings: Sequence[Setting], values: Mapping[str, object]) ->
     for setting in settings:
         if settled.intersection(parents(setting.key)):
             continue
-        problem = _judge(setting, translated, values, accepted)
+        problem = _judge(setting, translated, values, accepted) if len(problems) < _MOST_PROBLEMS else None
         if problem is not None:
             problems.append(problem)
         info = schema_keys().get(setting.key)

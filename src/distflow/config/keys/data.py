@@ -139,6 +139,7 @@ class DataConfig:
     )
     train_max_samples: int = key(-1, "use only the first rows of train_files; -1 is all", minimum=-1)
     val_max_samples: int = key(-1, "use only the first rows of val_files; -1 is all", minimum=-1)
+    allow_overlap: bool = key(False, "do not warn of validation prompts that are also trained on")
     shuffle: bool = key(True, "reshuffle the rows in each epoch")
     seed: int = key(1, "seed of the order of the rows", minimum=0)
     curriculum: CurriculumConfig = group(CurriculumConfig)

@@ -121,6 +121,13 @@ class OverlongConfig:
 
 
 @dataclass(frozen=True)
+class IfevalConfig:
+    """The reward functions `ifeval`, `ifeval_loose` and `ifeval_share`."""
+
+    strict: bool = key(True, "a response that is no text, or has empty parts, follows nothing; false is the original")
+
+
+@dataclass(frozen=True)
 class RewardConfig:
     """Reward functions by domain; `default` holds for the domains that are not named."""
 
@@ -156,6 +163,7 @@ class RewardConfig:
         plain=plain_domains,
     )
     overlong: OverlongConfig = group(OverlongConfig)
+    ifeval: IfevalConfig = group(IfevalConfig)
 
 
 @dataclass(frozen=True)

@@ -8,18 +8,26 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 from typing import Literal
 
 import yaml
 
-from distflow.observe.files import JSON, is_deep, read_records, to_number
+from distflow.observe.files import JSON, bytes_left_out, is_deep, iter_records, read_records, to_number
 from distflow.observe.metrics import TIMED_OUT, flatten
 from distflow.observe.sanitize import escape_control
-from distflow.observe.writing.run_folder import Span, sample_file_name, samples_dir
+from distflow.observe.writing.run_folder import DROPPED, Span, sample_file_name, samples_dir
+from distflow.untrusted_files import MAX_YAML_BYTES, load_yaml, read_file
 
 RIGHT = 1.0 - 1e-6
-_MAX_CONFIG_BYTES = 1_000_000
+MAX_BYTES = 64 * 2**20
+"""Of metrics and of events, as a report reads them: the ends of longer files."""
+
+MAX_SAMPLE_BYTES = 16 * 2**20
+_MAX_NAMES, _MAX_NAME = 4096, 200
+_MAX_SPAN_FILES, _MAX_SPLITS, _MAX_REMARKS = 100, 20, 500
+_LATEST_TIME, _MAX_WHOLE = 1e11, 2**63
 _MAX_SHORT = 160
 _EVENT_KEYS = ("t", "restart", "kind", "message", "step")
 _NUMBERS_OF_A_SAMPLE = ("score", "acc", "advantage")
@@ -63,7 +71,7 @@ class Timeline:
 def read_config(run_dir: Path) -> dict[str, JSON]:
     """The resolved configuration of config.yaml; empty when it is missing or no mapping."""
     try:
-        values = yaml.safe_load((run_dir / "config.yaml").read_bytes()[:_MAX_CONFIG_BYTES])
+        values = load_yaml(read_file(run_dir / "config.yaml", run_dir, MAX_YAML_BYTES))
     except (OSError, ValueError, RecursionError, yaml.YAMLError):
         return {}
     return values if isinstance(values, dict) and not is_deep(values) else {}
@@ -71,15 +79,18 @@ def read_config(run_dir: Path) -> dict[str, JSON]:
 
 def read_spans(run_dir: Path, max_bytes: int = 3_000_000) -> dict[str, list[Span]]:
     """The last spans of each actor, as many as the end of its file holds."""
-    paths = sorted((run_dir / "spans").glob("*.jsonl"))
-    spans = {path.stem: list(filter(None, map(_span, read_records(path, max_bytes)[0]))) for path in paths}
+    paths = sorted((run_dir / "spans").glob("*.jsonl"))[:_MAX_SPAN_FILES]
+    spans = {path.stem: list(filter(None, map(_span, read_records(path, max_bytes, run_dir)[0]))) for path in paths}
     return {actor: found for actor, found in spans.items() if found}
 
 
-def read_timeline(run_dir: Path) -> Timeline:
+def read_timeline(run_dir: Path, max_bytes: int | None = MAX_BYTES) -> Timeline:
     """The last step that each resume kept: from its start event, else the one before the first training step that it
-    wrote."""
-    events, num_unreadable = read_records(run_dir / "events.jsonl")
+    wrote.
+
+    max_bytes: here and below, only so much of each file's end is read; None for all.
+    """
+    events, num_unreadable = read_records(run_dir / "events.jsonl", max_bytes, run_dir)
     starts = [
         (_whole(event.get("restart")), _whole(event.get("resumed_at")))
         for event in events
@@ -88,34 +99,54 @@ def read_timeline(run_dir: Path) -> Timeline:
     kept_until = {restart: step for restart, step in starts if restart and step is not None}
     silent = not starts or any(restart and step is None for restart, step in starts)
     if silent or num_unreadable:  # a start event may be among the lines that are lost
-        for restart, step in _first_steps(run_dir).items():
+        for restart, step in _first_steps(run_dir, max_bytes).items():
             kept_until.setdefault(restart, step - 1)
     return Timeline(kept_until)
 
 
 def read_damage(run_dir: Path) -> list[str]:
-    """A sentence for each of the files of metrics and events with unreadable lines, which readers skip."""
-    raw, lost_metrics = read_records(run_dir / "metrics.jsonl")
-    lost_metrics += sum(_metrics_record(record) is None for record in raw)
-    lost = {"metrics.jsonl": lost_metrics, "events.jsonl": read_records(run_dir / "events.jsonl")[1]}
-    return [
+    """A sentence for each of the files of metrics and events with unreadable lines, which readers skip, and for what is
+    too much to be read."""
+    lost, names = {"metrics.jsonl": 0, "events.jsonl": 0}, set[str]()
+    for record in iter_records(run_dir / "metrics.jsonl", MAX_BYTES, run_dir):
+        metrics = None if record is None else _metrics_record(record)
+        lost["metrics.jsonl"] += metrics is None
+        names.update(metrics.values if metrics is not None and len(names) <= _MAX_NAMES else ())
+    lost["events.jsonl"] = read_records(run_dir / "events.jsonl", MAX_BYTES, run_dir)[1]
+    found = [
         f"{number:,} line{'s' if number > 1 else ''} of {name} cannot be read: what they held is missing here"
         for name, number in lost.items()
         if number
     ]
+    if len(names) > _MAX_NAMES:
+        found.append(f"metrics.jsonl names more than {_MAX_NAMES:,} metrics: the others are missing here")
+    for name in lost:
+        if number := bytes_left_out(run_dir / name, MAX_BYTES):
+            found.append(f"{name} is too long: its first {number:,} bytes are missing here")
+    files = [file for name in ("samples", DROPPED) for file in (run_dir / name).glob("*.jsonl")]
+    if number := sum(file.lstat().st_size > MAX_SAMPLE_BYTES for file in files):
+        found.append(f"{number:,} of the files of samples are too long: only their ends are shown here")
+    return found
 
 
-def read_metrics(run_dir: Path, timeline: Timeline | None = None) -> list[MetricsRecord]:
+def read_metrics(
+    run_dir: Path, timeline: Timeline | None = None, max_bytes: int | None = MAX_BYTES
+) -> list[MetricsRecord]:
     """The surviving records by step, in the order of writing within one; a restart replaces older records. What several
     processes of the run wrote of one step is one record, in which the first value of a metric counts.
 
     timeline: here and below, saves reading it again.
     """
-    timeline = timeline or read_timeline(run_dir)
+    timeline = timeline or read_timeline(run_dir, max_bytes)
     found: dict[tuple[int, str], MetricsRecord] = {}
-    for record in filter(None, map(_metrics_record, read_records(run_dir / "metrics.jsonl")[0])):
-        if not timeline.survives(record.restart, record.step):
+    names: dict[str, str] = {}  # one text a name: a record would have its own
+    for raw in iter_records(run_dir / "metrics.jsonl", max_bytes, run_dir):
+        record = None if raw is None else _metrics_record(raw)
+        if record is None or not timeline.survives(record.restart, record.step):
             continue
+        new = [name for name in record.values if name not in names][: _MAX_NAMES - len(names)]
+        names.update(zip(new, new, strict=True))
+        record = replace(record, values={names[n]: value for n, value in record.values.items() if n in names})
         key = (record.step, record.kind)
         known = found.get(key)
         if known is None or known.restart < record.restart:
@@ -126,15 +157,15 @@ def read_metrics(run_dir: Path, timeline: Timeline | None = None) -> list[Metric
     return sorted(found.values(), key=lambda record: record.step)
 
 
-def read_events(run_dir: Path, timeline: Timeline | None = None) -> list[Event]:
+def read_events(run_dir: Path, timeline: Timeline | None = None, max_bytes: int | None = MAX_BYTES) -> list[Event]:
     """All events in the order of writing."""
-    timeline = timeline or read_timeline(run_dir)
-    return [_event(record, timeline) for record in read_records(run_dir / "events.jsonl")[0]]
+    timeline = timeline or read_timeline(run_dir, max_bytes)
+    return [_event(record, timeline) for record in read_records(run_dir / "events.jsonl", max_bytes, run_dir)[0]]
 
 
 def sample_steps(run_dir: Path, split: str = "train") -> list[int]:
     """The steps that have a sample file, rolled back or not, ascending. `read_samples` tells."""
-    pattern = re.compile(re.escape(sample_file_name(0, split)).replace("000000", r"(\d{6,})(?:\.\d+)?"))
+    pattern = re.compile(re.escape(sample_file_name(0, split)).replace("000000", r"(\d{6,18})(?:\.\d+)?"))
     folder = samples_dir(run_dir, split)
     names = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
     return sorted({int(match[1]) for name in names if (match := pattern.fullmatch(name))})
@@ -144,25 +175,29 @@ def sample_splits(run_dir: Path) -> list[str]:
     """The splits that have sample files, "train" first if it is there; without what was dropped."""
     folder = run_dir / "samples"
     names = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
-    found = {match[1] or "train" for name in names if (match := re.fullmatch(r"(?:(.+)-)?\d{6,}\.jsonl", name))}
-    return sorted(found, key=lambda split: (split != "train", split))
+    found = {match[1] or "train" for name in names if (match := re.fullmatch(r"(?:(.+)-)?\d{6,18}\.jsonl", name))}
+    return sorted(found, key=lambda split: (split != "train", split))[:_MAX_SPLITS]
 
 
 def read_samples(
-    run_dir: Path, step: int, split: str = "train", timeline: Timeline | None = None
+    run_dir: Path,
+    step: int,
+    split: str = "train",
+    timeline: Timeline | None = None,
+    max_bytes: int | None = MAX_SAMPLE_BYTES,
 ) -> list[dict[str, JSON]]:
     """The samples of a step; empty when there are none or the step was rolled back. Non-finite scores are floats."""
     first = samples_dir(run_dir, split) / sample_file_name(step, split)
     parts = sorted(first.parent.glob(f"{first.stem}.*.jsonl"), key=lambda path: (len(path.name), path.name))
-    rows = [row for path in (first, *parts) for row in read_records(path)[0]]
+    rows = [row for path in (first, *parts) for row in read_records(path, max_bytes, run_dir)[0]]
     timeline = timeline or read_timeline(run_dir)
     return [_sample(row) for row in rows if timeline.survives(_whole(row.get("restart")) or 0, step)]
 
 
-def _first_steps(run_dir: Path) -> dict[int, int]:
+def _first_steps(run_dir: Path, max_bytes: int | None) -> dict[int, int]:
     """The first step that each later restart trained; a validation alone takes nothing back."""
     first: dict[int, int] = {}
-    for record in read_records(run_dir / "metrics.jsonl")[0]:
+    for record in filter(None, iter_records(run_dir / "metrics.jsonl", max_bytes, run_dir)):
         restart, step = _whole(record.get("restart")), _whole(record.get("step"))
         if restart and step is not None and record.get("kind") != "val":
             first[restart] = min(step, first.get(restart, step))
@@ -173,9 +208,11 @@ def _metrics_record(record: dict[str, JSON]) -> MetricsRecord | None:
     step, nested = _whole(record.get("step")), record.get("m")
     if step is None or not isinstance(nested, dict):
         return None
-    values = {name: number for name, value in flatten(nested).items() if (number := to_number(value)) is not None}
-    t = to_number(record.get("t")) or 0.0
-    return MetricsRecord(step, t, _whole(record.get("restart")) or 0, str(record.get("kind", "train")), values)
+    flat = {name: value for name, value in flatten(nested).items() if len(name) <= _MAX_NAME}
+    values = {name: number for name, value in flat.items() if (number := to_number(value)) is not None}
+    return MetricsRecord(
+        step, _time(record), _whole(record.get("restart")) or 0, str(record.get("kind", "train")), values
+    )
 
 
 def _span(record: dict[str, JSON]) -> Span | None:
@@ -189,7 +226,7 @@ def _span(record: dict[str, JSON]) -> Span | None:
 def _event(record: dict[str, JSON], timeline: Timeline) -> Event:
     restart, step = _whole(record.get("restart")) or 0, _whole(record.get("step"))
     return Event(
-        t=to_number(record.get("t")) or 0.0,
+        t=_time(record),
         restart=restart,
         kind=str(record.get("kind", "info")),
         message=str(record.get("message", "")),
@@ -210,16 +247,22 @@ def _sample(row: dict[str, JSON]) -> dict[str, JSON]:
     return row
 
 
+def _time(record: Mapping[str, JSON]) -> float:
+    """In seconds since the epoch; 0 where it says none that a calendar has."""
+    t = to_number(record.get("t")) or 0.0
+    return t if 0 <= t <= _LATEST_TIME else 0.0
+
+
 def _whole(value: object) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
+    return value if isinstance(value, int) and not isinstance(value, bool) and abs(value) < _MAX_WHOLE else None
 
 
 def remarks(row: Mapping[str, object]) -> dict[str, dict[str, object]]:
     """`extra` of the row by part of the reward: its keys are PART/KEY, and a part may be a path."""
     extra, scored = row.get("extra"), row.get("reward_parts")
-    parts = sorted(map(str, scored), key=len, reverse=True) if isinstance(scored, Mapping) else []
+    parts = sorted(map(str, scored), key=len, reverse=True)[:_MAX_REMARKS] if isinstance(scored, Mapping) else []
     found: dict[str, dict[str, object]] = {}
-    for name, value in extra.items() if isinstance(extra, Mapping) else ():
+    for name, value in islice(extra.items(), _MAX_REMARKS) if isinstance(extra, Mapping) else ():
         part = next((part for part in parts if str(name).startswith(f"{part}/")), str(name).partition("/")[0])
         key = str(name).removeprefix(part).removeprefix("/")
         if key != "acc":  # the row's own

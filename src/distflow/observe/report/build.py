@@ -21,9 +21,13 @@ from distflow.observe.report import timelines as step
 from distflow.observe.report.summary import Accuracy, EventGroup, Finding, Steps, known_values
 from distflow.observe.sanitize import escape_control
 from distflow.observe.writing.folder_lock import RunFolderError, is_ours
+from distflow.untrusted_files import MAX_YAML_BYTES, read_file
 
 MAX_BYTES = 1_300_000
 """Of a usual report: metrics, log and config are in it whatever they take, and samples fill the rest."""
+
+MOST_BYTES = 5_000_000
+"""Of any report: where a folder holds more than a run writes, long texts and lists are cut until it fits."""
 
 HEAD = ("model", "data", "batch", "preset", "workers", "machine", "sandbox")
 HIDDEN = ("experiment", "title", "changed", "config")
@@ -31,6 +35,8 @@ _PAGE_BYTES = 130_000
 _LEAST_SAMPLES_BYTES = 200_000
 _MAX_CONFIG = 100_000
 _MAX_LOG = 300
+_MAX_SENTENCES, _MAX_SENTENCE, _MAX_MESSAGE = 100, 2000, 20_000
+_WITH_COLUMNS = ("series", "bars")
 
 SCRIPTS = ("text", "top", "curves", "figures", "step", "timeline", "domains", "reward_results", "samples", "report")
 
@@ -59,7 +65,7 @@ def report_data(run_dir: Path) -> dict[str, Any]:
     have the room that the rest leaves."""
     timeline = run_reader.read_timeline(run_dir)
     records, events = run_reader.read_metrics(run_dir, timeline), run_reader.read_events(run_dir, timeline)
-    run, config = read_object(run_dir / "run.json"), run_reader.read_config(run_dir)
+    run, config = read_object(run_dir / "run.json", run_dir), run_reader.read_config(run_dir)
     steps, activity = charts.tabulate(records), step.read_activity(run_dir)
     trials = samples.num_problems(run_dir, timeline)
     accuracy = None if findings.accuracy_counts_nothing(steps) else summary.find_accuracy(records, trials.get("all"))
@@ -72,7 +78,7 @@ def report_data(run_dir: Path) -> dict[str, Any]:
     written = max([event.t for event in events[-1:]] + [record.t for record in records[-1:]], default=0.0)
     end = summary.ending(events, steps, run.get("total_steps"), written)
     data: dict[str, Any] = {
-        "title": str(run.get("experiment") or run.get("title") or run_dir.resolve().name),
+        "title": str(run.get("experiment") or run.get("title") or run_dir.resolve().name)[:_MAX_SENTENCE],
         "head": _facts(run, HEAD),
         "facts": _facts(run, [key for key in run if key not in (*HEAD, *HIDDEN) and not key.endswith("fingerprint")]),
         "status": summary.status(events),
@@ -99,6 +105,7 @@ def report_data(run_dir: Path) -> dict[str, Any]:
         "changed": _changed(run),
         "config": _config_text(run_dir, run),
     }
+    _shrink(data, MOST_BYTES - _LEAST_SAMPLES_BYTES - 3 * _PAGE_BYTES)
     room = max(MAX_BYTES - len(encode(data)) - _PAGE_BYTES, _LEAST_SAMPLES_BYTES)
     data["samples"] = samples.thin_samples(run_dir, timeline, room)
     return data
@@ -129,12 +136,27 @@ def _sentences(
             rest = [finding for finding, counts in zip(rest, (groups, summary.audited(events)), strict=True) if counts]
         ordered += [*hindered, *outcome, *others, *rest, Finding("unknown", summary.time_sentence(steps))]
     ordered += [Finding("flat", f"{sentence}.") for sentence in damage]
-    return [{"tone": tone, "text": text, "advice": advice} for tone, text, advice, _ in ordered if text]
+    return [
+        {"tone": tone, "text": text[:_MAX_SENTENCE], "advice": advice[:_MAX_SENTENCE]}
+        for tone, text, advice, _ in ordered[:_MAX_SENTENCES]
+        if text
+    ]
+
+
+def _shrink(data: dict[str, Any], max_bytes: int) -> None:
+    """Cut what is largest, again and again, until all fits. Columns are left: their number is bounded."""
+    sizes = {name: samples.embedded_size(value) for name, value in data.items()}
+    limits = dict.fromkeys(sizes, max_bytes)
+    while sum(sizes.values()) > max_bytes:
+        name = max((name for name in sizes if name not in _WITH_COLUMNS and limits[name]), key=sizes.__getitem__)
+        limits[name] //= 2
+        data[name] = samples.cut(data[name], limits[name], limits[name])
+        sizes[name] = samples.embedded_size(data[name])
 
 
 def _failure(error: Event) -> dict[str, str]:
     trace = error.fields.get("traceback")
-    message = error.message.removeprefix(f"{error.fields.get('raised')}: ")
+    message = str(samples.cut(error.message.removeprefix(f"{error.fields.get('raised')}: "), _MAX_MESSAGE))
     return {"message": message, "traceback": trace if isinstance(trace, str) else ""}
 
 
@@ -160,7 +182,7 @@ def _log_line(event: Event) -> dict[str, object]:
 
 def _config_text(run_dir: Path, run: Mapping[str, JSON]) -> str:
     try:
-        text = (run_dir / "config.yaml").read_text(encoding="utf-8", errors="replace")
+        text = read_file(run_dir / "config.yaml", run_dir, MAX_YAML_BYTES).decode("utf-8", "replace")
     except FileNotFoundError:
         text = json.dumps(run["config"], indent=2) if "config" in run else ""
     except OSError as error:

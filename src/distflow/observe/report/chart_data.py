@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NotRequired, TypeAlias, TypedDict
 
-from distflow.observe.files import JSON
+from distflow.observe.files import JSON, MAX_NUMBER
 from distflow.observe.metrics import find_metric
 from distflow.observe.reading.run_reader import MetricsRecord, Timeline, read_samples, sample_steps
 
@@ -20,6 +20,7 @@ Column: TypeAlias = Sequence[float | str | None]
 
 MAX_POINTS = 1500
 MAX_SERIES = 300
+_MAX_VALUES = 150_000
 MAX_BINS = 24
 _FEW_VALUES = 12
 _MAX_STEPS = 5
@@ -159,6 +160,7 @@ def series(steps: Mapping[int, Mapping[str, float]], max_points: int = MAX_POINT
     """
     names = sorted({name for values in steps.values() for name in values})
     shown, left_out = names[:MAX_SERIES], names[MAX_SERIES:]
+    max_points = min(max_points, _MAX_VALUES // max(len(shown), 1))
     order = sorted(steps)
     if len(order) <= max_points:
         y = {name: [_point(steps[step].get(name)) for step in order] for name in shown}
@@ -276,7 +278,7 @@ def _numbers(rows: Sequence[Mapping[str, JSON]], key: str) -> list[float]:
     return [
         float(value)
         for row in rows
-        if isinstance(value := row.get(key), int | float) and not isinstance(value, bool) and math.isfinite(value)
+        if isinstance(value := row.get(key), int | float) and not isinstance(value, bool) and abs(value) <= MAX_NUMBER
     ]
 
 

@@ -4,12 +4,13 @@
 part only the labels tell them apart.
 """
 
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from distflow.observe.report.chart_data import ChosenChart, Column
-from distflow.observe.report.summary import Steps, known_values
+from distflow.observe.report.summary import Steps
 
 MAX_LINES = 12
 MAX_ROWS = 100
@@ -31,8 +32,11 @@ def domain_table(steps: Steps) -> list[dict[str, Any]]:
     at the first and the last validation, `best` being pass@k of the largest k. calls: of reward functions in training;
     errors, timeouts: of these. dropped: groups by reason. None: not measured.
     """
-    names = _find(name for values in steps.values() for name in values)
-    rows = [_row(domain, steps) for domain in names.domains[:MAX_ROWS]]
+    found: dict[str, list[float]] = {}
+    for _, values in sorted(steps.items()):
+        for name, value in values.items():
+            found.setdefault(name, []).extend([value] if math.isfinite(value) else [])
+    rows = [_row(domain, found) for domain in _find(found).domains[:MAX_ROWS]]
     total = sum(row["groups"] or 0 for row in rows)
     for row in rows:
         row["share"] = row["groups"] / total if row["groups"] is not None and total else None
@@ -129,26 +133,25 @@ def _dropped(domain: str, names: Iterable[str]) -> list[tuple[str, str]]:
     return [(name, name.removeprefix(start)) for name in sorted(names) if name.startswith(start)]
 
 
-def _row(domain: str, steps: Steps) -> dict[str, Any]:
-    names = {name for values in steps.values() for name in values}
-    at_k = _at_k(domain, names)
-    calls = known_values(steps, f"domains/{domain}/calls")
-    groups = known_values(steps, f"domains/{domain}/groups")
+def _row(domain: str, values: Mapping[str, Sequence[float]]) -> dict[str, Any]:
+    """values: by metric, in the order of the steps."""
+    at_k = _at_k(domain, values)
+    calls, groups = values.get(f"domains/{domain}/calls"), values.get(f"domains/{domain}/groups")
     return {
         "name": domain,
         "groups": round(sum(groups)) if groups else None,
         "share": None,
-        "reward": _tenths(known_values(steps, f"reward/{domain}/{_SCORE}")),
-        "accuracy": _ends(known_values(steps, f"val_correct/{domain}/mean")),
+        "reward": _tenths(values.get(f"reward/{domain}/{_SCORE}", ())),
+        "accuracy": _ends(values.get(f"val_correct/{domain}/mean", ())),
         "k": int(at_k[0][1].removeprefix("pass@")) if at_k else 0,
-        "best": _ends(known_values(steps, at_k[0][0])) if at_k else None,
+        "best": _ends(values[at_k[0][0]]) if at_k else None,
         "calls": round(sum(calls)) if calls else None,
-        "errors": round(sum(known_values(steps, f"domains/{domain}/errors"))),
-        "timeouts": round(sum(known_values(steps, f"domains/{domain}/timeouts"))),
+        "errors": round(sum(values.get(f"domains/{domain}/errors", ()))),
+        "timeouts": round(sum(values.get(f"domains/{domain}/timeouts", ()))),
         "dropped": {
             reason: round(counts[-1])
-            for name, reason in _dropped(domain, names)
-            if (counts := known_values(steps, name)) and counts[-1]
+            for name, reason in _dropped(domain, values)
+            if (counts := values[name]) and counts[-1]
         },
     }
 

@@ -6,12 +6,24 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from distflow.observe.files import JSON, encode
-from distflow.observe.reading.run_reader import Timeline, failure, read_samples, remarks, sample_splits, sample_steps
+from distflow.observe.files import JSON, encode, to_number
+from distflow.observe.reading.run_reader import (
+    MAX_SAMPLE_BYTES,
+    Timeline,
+    failure,
+    read_samples,
+    remarks,
+    sample_splits,
+    sample_steps,
+)
 from distflow.observe.writing.run_folder import DROPPED
 
 MAX_TEXT = 4000
 MAX_STEPS = 40
+_MAX_FILES = 120
+_MAX_BYTES = 256 * 2**20
+_MAX_RESPONSES = 256
+_MAX_ENDS = 100
 _LEAST_TEXT = 100
 _FAILED_FIRST = 2
 _TEXT_KEYS = ("response", "errors", "reward_parts")
@@ -40,15 +52,22 @@ def cut_response(row: Mapping[str, object], max_text: int = MAX_TEXT) -> dict[st
     return {key: value for key, value in shown.items() if value is not None and value != [] and value != {}}
 
 
-def cut(value: object, max_text: int) -> object:
-    """Texts of at most about `max_text` characters, lists and mappings of at most 50 entries."""
+def embedded_size(value: object) -> int:
+    """Its bytes in the page, where "<" is an escape."""
+    text = encode(value)
+    return len(text) + 5 * text.count(b"<")
+
+
+def cut(value: object, max_text: int, max_entries: int = 50) -> object:
+    """Texts of at most about `max_text` characters, lists and mappings of at most `max_entries`."""
     if isinstance(value, str) and len(value) > max_text:
         half = max_text // 2
         return f"{value[:half]}\n[… {len(value) - 2 * half:,} characters left out …]\n{value[-half:]}"
     if isinstance(value, Mapping):
-        return {str(key)[:100]: cut(item, max_text) for key, item in list(value.items())[:50]}
+        kept = list(value.items())[:max_entries]
+        return {str(key)[:100]: cut(item, max_text, max_entries) for key, item in kept}
     if isinstance(value, list):
-        return [cut(item, max_text) for item in value[:50]]
+        return [cut(item, max_text, max_entries) for item in value[:max_entries]]
     return value
 
 
@@ -64,21 +83,23 @@ def thin_samples(run_dir: Path, timeline: Timeline, max_bytes: int) -> dict[str,
     chosen ones of each domain.
     """
     files = {split: sample_steps(run_dir, split) for split in (*sample_splits(run_dir), DROPPED)}
-    chosen = [(split, step) for split, steps in files.items() for step in evenly(steps, MAX_STEPS)]
+    most = min(MAX_STEPS, max(_MAX_FILES // len(files), 1))
+    chosen = [(split, step) for split, steps in files.items() for step in evenly(steps, most)]
+    read_bytes = min(MAX_SAMPLE_BYTES, _MAX_BYTES // max(len(chosen), 1))
     shown: list[SampleGroup] = []
     num_groups = num_responses = 0
     left_bytes = max_bytes
     for position, (split, step) in enumerate(chosen):
-        rows = read_samples(run_dir, step, split, timeline)
+        rows = read_samples(run_dir, step, split, timeline, read_bytes)
         share = left_bytes // (len(chosen) - position)
         groups = sample_groups(rows, step, split)
         num_groups += len(groups)
         num_responses += len(rows)
-        sizes = [len(encode(group)) for group in groups]
+        sizes = [embedded_size(group) for group in groups]
         if max(sizes, default=0) > share:
             groups = sample_groups(rows, step, split, max(MAX_TEXT * share // max(sizes), _LEAST_TEXT))
-            sizes = [len(encode(group)) for group in groups]
-        fitting = _chosen(groups, sizes, share)
+            sizes = [embedded_size(group) for group in groups]
+        fitting = [i for i in _chosen(groups, sizes, share) if sizes[i] <= left_bytes + max_bytes]
         shown += [groups[i] for i in fitting]
         left_bytes -= sum(sizes[i] for i in fitting)
     return {
@@ -109,7 +130,7 @@ def sample_groups(
             "truth": cut(responses[0].get("ground_truth"), max_text),
             "domain": cut(responses[0].get("domain"), 200),
             "prompt_length": cut(responses[0].get("prompt_length"), 200),
-            "responses": [cut_response(response, max_text) for response in responses],
+            "responses": [cut_response(response, max_text) for response in responses[:_MAX_RESPONSES]],
         }
         for key, responses in groups.items()
     ]
@@ -167,7 +188,7 @@ def before_and_after(run_dir: Path, timeline: Timeline) -> dict[str, object] | N
             pair = {"split": split, "before": _response(old[key], then), "after": _response(new[key], now)}
             pairs[kind].append(pair | _problem(old[key][0]))
             for rows, kept in zip((old[key], new[key]), lengths, strict=True):
-                kept.extend(n for row in rows if isinstance(n := row.get("response_length"), int | float))
+                kept.extend(n for row in rows if (n := to_number(row.get("response_length"))) is not None)
     return {
         "first": min(first for _, first, _ in ends),
         "last": max(last for _, _, last in ends),
@@ -192,8 +213,12 @@ def num_problems(run_dir: Path, timeline: Timeline) -> dict[str, int]:
 def _end_steps(run_dir: Path, split: str, timeline: Timeline) -> list[int]:
     """The first and the last step of a split whose samples survive."""
     steps = sample_steps(run_dir, split)
-    first = next((step for step in steps if read_samples(run_dir, step, split, timeline)), None)
-    last = next((step for step in reversed(steps) if read_samples(run_dir, step, split, timeline)), None)
+
+    def is_there(step: int) -> bool:
+        return bool(read_samples(run_dir, step, split, timeline))
+
+    first = next(filter(is_there, steps[:_MAX_ENDS]), None)
+    last = next(filter(is_there, steps[: -_MAX_ENDS - 1 : -1]), None)
     return sorted({step for step in (first, last) if step is not None})
 
 

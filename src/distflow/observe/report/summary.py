@@ -186,7 +186,8 @@ def describe_audits(events: Sequence[Event]) -> Finding:
             looked.update({name: int(count) for name, count in checks.items() if isinstance(count, int)})
     often = [f"{n} {count}{f' + {looked[n]:,}' if looked[n] else ''}" for n, count in passed.items()]
     reasons = "; ".join(f"{name} ({reason})" for name, reason in unchecked.items())
-    counted = f"{len(audits):,} step{'s were' if len(audits) > 1 else ' was'} audited"
+    num_steps = sum(fields.get("of") != "validation" for fields in audits)
+    counted = f"{num_steps:,} step{' was' if num_steps == 1 else 's were'} audited"
     text = f"{counted}; these checks passed, in audits + in looks at a few samples of other steps: {', '.join(often)}."
     text += f" Not checked, or not in every audit: {reasons}." if reasons else ""
     return Finding("flat" if reasons else "good", text)

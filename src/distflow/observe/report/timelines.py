@@ -69,7 +69,7 @@ def read_activity(run_dir: Path) -> RunActivity:
     waits = [s for s in spans.get("training", ()) if s.kind == "wait"]
     taken_at = {int(found[1]): span.end for span in waits if (found := _STEP.fullmatch(span.what))}
     trained_at, oldest = dict[int, int](), dict[int, int]()
-    for record in read_records(run_dir / "ledger.jsonl", _MAX_LEDGER_BYTES)[0]:
+    for record in read_records(run_dir / "ledger.jsonl", _MAX_LEDGER_BYTES, run_dir)[0]:
         match record:
             case {"kind": "consumed", "step": int(step), "group_ids": list(group_ids)}:
                 trained_at.update({group_id: step for group_id in group_ids if isinstance(group_id, int)})
@@ -250,7 +250,7 @@ def pipeline_graph(run_dir: Path, steps: Steps) -> list[dict[str, Any]]:
     deps: nodes that it directly follows, without those that it follows by way of others. layer: how many nodes lie on
     the longest way to it. seconds: the mean of its phase a step, None where that was not timed.
     """
-    listed = read_object(run_dir / "plan.json").get("nodes")
+    listed = read_object(run_dir / "plan.json", run_dir).get("nodes")
     found = [node for node in (listed if isinstance(listed, list) else []) if isinstance(node, dict)]
     nodes = [_node(node, steps) for node in found if isinstance(node.get("name"), str)]
     names = {node["name"] for node in nodes}

@@ -9,16 +9,18 @@ import re
 from collections.abc import Callable
 
 from distflow.rewards.math.bounds import is_affordable
-from distflow.rewards.math.formula_equality import expressions_equal, fraction, numbers_equal, plain_number
+from distflow.rewards.math.form import has_form_of, is_number
+from distflow.rewards.math.formula_equality import expressions_equal, is_approximation, numbers_equal, plain_number
 from distflow.rewards.math.text import is_prose, listed, split_top, unwrap, words
 from distflow.rewards.math.units import NUMBER, PERCENT, RADIAN, UNCHANGED, conversion, split_unit
 
-_NUMBERS_IN_A_ROW = re.compile(r"[\d.]+(?: [\d.]+)+")
 _SPACES = re.compile(r" (?![A-Za-z0-9.\\])|(?<![A-Za-z0-9.]) ")
-_IMPROPER = re.compile(r"\d (?:\d+) ?/ ?\d")
 _CHOICE = re.compile(r"\(?\s*([A-J])\s*(?:\)\s*[.:]?|[.:])\s*(?:\\ )?\s*(\S.*)", re.DOTALL)
 _OTHER_CHOICE = re.compile(r"(?<![A-Za-z\\])[A-J]\s*(?:[).:,;/&|]|$)|\b(?:and|or)\s+\(?[A-J](?![A-Za-z])")
 _NAMED = re.compile(r"([A-Za-z])\s*=")
+_CALL = re.compile(r"[A-Za-z]'*(?:\^\{-1\})?\([^()]*\)|_(?:\{[^{}]*\}|\w)|\^(?:\d|\{\d\})")
+_LETTER = re.compile(r"[A-Za-z]")
+_NO_NAME = re.compile(r"\d|\\(?:pi|infty)(?![A-Za-z])")
 _NAMED_TUPLE = re.compile(r"(\([A-Za-z](?:, ?[A-Za-z])+\)) ?= ?(\(.+)")
 _REAL = re.compile(r"^[A-Za-z]\s*\\in\s*\\mathbb\{R\}\s*,\s*(?=[A-Za-z]\s*(?:<|>|\\le |\\ge |\\neq ))")
 _BASED = re.compile(
@@ -28,13 +30,13 @@ _BASED = re.compile(
 )
 _BASE_NAMES = ("two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
 _BASES = {name: base for base, name in enumerate(_BASE_NAMES, start=2)} | {"sixteen": 16}
-_SUBSCRIPTED_NUMBER = re.compile(r"\d\s*\)?\s*_")
+_ONE = re.compile(r"1|\\frac\{?1\}?\{?\d\}?|1/\d")
 _CLOCK = re.compile(r"(\d{1,2}):([0-5]\d)(?::([0-5]\d))?\s*(?:\\text\{)?\s*([ap])?\.?\s*(?:m\.?)?\s*\}?", re.IGNORECASE)
 _MODULUS = re.compile(
     r"(.+?)\s*\(?\s*(?:\\[pb]?mod|\\text\{\s*\(?mod(?:ulo)?\s*\}|\bmod(?:ulo)?\b)\s*\{?\s*(\w+)\s*\}?\s*\)?"
 )
 _CONGRUENT = re.compile(r".*\\equiv\s*")
-_MEMBER = re.compile(r"[A-Za-z]\s*\\in\s+")
+_MEMBER = re.compile(r"[A-Za-z]\s*\\in\s+(?![-+\d])")
 _RELATION = re.compile(r"\s*(<|>|\\le |\\ge |\\neq )\s*")
 _VARIABLE = re.compile(r"[A-Za-z]|\\(?!pi|infty)[a-z]+")
 _BUILDER = re.compile(r"\\\{\s*[A-Za-z]\s*(?:\\in\s*\\mathbb\{R\}\s*)?(?:\\mid|\\vert|\||:)\s*(.+)\\\}")
@@ -55,13 +57,7 @@ def are_equal(gold: str, answer: str) -> bool:
 
 def _numbers(gold: str, answer: str) -> bool | None:
     gold_number, number = plain_number(gold), plain_number(answer)
-    if gold_number is None or number is None:
-        fractions = fraction(gold), fraction(answer)
-        if None not in fractions:
-            return fractions[0] == fractions[1]
-        is_no_number = _NUMBERS_IN_A_ROW.fullmatch(answer) or _IMPROPER.search(answer) or _IMPROPER.search(gold)
-        return False if is_no_number else None  # the parser would multiply them
-    return numbers_equal(gold_number, number)
+    return None if gold_number is None or number is None else numbers_equal(gold_number, number)
 
 
 def _choices(gold: str, answer: str) -> bool | None:
@@ -92,7 +88,7 @@ def _bases(gold: str, answer: str) -> bool | None:
         return first.groups() == second.groups() or ((value := _value(first)) is not None and value == _value(second))
     if first or second:
         return (first[1] if first else gold) == (second[1] if second else answer)
-    return False if _SUBSCRIPTED_NUMBER.search(gold + " " + answer) else None  # the parser would drop them
+    return None
 
 
 def _value(based: re.Match[str]) -> int | None:
@@ -115,7 +111,7 @@ def _clock_times(gold: str, answer: str) -> bool | None:
 
 
 def _ratios(gold: str, answer: str) -> bool | None:
-    """`1:2` equals `2:4` and 1/2. A pair that may be a time of day equals a fraction only in lowest terms."""
+    """`1:2` equals `2:4` and 1/2. A ratio equals a number only in lowest terms: others may be divisions or times."""
     sides = [split_top(text.replace(r"\colon", ":"), ":") for text in (gold, answer)]
     if max(map(len, sides)) == 1:
         return None
@@ -124,20 +120,22 @@ def _ratios(gold: str, answer: str) -> bool | None:
             are_equal(*(rf"\frac{{{part}}}{{{side[0]}}}" for side, part in zip(sides, parts, strict=True)))
             for parts in zip(sides[0][1:], sides[1][1:], strict=True)
         )
-    clock = _CLOCK.fullmatch(gold if len(sides[0]) > 1 else answer)
-    if max(map(len, sides)) > 2 or (clock and math.gcd(int(clock[1]), int(clock[2])) > 1):
+    ratio = max(sides, key=len)
+    if len(ratio) > 2 or (all(map(str.isdecimal, ratio)) and math.gcd(*map(int, ratio)) > 1):
         return False
     first, second = (side[0] if len(side) == 1 else rf"\frac{{{side[0]}}}{{{side[1]}}}" for side in sides)
     return are_equal(first, second)
 
 
 def _congruences(gold: str, answer: str) -> bool | None:
-    r"""`7 \mod 5` equals 2; `2 \pmod 5` equals 2 and `7 \pmod 5`."""
+    r"""`2 \pmod 5` equals 2 and `7 \pmod 5`; 2 does not equal `7 \mod 5`."""
     found = [_MODULUS.fullmatch(text) for text in (gold, answer)]
     moduli = {match[2] for match in found if match}
     if len(moduli) != 1:
         return False if moduli else None
     modulus = next(iter(moduli))
+    if found[0] is None and found[1] and _residue(residue := _CONGRUENT.sub("", found[1][1]), modulus) != residue:
+        return False  # it is left to be computed
     first, second = (
         _residue(_CONGRUENT.sub("", match[1]), modulus) if match else text
         for match, text in zip(found, (gold, answer), strict=True)
@@ -151,26 +149,63 @@ def _residue(value: str, modulus: str) -> str:
     return str(int(value) % int(modulus)) if is_known else value
 
 
+def _chains(gold: str, answer: str) -> bool | None:
+    r"""`x = 3 + 4 = 7` equals 7: every side does, and one states it; after `\approx` stand roundings of it."""
+    exact, *rough = split_top(re.sub(r"\\approx(?![A-Za-z])", "≈", answer), "≈")
+    sides = split_top(exact, "=")
+    if (len(sides) == 1 and not rough) or listed(answer):
+        return None
+    gold_sides = split_top(gold, "=")
+    if len(gold_sides) > 1:
+        if gold_sides[0] not in sides or not _is_name(gold_sides[0]):
+            return False if _NAMED.match(gold) and is_number(gold_sides[-1]) else None  # else an equation
+        gold = gold_sides[-1]
+    sides = [side for i, side in enumerate(sides) if not (_is_name(side) and (i == 0 or is_number(gold)))]
+    if not sides and rough:
+        sides = [rough.pop(0)]
+    bare = split_unit(gold)[0]
+    return (
+        any(are_equal(gold, side) for side in sides)
+        and all(are_equal(gold, side) or expressions_equal(bare, split_unit(side)[0]) for side in sides)
+        and all(is_approximation(bare, split_unit(side)[0]) for side in rough)
+    )
+
+
+def _is_name(side: str) -> bool:
+    """Whether it has variables only, as `x`, `a^2 + b` and `f(3)`."""
+    rest = _CALL.sub("x", side)
+    return bool(_LETTER.search(rest)) and not _NO_NAME.search(rest)
+
+
+def _formulas(gold: str, answer: str) -> bool:
+    return has_form_of(gold, answer) and expressions_equal(gold, answer)
+
+
 def _measures(gold: str, answer: str) -> bool | None:
     """The same number with a unit or without; two units are converted; 50 % is 50 and 0.5; 180° is 180 and π."""
     gold_value, gold_unit = split_unit(gold)
     value, unit = split_unit(answer, is_measured=gold_unit is not None or plain_number(gold) is not None)
+    is_stated = has_form_of(gold_value, value) or has_form_of(r"\pi", value)
     if gold_unit is not None and unit is not None:
         factor = conversion(gold_unit, unit)
-        return factor is not None and are_equal(gold_value, _scaled(value, factor))
+        return factor is not None and is_stated and _equal_scaled(gold_value, value, factor)
     if gold_unit is None and unit is None:
         return None
     number = plain_number(gold)
+    if gold_unit is None and unit is not None and not (unit.is_plain or _ONE.fullmatch(value)):
+        return False
     is_share = unit == PERCENT and number is not None and 0 < abs(number) < 1  # 0.5 is not 0.5 %
     if not is_share and are_equal(gold_value, value):
         return True
     measured, bare, its_unit = (gold_value, value, gold_unit) if gold_unit else (value, gold_value, unit)
     factor = conversion(RADIAN if r"\pi" in bare else NUMBER, its_unit) if its_unit else None
-    return factor is not None and are_equal(bare, _scaled(measured, factor))
+    return factor is not None and is_stated and _equal_scaled(bare, measured, factor)
 
 
-def _scaled(value: str, factor: str) -> str:
-    return value if factor == UNCHANGED else rf"{factor} \cdot ({value})"
+def _equal_scaled(value: str, measured: str, factor: str) -> bool:
+    if factor == UNCHANGED:
+        return are_equal(value, measured)
+    return is_affordable(measured) and expressions_equal(value, rf"{factor} \cdot ({measured})")
 
 
 def _relations(gold: str, answer: str) -> bool | None:
@@ -272,6 +307,6 @@ def _texts(gold: str, answer: str) -> bool | None:
 
 
 _RULES: tuple[Callable[[str, str], bool | None], ...] = (
-    _numbers, _choices, _named_tuples, _bases, _clock_times, _congruences, _measures, _ratios, _relations, _lists,
-    _texts, expressions_equal,
+    _numbers, _choices, _named_tuples, _bases, _clock_times, _congruences, _chains, _measures, _ratios, _relations,
+    _lists, _texts, _formulas,
 )  # fmt: skip

@@ -16,17 +16,14 @@ import math_verify
 from latex2sympy2_extended import latex2sympy2
 from latex2sympy2_extended.latex2sympy2 import NormalizationConfig, latex2sympy, normalize_latex
 from math_verify import grader
-from sympy import Basic, Derivative, Eq, Expr, Float, I, Integral, Limit, MatrixBase, Product, Sum, Symbol
+from sympy import Basic, Derivative, Expr, Float, I, Integral, Limit, MatrixBase, Product, Sum, Symbol
 from sympy.core.function import AppliedUndef
-from sympy.core.relational import Relational
 
 from distflow.rewards.math.bounds import MAX_BITS
 from distflow.rewards.math.text import unwrap, words
 
 ROUNDED_DECIMALS = 6
 _PLAIN_NUMBER = re.compile(r"[+-]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d*)?", re.ASCII)
-_LATEX_FRACTION = r"\\frac\s*\{\s*(-?\d{1,50})\s*\}\s*\{\s*(-?\d{1,50})\s*\}"
-_FRACTION = re.compile(rf"(-?)\s*(?:{_LATEX_FRACTION}|(\d{{1,50}})\s*/\s*(\d{{1,50}}))", re.ASCII)
 _EXACTLY = Context(prec=2 * MAX_BITS, rounding=ROUND_HALF_UP)
 
 
@@ -40,17 +37,18 @@ def is_rounded(exact: Decimal, decimal: Decimal) -> bool:
     """Whether a decimal of `ROUNDED_DECIMALS` or more places is the exact value, rounded or truncated."""
     if num_decimals(decimal) < ROUNDED_DECIMALS or num_decimals(exact) == num_decimals(decimal):
         return False
+    return _is_rounding(exact, decimal)
+
+
+def _is_rounding(exact: Decimal, decimal: Decimal) -> bool:
     return decimal in (_EXACTLY.quantize(exact, decimal), exact.quantize(decimal, ROUND_DOWN, _EXACTLY))
 
 
-def fraction(text: str) -> Fraction | None:
-    r"""The value of `\frac{3}{4}`, `-3/4` or a short decimal, without a parser; None for anything else."""
-    found = _FRACTION.fullmatch(text)
-    if found is None:
-        number = plain_number(text)
-        return None if number is None or num_decimals(number) >= ROUNDED_DECIMALS else Fraction(number)
-    numerator, denominator = int(found[2] or found[4]), int(found[3] or found[5])
-    return None if denominator == 0 else Fraction(-numerator if found[1] else numerator, denominator)
+def is_approximation(exact: str, decimal: str) -> bool:
+    """Whether a plain decimal is the value of an expression, rounded or truncated to any number of places."""
+    number, parsed = plain_number(decimal), _parse(exact)
+    value = None if number is None or parsed is None else _attempt(lambda: _real_value(parsed))
+    return number is not None and value is not None and _is_rounding(Decimal(value), number)
 
 
 def num_decimals(number: Decimal) -> int:
@@ -86,7 +84,7 @@ _SYNTAX = NormalizationConfig(basic_latex=True, units=False, malformed_operators
 _TRIGONOMETRY = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![A-Za-z])")
 _IMAGINARY = (Symbol("i", real=True), Symbol("i"))
 _NOT_POINTWISE = (Integral, Derivative, Limit, Sum, Product, AppliedUndef)
-_SMALL, _SMALL_GAP, _RELATIVE_TOLERANCE = 1e-3, 1e-9, 1e-6
+_SMALL_GAP, _RELATIVE_TOLERANCE = 1e-9, 1e-6
 _Result = TypeVar("_Result")
 
 
@@ -102,7 +100,7 @@ def expressions_equal(gold: str, answer: str) -> bool:
         second = _parse(answer)
     except RecursionError:
         return False
-    if first is None or second is None or (_is_equation(second) and not isinstance(first, Relational)):
+    if first is None or second is None:
         return False
     try:
         return _attempt(lambda: _compare(first, second, gold, answer)) or False
@@ -129,15 +127,7 @@ def _compare(first: Basic | MatrixBase, second: Basic | MatrixBase, gold: str, a
             return known
     if _differ_at_a_point(first, second):
         return False
-    equal = math_verify.verify([first], [second], timeout_seconds=None, raise_on_error=True)
-    return bool(equal) and not _differ_below_rounding(first, second)
-
-
-def _is_equation(answer: Basic | MatrixBase) -> bool:
-    """Whether it is an equation such as 2x + 3 = 0, which does not state a value, unlike x = 0."""
-    if not isinstance(answer, Eq) or answer.rhs != 0 or not answer.lhs.free_symbols:
-        return False
-    return not isinstance(answer.lhs, AppliedUndef) and not grader.is_expr_of_only_symbols(answer.lhs)
+    return bool(math_verify.verify([first], [second], timeout_seconds=None, raise_on_error=True))
 
 
 def _is_endless(side: Basic | MatrixBase) -> bool:
@@ -179,7 +169,7 @@ def _differ_at_a_point(gold: Basic | MatrixBase, answer: Basic | MatrixBase) -> 
     if not all(isinstance(side, Expr) and not side.has(*_NOT_POINTWISE) for side in (gold, answer)):
         return False
     point = _point(gold.free_symbols | answer.free_symbols)
-    if not point or isinstance(gold, Symbol) or isinstance(answer, Symbol):  # a symbol may be a word
+    if isinstance(gold, Symbol) or isinstance(answer, Symbol):  # a symbol may be a word
         return False
     try:
         first, second = (complex(side.xreplace(point).evalf()) for side in (gold, answer))
@@ -205,14 +195,6 @@ def _rounds_to(expression: Basic | MatrixBase, text: str) -> bool | None:
     if value.is_Rational and Fraction(decimal) == Fraction(int(value.p), int(value.q)):
         return True
     return is_rounded(exact, decimal) if value.is_Rational or num_decimals(decimal) >= ROUNDED_DECIMALS else None
-
-
-def _differ_below_rounding(gold: Basic | MatrixBase, answer: Basic | MatrixBase) -> bool:
-    """True for small numbers that math-verify calls equal because it rounds at the sixth decimal."""
-    first, second = _real_value(gold), _real_value(answer)
-    if first is None or second is None or abs(first) >= _SMALL:
-        return False
-    return abs(first - second) > _RELATIVE_TOLERANCE * max(abs(first), abs(second))
 
 
 def _real_value(parsed: Basic | MatrixBase) -> float | None:

@@ -70,18 +70,24 @@ _PLAIN_VALUE = re.compile(r"(?:[\d.,+\-*/(){}^\s=]|\\(?:frac|sqrt|pi|cdot|times)
 _NO_UNITS = frozenset(  # words that change the number
     ("or", "and", "not", "to", "no", "than", "less", "least", "most", "if", "mod", "modulo", "base", "minus", "plus")
     + ("below", "under", "above", "squared", "cubed", "factorial", "half", "halve", "third", "fourth", "fifth")
-    + ("tenth", "hundredth", "thousandth")
+    + ("tenth", "hundredth", "thousandth", "is", "was", "this", "thus", "yes", "perhaps", "always", "sometimes")
+)
+_PLURALS = frozenset(  # without an s
+    ("people", "men", "women", "children", "mice", "geese", "teeth", "sheep", "fish", "deer", "yuan", "yen", "won")
+    + ("total", "each", "altogether", "apiece", "remaining", "left", "old", "tall", "long", "wide", "high", "deep")
 )
 _NEVER_VARIABLES = frozenset(("cm", "km", "mm", "kg", "ft", "hz", "kw"))  # of up to two letters
 
 
 @dataclass(frozen=True)
 class Unit:
-    """Powers of dimensions by name, and the size in base units, apart from the factor 180/π of a radian."""
+    """Powers of dimensions by name, and the size in base units, apart from the factor 180/π of a radian. is_plain: it
+    is known or a word in the plural, so that a number with it may be compared with a bare number."""
 
     dimensions: tuple[tuple[str, int], ...]
     size: Fraction
     is_radian: bool = False
+    is_plain: bool = True
 
 
 NUMBER, PERCENT = Unit((), Fraction(1)), Unit((), Fraction(1, 100))
@@ -139,6 +145,8 @@ def _unit(spelled: str, may_be_unknown: bool) -> Unit | None:
         return None
     powers: dict[str, int] = {}
     size, is_radian, is_below = Fraction(1), False, False
+    unknown = [part[2].lower() for part in parts if _known(part[2]) is None]
+    is_plain = not unknown or any(name in _PLURALS or name.endswith("s") for name in unknown)
     for slash, name, power in (part.groups() for part in parts):
         is_below = is_below or bool(slash)
         exponent = int(power or 1) * (-1 if is_below else 1)
@@ -150,7 +158,7 @@ def _unit(spelled: str, may_be_unknown: bool) -> Unit | None:
         size *= Fraction(1 if "pi" in factor else factor or 1) ** exponent
         powers[dimension] = powers.get(dimension, 0) + exponent
     dimensions = sorted((name, power) for name, power in powers.items() if power and name != "number")
-    return Unit(tuple(dimensions), size, is_radian)
+    return Unit(tuple(dimensions), size, is_radian, is_plain)
 
 
 def _known(name: str) -> tuple[str, str] | None:

@@ -50,6 +50,7 @@ from distflow.runtime.checkpoint.files import (
     write_part,
 )
 from distflow.runtime.checkpoint.shards import Layout
+from distflow.untrusted_files import read_file
 
 _MAX_NAME = 256
 _NAME: Final = re.compile(r"\w+(-rank\d+)?")
@@ -79,7 +80,7 @@ class Checkpoint:
         files = self.files[part]
         try:
             return read_part(files, layout)
-        except (ValueError, RecursionError, SafetensorError) as err:
+        except (OSError, ValueError, RecursionError, SafetensorError) as err:
             raise CheckpointError(f"the checkpoint {self.path} cannot be read: {files[0].name}: {err}") from err
 
     @contextmanager
@@ -279,8 +280,8 @@ class CheckpointStore:
     def _load_latest(self) -> Checkpoint:
         newest_first = sorted(checkpoints_in(self.folder), key=serial_of, reverse=True)
         wanted = ""
-        with suppress(OSError), (self.folder / LATEST).open("rb") as file:
-            wanted = file.read(_MAX_NAME).decode(errors="replace").strip()
+        with suppress(OSError):
+            wanted = read_file(self.folder / LATEST, self.folder, _MAX_NAME).decode(errors="replace").strip()
         newest_first.sort(key=lambda path: path.name != wanted)
         faults = []
         for path in newest_first:

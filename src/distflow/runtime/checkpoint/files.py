@@ -23,6 +23,7 @@ from torch import Tensor
 from distflow.errors import UserError
 from distflow.observe.files import is_aside, replacing, write_atomically
 from distflow.runtime.checkpoint.shards import Layout, Shards, read_shards
+from distflow.untrusted_files import MAX_JSON_VALUES, count_values, open_file, read_file
 
 MANIFEST = "manifest.json"
 FORMAT = 1
@@ -31,6 +32,7 @@ PARTIAL: Final = ".partial"
 REMOVED: Final = ".removed"
 BEGUN: Final = ".distflow-begun"
 
+_MAX_MANIFEST_BYTES: Final = 4 * 2**20
 _CHECKPOINT: Final = re.compile(r"step-(\d{6,})(-\d+)?")
 _PART: Final = re.compile(r"\w+(-rank\d+)?\.(safetensors|json)")
 
@@ -92,14 +94,17 @@ def part_of(file: str) -> str:
 def read_part(files: Sequence[Path], layout: Layout | None = None) -> object:
     """The part in its files. layout: the sharding of its tensors; without it they are whole, on the CPU."""
     if files[0].suffix == ".json":
-        return json.loads(files[0].read_text())
+        text = read_file(files[0], files[0].parent)
+        if count_values(text) > MAX_JSON_VALUES:
+            raise ValueError(f"it holds more than {MAX_JSON_VALUES:,} values")
+        return json.loads(text)
     if layout is None and files[0].stem == part_of(files[0].name):
         return load_file(files[0])
     return read_shards(files, layout or (lambda name: None))
 
 
 def describe(path: Path) -> FileEntry:
-    with path.open("rb") as file:
+    with open_file(path, path.parent) as file:
         return FileEntry(hashlib.file_digest(file, "sha256").hexdigest(), path.stat().st_size)
 
 
@@ -111,7 +116,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 def read_manifest(folder: Path) -> Manifest:
     """Raises DamagedError if it is missing or was changed."""
     try:
-        body = json.loads((folder / MANIFEST).read_bytes())
+        body = json.loads(read_file(folder / MANIFEST, folder, _MAX_MANIFEST_BYTES))
         digest = body.pop("sha256")
         if digest != _digest(body) or body.pop("format") != FORMAT:
             raise DamagedError(f"{MANIFEST} does not match its own checksum")

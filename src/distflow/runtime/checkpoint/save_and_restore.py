@@ -28,15 +28,21 @@ from distflow.training.engine import TrainState
 
 
 def saved_parts(
-    spec: Spec, resources: Resources, resume_point: Callable[[], ResumePoint[Batch]], state: NodeState, rank: int = 0
+    spec: Spec,
+    resources: Resources,
+    resume_point: Callable[[], ResumePoint[Batch]],
+    state: NodeState,
+    rank: int = 0,
+    audit: Callable[[NodeState, ResumePoint[Batch] | None], Mapping[str, object]] = lambda state, point: {},
 ) -> Iterator[tuple[str, object]]:
     """The parts of a checkpoint that one rank writes, by name: tensors, shards of them, or values that JSON can hold.
 
     resume_point: called by the first rank alone. state: of all nodes. rank: among those that train. Each rank writes
     its own shards of sharded tensors; the first rank that trains a model writes the tensors that all of them have, and
-    the first of all the parts of the run. The last part holds the random generators of the rank: with it, all that the
-    rank writes is complete.
+    the first of all the parts of the run. The last part holds the random generators of the rank, and what `audit`
+    finds in its memory: with it, all that the rank writes is complete.
     """
+    point = None
     trainers = [each for dp_group in dp_groups_of(spec.plan) for each in dp_group]
     for role, engine in resources.trained().items():
         first = next(place for place, each in enumerate(trainers) if role in spec.plan.ranks[each].engines)
@@ -55,7 +61,7 @@ def saved_parts(
         facts = {**spec.facts, **resources.facts}
         run = {"config": to_dict(spec.config), "facts": facts, "coordinator": point.snapshot}
         yield "run", {**run, "live_measured": measured, "nodes": state}
-    yield part_of_rank(rank), _generator_states()
+    yield part_of_rank(rank), {**_generator_states(), "audit": dict(audit(state, point))}
 
 
 def part_of_rank(rank: int) -> str:

@@ -141,7 +141,8 @@ class SampleQueuePort(Protocol):
         """
 
     def resume_point(self) -> ResumePoint[Batch]:
-        """What a checkpoint of the step released last saves. For the rank that leads, before it takes the next step."""
+        """What a checkpoint of the step released last saves, or what the run starts from. For the rank that leads,
+        before it takes the next step."""
 
 
 class NothingToWaitFor(UserError):

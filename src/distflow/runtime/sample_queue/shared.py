@@ -111,7 +111,7 @@ class SharedSampleQueue(Generic[T]):
         self._reading = _Reading[T]() if may_be_lost else None
         self._released_by: set[int] = set()
         self._released: Released | None = None  # of the last step that all ranks have released
-        self._resume_point: ResumePoint[T] | None = None
+        self._resume_point: ResumePoint[T] | None = ResumePoint(coordinator.snapshot(), {**self._groups})
 
     def groups_for(self, worker: int, engine_version: int | None) -> list[PromptGroup] | None:
         """The groups that this worker is to start now; None if the run has failed. engine_version: the lowest weight
@@ -283,7 +283,7 @@ class SharedSampleQueue(Generic[T]):
             return self._released
 
     def resume_point(self) -> ResumePoint[T]:
-        assert self._resume_point is not None, "a step was released"
+        assert self._resume_point is not None, "no step was taken since the last release"
         return self._resume_point
 
     def open_data(self) -> None:

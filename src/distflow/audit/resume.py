@@ -1,0 +1,147 @@
+"""Check: a resumed run has in memory what the saved run had, bit for bit, by hashes of the memory in the checkpoint."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from distflow.audit.model_forward import model_of
+from distflow.audit.recorded_data import NOT_APPLICABLE, RecordedStep, Wrong, check, samples_of
+from distflow.audit.recorder import OpenEngine
+from distflow.config import changed_keys, config_from_dict
+from distflow.data import global_generators
+from distflow.data.batch import Batch
+from distflow.models.weight_checks import bit_hash
+from distflow.runtime.audit_protocol import AUDIT_STATE
+from distflow.runtime.resources import Resources
+from distflow.runtime.sample_queue.protocol import ResumePoint
+from distflow.runtime.worker_inputs import WorkerInputs
+
+STREAMS, NODES, POSITION, QUEUED = "random stream", "state of node", "data position", "queued group"
+
+Hashes = dict[str, dict[str, tuple[str, str]]]
+"""By part (a model's role, or one of the above) and name: whose it is ("" if all ranks have the same), and the hash."""
+
+
+class Memory:
+    """What a worker has in memory, as hashes, and how it differs from the checkpoint that it resumed from."""
+
+    def __init__(self, inputs: WorkerInputs, resources: Resources) -> None:
+        self._inputs, self._resources, self._rank = inputs, resources, inputs.ports.everyone.rank
+        self._saved: Hashes | None = None
+        self._tolerated: dict[str, str] = {}
+        self._unchecked: dict[str, str] = {}
+
+    def models(self) -> Hashes:
+        """All weights, frozen ones too, all entries of optimizers, and their numbers of steps."""
+        found: Hashes = {}
+        for role in ("actor", "critic", "ref"):
+            engine = getattr(self._resources, role)
+            model = model_of(engine)
+            if model is None or any(model is model_of(getattr(self._resources, other)) for other in found):
+                continue
+            optimizer: Mapping[Any, Any] = engine.optimizer.state if isinstance(engine, OpenEngine) else {}
+            found[role] = {"number of optimizer steps": ("", str(getattr(engine, "num_steps", 0)))}
+            for name, parameter in model.named_parameters():
+                for what, value in {"weight": parameter, **optimizer.get(parameter, {})}.items():
+                    found[role][f"{what} {name}"] = (_place(value), _digest(value))
+        return found
+
+    def others(self, nodes: Mapping[str, Any], point: ResumePoint[Batch] | None) -> Hashes:
+        """All else."""
+        streams = dict(global_generators.states())
+        streams |= {f"cuda:{i}": state for i, state in enumerate(streams.pop("cuda", ()))}
+        found: dict[str, Mapping[str, Any]] = {NODES: {name: nodes[name] for name in nodes if name != AUDIT_STATE}}
+        if point is not None:
+            elsewhere = ("plan", "restart", "ledger")
+            found[POSITION] = {name: value for name, value in point.snapshot.items() if name not in elsewhere}
+            found[QUEUED] = {str(number): samples_of(group.data) for number, group in point.queued.items()}
+        hashes = {part: {name: ("", _digest(value)) for name, value in own.items()} for part, own in found.items()}
+        return {**hashes, STREAMS: {name: (str(self._rank), _digest(state)) for name, state in streams.items()}}
+
+    def compare_at_start(self, _: object) -> None:
+        """Raises Wrong if anything is not what the saved run had."""
+        spec, checkpoint, self._saved = self._inputs.spec, self._inputs.resumed, {}
+        assert checkpoint is not None, "called in a resumed run"
+        parts = [part for part in checkpoint.parts if part.startswith("rank_")]
+        with checkpoint.reading():
+            for part in sorted(parts, key=lambda part: part == f"rank_{self._rank}"):  # its own shards last
+                for kind, hashes in checkpoint.load(part).get("audit", {}).items():
+                    self._saved.setdefault(kind, {}).update(
+                        {name: (entry[0], entry[1]) for name, entry in hashes.items()}
+                    )
+            before = config_from_dict(checkpoint.load("run")["config"], judge=False)
+        if spec.data.max_staleness:
+            self._tolerated = dict.fromkeys((STREAMS, NODES), "groups are generated meanwhile")
+        changed = [key for key, *_ in changed_keys(before, spec.config) if not key.startswith("trainer.")]
+        if changed:
+            self._tolerated |= dict.fromkeys((POSITION, QUEUED, "ref"), f"{changed[0]} has changed")
+        point = self._inputs.ports.queue.resume_point() if self._rank == 0 else None
+        self._compare(self.models() | self.others(self._inputs.state, point))
+
+    def compare_again(self, step: int) -> str | None:
+        """Before the first update of `step`; see `Check.run`."""
+        if self._inputs.resumed is None or step != self._inputs.version.step:
+            return NOT_APPLICABLE
+        if self._saved is None:
+            return "a training loop of the user's own may have trained before"
+        self._compare(self.models())
+        return "; ".join(f"{part}: {why}" for part, why in self._unchecked.items()) or None
+
+    def _compare(self, now: Hashes) -> None:
+        wrong, saved = list[str](), self._saved or {}
+        for part, hashes in now.items():
+            before = saved.get(part, {})
+            if not before and part != QUEUED:
+                self._unchecked[part if saved else "all"] = "the checkpoint has no hashes"
+                continue
+            for name in sorted(before.keys() & hashes.keys() if part == STREAMS else before.keys() | hashes.keys()):
+                (place, then), (here, found) = (each.get(name, ("", "")) for each in (before, hashes))
+                if place != here and then and found:
+                    self._unchecked[part] = "another layout over ranks"
+                elif then != found and part in self._tolerated:
+                    self._unchecked[part] = self._tolerated[part]
+                elif then != found:
+                    wrong.append(f"{part} {name}")
+        if wrong:
+            raise Wrong(
+                f"{', '.join(wrong[:3])} ({len(wrong)} in all): not what the run had in memory when it saved. It was "
+                "not restored, or has changed since, or the checkpoint has: resume from another one by --resume PATH"
+            )
+
+
+@check(
+    "resume",
+    "after a resume weights (frozen ones and the reference too), optimizer, random streams, state of nodes, data "
+    "position and queued groups are what the saved run had in memory, at the start and before the first update",
+    needs="a checkpoint of an audited run; the same layout over ranks; no staleness for random streams and nodes",
+    limit="equal bits",
+)
+def audit_resume(recorded: RecordedStep) -> str | None:
+    return recorded.run.compare_memory(recorded.step)
+
+
+def _place(value: object) -> str:
+    """Which part of the whole tensor this rank has."""
+    if not isinstance(value, DTensor):
+        return ""
+    return f"{tuple(value.device_mesh.shape)} {value.device_mesh.get_coordinate()} {value.placements}"
+
+
+def _digest(value: object) -> str:
+    return hashlib.sha256(_text(value).encode()).hexdigest()[:16]
+
+
+def _text(value: object) -> str:
+    """The same before and after a way through JSON; tensors and arrays by their bits."""
+    if isinstance(value, Mapping):
+        return f"{{{sorted((str(name), _text(entry)) for name, entry in value.items())}}}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_text, value))}]"
+    if isinstance(value, np.ndarray):
+        return value.tobytes().hex()
+    return bit_hash(value) if isinstance(value, Tensor) else json.dumps(value)

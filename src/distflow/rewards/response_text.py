@@ -1,0 +1,92 @@
+"""Is a response a text? A few signs follow most of IFEval's instructions: `* a` is a list, `{}` is JSON.
+
+A text has at least `MIN_WORDS` different words, of `MIN_BYTES` letters together, besides those that its instructions
+force (a keyword, the phrase at its end). At most every other word is the same, n words have at least √(2n) different
+ones, and at least a third of its characters are letters or digits. A word has two letters and a vowel; in another
+script than Latin any letters are one, and in one without spaces (Chinese, Thai) each two neighbours.
+"""
+
+import re
+import unicodedata
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+
+MIN_WORDS, MIN_BYTES = 3, 10
+_WITHOUT_SPACES = re.compile(
+    "[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\U00020000-\U0003ffff]+"
+)
+_VOWEL = re.compile("[aeiouy]")
+_CONTENT = re.compile(r"[A-Za-z]{2}|\d|[^\W\d_A-Za-z]")
+_LITERAL = ("prompt_to_repeat", "end_phrase", "first_word")
+_PATTERNS = ("keyword", "keywords", "postscript_marker", "section_spliter")
+
+_BETWEEN = {
+    "length_constraints:number_paragraphs": r"\*\*\*",
+    "length_constraints:nth_paragraph_first_word": r"\n\n",
+    "combination:two_responses": r"\*{6}",
+}
+_BEFORE = {
+    "detectable_content:postscript": r"(?i){postscript_marker}",
+    "detectable_format:multiple_sections": r"\s?{section_spliter}\s?\d+",
+}
+_AROUND = {
+    "detectable_content:number_placeholders": r"\[([^\[\]\n]*)\]",
+    "detectable_format:number_bullet_lists": r"(?m)^[^\S\n]*+[-*](.*)$",
+    "detectable_format:number_highlighted_sections": r"(?<=\*)[^\n*]+(?=\*)",
+    "detectable_format:title": r"<<([^\n<>]*)>>",
+}
+"""By instruction, what stands between, before or around the parts that it asks for."""
+
+
+def has_parts(instruction: str, response: str, arguments: Mapping[str, object]) -> bool:
+    """Whether as many parts as the instruction asks for hold something, e.g. the items of a list."""
+    if instruction in _AROUND:
+        parts = re.findall(_AROUND[instruction], response)
+    elif instruction in _BETWEEN:
+        parts = re.split(_BETWEEN[instruction], response)
+    elif instruction in _BEFORE:
+        marker = str(arguments.get("postscript_marker", "")).rstrip(".")
+        forms = {**arguments, "postscript_marker": re.escape(marker).replace(r"\.", r"\.\s?") + r"\.?"}
+        parts = re.split(_BEFORE[instruction].format(**forms), response)[1:]
+    else:
+        return True
+    wanted = [value for name, value in arguments.items() if name.startswith("num_")]
+    wanted = wanted or [2 if instruction in _BETWEEN else 1]
+    return sum(_CONTENT.search(part or "") is not None for part in parts) >= int(str(wanted[0]))
+
+
+def is_text(response: str, arguments: Iterable[Mapping[str, object]]) -> bool:
+    """arguments: of the response's instructions; what they force does not count."""
+    if 3 * sum(map(str.isalnum, response)) < len("".join(response.split())):
+        return False
+    for pattern in _forced(arguments):
+        response = re.sub(pattern, " ", response, flags=re.IGNORECASE)
+    counts = Counter(_words(response))
+    different, total = len(counts), counts.total()
+    if different < MIN_WORDS or len("".join(counts).encode("utf-8", "replace")) < MIN_BYTES:
+        return False
+    return 2 * max(counts.values()) <= total <= different**2 / 2
+
+
+def _forced(arguments: Iterable[Mapping[str, object]]) -> Iterator[str]:
+    """Expressions for what the instructions force."""
+    for name, value in (item for entry in arguments for item in entry.items()):
+        if name in _LITERAL:
+            yield re.escape(str(value))
+        elif name in _PATTERNS:
+            yield from value if isinstance(value, list) else [str(value)]
+
+
+def _words(text: str) -> Iterator[str]:
+    plain = unicodedata.normalize("NFD", text.casefold())
+    plain = "".join(
+        each if each.isalpha() else "" if unicodedata.category(each).startswith("M") else " " for each in plain
+    )
+    for run in plain.split():
+        if run.isascii():
+            if len(run) > 1 and len(set(run)) > 1 and _VOWEL.search(run):
+                yield run
+        elif _WITHOUT_SPACES.fullmatch(run):
+            yield from (run[i : i + 2] for i in range(len(run) - 1))
+        else:
+            yield run

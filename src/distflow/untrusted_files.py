@@ -1,0 +1,131 @@
+"""The one door for files that somebody may have handed over: a run's folder, a config, a model, a checkpoint.
+
+A path may be a FIFO, a device, a link to a secret, or hold gigabytes; YAML may stand for more than it holds. Whatever
+is refused raises an OSError whose `strerror` says why, as a file that may not be read does.
+"""
+
+import errno
+import os
+import pwd
+import stat
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from io import BufferedReader
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO, Final
+
+if TYPE_CHECKING:
+    import yaml
+
+MAX_LINE_BYTES: Final = 8 * 2**20
+MAX_JSON_VALUES: Final = 4_000_000
+"""About as many take 500 MB in Python."""
+
+MAX_YAML_BYTES: Final = 200_000
+MAX_SOURCE_BYTES: Final = 4 * 2**20
+_MAX_YAML_VALUES: Final = 20_000
+
+_KINDS: Final = (
+    (stat.S_ISDIR, "a folder"),
+    (stat.S_ISFIFO, "a FIFO"),
+    (stat.S_ISCHR, "a device"),
+    (stat.S_ISBLK, "a device"),
+    (stat.S_ISSOCK, "a socket"),
+)
+
+
+def open_file(path: Path, folder: Path | None = None, max_bytes: int | None = None) -> BufferedReader:
+    """A regular file, opened to read. Raises OSError.
+
+    folder: that it must lie in, links followed; None where it may lie anywhere. max_bytes: that it may hold.
+    """
+    try:
+        _check(path, os.stat(path), folder, max_bytes)  # before it is opened: that alone may block, or move a device
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
+    except PermissionError as error:
+        raise PermissionError(error.errno, f"{error.strerror}{_owner(path)}", str(path)) from error
+    file = os.fdopen(descriptor, "rb")
+    try:
+        _check(path, os.fstat(descriptor), folder, max_bytes)
+    except OSError:
+        file.close()
+        raise
+    return file
+
+
+def check_file(path: Path, folder: Path | None = None, max_bytes: int | None = None) -> Path:
+    """The path of a file that `open_file` opens, for a library that reads it by name. Raises OSError."""
+    open_file(path, folder, max_bytes).close()
+    return path
+
+
+def read_file(path: Path, folder: Path | None = None, max_bytes: int | None = None) -> bytes:
+    """All that the file holds. Raises OSError."""
+    with open_file(path, folder, max_bytes) as file:
+        return file.read() if max_bytes is None else file.read(max_bytes)
+
+
+def count_values(text: bytes) -> int:
+    """The values of JSON, or a few more."""
+    return sum(map(text.count, (b",", b"[", b"{")))
+
+
+def lines_of(file: BinaryIO, size: int = sys.maxsize) -> Iterator[bytes]:
+    """The lines of the next `size` bytes. Raises OSError at one that is no line of a journal."""
+    while line := file.readline(min(size, MAX_LINE_BYTES)):
+        if len(line) == MAX_LINE_BYTES:
+            raise OSError(errno.EFBIG, f"it has a line of more than {MAX_LINE_BYTES:,} bytes")
+        yield line
+        size -= len(line)
+
+
+def load_yaml(text: bytes | str) -> object:
+    """The plain value that YAML stands for. Raises YAMLError, also where its aliases make it too large."""
+    import yaml
+
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)(text)
+    root = loader.get_single_node()
+    check_aliases(root)
+    return None if root is None else loader.construct_document(root)
+
+
+def check_aliases(root: "yaml.Node | None") -> None:
+    """Raises YAMLError where a document holds itself, or more values than anybody writes once its aliases are followed:
+    ten lines of ten aliases each are 10^10 values."""
+    from yaml.composer import ComposerError
+
+    if root is not None and _num_values(root, {}) > _MAX_YAML_VALUES:
+        raise ComposerError(None, None, f"it stands for more than {_MAX_YAML_VALUES:,} values", root.start_mark)
+
+
+def _num_values(node: "yaml.Node", known: dict[int, float]) -> float:
+    if id(node) not in known:
+        known[id(node)] = float("inf")  # where it holds itself
+        below: Iterable[yaml.Node] = ()
+        if isinstance(node.value, list):  # of nodes, or of a mapping's pairs of them
+            below = (part for each in node.value for part in (each if isinstance(each, tuple) else (each,)))
+        known[id(node)] = 1 + sum(_num_values(part, known) for part in below)
+    return known[id(node)]
+
+
+def _check(path: Path, found: os.stat_result, folder: Path | None, max_bytes: int | None) -> None:
+    if not stat.S_ISREG(found.st_mode):
+        kind = next((name for is_kind, name in _KINDS if is_kind(found.st_mode)), "no regular file")
+        raise OSError(errno.EINVAL, f"it is {kind}, where a file belongs", str(path))
+    if folder is not None and not (target := path.resolve()).is_relative_to(folder.resolve()):
+        what = f"it leads out of {folder}, to {target}"
+        raise OSError(errno.EXDEV, what, str(path))
+    if max_bytes is not None and found.st_size > max_bytes:
+        raise OSError(errno.EFBIG, f"it has {found.st_size:,} bytes, and at most {max_bytes:,} are read", str(path))
+
+
+def _owner(path: Path) -> str:
+    """Whose it is, where that can be seen and is somebody else."""
+    with suppress(OSError):
+        found = os.stat(path)
+        name = str(found.st_uid)
+        with suppress(KeyError):
+            name = pwd.getpwuid(found.st_uid).pw_name
+        return f" (it belongs to {name}, with the mode {stat.S_IMODE(found.st_mode):04o})"
+    return ""

@@ -1,0 +1,443 @@
+"""Faults outside of the steps, planted one at a time into real runs: in what a resume restores, in a validation, and in
+the rows as they are read. The audit names each, and says nothing where there is none."""
+
+import csv
+import json
+import random
+from builtins import range as every
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from distflow.data import sources
+from distflow.data.dataset_columns import RawRow
+from distflow.errors import TrustError, UserError
+from distflow.launch import local_launcher, run_setup
+from distflow.launch.local_launcher import launch_local
+from distflow.observe.reading.run_reader import read_events
+from distflow.rewards import router
+from distflow.runtime import step_metrics, validation
+from distflow.runtime.checkpoint.files import describe, read_manifest, write_manifest
+from distflow.runtime.compiled_node import Step
+from distflow.runtime.resources import Resources
+from distflow.scheduling.groups import CountsError
+from distflow.training import torch_engine
+from distflow.training.torch_engine import TorchTrainEngine
+from tests.e2e.runs import Playground
+
+Patch = pytest.MonkeyPatch
+Plant = Callable[[Patch], None]
+KL = ("grpo", "actor_rollout_ref.actor.use_kl_loss=true", "actor_rollout_ref.actor.optim.lr=1e-2")
+PPO = (
+    "ppo",
+    "actor_rollout_ref.rollout.n=1",
+    "algorithm.kl_ctrl.type=adaptive",
+    "algorithm.kl_ctrl.target_kl=0.01",
+    "algorithm.kl_ctrl.horizon=50",
+)
+AHEAD = ("grpo", "async.max_staleness=2")
+BINARY = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    return float(sum(map(ord, solution_str)) % 3 == 0)
+"""
+WEIGHT = "model.layers.0.self_attn.q_proj.weight"
+
+
+@pytest.fixture(scope="module")
+def ground(tmp_path_factory: pytest.TempPathFactory) -> Playground:
+    ground = Playground(tmp_path_factory.mktemp("audit"))
+    ground.write_reward(BINARY)
+    held_out = [{"prompt": f"c{i}=", "answer": str(i), "data_source": "xy"[i % 2]} for i in range(5)]
+    (ground.folder / "held_out.jsonl").write_text("".join(json.dumps(row) + "\n" for row in held_out))
+    return ground
+
+
+def saved(ground: Playground, config: tuple[str, ...]) -> Path:
+    """A checkpoint after two steps of such a run."""
+    name = f"base-{'-'.join(config)}".replace("/", "-")
+    if not (ground.folder / name).exists():
+        preset, *overrides = config
+        ground.run(
+            preset,
+            *overrides,
+            "trainer.save_freq=2",
+            "trainer.total_training_steps=4",
+            name=name,
+        )
+    return ground.folder / name / "checkpoints" / "step-000002"
+
+
+def resume(ground: Playground, config: tuple[str, ...], checkpoint: Path, name: str) -> list[str]:
+    """Resumes for two steps; what the audits have proven."""
+    preset, *overrides = config
+    steps = ("trainer.total_training_steps=4", f"trainer.resume_mode={checkpoint}")
+    run = ground.run(preset, *overrides, *steps, name=name)
+    assert run.notes("warning") == run.notes("finding") == []
+    return [name for event in read_events(run.folder) if event.kind == "audit" for name in event.fields["proven"]]
+
+
+def after_load(change: Callable[[TorchTrainEngine], object]) -> Plant:
+    def plant(patch: Patch) -> None:
+        original = TorchTrainEngine.load_state
+
+        def planted(self: TorchTrainEngine, state: Any) -> None:
+            original(self, state)
+            with torch.no_grad():
+                change(self)
+
+        patch.setattr(TorchTrainEngine, "load_state", planted)
+
+    return plant
+
+
+def weight(rule: Callable[[torch.Tensor], torch.Tensor]) -> Plant:
+    def change(engine: TorchTrainEngine) -> None:
+        parameter = dict(engine.model.named_parameters())[WEIGHT]
+        parameter.copy_(rule(parameter.clone()))
+
+    return after_load(change)
+
+
+def anew(weight: torch.Tensor) -> torch.Tensor:
+    return torch.nn.init.normal_(torch.empty_like(weight), generator=torch.Generator().manual_seed(1))
+
+
+def without_moment(patch: Patch) -> None:
+    original = torch_engine.load_optimizer_state
+
+    def planted(optimizer: Any, parameters: Any, tensors: dict[str, torch.Tensor], meta: Any) -> None:
+        gone = f"exp_avg/{WEIGHT}"
+        original(optimizer, parameters, {**tensors, gone: torch.zeros_like(tensors[gone])}, meta)
+
+    patch.setattr(torch_engine, "load_optimizer_state", planted)
+
+
+def step_counts_lost(engine: TorchTrainEngine) -> None:
+    for entries in engine.optimizer.state.values():
+        entries["step"].zero_()
+
+
+def moments_lost_later(patch: Patch) -> None:
+    """Between the start and the first update."""
+    load, call, engines = TorchTrainEngine.load_state, Step.__call__, list[TorchTrainEngine]()
+
+    def loaded(self: TorchTrainEngine, state: Any) -> None:
+        load(self, state)
+        engines.append(self)
+
+    def planted(self: Step, batch: Any, ctx: Any) -> Any:
+        if self.node.node_id == "reference_log_prob":
+            for entries in engines[0].optimizer.state.values():
+                entries["exp_avg_sq"].zero_()
+        return call(self, batch, ctx)
+
+    patch.setattr(TorchTrainEngine, "load_state", loaded)
+    patch.setattr(Step, "__call__", planted)
+
+
+def restored(change: Callable[[Resources, dict[str, Any]], dict[str, Any]]) -> Plant:
+    def plant(patch: Patch) -> None:
+        original = local_launcher.restore
+
+        def planted(checkpoint: Any, resources: Resources) -> dict[str, Any]:
+            return change(resources, original(checkpoint, resources))
+
+        patch.setattr(local_launcher, "restore", planted)
+
+    return plant
+
+
+def newest_reference(resources: Resources, state: dict[str, Any]) -> dict[str, Any]:
+    resources.ref.model.load_state_dict(resources.actor.model.state_dict())  # type: ignore[union-attr]
+    return state
+
+
+def generators_not_set(patch: Patch) -> None:
+    patch.setattr(local_launcher, "set_generators", lambda *_: random.seed(4))
+
+
+def snapshot(change: Callable[[dict[str, Any]], object]) -> Plant:
+    def plant(patch: Patch) -> None:
+        original = run_setup.Coordinator
+
+        def planted(plan: Any, ledger: Any, start: Any) -> Any:
+            change(start)
+            return original(plan, ledger, start)
+
+        patch.setattr(run_setup, "Coordinator", planted)
+
+    return plant
+
+
+def off_by_a_row(start: dict[str, Any]) -> None:
+    start["issued"], start["consumed"] = start["issued"] + 1, start["consumed"] + 1
+
+
+def queue_lost(start: dict[str, Any]) -> None:
+    start["issued"], start["live"] = start["issued"] - len(start["live"]), []
+
+
+def another_queue(patch: Patch) -> None:
+    original = local_launcher.load_queued
+
+    def planted(checkpoint: Any) -> Any:
+        queued = original(checkpoint)
+        assert queued
+        for group in queued.values():
+            group.data["scores"] = 1 - group.data["scores"]
+        return queued
+
+    patch.setattr(local_launcher, "load_queued", planted)
+
+
+RESUME_FAULTS: dict[str, tuple[Plant, str, tuple[str, ...]]] = {
+    "a moment not restored": (without_moment, rf"actor exp_avg {WEIGHT} \(1 in all\)", KL),
+    "a transposed weight": (weight(lambda w: w.T), f"actor weight {WEIGHT}", KL),
+    "an initialised weight": (weight(anew), f"actor weight {WEIGHT}", PPO),
+    "a weight cast to bfloat16 and back": (weight(lambda w: w.bfloat16().float()), f"actor weight {WEIGHT}", KL),
+    "a scheduler that begins anew": (
+        after_load(lambda engine: setattr(engine, "num_steps", 0)),
+        "actor number of optimizer steps",
+        KL,
+    ),
+    "step counts of the optimizer lost": (after_load(step_counts_lost), "actor step ", KL),
+    "moments lost before the first update": (
+        moments_lost_later,
+        r"step 3 found \(resume\): actor exp_avg_sq",
+        KL,
+    ),
+    "the newest weights as the reference": (restored(newest_reference), "ref weight", KL),
+    "random streams not set": (generators_not_set, r"random stream random", KL),
+    "the state of nodes lost": (restored(lambda resources, state: {}), "state of node", PPO),
+    "a data position off by a row": (snapshot(off_by_a_row), "the ledger counts|data position", KL),
+    "a queue that is lost": (snapshot(queue_lost), "the ledger counts|data position", AHEAD),
+    "other groups in the queue": (another_queue, "queued group", AHEAD),
+}
+
+
+# A run each: two of three are left to the slow tests.
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if i % 3 else []) for i, name in enumerate(RESUME_FAULTS)]
+)
+def test_what_a_resume_does_not_restore_is_named(ground: Playground, monkeypatch: Patch, name: str) -> None:
+    plant, seen, config = RESUME_FAULTS[name]
+    checkpoint = saved(ground, config)
+    plant(monkeypatch)
+    with pytest.raises((TrustError, CountsError), match=seen):
+        resume(ground, config, checkpoint, f"fault-{list(RESUME_FAULTS).index(name)}")
+
+
+@pytest.mark.parametrize("config", [KL, PPO, AHEAD], ids=["grpo", "ppo", "ahead"])
+def test_a_healthy_resume_passes(ground: Playground, config: tuple[str, ...]) -> None:
+    assert "resume" in resume(ground, config, saved(ground, config), f"healthy-{config[0]}-{len(config)}")
+
+
+def test_a_damaged_checkpoint_with_fitting_checksums_is_told(ground: Playground, tmp_path: Path) -> None:
+    source, forged = saved(ground, KL), tmp_path / "step-000002"
+    forged.mkdir()
+    for path in source.iterdir():
+        (forged / path.name).write_bytes(path.read_bytes())
+    tensors = load_file(forged / "actor.safetensors")
+    tensors[f"optimizer.exp_avg_sq/{WEIGHT}"][0, 0] *= 2
+    save_file(tensors, forged / "actor.safetensors")
+    manifest = read_manifest(forged)
+    files = {**manifest.files, "actor.safetensors": describe(forged / "actor.safetensors")}
+    write_manifest(forged, replace(manifest, files=files))
+    with pytest.raises(TrustError, match=f"actor exp_avg_sq {WEIGHT} "):
+        resume(ground, KL, forged, "forged")
+
+
+def test_a_checkpoint_without_hashes_is_not_compared(ground: Playground) -> None:
+    checkpoint = saved(ground, (*KL, "trust.audit_freq=0"))
+    preset, *overrides = KL
+    steps = ("trainer.total_training_steps=4", f"trainer.resume_mode={checkpoint}", "trust.audit_freq=5")
+    _, spec = ground.spec(preset, *overrides, *steps, name="unhashed")
+    launch_local(spec, allow_change=("trust.audit_freq",))
+    first = next(event.fields for event in read_events(ground.folder / "unhashed") if event.kind == "audit")
+    assert first["unproven"] == {"resume": "all: the checkpoint has no hashes"}
+
+
+def swapped_sampling(original: Any) -> Any:
+    return lambda group, row, params, seed: original(group, row, replace(params, greedy=not params.greedy), seed)
+
+
+def next_sample(original: Any) -> Any:
+    async def planted(self: Any, samples: Any) -> Any:
+        found = await original(self, samples)
+        return found[1:] + found[:1]
+
+    return planted
+
+
+def older_versions(original: Any) -> Any:
+    return lambda batch: [{**row, "versions": [v - 1 for v in row["versions"]]} for row in original(batch)]
+
+
+def replaced(owner: Any, name: str, wrap: Callable[[Any], Any]) -> Plant:
+    return lambda patch: patch.setattr(owner, name, wrap(getattr(owner, name)))
+
+
+def numbers(rule: Callable[[list[int]], list[int]]) -> Plant:
+    """Another choice of the prompts that are asked."""
+    planted = lambda *bounds: rule(list(every(*bounds)))  # noqa: E731
+    return lambda patch: patch.setattr(validation, "range", planted, raising=False)
+
+
+VALIDATION_FAULTS: dict[str, tuple[Plant, str]] = {
+    "greedy and sampled swapped": (
+        replaced(validation, "Group", swapped_sampling),
+        r"sample 0 of row 0 of 'val' \(greedy\) was generated by sampling",
+    ),
+    "the last prompt left out": (numbers(lambda rows: rows[:-1]), "row 4 of 'val' .* was asked for 0 times"),
+    "the first prompt twice": (numbers(lambda rows: [*rows, rows[0]]), "row 0 of 'val' .* was asked for 2 times"),
+    "wrong counts as right": (
+        replaced(validation, "is_right", lambda original: lambda accuracy: not original(accuracy)),
+        r"val_correct/\S+ is reported as",
+    ),
+    "a mean over prompts that are right": (
+        replaced(step_metrics, "_accuracy", lambda original: lambda found: dict.fromkeys(original(found), 1.0)),
+        r"val_correct/\S+/mean is reported as 1, but .* by the recorded scores",
+    ),
+    "a biased pass@k": (
+        replaced(step_metrics, "pass_at_k", lambda original: lambda n, c, k: 1 - (1 - c / n) ** k),
+        r"val_correct/\S+/pass@\d is reported as",
+    ),
+    "scores of the next sample": (
+        replaced(router.RewardRouter, "__call__", next_sample),
+        r"'val' \(sampled\) has the accuracy of another",
+    ),
+    "tokens of older weights": (
+        replaced(validation, "sample_rows", older_versions),
+        r"is of weight version \[-1\], and 0 is the newest",
+    ),
+}
+
+
+def validating(ground: Playground) -> tuple[str, ...]:
+    kwargs = "actor_rollout_ref.rollout.val_kwargs"
+    files = (f"data.val_files={ground.folder}/held_out.jsonl", "trainer.val_before_train=true", "trainer.test_freq=1")
+    return ("grpo", *files, f"{kwargs}.n=3", f"{kwargs}.temperature=1.0", "trainer.total_training_steps=1")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if i % 3 else []) for i, name in enumerate(VALIDATION_FAULTS)]
+)
+def test_a_wrong_validation_is_named(ground: Playground, monkeypatch: Patch, name: str) -> None:
+    plant, seen = VALIDATION_FAULTS[name]
+    plant(monkeypatch)
+    preset, *overrides = validating(ground)
+    with pytest.raises(TrustError, match=rf"validation after step 0 found \(validation\): .*{seen}"):
+        ground.run(preset, *overrides, name=f"validation-{list(VALIDATION_FAULTS).index(name)}")
+
+
+def test_a_healthy_validation_passes_in_a_run_of_one_step(ground: Playground) -> None:
+    preset, *overrides = validating(ground)
+    run = ground.run(preset, *overrides, name="validated")
+    audits = [event for event in read_events(run.folder) if event.kind == "audit"]
+    assert [event.fields["proven"] for event in audits if event.fields["of"] == "validation"] == [["validation"]] * 2
+    assert run.notes("warning") == run.notes("finding") == []
+
+
+def test_validation_prompts_that_are_trained_on_are_told(ground: Playground) -> None:
+    rows = [json.loads(line) for line in (ground.folder / "rows.jsonl").read_text().splitlines()]
+    both = ground.folder / "both.jsonl"
+    both.write_text("".join(json.dumps(row) + "\n" for row in ({"prompt": "new", "answer": "1"}, rows[3], rows[5])))
+    files = (f"data.val_files={both}", "trainer.total_training_steps=1")
+    (told,) = ground.run("grpo", *files, name="overlap").notes("warning")
+    assert told.startswith("2 of 3 validation prompts are trained on, the first in ")
+    assert f"{both}:2 and " in told and "rows.jsonl:4" in told
+    assert ground.run("grpo", *files, "data.allow_overlap=true", name="meant").notes("warning") == []
+    with pytest.raises(UserError, match="data.allow_overlap"):
+        ground.spec("grpo", "data.allow_overlap=true")
+
+
+def changed_rows(change: Callable[[list[RawRow]], list[RawRow]]) -> Plant:
+    def plant(patch: Patch) -> None:
+        original = sources.read_rows
+
+        def planted(*arguments: Any) -> Iterator[RawRow]:
+            yield from change(list(original(*arguments)))
+
+        patch.setattr(sources, "read_rows", planted)
+
+    return plant
+
+
+def answers_of_the_next(rows: list[RawRow]) -> list[RawRow]:
+    return [replace(row, answer=other.answer) for row, other in zip(rows, rows[1:] + rows[:1], strict=True)]
+
+
+DATA_FAULTS: dict[str, tuple[Callable[[list[RawRow]], list[RawRow]], str]] = {
+    "ground truths of the next row": (answers_of_the_next, r"ground truth of \S*rows.* is .* in the file"),
+    "prompts cut": (lambda rows: [replace(row, prompt=row.prompt[:-1]) for row in rows], "the prompt of "),
+    "extra info lost": (lambda rows: [replace(row, extra_info={}) for row in rows], "hint of "),
+    "another domain": (lambda rows: [replace(row, domain="other") for row in rows], "domain of "),
+    "the last row lost": (lambda rows: rows[:-1], "20 rows of the train_files are wanted, but 19 are used"),
+    "a row twice": (lambda rows: [*rows, replace(rows[0])], "but 21 are used"),
+}
+
+
+@pytest.fixture(scope="module", params=["jsonl", "json", "csv", "parquet"])
+def rows_file(request: pytest.FixtureRequest, ground: Playground) -> Path:
+    rows = [{"prompt": f"a{i}\n=", "answer": f"é{i}", "hint": f"h{i}", "data_source": "xy"[i % 2]} for i in every(20)]
+    path = ground.folder / f"rows-{request.param}.{request.param}"
+    if request.param == "jsonl":
+        path.write_text("\n" + "".join(json.dumps(row) + "\n\n" for row in rows))
+    elif request.param == "json":
+        path.write_text(json.dumps(rows))
+    elif request.param == "csv":
+        with path.open("w", newline="") as file:
+            writer = csv.DictWriter(file, list(rows[0]))
+            writer.writeheader()
+            writer.writerows(rows)
+    else:
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path, row_group_size=7)
+    return path
+
+
+def read_again(ground: Playground, path: Path, name: str) -> Any:
+    files = (f"data.train_files={path}", "data.num_loader_workers=0", "trainer.total_training_steps=1")
+    run = ground.run("grpo", *files, name=f"{name}-{path.suffix[1:]}")
+    return next(event.fields for event in read_events(run.folder) if event.kind == "audit")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if i else []) for i, name in enumerate(DATA_FAULTS)]
+)
+def test_rows_that_are_not_the_files_are_named(
+    ground: Playground, monkeypatch: Patch, rows_file: Path, name: str
+) -> None:
+    change, seen = DATA_FAULTS[name]
+    changed_rows(change)(monkeypatch)
+    with pytest.raises(TrustError, match=rf"the audit of the data found \(data\): .*{seen}"):
+        read_again(ground, rows_file, f"data-{list(DATA_FAULTS).index(name)}")
+
+
+def test_rows_as_they_are_pass(ground: Playground, rows_file: Path) -> None:
+    assert "data" in read_again(ground, rows_file, "rows")["proven"]
+
+
+def test_bad_long_and_left_out_rows_are_counted(ground: Playground) -> None:
+    path = ground.folder / "mixed.jsonl"
+    good = [json.dumps({"prompt": f"b{i}", "answer": str(i), "pass_rate": i / 10}) for i in every(10)]
+    path.write_text("\n".join([*good, "no json", json.dumps({"prompt": "x" * 99, "answer": "1", "pass_rate": 0.3})]))
+    options = ("data.bad_rows=skip", "data.pass_rate=[0.2, 0.8]")
+    run = ground.run("grpo", f"data.train_files={path}", *options, "trainer.total_training_steps=1", name="mixed")
+    assert "data" in next(event.fields["proven"] for event in read_events(run.folder) if event.kind == "audit")
+
+
+def test_rows_without_a_second_reader_are_said_not_to_be_checked(ground: Playground) -> None:
+    (ground.folder / "made.py").write_text(
+        "def rows():\n    return [{'prompt': f'd{i}', 'answer': '1'} for i in range(8)]"
+    )
+    source = f"{ground.folder}/made.py:rows"
+    run = ground.run("grpo", f"data.train_files={source}", "trainer.total_training_steps=1", name="made")
+    unproven = next(event.fields["unproven"] for event in read_events(run.folder) if event.kind == "audit")
+    assert unproven == {"data": f"not read a second time: {source}"}

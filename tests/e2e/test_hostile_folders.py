@@ -1,0 +1,232 @@
+"""Folders and files that somebody handed over: a command that looks at them ends soon, in little memory, with one
+message that names the file, or does without it."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+
+from distflow import cli
+from distflow.observe.report.build import MOST_BYTES
+from distflow.untrusted_files import open_file
+from tests.e2e.hostile import assert_harmless
+from tests.e2e.hostile_folders import JOURNALS, KINDS, YAML, after, fifo, line, sparse, spoil_journal
+from tests.e2e.runs import Playground
+from tests.observe.conftest import write_run
+
+FILES = ("metrics.jsonl", "ledger.jsonl", "run.json", "plan.json", "samples/000001.jsonl", "spans/training.jsonl")
+MOST_MB = 1000
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two steps that trained on group 0 and group 1."""
+    run = write_run(tmp_path_factory.mktemp("handed") / "over" / "run", num_steps=2)
+    issued = b"".join(line(kind="issued", group_id=i, epoch=0, row=i, version=0) for i in range(2))
+    done = b"".join(line(kind="complete", group_id=i, tokens=9, version=0) for i in range(2))
+    taken = b"".join(line(kind="consumed", step=i + 1, group_ids=[i]) for i in range(2))
+    (run / "ledger.jsonl").write_bytes(line(kind="opened", ledger="x") + issued + done + taken)
+    return run
+
+
+@pytest.fixture
+def run(sound: Path) -> Iterator[Path]:
+    copy = sound.parent.parent / "copies" / "copy"
+    shutil.copytree(sound, copy)
+    yield copy
+    shutil.rmtree(copy.parent)
+
+
+def look(*command: str | Path) -> int:
+    return cli.main(list(map(str, command)))
+
+
+def one_message(capsys: pytest.CaptureFixture[str], status: int) -> str:
+    """What the command said: a message for the user, or none where it went well."""
+    out, err = capsys.readouterr()
+    assert_harmless(out + err)
+    assert status in (0, 2) and "Traceback" not in err
+    assert len(re.findall("^distflow: ", err, re.MULTILINE)) == (status == 2), err
+    return err
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("file", FILES)
+def test_files_that_are_none(run: Path, capsys: pytest.CaptureFixture[str], file: str, kind: str) -> None:
+    KINDS[kind](run / file)
+    status = look("report", run)
+    said = one_message(capsys, status)
+    assert status == 2 or kind == "sparse", "the ends of long journals are read"
+    assert status == 0 or str(run / file) in said
+    status = look("why", 1, "--run", run)
+    said = one_message(capsys, status)
+    assert (status == 2) == (file == "ledger.jsonl" or file.startswith("samples/") and kind != "sparse")
+    assert status == 0 or str(run / file) in said
+
+
+@pytest.mark.parametrize("name", JOURNALS)
+def test_journals_that_hold_too_much(run: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    spoil_journal(run, name)
+    assert look("report", run) == 0
+    one_message(capsys, 0)
+    assert (run / "report.html").stat().st_size < MOST_BYTES
+    for step in (1, 9):
+        one_message(capsys, look("why", step, "--run", run))
+
+
+def test_the_report_says_what_it_left_out(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sparse(run / "metrics.jsonl")
+    after(b"\n")(run / "metrics.jsonl")
+    spoil_journal(run, "100,000 names")
+    (run / "events.jsonl").write_bytes(b" " * 70_000_000 + b"\n" + line(kind="start", message="m"))
+    assert look("report", run) == 0
+    capsys.readouterr()
+    page = (run / "report.html").read_text()
+    assert "metrics.jsonl is too long: its first" in page and "events.jsonl is too long: its first" in page
+    assert "names more than 4,096 metrics" in page
+
+
+@pytest.mark.parametrize("kind", [*YAML, *KINDS])
+def test_a_config_of_a_run_is_shown_or_left_out(run: Path, capsys: pytest.CaptureFixture[str], kind: str) -> None:
+    if kind in YAML:
+        text = YAML[kind]
+        (run / "config.yaml").write_bytes(text if isinstance(text, bytes) else text.encode())
+    else:
+        KINDS[kind](run / "config.yaml")
+    assert look("report", run) == 0
+    one_message(capsys, 0)
+    if kind in KINDS:
+        assert "(config.yaml cannot be read: " in (run / "report.html").read_text()
+
+
+@pytest.mark.parametrize("kind", YAML)
+def test_configs_that_stand_for_too_much(tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str) -> None:
+    text = YAML[kind]
+    (tmp_path / "own.yaml").write_bytes(text if isinstance(text, bytes) else text.encode())
+    (tmp_path / "built.yaml").write_text("defaults: [own, _self_]\ntrainer: {seed: 2}\n")
+    for command, file in product(("config", "train"), ("own", "built")):
+        status = look(command, tmp_path / f"{file}.yaml")
+        assert status == 2
+        assert "own.yaml" in one_message(capsys, status) or kind in ("deep", "digits", "escapes")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_configs_that_are_no_files(tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str) -> None:
+    folder = tmp_path / "handed" / "over"
+    folder.mkdir(parents=True)
+    (folder / "own.yaml").write_text("trainer: {seed: 2}\n")
+    (folder / "built.yaml").write_text("defaults: [own, _self_]\n")
+    KINDS[kind](folder / "own.yaml")
+    for name in ("own", "built"):
+        status = look("config", folder / f"{name}.yaml")
+        assert (status == 0) == (kind == "link out"), "a config may be a link"
+        assert "own" in one_message(capsys, status) or status == 0
+
+
+def test_references_in_a_config_still_repeat_each_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "own.yaml"
+    file.write_text(
+        "defaults: [grpo, _self_]\n"
+        "trainer: {project_name: a, experiment_name: '${.project_name}-${trainer.project_name}-${oc.env:NOT,b}'}\n"
+    )
+    assert look("config", file) == 0
+    assert "experiment_name: a-a-b\n" in capsys.readouterr().out
+
+
+def test_a_config_says_that_the_modules_it_names_were_not_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "own.yaml"
+    file.write_text("defaults: [grpo, _self_]\ntrainer: {imports: [not_there]}\n")
+    assert look("config", file) == 0
+    out, err = capsys.readouterr()
+    assert "was not run: not_there" in err and "not_there" in out
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
+def test_whose_an_unreadable_file_is() -> None:
+    with TemporaryDirectory() as folder:
+        Path(folder).chmod(0o755)
+        file = Path(folder, "run.json")
+        file.touch(0o600)
+        os.seteuid(65534)
+        try:
+            with pytest.raises(PermissionError, match=r"\(it belongs to root, with the mode 0600\)"):
+                open_file(file)
+        finally:
+            os.seteuid(0)
+
+
+def watched(commands: list[list[str]]) -> tuple[list[int], int]:
+    """The statuses of commands that one process runs after one another, and the most memory that it had, in MB."""
+    code = (
+        "import json, re, sys\nfrom distflow import cli\n"
+        "statuses = [cli.main(command) for command in json.loads(sys.argv[1])]\n"
+        "peak = re.search(r'VmHWM:\\s+(\\d+)', open('/proc/self/status').read())[1]\n"
+        "print(json.dumps([statuses, int(peak) // 1024]))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, json.dumps(commands)], capture_output=True, text=True, timeout=60 * len(commands)
+    )
+    assert done.returncode == 0, done.stderr
+    statuses, peak = json.loads(done.stdout.splitlines()[-1])
+    return statuses, peak
+
+
+@pytest.mark.slow
+def test_they_take_little_memory(sound: Path, tmp_path: Path) -> None:
+    """All together: what one leaves in memory, the next one uses."""
+    commands = []
+    for number, name in enumerate(JOURNALS):
+        run = tmp_path / str(number)
+        shutil.copytree(sound, run)
+        spoil_journal(run, name)
+        commands += [["report", str(run)], ["why", "1", "--run", str(run)]]
+    statuses, peak = watched(commands)
+    assert set(statuses) <= {0, 2} and peak < MOST_MB
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Playground:
+    ground = Playground(tmp_path_factory.mktemp("trained"), num_rows=4)
+    cheap = ("trust.check_rewards=false", "trainer.save_freq=1", "trainer.total_epochs=1")
+    assert cli.main(["train", "grpo", *ground.overrides("run", *cheap)]) == 0
+    return ground
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_checkpoints_and_models(trained: Playground, tmp_path: Path, kind: str) -> None:
+    commands = []
+    for number, file in enumerate(("manifest.json", "run.json", "actor.safetensors")):
+        run = tmp_path / f"run{number}"
+        shutil.copytree(trained.folder / "run", run)
+        KINDS[kind](run / "checkpoints" / "step-000001" / file)
+        commands.append(["export", str(run), "--to", str(tmp_path / f"out{number}")])
+        commands.append(["eval", str(run), f"data.val_files={trained.folder}/rows.jsonl"])
+        commands.append(["doctor", "--run", str(run)])
+    for number, file in enumerate(("config.json", "tokenizer.json", "model.safetensors")):
+        model = tmp_path / "models" / f"model{number}"
+        shutil.copytree(trained.folder / "model", model)
+        KINDS[kind](model / file)
+        named = f"actor_rollout_ref.model.path={model}"
+        commands.append(["train", "grpo", *trained.overrides(f"of{number}", named)])
+    statuses, peak = watched(commands)
+    assert statuses[:9] == [2, 2, 0] * 3 and peak < MOST_MB
+    assert kind == "link out" or statuses[9:] == [2, 2, 2], "a hub's cache has links"
+
+
+def test_a_fifo_in_a_model_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ground = Playground(tmp_path, num_rows=4)
+    fifo(tmp_path / "model" / "config.json")
+    capsys.readouterr()  # a bar, of who wrote the model
+    assert cli.main(["train", "grpo", *ground.overrides("run")]) == 2
+    assert "model/config.json' cannot be read: it is a FIFO" in one_message(capsys, 2)

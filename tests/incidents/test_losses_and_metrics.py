@@ -1,0 +1,216 @@
+"""Incidents of other systems in what a step computes and reports, planted into real runs from the sixth step on, when
+no whole audit is made any more. Each test is named after what happened, and names the repository and its issue."""
+
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distflow.algorithms.objective import PolicyObjective
+from distflow.data.batch import Batch
+from distflow.errors import TrustError
+from distflow.pipelines.nodes import updates
+from distflow.runtime import worker
+from distflow.runtime.compiled_node import Step
+from distflow.training import torch_engine
+from tests.e2e.planting import plant_from
+from tests.e2e.runs import Playground
+
+Patch = pytest.MonkeyPatch
+Plant = Callable[[Patch], object]
+BEGIN = 6
+STEPS = ("trainer.total_training_steps=9",)
+MICROS = ("actor_rollout_ref.actor.ppo_max_token_len_per_gpu=40",)
+
+
+@pytest.fixture
+def playground(tmp_path: Path) -> Playground:
+    return Playground(tmp_path, num_rows=64)
+
+
+def found(playground: Playground, patch: Patch, plant: Plant, *more: str, says: str) -> str:
+    """The message of the run that a fault ends in one of the two steps that have it."""
+    steps = plant_from(patch, BEGIN, plant)
+    with pytest.raises(TrustError, match=says) as raised:
+        playground.run("grpo", *STEPS, *more)
+    assert BEGIN <= steps[-1] <= BEGIN + 1
+    return str(raised.value)
+
+
+def scaled_by_accumulation(how: Callable[[int], float]) -> Plant:
+    """Every micro-batch's loss is also divided, or multiplied, by their number."""
+
+    def plant(patch: Patch) -> None:
+        original, number = torch_engine.micro_batches, [1]
+        call = PolicyObjective.__call__
+
+        def micro_batches(*arguments: Any) -> Any:
+            index = list(original(*arguments))
+            number[:] = [len(index)]
+            return index
+
+        def called(self: PolicyObjective, *arguments: Any) -> Any:
+            loss, sums = call(self, *arguments)
+            return loss * how(number[0]), sums
+
+        patch.setattr(torch_engine, "micro_batches", micro_batches)
+        patch.setattr(PolicyObjective, "__call__", called)
+
+    return plant
+
+
+FACTORS = [lambda n: 4.0, lambda n: 0.5, lambda n: 1 / n, float]
+SLOW = [pytest.param(how, marks=pytest.mark.slow) for how in FACTORS[1:]]
+
+
+@pytest.mark.parametrize("how", [FACTORS[0], *SLOW])
+def test_a_loss_scaled_by_the_accumulation(
+    playground: Playground, monkeypatch: Patch, how: Callable[[int], float]
+) -> None:
+    """huggingface/trl#6024, modelscope/ms-swift#10117."""
+    found(playground, monkeypatch, scaled_by_accumulation(how), *MICROS, says="times the formula's at every token")
+
+
+def other_metrics(change: Callable[[Any, dict[str, float]], Mapping[str, float]]) -> Plant:
+    """change: of the metrics of a step's samples, given these."""
+
+    def plant(patch: Patch) -> None:
+        original = worker.batch_metrics
+        patch.setattr(worker, "batch_metrics", lambda figures: dict(change(figures, original(figures))))
+
+    return plant
+
+
+def never_cleared() -> Plant:
+    """modelscope/ms-swift#9884."""
+    seen = [1.0]
+
+    def change(figures: Any, metrics: dict[str, float]) -> dict[str, float]:
+        seen.append(metrics["reward/mean_score"])
+        return metrics | {"reward/mean_score": math.fsum(seen) / len(seen)}
+
+    return other_metrics(change)
+
+
+def over_padding(patch: Patch) -> None:
+    """huggingface/trl#6809."""
+    original = updates._over
+
+    def over(rows: Any) -> dict[str, float]:
+        return {name: value * (0.9 if name == "entropy" else 1) for name, value in original(rows).items()}
+
+    patch.setattr(updates, "_over", over)
+
+
+def last_mini_batch_alone(patch: Patch) -> None:
+    original = updates._over
+    patch.setattr(updates, "_over", lambda rows: original(rows[-1:]))
+
+
+LIES: dict[str, tuple[Plant, str]] = {
+    "a mean over all steps so far": (never_cleared(), "reward/mean_score"),
+    "a mean reward that ignores half of the samples": (
+        other_metrics(lambda f, m: m | {"reward/mean_score": float(f.scores[: len(f.scores) // 2].mean())}),
+        "reward/mean_score",
+    ),
+    "lengths that count prompts": (
+        other_metrics(lambda f, m: m | {"rollout/avg_response_length": f.num_tokens / len(f.valid)}),
+        "rollout/avg_response_length",
+    ),
+    "a truncated share of 0": (other_metrics(lambda f, m: m | {"rollout/truncated": 0.0}), "rollout/truncated"),
+    "an entropy over padding": (over_padding, "actor/entropy"),
+    "of the last mini-batch alone": (last_mini_batch_alone, "actor/"),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if i else []) for i, name in enumerate(LIES)]
+)
+def test_metrics_that_lie(playground: Playground, monkeypatch: Patch, name: str) -> None:
+    """huggingface/trl#6380."""
+    plant, metric = LIES[name]
+    more = ("actor_rollout_ref.actor.ppo_mini_batch_size=2",)
+    found(playground, monkeypatch, plant, *more, says=rf"found \(metrics\): the metric {metric}.*curves")
+
+
+@pytest.mark.slow
+def test_metrics_that_lie_within_an_update(playground: Playground, monkeypatch: Patch) -> None:
+    """huggingface/trl#6809."""
+    original = PolicyObjective.finish
+
+    def finish(self: PolicyObjective, sums: Any, counts: Any) -> dict[str, float]:
+        metrics = original(self, sums, counts)
+        return metrics | {"entropy": 1.1 * metrics["entropy"]}
+
+    monkeypatch.setattr(PolicyObjective, "finish", finish)
+    with pytest.raises(TrustError, match=r"step 1 found \(loss\): the entropy of a mini-batch .* reported"):
+        playground.run("grpo", *STEPS)
+
+
+def changed_in_step(node_id: str, change: Callable[[Batch], None]) -> Plant:
+    def plant(patch: Patch) -> None:
+        original = Step.__call__
+
+        def planted(self: Step, batch: Batch, ctx: Any) -> Any:
+            out, measured = original(self, batch, ctx)
+            if self.node.node_id == node_id:
+                out = out.only(out.names)
+                change(out)
+            return out, measured
+
+        patch.setattr(Step, "__call__", planted)
+
+    return plant
+
+
+def whole_batch_if_uneven(batch: Batch) -> None:
+    """The advantages of a step whose groups have different numbers of scores are over the whole step."""
+    scores, valid = batch["token_level_rewards"].sum(-1), batch["valid"].bool()
+    spread = (scores - scores[valid].mean()) / (scores[valid].std() + 1e-6)
+    batch["advantages"] = spread[:, None] * batch["loss_mask"]
+
+
+@pytest.mark.slow
+def test_groups_mixed(playground: Playground, monkeypatch: Patch) -> None:
+    """THUDM/slime#2230, #1414."""
+    playground.write_reward(UNEVEN)
+    plant = changed_in_step("calculate_advantages", whole_batch_if_uneven)
+    found(playground, monkeypatch, plant, says=r"found \(advantages\): .*the rewards of its own group")
+
+
+UNEVEN = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    value = sum(map(ord, solution_str))
+    if value % 5 == 0:
+        raise RuntimeError("no answer")
+    return value % 7 / 6
+"""
+
+
+@pytest.mark.slow
+def test_advantages_of_other_samples_in_a_micro_batch(playground: Playground, monkeypatch: Patch) -> None:
+    """tenstorrent/tt-metal#46548."""
+
+    def plant(patch: Patch) -> None:
+        call = PolicyObjective.__call__
+
+        def called(self: PolicyObjective, outputs: Any, micro: Batch, counts: Any) -> Any:
+            micro = micro.only(micro.names)
+            micro["advantages"] = micro["advantages"].roll(1, dims=0)
+            return call(self, outputs, micro, counts)
+
+        patch.setattr(PolicyObjective, "__call__", called)
+
+    found(playground, monkeypatch, plant, says="another sample's advantage")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("reward", ["", UNEVEN])
+def test_the_same_runs_without_a_fault(playground: Playground, reward: str) -> None:
+    if reward:
+        playground.write_reward(reward)
+    run = playground.run("grpo", *STEPS, *MICROS, "actor_rollout_ref.actor.ppo_mini_batch_size=2")
+    assert run.notes("finding") == run.notes("error") == []
+    assert all("reward errors" in warning for warning in run.notes("warning"))

@@ -1,0 +1,86 @@
+"""Incidents of other systems on the way of a policy to its engine, planted into real runs from the middle on, with
+every rollout engine, an adapter that is merged and one that is not. What is served then is not the trainer's policy,
+though each receipt names the right bytes."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from distflow.errors import TrustError
+from distflow.observe.reading.run_reader import read_events
+from tests.e2e.runs import Playground, Run
+from tests.incidents.served import (
+    BEGIN,
+    Late,
+    as_it_began,
+    of_the_version_before,
+    scaled,
+    serve,
+    serve_old_kv,
+)
+
+Patch = pytest.MonkeyPatch
+MODEL, ACTOR, ROLLOUT = "actor_rollout_ref.model", "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+LEARNING = (f"{ACTOR}.optim.lr=1e-2", f"{ACTOR}.optim.scheduler=constant")
+ADAPTER = (f"{MODEL}.lora_rank=4",)
+MODES: dict[str, tuple[str, ...]] = {
+    "embedded, unmerged": (),
+    "embedded, merged, on a copy": ("async.max_staleness=1",),
+    "embedded, merged, in bfloat16": (f"{MODEL}.dtype=bfloat16",),
+    "hf, unmerged": (f"{ROLLOUT}.name=hf",),
+    "hf, merged": (f"{ROLLOUT}.name=hf", f"{MODEL}.dtype=bfloat16"),
+}
+FAULTS: dict[str, Callable[[Patch], Late]] = {
+    # verl-project/verl#7495: the payload of every sync is that of the first.
+    "the adapter that never reached the engine": lambda patch: serve(patch, as_it_began),
+    # unslothai/unsloth-zoo#941: gate_proj is loaded twice, up_proj never.
+    "one projection's adapter never loaded": lambda patch: serve(patch, scaled(0.0, "up_proj")),
+    # unslothai/unsloth-zoo#941: scaling by alpha over rank happens twice.
+    "an adapter scaled by another alpha": lambda patch: serve(patch, scaled(2.0)),
+    # vllm-project/vllm#34186: names with another prefix fit nothing, so that the base model answers.
+    "the base without the adapter": lambda patch: serve(patch, scaled(0.0)),
+    # NVIDIA-NeMo/RL#4018: keys and values of prompts outlive weight updates.
+    "KV of old weights after a weight sync": serve_old_kv,
+    "tensors of another version": lambda patch: serve(patch, of_the_version_before),
+}
+CAUSES = (
+    r"canary: .*weights that did not arrive, KV kept|found \(versions\): .*an adapter that|found \(draws\): .*adapter"
+)
+
+
+@pytest.fixture
+def playground(tmp_path: Path) -> Playground:
+    return Playground(tmp_path, num_rows=4)
+
+
+def run(playground: Playground, more: Sequence[str]) -> Run:
+    return playground.run("grpo", *LEARNING, *ADAPTER, "trainer.total_training_steps=9", *more)
+
+
+FAST = {("the adapter that never reached the engine", "embedded, unmerged")}
+CASES = [
+    pytest.param(fault, mode, marks=[] if (fault, mode) in FAST else [pytest.mark.slow])
+    for fault in FAULTS
+    for mode in MODES
+    # That engine keeps no keys and values between requests, and scores its tokens without any. Old ones would move its
+    # draws alone, of which rounding below float32 hides too many in the one sample that a look takes.
+    if (fault, mode) != ("KV of old weights after a weight sync", "hf, merged")
+]
+
+
+@pytest.mark.parametrize(("fault", "mode"), CASES)
+def test_a_policy_that_is_served_otherwise(playground: Playground, monkeypatch: Patch, fault: str, mode: str) -> None:
+    late = FAULTS[fault](monkeypatch)
+    with pytest.raises(TrustError, match=CAUSES):
+        run(playground, MODES[mode])
+    assert late.times and BEGIN <= late.taken <= BEGIN + 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES)
+def test_the_same_run_without_a_fault(playground: Playground, mode: str) -> None:
+    found = run(playground, MODES[mode])
+    assert found.notes("warning") == found.notes("finding") == found.notes("error") == []
+    looks = [event.fields["checks"] for event in read_events(found.folder) if event.kind == "looks"]
+    assert looks and looks[-1]["draws"] > 0

@@ -1,0 +1,54 @@
+"""What is installed with distflow's core: its licences, from the installed metadata."""
+
+import importlib.metadata
+import re
+import tomllib
+from pathlib import Path
+
+PROJECT = Path(__file__).parents[1] / "pyproject.toml"
+COPYLEFT = re.compile(r"\b(A?GPL|LGPL|GNU|EUPL|OSL|SSPL|CC-BY-SA|copyleft)", re.IGNORECASE)
+PERMISSIVE = re.compile(
+    r"\b(Apache|MIT|BSD|ISC|PSF|Python Software Foundation|Zlib|0BSD|BSL-1.0|CC0|Unlicense|CNRI|MPL|Mozilla)\b",
+    re.IGNORECASE,
+)
+"""The Mozilla licence binds changes to its own files alone."""
+
+
+def core() -> dict[str, importlib.metadata.Distribution]:
+    """The packages that `pip install distflow` brings, by name, with those that they need."""
+    found: dict[str, importlib.metadata.Distribution] = {}
+    waiting = list(tomllib.loads(PROJECT.read_text())["project"]["dependencies"])
+    while waiting:
+        requirement = waiting.pop()
+        name = re.sub(r"[-_.]+", "-", re.split(r"[^\w.-]", requirement)[0]).lower()
+        if name in found or "extra ==" in requirement:
+            continue
+        try:
+            found[name] = importlib.metadata.distribution(name)
+        except importlib.metadata.PackageNotFoundError:  # for another system or Python
+            continue
+        waiting += found[name].requires or []
+    return found
+
+
+def licences(package: importlib.metadata.Distribution) -> str:
+    texts = [package.metadata.get("License-Expression", ""), *package.metadata.get_all("Classifier", [])]
+    named = " ".join(text for text in texts if text and ("License" in text or "::" not in text))
+    return named or (package.metadata.get("License") or "").partition("\n")[0]
+
+
+def test_nothing_in_the_core_is_copyleft() -> None:
+    packages = core()
+    assert {"torch", "transformers", "numpy", "pyyaml"} <= packages.keys() and len(packages) > 30
+    named = {name: licences(package) for name, package in packages.items()}
+    nvidia = {name for name in named if name.startswith(("nvidia-", "cuda-"))}  # of torch's builds for CUDA
+    assert not {name: text for name, text in named.items() if COPYLEFT.search(text)}
+    assert not {name: text for name, text in named.items() if not PERMISSIVE.search(text) and name not in nvidia}
+
+
+def test_a_package_whose_next_major_version_may_change_numbers_has_an_upper_bound() -> None:
+    project = tomllib.loads(PROJECT.read_text())["project"]
+    extras = [each for name in ("lora", "ray") for each in project["optional-dependencies"][name]]
+    bounded = {re.split(r"[<>=]", each)[0] for each in (*project["dependencies"], *extras) if "<" in each}
+    changing = {"torch", "transformers", "safetensors", "datasets", "math-verify", "cloudpickle", "peft", "ray"}
+    assert changing <= bounded
