@@ -268,6 +268,7 @@ REWARDS: dict[str, Reward] = {
         solutions=_SOLUTIONS,
         row_check="distflow.rewards.code.reward:check_row",
         executes_response=True,
+        reads_messages=True,
     ),
     "code_share": Reward(
         "the share of the row's tests that the code of the response passes",
@@ -275,6 +276,7 @@ REWARDS: dict[str, Reward] = {
         solutions=_SOLUTIONS,
         row_check="distflow.rewards.code.reward:check_row",
         executes_response=True,
+        reads_messages=True,
     ),
     "format": Reward("the response has the wanted form", "distflow.rewards.text_rewards:has_format"),
     "ifeval": Reward(

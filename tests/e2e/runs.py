@@ -100,6 +100,10 @@ class Run:
         return notes(self.folder, kind)
 
 
+NO_WORK = "responses that do no work"
+
+
 def notes(folder: Path, kind: str) -> list[str]:
-    """The messages of a run's events of one kind."""
-    return [event.message for event in read_events(folder) if event.kind == kind]
+    """The messages of a run's events of one kind, but for that the toy rewards of tests pay for no work."""
+    found = [event.message for event in read_events(folder) if event.kind == kind]
+    return [message for message in found if NO_WORK not in message]

@@ -1,4 +1,4 @@
-"""What a data set's own solutions and tests are worth is told before the first step."""
+"""What a data set's own solutions and tests, and a reward's points, are worth is told before the first step."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from distflow.config import load_config
 from distflow.errors import UserError
 from distflow.launch.make_spec import make_spec
 from distflow.observe.reading.run_reader import read_events
-from tests.e2e.runs import Playground
+from tests.e2e.runs import NO_WORK, Playground
 
 RIGHT, WRONG = "def f(x):\n    return x + 1\n", "def f(x):\n    return x\n"
 ONE_STEP = ("trainer.total_training_steps=1", "actor_rollout_ref.rollout.n=2", "trust.audit_freq=0")
@@ -56,3 +56,19 @@ def test_a_column_of_solutions_may_be_named_and_most_of_them_must_pass(tmp_path:
     assert not ground.run("grpo", *CODE, name="unnamed").notes("warning")
     with pytest.raises(UserError, match=r"3 of 4 reference solutions of domain 'default' \(column 'mine'\) fail"):
         ground.run("grpo", *CODE, "data.solution_key=mine", name="named")
+
+
+def test_points_for_no_work_are_a_warning_that_changes_no_number(tmp_path: Path) -> None:
+    ground = Playground(tmp_path)
+    ground.write_reward(
+        "import random\ncalls = []\ndef compute_score(solution_str, ground_truth):\n    calls.append(1)\n"
+        "    return 1.0 + random.random() + len(calls)\n"
+    )
+    ground.write_rows([{"prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(4)])
+    settings = (*ONE_STEP, "reward.functions={default: [custom]}", "reward.num_workers=1")
+    tried = ground.run("grpo", *settings, "trust.check_rewards=true", name="tried")
+    alone = ground.run("grpo", *settings, "trust.check_rewards=false", name="alone")
+    (told,) = [event.message for event in read_events(tried.folder) if NO_WORK in event.message]
+    assert "reward function 'custom' (domain 'default')" in told and "rows.jsonl:1: empty response, '', got" in told
+    scores = [[run.metrics()[0][name] for name in ("reward/mean_score", "actor/grad_norm")] for run in (tried, alone)]
+    assert scores[0] == scores[1]

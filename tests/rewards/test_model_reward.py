@@ -151,7 +151,7 @@ def test_one_process_judges_for_all_domains_as_one_part_of_the_score(tmp_path: P
         assert len(pools.pids()) == 2 + 2, "a process for each model, and for each domain that has other functions"
         samples = [sample(domain, text) for domain in ("sums", "chat", "other") for text in ("5", "no")]
         found = asyncio.run(router(samples))
-        counts = router.take_counts()
+        counts = router.call_counts.take().counts
         again = asyncio.run(router(samples))
         alone = asyncio.run(pools.call("model", {"data_source": "sums", "solution_str": "5", "extra_info": {}}))
     said = reference(folder, [f"<bos>user: {PROMPT}assistant: {text}{EOS}" for text in ("5", "no")])

@@ -72,14 +72,14 @@ def test_the_penalty_lies_before_a_domains_own_limit(router):
 
 
 def test_one_part_that_fails_leaves_the_sample_without_a_score_and_keeps_the_others(router):
-    router.take_counts()
+    router.call_counts.take()
     judgement = score(router, sample("raises", "raises", "faulty"))
     assert isinstance(judgement.reward_result, Error) and judgement.reward_result.reason.startswith("custom: KeyError")
     assert judgement.scores() == {"exact_match": 1.0, "overlong": 0.0}
     assert isinstance(score(router, sample("nan", "x", "faulty")).reward_result, Error)
-    counts = router.take_counts()
-    assert counts["reward/errors"] == counts["reward/errors/custom"] == 2 and counts["reward/timeouts"] == 0
-    assert router.take_counts()["reward/errors"] == 0
+    counts = router.call_counts.take().counts
+    assert counts["reward/errors"] == counts["reward/errors/custom"] == 2 and "reward/timeouts" not in counts
+    assert router.call_counts.take().counts == {}
 
 
 def test_a_part_that_hangs_is_a_timeout_of_the_sample():
@@ -88,7 +88,7 @@ def test_a_part_that_hangs_is_a_timeout_of_the_sample():
         with make_router({"default": [("custom", 1.0)]}, custom=(FAULTY, "compute_score"), **settings) as router:
             assert score(router, sample("hang in c")).reward_result == Timeout(deadline_s)
             assert score(router, sample("echo", value=3)).reward_result == Score(3.0)
-            counts = router.take_counts()
+            counts = router.call_counts.take().counts
             assert (counts["reward/timeouts"], counts["reward/timeouts/custom"], counts["reward/calls"]) == (1, 1, 2)
 
     at_some_deadline(check, 0.4, 10.0)
@@ -146,7 +146,7 @@ def test_a_function_may_be_named_by_its_module():
 
 
 def test_what_failed_is_counted_by_domain_and_what_the_other_parts_said_is_kept(router):
-    router.take_counts()
+    router.call_counts.take()
     failed = score(router, sample("dict", "x", "faulty"))
     assert failed.remarks()["custom/why"] == "half"
     functions = {"calc": [RewardPart("math"), RewardPart("custom")], "text": [RewardPart("exact_match")]}
@@ -154,7 +154,7 @@ def test_what_failed_is_counted_by_domain_and_what_the_other_parts_said_is_kept(
         judgement = score(own, sample("raises", "5", "calc"))
         score(own, sample("a", "a", "text"))
         score(own, sample("a", "a", "text"))
-        counts = own.take_counts()
+        counts = own.call_counts.take().counts
     assert isinstance(judgement.reward_result, Error) and judgement.remarks() == {
         "math/extracted": None,
         "math/wanted": "5",

@@ -99,8 +99,8 @@ class RaySampleQueue:
 
     def count(self, reward_counts: RewardCounts) -> None:
         """The counts are sent with the next group: the actor may run two calls in any order."""
-        calls = reward_counts.calls._replace(first=shortened(reward_counts.calls.first))
-        self._reward_counts = RewardCounts.joined([self._reward_counts, reward_counts._replace(calls=calls)])
+        reward_counts = reward_counts._replace(first=shortened(reward_counts.first))
+        self._reward_counts = RewardCounts.joined([self._reward_counts, reward_counts])
 
     def take(
         self, step: int, rank: int, wanted: int | None = None, deadline: float | None = None

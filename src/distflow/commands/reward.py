@@ -4,7 +4,7 @@ import argparse
 import asyncio
 import json
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -50,6 +50,7 @@ def add_reward_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_reward(arguments: argparse.Namespace) -> int:
     """Print what the reward function scored wrongly; 1 where there is any. Runs its code."""
+    from distflow.rewards.adversary import ASK_MODELS, NUM_ROWS, PROBE, find_cheap, probe_target
     from distflow.rewards.functions import with_options
     from distflow.rewards.pool.domain_pools import alone, is_large
     from distflow.rewards.pool.pool import PoolSettings, RewardPool
@@ -60,7 +61,8 @@ def run_reward(arguments: argparse.Namespace) -> int:
     if is_large(arguments.reward):
         settings = alone("it", target, arguments.timeout)
     else:
-        settings = PoolSettings({"it": target}, arguments.workers, arguments.timeout)
+        functions = {"it": target, PROBE: probe_target(target, network=True)}
+        settings = PoolSettings(functions, arguments.workers, arguments.timeout)
     pool = RewardPool(settings)
     try:
         if arguments.label_key is not None:
@@ -68,6 +70,8 @@ def run_reward(arguments: argparse.Namespace) -> int:
             lines, fault = _agreement_lines(agreement), bool(agreement.failed)
         else:
             result = asyncio.run(check_reward(pool, "it", rows, arguments.workers))
+            if arguments.reward not in ASK_MODELS:
+                result.cheap = asyncio.run(find_cheap(pool, rows[:NUM_ROWS]))
             lines, fault = _lines(result, arguments.show), result.num_faults > 0
     finally:
         pool.close()
@@ -135,10 +139,12 @@ def _rows(arguments: argparse.Namespace) -> "tuple[list[Row], list[bool]]":
     if any(found not in (0, 1) for found in labels):
         wrong = next(row.origin for row, found in zip(raw, labels, strict=True) if found not in (0, 1))
         raise UserError(f"{wrong}: the column '{label}' (--label-key) is neither true nor false, 1 or 0")
-    return [_row(row) for row in raw], [bool(found) for found in labels]
+    reads_messages = entry is not None and entry.reads_messages
+    return [_row(row, reads_messages) for row in raw], [bool(found) for found in labels]
 
 
-def _row(raw: "RawRow") -> "Row":
+def _row(raw: "RawRow", reads_messages: bool) -> "Row":
+    from distflow.builtin_names import PROMPT_MESSAGES
     from distflow.rewards.reward_check import Row
     from distflow.rewards.self_check import whole
 
@@ -146,7 +152,8 @@ def _row(raw: "RawRow") -> "Row":
     if not isinstance(prompt, str):
         prompt = "\n\n".join(str(message.get("content")) for message in prompt)
     response = None if raw.response is None else whole(raw.response, raw.extra_info, prompt)
-    return Row(raw.origin, raw.domain, raw.answer, raw.extra_info, response, prompt)
+    asked: Mapping[str, object] = {PROMPT_MESSAGES: [{"role": "user", "content": prompt}]} if reads_messages else {}
+    return Row(raw.origin, raw.domain, raw.answer, {**raw.extra_info, **asked}, response, prompt)
 
 
 def _agreement_lines(agreement: "Agreement") -> Iterator[str]:
@@ -172,6 +179,8 @@ def _lines(result: "CheckResult", shown: int) -> Iterator[str]:
         counts = f"{len(kind.wrong)} {what}, {len(kind.errors)} errors, {len(kind.timeouts)} hangs"
         yield f"  {name:<{width}}  {kind.asked:>6} asked  {counts}"
         yield from _examples([*kind.wrong, *kind.errors, *kind.timeouts], shown)
+    yield "  points for responses that do no work:" if result.cheap else "  no points for responses that do no work"
+    yield from (f"      {line}" for line in result.cheap)
     seconds = sorted(result.seconds)
     yield (
         f"  a call takes {1e3 * statistics.median(seconds):.2f} ms, 99 of 100 below "

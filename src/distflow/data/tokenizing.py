@@ -289,9 +289,8 @@ def _prompt(row: RawRow, options: PromptOptions) -> str | Chat:
 
 def _with_messages(row: RawRow, options: PromptOptions) -> RawRow:
     asked = _prompt(row, options)
-    if isinstance(asked, str):
-        return row
-    return replace(row, extra_info={**row.extra_info, PROMPT_MESSAGES: list(asked.messages)})
+    messages: list[JSON] = [{"role": "user", "content": asked}] if isinstance(asked, str) else list(asked.messages)
+    return replace(row, extra_info={**row.extra_info, PROMPT_MESSAGES: messages})
 
 
 def _tokenise(tokenizer: PreTrainedTokenizerBase, texts: list[str], **settings: bool) -> list[list[int]]:

@@ -6,6 +6,7 @@ from typing import Any
 from distflow.audit.auditor import Auditor
 from distflow.checks.canary import make_canary
 from distflow.checks.live import LiveChecks
+from distflow.rewards.router import KINDS
 from distflow.rewards.score import RewardCounts
 from distflow.runtime.audit_protocol import Updates
 from distflow.runtime.checkpoint.saver import Saver
@@ -27,7 +28,8 @@ def build_worker(inputs: WorkerInputs) -> Worker:
     spec, rank, ports, recorder = inputs.spec, inputs.rank, inputs.ports, inputs.recorder
     plan, pipeline, warn = spec.plan.ranks[rank], spec.pipeline(), partial(recorder.note, "warning")
     generating = [each.rank for each in spec.plan.ranks if each.rollout_nodes]
-    services = Session.of(spec, inputs.resources, writes_stacks=True, warn=warn if rank in generating[:1] else None)
+    note = recorder.note if rank in generating[:1] else None
+    services = Session.of(spec, inputs.resources, writes_stacks=True, note=note)
     resources = services.resources
     offload = Offload(resources.trained(), spec.options.offloads)
     named = {**resources.by_name(), "reduce": ports.data, "dp_group": ports.collective}
@@ -39,8 +41,9 @@ def build_worker(inputs: WorkerInputs) -> Worker:
     contexts = Contexts(spec.config, resources, inputs.state, updates, keeps_state)
 
     def reward_counts() -> RewardCounts:
-        counts = resources.reward_fn.take_counts() if resources.reward_fn is not None else {}
-        return RewardCounts(rollout_loop.call_counts.take(), counts)
+        taken = rollout_loop.call_counts.take()
+        totals = {f"reward/{kind}": 0.0 for kind in KINDS if resources.reward_fn is not None}
+        return taken._replace(counts=totals | {name: float(each) for name, each in sorted(taken.counts.items())})
 
     def group_ended(*outcome: Any) -> None:
         recorder.group_ended(*outcome)

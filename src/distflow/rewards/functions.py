@@ -201,6 +201,16 @@ def fingerprint_function(function: Callable[..., object]) -> str:
     )
 
 
+def texts_in(value: object, module: str, seen: set[int]) -> Iterator[str]:
+    """The texts in the code of a function, and of helpers of its module. seen: ids of what was read already."""
+    if isinstance(value, str):
+        yield value
+    elif id(value) not in seen and not (isinstance(value, FunctionType | type) and value.__module__ != module):
+        seen.add(id(value))
+        for part in value.co_consts if isinstance(value, CodeType) else _parts(value, module):
+            yield from texts_in(part, module, seen)
+
+
 def _pickled(value: object) -> bytes | Exception:
     """The pickle, or the error that prevents it."""
     from cloudpickle import CloudPickler

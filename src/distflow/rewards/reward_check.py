@@ -154,13 +154,14 @@ class Kind:
 class CheckResult:
     """answers: rows with an answer that can be written. read: how many of them were found, by form.
 
-    kinds: by name. seconds: of each call.
+    kinds: by name. seconds: of each call. cheap: lines on responses that get points for no work (`adversary`).
     """
 
     answers: int = 0
     read: Counter[str] = field(default_factory=Counter)
     kinds: dict[str, Kind] = field(default_factory=dict)
     seconds: list[float] = field(default_factory=list)
+    cheap: list[str] = field(default_factory=list)
 
     def forms(self) -> list[str]:
         """The forms that the reward function reads."""
@@ -168,8 +169,8 @@ class CheckResult:
 
     @property
     def num_faults(self) -> int:
-        """False negatives and positives, errors and hangs together."""
-        return sum(kind.num_faults for kind in self.kinds.values())
+        """False negatives and positives, errors, hangs and kinds of cheap responses together."""
+        return sum(kind.num_faults for kind in self.kinds.values()) + len(self.cheap)
 
 
 async def check_reward(pool: RewardPool, name: str, rows: Sequence[Row], num_workers: int) -> CheckResult:

@@ -1,7 +1,6 @@
 """The reward router: scores a sample by the weighted reward functions of its domain."""
 
 import asyncio
-import threading
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -25,10 +24,11 @@ from distflow.rewards.pool.domain_pools import (
     functions_of,
     take_pool,
 )
-from distflow.rewards.score import CUT, TRAINING, CallCounts, Error, RewardResult, Score, Timeout, accuracy, counted_for
+from distflow.rewards.score import CUT, CallCounts, Error, RewardCounts, RewardResult, Score, Timeout, accuracy
 
 OVERLONG = "overlong"
-_KINDS = ("calls", "errors", "timeouts")
+KINDS = ("calls", "errors", "timeouts")
+"""What is counted of all calls, as `reward/KIND`."""
 
 TAKEN = {
     "all": "val_correct/all/mean is over all domains",
@@ -101,8 +101,6 @@ class RewardRouter(AbstractContextManager["RewardRouter"]):
         self._overlong, self._max_response_length = overlong, max_response_length
         self._response_limits = dict(response_limits or {})
         self.call_counts = CallCounts()
-        self._counts: Counter[str] = Counter()
-        self._lock = threading.Lock()  # the asyncio thread counts, the trainer takes the counts
         parts = [part for each in functions.values() for part in each]
         self.without_options = sorted({part.name for part in parts} - {part.name for part in parts if part.options})
         self.pools = Pools(settings, start)
@@ -144,7 +142,12 @@ class RewardRouter(AbstractContextManager["RewardRouter"]):
         ]
         if name in pool.takes_groups:
             asked = [{**each, PROMPT: sample.prompt} for each, sample in zip(asked, samples, strict=True)]
-        score = partial(pool.score_group, name, timeout_s=patience.timeout_s, on_repeat=self._count_repeats)
+        score = partial(
+            pool.score_group,
+            name,
+            timeout_s=patience.timeout_s,
+            on_repeat=lambda number: self._add({"reward/retried_calls": number}),
+        )
         reward_results = await score(asked)
         for attempt in range(patience.retries):
             failed = [i for i, reward_result in enumerate(reward_results) if not isinstance(reward_result, Score)]
@@ -173,39 +176,27 @@ class RewardRouter(AbstractContextManager["RewardRouter"]):
             parts[OVERLONG] = Score(self._overlong.penalty(length, longest))
             weights[OVERLONG] = 1.0
         outcome = RewardOutcome(_combine(parts, weights), parts, right)
-        self._count(parts, sample.domain)
         failed = not isinstance(outcome.reward_result, Score)
-        self.call_counts.add(1, int(failed), f"{outcome.reward_result} (domain '{sample.domain}')" if failed else "")
+        first = f"{outcome.reward_result} (domain '{sample.domain}')" if failed else ""
+        self.call_counts.add(RewardCounts(1, int(failed), first, _counts(parts, sample.domain)))
         return outcome
 
-    def take_counts(self) -> dict[str, float]:
-        """Metrics of training since the last call: calls and reward errors, in total, by part and by domain."""
-        with self._lock:
-            counts, self._counts = self._counts, Counter()
-        totals = {f"reward/{kind}": 0.0 for kind in _KINDS}
-        return totals | {name: float(number) for name, number in sorted(counts.items())}
+    def _add(self, counts: Mapping[str, float]) -> None:
+        self.call_counts.add(RewardCounts(counts=counts))
 
-    def _count_repeats(self, number: int) -> None:
-        self._add({"reward/retried_calls": number})
 
-    def _add(self, counts: Mapping[str, int]) -> None:
-        """Metrics are of training only."""
-        if counted_for.get() == TRAINING:
-            with self._lock:
-                self._counts.update(counts)
-
-    def _count(self, parts: Mapping[str, RewardResult], domain: str) -> None:
-        kinds, by_part = ["calls"], list[str]()
-        for name, part in parts.items():
-            if isinstance(part, Score):
-                by_part += [f"reward/cut/{name}"] * (CUT in part.extra)
-            else:
-                kinds.append("timeouts" if isinstance(part, Timeout) else "errors")
-                by_part.append(f"reward/{kinds[-1]}/{name}")
-        counts = Counter([*(f"reward/{kind}" for kind in kinds), *by_part])
-        if domain != DEFAULT_DOMAIN:
-            counts.update({f"domains/{domain}/{kind}": kinds.count(kind) for kind in _KINDS})
-        self._add(counts)
+def _counts(parts: Mapping[str, RewardResult], domain: str) -> Counter[str]:
+    kinds, by_part = ["calls"], list[str]()
+    for name, part in parts.items():
+        if isinstance(part, Score):
+            by_part += [f"reward/cut/{name}"] * (CUT in part.extra)
+        else:
+            kinds.append("timeouts" if isinstance(part, Timeout) else "errors")
+            by_part.append(f"reward/{kinds[-1]}/{name}")
+    counts = Counter([*(f"reward/{kind}" for kind in kinds), *by_part])
+    if domain != DEFAULT_DOMAIN:
+        counts.update({f"domains/{domain}/{kind}": kinds.count(kind) for kind in KINDS})
+    return counts
 
 
 def check_domains(functions: Functions, domains: Iterable[str]) -> None:

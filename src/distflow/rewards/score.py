@@ -164,56 +164,45 @@ def validating() -> Iterator[None]:
         counted_for.reset(token)
 
 
-class RewardCallCounts(NamedTuple):
-    """asked, failed: numbers of samples. first: the first reward error."""
+class RewardCounts(NamedTuple):
+    """asked, failed: numbers of samples. first: the first reward error. counts: metrics of the reward functions."""
 
     asked: int = 0
     failed: int = 0
     first: str = ""
+    counts: Mapping[str, float] = {}
 
     @property
     def share(self) -> float:
         """Share of the samples that failed."""
         return self.failed / self.asked if self.asked else 0.0
 
-    def plus(self, other: "RewardCallCounts") -> "RewardCallCounts":
-        return RewardCallCounts(self.asked + other.asked, self.failed + other.failed, self.first or other.first)
-
-
-class RewardCounts(NamedTuple):
-    """A worker's counts: of samples, and those of the reward functions that are metrics."""
-
-    calls: RewardCallCounts = RewardCallCounts()
-    counts: Mapping[str, float] = {}
-
     @staticmethod
     def joined(parts: Sequence["RewardCounts"]) -> "RewardCounts":
-        """Sum over several workers."""
-        calls, counts = RewardCallCounts(), Counter[str]()
+        """Sum of several."""
+        counts = Counter[str]()
         for part in parts:
-            calls = calls.plus(part.calls)
             counts.update(part.counts)
-        return RewardCounts(calls, dict(counts))
+        first = next((part.first for part in parts if part.first), "")
+        return RewardCounts(sum(part.asked for part in parts), sum(part.failed for part in parts), first, dict(counts))
 
 
 class CallCounts:
     """Counts of scored samples, training and validation apart: the asyncio thread adds, the trainer takes them."""
 
     def __init__(self) -> None:
-        self._counted: dict[str, RewardCallCounts] = defaultdict(RewardCallCounts)
+        self._counted: dict[str, RewardCounts] = defaultdict(RewardCounts)
         self._lock = threading.Lock()
 
-    def add(self, asked: int, failed: int, first: str = "") -> None:
-        """first: the first reward error, if any."""
+    def add(self, new: RewardCounts) -> None:
         with self._lock:
             scope = counted_for.get()
-            new = RewardCallCounts(asked, failed, first if failed else "")
-            self._counted[scope] = self._counted[scope].plus(new)
+            self._counted[scope] = RewardCounts.joined([self._counted[scope], new])
 
-    def take(self, scope: str = TRAINING) -> RewardCallCounts:
+    def take(self, scope: str = TRAINING) -> RewardCounts:
         """The counts since the last call."""
         with self._lock:
-            return self._counted.pop(scope, RewardCallCounts())
+            return self._counted.pop(scope, RewardCounts())
 
 
 def _kind(name: str, score: Score) -> int:

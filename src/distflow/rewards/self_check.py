@@ -226,16 +226,16 @@ def why(reward_result: RewardResult) -> str:
     return f"{own_reward_result(reward_result):g}"
 
 
-def _is_rest(solution: str) -> bool:
-    """Whether its first line is indented."""
-    return solution.lstrip("\r\n")[:1].isspace()
-
-
-def _must_accept(name: str) -> bool:
+def must_accept(name: str) -> bool:
     """Whether the function must score a solution as right: it compares with the ground truth, knows columns of
     solutions, or is the user's."""
     entry = REWARDS.get(name)
     return entry is None or name == CUSTOM_REWARD or entry.needs_answer or bool(entry.solutions)
+
+
+def _is_rest(solution: str) -> bool:
+    """Whether its first line is indented."""
+    return solution.lstrip("\r\n")[:1].isspace()
 
 
 async def _try(router: "RewardRouter", solution: Solution, free: asyncio.Semaphore, deadline: float) -> str | None:
@@ -245,7 +245,7 @@ async def _try(router: "RewardRouter", solution: Solution, free: asyncio.Semapho
             return None
         arguments = call_arguments(solution.domain, solution.text, solution.ground_truth, solution.extra_info)
         for part in router.functions_of(solution.domain):
-            if part.weight <= 0 or not _must_accept(part.name):
+            if part.weight <= 0 or not must_accept(part.name):
                 continue
             reward_result = await router.pools.of(solution.domain).call(part.name, arguments)
             if not scored_right(reward_result):

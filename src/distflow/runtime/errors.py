@@ -13,7 +13,7 @@ from distflow.errors import UserError, users_place
 from distflow.graph import BoundNode
 from distflow.graph.fields import innermost
 from distflow.observe.sanitize import escape_control
-from distflow.rewards.score import RewardCallCounts
+from distflow.rewards.score import RewardCounts
 
 REPAIR_ADVICE = (
     "Repair the function that is named (custom_reward_function.path, reward.functions, dag), or its ground truths "
@@ -88,7 +88,7 @@ class ErrorShare:
     show: Callable[[str], None] = lambda reason: None
     _warned_share: float = field(default=0.0, init=False)
 
-    def step(self, calls: RewardCallCounts, step: int) -> dict[str, float]:
+    def step(self, calls: RewardCounts, step: int) -> dict[str, float]:
         """After all reward calls of a step, also of dropped groups; its metrics. step: from 1. Raises TooManyErrors."""
         if calls.first:
             self.show(calls.first)
@@ -110,17 +110,17 @@ class ErrorShare:
         return {"reward/calls": float(calls.asked), "reward/error_rate": calls.share}
 
 
-def warn_of_errors(calls: RewardCallCounts, warn: Callable[[str], None]) -> None:
+def warn_of_errors(calls: RewardCounts, warn: Callable[[str], None]) -> None:
     """After a validation, in which such responses count as wrong."""
     if calls.share > WARN_ABOVE:
         warn(f"{described(calls)} in a validation, and count as wrong. {_first(calls)}\n{REPAIR_ADVICE}")
 
 
-def described(calls: RewardCallCounts) -> str:
+def described(calls: RewardCounts) -> str:
     return f"{calls.failed:,} of {calls.asked:,} scores are reward errors ({calls.share:.0%})"
 
 
-def _first(calls: RewardCallCounts) -> str:
+def _first(calls: RewardCounts) -> str:
     return f"The first said: {escape_control(calls.first, _SHOWN_CHARACTERS, one_line=True)}"
 
 

@@ -11,7 +11,7 @@ from distflow.algorithms.sample_filters_and_weights import TOO_FEW_SCORES
 from distflow.data.batch import Batch
 from distflow.errors import UserError
 from distflow.graph import BoundNode, Drop, NodeRole
-from distflow.rewards.score import CallCounts
+from distflow.rewards.score import CallCounts, RewardCounts
 from distflow.rollout.engine import GenerateRequest, GenerateResult, RolloutEngine
 from distflow.runtime import fault_injection
 from distflow.runtime.audit_protocol import GroupRecorder
@@ -203,7 +203,7 @@ class RolloutLoop:
                 drop = await step.on_group(group, ctx, self.plain_calls, self.timeout_s)
             except NodeError as err:
                 if is_reward:
-                    self.call_counts.add(len(group), len(group), str(err))
+                    self.call_counts.add(RewardCounts(len(group), len(group), str(err)))
                 raise
             self._count(step, group, drop)
             if drop is not None:
@@ -221,8 +221,8 @@ class RolloutLoop:
             num_failed, errors = len(batch), [drop.detail]
         elif "reward_errors" in batch:
             errors = batch["reward_errors"]
-        first = next(filter(None, errors), "no score")
-        self.call_counts.add(len(batch), num_failed, f"{first} (node '{node.node_id}')")
+        first = f"{next(filter(None, errors), 'no score')} (node '{node.node_id}')" if num_failed else ""
+        self.call_counts.add(RewardCounts(len(batch), num_failed, first))
 
     async def loop(self, queue: SampleQueuePort) -> None:
         """consumes prompt groups · waits for capacity · unblocked by released steps and ended groups · produces groups

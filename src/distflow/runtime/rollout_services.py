@@ -17,6 +17,9 @@ from queue import SimpleQueue
 from typing import TypeVar
 
 from distflow.data.prompts import PromptRow
+from distflow.rewards.adversary import NUM_ROWS, notes_of
+from distflow.rewards.pool.domain_pools import RewardSettings
+from distflow.rewards.reward_check import Row
 from distflow.rewards.router import RewardRouter
 from distflow.rewards.self_check import Solution, find_solution, run_self_check, self_check_scores, try_solutions
 from distflow.rollout.engine import Hosted, Stretch
@@ -31,7 +34,8 @@ NUM_SOLUTIONS = 200
 SOLUTIONS_WITHIN_S = 20.0
 
 T = TypeVar("T")
-Warn = Callable[[str], None]
+Note = Callable[[str, str], None]
+"""(kind, message)."""
 
 
 class Abandoned(BaseException):
@@ -167,14 +171,14 @@ class Session:
         self._stack = AsyncExitStack()
 
     @staticmethod
-    def of(spec: Spec, resources: Resources, writes_stacks: bool, warn: Warn | None = None) -> "Session":
+    def of(spec: Spec, resources: Resources, writes_stacks: bool, note: Note | None = None) -> "Session":
         """The session of a worker. If `trust.check_rewards` is on, its reward functions are tested on its first rows.
 
-        writes_stacks: those of all threads, into the run's folder, where the engine hangs. warn: called for reference
-        solutions of the data that fail; None tests none.
+        writes_stacks: those of all threads, into the run's folder, where the engine hangs. note: called for reference
+        solutions of the data that fail, and for responses that get points for no work; None tries neither.
         """
         options = spec.options
-        check_rewards = partial(_check_rewards, spec, warn) if options.run_self_check else None
+        check_rewards = partial(_check_rewards, spec, note) if options.run_self_check else None
         timeout_s = options.engine_timeout_s
         stacks = spec.run_dir / STACKS if writes_stacks else None
         deadline = Deadline(timeout_s, stacks) if timeout_s is not None else None
@@ -236,14 +240,23 @@ class Session:
             await self._stack.enter_async_context(rollout)
 
 
-async def _check_rewards(spec: Spec, warn: Warn | None, reward_fn: RewardRouter) -> None:
-    """On known solutions, on the ground truths of the first rows and, if there is a `warn`, on reference solutions."""
+async def _check_rewards(spec: Spec, note: Note | None, reward_fn: RewardRouter) -> None:
+    """On known solutions, on the ground truths of the first rows and, if there is a `note`, on reference solutions and
+    responses that do no work."""
     await run_self_check(reward_fn)
     rows = _first_rows(spec, NUM_CHECKED_ROWS)
     await self_check_scores(reward_fn, [(row.domain, row.ground_truth, row.extra_info or {}) for row in rows])
-    if warn is not None:
-        for warning in await try_solutions(reward_fn, _first_solutions(spec, reward_fn), SOLUTIONS_WITHIN_S):
-            warn(warning)
+    if note is not None:
+        solutions = _first_solutions(spec, reward_fn)
+        for warning in await try_solutions(reward_fn, solutions, SOLUTIONS_WITHIN_S):
+            note("warning", warning)
+        right = {solution.origin: solution.text for solution in solutions}
+        tried = [
+            Row(row.origin, row.domain, row.ground_truth, row.extra_info or {}, right.get(row.origin), row.prompt_text)
+            for row in _first_rows(spec, NUM_ROWS)
+        ]
+        for kind, message in await notes_of(reward_fn, RewardSettings.of(spec.config), tried):
+            note(kind, message)
 
 
 def _first_rows(spec: Spec, number: int) -> list[PromptRow]:

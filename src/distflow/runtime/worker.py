@@ -115,7 +115,7 @@ class Worker:
                 [self._parts.reward_counts(), *([step.reward_counts] if step is not None else [])]
             )
             every = RewardCounts.joined(self._ports.collective.gather(own))
-            return {**self._parts.errors.step(every.calls, self.step + 1), **every.counts}
+            return {**self._parts.errors.step(every, self.step + 1), **every.counts}
 
     def learn(self, group_ids: Sequence[int], batch: Batch) -> tuple[Batch, dict[str, float]]:
         """Run the training nodes on this rank's part of a step, for a training loop of the user's own. group_ids: of

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from distflow.builtin_names import PROMPT_MESSAGES
 from distflow.rewards.code.execution import Stopped, TimedSandbox, run_streams
 from distflow.rewards.code.reward import compute_score, compute_share, score_program
 from distflow.rewards.code.test_formats import StreamTests
@@ -111,6 +112,14 @@ def test_the_share_can_be_paid():
 
 REPLAY = "from itertools import count\nn = count()\ndef f(x): return {}[next(n)]"
 CHEATS = {
+    "a number with its own operators": "class N(float):\n    __eq__ = lambda s, o: True\n    __sub__ = lambda s, o: 0\n"
+    "def f(x): return N(0)",
+    "a list with its own": "class L(list):\n    __eq__ = lambda s, o: True\ndef f(x): return L()",
+    "a lazy iterator": "def f(x): return iter([2 * x])",
+    "what is imported": "import sys, math\nsys.modules['math'] = sys.modules['random'] = None\ndef f(x): return 0",
+    "a thread": "import threading, os\ndef f(x):\n    threading.Timer(0.01, os._exit, [0]).start()\n    return 0",
+    "atexit": "import atexit, os\natexit.register(os._exit, 0)\ndef f(x): return 0",
+    "a verdict": "def f(x):\n    print('[\"passed\"]', flush=True)\n    return ['passed']",
     "an object equal to all": "class All:\n    __eq__ = lambda s, o: True\ndef f(x): return All()",
     "an int equal to all": "class All(int):\n    __eq__ = lambda s, o: True\ndef f(x): return All()",
     "exit": "import os\nos._exit(0)",
@@ -152,8 +161,29 @@ def test_a_program_does_not_change_what_the_tests_mean():
 @pytest.mark.parametrize(
     ("test", "right", "wrong"),
     [
-        ("assert f(1) == 1", "True", "'1'"),  # as Python compares plain values
+        ("assert f(1) == 1", "1.0", "True"),
+        ("assert f(1) == True", "True", "1"),
+        ("assert f(1) == [3]", "[3.0]", "[complex(3, 0)]"),
+        ("assert f(1) == 0", "-0.0", "False"),
+        ("x = [1, 2]\nassert f(1) == x[0]", "1", "True"),
+        ("assert 1 == f(1)", "1", "True"),
+        ("x = {1: (2,)}\nassert f(1) == x", "{1: (2,)}", "{True: (2,)}"),
+        ("assert 0 < f(1) == 1", "1.0", "'1'"),
+        ("assert f(1) in (1, 2)", "2", "True"),
+        ("assert f(1) not in (1, 2)", "3", "True"),
+        ("assert abs(f(1) - 1) < 1e-6", "1 + 1e-9", "True"),
+        ("assert abs(f(1) - 3) < 1e-6", "3.0", "complex(3, 0)"),
+        ("assert not abs(f(1) - 3) > 1e-6", "3", "float('nan')"),
+        ("assert max(abs(x - 3) for x in f(1)) < 1e-6", "[3, 3]", "[3, float('nan')]"),
+        ("assert not abs(f(1) / f(1) - 1) > 1e-6", "3", "float('inf')"),
+        ("assert not f(1) * f(1) - f(1) * f(1) > 1e-6", "3.0", "1e200"),
+        ("assert f(1) == float('inf')", "float('inf')", "10 ** 400"),
+        ("import math\nassert math.isnan(f(1))", "float('nan')", "0.0"),
+        ("assert sum(f(x) for x in (1, 2)) == 2", "True", "[1]"),
         ("assert f(1) is True", "True", "1"),
+        ("assert f(1) is None", "None", "0"),
+        ("assert not f(1)", "0", "'0'"),
+        ("assert f(1)", "[0]", "[]"),
         ("assert f(1) == (1, 2)", "(1, 2)", "[1, 2]"),
         ("assert f(1) == {1, 2}", "{2, 1}", "[1, 2]"),
         ("assert f(1) == {'a': (1,)}", "{'a': (1,)}", "{'a': [1]}"),
@@ -167,6 +197,59 @@ def test_a_program_does_not_change_what_the_tests_mean():
 def test_types_are_exact(test, right, wrong):
     assert judge(f"def f(x): return {right}", [test])["score"] == 1.0
     assert judge(f"def f(x): return {wrong}", [test])["score"] == 0.0
+
+
+SWALLOWED = {
+    "by map": "assert all(map(f, [1, 2]))",
+    "by an iterator": "assert list(iter(f, 3)) == []",
+    "by a test beside a handler": "try:\n    int('x')\nexcept ValueError:\n    pass\nassert all(map(f, [1, 2]))",
+    "by iteration": "class Each:\n    def __getitem__(self, i):\n        return f(i)\nassert all(Each())",
+    "by `in`": "class Each:\n    def __getitem__(self, i):\n        return f(i)\nassert 9 not in Each()",
+    "by hasattr": "class Held:\n    x = property(lambda self: f(1))\nassert not hasattr(Held(), 'x')",
+    "by getattr": "class Held:\n    x = property(lambda self: f(1))\nassert getattr(Held(), 'x', 3) == 3",
+}
+
+
+@pytest.mark.parametrize("test", SWALLOWED.values(), ids=SWALLOWED)
+@pytest.mark.parametrize("error", ["StopIteration", "IndexError", "AttributeError", "KeyError", "GeneratorExit"])
+def test_an_error_that_no_handler_gets_is_a_failure(test, error):
+    assert judge(f"def f(x): raise {error}", [test])["score"] == 0.0
+
+
+@pytest.mark.parametrize(
+    "test",
+    [
+        "try:\n    f(1)\nexcept ValueError:\n    x = 1\nassert x == 1",
+        "import contextlib\nwith contextlib.suppress(ValueError):\n    f(1)\n    assert False\nassert True == True",
+        "import unittest\nunittest.TestCase().assertRaises(ValueError, f, 1)\nassert f",
+        "import unittest\nwith unittest.TestCase().assertRaises(ValueError):\n    f(1)\nassert f",
+        "def g():\n    try:\n        return f(1)\n    except ValueError as e:\n        raise KeyError from e\n"
+        "try:\n    g()\nexcept KeyError:\n    x = 1\nassert x == 1",
+    ],
+)
+def test_an_error_that_a_test_handles_is_expected(test):
+    assert judge("def f(x): raise ValueError('so')", [test])["score"] == 1.0
+    assert judge("def f(x): return 1", [test])["score"] == 0.0 or "suppress" not in test
+
+
+HELPED = """import math
+
+def twice(x):
+    'It helps.'
+    return 2 * x
+
+def f(x: int) -> float:
+    'Solve twice(f(x)) = x.'
+"""
+INVERSE = "def check(candidate):\n    for x in (1, 2, 3):\n        assert math.fabs(twice(candidate(x)) - x) < 1e-9\n"
+
+
+@pytest.mark.parametrize("row", [{"prompt": HELPED}, {PROMPT_MESSAGES: [{"content": f"Complete this.\n\n{HELPED}"}]}])
+def test_a_program_does_not_replace_the_helpers_of_its_tests(row):
+    own = "import math\ndef twice(x): return 2 * x\ndef f(x): return x / 2"
+    assert judge(own, INVERSE, **row)["score"] == 1.0
+    for cheat in ("twice = f = lambda x: x", "class math:\n    fabs = lambda x: 0.0\ndef f(x): return 0.0"):
+        assert judge(cheat, INVERSE, **row)["score"] == 0.0
 
 
 def test_assertions_may_expect_an_error_or_draw():

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from distflow.rewards.code.execution import same_output, same_value
+from distflow.rewards.code.harness import typed
 from distflow.rewards.code.split_assertions import split_assertions
 from distflow.rewards.code.test_formats import AssertTests, CallTests, StreamTests, read_tests
 
@@ -125,18 +126,15 @@ def test_names_that_stand_for_the_program(code, names):
     [
         ("assert f(1, [2.5, 'a'], x={'b': None}) == (-4,)", ([1, [2.5, "a"]], {"x": {"b": None}}), (-4,), [-4]),
         ("'text'\nM = {'a': 1}\nassert f((1, 2)) == {1, 2}, 'so'", ([(1, 2)], {}), {2, 1}, [1, 2]),
-        ("assert f()", ([], {}), [0], []),
-        ("assert not f()", ([], {}), 0, "0"),
-        ("assert f() is True", ([], {}), True, 1),
-        ("assert f() is None", ([], {}), None, 0),
-        ("assert f() == 1", ([], {}), True, "1"),
+        ("assert f() == 1", ([], {}), 1.0, True),
+        ("assert f() == [{'a': 1}]", ([], {}), [{"a": 1}], [{"a": True}]),
         ("assert (f(1) == 1)", ([1], {}), 1.0, 2),
     ],
 )
 def test_assertions_of_literals(code, args, right, wrong):
     (literal,) = split_assertions(AssertTests(code)).literals
     assert literal is not None and literal.name == "f" and (literal.args, literal.kwargs) == args
-    assert literal.holds(right) is True and literal.holds(wrong) is False
+    assert typed(right) == typed(literal.wanted) != typed(wrong)
 
 
 def test_those_of_a_check_are_of_its_entry():
@@ -152,6 +150,10 @@ def test_those_of_a_check_are_of_its_entry():
         ("assert f(*[1]) == 1", ""),
         ("assert f(**{'a': 1}) == 1", ""),
         ("assert f(1) != 1", ""),
+        ("assert f()", ""),
+        ("assert not f()", ""),
+        ("assert f() is True", ""),
+        ("x = y = 3\nassert f() == 1", ""),
         ("assert f(1) == 1 == 1", ""),
         ("assert f(f(1)) == 1", ""),
         ("assert f(1) == 1, f(2)", ""),
@@ -186,6 +188,14 @@ def test_tests_that_are_broken(code):
         ("1000000.5", "1000000.1", True),
         ("3.0", "3", True),
         ("3.0000001", "3", False),
+        ("0", "0.0000005", False),
+        ("0.00000050000001", "5e-7", True),
+        ("1e-17", "0.0", True),
+        ("0.0000005", "0.00", False),
+        ("12345678901234567891.0", "12345678901234567890", False),
+        ("12345678901234567890.0", "12345678901234567890", True),
+        ("9007199254740993", "9007199254740992.0", True),
+        ("-0.0", "0", True),
         ("03", "3", True),
         ("Yes", "YES", False),
         ("nan", "nan", True),
@@ -206,7 +216,13 @@ def test_outputs(printed, wanted, same):
     [
         ((1, (2,)), [1, [2]], True),
         ({1: (2,)}, {"1": [2]}, True),
-        (True, 1, True),
+        (True, 1, False),
+        (1, True, False),
+        (True, True, True),
+        (complex(3, 0), 3, False),
+        ({1: "x", "1": "y"}, {"1": "y"}, False),
+        ([{1: "x", "1": "y"}], [{"1": "y"}], False),
+        (float("nan"), 0, False),
         (1.0, 1, True),
         ("1", 1, False),
         ({1, 2}, [1, 2], False),

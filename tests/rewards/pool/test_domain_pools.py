@@ -78,7 +78,7 @@ def test_what_failed_is_asked_for_again_after_a_wait_that_doubles(tmp_path: Path
         assert reward_results[:3] == [Score(1.0)] * 3 and isinstance(reward_results[3], Error)
         assert [len((tmp_path / f"{i}").read_text()) for i in range(4)] == [1, 2, 3, 3], "nobody is asked more often"
         assert took >= 0.2 + 0.4
-        counts = router.take_counts()
+        counts = router.call_counts.take().counts
         assert (counts["reward/retries"], counts["reward/errors"], counts["reward/calls"]) == (3 + 2, 1, 4)
         (once,) = judge(router, [sample("b", "fails at first", file=str(tmp_path / "b"), times=1)])
         assert isinstance(once.reward_result, Error), "where nothing is said there is one try"

@@ -5,20 +5,25 @@ process, or, if there are at least `SHUFFLED_FROM`, all run shuffled in one, so 
 useless. If one of a few cases calls the program often, e.g. in a loop, its first `SHUFFLED_FROM` calls each go to a new
 process, and the rest to one."""
 
+import inspect
+import math
 import random
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
+from fractions import Fraction
 from typing import Any, NamedTuple
 
-from distflow.rewards.code.split_assertions import HARNESS, Assertions
+from distflow.rewards.code import harness
+from distflow.rewards.code.harness import typed
+from distflow.rewards.code.split_assertions import Assertions
 from distflow.rewards.code.test_formats import CallTests, StreamTests
 from distflow.sandbox.inside.values import NotPlain
 from distflow.sandbox.interface import AnySandbox, AnySession, Broken, Limits, Raised, RunResult
 
-TOLERANCE = 1e-6
-"""Tolerance for a wanted number with a decimal point or exponent: relative, or absolute below 1."""
+TOLERANCE, NEAR_ZERO = Fraction(1, 10**6), Fraction(1, 10**9)
+"""Tolerance for a wanted number with a decimal point or exponent: relative; absolute if it is zero."""
 _NUMBER = re.compile(r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d{1,3})?", re.ASCII)
 _MAX_NUMBER_CHARACTERS = 400
 
@@ -31,10 +36,12 @@ def same_output(printed: str, wanted: str) -> bool:
 
 
 def same_value(returned: Any, wanted: Any) -> bool:
-    """Equal in Python, after conversion to JSON (a tuple is a list, a key of a dict is a str). The wanted value may be
-    the only entry of a list, as in APPS."""
-    value = _as_json(returned)
-    return bool(value == wanted) or (isinstance(wanted, list) and len(wanted) == 1 and bool(value == wanted[0]))
+    """Equal by type and value (`typed`), after conversion to JSON (a tuple is a list, a key of a dict is a str). The
+    wanted value may be the only entry of a list, as in APPS."""
+    value = typed(_as_json(returned))
+    return bool(value == typed(wanted)) or (
+        isinstance(wanted, list) and len(wanted) == 1 and bool(value == typed(wanted[0]))
+    )
 
 
 def _same_line(found: str, expected: str) -> bool:
@@ -49,27 +56,33 @@ def _same_word(word: str, wanted: str) -> bool:
         return True
     if not all(len(each) <= _MAX_NUMBER_CHARACTERS and _NUMBER.fullmatch(each) for each in (word, wanted)):
         return False
-    if _is_whole(word) and _is_whole(wanted):
-        return int(word) == int(wanted)
-    slack = 0.0 if _is_whole(wanted) else TOLERANCE * max(1.0, abs(float(wanted)))
-    return abs(float(word) - float(wanted)) <= slack
-
-
-def _is_whole(word: str) -> bool:
-    return word.lstrip("+-").isdigit()
+    found, expected = Fraction(word), Fraction(wanted)  # exact: large integers differ where floats do not
+    is_whole = wanted.lstrip("+-").isdigit()
+    return found == expected or (not is_whole and abs(found - expected) <= (TOLERANCE * abs(expected) or NEAR_ZERO))
 
 
 def _as_json(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_as_json(entry) for entry in value]
     if isinstance(value, Mapping):
-        return {key if isinstance(key, str) else str(key): _as_json(entry) for key, entry in value.items()}
+        names = {str(key): _as_json(entry) for key, entry in value.items()}
+        return names if len(names) == len(value) else value  # 1 and "1" would be one name
     return value
+
+
+def _is_special(value: Any) -> bool:
+    """Whether it is or holds NaN, an infinity or a complex number."""
+    if isinstance(value, float | complex):
+        return isinstance(value, complex) or not math.isfinite(value)
+    if isinstance(value, dict):
+        return any(map(_is_special, (*value, *value.values())))
+    return isinstance(value, list | tuple | set | frozenset) and any(map(_is_special, value))
 
 
 SHUFFLED_FROM = 8
 MAX_CALLS = 1000
 """Calls of the program in one case."""
+_HARNESS = inspect.getsource(harness)
 _SHOWN = 200
 _START_S = 0.1
 _NOT_PLAIN = "the test passes the program a value that is not plain"
@@ -222,7 +235,7 @@ def run_assertions(box: TimedSandbox, program: ProgramUnderTest, tests: Assertio
         for i in _order(program, len(tests.cases)):
             if literal := tests.literals[i]:
                 value, why = _returned(program, literal.name, literal.args, literal.kwargs)
-                if not why and not literal.holds(value):
+                if not why and typed(value) != typed(literal.wanted):
                     why = f"it returned {_short(value)}"
             else:
                 why = _why_fails(runner, program, tests, i)
@@ -247,9 +260,9 @@ class AssertionRunner:
         self._session: AnySession | None = None
 
     def step(self, name: str, *args: Any) -> list[Any]:
-        """Call `begin` or `resume` of `HARNESS`. Raises as `Session.call`."""
+        """Call `begin` or `resume` of `harness`. Raises as `Session.call`."""
         if self._session is None:
-            self._session = self._box.open(HARNESS)
+            self._session = self._box.open(_HARNESS)
         try:
             return list(self._session.call(name, args))
         except (Raised, Broken):
@@ -283,6 +296,8 @@ def _why_fails(runner: AssertionRunner, program: ProgramUnderTest, tests: Assert
         try:
             value = program.call(tests.names[name], args, kwargs)
             result, answer = f"it returned {_short(value)}", ["value", value]
+            if not tests.any_number and _is_special(value):
+                return result
         except Raised as error:
             result, answer = f"it raised {error}", ["raised", error.type, error.text]
         except Broken as error:

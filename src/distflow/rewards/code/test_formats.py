@@ -3,14 +3,21 @@
 import ast
 import json
 import re
+import symtable
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from distflow.builtin_names import PROMPT_MESSAGES
 from distflow.rewards.extracted_answers import decoded
 
 _SHORT = 200
 _KINDS = ("inputs", "input_output", "test_list", "test")
+# A statement of Python at the start of a line, with the lines that belong to it.
+_BLOCK = re.compile(
+    r"^(?:@.*\n)*(?:async def |def |class |import |from |[A-Za-z_]\w* = ).*(?:\n(?:[ \t)\]}].*|(?=\n)))*", re.M
+)
 _METHOD = re.compile(r"(?:Solution\(\)\.)?([A-Za-z_]\w*)")
 
 
@@ -153,7 +160,21 @@ def _read_check(columns: Mapping[str, object]) -> AssertTests:
         return AssertTests(test)
     name = _function(entry)
     continued = isinstance(prompt, str) and re.search(rf"^(?:async )?def {name}\b", prompt, re.M)
-    return AssertTests(test, "", name, str(prompt) if continued else "")
+    asked = columns.get(PROMPT_MESSAGES)
+    shown = asked[-1]["content"] if not continued and isinstance(asked, list) and asked else prompt
+    return AssertTests(test, _helpers(str(shown), name, test), name, str(prompt) if continued else "")
+
+
+def _helpers(prompt: str, entry: str, test: str) -> str:
+    """What the code in the prompt defines beside the function that is asked for, if the tests use any of it: a program
+    must not replace it."""
+    defined: list[ast.stmt] = []
+    for block in _BLOCK.findall(prompt):
+        with suppress(SyntaxError, ValueError, RecursionError):  # prose, e.g. a line that begins with "from"
+            defined += ast.parse(block).body
+    defined = [each for each in defined if getattr(each, "name", "") != entry]
+    scope = symtable.symtable(code := ast.unparse(ast.Module(defined, [])), "prompt", "exec")
+    return code if any(re.search(rf"\b{name}\b", test) for name in scope.get_identifiers()) else ""
 
 
 def parse(code: str, what: str) -> ast.Module:
