@@ -89,6 +89,7 @@ data:
   train_files: [a.jsonl, builtin:sums]
   val_files: b.jsonl
   prompt_key: question
+  allow_overlap: true
   answer_key: gold
   solution_key: reference
   broken_tests: error

@@ -57,6 +57,7 @@ ELSEWHERE = {
     "reward.actor_cpus": "tests/cluster/test_reward_actors.py",
     "trainer.worker_memory_mb": "tests/cluster/test_nodes.py",
     "trainer.worker_env": "tests/cluster/test_nodes.py",
+    "reward.ifeval.strict": "tests/rewards/test_ifeval_reward.py",
     "trainer.max_held_mb": "tests/cluster/test_sizes.py",
     "trainer.peers_timeout_s": "tests/cluster/test_training_worker_faults.py",
     "dag.generates": "tests/launch/test_make_spec.py",

@@ -7,6 +7,11 @@ from distflow.planning.layout import Layout, Sizes
 from distflow.planning.plan import Plan, ProcessGroup, choose_backends, process_groups
 
 
+def group_of(plan: Plan, role: str, axis: str, rank: int) -> ProcessGroup | None:
+    """The group of a rank along an axis of a role, `all` for all its ranks; None if the rank is alone."""
+    return next((group for group in plan.groups if (role, axis) in group.uses and rank in group.ranks), None)
+
+
 def layout(sizes: Sizes, role: str = "actor", first: int = 0) -> Layout:
     return Layout(role, "megatron", tuple(range(first, first + sizes.num_devices)), sizes)
 
@@ -108,8 +113,8 @@ def test_groups_of_sixteen_ranks_have_the_names_that_siirl_gives_them() -> None:
         assert [group.ranks for group in found] == wanted
         assert [group.name for group in found] == [f"process_group_{number}" for number in range(1, 9)]
     shared = Plan("p", (), (), tuple(layouts), process_groups(layouts))
-    assert shared.group_of("train_z", "data", 14) == shared.group_of("twin_z", "all", 15) == shared.groups[-1]
-    assert shared.group_of("train_a", "data", 2) is None
+    assert group_of(shared, "train_z", "data", 14) == group_of(shared, "twin_z", "all", 15) == shared.groups[-1]
+    assert group_of(shared, "train_a", "data", 2) is None
 
 
 def test_a_rank_alone_has_no_group() -> None:

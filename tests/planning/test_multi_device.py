@@ -18,6 +18,7 @@ from distflow.planning.allocation_expression import follow_allocation
 from distflow.planning.layout import Layout, Sizes
 from distflow.planning.multi_device import plan_ray
 from distflow.planning.plan import Plan, check_plan, rank_plan
+from tests.planning.test_layout import group_of
 from tests.planning.test_part_assignment import all_placements, broken_and_pieces
 
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -125,9 +126,9 @@ def test_rollout_and_training_on_devices_of_their_own() -> None:
         ("process_group_1", (0, 1)),
         ("process_group_2", (2, 3)),
     ]
-    group = plan.group_of("ref", "data", 3)
+    group = group_of(plan, "ref", "data", 3)
     assert group is not None and group.ranks == (2, 3)
-    assert plan.group_of("actor", "tensor", 3) is None and plan.group_of("actor", "data", 0) is None
+    assert group_of(plan, "actor", "tensor", 3) is None and group_of(plan, "actor", "data", 0) is None
     with pytest.raises(UserError, match="places no 'critic'"):
         plan.layout("critic")
 
@@ -188,7 +189,7 @@ def test_independent_parts_have_devices_of_their_own() -> None:
     critic, actor = (("load",), ("learn_values",)), (("load",), ("learn",))
     assert nodes_of(plan) == [critic, critic, actor]
     assert plan.layout("critic").sizes == Sizes(data=2) and plan.layout("actor").ranks == (2,)
-    assert plan.group_of("critic", "data", 0) is not None
+    assert group_of(plan, "critic", "data", 0) is not None
 
 
 def test_a_join_before_a_fork_is_whole_in_each_part() -> None:
