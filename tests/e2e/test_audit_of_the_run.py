@@ -284,6 +284,10 @@ def replaced(owner: Any, name: str, wrap: Callable[[Any], Any]) -> Plant:
     return lambda patch: patch.setattr(owner, name, wrap(getattr(owner, name)))
 
 
+def all_right(original: Any) -> Any:
+    return lambda self: {name: 1.0 if name.endswith("/mean") else value for name, value in original(self).items()}
+
+
 def numbers(rule: Callable[[list[int]], list[int]]) -> Plant:
     """Another choice of the prompts that are asked."""
     planted = lambda *bounds: rule(list(every(*bounds)))  # noqa: E731
@@ -302,7 +306,7 @@ VALIDATION_FAULTS: dict[str, tuple[Plant, str]] = {
         r"val_correct/\S+ is reported as",
     ),
     "a mean over prompts that are right": (
-        replaced(step_metrics, "_accuracy", lambda original: lambda found: dict.fromkeys(original(found), 1.0)),
+        replaced(step_metrics.ValidationResults, "metrics", all_right),
         r"val_correct/\S+/mean is reported as 1, but .* by the recorded scores",
     ),
     "a biased pass@k": (

@@ -72,10 +72,13 @@ def named_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         if leaf:
             merged = parameter.detach()
             if leaf == "weight":
-                layer: Any = adapted[owner]
-                with torch.no_grad():
-                    added = torch.stack([layer.get_delta_weight(adapter) for adapter in layer.active_adapters]).sum(0)
-                merged = merged + added.to(merged.dtype)
+                merged = merged + _delta(adapted[owner]).to(merged.dtype)
             yield f"{owner}.{leaf}", merged
         elif ".lora_" not in name:
             yield name, parameter.detach()
+
+
+@torch.no_grad()
+def _delta(module: Any) -> Tensor:
+    """What the active adapters of a layer add to its weight."""
+    return torch.stack([module.get_delta_weight(adapter) for adapter in module.active_adapters]).sum(0)
