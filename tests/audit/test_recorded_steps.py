@@ -9,8 +9,8 @@ from torch import nn
 
 from distflow.audit import log_probs
 from distflow.audit.log_probs import audit_log_probs
+from distflow.audit.recorded_calls import UpdateRecord
 from distflow.audit.recorded_data import RecordedStep, Wrong
-from distflow.audit.recorder import UpdateRecord
 from distflow.audit.samples import audit_groups
 from distflow.audit.updates import audit_gradients, audit_mini_batches, audit_optimizer, schedule, total_updates
 from distflow.config import load_config

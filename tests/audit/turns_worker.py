@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from distflow.audit.model_forward import Turns, logits_of, plainly
+from distflow.audit.recorded_calls import UpdateRecord, UpdateWatch, striped
 from distflow.audit.recorded_data import Wrong
-from distflow.audit.recorder import UpdateRecord, UpdateWatch, striped
 from distflow.audit.updates import audit_optimizer
 from distflow.cluster.process_groups import TorchCollective
 from distflow.config import Config, load_config

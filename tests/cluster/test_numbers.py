@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from distflow.cluster.ray_entry import launch_ray
 from distflow.data.batch import Batch
 from distflow.observe.reading.run_reader import read_samples
-from distflow.runtime.checkpoint.checkpoint import CheckpointStore
+from distflow.runtime.checkpoint.checkpoint_store import CheckpointStore
 from distflow.selftest.runs import ANSWERS, SAMPLED
 from tests.cluster.distance import distance
 from tests.cluster.free_runs import first_difference

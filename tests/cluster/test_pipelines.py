@@ -10,7 +10,7 @@ import pytest
 from distflow.cluster.ray_entry import launch_ray
 from distflow.observe.reading.run_reader import read_samples
 from distflow.planning.plan import Plan, check_plan, rank_plan
-from distflow.runtime.checkpoint.checkpoint import CheckpointStore
+from distflow.runtime.checkpoint.checkpoint_store import CheckpointStore
 from distflow.runtime.spec import Spec
 from tests.cluster.test_supervisor import check_same, distance
 from tests.e2e.runs import Playground, Run

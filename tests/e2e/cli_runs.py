@@ -14,7 +14,7 @@ from torch import Tensor
 
 from distflow import cli
 from distflow.observe.reading.run_reader import read_metrics
-from distflow.runtime.checkpoint.checkpoint import CheckpointStore
+from distflow.runtime.checkpoint.checkpoint_store import CheckpointStore
 from distflow.scheduling import ledger
 from tests.forks import forks
 from tests.ledger_audit import verify

@@ -27,7 +27,7 @@ from distflow.scheduling.ledger import Ledger
 from distflow.pipelines.grpo import grpo_pipeline as make
 from distflow.rollout import weights as weights_module
 from distflow.rollout.embedded import engine
-from distflow.runtime.checkpoint.checkpoint import CheckpointStore
+from distflow.runtime.checkpoint.checkpoint_store import CheckpointStore
 from distflow.runtime.sample_queue.local import LocalSampleQueue
 from distflow.runtime.weight_sync.ports import LocalWeights
 from distflow.training.torch_engine import TorchTrainEngine

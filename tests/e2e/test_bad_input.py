@@ -14,7 +14,7 @@ import pytest
 
 from distflow import cli
 from distflow.observe.reading.run_reader import read_metrics
-from distflow.runtime.checkpoint.checkpoint import CheckpointStore
+from distflow.runtime.checkpoint.checkpoint_store import CheckpointStore
 from tests.e2e.cli_runs import CliRun
 from tests.e2e.runs import Playground
 from tests.tiny_models import tiny_tokenizer, write_tiny_model

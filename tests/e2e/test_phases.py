@@ -9,7 +9,7 @@ import pytest
 
 from distflow.launch import local_launcher
 from distflow.launch.local_launcher import launch_local
-from distflow.runtime.checkpoint import checkpoint
+from distflow.runtime.checkpoint import checkpoint_store as checkpoint
 from distflow.runtime.user_calls.sync_calls import Callbacks
 from tests.e2e.runs import REWARD, Playground, Run
 

@@ -9,7 +9,7 @@ import pytest
 from safetensors.torch import save_file
 
 from distflow import cli
-from distflow.runtime.checkpoint.checkpoint import CheckpointStore
+from distflow.runtime.checkpoint.checkpoint_store import CheckpointStore
 from tests.e2e.cli_runs import CliRun
 from tests.e2e.runs import Playground
 from tests.observe.writing.test_folder_lock import state_of

@@ -138,7 +138,7 @@ def test_what_is_no_checkpoint_is_named(ground: Playground, tmp_path: Path) -> N
 
 
 def test_the_best_checkpoint_is_told_where_it_is_another(ground: Playground, tmp_path: Path) -> None:
-    from distflow.runtime.checkpoint.checkpoint import CheckpointStore
+    from distflow.runtime.checkpoint.checkpoint_store import CheckpointStore
     from distflow.runtime.checkpoint.find_checkpoint import describe_choice
 
     store = CheckpointStore(tmp_path / "checkpoints", keep_best=1)

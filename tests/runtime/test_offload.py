@@ -11,7 +11,7 @@ from torch import nn
 from distflow.data.batch import Batch
 from distflow.rollout.embedded.engine import EmbeddedEngine
 from distflow.rollout.engine import GenerateRequest, GenerateResult
-from distflow.runtime.checkpoint.checkpoint import CheckpointStore
+from distflow.runtime.checkpoint.checkpoint_store import CheckpointStore
 from distflow.runtime.resources import Offload
 from distflow.runtime.spec import Offloads, Spec
 from distflow.training.engine import LossFn

@@ -13,7 +13,7 @@ from distflow.graph import BoundPipeline
 from distflow.launch.build_worker import build_worker
 from distflow.launch.local_launcher import local_ports
 from distflow.planning.plan import Plan, RankPlan, check_plan, rank_plan
-from distflow.runtime.checkpoint.checkpoint import CheckpointStore
+from distflow.runtime.checkpoint.checkpoint_store import CheckpointStore
 from distflow.runtime.recorder import Recorder
 from distflow.runtime.resources import Resources, build_resources
 from distflow.runtime.spec import Spec

@@ -16,9 +16,9 @@ from distflow.graph import NodeStatus
 from distflow.launch.build_worker import build_worker
 from distflow.launch.local_launcher import launch_local, local_ports
 from distflow.observe.reading.run_reader import read_metrics
-from distflow.runtime.checkpoint.checkpoint import CheckpointStore, Writing
+from distflow.runtime.checkpoint.checkpoint_store import CheckpointStore, Writing
 from distflow.runtime.checkpoint.files import read_manifest
-from distflow.runtime.errors import NodeError
+from distflow.runtime.node_errors import NodeError
 from distflow.runtime.recorder import Recorder
 from distflow.runtime.resources import Resources, build_resources
 from distflow.runtime.spec import Spec

@@ -2,7 +2,7 @@
 
 import pytest
 
-from distflow.scheduling.rollout_capacity import rollout_capacity
+from distflow.scheduling.admission import rollout_capacity
 
 
 @pytest.mark.parametrize(

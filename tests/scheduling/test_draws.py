@@ -1,6 +1,6 @@
 """Draws: groups are counted for the steps that their class covers."""
 
-from distflow.scheduling.rollout_capacity import GenerationBudget
+from distflow.scheduling.admission import GenerationBudget
 
 
 def draws_from(next_step):

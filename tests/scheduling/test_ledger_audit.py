@@ -6,11 +6,11 @@ import random
 
 import pytest
 
+from distflow.scheduling.admission import rollout_capacity
 from distflow.scheduling.coordinator import Coordinator
 from distflow.scheduling.data_plan import DataPlan
 from distflow.scheduling.groups import CountsError, PromptGroup
 from distflow.scheduling.ledger import Ledger
-from distflow.scheduling.rollout_capacity import rollout_capacity
 from tests.ledger_audit import verify
 
 NUM_RUNS = 1500

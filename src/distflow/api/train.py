@@ -43,9 +43,9 @@ def make_spec_of(inputs: PythonInputs, loaded: Loaded) -> "Spec":
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="IProgress not found")  # tqdm's, of a notebook without its widgets
         from distflow.launch.make_spec import make_spec
-        from distflow.runtime.checkpoint.checkpoint import CheckpointStore
+        from distflow.runtime.checkpoint.checkpoint_store import CheckpointStore
         from distflow.runtime.checkpoint.find_checkpoint import CHECKPOINTS
-        from distflow.runtime.errors import writing_to
+        from distflow.runtime.node_errors import writing_to
     trainer = loaded.config.trainer
     with claimed(trainer.run_dir), writing_to(trainer.run_dir):
         resuming = trainer.resume_mode != "never" and CheckpointStore(trainer.run_dir / CHECKPOINTS).exists()

@@ -20,8 +20,8 @@ from distflow.audit.all_checks import (
 from distflow.audit.audited_steps import SHARE_OF_AUDITS, AuditSchedule, drawn_update
 from distflow.audit.log_probs import score_before
 from distflow.audit.model_forward import KeptWeights, Turns, model_of
+from distflow.audit.recorded_calls import GroupRecords, OpenEngine, UpdateRecord, UpdateWatch
 from distflow.audit.recorded_data import NOT_APPLICABLE, AuditedRun, Check, RecordedStep, Wrong
-from distflow.audit.recorder import GroupRecords, OpenEngine, UpdateRecord, UpdateWatch
 from distflow.audit.resume import Memory, audit_resume
 from distflow.audit.validation import Facts, Validated, sample_facts
 from distflow.data import global_generators

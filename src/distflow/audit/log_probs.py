@@ -18,8 +18,8 @@ from distflow.audit.model_forward import (
     plainly,
     vocabulary_of,
 )
+from distflow.audit.recorded_calls import OpenEngine, UpdateRecord
 from distflow.audit.recorded_data import NOT_APPLICABLE, RecordedStep, Sample, Wrong, check, doubles
-from distflow.audit.recorder import OpenEngine, UpdateRecord
 from distflow.config.derived_settings import is_rl
 
 MOST, LEAST = 16, 8

@@ -10,6 +10,7 @@ from torch import Tensor
 from distflow.algorithms.objective import PolicyObjective
 from distflow.audit.model_forward import PlainScores
 from distflow.audit.policy_losses import FORMULAS, Formula, Tokens, importance_weights, may_be_selected, ratio_to
+from distflow.audit.recorded_calls import UpdateRecord
 from distflow.audit.recorded_data import (
     NOT_APPLICABLE,
     RecordedStep,
@@ -20,7 +21,6 @@ from distflow.audit.recorded_data import (
     doubles,
     is_builtin,
 )
-from distflow.audit.recorder import UpdateRecord
 from distflow.audit.rewards import kl
 from distflow.config import Config
 from distflow.config.derived_settings import is_rl

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from distflow.audit.model_forward import KeptWeights, PlainScores, Turns
-from distflow.audit.recorder import GroupRecord, UpdateRecord
+from distflow.audit.recorded_calls import GroupRecord, UpdateRecord
 from distflow.config import Config
 from distflow.config.derived_settings import algorithms
 from distflow.config.keys.algorithm import AlgorithmConfig

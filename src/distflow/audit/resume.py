@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from distflow.audit.model_forward import model_of
+from distflow.audit.recorded_calls import OpenEngine
 from distflow.audit.recorded_data import NOT_APPLICABLE, RecordedStep, Wrong, check, samples_of
-from distflow.audit.recorder import OpenEngine
 from distflow.config import changed_keys, config_from_dict
 from distflow.data import global_generators
 from distflow.data.batch import Batch

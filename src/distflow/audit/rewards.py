@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from distflow.audit.normalization import finished_rewards, whitened
+from distflow.audit.recorded_calls import GroupRecord
 from distflow.audit.recorded_data import NOT_APPLICABLE, RecordedStep, Sample, Wrong, check, check_close, doubles
-from distflow.audit.recorder import GroupRecord
 from distflow.config.derived_settings import algorithm_of, algorithms
 from distflow.config.keys.algorithm import AlgorithmConfig
 from distflow.config.keys.reward import on_error_of

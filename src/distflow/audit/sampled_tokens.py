@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 
 from distflow.audit.log_probs import audited_samples, policy_scores
+from distflow.audit.recorded_calls import OpenEngine
 from distflow.audit.recorded_data import NOT_APPLICABLE, RecordedStep, Sample, Wrong, check, index_of
-from distflow.audit.recorder import OpenEngine
 from distflow.rollout.engine import GenerateRequest
 
 EXACT, ROUNDED = 1e-3, 0.1

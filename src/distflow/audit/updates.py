@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from distflow.audit.log_probs import audited_samples, dtype_of, ids_of
 from distflow.audit.model_forward import logits_of, plainly
+from distflow.audit.recorded_calls import OpenEngine, Stripe, UpdateRecord, striped
 from distflow.audit.recorded_data import RecordedStep, Sample, Wrong, check, is_builtin, samples_of, shuffled
-from distflow.audit.recorder import OpenEngine, Stripe, UpdateRecord, striped
 from distflow.config import Config
 from distflow.config.derived_settings import algorithm_of, is_rl, takes_values
 from distflow.config.keys.engines import OptimConfig

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from distflow.audit.recorded_calls import GroupRecord
 from distflow.audit.recorded_data import Wrong, check
-from distflow.audit.recorder import GroupRecord
 from distflow.rewards.score import Score
 from distflow.runtime.spec import Spec
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from distflow.cluster.log_forwarding import Message, MessageQueue
+from distflow.cluster.reports_to_driver import Message, MessageQueue
 from distflow.cluster.sample_queue import GroupRef, to_group
 from distflow.launch.run_setup import Start, begin_ledger
 from distflow.planning.plan import dp_groups_of

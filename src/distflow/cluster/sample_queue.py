@@ -16,7 +16,7 @@ from distflow.data.batch import Batch
 from distflow.data.batch_bytes import gather, to_buffers
 from distflow.rewards.score import RewardCounts
 from distflow.runtime import fault_injection
-from distflow.runtime.errors import Failure
+from distflow.runtime.node_errors import Failure
 from distflow.runtime.sample_queue.protocol import (
     DroppedGroup,
     FinishedGroup,

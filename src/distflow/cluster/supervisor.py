@@ -24,8 +24,8 @@ from distflow.cluster.actor_calls import (
 )
 from distflow.cluster.coordinator_actor import CoordinatorActor, Progress
 from distflow.cluster.fault_tolerance import Blame, Replacements, note_failure, with_resume_hint
-from distflow.cluster.log_forwarding import DriverOutput
 from distflow.cluster.ray_cluster import bound_of, failed_process, places_of
+from distflow.cluster.reports_to_driver import DriverOutput
 from distflow.cluster.reshard_columns import ReshardActor
 from distflow.cluster.reward_actors import DeathWatch, start_reward_actors
 from distflow.cluster.worker_actor import BuildReport, WorkerActor

@@ -12,8 +12,8 @@ import torch
 from distflow import __version__
 from distflow.cluster.actor_calls import reply
 from distflow.cluster.coordinator_actor import Progress
-from distflow.cluster.log_forwarding import MessageSender, RemoteView, remote_callbacks
 from distflow.cluster.process_groups import Collectives
+from distflow.cluster.reports_to_driver import MessageSender, RemoteView, remote_callbacks
 from distflow.cluster.reward_actors import RewardActorPool
 from distflow.cluster.weights_to_workers import RolloutWorkers
 from distflow.cluster.worker_ports import WorkerPorts

@@ -11,7 +11,7 @@ from distflow.rewards.score import RewardCounts
 from distflow.runtime.audit_protocol import Updates
 from distflow.runtime.checkpoint.saver import Saver
 from distflow.runtime.compiled_node import Contexts, compile_steps
-from distflow.runtime.errors import ErrorShare
+from distflow.runtime.node_errors import ErrorShare
 from distflow.runtime.reshard_columns import ColumnReshard
 from distflow.runtime.resources import Offload
 from distflow.runtime.rollout_loop import GroupEvents, RolloutLoop

@@ -2,12 +2,12 @@
 
 from collections.abc import Callable
 
-from distflow.audit.recorder import GroupRecords
+from distflow.audit.recorded_calls import GroupRecords
 from distflow.checks.canary import make_canary
 from distflow.errors import UserError
 from distflow.rewards.score import VALIDATION
 from distflow.runtime.compiled_node import Contexts
-from distflow.runtime.errors import warn_of_errors
+from distflow.runtime.node_errors import warn_of_errors
 from distflow.runtime.resources import build_resources
 from distflow.runtime.rollout_loop import GroupEvents, RolloutLoop
 from distflow.runtime.rollout_services import Session

@@ -15,7 +15,7 @@ from distflow.launch.code_trust import model_code, only_if_trusted, without_mode
 from distflow.launch.model_sources import copy_weights, load_policy, tokenizer_loader
 from distflow.models.export import check_target, export_model
 from distflow.observe.files import read_object
-from distflow.runtime.checkpoint.checkpoint import Checkpoint
+from distflow.runtime.checkpoint.checkpoint_store import Checkpoint
 from distflow.runtime.checkpoint.files import MANIFEST, checkpoints_in
 from distflow.runtime.checkpoint.find_checkpoint import CHECKPOINTS, describe_choice, is_of_a_run, policy_checkpoint
 from distflow.training.engine import TrainState

@@ -20,7 +20,7 @@ from distflow.launch.devices import make_process_ready
 from distflow.launch.model_sources import policy_context, tokenizer_loader
 from distflow.launch.select_pipeline import bind, generates, import_user_modules
 from distflow.launch.spec_settings import sampling_params, spec_settings, validation_params
-from distflow.runtime.errors import is_ours
+from distflow.runtime.node_errors import is_ours
 
 _WAITS = "with async.max_staleness=0 the trainer's thread generates, and nothing is generated while weights change"
 _REASONS = {

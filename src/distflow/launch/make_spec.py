@@ -18,7 +18,7 @@ from distflow.launch.startup_messages import startup_lines
 from distflow.observe.writing.folder_lock import claimed
 from distflow.planning.allocation_expression import follow_allocation
 from distflow.planning.plan import check_plan
-from distflow.runtime.errors import writing_to
+from distflow.runtime.node_errors import writing_to
 from distflow.runtime.spec import Spec, ValidationSet
 
 Say = Callable[[str], None]

@@ -13,7 +13,7 @@ from distflow.observe.report.summary import accuracies
 from distflow.observe.writing.folder_lock import claimed, join
 from distflow.observe.writing.run_folder import finish_moving, set_aside
 from distflow.runtime import fault_injection
-from distflow.runtime.checkpoint.checkpoint import Checkpoint, CheckpointStore
+from distflow.runtime.checkpoint.checkpoint_store import Checkpoint, CheckpointStore
 from distflow.runtime.checkpoint.find_checkpoint import (
     CHECKPOINTS,
     LEDGER,
@@ -25,7 +25,7 @@ from distflow.runtime.checkpoint.find_checkpoint import (
     resumes_here,
 )
 from distflow.runtime.checkpoint.save_and_restore import check_same_config
-from distflow.runtime.errors import writing_to
+from distflow.runtime.node_errors import writing_to
 from distflow.runtime.recorder import Recorder
 from distflow.runtime.spec import Outcome, Spec
 from distflow.runtime.stop import Stop

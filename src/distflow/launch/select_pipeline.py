@@ -35,7 +35,7 @@ from distflow.pipelines.nodes.rollout import load_responses
 from distflow.pipelines.nodes.rollout_correction import weigh_after_drift
 from distflow.pipelines.nodes.updates import train_unscored_actor, update
 from distflow.planning.plan import plan_local
-from distflow.runtime.errors import is_ours
+from distflow.runtime.node_errors import is_ours
 from distflow.runtime.spec import Spec
 
 REJECTED = "rejected"

@@ -24,7 +24,7 @@ from distflow.planning.multi_device import plan_ray
 from distflow.planning.part_assignment import pipeline_parts
 from distflow.planning.plan import Plan, plan_local
 from distflow.rollout.engine import SamplingParams
-from distflow.runtime.errors import is_ours
+from distflow.runtime.node_errors import is_ours
 from distflow.runtime.spec import Offloads, RunOptions, Spec, WorkerNeeds
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from distflow.algorithms.registry import describe_estimator
 from distflow.config import Loaded
 from distflow.config.derived_settings import algorithms, is_rl
-from distflow.config.extension_points import find_unregistered
+from distflow.config.part_registrations import find_unregistered
 from distflow.config.per_domain import reward_functions
 from distflow.data.dataset_columns import TEMPLATE_KWARGS_COLUMN, listed
 from distflow.errors import hint

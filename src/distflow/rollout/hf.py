@@ -32,7 +32,7 @@ from distflow.rollout.engine import (
     SamplingParams,
     WeightReceipt,
 )
-from distflow.rollout.generation_rules import check_request, finish_reason, sample_key, uniforms
+from distflow.rollout.stops_and_draws import check_request, finish_reason, sample_key, uniforms
 from distflow.rollout.weights import EngineWeights
 from distflow.scheduling.groups import Version
 

@@ -22,7 +22,7 @@ from distflow.graph.fields import is_async
 from distflow.observe.metrics import Measured
 from distflow.rewards.router import RewardOutcome, RewardRouter
 from distflow.runtime.audit_protocol import Updates
-from distflow.runtime.errors import NodeError, is_ours, node_error, output_error
+from distflow.runtime.node_errors import NodeError, is_ours, node_error, output_error
 from distflow.runtime.prompt_group import Group
 from distflow.runtime.resources import Resources
 from distflow.runtime.user_calls.async_calls import deadline_paused, run_async

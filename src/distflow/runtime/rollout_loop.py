@@ -14,15 +14,15 @@ from distflow.graph import BoundNode, Drop, NodeRole
 from distflow.rewards.score import CallCounts, RewardCounts
 from distflow.rollout.engine import GenerateRequest, GenerateResult, RolloutEngine
 from distflow.runtime import fault_injection
+from distflow.runtime.abort_surplus_groups import EarlyStop
 from distflow.runtime.audit_protocol import GroupRecorder
 from distflow.runtime.compiled_node import Contexts, NodeContext, Step, compile_steps, score_samples
-from distflow.runtime.errors import Failure, NodeError
+from distflow.runtime.node_errors import Failure, NodeError
 from distflow.runtime.prompt_group import Group, accuracy_of, finished_group
 from distflow.runtime.resources import Resources
 from distflow.runtime.sample_queue.local import LocalSampleQueue
 from distflow.runtime.sample_queue.protocol import DroppedGroup, SampleQueuePort
 from distflow.runtime.spec import Spec
-from distflow.runtime.surplus_groups import EarlyStop
 from distflow.runtime.user_calls.async_calls import deadline_paused
 from distflow.runtime.user_calls.sync_calls import PlainCalls
 from distflow.runtime.wait_log import Waits

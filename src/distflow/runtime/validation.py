@@ -14,7 +14,7 @@ from distflow.rollout.engine import SamplingParams
 from distflow.runtime import fault_injection
 from distflow.runtime.audit_protocol import StepAuditor
 from distflow.runtime.compiled_node import Contexts
-from distflow.runtime.errors import NodeError, warn_of_errors
+from distflow.runtime.node_errors import NodeError, warn_of_errors
 from distflow.runtime.prompt_group import Group
 from distflow.runtime.resources import Offload
 from distflow.runtime.rollout_loop import RolloutLoop

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from distflow.data.batch import Batch
-from distflow.runtime.checkpoint.checkpoint import Checkpoint, CheckpointStore
+from distflow.runtime.checkpoint.checkpoint_store import Checkpoint, CheckpointStore
 from distflow.runtime.compiled_node import NodeState
 from distflow.runtime.recorder import Recorder
 from distflow.runtime.resources import Resources

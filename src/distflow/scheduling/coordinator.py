@@ -5,12 +5,12 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any, cast
 
+from distflow.scheduling.admission import Admission
 from distflow.scheduling.curriculum import Accuracy, Skips
 from distflow.scheduling.data_plan import DataPlan, NextGroups
 from distflow.scheduling.domain_quotas import DomainShares
 from distflow.scheduling.groups import CountsError, GroupCounts, PromptGroup, Version, counts_by_domain
 from distflow.scheduling.ledger import STALE, Ledger, Mark
-from distflow.scheduling.rollout_capacity import Admission
 from distflow.scheduling.sample_queue import SampleQueue
 from distflow.scheduling.snapshot import (
     Snapshot,

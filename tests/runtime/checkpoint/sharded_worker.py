@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from distflow.cluster.process_groups import TorchCollective
 from distflow.data.batch import Batch
 from distflow.errors import UserError
-from distflow.runtime.checkpoint.checkpoint import CheckpointStore
+from distflow.runtime.checkpoint.checkpoint_store import CheckpointStore
 from distflow.runtime.checkpoint.files import shard_name
 from distflow.runtime.checkpoint.save_and_restore import part_of_rank, restore, saved_parts, set_generators
 from distflow.runtime.checkpoint.saver import Saver

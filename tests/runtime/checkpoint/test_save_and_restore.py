@@ -10,7 +10,7 @@ import torch
 
 from distflow.errors import UserError
 from distflow.runtime.audit_protocol import AUDIT_STATE
-from distflow.runtime.checkpoint.checkpoint import CheckpointStore
+from distflow.runtime.checkpoint.checkpoint_store import CheckpointStore
 from distflow.runtime.checkpoint.save_and_restore import (
     check_same_facts,
     load_queued,

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from distflow.runtime.checkpoint.checkpoint import CheckpointError, CheckpointStore
+from distflow.runtime.checkpoint.checkpoint_store import CheckpointError, CheckpointStore
 from distflow.runtime.checkpoint.saver import Saver
 from distflow.runtime.wait_log import Wait, Waits
 from distflow.training.engine import OneRank

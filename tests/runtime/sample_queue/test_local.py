@@ -11,7 +11,7 @@ import pytest
 from distflow.data.batch import Batch
 from distflow.data.sample import Segment
 from distflow.errors import UserError
-from distflow.runtime.errors import Failure, NoProgress, UserNoProgress
+from distflow.runtime.node_errors import Failure, NoProgress, UserNoProgress
 from distflow.runtime.prompt_group import finished_group
 from distflow.runtime.sample_queue.local import LocalSampleQueue
 from distflow.runtime.sample_queue.protocol import DroppedGroup, Released, TrainingStep

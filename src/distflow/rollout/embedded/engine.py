@@ -29,7 +29,7 @@ from distflow.rollout.engine import (
     KVOnUpdate,
     WeightReceipt,
 )
-from distflow.rollout.generation_rules import check_request, finish_reason
+from distflow.rollout.stops_and_draws import check_request, finish_reason
 from distflow.rollout.weights import EngineWeights
 from distflow.scheduling.groups import TRAIN, Version
 

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distflow.rollout.engine import FinishReason, GenerateRequest, Generation, SamplingParams
-from distflow.rollout.generation_rules import sample_key, uniforms
+from distflow.rollout.stops_and_draws import sample_key, uniforms
 
 
 class SamplingLaw(NamedTuple):

@@ -9,7 +9,7 @@ from pathlib import Path
 from distflow.errors import UserError
 from distflow.observe.writing.folder_lock import MARK
 from distflow.observe.writing.run_folder import EARLIER
-from distflow.runtime.checkpoint.checkpoint import Checkpoint, CheckpointStore
+from distflow.runtime.checkpoint.checkpoint_store import Checkpoint, CheckpointStore
 from distflow.runtime.checkpoint.files import MANIFEST, by_age, checkpoints_in, read_manifest
 from distflow.runtime.spec import Spec
 from distflow.scheduling.coordinator import Coordinator, mark_of

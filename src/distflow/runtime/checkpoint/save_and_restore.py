@@ -14,7 +14,7 @@ from distflow.errors import UserError
 from distflow.models.weight_checks import magnitudes, unsound
 from distflow.planning.plan import dp_groups_of
 from distflow.runtime.audit_protocol import AUDIT_STATE
-from distflow.runtime.checkpoint.checkpoint import Checkpoint
+from distflow.runtime.checkpoint.checkpoint_store import Checkpoint
 from distflow.runtime.checkpoint.files import CheckpointError, shard_name
 from distflow.runtime.checkpoint.find_checkpoint import as_list, ways_to_start
 from distflow.runtime.checkpoint.shards import is_sharded, own_shards

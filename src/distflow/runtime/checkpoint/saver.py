@@ -18,7 +18,7 @@ from typing import Final, TypeVar
 import torch
 from torch import Tensor
 
-from distflow.runtime.checkpoint.checkpoint import CheckpointStore, GivenUp, Writing
+from distflow.runtime.checkpoint.checkpoint_store import CheckpointStore, GivenUp, Writing
 from distflow.runtime.checkpoint.files import CheckpointError, is_all_tensors
 from distflow.runtime.checkpoint.shards import Shards
 from distflow.runtime.wait_log import Waits

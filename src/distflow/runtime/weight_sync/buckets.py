@@ -25,7 +25,7 @@ from torch import Tensor
 from distflow.errors import UserError
 from distflow.observe.files import is_aside, replacing
 from distflow.runtime.checkpoint.files import separate
-from distflow.runtime.errors import writing_to
+from distflow.runtime.node_errors import writing_to
 from distflow.runtime.weight_sync.protocol import Bucket
 from distflow.scheduling.groups import Version
 

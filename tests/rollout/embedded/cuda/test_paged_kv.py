@@ -1,5 +1,5 @@
 """Pages: shared ones are free with their last holder, and prompts lie in them as they were prefilled. Uniform numbers
-on the device are those of `rollout/generation_rules.py`, bit for bit, for all keys and positions."""
+on the device are those of `rollout/stops_and_draws.py`, bit for bit, for all keys and positions."""
 
 import random
 
@@ -19,7 +19,7 @@ from distflow.rollout.embedded.cuda.paged_kv import (
     uniforms,
 )
 from distflow.rollout.embedded.scheduler import Sequence, sequences_of
-from distflow.rollout.generation_rules import uniforms as host_uniforms
+from distflow.rollout.stops_and_draws import uniforms as host_uniforms
 from tests.rollout.drive import make_model, prompt_of, request_of
 
 TOP = 1 << 64

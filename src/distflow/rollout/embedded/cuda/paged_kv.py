@@ -4,7 +4,7 @@ Attention gathers the row's pages and multiplies as `DecoderView`. torch has a k
 (`torch.nn.attention.varlen`, `block_table`), but only with an implementation of FlashAttention that must be installed
 separately; FlexAttention needs a compiler.
 
-The uniform numbers are those of `rollout/generation_rules.py`, bit for bit. A slot keeps the state of SplitMix64 at its
+The uniform numbers are those of `rollout/stops_and_draws.py`, bit for bit. A slot keeps the state of SplitMix64 at its
 next draw, computed from key and position, as the int64 with the bits of the uint64, because torch has few operations on
 uint64: sums and products in two's complement wrap alike, and a mask removes the copies of the sign from a shift.
 """

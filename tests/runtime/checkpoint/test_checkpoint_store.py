@@ -14,7 +14,7 @@ import torch
 
 from distflow.observe import files
 from distflow.runtime.checkpoint import files as checkpoint_files
-from distflow.runtime.checkpoint.checkpoint import CheckpointError, CheckpointStore
+from distflow.runtime.checkpoint.checkpoint_store import CheckpointError, CheckpointStore
 
 
 def parts_of(step, size=64):
