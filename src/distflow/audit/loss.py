@@ -131,7 +131,8 @@ def audit_loss(recorded: RecordedStep) -> str | None:
         if update.role == "actor":
             steps = recorded.updates_of("actor")
             num_taken = sum(not step.metrics.get("empty") for step in steps)
-            if num_taken > 1 and recorded.is_written("old_log_probs") and "old_log_probs" not in batch.columns:
+            is_missing = bool(batch.samples) and "old_log_probs" not in batch.columns  # a rank may have no sample of it
+            if num_taken > 1 and recorded.is_written("old_log_probs") and is_missing:
                 raise Wrong(
                     f"the policy took {num_taken} optimizer steps, but its ratio is taken to be 1 in all of them: "
                     "nothing computed old_log_probs before the first"
