@@ -222,7 +222,7 @@ class Auditor:
         if self._look is None or number != drawn_update(taken, role):
             taken.updates.append(UpdateRecord(role, engine, loss, batch))
             return loss
-        few = self._few_groups(taken, batch)
+        few = self._few_groups(taken, batch) if taken.updates else self._look
         uids = [str(sample["uid"]) for sample in few.some_samples(NUM_SAMPLES)]
         self._watch = UpdateWatch(role, engine, batch, loss, taken.step, uids or ("",))
         if role == "actor" and number:

@@ -4,7 +4,7 @@ of samples."""
 import math
 from collections.abc import Mapping, Sequence
 
-from distflow.audit.recorded_data import Sample
+from distflow.audit.recorded_data import Sample, by_group_of
 from distflow.config.keys.algorithm import AlgorithmConfig, NormConfig, is_on
 
 Rows = list[list[float]]
@@ -81,12 +81,12 @@ def sample_weights(samples: Sequence[Sample], algorithm: AlgorithmConfig) -> lis
         return [1.0] * len(samples)
     lengths = [int((sample["response_mask"] > 0).sum()) for sample in samples]
     scored = [length for sample, length in zip(samples, lengths, strict=True) if sample["valid"]]
-    weights = []
+    groups, weights = by_group_of(samples), list[float]()
     for sample, length in zip(samples, lengths, strict=True):
         weight = 1.0
         if algorithm.difficulty_weight is not None:
             easiest, hardest = algorithm.difficulty_weight
-            weight *= easiest + (hardest - easiest) * (1.0 - share_right(sample, samples))
+            weight *= easiest + (hardest - easiest) * (1.0 - share_right(groups[int(sample["group_index"])]))
         if algorithm.length_weight is not None:
             shortest, longest = algorithm.length_weight
             span = max(scored, default=0) - min(scored, default=0)
@@ -96,9 +96,9 @@ def sample_weights(samples: Sequence[Sample], algorithm: AlgorithmConfig) -> lis
     return [weight * len(scored) / total for weight in weights] if total > 0 else weights
 
 
-def share_right(sample: Sample, samples: Sequence[Sample]) -> float:
-    """Mean accuracy of the samples of its group that have a score."""
-    return mean([float(s["acc"]) for s in samples if s["valid"] and s["group_index"] == sample["group_index"]])
+def share_right(group: Sequence[Sample]) -> float:
+    """Mean accuracy of the samples of a group that have a score."""
+    return mean([float(sample["acc"]) for sample in group if sample["valid"]])
 
 
 def _pools(
@@ -131,8 +131,9 @@ def _centred(values: Values, pools: Pools, norm: NormConfig, moments: Moments | 
     if norm.mean_level == "running":
         assert moments is not None
         return {place: value - moments["mean"] for place, value in values.items()}
-    sums = {id(pool): math.fsum(values[p] for p in pool) for pool in pools.values()}
-    equal = {id(pool): len(pool) > 1 and len({values[p] for p in pool}) == 1 for pool in pools.values()}
+    once = {id(pool): pool for pool in pools.values()}
+    sums = {key: math.fsum(values[p] for p in pool) for key, pool in once.items()}
+    equal = {key: len(pool) > 1 and len({values[p] for p in pool}) == 1 for key, pool in once.items()}
     found = {}
     for place, value in values.items():
         pool = pools[place]
@@ -154,7 +155,7 @@ def _scaled(values: Values, pools: Pools, norm: NormConfig, moments: Moments | N
         deviation = math.sqrt(moments["squares"] / freedom) if freedom > 0 else 1.0
         return {place: value / (deviation + norm.eps) for place, value in values.items()}
     deviations = {}
-    for pool in pools.values():
+    for pool in {id(pool): pool for pool in pools.values()}.values():
         freedom = len(pool) - norm.std_unbiased
         undefined = freedom < 1 or (norm.std_unbiased and _is_one_sample(pool, norm.std_level))
         deviations[id(pool)] = 1.0 if undefined else math.sqrt(math.fsum(values[p] ** 2 for p in pool) / freedom)

@@ -105,6 +105,7 @@ def audit_responses(recorded: RecordedStep) -> str | None:
 def audit_masks(recorded: RecordedStep) -> str | None:
     if recorded.is_written("loss_mask") and not recorded.is_ours("loss_mask"):
         return "a user's node writes loss_mask"
+    groups = by_group_of(recorded.samples)
     for sample in recorded.samples:
         of_policy = (sample["versions"] >= 0).double()
         found = recorded.generation(sample)
@@ -115,7 +116,7 @@ def audit_masks(recorded: RecordedStep) -> str | None:
             )
         reason = ": it is 1 on exactly the tokens that the policy generated"
         check_tokens(sample, "response_mask", of_policy, sample["response_mask"].double() != of_policy, reason)
-        left_out = _left_out(recorded, sample)
+        left_out = _left_out(recorded, sample, groups[int(sample["group_index"])])
         rejected, near = _rejected(recorded, sample)
         expected = of_policy * float(sample["valid"] and not left_out) * ~rejected
         wrong = (sample["loss_mask"].double() != expected) & ~(near & (of_policy > 0))
@@ -149,7 +150,7 @@ def _check_shares(recorded: RecordedStep) -> None:
             )
 
 
-def _left_out(recorded: RecordedStep, sample: Sample) -> str:
+def _left_out(recorded: RecordedStep, sample: Sample, group: list[Sample]) -> str:
     """Why the whole sample is left out of the loss, by the config; empty if it is not."""
     algorithm = algorithm_of(recorded.config, sample["domain"])
     if algorithm.mask_truncated and bool(sample["truncated"]):
@@ -158,7 +159,7 @@ def _left_out(recorded: RecordedStep, sample: Sample) -> str:
     if longest is not None and length >= longest and float(sample["acc"]) < 1.0 - 1e-6:
         return f"it is incorrect and {length} tokens long (mask_long_errors)"
     if (band := algorithm.difficulty_mask) is not None:
-        share = share_right(sample, recorded.samples)
+        share = share_right(group)
         if not band[0] < share < band[1]:
             return f"{share:.0%} of its group are right (difficulty_mask)"
     return ""
