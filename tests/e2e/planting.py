@@ -49,3 +49,21 @@ def plant_from(monkeypatch: pytest.MonkeyPatch, begin: int, plant: Callable[[pyt
 
     monkeypatch.setattr(Auditor, "step_taken", step_taken)
     return steps
+
+
+def plant_behind(node_id: str, change: Callable[[Batch], object]) -> Callable[[pytest.MonkeyPatch], None]:
+    """`change` the batch behind a node of the training loop."""
+
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        original = Step.__call__
+
+        def planted(self: Step, batch: Batch, ctx: Any) -> Any:
+            out, measured = original(self, batch, ctx)
+            if self.node.node_id == node_id:
+                out = out.only(out.names)
+                change(out)
+            return out, measured
+
+        patch.setattr(Step, "__call__", planted)
+
+    return plant

@@ -25,7 +25,7 @@ from distflow.runtime import compiled_node
 from distflow.runtime.compiled_node import Step
 from distflow.runtime.weight_sync.sender import WeightSender
 from distflow.training.torch_engine import TorchScorer, TorchTrainEngine
-from tests.e2e.planting import plant_before_update
+from tests.e2e.planting import plant_before_update, plant_behind
 from tests.e2e.runs import Playground
 
 Patch = pytest.MonkeyPatch
@@ -46,24 +46,6 @@ class Fault:
     plant: Callable[[Patch], None]
     seen: str
     config: tuple[str, ...] = GRPO
-
-
-def node(node_id: str, change: Callable[[Batch], None]) -> Callable[[Patch], None]:
-    """`change` the batch behind a node of the training loop."""
-
-    def plant(patch: Patch) -> None:
-        original = Step.__call__
-
-        def planted(self: Step, batch: Batch, ctx: Any) -> Any:
-            out, measured = original(self, batch, ctx)
-            if self.node.node_id == node_id:
-                out = out.only(out.names)
-                change(out)
-            return out, measured
-
-        patch.setattr(Step, "__call__", planted)
-
-    return plant
 
 
 def column(name: str, rule: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Batch], None]:
@@ -289,7 +271,7 @@ def critic_by_a_copy(patch: Patch) -> None:
 
 
 def estimator(rule: Callable[[Batch], None]) -> Callable[[Patch], None]:
-    return node("calculate_advantages", rule)
+    return plant_behind("calculate_advantages", rule)
 
 
 def one_group(batch: Batch) -> None:
@@ -394,10 +376,10 @@ FAULTS = {
     ),
     "a mean per micro-batch": Fault(attribute(objectives, "token_weights", per_micro_batch), "loss", SMALL_MICROS),
     "a loss mask off by one, early": Fault(
-        node("actor_old_log_prob", column("loss_mask", off_by_one)), "masks", SCORED
+        plant_behind("actor_old_log_prob", column("loss_mask", off_by_one)), "masks", SCORED
     ),
     "the end token left out, early": Fault(
-        node("actor_old_log_prob", column("loss_mask", without_end)), "masks", SCORED
+        plant_behind("actor_old_log_prob", column("loss_mask", without_end)), "masks", SCORED
     ),
     "a sign turned for one sample": Fault(policy_term(first_turned), "loss"),
     "all signs turned": Fault(policy_term(torch.neg), "loss"),
@@ -407,7 +389,7 @@ FAULTS = {
     "one group for the batch": Fault(estimator(one_group), "advantages"),
     "a second normalisation": Fault(estimator(column("advantages", lambda a: a / (a.std() + 1e-6))), "advantages"),
     "returns of another": Fault(
-        node("calculate_advantages", column("returns", lambda r: r * 2)), "advantages", ("ppo",)
+        plant_behind("calculate_advantages", column("returns", lambda r: r * 2)), "advantages", ("ppo",)
     ),
     "KL times 0": Fault(scaled_term("kl_loss_coef", 0.0), "loss", KL),
     "KL by another coefficient": Fault(scaled_term("kl_loss_coef", 1.5), "loss", (*KL, *FAST)),
@@ -421,7 +403,7 @@ FAULTS = {
         (*TWO, *FAST, "actor_rollout_ref.actor.clip_ratio=0.01"),
     ),
     "the reference shifted": Fault(
-        node("reference_log_prob", column("ref_log_prob", lambda v: v.roll(1, dims=1))), "log_probs", KL
+        plant_behind("reference_log_prob", column("ref_log_prob", lambda v: v.roll(1, dims=1))), "log_probs", KL
     ),
     "the reference at another temperature": Fault(hotter_reference, "log_probs", KL),
     "the reference follows the policy": Fault(
@@ -459,37 +441,37 @@ FAULTS = {
     "greedier than it says": Fault(greedy_rollout, "draws"),
     "one row for all groups": Fault(other_rows, "responses"),
     "rewards normalised to another scale": Fault(
-        node("reward_norm", column("token_level_rewards", lambda r: r * 1.01)),
+        plant_behind("reward_norm", column("token_level_rewards", lambda r: r * 1.01)),
         "rewards",
         ("grpo", "algorithm.reward_norm.mean_level=batch", REINFORCE),
     ),
     "rewards not clipped": Fault(
-        node("reward_clip", column("token_level_rewards", lambda r: r * 2)),
+        plant_behind("reward_clip", column("token_level_rewards", lambda r: r * 2)),
         "rewards",
         ("grpo", "algorithm.reward_clip=0.1", REINFORCE),
     ),
     "advantages normalised twice": Fault(
-        node("advantage_norm", column("advantages", lambda a: a * 1.01)),
+        plant_behind("advantage_norm", column("advantages", lambda a: a * 1.01)),
         "advantages",
         ("grpo", "algorithm.adv_norm.std_level=group"),
     ),
     "advantages not clipped": Fault(
-        node("advantage_clip", column("advantages", lambda a: a * 3)),
+        plant_behind("advantage_clip", column("advantages", lambda a: a * 3)),
         "advantages",
         ("grpo", "algorithm.advantage_clip=0.5"),
     ),
     "weights of samples not applied": Fault(
-        node("sample_weights", column("advantages", lambda a: a.sign())),
+        plant_behind("sample_weights", column("advantages", lambda a: a.sign())),
         "advantages",
         ("grpo", "algorithm.length_weight=[1,0.1]"),
     ),
     "truncated samples in the loss": Fault(
-        node("sample_mask", lambda batch: batch.__setitem__("loss_mask", batch["response_mask"])),
+        plant_behind("sample_mask", lambda batch: batch.__setitem__("loss_mask", batch["response_mask"])),
         "masks",
         ("grpo", "algorithm.mask_truncated=true"),
     ),
     "rejected tokens in the loss": Fault(
-        node("mismatch_rejection", lambda batch: batch.__setitem__("loss_mask", batch["response_mask"])),
+        plant_behind("mismatch_rejection", lambda batch: batch.__setitem__("loss_mask", batch["response_mask"])),
         "masks",
         (
             "grpo",
@@ -509,7 +491,9 @@ FAULTS = {
         ("grpo", "algorithm.filter_groups.enable=true", "algorithm.filter_groups.max_num_gen_batches=20"),
     ),
     "a score on the first token": Fault(
-        node("actor_old_log_prob", column("token_level_scores", lambda s: s.roll(1, dims=1))), "rewards", ("ppo",)
+        plant_behind("actor_old_log_prob", column("token_level_scores", lambda s: s.roll(1, dims=1))),
+        "rewards",
+        ("ppo",),
     ),
 }
 

@@ -13,9 +13,8 @@ from distflow.data.batch import Batch
 from distflow.errors import TrustError
 from distflow.pipelines.nodes import updates
 from distflow.runtime import worker
-from distflow.runtime.compiled_node import Step
 from distflow.training import torch_engine
-from tests.e2e.planting import plant_from
+from tests.e2e.planting import plant_behind, plant_from
 from tests.e2e.runs import Playground
 
 Patch = pytest.MonkeyPatch
@@ -149,22 +148,6 @@ def test_metrics_that_lie_within_an_update(playground: Playground, monkeypatch: 
         playground.run("grpo", *STEPS)
 
 
-def changed_in_step(node_id: str, change: Callable[[Batch], None]) -> Plant:
-    def plant(patch: Patch) -> None:
-        original = Step.__call__
-
-        def planted(self: Step, batch: Batch, ctx: Any) -> Any:
-            out, measured = original(self, batch, ctx)
-            if self.node.node_id == node_id:
-                out = out.only(out.names)
-                change(out)
-            return out, measured
-
-        patch.setattr(Step, "__call__", planted)
-
-    return plant
-
-
 def whole_batch_if_uneven(batch: Batch) -> None:
     """The advantages of a step whose groups have different numbers of scores are over the whole step."""
     scores, valid = batch["token_level_rewards"].sum(-1), batch["valid"].bool()
@@ -176,7 +159,7 @@ def whole_batch_if_uneven(batch: Batch) -> None:
 def test_groups_mixed(playground: Playground, monkeypatch: Patch) -> None:
     """THUDM/slime#2230, #1414."""
     playground.write_reward(UNEVEN)
-    plant = changed_in_step("calculate_advantages", whole_batch_if_uneven)
+    plant = plant_behind("calculate_advantages", whole_batch_if_uneven)
     found(playground, monkeypatch, plant, says=r"found \(advantages\): .*the rewards of its own group")
 
 
