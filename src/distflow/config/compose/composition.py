@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import get_args, get_origin
 
-from hydra import compose, initialize
+from hydra import compose, initialize_config_module
 from hydra._internal.core_plugins.file_config_source import FileConfigSource
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
@@ -303,7 +303,7 @@ def _hydra(source: Path) -> Iterator[None]:
     outer = GlobalHydra.instance().hydra
     GlobalHydra.instance().clear()
     try:
-        with initialize(config_path=None, version_base="1.3"):
+        with initialize_config_module("distflow.config.compose", version_base="1.3"):
             yield
     finally:
         GlobalHydra.instance().hydra = outer

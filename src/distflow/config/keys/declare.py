@@ -4,6 +4,7 @@ import types
 from collections.abc import Callable, Iterator, Mapping
 from copy import copy
 from dataclasses import dataclass, field, fields, is_dataclass, replace
+from functools import cache
 from operator import ge, gt, le, lt
 from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -107,16 +108,23 @@ def dotted(prefix: str, name: str) -> str:
 
 def walk(instance: "DataclassInstance", prefix: str = "") -> Iterator[tuple[str, object, object, KeySpec]]:
     """Every key in a group as (dotted name, annotation, value, spec), in the order of declaration."""
-    hints = get_type_hints(type(instance))
-    for item in fields(instance):
-        value, name = getattr(instance, item.name), dotted(prefix, yaml_name(item.name))
+    for attribute, hint, spec in _described_fields(type(instance)):
+        value, name = getattr(instance, attribute), dotted(prefix, yaml_name(attribute))
         if is_group(value):
             yield from walk(value, name)
         else:
-            # The dataclass of a user's group may describe its fields by `metadata={"help": ...}`.
-            found = item.metadata.get("key")
-            spec = found if isinstance(found, KeySpec) else KeySpec(str(item.metadata.get("help", "")))
-            yield name, hints[item.name], value, spec
+            yield name, hint, value, spec
+
+
+@cache
+def _described_fields(kind: "type[DataclassInstance]") -> list[tuple[str, object, KeySpec]]:
+    """(attribute, annotation, spec) of each field. A user's dataclass may describe them by `metadata={"help": ...}`."""
+    hints, found = get_type_hints(kind), []
+    for item in fields(kind):
+        spec = item.metadata.get("key")
+        spec = spec if isinstance(spec, KeySpec) else KeySpec(str(item.metadata.get("help", "")))
+        found.append((item.name, hints[item.name], spec))
+    return found
 
 
 def collect(instance: "DataclassInstance", prefix: str = "") -> dict[str, KeyInfo]:
