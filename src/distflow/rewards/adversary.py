@@ -2,37 +2,31 @@
 
 import asyncio
 import builtins
-import inspect
 import math
 import re
-import socket
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cache
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 from distflow.errors import UserError
-from distflow.graph.fields import innermost
 from distflow.observe.files import JSON
 from distflow.observe.sanitize import escape_control
 from distflow.rewards.code.split_assertions import split_assertions
 from distflow.rewards.code.test_formats import AssertTests, CallTests, StreamTests, read_tests
 from distflow.rewards.extracted_answers import bare_answer
-from distflow.rewards.functions import call_arguments, load_reward, texts_in, with_options
 from distflow.rewards.pool.domain_pools import RewardSettings
 from distflow.rewards.pool.pool import Pool, PoolSettings, RewardPool
-from distflow.rewards.pool.worker import score_all
+from distflow.rewards.probe import NO_NETWORK, TEXTS, probe_target
 from distflow.rewards.reward_check import FORMS, Row, arguments_of, reply_of, right_responses
-from distflow.rewards.score import Score, Timeout, is_right, left_s, own_reward_result
+from distflow.rewards.score import Score, Timeout, is_right, own_reward_result
 from distflow.rewards.self_check import must_accept
 
 if TYPE_CHECKING:  # it loads torch
     from distflow.rewards.router import RewardRouter
 
 NUM_ROWS = 20
-PROBE, _TEXTS = "probe", "texts of its source"
+PROBE = "probe"
 ASK_MODELS = ("judge", "model", "verifiers")
-_NO_NETWORK = "a reward function is tried without a network"
 _CHANCE = 0.1  # share of the rows
 
 _VALUES = ("0", "1", "True", "False", "None", "[]", "{}", "A")
@@ -111,8 +105,8 @@ async def find_cheap(pool: Pool, rows: Sequence[Row], bounds: Bounds = Bounds())
         if isinstance(result, Score):
             if end < math.inf and took > bounds.call_s:
                 raise UserError(f"a call takes {took:.1f} s")
-            return own_reward_result(result), [str(text) for text in cast(list[JSON], result.extra[_TEXTS])]
-        if bounds.call_s < math.inf and (isinstance(result, Timeout) or _NO_NETWORK in str(result)):
+            return own_reward_result(result), [str(text) for text in cast(list[JSON], result.extra[TEXTS])]
+        if bounds.call_s < math.inf and (isinstance(result, Timeout) or NO_NETWORK in str(result)):
             raise UserError(str(result))
         return -math.inf, []
 
@@ -165,40 +159,3 @@ async def notes_of(
     parts = [(domain, part.name) for domain in domains for part in router.functions_of(domain) if part.weight > 0]
     tried = [note(domain, name) for domain, name in parts if name in ASK_MODELS or must_accept(name)]
     return [found for found in await asyncio.gather(*tried) if found]
-
-
-def probe_target(target: str, network: bool) -> str:
-    """Of a function that returns what `target` does, and the texts in its source. network: whether it may use one."""
-    return with_options(f"{__name__}:probe", {"target": target, "network": network})
-
-
-def probe(
-    data_source: str,
-    solution_str: str,
-    ground_truth: object,
-    extra_info: Mapping[str, object] | None = None,
-    target: str = "",
-    network: bool = True,
-) -> dict[str, object]:
-    """See `probe_target`."""
-    function, texts = _load(target, network)
-    asked = call_arguments(data_source, solution_str, ground_truth, extra_info or {})
-    (answer,) = score_all(target, function, [asked], left_s())
-    if "score" not in answer:
-        raise ValueError(answer.get("error", "it timed out"))
-    return {_TEXTS: texts, **cast(dict[str, object], answer["extra"]), "score": answer["score"]}
-
-
-@cache
-def _load(target: str, network: bool) -> tuple[Callable[..., object], list[str]]:
-    """The function, and the short texts in it and the helpers of its module."""
-
-    def refuse(*_: object) -> None:
-        raise ConnectionError(_NO_NETWORK)
-
-    for name in () if network else ("connect", "connect_ex", "sendto"):
-        setattr(socket.socket, name, refuse)
-    function = load_reward(target)
-    plain = inspect.unwrap(innermost(function))
-    texts = dict.fromkeys(texts_in(plain, str(getattr(plain, "__module__", "")), set()))
-    return function, [text for text in texts if 0 < len(text) <= 80][:40]

@@ -15,7 +15,6 @@ from typing import NamedTuple
 
 from distflow.rewards.extracted_answers import bare_answer
 from distflow.rewards.functions import PROMPT, call_arguments
-from distflow.rewards.math.reward import gold_answer, is_equal
 from distflow.rewards.pool.pool import RewardPool
 from distflow.rewards.score import RIGHT, RewardResult, Score, Timeout, own_reward_result, scored_right
 from distflow.rewards.self_check import why
@@ -105,6 +104,8 @@ def reply_of(ground_truth: object) -> str | None:
 
 def are_same(answer: str, other: str) -> bool:
     """Whether two answers are the same, also mathematically."""
+    from distflow.rewards.math.reward import gold_answer, is_equal  # sympy: half a second, which no start should wait
+
     try:
         return is_equal(gold_answer(answer), other)
     except (ValueError, RecursionError):  # not an answer for `math`
