@@ -104,6 +104,7 @@ def test_the_command_line_goes_on_with_it(own: distflow.Run, capsys: pytest.Capt
     assert main(evaluated) == 0
 
 
+@pytest.mark.slow
 def test_a_resume_reads_the_rows_it_began_with_and_tells_of_another_reward(own: distflow.Run) -> None:
     def other(solution_str: str) -> float:
         return float(len(solution_str))
@@ -148,6 +149,7 @@ def test_a_second_signal_is_a_keyboard_interrupt(tmp_path: Path) -> None:
     assert distflow.load_run(tmp_path / "run").status == "failed"
 
 
+@pytest.mark.slow
 def test_it_trains_on_another_thread_than_the_main_one(tmp_path: Path) -> None:
     made: list[distflow.Run] = []
 

@@ -15,6 +15,7 @@ from distflow.builtin_names import POLICY_LOSSES
 from distflow.errors import TrustError
 from distflow.observe.reading.run_reader import read_events
 from tests.e2e.runs import Playground
+from tests.sparse_params import one_fast_in
 
 ACTOR = "actor_rollout_ref.actor"
 FAST = (f"{ACTOR}.ppo_mini_batch_size=2", f"{ACTOR}.ppo_epochs=2", f"{ACTOR}.optim.lr=1e-2", "trust.audit_freq=1")
@@ -82,7 +83,7 @@ PLANTED = {
 }
 
 
-@pytest.mark.parametrize("name", PLANTED)
+@pytest.mark.parametrize("name", one_fast_in(4, PLANTED))
 def test_a_run_is_proven_and_an_error_in_its_loss_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:

@@ -44,6 +44,7 @@ def test_what_cannot_be_checked_is_the_users_fault(
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_reference_solutions_that_fail_their_own_tests_are_listed_with_the_case(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

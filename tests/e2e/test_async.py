@@ -53,6 +53,7 @@ def ledger(run: Run, kind: str) -> Iterator[dict[str, Any]]:
     return (dict(record) for _, record in timeline(run.folder / "ledger.jsonl") if record["kind"] == kind)
 
 
+@pytest.mark.slow
 def test_answers_span_three_versions_and_a_group_is_trained_four_steps_behind_its_start(long_tail: Run) -> None:
     decoded = spans(long_tail, "engine", "decode")
     at_work: dict[int, set[int]] = defaultdict(set)
@@ -161,6 +162,7 @@ def test_an_evaluation_has_one_version_and_goes_first(playground: Playground) ->
     assert {s["what"] for s in spans(run, "engine", "decode")} == {"train", "eval"}
 
 
+@pytest.mark.slow
 def test_without_staleness_a_copy_on_a_thread_of_its_own_gives_the_numbers_of_shared_storage(
     playground: Playground,
 ) -> None:
@@ -181,6 +183,7 @@ def _with(factory: Any, **changes: Any) -> Any:
     return type(factory)(factory.func, *factory.args, **{**factory.keywords, **changes})
 
 
+@pytest.mark.slow
 def test_answers_that_an_update_cuts_off_are_begun_again(
     playground: Playground, monkeypatch: pytest.MonkeyPatch
 ) -> None:

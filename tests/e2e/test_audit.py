@@ -27,6 +27,7 @@ from distflow.runtime.weight_sync.sender import WeightSender
 from distflow.training.torch_engine import TorchScorer, TorchTrainEngine
 from tests.e2e.planting import plant_before_update, plant_behind
 from tests.e2e.runs import Playground
+from tests.sparse_params import one_fast_in
 
 Patch = pytest.MonkeyPatch
 GRPO = ("grpo",)
@@ -503,8 +504,7 @@ def playground(tmp_path_factory: pytest.TempPathFactory) -> Playground:
     return Playground(tmp_path_factory.mktemp("audit"))
 
 
-# A run each: three of four are left to the slow tests.
-CASES = [pytest.param(name, marks=[pytest.mark.slow] if i % 4 else []) for i, name in enumerate(FAULTS)]
+CASES = one_fast_in(10, FAULTS)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -539,7 +539,7 @@ LATE = (
     "a score on the first token",
 )
 """Faults that begin long after the last audit: the looks at every step find them."""
-LATE_CASES = [pytest.param(name, marks=[pytest.mark.slow] if i % 5 else []) for i, name in enumerate(LATE)]
+LATE_CASES = one_fast_in(10, LATE)
 
 
 @pytest.mark.parametrize("name", LATE_CASES)

@@ -31,6 +31,7 @@ from distflow.scheduling.groups import CountsError
 from distflow.training import torch_engine
 from distflow.training.torch_engine import TorchTrainEngine
 from tests.e2e.runs import Playground
+from tests.sparse_params import one_fast_in
 
 Patch = pytest.MonkeyPatch
 Plant = Callable[[Patch], None]
@@ -222,10 +223,7 @@ RESUME_FAULTS: dict[str, tuple[Plant, str, tuple[str, ...]]] = {
 }
 
 
-# A run each: two of three are left to the slow tests.
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] if i % 3 else []) for i, name in enumerate(RESUME_FAULTS)]
-)
+@pytest.mark.parametrize("name", one_fast_in(6, RESUME_FAULTS))
 def test_what_a_resume_does_not_restore_is_named(ground: Playground, monkeypatch: Patch, name: str) -> None:
     plant, seen, config = RESUME_FAULTS[name]
     checkpoint = saved(ground, config)
@@ -412,9 +410,7 @@ def read_again(ground: Playground, path: Path, name: str) -> Any:
     return next(event.fields for event in read_events(run.folder) if event.kind == "audit")
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] if i else []) for i, name in enumerate(DATA_FAULTS)]
-)
+@pytest.mark.parametrize("name", one_fast_in(99, DATA_FAULTS))
 def test_rows_that_are_not_the_files_are_named(
     ground: Playground, monkeypatch: Patch, rows_file: Path, name: str
 ) -> None:

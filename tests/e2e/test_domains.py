@@ -99,6 +99,7 @@ def go_back(run: Run, step: int, name: str) -> None:
     (copy / "checkpoints" / "latest").write_text(f"step-{step:06d}\n")
 
 
+@pytest.mark.slow
 def test_a_run_that_is_resumed_is_the_run_that_was_not(ground: Playground) -> None:
     settings = given(ground, *FILTERED, "trainer.total_training_steps=4", "trainer.test_freq=4", "trust.audit_freq=2")
     whole = ground.run("grpo", *settings, name="whole")
@@ -129,6 +130,7 @@ def check_metrics(whole: Run, other: Run, account: GroupCounts) -> None:
     assert {"val_correct/math/mean", "val_correct/code/mean", "val_correct/all/mean"} <= set(validated)
 
 
+@pytest.mark.slow
 def test_ahead_of_training_the_shares_are_as_exact(ground: Playground) -> None:
     settings = given(
         ground, *FILTERED, "async.max_staleness=2", "actor_rollout_ref.actor.policy_loss=decoupled",

@@ -122,7 +122,7 @@ def start(ground: Playground, command: str, builder: str, *more: str) -> CliRun:
     return CliRun(ground.folder / f"{command}-{builder}.log", [command, "grpo", *keys, *pipeline, quiet])
 
 
-QUICK = ("blocking", "answering")
+QUICK = ("answering",)
 
 
 @pytest.mark.parametrize(

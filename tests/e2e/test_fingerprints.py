@@ -21,6 +21,7 @@ import torch
 from distflow.models.cpu_kernels import build as native
 from distflow.scheduling import ledger
 from tests.e2e.runs import Playground, Run
+from tests.sparse_params import one_fast_in
 
 FILE = Path(__file__).with_name("fingerprints.json")
 ACTOR, ROLLOUT, ALGORITHM = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "algorithm"
@@ -112,7 +113,7 @@ def recorded_bits(recorded: dict[str, Any]) -> dict[str, Any] | None:
     return next((each["bits"] for each in recorded["machines"] if each["machine"] == machine()), None)
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", one_fast_in(3, RUNS))
 def test_a_run_ends_where_it_ended(name: str, tmp_path: Path) -> None:
     recorded = json.loads(FILE.read_text())
     now, before = run(name, tmp_path), recorded["runs"][name]

@@ -14,6 +14,7 @@ import time
 from distflow.pipelines.grpo import grpo_pipeline as make
 from distflow.models.cached_decoder import DecoderView
 from distflow.rollout.hf import _Draw
+from tests.sparse_params import one_fast_in
 
 decode, draw, steps = DecoderView.decode, _Draw.__call__, [0]
 
@@ -40,7 +41,12 @@ DecoderView.decode, _Draw.__call__ = decode_and_hang, draw_and_hang
 
 @pytest.mark.parametrize("command", ["train", pytest.param("eval", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    ("engine", "each_s"), [("embedded", 0.05), pytest.param("embedded", 600, marks=pytest.mark.slow), ("hf", 0.05)]
+    ("engine", "each_s"),
+    [
+        ("embedded", 0.05),
+        pytest.param("embedded", 600, marks=pytest.mark.slow),
+        pytest.param("hf", 0.05, marks=pytest.mark.slow),
+    ],
 )
 def test_a_run_ends_in_time_and_names_the_engine(tmp_path: Path, engine: str, each_s: float, command: str) -> None:
     """Also where it hangs outside of Python code, which nothing interrupts."""

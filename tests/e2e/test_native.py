@@ -22,6 +22,7 @@ def test_a_resume_where_there_is_no_compiler_is_told(tmp_path: Path, monkeypatch
     assert [step["actor/grad_norm"] > 0 for step in run.metrics()] == [True, True]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not build.is_there(), reason="wants a C compiler (Debian: apt-get install gcc)")
 def test_in_bfloat16_the_engine_rounds_as_the_trainer_does(tmp_path: Path) -> None:
     """Products are summed in another order on another processor, so a few roundings differ: a seventieth of what an

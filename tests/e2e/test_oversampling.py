@@ -45,6 +45,7 @@ def moves(run: Run) -> list[tuple[object, ...]]:
     return [tuple(str(record.get(key)) for key in keys) for record in records]
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_is_the_one_that_was_not_whatever_its_verifiers_take(ground: Playground) -> None:
     settings = given(ground, *FILTERED, MORE, "trainer.total_training_steps=4", "trust.audit_freq=1")
     ground.write_reward(DAWDLES + REWARD.replace("    return sum", "    slowly(solution_str)\n    return sum"))

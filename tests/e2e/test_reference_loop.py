@@ -15,6 +15,7 @@ from distflow.runtime.spec import Spec
 from tests.e2e.planting import plant_before_update
 from tests.e2e.reference_loop import ReferenceLoop, read_step
 from tests.e2e.runs import REWARD, Playground, Run
+from tests.sparse_params import one_fast_in
 
 STEPS = 10
 RECORDED = ["trainer.save_groups=all", "trainer.save_freq=1", f"trainer.keep_last={STEPS}"]
@@ -42,11 +43,12 @@ def playground(tmp_path: Path) -> Playground:
     return Playground(tmp_path)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2"])
+@pytest.mark.parametrize("family", one_fast_in(2, ["llama", "qwen2"]))
 def test_grpo(tmp_path: Path, family: str) -> None:
     assert_equal_to_reference(Playground(tmp_path, family).run(*GRPO, *RECORDED))
 
 
+@pytest.mark.slow
 def test_grpo_with_samples_that_have_no_verdict(playground: Playground) -> None:
     playground.write_reward(ERRS)
     run = playground.run(*GRPO, *RECORDED)
@@ -54,7 +56,7 @@ def test_grpo_with_samples_that_have_no_verdict(playground: Playground) -> None:
     assert_equal_to_reference(run)
 
 
-@pytest.mark.parametrize(("reward", "mini_batch"), [(REWARD, 3), (ERRS, 4)])
+@pytest.mark.parametrize(("reward", "mini_batch"), one_fast_in(2, [(REWARD, 3), (ERRS, 4)], unpack=True))
 def test_ppo(playground: Playground, reward: str, mini_batch: int) -> None:
     playground.write_reward(reward)
     numbers = [f"actor_rollout_ref.actor.ppo_mini_batch_size={mini_batch}", "reward.max_error_rate=1"]
@@ -75,7 +77,7 @@ def test_dapo_with_every_term_on(playground: Playground) -> None:
     assert max(step["actor/pg_clipfrac"] for step in run.metrics()) > 0.01
 
 
-@pytest.mark.parametrize("column", ["advantages", "old_log_probs", "ref_log_prob"])
+@pytest.mark.parametrize("column", one_fast_in(3, ["old_log_probs", "advantages", "ref_log_prob"]))
 def test_a_column_shifted_by_one_turns_the_comparison_red(
     playground: Playground, monkeypatch: pytest.MonkeyPatch, column: str
 ) -> None:

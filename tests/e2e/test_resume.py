@@ -69,6 +69,7 @@ def test_a_killed_run_ends_as_one_that_was_never_disturbed(ground: Playground, p
     assert (ground.folder / name / "report.html").exists()
 
 
+@pytest.mark.slow
 def test_after_the_end_there_is_nothing_to_do_and_epochs_can_be_added(ground: Playground) -> None:
     constant = "actor_rollout_ref.actor.optim.scheduler=constant"
     whole = finish(ground, "grpo", "three", "trainer.total_epochs=3", constant)
@@ -82,6 +83,7 @@ def test_after_the_end_there_is_nothing_to_do_and_epochs_can_be_added(ground: Pl
     assert [t.equal(whole.tensors()[name]) for name, t in grown.tensors().items()].count(False) == 0
 
 
+@pytest.mark.slow
 def test_epochs_added_behind_a_short_last_step_are_trained_whole(ground: Playground) -> None:
     first = finish(ground, "grpo", "short", "trainer.total_epochs=1")
     assert (first.checkpoint.step, len(first.trained_rows())) == (3, 10)

@@ -50,7 +50,8 @@ def end_event(folder: Path) -> str:
     return [event for event in read_events(folder) if event.kind == "end"][-1].fields["status"]
 
 
-@pytest.mark.parametrize("number", [SIGNALS[0], *(pytest.param(each, marks=pytest.mark.slow) for each in SIGNALS[1:])])
+@pytest.mark.slow
+@pytest.mark.parametrize("number", SIGNALS)
 def test_once_finishes_the_step_saves_leaves_and_resumes_with_the_same_bits(
     ground: Playground, number: signal.Signals
 ) -> None:

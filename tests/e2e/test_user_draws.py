@@ -134,6 +134,7 @@ def test_a_verifier_that_loads_its_generator_late(ground: Playground) -> None:
     same_run(finish(ground, "late"), kill_and_finish(ground, "late-killed"))
 
 
+@pytest.mark.slow
 def test_our_own_draws_do_not_know_of_theirs(tmp_path: Path) -> None:
     """The same scores with and without draws beside them: the same samples, shuffles and weights."""
     ground = Playground(tmp_path, num_rows=8)

@@ -86,6 +86,7 @@ def test_loss_in_the_signature_of_the_seed(tmp_path: Path) -> None:
     assert {"actor/pg_loss", "actor/pg_clipfrac", "actor/ppo_kl", "actor/pg_clipfrac_lower"} <= set(first)
 
 
+@pytest.mark.slow
 def test_own_loop(tmp_path: Path) -> None:
     """Its reward rises: from a tenth of digits to a third and more."""
     main_of_the_loop = runpy.run_path(str(EXAMPLES / "own_loop.py"))["main"]

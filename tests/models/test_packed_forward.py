@@ -3,6 +3,7 @@
 import copy
 from pathlib import Path
 
+import pytest
 import torch
 
 from distflow.models.loading import load_model
@@ -11,6 +12,7 @@ from tests.ranks import run_ranks
 from tests.tiny_models import write_tiny_model
 
 
+@pytest.mark.slow
 def test_sharded_by_fsdp_it_gives_the_same_outputs_and_gradients(tmp_path: Path) -> None:
     write_tiny_model(tmp_path / "model", "qwen3")
     run_ranks("tests.models.fsdp_worker", 2, tmp_path)

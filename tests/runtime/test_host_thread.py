@@ -213,6 +213,7 @@ def test_a_storm_of_stretches_and_short_waits_loses_none() -> None:
     assert computed == len(done) - computed > 0 and refused
 
 
+@pytest.mark.slow
 def test_a_debugger_gets_through_what_comes_after() -> None:
     """An exception of another thread that is taken back where there is none makes CPython 3.11 look for it for ever."""
     code = """

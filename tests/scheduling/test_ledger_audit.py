@@ -110,6 +110,7 @@ def staleness_of(seed, make):
     return highest, plan.max_staleness
 
 
+@pytest.mark.slow
 def test_no_run_is_stuck_and_no_group_staler_than_allowed():
     at_the_bound = 0
     for seed in range(NUM_RUNS):

@@ -95,6 +95,7 @@ def test_an_engine_with_a_changed_weight_is_found(tmp_path: Path, monkeypatch: p
     assert found.fault or found.found.log_prob > 0  # type: ignore[union-attr]
 
 
+@pytest.mark.slow
 def test_a_run_that_fails_is_a_row_that_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(module: torch.nn.Module, weights: object) -> dict[str, str]:
         raise ValueError("no such weights")

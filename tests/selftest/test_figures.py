@@ -109,6 +109,7 @@ def test_every_preset_is_recorded(recorded: dict[str, Recorded]) -> None:
         assert len({score for step in pipeline.figures.steps for score in step.scores}) == 7
 
 
+@pytest.mark.slow
 def test_the_reference_loop_finds_what_is_recorded(replayed: tuple[Lab, Recorded, Figures]) -> None:
     """`python -m tests.selftest.record` records anew, after a change that is meant to change results."""
     lab, recorded, _ = replayed

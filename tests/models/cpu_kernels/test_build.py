@@ -54,6 +54,7 @@ def test_it_is_compiled_once_where_nobody_else_can_write(cache: Path) -> None:
 
 
 @compiles
+@pytest.mark.slow
 def test_other_flags_make_other_code(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     library()
     monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, "-g"))

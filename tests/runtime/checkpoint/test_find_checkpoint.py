@@ -70,6 +70,7 @@ def test_another_config_is_refused_with_all_ways_out_before_the_model_is_loaded(
         assert way in str(refused.value)
 
 
+@pytest.mark.slow
 def test_a_new_start_has_an_account_of_its_own_and_the_old_one_is_kept(ground: Playground) -> None:
     run = ground.folder / "run"
     data = (f"data.val_files={ground.folder}/rows.jsonl", "data.val_max_samples=2", "trainer.val_before_train=true")

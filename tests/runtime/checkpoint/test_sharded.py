@@ -80,6 +80,7 @@ def copy_of_two(on_two: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(on_two / "checkpoints", tmp_path / "checkpoints"))
 
 
+@pytest.mark.slow
 def test_two_ranks_save_during_the_run_and_one_process_resumes(on_two: Path, spec: Path) -> None:
     loaded = pickle.loads(spec.read_bytes())
     resources = build_resources(loaded.factories, loaded.plan.ranks[0])
