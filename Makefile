@@ -42,11 +42,13 @@ types: $(INSTALLED)
 tests: $(INSTALLED)
 	$(BIN)/python -m pytest -n auto --dist worksteal
 
-# reasoning-gym compiles one of its packages: whoever only runs `make test` needs no compiler.
+# reasoning-gym compiles one of its packages: whoever only runs `make test` needs no compiler. CI leaves out those that are
+# marked `by_hand`.
+SLOW ?= slow
 test-slow: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev,reasoning-gym]"
-	$(BIN)/python -m pytest -m "slow and not alone" -n auto --dist worksteal
-	$(BIN)/python -m pytest -m "slow and alone" -n 2 --dist loadfile
+	$(BIN)/python -m pytest -m "$(SLOW) and not alone" -n auto --dist worksteal
+	$(BIN)/python -m pytest -m "$(SLOW) and alone" -n 2 --dist loadfile
 
 # Those of the slow tests that strike real processes.
 test-faults: $(INSTALLED)

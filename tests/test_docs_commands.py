@@ -77,6 +77,7 @@ def fault(block: Block, folder: Path) -> str | None:
     return None if works else f"{block.page}:{block.line} exits {status}\n{block.code}{said[-3000:]}"
 
 
+@pytest.mark.by_hand
 @pytest.mark.slow
 @pytest.mark.timeout(LIMIT_S)
 def test_every_command_works_in_the_order_of_reading(checkout: Path) -> None:

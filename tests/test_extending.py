@@ -21,6 +21,7 @@ from distflow.config.part_registrations import EXTENSION_POINTS, find_unregister
 from distflow.errors import UserError
 from distflow.launch.check_extensions import KINDS, Kind, Part, faults_of, find_gaps
 from tests.e2e.runs import Playground
+from tests.made_once import made_once
 from tests.test_docs import ROOT, blocks, save_if_file
 from tests.user_code import forgotten
 
@@ -111,7 +112,10 @@ def command(folder: Path, package: Path, *arguments: str) -> subprocess.Complete
 @pytest.fixture(scope="module")
 def output(tmp_path_factory: pytest.TempPathFactory) -> str:
     """What a run says that takes all parts of the page, and which of their files were called."""
-    folder = tmp_path_factory.mktemp("extended")
+    return (made_once(tmp_path_factory, "extended", run_with_all_parts) / "output.txt").read_text()
+
+
+def run_with_all_parts(folder: Path) -> None:
     package = folder / "src" / "distflow"
     shutil.copytree(SOURCE, package)  # with what is compiled, which holds for files that stay
     for edit in edits():
@@ -122,7 +126,8 @@ def output(tmp_path_factory: pytest.TempPathFactory) -> str:
     overrides = Playground(folder).overrides("run", *CHOSEN, "~custom_reward_function.path")
     runs = [command(folder, package, *words) for words in (["train", "grpo", *overrides], ["greet", "world"])]
     assert [run.returncode for run in runs] == [0, 0], "\n".join(run.stdout + run.stderr for run in runs)
-    return "\n".join([*(run.stdout for run in runs), (folder / "called.txt").read_text()])
+    said = "\n".join([*(run.stdout for run in runs), (folder / "called.txt").read_text()])
+    (folder / "output.txt").write_text(said)
 
 
 @pytest.mark.parametrize("edit", NEW, ids=lambda edit: edit.file)

@@ -115,7 +115,9 @@ def steps_journaled(folder: Path) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("pipeline", ["grpo", "dapo", "ppo"])
+@pytest.mark.parametrize(
+    "pipeline", ["grpo", *(pytest.param(name, marks=pytest.mark.by_hand) for name in ("dapo", "ppo"))]
+)
 def test_twenty_kills_at_random_moments(ground: Playground, pipeline: str) -> None:
     """While it starts, and from a step's end on: while it validates, saves, generates, trains."""
     keys = ("trainer.total_epochs=8",)

@@ -129,6 +129,7 @@ def test_a_wrong_figure_turns_the_command_red(
     assert "reference loop" in said.partition("FAILED: ")[2] and "they differ by more than the limit" in said
 
 
+@pytest.mark.by_hand
 @pytest.mark.slow
 @pytest.mark.parametrize("pipeline", ["grpo", "ppo"])
 def test_a_weight_that_is_changed_when_a_run_is_resumed_is_found(
@@ -142,6 +143,7 @@ def test_a_weight_that_is_changed_when_a_run_is_resumed_is_found(
     assert "(resume)" in log.read_text(), "the run's own audit ends it before its numbers can differ"
 
 
+@pytest.mark.by_hand
 @pytest.mark.slow
 def test_a_run_that_begins_anew_was_not_resumed(tmp_path: Path, started_with: Path) -> None:
     """Though its numbers are those of the whole run."""

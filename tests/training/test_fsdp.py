@@ -14,6 +14,7 @@ from distflow.models.loading import load_model
 from distflow.runtime.checkpoint.shards import read_shards
 from distflow.training.engine import OneRank
 from distflow.training.torch_engine import TorchScorer
+from tests.made_once import made_once
 from tests.ranks import run_ranks
 from tests.tiny_models import write_tiny_model
 from tests.training.batches import ragged_batch
@@ -34,11 +35,13 @@ def norm(weights: Mapping[str, Tensor]) -> float:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What four ranks have trained, with unequal shares, one of them empty."""
-    folder = tmp_path_factory.mktemp("fsdp")
-    write_tiny_model(folder / "model", "qwen3")
-    write_tiny_model(folder / "tied", "qwen2", tie_word_embeddings=True)
-    run_ranks("tests.training.fsdp_worker", 4, folder)
-    return folder
+
+    def make(folder: Path) -> None:
+        write_tiny_model(folder / "model", "qwen3")
+        write_tiny_model(folder / "tied", "qwen2", tie_word_embeddings=True)
+        run_ranks("tests.training.fsdp_worker", 4, folder)
+
+    return made_once(tmp_path_factory, "fsdp", make)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -90,11 +93,13 @@ def test_what_is_not_finite_on_one_rank_is_skipped_by_all(folder: Path) -> None:
 @pytest.fixture(scope="module")
 def parts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What two ranks that share a model have found out; each has asserted what it can see by itself."""
-    folder = tmp_path_factory.mktemp("parts")
-    write_tiny_model(folder / "model", "qwen3")
-    write_tiny_model(folder / "big", "llama", **BIG)
-    run_ranks("tests.training.sharded_worker", 2, folder)
-    return folder
+
+    def make(folder: Path) -> None:
+        write_tiny_model(folder / "model", "qwen3")
+        write_tiny_model(folder / "big", "llama", **BIG)
+        run_ranks("tests.training.sharded_worker", 2, folder)
+
+    return made_once(tmp_path_factory, "parts", make)
 
 
 def test_a_reference_scores_as_whole_weights_do(parts: Path) -> None:
