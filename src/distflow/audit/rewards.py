@@ -41,14 +41,14 @@ def audit_reward_functions(recorded: RecordedStep) -> str | None:
         return "no built-in reward node scores" if recorded.is_written("scores") else NOT_APPLICABLE
     if recorded.budget_s:
         _check_failing(recorded)
-    began, seen = time.monotonic(), 0
-    differing: list[tuple[Sample, str, str]] = []
+    seen, differing = 0, list[tuple[Sample, str, str]]()
     drawn = recorded.some_samples(MOST)
     for sample in drawn:
         if (record := recorded.record_of(sample)) is not None:
             for name in functions_of(recorded, sample):
                 _own_score(recorded, record, sample, name)
     drawn.sort(key=lambda sample: (not sample["valid"], float(sample["token_level_scores"].sum())))
+    began = time.monotonic()  # so that a busy machine has time for one call
     for sample in drawn[: FEW if recorded.partial else MOST]:  # the lowest: a failure may be one
         record = recorded.record_of(sample)
         budget_s = max(recorded.budget_s, _DECIDES_WITHIN_S) if differing else recorded.budget_s
