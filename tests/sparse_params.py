@@ -1,13 +1,17 @@
-"""Parameters of which a few run with the default tests, and the others with the slow ones."""
+"""Parameters of which a few run, and the others only with the slow tests, or by hand."""
 
 from collections.abc import Iterable
 
 import pytest
 
+BY_HAND = pytest.mark.by_hand
 
-def one_fast_in(number: int, values: Iterable[object], unpack: bool = False) -> list[object]:
-    """The first of every `number` values is fast. unpack: each value is a tuple of several parameters."""
+
+def one_fast_in(
+    number: int, values: Iterable[object], unpack: bool = False, others: pytest.MarkDecorator = pytest.mark.slow
+) -> list[object]:
+    """All but the first of every `number` values get the mark. unpack: each value is a tuple of several parameters."""
     return [
-        pytest.param(*(value if unpack else (value,)), marks=[pytest.mark.slow] if i % number else [])  # type: ignore[misc]
+        pytest.param(*(value if unpack else (value,)), marks=[others] if i % number else [])  # type: ignore[misc]
         for i, value in enumerate(values)
     ]

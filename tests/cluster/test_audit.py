@@ -8,6 +8,7 @@ from distflow.cluster.ray_entry import launch_ray
 from distflow.errors import TrustError
 from distflow.observe.reading.run_reader import read_events
 from tests.e2e.runs import Playground
+from tests.sparse_params import BY_HAND, one_fast_in
 from tests.user_code import forgotten
 
 pytestmark = pytest.mark.slow
@@ -73,7 +74,7 @@ def ground(tmp_path_factory: pytest.TempPathFactory, on_ray: None) -> Playground
     return Playground(tmp_path_factory.mktemp("audit"))
 
 
-@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize("name", one_fast_in(2, FAULTS, others=BY_HAND))
 def test_a_fault_of_losses_and_gradients_is_named_on_two_workers(
     ground: Playground, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:

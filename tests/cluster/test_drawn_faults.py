@@ -20,6 +20,7 @@ from tests.cluster.test_restarts import check_whole
 from tests.cluster.test_supervisor import CONSTANT, distance, validating
 from tests.e2e.cli_runs import Left
 from tests.e2e.runs import Playground, Run
+from tests.sparse_params import BY_HAND, one_fast_in
 
 pytestmark = [pytest.mark.slow, pytest.mark.faults]
 
@@ -67,7 +68,7 @@ def alone(ground: Playground) -> Left:
     return Left(ground.folder / "alone")
 
 
-@pytest.mark.parametrize("seed", seeds())
+@pytest.mark.parametrize("seed", one_fast_in(3, seeds(), others=BY_HAND))
 def test_a_run_goes_on_or_ends_by_name_and_is_resumed(
     ground: Playground,
     alone: Left,

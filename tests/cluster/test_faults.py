@@ -24,6 +24,7 @@ from tests.cluster.leftovers import Held
 from tests.cluster.test_supervisor import CONSTANT, distance
 from tests.e2e.runs import Playground, Run, notes
 from tests.ledger_audit import verify
+from tests.sparse_params import BY_HAND, one_fast_in
 
 pytestmark = pytest.mark.faults
 
@@ -71,7 +72,7 @@ def struck(folder: Path, strike: Callable[[], None]) -> Iterator[list[float]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", one_fast_in(2, [0, 1], others=BY_HAND))
 def test_a_worker_that_is_killed_ends_the_run_and_the_same_command_goes_on(ground: Playground, victim: int) -> None:
     folder = ground.folder / "run"
     config, spec = ground.spec("grpo", *ENDLESS)

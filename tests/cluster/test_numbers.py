@@ -15,6 +15,7 @@ from distflow.selftest.runs import ANSWERS, SAMPLED
 from tests.cluster.distance import distance
 from tests.cluster.free_runs import first_difference
 from tests.e2e.runs import Playground, Run
+from tests.sparse_params import BY_HAND, one_fast_in
 
 pytestmark = pytest.mark.slow
 
@@ -97,7 +98,7 @@ def on_workers(ground: Playground, num_workers: int, *keys: str, name: str) -> R
 
 
 @pytest.mark.parametrize("strategy", ["torch", "fsdp"])
-@pytest.mark.parametrize("num_workers", [1, 2, 4])
+@pytest.mark.parametrize("num_workers", one_fast_in(3, [2, 1, 4], others=BY_HAND))
 def test_recorded_groups_train_the_same_weights_on_any_number_of_workers(
     ground: Playground, free: Run, alone: Run, strategy: str, num_workers: int
 ) -> None:
@@ -112,7 +113,7 @@ def test_recorded_groups_train_the_same_weights_on_any_number_of_workers(
     check_updates(found, alone, free, STEPS)
 
 
-@pytest.mark.parametrize("sizes", ["d1t2", "d2t2"])
+@pytest.mark.parametrize("sizes", one_fast_in(2, ["d1t2", "d2t2"], others=BY_HAND))
 def test_recorded_groups_train_the_same_weights_where_ranks_compute_layers_together(
     ground: Playground, free: Run, alone: Run, sizes: str
 ) -> None:

@@ -50,6 +50,7 @@ class Command:
         return self._log.read_text()
 
 
+@pytest.mark.by_hand
 def test_starts_at_every_half_second_of_another_are_refused_and_leave_nothing(tmp_path: Path) -> None:
     ground = playground(tmp_path)
     with ExitStack() as stack:

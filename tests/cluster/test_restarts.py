@@ -131,6 +131,7 @@ def is_stopped(pid: int) -> bool:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 
 
+@pytest.mark.by_hand
 def test_a_worker_that_dies_again_and_again_ends_the_run_by_name(ground: Playground, plan: Callable[..., None]) -> None:
     plan(Fault("rollout.generate", rank=0, again=True))
     with pytest.raises(WorkerDied, match=r"worker 0 has died 4 times .* resumes from the start"):
@@ -138,6 +139,7 @@ def test_a_worker_that_dies_again_and_again_ends_the_run_by_name(ground: Playgro
     assert "the run failed" in [*Run(ground.folder / "again", None, None).notes("end")]
 
 
+@pytest.mark.by_hand
 def test_the_only_one_that_generates_and_cannot_be_started_again_ends_the_run_by_name(
     ground: Playground, plan: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:

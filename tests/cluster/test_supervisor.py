@@ -21,6 +21,7 @@ from tests.cluster.unordered_actors import UnorderedCoordinator
 from tests.e2e import three_domains
 from tests.e2e.runs import Playground, Run
 from tests.ledger_audit import verify
+from tests.sparse_params import BY_HAND, one_fast_in
 
 pytestmark = pytest.mark.slow
 RAY = "trainer.launcher=ray"
@@ -83,7 +84,7 @@ def test_two_workers_end_where_one_process_does(two: Run, alone: Run) -> None:
     check_whole(two, alone)
 
 
-@pytest.mark.parametrize("num_workers", [1, 4])
+@pytest.mark.parametrize("num_workers", one_fast_in(2, [1, 4], others=BY_HAND))
 def test_any_number_of_workers_ends_where_one_process_does(ground: Playground, alone: Run, num_workers: int) -> None:
     found = run(ground, *STEPS, *validating(ground), f"trainer.n_gpus_per_node={num_workers}", name=f"w{num_workers}")
     check_whole(found, alone)
@@ -95,7 +96,10 @@ KL_AND_CRITIC = ("algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.kl_coef=0
 FILTERED = ("algorithm.filter_groups.enable=true", "algorithm.filter_groups.when_exhausted=continue")
 
 
-@pytest.mark.parametrize(("preset", "more"), [("ppo", KL_AND_CRITIC), ("dapo", FILTERED)])
+OTHERS = [("ppo", KL_AND_CRITIC), ("dapo", FILTERED)]
+
+
+@pytest.mark.parametrize(("preset", "more"), one_fast_in(2, OTHERS, unpack=True, others=BY_HAND))
 def test_figures_of_other_pipelines_are_those_of_one_process(
     ground: Playground, preset: str, more: tuple[str, ...]
 ) -> None:
@@ -194,6 +198,7 @@ def test_streams_stay_within_their_staleness_and_every_group_is_accounted_for(gr
     assert {record["worker"] for _, record in ledger.timeline(journal) if record["kind"] == "assigned"} == {"0"}
 
 
+@pytest.mark.by_hand
 def test_a_run_of_two_workers_goes_on_with_one_and_with_four(ground: Playground, alone: Run) -> None:
     for number in (1, 4):
         name = f"from-two-to-{number}"

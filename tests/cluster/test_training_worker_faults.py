@@ -14,6 +14,7 @@ from tests.cluster.test_faults import wait_until, workers
 from tests.cluster.test_supervisor import CONSTANT, DISK, SPLIT, distance
 from tests.e2e.runs import Playground, Run
 from tests.ledger_audit import verify
+from tests.sparse_params import BY_HAND, one_fast_in
 
 pytestmark = [pytest.mark.slow, pytest.mark.faults]
 
@@ -39,11 +40,16 @@ def start(ground: Playground, layout: tuple[str, ...], name: str) -> Run:
 
 @pytest.mark.parametrize(
     ("layout", "fault", "says"),
-    [
-        (TOGETHER, Fault("train.backward", rank=1, call=3), ", in step 3 "),
-        ((*APART, DISK), Fault("weights.put", rank=1, call=3), ", in step 2 "),
-        (TOGETHER, Fault("checkpoint.manifest", rank=0, call=2), ""),
-    ],
+    one_fast_in(
+        3,
+        [
+            ((*APART, DISK), Fault("weights.put", rank=1, call=3), ", in step 2 "),
+            (TOGETHER, Fault("train.backward", rank=1, call=3), ", in step 3 "),
+            (TOGETHER, Fault("checkpoint.manifest", rank=0, call=2), ""),
+        ],
+        unpack=True,
+        others=BY_HAND,
+    ),
     ids=lambda value: value.point if isinstance(value, Fault) else "",
 )
 def test_a_killed_worker_is_named_and_the_resume_ends_where_an_undisturbed_run_does(

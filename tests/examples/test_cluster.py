@@ -13,6 +13,7 @@ import yaml
 
 from distflow.cli import make_parser
 from distflow.config.keys.schema import schema_keys
+from tests.sparse_params import BY_HAND, one_fast_in
 
 CLUSTER = Path(__file__).parents[2] / "examples" / "cluster"
 SBATCH = CLUSTER / "slurm.sbatch"
@@ -110,7 +111,10 @@ def job(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.slow
 @pytest.mark.alone
-@pytest.mark.parametrize(("words", "status"), [(("grpo", "data.seed=3"), 7), (("grpo", "wait_for_signal"), 143)])
+@pytest.mark.parametrize(
+    ("words", "status"),
+    one_fast_in(2, [(("grpo", "data.seed=3"), 7), (("grpo", "wait_for_signal"), 143)], unpack=True, others=BY_HAND),
+)
 def test_the_slurm_job_starts_ray_runs_and_leaves_nothing(tmp_path: Path, words: tuple[str, ...], status: int) -> None:
     """On a real Ray of two nodes. Its status is that of the run, also of one that was asked to save and leave."""
     pytest.importorskip("ray")

@@ -19,6 +19,7 @@ from distflow.selftest import figures as recorded_file
 from distflow.selftest.comparisons import Row, compare, of_paths, of_workers
 from distflow.selftest.figures import RECORDED, Recorded, read_recorded
 from tests.selftest.record import write_recorded
+from tests.sparse_params import BY_HAND, one_fast_in
 
 PERTURBED = """
 import distflow.launch.local_launcher as local
@@ -154,7 +155,10 @@ def test_a_run_that_begins_anew_was_not_resumed(tmp_path: Path, started_with: Pa
 
 @pytest.mark.slow
 @pytest.mark.alone
-@pytest.mark.parametrize(("pipeline", "fault"), [("grpo", "mean_of_means"), ("ppo", "idle_rank")])
+@pytest.mark.parametrize(
+    ("pipeline", "fault"),
+    one_fast_in(2, [("grpo", "mean_of_means"), ("ppo", "idle_rank")], unpack=True, others=BY_HAND),
+)
 def test_ranks_that_are_not_added_up_exactly_are_found(
     pipeline: str, fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -183,6 +187,7 @@ def test_without_ray_its_pairs_are_left_out_and_that_is_said(
     assert "pip install 'distflow[ray]'" in lines[-1]
 
 
+@pytest.mark.by_hand
 @pytest.mark.slow
 @pytest.mark.alone
 def test_all_pairs_are_equal_here(
