@@ -2,7 +2,7 @@
 
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from typing import Any, cast
 
@@ -36,7 +36,7 @@ _LOOKS_EVERY_S = 0.5
 _NUM_CALLS = 6  # of a worker that may wait at once: groups, a step, its end, messages, the heartbeat
 
 
-class RayRun:
+class RayRun(AbstractContextManager["RayRun"]):
     """A context manager: starts the actors of a run when it is made, and kills them when it exits."""
 
     def __init__(self, spec: Spec, start: Start, bundles: PlacementGroup) -> None:
@@ -65,9 +65,6 @@ class RayRun:
         numbered = {actor_calls.FIRST_REWARD_ACTOR - number: actor for number, actor in enumerate(self._reward_actors)}
         self._heartbeat = actor_calls.Heartbeat({**dict(enumerate(self._workers)), **self._services, **numbered})
         self.finished = False
-
-    def __enter__(self) -> "RayRun":
-        return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """End all processes of the run, and wait until none writes to its folder."""

@@ -4,6 +4,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -28,7 +29,7 @@ from distflow.scheduling.groups import Version
 T = TypeVar("T")
 
 
-class HFEngine:
+class HFEngine(AbstractAsyncContextManager["HFEngine"]):
     """A `RolloutEngine` in which forward, cache, penalties and truncations are those of transformers.
 
     Requests run one after another, each as one call of `generate`; its log-probs come from a plain forward over the
@@ -53,9 +54,6 @@ class HFEngine:
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="hf-rollout")
         self._open = asyncio.Event()
         self._open.set()
-
-    async def __aenter__(self) -> "HFEngine":
-        return self
 
     async def __aexit__(self, *exception: object) -> None:
         self._worker.shutdown(wait=True, cancel_futures=True)
