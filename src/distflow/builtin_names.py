@@ -97,6 +97,10 @@ class Tracker(Entry):
     package: str = ""
 
 
+_ADVANTAGES, _LOSSES = "distflow.algorithms.advantages", "distflow.algorithms.losses"
+_GRPO, _REINFORCE = f"{_ADVANTAGES}.grpo_family", f"{_ADVANTAGES}.reinforce"
+_CLIPPED, _UNCLIPPED, _COVARIANCE = (f"{_LOSSES}.{name}" for name in ("clipped_ratio", "unclipped", "covariance"))
+
 ESTIMATORS: dict[str, Estimator] = {
     "gae": Estimator(
         "generalised advantage estimation over a critic's values",
@@ -104,62 +108,44 @@ ESTIMATORS: dict[str, Estimator] = {
         needs_critic=True,
     ),
     "grpo": Estimator(
-        "score less the group's mean, over its standard deviation",
-        "distflow.algorithms.advantages.grpo_family:compute_grpo_advantage",
-        needs_group=True,
+        "score less the group's mean, over its standard deviation", f"{_GRPO}:compute_grpo_advantage", needs_group=True
     ),
     "rloo": Estimator(
-        "score less the mean of the group's other samples",
-        "distflow.algorithms.advantages.reinforce:compute_rloo_advantage",
-        needs_group=True,
+        "score less the mean of the group's other samples", f"{_REINFORCE}:compute_rloo_advantage", needs_group=True
     ),
-    "reinforce": Estimator(
-        "discounted reward-to-go without a baseline",
-        "distflow.algorithms.advantages.reinforce:compute_reinforce_advantage",
-    ),
+    "reinforce": Estimator("discounted reward-to-go without a baseline", f"{_REINFORCE}:compute_reinforce_advantage"),
     "reinforce_plus_plus": Estimator(
         "discounted reward-to-go, whitened over the global batch",
-        "distflow.algorithms.advantages.reinforce:compute_reinforce_plus_plus_advantage",
+        f"{_REINFORCE}:compute_reinforce_plus_plus_advantage",
         whitens=True,
     ),
     "reinforce_plus_plus_baseline": Estimator(
         "score less the group's mean, whitened over the global batch",
-        "distflow.algorithms.advantages.reinforce:compute_reinforce_plus_plus_baseline_advantage",
+        f"{_REINFORCE}:compute_reinforce_plus_plus_baseline_advantage",
         needs_group=True,
         whitens=True,
     ),
     "remax": Estimator(
-        "score less that of a greedy sample of the same prompt",
-        "distflow.algorithms.advantages.reinforce:compute_remax_advantage",
+        "score less that of a greedy sample of the same prompt", f"{_REINFORCE}:compute_remax_advantage"
     ),
     "opo": Estimator(
-        "score less the length-weighted mean of the group",
-        "distflow.algorithms.advantages.reinforce:compute_opo_advantage",
-        needs_group=True,
+        "score less the length-weighted mean of the group", f"{_REINFORCE}:compute_opo_advantage", needs_group=True
     ),
-    "cpgd": Estimator(
-        "as grpo, under its name there",
-        "distflow.algorithms.advantages.grpo_family:compute_cpgd_advantage",
-        needs_group=True,
-    ),
-    "gspo": Estimator(
-        "as grpo, under its name there",
-        "distflow.algorithms.advantages.grpo_family:compute_gspo_advantage",
-        needs_group=True,
-    ),
+    "cpgd": Estimator("as grpo, under its name there", f"{_GRPO}:compute_cpgd_advantage", needs_group=True),
+    "gspo": Estimator("as grpo, under its name there", f"{_GRPO}:compute_gspo_advantage", needs_group=True),
     "gpg": Estimator(
         "score less the group's mean, scaled up for the groups that teach nothing",
-        "distflow.algorithms.advantages.grpo_family:compute_gpg_advantage",
+        f"{_GRPO}:compute_gpg_advantage",
         needs_group=True,
     ),
     "grpo_passk": Estimator(
         "only the group's best sample, by its lead over the second best",
-        "distflow.algorithms.advantages.grpo_family:compute_grpo_passk_advantage",
+        f"{_GRPO}:compute_grpo_passk_advantage",
         needs_group=True,
     ),
     "gdpo": Estimator(
         "each reward function's score as in grpo, then their weighted sum, whitened over the global batch",
-        "distflow.algorithms.advantages.grpo_family:compute_gdpo_advantage",
+        f"{_GRPO}:compute_gdpo_advantage",
         needs_group=True,
         reads_parts=True,
         whitens=True,
@@ -169,7 +155,7 @@ ESTIMATORS: dict[str, Estimator] = {
 POLICY_LOSSES: dict[str, PolicyLoss] = {
     "vanilla": PolicyLoss(
         "PPO's clipped ratio with dual clip and clip-higher",
-        "distflow.algorithms.losses.clipped_ratio:compute_vanilla_loss",
+        f"{_CLIPPED}:compute_vanilla_loss",
         clips=True,
         dual_clips=True,
     ),
@@ -179,53 +165,39 @@ POLICY_LOSSES: dict[str, PolicyLoss] = {
         clips=True,
         dual_clips=True,
     ),
-    "gspo": PolicyLoss(
-        "one clipped ratio a sequence", "distflow.algorithms.losses.clipped_ratio:compute_gspo_loss", clips=True
-    ),
+    "gspo": PolicyLoss("one clipped ratio a sequence", f"{_CLIPPED}:compute_gspo_loss", clips=True),
     "cpgd": PolicyLoss(
-        "policy gradient with a clipped log-prob in place of a ratio",
-        "distflow.algorithms.losses.unclipped:compute_cpgd_loss",
-        clips=True,
+        "policy gradient with a clipped log-prob in place of a ratio", f"{_UNCLIPPED}:compute_cpgd_loss", clips=True
     ),
-    "gpg": PolicyLoss("plain policy gradient", "distflow.algorithms.losses.unclipped:compute_gpg_loss"),
+    "gpg": PolicyLoss("plain policy gradient", f"{_UNCLIPPED}:compute_gpg_loss"),
     "cispo": PolicyLoss(
-        "clipped importance weights; no token loses its gradient",
-        "distflow.algorithms.losses.clipped_ratio:compute_cispo_loss",
-        clips=True,
+        "clipped importance weights; no token loses its gradient", f"{_CLIPPED}:compute_cispo_loss", clips=True
     ),
-    "topr": PolicyLoss("tapered off-policy REINFORCE", "distflow.algorithms.losses.unclipped:compute_topr_loss"),
-    "sapo": PolicyLoss("a soft gate in place of the clip", "distflow.algorithms.losses.unclipped:compute_sapo_loss"),
-    "gmpo": PolicyLoss(
-        "geometric mean of clipped token ratios",
-        "distflow.algorithms.losses.clipped_ratio:compute_gmpo_loss",
-        clips=True,
-    ),
+    "topr": PolicyLoss("tapered off-policy REINFORCE", f"{_UNCLIPPED}:compute_topr_loss"),
+    "sapo": PolicyLoss("a soft gate in place of the clip", f"{_UNCLIPPED}:compute_sapo_loss"),
+    "gmpo": PolicyLoss("geometric mean of clipped token ratios", f"{_CLIPPED}:compute_gmpo_loss", clips=True),
     "dppo_tv": PolicyLoss(
         "bounds how far a token's probability moves",
-        "distflow.algorithms.losses.clipped_ratio:compute_dppo_tv_loss",
+        f"{_CLIPPED}:compute_dppo_tv_loss",
         clips=True,
         dual_clips=True,
         divergence=True,
     ),
     "dppo_kl": PolicyLoss(
         "bounds the binary KL by which a token moves",
-        "distflow.algorithms.losses.clipped_ratio:compute_dppo_kl_loss",
+        f"{_CLIPPED}:compute_dppo_kl_loss",
         clips=True,
         dual_clips=True,
         divergence=True,
     ),
-    "dro": PolicyLoss(
-        "policy gradient with a quadratic pull to the old policy",
-        "distflow.algorithms.losses.unclipped:compute_dro_loss",
-    ),
+    "dro": PolicyLoss("policy gradient with a quadratic pull to the old policy", f"{_UNCLIPPED}:compute_dro_loss"),
     "clip_cov": PolicyLoss(
         "PPO without the gradient of a few tokens that lower the entropy most",
-        "distflow.algorithms.losses.covariance:compute_clip_cov_loss",
+        f"{_COVARIANCE}:compute_clip_cov_loss",
         clips=True,
     ),
     "kl_cov": PolicyLoss(
-        "a pull to the old policy on the tokens that lower the entropy most",
-        "distflow.algorithms.losses.covariance:compute_kl_cov_loss",
+        "a pull to the old policy on the tokens that lower the entropy most", f"{_COVARIANCE}:compute_kl_cov_loss"
     ),
 }
 

@@ -59,6 +59,11 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return by_lower[close[0]] if close else ""
 
 
+def joined(parts: Sequence[str]) -> str:
+    """`a`, `a and b`, `a, b and c`."""
+    return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
+
+
 def missing_path(path: Path) -> tuple[str, str]:
     """The message that it does not exist, and advice: the nearest name beside it, or the first missing folder."""
     if not path.parent.is_dir():

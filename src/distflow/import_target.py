@@ -120,17 +120,18 @@ def _bound(owner: object, name: str, found: object, path: str) -> object:
         return found
     if isinstance(inspect.getattr_static(owner, name), staticmethod):
         return found
-    required = [
-        p.name
-        for p in inspect.signature(owner).parameters.values()
-        if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
-    ]
-    if required:
+    if required := required_parameters(owner):
         raise LoadError(
             f"'{path}' is a method, and {owner.__name__} needs {', '.join(required)} to be constructed; "
             "make it a static method, or give the method of an instance"
         )
     return getattr(owner(), name)
+
+
+def required_parameters(function: Callable[..., object]) -> list[str]:
+    """The names of its parameters without a default. Raises ValueError where it has no signature."""
+    parameters = inspect.signature(function).parameters.values()
+    return [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
 
 
 def module_files(module: str) -> list[Path]:

@@ -13,7 +13,7 @@ from distflow.algorithms.losses import clipped_ratio
 from distflow.audit.auditor import Auditor
 from distflow.data.batch import Batch
 from distflow.errors import TrustError
-from distflow.launch import engine_factories
+from distflow.launch import build_engines
 from distflow.pipelines.nodes import rollout
 from distflow.rewards import router
 from distflow.rewards.pool.pool import RewardPool
@@ -408,7 +408,7 @@ FAULTS = {
     ),
     "the reference at another temperature": Fault(hotter_reference, "log_probs", KL),
     "the reference follows the policy": Fault(
-        lambda patch: patch.setattr(engine_factories, "build_reference", follow), "reference", (*KL, *FAST)
+        lambda patch: patch.setattr(build_engines, "build_reference", follow), "reference", (*KL, *FAST)
     ),
     "rewards to the next sample": Fault(attribute(router.RewardRouter, "__call__", next_sample), "reward_results"),
     "rewards in order of arrival": Fault(

@@ -16,7 +16,7 @@ from distflow.config.compose.values import Mismatch, can_convert, convert
 from distflow.errors import hint
 from distflow.graph.fields import find_field
 from distflow.graph.node_spec import NodeRole, Scope, node
-from distflow.import_target import load_module, split_name
+from distflow.import_target import load_module, required_parameters, split_name
 
 _NO_DEFAULT = inspect.Parameter.empty
 Fn = TypeVar("Fn", bound=Callable[..., object])
@@ -261,9 +261,7 @@ def read_policy_loss(name: str, fn: Callable[..., object]) -> PolicyLoss:
     if by_position := [p.name for p in parameters.values() if p.kind is p.POSITIONAL_ONLY]:
         raise _refused_loss(name, fn, f"'{by_position[0]}' cannot be given by its name; take the / away")
     if all(wanted in parameters for wanted in SCALAR_LOSS_PARAMETERS):
-        required = [p for p in parameters.values() if p.default is p.empty]
-        named = [p.name for p in required if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-        if extra := [each for each in named if each not in SCALAR_LOSS_ARGUMENTS]:
+        if extra := [each for each in required_parameters(fn) if each not in SCALAR_LOSS_ARGUMENTS]:
             raise _refused_loss(name, fn, f"nothing gives '{extra[0]}'; give it a default")
         return PolicyLoss(name, fn, reads=("advantages", "loss_mask"), optional=("old_log_probs",), returns_scalar=True)
     open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())

@@ -10,14 +10,7 @@ from typing import TYPE_CHECKING, cast
 from distflow.errors import UserError
 from distflow.observe.files import JSON, read_object
 from distflow.observe.metrics import headlines
-from distflow.observe.reading.run_reader import (
-    read_events,
-    read_metrics,
-    read_samples,
-    read_timeline,
-    sample_splits,
-    sample_steps,
-)
+from distflow.observe.reading import run_reader
 from distflow.observe.report.summary import REWARD, accuracies, status
 from distflow.observe.sanitize import escape_control
 from distflow.observe.writing.run_folder import DROPPED
@@ -94,7 +87,7 @@ class Run:
     @property
     def status(self) -> str:
         """ "finished", "stopped" (by a signal, and saved), "failed", or "no end yet": it runs, or was killed."""
-        return status(read_events(self.folder, max_bytes=None))["word"]
+        return status(run_reader.read_events(self.folder, max_bytes=None))["word"]
 
     @property
     def config(self) -> dict[str, JSON]:
@@ -114,7 +107,7 @@ class Run:
         _check_one_of("kind", kind)
         return Table(
             {"step": record.step, "kind": record.kind, "t": record.t, **record.values}
-            for record in read_metrics(self.folder, max_bytes=None)
+            for record in run_reader.read_metrics(self.folder, max_bytes=None)
             if kind is None or record.kind == kind
         )
 
@@ -128,12 +121,12 @@ class Run:
             _check_one_of("split", split)
         if step is not None and not isinstance(step, int):
             raise UserError(f"step={step!r}: write a step's number, or -1 for the last")
-        timeline = read_timeline(self.folder, max_bytes=None)
+        timeline = run_reader.read_timeline(self.folder, max_bytes=None)
         rows = Table()
-        for name in sample_splits(self.folder) if split is None else [split]:
-            steps = sample_steps(self.folder, name)
+        for name in run_reader.sample_splits(self.folder) if split is None else [split]:
+            steps = run_reader.sample_steps(self.folder, name)
             for number in [n for n in steps if step is None or n == (steps[-1] if step == -1 else step)]:
-                found = read_samples(self.folder, number, name, timeline, max_bytes=None)
+                found = run_reader.read_samples(self.folder, number, name, timeline, max_bytes=None)
                 rows += [{"step": number, "split": name, **row} for row in found]
         return rows
 
@@ -141,25 +134,26 @@ class Run:
         """A row for each thing that happened, with `t`, `kind`, `step`, `message`. kind: only those, e.g. "warning"."""
         return Table(
             {"t": event.t, "kind": event.kind, "step": event.step, "message": event.message, **event.fields}
-            for event in read_events(self.folder, max_bytes=None)
+            for event in run_reader.read_events(self.folder, max_bytes=None)
             if kind is None or event.kind == kind
         )
 
     @property
     def accuracy_before(self) -> float | None:
         """On validation problems before the first step; None where that was not measured."""
-        return accuracies(read_metrics(self.folder, max_bytes=None))[0]
+        return accuracies(run_reader.read_metrics(self.folder, max_bytes=None))[0]
 
     @property
     def accuracy_after(self) -> float | None:
         """On validation problems at the last validation; None where there was none after a step."""
-        return accuracies(read_metrics(self.folder, max_bytes=None))[1]
+        return accuracies(run_reader.read_metrics(self.folder, max_bytes=None))[1]
 
     @property
     def num_steps(self) -> int:
         """Training steps that are done."""
         return max(
-            (record.step for record in read_metrics(self.folder, max_bytes=None) if record.kind == "train"), default=0
+            (record.step for record in run_reader.read_metrics(self.folder, max_bytes=None) if record.kind == "train"),
+            default=0,
         )
 
     @property

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from distflow.audit import rewards, updates
 from distflow.audit.advantages import audit_advantages
 from distflow.audit.custom_functions import audit_custom_functions
 from distflow.audit.data_rows import audit_data
@@ -10,31 +11,15 @@ from distflow.audit.loss import audit_correction, audit_loss
 from distflow.audit.metrics import audit_metrics
 from distflow.audit.recorded_data import Check
 from distflow.audit.resume import audit_resume
-from distflow.audit.rewards import (
-    audit_dropped,
-    audit_kl_control,
-    audit_reward_functions,
-    audit_rewards,
-    remember_coefficients,
-    remember_rewards,
-)
 from distflow.audit.sampled_tokens import audit_sampled_tokens
 from distflow.audit.samples import audit_groups, audit_masks, audit_responses, remember_domains
-from distflow.audit.updates import (
-    audit_backward,
-    audit_each_sample_once,
-    audit_gradients,
-    audit_learning_rates,
-    audit_mini_batches,
-    audit_optimizer,
-)
 from distflow.audit.validation import audit_validation
 from distflow.audit.weight_versions import audit_versions, audit_weights
 
-REMEMBERED_BEFORE = (remember_rewards, remember_domains)
+REMEMBERED_BEFORE = (rewards.remember_rewards, remember_domains)
 """Keep what the checks of this and of later steps need, in every step, before its checks."""
 
-REMEMBERED_AFTER = (remember_coefficients,)
+REMEMBERED_AFTER = (rewards.remember_coefficients,)
 """The same after its checks, which need what was kept of the step before."""
 
 AT_START: tuple[Check, ...] = (audit_data,)
@@ -50,7 +35,7 @@ BEFORE: tuple[Check, ...] = (
     audit_versions,
     audit_sampled_tokens,
     audit_reference,
-    audit_backward,
+    updates.audit_backward,
 )
 """Run before the step's first update, as they run the models with the weights that scored the step."""
 
@@ -58,24 +43,24 @@ AFTER: tuple[Check, ...] = (
     audit_groups,
     audit_responses,
     audit_masks,
-    audit_reward_functions,
-    audit_dropped,
-    audit_rewards,
-    audit_kl_control,
+    rewards.audit_reward_functions,
+    rewards.audit_dropped,
+    rewards.audit_rewards,
+    rewards.audit_kl_control,
     audit_correction,
     audit_advantages,
     audit_custom_functions,
-    audit_mini_batches,
+    updates.audit_mini_batches,
     audit_loss,
-    audit_gradients,
-    audit_optimizer,
+    updates.audit_gradients,
+    updates.audit_optimizer,
     audit_metrics,
 )
 """Run at the step's end."""
 
 OF_EVERY_STEP: tuple[Check, ...] = (
-    replace(audit_mini_batches, run=audit_each_sample_once),
-    replace(audit_optimizer, run=audit_learning_rates),
+    replace(updates.audit_mini_batches, run=updates.audit_each_sample_once),
+    replace(updates.audit_optimizer, run=updates.audit_learning_rates),
     audit_metrics,
 )
 """Cheap enough for every step: mini-batches, learning rates and metrics."""
@@ -92,14 +77,14 @@ LOOK_BEFORE: tuple[Check, ...] = (
 LOOK_AFTER: tuple[Check, ...] = (
     audit_responses,
     audit_masks,
-    audit_reward_functions,
-    audit_rewards,
-    audit_kl_control,
+    rewards.audit_reward_functions,
+    rewards.audit_rewards,
+    rewards.audit_kl_control,
     audit_correction,
     audit_advantages,
     audit_loss,
-    audit_gradients,
-    audit_optimizer,
+    updates.audit_gradients,
+    updates.audit_optimizer,
 )
 """Run at the end of steps that are not audited, on a few groups and one update of each model."""
 

@@ -6,17 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from distflow.audit.all_checks import (
-    AFTER,
-    AT_START,
-    BEFORE,
-    LOOK_AFTER,
-    LOOK_BEFORE,
-    OF_EVERY_STEP,
-    OF_VALIDATION,
-    REMEMBERED_AFTER,
-    REMEMBERED_BEFORE,
-)
+from distflow.audit import all_checks
 from distflow.audit.audited_steps import SHARE_OF_AUDITS, AuditSchedule, drawn_update
 from distflow.audit.log_probs import score_before
 from distflow.audit.model_forward import KeptWeights, Turns, model_of
@@ -100,7 +90,7 @@ class Auditor:
     def loop_begins(self) -> None:
         run = self._run
         if self._schedule.frequency > 0 and run.inputs.ports.everyone.rank == 0:
-            self._at_start = self._check(AT_START, run.spec, "the data")
+            self._at_start = self._check(all_checks.AT_START, run.spec, "the data")
         if self._schedule.frequency > 0 and run.inputs.resumed is not None:
             self._check((replace(audit_resume, run=self._memory.compare_at_start),), None, "the resume")
 
@@ -175,19 +165,19 @@ class Auditor:
         with self._schedule.timed(taken.step, audits), global_generators.lent(global_generators.states()):
             if audits and self._recorded is None:
                 self._begin()
-            for remember in REMEMBERED_BEFORE if self._schedule.frequency > 0 else ():
+            for remember in all_checks.REMEMBERED_BEFORE if self._schedule.frequency > 0 else ():
                 remember(replace(taken))
             if self._recorded is not None:
                 self._recorded.metrics, self._recorded.dropped = metrics, self.groups.dropped
                 self.groups.dropped = None
-                self._found |= self._check(AFTER, self._recorded)  # user functions may draw
+                self._found |= self._check(all_checks.AFTER, self._recorded)  # user functions may draw
                 self._found, self._at_start = self._at_start | self._found, {}
                 self._report(f"step {taken.step + 1}", self._ranks.gather(self._found))
             elif self._schedule.frequency > 0:
                 self._look_after(taken, metrics)
         self._tell(taken.step)
         taken.metrics = metrics
-        for remember in REMEMBERED_AFTER:
+        for remember in all_checks.REMEMBERED_AFTER:
             remember(taken)
         self._taken = self._recorded = self._look = None
 
@@ -199,7 +189,7 @@ class Auditor:
         if self._schedule.frequency > 0:
             version = max(self._first_step, step - step % self._run.spec.options.update_frequency)
             what = f"the validation after step {step}"
-            found = self._check(OF_VALIDATION, Validated(self._run.spec, version, rows, metrics), what)
+            found = self._check(all_checks.OF_VALIDATION, Validated(self._run.spec, version, rows, metrics), what)
             self._report(what, [found], of="validation")
 
     def _begin(self) -> None:
@@ -210,7 +200,7 @@ class Auditor:
         self._run.bring()
         self._recorded = replace(taken, batch=taken.batch.select(range(len(taken.batch))))  # a copy of the columns
         self._recorded.budget_s = self._schedule.budget_s(taken.step)
-        self._found = self._check(BEFORE, self._recorded)
+        self._found = self._check(all_checks.BEFORE, self._recorded)
 
     def _look_before(self, taken: RecordedStep, role: str, engine: TrainEngine, batch: Batch, loss: LossFn) -> LossFn:
         """Check the models on one sample before the first update, and watch one drawn update of each role."""
@@ -218,7 +208,7 @@ class Auditor:
         if self._looks and self._look is None:
             self._look = self._few_groups(taken, batch)
             self._run.bring()
-            self._count(self._check(LOOK_BEFORE, self._look))
+            self._count(self._check(all_checks.LOOK_BEFORE, self._look))
         if self._look is None or number != drawn_update(taken, role):
             taken.updates.append(UpdateRecord(role, engine, loss, batch))
             return loss
@@ -245,7 +235,7 @@ class Auditor:
     def _look_after(self, taken: RecordedStep, metrics: Mapping[str, float]) -> None:
         whole = replace(taken)  # the samples of `taken` lack the columns that nodes have written since
         whole.updates, whole.metrics = taken.updates, metrics
-        self._check(OF_EVERY_STEP, whole)
+        self._check(all_checks.OF_EVERY_STEP, whole)
         if not self._looks:
             return
         look = self._look or self._few_groups(taken, taken.batch)
@@ -254,7 +244,7 @@ class Auditor:
         part = self._groups(taken, groups)
         part.updates, part.metrics, part.plain = taken.updates, metrics, look.plain
         part.budget_s = self._schedule.score_again_s()
-        self._count(self._check(LOOK_AFTER, part))
+        self._count(self._check(all_checks.LOOK_AFTER, part))
         self._looked["steps"] += 1
 
     def _count(self, found: Mapping[str, str | None]) -> None:

@@ -7,17 +7,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from distflow.audit.model_forward import (
-    MAX_LOGITS,
-    Ids,
-    PlainScores,
-    log_probs_of,
-    logits_of,
-    model_of,
-    plain_scores,
-    plainly,
-    vocabulary_of,
-)
+from distflow.audit import model_forward
 from distflow.audit.recorded_calls import OpenEngine, UpdateRecord
 from distflow.audit.recorded_data import NOT_APPLICABLE, RecordedStep, Sample, Wrong, check, doubles
 from distflow.config.derived_settings import is_rl
@@ -45,7 +35,7 @@ def audit_log_probs(recorded: RecordedStep) -> str | None:
     resources = recorded.run.resources
     own = "prox_log_probs" if recorded.is_written("prox_log_probs") else "old_log_probs"
     chosen = audited_samples(recorded)
-    if not chosen and model_of(resources.actor) is None:
+    if not chosen and model_forward.model_of(resources.actor) is None:
         return f"the model that computes {own} is not exposed"
     if not chosen:
         return "no sample is short enough to hold the logits of all its tokens"
@@ -70,7 +60,7 @@ def audit_log_probs(recorded: RecordedStep) -> str | None:
             for sample in chosen:
                 _same(recorded, sample, own, recorded.plain[sample["uid"]].log_probs)
             passed.append(own)
-    if model_of(reference) is not None and recorded.is_ours("ref_log_prob"):
+    if model_forward.model_of(reference) is not None and recorded.is_ours("ref_log_prob"):
         _check_reference(recorded, chosen)
         passed.append("ref_log_prob")
     if isinstance(critic, OpenEngine) and recorded.is_ours("values"):
@@ -93,14 +83,14 @@ def audit_log_probs(recorded: RecordedStep) -> str | None:
 )
 def audit_reference(recorded: RecordedStep) -> str | None:
     reference = recorded.run.resources.ref
-    model = model_of(reference)
+    model = model_forward.model_of(reference)
     if model is None:
         return NOT_APPLICABLE if reference is None else "the reference's model is not exposed"
-    size = vocabulary_of(model)  # the tokens are spread over the vocabulary
+    size = model_forward.vocabulary_of(model)  # the tokens are spread over the vocabulary
     ids = torch.tensor([[(STRIDE * i + row) % size for i in range(NUM_TOKENS)] for row in range(NUM_ROWS)])
     samples = [{"prompt_ids": row[:1], "response_ids": row[1:]} for row in ids]
     scores = forward_samples(
-        recorded, reference, samples, lambda logits, own: log_probs_of(logits, ids_of(own)[1], 1.0)
+        recorded, reference, samples, lambda logits, own: model_forward.log_probs_of(logits, ids_of(own)[1], 1.0)
     )
     now = torch.cat(scores)
     then = recorded.run.state.setdefault("reference", now.tolist())
@@ -116,7 +106,7 @@ def audit_reference(recorded: RecordedStep) -> str | None:
 
 def audited_samples(recorded: RecordedStep) -> list[Sample]:
     """A few samples, with a small share of the step's tokens; one if only a few groups are looked at."""
-    model = model_of(recorded.run.resources.actor)
+    model = model_forward.model_of(recorded.run.resources.actor)
     if model is None:
         return []
     least = 1 if recorded.partial else LEAST
@@ -126,12 +116,12 @@ def audited_samples(recorded: RecordedStep) -> list[Sample]:
     for sample in recorded.some_samples(MOST):
         length = len(sample["response_ids"]) + len(sample["prompt_ids"])
         num_tokens += length
-        entries += len(sample["response_ids"]) * vocabulary_of(model)
+        entries += len(sample["response_ids"]) * model_forward.vocabulary_of(model)
         if (len(chosen) >= least and (recorded.partial or num_tokens > SHARE * total)) or (
             chosen and entries > MOST_ENTRIES
         ):
             break
-        if len(sample["response_ids"]) and length * vocabulary_of(model) <= MAX_LOGITS:
+        if len(sample["response_ids"]) and length * model_forward.vocabulary_of(model) <= model_forward.MAX_LOGITS:
             chosen.append(sample)
     return chosen
 
@@ -146,18 +136,18 @@ def forward_samples(
     """`score(logits, sample)` of each sample, by the own forward of the engine's model, without gradient. dtype: to
     compute in; None is the engine's."""
     adapter = not getattr(engine, "without_adapter", False)
-    with torch.no_grad(), plainly(engine.model, adapter=adapter, compute_dtype=dtype or dtype_of(engine)):
-        logits = logits_of(recorded.run.turns.run, engine.model, [ids_of(sample) for sample in samples])
+    with torch.no_grad(), model_forward.plainly(engine.model, adapter=adapter, compute_dtype=dtype or dtype_of(engine)):
+        logits = model_forward.logits_of(recorded.run.turns.run, engine.model, [ids_of(sample) for sample in samples])
         return [score(one, sample) for one, sample in zip(logits, samples, strict=True)]
 
 
 def policy_scores(
     recorded: RecordedStep, actor: OpenEngine, samples: Sequence[Sample], dtype: torch.dtype | None = None
-) -> dict[str, PlainScores]:
+) -> dict[str, model_forward.PlainScores]:
     """Scores of the samples, by uid, by the policy's own forward; see `forward_samples`."""
 
-    def score(logits: Tensor, sample: Sample) -> PlainScores:
-        return plain_scores(logits, ids_of(sample)[1], recorded.sampling(sample))
+    def score(logits: Tensor, sample: Sample) -> model_forward.PlainScores:
+        return model_forward.plain_scores(logits, ids_of(sample)[1], recorded.sampling(sample))
 
     scores = forward_samples(recorded, actor, samples, score, dtype)
     return {str(sample["uid"]): found for sample, found in zip(samples, scores, strict=True)}
@@ -178,7 +168,7 @@ def dtype_of(engine: object) -> torch.dtype | None:
     return dtype if isinstance(dtype, torch.dtype) else None
 
 
-def ids_of(sample: Sample) -> Ids:
+def ids_of(sample: Sample) -> model_forward.Ids:
     """The sample's prompt and response."""
     return sample["prompt_ids"].tolist(), sample["response_ids"].tolist()
 
@@ -191,7 +181,7 @@ def is_beyond(gap: Tensor, limits: tuple[float, float]) -> bool:
 def _check_reference(recorded: RecordedStep, chosen: Sequence[Sample]) -> None:
     def log_probs(logits: Tensor, sample: Sample) -> Tensor:
         temperature = recorded.sampling(sample).temperature if is_rl(recorded.config) else 1.0
-        return log_probs_of(logits, ids_of(sample)[1], temperature)
+        return model_forward.log_probs_of(logits, ids_of(sample)[1], temperature)
 
     scores = forward_samples(recorded, recorded.run.resources.ref, chosen, log_probs)
     for sample, expected in zip(chosen, scores, strict=True):

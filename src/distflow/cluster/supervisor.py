@@ -2,7 +2,7 @@
 
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from typing import Any, cast
 
@@ -12,16 +12,7 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from distflow import __version__
-from distflow.cluster.actor_calls import (
-    COORDINATOR,
-    ENDS_WITHIN_S,
-    EXCHANGE,
-    FIRST_REWARD_ACTOR,
-    Heartbeat,
-    WorkerDied,
-    kill,
-    reply_of,
-)
+from distflow.cluster import actor_calls
 from distflow.cluster.coordinator_actor import CoordinatorActor, Progress
 from distflow.cluster.fault_tolerance import Blame, Replacements, note_failure, with_resume_hint
 from distflow.cluster.ray_cluster import bound_of, failed_process, places_of
@@ -45,7 +36,7 @@ _LOOKS_EVERY_S = 0.5
 _NUM_CALLS = 6  # of a worker that may wait at once: groups, a step, its end, messages, the heartbeat
 
 
-class RayRun:
+class RayRun(AbstractContextManager["RayRun"]):
     """A context manager: starts the actors of a run when it is made, and kills them when it exits."""
 
     def __init__(self, spec: Spec, start: Start, bundles: PlacementGroup) -> None:
@@ -64,25 +55,22 @@ class RayRun:
         self._workers: list[Any] = [self._start_worker(place) for place in places]
         self._training_ranks = places[0].trainers
         self._leader = self._training_ranks[0]
-        self._services = {COORDINATOR: self._coordinator}
+        self._services = {actor_calls.COORDINATOR: self._coordinator}
         if self._exchange is not None:
-            self._services[EXCHANGE] = self._exchange
+            self._services[actor_calls.EXCHANGE] = self._exchange
         self._blame = Blame(self._spec, self._workers, self._training_ranks, self._services)
         others = {rank: places[rank] for rank in places[0].generators if rank not in self._training_ranks}
         self._others = Replacements(others, self._start_worker, self._coordinator, self._workers[self._leader])
         self._deaths = DeathWatch(self._reward_actors)
-        numbered = {FIRST_REWARD_ACTOR - number: actor for number, actor in enumerate(self._reward_actors)}
-        self._heartbeat = Heartbeat({**dict(enumerate(self._workers)), **self._services, **numbered})
+        numbered = {actor_calls.FIRST_REWARD_ACTOR - number: actor for number, actor in enumerate(self._reward_actors)}
+        self._heartbeat = actor_calls.Heartbeat({**dict(enumerate(self._workers)), **self._services, **numbered})
         self.finished = False
-
-    def __enter__(self) -> "RayRun":
-        return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """End all processes of the run, and wait until none writes to its folder."""
         starting = [starting.worker for starting in self._others.starting.values()]
         for actor in [*starting, *self._workers, *self._services.values(), *self._reward_actors]:
-            kill(actor)
+            actor_calls.kill(actor)
         self._meeting.unlink(missing_ok=True)
         with suppress(OSError, RunFolderError):  # the next start tries again
             wait_for_joined(self._spec.run_dir)
@@ -131,7 +119,7 @@ class RayRun:
                         outcome = self._blame.outcome(ref, rank)
                         if isinstance(outcome, int):
                             steps = max(steps, outcome)
-                        elif not isinstance(outcome, WorkerDied):
+                        elif not isinstance(outcome, actor_calls.WorkerDied):
                             if cause := self._blame.cause_of(outcome, running):
                                 raise cause from outcome
                             raise outcome
@@ -153,7 +141,7 @@ class RayRun:
         return steps, stop
 
     def _progress(self) -> Progress:
-        progress: Progress = reply_of(self._coordinator.progress.remote(), COORDINATOR)
+        progress: Progress = actor_calls.reply_of(self._coordinator.progress.remote(), actor_calls.COORDINATOR)
         return progress
 
     def _start_worker(self, place: Place) -> Any:
@@ -180,15 +168,15 @@ class RayRun:
     def _end(self, running: Mapping[Any, int]) -> None:
         """Training has ended: the rollout workers leave. One that has died, or has just started, has nothing to end."""
         generating = list[int]()
-        with suppress(WorkerDied):
-            generating = reply_of(self._workers[self._leader].with_newest_weights.remote(), self._leader)
+        with suppress(actor_calls.WorkerDied):
+            generating = actor_calls.reply_of(self._workers[self._leader].with_newest_weights.remote(), self._leader)
         self._coordinator.close.remote()
         for ref, rank in running.items():
             can_be_replaced = rank in self._others.places
             if can_be_replaced and rank not in generating:
                 continue
-            outcome = self._blame.outcome(ref, rank, ENDS_WITHIN_S)
-            may_be_gone = isinstance(outcome, WorkerDied | GetTimeoutError) and can_be_replaced
+            outcome = self._blame.outcome(ref, rank, actor_calls.ENDS_WITHIN_S)
+            may_be_gone = isinstance(outcome, actor_calls.WorkerDied | GetTimeoutError) and can_be_replaced
             if isinstance(outcome, BaseException) and not may_be_gone:
                 raise outcome
         self.finished = self._progress().finished
@@ -203,15 +191,15 @@ class RayRun:
         if silent is None:
             return
         message = self._heartbeat.describe_silence(silent, self._spec.run_dir / STACKS)
-        if silent <= FIRST_REWARD_ACTOR:
-            reward_actor = self._reward_actors[FIRST_REWARD_ACTOR - silent]
+        if silent <= actor_calls.FIRST_REWARD_ACTOR:
+            reward_actor = self._reward_actors[actor_calls.FIRST_REWARD_ACTOR - silent]
             self._workers[self._leader].note.remote("warning", f"{message} It is killed, and started again")
-            self._deaths.ignore(FIRST_REWARD_ACTOR - silent)
+            self._deaths.ignore(actor_calls.FIRST_REWARD_ACTOR - silent)
             ray.kill(reward_actor, no_restart=False)
             self._heartbeat.follow(silent, reward_actor)
             return
         if silent not in self._others.places:
-            raise WorkerDied(message)
+            raise actor_calls.WorkerDied(message)
         self._workers[self._leader].note.remote("warning", f"{message} It is killed")
         self._heartbeat.forget(silent)
         ray.kill(self._workers[silent])
@@ -222,7 +210,7 @@ class RayRun:
         while waiting:
             _check_ray()
             if (silent := self._heartbeat.silent()) is not None:
-                raise WorkerDied(self._heartbeat.describe_silence(silent, self._spec.run_dir / STACKS))
+                raise actor_calls.WorkerDied(self._heartbeat.describe_silence(silent, self._spec.run_dir / STACKS))
             done, waiting = ray.wait(waiting, timeout=_LOOKS_EVERY_S)
             for ref in done:
                 try:
@@ -237,4 +225,4 @@ class RayRun:
 def _check_ray() -> None:
     """Raises WorkerDied where a process of Ray itself is gone: the run would not end."""
     if process := failed_process():
-        raise WorkerDied(process)
+        raise actor_calls.WorkerDied(process)

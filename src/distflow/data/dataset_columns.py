@@ -7,16 +7,7 @@ from dataclasses import dataclass, field
 from datetime import date, time
 from decimal import Decimal
 
-from distflow.data.messages import (
-    Messages,
-    RowError,
-    check_unicode,
-    kind,
-    read_conversation,
-    read_prompt,
-    read_template_kwargs,
-    read_tools,
-)
+from distflow.data import messages as chat_messages
 from distflow.errors import UserError, nearest
 from distflow.observe.files import JSON, is_deep
 
@@ -77,7 +68,7 @@ class RawRow:
     """
 
     origin: str
-    prompt: str | Messages
+    prompt: str | chat_messages.Messages
     answer: JSON
     domain: str
     response: str | None
@@ -140,7 +131,7 @@ def read_rows(records: Iterator[Record], columns: Columns, bad_rows: BadRows, so
         missing = {key: name for key, name in missing.items() if name not in found}
         try:
             row = _raw_row(record, columns)
-        except RowError as error:
+        except chat_messages.RowError as error:
             bad_rows.add(record.origin, str(error))
             continue
         yield row
@@ -200,15 +191,15 @@ def _raw_row(record: Record, columns: Columns) -> RawRow:
     """Raises RowError with what is wrong with the row."""
     values = record.values
     is_conversation = _is_conversation(values, columns)
-    prompt: str | Messages
+    prompt: str | chat_messages.Messages
     if is_conversation:
         assert columns.messages is not None
-        prompt = read_conversation(plain(find(values, columns.messages)), columns.messages)
+        prompt = chat_messages.read_conversation(plain(find(values, columns.messages)), columns.messages)
     else:
-        prompt = read_prompt(plain(find(values, columns.prompt)), columns.prompt)
+        prompt = chat_messages.read_prompt(plain(find(values, columns.prompt)), columns.prompt)
     answer = plain(find(values, columns.answer))
     if columns.answer_required and answer in (None, "", []):
-        raise RowError(f"no answer in the column '{columns.answer}'")
+        raise chat_messages.RowError(f"no answer in the column '{columns.answer}'")
     kwargs = plain(values.get(TEMPLATE_KWARGS_COLUMN))
     domain = find(values, columns.domain) if columns.domain is not None else columns.only_domain
     is_chat = columns.is_chat or not isinstance(prompt, str)
@@ -219,8 +210,8 @@ def _raw_row(record: Record, columns: Columns) -> RawRow:
         domain=DEFAULT_DOMAIN if domain in (None, "") else str(domain),
         response=None if is_conversation or columns.response is None else _response(values, columns.response),
         extra_info=_extra_info(values, columns, is_conversation),
-        tools=read_tools(plain(find(values, columns.tools)), columns.tools) if is_chat else [],
-        template_kwargs=read_template_kwargs(kwargs, TEMPLATE_KWARGS_COLUMN) if is_chat else {},
+        tools=chat_messages.read_tools(plain(find(values, columns.tools)), columns.tools) if is_chat else [],
+        template_kwargs=chat_messages.read_template_kwargs(kwargs, TEMPLATE_KWARGS_COLUMN) if is_chat else {},
         is_conversation=is_conversation,
         pass_rate=None if columns.pass_rate is None else _pass_rate(values, columns.pass_rate),
     )
@@ -234,14 +225,14 @@ def _pass_rate(values: Mapping[str, object], name: str) -> float:
         rate = math.nan
     if math.isfinite(rate):
         return rate
-    raise RowError(f"the pass rate (column '{name}') is {kind(found)}, not a finite number")
+    raise chat_messages.RowError(f"the pass rate (column '{name}') is {chat_messages.kind(found)}, not a finite number")
 
 
 def _response(values: Mapping[str, object], name: str) -> str:
     found = find(values, name)
     if not isinstance(found, str) or not found:
-        raise RowError(f"the response (column '{name}') is {kind(found)}, not a text")
-    check_unicode(found, f"the response (column '{name}')")
+        raise chat_messages.RowError(f"the response (column '{name}') is {chat_messages.kind(found)}, not a text")
+    chat_messages.check_unicode(found, f"the response (column '{name}')")
     return found
 
 

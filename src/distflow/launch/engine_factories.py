@@ -13,19 +13,7 @@ from distflow.config import Config
 from distflow.config.derived_settings import is_rl, is_sharded, optimizer_steps
 from distflow.config.per_domain import response_limit, temperatures
 from distflow.import_target import load
-from distflow.launch.build_engines import (
-    Spread,
-    Trainer,
-    build_actor,
-    build_adapted_reference,
-    build_critic,
-    build_policy,
-    build_reference,
-    build_reward_router,
-    build_rollout,
-    build_stop_token_ids,
-    build_tokenizer,
-)
+from distflow.launch import build_engines
 from distflow.launch.devices import choose_device, threads_of
 from distflow.launch.model_sources import critic_source, policy_adapter, policy_source, tokenizer_loader
 from distflow.models.cpu_kernels import build as native
@@ -44,16 +32,19 @@ def make_factories(
     """Factories of these and of their parts. steps: training steps of the whole run."""
     factories: dict[str, Factory] = {
         "policy": partial(
-            build_policy, source=policy_source(config), adapt=policy_adapter(config), spread=_spread(config, "actor")
+            build_engines.build_policy,
+            source=policy_source(config),
+            adapt=policy_adapter(config),
+            spread=_spread(config, "actor"),
         ),
-        "tokenizer": partial(build_tokenizer, load=tokenizer_loader(config)),
-        "stop_token_ids": build_stop_token_ids,
+        "tokenizer": partial(build_engines.build_tokenizer, load=tokenizer_loader(config)),
+        "stop_token_ids": build_engines.build_stop_token_ids,
     }
     if "actor" in engines:
-        factories["actor"] = partial(build_actor, trainer=_trainer(config, "actor", steps))
+        factories["actor"] = partial(build_engines.build_actor, trainer=_trainer(config, "actor", steps))
     if "critic" in engines:
         factories["critic"] = partial(
-            build_critic,
+            build_engines.build_critic,
             source=critic_source(config),
             spread=_spread(config, "critic"),
             trainer=_trainer(config, "critic", steps),
@@ -64,10 +55,10 @@ def make_factories(
             config, settings.ref.log_prob_max_token_len_per_gpu or settings.actor.ppo_max_token_len_per_gpu
         )
         if settings.model.lora_rank:
-            factories["ref"] = partial(build_adapted_reference, options=options)
+            factories["ref"] = partial(build_engines.build_adapted_reference, options=options)
         else:
             source, spread = policy_source(config), _spread(config, "ref")
-            factories["ref"] = partial(build_reference, source=source, spread=spread, options=options)
+            factories["ref"] = partial(build_engines.build_reference, source=source, spread=spread, options=options)
     if "rollout" in engines:
         factories["rollout"] = _rollout_factory(config)
     if "reward_fn" in services:
@@ -78,7 +69,7 @@ def make_factories(
             {name: response_limit(config, name) for name in config.data.domains},
             Overlong(config.reward.overlong.buffer_tokens, config.reward.overlong.factor),
         )
-        factories["reward_fn"] = partial(build_reward_router, make=router)
+        factories["reward_fn"] = partial(build_engines.build_reward_router, make=router)
     return factories
 
 
@@ -110,7 +101,7 @@ def shares_weights(config: Config) -> bool:
     return not is_rl(config) or config.async_.max_staleness == 0
 
 
-def _trainer(config: Config, role: Literal["actor", "critic"], steps: int) -> Trainer:
+def _trainer(config: Config, role: Literal["actor", "critic"], steps: int) -> build_engines.Trainer:
     settings = config.actor_rollout_ref
     trained = config.critic if role == "critic" else settings.actor
     optim, updates = trained.optim, optimizer_steps(config, role, steps)
@@ -121,7 +112,7 @@ def _trainer(config: Config, role: Literal["actor", "critic"], steps: int) -> Tr
         warm_up = {"warmup_ratio": optim.warmup_ratio, "warmup_steps": optim.lr_warmup_steps}
         warm_up |= {"min_lr_ratio": optim.min_lr_ratio}
     max_tokens = trained.ppo_max_token_len_per_gpu or settings.actor.ppo_max_token_len_per_gpu
-    return Trainer(
+    return build_engines.Trainer(
         TRAIN_ENGINES[settings.actor.strategy].target,
         partial(make_optimizer, optim.optimizer, lr=optim.lr, weight_decay=optim.weight_decay, **moments),
         partial(make_schedule, optim.scheduler, total_steps=max(updates, 1), **warm_up),
@@ -143,15 +134,15 @@ def _scorer_options(config: Config, max_tokens: int | None) -> ScorerOptions:
     }
 
 
-def _spread(config: Config, role: Literal["actor", "critic", "ref"]) -> Spread | None:
+def _spread(config: Config, role: Literal["actor", "critic", "ref"]) -> build_engines.Spread | None:
     """None where every rank has the model whole."""
     if not is_sharded(config):
         return None
     settings = config.actor_rollout_ref
     if role == "ref":
-        return Spread(compute_dtype(config), settings.ref.fsdp_config.param_offload)
+        return build_engines.Spread(compute_dtype(config), settings.ref.fsdp_config.param_offload)
     trained = config.critic.fsdp_config if role == "critic" else settings.actor.fsdp_config
-    return Spread(compute_dtype(config), trained.offload_policy)
+    return build_engines.Spread(compute_dtype(config), trained.offload_policy)
 
 
 def _rollout_factory(config: Config) -> Factory:
@@ -168,7 +159,7 @@ def _rollout_factory(config: Config) -> Factory:
     if _engine_casts(config):
         options["compute_dtype"] = compute_dtype(config)
     return partial(
-        build_rollout,
+        build_engines.build_rollout,
         engine=target,
         dtype=engine_dtype(config),
         source=policy_source(config) if config.actor_rollout_ref.model.lora_rank or is_sharded(config) else None,

@@ -5,18 +5,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 from distflow.data.batch import Batch
+from distflow.launch import run_setup
 from distflow.launch.build_worker import build_worker
-from distflow.launch.run_setup import (
-    Start,
-    begin_ledger,
-    done_before,
-    model_line,
-    note_end,
-    note_resume,
-    outcome_of,
-    starting,
-    write_facts,
-)
 from distflow.observe.report.build import write_report
 from distflow.runtime.checkpoint.save_and_restore import check_same_facts, load_queued, restore, set_generators
 from distflow.runtime.recorder import Recorder, reported
@@ -45,9 +35,9 @@ def launch_local(
     embedded: bool = False,
 ) -> Outcome:
     """See `Launch`."""
-    with starting(spec, allow_change) as start:
+    with run_setup.starting(spec, allow_change) as start:
         built = _build(spec, start, say)
-        if done := done_before(spec, start, say):
+        if done := run_setup.done_before(spec, start, say):
             return done
 
         def make_stop(recorder: Recorder) -> StopRequest:
@@ -55,14 +45,14 @@ def launch_local(
 
         with _running(built, callbacks, make_stop) as running:
             steps = running.worker.training_loop()
-        return outcome_of(spec, steps, running.stop.signal, running.recorder.status == "stopped")
+        return run_setup.outcome_of(spec, steps, running.stop.signal, running.recorder.status == "stopped")
 
 
 @contextmanager
 def open_local(spec: Spec, say: Callable[[str], None], callbacks: Callbacks) -> Iterator["Running"]:
     """The same run, driven by the caller in place of `Worker.training_loop`. Signals are left to the caller."""
     never = nullcontext(StopRequest(lambda name: None))
-    with starting(spec, ()) as start:
+    with run_setup.starting(spec, ()) as start:
         with _running(_build(spec, start, say), callbacks, lambda recorder: never, own_loop=True) as running:
             yield running
         write_report(spec.run_dir)
@@ -88,16 +78,16 @@ class _Built:
     """A run with its engines and services. differences: the harmless ones from the checkpoint."""
 
     spec: Spec
-    start: Start
+    start: run_setup.Start
     resources: Resources
     differences: list[str]
     say: Callable[[str], None]
 
 
-def _build(spec: Spec, start: Start, say: Callable[[str], None]) -> _Built:
+def _build(spec: Spec, start: run_setup.Start, say: Callable[[str], None]) -> _Built:
     """Raises UserError where the checkpoint is of another model, tokenizer or data."""
     resources = build_resources(spec.factories, spec.plan.ranks[0])
-    say(model_line(spec, resources.num_parameters))
+    say(run_setup.model_line(spec, resources.num_parameters))
     facts = {**spec.facts, **resources.facts}
     differences = check_same_facts(start.checkpoint, spec, facts) if start.checkpoint else []
     return _Built(spec, start, resources, differences, say)
@@ -114,7 +104,7 @@ def _running(
     spec, start, resources, checkpoint = built.spec, built.start, built.resources, built.start.checkpoint
     start.set_aside(spec, built.say)
     state, queued = (restore(checkpoint, resources), load_queued(checkpoint)) if checkpoint else ({}, {})
-    coordinator, ledger = begin_ledger(spec, start)
+    coordinator, ledger = run_setup.begin_ledger(spec, start)
     total_steps = coordinator.plan.total_steps
     with (
         reported(spec.run_dir, built.say),
@@ -123,9 +113,9 @@ def _running(
         make_stop(recorder) as stop,
     ):
         with recorder.phases("start"):
-            write_facts(spec, resources.facts, recorder, total_steps)
+            run_setup.write_facts(spec, resources.facts, recorder, total_steps)
             if checkpoint:
-                note_resume(recorder, checkpoint, built.differences)
+                run_setup.note_resume(recorder, checkpoint, built.differences)
             ports = local_ports(coordinator, recorder.waits, queued, changed=recorder.view.queue)
             coordinator.prompt_groups.data_open = not own_loop
             version = coordinator.version
@@ -136,7 +126,7 @@ def _running(
             set_generators(checkpoint, spec.options.seed)
             yield Running(worker, ports, recorder, stop)
         counts = coordinator.checked_counts()
-        note_end(recorder, stop, coordinator.finished, counts, coordinator.step, total_steps)
+        run_setup.note_end(recorder, stop, coordinator.finished, counts, coordinator.step, total_steps)
 
 
 def local_ports(

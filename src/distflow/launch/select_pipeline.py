@@ -27,7 +27,7 @@ from distflow.graph import (
 )
 from distflow.graph.fields import MissingColumn, innermost
 from distflow.graph.nodes import Node
-from distflow.import_target import LoadError, load_function, load_modules, users_code
+from distflow.import_target import LoadError, load_function, load_modules, required_parameters, users_code
 from distflow.launch.devices import make_process_ready
 from distflow.pipelines.nodes.log_probs import score_policy
 from distflow.pipelines.nodes.objectives import may_derive_old
@@ -116,13 +116,7 @@ def _custom(path: str, config: Config) -> TaskGraph:
         make_graph = load_function(path)
     except LoadError as err:
         raise UserError(f"dag.pipeline: {err}") from err
-    required = [
-        name
-        for name, parameter in inspect.signature(make_graph).parameters.items()
-        if parameter.default is parameter.empty
-        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-    ]
-    if len(required) > 1:
+    if len(required := required_parameters(make_graph)) > 1:
         raise UserError(
             f"dag.pipeline={path} takes ({', '.join(required)}): a pipeline's function takes the config, or nothing"
         )

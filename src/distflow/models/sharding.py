@@ -14,24 +14,10 @@ from typing import Any, Protocol
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
+from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    fully_shard,
-    register_fsdp_forward_method,
-)
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, parallel
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    ParallelStyle,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from distflow.errors import UserError
@@ -40,11 +26,11 @@ from distflow.models.packed_forward import PACKED_METHODS
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _HEADS_DIM = 2  # of (batch, tokens, heads, width), the input of norms of queries and keys
-_STYLES: dict[str, Callable[[], ParallelStyle]] = {
-    "colwise": ColwiseParallel,
-    "rowwise": RowwiseParallel,
+_STYLES: dict[str, Callable[[], parallel.ParallelStyle]] = {
+    "colwise": parallel.ColwiseParallel,
+    "rowwise": parallel.RowwiseParallel,
     # each rank has some of the heads: the weight is whole on all, its gradient is summed over them
-    "replicated_with_grad_allreduce": lambda: SequenceParallel(sequence_dim=_HEADS_DIM, use_local_output=True),
+    "replicated_with_grad_allreduce": lambda: parallel.SequenceParallel(sequence_dim=_HEADS_DIM, use_local_output=True),
 }
 _DIVIDED = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
 
@@ -62,10 +48,10 @@ def divide_layers(model: nn.Module, mesh: DeviceMesh) -> None:
     plan = _plan_of(causal.config)
     for name, module in causal.base_model.named_modules():
         if style := plan.get(re.sub(r"\.\d+(?=\.)", ".*", name)):
-            parallelize_module(module, mesh, _STYLES[style]())
+            parallel.parallelize_module(module, mesh, _STYLES[style]())
     head = causal.get_output_embeddings()
     if head is not None and head.weight is not causal.get_input_embeddings().weight:
-        parallelize_module(head, mesh, ColwiseParallel(output_layouts=Replicate()))
+        parallel.parallelize_module(head, mesh, parallel.ColwiseParallel(output_layouts=Replicate()))
 
 
 def check_divisible(config: PreTrainedConfig, size: int, adapted: bool) -> None:
@@ -129,8 +115,8 @@ def shard_model(model: nn.Module, sharding: Sharding) -> None:
         mesh = mesh[tuple(name for name in dims if name != TENSOR)]
     # log-probs and logits are views; the warning is of changes in place, and nothing makes any
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
-    policy = MixedPrecisionPolicy(param_dtype=sharding.compute_dtype, reduce_dtype=torch.float32)
-    place = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if sharding.on_host else OffloadPolicy()
+    policy = fsdp.MixedPrecisionPolicy(param_dtype=sharding.compute_dtype, reduce_dtype=torch.float32)
+    place = fsdp.CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if sharding.on_host else fsdp.OffloadPolicy()
     names = unwrapped(model)._no_split_modules or ()
     layers = [module for module in model.modules() if type(module).__name__ in names]
     if not layers:
@@ -141,13 +127,13 @@ def shard_model(model: nn.Module, sharding: Sharding) -> None:
         )
     for module in (*layers, model):
         # also the root: between passes nothing but parts is there, and parameters are what optimizers know
-        fully_shard(module, mesh=mesh, mp_policy=policy, offload_policy=place, reshard_after_forward=True)
+        fsdp.fully_shard(module, mesh=mesh, mp_policy=policy, offload_policy=place, reshard_after_forward=True)
     for module in model.modules():
-        if isinstance(module, FSDPModule):
+        if isinstance(module, fsdp.FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo knows no sum that scales
     for name in PACKED_METHODS:
-        register_fsdp_forward_method(model, name)
+        fsdp.register_fsdp_forward_method(model, name)
 
 
 class Sliceable(Protocol):

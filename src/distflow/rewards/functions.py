@@ -21,7 +21,7 @@ from typing import Any, cast
 from distflow.builtin_names import CUSTOM_REWARD, REWARDS
 from distflow.errors import UserError, hint
 from distflow.graph.fields import innermost, is_async
-from distflow.import_target import LoadError, load_function, module_files, split_name
+from distflow.import_target import LoadError, load_function, module_files, required_parameters, split_name
 from distflow.observe.files import write_atomically
 
 SUFFIX = ".pkl"
@@ -103,15 +103,9 @@ def load_reward(target: str) -> Callable[..., object]:
 def find_fault(function: Callable[..., object]) -> str:
     """Why its parameters do not fit a reward function; empty if they do."""
     try:
-        parameters = inspect.signature(function).parameters
+        required = required_parameters(function)
     except ValueError:
         return "has no signature: wrap it in a Python function"
-    required = [
-        name
-        for name, parameter in parameters.items()
-        if parameter.default is parameter.empty
-        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-    ]
     wanted = tuple(BATCHED) if is_batched(function) else PARAMETERS
     if all(name in wanted for name in required) and _accepted(function, wanted):
         return ""

@@ -15,15 +15,7 @@ from distflow.data.sample import Sample
 from distflow.errors import UserError
 from distflow.observe.files import JSON
 from distflow.rewards.functions import PROMPT, call_arguments
-from distflow.rewards.pool.domain_pools import (
-    DEFAULT_DOMAIN,
-    Functions,
-    Pools,
-    RewardSettings,
-    StartPool,
-    functions_of,
-    take_pool,
-)
+from distflow.rewards.pool import domain_pools
 from distflow.rewards.score import CUT, CallCounts, Error, RewardCounts, RewardResult, Score, Timeout, accuracy
 
 OVERLONG = "overlong"
@@ -83,11 +75,11 @@ class RewardRouter(AbstractContextManager["RewardRouter"]):
 
     def __init__(
         self,
-        settings: RewardSettings,
+        settings: domain_pools.RewardSettings,
         max_response_length: int,
         response_limits: Mapping[str, int] | None = None,
         overlong: Overlong = Overlong(),  # noqa: B008  immutable
-        start: StartPool = take_pool,
+        start: domain_pools.StartPool = domain_pools.take_pool,
     ) -> None:
         """max_response_length: in tokens, for the overlong penalty; response_limits: of domains that differ. start: see
         `Pools`.
@@ -103,7 +95,7 @@ class RewardRouter(AbstractContextManager["RewardRouter"]):
         self.call_counts = CallCounts()
         parts = [part for each in functions.values() for part in each]
         self.without_options = sorted({part.name for part in parts} - {part.name for part in parts if part.options})
-        self.pools = Pools(settings, start)
+        self.pools = domain_pools.Pools(settings, start)
 
     def __exit__(self, *exception: object) -> None:
         self.close()
@@ -114,7 +106,7 @@ class RewardRouter(AbstractContextManager["RewardRouter"]):
 
     def functions_of(self, domain: str) -> Sequence[RewardPart]:
         """The domain's functions. Raises UserError if it has none."""
-        return functions_of(self._functions, domain)
+        return domain_pools.functions_of(self._functions, domain)
 
     async def __call__(self, samples: Sequence[Sample]) -> list[RewardOutcome]:
         """Score samples, in order; this is the parameter `reward_fn` of a node.
@@ -194,16 +186,16 @@ def _counts(parts: Mapping[str, RewardResult], domain: str) -> Counter[str]:
             kinds.append("timeouts" if isinstance(part, Timeout) else "errors")
             by_part.append(f"reward/{kinds[-1]}/{name}")
     counts = Counter([*(f"reward/{kind}" for kind in kinds), *by_part])
-    if domain != DEFAULT_DOMAIN:
+    if domain != domain_pools.DEFAULT_DOMAIN:
         counts.update({f"domains/{domain}/{kind}": kinds.count(kind) for kind in KINDS})
     return counts
 
 
-def check_domains(functions: Functions, domains: Iterable[str]) -> None:
+def check_domains(functions: domain_pools.Functions, domains: Iterable[str]) -> None:
     """Check domains before the run starts. Raises UserError for the first without a reward function, or with a name
     that other metrics use."""
     for domain in sorted(set(domains)):
-        functions_of(functions, domain)
+        domain_pools.functions_of(functions, domain)
         if domain.partition("/")[0] in TAKEN:
             raise UserError(
                 f"a domain of the data is called '{domain}', and metrics of that name mean something else "

@@ -4,25 +4,15 @@ import asyncio
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
+import transformers
 from torch import Tensor, nn
-from transformers import (
-    LogitsProcessor,
-    LogitsProcessorList,
-    MinPLogitsWarper,
-    PreTrainedTokenizerBase,
-    RepetitionPenaltyLogitsProcessor,
-    StoppingCriteria,
-    StoppingCriteriaList,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
 
 from distflow.rollout.engine import (
     FinishReason,
@@ -39,7 +29,7 @@ from distflow.scheduling.groups import Version
 T = TypeVar("T")
 
 
-class HFEngine:
+class HFEngine(AbstractAsyncContextManager["HFEngine"]):
     """A `RolloutEngine` in which forward, cache, penalties and truncations are those of transformers.
 
     Requests run one after another, each as one call of `generate`; its log-probs come from a plain forward over the
@@ -48,7 +38,12 @@ class HFEngine:
     """
 
     def __init__(
-        self, model: nn.Module, tokenizer: PreTrainedTokenizerBase, *, version: Version, shares_weights: bool = False
+        self,
+        model: nn.Module,
+        tokenizer: transformers.PreTrainedTokenizerBase,
+        *,
+        version: Version,
+        shares_weights: bool = False,
     ) -> None:
         """tokenizer: for stop strings. shares_weights: `model` is the trainer's, so `load_weights` copies nothing."""
         self.version = version
@@ -59,9 +54,6 @@ class HFEngine:
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="hf-rollout")
         self._open = asyncio.Event()
         self._open.set()
-
-    async def __aenter__(self) -> "HFEngine":
-        return self
 
     async def __aexit__(self, *exception: object) -> None:
         self._worker.shutdown(wait=True, cancel_futures=True)
@@ -120,8 +112,8 @@ class HFEngine:
             repetition_penalty=1.0,
             eos_token_id=None,
             pad_token_id=0,
-            logits_processor=LogitsProcessorList([*_warpers(params), draw]),
-            stopping_criteria=StoppingCriteriaList([stop]),
+            logits_processor=transformers.LogitsProcessorList([*_warpers(params), draw]),
+            stopping_criteria=transformers.StoppingCriteriaList([stop]),
         )
         if cancelled.is_set():
             raise asyncio.CancelledError
@@ -146,23 +138,23 @@ class HFEngine:
         return receipt
 
 
-def _warpers(params: SamplingParams) -> list[LogitsProcessor]:
+def _warpers(params: SamplingParams) -> list[transformers.LogitsProcessor]:
     """transformers' own, in the order in which it applies them."""
-    warpers: list[LogitsProcessor] = []
+    warpers: list[transformers.LogitsProcessor] = []
     if params.repetition_penalty != 1.0:
-        warpers.append(RepetitionPenaltyLogitsProcessor(params.repetition_penalty))
-    warpers.append(TemperatureLogitsWarper(float(params.temperature)))
+        warpers.append(transformers.RepetitionPenaltyLogitsProcessor(params.repetition_penalty))
+    warpers.append(transformers.TemperatureLogitsWarper(float(params.temperature)))
     if params.top_k > 0:
-        warpers.append(TopKLogitsWarper(params.top_k))
+        warpers.append(transformers.TopKLogitsWarper(params.top_k))
     if params.top_p < 1.0:
-        warpers.append(TopPLogitsWarper(params.top_p))
+        warpers.append(transformers.TopPLogitsWarper(params.top_p))
     if params.min_p > 0.0:
-        warpers.append(MinPLogitsWarper(params.min_p))
+        warpers.append(transformers.MinPLogitsWarper(params.min_p))
     return warpers
 
 
 @dataclass
-class _Draw(LogitsProcessor):
+class _Draw(transformers.LogitsProcessor):
     """Chooses a token a row by its uniform number and leaves only that one. log_probs: of each step, a number a row."""
 
     keys: list[int]
@@ -183,7 +175,7 @@ class _Draw(LogitsProcessor):
 
 
 @dataclass
-class _Stop(StoppingCriteria):
+class _Stop(transformers.StoppingCriteria):
     """Ends a row at its own stop, and counts the engine's tokens. ends: number of response tokens and finish reason of
     each finished row (rows continue as padding after it)."""
 

@@ -7,7 +7,7 @@ import sys
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
@@ -151,7 +151,7 @@ class ReportingProcess:
         return self.part == 0
 
 
-class Recorder:
+class Recorder(AbstractContextManager["Recorder"]):
     """Owns the run's folder during the run. A context manager.
 
     status: "finished" or "stopped", set by the caller; "failed" until then.
@@ -187,9 +187,6 @@ class Recorder:
         self._step = 0
         self._num_dropped = Counter[int]()
         self.status = "failed"
-
-    def __enter__(self) -> "Recorder":
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *rest: object) -> None:
         self.view.close()

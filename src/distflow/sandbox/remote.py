@@ -12,18 +12,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from distflow.errors import UserError
+from distflow.sandbox import interface
 from distflow.sandbox.inside.values import from_text, to_text
-from distflow.sandbox.interface import (
-    DEFAULT_LIMITS,
-    AnySandbox,
-    AnySession,
-    Broken,
-    Level,
-    Limits,
-    Raised,
-    RunResult,
-    SandboxFault,
-)
 
 TOKEN = "DISTFLOW_SANDBOX_TOKEN"
 """The environment variable with the password that a server and its clients share."""
@@ -35,10 +25,10 @@ _MAX_BYTES = 256 * 2**20
 _SHOWN = 300
 
 
-class RemoteSandbox(AnySandbox):
+class RemoteSandbox(interface.AnySandbox):
     """Used by one thread at a time; has one connection."""
 
-    def __init__(self, url: str, limits: Limits = DEFAULT_LIMITS) -> None:
+    def __init__(self, url: str, limits: interface.Limits = interface.DEFAULT_LIMITS) -> None:
         """Raises UserError if the URL is not that of a server, SandboxFault if no server answers."""
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.username or parts.query:
@@ -47,19 +37,19 @@ class RemoteSandbox(AnySandbox):
         self._path = parts.path.rstrip("/")
         connection = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
         self._connection = connection(parts.hostname, parts.port)
-        self.level = Level(f"{self.ask('level', {}, repeatable=True).get('level')} at {self.url}", {})
+        self.level = interface.Level(f"{self.ask('level', {}, repeatable=True).get('level')} at {self.url}", {})
 
-    def run(self, code: str, stdin: str = "", limits: Limits | None = None) -> RunResult:
+    def run(self, code: str, stdin: str = "", limits: interface.Limits | None = None) -> interface.RunResult:
         limits = limits or self.limits
         request = {"code": code, "stdin": stdin, "limits": limits._asdict()}
-        return _decode(RunResult, self.ask("run", request, limits.wall_s, repeatable=True).get("ran"))
+        return _decode(interface.RunResult, self.ask("run", request, limits.wall_s, repeatable=True).get("ran"))
 
-    def open(self, code: str, limits: Limits | None = None) -> "RemoteSession":
+    def open(self, code: str, limits: interface.Limits | None = None) -> "RemoteSession":
         limits = limits or self.limits
         reply = self.ask("open", {"code": code, "limits": limits._asdict()}, limits.wall_s, repeatable=True)
         _raise(reply)
         if not isinstance(reply.get("session"), str):
-            raise SandboxFault(f"the sandbox at {self.url} answers nonsense: it names no program")
+            raise interface.SandboxFault(f"the sandbox at {self.url} answers nonsense: it names no program")
         return RemoteSession(self, reply["session"], limits)
 
     def ask(
@@ -75,7 +65,7 @@ class RemoteSandbox(AnySandbox):
                 self._connection.close()
                 if not waits_s:
                     reason = str(error) or type(error).__name__
-                    raise SandboxFault(f"the sandbox at {self.url} does not answer: {reason}") from None
+                    raise interface.SandboxFault(f"the sandbox at {self.url} does not answer: {reason}") from None
                 time.sleep(waits_s.pop(0))
                 continue
             if status != http.HTTPStatus.SERVICE_UNAVAILABLE or time.monotonic() - began >= _BUSY_S:
@@ -85,7 +75,7 @@ class RemoteSandbox(AnySandbox):
         if status != http.HTTPStatus.OK:
             reason = str(reply.get("fault", ""))[:_SHOWN]
             hint = f" (see {TOKEN})" if status == http.HTTPStatus.UNAUTHORIZED else ""
-            raise SandboxFault(f"the sandbox at {self.url} answers {status}: {reason}{hint}")
+            raise interface.SandboxFault(f"the sandbox at {self.url} answers {status}: {reason}{hint}")
         return reply
 
     def close(self) -> None:
@@ -112,12 +102,12 @@ class RemoteSandbox(AnySandbox):
         return answer.status, reply
 
 
-class RemoteSession(AnySession):
+class RemoteSession(interface.AnySession):
     """A call is sent only once, since it may change the state of the process."""
 
     stdout = stderr = ""
 
-    def __init__(self, sandbox: RemoteSandbox, name: str, limits: Limits) -> None:
+    def __init__(self, sandbox: RemoteSandbox, name: str, limits: interface.Limits) -> None:
         self._sandbox, self._name, self._limits = sandbox, name, limits
         self._closed = False
 
@@ -129,26 +119,26 @@ class RemoteSession(AnySession):
         try:
             return from_text(reply["value"])
         except (KeyError, TypeError, ValueError) as error:
-            raise SandboxFault(f"the sandbox at {self._sandbox.url} answers nonsense: {error}") from None
+            raise interface.SandboxFault(f"the sandbox at {self._sandbox.url} answers nonsense: {error}") from None
 
     def close(self) -> None:
         """Idempotent. A server that cannot be reached ends the idle session by itself."""
         if not self._closed:
             self._closed = True
-            with suppress(SandboxFault):
+            with suppress(interface.SandboxFault):
                 self._sandbox.ask("close", {"session": self._name})
 
 
 def _raise(reply: Mapping[str, Any]) -> None:
     """Raise the error of the program that the server reports, if any."""
     if "raised" in reply:
-        raise _decode(Raised, reply["raised"])
+        raise _decode(interface.Raised, reply["raised"])
     if "broken" in reply:
-        raise _decode(Broken, reply["broken"])
+        raise _decode(interface.Broken, reply["broken"])
 
 
 def _decode(kind: Any, fields: Any) -> Any:
     try:
         return kind(**fields)
     except TypeError as error:
-        raise SandboxFault(f"a sandbox answers nonsense: {error}") from None
+        raise interface.SandboxFault(f"a sandbox answers nonsense: {error}") from None

@@ -12,21 +12,9 @@ from types import MappingProxyType
 from typing import Any, cast
 
 from distflow.errors import UserError
+from distflow.sandbox import interface
 from distflow.sandbox.fork_server import ForkServer, LevelName, ServerGone
 from distflow.sandbox.inside.values import from_text, to_text
-from distflow.sandbox.interface import (
-    DEFAULT_LIMITS,
-    INSTALL,
-    AnySandbox,
-    AnySession,
-    Broken,
-    Level,
-    Limits,
-    Raised,
-    RunResult,
-    SandboxFault,
-    Status,
-)
 from distflow.sandbox.running_program import Program
 
 LEVELS: tuple[LevelName, ...] = ("namespaces", "floor")
@@ -53,7 +41,7 @@ _VALUE = b'{"value": '
 _SHOWN_TEXT = 2000
 
 
-class Session(AnySession):
+class Session(interface.AnySession):
     def __init__(self, program: Program) -> None:
         self._program = program
 
@@ -73,13 +61,13 @@ class Session(AnySession):
         self._program.close()
 
 
-class Sandbox(AnySandbox):
+class Sandbox(interface.AnySandbox):
     """A fork server and the level at which it runs programs. May be used by several threads, but only in the process
     that created it, not in a fork of that."""
 
     waited_s = 0.0
 
-    def __init__(self, limits: Limits = DEFAULT_LIMITS, level: str | None = None) -> None:
+    def __init__(self, limits: interface.Limits = interface.DEFAULT_LIMITS, level: str | None = None) -> None:
         """level: "namespaces", "floor", or None for the strongest that this machine has. Raises UserError, with what to
         install, if it has none or not that one."""
         if level is not None and level not in LEVELS:
@@ -87,7 +75,9 @@ class Sandbox(AnySandbox):
         server, self.level = _find_level([name for name in LEVELS if level in (None, name)])
         if server is None:
             reasons = "; ".join(f"{name}: {reason}" for name, reason in self.level.missing.items())
-            raise UserError(f"programs cannot be run here, since nothing would isolate them ({reasons}); {INSTALL}")
+            raise UserError(
+                f"programs cannot be run here, since nothing would isolate them ({reasons}); {interface.INSTALL}"
+            )
         self.limits, self._server = limits, server
         self._lock = threading.Lock()
         self._closed = False
@@ -97,14 +87,14 @@ class Sandbox(AnySandbox):
         """Process id of the fork server, the ancestor of all programs."""
         return self._server.pid
 
-    def run(self, code: str, stdin: str = "", limits: Limits | None = None) -> RunResult:
+    def run(self, code: str, stdin: str = "", limits: interface.Limits | None = None) -> interface.RunResult:
         started, encoded = time.monotonic(), stdin.encode("utf-8", "surrogateescape")
         try:
             return self._run(code, encoded, limits or self.limits, started)
         except ServerGone:
             return self._run(code, encoded, limits or self.limits, started)
 
-    def open(self, code: str, limits: Limits | None = None) -> Session:
+    def open(self, code: str, limits: interface.Limits | None = None) -> Session:
         program = self._start(False, code, b"", limits or self.limits)
         with ExitStack() as on_failure:
             on_failure.callback(program.close)
@@ -117,15 +107,16 @@ class Sandbox(AnySandbox):
             self._closed = True
             self._server.close()
 
-    def _run(self, code: str, stdin: bytes, limits: Limits, started: float) -> RunResult:
+    def _run(self, code: str, stdin: bytes, limits: interface.Limits, started: float) -> interface.RunResult:
         with closing(self._start(True, code, stdin, limits)) as program:
             end = program.wait()
         out, err = program.out, program.err
         cut = max(out.num_bytes - len(out.content), err.num_bytes - len(err.content)) > 0
-        status = cast(Status, program.cause() or "ok")  # without a descriptor for results it has no other cause
-        return RunResult(status, end.exit_code, out.text(), err.text(), cut, time.monotonic() - started)
+        # Without a descriptor for results it has no other cause.
+        status = cast(interface.Status, program.cause() or "ok")
+        return interface.RunResult(status, end.exit_code, out.text(), err.text(), cut, time.monotonic() - started)
 
-    def _start(self, is_main: bool, code: str, stdin: bytes, limits: Limits) -> Program:
+    def _start(self, is_main: bool, code: str, stdin: bytes, limits: interface.Limits) -> Program:
         """Start a program by the server, or by a new one if that was killed."""
         encoded = code.encode("utf-8", "surrogatepass")
         server = self._server
@@ -137,14 +128,14 @@ class Sandbox(AnySandbox):
     def _replace_server(self, gone: ForkServer) -> ForkServer:
         with self._lock:
             if self._closed:
-                raise SandboxFault("the sandbox is closed")
+                raise interface.SandboxFault("the sandbox is closed")
             if self._server is gone:
                 gone.close()
                 self._server = ForkServer(cast(LevelName, self.level.name))
             return self._server
 
 
-def probe() -> Level:
+def probe() -> interface.Level:
     """The strongest level that this machine has."""
     server, level = _find_level(LEVELS)
     if server is not None:
@@ -152,15 +143,15 @@ def probe() -> Level:
     return level
 
 
-def _find_level(names: Iterable[LevelName]) -> tuple[ForkServer | None, Level]:
+def _find_level(names: Iterable[LevelName]) -> tuple[ForkServer | None, interface.Level]:
     """The first of the levels that works, and a fork server for it; None with the level "none"."""
     missing: dict[str, str] = {}
     for name in names:
         try:
-            return _start_checked(name), Level(name, missing)
-        except (SandboxFault, ServerGone) as fault:
+            return _start_checked(name), interface.Level(name, missing)
+        except (interface.SandboxFault, ServerGone) as fault:
             missing[name] = str(fault)
-    return None, Level("none", missing)
+    return None, interface.Level("none", missing)
 
 
 def _start_checked(name: LevelName) -> ForkServer:
@@ -168,10 +159,10 @@ def _start_checked(name: LevelName) -> ForkServer:
     server = ForkServer(name)
     with ExitStack() as on_failure:
         on_failure.callback(server.close)
-        with closing(Program(server, True, _ATTEMPTS.encode(), b"", Limits(wall_s=30.0))) as program:
+        with closing(Program(server, True, _ATTEMPTS.encode(), b"", interface.Limits(wall_s=30.0))) as program:
             end, passed = program.wait(), program.out.text() + program.err.text()
         if end.exit_code or passed:
-            raise SandboxFault(f"its isolation does not hold: {', '.join(passed.splitlines()) or end}")
+            raise interface.SandboxFault(f"its isolation does not hold: {', '.join(passed.splitlines()) or end}")
         on_failure.pop_all()
     return server
 
@@ -184,15 +175,15 @@ def _read_result(program: Program, ask: Callable[[], bytes]) -> Any:
             return from_text(body[len(_VALUE) : -1])
         match json.loads(body):
             case {"refused": str(reason)}:
-                raise Broken("value", f"its answer is {reason[:_SHOWN_TEXT]}")
+                raise interface.Broken("value", f"its answer is {reason[:_SHOWN_TEXT]}")
             case {"raised": ["MemoryError", str()]}:
                 program.kill("memory")
                 raise program.broken()
             case {"raised": [str(name), str(text)]}:
-                raise Raised(name[:_SHOWN_TEXT], text[:_SHOWN_TEXT])
+                raise interface.Raised(name[:_SHOWN_TEXT], text[:_SHOWN_TEXT])
         raise ValueError("neither a value nor an error")
     except ServerGone:
-        raise SandboxFault("the fork server was killed while a program ran") from None
+        raise interface.SandboxFault("the fork server was killed while a program ran") from None
     except (ValueError, RecursionError) as error:
         program.kill("frame")
-        raise Broken("frame", f"its answer cannot be read: {error}") from None
+        raise interface.Broken("frame", f"its answer cannot be read: {error}") from None

@@ -33,6 +33,7 @@ import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
@@ -165,7 +166,7 @@ class LedgerCounts:
             del self._attempts[number]
 
 
-class Ledger:
+class Ledger(AbstractContextManager["Ledger"]):
     """The only writer of a ledger. Each record reaches the operating system at once, the disk at `sync`; the name of a
     new file is for the caller to sync.
 
@@ -207,9 +208,6 @@ class Ledger:
     def close(self) -> None:
         with self._file:
             self.sync()
-
-    def __enter__(self) -> "Ledger":
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *rest: object) -> None:
         """A failure to write the last records is raised only if nothing failed before."""

@@ -15,13 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForTokenClassification,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+import transformers
 
 from distflow import NodeRole, TaskGraph, node
 from distflow.cluster.ray_entry import launch_ray
@@ -56,16 +50,16 @@ _SPREAD = 0.4  # large enough that neighbouring tokens matter: a leak between se
 def write_models(folder: Path) -> None:
     """Write `folder`/policy and `folder`/critic as Hugging Face folders without a tokenizer. Their weights have the
     same bits on every machine: they come from Python's generator, as torch's depends on the processor."""
-    config = AutoConfig.from_pretrained(resolve_path(TOKENIZER), **_SIZES)
-    policy = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    config = transformers.AutoConfig.from_pretrained(resolve_path(TOKENIZER), **_SIZES)
+    policy = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     config.num_labels = 1
-    critic = AutoModelForTokenClassification.from_config(config, dtype=torch.float32)
+    critic = transformers.AutoModelForTokenClassification.from_config(config, dtype=torch.float32)
     with quiet_transformers():
         _draw_weights(policy, "policy").save_pretrained(folder / "policy")
         _draw_weights(critic, "critic").save_pretrained(folder / "critic")
 
 
-def _draw_weights(model: PreTrainedModel, seed: str) -> PreTrainedModel:
+def _draw_weights(model: transformers.PreTrainedModel, seed: str) -> transformers.PreTrainedModel:
     """Draw matrices around 0, norms (of one axis) around 1."""
     with torch.no_grad():
         for name, weight in model.named_parameters():
@@ -87,7 +81,7 @@ def replayed(config: Config) -> TaskGraph:
 
 
 @node(writes=RESPONSE_FIELDS, role=NodeRole.ROLLOUT, scope="group")
-async def replay(group: Group, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
+async def replay(group: Group, tokenizer: transformers.PreTrainedTokenizerBase) -> list[Sample]:
     """The recorded responses of the group's row."""
     recorded: Mapping[str, Any] = group.row.extra_info or {}
     samples = []

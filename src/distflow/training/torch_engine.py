@@ -23,16 +23,7 @@ from distflow.models.packed_forward import ModelInputs
 from distflow.models.prefix_sharing import shared_prefixes
 from distflow.models.sharding import device_of, fill, whole
 from distflow.scheduling.bin_packing import pack
-from distflow.training.engine import (
-    MODEL_PREFIX,
-    OPTIMIZER_PREFIX,
-    Collective,
-    Counts,
-    LossFn,
-    OneRank,
-    Sums,
-    TrainState,
-)
+from distflow.training import engine
 from distflow.training.optimizer import Schedule, load_optimizer_state, move_optimizer_state, optimizer_state
 
 AnyTensor = TypeVar("AnyTensor", bound=Tensor)
@@ -64,7 +55,7 @@ class TorchScorer:
     temperatures: Mapping[str, float] = field(default_factory=dict)
     compute_dtype: torch.dtype | None = None
     without_adapter: bool = False
-    group: Collective = field(default_factory=OneRank)
+    group: engine.Collective = field(default_factory=engine.OneRank)
 
     def __post_init__(self) -> None:
         self._parameter = next(self.model.parameters())
@@ -114,7 +105,7 @@ class TorchScorer:
         return send(of_samples.repeat_interleave(micro.lengths("response")), self.device)
 
 
-def micro_batches(batch: Batch, max_tokens: int, group: Collective) -> list[Tensor]:
+def micro_batches(batch: Batch, max_tokens: int, group: engine.Collective) -> list[Tensor]:
     """Indices of each micro-batch's samples, int64; deterministic, every sample once.
 
     At most `max_tokens` tokens (prompt and response) in each, except for a longer sample, which is alone and never
@@ -170,7 +161,7 @@ def model_inputs(micro: Batch, device: torch.device) -> ModelInputs:
     return ModelInputs(ids, lengths, predicting, targets, sharing)
 
 
-def sum_gradients(parameters: Iterable[nn.Parameter], group: Collective) -> None:
+def sum_gradients(parameters: Iterable[nn.Parameter], group: engine.Collective) -> None:
     """Sum the gradients over the ranks. Those of sharded weights were summed during the backward pass."""
     for parameter in parameters:
         grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
@@ -232,14 +223,14 @@ class TorchTrainEngine(TorchScorer):
         schedule: Schedule,
         max_grad_norm: float | None = 1.0,
         gradient_checkpointing: bool = False,
-        group: Collective | None = None,
+        group: engine.Collective | None = None,
         **scoring: Unpack[ScorerOptions],
     ) -> None:
         """max_grad_norm: gradients above it are scaled down to it; None never. gradient_checkpointing: keep only each
         layer's input, and compute the layer again in the backward pass. group: the ranks that share the mini-batch;
         each sees its own part, all take the same step, bit for bit.
         """
-        super().__init__(model, group=group or OneRank(), **scoring)
+        super().__init__(model, group=group or engine.OneRank(), **scoring)
         self.optimizer = optimizer
         self.schedule = schedule
         self.max_grad_norm = max_grad_norm
@@ -256,7 +247,7 @@ class TorchTrainEngine(TorchScorer):
         if gradient_checkpointing:
             checkpoint_activations(model)
 
-    def train_step(self, batch: Batch, loss_fn: LossFn) -> dict[str, float]:
+    def train_step(self, batch: Batch, loss_fn: engine.LossFn) -> dict[str, float]:
         """One optimizer step over a mini-batch (this rank's part of it, which may be empty).
 
         A loss or gradient norm that is not finite skips the step: weights, optimizer and schedule stay as they were.
@@ -270,7 +261,7 @@ class TorchTrainEngine(TorchScorer):
         lrs = [base * factor for base in self._base_lrs]
         if counts.get("tokens") == 0:
             return {"loss": 0.0, "grad_norm": 0.0, "lr": lrs[0], "skipped": 1.0, "empty": 1.0}
-        shares: list[Sums] = []
+        shares: list[engine.Sums] = []
         for index in micro_batches(batch, self.max_tokens, self.group):
             micro = batch.select(index)
             flat = self.compute(micro, loss_fn.outputs)
@@ -283,7 +274,7 @@ class TorchTrainEngine(TorchScorer):
         norm = clip_gradients(self._trainable.values(), self.max_grad_norm)
         # The only wait of a step for its device.
         *values, grad_norm = read_numbers([*(value for share in shares for value in share.values()), norm])
-        own_sums: Counts = {"loss": 0.0}
+        own_sums: engine.Counts = {"loss": 0.0}
         for name, value in zip((name for share in shares for name in share), values, strict=True):
             own_sums[name] = own_sums.get(name, 0.0) + value
         sums = self.group.sum(own_sums)
@@ -309,18 +300,18 @@ class TorchTrainEngine(TorchScorer):
         """
         return ((name, whole(tensor)) for name, tensor in named_weights(self.model))
 
-    def state(self) -> TrainState:
+    def state(self) -> engine.TrainState:
         """All that changes by training: trainable weights, the optimizer's state, the number of steps taken.
 
         The tensors are the live ones: copy or write them before the next step. Sharded ones are `DTensor`s, of
         which each rank has its part.
         """
-        tensors = {MODEL_PREFIX + name: p.detach() for name, p in self._trainable.items()}
+        tensors = {engine.MODEL_PREFIX + name: p.detach() for name, p in self._trainable.items()}
         moments, meta = optimizer_state(self.optimizer, self._trainable)
-        tensors.update({OPTIMIZER_PREFIX + name: tensor for name, tensor in moments.items()})
-        return TrainState(tensors, {"num_steps": self.num_steps, "optimizer": meta})
+        tensors.update({engine.OPTIMIZER_PREFIX + name: tensor for name, tensor in moments.items()})
+        return engine.TrainState(tensors, {"num_steps": self.num_steps, "optimizer": meta})
 
-    def load_state(self, state: TrainState) -> None:
+    def load_state(self, state: engine.TrainState) -> None:
         """Resume, bit for bit, from the result of `state`. Rates and other options stay those of this engine.
 
         For a sharded model, tensors are sharded in the same way, or whole: each rank takes its part.
@@ -333,7 +324,7 @@ class TorchTrainEngine(TorchScorer):
                 f"the state is of another model: {len(different)} weights differ in name or shape, {different[0]} "
                 "first; resume with the model (and lora_rank) that the run began with"
             )
-        prefix = OPTIMIZER_PREFIX
+        prefix = engine.OPTIMIZER_PREFIX
         moments = {n.removeprefix(prefix): t for n, t in state.tensors.items() if n.startswith(prefix)}
         load_optimizer_state(self.optimizer, own, moments, state.meta["optimizer"])
         for name, parameter in own.items():

@@ -9,14 +9,8 @@
 
 from torch import Tensor
 
+from distflow.algorithms.advantages import group_baseline
 from distflow.algorithms.advantages.gae import discounted_sum
-from distflow.algorithms.advantages.group_baseline import (
-    GroupRule,
-    advantages_of_rule,
-    counted_tokens,
-    group_advantage,
-    sample_scores,
-)
 from distflow.algorithms.masked_reductions import Reduce, masked_whiten, under_mask
 from distflow.algorithms.registry import register_adv_est
 
@@ -32,7 +26,7 @@ def compute_reinforce_advantage(
 ) -> tuple[Tensor, Tensor]:
     """Reward to go of each policy token; returns are the same. Tokens between the policy's pass it on without
     discount."""
-    returns = rewards_to_go(token_level_rewards, counted_tokens(response_mask, valid), gamma).float()
+    returns = rewards_to_go(token_level_rewards, group_baseline.counted_tokens(response_mask, valid), gamma).float()
     return returns, returns.clone()
 
 
@@ -50,13 +44,15 @@ def compute_reinforce_plus_plus_advantage(
     reduce: Reduce | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Rewards to go of the policy's tokens, whitened over the global batch of valid samples; returns are unwhitened."""
-    mask = counted_tokens(response_mask, valid)
+    mask = group_baseline.counted_tokens(response_mask, valid)
     returns = rewards_to_go(token_level_rewards, mask, gamma)
     return masked_whiten(returns, mask, reduce).float(), returns.float()
 
 
 @register_adv_est(
-    "reinforce_plus_plus_baseline", scope="global", describe=lambda: f"{GroupRule()}, whitened over the batch"
+    "reinforce_plus_plus_baseline",
+    scope="global",
+    describe=lambda: f"{group_baseline.GroupRule()}, whitened over the batch",
 )
 def compute_reinforce_plus_plus_baseline_advantage(
     token_level_rewards: Tensor,
@@ -70,10 +66,10 @@ def compute_reinforce_plus_plus_baseline_advantage(
 
     Returns are the advantages. A group of one enters with its reward.
     """
-    scores = sample_scores(token_level_rewards, response_mask)
-    centred = group_advantage(scores, group_index, GroupRule(), valid)
+    scores = group_baseline.sample_scores(token_level_rewards, response_mask)
+    centred = group_baseline.group_advantage(scores, group_index, group_baseline.GroupRule(), valid)
     spread = centred[:, None].expand(response_mask.shape)
-    advantages = masked_whiten(spread, counted_tokens(response_mask, valid), reduce).float()
+    advantages = masked_whiten(spread, group_baseline.counted_tokens(response_mask, valid), reduce).float()
     return advantages, advantages.clone()
 
 
@@ -83,13 +79,13 @@ def compute_remax_advantage(
 ) -> tuple[Tensor, Tensor]:
     """Undiscounted reward to go − baseline, reward_baselines `(bs,)`, on every policy token; returns are the reward to
     go."""
-    mask = counted_tokens(response_mask, valid)
+    mask = group_baseline.counted_tokens(response_mask, valid)
     returns = rewards_to_go(token_level_rewards, mask, 1.0)
     advantages = under_mask(returns - reward_baselines.double()[:, None], mask)
     return advantages.float(), returns.float()
 
 
-RLOO = GroupRule(leave_one_out=True, alone="zero")
+RLOO = group_baseline.GroupRule(leave_one_out=True, alone="zero")
 
 
 @register_adv_est("rloo", scope="group", describe=lambda: str(RLOO))
@@ -97,10 +93,10 @@ def compute_rloo_advantage(
     token_level_rewards: Tensor, response_mask: Tensor, group_index: Tensor, valid: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """reward − mean of the others of its group, on every policy token, 0 in a group of one; returns are the same."""
-    return advantages_of_rule(token_level_rewards, response_mask, group_index, RLOO, valid)
+    return group_baseline.advantages_of_rule(token_level_rewards, response_mask, group_index, RLOO, valid)
 
 
-OPO = GroupRule(baseline="length_weighted_mean")
+OPO = group_baseline.GroupRule(baseline="length_weighted_mean")
 
 
 @register_adv_est("opo", scope="group", describe=lambda: str(OPO))
@@ -111,4 +107,4 @@ def compute_opo_advantage(
 
     Lengths count the policy's tokens. A group of one keeps its reward.
     """
-    return advantages_of_rule(token_level_rewards, response_mask, group_index, OPO, valid)
+    return group_baseline.advantages_of_rule(token_level_rewards, response_mask, group_index, OPO, valid)

@@ -24,17 +24,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
 from yaml import YAMLError
 
-from distflow.config.compose.origins import (
-    COMMAND_LINE,
-    PRESETS,
-    Setting,
-    display,
-    preset_names,
-    read_node,
-    read_settings,
-    settings_of_value,
-    yaml_problem,
-)
+from distflow.config.compose import origins
 from distflow.config.compose.values import did_you_mean
 from distflow.config.keys.schema import schema_keys
 from distflow.errors import ConfigError, Problem
@@ -60,7 +50,7 @@ class Composition:
     """
 
     values: dict[str, object] = field(default_factory=dict)
-    settings: list[Setting] = field(default_factory=list)
+    settings: list[origins.Setting] = field(default_factory=list)
     deleted: list[str] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
     refused: set[str] = field(default_factory=set)
@@ -69,12 +59,12 @@ class Composition:
 
 def find_source(preset_or_file: str) -> Path:
     """The YAML file of a preset or a path. Raises ConfigError with the nearest preset."""
-    if preset_or_file in preset_names():
-        return PRESETS / f"{preset_or_file}.yaml"
+    if preset_or_file in origins.preset_names():
+        return origins.PRESETS / f"{preset_or_file}.yaml"
     path = Path(preset_or_file).expanduser()
     if path.is_file() and path.suffix == ".yaml":
         return path.resolve()
-    names = ", ".join(preset_names())
+    names = ", ".join(origins.preset_names())
     if "=" in preset_or_file:
         what, advice = "is no preset", f"name one first, or a .yaml file; the presets are {names}"
     elif path.suffix == ".yml" and path.is_file():
@@ -89,9 +79,9 @@ def find_source(preset_or_file: str) -> Path:
     elif path.suffix in (".yaml", ".yml") or "/" in preset_or_file:
         what, advice = "there is no such file", f"look at its path, or use a preset: {names}"
     else:
-        meant = did_you_mean(preset_or_file, preset_names())
+        meant = did_you_mean(preset_or_file, origins.preset_names())
         what, advice = "is neither a preset nor a file", f"{meant}the presets are {names}"
-    raise ConfigError([Problem(((f"'{preset_or_file}'", COMMAND_LINE),), what, advice)])
+    raise ConfigError([Problem(((f"'{preset_or_file}'", origins.COMMAND_LINE),), what, advice)])
 
 
 def compose_values(
@@ -105,12 +95,12 @@ def compose_values(
     result = Composition()
     parsed = _read_overrides(overrides, result)
     unreadable: list[Problem] = []
-    read_settings(source, "", unreadable)
+    origins.read_settings(source, "", unreadable)
     if unreadable:
         raise ConfigError([*result.problems, *unreadable])
     with _hydra(source):
         for path, package in _composed_files(source, result):
-            result.settings += read_settings(path, package, unreadable)
+            result.settings += origins.read_settings(path, package, unreadable)
         if result.failure:
             return result
         _check_deletions(parsed, result)
@@ -127,7 +117,7 @@ def compose_values(
             result.failure = Problem(((subject, places[-1]),), what, advice)
         except (HydraException, OmegaConfBaseException, ValueError, TypeError, AttributeError) as error:
             # The last three: an override sets a key below a list or a number of the file.
-            result.failure = Problem(((display(source), "its composition"),), _reason(error.__cause__ or error))
+            result.failure = Problem(((origins.display(source), "its composition"),), _reason(error.__cause__ or error))
     return result
 
 
@@ -200,7 +190,7 @@ def _quoted(text: str) -> str:
 
 
 def _refuse(result: Composition, line: str, what: str, advice: str) -> None:
-    result.problems.append(Problem(((f"'{line}'", COMMAND_LINE),), what, advice))
+    result.problems.append(Problem(((f"'{line}'", origins.COMMAND_LINE),), what, advice))
     result.refused.add(line.partition("=")[0].lstrip("+~"))
 
 
@@ -254,7 +244,7 @@ def _to_apply(override: Override, is_known: Callable[[str], bool], result: Compo
     if override.is_delete():
         return override.input_line if key in result.deleted else None
     value = override.value()
-    result.settings += settings_of_value(key, value, COMMAND_LINE)
+    result.settings += origins.settings_of_value(key, value, origins.COMMAND_LINE)
     return f"++{key}={override.get_value_string()}" if is_known(key) else None
 
 
@@ -264,12 +254,12 @@ def _check_deletions(parsed: Sequence[Override], result: Composition) -> None:
     for override in parsed:
         key = override.key_or_group
         if not override.is_delete():
-            keys |= {setting.key for setting in settings_of_value(key, override.value(), COMMAND_LINE)}
+            keys |= {setting.key for setting in origins.settings_of_value(key, override.value(), origins.COMMAND_LINE)}
         elif key in keys:
             result.deleted.append(key)
         else:
             advice = "remove this override: the key has its default already"
-            result.problems.append(Problem(((f"~{key}", COMMAND_LINE),), "there is nothing to remove", advice))
+            result.problems.append(Problem(((f"~{key}", origins.COMMAND_LINE),), "there is nothing to remove", advice))
 
 
 def _reason(error: BaseException) -> str:
@@ -286,7 +276,7 @@ class _CheckedFiles(FileConfigSource):
 
     def load_config(self, config_path: str) -> ConfigResult:
         problems: list[Problem] = []
-        read_node(Path(self.path, self._normalize_file_name(config_path)), problems)
+        origins.read_node(Path(self.path, self._normalize_file_name(config_path)), problems)
         if problems:
             raise ConfigError(problems)
         return super().load_config(config_path)
@@ -317,22 +307,23 @@ def _composed_files(source: Path, result: Composition) -> list[tuple[Path, str]]
     except ConfigError:  # of `_CheckedFiles`
         raise
     except YAMLError as error:
-        result.failure = yaml_problem(error, source)
+        result.failure = origins.yaml_problem(error, source)
         return []
     except (HydraException, ValueError) as error:  # ValueError: defaults is no list
         reason = _reason(error)
-        advice = f"under defaults: name a preset ({', '.join(preset_names())}) or a file beside this one, without .yaml"
-        result.failure = Problem(((display(source), "defaults"),), reason, advice)
+        names = ", ".join(origins.preset_names())
+        advice = f"under defaults: name a preset ({names}) or a file beside this one, without .yaml"
+        result.failure = Problem(((origins.display(source), "defaults"),), reason, advice)
         return []
     except RecursionError:
         advice = "break the cycle; a file with the name of a preset cannot build on that preset: rename it"
-        result.failure = Problem(((display(source), "defaults"),), "builds on itself", advice)
+        result.failure = Problem(((origins.display(source), "defaults"),), "builds on itself", advice)
         return []
     files = []
     for entry in chosen:
         if entry.config_path in (None, _RUN) or entry.config_path.startswith("hydra/"):
             continue
-        places = [parent / f"{entry.config_path}.yaml" for parent in (source.parent, PRESETS)]
+        places = [parent / f"{entry.config_path}.yaml" for parent in (source.parent, origins.PRESETS)]
         package = "" if entry.package in (None, "_global_") else str(entry.package)
         files += [(path, package) for path in places if path.is_file()][:1]
     return files

@@ -5,15 +5,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from distflow.builtin_names import CUSTOM_REWARD
+from distflow.config import derived_settings
 from distflow.config.compose.origins import is_preset
-from distflow.config.derived_settings import (
-    RunLimits,
-    is_rl,
-    learning_rate_warm_ups,
-    may_have_critic,
-    mini_batch_sizes,
-    run_steps,
-)
 from distflow.config.keys.reward import RewardPart
 from distflow.config.keys.schema import Config, schema_keys, with_values
 from distflow.config.per_domain import reward_functions
@@ -41,7 +34,7 @@ class Fitted:
         return f"{self.key}={self.value} instead of {self.before}: {self.why}"
 
 
-def fit(config: Config, origins: Mapping[str, str], room: RunLimits) -> tuple[Config, list[Fitted]]:
+def fit(config: Config, origins: Mapping[str, str], room: derived_settings.RunLimits) -> tuple[Config, list[Fitted]]:
     """The config with every default reduced that does not fit the limits, and the changes. Deterministic."""
     changes = []
     for step in _STEPS:
@@ -65,7 +58,7 @@ def is_free(key: str, origins: Mapping[str, str]) -> bool:
     return origin == "default" or is_preset(origin)
 
 
-def _domains(config: Config, is_free: IsFree, room: RunLimits) -> Iterator[Change]:
+def _domains(config: Config, is_free: IsFree, room: derived_settings.RunLimits) -> Iterator[Change]:
     """Defaults that name data and rewards for all are removed if there are domains, which name their own."""
     if not config.data.domains:
         return
@@ -76,11 +69,11 @@ def _domains(config: Config, is_free: IsFree, room: RunLimits) -> Iterator[Chang
             yield key, nothing, "data.domains is given"
 
 
-def _reward(config: Config, is_free: IsFree, room: RunLimits) -> Iterator[Change]:
+def _reward(config: Config, is_free: IsFree, room: derived_settings.RunLimits) -> Iterator[Change]:
     """A custom reward function scores the domains that name no other."""
     functions = config.reward.functions
     uses_custom = any(part.name == CUSTOM_REWARD for parts in reward_functions(config).values() for part in parts)
-    if config.custom_reward_function.path is None or uses_custom or not is_rl(config):
+    if config.custom_reward_function.path is None or uses_custom or not derived_settings.is_rl(config):
         return
     ours = is_free("reward.functions")
     if ours and config.data.domains and all(domain.reward for domain in config.data.domains.values()):
@@ -91,7 +84,7 @@ def _reward(config: Config, is_free: IsFree, room: RunLimits) -> Iterator[Change
         yield "reward.functions", value, "custom_reward_function.path is given"
 
 
-def _lengths(config: Config, is_free: IsFree, room: RunLimits) -> Iterator[Change]:
+def _lengths(config: Config, is_free: IsFree, room: derived_settings.RunLimits) -> Iterator[Change]:
     """Prompt and response shrink in proportion, or one of them to what the other leaves of the context."""
     prompt, response, context = config.data.max_prompt_length, config.data.max_response_length, room.context
     if context is None or prompt + response <= context or context < 2:
@@ -108,13 +101,13 @@ def _lengths(config: Config, is_free: IsFree, room: RunLimits) -> Iterator[Chang
         yield "data.max_prompt_length", context - response, f"{why}, and responses have up to {response}"
 
 
-def _overlong_zone(config: Config, is_free: IsFree, room: RunLimits) -> Iterator[Change]:
+def _overlong_zone(config: Config, is_free: IsFree, room: derived_settings.RunLimits) -> Iterator[Change]:
     limit, key = config.data.max_response_length, "reward.overlong.buffer_tokens"
-    if is_rl(config) and config.reward.overlong.buffer_tokens >= limit > 1 and is_free(key):
+    if derived_settings.is_rl(config) and config.reward.overlong.buffer_tokens >= limit > 1 and is_free(key):
         yield key, max(limit // 4, 1), f"a response has at most {limit} tokens"
 
 
-def _batch(config: Config, is_free: IsFree, room: RunLimits) -> Iterator[Change]:
+def _batch(config: Config, is_free: IsFree, room: derived_settings.RunLimits) -> Iterator[Change]:
     batch, key = config.data.train_batch_size, "data.train_batch_size"
     for rows, why in (
         (config.data.train_max_samples, "data.train_max_samples allows no more rows"),
@@ -125,22 +118,22 @@ def _batch(config: Config, is_free: IsFree, room: RunLimits) -> Iterator[Change]
             yield key, rows, why
 
 
-def _mini_batches(config: Config, is_free: IsFree, room: RunLimits) -> Iterator[Change]:
+def _mini_batches(config: Config, is_free: IsFree, room: derived_settings.RunLimits) -> Iterator[Change]:
     batch = config.data.train_batch_size
-    for key, size in mini_batch_sizes(config):
+    for key, size in derived_settings.mini_batch_sizes(config):
         if size > batch > 0 and is_free(key):
             yield key, batch, f"a batch has {batch} prompts"
 
 
-def _warm_ups(config: Config, is_free: IsFree, room: RunLimits) -> Iterator[Change]:
+def _warm_ups(config: Config, is_free: IsFree, room: derived_settings.RunLimits) -> Iterator[Change]:
     """A tenth of the run, the default of `warmup_ratio`."""
-    steps = run_steps(config, room)
+    steps = derived_settings.run_steps(config, room)
     if steps is None:
         return
     key = "trainer.critic_warmup"
-    if may_have_critic(config) and config.trainer.critic_warmup >= steps and is_free(key):
+    if derived_settings.may_have_critic(config) and config.trainer.critic_warmup >= steps and is_free(key):
         yield key, steps // 10, f"the run has {count(steps, 'step')}"
-    for key, warmup, updates in learning_rate_warm_ups(config, steps):
+    for key, warmup, updates in derived_settings.learning_rate_warm_ups(config, steps):
         if warmup >= updates > 0 and is_free(key):
             yield key, updates // 10, f"the run has {count(updates, 'optimizer step')}"
 

@@ -9,7 +9,7 @@ from functools import cache
 from distflow.config.compose.origins import Setting
 from distflow.config.keys.schema import schema_keys
 from distflow.config.migration.tables import NOT_GIVEN, Name, all_tables, as_override, find_by_last_word, find_names
-from distflow.errors import Problem
+from distflow.errors import Problem, joined
 
 _LEAST_SIMILARITY = 0.7  # of a word; below it, it is another word
 _JOINED = 0.9  # of names with other word boundaries
@@ -90,7 +90,7 @@ def suggest(key: str, known: Collection[str], value: object = NOT_GIVEN) -> str:
     if guesses := _resembling(key, known):
         return f"did you mean {' or '.join(guesses)}?"
     if found := find_by_last_word(key):
-        return f"{_and(list(found))} {_has_it(found)} it in another place: {_answer(found, value)}"
+        return f"{joined(list(found))} {_has_it(found)} it in another place: {_answer(found, value)}"
     if guesses := _elsewhere(key, known):
         return f"did you mean {' or '.join(guesses)}?"
     if guesses := most_similar(key, {name: name for table in all_tables().values() for name in table.names}):
@@ -119,7 +119,7 @@ def _judge(
         if line := _acceptance(setting, found, values):
             accepted[key] = line
             return None
-        theirs = f"; {_and(list(found))} {_has_it(found)} it" if found else ""
+        theirs = f"; {joined(list(found))} {_has_it(found)} it" if found else ""
         refers = isinstance(setting.value, str) and "${" in setting.value
         value = look_up(values, key) if refers else setting.value
         return Problem(places, f"there is no such key{theirs}", suggest(key, keys, value))
@@ -144,7 +144,7 @@ def _acceptance(setting: Setting, found: dict[str, Name], values: Mapping[str, o
         else:
             return ""
     given = "" if setting.value is NOT_GIVEN else f"={as_override(setting.value)}"
-    return f"{setting.key}{given} ({_and(list(found))}): {reasons[0]}" if reasons else ""
+    return f"{setting.key}{given} ({joined(list(found))}): {reasons[0]}" if reasons else ""
 
 
 def _has(values: Mapping[str, object], overrides: str) -> bool:
@@ -167,7 +167,7 @@ def _answer(found: dict[str, Name], value: object) -> str:
         systems.setdefault(name.answer(value), []).append(system)
     if len(systems) == 1:
         return next(iter(systems))
-    return " | ".join(f"in {_and(names)}: {text}" for text, names in systems.items())
+    return " | ".join(f"in {joined(names)}: {text}" for text, names in systems.items())
 
 
 def _groups() -> frozenset[str]:
@@ -206,7 +206,3 @@ def _elsewhere(key: str, known: Collection[str]) -> list[str]:
 
 def _has_it(found: Mapping[str, Name]) -> str:
     return "has" if len(found) == 1 else "have"
-
-
-def _and(names: Sequence[str]) -> str:
-    return " and ".join([", ".join(names[:-1]), names[-1]]) if len(names) > 1 else names[0]

@@ -3,14 +3,7 @@
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from distflow.config.derived_settings import (
-    RunLimits,
-    is_rl,
-    learning_rate_warm_ups,
-    may_have_critic,
-    mini_batch_sizes,
-    run_steps,
-)
+from distflow.config import derived_settings
 from distflow.config.keys.schema import Config
 from distflow.config.per_domain import val_files, validates
 from distflow.config.rules import ROLLOUT, Finding
@@ -27,7 +20,7 @@ def validation(config: Config) -> Iterator[Finding]:
             f"set {_val_files(config)}, or trainer.val_before_train=false",
             missing=True,
         )
-    if is_rl(config) and validates(config) and not val_kwargs.greedy and val_kwargs.n == 0:
+    if derived_settings.is_rl(config) and validates(config) and not val_kwargs.greedy and val_kwargs.n == 0:
         yield Finding(
             (f"{ROLLOUT}.val_kwargs.n", f"{ROLLOUT}.val_kwargs.greedy"),
             "validation would generate no response at all",
@@ -96,10 +89,10 @@ def user_modules(config: Config) -> Iterator[Finding]:
 RULES = (validation, keep_best, resume, run_folder, user_modules)
 
 
-def mini_batches(config: Config, room: RunLimits) -> Iterator[Finding]:
+def mini_batches(config: Config, room: derived_settings.RunLimits) -> Iterator[Finding]:
     """A mini-batch is not larger than the batch; it need not divide it."""
     batch = config.data.train_batch_size
-    for key, size in mini_batch_sizes(config):
+    for key, size in derived_settings.mini_batch_sizes(config):
         if size > batch:
             yield Finding(
                 (key, "data.train_batch_size"),
@@ -108,7 +101,7 @@ def mini_batches(config: Config, room: RunLimits) -> Iterator[Finding]:
             )
 
 
-def batch(config: Config, room: RunLimits) -> Iterator[Finding]:
+def batch(config: Config, room: derived_settings.RunLimits) -> Iterator[Finding]:
     """A batch is not larger than the data set."""
     size, most = config.data.train_batch_size, config.data.train_max_samples
     if 0 < most < size:
@@ -125,7 +118,7 @@ def batch(config: Config, room: RunLimits) -> Iterator[Finding]:
         )
 
 
-def lengths(config: Config, room: RunLimits) -> Iterator[Finding]:
+def lengths(config: Config, room: derived_settings.RunLimits) -> Iterator[Finding]:
     """The longest prompt and the longest response together fit into the model's context."""
     prompt, response, context = config.data.max_prompt_length, config.data.max_response_length, room.context
     if context is None or prompt + response <= context:
@@ -145,10 +138,10 @@ def lengths(config: Config, room: RunLimits) -> Iterator[Finding]:
     )
 
 
-def overlong_zone(config: Config, room: RunLimits) -> Iterator[Finding]:
+def overlong_zone(config: Config, room: derived_settings.RunLimits) -> Iterator[Finding]:
     """The zone of the penalty is shorter than the response."""
     zone, limit = config.reward.overlong.buffer_tokens, config.data.max_response_length
-    if zone >= limit and is_rl(config):
+    if zone >= limit and derived_settings.is_rl(config):
         yield Finding(
             ("reward.overlong.buffer_tokens", "data.max_response_length"),
             f"a zone of {zone} tokens covers the whole response of at most {limit}",
@@ -156,21 +149,21 @@ def overlong_zone(config: Config, room: RunLimits) -> Iterator[Finding]:
         )
 
 
-def warm_ups(config: Config, room: RunLimits) -> Iterator[Finding]:
+def warm_ups(config: Config, room: derived_settings.RunLimits) -> Iterator[Finding]:
     """Every warm-up ends before the run."""
-    steps = run_steps(config, room)
+    steps = derived_settings.run_steps(config, room)
     length = "trainer.total_epochs" if config.trainer.total_training_steps is None else "trainer.total_training_steps"
     if steps is None:
         return
     critic_warmup = config.trainer.critic_warmup
-    if may_have_critic(config) and critic_warmup >= steps:
+    if derived_settings.may_have_critic(config) and critic_warmup >= steps:
         yield Finding(
             ("trainer.critic_warmup", length),
             f"the actor would never be trained: the critic warms up for {critic_warmup} of {steps} steps",
             "set trainer.critic_warmup to less than the steps of the run",
         )
         return
-    for key, warmup, updates in learning_rate_warm_ups(config, steps):
+    for key, warmup, updates in derived_settings.learning_rate_warm_ups(config, steps):
         if warmup >= updates:
             yield Finding(
                 (key, length),
@@ -179,7 +172,7 @@ def warm_ups(config: Config, room: RunLimits) -> Iterator[Finding]:
             )
 
 
-SIZE_RULES: tuple[Callable[[Config, RunLimits], Iterator[Finding]], ...] = (
+SIZE_RULES: tuple[Callable[[Config, derived_settings.RunLimits], Iterator[Finding]], ...] = (
     mini_batches,
     batch,
     lengths,

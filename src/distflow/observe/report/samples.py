@@ -7,15 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from distflow.observe.files import JSON, encode, to_number
-from distflow.observe.reading.run_reader import (
-    MAX_SAMPLE_BYTES,
-    Timeline,
-    failure,
-    read_samples,
-    remarks,
-    sample_splits,
-    sample_steps,
-)
+from distflow.observe.reading import run_reader
 from distflow.observe.writing.run_folder import DROPPED
 
 MAX_TEXT = 4000
@@ -36,7 +28,7 @@ def cut_response(row: Mapping[str, object], max_text: int = MAX_TEXT) -> dict[st
     The score of a reward error is left out, and so is what is empty.
     """
     shown = {key: cut(row.get(key), max_text if key in _TEXT_KEYS else 200) for key in (*_TEXT_KEYS, *_KEYS)}
-    shown |= {"remarks": cut(remarks(row), max_text), "failure": failure(row)}
+    shown |= {"remarks": cut(run_reader.remarks(row), max_text), "failure": run_reader.failure(row)}
     if isinstance(versions := row.get("versions"), list):
         known = [v for v in versions if isinstance(v, int) and v >= 0]
         shown["versions"] = sorted({min(known), max(known)}) if known else []
@@ -75,22 +67,22 @@ SampleGroup = dict[str, Any]
 """The responses to one prompt in one step or validation: everything of it that the sample file held."""
 
 
-def thin_samples(run_dir: Path, timeline: Timeline, max_bytes: int) -> dict[str, object]:
+def thin_samples(run_dir: Path, timeline: run_reader.Timeline, max_bytes: int) -> dict[str, object]:
     """Whole groups of responses, with the numbers of groups and responses in the files that were looked into.
 
     From at most `MAX_STEPS` steps of each split, evenly chosen with the first and the last, as many groups of each as
     fit into its share of `max_bytes`, the texts of large ones cut for that: a few with reward errors, then evenly
     chosen ones of each domain.
     """
-    files = {split: sample_steps(run_dir, split) for split in (*sample_splits(run_dir), DROPPED)}
+    files = {split: run_reader.sample_steps(run_dir, split) for split in (*run_reader.sample_splits(run_dir), DROPPED)}
     most = min(MAX_STEPS, max(_MAX_FILES // len(files), 1))
     chosen = [(split, step) for split, steps in files.items() for step in evenly(steps, most)]
-    read_bytes = min(MAX_SAMPLE_BYTES, _MAX_BYTES // max(len(chosen), 1))
+    read_bytes = min(run_reader.MAX_SAMPLE_BYTES, _MAX_BYTES // max(len(chosen), 1))
     shown: list[SampleGroup] = []
     num_groups = num_responses = 0
     left_bytes = max_bytes
     for position, (split, step) in enumerate(chosen):
-        rows = read_samples(run_dir, step, split, timeline, read_bytes)
+        rows = run_reader.read_samples(run_dir, step, split, timeline, read_bytes)
         share = left_bytes // (len(chosen) - position)
         groups = sample_groups(rows, step, split)
         num_groups += len(groups)
@@ -164,21 +156,21 @@ def evenly(items: Sequence[int], number: int) -> list[int]:
     return [items[round(i * (len(items) - 1) / (number - 1))] for i in range(number)]
 
 
-def before_and_after(run_dir: Path, timeline: Timeline) -> dict[str, object] | None:
+def before_and_after(run_dir: Path, timeline: run_reader.Timeline) -> dict[str, object] | None:
     """The same validation problems at the first and the last validation that kept samples; None without two.
 
     Problems are matched by prompt and ground truth; a problem with several responses has the mean of their scores; one
     without any score, then or now, is neither better nor worse (`num_unscored`). Examples: improved ones first, then
     worse and unchanged ones, so that one of each is among them if there is one.
     """
-    splits = [split for split in sample_splits(run_dir) if split.startswith("val")]
+    splits = [split for split in run_reader.sample_splits(run_dir) if split.startswith("val")]
     ends = [(split, steps[0], steps[-1]) for split in splits if len(steps := _end_steps(run_dir, split, timeline)) > 1]
     if not ends:
         return None
     pairs: dict[str, list[dict[str, object]]] = {"better": [], "worse": [], "same": [], "unscored": []}
     lengths: tuple[list[float], list[float]] = ([], [])
     for split, first, last in ends:
-        old, new = (_by_problem(read_samples(run_dir, step, split, timeline)) for step in (first, last))
+        old, new = (_by_problem(run_reader.read_samples(run_dir, step, split, timeline)) for step in (first, last))
         for key in [key for key in old if key in new]:
             then, now = _mean_score(old[key]), _mean_score(new[key])
             if then is None or now is None:
@@ -198,24 +190,24 @@ def before_and_after(run_dir: Path, timeline: Timeline) -> dict[str, object] | N
     }
 
 
-def num_problems(run_dir: Path, timeline: Timeline) -> dict[str, int]:
+def num_problems(run_dir: Path, timeline: run_reader.Timeline) -> dict[str, int]:
     """How many different problems the first validation that kept samples had: in "all", and of each domain."""
     counts: Counter[str] = Counter()
-    for split in sample_splits(run_dir):
+    for split in run_reader.sample_splits(run_dir):
         steps = _end_steps(run_dir, split, timeline) if split.startswith("val") else []
         if steps:
-            problems = _by_problem(read_samples(run_dir, steps[0], split, timeline)).values()
+            problems = _by_problem(run_reader.read_samples(run_dir, steps[0], split, timeline)).values()
             counts.update(str(rows[0].get("domain", "")) for rows in problems)
             counts["all"] += len(problems)
     return dict(counts)
 
 
-def _end_steps(run_dir: Path, split: str, timeline: Timeline) -> list[int]:
+def _end_steps(run_dir: Path, split: str, timeline: run_reader.Timeline) -> list[int]:
     """The first and the last step of a split whose samples survive."""
-    steps = sample_steps(run_dir, split)
+    steps = run_reader.sample_steps(run_dir, split)
 
     def is_there(step: int) -> bool:
-        return bool(read_samples(run_dir, step, split, timeline))
+        return bool(run_reader.read_samples(run_dir, step, split, timeline))
 
     first = next(filter(is_there, steps[:_MAX_ENDS]), None)
     last = next(filter(is_there, steps[: -_MAX_ENDS - 1 : -1]), None)

@@ -8,7 +8,7 @@ import re
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -81,7 +81,7 @@ class Span:
     on: str | None = None
 
 
-class RunFolder:
+class RunFolder(AbstractContextManager["RunFolder"]):
     """Appends metrics, events and spans, and writes samples and JSON files whole. Safe to call from several threads.
 
     restart: counts the starts of this run in this folder, from 0.
@@ -175,9 +175,6 @@ class RunFolder:
             for file in (self._metrics, self._events, *self._spans.values()):
                 file.close()
             self._claim.close()
-
-    def __enter__(self) -> "RunFolder":
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

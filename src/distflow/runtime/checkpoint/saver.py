@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Event
@@ -48,7 +48,7 @@ class _UnderWay:
         return _WHOLE if self.path.exception() is None else _FAILED
 
 
-class Saver:
+class Saver(AbstractContextManager["Saver"]):
     """A context manager: on a normal exit it finishes the save in progress; on an error it waits for its own thread and
     for no other rank.
 
@@ -74,9 +74,6 @@ class Saver:
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._let_go = Event()
         self._under_way: _UnderWay | None = None
-
-    def __enter__(self) -> "Saver":
-        return self
 
     def __exit__(self, *exception: object) -> None:
         try:
