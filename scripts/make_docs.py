@@ -15,7 +15,7 @@ from itertools import takewhile
 from pathlib import Path
 
 from distflow import builtin_names
-from distflow.config.compose.load import differing, load_config
+from distflow.config.compose.load_config import differing, load_config
 from distflow.config.compose.origins import PRESETS, preset_names
 from distflow.config.compose.values import type_name
 from distflow.config.keys.data import DomainConfig

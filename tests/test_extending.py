@@ -16,7 +16,7 @@ import pytest
 
 from distflow import builtin_names as names
 from distflow.config import ConfigError, load_config
-from distflow.config.compose import load
+from distflow.config.compose import load_config as load_config_module
 from distflow.config.part_registrations import EXTENSION_POINTS, find_unregistered
 from distflow.errors import UserError
 from distflow.launch.check_extensions import KINDS, Kind, Part, faults_of, find_gaps
@@ -174,7 +174,7 @@ CHOOSES = {
 def test_an_unknown_name_is_answered_with_the_line_that_is_missing(
     name: str, unregistered: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(load, "find_unregistered", partial(find_unregistered, unregistered))
+    monkeypatch.setattr(load_config_module, "find_unregistered", partial(find_unregistered, unregistered))
     with pytest.raises(ConfigError) as error:
         load_config("grpo", [f"{CHOOSES[name]}={f'[{name}]' if name in ('steps', 'even_length') else name}"])
     lines = [part.line for part in find_unregistered(unregistered) if part.name == name and "group(" not in part.line]

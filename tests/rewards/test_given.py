@@ -10,7 +10,7 @@ import pytest
 
 from distflow.errors import UserError
 from distflow.import_target import LoadError
-from distflow.rewards.functions import fingerprint_function, fingerprint_target, read_function, write_function
+from distflow.rewards.load_functions import fingerprint_function, fingerprint_target, read_function, write_function
 from distflow.rewards.pool.pool import PoolSettings, RewardPool
 from distflow.rewards.score import Error, RewardResult, Score
 

@@ -91,7 +91,7 @@ class PythonInputs:
     def __post_init__(self) -> None:
         if self.reward is None:
             return
-        from distflow.rewards.functions import find_fault, name_of
+        from distflow.rewards.load_functions import find_fault, name_of
 
         if not callable(self.reward) or isinstance(self.reward, type):
             raise UserError(
@@ -125,7 +125,7 @@ class PythonInputs:
 
     def with_files(self, loaded: Loaded) -> Loaded:
         """The checked config with the files to come. Raises UserError for a reward that would score nothing."""
-        from distflow.rewards.functions import name_of
+        from distflow.rewards.load_functions import name_of
 
         config, keys = loaded.config, list[str]()
         if self.reward is not None and not is_rl(config):
@@ -147,7 +147,7 @@ class PythonInputs:
 
     def write(self, config: Config, resuming: bool, say: Callable[[str], None]) -> None:
         """Write the files. Raises UserError for what cannot be written, and for other rows than a resumed run's."""
-        from distflow.rewards.functions import fingerprint_function, write_function
+        from distflow.rewards.load_functions import fingerprint_function, write_function
 
         _folder(config).mkdir(mode=0o700, exist_ok=True)
         for key, file, rows in self._files(config):

@@ -14,10 +14,10 @@ from distflow.audit.normalization import finished_rewards, whitened
 from distflow.audit.recorded_calls import GroupRecord
 from distflow.audit.recorded_data import NOT_APPLICABLE, RecordedStep, Sample, Wrong, check, check_close, doubles
 from distflow.config.derived_settings import algorithm_of, algorithms
+from distflow.config.domain_settings import response_limit, reward_functions
 from distflow.config.keys.algorithm import AlgorithmConfig
 from distflow.config.keys.reward import on_error_of
-from distflow.config.per_domain import response_limit, reward_functions
-from distflow.rewards.functions import FAILS
+from distflow.rewards.load_functions import FAILS
 from distflow.rewards.score import RewardResult, Score
 
 LIMIT = 1e-4

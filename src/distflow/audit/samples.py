@@ -19,8 +19,8 @@ from distflow.audit.recorded_data import (
     is_builtin,
 )
 from distflow.config.derived_settings import algorithm_of
+from distflow.config.domain_settings import filters_groups, response_limit, unfiltered_domains
 from distflow.config.keys.algorithm import spread
-from distflow.config.per_domain import filters_groups, response_limit, unfiltered_domains
 from distflow.data.prompts import PromptRow
 from distflow.graph import NodeRole
 from distflow.rollout.engine import Generation

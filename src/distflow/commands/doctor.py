@@ -37,7 +37,7 @@ def add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_doctor(arguments: argparse.Namespace) -> int:
     """Look at this machine; 1 where something would keep a run from working. Loads torch."""
-    from distflow.launch.devices import find_thread_faults
+    from distflow.launch.hardware import find_thread_faults
 
     ports, versions = _of_run(arguments.run_dir), {name: _version(name) for name in NEEDED}
     packages = [f"{name} {version or 'missing'}" for name, version in versions.items()]
@@ -79,7 +79,7 @@ def run_selftest(arguments: argparse.Namespace) -> int:
 
 
 def _machine() -> list[str]:
-    from distflow.launch.devices import describe_hardware
+    from distflow.launch.hardware import describe_hardware
     from distflow.sandbox.sandbox import probe
 
     return [

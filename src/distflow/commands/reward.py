@@ -51,7 +51,7 @@ def add_reward_arguments(parser: argparse.ArgumentParser) -> None:
 def run_reward(arguments: argparse.Namespace) -> int:
     """Print what the reward function scored wrongly; 1 where there is any. Runs its code."""
     from distflow.rewards.adversary import ASK_MODELS, NUM_ROWS, PROBE, find_cheap
-    from distflow.rewards.functions import with_options
+    from distflow.rewards.load_functions import with_options
     from distflow.rewards.pool.domain_pools import alone, is_large
     from distflow.rewards.pool.pool import PoolSettings, RewardPool
     from distflow.rewards.probe import probe_target
@@ -97,7 +97,7 @@ def _target(name: str, has_responses: bool) -> str:
     """Raises UserError for a built-in that does not compare with the answer, where no responses are given."""
     from distflow.builtin_names import REWARDS
     from distflow.errors import UserError
-    from distflow.rewards.functions import custom_target, target_of
+    from distflow.rewards.load_functions import custom_target, target_of
 
     if name in REWARDS:
         if not (REWARDS[name].needs_answer or has_responses or name == _JUDGE):

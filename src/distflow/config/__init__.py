@@ -1,6 +1,6 @@
 """Typed configuration: schema, composition by Hydra, checks, and what numbers mean together. Imports no torch."""
 
-from distflow.config.compose.load import (
+from distflow.config.compose.load_config import (
     Loaded,
     config_from_dict,
     config_of_run,
@@ -11,7 +11,7 @@ from distflow.config.compose.load import (
 )
 from distflow.config.compose.origins import preset_names
 from distflow.config.derived_settings import RunLimits, pipeline_name
-from distflow.config.describe import describe, explain
+from distflow.config.explain import describe, explain
 from distflow.config.keys.declare import key
 from distflow.config.keys.schema import Config, register_config_group
 from distflow.config.rules.check import check

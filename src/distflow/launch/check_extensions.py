@@ -16,14 +16,14 @@ from distflow.audit import advantages, policy_losses
 from distflow.builtin_names import CUSTOM_REWARD, Entry, Reward
 from distflow.config import Config
 from distflow.config.derived_settings import algorithms, is_rl, pipeline_name
+from distflow.config.domain_settings import named_rewards
 from distflow.config.keys.engines import RolloutConfig
 from distflow.config.part_registrations import EXTENSION_POINTS
-from distflow.config.per_domain import named_rewards
 from distflow.errors import UserError, hint
 from distflow.graph.fields import STANDARD_FIELDS, MissingColumn
 from distflow.import_target import LoadError, SourceFile, load, split_name
 from distflow.observe.writing.trackers import Tracker
-from distflow.rewards.functions import custom_target, find_fault
+from distflow.rewards.load_functions import custom_target, find_fault
 from distflow.rollout.engine import RolloutEngine
 from distflow.training.engine import TrainEngine
 from distflow.training.torch_engine import ScorerOptions

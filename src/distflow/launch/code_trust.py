@@ -12,7 +12,7 @@ from dataclasses import fields, replace
 from distflow.algorithms.registry import find_adv_est, find_policy_loss
 from distflow.config import Config
 from distflow.config.derived_settings import algorithms, functions_of_pipeline, is_rl
-from distflow.config.per_domain import named_rewards, train_files, val_files
+from distflow.config.domain_settings import named_rewards, train_files, val_files
 from distflow.data.sources import is_function
 from distflow.errors import UserError
 from distflow.graph.fields import innermost

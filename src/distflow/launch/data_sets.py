@@ -14,8 +14,8 @@ from transformers import PreTrainedTokenizerBase
 from distflow.builtin_names import REWARDS
 from distflow.config import Config
 from distflow.config.derived_settings import is_rl
+from distflow.config.domain_settings import reward_functions
 from distflow.config.keys.reward import RewardPart
-from distflow.config.per_domain import reward_functions
 from distflow.data.dataset_columns import DEFAULT_DOMAIN, BadRows, Columns, RawRow, Record, listed, plain, read_rows
 from distflow.data.prompts import PromptOptions, PromptRow, PromptSet
 from distflow.data.sources import load_rows

@@ -11,10 +11,10 @@ import torch
 from distflow.builtin_names import ROLLOUT_ENGINES, TRAIN_ENGINES
 from distflow.config import Config
 from distflow.config.derived_settings import is_rl, is_sharded, optimizer_steps
-from distflow.config.per_domain import response_limit, temperatures
+from distflow.config.domain_settings import response_limit, temperatures
 from distflow.import_target import load
 from distflow.launch import build_engines
-from distflow.launch.devices import choose_device, threads_of
+from distflow.launch.hardware import choose_device, threads_of
 from distflow.launch.model_sources import critic_source, policy_adapter, policy_source, tokenizer_loader
 from distflow.models.cpu_kernels import build as native
 from distflow.rewards.pool.domain_pools import RewardSettings

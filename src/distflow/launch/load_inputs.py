@@ -6,7 +6,7 @@ from transformers import PreTrainedTokenizerBase
 
 from distflow.config import Config, Loaded, RunLimits, fit_to, flatten, with_changes
 from distflow.config.compose.key_usage import peek, watch
-from distflow.config.compose.load import is_verls
+from distflow.config.compose.load_config import is_verls
 from distflow.config.compose.origins import is_preset
 from distflow.config.derived_settings import CUSTOM, pipeline_name
 from distflow.data.prompts import PromptSet
@@ -16,7 +16,7 @@ from distflow.graph.fields import MissingColumn
 from distflow.launch.check_extensions import check_extensions, explain_missing_column
 from distflow.launch.code_trust import check_importable
 from distflow.launch.data_sets import DataSource, train_sources, validation_sources
-from distflow.launch.devices import make_process_ready
+from distflow.launch.hardware import make_process_ready
 from distflow.launch.model_sources import policy_context, tokenizer_loader
 from distflow.launch.select_pipeline import bind, generates, import_user_modules
 from distflow.launch.spec_settings import sampling_params, spec_settings, validation_params

@@ -13,16 +13,16 @@ from omegaconf import DictConfig, OmegaConf
 
 from distflow.builtin_names import CURRICULA, CUSTOM_REWARD, REWARDS
 from distflow.config import Config, Loaded, describe
-from distflow.config.compose.load import build
+from distflow.config.compose.load_config import build
 from distflow.config.compose.origins import PRESETS, preset_names
+from distflow.config.domain_settings import reward_functions
 from distflow.config.keys.schema import schema_keys
-from distflow.config.per_domain import reward_functions
 from distflow.config.serialize import diff, show_value
-from distflow.launch.devices import choose_device, threads_of, worker_cores
+from distflow.launch.hardware import choose_device, threads_of, worker_cores
 from distflow.launch.load_inputs import Data
 from distflow.models.cpu_kernels import build as native
 from distflow.models.weight_checks import identity
-from distflow.rewards.functions import fingerprint_target, target_of
+from distflow.rewards.load_functions import fingerprint_target, target_of
 from distflow.rewards.pool.domain_pools import RewardSettings
 from distflow.sandbox.sandbox import probe
 

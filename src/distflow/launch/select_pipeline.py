@@ -28,7 +28,7 @@ from distflow.graph import (
 from distflow.graph.fields import MissingColumn, innermost
 from distflow.graph.nodes import Node
 from distflow.import_target import LoadError, load_function, load_modules, required_parameters, users_code
-from distflow.launch.devices import make_process_ready
+from distflow.launch.hardware import make_process_ready
 from distflow.pipelines.nodes.log_probs import score_policy
 from distflow.pipelines.nodes.objectives import may_derive_old
 from distflow.pipelines.nodes.rollout import load_responses

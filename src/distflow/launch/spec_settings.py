@@ -12,11 +12,11 @@ from distflow.algorithms.mismatch_check import Tolerance
 from distflow.config import Config
 from distflow.config.compose.key_usage import peek
 from distflow.config.derived_settings import is_rl, is_sharded
-from distflow.config.per_domain import response_limit, validates
+from distflow.config.domain_settings import response_limit, validates
 from distflow.graph import BoundPipeline, NodeRole
 from distflow.launch.data_sets import data_plan, own_setting
-from distflow.launch.devices import choose_device, refuse_offload_here
 from distflow.launch.engine_factories import compute_dtype, engine_dtype, make_factories, shares_weights
+from distflow.launch.hardware import choose_device, refuse_offload_here
 from distflow.launch.model_sources import check_layouts, model_sizes
 from distflow.launch.select_pipeline import takes_policy_loss
 from distflow.pipelines.nodes.objectives import is_anchored, loss_terms

@@ -5,14 +5,14 @@ from collections.abc import Iterator
 from distflow.algorithms.registry import describe_estimator
 from distflow.config import Loaded
 from distflow.config.derived_settings import algorithms, is_rl
+from distflow.config.domain_settings import reward_functions
 from distflow.config.part_registrations import find_unregistered
-from distflow.config.per_domain import reward_functions
 from distflow.data.dataset_columns import TEMPLATE_KWARGS_COLUMN, listed
 from distflow.errors import hint
 from distflow.graph import NodeRole
 from distflow.launch.check_extensions import find_gaps
 from distflow.launch.data_sets import num_rows_of
-from distflow.launch.devices import threads_of
+from distflow.launch.hardware import threads_of
 from distflow.launch.load_inputs import Data, Reading
 from distflow.pipelines.nodes.by_domain import options_of
 from distflow.planning.threads import own_cores

@@ -7,8 +7,8 @@ fix their order. Prompt groups go through the rollout nodes one by one, whole st
 from distflow.algorithms.registry import POLICY_LOSSES
 from distflow.config import Config, preset_config
 from distflow.config.derived_settings import algorithms
+from distflow.config.domain_settings import filters_groups, unfiltered_domains
 from distflow.config.keys.algorithm import is_on
-from distflow.config.per_domain import filters_groups, unfiltered_domains
 from distflow.graph import Pipeline, TaskGraph
 from distflow.pipelines import nodes
 from distflow.pipelines.nodes.advantages import changes_rewards, masks_samples, weighs_samples

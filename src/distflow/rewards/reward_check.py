@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from distflow.rewards.extracted_answers import bare_answer
-from distflow.rewards.functions import PROMPT, call_arguments
+from distflow.rewards.load_functions import PROMPT, call_arguments
 from distflow.rewards.pool.pool import RewardPool
 from distflow.rewards.score import RIGHT, RewardResult, Score, Timeout, own_reward_result, scored_right
 from distflow.rewards.self_check import why

@@ -14,7 +14,7 @@ from distflow.config.keys.reward import RewardPart
 from distflow.data.sample import Sample
 from distflow.errors import UserError
 from distflow.observe.files import JSON
-from distflow.rewards.functions import PROMPT, call_arguments
+from distflow.rewards.load_functions import PROMPT, call_arguments
 from distflow.rewards.pool import domain_pools
 from distflow.rewards.score import CUT, CallCounts, Error, RewardCounts, RewardResult, Score, Timeout, accuracy
 

@@ -20,7 +20,7 @@ from distflow.errors import UserError
 from distflow.import_target import load_function, load_module, split_name
 from distflow.observe.sanitize import escape_control
 from distflow.rewards.extracted_answers import bare_answer, decoded
-from distflow.rewards.functions import FAILS, FAILS_TARGET, call_arguments
+from distflow.rewards.load_functions import FAILS, FAILS_TARGET, call_arguments
 from distflow.rewards.pool.pool import PoolSettings, RewardPool
 from distflow.rewards.score import Case, Error, RewardResult, Score, Timeout, own_reward_result, scored_right
 

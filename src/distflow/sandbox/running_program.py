@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from typing import NamedTuple
 
-from distflow.sandbox.fork_server import ForkServer, ServerGone
+from distflow.sandbox.fork_server_process import ForkServer, ServerGone
 from distflow.sandbox.inside.program import EXIT_OUT_OF_MEMORY, Request
 from distflow.sandbox.inside.server import END, FAILED
 from distflow.sandbox.inside.values import HEADER, MAX_BYTES

@@ -18,7 +18,7 @@ from distflow.config import Config, Loaded, config_from_dict, load_config, to_di
 from distflow.data.batch import Batch
 from distflow.data.prompts import PromptSet
 from distflow.launch.data_sets import train_sources, validation_sources
-from distflow.launch.devices import choose_device
+from distflow.launch.hardware import choose_device
 from distflow.launch.local_launcher import launch_local
 from distflow.launch.make_spec import make_spec
 from distflow.launch.model_sources import load_policy

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from distflow.builtin_names import HUB_DATA
 from distflow.config.derived_settings import functions_of_pipeline, is_rl, may_have_critic
+from distflow.config.domain_settings import train_files, val_files
 from distflow.config.keys.schema import Config
-from distflow.config.per_domain import train_files, val_files
 from distflow.config.rules.check import where
 from distflow.errors import Problem, missing_path, nearest
 from distflow.import_target import SourceFile, split_name
@@ -123,7 +123,7 @@ def _reward_fault(function: str, path: str) -> tuple[str, str] | None:
     if ".py:" in path:
         file, name = split_name(path)
         return "names a function too", f"write {file}, and its function as custom_reward_function.name={name}"
-    if path.endswith(".pkl"):  # a function from Python, saved by distflow.rewards.functions
+    if path.endswith(".pkl"):  # a function from Python, saved by distflow.rewards.load_functions
         kept = Path(path).expanduser()
         return None if kept.is_file() else missing_path(kept)
     fault = _code_fault(path)

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from distflow.builtin_names import CUSTOM_REWARD
 from distflow.config import derived_settings
 from distflow.config.compose.origins import is_preset
+from distflow.config.domain_settings import reward_functions
 from distflow.config.keys.reward import RewardPart
 from distflow.config.keys.schema import Config, schema_keys, with_values
-from distflow.config.per_domain import reward_functions
 from distflow.config.rules.check import where
 from distflow.config.serialize import flatten, show_value
 

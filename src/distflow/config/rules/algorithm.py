@@ -4,9 +4,9 @@ from collections.abc import Iterator
 
 from distflow.builtin_names import FILTER_METRICS, POLICY_LOSSES
 from distflow.config.derived_settings import is_rl
+from distflow.config.domain_settings import filters_groups, reward_functions
 from distflow.config.keys.algorithm import spread
 from distflow.config.keys.schema import Config
-from distflow.config.per_domain import filters_groups, reward_functions
 from distflow.config.rules import ACTOR, ROLLOUT, Finding
 
 _CONTROL = "algorithm.kl_ctrl"

@@ -5,10 +5,10 @@ from string import Formatter
 
 from distflow.builtin_names import CUSTOM_REWARD, TEMPLATE_PARAMETERS
 from distflow.config.derived_settings import is_rl
+from distflow.config.domain_settings import named_rewards, reward_functions
 from distflow.config.keys.data import DataConfig, DomainConfig
 from distflow.config.keys.reward import RewardConfig, patience_of
 from distflow.config.keys.schema import Config
-from distflow.config.per_domain import named_rewards, reward_functions
 from distflow.config.rules import Finding
 
 

@@ -14,9 +14,9 @@ from distflow.config.derived_settings import (
     pipeline_name,
     takes_values,
 )
+from distflow.config.domain_settings import reward_functions, unfiltered_domains
 from distflow.config.keys.data import DomainConfig
 from distflow.config.keys.schema import Config
-from distflow.config.per_domain import reward_functions, unfiltered_domains
 from distflow.config.rules import ROLLOUT, Finding, algorithm, normalization, pipeline, unused_options
 
 _OF_SFT = ("response_key", "messages_key")

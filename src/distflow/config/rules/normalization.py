@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 
 from distflow.config.derived_settings import find_estimator, find_pipeline, is_rl
+from distflow.config.domain_settings import reward_functions
 from distflow.config.keys.algorithm import is_on
 from distflow.config.keys.schema import Config
-from distflow.config.per_domain import reward_functions
 from distflow.config.rules import ROLLOUT, Finding
 from distflow.config.serialize import changed_from_default
 

@@ -12,8 +12,8 @@ from distflow.config.derived_settings import (
     may_have_critic,
     pipeline_name,
 )
+from distflow.config.domain_settings import named_rewards
 from distflow.config.keys.schema import Config
-from distflow.config.per_domain import named_rewards
 from distflow.config.rules import ACTOR, ROLLOUT, Finding
 from distflow.import_target import split_name
 

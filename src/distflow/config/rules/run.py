@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from distflow.config import derived_settings
+from distflow.config.domain_settings import val_files, validates
 from distflow.config.keys.schema import Config
-from distflow.config.per_domain import val_files, validates
 from distflow.config.rules import ROLLOUT, Finding
 from distflow.errors import missing_path, nearest
 

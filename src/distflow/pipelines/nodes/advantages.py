@@ -25,8 +25,8 @@ from distflow.algorithms.sample_filters_and_weights import (
 )
 from distflow.config import Config
 from distflow.config.derived_settings import find_estimator
+from distflow.config.domain_settings import reward_functions
 from distflow.config.keys.algorithm import AlgorithmConfig, is_on
-from distflow.config.per_domain import reward_functions
 from distflow.graph import NodeOutput, NodeRole, node, node_factory
 from distflow.pipelines.nodes.by_domain import algorithm_node, by_domain
 from distflow.rewards.score import RIGHT

@@ -10,10 +10,10 @@ from typing import NamedTuple
 
 from distflow.builtin_names import REWARDS
 from distflow.config import Config
+from distflow.config.domain_settings import reward_functions
 from distflow.config.keys.reward import RewardPart, patience_of
-from distflow.config.per_domain import reward_functions
 from distflow.errors import UserError, hint
-from distflow.rewards.functions import FAILS, FAILS_TARGET, target_of, with_options
+from distflow.rewards.load_functions import FAILS, FAILS_TARGET, target_of, with_options
 from distflow.rewards.pool.pool import MEMORY_BYTES, OnResult, Pool, PoolSettings, RewardPool
 from distflow.rewards.score import RewardResult
 

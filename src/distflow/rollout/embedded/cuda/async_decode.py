@@ -9,7 +9,7 @@ from torch import Tensor
 
 from distflow.models.cached_decoder import DecoderView, PromptKV
 from distflow.rollout.embedded.cuda.async_steps import AsyncSteps
-from distflow.rollout.embedded.cuda.paged_kv import Lease, PageCopy
+from distflow.rollout.embedded.cuda.decode_state import Lease, PageCopy
 from distflow.rollout.embedded.kv_slots import PromptCache
 from distflow.rollout.embedded.sampler import NOT_FINITE
 from distflow.rollout.embedded.scheduler import Move, Scheduler, Sequence, StepTokens, Work

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from distflow.errors import UserError
 from distflow.models.cached_decoder import DecoderView, PromptKV
-from distflow.rollout.embedded.cuda.paged_kv import (
+from distflow.rollout.embedded.cuda.decode_state import (
     DecodeState,
     Laws,
     Lease,

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from distflow.rewards.functions import call, custom_target, load_reward
+from distflow.rewards.load_functions import call, custom_target, load_reward
 from distflow.rewards.score import read_score
 
 ARGUMENTS = {"data_source": "d", "solution_str": "s", "ground_truth": "g", "extra_info": {"k": 1}}

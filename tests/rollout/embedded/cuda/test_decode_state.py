@@ -9,7 +9,7 @@ import torch
 
 from distflow.models.cached_decoder import DecoderView
 from distflow.rollout.embedded.cuda.async_steps import AsyncSteps, DeviceOptions, padded, rounded
-from distflow.rollout.embedded.cuda.paged_kv import (
+from distflow.rollout.embedded.cuda.decode_state import (
     NEXT,
     TRASH,
     PageMemory,

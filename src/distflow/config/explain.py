@@ -1,7 +1,7 @@
 """A config in a few lines for people, and the explanation of one key."""
 
 from distflow.builtin_names import POLICY_LOSSES
-from distflow.config.compose.load import Loaded
+from distflow.config.compose.load_config import Loaded
 from distflow.config.compose.origins import COMMAND_LINE
 from distflow.config.compose.shrink_to_fit import count
 from distflow.config.compose.unknown_keys import suggest
@@ -14,9 +14,9 @@ from distflow.config.derived_settings import (
     optimizer_steps_a_step,
     pipeline_name,
 )
+from distflow.config.domain_settings import group_sizes, validates
 from distflow.config.keys.declare import KeyInfo
 from distflow.config.keys.schema import Config, schema_keys
-from distflow.config.per_domain import group_sizes, validates
 from distflow.config.serialize import flatten, show_value
 from distflow.errors import ConfigError, Problem
 

@@ -10,7 +10,7 @@ TWICE = """
 import resource
 import sys
 
-from distflow.launch.devices import keep_freed_memory
+from distflow.launch.hardware import keep_freed_memory
 
 if sys.argv[1] == "kept":
     keep_freed_memory()
