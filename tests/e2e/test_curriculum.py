@@ -1,16 +1,22 @@
 """A curriculum in whole runs: shares that follow what was measured, killed and resumed runs, and one that fails."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from distflow.errors import UserError
+from distflow.errors import TrustError, UserError
+from distflow.observe.reading.run_reader import read_events
+from distflow.scheduling import curriculum
+from distflow.scheduling.domain_quotas import Quotas
 from distflow.scheduling.ledger import timeline
 from tests.e2e.runs import Playground, Run
 from tests.e2e.test_domains import go_back, issued, steps_of
 from tests.ledger_audit import verify
+from tests.sparse_params import one_fast_in
 
 CURRICULUM = """
 def by_right_answers(progress, step, state):
@@ -134,3 +140,64 @@ def test_one_that_fails_ends_the_run_and_costs_no_checkpoint(ground: Playground,
     moved.write_text("def weights(progress, step, state):\n    return {'math': 1, 'code': 1}\n")
     with pytest.raises(UserError, match="--allow-change data.curriculum.function"):
         ground.run("grpo", *given(ground, f"data.curriculum.function='{moved}:weights'"), name="fails")
+
+
+def forgets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(curriculum, "_moved", lambda before, now, smoothing: now)
+
+
+def follows_accuracy(monkeypatch: pytest.MonkeyPatch) -> None:
+    def learnability(progress: Any, step: int, state: dict[str, Any]) -> dict[str, float]:
+        return {name: known.weight * (known.accuracy or 0.5) for name, known in progress.items()}
+
+    monkeypatch.setattr(curriculum, "load_curriculum", lambda name: learnability)
+
+
+def counts_one_domain(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = curriculum.Curriculum.count
+
+    def count(self: curriculum.Curriculum, domain: str, group: curriculum.Accuracy) -> None:
+        original(self, "math", group)
+
+    monkeypatch.setattr(curriculum.Curriculum, "count", count)
+
+
+def hands_out_equal_shares(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Quotas, "_take", lambda self: 0)
+
+
+FAULTS = {forgets: "share", follows_accuracy: "share", counts_one_domain: "was told", hands_out_equal_shares: "has had"}
+
+
+def learnable(ground: Playground, *more: str) -> tuple[str, ...]:
+    settings = given(ground, "algorithm.filter_groups.enable=false", "trainer.total_training_steps=8", *more)
+    return *settings, "data.curriculum.function=learnability"
+
+
+@pytest.mark.parametrize("fault", one_fast_in(4, FAULTS))
+def test_shares_that_are_not_those_of_the_groups_are_found(
+    ground: Playground, monkeypatch: pytest.MonkeyPatch, fault: Callable[[pytest.MonkeyPatch], None]
+) -> None:
+    fault(monkeypatch)
+    with pytest.raises(TrustError, match=rf"the audit of step \d+ found \(curriculum\): .*{FAULTS[fault]}"):
+        ground.run("grpo", *learnable(ground), name=fault.__name__)
+
+
+HEALTHY = {
+    "plain": (),
+    "ahead": ("async.max_staleness=2",),
+    "filtered": ("data.curriculum.every=2", "algorithm.filter_groups.enable=true"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", HEALTHY)
+def test_shares_of_a_healthy_run_are_proven_in_every_step(ground: Playground, name: str) -> None:
+    settings = learnable(ground, *HEALTHY[name])
+    name = f"healthy-{name}"
+    whole = ground.run("grpo", *settings, name=name)
+    looks = [event for event in read_events(whole.folder) if event.kind == "looks"]
+    assert sum(dict(event.fields["checks"])["curriculum"] for event in looks) == 7, "of the last step nothing is told"
+    go_back(whole, 4, f"{name}-again")
+    again = ground.run("grpo", *settings, name=f"{name}-again")
+    assert again.notes("end")[-1] == "the run finished"

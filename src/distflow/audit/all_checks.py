@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from distflow.audit import rewards, updates
 from distflow.audit.advantages import audit_advantages
+from distflow.audit.curriculum import audit_curriculum
 from distflow.audit.custom_functions import audit_custom_functions
 from distflow.audit.data_rows import audit_data
 from distflow.audit.log_probs import audit_log_probs, audit_reference
@@ -88,7 +89,10 @@ LOOK_AFTER: tuple[Check, ...] = (
 )
 """Run at the end of steps that are not audited, on a few groups and one update of each model."""
 
-CHECKS = (*AT_START, *AFTER[:9], *BEFORE, *AFTER[9:], *OF_VALIDATION)
+AT_RELEASE: tuple[Check, ...] = (audit_curriculum,)
+"""Run in every step on its metrics, once the sample queue has added its own."""
+
+CHECKS = (*AT_START, *AFTER[:9], *BEFORE, *AFTER[9:], *OF_VALIDATION, *AT_RELEASE)
 """All checks in the order of a step, for readers."""
 
 

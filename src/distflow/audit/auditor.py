@@ -181,6 +181,13 @@ class Auditor:
             remember(taken)
         self._taken = self._recorded = self._look = None
 
+    def step_released(self, step: int, batch: Batch, metrics: Mapping[str, float]) -> None:
+        if self._schedule.frequency > 0:
+            released = RecordedStep(self._run, step, {}, (), batch, None, {}, {})
+            released.metrics = metrics
+            with self._schedule.timed(step, audits=False):
+                self._count(self._check(all_checks.AT_RELEASE, released))
+
     def part_validated(self, rows: Facts) -> Facts:
         records = self.groups.take_validated()
         return sample_facts(self._run.spec, records, rows) if self._schedule.frequency > 0 else []

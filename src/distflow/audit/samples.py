@@ -35,7 +35,7 @@ ROUNDING = 1e-6
     "groups",
     "the step holds its groups, each with all its samples once; if groups are filtered by accuracy, no group has equal "
     "accuracy on all samples; each domain has had its share of all groups so far",
-    needs="one rank; for shares a run without a curriculum",
+    needs="one rank; for shares a run without a curriculum, whose shares are a check of their own",
     limit="equal",
 )
 def audit_groups(recorded: RecordedStep) -> str | None:

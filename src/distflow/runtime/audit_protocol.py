@@ -75,6 +75,9 @@ class StepAuditor(Protocol):
     def step_trained(self, metrics: Mapping[str, float]) -> None:
         """All nodes of the step have run."""
 
+    def step_released(self, step: int, batch: Batch, metrics: Mapping[str, float]) -> None:
+        """The sample queue has noted that the step is trained. metrics: of the step, with the queue's."""
+
     def part_validated(self, rows: SampleRows) -> SampleRows:
         """This worker has validated its part. Returns what `validated` needs of each sample. On any thread."""
 

@@ -206,6 +206,8 @@ class Worker:
             metrics |= group_metrics(released.group_counts, figures.versions, step - 1)
             for domain, own in released.domains.items():
                 metrics |= {f"domains/{domain}/{name}": value for name, value in own.items()}
+        with self._recorder.phases("audit"):
+            self._parts.auditor.step_released(step - 1, batch, metrics)
         metrics |= self._recorder.phases.finish_step() | self._recorder.memory.finish_step()
         metrics["throughput/tokens_per_s"] = figures.num_tokens / metrics["timing_s/step"]
         with self._recorder.phases("record"):
