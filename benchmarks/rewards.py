@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 from distflow.builtin_names import REWARDS
 from distflow.errors import UserError
-from distflow.observe.files import JSON
+from distflow.observe.crash_safe_files import JSON
 from distflow.rewards.code.reward import score_program
 from distflow.rewards.pool.pool import PoolSettings, RewardPool
 from distflow.rewards.score import RewardResult, Score

@@ -126,7 +126,7 @@ def test_what_others_print_under_the_live_view(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_lines_of_json_are_read_back_as_they_were(tmp_path: Path) -> None:
-    from distflow.observe.files import LineFile, read_records
+    from distflow.observe.crash_safe_files import LineFile, read_records
 
     record: dict[str, Any] = {CANARY: CANARY, "half": "\ud800", "tag": "\U000e0041", "plain": "日本語 é"}
     file = LineFile(tmp_path / "lines.jsonl")

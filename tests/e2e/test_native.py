@@ -6,7 +6,7 @@ import pytest
 
 from distflow.models.cpu_kernels import build
 from distflow.models.cpu_kernels.build import NotNative
-from distflow.observe.files import read_object
+from distflow.observe.crash_safe_files import read_object
 from tests.e2e.runs import Playground
 
 

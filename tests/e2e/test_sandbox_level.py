@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from distflow import load_run
-from distflow.observe.files import read_object
+from distflow.observe.crash_safe_files import read_object
 from distflow.observe.reading.run_reader import read_samples, sample_splits
 from distflow.observe.report.build import report_data
 from distflow.sandbox import sandbox

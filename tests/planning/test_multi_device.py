@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distflow.config import Config, Loaded
-from distflow.config.compose.shrink_to_fit import apply_changes
+from distflow.config.compose.fit_defaults import apply_changes
 from distflow.config.keys.run import AsyncConfig
 from distflow.config.keys.schema import schema_keys
 from distflow.errors import ConfigError, UserError

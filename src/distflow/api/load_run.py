@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from distflow.errors import UserError
-from distflow.observe.files import JSON, read_object
+from distflow.observe.crash_safe_files import JSON, read_object
 from distflow.observe.metrics import headlines
 from distflow.observe.reading import run_reader
 from distflow.observe.report.summary import REWARD, accuracies, status

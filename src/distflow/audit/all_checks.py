@@ -6,7 +6,7 @@ from distflow.audit import rewards, updates
 from distflow.audit.advantages import audit_advantages
 from distflow.audit.curriculum import audit_curriculum
 from distflow.audit.custom_functions import audit_custom_functions
-from distflow.audit.data_rows import audit_data
+from distflow.audit.loaded_rows import audit_data
 from distflow.audit.log_probs import audit_log_probs, audit_reference
 from distflow.audit.loss import audit_correction, audit_loss
 from distflow.audit.metrics import audit_metrics

@@ -17,7 +17,7 @@ from distflow.data.batch import Batch
 from distflow.errors import TrustError
 from distflow.models.sharding import whole
 from distflow.models.weight_checks import magnitudes, unsound
-from distflow.observe.files import read_object
+from distflow.observe.crash_safe_files import read_object
 from distflow.training.engine import TrainEngine
 
 BATCH, WEIGHTS, CONFIG, FACTS = "batch.safetensors", "weights.safetensors", "config.yaml", "bundle.json"

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from distflow import __version__
 from distflow.commands.shared import add_run_argument, find_run, importing, newest_run
-from distflow.observe.files import read_object
-from distflow.observe.open_ports import family, listeners
+from distflow.observe.crash_safe_files import read_object
+from distflow.observe.listening_ports import family, listeners
 from distflow.observe.sanitize import escape_control
 from distflow.observe.writing.folder_lock import writer_of
 

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from distflow.commands.shared import LEDGER, add_run_argument, find_run
-from distflow.observe.files import bytes_left_out, to_number
+from distflow.observe.crash_safe_files import bytes_left_out, to_number
 from distflow.observe.sanitize import escape_control
 
 if TYPE_CHECKING:
-    from distflow.observe.files import JSON
+    from distflow.observe.crash_safe_files import JSON
     from distflow.scheduling.lineage import Attempt, GroupLineage, StepLineage
 
     Responses = Sequence[Mapping[str, JSON]]

@@ -1,9 +1,9 @@
 """A config in a few lines for people, and the explanation of one key."""
 
 from distflow.builtin_names import POLICY_LOSSES
+from distflow.config.compose.fit_defaults import count
 from distflow.config.compose.load_config import Loaded
 from distflow.config.compose.origins import COMMAND_LINE
-from distflow.config.compose.shrink_to_fit import count
 from distflow.config.compose.unknown_keys import suggest
 from distflow.config.compose.values import type_name
 from distflow.config.derived_settings import (

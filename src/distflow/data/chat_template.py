@@ -25,7 +25,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from distflow.data.messages import ASSISTANT, Messages, RowError
 from distflow.errors import UserError
-from distflow.observe.files import JSON
+from distflow.observe.crash_safe_files import JSON
 
 RENDERS_WITHIN_S = 10.0
 """Timeout for each prompt; it usually takes a millisecond."""

@@ -9,7 +9,7 @@ from decimal import Decimal
 
 from distflow.data import messages as chat_messages
 from distflow.errors import UserError, nearest
-from distflow.observe.files import JSON, is_deep
+from distflow.observe.crash_safe_files import JSON, is_deep
 
 DEFAULT_DOMAIN = "default"
 _DEFAULT_DOMAIN_KEY = "data_source"

@@ -12,7 +12,7 @@ import pyarrow
 
 from distflow.data.prompts import PromptRow, PromptRows, PromptSet
 from distflow.errors import UserError
-from distflow.observe.files import replacing
+from distflow.observe.crash_safe_files import replacing
 from distflow.untrusted_files import check_file
 
 CHUNK_ROWS = 1000

@@ -7,7 +7,7 @@ import json
 
 from distflow.builtin_names import TEMPLATE_PARAMETERS
 from distflow.errors import hint
-from distflow.observe.files import JSON
+from distflow.observe.crash_safe_files import JSON
 
 Messages = list[dict[str, JSON]]
 

@@ -11,7 +11,7 @@ from typing import overload
 
 from distflow.data.dataset_columns import RawRow
 from distflow.data.sample import Segment
-from distflow.observe.files import JSON
+from distflow.observe.crash_safe_files import JSON
 
 PROMPT_FIELDS = (
     "uid",

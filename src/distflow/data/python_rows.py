@@ -14,7 +14,7 @@ from urllib.parse import parse_qsl
 
 from distflow.data.dataset_columns import Record, plain
 from distflow.errors import UserError
-from distflow.observe.files import JSON, write_atomically
+from distflow.observe.crash_safe_files import JSON, write_atomically
 
 MAX_ROWS = 1_000_000
 

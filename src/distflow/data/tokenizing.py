@@ -24,7 +24,7 @@ from distflow.data.dataset_columns import BadRows, RawRow
 from distflow.data.messages import Messages, RowError
 from distflow.data.prompts import Encoded, PromptOptions, PromptReport, PromptSet
 from distflow.errors import UserError
-from distflow.observe.files import JSON
+from distflow.observe.crash_safe_files import JSON
 
 
 def fit(

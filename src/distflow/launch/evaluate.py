@@ -10,7 +10,7 @@ from distflow.runtime.compiled_node import Contexts
 from distflow.runtime.node_errors import warn_of_errors
 from distflow.runtime.resources import build_resources
 from distflow.runtime.rollout_loop import GroupEvents, RolloutLoop
-from distflow.runtime.rollout_services import Session
+from distflow.runtime.rollout_session import Session
 from distflow.runtime.spec import Spec
 from distflow.runtime.validation import Validator, validation_loss
 from distflow.runtime.wait_log import Waits

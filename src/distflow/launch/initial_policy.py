@@ -14,7 +14,7 @@ from distflow.errors import UserError
 from distflow.launch.code_trust import model_code, only_if_trusted, without_model_code
 from distflow.launch.model_sources import copy_weights, load_policy, tokenizer_loader
 from distflow.models.export import check_target, export_model
-from distflow.observe.files import read_object
+from distflow.observe.crash_safe_files import read_object
 from distflow.runtime.checkpoint.checkpoint_store import Checkpoint
 from distflow.runtime.checkpoint.files import MANIFEST, checkpoints_in
 from distflow.runtime.checkpoint.find_checkpoint import CHECKPOINTS, describe_choice, is_of_a_run, policy_checkpoint

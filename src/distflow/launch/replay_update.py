@@ -21,7 +21,7 @@ from distflow.import_target import load_modules
 from distflow.launch.code_trust import imported_code, model_code, only_if_trusted, without_model_code
 from distflow.launch.engine_factories import make_factories
 from distflow.launch.model_sources import copy_weights
-from distflow.observe.files import read_object
+from distflow.observe.crash_safe_files import read_object
 from distflow.pipelines.nodes.objectives import policy_objective, value_objective
 from distflow.planning.plan import RankPlan
 from distflow.runtime.resources import build_resources

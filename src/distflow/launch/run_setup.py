@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 
 from distflow import __version__
-from distflow.observe.files import remove_asides, sync
+from distflow.observe.crash_safe_files import remove_asides, sync
 from distflow.observe.reading.run_reader import read_damage, read_metrics
 from distflow.observe.report.build import write_report
 from distflow.observe.report.summary import accuracies

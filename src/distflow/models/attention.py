@@ -26,7 +26,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from distflow.models.cpu_kernels import build as native
-from distflow.models.cpu_kernels.layer import attend
+from distflow.models.cpu_kernels.training_layer import attend
 from distflow.models.prefix_sharing import Buckets, Packing
 
 

@@ -25,7 +25,14 @@ from distflow.errors import UserError
 from distflow.models.attention import PACKED_ATTENTION, take_rows
 from distflow.models.cached_decoder import FAMILIES
 from distflow.models.cpu_kernels import build as native
-from distflow.models.cpu_kernels.layer import add_norm, after_attention, attend, before_attention, gate, split_heads
+from distflow.models.cpu_kernels.training_layer import (
+    add_norm,
+    after_attention,
+    attend,
+    before_attention,
+    gate,
+    split_heads,
+)
 from distflow.models.cpu_kernels.weight_layout import check_modules, layer_modules, side_by_side
 from distflow.models.log_probs import token_log_probs
 from distflow.models.lora import unwrapped

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from distflow.config.compose.check_paths import model_fault
 from distflow.errors import UserError
-from distflow.observe.files import read_object, unreadable
+from distflow.observe.crash_safe_files import read_object, unreadable
 from distflow.untrusted_files import check_file
 
 BUILTIN_FOLDER = Path(__file__).parent / "builtin"

@@ -7,7 +7,7 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from distflow.errors import UserError
 from distflow.models.paths import TOKENIZER_FILES, is_local, readable, require_files, resolve_path
-from distflow.observe.files import read_object
+from distflow.observe.crash_safe_files import read_object
 
 # Ends of a chat turn. They count only where the tokenizer has them as one special token.
 CHAT_END_TOKENS = (

@@ -22,7 +22,7 @@ from distflow.builtin_names import CUSTOM_REWARD, REWARDS
 from distflow.errors import UserError, hint
 from distflow.graph.fields import innermost, is_async
 from distflow.import_target import LoadError, load_function, module_files, required_parameters, split_name
-from distflow.observe.files import write_atomically
+from distflow.observe.crash_safe_files import write_atomically
 
 SUFFIX = ".pkl"
 _HEAD = b"distflow reward "

@@ -13,7 +13,7 @@ import numpy as np
 from distflow.config.keys.reward import RewardPart
 from distflow.data.sample import Sample
 from distflow.errors import UserError
-from distflow.observe.files import JSON
+from distflow.observe.crash_safe_files import JSON
 from distflow.rewards.load_functions import PROMPT, call_arguments
 from distflow.rewards.pool import domain_pools
 from distflow.rewards.score import CUT, CallCounts, Error, RewardCounts, RewardResult, Score, Timeout, accuracy

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from distflow.builtin_names import CUSTOM_REWARD, REWARDS
-from distflow.observe.files import JSON
+from distflow.observe.crash_safe_files import JSON
 from distflow.observe.metrics import TIMED_OUT
 
 CUT = "cut_tokens"

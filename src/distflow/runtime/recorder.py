@@ -18,7 +18,7 @@ import torch
 from distflow.config import to_dict
 from distflow.data.batch import Batch
 from distflow.errors import UserError
-from distflow.observe.files import replacing
+from distflow.observe.crash_safe_files import replacing
 from distflow.observe.report.build import write_report
 from distflow.observe.writing.run_folder import DROPPED, RunFolder, Span
 from distflow.observe.writing.terminal import TerminalView

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from distflow.models.cpu_kernels import build as native
-from distflow.models.cpu_kernels.layer import attend
+from distflow.models.cpu_kernels.training_layer import attend
 from distflow.models.prefix_sharing import Sequences, Sharing, shared_prefixes
 
 pytestmark = pytest.mark.skipif(not native.is_there(), reason="wants a C compiler (Debian: apt-get install gcc)")

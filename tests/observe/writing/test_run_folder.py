@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distflow.observe.files import encode, read_object, to_json, to_number
+from distflow.observe.crash_safe_files import encode, read_object, to_json, to_number
 from distflow.observe.reading.run_reader import (
     read_damage,
     read_events,

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
+from distflow.rewards.code.assertion_process import typed
 from distflow.rewards.code.execution import same_output, same_value
-from distflow.rewards.code.harness import typed
 from distflow.rewards.code.split_assertions import split_assertions
 from distflow.rewards.code.test_formats import AssertTests, CallTests, StreamTests, read_tests
 

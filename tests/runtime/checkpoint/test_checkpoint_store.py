@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from distflow.observe import files
+from distflow.observe import crash_safe_files
 from distflow.runtime.checkpoint import files as checkpoint_files
 from distflow.runtime.checkpoint.checkpoint_store import CheckpointError, CheckpointStore
 
@@ -209,7 +209,7 @@ def test_a_part_that_was_announced_and_is_missing_commits_nothing(tmp_path):
 
 def die_within_a_part(folder, step, part):
     """Killed when the bytes are there and before the file has its name."""
-    files.sync = lambda path: os.kill(os.getpid(), signal.SIGKILL)
+    crash_safe_files.sync = lambda path: os.kill(os.getpid(), signal.SIGKILL)
     write_a_part(folder, step, "actor", part)
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from distflow.errors import UserError
 from distflow.launch.run_setup import starting
-from distflow.observe.files import ASIDE
+from distflow.observe.crash_safe_files import ASIDE
 from distflow.runtime.weight_sync import buckets
 from distflow.runtime.weight_sync.buckets import WEIGHTS, InFile, Spoiled, hash_of, pack, remove_weights, write_bucket
 from distflow.scheduling.groups import Version

@@ -11,7 +11,7 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from distflow.observe.files import JSON, encode, read_object, write_atomically
+from distflow.observe.crash_safe_files import JSON, encode, read_object, write_atomically
 from distflow.observe.metrics import find_metric
 from distflow.observe.reading import run_reader
 from distflow.observe.reading.run_reader import Event

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NotRequired, TypeAlias, TypedDict
 
-from distflow.observe.files import JSON, MAX_NUMBER
+from distflow.observe.crash_safe_files import JSON, MAX_NUMBER
 from distflow.observe.metrics import find_metric
 from distflow.observe.reading.run_reader import MetricsRecord, Timeline, read_samples, sample_steps
 

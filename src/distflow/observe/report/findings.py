@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from distflow.errors import joined
-from distflow.observe.files import JSON
+from distflow.observe.crash_safe_files import JSON
 from distflow.observe.reading.run_reader import RIGHT, Timeline, read_samples, sample_splits, sample_steps
 from distflow.observe.report.summary import REWARD, Finding, Steps, known_values
 from distflow.observe.report.timelines import RunActivity

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypedDict
 
 from distflow.errors import joined
-from distflow.observe.files import JSON
+from distflow.observe.crash_safe_files import JSON
 from distflow.observe.reading.run_reader import Event, MetricsRecord
 
 Tone = Literal["good", "bad", "flat", "unknown"]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from distflow.errors import UserError
-from distflow.observe.files import read_object
+from distflow.observe.crash_safe_files import read_object
 from distflow.observe.sanitize import escape_control
 
 WRITER: Final = ".writer"

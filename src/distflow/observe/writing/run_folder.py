@@ -14,7 +14,7 @@ from itertools import count
 from pathlib import Path
 from typing import Final
 
-from distflow.observe.files import LineFile, encode, write_atomically
+from distflow.observe.crash_safe_files import LineFile, encode, write_atomically
 from distflow.observe.metrics import nest
 from distflow.observe.writing.folder_lock import FILES, FOLDERS, MARK, claimed
 

@@ -16,7 +16,7 @@ from typing import Any, Protocol, cast
 from distflow.builtin_names import TRACKERS
 from distflow.errors import UserError, hint
 from distflow.import_target import load
-from distflow.observe.files import to_json
+from distflow.observe.crash_safe_files import to_json
 
 # Called once for each tracker that fails: the kind of the event ("warning"), and what happened.
 OnFailure = Callable[[str, str], None]

@@ -15,8 +15,8 @@ from contextlib import closing, contextmanager
 from fractions import Fraction
 from typing import Any, NamedTuple
 
-from distflow.rewards.code import harness
-from distflow.rewards.code.harness import typed
+from distflow.rewards.code import assertion_process
+from distflow.rewards.code.assertion_process import typed
 from distflow.rewards.code.split_assertions import Assertions
 from distflow.rewards.code.test_formats import CallTests, StreamTests
 from distflow.sandbox.inside.values import NotPlain
@@ -82,7 +82,7 @@ def _is_special(value: Any) -> bool:
 SHUFFLED_FROM = 8
 MAX_CALLS = 1000
 """Calls of the program in one case."""
-_HARNESS = inspect.getsource(harness)
+_HARNESS = inspect.getsource(assertion_process)
 _SHOWN = 200
 _START_S = 0.1
 _NOT_PLAIN = "the test passes the program a value that is not plain"
@@ -260,7 +260,7 @@ class AssertionRunner:
         self._session: AnySession | None = None
 
     def step(self, name: str, *args: Any) -> list[Any]:
-        """Call `begin` or `resume` of `harness`. Raises as `Session.call`."""
+        """Call `begin` or `resume` of `assertion_process`. Raises as `Session.call`."""
         if self._session is None:
             self._session = self._box.open(_HARNESS)
         try:

@@ -9,7 +9,7 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 
-from distflow.observe.files import JSON
+from distflow.observe.crash_safe_files import JSON
 from distflow.rewards.code.execution import (
     Outcome,
     ProgramUnderTest,

@@ -8,7 +8,7 @@ Only a full memory and a full stack are reward errors.
 import math
 import re
 
-from distflow.observe.files import JSON
+from distflow.observe.crash_safe_files import JSON
 from distflow.rewards.extracted_answers import last_mathematics, marked_answer, phrased_answer
 from distflow.rewards.math.bounds import OutOfTime, limited_time
 from distflow.rewards.math.equality import are_equal

@@ -6,7 +6,7 @@ import struct
 import time
 from collections.abc import Mapping
 
-from distflow.observe.files import JSON
+from distflow.observe.crash_safe_files import JSON
 
 MAX_FRAME_BYTES = 32 * 2**20
 _READ_BYTES = 2**16

@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import cast
 
-from distflow.observe.files import JSON
+from distflow.observe.crash_safe_files import JSON
 from distflow.rewards.pool.framing import Channel, PeerGone, encode
 from distflow.rewards.pool.worker import EXIT_OUT_OF_MEMORY
 from distflow.rewards.score import Error, RewardResult, Score, Timeout

@@ -20,7 +20,7 @@ from typing import TypeAlias, cast
 from distflow.data import global_generators
 from distflow.errors import UserError
 from distflow.graph.fields import is_async
-from distflow.observe.files import JSON
+from distflow.observe.crash_safe_files import JSON
 from distflow.rewards.load_functions import call, call_batched, is_batched, load_reward, split_batch, takes_groups
 from distflow.rewards.pool.framing import Channel, PeerGone, encode
 from distflow.rewards.score import due_within, read_score

@@ -21,7 +21,7 @@ from typing import Any, Final, Literal
 from safetensors import SafetensorError
 
 from distflow.errors import UserError
-from distflow.observe.files import sync, write_atomically
+from distflow.observe.crash_safe_files import sync, write_atomically
 from distflow.runtime.checkpoint.files import (
     BEGUN,
     LATEST,

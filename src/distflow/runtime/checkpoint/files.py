@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from distflow.errors import UserError
-from distflow.observe.files import is_aside, replacing, write_atomically
+from distflow.observe.crash_safe_files import is_aside, replacing, write_atomically
 from distflow.runtime.checkpoint.shards import Layout, Shards, read_shards
 from distflow.untrusted_files import MAX_JSON_VALUES, count_values, open_file, read_file
 

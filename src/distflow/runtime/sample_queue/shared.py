@@ -13,7 +13,6 @@ from distflow.errors import UserError
 from distflow.observe.metrics import combine
 from distflow.rewards.score import RewardCounts
 from distflow.runtime.node_errors import Failure, FailuresInARow, NoProgress
-from distflow.runtime.sample_queue.group_assignment import RolloutWorker, RolloutWorkers
 from distflow.runtime.sample_queue.protocol import (
     DroppedGroup,
     FinishedGroup,
@@ -24,6 +23,7 @@ from distflow.runtime.sample_queue.protocol import (
     Standing,
     TrainingStep,
 )
+from distflow.runtime.sample_queue.rollout_workers import RolloutWorker, RolloutWorkers
 from distflow.runtime.wait_log import Waits
 from distflow.scheduling.bin_packing import DpGroupShares, divide_among_ranks
 from distflow.scheduling.coordinator import Coordinator

@@ -23,7 +23,7 @@ from safetensors.torch import load, save_file
 from torch import Tensor
 
 from distflow.errors import UserError
-from distflow.observe.files import is_aside, replacing
+from distflow.observe.crash_safe_files import is_aside, replacing
 from distflow.runtime.checkpoint.files import separate
 from distflow.runtime.node_errors import writing_to
 from distflow.runtime.weight_sync.protocol import Bucket

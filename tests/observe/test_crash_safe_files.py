@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from distflow.observe.files import remove_asides, write_atomically
+from distflow.observe.crash_safe_files import remove_asides, write_atomically
 
 
 def test_a_file_is_replaced_as_a_whole_and_nothing_is_left_beside_it(tmp_path: Path) -> None:
