@@ -10,6 +10,8 @@ from packaging.utils import canonicalize_name
 
 PROJECT = Path(__file__).parents[1] / "pyproject.toml"
 LOCK = PROJECT.with_name("requirements.lock")
+LOCKED = re.compile(r"^([\w.-]+)==([\w.+!-]+)[^\\\n]*((?:\\\n    --hash=sha256:[0-9a-f]{64} ?)*)$", re.MULTILINE)
+"""A name, its version and its hashes."""
 COPYLEFT = re.compile(r"\b(A?GPL|LGPL|GNU|EUPL|OSL|SSPL|CC-BY-SA|copyleft)", re.IGNORECASE)
 PERMISSIVE = re.compile(
     r"\b(Apache|MIT|BSD|ISC|PSF|Python Software Foundation|Zlib|0BSD|BSL-1.0|CC0|Unlicense|CNRI|MPL|Mozilla)\b",
@@ -74,7 +76,7 @@ def declared(extra: str) -> list[Requirement]:
 
 def test_the_lock_fits_what_the_project_asks_for() -> None:
     text = LOCK.read_text()
-    entries = re.findall(r"^([\w.-]+)==([\w.+!-]+)[^\\\n]*((?:\\\n    --hash=sha256:[0-9a-f]{64} ?)*)$", text, re.MULTILINE)
+    entries = LOCKED.findall(text)
     assert len(entries) > 100 and all(hashes for *_, hashes in entries)
     assert len(re.findall(r"^\S", text, re.MULTILINE)) == len(entries)  # nothing but versions with their hashes
     assert not re.search(r"://|^(torch|triton|nvidia|cuda)\b", text, re.MULTILINE)
