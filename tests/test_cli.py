@@ -151,10 +151,14 @@ def test_python_dash_m_starts_it_and_imports_wait() -> None:
     assert "data.train_batch_size" in done.stderr
 
 
-def test_output_that_nobody_reads_ends_the_command_with_the_status_of_its_signal() -> None:
+@pytest.mark.parametrize("unbuffered", ["1", ""])
+def test_output_that_nobody_reads_ends_the_command_with_the_status_of_its_signal(unbuffered: str) -> None:
     """As `distflow config grpo | head -1`: what it did not get to do is no success."""
     with subprocess.Popen(
-        [sys.executable, "-m", "distflow", "config", "grpo"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        [sys.executable, "-m", "distflow", "config", "grpo"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
     ) as process:
         assert process.stdout is not None and process.stderr is not None
         process.stdout.close()

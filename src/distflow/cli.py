@@ -56,7 +56,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if COMMANDS[arguments.command].runs_code or getattr(arguments, "trust_code", False):
             sys.path.insert(0, "")  # "module:function" of the user's is looked for in the current folder first
         try:
-            return int(arguments.run(arguments))
+            status = int(arguments.run(arguments))
+            sys.stdout.flush()  # at the end of the process a reader that is gone would be an error of its own
+            return status
         except KeyboardInterrupt as err:
             number = err.number if isinstance(err, Interrupted) else signal.SIGINT
             print(f"distflow: ended by {signal.Signals(number).name}", file=sys.stderr)
