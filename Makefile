@@ -13,6 +13,7 @@ unexport PYTHONDONTWRITEBYTECODE
 TORCH := "torch>=2.11,<2.14"
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
 UV := .lock/bin/uv
+export UV_SYSTEM_CERTS := 1
 PIP_COMPILE := $(UV) pip compile --quiet --extra dev --no-emit-package torch --no-emit-index-url --no-annotate --no-header
 
 .PHONY: install lock quickstart test types tests test-slow test-faults test-processors test-gpu test-lowest test-newest \
