@@ -1,5 +1,6 @@
 """Deadlines for tests in which something healthy must end before a hang is cut."""
 
+import time
 from collections.abc import Callable
 
 
@@ -13,3 +14,10 @@ def at_some_deadline(check: Callable[[float], None], *deadlines_s: float) -> Non
         except AssertionError:
             continue
     check(deadlines_s[-1])
+
+
+def wait_until(holds: Callable[[], object], what: str, within_s: float = 120.0) -> None:
+    deadline = time.monotonic() + within_s
+    while not holds():
+        assert time.monotonic() < deadline, f"not within {within_s:g} s: {what}"
+        time.sleep(0.05)

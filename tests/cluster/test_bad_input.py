@@ -18,9 +18,10 @@ from distflow.cluster import ray_cluster, worker_actor
 from distflow.cluster.actor_calls import WorkerFailed
 from distflow.cluster.ray_entry import launch_ray
 from distflow.errors import UserError
-from tests.cluster.test_faults import wait_until, workers
+from tests.cluster.test_faults import workers
 from tests.cluster.test_supervisor import distance
 from tests.e2e.runs import Playground, Run
+from tests.patience import wait_until
 
 pytestmark = pytest.mark.slow
 TWO = ("trainer.launcher=ray", "trainer.n_gpus_per_node=2", "trainer.total_training_steps=2")

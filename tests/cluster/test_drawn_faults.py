@@ -15,11 +15,12 @@ from distflow.cluster.actor_calls import WorkerDied
 from distflow.cluster.ray_entry import launch_ray
 from distflow.runtime import fault_injection
 from distflow.runtime.fault_injection import Fault
-from tests.cluster.test_faults import wait_until, workers
+from tests.cluster.test_faults import workers
 from tests.cluster.test_restarts import check_whole
 from tests.cluster.test_supervisor import CONSTANT, distance, validating
 from tests.e2e.cli_runs import Left
 from tests.e2e.runs import Playground, Run
+from tests.patience import wait_until
 from tests.sparse_params import BY_HAND, one_fast_in
 
 pytestmark = [pytest.mark.slow, pytest.mark.faults]

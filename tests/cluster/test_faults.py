@@ -24,6 +24,7 @@ from tests.cluster.leftovers import Held
 from tests.cluster.test_supervisor import CONSTANT, distance
 from tests.e2e.runs import Playground, Run, notes
 from tests.ledger_audit import verify
+from tests.patience import wait_until
 from tests.sparse_params import BY_HAND, one_fast_in
 
 pytestmark = pytest.mark.faults
@@ -45,13 +46,6 @@ def processes(named: str) -> list[int]:
 
 def workers() -> list[int]:
     return processes("ray::WorkerActor")
-
-
-def wait_until(holds: Callable[[], object], what: str, within_s: float = WITHIN_S) -> None:
-    deadline = time.monotonic() + within_s
-    while not holds():
-        assert time.monotonic() < deadline, f"not within {within_s:g} s: {what}"
-        time.sleep(0.05)
 
 
 @contextmanager

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.leftovers import Held
-from tests.cluster.test_faults import wait_until
 from tests.e2e.cli_runs import DEADLINE_S, Left, same_run
 from tests.e2e.runs import Playground, notes
 from tests.ledger_audit import verify
 from tests.one_winner import KEYS, let_end, names_in, one_wins, playground
+from tests.patience import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.faults]
 

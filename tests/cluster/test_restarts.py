@@ -17,10 +17,11 @@ from distflow.cluster.ray_entry import launch_ray
 from distflow.runtime import fault_injection
 from distflow.runtime.fault_injection import Fault
 from distflow.scheduling import ledger
-from tests.cluster.test_faults import wait_until, workers
+from tests.cluster.test_faults import workers
 from tests.cluster.test_supervisor import CONSTANT, DISK, STEPS, distance, validating
 from tests.e2e.runs import Playground, Run
 from tests.ledger_audit import verify
+from tests.patience import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.faults]
 

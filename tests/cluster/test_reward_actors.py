@@ -9,9 +9,10 @@ from distflow.cluster import reward_actors
 from distflow.cluster.ray_entry import launch_ray
 from distflow.errors import UserError
 from distflow.observe.reading.run_reader import read_samples
-from tests.cluster.test_faults import wait_until, workers
+from tests.cluster.test_faults import workers
 from tests.cluster.test_supervisor import RAY, check_same, validating
 from tests.e2e.runs import Playground, Run
+from tests.patience import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.faults]
 STEPS = ("trainer.total_training_steps=4", "trainer.save_freq=2")

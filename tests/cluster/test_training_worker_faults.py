@@ -10,10 +10,11 @@ from distflow.cluster.ray_entry import launch_ray
 from distflow.runtime.checkpoint.files import CheckpointError
 from distflow.runtime.fault_injection import Fault
 from distflow.runtime.weight_sync.buckets import WEIGHTS
-from tests.cluster.test_faults import wait_until, workers
+from tests.cluster.test_faults import workers
 from tests.cluster.test_supervisor import CONSTANT, DISK, SPLIT, distance
 from tests.e2e.runs import Playground, Run
 from tests.ledger_audit import verify
+from tests.patience import wait_until
 from tests.sparse_params import BY_HAND, one_fast_in
 
 pytestmark = [pytest.mark.slow, pytest.mark.faults]

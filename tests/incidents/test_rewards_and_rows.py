@@ -17,6 +17,7 @@ from distflow.scheduling.groups import CountsError
 from tests.e2e.planting import plant_from
 from tests.e2e.runs import Playground
 from tests.ledger_audit import verify
+from tests.patience import wait_until
 
 Patch = pytest.MonkeyPatch
 BEGIN = 6
@@ -126,18 +127,25 @@ ASYNC = (
 
 
 def broken_off(playground: Playground, patch: Patch) -> None:
-    """A run that ends in its fourth step, with groups in flight and groups that wait for their step."""
+    """A run that ends in its fourth step. Its last checkpoint has groups in flight, and one that waits for its step."""
+    completed: list[int] = []
+
+    def complete(self: coordinator.Coordinator, number: int, *more: Any) -> None:
+        original_complete(self, number, *more)
+        completed.append(number)
 
     def sync_changed(self: WeightSender, version: Any, updated: bool) -> Any:
+        if version.step == 3:
+            wait_until(lambda: len(completed) > 3 * 4, "a group that waits for step 4")
         if version.step == 4:
             raise RuntimeError("broken off")
         return original(self, version, updated)
 
-    original = WeightSender.sync_changed
-    patch.setattr(WeightSender, "sync_changed", sync_changed)
-    with pytest.raises(RuntimeError, match="broken off"):
+    original, original_complete = WeightSender.sync_changed, coordinator.Coordinator.complete
+    with patch.context() as planted, pytest.raises(RuntimeError, match="broken off"):
+        planted.setattr(WeightSender, "sync_changed", sync_changed)
+        planted.setattr(coordinator.Coordinator, "complete", complete)
         playground.run("grpo", *ASYNC)
-    patch.setattr(WeightSender, "sync_changed", original)
 
 
 def keeps(patch: Patch, kept: Callable[[Any], bool], counted: bool = False) -> None:
