@@ -151,7 +151,8 @@ class Auditor:
     def after_update(self, role: str, metrics: Mapping[str, float]) -> None:
         step = self._recorded or self._taken
         if self._watch is not None and step is not None:
-            step.updates.append(self._watch.end(metrics))
+            with self._schedule.timed(step.step, self._recorded is not None):
+                step.updates.append(self._watch.end(metrics))
             self._watch = None
         elif step is not None and step.updates:
             step.updates[-1].metrics = metrics
