@@ -328,9 +328,7 @@ def validating(ground: Playground) -> tuple[str, ...]:
     return ("grpo", *files, f"{kwargs}.n=3", f"{kwargs}.temperature=1.0", "trainer.total_training_steps=1")
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] if i % 3 else []) for i, name in enumerate(VALIDATION_FAULTS)]
-)
+@pytest.mark.parametrize("name", one_fast_in(3, VALIDATION_FAULTS))
 def test_a_wrong_validation_is_named(ground: Playground, monkeypatch: Patch, name: str) -> None:
     plant, seen = VALIDATION_FAULTS[name]
     plant(monkeypatch)

@@ -9,11 +9,12 @@ import pytest
 import torch
 
 from distflow.errors import TrustError, UserError
+from distflow.launch.local_launcher import launch_local
 from distflow.observe.reading.run_reader import read_events
 from distflow.scheduling import curriculum
 from distflow.scheduling.domain_quotas import Quotas
 from distflow.scheduling.ledger import timeline
-from tests.e2e.runs import Playground, Run
+from tests.e2e.runs import Playground, Run, notes
 from tests.e2e.test_domains import go_back, issued, steps_of
 from tests.ledger_audit import verify
 from tests.sparse_params import one_fast_in
@@ -188,6 +189,15 @@ HEALTHY = {
     "ahead": ("async.max_staleness=2",),
     "filtered": ("data.curriculum.every=2", "algorithm.filter_groups.enable=true"),
 }
+
+
+@pytest.mark.slow
+def test_a_run_that_was_resumed_without_audits_is_not_compared_with_what_was_before(ground: Playground) -> None:
+    for steps, audit_freq in ((2, 2), (4, 0), (6, 2)):
+        more = (f"trainer.total_training_steps={steps}", f"trust.audit_freq={audit_freq}")
+        _, spec = ground.spec("grpo", *learnable(ground, *more), name="gap")
+        assert launch_local(spec, allow_change=("trust.audit_freq",)).steps == steps
+    assert not any("audit" in note for kind in ("warning", "finding") for note in notes(ground.folder / "gap", kind))
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ from distflow.runtime import worker
 from distflow.training import torch_engine
 from tests.e2e.planting import plant_behind, plant_from
 from tests.e2e.runs import Playground
+from tests.sparse_params import one_fast_in
 
 Patch = pytest.MonkeyPatch
 Plant = Callable[[Patch], object]
@@ -124,9 +125,7 @@ LIES: dict[str, tuple[Plant, str]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] if i else []) for i, name in enumerate(LIES)]
-)
+@pytest.mark.parametrize("name", one_fast_in(len(LIES), LIES))
 def test_metrics_that_lie(playground: Playground, monkeypatch: Patch, name: str) -> None:
     """huggingface/trl#6380."""
     plant, metric = LIES[name]

@@ -25,8 +25,12 @@ def audit_curriculum(recorded: RecordedStep) -> str | None:
         return NOT_APPLICABLE
     weights = {domain.name: domain.weight for domain in data.domains}
     if recorded.step == 0:
-        state["curriculum"] = {"due": dict.fromkeys(weights, 0.0), "means": {}, "changes": [[0, _normal(weights)]]}
-    past: dict[str, Any] = state["curriculum"]
+        due = dict.fromkeys(weights, 0.0)
+        state["curriculum"] = {"step": 0, "due": due, "means": {}, "changes": [[0, _normal(weights)]]}
+    past: dict[str, Any] = state.get("curriculum", {})
+    if past.get("step") != recorded.step:
+        return "steps before this one were not followed"
+    past["step"] += 1
     planned = [shares for first, shares in past["changes"] if first <= recorded.step][-1]
     for name, share in planned.items():
         found = metrics[f"domains/{name}/share"]
