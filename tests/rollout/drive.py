@@ -1,6 +1,7 @@
 """What the tests of the rollout room share: tiny decoders, requests, and running an engine to the end."""
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
@@ -76,7 +77,19 @@ def with_engine(engine: EmbeddedEngine, story: Callable[[EmbeddedEngine], Awaita
 
 
 async def tokens_after(engine: EmbeddedEngine, count: int) -> None:
-    """Wait until `count` more tokens are there."""
-    start = engine.num_generated_tokens
-    while engine.num_generated_tokens < start + count:
-        await asyncio.sleep(0.001)
+    """Wait until `count` more tokens are there. The engine then rests between two steps until something is asked of it:
+    on a busy machine it would be done before the test goes on."""
+    steps, target, reached = engine._loop, engine.num_generated_tokens + count, asyncio.Event()
+    step, tell = steps._step, asyncio.get_running_loop().call_soon_threadsafe
+
+    def counted_step() -> None:
+        step()
+        if engine.num_generated_tokens >= target:
+            steps._step = step
+            tell(reached.set)
+            deadline = time.monotonic() + DEADLINE_S / 2
+            while steps._commands.empty() and time.monotonic() < deadline:
+                time.sleep(0.0005)
+
+    steps.post(lambda: setattr(steps, "_step", counted_step))
+    await reached.wait()

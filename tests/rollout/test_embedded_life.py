@@ -100,6 +100,7 @@ def test_an_error_in_the_model_reaches_every_waiting_request_and_the_next_is_ser
             raise ArithmeticError("planted in the second layer")
 
         hook = model.model.layers[1].mlp.register_forward_hook(explode)
+        await engine.resume()
         for outcome in await asyncio.gather(*tasks, return_exceptions=True):
             assert isinstance(outcome, ArithmeticError) and "planted" in str(outcome)
         with pytest.raises(ArithmeticError):
