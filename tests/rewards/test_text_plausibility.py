@@ -181,6 +181,29 @@ CASES = [
         ["Rhine Elbe Weser", "Paris is the capital of France."],
     ),
 ]  # fmt: skip
+PADDING = [
+    (
+        "length_constraints:number_paragraphs",
+        {"num_paragraphs": 2},
+        "Here are some rivers.\n***\nHere are some Rivers!",
+    ),
+    ("combination:two_responses", {}, "You should take the train.\n******\nYou should take the train!"),
+    ("detectable_format:number_bullet_lists", {"num_bullets": 3}, "What we need today:\n* eggs\n* eggs\n* eggs"),
+    ("detectable_format:number_highlighted_sections", {"num_highlights": 3}, "We went to the river *it* *it* *it*"),
+    (
+        "length_constraints:nth_paragraph_first_word",
+        {"num_paragraphs": 2, "nth_paragraph": 2, "first_word": "president"},
+        "Every country has one.\n\npresident, president",
+    ),
+    ("length_constraints:number_words", words(100), "The essay follows as asked: " + " ".join(map(str, range(100)))),
+    ("length_constraints:number_words", words(100), "The essay follows as you asked. " + "x y z " * 40),
+    (
+        "keywords:letter_frequency",
+        {"letter": "q", "let_frequency": 6, "let_relation": "at least"},
+        "These quite ordinary words matter little qqqqq",
+    ),
+]
+SHORT = ["Yes.", "No.", "Paris", "Mount Everest", "Ja, natürlich.", "巴黎", "Париж", "In 1969"]
 LANGUAGES = {
     "ar": "عاصمة فرنسا هي باريس وهي مدينة جميلة على نهر السين.",
     "bg": "Столицата на Франция е Париж и тя лежи на река Сена.",
@@ -256,6 +279,27 @@ def test_the_key_is_for_each_part_that_says_nothing_else():
         targets = RewardSettings.of(config).targets("default")
         found = [load_reward(targets[name])(**asked)["score"] for name in ("ifeval_loose", "ifeval_share")]
         assert found == scores and "strict" not in targets["length"]
+
+
+@pytest.mark.parametrize(("name", "arguments", "response"), PADDING, ids=[name for name, *_ in PADDING])
+def test_parts_differ_and_hold_words_of_their_own(name, arguments, response):
+    assert score(response, name, arguments, strict=False) == 1.0 and score(response, name, arguments) == 0.0
+
+
+@pytest.mark.parametrize("response", SHORT)
+def test_a_short_answer_is_one_where_few_words_are_allowed(response):
+    asked = {relation: words(limit, relation) for relation, limit in (("less than", 5), ("at least", 1))}
+    name = "length_constraints:number_words"
+    assert score(response, name, asked["less than"]) == 1.0 and score(response, name, asked["at least"]) == 0.0
+    assert score(response, name, words(100, "less than")) == 0.0
+    assert score(response, "punctuation:no_comma", {}) == 0.0
+
+
+def test_a_short_answer_is_a_word_and_a_tenth_of_what_is_allowed():
+    name = "length_constraints:number_words"
+    assert [score("Paris", name, words(limit, "less than")) for limit in (2, 10, 11)] == [1.0, 1.0, 0.0]
+    assert [score("Mount Everest", name, words(limit, "less than")) for limit in (20, 21)] == [1.0, 0.0]
+    assert not any(score(junk, name, words(5, "less than")) for junk in ("x", "...", "7", "zz zz", "no no"))
 
 
 def test_one_text_many_times_is_none():

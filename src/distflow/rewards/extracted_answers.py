@@ -13,12 +13,15 @@ _UNBRACED_BOX = re.compile(r"[^\s${}\\]+")
 _BETWEEN_BOXES = re.compile(
     r"(?:[\s$.,;:()&/|~*]|\\[()\[\],;!]|\\q?quad|\\text\s*\{\s*(?:and|or)\s*\}|\band\b|\bor\b)*", re.IGNORECASE
 )
-_PHRASE = re.compile(r"(?:\banswer\b[^\n.:=]{0,60}?(?:\bis\b|[:=])|答案[是为：:])(?:\*\*|[\s:])*", re.IGNORECASE)
+_PHRASE = re.compile(
+    r"(?:(?<!/)\b(?:answer|correct (?:option|choice))\b[^\n.:=]{0,60}?(?:\bis\b|[:=])|答案[是为：:]|<answer>)"
+    r"(?:\*\*|[\s:])*", re.IGNORECASE
+)  # fmt: skip
 _SENTENCE_END = re.compile(r"[.!?]\s+(?=[A-Z])")
 _FORMULA = re.compile(r"\$\$([^$]+)\$\$|\$([^$\n]+)\$|\\\[((?:[^\\]|\\[^\[\]])+)\\\]|\\\(((?:[^\\]|\\[^()])+)\\\)")
 _NUMBER = r"-?\$?(?:\d{1,3}(?:[, ]\d{3})+(?!\d)|\d+)?(?:\.\d+|(?<=\d))(?:[eE][+-]?\d+)?"
 _UNIT = r"\s?(?:\\?%|°|[A-Za-z]+(?:\^\d|[²³])?(?:/[A-Za-z]+)?)"
-_EXPRESSION = re.compile(rf"(?<![^\s=*$(~])\(?{_NUMBER}\)?(?:\s*[-+*/^×÷]\s*\(?{_NUMBER}\)?)*!?({_UNIT})?", re.ASCII)
+_EXPRESSION = re.compile(rf"(?<![^\s=*$(~`])\(?{_NUMBER}\)?(?:\s*[-+*/^×÷]\s*\(?{_NUMBER}\)?)*!?({_UNIT})?", re.ASCII)
 _JOINED = re.compile(r"\s*(?:,|,?\s*and|,?\s*or)\s*")
 _OR = re.compile(r"\s*,?\s*or\s*")
 _CONJUNCTIONS = ("and", "or")
@@ -86,11 +89,11 @@ def decoded(value: object) -> object:
 
 
 def phrased_answer(text: str) -> str | None:
-    """What follows the last "answer is" or "answer:", to the end of that sentence or line."""
+    """What follows the last "answer is", "answer:" or `<answer>`, to the end of that sentence, line or tag."""
     found = list(_PHRASE.finditer(text))
     if not found:
         return None
-    line, *_ = text[found[-1].end() :].split("\n")
+    line, *_ = re.split(r"\n|(?i:</answer>)", text[found[-1].end() :], maxsplit=1)
     return _SENTENCE_END.split(line)[0].strip()
 
 

@@ -248,13 +248,9 @@ def _is_in_language(response: str, language: str) -> bool:
     return language_of(response) in (language, None)
 
 
-def _has_paragraphs(response: str, num_paragraphs: int) -> bool:
-    """Between dividers `***`; an empty part before the first or after the last does not count."""
-    *_, last = parts = re.split(r"\s?\*\*\*\s?", response)
-    if not all(part.strip() for part in parts[1:-1]):
-        return False
-    empty = (not parts[0].strip()) + (len(parts) > 1 and not last.strip())
-    return len(parts) - empty == num_paragraphs
+def _filled(parts: list[str]) -> list[str]:
+    """Those that hold something; none if one between others does not."""
+    return [part.strip() for part in parts if part.strip()] if all(map(str.strip, parts[1:-1])) else []
 
 
 def _has_first_word(response: str, num_paragraphs: int, nth_paragraph: int, first_word: str) -> bool:
@@ -276,11 +272,6 @@ def _has_placeholders(response: str, num_placeholders: int) -> bool:
         while (start := line.find("[", end)) >= 0 and (end := line.find("]", start) + 1) > 0:
             count += 1
     return count >= num_placeholders
-
-
-def _has_postscript(response: str, postscript_marker: str) -> bool:
-    pattern = _POSTSCRIPTS.get(postscript_marker) or postscript_marker.lower()
-    return re.search(pattern, response.lower(), re.MULTILINE) is not None
 
 
 def _has_bullets(response: str, num_bullets: int) -> bool:
@@ -316,19 +307,6 @@ def _has_title(response: str) -> bool:
     return False
 
 
-def _has_two_responses(response: str) -> bool:
-    *_, last = parts = response.split("******")
-    if not all(part.strip() for part in parts[1:-1]):
-        return False
-    filled = [part.strip() for part in parts if part.strip()]
-    return len(filled) == 2 and filled[0] != filled[1]
-
-
-def _is_quoted(response: str) -> bool:
-    response = response.strip()
-    return len(response) > 1 and response[0] == response[-1] == '"'
-
-
 INSTRUCTIONS: dict[str, Callable[..., bool]] = {
     "keywords:existence": lambda response, keywords: all(
         re.search(keyword, response, re.IGNORECASE) for keyword in keywords
@@ -346,13 +324,17 @@ INSTRUCTIONS: dict[str, Callable[..., bool]] = {
     "length_constraints:number_sentences": lambda response, num_sentences, relation: _holds(
         len(split_sentences(response)), relation, num_sentences
     ),
-    "length_constraints:number_paragraphs": _has_paragraphs,
+    "length_constraints:number_paragraphs": lambda response, num_paragraphs: (
+        len(_filled(re.split(r"\s?\*\*\*\s?", response))) == num_paragraphs
+    ),
     "length_constraints:number_words": lambda response, num_words, relation: _holds(
         len(re.findall(r"\w+", response)), relation, num_words
     ),
     "length_constraints:nth_paragraph_first_word": _has_first_word,
     "detectable_content:number_placeholders": _has_placeholders,
-    "detectable_content:postscript": _has_postscript,
+    "detectable_content:postscript": lambda response, postscript_marker: bool(
+        re.search(_POSTSCRIPTS.get(postscript_marker) or postscript_marker.lower(), response.lower(), re.M)
+    ),
     "detectable_format:number_bullet_lists": _has_bullets,
     "detectable_format:constrained_response": lambda response: any(option in response for option in _OPTIONS),
     "detectable_format:number_highlighted_sections": _has_highlights,
@@ -361,14 +343,16 @@ INSTRUCTIONS: dict[str, Callable[..., bool]] = {
     ),
     "detectable_format:json_format": _is_json,
     "detectable_format:title": _has_title,
-    "combination:two_responses": _has_two_responses,
+    "combination:two_responses": lambda response: (
+        2 == len(found := _filled(response.split("******"))) == len(set(found))
+    ),
     "combination:repeat_prompt": lambda response, prompt_to_repeat: (
         response.strip().lower().startswith(prompt_to_repeat.lower())
     ),
     "startend:end_checker": lambda response, end_phrase: (
         response.strip().strip('"').lower().endswith(end_phrase.lower())
     ),
-    "startend:quotation": _is_quoted,
+    "startend:quotation": lambda response: re.fullmatch(r'\s*".*"\s*', response, re.DOTALL) is not None,
     "change_case:capital_word_frequency": lambda response, capital_frequency, capital_relation: _holds(
         count_capital_words(response), capital_relation, capital_frequency
     ),

@@ -1,21 +1,23 @@
 """Is a response a text? A few signs follow most of IFEval's instructions: `* a` is a list, `{}` is JSON.
 
 A text has at least `MIN_WORDS` different words, of `MIN_BYTES` letters together, besides those that its instructions
-force (a keyword, the phrase at its end). At most every other word is the same, n words have at least √(2n) different
-ones, and at least a third of its characters are letters or digits. A word has two letters and a vowel; in another
-script than Latin any letters are one, and in one without spaces (Chinese, Thai) each two neighbours.
+force (a keyword, the phrase at its end); one that may have few words has a tenth of them. At most every other word is
+the same, n words have at least √(2n) different ones, and at least a third of its characters are letters or digits. A
+word has two letters and a vowel; in another script than Latin any letters are one, and in one without spaces (Chinese,
+Thai) each two neighbours.
 """
 
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 MIN_WORDS, MIN_BYTES = 3, 10
 _WITHOUT_SPACES = re.compile(
     "[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\U00020000-\U0003ffff]+"
 )
 _VOWEL = re.compile("[aeiouy]")
+_RUN = re.compile(r"\w+")
 _CONTENT = re.compile(r"[A-Za-z]{2}|\d|[^\W\d_A-Za-z]")
 _LITERAL = ("prompt_to_repeat", "end_phrase", "first_word")
 _PATTERNS = ("keyword", "keywords", "postscript_marker", "section_spliter")
@@ -37,9 +39,16 @@ _AROUND = {
 }
 """By instruction, what stands between, before or around the parts that it asks for."""
 
+_COUNTED = {"length_constraints:number_words": "num_words", "keywords:letter_frequency": "let_frequency"}
+
 
 def has_parts(instruction: str, response: str, arguments: Mapping[str, object]) -> bool:
-    """Whether as many parts as the instruction asks for hold something, e.g. the items of a list."""
+    """Whether as many parts as the instruction asks for hold something, each something else, e.g. the items of a list;
+    and half of the words or letters that it asks for are in words."""
+    if instruction in _COUNTED and "at least" in arguments.values():
+        words = list(_words(response))
+        counted = "".join(words).count(str(arguments["letter"])) if "letter" in arguments else len(words)
+        return 2 * counted >= int(str(arguments[_COUNTED[instruction]]))
     if instruction in _AROUND:
         parts = re.findall(_AROUND[instruction], response)
     elif instruction in _BETWEEN:
@@ -52,29 +61,31 @@ def has_parts(instruction: str, response: str, arguments: Mapping[str, object]) 
         return True
     wanted = [value for name, value in arguments.items() if name.startswith("num_")]
     wanted = wanted or [2 if instruction in _BETWEEN else 1]
-    return sum(_CONTENT.search(part or "") is not None for part in parts) >= int(str(wanted[0]))
+    found = [" ".join(_RUN.findall(_unforced(part or "", [arguments]))) for part in parts]
+    filled = [part for part in found if _CONTENT.search(part)]
+    return len(filled if "placeholders" in instruction else set(filled)) >= int(str(wanted[0]))
 
 
-def is_text(response: str, arguments: Iterable[Mapping[str, object]]) -> bool:
+def is_text(response: str, arguments: Sequence[Mapping[str, object]]) -> bool:
     """arguments: of the response's instructions; what they force does not count."""
     if 3 * sum(map(str.isalnum, response)) < len("".join(response.split())):
         return False
-    for pattern in _forced(arguments):
-        response = re.sub(pattern, " ", response, flags=re.IGNORECASE)
-    counts = Counter(_words(response))
+    counts = Counter(_words(_unforced(response, arguments)))
     different, total = len(counts), counts.total()
-    if different < MIN_WORDS or len("".join(counts).encode("utf-8", "replace")) < MIN_BYTES:
+    bounded = [entry.get("num_words", 99) for entry in arguments if entry.get("relation") == "less than"]
+    least = min([MIN_WORDS, *(max(-(-int(str(limit)) // 10), 1) for limit in bounded)])
+    if different < least or (least == MIN_WORDS and len("".join(counts).encode("utf-8", "replace")) < MIN_BYTES):
         return False
-    return 2 * max(counts.values()) <= total <= different**2 / 2
+    return total == different or 2 * max(counts.values()) <= total <= different**2 / 2
 
 
-def _forced(arguments: Iterable[Mapping[str, object]]) -> Iterator[str]:
-    """Expressions for what the instructions force."""
+def _unforced(text: str, arguments: Iterable[Mapping[str, object]]) -> str:
+    """Without what the instructions force, in lower case."""
     for name, value in (item for entry in arguments for item in entry.items()):
-        if name in _LITERAL:
-            yield re.escape(str(value))
-        elif name in _PATTERNS:
-            yield from value if isinstance(value, list) else [str(value)]
+        patterns = value if isinstance(value, list) else [re.escape(str(value)) if name in _LITERAL else str(value)]
+        for pattern in patterns if name in (*_LITERAL, *_PATTERNS) else ():
+            text = re.sub(pattern, " ", text, flags=re.IGNORECASE)
+    return text.casefold()
 
 
 def _words(text: str) -> Iterator[str]:

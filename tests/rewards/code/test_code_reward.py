@@ -172,6 +172,14 @@ def test_a_program_does_not_change_what_the_tests_mean():
         ("assert f(1) in (1, 2)", "2", "True"),
         ("assert f(1) not in (1, 2)", "3", "True"),
         ("assert abs(f(1) - 1) < 1e-6", "1 + 1e-9", "True"),
+        ("assert f(1) in range(1, 5)", "1", "True"),
+        ("assert 0.9 < f(1) < 1.1", "1", "True"),
+        ("assert abs(f(1)) == 1", "-1", "True"),
+        ("import math\nassert math.isclose(f(1), 1)", "1.0", "True"),
+        ("from math import isclose\nassert isclose(1, f(1), rel_tol=1e-6)", "1", "True"),
+        ("import math\nassert math.hypot(*f(1)) == 5", "[3, 4]", "[5, 1]"),
+        ("import unittest\nunittest.TestCase().assertEqual(f(1), [1])", "[1]", "[True]"),
+        ("import unittest\nunittest.TestCase().assertAlmostEqual(f(1), 1)", "1.0", "True"),
         ("assert abs(f(1) - 3) < 1e-6", "3.0", "complex(3, 0)"),
         ("assert not abs(f(1) - 3) > 1e-6", "3", "float('nan')"),
         ("assert max(abs(x - 3) for x in f(1)) < 1e-6", "[3, 3]", "[3, float('nan')]"),
@@ -197,6 +205,16 @@ def test_a_program_does_not_change_what_the_tests_mean():
 def test_types_are_exact(test, right, wrong):
     assert judge(f"def f(x): return {right}", [test])["score"] == 1.0
     assert judge(f"def f(x): return {wrong}", [test])["score"] == 0.0
+
+
+def test_bools_may_be_counted():
+    assert judge("def f(x): return x % 2 == 0", ["assert sum(map(f, range(4))) == 2"])["score"] == 1.0
+
+
+def test_a_test_may_change_what_it_got():
+    test = "for i in range(3):\n    got = f(i)\n    got.append(9)\n    assert got == [i, 9]"
+    assert judge("def f(x): return [x]", [test])["score"] == 1.0
+    assert judge("def f(x): return [x, 9]", [test])["score"] == 0.0
 
 
 SWALLOWED = {

@@ -423,6 +423,15 @@ A ## A,B
 A ## A=B
 A ## not A
 A ## A+0
+12 ## 12 dozen
+12 ## 12 \text{ dozens}
+12 ## １２+０
+\{1,2\} ## \{1,2\} \cup \{1\}
+\{1,2\} ## \{1,2,3\} \cap \{1,2\}
+(1,4) ## (1,3) \cup (2,4)
+(1,4) ## (1,5) \setminus [4,5)
+C ## Option D
+C ## Option C or D
 3:4 ## 3:4:5
 3:4 ## 3+0:4
 3:4 ## 4:3
@@ -639,6 +648,20 @@ y=2x+1 ## y - 2x = 1
 10! ## 10!
 x+7 ## 7+x
 x+7 ## x + 7
+144 ## 12 dozen
+2 \text{ dozen} ## 24
+2 \text{ dozen} ## 2
+12 ## １２
+(3,4) ## （３，４）
+-5 ## －5
+7 ## ≈7
+7 ## Answer: 7
+7 ## \text{Final answer: } 7
+(0,1)\cup(2,3) ## (2,3) \cup (0,1)
+\mathbb{R} \setminus \{2\} ## (-\infty,2)\cup(2,\infty)
+x \ne 2 ## (-\infty,2)\cup(2,\infty)
+C ## Option C
+C ## \text{Choice (C)}
 6x^2 ## 6x^2
 6x^2 ## 6 x^{2}
 6x^2 ## 6 \cdot x^2

@@ -2,11 +2,14 @@
 
 A call without a known result ends the run of the assertion; it runs again from its start when the result has come, so
 that nothing waits in the sandbox. Its random numbers are the same each time. Its code is changed so that values are
-equal by type as well, NaN has no order, and an error of the program must reach a handler of the assertion.
+equal by type as well, a bool is no number, NaN has no order, and an error of the program must reach a handler of the
+assertion.
 """
 
 import ast
 import builtins
+import copy
+import math
 import random
 import sys
 from collections import Counter, defaultdict
@@ -20,10 +23,8 @@ def typed(value: Any) -> Any:
     kind = type(value)
     if kind in (bool, complex):
         return kind, value
-    if kind in (list, tuple):
+    if kind in (list, tuple, set, frozenset):
         return kind(map(typed, value))
-    if kind in (set, frozenset):
-        return frozenset(map(typed, value))
     if kind in (dict, Counter, defaultdict):
         return {typed(key): typed(entry) for key, entry in value.items()}
     return value
@@ -33,25 +34,24 @@ class Asked(BaseException):
     """The program is to be called."""
 
 
-def _within(item: Any, held: Any) -> bool:
-    return typed(item) in typed(held) if type(held) in (list, tuple, set, frozenset, dict) else item in held
-
-
 def _call(name: str, *args: ast.expr) -> ast.Call:
     return ast.Call(ast.Name(name, ast.Load()), list(args), [])
 
 
+_NUMERIC = dict.fromkeys(("abs", "round", "divmod", "pow", "assertAlmostEqual", *dir(math)), "__term__")
+_WRAPPED = {**_NUMERIC, "assertEqual": "__typed__"}
+"""By function or method that an assertion calls, what its arguments pass through."""
+
+
 class Guard(ast.NodeTransformer):
-    """Calls the functions of `Run.scope` where an assertion compares, subtracts and handles errors."""
+    """Calls the functions of `Run.scope` where an assertion compares, computes and handles errors."""
 
     def visit_Compare(self, node: ast.Compare) -> ast.expr:
         self.generic_visit(node)
-        if len(node.ops) == 1 and isinstance(node.ops[0], ast.In):
-            return _call("__within__", node.left, *node.comparators)
         operands, kinds = [node.left, *node.comparators], list[list[str]]()
         for op in node.ops:
             is_order = isinstance(op, ast.Lt | ast.LtE | ast.Gt | ast.GtE)
-            kinds.append(["__ordered__"] if is_order else ["__typed__"] * isinstance(op, ast.Eq))
+            kinds.append(["__ordered__"] if is_order else ["__typed__"] * isinstance(op, ast.Eq | ast.In))
         for i, operand in enumerate(operands):
             if names := sum(kinds[max(i - 1, 0) : i + 1], []):
                 operands[i] = _call(min(names), operand)
@@ -62,6 +62,12 @@ class Guard(ast.NodeTransformer):
         self.generic_visit(node)
         if isinstance(node.op, ast.Sub):
             node.left, node.right = _call("__term__", node.left), _call("__term__", node.right)
+        return node
+
+    def visit_Call(self, node: ast.Call) -> ast.Call:
+        self.generic_visit(node)
+        if passed := _WRAPPED.get(getattr(node.func, "id", getattr(node.func, "attr", ""))):
+            node.args = [each if isinstance(each, ast.Starred) else _call(passed, each) for each in node.args]
         return node
 
     def visit_ExceptHandler(self, node: ast.ExceptHandler) -> ast.ExceptHandler:
@@ -89,9 +95,8 @@ class Run:
         return {
             "__name__": "tests",
             "__typed__": typed,
-            "__within__": _within,
-            "__ordered__": lambda value: self.unless(value, type(value) is float and value != value, "NaN is compared"),
-            "__term__": lambda value: self.unless(value, type(value) is bool, "a bool is subtracted"),
+            "__ordered__": lambda value: self.unless(value, type(value) is bool or value != value, "it has no order"),
+            "__term__": lambda value: self.unless(value, type(value) is bool, "a bool is used as a number"),
             "__seen__": self.seen,
             **{name: self.function(name) for name in self.names},
         }
@@ -106,7 +111,7 @@ class Run:
             raise Asked
         kind, *content = self.answers[self.count - 1]
         if kind == "value":
-            return content[0]
+            return copy.deepcopy(content[0])  # the assertion may change it, and runs again
         error = getattr(builtins, content[0], None)
         raised = Exception(": ".join(content))
         if isinstance(error, type) and issubclass(error, Exception):

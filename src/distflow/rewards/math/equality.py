@@ -12,7 +12,7 @@ from distflow.rewards.math.bounds import is_affordable
 from distflow.rewards.math.form import has_form_of, is_number
 from distflow.rewards.math.formula_equality import expressions_equal, is_approximation, numbers_equal, plain_number
 from distflow.rewards.math.text import is_prose, listed, split_top, unwrap, words
-from distflow.rewards.math.units import NUMBER, PERCENT, RADIAN, UNCHANGED, conversion, split_unit
+from distflow.rewards.math.units import NUMBER, RADIAN, UNCHANGED, conversion, split_unit
 
 _SPACES = re.compile(r" (?![A-Za-z0-9.\\])|(?<![A-Za-z0-9.]) ")
 _CHOICE = re.compile(r"\(?\s*([A-J])\s*(?:\)\s*[.:]?|[.:])\s*(?:\\ )?\s*(\S.*)", re.DOTALL)
@@ -194,8 +194,9 @@ def _measures(gold: str, answer: str) -> bool | None:
     number = plain_number(gold)
     if gold_unit is None and unit is not None and not (unit.is_plain or _ONE.fullmatch(value)):
         return False
-    is_share = unit == PERCENT and number is not None and 0 < abs(number) < 1  # 0.5 is not 0.5 %
-    if not is_share and are_equal(gold_value, value):
+    is_small = number is not None and 0 < abs(number) < 1
+    is_scaled = unit is not None and not unit.dimensions and (unit.size > 1 or is_small)  # 12 dozen, 0.5 %
+    if not is_scaled and are_equal(gold_value, value):
         return True
     measured, bare, its_unit = (gold_value, value, gold_unit) if gold_unit else (value, gold_value, unit)
     factor = conversion(RADIAN if r"\pi" in bare else NUMBER, its_unit) if its_unit else None

@@ -25,8 +25,9 @@ _NUMBER = re.compile(rf"\s*(?:{_SIGNED_NUMBER}|[(\[]\s*{_SIGNED_NUMBER}\s*[)\]])
 _ROUNDED = re.compile(rf"\.\d{{{ROUNDED_DECIMALS}}}")
 _COMMAND = re.compile(r"\\([A-Za-z]+)(?:\{[a-z]*matrix\}|\{array\}(?:\{[lcr|]*\})?)?")
 _ELEMENTARY = frozenset(re.findall("[a-z]+", "sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh ln log"))
+_SETS = frozenset(("cup", "cap", "setminus"))
 _NOTATION = frozenset(re.findall("[A-Za-z]+",
-    "frac sqrt pi cdot times infty cup cap setminus emptyset mathbb begin end circ exp "
+    "frac sqrt pi cdot times infty emptyset mathbb begin end circ exp "
     "alpha beta gamma delta epsilon varepsilon zeta eta theta vartheta iota kappa lambda mu nu xi rho sigma tau phi "
     "varphi chi psi omega Delta Theta Lambda Xi Phi Psi Omega"
 ))  # fmt: skip
@@ -59,7 +60,8 @@ def has_form_of(gold: str, answer: str) -> bool:
     if is_number(answer) or (is_number(gold) and not _ROUNDED.search(gold)):
         return is_number(answer)
     gold, answer = r"\pi\sqrt{2}" if is_number(gold) else _plain(gold), _plain(answer)
-    known = {*_NOTATION, *(found := _commands(gold)), *(_ELEMENTARY if found & _ELEMENTARY else ())}
+    found = _commands(gold)
+    known = (_NOTATION | found).union(*(family for family in (_ELEMENTARY, _SETS) if family & found))
     if _RELATION.search(answer) and not _RELATION.search(gold):
         return False
     if _commands(answer) - known or set(_UNUSUAL.findall(answer)) - set(_UNUSUAL.findall(gold)):

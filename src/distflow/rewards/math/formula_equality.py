@@ -47,8 +47,10 @@ def _is_rounding(exact: Decimal, decimal: Decimal) -> bool:
 def is_approximation(exact: str, decimal: str) -> bool:
     """Whether a plain decimal is the value of an expression, rounded or truncated to any number of places."""
     number, parsed = plain_number(decimal), _parse(exact)
-    value = None if number is None or parsed is None else _attempt(lambda: _real_value(parsed))
-    return number is not None and value is not None and _is_rounding(Decimal(value), number)
+    if number is None or not isinstance(parsed, Expr):
+        return False
+    value = _attempt(lambda: float(parsed.evalf()) if parsed.is_number and parsed.is_real else None)
+    return value is not None and _is_rounding(Decimal(value), number)
 
 
 def num_decimals(number: Decimal) -> int:
@@ -195,7 +197,3 @@ def _rounds_to(expression: Basic | MatrixBase, text: str) -> bool | None:
     if value.is_Rational and Fraction(decimal) == Fraction(int(value.p), int(value.q)):
         return True
     return is_rounded(exact, decimal) if value.is_Rational or num_decimals(decimal) >= ROUNDED_DECIMALS else None
-
-
-def _real_value(parsed: Basic | MatrixBase) -> float | None:
-    return float(parsed.evalf()) if isinstance(parsed, Expr) and parsed.is_number and parsed.is_real else None

@@ -89,7 +89,7 @@ def is_equal(gold: str, answer: str) -> bool:
 def _unmarked(text: str, is_text: bool) -> str | None:
     """The unmarked answer of the text, or None. is_text: the ground truth is words; else a formula or number."""
     phrase = phrased_answer(text)
-    bare = (text if phrase is None else phrase).strip().strip("*").strip()
+    bare = (text if phrase is None else phrase).strip().strip("*`").strip()
     if is_text or (phrase is not None and _ALONE.fullmatch(bare)):
         return bare if len(bare) <= _MAX_PHRASE else None
     for part in (phrase, text):

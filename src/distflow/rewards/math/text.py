@@ -17,17 +17,14 @@ _SYMBOLS = str.maketrans(
         "−": "-", "–": "-", "×": r" \times ", "·": r" \cdot ", "⋅": r" \cdot ", "÷": "/", "π": r"\pi ", "∞": r"\infty ",
         "√": r"\sqrt ", "≤": r"\le ", "≥": r"\ge ", "≠": r"\neq ", "∪": r" \cup ", "∩": r" \cap ", "∈": r" \in ",
         "∅": r"\emptyset ", "±": r"\pm ", "ℝ": r"\mathbb{R}", "°": r"^\circ ",
-        "\u2009": " ", "\u202f": " ", "\u00a0": " ",
+        "\u2009": " ", "\u202f": " ", "\u00a0": " ", "≈": r"\approx ", "。": ".",
+        **{chr(0xFEE0 + code): chr(code) for code in range(0x21, 0x7F)},  # full width, as beside Chinese
         "½": r"\frac{1}{2}", "⅓": r"\frac{1}{3}", "⅔": r"\frac{2}{3}", "¼": r"\frac{1}{4}", "¾": r"\frac{3}{4}",
     }
 )  # fmt: skip
 _SUPERSCRIPTS = "⁰¹²³⁴⁵⁶⁷⁸⁹⁻"
 _FROM_SUPERSCRIPT = str.maketrans(_SUPERSCRIPTS, "0123456789-")
 _THIN_SPACE = r"(?:\\[,;:! ]|~|\\thinspace(?![A-Za-z])| )"
-
-
-def _as_power_of_ten(match: re.Match[str]) -> str:
-    return rf" \cdot 10^{{{_SCALES[match[1].lower()]}}} "
 
 
 def _as_integer(match: re.Match[str]) -> str:
@@ -48,10 +45,6 @@ def _as_improper(match: re.Match[str]) -> str:
     if len(match[0]) > 300 or numerator >= denominator:
         return match[0]
     return rf"\frac{{{whole * denominator + numerator}}}{{{denominator}}}"
-
-
-def _as_currency(match: re.Match[str]) -> str:
-    return rf"{match[1]}{match[3]} \text{{{_CURRENCIES[match[2]]}}}"
 
 
 # (pattern, replacement), applied in this order.
@@ -89,18 +82,22 @@ _RULES: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], ...]
         (r"\\([lr])brace(?![A-Za-z])", lambda match: r"\{" if match[1] == "l" else r"\}"),
         (r"\\([lr])brack(?![A-Za-z])", lambda match: "[" if match[1] == "l" else "]"),
         (r"m?\\angle(?![A-Za-z])", ""),
-        (r"^(-?)\s*(\\\$|[€£¥₹])\s*(-?\d[^$€£¥₹]*?)[\s.,;:]*$", _as_currency),
+        (
+            r"^(-?)\s*(\\\$|[€£¥₹])\s*(-?\d[^$€£¥₹]*?)[\s.,;:]*$",
+            lambda m: rf"{m[1]}{m[3]} \text{{{_CURRENCIES[m[2]]}}}",
+        ),
         (r"(\d)\s*€$", r"\1 \\text{euros}"),
         (r"(?<=\d)\"$", r" \\text{inches}"),
         (r"\\?\$", ""),
         (rf"^{_TEXT}\s*\{{([^{{}}]*\d[^{{}}]*)\}}$", r"\1"),
+        (rf"^(?:{_TEXT}\s*\{{\s*)?(?:[Oo]ption|[Cc]hoice) (\(?[A-J]\)?)\s*\}}?\.?$", r"\1"),
         (r"^(?:=|\\approx|\\therefore|\\implies|\\Rightarrow)\s*", ""),
-        (rf"^(?:{_TEXT}\s*\{{\s*)?[A-Za-z][A-Za-z ,']*\b(?:{_VERBS})\s*:?\s*\}}?\s*(?=[-+\d\\(])", ""),
+        (rf"^(?:{_TEXT}\s*\{{\s*)?[A-Za-z][A-Za-z ,']*(?:\b(?:{_VERBS})\s*:?|nswer:)\s*\}}?\s*(?=[-+\d\\(])", ""),
         (r"\\[()\[\]]", ""),
         (r"\\overline\s*\{([A-Z]{2,})\}", r"\1"),
         (r"(\d*)\.(\d{0,50})(?:\\(?:overline|bar)\s*\{(\d{1,50})\}|\\dot\s*\{?(\d)\}?)", _as_fraction),
         (rf"(?i){_TEXT}\s*\{{\s*({'|'.join(_SCALES)})s?\b", r"\1 \\text{"),
-        (rf"(?i)(?<=[\d}}])\s*({'|'.join(_SCALES)})s?\b", _as_power_of_ten),
+        (rf"(?i)(?<=[\d}}])\s*({'|'.join(_SCALES)})s?\b", lambda m: rf" \cdot 10^{{{_SCALES[m[1].lower()]}}} "),
         (r"\\text\{\s*\}", ""),
         (r"(?<![\w\\.])(-?\d+(?:\.\d+)?)[eE]([+-]?\d+)(?![\w.]*\w)", r"\1 \\cdot 10^{\2}"),
         (r"(?<![\d.,/^_}])(?<!\d )(\d+)(?:\s+|\\[ ,;]\s*)(\d+)\s*/\s*(\d+)(?!\.?\d)", _as_improper),

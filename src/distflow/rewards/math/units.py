@@ -90,7 +90,7 @@ class Unit:
     is_plain: bool = True
 
 
-NUMBER, PERCENT = Unit((), Fraction(1)), Unit((), Fraction(1, 100))
+NUMBER = Unit((), Fraction(1))
 RADIAN = Unit((("angle", 1),), Fraction(1), is_radian=True)
 UNCHANGED = r"\frac{1}{1}"
 
