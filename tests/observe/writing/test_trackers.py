@@ -133,7 +133,59 @@ def test_wandb_offline_writes_a_run_and_a_resume_goes_on_in_it(tmp_path: Path, m
     assert all(b"reward/mean_score" in file.read_bytes() for file in files)
 
 
-@pytest.mark.parametrize("name", ["tensorboard", "wandb"])
+STEPS = [(1, 0.5), (2, 1.0), (3, 1.5), (4, 2.0)]
+
+
+def track_two_starts(name: str, folder: Path) -> None:
+    """Four steps, two of them after a resume."""
+    events: list[str] = []
+    for first in (1, 3):
+        trackers = open_some([name], folder, events)
+        for step in (first, first + 1):
+            values = {"reward/mean_score": step / 2, "actor/grad_norm": math.nan if step == 2 else 1.0}
+            trackers.log(step, {**values, "val_correct/all/pass@4": 0.5})
+        trackers.close()
+    assert events == []
+
+
+@pytest.mark.slow
+def test_mlflow_has_one_run_of_both_starts_in_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mlflow = pytest.importorskip("mlflow")
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    track_two_starts("mlflow", tmp_path)
+    client = mlflow.MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
+    (run,) = client.search_runs([client.get_experiment_by_name("p").experiment_id])
+    assert (run.info.run_name, run.info.status) == ("e", "FINISHED")
+    history = client.get_metric_history(run.info.run_id, "reward/mean_score")
+    assert sorted((each.step, each.value) for each in history) == STEPS
+    assert run.data.metrics["val_correct/all/pass_at_4"] == 0.5
+    assert '"seed": 1' in next(tmp_path.glob("mlartifacts/*/artifacts/config.json")).read_text()
+
+
+@pytest.mark.slow
+def test_trackio_has_one_run_of_both_starts_on_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "all"))
+    pytest.importorskip("trackio")
+    from trackio.sqlite_storage import SQLiteStorage
+
+    track_two_starts("trackio", tmp_path)
+    (run,) = SQLiteStorage.get_runs("p")
+    assert run.startswith("e-")
+    assert [(each["step"], each["reward/mean_score"]) for each in SQLiteStorage.get_logs("p", run)] == STEPS
+
+
+@pytest.mark.slow
+def test_swanlab_without_a_key_is_offline_and_never_asks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("swanlab")
+    for name in ("SWANLAB_MODE", "SWANLAB_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    track_two_starts("swanlab", tmp_path)
+    files = list((tmp_path / "swanlog").glob("run-*/run-*.swanlab"))
+    assert len(files) == 2 and all(b"reward/mean_score" in file.read_bytes() for file in files)
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "wandb", "trackio", "mlflow", "swanlab"])
 def test_a_missing_package_names_the_extra(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [])
     monkeypatch.delitem(sys.modules, name, raising=False)
@@ -151,8 +203,9 @@ def test_what_every_run_writes_may_be_named(name: str, tmp_path: Path) -> None:
 
 
 def test_an_unknown_tracker_is_refused_with_the_choice(tmp_path: Path) -> None:
-    with pytest.raises(TrackerError, match="'mlflow'.*known: console, file, jsonl, tensorboard, wandb"):
-        open_some(["mlflow"], tmp_path, [])
+    known = "console, file, jsonl, mlflow, swanlab, tensorboard, trackio, wandb"
+    with pytest.raises(TrackerError, match=f"'comet'.*known: {known}"):
+        open_some(["comet"], tmp_path, [])
 
 
 def test_the_console_is_used_when_it_is_asked_for(tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
-"""Sends metrics to trackers (console, TensorBoard, Weights & Biases) which can neither slow a run down nor end it."""
+"""Sends metrics to trackers (console, TensorBoard, Weights & Biases and others), which can neither slow a run down nor
+end it."""
 
 import contextlib
 import importlib.util
@@ -8,7 +9,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -32,12 +33,19 @@ class TrackerError(UserError):
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """The run that a tracker is made for. config: the whole config as plain data."""
+    """The run that a tracker is made for. config: the whole config as JSON."""
 
     run_dir: Path
     project: str
     experiment: str
-    config: Mapping[str, object]
+    config: dict[str, Any]
+
+    def run_id(self, tracker: str, create: Callable[[], str] = lambda: os.urandom(8).hex()) -> str:
+        """The same for every restart: stored in the run's folder, created at the first start."""
+        file = self.run_dir / f"{tracker}.json"
+        if not file.exists():
+            file.write_text(json.dumps({"id": create()}) + "\n")
+        return str(json.loads(file.read_bytes())["id"])
 
 
 class Tracker(Protocol):
@@ -154,7 +162,8 @@ def open_trackers(
 
 
 def _build(target: str, run: TrackedRun) -> Tracker:
-    return cast(Callable[[TrackedRun], Tracker], load(target))(run)
+    as_json = {name: to_json(value) for name, value in run.config.items()}
+    return cast(Callable[[TrackedRun], Tracker], load(target))(replace(run, config=as_json))
 
 
 class TensorBoardTracker:
@@ -182,7 +191,21 @@ class TensorBoardTracker:
         self._writer.close()
 
 
-class WandbTracker:
+class _TrackerRun:
+    """What trackers share whose run takes the metrics of a step, and is finished."""
+
+    _run: Any
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Log all metrics of a step."""
+        self._run.log(dict(values), step=step)
+
+    def close(self) -> None:
+        """Finish the run: what is queued is sent or written."""
+        self._run.finish()
+
+
+class WandbTracker(_TrackerRun):
     """One run of Weights & Biases for each run folder, which a resumed run continues; offline, `wandb sync` uploads it.
 
     The environment variable WANDB_MODE decides (`online`, `offline`, `disabled`); without it the run is online if
@@ -199,9 +222,9 @@ class WandbTracker:
             dir=str(run.run_dir),
             project=run.project,
             name=run.experiment,
-            id=_wandb_run_id(run.run_dir),
+            id=run.run_id("wandb"),
             resume="allow",
-            config={name: to_json(value) for name, value in run.config.items()},
+            config=run.config,
             mode=mode,
             settings=wandb.Settings(silent=True, console="off", x_disable_stats=True),
         )
@@ -211,14 +234,76 @@ class WandbTracker:
         """Log all metrics against `step`, which may repeat (training, validation) or go back (a resume)."""
         self._run.log({**values, "step": step})
 
+
+class TrackioTracker(_TrackerRun):
+    """One run of Trackio for each run folder, which a resumed run continues. It lies on this machine (`trackio show`),
+    unless Trackio's environment variables name a Space or a server."""
+
+    def __init__(self, run: TrackedRun):
+        import trackio
+
+        self._run = trackio.init(
+            run.project,
+            f"{run.experiment}-{run.run_id('trackio')[:6]}",
+            config=run.config,
+            resume="allow",
+            embed=False,
+            auto_log_gpu=False,
+            auto_log_cpu=False,
+        )
+
+
+class MlflowTracker:
+    """One run of MLflow for each run folder, which a resumed run continues. Without MLFLOW_TRACKING_URI it lies there:
+    `mlflow ui --backend-store-uri sqlite:///RUN/mlflow.db`."""
+
+    def __init__(self, run: TrackedRun):
+        from mlflow import MlflowClient
+
+        is_local, folder = not os.environ.get("MLFLOW_TRACKING_URI"), run.run_dir.absolute()
+        self._client = client = MlflowClient(f"sqlite:///{folder}/mlflow.db" if is_local else None)
+
+        def create() -> str:
+            found = client.get_experiment_by_name(run.project)
+            artifacts = (folder / "mlartifacts").as_uri() if is_local else None
+            experiment = found.experiment_id if found else client.create_experiment(run.project, artifacts)
+            created: str = client.create_run(experiment, run_name=run.experiment).info.run_id
+            client.log_dict(created, run.config, "config.json")
+            return created
+
+        self._id = run.run_id("mlflow", create)
+        client.update_run(self._id, "RUNNING")
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Log all metrics of a step; MLflow allows no `@` in a name, and 1,000 at once."""
+        from mlflow.entities import Metric
+
+        now = time.time_ns() // 10**6
+        metrics = [Metric(name.replace("@", "_at_"), value, now, step) for name, value in values.items()]
+        for first in range(0, len(metrics), 1000):
+            self._client.log_batch(self._id, metrics[first : first + 1000])
+
     def close(self) -> None:
-        """Finish the run: what is queued is sent or written."""
-        self._run.finish()
+        """End the run."""
+        self._client.set_terminated(self._id)
 
 
-def _wandb_run_id(run_dir: Path) -> str:
-    """The same for every restart: stored in the run's folder, drawn at the first start."""
-    file = run_dir / "wandb.json"
-    if not file.exists():
-        file.write_text(json.dumps({"id": os.urandom(8).hex()}) + "\n")
-    return str(json.loads(file.read_bytes())["id"])
+class SwanlabTracker(_TrackerRun):
+    """One run of SwanLab. Its environment variable SWANLAB_MODE decides where; without it the run is online if there is
+    an API key, where a resumed run continues it, and offline otherwise: it never asks for one."""
+
+    def __init__(self, run: TrackedRun):
+        import swanlab
+
+        settings = swanlab.Settings(interactive=False, terminal={"proxy_type": "none"})
+        mode = os.environ.get("SWANLAB_MODE") or ("online" if settings.api_key else "offline")
+        known = {"id": run.run_id("swanlab"), "resume": "allow"} if mode == "online" else {}
+        self._run = swanlab.init(
+            log_dir=str(run.run_dir / "swanlog"),
+            mode=mode,
+            project=run.project,
+            name=run.experiment,
+            config=run.config,
+            settings=settings,
+            **known,
+        )
