@@ -71,7 +71,7 @@ test-slow: $(INSTALLED)
 test-faults: $(INSTALLED)
 	$(BIN)/python -m pytest -m "slow and faults"
 
-# The tests as other processors and machines run them, one after another: an hour on two cores.
+# The tests as other processors and machines run them, one after another: half an hour on two cores.
 test-processors: $(INSTALLED)
 	scripts/test_processors.sh
 

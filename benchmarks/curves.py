@@ -4,20 +4,20 @@
 
 A `distflow train grpo` each, as it ships, over the random decoder of 1 M parameters in float32:
 
-    slots    tokens/s of the rollout at `actor_rollout_ref.rollout.max_num_seqs` from 1 to 512; answers of 64 tokens,
+    slots    tokens/s of the rollout at `actor_rollout_ref.rollout.max_num_seqs` from 1 to 512; responses of 64 tokens,
              twice as many as slots, eight at least
-    length   tokens/s of the rollout at answers of 64 to 4,096 tokens, eight together
+    length   tokens/s of the rollout at responses of 64 to 4,096 tokens, eight together
     micro    tokens/s of the update at `actor_rollout_ref.actor.ppo_max_token_len_per_gpu` from 512 to 32,768; 512
-             answers of 64 tokens behind prompts of 16
+             responses of 64 tokens behind prompts of 16
 
-The first step of a run is not counted; of the others there are as many as answer `--tokens` tokens, eight at most. A
+The first step of a run is not counted; of the others there are as many as make `--tokens` tokens, eight at most. A
 cliff is told where speed falls by more than a quarter while slots or the micro-batch double, or by more than half while
-answers do (attention over what stands before costs no more than that); each tells how it fell. `--plot` draws the
+responses do (attention over what stands before costs no more than that); each tells how it fell. `--plot` draws the
 curves (`pip install matplotlib`). All of it takes about 5 minutes on two cores.
 
-What profiling found: with native code a token of a long answer costs what its keys and values take to come from memory,
-18 to 23 GB/s of the 22 to 24 that a sum over large memory gets here with two threads. Eight answers of 4,096 tokens do
-not fit the cache of 32 MB, so that there half of the speed, or a little less, is left of what 2,048 had. All
+What profiling found: with native code a token of a long response costs what its keys and values take to come from
+memory, 18 to 23 GB/s of the 22 to 24 that a sum over large memory gets here with two threads. Eight responses of 4,096
+tokens do not fit the cache of 32 MB, so that there half of the speed, or a little less, is left of what 2,048 had. All
 queries of a key-value head through each block together, to read it once, gained nothing at 4,000 tokens and lost a
 tenth below 200; asking for the next keys early gained nothing.
 """
@@ -40,7 +40,7 @@ SLOTS = "actor_rollout_ref.rollout.max_num_seqs"
 MICRO = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu"
 AXES = {
     "slots": "sequences decoded together",
-    "length": "tokens of an answer",
+    "length": "tokens of a response",
     "micro": "tokens of a micro-batch",
 }
 LEAST_OF_DOUBLE = {"slots": 0.75, "length": 0.5, "micro": 0.75}

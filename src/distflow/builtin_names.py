@@ -345,14 +345,11 @@ WEIGHT_UPDATE_MODES = ("store", "disk")
 
 TRACKERS: dict[str, Tracker] = {
     "console": Tracker("lines or a live view in the terminal", "distflow.observe.writing.terminal:TerminalView"),
-    "tensorboard": Tracker(
-        "TensorBoard's event files in the run's folder",
-        "distflow.observe.writing.trackers:TensorBoardTracker",
-        package="tensorboard",
-    ),
-    "wandb": Tracker(
-        "Weights & Biases, online or offline", "distflow.observe.writing.trackers:WandbTracker", package="wandb"
-    ),
+    "tensorboard": Tracker("its event files", "distflow.observe.writing.trackers:TensorBoardTracker", "tensorboard"),
+    "wandb": Tracker("Weights & Biases", "distflow.observe.writing.trackers:WandbTracker", "wandb"),
+    "trackio": Tracker("Trackio, local first", "distflow.observe.writing.trackers:TrackioTracker", "trackio"),
+    "mlflow": Tracker("MLflow, here or at a server", "distflow.observe.writing.trackers:MlflowTracker", "mlflow"),
+    "swanlab": Tracker("SwanLab", "distflow.observe.writing.trackers:SwanlabTracker", "swanlab"),
     "jsonl": Tracker("metrics.jsonl in the run's folder, which every run writes"),
     "file": Tracker("the same, under its name in verl"),
 }

@@ -186,9 +186,11 @@ class SourceFile:
         return function
 
     def methods(self, name: str) -> set[str]:
-        """The methods that the class of that name defines itself."""
-        node = self._classes.get(name)
-        return set() if node is None else {own.name for own in node.body if isinstance(own, _FUNCTIONS)}
+        """The methods of the class of that name and of its bases in the file."""
+        if (node := self._classes.get(name)) is None:
+            return set()
+        bases = (self.methods(base.id) for base in node.bases if isinstance(base, ast.Name) and base.id != name)
+        return {own.name for own in node.body if isinstance(own, _FUNCTIONS)}.union(*bases)
 
 
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)

@@ -127,7 +127,7 @@ SELECTING = ("clip_cov", "kl_cov")
 
 PER_TOKEN: list[tuple[str, Token, dict[str, Any], dict[str, Any]]] = [
     ("vanilla", vanilla, {}, {}),
-    ("vanilla", vanilla, {"clip_ratio": 0.1}, {"low": 0.1, "high": 0.1}),
+    ("vanilla", vanilla, {"clip_ratio_low": 0.1, "clip_ratio_high": 0.1}, {"low": 0.1, "high": 0.1}),
     ("vanilla", vanilla, {"clip_ratio_high": 0.28}, {"high": 0.28}),
     ("vanilla", vanilla, {"clip_ratio_low": 0.5, "clip_ratio_c": 1.4}, {"low": 0.5, "c": 1.4}),
     ("vanilla", vanilla, {"clip_ratio_c": None}, {"c": None}),
@@ -146,7 +146,7 @@ PER_TOKEN: list[tuple[str, Token, dict[str, Any], dict[str, Any]]] = [
     ("dppo_tv", dppo, {}, {"kind": "tv"}),
     ("dppo_tv", dppo, {"clip_ratio_low": 0.02, "clip_ratio_c": 1.5}, {"kind": "tv", "low": 0.02, "c": 1.5}),
     ("dppo_kl", dppo, {}, {"kind": "kl"}),
-    ("dppo_kl", dppo, {"clip_ratio": 0.01, "clip_ratio_c": None}, {"kind": "kl", "low": 0.01, "high": 0.01, "c": None}),
+    ("dppo_kl", dppo, {"clip_ratio_low": 0.01, "clip_ratio_c": None}, {"kind": "kl", "low": 0.01, "c": None}),
     ("dro", dro, {}, {}),
     ("dro", dro, {"beta": 2.0}, {"beta": 2.0}),
     ("clip_cov", clip_cov, {}, {}),

@@ -139,7 +139,7 @@ def test_a_term_whose_tokens_cancel_is_not_dead() -> None:
 
 
 def test_statistics_are_means_over_the_tokens_of_the_mini_batch() -> None:
-    objective, batch = PolicyObjective("vanilla", {"clip_ratio": 0.1}), toy_batch(seed=7, bs=ROWS)
+    objective, batch = PolicyObjective("vanilla", {"clip_ratio_low": 0.1}), toy_batch(seed=7, bs=ROWS)
     counts = objective.counts(batch)
     _, sums = gradient(objective, random_split(batch, 3), counts)
     metrics = objective.finish(sums, counts)
@@ -149,7 +149,7 @@ def test_statistics_are_means_over_the_tokens_of_the_mini_batch() -> None:
         batch["advantages"],
         batch["loss_mask"],
         batch["old_log_probs"],
-        clip_ratio=0.1,
+        clip_ratio_low=0.1,
     )
     for name in ("pg_clipfrac", "pg_clipfrac_lower", "ppo_kl"):
         assert metrics[name] == pytest.approx(float(stats[name][mask].double().mean()))
@@ -371,7 +371,7 @@ def test_correction_weights_multiply_each_token() -> None:
         ({"loss_agg_mode": "mean"}, "token-mean"),
         ({"loss_agg_mode": "seq-mean-token-sum-norm"}, "loss_scale_factor"),
         ({"loss_scale_factor": 0.0}, "positive"),
-        ({"options": {"clip_ration": 0.1}}, "did you mean 'clip_ratio'"),
+        ({"options": {"clip_ratio_hihg": 0.1}}, "did you mean 'clip_ratio_high'"),
         ({"options": {"clip_ratio_c": 0.5}}, "clip_ratio_c must be above 1"),
         ({"off_policy_mask_threshold": 0.0}, "off_policy_mask_threshold must be positive"),
         ({"kl_loss_type": "low_var"}, "did you mean 'low_var_kl'"),

@@ -38,7 +38,7 @@ def test_every_estimator_of_the_table_is_registered_under_its_name(name: str) ->
 def test_every_loss_of_the_table_is_registered_under_its_name(name: str) -> None:
     found, entry = find_policy_loss(name), builtin_names.POLICY_LOSSES[name]
     assert found.name == name and found.fn is load_function(entry.target)
-    assert (entry.clips, entry.dual_clips) == ("clip_ratio" in found.options, "clip_ratio_c" in found.options)
+    assert (entry.clips, entry.dual_clips) == ("clip_ratio_low" in found.options, "clip_ratio_c" in found.options)
 
 
 def test_built_ins_are_imported_when_they_are_asked_for_and_replace_no_estimator_of_the_users() -> None:

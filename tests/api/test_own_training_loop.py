@@ -82,6 +82,40 @@ def test_at_staleness_0_its_batches_are_those_of_a_run(tmp_path: Path, reference
     assert verify(run.folder / "ledger.jsonl") == verify(reference.folder / "ledger.jsonl")
 
 
+MORE = {"algorithm__filter_groups__oversampling": 1.0}
+
+
+def test_with_extra_prompts_its_batches_are_those_of_a_run_too_also_after_a_resume(tmp_path: Path) -> None:
+    settings = {"trainer__save_freq": 2, **MORE}
+    theirs = distflow.train(
+        TINY, small(tmp_path / "theirs", trainer__total_training_steps=4, **settings), data=ROWS, reward=digits
+    )
+    for num_steps in (2, 4):
+        with opened(tmp_path / "run", trainer__total_training_steps=num_steps, **settings) as rollouts:
+            while batch := rollouts.prepare_batch():
+                rollouts.train(batch)
+                rollouts.publish()
+    samples = [(row["step"], row["prompt"], row["response"], row["score"]) for row in rollouts.run.samples()]
+    assert samples == [(row["step"], row["prompt"], row["response"], row["score"]) for row in theirs.samples()]
+    account = verify(tmp_path / "run" / "ledger.jsonl")
+    assert account.consumed == 8 and account.aborted == verify(theirs.folder / "ledger.jsonl").aborted > 2
+
+
+def test_submitted_prompts_that_are_aborted_come_in_a_later_step(tmp_path: Path) -> None:
+    with opened(tmp_path / "run", None, **MORE) as rollouts:
+        for row in OWN:
+            rollouts.submit(row)
+        found = []
+        for _ in range(4):
+            found += [*prompts(rollouts.wait(1)), *prompts(rollouts.wait(1))]
+            said = r"others start after publish\(\)" if len(found) < 8 else "0 are running, 0 .*: submit more"
+            with pytest.raises(NothingToWaitFor, match=said):
+                rollouts.wait(1)
+            rollouts.publish()
+    assert sorted(found) == sorted(row["prompt"] for row in OWN)
+    assert verify(tmp_path / "run" / "ledger.jsonl").aborted > 2
+
+
 def test_ahead_of_the_loop_nothing_is_staler_than_the_bound(tmp_path: Path) -> None:
     oldest = []
     with opened(tmp_path / "run", async__max_staleness=2, trainer__total_training_steps=8) as rollouts:

@@ -44,7 +44,7 @@ def test_an_audit_that_costs_too_much_waits_until_its_weights_were_kept(
     with schedule.timed(4, audits=True):
         now += 10.0
     assert audited(schedule, range(5, 30)) == []
-    now += 2000.0  # affordable again
+    now += 2500.0  # affordable again
     due = 30 if staleness == 0 else 30 + staleness + 1
     expected = {step: schedule.is_due(step) or schedule.expects(step) for step in range(30, due)}
     assert all(expected[step] for step in range(due - staleness, due))
@@ -80,3 +80,12 @@ def test_copies_are_few_are_cast_and_are_those_of_their_time() -> None:
     assert kept.of(6) is kept.of(5), "the same weights need no second copy"
     kept.forget(5)
     assert kept.of(5) is None and len(kept) == 1
+
+
+def test_each_length_of_being_behind_is_told_once_in_a_run() -> None:
+    schedule = AuditSchedule(20, 0)
+    schedule.begins(0)
+    told = [step for step in range(1, 100) if schedule.is_behind(step)]
+    schedule.begins(100)
+    told += [step for step in range(101, 300) if schedule.is_behind(step)]
+    assert told == [40, 80, 260], "after 40 and 80 steps, and the second time first after 160"

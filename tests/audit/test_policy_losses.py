@@ -24,7 +24,7 @@ OPTIONS = {
     "clip_cov": {"clip_cov_ratio": 0.2, "clip_cov_lb": 0.0, "clip_cov_ub": 9.0},
     "kl_cov": {"kl_cov_ratio": 0.2, "ppo_kl_coef": 0.5},
 }
-DEFAULTS = {"clip_ratio": 0.2, "clip_ratio_low": None, "clip_ratio_high": 0.3, "clip_ratio_c": 3.0}
+DEFAULTS = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.3, "clip_ratio_c": 3.0}
 
 
 def test_every_built_in_loss_has_a_formula() -> None:

@@ -1,5 +1,7 @@
 """Single checks on small steps that are recorded by hand."""
 
+from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,15 +11,30 @@ from torch import nn
 
 from distflow.audit import log_probs
 from distflow.audit.log_probs import audit_log_probs
-from distflow.audit.recorded_calls import UpdateRecord
-from distflow.audit.recorded_data import RecordedStep, Wrong
+from distflow.audit.recorded_calls import GroupRecords, UpdateRecord
+from distflow.audit.recorded_data import NOT_APPLICABLE, RecordedStep, Wrong, samples_of, shuffled
 from distflow.audit.samples import audit_groups
-from distflow.audit.updates import audit_gradients, audit_mini_batches, audit_optimizer, schedule, total_updates
+from distflow.audit.updates import (
+    audit_each_sample_once,
+    audit_gradients,
+    audit_mini_batches,
+    audit_optimizer,
+    schedule,
+    total_updates,
+)
+from distflow.audit.weight_versions import audit_weights
 from distflow.config import load_config
 from distflow.data.batch import Batch
 from distflow.graph import NodeRole
+from distflow.models.loading import load_model
+from distflow.models.lora import add_lora
 from distflow.pipelines import nodes
+from distflow.scheduling.groups import PromptGroup
+from distflow.training.engine import OneRank
+from distflow.training.optimizer import make_optimizer, make_schedule
+from distflow.training.torch_engine import TorchTrainEngine
 from tests.checks.batches import WeightsOnly, sampled_batch
+from tests.tiny_models import write_tiny_model
 
 
 def writer(column: str) -> Any:
@@ -27,15 +44,19 @@ def writer(column: str) -> Any:
     )
 
 
-def recorded(batch: Batch, *overrides: str, pipeline: tuple[Any, ...] = (), **resources: Any) -> RecordedStep:
-    """Step 1 of a run with this batch. pipeline: its nodes. resources: its engines, None for the others."""
+def recorded(
+    batch: Batch, *overrides: str, pipeline: tuple[Any, ...] = (), ranks: Any = None, **resources: Any
+) -> RecordedStep:
+    """Step 1 of a run with this batch. pipeline: its nodes. ranks: that share the step, one without it. resources: its
+    engines, None for the others."""
     config = load_config("grpo", overrides, complete=False).config
     data = SimpleNamespace(domains=(), group_size=2, total_steps=10)
     run: Any = SimpleNamespace(
         spec=SimpleNamespace(config=config, data=data),
         pipeline=SimpleNamespace(nodes=pipeline),
         resources=SimpleNamespace(**{"actor": None, "ref": None, "critic": None} | resources),
-        num_ranks=1,
+        ranks=ranks or OneRank(),
+        training_steps=(),
         state={},
     )
     return RecordedStep(run, 0, {}, [0, 1], batch, None, {}, {})
@@ -56,7 +77,7 @@ def test_the_filter_of_groups_is_found_under_any_id(node_id: str) -> None:
     role, contract = NodeRole.DYNAMIC_SAMPLING, SimpleNamespace(writes=())
     node = SimpleNamespace(node_id=node_id, node_role=role, fn=nodes.dynamic_sampling, contract=contract)
     filters = "algorithm.filter_groups.enable=true"
-    with pytest.raises(Wrong, match=r"group 1 was kept, but all its samples have the accuracy \{1\.0\}"):
+    with pytest.raises(Wrong, match=r"group 1 was kept, but all its samples have the acc \{1\.0\}"):
         audit_groups.run(recorded(batch, filters, pipeline=(node,)))
     assert audit_groups.run(recorded(batch, filters)) is None, "without the node nothing is filtered"
     node.fn = lambda: None
@@ -84,6 +105,108 @@ def test_an_engine_that_hides_its_model_is_named_in_the_check_of_log_probs(monke
     monkeypatch.setattr(log_probs, "audited_samples", lambda step: step.samples[:1])
     monkeypatch.setattr(log_probs, "policy_scores", lambda *_: {})
     assert audit_log_probs.run(step) == "the model that computes ref_log_prob, values is not exposed"
+
+
+@pytest.mark.parametrize(
+    ("rows", "wrong"),
+    [
+        ([2, 3], ""),
+        ([], "the step has 2 groups, but its samples are of 1"),
+        ([2], "group 1 has 1 samples, and should have 2"),
+        ([3, 3], "sample 1-1 is in the step 2 times"),
+        ([0, 1, 2, 3], "group 0 has 4 samples, and should have 2"),
+    ],
+)
+def test_groups_are_counted_over_all_ranks(rows: list[int], wrong: str) -> None:
+    """rows: of the other rank; this one has those of the first group."""
+    batch = sampled_batch()
+    other = [(sample["group_index"], sample["domain"], sample["uid"]) for sample in samples_of(batch.select(rows))]
+    ranks = SimpleNamespace(size=2, gather=lambda own: [own, other])
+    step = recorded(batch.select([0, 1]), pipeline=(writer("responses"),), ranks=ranks)
+    with pytest.raises(Wrong, match=wrong) if wrong else nullcontext():
+        assert audit_groups.run(step) is None
+
+
+def test_mini_batches_of_a_rank_are_its_part_of_those_that_are_drawn() -> None:
+    """This rank has the first of two groups; one of its two mini-batches is empty."""
+    batch = sampled_batch()
+    own, none = batch.select([0, 1]), batch.select([])
+    step = recorded(own, "actor_rollout_ref.actor.ppo_mini_batch_size=1", ranks=SimpleNamespace(size=2))
+    first = int(shuffled(2, (step.config.trainer.seed, 1), (0, 0))[0])
+    step.updates += [update(step, part) for part in ([own, none] if first == 0 else [none, own])]
+    assert audit_each_sample_once(step) is None
+    step.updates.reverse()
+    with pytest.raises(Wrong, match="does not hold the groups that seed, step and pass draw"):
+        audit_each_sample_once(step)
+
+
+def test_a_group_of_a_worker_that_takes_no_step_is_handed_on_and_not_kept() -> None:
+    seen, batch = list[int](), sampled_batch()
+    records = GroupRecords(lambda record, columns: seen.append(record.prompt_group.group_id + len(columns)))
+    records.begin(PromptGroup(7, 0, 7, 2, 0))
+    records.keep(batch)
+    assert seen == [7 + len(batch)] and records.take([7]) == {}
+    records.keep()
+    assert len(records.take_validated()) == 1
+
+
+TRAINED = {
+    "all weights": (0, "all-linear", "all-linear", None, ""),
+    "adapters everywhere": (2, "all-linear", "all-linear", None, ""),
+    "adapters where they are named": (2, "[self_attn.q_proj]", ["q_proj"], None, ""),
+    "adapters on a few": (2, "all-linear", ["q_proj"], None, "layers.0.self_attn.k_proj and 11 more have no adapter"),
+    "adapters frozen": (
+        2,
+        "all-linear",
+        "all-linear",
+        ("lora_A", False),
+        "q_proj.lora_A.* are frozen, but adapters",
+    ),
+    "a norm beside adapters": (
+        2,
+        "all-linear",
+        "all-linear",
+        ("norm", True),
+        "norm.weight .* are trained, but adapters",
+    ),
+}
+"""Rank, modules by the config and those that have an adapter, which weights need a gradient or none, what is said."""
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_all_weights_are_trained_or_the_adapters_that_the_config_names(tmp_path: Path, name: str) -> None:
+    rank, targets, adapted, change, wrong = TRAINED[name]
+    model: nn.Module = load_model(write_tiny_model(tmp_path))
+    if rank:
+        model = add_lora(model, rank=rank, target_modules=adapted)  # type: ignore[arg-type]
+    for own, parameter in model.named_parameters():
+        if change and change[0] in own:
+            parameter.requires_grad_(change[1])
+    optimizer = make_optimizer("sgd", model.parameters(), lr=1.0)
+    actor = TorchTrainEngine(model, optimizer=optimizer, schedule=make_schedule("constant", total_steps=1))
+    settings = (f"lora_rank={rank}", f"target_modules={targets}")
+    step = recorded(
+        sampled_batch(), *(f"actor_rollout_ref.model.{each}" for each in settings), actor=actor, rollout=None
+    )
+    with pytest.raises(Wrong, match=wrong) if wrong else nullcontext():
+        assert audit_weights.run(step) == NOT_APPLICABLE
+
+
+def test_frozen_weights_that_no_key_freezes_are_a_warning(tmp_path: Path) -> None:
+    """The model's own code may freeze them."""
+    model: nn.Module = load_model(write_tiny_model(tmp_path))
+    actor = TorchTrainEngine(
+        model,
+        optimizer=make_optimizer("sgd", model.parameters(), lr=1.0),
+        schedule=make_schedule("constant", total_steps=1),
+    )
+    step, told = recorded(sampled_batch(), actor=actor, rollout=None), list[str]()
+    step.run.warn = told.append  # type: ignore[method-assign]
+    assert audit_weights.run(step) == NOT_APPLICABLE and not told
+    for own, parameter in model.named_parameters():
+        parameter.requires_grad_("layers.0" not in own)
+    assert audit_weights.run(step) == NOT_APPLICABLE
+    assert len(told) == 1 and "q_proj.weight and 8 more of the policy's weights are frozen" in told[0]
 
 
 @pytest.mark.parametrize("column", ["selected_tokens", "advantages"])

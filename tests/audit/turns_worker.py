@@ -10,11 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule
 
 from distflow.audit.model_forward import Turns, logits_of, plainly
 from distflow.audit.recorded_calls import UpdateRecord, UpdateWatch, striped
 from distflow.audit.recorded_data import Wrong
-from distflow.audit.updates import audit_optimizer
+from distflow.audit.updates import audit_gradients, audit_optimizer
 from distflow.cluster.process_groups import TorchCollective
 from distflow.config import Config, load_config
 from distflow.models.loading import load_model
@@ -66,7 +67,8 @@ def gradients(model: nn.Module, plain: nn.Module, rank: int) -> None:
 
 
 def updates(model: nn.Module, rank: int, folder: Path) -> None:
-    """The optimizer's formula on the part of each rank, empty ones too, and the norm of what all parts are given."""
+    """The optimizer's formula on the part of each rank, empty ones too, the norm of what all parts are given, and that
+    it is the sum over the ranks."""
     optim = ("lr=1e-2", "scheduler=constant")
     config = load_config(
         "grpo",
@@ -74,6 +76,7 @@ def updates(model: nn.Module, rank: int, folder: Path) -> None:
             f"actor_rollout_ref.model.path={folder / 'model'}",
             "data.train_files=rows.jsonl",
             "reward.functions={default: [exact_match]}",
+            "actor_rollout_ref.actor.max_grad_norm=0.5",
             *(f"actor_rollout_ref.actor.optim.{key}" for key in optim),
         ],
     ).config
@@ -92,6 +95,14 @@ def updates(model: nn.Module, rank: int, folder: Path) -> None:
         record = watch.end(metrics)
         assert metrics["grad_norm"] > 0.5 and record.norm == pytest.approx(0.5, rel=1e-4)
         audit_optimizer.run(recorded(record, config, step))
+        assert audit_gradients.run(recorded(record, config, step)) is None
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(float(dist.get_world_size()))
+    watch = UpdateWatch("actor", engine, batch, TokenMeanLoss(), step)
+    averaged = watch.end(engine.train_step(batch, watch))
+    with pytest.raises(Wrong, match="is not the sum of the micro-batches' gradients over all ranks"):
+        audit_gradients.run(recorded(averaged, config, step))
     record.stripes = {name: replace(stripe, after=stripe.before) for name, stripe in record.stripes.items()}
     with pytest.raises(Wrong, match="moved by 0 at most"):
         audit_optimizer.run(recorded(record, config, step))

@@ -9,7 +9,7 @@ from ray.actor import ActorHandle
 from distflow.cluster.reshard_columns import RayReshard
 from distflow.data.batch import Batch
 from distflow.runtime.wait_log import Waits
-from distflow.scheduling.reshard_columns import Key, Readers, SampleInfo
+from distflow.scheduling.reshard_columns import Key
 
 
 def made(first_group: int, num_groups: int, samples: int = 3) -> Batch:
@@ -27,10 +27,6 @@ def made(first_group: int, num_groups: int, samples: int = 3) -> Batch:
     return batch
 
 
-def well(info: SampleInfo) -> bool:
-    return info.dict_info["scores"] > 0
-
-
 @ray.remote(num_cpus=0, max_concurrency=2)
 class Peer:
     """Holds what it last made or read, so that it can put it."""
@@ -43,10 +39,10 @@ class Peer:
         self._batch = made(first_group, num_groups)
 
     def put(self, key: Key, writer: int, num_writers: int) -> None:
-        self._port.put(key, self._batch, writer, num_writers, info=("scores",))
+        self._port.put(key, self._batch, writer, num_writers)
 
-    def get(self, key: Key, rank: int, readers: Readers, select: bool = False) -> Batch:
-        self._batch = self._port.get(key, rank, readers, well if select else None)
+    def pick(self, key: Key, rank: int, num_ranks: int, uids: list[str]) -> Batch:
+        self._batch = self._port.pick(key, rank, num_ranks, uids)
         return self._batch
 
     def waiting(self) -> list[str]:

@@ -1,21 +1,19 @@
 """Batches between real processes of Ray: exact through any chain of widths, bounded, and no wait without an end."""
 
 import os
-import pickle
 import signal
 import time
 from collections.abc import Callable, Iterator
 
-import numpy as np
 import pytest
 import ray
 import torch
 from ray.actor import ActorHandle
 from ray.exceptions import RayActorError
 
-from distflow.cluster.reshard_columns import SMALL_BYTES, ReshardActor, packed_metas
+from distflow.cluster.reshard_columns import SMALL_BYTES, ReshardActor
 from distflow.data.batch import Batch
-from distflow.scheduling.reshard_columns import Key, Readers, ReshardError
+from distflow.scheduling.reshard_columns import Key, ReshardError
 from tests.cluster.exchange_worker import Peer, made
 
 pytestmark = pytest.mark.slow
@@ -66,28 +64,22 @@ def wait_until_empty(exchange: ActorHandle) -> None:
     raise AssertionError("what was read is held for ever")
 
 
+def uids(batch: Batch) -> list[str]:
+    return list(batch["uid"])
+
+
 def test_from_one_rank_to_two_to_one_is_exact(start: Start, peers: list[ActorHandle]) -> None:
-    exchange = start()
+    exchange, whole = start(), made(0, 5)
     ray.get(peers[0].make.remote(0, 5))
-    for num_writers, num_ranks in ((1, 2), (2, 1)):
-        key = Key(f"{num_writers} to {num_ranks}", 4, 3)
-        gets = [peers[rank].get.remote(key, rank, Readers(num_ranks)) for rank in range(num_ranks)]
-        for rank in range(num_ranks):
+    for num_writers, wanted in ((1, [uids(whole)[::2], uids(whole)[1::2]]), (2, [uids(whole)])):
+        key = Key(f"{num_writers} to {len(wanted)}", 4, 3)
+        picks = [peers[rank].pick.remote(key, rank, len(wanted), mine) for rank, mine in enumerate(wanted)]
+        for rank in range(len(wanted)):
             wait_until_it_waits(peers[rank], "step 4")
         ray.get([peers[writer].put.remote(key, writer, num_writers) for writer in range(num_writers)])
-        shares = ray.get(gets)
-        assert sorted(map(len, shares)) == ([6, 9] if num_ranks == 2 else [15])
-    assert columns(shares[0]) == columns(made(0, 5))
-    wait_until_empty(exchange)
-
-
-def test_a_selection_is_shipped_and_the_rest_is_let_go(start: Start, peers: list[ActorHandle]) -> None:
-    exchange = start()
-    ray.get([peers[writer].make.remote(2 * writer, 2) for writer in range(2)])
-    ray.get([peers[writer].put.remote(STEP, writer, 2) for writer in range(2)])
-    shares = ray.get([peers[rank].get.remote(STEP, rank, Readers(2), select=True) for rank in range(2)])
-    uids = [uid for share in shares for uid in share["uid"]]
-    assert sorted(uids) == [f"{group}-{index}" for group in range(4) for index in (1, 2)]
+        shares = ray.get(picks)
+        assert [uids(share) for share in shares] == wanted
+    assert columns(shares[0]) == columns(whole)
     wait_until_empty(exchange)
 
 
@@ -96,7 +88,7 @@ def test_a_put_beyond_the_bound_waits_until_the_step_before_it_is_read(
     start: Start, peers: list[ActorHandle], num_groups: int
 ) -> None:
     exchange = start(limit_bytes=1)
-    writer, reader = peers
+    (writer, reader), whole = peers, made(0, num_groups)
     ray.get(writer.make.remote(0, num_groups))
     ray.get(writer.put.remote(STEP, 0, 1))
     held = ray.get(exchange.held_bytes.remote())
@@ -104,9 +96,9 @@ def test_a_put_beyond_the_bound_waits_until_the_step_before_it_is_read(
     second = writer.put.remote(NEXT, 0, 1)
     wait_until_it_waits(writer, f"room for {NEXT}")
     assert ray.wait([second], timeout=0) == ([], [second]) and ray.get(exchange.held_bytes.remote()) == held
-    assert columns(ray.get(reader.get.remote(STEP, 0, Readers(1)))) == columns(made(0, num_groups))
+    assert columns(ray.get(reader.pick.remote(STEP, 0, 1, uids(whole)))) == columns(whole)
     ray.get(second)
-    assert columns(ray.get(reader.get.remote(NEXT, 0, Readers(1)))) == columns(made(0, num_groups))
+    assert columns(ray.get(reader.pick.remote(NEXT, 0, 1, uids(whole)))) == columns(whole)
 
 
 def test_a_writer_that_was_killed_leaves_nobody_waiting(start: Start, peers: list[ActorHandle]) -> None:
@@ -114,13 +106,13 @@ def test_a_writer_that_was_killed_leaves_nobody_waiting(start: Start, peers: lis
     exchange, doomed = start(), Peer.remote()
     ray.get([doomed.join.remote(exchange), doomed.make.remote(0, 2)])
     ray.get(doomed.put.remote(STEP, 0, 1))
-    later = peers[0].get.remote(NEXT, 0, Readers(1))
+    later = peers[0].pick.remote(NEXT, 0, 1, uids(made(0, 2)))
     wait_until_it_waits(peers[0], "step 4")
     os.kill(ray.get(doomed.pid.remote()), signal.SIGKILL)
     with pytest.raises(RayActorError):
         ray.get(doomed.waiting.remote())
     try:
-        assert columns(ray.get(peers[1].get.remote(STEP, 0, Readers(1)))) == columns(made(0, 2))
+        assert columns(ray.get(peers[1].pick.remote(STEP, 0, 1, uids(made(0, 2))))) == columns(made(0, 2))
     except ReshardError as lost:
         assert f"samples of {STEP} are lost: one of the writers [0] that held them has died" in str(lost)
     ray.get(exchange.fail.remote(ReshardError("worker 2 died")))
@@ -132,15 +124,8 @@ def test_a_writer_that_was_killed_leaves_nobody_waiting(start: Start, peers: lis
 
 def test_an_exchange_that_was_killed_is_named(start: Start, peers: list[ActorHandle]) -> None:
     exchange = start()
-    share = peers[0].get.remote(STEP, 0, Readers(1))
+    share = peers[0].pick.remote(STEP, 0, 1, [])
     wait_until_it_waits(peers[0], "step 3")
     ray.kill(exchange)
     with pytest.raises(ReshardError, match="the exchange has ended"):
         ray.get(share)
-
-
-def test_what_reaches_the_actor_is_small() -> None:
-    batch = made(100_000, 256, samples=8)
-    metas = packed_metas(batch, "n" * 56, ("scores",))
-    assert len(metas) == 2048 and metas.groups.dtype == np.int64
-    assert len(pickle.dumps(metas)) < 64 * 1024

@@ -174,3 +174,13 @@ def test_a_receiver_killed_in_a_weight_update_is_replaced_and_nobody_serves_a_mi
     refused = "bucket 0 of the weights of step 1 was rejected and is sent again (worker 0: its bytes"
     assert any(note.startswith(refused) for note in found.notes("warning"))
     assert distance(found.weights(4), alone.weights(4)) < 1e-6
+
+
+def test_with_extra_prompts_a_worker_that_dies_costs_no_place_of_the_step(
+    ground: Playground, plan: Callable[..., None]
+) -> None:
+    plan(Fault("queue.put", rank=1, call=2))
+    found = run(ground, *TWO_GENERATE, *STEPS, "algorithm.filter_groups.oversampling=1", name="more")
+    account = verify(found.folder / "ledger.jsonl")
+    assert found.outcome.steps == 4 and account.consumed == 16 and account.aborted > 4 and not account.dropped
+    assert any("another is started in its place" in note for note in found.notes("warning"))

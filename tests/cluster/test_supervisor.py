@@ -261,9 +261,10 @@ def test_weights_spread_over_two_workers_end_where_one_process_does(ground: Play
     audits = [event.fields for event in read_events(resumed.folder) if event.kind == "audit"]
     unproven = [set(dict(audit["unproven"])) for audit in audits]
     of_others = {"draws", "reward_results", "responses"}  # of a group that another worker made
-    assert [names - of_others for names in unproven[:4]] == [{"groups", "gradients"}] * 4
+    assert not any(names - of_others for names in unproven[:4])
     assert unproven[4:] == [{"resume"}, set()], "the memory of a resume in another layout is not compared"
-    assert {"weights", "log_probs", "backward", "reference", "optimizer"} <= set(audits[0]["proven"])
+    proven = {"weights", "log_probs", "backward", "reference", "gradients", "optimizer", "groups"}
+    assert proven <= set(audits[0]["proven"])
     assert resumed.notes("warning") == []
 
 

@@ -184,13 +184,7 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
         "grpo",
         ["algorithm.filter_groups.oversampling=0.5", "async.max_staleness=1"],
         "algorithm.filter_groups.oversampling",
-        ("no end of a step", "oversampling=0"),
-    ),
-    "groups ended early over Ray": (
-        "grpo",
-        ["algorithm.filter_groups.oversampling=0.5", "trainer.launcher=ray"],
-        "algorithm.filter_groups.oversampling",
-        ("with Ray there may be several", "remove trainer.launcher"),
+        ("none is surplus when a step is full", "oversampling=0"),
     ),
     "fewer than none": (
         "grpo",

@@ -84,7 +84,9 @@ algorithm:
     rollout_is_batch_normalize: true
     rollout_rs: [token_k1, seq_mean_k3]
     rollout_rs_threshold: [[0.5, 2.0], 0.1]
-  filter_groups: {enable: true, metric: format, max_num_gen_batches: 3, when_exhausted: continue, oversampling: 0.25}
+  filter_groups:
+    {enable: true, metric: format, max_num_gen_batches: 3, when_exhausted: continue, oversampling: 0.25,
+     mean_range: [0.2, 0.8], should_accept: "a.py:accept"}
 data:
   train_files: [a.jsonl, builtin:sums]
   val_files: b.jsonl
@@ -97,6 +99,7 @@ data:
   messages_key: talk
   tools_key: functions
   domain_key: kind
+  tag_key: tag
   prompt_format: chat
   prompt_template: "Q: {prompt}\\nA:"
   system_prompt: "Be brief: yes"
@@ -207,8 +210,14 @@ trainer:
   total_training_steps: 50
   critic_warmup: 1
   val_before_train: true
+  stop_when: actor/kl_loss > 0.5
   test_freq: 2
+  test_freq_epochs: 1
+  test_freq_secs: 90.5
   save_freq: 3
+  save_freq_epochs: 2
+  save_freq_secs: 600
+  save_hf_model: true
   keep_last: 1
   keep_best: true
   keep_best_metric: reward/mean_score

@@ -174,6 +174,31 @@ def test_sources_that_cannot_be_read(tmp_path, source, said):
     assert said.format(folder=tmp_path) in message(source, run_folder=tmp_path / "run")
 
 
+def test_files_that_hold_or_stand_for_too_much_are_refused(tmp_path):
+    for name, start in {"long.json": '[{"prompt": "a"}]', "long.csv": 'prompt,answer\n"'}.items():
+        (tmp_path / name).write_text(start)
+        with (tmp_path / name).open("r+b") as file:
+            file.truncate(10 * 2**30)
+    (tmp_path / "many.json").write_text("[" + "1," * 4_000_000 + "1]")
+    (tmp_path / "field.csv").write_text('prompt,answer\na,"' + f"{'y' * 1_200_000}\n" * 8)
+    (tmp_path / "wide.csv").write_text(",".join(f"c{i}" for i in range(1000)) + "\n" + "1," * 999 + "1\n")
+    for name, text, rows in (("long", "a" * 150_000_000, 1), ("same", "a" * 4_000_000, 100), ("many", "a", 300_000)):
+        texts = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * rows, pyarrow.int32()), [text])
+        table = pyarrow.table({"prompt": texts, "answer": ["1"] * rows})
+        pyarrow.parquet.write_table(table, tmp_path / f"{name}.parquet", compression="zstd", write_statistics=False)
+    said = {
+        "long.json": "is one list of 10,737,418,240 bytes, too much to be read as a whole: save it as .jsonl",
+        "many.json": "save it as .jsonl",
+        "long.csv": "long.csv' cannot be read: it has a line of more than 8,388,608 bytes",
+        "field.csv": "not CSV: field larger than field limit",
+        "wide.csv": "columns: c0, c1, c10, ",
+        **dict.fromkeys(("long.parquet", "same.parquet", "many.parquet"), "it stands for more than 134,217,728 bytes"),
+    }
+    for name, part in said.items():
+        found = message(tmp_path / name)
+        assert part in found and len(found) < 2000, name
+
+
 BAD_LINES = [
     (b'{"prompt": "a", "answer": "1"', "not JSON"),
     (b'{"prompt": "d\xe9", "answer": "1"}', "not UTF-8 (byte 14 of the line)"),

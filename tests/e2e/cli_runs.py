@@ -105,6 +105,7 @@ def _main(log: str, arguments: list[str], environment: Mapping[str, str]) -> Non
 
 def _main_in_terminal(name: str, arguments: list[str]) -> None:
     os.environ["TERM"] = "xterm-256color"
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # as above
     os.setsid()
     terminal = os.open(name, os.O_RDWR)  # which so is the session's
     os.dup2(terminal, 0)

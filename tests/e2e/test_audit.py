@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -13,12 +14,13 @@ from distflow.algorithms.losses import clipped_ratio
 from distflow.audit.auditor import Auditor
 from distflow.data.batch import Batch
 from distflow.errors import TrustError
-from distflow.launch import build_engines
+from distflow.launch import build_engines, engine_factories
 from distflow.pipelines.nodes import rollout
 from distflow.rewards import router
 from distflow.rewards.pool.pool import RewardPool
 from distflow.rewards.score import Error, Score
 from distflow.rollout import weights as weights_module
+from distflow.rollout.embedded import engine as embedded_engine
 from distflow.rollout.embedded import host_steps
 from distflow.rollout.embedded import scheduler as sequences
 from distflow.runtime import compiled_node
@@ -103,6 +105,19 @@ def policy_term(rule: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Patch
         return planted
 
     return attribute(objectives.PolicyObjective, "_per_token", wrap)
+
+
+def never_in_the_first_four(original: Any) -> Any:
+    return lambda ids, params, *more: original(ids, replace(params, stop=()) if len(ids) < 5 else params, *more)
+
+
+def norms_apart(original: Any, *arguments: Any, **options: Any) -> Any:
+    optimizer = original(*arguments, **options)
+    (group,) = optimizer.param_groups
+    norms = [p for p in group["params"] if p.dim() == 1]
+    group["params"] = [p for p in group["params"] if p.dim() > 1]
+    optimizer.add_param_group({"params": norms, "weight_decay": 0.0})
+    return optimizer
 
 
 def hotter_reference(patch: Patch) -> None:
@@ -360,7 +375,7 @@ def greedy_rollout(patch: Patch) -> None:
 
 def drops_two_of_three(original: Any) -> Any:
     numbers = count()
-    return lambda acc, valid: "all_equal" if next(numbers) % 3 else original(acc, valid)
+    return lambda *values: "all_equal" if next(numbers) % 3 else original(*values)
 
 
 def other_rows(patch: Patch) -> None:
@@ -490,6 +505,16 @@ FAULTS = {
         attribute(rollout, "drop_reason", drops_two_of_three),
         "dropped",
         ("grpo", "algorithm.filter_groups.enable=true", "algorithm.filter_groups.max_num_gen_batches=20"),
+    ),
+    "a stop string that some samples run over": Fault(
+        attribute(embedded_engine, "finish_reason", never_in_the_first_four),
+        "responses",
+        ("grpo", "actor_rollout_ref.rollout.stop=[a,e,K,Q,z]"),
+    ),
+    "no weight decay on norms": Fault(
+        attribute(engine_factories, "make_optimizer", lambda original: partial(norms_apart, original)),
+        "optimizer",
+        ("grpo", "actor_rollout_ref.actor.optim.lr=1e-6"),
     ),
     "a score on the first token": Fault(
         plant_behind("actor_old_log_prob", column("token_level_scores", lambda s: s.roll(1, dims=1))),

@@ -24,6 +24,8 @@ CASES: tuple[Case, ...] = (
 ELSEWHERE = {
     "actor_rollout_ref.model.gguf_file": "tests/models/test_gguf.py",
     "algorithm.domains": "tests/e2e/test_rlvr.py",
+    "algorithm.filter_groups.mean_range": "tests/e2e/test_group_filters.py",
+    "algorithm.filter_groups.should_accept": "tests/e2e/test_group_filters.py",
     "algorithm.reward_shift": "tests/pipelines/test_by_domain.py",
     "algorithm.reward_scale": "tests/pipelines/test_by_domain.py",
     "algorithm.reward_clip": "tests/pipelines/test_by_domain.py",

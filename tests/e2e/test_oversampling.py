@@ -1,14 +1,13 @@
 """Runs with more prompts in flight than their steps need: whole, killed, filtered, and to the end of their data."""
 
 from collections import Counter
-from collections.abc import Sequence
 
 import pytest
 import torch
 
 from distflow.data.batch import Batch
-from distflow.errors import UserError
 from distflow.rollout.embedded.engine import EmbeddedEngine
+from distflow.runtime.sample_queue.protocol import AbortedGroups
 from distflow.runtime.sample_queue.shared import SharedSampleQueue
 from distflow.scheduling.ledger import timeline
 from distflow.scheduling.sample_queue import Exhausted
@@ -99,20 +98,13 @@ def test_aborts_leave_no_slot_and_no_keys_and_values_behind(
         engines.append(engine)
         return await begin(engine)
 
-    def looked(queue: SharedSampleQueue[Batch], group_ids: Sequence[int], num_tokens: int) -> None:
+    def looked(queue: SharedSampleQueue[Batch], aborted: AbortedGroups) -> None:
         (engine,) = engines
         held = sum(lane.slots.keys.numel() + len(lane.prompts) for lane in engine._lanes)
         seen.append((len(engine._pending), engine._has_work(), held))
-        abort(queue, group_ids, num_tokens)
+        abort(queue, aborted)
 
     monkeypatch.setattr(EmbeddedEngine, "__aenter__", noted)
     monkeypatch.setattr(SharedSampleQueue, "abort", looked)
     ground.run("grpo", MORE, "trainer.total_training_steps=2", name="slots")
     assert seen == [(0, False, 0)] * 2
-
-
-def test_a_loop_of_your_own_is_refused(ground: Playground) -> None:
-    import distflow
-
-    with pytest.raises(UserError, match=r"oversampling: a loop of your own"):
-        distflow.rollouts("grpo", ground.overrides("own", MORE))

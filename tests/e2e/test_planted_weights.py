@@ -282,11 +282,20 @@ def test_versions_of_an_answer_s_begin(playground: Playground, monkeypatch: Patc
     assert fired
 
 
-def test_keys_and_values_that_are_not_made_again(playground: Playground, monkeypatch: Patch) -> None:
+@pytest.mark.parametrize(
+    ("mode", "seen"),
+    [
+        ("stream", "keys and values of other weights"),
+        ("stream in bfloat16", "as the other rule has them|other weights"),
+    ],
+)
+def test_keys_and_values_that_are_not_made_again(
+    playground: Playground, monkeypatch: Patch, mode: str, seen: str
+) -> None:
     fired = Fired()
     monkeypatch.setattr(RequestLane, "forget_kv", lambda self: fired.extend(self.scheduler.begun()))
-    with pytest.raises(TrustError, match=r"found \(versions\): .*keys and values of other weights"):
-        run(playground, "stream", *LONG, f"{ROLLOUT}.kv_on_update=recompute")
+    with pytest.raises(TrustError, match=rf"found \(versions\): .*({seen})"):
+        run(playground, mode, *LONG, f"{ROLLOUT}.kv_on_update=recompute")
     assert fired
 
 
@@ -346,6 +355,7 @@ HEALTHY = {
     "adapter in waves": ("waves", *ADAPTER, "trainer.seed=2"),
     "adapter in a stream, float32": ("stream", *ADAPTER),
     "bfloat16": ("stream in bfloat16", *LONG),
+    "bfloat16, made again": ("stream in bfloat16", *LONG, f"{ROLLOUT}.kv_on_update=recompute"),
     "every second step": ("stream", *LONG, f"{ACTOR}.model_update_frequency=2"),
 }
 

@@ -107,7 +107,7 @@ def test_killed_takes_all_its_processes_with_it(ground: Playground) -> None:
 
 @pytest.mark.parametrize("number", SIGNALS)
 def test_a_signal_while_the_run_starts_ends_it(ground: Playground, number: signal.Signals) -> None:
-    run = start(ground, "early", "trainer.total_epochs=100")
+    run = start(ground, "early", "trainer.total_epochs=100000")
     run.wait_for(lambda: "distflow" in run.said())
     run.send(number)
     assert run.status() == 128 + number
@@ -144,7 +144,9 @@ def test_supervised_training_has_the_signals_status_too(ground: Playground) -> N
 def test_a_terminal_that_goes_away_stops_the_run_and_loses_nothing(ground: Playground) -> None:
     """Closing a terminal hangs up, and nothing can be written to it any more."""
     ground.write_reward(SLOW_REWARD.format(folder=str(ground.folder), seconds=0.02))
-    keys = ground.overrides("closed", "trust.check_rewards=false", "trainer.save_freq=100", "trainer.total_epochs=50")
+    keys = ground.overrides(
+        "closed", "trust.check_rewards=false", "trainer.save_freq=100000", "trainer.total_epochs=100000"
+    )
     run = TerminalRun(["train", "grpo", *keys])
     run.read_until((ground.folder / "judging").exists)
     os.close(run.ours)

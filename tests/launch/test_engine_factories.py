@@ -44,6 +44,11 @@ def falls_to_zero_at(engine: object) -> int:
     return next(step for step in range(1000) if engine.schedule(step) == 0.0)
 
 
+def test_an_engine_that_is_not_there_is_refused_before_a_model_is_built() -> None:
+    with pytest.raises(UserError, match="'reward_model', which is not there yet; a reward model scores as a reward"):
+        make_factories(config("grpo"), ("actor", "reward_model"), (), 1)
+
+
 def test_warm_up_of_the_critic_is_taken_off_the_actors_schedule_and_not_off_the_critics() -> None:
     linear = ("scheduler=linear_with_warmup", "warmup_ratio=0.0", "min_lr_ratio=0.0")
     settings = config(

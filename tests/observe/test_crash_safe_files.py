@@ -1,6 +1,7 @@
 """A file is whole or what it was, whatever happens while it is written."""
 
 import os
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,15 @@ def test_what_a_kill_left_is_removed_at_any_depth_and_nothing_else(tmp_path: Pat
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("half")
     (tmp_path / "linked").symlink_to(outside)
-    remove_asides(tmp_path)
+    here, deep = os.getcwd(), tmp_path
+    for _ in range(1500):  # deeper than Python's stack
+        deep.mkdir(exist_ok=True)
+        os.chdir(deep)
+        deep = Path("d")
+    os.chdir(here)
+    try:
+        remove_asides(tmp_path)
+    finally:
+        subprocess.run(["rm", "-r", str(tmp_path / "d")], check=True)  # pytest's own removal calls itself as well
     assert not any((tmp_path / name).exists() for name in left)
     assert all((tmp_path / name).exists() for name in others) and (outside / ".tmpQnv85k").exists()

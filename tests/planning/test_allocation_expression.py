@@ -32,6 +32,8 @@ def read(text: str) -> list[list[tuple[str, str, int]]]:
         ),
         ("vllm[rollout]:d2t2+fsdp[actor]:d4", 8, [[("vllm", "rollout", 4)], [("fsdp", "actor", 4)]]),
         ("embedded:d4|megatron:d2m2", 4, [[("embedded", "rollout", 4), ("megatron", "actor", 4)]]),
+        ("sglang.d4p1m1+d2p2m1", 8, [[("sglang", "rollout", 4)], [("megatron", "actor", 4)]]),
+        ("embedded.d2+d2m2", 6, [[("embedded", "rollout", 2)], [("fsdp", "actor", 4)]]),
         (" embedded : d2\n + torch [ actor ] : d1 ", 3, [[("embedded", "rollout", 2)], [("torch", "actor", 1)]]),
     ],
 )
@@ -57,6 +59,9 @@ def test_sizes() -> None:
         ("vlm:d2+fsdp:d4", 0, "there is no engine 'vlm'; did you mean 'vllm'?"),
         ("sglang:d2+fdsp:d4", 10, "did you mean 'fsdp'?"),
         ("d4p1m1", 0, "sizes without an engine; write e.g. fsdp:d4p1m1"),
+        ("embedded:d2+d2", 12, "sizes without an engine; write e.g. fsdp:d2"),
+        ("embedded.d2+d2+d2", 15, "a second part is the actor"),
+        ("embedded[rollout].d2", 17, "expected ':' and the sizes of 'embedded' here"),
         ("fsdp d2", 5, "expected ':' and the sizes of 'fsdp' here"),
         ("fsdp", 4, "expected ':' and the sizes of 'fsdp' here"),
         ("fsdp:", 5, "expected sizes here"),

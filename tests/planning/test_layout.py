@@ -1,4 +1,4 @@
-"""Coordinates of ranks, heads, and process groups: the references of siiRL, and a mesh of torch's for the rest."""
+"""Coordinates of ranks, and process groups: the references of siiRL, and a mesh of torch's for the rest."""
 
 import numpy as np
 import pytest
@@ -16,33 +16,17 @@ def layout(sizes: Sizes, role: str = "actor", first: int = 0) -> Layout:
     return Layout(role, "megatron", tuple(range(first, first + sizes.num_devices)), sizes)
 
 
-@pytest.mark.parametrize(
-    ("sizes", "heads"),
-    [
-        (Sizes(data=2), (0, 1)),
-        (Sizes(data=2, tensor=2), (0, 2)),
-        (Sizes(data=2, tensor=2, pipeline=2), (4, 6)),
-        (Sizes(data=3, context=2, tensor=2), (0, 4, 8)),
-    ],
-)
-def test_heads_of_training(sizes: Sizes, heads: tuple[int, ...]) -> None:
-    assert layout(sizes).heads() == heads
-
-
 def test_training_is_ordered_pp_dp_tp_and_inference_dp_pp_tp() -> None:
     sizes = Sizes(data=2, tensor=2, pipeline=2)
-    train, infer = layout(sizes), layout(sizes, "rollout")
     where = [(dp, tp, pp) for dp in range(2) for tp in range(2) for pp in range(2)]
-    assert [train.rank_at(*at) for at in where] == [0, 4, 1, 5, 2, 6, 3, 7]
-    assert [infer.rank_at(*at) for at in where] == [0, 2, 1, 3, 4, 6, 5, 7]
-    assert infer.heads() == (2, 6)
-    with pytest.raises(ValueError, match=r"the actor has no rank at .*'tensor': 2.*tensor=2"):
-        train.rank_at(0, 2)
+    for role, ranks in (("actor", [0, 4, 1, 5, 2, 6, 3, 7]), ("rollout", [0, 2, 1, 3, 4, 6, 5, 7])):
+        places = [layout(sizes, role).place(rank) for rank in ranks]
+        assert [(at["data"], at["tensor"], at["pipeline"]) for at in places] == where
 
 
 def test_ranks_need_not_begin_at_0_or_be_neighbours() -> None:
     found = Layout("actor", "fsdp", (3, 5, 6, 9), Sizes(data=2, tensor=2))
-    assert found.rank_at(1, 0) == 6 and found.heads() == (3, 6)
+    assert found.place(6) == {"data": 1, "tensor": 0, "pipeline": 0, "context": 0}
     assert found.groups("tensor") == [(3, 5), (6, 9)] and found.groups("data") == [(3, 6), (5, 9)]
 
 

@@ -31,6 +31,7 @@ GREEDY, SAMPLED = SamplingParams(4, greedy=True), SamplingParams(4)
 @dataclass
 class Row:
     domain: str
+    tag: str = ""
 
 
 def rows(*domains: str) -> list[Row]:
@@ -179,7 +180,8 @@ def test_the_validation_loss_is_a_mean_over_the_responses_tokens() -> None:
 
     prompts = [PromptRow(i, (1,), "p", "", "default", {}, ids) for i, ids in enumerate(((5,), (6, 7, 8)))]
     chosen = ValidationSet("val", prompts, None)
-    assert validation_loss([chosen], Scorer()) == {"sft/val_loss": (5 + 6 + 7 + 8) / 4}  # type: ignore[arg-type]
+    metrics, rows = validation_loss([chosen], Scorer())  # type: ignore[arg-type]
+    assert metrics == {"sft/val_loss": (5 + 6 + 7 + 8) / 4} and len(rows) == 2
 
 
 def test_a_score_that_is_not_one_is_not_right() -> None:

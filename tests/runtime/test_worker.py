@@ -12,7 +12,6 @@ import pytest
 from distflow.checks.live import LiveChecks
 from distflow.data.batch import Batch
 from distflow.errors import UserError
-from distflow.graph import NodeStatus
 from distflow.launch.build_worker import build_worker
 from distflow.launch.local_launcher import launch_local, local_ports
 from distflow.observe.reading.run_reader import read_metrics
@@ -227,17 +226,14 @@ def working(ground: Playground, *keys: str) -> Iterator[tuple[Worker, Resources]
             yield worker, resources
 
 
-def test_a_worker_keeps_the_status_of_its_nodes_and_tells_their_time(ground: Playground) -> None:
+def test_a_worker_tells_the_time_of_its_nodes(ground: Playground) -> None:
     with working(ground, "dag.enable_perf=true") as (worker, _):
-        assert set(worker.status.values()) == {NodeStatus.PENDING} and worker.status
         assert worker.training_loop() == 3
-        assert set(worker.status.values()) == {NodeStatus.COMPLETED}
-        names = set(worker.status)
     for record in read_metrics(ground.folder / "run"):
-        assert {name for name in record.values if name.startswith("perf/")} == {f"perf/{name}" for name in names}
+        assert [name for name in record.values if name.startswith("perf/")] == ["perf/actor_train"]
 
 
-def test_a_node_that_fails_is_named_and_its_status_says_so(ground: Playground, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_that_fails_is_named(ground: Playground, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*arguments: Any) -> dict[str, float]:
         raise MemoryError("full")
 
@@ -245,7 +241,6 @@ def test_a_node_that_fails_is_named_and_its_status_says_so(ground: Playground, m
         monkeypatch.setattr(resources.actor, "train_step", fails)
         with pytest.raises(NodeError, match="raised MemoryError: full"):
             worker.training_loop()
-        assert list(worker.status.values())[-1] is NodeStatus.FAILED
 
 
 def test_a_rollout_loop_that_ends_wakes_the_trainer_with_its_reason(
@@ -262,18 +257,26 @@ def test_a_rollout_loop_that_ends_wakes_the_trainer_with_its_reason(
 def test_each_step_is_checked_before_a_node_gets_it_and_after_the_last(
     ground: Playground, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told: list[tuple[str, bool]] = []
+    told: list[str] = []
     step_taken, step_trained = LiveChecks.step_taken, LiveChecks.step_trained
 
     def noted(check: Callable[..., Any]) -> Callable[..., Any]:
         def checks(self: LiveChecks, batch: Batch, *rest: Any) -> Any:
-            told.append((check.__name__, NodeStatus.COMPLETED in worker.status.values()))
+            told.append(check.__name__)
             return check(self, batch, *rest)
 
         return checks
 
+    def noted_update(update: Callable[..., Any]) -> Callable[..., Any]:
+        def updates(*arguments: Any) -> Any:
+            told.append("train_step")
+            return update(*arguments)
+
+        return updates
+
     monkeypatch.setattr(LiveChecks, "step_taken", noted(step_taken))
     monkeypatch.setattr(LiveChecks, "step_trained", noted(step_trained))
-    with working(ground, "trainer.total_training_steps=1", "~trainer.total_epochs") as (worker, _):
+    with working(ground, "trainer.total_training_steps=1", "~trainer.total_epochs") as (worker, resources):
+        monkeypatch.setattr(resources.actor, "train_step", noted_update(resources.actor.train_step))
         worker.training_loop()
-    assert told == [("step_taken", False), ("step_trained", True)]
+    assert told == ["step_taken", "train_step", "step_trained"]

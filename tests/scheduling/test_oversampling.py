@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from distflow.scheduling.coordinator import Coordinator, mark_of
 from distflow.scheduling.curriculum import Accuracy, CurriculumPlan, SkipPlan
 from distflow.scheduling.data_plan import DataPlan, DomainPlan
-from distflow.scheduling.domain_queue import MAX_ABORTS
-from distflow.scheduling.groups import CountsError
+from distflow.scheduling.groups import MAX_ABORTS, CountsError, Places
 from distflow.scheduling.ledger import Ledger, timeline
 from distflow.scheduling.lineage import step_lineage
 from distflow.scheduling.sample_queue import Exhausted
@@ -40,19 +39,25 @@ def domains_of(*domains, **changes):
 def wave(coordinator, order, dropped=lambda prompt_group: False):
     """One wave as it would be run. order: sorts its groups as they come first."""
     prompt_groups = coordinator.take_groups()
-    left = sorted(prompt_groups, key=order)
+    left, places = sorted(prompt_groups, key=order), Places(prompt_groups)
     surplus = []
-    while left and not coordinator.queue.is_full:
+
+    def complete(prompt_group):
+        places.end(prompt_group, True)
+        coordinator.complete(prompt_group.group_id, 3)
+
+    while left and not places.is_full:
         prompt_group = left.pop(0)
         if dropped(prompt_group):
+            places.end(prompt_group, False)
             coordinator.drop(prompt_group.group_id, "dull")
-        elif coordinator.queue.has_place(prompt_group.group_id):
-            coordinator.complete(prompt_group.group_id, 3)
+        elif places.has_place(prompt_group):
+            complete(prompt_group)
         else:
             surplus.append(prompt_group)
-        for waiting in [each for each in surplus if coordinator.queue.has_place(each.group_id)][:1]:
+        for waiting in [each for each in surplus if places.has_place(each)][:1]:
             surplus.remove(waiting)
-            coordinator.complete(waiting.group_id, 3)
+            complete(waiting)
     if ended := [prompt_group.group_id for prompt_group in [*surplus, *left]]:
         coordinator.abort(sorted(ended), num_tokens=len(ended))
     return [prompt_group.group_id for prompt_group in prompt_groups]

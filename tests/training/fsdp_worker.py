@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from distflow.algorithms import PolicyObjective
+from distflow.audit.recorded_calls import UpdateWatch
 from distflow.cluster.process_groups import ProcessGroups, TorchCollective
 from distflow.models.loading import load_model
 from distflow.models.lora import add_lora
@@ -108,6 +109,23 @@ def main(rank: int, folder: Path) -> None:
             torch.save(dict(engine.weights()), folder / f"{name}.pt")
             shards = own_shards(engine.state().tensors, leads=rank == 0)
             save_file(dict(shards.tensors), folder / f"{name}.safetensors", shards.file_metadata)
+            check_watched(case, engine, SHARES[layout.sizes.data][layout.place(rank)["data"]])
+
+
+def check_watched(case: str, engine: TorchTrainEngine, rows: list[int]) -> None:
+    """What a watch of an update sees of each weight before the sums over ranks adds up to what the optimizer is given:
+    of all weights, in turns."""
+    _, loss, _, _, options = CASES[case]
+    for turn in range(8):
+        batch = mini_batch(1).select(rows)
+        watch = UpdateWatch("actor", engine, batch, loss, turn)
+        metrics = engine.train_step(batch, watch)
+        most = options.get("max_grad_norm", 1.0)
+        factor = 1.0 if most is None else min(1.0, float(most) / metrics["grad_norm"])  # type: ignore[arg-type]
+        for stripe in watch.end(metrics).stripes.values():
+            assert stripe.gradient is not None and stripe.contributions is not None
+            scale = max(float(stripe.gradient.norm()), 1e-5 * metrics["grad_norm"])
+            assert float((stripe.gradient - factor * stripe.contributions).norm()) < 2e-4 * scale
 
 
 def check_places(engine: TorchTrainEngine) -> None:

@@ -13,21 +13,25 @@ from distflow.algorithms.masked_reductions import Reduce, global_sum, under_mask
 
 ALL_EQUAL = "all_equal"
 TOO_FEW_SCORES = "too_few_scores"
+MEAN_TOO_LOW, MEAN_TOO_HIGH = "mean_too_low", "mean_too_high"
+Band = tuple[float, float]
 
 
-def drop_reason(metric: Tensor, valid: Tensor | None = None) -> str | None:
-    """Why a group has zero advantage, or None if it has not.
+def drop_reason(metric: Tensor, valid: Tensor | None = None, mean_range: Band | None = None) -> str | None:
+    """Why a group teaches nothing, or None if it does.
 
     metric: `(n,)`, one value a sample. A group with fewer than two valid samples is `too_few_scores`; one whose valid
-    samples all have the same metric is `all_equal`.
+    samples all have the same metric is `all_equal`; one whose mean is not within the range `mean_too_low` or
+    `mean_too_high`.
     """
     valid_metric = metric if valid is None else metric[valid.bool()]
     if valid_metric.numel() < 2:
         return TOO_FEW_SCORES
-    return ALL_EQUAL if bool(valid_metric.max() == valid_metric.min()) else None
-
-
-Band = tuple[float, float]
+    if bool(valid_metric.max() == valid_metric.min()):
+        return ALL_EQUAL
+    low, high = mean_range or (-torch.inf, torch.inf)
+    mean = float(valid_metric.double().mean())
+    return MEAN_TOO_LOW if mean <= low else MEAN_TOO_HIGH if mean >= high else None
 
 
 def share_right(accuracy: Tensor, group_index: Tensor, valid: Tensor) -> Tensor:

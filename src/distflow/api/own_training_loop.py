@@ -64,10 +64,6 @@ def rollouts(
         raise UserError(f"the pipeline {pipeline_name(loaded.config)} generates nothing: distflow.train runs it")
     if loaded.config.trainer.launcher != "local":
         raise UserError(f"trainer.launcher={loaded.config.trainer.launcher}: a loop of your own needs local")
-    if loaded.config.algorithm.filter_groups.oversampling:
-        raise UserError(
-            "algorithm.filter_groups.oversampling: a loop of your own takes its steps in parts; leave it out"
-        )
     if should_accept is not None and not callable(should_accept):
         raise UserError(f"should_accept is {should_accept!r:.80}: give a function of a group's batch")
     if inspect.iscoroutinefunction(should_accept):
@@ -311,7 +307,8 @@ class Rollouts:
 
     def _refuse_while_shared(self) -> None:
         """At staleness 0 the engine computes on the very weights that an update changes."""
-        num_running = self._entered.intake.standing().group_counts.running
+        standing = self._entered.intake.standing()
+        num_running = standing.group_counts.running - standing.num_waiting
         if num_running and self._spec_entered.shares_weights:
             raise UserError(
                 f"{num_running} prompt groups are still being generated with the weights that this would change: wait "

@@ -42,6 +42,7 @@ MOST_TOKENS = 2**20
 def audit_advantages(recorded: RecordedStep) -> str | None:
     if not recorded.is_written("advantages"):
         return NOT_APPLICABLE
+    recorded = recorded.everyone
     registered = [find_adv_est(settings.adv_estimator) for _, settings, _ in recorded.by_algorithm()]
     if not recorded.is_ours("advantages", [estimator.fn for estimator in registered if estimator.formula]):
         return (
@@ -70,7 +71,7 @@ def _check_samples(recorded: RecordedStep, settings: AlgorithmConfig, samples: l
         "difficulty_weight and length_weight": settings.difficulty_weight or settings.length_weight,
     }
     if not recorded.is_whole and (needing := [what for what, is_on in over_step.items() if is_on]):
-        return f"{needing[0]} needs all samples of the step on one rank"
+        return f"{needing[0]} needs all samples of the step, which has too many to send them to all ranks"
     weights = {"weight_of": lambda sample, part: functions_of(recorded, sample).get(part, 1.0)}
     options = {"f_norm": 1.0, "whiten": not is_on(settings.adv_norm), **vars(settings)}
     options |= {**settings.adv_estimator_kwargs, **weights}

@@ -9,7 +9,7 @@ from distflow.audit.custom_functions import audit_custom_functions
 from distflow.audit.loaded_rows import audit_data
 from distflow.audit.log_probs import audit_log_probs, audit_reference
 from distflow.audit.loss import audit_correction, audit_loss
-from distflow.audit.metrics import audit_metrics
+from distflow.audit.metrics import audit_metrics, audit_staleness
 from distflow.audit.recorded_data import Check
 from distflow.audit.resume import audit_resume
 from distflow.audit.sampled_tokens import audit_sampled_tokens
@@ -24,20 +24,21 @@ REMEMBERED_AFTER = (rewards.remember_coefficients,)
 """The same after its checks, which need what was kept of the step before."""
 
 AT_START: tuple[Check, ...] = (audit_data,)
-"""Run on the spec, before anything is generated."""
+"""Run on the `AuditedRun`, before anything is generated."""
 
 OF_VALIDATION: tuple[Check, ...] = (audit_validation,)
 """Run on each validation."""
 
-BEFORE: tuple[Check, ...] = (
-    audit_resume,
+LOOK_BEFORE: tuple[Check, ...] = (
     audit_weights,
     audit_log_probs,
     audit_versions,
     audit_sampled_tokens,
     audit_reference,
-    updates.audit_backward,
 )
+"""Run in steps that are not audited before the first update, on one sample of a few groups."""
+
+BEFORE: tuple[Check, ...] = (audit_resume, *LOOK_BEFORE, updates.audit_backward)
 """Run before the step's first update, as they run the models with the weights that scored the step."""
 
 AFTER: tuple[Check, ...] = (
@@ -66,38 +67,16 @@ OF_EVERY_STEP: tuple[Check, ...] = (
 )
 """Cheap enough for every step: mini-batches, learning rates and metrics."""
 
-LOOK_BEFORE: tuple[Check, ...] = (
-    audit_weights,
-    audit_log_probs,
-    audit_versions,
-    audit_sampled_tokens,
-    audit_reference,
-)
-"""Run in steps that are not audited before the first update, on one sample of a few groups."""
-
-LOOK_AFTER: tuple[Check, ...] = (
-    audit_responses,
-    audit_masks,
-    rewards.audit_reward_functions,
-    rewards.audit_rewards,
-    rewards.audit_kl_control,
-    audit_correction,
-    audit_advantages,
-    audit_loss,
-    updates.audit_gradients,
-    updates.audit_optimizer,
+LOOK_AFTER = tuple(
+    check for check in AFTER if check.name not in ("groups", "dropped", "user_code", "mini-batches", "metrics")
 )
 """Run at the end of steps that are not audited, on a few groups and one update of each model."""
 
-AT_RELEASE: tuple[Check, ...] = (audit_curriculum,)
+OF_A_GROUP: tuple[Check, ...] = (audit_responses, rewards.audit_reward_functions)
+"""Run on groups as they end on workers that only generate, within the time of looks; no reward function is called."""
+
+AT_RELEASE: tuple[Check, ...] = (audit_curriculum, replace(audit_metrics, run=audit_staleness))
 """Run in every step on its metrics, once the sample queue has added its own."""
 
-CHECKS = (*AT_START, *AFTER[:9], *BEFORE, *AFTER[9:], *OF_VALIDATION, *AT_RELEASE)
+CHECKS = (*AT_START, *AFTER[:9], *BEFORE, *AFTER[9:], *OF_VALIDATION, audit_curriculum)
 """All checks in the order of a step, for readers."""
-
-
-def markdown_table() -> str:
-    """The table of checks as it stands in `docs/trust.md`."""
-    lines = ["| check | what is checked | needs (if missing, the report says so) | limit |", "|---|---|---|---|"]
-    lines += [f"| {check.name} | {check.statement} | {check.needs} | {check.limit} |" for check in CHECKS]
-    return "\n".join(lines) + "\n"

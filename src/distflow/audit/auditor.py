@@ -10,7 +10,7 @@ from distflow.audit import all_checks
 from distflow.audit.audited_steps import SHARE_OF_AUDITS, AuditSchedule, drawn_update
 from distflow.audit.log_probs import score_before
 from distflow.audit.model_forward import KeptWeights, Turns, model_of
-from distflow.audit.recorded_calls import GroupRecords, OpenEngine, UpdateRecord, UpdateWatch
+from distflow.audit.recorded_calls import GroupRecord, GroupRecords, OpenEngine, UpdateRecord, UpdateWatch
 from distflow.audit.recorded_data import NOT_APPLICABLE, AuditedRun, Check, RecordedStep, Wrong
 from distflow.audit.resume import Memory, audit_resume
 from distflow.audit.validation import Facts, Validated, sample_facts
@@ -54,7 +54,8 @@ class Auditor:
     ) -> None:
         """bring: brings all models of the worker onto the device."""
         spec, resources, ranks = inputs.spec, services.resources, inputs.ports.collective
-        self.groups, self._ranks, self._first_step = GroupRecords(), ranks, inputs.version.step
+        self.groups = GroupRecords(None if training_steps else self._group_kept)
+        self._ranks, self._first_step = ranks, inputs.version.step
         if resources.reward_fn is not None and spec.options.audit_freq > 0:
             resources.reward_fn.pools.set_on_result(self.groups.add_score)
         engines = (resources.actor, resources.critic, resources.ref)
@@ -85,12 +86,20 @@ class Auditor:
         self._watch: UpdateWatch | None = None
         self._found: dict[str, str | None] = {}
         self._told = False  # what audits cannot check
-        self._at_start: dict[str, str | None] = {}
+
+    def _group_kept(self, record: GroupRecord, batch: Batch) -> None:
+        """On a worker that only generates, which takes no step: check a group as it goes to the sample queue."""
+        group = record.prompt_group
+        if self._schedule.looks_at(group.version):
+            with self._schedule.timed(group.version, audits=False):
+                part = RecordedStep(self._run, group.version, {group.group_id: record}, (), batch, None, {}, {})
+                part.partial = True
+                self._check(all_checks.OF_A_GROUP, part, f"group {group.group_id}")
 
     def loop_begins(self) -> None:
         run = self._run
         if self._schedule.frequency > 0 and run.inputs.ports.everyone.rank == 0:
-            self._at_start = self._check(all_checks.AT_START, run.spec, "the data")
+            self._found = self._check(all_checks.AT_START, run, "the data")
         if self._schedule.frequency > 0 and run.inputs.resumed is not None:
             self._check((replace(audit_resume, run=self._memory.compare_at_start),), None, "the resume")
 
@@ -172,8 +181,8 @@ class Auditor:
                 self._recorded.metrics, self._recorded.dropped = metrics, self.groups.dropped
                 self.groups.dropped = None
                 self._found |= self._check(all_checks.AFTER, self._recorded)  # user functions may draw
-                self._found, self._at_start = self._at_start | self._found, {}
                 self._report(f"step {taken.step + 1}", self._ranks.gather(self._found))
+                self._found = {}
             elif self._schedule.frequency > 0:
                 self._look_after(taken, metrics)
         self._tell(taken.step)
@@ -191,13 +200,13 @@ class Auditor:
 
     def part_validated(self, rows: Facts) -> Facts:
         records = self.groups.take_validated()
-        return sample_facts(self._run.spec, records, rows) if self._schedule.frequency > 0 else []
+        return sample_facts(self._run, records, rows) if self._schedule.frequency > 0 else []
 
     def validated(self, step: int, rows: Facts, metrics: Mapping[str, float]) -> None:
         if self._schedule.frequency > 0:
             version = max(self._first_step, step - step % self._run.spec.options.update_frequency)
             what = f"the validation after step {step}"
-            found = self._check(all_checks.OF_VALIDATION, Validated(self._run.spec, version, rows, metrics), what)
+            found = self._check(all_checks.OF_VALIDATION, Validated(self._run, version, rows, metrics), what)
             self._report(what, [found], of="validation")
 
     def _begin(self) -> None:
@@ -208,7 +217,7 @@ class Auditor:
         self._run.bring()
         self._recorded = replace(taken, batch=taken.batch.select(range(len(taken.batch))))  # a copy of the columns
         self._recorded.budget_s = self._schedule.budget_s(taken.step)
-        self._found = self._check(all_checks.BEFORE, self._recorded)
+        self._found |= self._check(all_checks.BEFORE, self._recorded)
 
     def _look_before(self, taken: RecordedStep, role: str, engine: TrainEngine, batch: Batch, loss: LossFn) -> LossFn:
         """Check the models on one sample before the first update, and watch one drawn update of each role."""
@@ -273,13 +282,13 @@ class Auditor:
             )
 
     def _check(self, checks: Sequence[Check], seen: object, what: str = "") -> dict[str, str | None]:
-        """The result of each check by its name. what: is checked, where it is not a recorded step."""
+        """The result of each check by its name. what: is checked, where it is not a step."""
         found: dict[str, str | None] = {}
         for check in checks:
             try:
                 found[check.name] = check.run(seen)
             except Wrong as wrong:
-                of = f"step {seen.step + 1}" if isinstance(seen, RecordedStep) else what
+                of = f"step {seen.step + 1}" if isinstance(seen, RecordedStep) and not what else what
                 raise TrustError(f"the audit of {of} found ({check.name}): {wrong}") from wrong
             except Exception as err:  # an error in the auditor must not end a healthy run
                 found[check.name] = f"the check itself failed: {type(err).__name__}: {err}"

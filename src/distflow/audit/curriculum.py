@@ -40,7 +40,7 @@ def audit_curriculum(recorded: RecordedStep) -> str | None:
         if (now := metrics.get(f"domains/{name}/learnability")) is not None:
             smoothing = data.curriculum.smoothing
             past["means"][name] = smoothing * past["means"].get(name, now) + (1 - smoothing) * now
-    if recorded.run.num_ranks == 1:
+    if recorded.run.ranks.size == 1:
         _check_groups(recorded, past["due"])
         _check_measured(recorded)
     if (recorded.step + 1) % data.curriculum.every == 0:
@@ -67,7 +67,9 @@ def _check_groups(recorded: RecordedStep, due: Mapping[str, float]) -> None:
 
 def _check_measured(recorded: RecordedStep) -> None:
     data = recorded.run.spec.data
-    ahead = data.max_staleness or data.oversampling or filters_groups(recorded.run.spec.config)
+    config = recorded.run.spec.config
+    filters = filters_groups(config) or config.algorithm.filter_groups.should_accept
+    ahead = data.max_staleness or data.oversampling or filters
     if ahead or data.curriculum is None or data.curriculum.every != 1:
         return
     rights = dict[str, list[float]]()

@@ -1,64 +1,118 @@
-"""Check: the rows of a run are those of their files, which are read a second time, by other code than the loader's."""
+"""Check: the data plan is the config's, and the rows are those of their files, read again by other code than the
+loader's."""
 
 import csv
 import json
+import math
 import random
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from distflow.audit.recorded_data import Wrong, check
+from distflow.audit.recorded_data import AuditedRun, Wrong, check
 from distflow.config import Config
+from distflow.config.derived_settings import is_rl
+from distflow.config.keys.data import DataConfig
 from distflow.data.prompts import PromptRow
 from distflow.data.sources import BUILTIN_FOLDER
-from distflow.runtime.spec import Spec
 
-NUM_ROWS, MOST_BYTES = 8, 2**28
+NUM_ROWS, NUM_PROMPTS, MOST_BYTES = 256, 32, 2**28
 _ORIGIN = re.compile(r"(.+?)(?::|, row |, entry )(\d+)")
 
 
 @check(
     "data",
-    "prompt, ground truth, domain and extra info of some rows of the training and validation data are those of their "
-    "files, and each row of a file is used or counted as left out",
+    "prompt, response, turns, ground truth, domain, tag and extra info of some rows of the training and validation "
+    "data are those of their files, and each row of a file is used or counted as left out; the data plan is the "
+    "config's",
     needs=".jsonl, .json, .csv and .parquet files, and built-in ones, up to 256 MiB; distflow train",
-    limit=f"equal, {NUM_ROWS} rows a file",
+    limit=f"equal, {NUM_ROWS} rows a file, of {NUM_PROMPTS} of them the prompts' tokens",
 )
-def audit_data(spec: Spec) -> str | None:
-    data, unread = spec.config.data, set[str]()
-    trained = [name for name, domain in data.domains.items() if domain.weight] or [""]
-    unread |= _audit_set(spec, "train", trained, spec.rows)
-    for chosen in spec.validation:
-        unread |= _audit_set(spec, "val", ["" if data.val_files else chosen.name], chosen.rows)
+def audit_data(run: AuditedRun) -> str | None:
+    domains, validation = run.spec.config.data.domains, run.spec.validation
+    _check_plan(run)
+    trained = [name for name, domain in domains.items() if domain.weight] or [""]
+    unread = _audit_set(run, "train", trained, run.spec.rows)
+    by_tags = [chosen for chosen in validation if domains and not domains[chosen.name].val_files]
+    for sets in (by_tags, *([chosen] for chosen in validation if chosen not in by_tags)):
+        rows = sets[0].rows if len(sets) == 1 else [row for chosen in sets for row in chosen.rows]
+        unread |= _audit_set(run, "val", [chosen.name if domains else "" for chosen in sets], rows)
     return f"not read a second time: {', '.join(sorted(unread))}" if unread else None
 
 
-def _audit_set(spec: Spec, split: str, domains: Sequence[str], rows: Sequence[PromptRow]) -> set[str]:
-    """Returns the sources that have no second reader."""
-    read, unread, num_rows, num_wanted, num_files = cache(_read), set[str](), 0, 0, 0
+def _check_plan(run: AuditedRun) -> None:
+    spec, config, data = run.spec, run.spec.config, run.spec.config.data
+    steps = config.trainer.total_training_steps
+    generates, num_groups = is_rl(config), config.trainer.total_epochs * len(spec.rows)
+    wanted: dict[str, Any] = {
+        "shuffle": data.shuffle,
+        "seed": data.seed if data.shuffle else 0,
+        "consumer_batch": data.train_batch_size,
+        "group_size": config.actor_rollout_ref.rollout.n if generates else 1,
+        "max_staleness": min(spec.data.max_staleness, config.async_.max_staleness if generates else 0),  # at most
+        "total_steps": steps or math.ceil(num_groups / data.train_batch_size),
+        "total_groups": None if steps or data.domains else num_groups,
+        "domains": {name: (own.weight, own.n) for name, own in data.domains.items() if own.weight},
+    }
+    domains = {each.name: (each.weight, each.group_size) for each in spec.data.domains}
+    for name, value in wanted.items():
+        if (found := {**vars(spec.data), "domains": domains}[name]) != value:
+            raise Wrong(f"{name} of the data plan is {found}, but by the config it should be {value}")
+
+
+def _audit_set(run: AuditedRun, split: str, domains: Sequence[str], rows: Sequence[PromptRow]) -> set[str]:
+    """Returns the sources that have no second reader. domains: those that share files by tags are given together."""
+    spec, read, num_rows, num_wanted, named = run.spec, cache(_read), dict[str, int](), 0, list[str]()
+    data = spec.config.data
+    tagged = [domain for domain in domains if domain and not getattr(data.domains[domain], f"{split}_files")]
+    domain_of_tag = {tag: domain for domain in tagged for tag in data.domains[domain].tags}
     for domain in domains:
-        files, most = (_setting(spec.config, domain, f"{split}_{name}") for name in ("files", "max_samples"))
-        unread |= {file for file in files if not _is_readable(_path(file))}
-        own = sum(read(_path(file))[0] for file in files if file not in unread)
-        num_rows, num_wanted = num_rows + own, num_wanted + (own if most < 0 else min(own, most))
-        num_files += len(files)
-    num_left_out = spec.num_left_out[split if split == "train" else f"val {domains[0]}"]
-    if not unread and not num_wanted <= len(rows) + num_left_out <= num_rows:  # more if bad ones are among the first
+        owner, most = "" if domain in tagged else domain, _setting(spec.config, domain, f"{split}_max_samples")
+        files = _setting(spec.config, owner, f"{split}_files")
+        named += files
+        found = [read(_path(file)) for file in files if _is_readable(_path(file))]
+        num_rows[owner] = num_own = sum(len(numbers) for numbers, _ in found)
+        if domain in tagged:
+            num_own = sum(domain_of_tag.get(_tag(data, get, n)) == domain for numbers, get in found for n in numbers)
+        num_wanted += num_own if most < 0 else min(num_own, most)
+    unread = {file for file in named if not _is_readable(_path(file))}
+    names = ["train"] if split == "train" else [f"val {domain}" for domain in domains]
+    num, most = len(rows) + sum(spec.num_left_out[name] for name in names), sum(num_rows.values())
+    if not unread and not num_wanted <= num <= most:  # more if bad ones are among the first
         raise Wrong(
-            f"{num_wanted:,} rows of the {split}_files are wanted, but {len(rows):,} are used and {num_left_out:,} "
+            f"{num_wanted:,} rows of the {split}_files are wanted, but {len(rows):,} are used and {num - len(rows):,} "
             "counted as left out: rows were lost, or are there twice"
         )
-    for index in random.Random(len(rows)).sample(range(len(rows)), min(NUM_ROWS * num_files, len(rows))):
-        place = _ORIGIN.fullmatch(rows[index].origin)
+    drawn = random.Random(len(rows)).sample(range(len(rows)), min(NUM_ROWS * len(named), len(rows)))
+    for number_drawn, index in enumerate(drawn):
+        row = rows[index]
+        place = _ORIGIN.fullmatch(row.origin)
         if place is not None and _is_readable(path := Path(place[1])):
-            _compare(spec.config, rows[index], read(path)[1](int(place[2])), domains)
+            get, number = read(path)[1], int(place[2])
+            tag = _tag(data, get, number) if row.domain in tagged or split == "val" else ""
+            if tag != row.tag:
+                raise Wrong(f"the tag of {row.origin} is {row.tag!r}, but {tag!r} in the file")
+            domain = domain_of_tag.get(tag, row.domain) if domains != [""] else ""
+            _compare(spec.config, row, get(number), domain)
+            if row.turns is None and number_drawn < NUM_PROMPTS * len(named):
+                _compare_prompt(run, row, get(number), domain)
+            if row.response_ids is not None:
+                _compare_response(run, row, get(number))
     return unread
 
 
-def _compare(config: Config, row: PromptRow, record: Mapping[str, Any], domains: Sequence[str]) -> None:
-    domain = row.domain if domains != [""] else ""
+def _tag(data: DataConfig, get: Callable[[int], Any], number: int) -> str:
+    """The tag of a row by its number; of one that cannot be read none."""
+    try:
+        return "" if data.tag_key is None else str(_at(get(number), data.tag_key))
+    except (ValueError, AttributeError):
+        return ""
+
+
+def _compare(config: Config, row: PromptRow, record: Mapping[str, Any], domain: str) -> None:
     own = {name: _setting(config, domain, f"{name}_key") for name in ("prompt", "answer", "response", "messages")}
     named = domain or _at(record, config.data.domain_key)
     used = {*own.values(), "extra_info", *([] if domain else [config.data.domain_key])}
@@ -68,17 +122,58 @@ def _compare(config: Config, row: PromptRow, record: Mapping[str, Any], domains:
     expected |= inner if isinstance(inner := record.get("extra_info"), dict) else {}
     found = {"ground truth": row.ground_truth, "domain": row.domain, **(row.extra_info or {})}
     for name, value in expected.items():
-        if _is_plain(value) and json.dumps(found.get(name), sort_keys=True) != json.dumps(value, sort_keys=True):
-            raise Wrong(f"{name} of {row.origin} is {found.get(name)!r:.80}, but {value!r:.80} in the file")
-    prompt, template = _at(record, own["prompt"]), _setting(config, domain, "prompt_template")
-    if isinstance(prompt, list):  # a chat template writes the messages
-        prompt = next((each.get("content") for each in reversed(prompt) if each.get("role") == "user"), None)
-    is_cut = not config.data.filter_overlong_prompts and len(row.prompt_ids) >= config.data.max_prompt_length
-    if isinstance(prompt, str) and not is_cut and row.turns is None:
-        text = prompt if template is None else template.format(prompt=prompt)
-        is_whole = isinstance(_at(record, own["prompt"]), str) and _setting(config, domain, "prompt_format") == "text"
-        if row.prompt_text != text if is_whole else prompt.strip() not in row.prompt_text:
-            raise Wrong(f"the prompt of {row.origin} is {row.prompt_text!r:.80}, but {text!r:.80} in the file")
+        with suppress(TypeError):  # dates, decimals and bytes, which the loader converts, are not compared
+            if json.dumps(found.get(name), sort_keys=True) != json.dumps(value, sort_keys=True):
+                raise Wrong(f"{name} of {row.origin} is {found.get(name)!r:.80}, but {value!r:.80} in the file")
+
+
+def _compare_prompt(run: AuditedRun, row: PromptRow, record: Mapping[str, Any], domain: str) -> None:
+    """The prompt's text and tokens, cut if there are too many; messages of more than roles and texts are left out."""
+    config, tokenizer = run.spec.config, run.resources.tokenizer
+    own = {name: _setting(config, domain, name) for name in ("prompt_key", "prompt_format", "prompt_template")}
+    asked, most = _at(record, own["prompt_key"]), config.data.max_prompt_length
+    is_text = isinstance(asked, str) and own["prompt_format"] == "text"
+    if isinstance(asked, str):
+        text = asked if own["prompt_template"] is None else own["prompt_template"].format(prompt=asked)
+        asked = [{"role": "user", "content": text}]
+    if not is_text:
+        if not isinstance(asked, list) or any({*map(type, each.values())} != {str} or len(each) != 2 for each in asked):
+            return
+        system = _setting(config, domain, "system_prompt")
+        first = [{"role": "system", "content": system}] if system and asked[0]["role"] != "system" else []
+        options = {"enable_thinking": _setting(config, domain, "enable_thinking")}
+        options |= config.data.apply_chat_template_kwargs | (record.get("chat_template_kwargs") or {})
+        tools = _at(record, config.data.tools_key) or None
+        text = tokenizer.apply_chat_template(
+            [*first, *asked], tools=tools, tokenize=False, add_generation_prompt=True, **options
+        )
+    ids = tokenizer(text, add_special_tokens=is_text, verbose=False)["input_ids"]
+    if len(ids) > most:
+        head = {"left": 0, "middle": most // 2, "right": most}[config.data.truncation]
+        ids = [*ids[:head], *ids[len(ids) - most + head :]]
+    elif row.prompt_text != text:
+        raise Wrong(f"the prompt of {row.origin} is {row.prompt_text!r:.80}, but {text!r:.80} by the file")
+    if list(row.prompt_ids) != ids:
+        raise Wrong(f"the prompt of {row.origin} has the tokens {list(row.prompt_ids)!s:.80}, not {ids!s:.80}")
+
+
+def _compare_response(run: AuditedRun, row: PromptRow, record: Mapping[str, Any]) -> None:
+    """Of supervised fine-tuning: the tokens of the text, or turns that hold all that the assistant says."""
+    tokenizer, data, ids = run.resources.tokenizer, run.spec.config.data, list(row.response_ids or ())
+    response, messages = _at(record, data.response_key), _at(record, data.messages_key)
+    if row.turns is None and isinstance(response, str):
+        tokens = tokenizer(response, add_special_tokens=False, verbose=False)["input_ids"]
+        if ids not in (tokens, [*tokens, tokenizer.eos_token_id]) and len(ids) < data.max_response_length:
+            raise Wrong(f"the response of {row.origin} is not the tokens of its text in the file, {response!r:.80}")
+    messages = json.loads(messages) if isinstance(messages, str) else messages or ()
+    said = [message.get("content") or "" for message in messages if message.get("role") == "assistant"]
+    ids, before, same = [*row.prompt_ids, *ids], 0, len(said) == len(row.turns or ())
+    for content, turn in zip(said, row.turns or (), strict=True) if same else ():
+        start, end = (len(row.prompt_ids) + place for place in turn)
+        whole, own = (tokenizer.decode(ids[place:end]) for place in (before, start))
+        if content.strip() in whole and content.strip() not in own:
+            raise Wrong(f"a turn of the assistant in {row.origin} is not trained on whole: {content!r:.80}")
+        before = end
 
 
 def _setting(config: Config, domain: str, name: str) -> Any:
@@ -93,38 +188,32 @@ def _at(record: Mapping[str, Any], name: str) -> Any:
     return _at(inner, rest) if name not in record and rest and isinstance(inner, dict) else record.get(name)
 
 
-def _is_plain(value: object) -> bool:
-    """Dates, decimals and bytes, which the loader converts, are not compared."""
-    try:
-        return bool(json.dumps(value))
-    except TypeError:
-        return False
-
-
 def _path(file: str) -> Path:
     builtin = file.removeprefix("builtin:")
     return Path(file).expanduser() if builtin == file else BUILTIN_FOLDER / f"{builtin}.jsonl"
 
 
-def _read(path: Path) -> tuple[int, Callable[[int], Any]]:
-    """The number of rows, and a function that gives one by its number in the file, as messages name it."""
+def _read(path: Path) -> tuple[Sequence[int], Callable[[int], Any]]:
+    """The numbers of the rows in the file, as messages name them, and a function that gives a row by its number."""
     if path.suffix.lower() == ".parquet":
         import pyarrow.parquet
 
         table = pyarrow.parquet.read_table(path)
-        return table.num_rows, lambda number: table.slice(number - 1, 1).to_pylist()[0]
+        return range(1, table.num_rows + 1), lambda number: table.slice(number - 1, 1).to_pylist()[0]
     if path.suffix.lower() == ".csv":
         with path.open(newline="", encoding="utf-8-sig") as file:
             reader = csv.reader(file)
             names, *rows = [(reader.line_num, values) for values in reader if values]
         lines = {line: {name: value for name, value in zip(names[1], own, strict=False) if value} for line, own in rows}
-        return len(rows), lines.__getitem__
+        return list(lines), lines.__getitem__
     content = path.read_bytes().removeprefix(b"\xef\xbb\xbf")
     if path.suffix.lower() == ".json" and content.lstrip().startswith(b"["):
         entries = json.loads(content)
-        return len(entries), lambda number: entries[number - 1]
+        return range(1, len(entries) + 1), lambda number: entries[number - 1]
     texts = content.split(b"\n")
-    return sum(bool(text.strip()) for text in texts), lambda number: json.loads(texts[number - 1])
+    return [number for number, text in enumerate(texts, 1) if text.strip()], lambda number: json.loads(
+        texts[number - 1]
+    )
 
 
 def _is_readable(path: Path) -> bool:

@@ -113,7 +113,8 @@ def audited_samples(recorded: RecordedStep) -> list[Sample]:
     total = sum(len(sample["response_ids"]) + len(sample["prompt_ids"]) for sample in recorded.samples)
     chosen: list[Sample] = []
     num_tokens = entries = 0
-    for sample in recorded.some_samples(MOST):
+    # Those of several weight versions first: only in them keys and values can be of other weights.
+    for sample in sorted(recorded.some_samples(MOST), key=lambda sample: -len(sample["versions"].unique())):
         length = len(sample["response_ids"]) + len(sample["prompt_ids"])
         num_tokens += length
         entries += len(sample["response_ids"]) * model_forward.vocabulary_of(model)

@@ -76,8 +76,8 @@ def audit_correction(recorded: RecordedStep) -> str | None:
         return NOT_APPLICABLE
     if not recorded.is_ours("rollout_is_weights"):
         return "a user's node writes the weights"
-    if settings.rollout_is_batch_normalize and not recorded.is_whole:
-        return "the mean of the weights needs all samples of the step on one rank"
+    if settings.rollout_is_batch_normalize and not (recorded := recorded.everyone).is_whole:
+        return "the mean of the weights needs all samples of the step, too many to send them to all ranks"
     own = "prox_log_probs" if "prox_log_probs" in recorded.batch else "old_log_probs"
     level, threshold = settings.rollout_is or "token", settings.rollout_is_threshold
     gaps = [_gap(sample, own, level) for sample in recorded.samples]
@@ -117,8 +117,8 @@ def _gap(sample: Sample, own: str, level: str) -> tuple[Tensor, Tensor]:
     limit=f"{LIMIT:g} relative",
 )
 def audit_loss(recorded: RecordedStep) -> str | None:
-    if recorded.run.num_ranks == 1 and not recorded.partial:
-        _check_selection(recorded)
+    if "selected_tokens" in recorded.batch and recorded.everyone.is_whole:
+        _check_selection(recorded.everyone)
     seen = tokens = 0
     why_not = None if recorded.updates else "no update was recorded"
     for update in recorded.updates:
@@ -212,7 +212,7 @@ def _check_update(update: UpdateRecord, batch: MiniBatch, total: Total) -> None:
 def _check_reported(recorded: RecordedStep, update: UpdateRecord, batch: MiniBatch) -> None:
     """The reported loss, and entropy and KL where the outputs of all samples were recorded."""
     actor, expected = recorded.config.actor_rollout_ref.actor, {"loss": update.share[1]}
-    if update.is_whole and recorded.run.num_ranks == 1 and "entropy" in batch.outputs:
+    if update.is_whole and recorded.run.ranks.size == 1 and "entropy" in batch.outputs:
         expected["entropy"] = float(aggregate(batch.outputs["entropy"][batch.counted], batch, "token-mean", 1.0))
         if actor.use_kl_loss:
             values = kl((batch.outputs["log_probs"] - batch.columns["ref_log_prob"])[batch.counted], actor.kl_loss_type)

@@ -2,7 +2,7 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 
@@ -14,13 +14,24 @@ LIMIT = 1e-4
 
 @check(
     "metrics",
-    "the reported mean score, length and truncated share are those of the step's samples, and the metrics of its "
-    "updates are means over its mini-batches",
+    "the reported mean score, length, truncated share and staleness are those of the step's samples, and the metrics "
+    "of its updates are means over its mini-batches",
     needs="metrics of the built-in nodes",
     limit=f"{LIMIT:g} relative",
 )
 def audit_metrics(recorded: RecordedStep) -> str | None:
-    for name, expected in (*_of_samples(recorded), *_of_updates(recorded)):
+    _compare(recorded, (*_of_samples(recorded), *_of_updates(recorded)))
+    return None
+
+
+def audit_staleness(recorded: RecordedStep) -> str | None:
+    """Of the metrics that a step has once it is released."""
+    _compare(recorded, _of_versions(recorded))
+    return None
+
+
+def _compare(recorded: RecordedStep, wanted: Iterable[tuple[str, float]]) -> None:
+    for name, expected in wanted:
         found = recorded.metrics.get(name, expected)
         if repr(found) != repr(expected) and not abs(found - expected) <= LIMIT * abs(expected) + 1e-6:
             raise Wrong(
@@ -28,7 +39,6 @@ def audit_metrics(recorded: RecordedStep) -> str | None:
                 f"{expected:.6g}: it is of other samples or steps, over padding, or unweighted. Weights are not "
                 "affected, but do not trust this run's curves; repair what computes the metric"
             )
-    return None
 
 
 def _of_samples(recorded: RecordedStep) -> Iterator[tuple[str, float]]:
@@ -39,11 +49,20 @@ def _of_samples(recorded: RecordedStep) -> Iterator[tuple[str, float]]:
     counted = (batch.flat("response_mask") > 0) & valid[rows]
     if "token_level_scores" in batch:
         own |= {"valid": int(valid.sum()), "score": float(doubles(batch.flat("token_level_scores"))[counted].sum())}
-    every = recorded.run.inputs.ports.data.sum({name: float(number) for name, number in own.items()})
+    every = recorded.run.ranks.sum({name: float(number) for name, number in own.items()})
     yield "rollout/avg_response_length", every["tokens"] / every["samples"]
     yield "rollout/truncated", every["truncated"] / every["samples"]
     if every.get("valid"):
         yield "reward/mean_score", every["score"] / every["valid"]
+
+
+def _of_versions(recorded: RecordedStep) -> Iterator[tuple[str, float]]:
+    """The staleness of generated tokens, over all ranks, each of which calls it."""
+    versions = recorded.batch.flat("versions")
+    ages = (recorded.step - versions)[versions >= 0]
+    every = recorded.run.ranks.sum({"generated": float(len(ages)), "stale": float(ages.sum())})
+    if every["generated"]:
+        yield "async/version_diff/mean", every["stale"] / every["generated"]
 
 
 def _of_updates(recorded: RecordedStep) -> Iterator[tuple[str, float]]:

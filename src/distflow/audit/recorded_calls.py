@@ -3,7 +3,7 @@ inputs of the loss, the gradients by them, and samples of the weights before and
 
 import math
 import random
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from distflow.audit.model_forward import PlainScores
 from distflow.data.batch import Batch
-from distflow.models.sharding import own_part, square_sum
+from distflow.models.sharding import at_places, is_spread, own_part, square_sum, whole
 from distflow.rewards.score import RewardResult
 from distflow.rollout.engine import GenerateRequest, GenerateResult
 from distflow.scheduling.groups import PromptGroup
@@ -42,7 +42,9 @@ _current: ContextVar[GroupRecord | None] = ContextVar("group_record", default=No
 class GroupRecords:
     """The `GroupRecorder` of a worker: keeps records until their step, and references only objects that live anyway."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_keep: Callable[[GroupRecord, Batch], None] | None = None) -> None:
+        """on_keep: takes the records of training, with their columns, of a worker that takes no step."""
+        self._on_keep = on_keep
         self._kept: dict[int, GroupRecord] = {}
         self.dropped: tuple[GroupRecord, str, Batch] | None = None
         """The last group that a node dropped: its record, the reason and its columns."""
@@ -59,11 +61,13 @@ class GroupRecords:
         if (record := _current.get()) is not None:
             record.scored.append((name, arguments, reward_result))
 
-    def keep(self) -> None:
+    def keep(self, batch: Batch | None = None) -> None:
         if (record := _current.get()) is None:
             return
-        if record.prompt_group.stream.startswith("val/"):
+        if batch is None:
             self._validated.append(record)
+        elif self._on_keep is not None:
+            self._on_keep(record, batch)
         else:
             self._kept[record.prompt_group.group_id] = record
 
@@ -112,22 +116,29 @@ class MicroRecord:
 
 @dataclass
 class Stripe:
-    """Sampled elements of one weight around a step, float64 on the CPU; of this rank's part if it is sharded.
+    """Sampled elements of one weight around a step, float64 on the CPU; if it is sharded those that this rank has.
 
-    contributions: the sum of the gradients of the backward passes, over all ranks. gradient: the optimizer's input.
-    moments: the optimizer's tensors for the weight before the step, and its number of steps; moved_moments: after it.
+    own: of all sampled elements the sum of the gradients of this rank's backward passes, and last the number of these.
+    contributions: the sum over all ranks. gradient: the optimizer's input. moments: the optimizer's tensors for the
+    weight before the step, and its number of steps; moved_moments: after it.
     """
 
     before: Tensor
     moments: dict[str, Any]
+    own: Tensor
     contributions: Tensor | None = None
     gradient: Tensor | None = None
     after: Tensor | None = None
     moved_moments: dict[str, Any] = field(default_factory=dict)
 
     def contribute(self, gradient: Tensor) -> None:
-        part = _stripe(gradient)
-        self.contributions = part if self.contributions is None else self.contributions + part
+        """gradient: of a backward pass, before those of the ranks are summed; of a layer that ranks compute together
+        each has its own part, or a summand."""
+        if isinstance(gradient, DTensor) and any(each.is_partial() for each in gradient.placements):
+            gradient = whole(gradient)
+        here, values = at_places(gradient, _places(gradient))
+        self.own[here] += values.cpu().double()
+        self.own[-1] += 1
 
 
 @dataclass
@@ -185,8 +196,13 @@ class UpdateWatch:
         trained = [(name, p) for name, p in engine.model.named_parameters() if p.requires_grad]
         self.record.leftover = [name for name, p in trained if p.grad is not None and bool(own_part(p.grad).any())]
         for name, parameter in self._striped:
-            stripe = self.record.stripes[name] = Stripe(_stripe(parameter), _moments(engine.optimizer, parameter))
-            self._handles.append(parameter.register_hook(stripe.contribute))
+            own, moments = torch.zeros(len(_places(parameter)) + 1).double(), _moments(engine.optimizer, parameter)
+            self.record.stripes[name] = Stripe(_stripe(parameter), moments, own)
+            if not isinstance(parameter, DTensor):
+                self._handles.append(parameter.register_hook(self.record.stripes[name].contribute))
+        if is_spread(engine.model):
+            watch = partial(self._watch_gathered, engine.model, set[int]())
+            self._handles += [module.register_forward_pre_hook(watch) for module in engine.model.modules()]
         self._handles.append(engine.optimizer.register_step_pre_hook(lambda *_: self._before_step(engine.model)))
 
     def counts(self, batch: Batch) -> Counts:
@@ -220,10 +236,18 @@ class UpdateWatch:
             stripe = self.record.stripes[name]
             stripe.after = _stripe(parameter)
             stripe.moved_moments = _moments(self.record.engine.optimizer, parameter)  # type: ignore[attr-defined]
-            if self._group.size > 1 and not isinstance(parameter, DTensor):
-                zero = torch.zeros_like(stripe.before)
-                stripe.contributions = self._group.sum(zero if stripe.contributions is None else stripe.contributions)
+            sums = self._group.sum(stripe.own)
+            if sums[-1] > 0:
+                stripe.contributions = sums[at_places(parameter, _places(parameter))[0]]
         return self.record
+
+    def _watch_gathered(self, model: nn.Module, seen: set[int], *_: object) -> None:
+        """A module is called: watch the weights that are gathered now, as the sums over ranks are made later."""
+        for name, parameter in self._striped:
+            gathered = model.get_parameter(name)
+            if gathered is not parameter and id(gathered) not in seen:
+                seen.add(id(gathered))
+                self._handles.append(gathered.register_hook(self.record.stripes[name].contribute))
 
     def _before_step(self, model: nn.Module) -> None:
         gradients = [p.grad for p in model.parameters() if p.requires_grad and p.grad is not None]
@@ -242,10 +266,14 @@ def striped(model: nn.Module, turn: int) -> Iterator[tuple[str, nn.Parameter]]:
     yield from (found[i] for i in sorted({*ends, *drawn} if found else ()))
 
 
+def _places(tensor: Tensor) -> Tensor:
+    """At most `STRIPE` places, evenly spaced over the whole tensor."""
+    return torch.arange(0, tensor.numel(), -(-tensor.numel() // STRIPE) | 1)
+
+
 def _stripe(tensor: Tensor) -> Tensor:
-    """At most `STRIPE` elements, evenly spaced over the tensor, or over this rank's part of it."""
-    flat = own_part(tensor.detach()).reshape(-1)
-    return flat[:: -(-flat.numel() // STRIPE) | 1].to("cpu", torch.float64, copy=True)
+    """The elements at `_places` that this rank has."""
+    return at_places(tensor, _places(tensor))[1].to("cpu", torch.float64, copy=True)
 
 
 def _moments(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> dict[str, Any]:

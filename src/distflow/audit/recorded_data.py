@@ -30,7 +30,10 @@ from distflow.runtime.rollout_session import Session
 from distflow.runtime.spec import Spec
 from distflow.runtime.worker_inputs import WorkerInputs
 from distflow.scheduling.groups import PromptGroup
+from distflow.training.engine import Collective
 
+MOST_GATHERED = 2**20
+"""Response tokens of a step whose samples all ranks are given for checks over the whole step."""
 NOT_APPLICABLE = ""
 """A check's result if the pipeline has nothing that it could check."""
 Inputs = tuple[Callable[..., object], Sequence[object], Mapping[str, object]]
@@ -75,9 +78,9 @@ class AuditedRun:
         return self.spec.config.actor_rollout_ref.model.dtype == "float32"
 
     @property
-    def num_ranks(self) -> int:
-        """Ranks that train."""
-        return sum(bool(rank.training_nodes) for rank in self.spec.plan.ranks)
+    def ranks(self) -> Collective:
+        """The ranks that share a step, each with samples of its own."""
+        return self.inputs.ports.data
 
     def warn(self, message: str) -> None:
         """Warn the user; each message once."""
@@ -152,8 +155,29 @@ class RecordedStep:
 
     @property
     def is_whole(self) -> bool:
-        """Whether all samples of the step are here: not a few groups, or one rank's."""
-        return not self.partial and self.run.num_ranks == 1
+        """Whether all groups of the step are here: not a few, or one rank's."""
+        return len(set(self.batch["group_index"].tolist())) == len(self.group_ids)
+
+    @cached_property
+    def everyone(self) -> "RecordedStep":
+        """The step with the samples of all ranks, which call this together; itself if these are too many, or few groups
+        are looked at."""
+        ranks, every = self.run.ranks, copy.copy(self)
+        if self.partial or ranks.size == 1 or ranks.sum(float(self.batch.lengths("response").sum())) > MOST_GATHERED:
+            return self
+        every.__dict__.pop("samples", None)
+        every.batch = Batch.concat(ranks.gather(self.batch))
+        return every
+
+    def prompt_group(self, sample: Sample) -> PromptGroup | None:
+        """The sample's group. That of another worker follows from its number; None if it cannot, with domains, or with
+        rows that a user's loop offers to its one process."""
+        record, spec = self.record_of(sample), self.run.spec
+        if record or spec.data.domains or len(spec.plan.ranks) == 1 or not self.is_ours("responses"):
+            return record.prompt_group if record else None
+        group = PromptGroup(int(sample["group_index"]), 0, 0, spec.data.group_size, 0)
+        epoch, row = self.place_of(group)
+        return group.changed(epoch=epoch, row=row)
 
     def some_samples(self, most: int) -> list[Sample]:
         """At most `most` samples from as many groups as possible, drawn by the step number."""
@@ -228,9 +252,9 @@ class Wrong(Exception):
 class Check:
     """One statement about a step, and the function that checks it.
 
-    needs: what the check cannot do without. limit: the tolerated difference, in words. run: of a `RecordedStep`, the
-    spec at the start, or a `Validated`; returns None if the check
-    passed, `NOT_APPLICABLE` if there is nothing to check, else why it could not be made; raises Wrong if it failed.
+    needs: what the check cannot do without. limit: the tolerated difference, in words. run: of a `RecordedStep`, a
+    `Validated`, or at the start the `AuditedRun`; returns None if the check passed, `NOT_APPLICABLE` if there is
+    nothing to check, else why it could not be made; raises Wrong if it failed.
     """
 
     name: str

@@ -57,7 +57,7 @@ class Memory:
         streams |= {f"cuda:{i}": state for i, state in enumerate(streams.pop("cuda", ()))}
         found: dict[str, Mapping[str, Any]] = {NODES: {name: nodes[name] for name in nodes if name != AUDIT_STATE}}
         if point is not None:
-            elsewhere = ("plan", "restart", "ledger")
+            elsewhere = ("plan", "restart", "ledger", "secs", "ended")
             found[POSITION] = {name: value for name, value in point.snapshot.items() if name not in elsewhere}
             found[QUEUED] = {str(number): samples_of(group.data) for number, group in point.queued.items()}
         hashes = {part: {name: ("", _digest(value)) for name, value in own.items()} for part, own in found.items()}

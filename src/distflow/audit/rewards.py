@@ -10,11 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from distflow.algorithms.sample_filters_and_weights import ALL_EQUAL, MEAN_TOO_HIGH, MEAN_TOO_LOW
 from distflow.audit.normalization import finished_rewards, whitened
 from distflow.audit.recorded_calls import GroupRecord
 from distflow.audit.recorded_data import NOT_APPLICABLE, RecordedStep, Sample, Wrong, check, check_close, doubles
+from distflow.audit.samples import ROUNDING, filtered_values
 from distflow.config.derived_settings import algorithm_of, algorithms
-from distflow.config.domain_settings import response_limit, reward_functions
+from distflow.config.domain_settings import response_limit
 from distflow.config.keys.algorithm import AlgorithmConfig
 from distflow.config.keys.reward import on_error_of
 from distflow.rewards.load_functions import FAILS
@@ -52,7 +54,7 @@ def audit_reward_functions(recorded: RecordedStep) -> str | None:
     for sample in drawn[: FEW if recorded.partial else MOST]:  # the lowest: a failure may be one
         record = recorded.record_of(sample)
         budget_s = max(recorded.budget_s, _DECIDES_WITHIN_S) if differing else recorded.budget_s
-        if record is None or time.monotonic() - began > budget_s:
+        if record is None or time.monotonic() - began >= budget_s:
             continue
         for name in functions_of(recorded, sample):
             if name not in recorded.run.state.get("not_deterministic", []):
@@ -68,23 +70,27 @@ def audit_reward_functions(recorded: RecordedStep) -> str | None:
 
 @check(
     "dropped",
-    "a group that the filter dropped has one accuracy on all its samples, by scores that its reward functions give "
-    "again",
-    needs="a group that was dropped since the last audit, by accuracy",
+    "a group that the filter dropped has equal values on all its samples, or a mean beyond `mean_range`, by scores "
+    "that its reward functions give again",
+    needs="a group that was dropped since the last audit, not by a function of the user's",
     limit="equal, one group",
 )
 def audit_dropped(recorded: RecordedStep) -> str | None:
     if recorded.dropped is None:
         return NOT_APPLICABLE
     record, reason, batch = recorded.dropped
-    if recorded.config.algorithm.filter_groups.metric != "acc" or reason != "all_equal":
+    settings = recorded.config.algorithm.filter_groups
+    if reason not in (ALL_EQUAL, MEAN_TOO_LOW, MEAN_TOO_HIGH):
         return NOT_APPLICABLE
     part = replace(recorded, records={record.prompt_group.group_id: record}, batch=batch)
     scored = [sample for sample in part.samples if sample["valid"] and sample.get("reward_errors") is None]
-    if len(found := sorted({float(sample["acc"]) for sample in scored})) > 1:
-        raise Wrong(
-            f"group {record.prompt_group.group_id} was dropped for one accuracy on all its samples, but has {found}"
-        )
+    values, (low, high) = filtered_values(settings.metric, part.samples), settings.mean_range or (-math.inf, math.inf)
+    mean, number = math.fsum(values) / max(len(values), 1), record.prompt_group.group_id
+    if reason == ALL_EQUAL and max(values, default=0.0) - min(values, default=0.0) > ROUNDING:
+        what = f"for one {settings.metric} on all its samples, but has {sorted(set(values))}"
+        raise Wrong(f"group {number} was dropped {what}")
+    if (reason == MEAN_TOO_LOW and mean > low + ROUNDING) or (reason == MEAN_TOO_HIGH and mean < high - ROUNDING):
+        raise Wrong(f"group {number} was dropped as {reason}, but the mean of its {settings.metric} is {mean:g}")
     for name in functions_of(part, scored[0]) if scored and recorded.is_ours("reward_parts") else ():
         if name not in recorded.run.state.get("not_deterministic", []):
             recorded.run.doubts.extend(filter(None, [_compare(part, record, scored[0], name)]))
@@ -100,8 +106,8 @@ def _check_failing(recorded: RecordedStep) -> None:
 
 def functions_of(recorded: RecordedStep, sample: Sample) -> dict[str, float]:
     """Names and weights of the reward functions of the sample's domain."""
-    functions = reward_functions(recorded.config)
-    parts = functions.get(sample["domain"]) or functions.get("default") or ()
+    domain, functions = recorded.config.data.domains.get(sample["domain"]), recorded.config.reward.functions
+    parts = (domain and domain.reward) or functions.get(sample["domain"]) or functions.get("default") or ()
     return {part.name: part.weight for part in parts}
 
 
@@ -204,6 +210,7 @@ def _shown(results: Sequence[RewardResult]) -> str:
 def audit_rewards(recorded: RecordedStep) -> str | None:
     if not recorded.is_ours("scores"):
         return "a user's node writes the scores" if recorded.is_written("scores") else NOT_APPLICABLE
+    recorded = recorded.everyone
     for sample in recorded.samples:
         if not bool(sample["valid"]):
             continue
@@ -228,7 +235,7 @@ def _check_processed(
     levels = (algorithm.reward_norm.mean_level, algorithm.reward_norm.std_level)
     moments = recorded.run.state.get("reward_moments", {}).get(domain)
     if not recorded.is_whole and ("batch" in levels or algorithm.whiten_rewards):
-        return "reward_norm and whiten_rewards need all samples of the step on one rank"
+        return "reward_norm and whiten_rewards need all samples of the step, too many to send them to all ranks"
     if "running" in levels and moments is None:
         return "rewards before this process, or on other ranks, were not recorded"
     counts = [[bool(sample["valid"]) and m > 0 for m in sample["response_mask"].tolist()] for sample in samples]
@@ -252,7 +259,7 @@ def remember_rewards(recorded: RecordedStep) -> None:
     for domain, algorithm in algorithms(recorded.config):
         if "running" not in (algorithm.reward_norm.mean_level, algorithm.reward_norm.std_level):
             continue
-        if recorded.run.num_ranks > 1 or (domain or "") not in kept and recorded.step > 0:
+        if recorded.run.ranks.size > 1 or (domain or "") not in kept and recorded.step > 0:
             continue
         before = kept.get(domain or "", {"count": 0, "mean": 0.0, "squares": 0.0})
         (samples,) = (samples for name, _, samples in recorded.by_algorithm() if name == (domain or ""))
@@ -275,11 +282,12 @@ def remember_rewards(recorded: RecordedStep) -> None:
     limit=f"{LIMIT:g} relative",
 )
 def audit_kl_control(recorded: RecordedStep) -> str | None:
-    using = [each for each in recorded.by_algorithm() if each[1].use_kl_in_reward]
-    if not using or not recorded.is_written("token_level_rewards"):
+    if not recorded.is_written("token_level_rewards"):
         return NOT_APPLICABLE
+    recorded = recorded.everyone
+    using = [each for each in recorded.by_algorithm() if each[1].use_kl_in_reward]
     why_not = [_check_coefficient(recorded, *each) for each in using]
-    return next(filter(None, why_not), None)
+    return next(filter(None, why_not), None) if using else NOT_APPLICABLE
 
 
 def _check_coefficient(

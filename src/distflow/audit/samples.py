@@ -3,6 +3,7 @@ engine's response to the row's prompt; the loss mask is on exactly the policy's 
 
 import math
 from collections import Counter
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from distflow.audit.recorded_data import (
     doubles,
     is_builtin,
 )
+from distflow.builtin_names import WHOLE_SCORE
 from distflow.config.derived_settings import algorithm_of
 from distflow.config.domain_settings import filters_groups, response_limit, unfiltered_domains
 from distflow.config.keys.algorithm import spread
@@ -33,28 +35,28 @@ ROUNDING = 1e-6
 
 @check(
     "groups",
-    "the step holds its groups, each with all its samples once; if groups are filtered by accuracy, no group has equal "
-    "accuracy on all samples; each domain has had its share of all groups so far",
-    needs="one rank; for shares a run without a curriculum, whose shares are a check of their own",
+    "the step holds its groups, each with all its samples once; if groups are filtered, no group has equal values on "
+    "all samples, or a mean beyond `mean_range`; each domain has had its share of all groups so far",
+    needs="for shares one rank, and a run without a curriculum, whose shares are a check of their own",
     limit="equal",
 )
 def audit_groups(recorded: RecordedStep) -> str | None:
-    if recorded.run.num_ranks > 1:
-        return "a step's groups are divided over several ranks"
-    groups = by_group_of(recorded.samples)
-    if sorted(groups) != sorted(recorded.group_ids):
-        several, differing = len(recorded.group_ids), sorted(set(recorded.group_ids) ^ set(groups))[:4]
-        raise Wrong(f"the step has {several} groups, but its samples are of {len(groups)} ({differing} differ)")
-    data, ours = recorded.run.spec.data, recorded.is_ours("responses")
-    own = {domain.name: domain.group_size for domain in data.domains}
-    for number, group in groups.items():
-        size = own.get(str(group[0]["domain"])) or data.group_size
-        if ours and len(group) != size:
-            raise Wrong(f"group {number} has {len(group)} samples, and should have {size}")
-    for uid, times in Counter(str(sample["uid"]) for sample in recorded.samples).most_common(1):
+    data, ours, names = recorded.run.spec.data, recorded.is_ours("responses"), ("group_index", "domain", "uid")
+    own = [tuple(sample[name] for name in names) for sample in recorded.samples]
+    samples = [(int(group), domain, uid) for rank in recorded.run.ranks.gather(own) for group, domain, uid in rank]
+    sizes = Counter(group for group, _, _ in samples)
+    if sorted(sizes) != sorted(recorded.group_ids):
+        several, differing = len(recorded.group_ids), sorted(set(recorded.group_ids) ^ set(sizes))[:4]
+        raise Wrong(f"the step has {several} groups, but its samples are of {len(sizes)} ({differing} differ)")
+    size_of = {domain.name: domain.group_size for domain in data.domains}
+    for number, domain, _ in samples:
+        size = size_of.get(str(domain)) or data.group_size
+        if ours and sizes[number] != size:
+            raise Wrong(f"group {number} has {sizes[number]} samples, and should have {size}")
+    for uid, times in Counter(uid for _, _, uid in samples).most_common(1):
         if times > 1:
             raise Wrong(f"sample {uid} is in the step {times} times")
-    _check_filter(recorded, groups)
+    _check_filter(recorded, by_group_of(recorded.samples))
     _check_shares(recorded)
     return None
 
@@ -63,16 +65,16 @@ def audit_groups(recorded: RecordedStep) -> str | None:
     "responses",
     "prompt, tokens, versions and text of a sample are the row's and the engine's; it is finished only if it ends "
     "with a stop",
-    needs="samples that this process generated, by the built-in generation",
+    needs="the built-in generation; for the engine's response, and with domains, samples that this process generated",
     limit="equal",
 )
 def audit_responses(recorded: RecordedStep) -> str | None:
     if not recorded.is_ours("responses"):
         return "a user's node generates the responses"
     most = MOST_LOOKED if recorded.partial else MOST
-    samples = [sample for sample in recorded.some_samples(most) if recorded.record_of(sample) is not None]
-    for sample in samples:
-        prompt_group = recorded.records[int(sample["group_index"])].prompt_group
+    known = [(sample, recorded.prompt_group(sample)) for sample in recorded.some_samples(most)]
+    samples = [(sample, prompt_group) for sample, prompt_group in known if prompt_group is not None]
+    for sample, prompt_group in samples:
         row = _row_of(recorded, prompt_group)
         _same(sample, "prompt_ids", sample["prompt_ids"].tolist(), list(row.prompt_ids), "the row of its group")
         _same(sample, "domain", sample["domain"], row.domain, "the row of its group")
@@ -80,19 +82,23 @@ def audit_responses(recorded: RecordedStep) -> str | None:
         found = recorded.generation(sample)
         if found is not None:
             _generated(recorded, sample, found[1], prompt_group.version)
+        elif recorded.record_of(sample) is not None and row.response_ids is None:
+            raise Wrong(f"no request to the engine was recorded for sample {sample['uid']}")
+        if row.response_ids is None:
             _ended(recorded, sample)
-        elif row.response_ids is not None:
+        else:
             _same(sample, "response_ids", sample["response_ids"].tolist(), list(row.response_ids), "the data")
             full = len(row.response_ids) >= recorded.config.data.max_response_length
             if not full and row.response_ids[-1] not in recorded.run.resources.stop_token_ids:
                 raise Wrong(f"the response of sample {sample['uid']} does not end with a stop token")
-        else:
-            raise Wrong(f"no request to the engine was recorded for sample {sample['uid']}")
+            spans, mask = row.turns or ((0, len(row.response_ids)),), (sample["response_mask"] > 0).tolist()
+            turns = [any(start <= i < end for start, end in spans) for i in range(len(mask))]
+            _same(sample, "response_mask", mask, turns, "the turns of its row")
         # A conversation of the data keeps its special tokens: they mark where each turn begins.
         tokenizer, ids = recorded.run.resources.tokenizer, sample["response_ids"].tolist()
         text = tokenizer.decode(ids, skip_special_tokens=row.turns is None)
         _same(sample, "responses", sample["responses"], text, "its decoded tokens")
-    return None if samples else "no sample of this step was generated by this process"
+    return None if samples else "no sample's row is known: other processes generated them"
 
 
 @check(
@@ -129,7 +135,7 @@ def audit_masks(recorded: RecordedStep) -> str | None:
 def remember_domains(recorded: RecordedStep) -> None:
     """Add the step's groups to the counts of each domain's groups since the run's start."""
     kept = recorded.run.state.setdefault("domains", {})
-    if recorded.is_whole and recorded.run.spec.data.domains and (kept or recorded.step == 0):
+    if recorded.run.ranks.size == 1 and recorded.run.spec.data.domains and (kept or recorded.step == 0):
         pairs = zip(recorded.batch["group_index"].tolist(), recorded.batch["domain"], strict=True)
         for domain, count in Counter(dict(pairs).values()).items():
             kept[domain] = kept.get(domain, 0) + count
@@ -196,15 +202,28 @@ def _check_filter(recorded: RecordedStep, groups: dict[int, list[Sample]]) -> No
     settings = recorded.config.algorithm.filter_groups
     nodes = recorded.run.pipeline.nodes
     filters = any(node.node_role == NodeRole.DYNAMIC_SAMPLING and is_builtin(node.fn) for node in nodes)
-    if not filters_groups(recorded.config) or not filters or settings.metric != "acc":
+    if not filters_groups(recorded.config) or not filters:
         return
     unfiltered = unfiltered_domains(recorded.config)
     for number, group in groups.items():
         if group[0]["domain"] in unfiltered:
             continue
-        values = {float(sample["acc"]) for sample in group if sample["valid"] and not sample.get("reward_errors")}
-        if len(values) < 2:
-            raise Wrong(f"group {number} was kept, but all its samples have the accuracy {values}: its advantage is 0")
+        values = filtered_values(settings.metric, group)
+        if len(set(values)) < 2:
+            what = f"{settings.metric} {set(values)}: its advantage is 0"
+            raise Wrong(f"group {number} was kept, but all its samples have the {what}")
+        mean, (low, high) = math.fsum(values) / len(values), settings.mean_range or (-math.inf, math.inf)
+        if not low - ROUNDING < mean < high + ROUNDING:
+            raise Wrong(f"group {number} was kept, but the mean of its {settings.metric} is {mean:g} (mean_range)")
+
+
+def filtered_values(metric: str, group: Iterable[Sample]) -> list[float]:
+    """What a filter by that metric compares, of the samples that count."""
+    scored = [sample for sample in group if sample["valid"]]
+    if metric in WHOLE_SCORE:
+        return [float(sample["scores"]) for sample in scored]
+    scored = [sample for sample in scored if not sample.get("reward_errors")]
+    return [float(s["acc"] if metric == "acc" else s["reward_parts"].get(metric, 0.0)) for s in scored]
 
 
 def _same(sample: Sample, column: str, found: object, expected: object, source: str) -> None:
@@ -235,7 +254,7 @@ def _generated(recorded: RecordedStep, sample: Sample, generation: Generation, v
     log_probs = torch.tensor(generation.rollout_log_probs, dtype=torch.float32)
     if not torch.equal(sample["rollout_log_probs"], log_probs):
         raise Wrong(f"rollout_log_probs of sample {sample['uid']} are not those that the engine returned")
-    if recorded.is_written("prox_log_probs") and not torch.equal(sample["old_log_probs"], log_probs):
+    if "prox_log_probs" in sample and not torch.equal(sample["old_log_probs"], log_probs):
         raise Wrong(f"old_log_probs of sample {sample['uid']} must be the engine's where there are prox_log_probs")
     _same(sample, "versions", sample["versions"].tolist(), list(generation.versions), "the engine")
     if min(generation.versions, default=version) < version:
@@ -254,6 +273,9 @@ def _ended(recorded: RecordedStep, sample: Sample) -> None:
     earlier = [token for token in ids[:-1] if token in stop_ids]
     if earlier:
         raise Wrong(f"sample {sample['uid']} continues after the stop token {earlier[0]}")
+    text = recorded.run.resources.tokenizer.decode(ids[:-1], skip_special_tokens=False) if sampling.stop else ""
+    if any(stop in text for stop in sampling.stop):
+        raise Wrong(f"sample {sample['uid']} continues after a string of rollout.stop: {_short(text)}")
     expected = "stop" if stopped else "length"
     if sample["finish_reason"] != expected or bool(sample["truncated"]) == stopped:
         raise Wrong(

@@ -67,17 +67,19 @@ def _each_once(recorded: RecordedStep, role: str, updates: list[UpdateRecord]) -
     passes, num_prompts = plan_of(recorded.config, role)
     if role == "actor" and is_rl(recorded.config) and recorded.step < recorded.config.trainer.critic_warmup:
         passes = 0
-    groups = len(set(recorded.batch["group_index"].tolist()))
-    uids = [str(recorded.batch["uid"][row]) for row in _rows(recorded, role)]
-    wanted = passes * math.ceil(groups / num_prompts)
-    if len(updates) != wanted and recorded.run.num_ranks == 1:
+    wanted, rows = _drawn(recorded, passes, num_prompts), _rows(recorded, role)
+    if len(updates) != len(wanted):
         raise Wrong(
-            f"the {role} took {len(updates)} optimizer steps, but {passes} passes over {groups} prompts in "
-            f"mini-batches of {num_prompts} are {wanted}"
+            f"the {role} took {len(updates)} optimizer steps, but {passes} passes over {len(recorded.group_ids)} "
+            f"prompts in mini-batches of {num_prompts} are {len(wanted)}"
         )
-    _in_order(recorded, role, updates, passes, num_prompts)
+    own = set(recorded.batch["group_index"][rows].tolist())
+    for number, (update, groups) in enumerate(zip(updates, wanted, strict=True), start=1):
+        if set(update.batch["group_index"].tolist()) != groups & own:
+            what = f"mini-batch {number} of the {role}"
+            raise Wrong(f"{what} does not hold the groups that seed, step and pass draw: {sorted(groups & own)[:6]}")
     times = Counter(uid for update in updates for uid in update.uids)
-    wrong = [(uid, times[uid]) for uid in uids if times[uid] != passes]
+    wrong = [(uid, times[uid]) for uid in (str(recorded.batch["uid"][row]) for row in rows) if times[uid] != passes]
     if wrong:
         uid, count = wrong[0]
         raise Wrong(
@@ -86,28 +88,20 @@ def _each_once(recorded: RecordedStep, role: str, updates: list[UpdateRecord]) -
         )
 
 
+def _drawn(recorded: RecordedStep, passes: int, num_prompts: int) -> list[set[int]]:
+    """The groups of each mini-batch: in the order of sorted raw Philox words, keyed by seed, step and pass."""
+    groups, seed = list(recorded.group_ids), recorded.config.trainer.seed
+    orders = [shuffled(len(groups), (seed, 1), (recorded.step, epoch)) for epoch in range(passes)]
+    starts = range(0, len(groups), num_prompts)
+    return [{groups[i] for i in order[start : start + num_prompts]} for order in orders for start in starts]
+
+
 def _rows(recorded: RecordedStep, role: str) -> list[int]:
     """Rows that the role trains on: a critic skips domains whose estimator reads no values."""
     domains = recorded.batch["domain"]
     if role != "critic" or not recorded.config.algorithm.domains:
         return list(range(len(domains)))
     return [row for row, domain in enumerate(domains) if takes_values(algorithm_of(recorded.config, domain))]
-
-
-def _in_order(recorded: RecordedStep, role: str, updates: list[UpdateRecord], passes: int, num_prompts: int) -> None:
-    """Groups are put into mini-batches in the order of sorted raw Philox words, keyed by seed, step and pass."""
-    if recorded.run.num_ranks > 1 or not updates:
-        return
-    group_ids, wanted = list(recorded.group_ids), list[set[int]]()
-    trained = set(recorded.batch["group_index"][_rows(recorded, role)].tolist())
-    for epoch in range(passes):
-        order = shuffled(len(group_ids), (recorded.config.trainer.seed, 1), (recorded.step, epoch))
-        starts = range(0, len(order), num_prompts)
-        wanted += [{group_ids[i] for i in order[k : k + num_prompts]} & trained for k in starts]
-    for number, (update, groups) in enumerate(zip(updates, wanted, strict=False), start=1):
-        if set(update.batch["group_index"].tolist()) != groups:
-            what = f"mini-batch {number} of the {role}"
-            raise Wrong(f"{what} does not hold the groups that seed, step and pass draw: {sorted(groups)[:6]}")
 
 
 def plan_of(config: Config, role: str) -> tuple[int, int]:
@@ -312,6 +306,10 @@ def _same_weights(update: UpdateRecord, settings: OptimConfig, rate: float, num_
     """Whether there is a formula to compare with."""
     if settings.optimizer not in ("adamw", "sgd") or not update.stripes:
         return False
+    for group in update.engine.optimizer.param_groups if isinstance(update.engine, OpenEngine) else ():
+        for name in group.keys() & {"betas", "eps", "weight_decay"}:
+            if group[name] != (wanted := getattr(settings, name)):
+                raise Wrong(f"the {update.role}'s optimizer has {name}={group[name]} for some weights, not {wanted}")
     for name, stripe in update.stripes.items():
         if stripe.gradient is None or stripe.after is None:
             raise Wrong(

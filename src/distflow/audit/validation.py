@@ -1,15 +1,19 @@
-"""Check: a validation asked every prompt as the config says, and reports what its samples scored."""
+"""Check: a validation asked every prompt as the config says, and reports what its samples scored; or it reports the
+loss of the data's own responses."""
 
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from distflow.audit.recorded_calls import GroupRecord
-from distflow.audit.recorded_data import Wrong, check
+from distflow.audit.recorded_data import AuditedRun, Wrong, check, is_builtin
+from distflow.audit.sampled_tokens import TWIN_NATS
+from distflow.config.domain_settings import response_limit
+from distflow.data.prompts import PromptRow
 from distflow.rewards.score import Score
-from distflow.runtime.spec import Spec
+from distflow.rollout.engine import SamplingParams, Stream
 
 LIMIT = 1e-6
 Facts = list[dict[str, Any]]
@@ -17,50 +21,85 @@ Facts = list[dict[str, Any]]
 
 @dataclass(frozen=True)
 class Validated:
-    """A validation. version: of the weights that must have generated. rows: of `sample_facts`, from all workers."""
+    """A validation. version: of the weights that must have generated. rows: of `sample_facts`, from all workers; or for
+    each row's own response the number of its tokens and their loss."""
 
-    spec: Spec
+    run: AuditedRun
     version: int
     rows: Facts
     metrics: Mapping[str, float]
 
 
-def sample_facts(spec: Spec, records: Sequence[GroupRecord], rows: Facts) -> Facts:
-    """What is known of each sample that was asked for. rows: of the samples file."""
-    shown = {(row["set"], row["kind"], row["uid"]): row for row in rows}
-    sets, found = {chosen.name: chosen.rows for chosen in spec.validation}, Facts()
+def sample_facts(run: AuditedRun, records: Sequence[GroupRecord], rows: Facts) -> Facts:
+    """What is known of each sample that was asked for; `wrong` is empty, or why it is. rows: of the samples file."""
+    shown, found = {(row["set"], row["kind"], row["uid"]): row for row in rows}, Facts()
+    writers = [node.fn for node in run.pipeline.nodes if {"responses", "scores"} & {*node.contract.writes}]
+    is_ours, sets = all(map(is_builtin, writers)), {chosen.name: chosen.rows for chosen in run.spec.validation}
     for record in records:
         group, (_, name, kind) = record.prompt_group, record.prompt_group.stream.split("/")
         asked = sets[name][group.row]
         for i in range(group.group_size):
-            row: dict[str, Any] = shown.get((name, kind, f"{group.group_id}-{i}"), {})
-            given = [result for _, call, result in record.scored if call.get("solution_str") == row.get("response")]
-            accuracies = [each.extra.get("acc", each.value) for each in given if isinstance(each, Score)]
-            is_own = not row or (row["prompt"], row["ground_truth"]) == (asked.prompt_text, asked.ground_truth)
-            is_scored = row.get("acc") is None or not given or any(abs(row["acc"] - a) < 1e-4 for a in accuracies)
-            params = [request.params for request, _ in record.generated]
-            facts = {"set": name, "kind": kind, "row": group.row, "sample": i, "domain": asked.domain, "params": params}
+            row = shown.get((name, kind, f"{group.group_id}-{i}"), {})
+            facts = {"set": name, "kind": kind, "row": group.row, "sample": i}
+            facts |= {"domain": asked.domain, "tag": asked.tag}
             right = None if row.get("score") is None else (row["acc"] or 0.0) >= 1 - LIMIT
-            versions = row.get("versions", [])
-            found.append({**facts, "right": right, "versions": versions, "is_own": is_own, "is_scored": is_scored})
+            wrong = _wrong_score(record, asked, row, is_ours) or (_wrong_request(run, record, asked) if is_ours else "")
+            found.append({**facts, "right": right, "versions": row.get("versions", []), "wrong": wrong})
     return found
+
+
+def _wrong_score(record: GroupRecord, asked: PromptRow, row: Mapping[str, Any], is_ours: bool) -> str:
+    if not row:
+        return ""
+    own = (row["response"], asked.ground_truth)
+    if (row["prompt"], row["ground_truth"]) != (asked.prompt_text, asked.ground_truth):
+        return "has the prompt or ground truth of another"
+    given = [score for _, call, score in record.scored if (call.get("solution_str"), call.get("ground_truth")) == own]
+    accuracies = [each.extra.get("acc", each.value) for each in given if isinstance(each, Score)]
+    by_sample = is_ours and record.scored and all("solution_str" in call for _, call, _ in record.scored)
+    if row["acc"] is None or not (given or by_sample) or any(abs(row["acc"] - each) < 1e-4 for each in accuracies):
+        return ""
+    return "has the accuracy of another"
+
+
+def _wrong_request(run: AuditedRun, record: GroupRecord, asked: PromptRow) -> str:
+    """By the config, and whether samples that are improbable are equal, which so share a random stream."""
+    group, config = record.prompt_group, run.spec.config
+    (_, name, kind), rollout = group.stream.split("/"), config.actor_rollout_ref.rollout
+    own, val = config.data.domains.get(name), rollout.val_kwargs
+    wanted = SamplingParams(
+        response_limit(config, name if own else ""),
+        stop=tuple(rollout.stop if own is None or own.stop is None else own.stop),
+        stop_token_ids=run.resources.stop_token_ids,
+        greedy=kind == "greedy",
+    )
+    if kind == "sampled":
+        wanted = replace(wanted, temperature=val.temperature, top_p=val.top_p, top_k=val.top_k)
+    expected = (wanted, Stream(config.trainer.seed, group.stream, group.epoch, group.row))
+    for request, result in record.generated:
+        if (request.params, request.stream) != expected:
+            return f"was generated by {(request.params, request.stream)}, which should be {expected}"
+        rare = [tuple(each.token_ids) for each in result.generations if sum(each.sampling_log_probs) < TWIN_NATS]
+        if request.prompt_ids != asked.prompt_ids or len(set(rare)) < len(rare):
+            return "was generated from other tokens than its prompt's, or shares a random stream: it has a twin"
+    return ""
 
 
 @check(
     "validation",
     "each validation prompt was asked once as the config says, greedily or sampled, by the newest weights, and scored "
-    "beside its own ground truth; the reported accuracies are those of the recorded scores",
-    needs="a validation by generated responses",
+    "beside its own ground truth; the reported accuracies are those of the recorded scores; a loss is the mean over "
+    "all tokens of the data's responses",
+    needs="for requests and scores the built-in nodes",
     limit=f"{LIMIT:g}",
 )
 def audit_validation(seen: Validated) -> str | None:
-    if not any(name.startswith("val_correct/") for name in seen.metrics):
-        return "a validation loss is not computed again"
-    settings = seen.spec.config.actor_rollout_ref.rollout.val_kwargs
-    numbers, sampled = {"greedy": int(settings.greedy), "sampled": settings.n}, ("temperature", "top_p", "top_k")
+    is_loss = "sft/val_loss" in seen.metrics
+    settings = seen.run.spec.config.actor_rollout_ref.rollout.val_kwargs
+    numbers = {"loss": 1} if is_loss else {"greedy": int(settings.greedy), "sampled": settings.n}
     places = [
         (chosen.name, kind, row, sample)
-        for chosen in seen.spec.validation
+        for chosen in seen.run.spec.validation
         for kind, number in numbers.items()
         for row in range(len(chosen.rows))
         for sample in range(number)
@@ -71,18 +110,13 @@ def audit_validation(seen: Validated) -> str | None:
         raise Wrong(
             f"sample {sample} of row {prompt} of '{name}' ({kind}) was asked for {times} times in place of once"
         )
+    sets = {chosen.name: chosen.rows for chosen in seen.run.spec.validation}
     for row in seen.rows:
         who = f"sample {row['sample']} of row {row['row']} of '{row['set']}' ({row['kind']})"
-        for params in row["params"]:
-            own = [getattr(params, name) for name in sampled]
-            if params.greedy != (row["kind"] == "greedy"):
-                raise Wrong(f"{who} was generated {'greedily' if params.greedy else 'by sampling'}")
-            if not params.greedy and own != [getattr(settings, name) for name in sampled]:
-                raise Wrong(f"{who} was sampled with {', '.join(sampled)} = {own}, which is not val_kwargs")
+        if wrong := row["wrong"] or (_wrong_tokens(sets[row["set"]][row["row"]], row) if is_loss else ""):
+            raise Wrong(f"{who} {wrong}")
         if set(row["versions"]) - {seen.version}:
             raise Wrong(f"{who} is of weight version {row['versions']}, and {seen.version} is the newest")
-        if not row["is_own"] or not row["is_scored"]:
-            raise Wrong(f"{who} has {'the accuracy' if row['is_own'] else 'the prompt or ground truth'} of another")
     expected = _metrics(seen.rows)
     for name in sorted(expected.keys() | seen.metrics.keys()):
         reported, counted = seen.metrics.get(name, math.nan), expected.get(name, math.nan)
@@ -91,20 +125,33 @@ def audit_validation(seen: Validated) -> str | None:
     return None
 
 
+def _wrong_tokens(answer: PromptRow, row: Mapping[str, Any]) -> str:
+    wanted = sum(end - start for start, end in answer.turns or ((0, len(answer.response_ids or ())),))
+    return f"counts {row['tokens']} tokens, but {wanted} are the response's" if row["tokens"] != wanted else ""
+
+
 def _metrics(rows: Facts) -> dict[str, float]:
-    """Accuracies by domain, each counted anew from the samples."""
-    domains, kinds = {row["domain"] for row in rows}, {row["kind"] for row in rows}
+    """Accuracies by domain and by tag, each counted anew from the samples, or the mean loss of a token."""
+    if any(row["kind"] == "loss" for row in rows):
+        return {"sft/val_loss": math.fsum(row["loss"] for row in rows) / sum(row["tokens"] for row in rows)}
+    kinds, pairs, parts = {row["kind"] for row in rows}, {(row["domain"], row["tag"]) for row in rows}, {"all": rows}
+    domains_of_tag = Counter(tag for _, tag in pairs)
+    for row in rows:
+        domain, tag = row["domain"], row["tag"]
+        names = {domain, tag} if any(other != "default" for other, _ in pairs) else {tag}
+        names |= {f"{domain}/{tag}"} if domains_of_tag[tag] > 1 and tag else set()
+        for name in names - {"all", ""}:
+            parts.setdefault(name, []).append(row)
     found = {"val/errors": float(sum(row["right"] is None for row in rows))}
-    for domain in {"all", *(domains if domains != {"default"} else ())}:
-        own = [row for row in rows if domain in ("all", row["domain"])]
+    for name, own in parts.items():
         mean = [bool(row["right"]) for row in own if row["kind"] == min(kinds)]  # greedy, if any is
-        found[f"val_correct/{domain}/mean"] = sum(mean) / len(mean)
+        found[f"val_correct/{name}/mean"] = sum(mean) / len(mean)
         sampled = [row for row in own if row["kind"] == "sampled"]
         prompts = Counter((row["set"], row["row"]) for row in sampled)
         right = Counter((row["set"], row["row"]) for row in sampled if row["right"])
         n = max(prompts.values(), default=0)
         for k in {n, *(2**i for i in range(n.bit_length()))} if n else ():
             missed = [math.prod((n - right[each] - i) / (n - i) for i in range(k)) for each in prompts]
-            found[f"val_correct/{domain}/pass@{k}"] = 1 - sum(missed) / len(missed)
-            found[f"val_correct/{domain}/mean@{n}"] = right.total() / prompts.total()
+            found[f"val_correct/{name}/pass@{k}"] = 1 - sum(missed) / len(missed)
+            found[f"val_correct/{name}/mean@{n}"] = right.total() / prompts.total()
     return found

@@ -1,7 +1,8 @@
 """Checks: the rollout engine computes with the trainer's weights; the weights of a token's version give the log-prob
 that the engine reported for it."""
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -13,22 +14,27 @@ from transformers import DynamicCache
 from distflow.audit.log_probs import audited_samples, dtype_of, ids_of, is_beyond
 from distflow.audit.model_forward import PlainScores, Turns, Weights, model_of, plain_scores, plainly, vocabulary_of
 from distflow.audit.recorded_calls import OpenEngine
-from distflow.audit.recorded_data import NOT_APPLICABLE, RecordedStep, Sample, Wrong, check, doubles
+from distflow.audit.recorded_data import NOT_APPLICABLE, RecordedStep, Sample, Wrong, check, doubles, is_builtin
 from distflow.models.lora import unwrapped
 
 EXACT, ROUNDED = (1e-3, 3e-2), (0.15, 5.0)
+LEAST_TOKENS = 16
+_Scored = tuple[PlainScores, Tensor]
+"""Scores of a sample's tokens, and a mask of the tokens that have one."""
 PRESENT: Weights = {}
 """Stands for the policy's present weights."""
 
 
 @check(
     "weights",
-    "the tensors that the rollout engine computes with are the trainer's of the same version, cast to its dtype",
+    "the tensors that the rollout engine computes with are the trainer's of the same version, cast to its dtype; "
+    "adapters are trained and nothing else, on all linear layers with target_modules=all-linear; without adapters "
+    "frozen weights are a warning",
     needs="an engine on this worker; not an adapter that it applies unmerged",
     limit="equal hashes of sampled elements of each tensor",
 )
 def audit_weights(recorded: RecordedStep) -> str | None:
-    _scaled(recorded)
+    _trained_and_adapted(recorded)
     resources = recorded.run.resources
     if resources.rollout is None or resources.actor is None:
         return "the rollout engine is on another worker" if recorded.is_written("rollout_log_probs") else NOT_APPLICABLE
@@ -48,7 +54,7 @@ def audit_weights(recorded: RecordedStep) -> str | None:
 @check(
     "versions",
     "the engine's log-prob of a token is the one by the weights of its version, over keys and values of the versions "
-    "given by `kv_on_update`; old weights are kept for the audit",
+    "given by `kv_on_update`, whose other rule does not fit better; old weights are kept for the audit",
     needs="tokens of the present weights, or of weights that were kept",
     limit=f"mean {EXACT[0]:g}, largest {EXACT[1]:g} (bfloat16: {ROUNDED[0]:g}, {ROUNDED[1]:g})",
 )
@@ -58,9 +64,12 @@ def audit_versions(recorded: RecordedStep) -> str | None:
     actor = recorded.run.resources.actor
     if not isinstance(actor, OpenEngine):
         return "the train engine does not expose its model"
+    recomputes, others = recorded.config.actor_rollout_ref.rollout.kv_on_update == "recompute", dict[str, _Scored]()
     with torch.no_grad(), plainly(actor.model, compute_dtype=dtype_of(actor)):
         for sample in audited_samples(recorded):
-            recorded.drawn[sample["uid"]] = _scores(recorded, actor.model, sample)
+            recorded.drawn[sample["uid"]] = _scores(recorded, actor.model, sample, recomputes)
+            if not recorded.run.is_exact and len(set(sample["versions"].tolist())) > 1:
+                others[sample["uid"]] = _scores(recorded, actor.model, sample, not recomputes)
     if not any(bool(known.any()) for _, known in recorded.drawn.values()):
         return "no token of the drawn samples is of weights that were kept"
     if not recorded.is_ours("rollout_log_probs"):
@@ -70,23 +79,39 @@ def audit_versions(recorded: RecordedStep) -> str | None:
     for sample in recorded.samples:
         if sample["uid"] in recorded.drawn:
             _same(recorded, sample, *recorded.drawn[sample["uid"]])
+    _fits_better(recorded, others)
     return None
 
 
-def _scaled(recorded: RecordedStep) -> None:
-    """An adapter is scaled by alpha over rank."""
-    settings, model = recorded.config.actor_rollout_ref.model, model_of(recorded.run.resources.actor)
-    if not settings.lora_rank or model is None:
+def _trained_and_adapted(recorded: RecordedStep) -> None:
+    """All weights are trained (but sinusoids of positions), or of adapters all and nothing else. An adapter is scaled
+    by alpha over rank."""
+    settings, actor = recorded.config.actor_rollout_ref.model, recorded.run.resources.actor
+    model, adapts = model_of(actor), settings.lora_rank > 0
+    if model is None or not is_builtin(type(actor)):
         return
-    expected = settings.lora_alpha / settings.lora_rank
-    for name, module in model.named_modules():
+    trained = {name: p.requires_grad for name, p in model.named_parameters() if "position" not in name}
+    if odd := [name for name in trained if trained[name] != (not adapts or ".lora_" in name)]:
+        what = (
+            f"{odd[0]} and {len(odd) - 1} more of the policy's weights are {'trained' if trained[odd[0]] else 'frozen'}"
+        )
+        if adapts:
+            raise Wrong(f"{what}, but adapters and nothing else should be trained")
+        recorded.run.warn(f"{what}, and no key freezes any: right only if the model's own code does that")
+    expected, modules = settings.lora_alpha / max(settings.lora_rank, 1), dict(unwrapped(model).named_modules())
+    for name, module in modules.items():
         for scale in getattr(module, "scaling", {}).values() if hasattr(module, "get_delta_weight") else ():
             if abs(scale - expected) > 1e-6 * expected:
                 raise Wrong(f"the adapter of {name} is scaled by {scale:g}, but lora_alpha / lora_rank is {expected:g}")
+    head = unwrapped(model).get_output_embeddings()
+    found = [name for name, module in modules.items() if isinstance(module, nn.Linear) and module is not head]
+    plain = [name for name in found if not re.search(r"\.base_layer$|\.lora_", name)]
+    if adapts and settings.target_modules == "all-linear" and plain:
+        raise Wrong(f"target_modules is all-linear, but {plain[0]} and {len(plain) - 1} more have no adapter")
 
 
-def _scores(recorded: RecordedStep, model: nn.Module, sample: Sample) -> tuple[PlainScores, Tensor]:
-    """Scores of a sample's tokens by the weights of their versions, and a mask of the tokens that have one."""
+def _scores(recorded: RecordedStep, model: nn.Module, sample: Sample, recomputes: bool) -> _Scored:
+    """Of a sample by the weights of its tokens' versions. recomputes: keys and values after a weight sync."""
     present = recorded.synced_version if recorded.synced_version == recorded.step else None  # else it has moved since
     older = recorded.run.older_weights
     weights = [PRESENT if version == present else older.of(version) for version in sample["versions"].tolist()]
@@ -94,7 +119,7 @@ def _scores(recorded: RecordedStep, model: nn.Module, sample: Sample) -> tuple[P
     (prompt, response), policy = ids_of(sample), sample["response_mask"] > 0
     if sample["uid"] in recorded.plain and all(one is PRESENT for one in weights):
         return recorded.plain[sample["uid"]], policy
-    if recorded.config.actor_rollout_ref.rollout.kv_on_update == "recompute":
+    if recomputes:
         logits = _over_own_keys(recorded.run.turns, model, [*prompt, *response], weights)
     else:
         known = known.cummin(0).values  # a token attends to keys and values of the earlier tokens' weights
@@ -136,6 +161,23 @@ def _forward(turns: Turns, model: nn.Module, weights: Weights, ids: Sequence[int
     output: Any = functional_call(model, swapped, kwargs=inputs) if swapped else turns.run(model, **inputs)
     logits: Tensor = output.logits[0]
     return logits.float().cpu()
+
+
+def _fits_better(recorded: RecordedStep, others: Mapping[str, _Scored]) -> None:
+    """Below float32 rounding hides keys and values of other weights, but not which rule fits. others: by the other."""
+    gaps = [torch.zeros(0, 2).double()]
+    for sample in (sample for sample in recorded.samples if sample["uid"] in others):
+        (own, known), (other, too) = recorded.drawn[sample["uid"]], others[sample["uid"]]
+        later = known & too & (sample["versions"] > sample["versions"][sample["versions"] >= 0].min())
+        found = doubles(sample["rollout_log_probs"])
+        gaps.append(torch.stack([(found - each.log_probs).abs()[later] for each in (own, other)], -1))
+    mean, by_other = torch.cat(gaps).mean(0).tolist()
+    if sum(map(len, gaps)) >= LEAST_TOKENS and mean > max(2 * by_other, EXACT[0]):
+        raise Wrong(
+            f"after a weight sync within a response the engine's log-probs differ by {mean:.3g} from those over keys "
+            f"and values as kv_on_update={recorded.config.actor_rollout_ref.rollout.kv_on_update} has them, and by "
+            f"{by_other:.3g} from those as the other rule has them"
+        )
 
 
 def _same(recorded: RecordedStep, sample: Sample, scores: PlainScores, known: Tensor) -> None:

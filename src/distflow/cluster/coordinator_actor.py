@@ -12,7 +12,14 @@ from distflow.planning.plan import dp_groups_of
 from distflow.rewards.score import RewardCounts
 from distflow.runtime.checkpoint.save_and_restore import load_queued
 from distflow.runtime.rank_info import queue_dp_group
-from distflow.runtime.sample_queue.protocol import DroppedGroup, FinishedGroup, NewWorkers, ResumePoint, TrainingStep
+from distflow.runtime.sample_queue.protocol import (
+    AbortedGroups,
+    DroppedGroup,
+    FinishedGroup,
+    NewWorkers,
+    ResumePoint,
+    TrainingStep,
+)
 from distflow.runtime.sample_queue.shared import SharedSampleQueue
 from distflow.runtime.spec import Spec
 from distflow.runtime.wait_log import Waits
@@ -76,11 +83,13 @@ class CoordinatorActor(SharedSampleQueue[GroupRef]):
     def alive(self) -> None:
         """A heartbeat: the reply comes from a thread of its own."""
 
-    def end(self, group: FinishedGroup[GroupRef] | DroppedGroup, reward_counts: RewardCounts) -> None:
-        """A group has left the rollout loop. reward_counts: by its worker since the group before it."""
+    def end(self, group: FinishedGroup[GroupRef] | DroppedGroup | AbortedGroups, reward_counts: RewardCounts) -> None:
+        """Groups have left the rollout loop. reward_counts: by their worker since the call before."""
         try:
             super().count(reward_counts)
-            if isinstance(group, DroppedGroup):
+            if isinstance(group, AbortedGroups):
+                super().abort(group)
+            elif isinstance(group, DroppedGroup):
                 super().drop(group)
             else:
                 super().put(group)

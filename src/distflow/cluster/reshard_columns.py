@@ -8,7 +8,6 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import ray
 from ray import ObjectRef
 from ray.actor import ActorHandle
@@ -18,7 +17,7 @@ from distflow.cluster.actor_calls import reply
 from distflow.data.batch import Batch
 from distflow.data.batch_bytes import Buffers, gather, to_buffers
 from distflow.runtime.wait_log import Waits
-from distflow.scheduling.reshard_columns import Key, Metas, Readers, Reshard, ReshardError, Select, Share
+from distflow.scheduling.reshard_columns import Key, Reshard, ReshardError, Share
 
 SMALL_BYTES = 2**20
 """A put of at most this size goes to shared memory before there is room for it, which saves a call."""
@@ -39,22 +38,17 @@ class ReshardActor:
         """Waits until there is room."""
         await self._until(lambda: self._exchange.reserve(key, writer, num_writers, num_bytes))
 
-    async def put(self, key: Key, writer: int, metas: Metas, ref: Sequence[ObjectRef]) -> None:
+    async def put(self, key: Key, writer: int, uids: Sequence[str], ref: Sequence[ObjectRef]) -> None:
         """By a writer that has reserved room. ref: one, in a list: Ray would replace a bare one by its object."""
-        self._exchange.put(key, writer, metas, ref[0])
+        self._exchange.put(key, writer, uids, ref[0])
         await self._wake()
 
     async def put_at_once(
-        self, key: Key, writer: int, num_writers: int, num_bytes: int, metas: Metas, ref: Sequence[ObjectRef]
+        self, key: Key, writer: int, num_writers: int, num_bytes: int, uids: Sequence[str], ref: Sequence[ObjectRef]
     ) -> None:
         """By a writer that has not reserved room: its object is small, and lies there while it waits for room."""
         await self.reserve(key, writer, num_writers, num_bytes)
-        await self.put(key, writer, metas, ref)
-
-    async def take(self, key: Key, rank: int, readers: Readers, select: Select | None) -> Share[ObjectRef]:
-        """Waits until the step is complete."""
-        await self._until(lambda: self._exchange.is_complete(key))
-        return self._exchange.take(key, rank, readers, select)
+        await self.put(key, writer, uids, ref)
 
     async def pick(self, key: Key, num_ranks: int, uids: Sequence[str]) -> Share[ObjectRef]:
         """Waits until the step is complete."""
@@ -89,45 +83,30 @@ class ReshardActor:
 
 
 class RayReshard:
-    """A worker's client: puts and gets the batches of steps; each call waits until it is done."""
+    """A worker's client: puts and picks the batches of steps; each call waits until it is done."""
 
     def __init__(self, actor: ActorHandle, waits: Waits) -> None:
         self._actor, self._waits = actor, waits
-        self._node_id = ray.get_runtime_context().get_node_id()
 
-    def put(self, key: Key, batch: Batch, writer: int, num_writers: int, info: Sequence[str] = ()) -> None:
-        """See `ReshardPort`.
-
-        info: columns of numbers, one a sample, that a selection may see. Waits while the exchange is full. Raises
-        TypeError for an object that is no JSON value, and ReshardError where this step is impossible.
-        """
+    def put(self, key: Key, batch: Batch, writer: int, num_writers: int) -> None:
+        """See `ReshardPort`. Waits while there is no room. Raises TypeError for an object that is no JSON value, and
+        ReshardError where this step is impossible."""
         buffers = to_buffers(batch)
         num_bytes = sum(array.nbytes for array in buffers.values())
-        metas = packed_metas(batch, self._node_id, info)
+        uids = tuple(batch["uid"])
         with self._waits("exchange", f"room for {key}", on="readers"):
             if num_bytes > SMALL_BYTES:
                 _result(self._actor.reserve.remote(key, writer, num_writers, num_bytes))
-                _result(self._actor.put.remote(key, writer, metas, [ray.put(buffers)]))
+                _result(self._actor.put.remote(key, writer, uids, [ray.put(buffers)]))
                 return
             refs = [ray.put(buffers)]
-            _result(self._actor.put_at_once.remote(key, writer, num_writers, num_bytes, metas, refs))
-
-    def get(self, key: Key, rank: int, readers: Readers, select: Select | None = None) -> Batch:
-        """This rank's samples of a step, in group order and in memory of its own.
-
-        select: which samples are read at all, the same of every rank; it is shipped to the actor. Waits until the step
-        is complete. Raises ReshardError where the step cannot be completed any more.
-        """
-        return self._fetch(key, rank, self._actor.take.remote(key, rank, readers, select))
+            _result(self._actor.put_at_once.remote(key, writer, num_writers, num_bytes, uids, refs))
 
     def pick(self, key: Key, rank: int, num_ranks: int, uids: Sequence[str]) -> Batch:
-        """See `ReshardPort`."""
-        return self._fetch(key, rank, self._actor.pick.remote(key, num_ranks, uids))
-
-    def _fetch(self, key: Key, rank: int, asked: ObjectRef) -> Batch:
-        """Copy the rows of the share that was asked for into memory of its own, and release the objects."""
+        """See `ReshardPort`. Waits until the step is complete, and copies its rows into memory of its own. Raises
+        ReshardError where the step cannot be completed any more."""
         with self._waits("exchange", str(key), on="writers"):
-            share: Share[ObjectRef] = _result(asked)
+            share: Share[ObjectRef] = _result(self._actor.pick.remote(key, num_ranks, uids))
         try:
             parts: list[Buffers] = ray.get(list(share.refs))
         except ObjectLostError as lost:
@@ -137,19 +116,6 @@ class RayReshard:
         batch = gather(parts, [(part, row) for part, row in share.rows.tolist()])
         self._actor.release.remote(key, rank)
         return batch
-
-
-def packed_metas(batch: Batch, node_id: str, info: Sequence[str]) -> Metas:
-    """A batch without groups or uids, as a user's own pipeline may have, is ordered by writer and row."""
-    num_samples = len(batch)
-    return Metas(
-        batch.lengths("prompt").numpy().astype(np.int32),
-        batch.lengths("response").numpy().astype(np.int32),
-        batch["group_index"].cpu().numpy() if "group_index" in batch else np.full(num_samples, -1),
-        tuple(batch["uid"]) if "uid" in batch else ("",) * num_samples,
-        node_id,
-        {name: batch[name].cpu().numpy() for name in info},
-    )
 
 
 def _result(ref: ObjectRef) -> Any:

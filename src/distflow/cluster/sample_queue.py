@@ -18,6 +18,7 @@ from distflow.rewards.score import RewardCounts
 from distflow.runtime import fault_injection
 from distflow.runtime.node_errors import Failure
 from distflow.runtime.sample_queue.protocol import (
+    AbortedGroups,
     DroppedGroup,
     FinishedGroup,
     NewWorkers,
@@ -97,6 +98,9 @@ class RaySampleQueue:
         dropped = replace(dropped, reason=shortened(dropped.reason), failure=_short(dropped.failure))
         self._coordinator.end.remote(dropped, self._take_reward_counts())
 
+    def abort(self, aborted: AbortedGroups) -> None:
+        self._coordinator.end.remote(aborted, self._take_reward_counts())
+
     def count(self, reward_counts: RewardCounts) -> None:
         """The counts are sent with the next group: the actor may run two calls in any order."""
         reward_counts = reward_counts._replace(first=shortened(reward_counts.first))
@@ -129,6 +133,9 @@ class RaySampleQueue:
             released: Released = reply(self._coordinator.release.remote(step, self._first + rank, sent_weights))
         self._stop.wanted = released.stopping
         return released
+
+    def end_run(self, why: str) -> None:
+        reply(self._coordinator.end_run.remote(shortened(why)))
 
     def resume_point(self) -> ResumePoint[Batch]:
         page: ResumePoint[GroupRef] = reply(self._coordinator.resume_page.remote(0))

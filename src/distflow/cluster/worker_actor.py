@@ -124,7 +124,7 @@ class WorkerActor:
                     steps = worker.training_loop() if place.dp_group else worker.serve()
             if place.leads:
                 ended: Progress = reply(self._coordinator.progress.remote())
-                done, planned = ended.version.step, progress.total_steps
+                done, planned = ended.version.step, ended.total_steps
                 note_end(recorder, stop, ended.finished, ended.group_counts, done, planned)
         send.flush()
         return steps

@@ -22,6 +22,7 @@ EXTRAS = {
     "lora": (("peft",), "training of low-rank adapters (actor_rollout_ref.model.lora_rank)"),
     "tensorboard": (("tensorboard",), "metrics in TensorBoard (trainer.logger=tensorboard)"),
     "wandb": (("wandb",), "metrics in Weights & Biases (trainer.logger=wandb)"),
+    **{name: ((name,), f"metrics there (trainer.logger={name})") for name in ("trackio", "mlflow", "swanlab")},
     "ray": (("ray",), "several workers, one a device (trainer.launcher=ray)"),
     "optim8bit": (("bitsandbytes",), "optimizer moments in 8 bits (optim.optimizer=adamw_8bit)"),
     "judge": (("openai",), "a judge model behind an endpoint (reward.functions: judge)"),

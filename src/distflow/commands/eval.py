@@ -1,6 +1,7 @@
 """`distflow eval`: generates responses to the validation prompts and prints the accuracy."""
 
 import argparse
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
 
 # Evaluation needs no training data: the validation data stand in for them.
 _EVAL_ONLY = (
-    "data.train_files=${oc.select:data.val_files,null}",
     "data.train_batch_size=1",
     "actor_rollout_ref.actor.ppo_mini_batch_size=1",
     "critic.ppo_mini_batch_size=null",
@@ -65,6 +65,9 @@ def _load(preset: str, overrides: list[str], folder: Path) -> "Loaded":
         overrides = [*initial, *overrides]
     overrides = [*overrides, *_EVAL_ONLY, f"trainer.default_local_dir={folder}/run"]
     loaded = load_config(preset, overrides, complete=False, needed=NEEDED_TO_EVALUATE)
+    if not (data := loaded.config.data).domains:
+        data = replace(data, train_files=data.val_files)
+    loaded = replace(loaded, config=replace(loaded.config, data=data))
     if not validates(loaded.config):
         raise UserError("there are no problems to answer: set data.val_files=FILE.jsonl (or .parquet, .csv)")
     if not loaded.config.actor_rollout_ref.model.path:

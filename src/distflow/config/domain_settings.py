@@ -11,15 +11,30 @@ Files = dict[str, tuple[str, ...]]
 
 def train_files(config: Config) -> Files:
     """The training files."""
-    domains = config.data.domains
-    own = {f"data.domains.{name}.train_files": domain.train_files for name, domain in domains.items()}
-    return own or {"data.train_files": config.data.train_files}
+    return _files(config, "train_files")
 
 
 def val_files(config: Config) -> Files:
     """The validation files."""
-    own = {f"data.domains.{name}.val_files": domain.val_files for name, domain in config.data.domains.items()}
-    return own or {"data.val_files": config.data.val_files}
+    return _files(config, "val_files")
+
+
+def _files(config: Config, name: str) -> Files:
+    """Those of domains, and those of all."""
+    domains, common = config.data.domains, getattr(config.data, name)
+    own = {f"data.domains.{domain}.{name}": getattr(settings, name) for domain, settings in domains.items()}
+    return own | ({f"data.{name}": common} if common or not own else {})
+
+
+def chooses_by_tags(config: Config, domain: str, name: str) -> bool:
+    """Whether the rows of the domain are those of the files of `data` with its tags. name: of the key of files."""
+    settings = config.data.domains.get(domain)
+    return settings is not None and bool(settings.tags and getattr(config.data, name) and not getattr(settings, name))
+
+
+def domain_of_tag(config: Config) -> dict[str, str]:
+    """The domain of each tag."""
+    return {tag: name for name, domain in config.data.domains.items() for tag in domain.tags}
 
 
 def validates(config: Config) -> bool:

@@ -16,6 +16,7 @@ from distflow.config.derived_settings import (
 )
 from distflow.config.domain_settings import group_sizes, validates
 from distflow.config.keys.declare import KeyInfo
+from distflow.config.keys.run import TrainerConfig
 from distflow.config.keys.schema import Config, schema_keys
 from distflow.config.serialize import flatten, show_value
 from distflow.errors import ConfigError, Problem
@@ -126,8 +127,8 @@ def _run(config: Config) -> str:
         if trainer.total_training_steps is None
         else count(trainer.total_training_steps, "step")
     )
-    saves = f"checkpoint {_every(trainer.save_freq)}"
-    validation = f"validation {_every(trainer.test_freq)}" if validates(config) else "no validation data"
+    saves = f"checkpoint {_every(trainer, 'save_freq')}"
+    validation = f"validation {_every(trainer, 'test_freq')}" if validates(config) else "no validation data"
     return f"{length}, {saves}, {validation}, in {trainer.run_dir}"
 
 
@@ -141,10 +142,11 @@ def _notes(config: Config) -> list[str]:
     return notes
 
 
-def _every(freq: int) -> str:
-    if freq <= 0:
-        return "never"
-    return "every step" if freq == 1 else f"every {freq} steps"
+def _every(trainer: TrainerConfig, key: str) -> str:
+    units = {"": "step", "_epochs": "epoch", "_secs": "second"}
+    numbers = {unit: getattr(trainer, key + end) or 0 for end, unit in units.items()}
+    told = [unit if n == 1 else f"{n:g} {unit}s" for unit, n in numbers.items() if n > 0]
+    return f"every {' or '.join(told)}" if told else "never"
 
 
 def explain(key: str, loaded: Loaded) -> str:

@@ -71,7 +71,7 @@ EXTENSION_POINTS = (
         r"^@check\((?=.*?\ndef (?P<attribute>(?P<name>\w+))\()",
         "audit/all_checks.py",
         "BEFORE or AFTER",
-        r"\b{attribute},",
+        r"\b{attribute}[,)]",
         "from {module} import {attribute}  # and {attribute}, in the tuple",
     ),
     ExtensionPoint(

@@ -11,7 +11,8 @@ from distflow.config.keys.schema import Config, find_group, group_names, schema_
 
 _RESUMABLE = {
     "trainer": (
-        *("total_epochs", "total_training_steps", "save_freq", "test_freq", "logger", "resume_mode"),
+        *("total_epochs", "total_training_steps", "stop_when", "save_hf_model", "logger", "resume_mode"),
+        *(f"{what}_freq{unit}" for what in ("save", "test") for unit in ("", "_epochs", "_secs")),
         *("project_name", "experiment_name", "default_local_dir"),
         *("launcher", "nnodes", "n_gpus_per_node", "allocation", "worker_cpus", "worker_memory_mb", "worker_env"),
         *("max_held_mb", "peers_timeout_s"),

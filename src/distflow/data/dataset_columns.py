@@ -20,6 +20,7 @@ _USUAL_NAMES = {
     "data.response_key": ("completion", "output", "answer", "target", "chosen"),
     "data.pass_rate_key": ("pass_rate", "difficulty", "solve_rate", "accuracy", "success_rate"),
     "data.messages_key": ("conversations", "conversation", "dialog", "chat"),
+    "data.tag_key": ("tag", "tags", "data_source", "source", "subset", "category"),
 }
 """Usual names of these columns in data sets."""
 
@@ -34,7 +35,8 @@ class Columns:
     where all rows are of one, `only_domain`. group: of the config keys that name the columns, for messages.
     pass_rate: a number that every row must have, or None. response: the column to learn from (SFT), or None. messages:
     of conversations to learn from, where a row has no prompt and response; or None. tools: functions for the chat
-    template. is_chat: texts go through it too.
+    template. is_chat: texts go through it too. tag: that every row must have, or None. domain_of_tag: where it is not
+    empty, rows of other domains than `only_domain` are passed over.
     """
 
     prompt: str = "prompt"
@@ -48,6 +50,8 @@ class Columns:
     only_domain: str = DEFAULT_DOMAIN
     group: str = "data"
     pass_rate: str | None = None
+    tag: str | None = None
+    domain_of_tag: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -77,6 +81,7 @@ class RawRow:
     template_kwargs: dict[str, JSON] = field(default_factory=dict)
     is_conversation: bool = False
     pass_rate: float | None = None
+    tag: str = ""
 
 
 @dataclass
@@ -123,22 +128,33 @@ def read_rows(records: Iterator[Record], columns: Columns, bad_rows: BadRows, so
         if fault is not None:
             bad_rows.add(record.origin, fault)
             continue
-        num_read += 1
         seen.update(record.values)
+        if columns.tag is not None and find(record.values, columns.tag) is not None:
+            missing.pop("data.tag_key", None)
+        try:
+            tag = _tag(record.values, columns)
+        except chat_messages.RowError as error:
+            bad_rows.add(record.origin, str(error))
+            continue
+        if columns.domain_of_tag.get(tag, columns.only_domain) != columns.only_domain:
+            continue
+        num_read += 1
         found = {name for name in missing.values() if find(record.values, name) is not None}
         if _is_conversation(record.values, columns):
             found |= {columns.prompt, str(columns.response)}
         missing = {key: name for key, name in missing.items() if name not in found}
         try:
-            row = _raw_row(record, columns)
+            row = _raw_row(record, columns, tag)
         except chat_messages.RowError as error:
             bad_rows.add(record.origin, str(error))
             continue
         yield row
-    if num_read and missing:
-        key, name = next(iter(missing.items()))
+    if (num_read and missing) or (seen and "data.tag_key" in missing):
+        key = "data.tag_key" if "data.tag_key" in missing else next(iter(missing))
+        name = missing[key]
         message = _missing_column(key, name, columns, source, seen)
-        raise UserError(message.replace(key, key.replace("data.", f"{columns.group}.", 1)))
+        of_domain = key.replace("data.", "data." if key == "data.tag_key" else f"{columns.group}.", 1)
+        raise UserError(message.replace(key, of_domain))
 
 
 def find(values: Mapping[str, object], name: str) -> object:
@@ -158,6 +174,7 @@ def _required(columns: Columns) -> dict[str, str]:
         "data.response_key": columns.response,
         "data.pass_rate_key": columns.pass_rate,
         "data.domain_key": None if columns.domain == _DEFAULT_DOMAIN_KEY else columns.domain,
+        "data.tag_key": columns.tag,
     }
     return {key: name for key, name in required.items() if name is not None}
 
@@ -181,13 +198,32 @@ def _missing_column(key: str, name: str, columns: Columns, source: str, seen: se
     if columns.messages is not None and name in (columns.prompt, columns.response):
         meant = meant or (f"; set data.messages_key={conversation}" if conversation else "")
         meant = f", nor one of conversations, '{columns.messages}' (data.messages_key){meant}"
-    message = f"no row of {source} has the column '{name}' ({key}){meant}; columns: {', '.join(sorted(seen)) or 'none'}"
+    shown = ", ".join(sorted(seen)[:100]) or "none"
+    message = f"no row of {source} has the column '{name}' ({key}){meant}; columns: {shown}"
     if key == "data.answer_key" and not meant:
         message += "; without answers, score by a function of your own: custom_reward_function.path=my_reward.py"
     return message
 
 
-def _raw_row(record: Record, columns: Columns) -> RawRow:
+def _tag(values: Mapping[str, object], columns: Columns) -> str:
+    """The row's tag; empty if none is read. Raises RowError for one that no domain has."""
+    found = None if columns.tag is None else find(values, columns.tag)
+    tag = str(found) if isinstance(found, str | int) else ""
+    if columns.tag is not None and not tag:
+        raise chat_messages.RowError(
+            f"the tag (column '{columns.tag}', data.tag_key) is {chat_messages.kind(plain(found))}, not a text"
+        )
+    if columns.domain_of_tag and tag not in columns.domain_of_tag:
+        known = columns.domain_of_tag
+        near = f"; did you mean '{near}'?" if (near := nearest(tag, known)) else ""
+        raise chat_messages.RowError(
+            f"no domain has the tag '{tag}' (column '{columns.tag}'){near}: put it into data.domains.NAME.tags; "
+            f"there are {', '.join(known)}"
+        )
+    return tag
+
+
+def _raw_row(record: Record, columns: Columns, tag: str) -> RawRow:
     """Raises RowError with what is wrong with the row."""
     values = record.values
     is_conversation = _is_conversation(values, columns)
@@ -214,6 +250,7 @@ def _raw_row(record: Record, columns: Columns) -> RawRow:
         template_kwargs=chat_messages.read_template_kwargs(kwargs, TEMPLATE_KWARGS_COLUMN) if is_chat else {},
         is_conversation=is_conversation,
         pass_rate=None if columns.pass_rate is None else _pass_rate(values, columns.pass_rate),
+        tag=tag,
     )
 
 

@@ -35,7 +35,7 @@ class PromptRow:
 
     index: its row in the set. prompt_text: the text that was tokenised. response_ids: the response to train on, with
     the end token (SFT), else None. turns: start and end of the assistant's turns in the response of a conversation;
-    None if all of it is one turn. origin: file and line.
+    None if all of it is one turn. origin: file and line. tag: "" if none is read.
     """
 
     index: int
@@ -47,6 +47,7 @@ class PromptRow:
     response_ids: tuple[int, ...] | None = None
     origin: str = ""
     turns: Turns | None = None
+    tag: str = ""
 
     def answer(self, version: int) -> list[Segment]:
         """The response: trained segments as those of the policy of that version, the others as the environment's."""
@@ -184,6 +185,7 @@ class PromptSet(PromptRows):
             response_ids=tuple(entry.response_ids or ()) if self.has_responses else None,
             origin=row.origin,
             turns=entry.turns,
+            tag=row.tag,
         )
 
     @staticmethod
@@ -206,7 +208,7 @@ class PromptSet(PromptRows):
         return any(not isinstance(row.prompt, str) for row in self._rows)
 
     def fingerprint(self) -> str:
-        """A hash of everything in the rows that affects a run: tokens, texts, ground truths, domains, extra info."""
+        """A hash of all in the rows that affects a run: tokens, texts, ground truths, domains, extra info, tags."""
         digest = hashlib.sha256()
         digest.update(_flat([entry.ids for entry in self._encoded]))
         responses = [entry.response_ids or () for entry in self._encoded]
@@ -215,6 +217,8 @@ class PromptSet(PromptRows):
             digest.update(json.dumps([entry.text, row.answer, row.domain, row.extra_info], sort_keys=True).encode())
         if any(entry.turns for entry in self._encoded):
             digest.update(json.dumps([entry.turns for entry in self._encoded]).encode())
+        if any(row.tag for row in self._rows):
+            digest.update(json.dumps([row.tag for row in self._rows]).encode())
         return digest.hexdigest()
 
 

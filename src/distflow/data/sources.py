@@ -11,7 +11,7 @@ import json
 import re
 import socket
 import threading
-from codecs import BOM_UTF8
+from codecs import BOM_UTF8, iterdecode
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
@@ -28,11 +28,12 @@ from distflow.data.encoded import CHUNK_ROWS, metadata_of, write_arrow
 from distflow.data.python_rows import MAX_ROWS, json_lines
 from distflow.errors import UserError, missing_path
 from distflow.import_target import LoadError, load_function
-from distflow.untrusted_files import lines_of
+from distflow.untrusted_files import MAX_JSON_VALUES, MAX_LINE_BYTES, count_values, lines_of
 
 BUILTIN_FOLDER = Path(__file__).parent / "builtin"
 REACHED_WITHIN_S = 4.0
 """The hub's client itself retries for most of a minute."""
+_MAX_LIST_BYTES, _ROW_BYTES = 128 * 2**20, 500
 _FUNCTION = re.compile(r"(?:[A-Za-z_][\w.]*|.*\.py):[A-Za-z_]\w*")
 
 Source = str | Path
@@ -59,7 +60,8 @@ def load_rows(
       - "module:function" or "file.py:function" that returns mappings.
     key: the config key that named them, for messages. bad_rows: "error" or "skip". max_samples: rows in all, -1 for
     all. run_folder: stores the rows of functions; needed for them.
-    Raises UserError for sources that cannot be read, for bad rows unless skipped, and if there is no row.
+    Raises UserError for sources that cannot be read, for bad rows unless skipped, and if there is no row, unless they
+    are chosen by tags.
     """
     bad = BadRows(bad_rows)
     rows: list[RawRow] = []
@@ -70,10 +72,11 @@ def load_rows(
         if wanted == 0:
             break
         file = run_folder / "data" / f"{name}-{number}.arrow" if run_folder is not None else None
-        found = read_rows(_records(str(source), key, file, wanted), columns, bad, f"'{source}'")
+        records = _records(str(source), key, file, -1 if columns.domain_of_tag else wanted)
+        found = read_rows(records, columns, bad, f"'{source}'")
         rows.extend(found if wanted < 0 else islice(found, wanted))
     bad.check()
-    if not rows:
+    if not rows and not columns.domain_of_tag:
         skipped = f" ({len(bad.reasons)} bad ones skipped, the first: {bad.reasons[0]})" if bad.reasons else ""
         named = ", ".join(f"'{source}'" for source in listed)
         raise UserError(f"{key}: no rows in {named or 'an empty list'}{skipped}")
@@ -252,8 +255,11 @@ def _read_json(path: Path) -> Iterator[Record]:
     if not is_list:
         yield from _read_jsonl(path)
         return
+    size = path.stat().st_size
+    if size > _MAX_LIST_BYTES or count_values(text := path.read_bytes()) > MAX_JSON_VALUES:
+        raise UserError(f"'{path}' is one list of {size:,} bytes, too much to be read as a whole: save it as .jsonl")
     try:
-        entries = json.loads(path.read_text("utf-8-sig"))
+        entries = json.loads(text.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         raise UserError(f"'{path}' is not UTF-8 (byte {error.start + 1}): save it as UTF-8") from error
     except ValueError as error:
@@ -268,9 +274,9 @@ def _read_json(path: Path) -> Iterator[Record]:
 
 def _read_csv(path: Path) -> Iterator[Record]:
     """The first line names the columns; a field that is empty has no value."""
-    csv.field_size_limit(2**31 - 1)
-    with path.open(newline="", encoding="utf-8-sig") as file:
-        reader = csv.DictReader(file, strict=True)
+    csv.field_size_limit(MAX_LINE_BYTES)
+    with path.open("rb") as file:
+        reader = csv.DictReader(iterdecode(lines_of(file), "utf-8-sig"), strict=True)
         try:
             for values in reader:
                 yield _csv_record(values, f"{path}:{reader.line_num}")
@@ -294,11 +300,16 @@ def _read_parquet(path: Path) -> Iterator[Record]:
 
     try:
         file = pyarrow.parquet.ParquetFile(path)
-        number = 0
-        for batch in file.iter_batches(batch_size=1024):
-            for values in batch.to_pylist():
-                number += 1
-                yield Record(f"{path}, row {number}", values)
+        most = max(_MAX_LIST_BYTES, 1000 * path.stat().st_size)
+        size = max((file.metadata.row_group(i).total_byte_size for i in range(file.num_row_groups)), default=0)
+        batches = file.iter_batches(batch_size=16) if size <= most else ()
+        for number, values in enumerate((values for batch in batches for values in batch.to_pylist()), 1):
+            size += _ROW_BYTES + sum(len(each) for each in values.values() if isinstance(each, str))
+            if size > most:
+                break
+            yield Record(f"{path}, row {number}", values)
+        if size > most:
+            raise ValueError(f"it stands for more than {most:,} bytes")
     except (pyarrow.ArrowException, ValueError) as error:  # a ValueError: a text in it is not UTF-8
         raise UserError(f"'{path}' is not Parquet, or damaged: {error}") from error
 

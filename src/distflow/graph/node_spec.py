@@ -43,17 +43,6 @@ class NodeRole(Enum):
     DYNAMIC_SAMPLING = "DYNAMIC_SAMPLING"
 
 
-class NodeStatus(Enum):
-    """State of a node in a step; the worker keeps it, not the graph."""
-
-    PENDING = "PENDING"
-    READY = "READY"
-    RUNNING = "RUNNING"
-    COMPLETED = "COMPLETED"
-    FAILED = "FAILED"
-    SKIPPED = "SKIPPED"
-
-
 Scope = Literal["sample", "group", "global"]
 SCOPES: tuple[Scope, ...] = ("sample", "group", "global")
 Plane = Literal["rollout", "training"]

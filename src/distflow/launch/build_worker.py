@@ -6,6 +6,7 @@ from typing import Any
 from distflow.audit.auditor import Auditor
 from distflow.checks.canary import make_canary
 from distflow.checks.live import LiveChecks
+from distflow.launch.initial_policy import write_hf_models
 from distflow.rewards.router import KINDS
 from distflow.rewards.score import RewardCounts
 from distflow.runtime.audit_protocol import Updates
@@ -56,6 +57,8 @@ def build_worker(inputs: WorkerInputs) -> Worker:
     events = GroupEvents(group_ended, recorder.group_dropped, recorder.waits)
     rollout_loop = RolloutLoop.of(spec, nodes, resources, contexts, auditor.groups, events)
     validator = Validator(spec.validation, contexts, rollout_loop, resources.stop_token_ids, spec.options.seed, warn)
+    export = partial(write_hf_models, spec.run_dir, warn) if spec.options.save_hf_model else lambda: None
+    saver = partial(Saver, waits=recorder.waits, warn=warn, after_commit=export)
     canary = make_canary(spec, resources) if resources.rollout is not None and resources.actor is not None else None
     return Worker(
         WorkerParts(
@@ -71,7 +74,7 @@ def build_worker(inputs: WorkerInputs) -> Worker:
             ValidationRunner(inputs, services, validator, offload, auditor),
             WeightSync(inputs, services, updates, offload, canary),
             offload,
-            Saver(inputs.store, ports.everyone, recorder.checkpoint_saved, waits=recorder.waits, warn=warn),
+            saver(inputs.store, ports.everyone, recorder.checkpoint_saved),
             ErrorShare(spec.options.max_error_rate, warn, recorder.view.reward_failed),
             reward_counts,
         )

@@ -33,6 +33,8 @@ def named_code(config: Config) -> list[str]:
         code += [f"{key}: {name}" for name in names if not name.startswith("distflow.")]
     for key, files in (train_files(config) | val_files(config)).items():
         code += [f"{key}: {file}" for file in files if is_function(file)]
+    accepts = config.algorithm.filter_groups.should_accept
+    code += [f"algorithm.filter_groups.should_accept: {accepts}"] if accepts else []
     return [*code, *model_code(config)]
 
 

@@ -13,9 +13,11 @@ from transformers import PreTrainedTokenizerBase
 
 from distflow.builtin_names import REWARDS
 from distflow.config import Config
+from distflow.config.compose.key_usage import peek
 from distflow.config.derived_settings import is_rl
-from distflow.config.domain_settings import reward_functions
+from distflow.config.domain_settings import chooses_by_tags, domain_of_tag, reward_functions, validates
 from distflow.config.keys.reward import RewardPart
+from distflow.config.keys.run import StopCondition
 from distflow.data.dataset_columns import DEFAULT_DOMAIN, BadRows, Columns, RawRow, Record, listed, plain, read_rows
 from distflow.data.prompts import PromptOptions, PromptRow, PromptSet
 from distflow.data.sources import load_rows
@@ -27,7 +29,7 @@ from distflow.rewards.router import check_domains
 from distflow.rewards.self_check import find_broken
 from distflow.scheduling.curriculum import CurriculumPlan, SkipPlan, load_curriculum
 from distflow.scheduling.data_order import total_steps
-from distflow.scheduling.data_plan import DataPlan, DomainPlan
+from distflow.scheduling.data_plan import DataPlan, DomainPlan, Frequency
 
 
 def data_plan(config: Config, rows: Mapping[str, int]) -> DataPlan:
@@ -51,6 +53,9 @@ def data_plan(config: Config, rows: Mapping[str, int]) -> DataPlan:
         domains=tuple(
             DomainPlan(name, rows[name], data.domains[name].weight, data.domains[name].n) for name in rows if name
         ),
+        saves=Frequency(trainer.save_freq, trainer.save_freq_epochs, trainer.save_freq_secs),
+        validates=_validates(config),
+        stop_when=None if trainer.stop_when is None else StopCondition.of(trainer.stop_when),
     )
     curriculum = data.curriculum
     if curriculum.function is not None:
@@ -69,6 +74,14 @@ def data_plan(config: Config, rows: Mapping[str, int]) -> DataPlan:
         oversampling=Fraction(str(filters.oversampling)),
         skips=SkipPlan(outside, data.skip_epochs) if outside else None,
     )
+
+
+def _validates(config: Config) -> Frequency:
+    """Off is always accepted; a frequency has a meaning only where there is validation data."""
+    trainer = config.trainer
+    if not validates(config):
+        return Frequency(trainer.test_freq if peek(trainer).test_freq <= 0 else 0)
+    return Frequency(trainer.test_freq, trainer.test_freq_epochs, trainer.test_freq_secs)
 
 
 def num_rows_of(config: Config, prompts: PromptSet) -> dict[str, int]:
@@ -131,6 +144,31 @@ class DataSource:
         return encode_rows(raw, tokenizer, self.options, bad, end_token_ids(tokenizer))
 
 
+Read = list[tuple[DataSource, Rows]]
+
+
+def read_sources(sources: Sequence[DataSource], run_dir: Path) -> Read:
+    """The rows of each source. Bad rows of a file that several sources share by tags are counted once; validation
+    sources without a row are left out. Raises as `DataSource.read` does, and where no row has a domain's tag."""
+    found, known = Read(), set[str]()
+    for source in sources:
+        rows, bad = source.read(run_dir)
+        if source.columns.domain_of_tag:
+            bad.reasons[:] = [reason for reason in bad.reasons if f"{source.key} {reason}" not in known]
+        if rows:
+            known |= {f"{source.key} {reason}" for reason in bad.reasons}
+            found.append((source, (rows, bad)))
+        elif source.key.endswith("train_files"):
+            own = [tag for tag, domain in source.columns.domain_of_tag.items() if domain == source.domain]
+            raise UserError(
+                f"data.domains.{source.domain}.tags: no row of {source.key} has the tag {' or '.join(own)} (column "
+                f"'{source.columns.tag}', data.tag_key), so that the domain has nothing to train on"
+            )
+    if sources and not found:
+        raise UserError(f"{sources[0].key}: no rows in {', '.join(sources[0].files)}")
+    return found
+
+
 def train_sources(config: Config, scored: bool) -> list[DataSource]:
     """One, or one for each domain that is drawn from. scored: whether there are reward functions, which need the rows'
     answers."""
@@ -144,10 +182,11 @@ def train_sources(config: Config, scored: bool) -> list[DataSource]:
 
 def validation_sources(config: Config, scored: bool) -> list[DataSource]:
     """One for each key that names files."""
-    own = [name for name, domain in config.data.domains.items() if domain.val_files]
+    domains = config.data.domains
+    own = [name for name in domains if domains[name].val_files or chooses_by_tags(config, name, "val_files")]
     if config.data.val_files or own:
         _ = config.data.allow_overlap  # else a key that does nothing
-    return [_source(config, "val", name, scored) for name in ([""] if config.data.val_files else own)]
+    return [_source(config, "val", name, scored) for name in own or ([""] if config.data.val_files else [])]
 
 
 def _source(config: Config, split: Literal["train", "val"], domain: str, scored: bool) -> DataSource:
@@ -158,6 +197,10 @@ def _source(config: Config, split: Literal["train", "val"], domain: str, scored:
     own = partial(own_setting, config, domain, data)
     files = data.domains[domain] if domain else data
     key = f"data.domains.{domain}" if domain else "data"
+    named, most = getattr(files, f"{split}_files"), getattr(files, f"{split}_max_samples")
+    files_key, by_tags = f"{key}.{split}_files", chooses_by_tags(config, domain, f"{split}_files")
+    if by_tags:
+        named, files_key = getattr(data, f"{split}_files"), f"data.{split}_files"
     pass_rate = own("pass_rate") if split == "train" else None  # validation rows are not selected by difficulty
     columns = Columns(
         prompt=own("prompt_key"),
@@ -171,6 +214,8 @@ def _source(config: Config, split: Literal["train", "val"], domain: str, scored:
         only_domain=domain or DEFAULT_DOMAIN,
         group=key,
         pass_rate=None if pass_rate is None else own("pass_rate_key"),
+        tag=data.tag_key if by_tags or split == "val" else None,
+        domain_of_tag=domain_of_tag(config) if by_tags else {},
     )
     options = PromptOptions(
         max_prompt_length=data.max_prompt_length,
@@ -187,8 +232,7 @@ def _source(config: Config, split: Literal["train", "val"], domain: str, scored:
         pass_rate=pass_rate,
         group=key,
     )
-    named, most = getattr(files, f"{split}_files"), getattr(files, f"{split}_max_samples")
-    return DataSource(f"{key}.{split}_files", named, most, columns, data.bad_rows, options, domain)
+    return DataSource(files_key, named, most, columns, data.bad_rows, options, domain)
 
 
 def own_setting(config: Config, domain: str, common: object, name: str) -> Any:

@@ -12,6 +12,7 @@ from distflow.builtin_names import ROLLOUT_ENGINES, TRAIN_ENGINES
 from distflow.config import Config
 from distflow.config.derived_settings import is_rl, is_sharded, optimizer_steps
 from distflow.config.domain_settings import response_limit, temperatures
+from distflow.errors import UserError
 from distflow.import_target import load
 from distflow.launch import build_engines
 from distflow.launch.hardware import choose_device, threads_of
@@ -29,7 +30,11 @@ _AT_ONCE = {"kv_on_update", "num_threads"}
 def make_factories(
     config: Config, engines: Collection[str], services: Collection[str], steps: int
 ) -> dict[str, Factory]:
-    """Factories of these and of their parts. steps: training steps of the whole run."""
+    """Factories of these and of their parts. steps: training steps of the whole run. Raises UserError for an engine
+    that is not implemented."""
+    if "reward_model" in engines:
+        way_out = "a reward model scores as a reward function (docs/rewards.md#a-reward-model)"
+        raise UserError(f"a node of the pipeline asks for the engine 'reward_model', which is not there yet; {way_out}")
     factories: dict[str, Factory] = {
         "policy": partial(
             build_engines.build_policy,

@@ -31,7 +31,7 @@ def evaluate(spec: Spec, say: Callable[[str], None]) -> dict[str, float]:
     actor = resources.actor
     assert actor is not None, "a pipeline trains something"
     if resources.rollout is None:
-        return validation_loss(spec.validation, actor)
+        return validation_loss(spec.validation, actor)[0]
     session = Session.of(spec, resources, writes_stacks=False)  # the folder of an evaluation is temporary
     resources, rollout = session.resources, session.resources.rollout
     assert rollout is not None, "checked above"

@@ -1,7 +1,11 @@
-"""Policies of checkpoints: exported as a Hugging Face folder (`distflow.json` names the source), and copied into the
-run that starts from one, so that it can resume without the other run."""
+"""Policies of checkpoints: exported as a Hugging Face folder (`distflow.json` names the source), by command or beside
+each checkpoint, and copied into the run that starts from one, so that it can resume without the other run."""
 
 import hashlib
+import os
+import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,13 +19,13 @@ from distflow.launch.code_trust import model_code, only_if_trusted, without_mode
 from distflow.launch.model_sources import copy_weights, load_policy, tokenizer_loader
 from distflow.models.export import check_target, export_model
 from distflow.observe.crash_safe_files import read_object
-from distflow.runtime.checkpoint.checkpoint_store import Checkpoint
-from distflow.runtime.checkpoint.files import MANIFEST, checkpoints_in
+from distflow.runtime.checkpoint.files import MANIFEST, by_age, checkpoints_in
 from distflow.runtime.checkpoint.find_checkpoint import CHECKPOINTS, describe_choice, is_of_a_run, policy_checkpoint
 from distflow.training.engine import TrainState
 
 NOTE = "distflow.json"
 MODELS = "models"
+HUGGINGFACE = "huggingface"
 
 Say = Callable[[str], None]
 
@@ -35,7 +39,7 @@ def export_checkpoint(source: Path, target: Path, *, trust_code: bool = False, s
     not trusted.
     """
     checkpoint = policy_checkpoint(source)
-    note = {"run": str(source), "step": checkpoint.step, "checkpoint": identity(checkpoint)}
+    note = {"run": str(source), "step": checkpoint.step, "checkpoint": identity(checkpoint.path)}
     say(describe_choice(checkpoint, source))
     if read_object(target / NOTE).get("checkpoint") == note["checkpoint"]:
         say(f"{target} holds it already")
@@ -58,9 +62,35 @@ def export_checkpoint(source: Path, target: Path, *, trust_code: bool = False, s
     return target
 
 
-def identity(checkpoint: Checkpoint) -> str:
+def write_hf_models(run_dir: Path, warn: Say) -> None:
+    """Export the policy of each checkpoint to `huggingface/NAME`, and remove those of earlier ones.
+
+    Processes of their own export, so that neither memory nor random generators of the run change. warn: is called with
+    what could not be written; the checkpoint is whole.
+    """
+    folder, checkpoints = run_dir / HUGGINGFACE, by_age(run_dir / CHECKPOINTS)
+    folder.mkdir(mode=0o700, exist_ok=True)
+    wanted = {path.name: identity(path) for path in checkpoints}
+    for left in folder.iterdir():
+        is_ours = left.name.startswith(".step-") or "checkpoint" in read_object(left / NOTE)
+        if is_ours and read_object(left / NOTE).get("checkpoint") != wanted.get(left.name, ""):
+            shutil.rmtree(left, ignore_errors=True)
+    for path in checkpoints:
+        if (folder / path.name).exists():
+            continue
+        command = ["-m", "distflow", "export", str(path), "--to", str(folder / path.name), "--trust-code"]
+        env = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+        done = subprocess.run(  # of a session of its own, which Ctrl-C does not end
+            [sys.executable, *command], capture_output=True, text=True, env=env, start_new_session=True
+        )
+        if done.returncode:
+            why = done.stderr.strip().splitlines()[-1:] or [f"exit status {done.returncode}"]
+            warn(f"no Hugging Face folder of {path.name} (trainer.save_hf_model): {why[0]}")
+
+
+def identity(checkpoint: Path) -> str:
     """Identifies a checkpoint: its manifest has the checksums of all its parts."""
-    return hashlib.sha256((checkpoint.path / MANIFEST).read_bytes()).hexdigest()
+    return hashlib.sha256((checkpoint / MANIFEST).read_bytes()).hexdigest()
 
 
 def with_models_of_runs(loaded: Loaded, say: Say) -> Loaded:
@@ -115,6 +145,6 @@ def _folder(path: str | None, config: Config, say: Say) -> str | None:
     source = Path(path)
     checkpoint = policy_checkpoint(source)
     say(f"model: {describe_choice(checkpoint, source)}")
-    target = copies / f"{checkpoint.path.name}-{identity(checkpoint)[:8]}"
+    target = copies / f"{checkpoint.path.name}-{identity(checkpoint.path)[:8]}"
     trusted = config.actor_rollout_ref.model.trust_remote_code
     return str(export_checkpoint(source, target, trust_code=trusted))

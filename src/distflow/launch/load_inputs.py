@@ -15,7 +15,7 @@ from distflow.graph import BoundPipeline
 from distflow.graph.fields import MissingColumn
 from distflow.launch.check_extensions import check_extensions, explain_missing_column
 from distflow.launch.code_trust import check_importable
-from distflow.launch.data_sets import DataSource, train_sources, validation_sources
+from distflow.launch.data_sets import DataSource, read_sources, train_sources, validation_sources
 from distflow.launch.hardware import make_process_ready
 from distflow.launch.model_sources import policy_context, tokenizer_loader
 from distflow.launch.select_pipeline import bind, generates, import_user_modules
@@ -146,8 +146,7 @@ def fitted_to_files(loaded: Loaded, reading: Reading) -> tuple[Loaded, Reading, 
     loaded, reading = _fitted(loaded, reading, RunLimits(context=context))
     run_dir = loaded.config.trainer.run_dir
     # All files are read before anything is loaded. Validation comes first: `eval` has nothing else.
-    validation_rows = [(source, source.read(run_dir)) for source in reading.validation]
-    train_rows = [(source, source.read(run_dir)) for source in reading.train]
+    validation_rows, train_rows = read_sources(reading.validation, run_dir), read_sources(reading.train, run_dir)
     tokenizer = tokenizer_loader(loaded.config)()
     validation = {source.domain: source.encode(rows, tokenizer) for source, rows in validation_rows}
     train = PromptSet.joined([source.encode(rows, tokenizer) for source, rows in train_rows])

@@ -126,7 +126,8 @@ def _running(
             set_generators(checkpoint, spec.options.seed)
             yield Running(worker, ports, recorder, stop)
         counts = coordinator.checked_counts()
-        run_setup.note_end(recorder, stop, coordinator.finished, counts, coordinator.step, total_steps)
+        planned = coordinator.plan.total_steps
+        run_setup.note_end(recorder, stop, coordinator.finished, counts, coordinator.step, planned)
 
 
 def local_ports(
@@ -142,7 +143,7 @@ def local_ports(
 
 def _note_stop(name: str, spec: Spec, recorder: Recorder) -> None:
     """Report the first signal, what follows it, and what the run waits for, if that lasts. name: of the signal."""
-    saving = "saving" if spec.options.save_freq > 0 else "not saving (trainer.save_freq is off)"
+    saving = "saving" if spec.data.saves else "not saving (trainer.save_freq is off)"
     waits = reversed(recorder.waits.now())
     longest = {wait.who: wait for wait in waits if wait.on != "training"}  # which continues by itself
     lasting = [f"; {wait}" for wait in longest.values() if wait.seconds() >= LASTING_S]

@@ -113,16 +113,17 @@ def _threads(config: Config) -> str:
 
 
 def _users_facts(config: Config) -> dict[str, object]:
-    """The code of the user's reward functions and curriculum, the isolation of code that a reward function runs here,
-    and the reward models by domain. All may change on resume, and are then reported. Raises UserError where a reward
-    model is missing."""
+    """The code of the user's reward functions, curriculum and filter, the isolation of code that a reward function runs
+    here, and the reward models by domain. All may change on resume, and are then reported. Raises UserError where a
+    reward model is missing."""
     custom, curriculum = RewardSettings.of(config).custom, config.data.curriculum.function
     functions = reward_functions(config)
     everything = [part for parts in functions.values() for part in parts]
     own = sorted({part.name for part in everything if part.name == CUSTOM_REWARD or part.name not in REWARDS})
     facts: dict[str, object] = {f"code_of_reward_{name}": fingerprint_target(target_of(name, custom)) for name in own}
-    if curriculum is not None and curriculum not in CURRICULA:
-        facts["code_of_curriculum"] = fingerprint_target(curriculum)
+    chosen = {"should_accept": config.algorithm.filter_groups.should_accept}
+    chosen["curriculum"] = None if curriculum in CURRICULA else curriculum
+    facts |= {f"code_of_{name}": fingerprint_target(target) for name, target in chosen.items() if target is not None}
     if any(
         part.name in REWARDS and REWARDS[part.name].executes_response and not part.options.get("sandbox")
         for part in everything

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 
 from distflow import __version__
+from distflow.launch.initial_policy import write_hf_models
 from distflow.observe.crash_safe_files import remove_asides, sync
 from distflow.observe.reading.run_reader import read_damage, read_metrics
 from distflow.observe.report.build import write_report
@@ -98,6 +99,8 @@ def done_before(spec: Spec, start: Start, say: Callable[[str], None]) -> Outcome
     if start.checkpoint is None or not is_done(start.checkpoint, spec):
         return None
     say(done_message(start.checkpoint, spec, start.resumes))
+    if spec.options.save_hf_model:
+        write_hf_models(spec.run_dir, say)
     return outcome_of(spec, start.checkpoint.step)
 
 

@@ -31,14 +31,12 @@ from distflow.import_target import LoadError, load_function, load_modules, requi
 from distflow.launch.hardware import make_process_ready
 from distflow.pipelines.nodes.log_probs import score_policy
 from distflow.pipelines.nodes.objectives import may_derive_old
-from distflow.pipelines.nodes.rollout import load_responses
+from distflow.pipelines.nodes.rollout import REJECTED, load_responses
 from distflow.pipelines.nodes.rollout_correction import weigh_after_drift
 from distflow.pipelines.nodes.updates import train_unscored_actor, update
 from distflow.planning.plan import plan_local
 from distflow.runtime.node_errors import is_ours
 from distflow.runtime.spec import Spec
-
-REJECTED = "rejected"
 
 _WRITERS = {
     "ref_log_prob": "compute_ref_log_prob writes it; actor_rollout_ref.actor.use_kl_loss=false trains without",

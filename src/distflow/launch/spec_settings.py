@@ -36,7 +36,7 @@ def spec_settings(config: Config, pipeline: BoundPipeline, num_rows: Mapping[str
     return partial(
         Spec,
         config=config,
-        options=run_options(config, pipeline, plan),
+        options=run_options(config, pipeline, plan, bool(data.saves)),
         plan=plan,
         data=data,
         factories=make_factories(config, pipeline.engines, pipeline.services, data.total_steps),
@@ -82,15 +82,12 @@ def validation_params(
         return None, None, 0
     settings = config.actor_rollout_ref.rollout.val_kwargs
     greedy = SamplingParams(sampling.max_tokens, greedy=True, stop=sampling.stop) if settings.greedy else None
-    if settings.n == 0:
-        return greedy, None, 0
-    sampled = SamplingParams(
-        sampling.max_tokens, settings.temperature, settings.top_p, settings.top_k, stop=sampling.stop
-    )
+    own = (settings.temperature, settings.top_p, settings.top_k) if settings.n else None
+    sampled = SamplingParams(sampling.max_tokens, *own, stop=sampling.stop) if own else None
     return greedy, sampled, settings.n
 
 
-def run_options(config: Config, pipeline: BoundPipeline, plan: Plan) -> RunOptions:
+def run_options(config: Config, pipeline: BoundPipeline, plan: Plan, saves: bool) -> RunOptions:
     """Keys without meaning in this run are peeked at, not read, so that they are rejected where they are set."""
 
     def used_if(is_used: bool) -> Config:
@@ -101,7 +98,6 @@ def run_options(config: Config, pipeline: BoundPipeline, plan: Plan) -> RunOptio
     is_scored = any(node.node_role is NodeRole.REWARD for node in pipeline.rollout_nodes)
     goes_elsewhere = any("rollout" in rank.engines and not rank.training_nodes for rank in plan.ranks)
     has_deadline = any(not (node.contract.is_async and is_ours(node)) for node in pipeline.rollout_nodes)
-    has_val = validates(config)
     run_self_check = trust.check_rewards if "reward_fn" in pipeline.services else False
     own, data = partial(own_setting, config), config.data
     checked = ("", *data.domains) if run_self_check else ()
@@ -110,10 +106,8 @@ def run_options(config: Config, pipeline: BoundPipeline, plan: Plan) -> RunOptio
         update_frequency=config.actor_rollout_ref.actor.model_update_frequency if has_engine else 1,
         weight_update_mode=used_if(goes_elsewhere).actor_rollout_ref.actor.weight_update_mode,
         val_before_train=trainer.val_before_train,
-        # Off is always accepted; a frequency has a meaning only where there is validation data.
-        test_freq=trainer.test_freq if has_val or peek(trainer).test_freq <= 0 else 0,
-        save_freq=trainer.save_freq,
-        keep_last=trainer.keep_last if trainer.save_freq > 0 else None,
+        keep_last=trainer.keep_last if saves else None,
+        save_hf_model=trainer.save_hf_model if saves and "actor" in pipeline.engines else False,
         keep_best=trainer.keep_best_metric if trainer.keep_best else None,
         save_groups=trainer.save_groups,
         save_groups_last=trainer.save_groups_last,

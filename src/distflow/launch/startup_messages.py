@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from distflow.algorithms.registry import describe_estimator
 from distflow.config import Loaded
 from distflow.config.derived_settings import algorithms, is_rl
-from distflow.config.domain_settings import reward_functions
+from distflow.config.domain_settings import domain_of_tag, reward_functions
 from distflow.config.part_registrations import find_unregistered
 from distflow.data.dataset_columns import TEMPLATE_KWARGS_COLUMN, listed
 from distflow.errors import hint
@@ -17,6 +17,7 @@ from distflow.launch.load_inputs import Data, Reading
 from distflow.pipelines.nodes.by_domain import options_of
 from distflow.planning.threads import own_cores
 from distflow.rewards.router import check_domains
+from distflow.runtime.step_metrics import validation_names
 
 _NUM_ROWS_CHECKED = 100  # rows
 
@@ -32,6 +33,7 @@ def startup_lines(loaded: Loaded, reading: Reading, data: Data) -> Iterator[str]
             yield "by domain: " + ", ".join(f"{own} {rows:,}" for own, rows in num_rows_of(config, found).items())
         if "reward_fn" in reading.pipeline.services:
             check_domains(reward_functions(config), found.domains)
+    validation_names((row.domain, row.tag) for found in data.validation.values() for row in found)
     if data.broken:
         yield f"left out: {listed(data.broken, 'training row', 'whose tests are broken')}"
     yield from (f"made to fit: {fitted}" for fitted in loaded.fitted)
@@ -83,6 +85,10 @@ def _notes(loaded: Loaded, reading: Reading, data: Data) -> Iterator[str]:
     for key, named in (("reward.domains", config.reward.domains), ("algorithm.domains", config.algorithm.domains)):
         for name in sorted(set(named) - known):
             yield f"note: {key} has settings of '{name}', and no row is of that domain{hint(name, known)}"
+    tags = {row.tag for found in (data.train, *data.validation.values()) for row in found}
+    for tag, domain in domain_of_tag(config).items():
+        if tag not in tags:
+            yield f"note: data.domains.{domain}.tags has '{tag}', and no row that is used has that tag{hint(tag, tags)}"
     if "reward_fn" in reading.pipeline.services and all(row.ground_truth is None for row in data.train):
         yield (
             f"note: no row has the column '{config.data.answer_key}' (data.answer_key): the reward is called with "

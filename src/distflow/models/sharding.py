@@ -195,6 +195,8 @@ def fill(tensor: Tensor, values: Sliceable | Tensor) -> None:
 
 def at_places(tensor: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
     """The elements at flat places `(n,)` of the whole that this rank holds: indices into `places`, and values."""
+    if not isinstance(tensor, DTensor):
+        return torch.arange(len(places)), tensor.detach().reshape(-1)[places.to(tensor.device)]
     start, shape = _place(tensor)
     inside = torch.ones(len(places), dtype=torch.bool)
     own = torch.zeros_like(places)

@@ -56,7 +56,9 @@ def is_aside(name: str) -> bool:
 
 def remove_asides(folder: Path) -> None:
     """Remove the files that a kill left anywhere below; for the only writer there. Links are not followed."""
-    for root, _, names in os.walk(folder):
+    for root, below, names in os.walk(folder):
+        if len(Path(root).relative_to(folder).parts) > 20:
+            below.clear()  # the walk calls itself
         for name in filter(is_aside, names):
             Path(root, name).unlink(missing_ok=True)
 

@@ -47,6 +47,9 @@ def roll_out_and_score(pipeline: Pipeline, config: Config) -> None:
     if filters_groups(config):
         unfiltered = sorted(unfiltered_domains(config))
         pipeline.add_node("dynamic_sampling", nodes.dynamic_sampling, unfiltered=unfiltered)
+    if config.algorithm.filter_groups.should_accept is not None:
+        before = ["dynamic_sampling" if filters_groups(config) else "function_reward"]
+        pipeline.add_node("group_filter", nodes.filter_groups, before, validates=False)
 
 
 def prepare_training_data(pipeline: Pipeline, config: Config) -> None:

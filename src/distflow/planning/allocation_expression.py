@@ -2,9 +2,10 @@
 
 allocation = devices ("+" devices)*              each on devices of its own
 devices    = part ("|" part)*                    all on the same devices
-part       = ENGINE ["[" ROLE "]"] ":" sizes
+part       = ENGINE ["[" ROLE "]"] ":" sizes | ENGINE "." sizes | sizes
 sizes      = (LETTER NUMBER)+                    d data, t (or m) tensor, p pipeline, c context, e expert
 
+The last two are AReaL's older form, `sglang.d4p1m1+d2`: sizes alone are the trainer's, by FSDP if it has no stages.
 Keys that are not set follow the allocation; a key that contradicts it is an error.
 """
 
@@ -24,7 +25,7 @@ KEY = "trainer.allocation"
 _LETTERS: dict[str, Axis] = {"d": "data", "t": "tensor", "m": "tensor", "p": "pipeline", "c": "context", "e": "expert"}
 _ENGINES: dict[str, RolloutEngineEntry | TrainEngineEntry] = {**ROLLOUT_ENGINES, **TRAIN_ENGINES}
 _EXAMPLE = "embedded[rollout]:d2+fsdp[actor]:d4"
-_TOKEN = re.compile(r"(?P<word>[^\W\d_]\w*)|(?P<sign>[+|:\[\]])|(?P<other>\S)")
+_TOKEN = re.compile(r"(?P<word>[^\W\d_]\w*)|(?P<sign>[+|:.\[\]])|(?P<other>\S)")
 _SIZE = re.compile(r"([a-zA-Z])([0-9]{1,6})")
 
 
@@ -85,6 +86,7 @@ class _Parser:
         self._written = written
         self._tokens = [(str(match.lastgroup), match[0], match.start()) for match in found]
         self._tokens.append(("end", "", len(written.text)))
+        self._is_old_form = False
 
     def allocation(self) -> Allocation:
         groups = [self._group()]
@@ -120,16 +122,22 @@ class _Parser:
         at, engine = self._word("an engine")
         if engine not in _ENGINES:
             if re.fullmatch(rf"(?:{_SIZE.pattern})+", engine):
-                self._written.refuse(at, f"sizes without an engine; write e.g. fsdp:{engine}")
+                if not self._is_old_form:
+                    self._written.refuse(at, f"sizes without an engine; write e.g. fsdp:{engine}")
+                trainer = "megatron" if re.search(r"p([2-9]|\d\d)", engine) else "fsdp"
+                return AllocatedPart(trainer, "actor", self._sizes(trainer, at, engine), at)
             self._written.refuse(at, f"there is no engine '{engine}'{hint(engine, _ENGINES)}")
         role = "rollout" if engine in ROLLOUT_ENGINES else "actor"
         if self._takes("["):
             role = self._role(engine)
             if not self._takes("]"):
                 self._refuse("expected ']' here")
+        elif self._takes("."):
+            self._is_old_form = True
+            return AllocatedPart(engine, role, self._sizes(engine, *self._word("sizes")), at)
         if not self._takes(":"):
             self._refuse(f"expected ':' and the sizes of '{engine}' here, e.g. {engine}:d2")
-        return AllocatedPart(engine, role, self._sizes(engine), at)
+        return AllocatedPart(engine, role, self._sizes(engine, *self._word("sizes")), at)
 
     def _role(self, engine: str) -> str:
         at, role = self._word("a role")
@@ -141,8 +149,7 @@ class _Parser:
             self._written.refuse(at, f"'{engine}' {does}; for '{role}' choose from {', '.join(table)}")
         return role
 
-    def _sizes(self, engine: str) -> Sizes:
-        start, text = self._word("sizes")
+    def _sizes(self, engine: str, start: int, text: str) -> Sizes:
         refuse, has = self._written.refuse, _ENGINES[engine].sizes
         found: dict[Axis, int] = {}
         at = 0

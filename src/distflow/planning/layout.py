@@ -42,26 +42,14 @@ class Layout:
     sizes: Sizes
     shard: int | None = None
 
-    def rank_at(self, dp: int, tp: int = 0, pp: int = 0, cp: int = 0) -> int:
-        """The rank at these coordinates. Order of ranks: pp → dp → cp → tp for training, dp → pp → cp → tp for
-        inference, the last one fastest. Raises ValueError for coordinates out of range."""
-        at = {"data": dp, "tensor": tp, "pipeline": pp, "context": cp}
-        for rank, place in self._places().items():
-            if place == at:
-                return rank
-        raise ValueError(f"the {self.role} has no rank at {at}: its sizes are {self.sizes}")
-
     def place(self, rank: int) -> dict[Axis, int]:
-        """The coordinates of one of its ranks."""
+        """The coordinates of one of its ranks. Order of ranks: pipeline → data → context → tensor for training, data →
+        pipeline → context → tensor for inference, the last one fastest."""
         return self._places()[rank]
 
     def line(self, axis: Axis | Part, rank: int) -> tuple[int, ...]:
         """The ranks that differ from one of its ranks along that axis alone, itself included, ascending."""
         return next(line for line in self.groups(axis) if rank in line)
-
-    def heads(self) -> tuple[int, ...]:
-        """The head of each data-parallel coordinate: the first rank of its last pipeline stage."""
-        return tuple(self.rank_at(dp, pp=self.sizes.pipeline - 1) for dp in range(self.sizes.data))
 
     def groups(self, axis: Axis | Part) -> list[tuple[int, ...]]:
         """The ranks that differ along that axis alone, one tuple for each coordinate of the others, each ascending.

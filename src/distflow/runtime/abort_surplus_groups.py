@@ -2,10 +2,11 @@
 
 import asyncio
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from distflow.runtime.sample_queue.local import LocalSampleQueue
 from distflow.runtime.user_calls.sync_calls import PlainCalls
+from distflow.scheduling.groups import Places, PromptGroup
 
 
 @dataclass
@@ -22,27 +23,28 @@ class EarlyStop:
     by group id, then in the order of the engine's first response to each. The groups that are left when the step is
     full are aborted, scored or not.
 
-    So a step has the same groups however long scoring takes, as long as the engine responds in the same order: this
+    A worker fills as many places of the step as it was given with the groups (`Places`), whatever other workers do. So
+    a step has the same groups however long scoring takes, as long as each engine responds in the same order: this
     depends on the number of tokens alone if all requests are queued before it starts. And all are aborted at once: else
     the rest would share other decode batches from a moment on that depends on the reward functions.
 
     Everything here runs on the asyncio thread.
     """
 
-    def __init__(self, queue: LocalSampleQueue) -> None:
+    def __init__(self, groups: Sequence[PromptGroup]) -> None:
         self.over = False
-        self.queue = queue
-        self._groups: dict[asyncio.Task[None], int] = {}
+        self._places = Places(groups)
+        self._groups: dict[asyncio.Task[None], PromptGroup] = {}
         self._turns: dict[asyncio.Task[None], _Turn] = {}
         self._order: asyncio.Queue[asyncio.Task[None]] = asyncio.Queue()
         self._unordered: set[asyncio.Task[None]] = set()
         self._num_tokens: Counter[asyncio.Task[None]] = Counter()
 
-    def expect(self, group_ids: dict[asyncio.Task[None], int]) -> None:
-        """The tasks of the generation batch, none of which has run yet, with the ids of their groups in order."""
+    def expect(self, groups: dict[asyncio.Task[None], PromptGroup]) -> None:
+        """The tasks of the generation batch, none of which has run yet, with their groups in order."""
         loop = asyncio.get_running_loop()
-        self._groups = group_ids
-        self._turns = {task: _Turn(loop.create_future()) for task in group_ids}
+        self._groups = groups
+        self._turns = {task: _Turn(loop.create_future()) for task in groups}
 
     def begin(self) -> None:
         """The engine is about to generate; all groups have sent their request, or never will."""
@@ -73,23 +75,24 @@ class EarlyStop:
     async def run(self) -> None:
         """Returns when all groups have passed on, or the step is full. Raises what a group's task raises."""
         surplus: list[asyncio.Task[None]] = []
-        for _ in self._groups:
+        for _ in () if self._places.is_full else self._groups:
             task = await self._order.get()
             turn = self._turns[task]
             await asyncio.wait((task, turn.accepted), return_when=asyncio.FIRST_COMPLETED)
-            if turn.accepted.done() and turn.accepted.result() and not self.queue.has_place(self._groups[task]):
+            accepted = turn.accepted.done() and turn.accepted.result()
+            if accepted and not self._places.has_place(self._groups[task]):
                 surplus.append(task)
                 continue
-            await self._pass(task)
-            for waiting in [each for each in surplus if self.queue.has_place(self._groups[each])]:
+            await self._pass(task, accepted)
+            for waiting in [each for each in surplus if self._places.has_place(self._groups[each])]:
                 surplus.remove(waiting)  # its place was reserved for another, which was dropped
-                await self._pass(waiting)
+                await self._pass(waiting, accepted=True)
                 break
-            if self.queue.is_full():
+            if self._places.is_full:
                 return
 
-    async def abort(self, calls: PlainCalls) -> list[int]:
-        """End the groups that have not passed on, with all that they wait for; returns their ids. No sync function is
+    async def abort(self, calls: PlainCalls) -> list[PromptGroup]:
+        """End the groups that have not passed on, with all that they wait for; returns them. No sync function is
         left running: nobody could end it, and it would draw from the random generators of later calls."""
         self.over = True
         left = [task for task in self._groups if not task.done()]
@@ -110,7 +113,8 @@ class EarlyStop:
         """Of the responses of all groups that have passed on, or of the others."""
         return sum(number for task, number in self._num_tokens.items() if task.cancelled() != passed)
 
-    async def _pass(self, task: "asyncio.Task[None]") -> None:
+    async def _pass(self, task: "asyncio.Task[None]", accepted: bool) -> None:
+        self._places.end(self._groups[task], accepted)
         self._turns[task].go.set()
         await task
 

@@ -26,8 +26,9 @@ class GroupRecorder(Protocol):
     def generated(self, request: GenerateRequest, result: GenerateResult) -> None:
         """The engine has returned a result."""
 
-    def keep(self) -> None:
-        """The running task's group goes to the sample queue. Records of all others are discarded with their tasks."""
+    def keep(self, batch: Batch | None = None) -> None:
+        """The running task's group goes to the sample queue. Records of all others are discarded with their tasks.
+        batch: its columns; None in a validation."""
 
     def drop(self, reason: str, batch: Batch) -> None:
         """A node dropped the running task's group. batch: its columns."""

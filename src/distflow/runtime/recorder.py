@@ -154,7 +154,8 @@ class ReportingProcess:
 class Recorder(AbstractContextManager["Recorder"]):
     """Owns the run's folder during the run. A context manager.
 
-    status: "finished" or "stopped", set by the caller; "failed" until then.
+    status: "finished" or "stopped", set by the caller; "failed" until then. why: a field with the reason, if a
+    metric ended it.
     """
 
     def __init__(
@@ -186,7 +187,7 @@ class Recorder(AbstractContextManager["Recorder"]):
         )
         self._step = 0
         self._num_dropped = Counter[int]()
-        self.status = "failed"
+        self.status, self.why = "failed", dict[str, str]()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *rest: object) -> None:
         self.view.close()
@@ -195,7 +196,7 @@ class Recorder(AbstractContextManager["Recorder"]):
             if error is not None:
                 self.folder.event("error", f"{type(error).__name__}: {error}", step=self._step, **_raised(error))
             if self._process.leads:
-                self.folder.event("end", f"the run {self.status}", step=self._step, status=self.status)
+                self.folder.event("end", f"the run {self.status}", step=self._step, status=self.status, **self.why)
             self.folder.close()
         except OSError:
             if error is None:

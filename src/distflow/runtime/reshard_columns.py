@@ -10,9 +10,6 @@ from distflow.runtime.rank_info import with_samples
 from distflow.runtime.worker_inputs import ReshardPort
 from distflow.scheduling.reshard_columns import Key
 
-_NAMES = ("uid", "group_index")
-"""Columns that identify samples, and that both dp groups have."""
-
 
 @dataclass(frozen=True)
 class ReshardedColumns:
@@ -68,7 +65,7 @@ class ColumnReshard:
                 assert self._port is not None
                 place, uids = each.readers.index(self._rank), batch["uid"]
                 theirs = self._port.pick(each.key(step), place, len(each.readers), uids)
-                batch = batch.merge(theirs.only(name for name in theirs.names if name not in _NAMES))
+                batch = batch.merge(theirs.only(name for name in theirs.names if name != "uid"))
         return batch
 
     def sends(self, node: str) -> bool:
@@ -83,5 +80,5 @@ class ColumnReshard:
                     for name in after.names
                     if name not in before.names or after.flat(name) is not before.flat(name)
                 ]
-                columns = after.only(dict.fromkeys((*_NAMES, *written)))
+                columns = after.only(dict.fromkeys(("uid", *written)))
                 self._port.put(each.key(step), columns, each.writers.index(self._rank), len(each.writers))

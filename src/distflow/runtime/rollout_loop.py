@@ -9,7 +9,7 @@ from functools import partial
 
 from distflow.algorithms.sample_filters_and_weights import TOO_FEW_SCORES
 from distflow.data.batch import Batch
-from distflow.errors import UserError
+from distflow.errors import TrustError, UserError
 from distflow.graph import BoundNode, Drop, NodeRole
 from distflow.rewards.score import CallCounts, RewardCounts
 from distflow.rollout.engine import GenerateRequest, GenerateResult, RolloutEngine
@@ -20,8 +20,7 @@ from distflow.runtime.compiled_node import Contexts, NodeContext, Step, compile_
 from distflow.runtime.node_errors import Failure, NodeError
 from distflow.runtime.prompt_group import Group, accuracy_of, finished_group
 from distflow.runtime.resources import Resources
-from distflow.runtime.sample_queue.local import LocalSampleQueue
-from distflow.runtime.sample_queue.protocol import DroppedGroup, SampleQueuePort
+from distflow.runtime.sample_queue.protocol import AbortedGroups, DroppedGroup, SampleQueuePort
 from distflow.runtime.spec import Spec
 from distflow.runtime.user_calls.async_calls import deadline_paused
 from distflow.runtime.user_calls.sync_calls import PlainCalls
@@ -246,7 +245,7 @@ class RolloutLoop:
                     task.cancel()
         except BaseExceptionGroup as failures:
             first = failures.exceptions[0]
-            if isinstance(first, UserError):
+            if isinstance(first, UserError | TrustError):
                 raise first from None
             raise RolloutLoopFailed(f"the rollout loop has failed: {type(first).__name__}: {first}") from first
 
@@ -254,13 +253,12 @@ class RolloutLoop:
         """With `stops_early` there are more groups than the step may need."""
         gate, stop, before = self.gate, None, 0
         if self.stops_early:
-            assert isinstance(queue, LocalSampleQueue), "oversampling is for runs in one process"
-            stop = EarlyStop(queue)
+            stop = EarlyStop(prompt_groups)
             before = await gate.num_generated_tokens() if gate is not None else 0
         if gate is not None:
             await gate.pause()
         tasks = {
-            asyncio.create_task(self._run_group(prompt_group, queue, stop)): prompt_group.group_id
+            asyncio.create_task(self._run_group(prompt_group, queue, stop)): prompt_group
             for prompt_group in prompt_groups
         }
         try:
@@ -279,7 +277,8 @@ class RolloutLoop:
             await stop.run()
             if aborted := await stop.abort(self.plain_calls):
                 drawn = await gate.num_generated_tokens() - before if gate is not None else 0
-                stop.queue.abort(aborted, max(drawn - stop.num_tokens(passed=True), stop.num_tokens(passed=False)))
+                num_tokens = max(drawn - stop.num_tokens(passed=True), stop.num_tokens(passed=False))
+                queue.abort(AbortedGroups({group.group_id: group.attempt for group in aborted}, num_tokens))
         finally:
             for task in tasks:
                 task.cancel()
@@ -310,7 +309,7 @@ class RolloutLoop:
             return
         if drop is None:
             self._end(prompt_group, "complete", started)
-            self.group_recorder.keep()
+            self.group_recorder.keep(batch)
             queue.put(finished_group(prompt_group, batch, group.measured))
             return
         if drop.reason == TOO_FEW_SCORES:

@@ -76,10 +76,10 @@ class Offloads:
 class RunOptions:
     """The keys of `trainer`, `trust` and the like that control a run. A frequency of 0 or less is never.
 
-    test_freq, save_freq, update_frequency: in steps; the last is of weight syncs. weight_update_mode: "store" or
+    update_frequency: of weight syncs, in steps. weight_update_mode: "store" or
     "disk", the transport to workers that only generate. canary_freq: in weight syncs.
     audit_freq: in steps. on_mismatch: "correct", "stop" or "warn". keep_last: checkpoints, None for all. keep_best: the
-    metric by which the best one is kept in addition.
+    metric by which the best one is kept in addition. save_hf_model: export every checkpoint.
     max_held_mb: of groups and columns that wait in Ray's object store, in all; None for half of the smallest store.
     save_groups_last: number of last steps written if `save_groups` is "last_k". timeout_s: of a sync node function of
     the rollout loop, for each sample. engine_timeout_s: how long a rollout engine with an open request may give no sign
@@ -93,10 +93,9 @@ class RunOptions:
     update_frequency: int
     weight_update_mode: str
     val_before_train: bool
-    test_freq: int
-    save_freq: int
     keep_last: int | None
     keep_best: str | None
+    save_hf_model: bool
     save_groups: str
     save_groups_last: int
     logger: tuple[str, ...]

@@ -1,7 +1,7 @@
 """The metrics of every step's batch, each sample's row in the samples file, and the results of a validation."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import reduce
 from math import comb
@@ -266,8 +266,10 @@ def _mean_over_policy_tokens(batch: Batch, name: str) -> list[float]:
 SampleRows = list[dict[str, object]]
 """One row for each sample, see `sample_rows`, with its `set` and `kind` ("greedy" or "sampled")."""
 
-Outcomes = dict[str, list[list[bool]]]
-"""By domain, for each prompt whether each of its responses is right."""
+Labels = tuple[str, str]
+"""Domain and tag of a prompt."""
+Outcomes = dict[Labels, list[list[bool]]]
+"""By domain and tag, for each prompt whether each of its responses is right."""
 
 
 @dataclass(frozen=True)
@@ -303,8 +305,8 @@ class ValidationResults:
 def _join_outcomes(parts: Sequence[Outcomes]) -> Outcomes:
     whole: Outcomes = {}
     for part in parts:
-        for domain, groups in part.items():
-            whole.setdefault(domain, []).extend(groups)
+        for labels, groups in part.items():
+            whole.setdefault(labels, []).extend(groups)
     return whole
 
 
@@ -319,12 +321,27 @@ def _at_k(sampled: Outcomes) -> dict[str, float]:
     return metrics
 
 
-def _everything_and_each(outcomes: Outcomes) -> Outcomes:
-    """Under "all" those of every domain, and each domain's own if rows name any."""
-    everything = [group for groups in outcomes.values() for group in groups]
-    if not everything:
-        return {}
-    return {"all": everything} | ({} if set(outcomes) == {DEFAULT_DOMAIN} else outcomes)
+def _everything_and_each(outcomes: Outcomes) -> dict[str, list[list[bool]]]:
+    """The outcomes under each name of `validation_names`."""
+    return {name: [g for labels in own for g in outcomes[labels]] for name, own in validation_names(outcomes).items()}
+
+
+def validation_names(found: Iterable[Labels]) -> dict[str, list[Labels]]:
+    """The names in metrics, with the domains and tags that each is over: "all"; every domain, if rows name any; every
+    tag; and DOMAIN/TAG, for a tag of several domains. Raises UserError where one name stands for different prompts."""
+    labels, names = list(dict.fromkeys(found)), dict[str, list[Labels]]()
+    of_domain = {domain: [each for each in labels if each[0] == domain] for domain, _ in labels}
+    of_tag = {tag: [each for each in labels if each[1] == tag] for _, tag in labels if tag}
+    sets = [("all", labels)] if labels else []
+    sets += [*(of_domain.items() if set(of_domain) != {DEFAULT_DOMAIN} else ()), *of_tag.items()]
+    sets += [("/".join(each), [each]) for each in labels if len(of_tag.get(each[1], ())) > 1]
+    for name, own in sets:
+        if names.setdefault(name, own) != own:
+            raise UserError(
+                f"the accuracy val_correct/{name}/mean would be over two sets of rows: rename the tag '{name}' (column "
+                "data.tag_key), or the domain"
+            )
+    return names
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:

@@ -1,5 +1,7 @@
-"""Signals that ask a run to end: Ctrl-C, SIGTERM, the terminal's hang-up. The first finishes the step, saves and exits;
-the second exits at once. Whatever was saved, the exit status is 128 + the signal's number.
+"""What ends a run before its last step: a metric's value, and signals.
+
+Signals are Ctrl-C, SIGTERM, the terminal's hang-up. The first finishes the step, saves and exits; the second exits at
+once. Whatever was saved, the exit status is 128 + the signal's number.
 
 A hang-up never counts as the second: closing a terminal causes two, from the shell and from the system, and systemd
 sends one after its SIGTERM.
@@ -9,10 +11,13 @@ import os
 import signal
 import stat
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Final
+
+from distflow.config.keys.run import StopCondition
+from distflow.errors import nearest
 
 SHOW_CURSOR = b"\x1b[?25h\n"
 SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -47,6 +52,33 @@ def interruptible() -> Iterator[None]:
 
     with _handled(interrupt):
         yield
+
+
+class MetricStop:
+    """Ends a run at a metric's value. For the rank that has the metrics of all. condition: None for never."""
+
+    def __init__(self, condition: StopCondition | None, warn: Callable[[str], None]) -> None:
+        self.condition, self._warn = condition, warn
+        self._seen, self._has_warned = set[str](), False
+
+    def reason(self, step: int, metrics: Mapping[str, float], was_validated: bool) -> str:
+        """Why the run ends after the step; empty if it continues. metrics: of the step and of its validation."""
+        condition = self.condition
+        self._seen |= metrics.keys()
+        if condition is None:
+            return ""
+        if condition.metric in metrics and condition.holds(metrics[condition.metric]):
+            return f"{condition.metric} is {metrics[condition.metric]:g} (trainer.stop_when={condition})"
+        if was_validated and not self._has_warned:
+            self._has_warned = True
+            self.report_missing("no metric of that name so far, with a validation done")
+        return ""
+
+    def report_missing(self, what: str = "the run ended without a metric of that name") -> None:
+        """Warn if the metric has not been seen yet."""
+        if self.condition is not None and self.condition.metric not in self._seen:
+            near = nearest(self.condition.metric, self._seen)
+            self._warn(f"trainer.stop_when={self.condition}: {what}{f'; did you mean {near}?' if near else ''}")
 
 
 class Stop:

@@ -58,7 +58,8 @@ class Validator:
                 for number, group in zip(numbers, groups, strict=True):
                     right = _right(group, count)
                     errors += sum(1 for r in right if r is None)
-                    into.setdefault(chosen.rows[number].domain, []).append([bool(r) for r in right])
+                    row = chosen.rows[number]
+                    into.setdefault((row.domain, row.tag), []).append([bool(r) for r in right])
                     if isinstance(group, Batch):
                         rows += [{**r, "set": chosen.name, "kind": kind} for r in sample_rows(group)]
         return ValidationResults(greedy, sampled, errors, rows)
@@ -89,18 +90,23 @@ def _right(group: Batch | Drop, count: int) -> list[bool | None]:
     ]
 
 
-def validation_loss(sets: Sequence[ValidationSet], actor: Scorer) -> dict[str, float]:
-    """Mean negative log-likelihood of a token of the data's own responses (`sft/val_loss`)."""
-    total = tokens = 0.0
+def validation_loss(sets: Sequence[ValidationSet], actor: Scorer) -> tuple[dict[str, float], SampleRows]:
+    """Mean negative log-likelihood of a token of the data's own responses (`sft/val_loss`); of each the sum, and the
+    number of tokens."""
+    total, tokens, rows = 0.0, 0.0, SampleRows()
     for chosen in sets:
         samples = []
         for i, row in enumerate(chosen.rows):
             samples.append(Sample(f"{i}-0", i, [Segment("prompt", tuple(row.prompt_ids)), *row.answer(0)]))
         batch = Batch.from_samples(samples)
-        trained = batch.flat("response_mask") > 0
-        total -= float(actor.forward(batch, ("log_probs",)).flat("log_probs").double()[trained].sum())
+        trained, lengths = batch.flat("response_mask") > 0, batch.lengths("response").tolist()
+        log_probs = actor.forward(batch, ("log_probs",)).flat("log_probs").double()
+        total -= float(log_probs[trained].sum())
         tokens += float(trained.sum())
-    return {"sft/val_loss": total / max(tokens, 1.0)}
+        for i, (own, mask) in enumerate(zip(log_probs.split(lengths), trained.split(lengths), strict=True)):
+            who = {"set": chosen.name, "kind": "loss", "row": i, "sample": 0, "versions": [], "wrong": ""}
+            rows.append({**who, "loss": -float(own[mask].sum()), "tokens": int(mask.sum())})
+    return {"sft/val_loss": total / max(tokens, 1.0)}, rows
 
 
 class ValidationRunner:
@@ -126,7 +132,7 @@ class ValidationRunner:
                 if self._resources.actor is None:
                     return {}
                 self._offload.only(("actor",))
-                metrics = validation_loss(self._spec.validation, self._resources.actor)
+                metrics, rows = validation_loss(self._spec.validation, self._resources.actor)
             elif results := self._results(step):
                 joined = ValidationResults.joined(results)
                 metrics, rows = joined.metrics(), joined.rows

@@ -9,12 +9,12 @@ from functools import partial
 from typing import Any
 
 from distflow.data.batch import Batch
-from distflow.graph import NodeStatus
 from distflow.rewards.score import RewardCounts
 from distflow.runtime.checkpoint.save_and_restore import copy_of_state, merge_node_states, part_of_rank, saved_parts
 from distflow.runtime.compiled_node import NodeContext, Step
 from distflow.runtime.sample_queue.protocol import NewWorkers, Released, TrainingStep
 from distflow.runtime.step_metrics import Figures, batch_metrics, group_metrics, over_ranks
+from distflow.runtime.stop import MetricStop
 from distflow.runtime.validation import score
 from distflow.runtime.weight_sync.sender import WeightReceiver
 from distflow.runtime.worker_parts import WorkerParts
@@ -36,8 +36,8 @@ class Worker:
         self.resources, self.validation = parts.services.resources, parts.validation
         self._rank = inputs.ports.collective.rank  # among those that train
         self._saved_at = inputs.version.step
+        self._metric_stop = MetricStop(inputs.spec.data.stop_when, partial(inputs.recorder.note, "warning"))
         self._released: Released | None = None
-        self.status = {step.node.node_id: NodeStatus.PENDING for step in parts.training_nodes}
 
     def __enter__(self) -> "Worker":
         """Start services and engine, send the first weights, validate if asked, start the rollout loop."""
@@ -159,29 +159,22 @@ class Worker:
         return metrics
 
     def _nodes(self, step: TrainingStep[Batch]) -> Iterator[tuple[Step, NodeContext]]:
-        """The training nodes one after another, each to be run before the next is requested. Updates its status, and
-        its time in seconds (`perf/NODE`) if `dag.enable_perf` is on."""
-        self.status = dict.fromkeys(self.status, NodeStatus.PENDING)
+        """The training nodes one after another, each to be run before the next is requested. Takes its time in
+        seconds (`perf/NODE`) if `dag.enable_perf` is on."""
         for compiled in self._parts.training_nodes:
             name, started = compiled.node.node_id, time.perf_counter()
-            self.status[name] = NodeStatus.RUNNING
-            try:
-                if self._parts.reshard.waits_for(name):
-                    with self._recorder.phases("exchange"):
-                        step.batch = self._parts.reshard.receive(name, step.batch, self.step)
-                before = step.batch
-                with self._recorder.phases(compiled.node.phase):
-                    self._parts.offload.only(compiled.node.engines)
-                    yield compiled, self._parts.contexts.for_training(self.step, step.group_ids, name)
-                with self._recorder.phases("audit"):
-                    self._parts.auditor.node_finished(step.batch)
-                if self._parts.reshard.sends(name):
-                    with self._recorder.phases("exchange"):
-                        self._parts.reshard.send(name, before, step.batch, self.step)
-                self.status[name] = NodeStatus.COMPLETED
-            finally:
-                if self.status[name] is NodeStatus.RUNNING:  # an error here, or the node's, which ends this generator
-                    self.status[name] = NodeStatus.FAILED
+            if self._parts.reshard.waits_for(name):
+                with self._recorder.phases("exchange"):
+                    step.batch = self._parts.reshard.receive(name, step.batch, self.step)
+            before = step.batch
+            with self._recorder.phases(compiled.node.phase):
+                self._parts.offload.only(compiled.node.engines)
+                yield compiled, self._parts.contexts.for_training(self.step, step.group_ids, name)
+            with self._recorder.phases("audit"):
+                self._parts.auditor.node_finished(step.batch)
+            if self._parts.reshard.sends(name):
+                with self._recorder.phases("exchange"):
+                    self._parts.reshard.send(name, before, step.batch, self.step)
             if self._spec.options.enable_perf:
                 step.times[f"perf/{name}"] = time.perf_counter() - started
 
@@ -199,9 +192,9 @@ class Worker:
 
         A stop saves, if saving is not off, and validates only if that was due anyhow.
         """
-        options, step, finished = self._spec.options, released.version.step, released.finished
-        compares = options.keep_best is not None and _is_due(step, options.save_freq, finished)
-        validated = self.validation.validate(step) if _is_due(step, options.test_freq, finished) or compares else {}
+        step, due = released.version.step, released.due
+        compares = self._spec.options.keep_best is not None and "save" in due
+        validated = self.validation.validate(step) if "validate" in due or compares else {}
         with self._recorder.phases("record"):
             metrics |= group_metrics(released.group_counts, figures.versions, step - 1)
             for domain, own in released.domains.items():
@@ -214,15 +207,30 @@ class Worker:
             self._recorder.engine_activity(self.resources.rollout)
             self._recorder.training_step(step, metrics, batch)
             self._recorder.keep_groups(step, batch)
-        last = finished or self._stop.wanted
-        if _is_due(step, options.save_freq, last):
-            self._save(released, validated, last)
+        plan, ends = self._spec.data, self._ends(step, metrics | validated, bool(validated))
+        if ends and plan.validates and self.validation.step < step:
+            validated = self.validation.validate(step)
+        if "save" in due or ((ends or self._stop.wanted) and plan.saves):
+            self._save(released, validated, last=ends or released.finished or self._stop.wanted)
+
+    def _ends(self, step: int, metrics: Mapping[str, float], was_validated: bool) -> bool:
+        """Whether a metric ends the run here: the rank that leads decides for all, before any takes another step."""
+        if self._metric_stop.condition is None:
+            return False
+        everyone, why = self._ports.everyone, ""
+        if everyone.rank == 0 and (why := self._metric_stop.reason(step, metrics, was_validated)):
+            self._ports.queue.end_run(why)
+            self._recorder.why = {"why": why}
+            self._recorder.note("info", f"the run ends after step {step}: {why}")
+        return everyone.max(float(bool(why))) > 0
 
     def _end(self, step: int) -> None:
-        """No group of the last rows succeeded, so that the step before, the run's `step`-th, was the last."""
-        options = self._spec.options
-        validated = self.validation.validate(step) if options.test_freq > 0 and self.validation.step < step else {}
-        if options.save_freq > 0 and self._saved_at < step:
+        """No step is left, even where the run's `step`-th was not known to be the last: no later group succeeded."""
+        if self._ports.everyone.rank == 0:
+            self._metric_stop.report_missing()
+        plan = self._spec.data
+        validated = self.validation.validate(step) if plan.validates and self.validation.step < step else {}
+        if plan.saves and self._saved_at < step:
             assert self._released is not None, "a step that is not saved yet was released"
             self._save(self._released, validated, last=True)
 
@@ -251,7 +259,3 @@ class Worker:
             parts = saved_parts(self._spec, self.resources, point, state, everyone.rank, seen)
             others = [part_of_rank(rank) for rank in range(1, everyone.size)]
             self._parts.saver.save(step, parts, others, metric, wait=last)
-
-
-def _is_due(step: int, frequency: int, last: bool) -> bool:
-    return frequency > 0 and (last or step % frequency == 0)

@@ -170,7 +170,9 @@ class Admission:
         """Whether no group runs, and none will start before a step is released or a row is offered."""
         engine_version = min(self.engine_version, self._queue.next_step)
         num_capacity = self._open(0, engine_version)
-        return self._asked and not self._queue.num_running and not self.new(engine_version, num_capacity, num_left)
+        if not self._asked or self._queue.num_running > self._queue.num_waiting:
+            return False
+        return not (self.waiting(engine_version, num_capacity) or self.new(engine_version, num_capacity, num_left))
 
     def is_spent(self, weights_step: int) -> bool:
         """Whether the generation budget is used up before the next step is consumed, for the sources that it lacks

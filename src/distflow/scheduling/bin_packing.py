@@ -7,7 +7,7 @@ import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from distflow.scheduling.data_order import grouped, minibatches
+from distflow.scheduling.data_order import minibatches
 
 Parts = list[list[int]]
 
@@ -93,25 +93,20 @@ def _load(bin_: Sequence[int], lengths: Sequence[int]) -> int:
     return sum(lengths[i] for i in bin_)
 
 
-def partition(lengths: Sequence[int], num_parts: int, groups: Sequence[int] | None = None) -> Parts:
+def partition(lengths: Sequence[int], num_parts: int) -> Parts:
     """Exactly `num_parts` lists of indices into `lengths` whose sums are as even as two heuristics make them.
 
     Neither wins everywhere: differencing is ahead on plain lengths, the greedy on a few long ones. The result's
-    heaviest part is the lighter of the two results'. Parts are empty if items are too few.
-    groups: the group of each item, if groups must stay whole. Indices ascend within a part, parts by their first
-    index, empty ones last; the same arguments always give the same parts.
+    heaviest part is the lighter of the two results'. Parts are empty if items are too few. Indices ascend within a
+    part, parts by their first index, empty ones last; the same arguments always give the same parts.
     """
     if num_parts < 1:
         raise ValueError(f"num_parts must be at least 1, not {num_parts}")
-    assert groups is None or len(groups) == len(lengths)
-    units = grouped(range(len(lengths)), groups)
-    loads = [sum(int(lengths[item]) for item in unit) for unit in units]
-
-    heaviest_first = sorted(range(len(units)), key=lambda unit: -loads[unit])
+    loads = [int(length) for length in lengths]
+    heaviest_first = sorted(range(len(loads)), key=lambda item: -loads[item])
     candidates = (karmarkar_karp(loads, num_parts), lightest_first(heaviest_first, loads, num_parts))
-    best = min(candidates, key=lambda parts: max(sum(loads[unit] for unit in part) for part in parts))
-    parts = [sorted(item for unit in part for item in units[unit]) for part in best]
-    return sorted(parts, key=lambda part: part[0] if part else len(lengths))
+    best = min(candidates, key=lambda parts: max(_load(part, loads) for part in parts))
+    return sorted(map(sorted, best), key=lambda part: part[0] if part else len(loads))
 
 
 def divide_step(lengths: Sequence[int], passes: Sequence[Sequence[Sequence[int]]], num_parts: int) -> Parts:

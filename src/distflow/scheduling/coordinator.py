@@ -2,12 +2,12 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, cast
 
 from distflow.scheduling.admission import Admission
 from distflow.scheduling.curriculum import Accuracy, Skips
-from distflow.scheduling.data_plan import DataPlan, NextGroups
+from distflow.scheduling.data_plan import DataPlan, NextGroups, Timetable
 from distflow.scheduling.domain_quotas import DomainShares
 from distflow.scheduling.groups import CountsError, GroupCounts, PromptGroup, Version, counts_by_domain
 from distflow.scheduling.ledger import STALE, Ledger, Mark
@@ -43,6 +43,7 @@ class Coordinator:
     Groups are made of rows of the data set and of offered rows: these have row numbers after the data set's, and come
     first (`NextGroups`).
 
+    due: of "save" and "validate", what is due after the last release.
     queue: for questions about groups, and for `untake`, which the ledger does not record; all other moves are methods
     of the coordinator.
 
@@ -63,6 +64,8 @@ class Coordinator:
         start = snapshot or at_start(plan)
         check_resumable(plan, start)
         self.plan = plan
+        if start.get("ended", {}).get("when") == str(plan.stop_when):
+            self.plan = replace(plan, total_steps=start["step"])
         self._ledger = ledger
         self._restart = ledger.restart if ledger else start["restart"] + 1
         self.version = Version(self._restart, start["step"])
@@ -89,6 +92,12 @@ class Coordinator:
             self._journal("inherited", **inherited_fields(start, self.checked_counts().domains))
         self._restore([restored(group) for group in start["live"]])
         self._close_at_end()
+        num_passed, secs = start["consumed"] + sum(start["dropped"].values()), start.get("secs", {})
+        self._timetables = {
+            name: Timetable(frequency, plan.num_rows, num_passed, secs.get(name, 0.0))
+            for name, frequency in (("save", plan.saves), ("validate", plan.validates))
+        }
+        self.due: frozenset[str] = frozenset()
         self._cut = self._checked_snapshot()
 
     @property
@@ -127,7 +136,9 @@ class Coordinator:
             prompt_groups.append(new)
             self._admission.issued(source, engine_version)
         self._close_at_end()
-        return prompt_groups
+        if self.plan.oversampling:
+            self.queue.give_places([group.group_id for group in prompt_groups])
+        return [self.queue.prompt_group(group.group_id) for group in prompt_groups]
 
     def assign(self, number: int, worker: str) -> None:
         """Record in the ledger that `worker` works on the group from now on."""
@@ -239,8 +250,16 @@ class Coordinator:
         self._journal("version", step=self.step, weights=self.weights_step)
         if self._ledger:
             self._ledger.sync()
+        passed, last = sum(each.consumed + sum(each.dropped.values()) for each in self._counts.values()), self.finished
+        self.due = frozenset(name for name, each in self._timetables.items() if each.is_due(self.step, passed, last))
         self._cut = self._checked_snapshot()
         return self.version
+
+    def end(self, why: str) -> None:
+        """No step is left after the last release: a metric has the value of `plan.stop_when`. A run that resumes with
+        the same has ended as well. why: for the user."""
+        self._cut["ended"] = {"when": str(self.plan.stop_when), "why": why}
+        self.plan = replace(self.plan, total_steps=self.step)
 
     def checked_counts(self) -> GroupCounts:
         queue = self.queue
@@ -315,6 +334,8 @@ class Coordinator:
         if self.plan.domains:
             lags = self.shares.lags()
             described["domains"] = {name: {**saved_counts(self._counts[name]), "lag": lags[name]} for name in lags}
+        if self.plan.saves.secs or self.plan.validates.secs:
+            described["secs"] = {name: each.secs for name, each in self._timetables.items()}
         if self.plan.skips:
             described["skips"] = self._skips.saved_skips()
         return cast(Snapshot, described | self.shares.saved_state())

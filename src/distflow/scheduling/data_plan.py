@@ -1,11 +1,14 @@
-"""The data plan: what a run draws from its data, in which sizes, and when it ends; and the next group that is drawn."""
+"""The data plan: what a run draws from its data, in which sizes, when it saves, validates and ends; and the next group
+that is drawn."""
 
+import time
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Literal
 
+from distflow.config.keys.run import StopCondition
 from distflow.scheduling.curriculum import CurriculumPlan, SkipPlan
 from distflow.scheduling.data_order import place
 from distflow.scheduling.groups import TRAIN, DomainCounts, PromptGroup
@@ -23,6 +26,46 @@ class DomainPlan:
 
 
 @dataclass(frozen=True)
+class Frequency:
+    """How often something is due: every so many steps, epochs or seconds, whichever comes first. 0 or less and None are
+    never."""
+
+    steps: int = 0
+    epochs: int | None = None
+    secs: float | None = None
+
+    def __bool__(self) -> bool:
+        return self.steps > 0 or self.epochs is not None or self.secs is not None
+
+
+class Timetable:
+    """Tells after each step whether something is due. A resumed run continues to count where its checkpoint was made;
+    the time between two starts does not count."""
+
+    def __init__(self, frequency: Frequency, num_rows: int, num_passed: int = 0, secs: float = 0.0) -> None:
+        """num_rows: groups of an epoch. num_passed: as of `is_due`. secs: since it was due last."""
+        self._frequency, self._num_rows, self._num_passed = frequency, num_rows, num_passed
+        self._last = time.monotonic() - secs
+
+    @property
+    def secs(self) -> float:
+        """Since it was due last, or since the start of the run; 0 where they do not count."""
+        return time.monotonic() - self._last if self._frequency.secs is not None else 0.0
+
+    def is_due(self, step: int, num_passed: int, is_last: bool = False) -> bool:
+        """To be asked once after each step. num_passed: groups that were consumed or dropped so far. is_last: no step
+        is left, so that it is due unless it never is."""
+        frequency, before, self._num_passed = self._frequency, self._num_passed, num_passed
+        size = self._num_rows * (frequency.epochs or 0)
+        by_steps = frequency.steps > 0 and step % frequency.steps == 0
+        by_epochs = size > 0 and num_passed // size > before // size
+        by_secs = frequency.secs is not None and self.secs >= frequency.secs
+        if due := by_steps or by_epochs or by_secs or (is_last and bool(frequency)):
+            self._last = time.monotonic()
+        return due
+
+
+@dataclass(frozen=True)
 class DataPlan:
     """What a run draws from its data, and when it ends: after `total_groups` or `total_steps`, whichever comes first.
     Without `total_groups` the data are repeated as often as the steps need.
@@ -33,7 +76,9 @@ class DataPlan:
     budget of a step, in batches. oversampling: extra groups that run, as a fraction of those that the step lacks; only
     at staleness 0. max_held_bytes: of groups that wait for their step or are trained on, None for no bound. domains: in
     the order of their rows, none for one source; each repeats by itself, so that with them `total_groups` is None.
-    curriculum: how their shares change, None if they stay. skips: which rows are skipped, None for none.
+    curriculum: how their shares change, None if they stay. skips: which rows are skipped, None for none. saves,
+    validates: when the run writes a checkpoint, and when it validates, besides at its end. stop_when: it ends earlier
+    when a metric has this value.
     """
 
     num_rows: int
@@ -52,6 +97,9 @@ class DataPlan:
     domains: tuple[DomainPlan, ...] = ()
     curriculum: CurriculumPlan | None = None
     skips: SkipPlan | None = None
+    saves: Frequency = Frequency()
+    validates: Frequency = Frequency()
+    stop_when: StopCondition | None = None
 
     def __post_init__(self) -> None:
         if self.domains:

@@ -10,9 +10,6 @@ from typing import Any
 from distflow.scheduling.domain_quotas import Quotas
 from distflow.scheduling.groups import CountsError, GroupState, PromptGroup
 
-MAX_ABORTS = 3
-"""Times that a group may be aborted: then its slot in the step is reserved, and the step waits for it."""
-
 
 @dataclass
 class _Due:
@@ -27,8 +24,7 @@ class DomainQueue:
     """The groups of one domain in the queue. A pure state machine; `SampleQueue` checks that moves are possible.
 
     domain: its number in `quotas`. num_live: running, complete or waiting to be issued again. formed: groups that the
-    next step has taken. num_unfilled: slots of that step that stay empty, once it is formed. protected: running groups
-    that may not be aborted again.
+    next step has taken. num_unfilled: slots of that step that stay empty, once it is formed.
     """
 
     def __init__(
@@ -44,7 +40,7 @@ class DomainQueue:
         self._oversampling = oversampling
         self._due: dict[int, _Due] = {}
         self.num_live = self.num_complete = self.num_unfilled = 0
-        self.waiting, self.protected = set[int](), set[int]()
+        self.waiting = set[int]()
         self.formed: tuple[int, ...] = ()
 
     @property
@@ -96,10 +92,7 @@ class DomainQueue:
 
     def reissue(self, number: int, version: int) -> None:
         self.waiting.remove(number)
-        attempt, num_aborts = self._groups[number].attempt + 1, self._groups[number].num_aborts
-        self._change(number, state=GroupState.GENERATING, version=version, attempt=attempt)
-        if num_aborts >= MAX_ABORTS:
-            self.protected.add(number)
+        self._change(number, state=GroupState.GENERATING, version=version, attempt=self._groups[number].attempt + 1)
         self._enter(number)
 
     def complete(self, number: int, num_tokens: int, version: int | None) -> None:
@@ -201,5 +194,4 @@ class DomainQueue:
         members = self._due[self._groups[number].due(self._max_staleness)]
         members.num_live -= 1
         members.complete.discard(number)
-        self.protected.discard(number)
         return members

@@ -1,12 +1,14 @@
 """Prompt groups and their states, weight versions, and counts: every issued group is in one state."""
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
 TRAIN = "train"
+MAX_ABORTS = 3
+"""Times that a group may be aborted: then a place in the step is reserved for it, and the step waits for it."""
 
 
 @dataclass(frozen=True, order=True)
@@ -47,7 +49,8 @@ class PromptGroup:
     stream: "train", "train/<domain>", or "val/<set>".
     position: in the order of its domain, from 0; always 0 in a run without domains.
     num_tokens: of all its samples, prompts included; 0 until it is complete.
-    failures, num_aborts: times that it was lost during the run, and that it was aborted.
+    failures, num_aborts: times that it was lost during the run, and that it was aborted. counts: whether its worker may
+    complete one more group of its domain for it, with oversampling.
     lowest_version: of its tokens, None until it is complete.
     """
 
@@ -64,6 +67,7 @@ class PromptGroup:
     failures: int = field(default=0, compare=False)
     lowest_version: int | None = field(default=None, compare=False)
     num_aborts: int = field(default=0, compare=False)
+    counts: bool = field(default=False, compare=False)
 
     @property
     def domain(self) -> str:
@@ -91,6 +95,29 @@ class PromptGroup:
         """Fields of the ledger's record that it was issued."""
         fields = {name: getattr(self, name) for name in ("group_id", "epoch", "row", "version", "attempt")}
         return {**fields, "domain": self.domain} if self.domain else fields
+
+
+class Places:
+    """The places of a step that a worker's groups of one generation batch have, by domain. Groups that were aborted too
+    often have one reserved."""
+
+    def __init__(self, groups: Collection[PromptGroup]) -> None:
+        self._reserved = {group for group in groups if group.num_aborts >= MAX_ABORTS}
+        self._free = Counter(group.domain for group in groups if group.counts)
+
+    @property
+    def is_full(self) -> bool:
+        return not any(self._free.values())
+
+    def has_place(self, group: PromptGroup) -> bool:
+        """Whether the group may be completed, besides those that others have reserved."""
+        others = 0 if group in self._reserved else sum(each.domain == group.domain for each in self._reserved)
+        return self._free[group.domain] > others
+
+    def end(self, group: PromptGroup, complete: bool) -> None:
+        """The group is complete, and takes a place, or it is dropped."""
+        self._reserved.discard(group)
+        self._free[group.domain] -= complete
 
 
 class CountsError(RuntimeError):

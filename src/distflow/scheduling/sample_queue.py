@@ -7,7 +7,7 @@ from typing import Literal
 from distflow.errors import UserError
 from distflow.scheduling.domain_queue import DomainQueue
 from distflow.scheduling.domain_quotas import Quotas
-from distflow.scheduling.groups import CountsError, GroupState, PromptGroup
+from distflow.scheduling.groups import MAX_ABORTS, CountsError, GroupState, PromptGroup
 
 MAX_ATTEMPTS = 3
 """Attempts that a group has: lost in the last one too, it is not tried again."""
@@ -36,8 +36,7 @@ class SampleQueue:
     group id, and the remaining ones must fit after the last part (`num_owed`).
 
     If more groups run than the step has slots (`oversampling`, only at staleness 0), it takes those that finish first
-    and find a slot, and the others are aborted: they wait to be issued again, before new ones. The driver decides which
-    finish first.
+    on their worker (`give_places`), and the others are aborted: they wait to be issued again, before new ones.
 
     closed: whether no further group will come, so that the last step may be short.
     when_exhausted: if no more groups may be issued and the step is not full: an error, or continue with what there is.
@@ -149,17 +148,15 @@ class SampleQueue:
             raise CountsError(f"group {number} cannot be lost: it is not complete, or a step has taken it")
         self.queue_of(number).wait(number)
 
-    @property
-    def is_full(self) -> bool:
-        """Whether there is a complete group for every slot of the next step."""
-        return all(queue.num_lacking <= 0 for queue in self.domain_queues.values())
-
-    def has_place(self, number: int) -> bool:
-        """Whether the next step has a slot for a running group, besides those reserved for groups that were aborted too
-        often."""
-        self.running_group(number, "take a slot")
-        queue = self.queue_of(number)
-        return queue.num_lacking > (0 if number in queue.protected else len(queue.protected))
+    def give_places(self, numbers: Sequence[int]) -> None:
+        """Of a generation batch that begins: the groups of each domain that has more than the step lacks count for
+        those that it lacks, first those that were aborted too often. Which groups are completed is up to their workers,
+        each of which may complete as many of its own as count."""
+        for name, queue in self.domain_queues.items():
+            own = [number for number in sorted(numbers) if self._groups[number].domain == name]
+            own.sort(key=lambda number: self._groups[number].num_aborts < MAX_ABORTS)
+            for place, number in enumerate(own):
+                self._groups[number] = self._groups[number].changed(counts=place < queue.num_lacking)
 
     def abort(self, number: int) -> PromptGroup:
         """Abort a running group that is not needed: it waits to be issued again."""

@@ -51,7 +51,8 @@ class Snapshot(TypedDict):
     the data set. live: groups in the queue, by group id. ledger: the fields of its `Mark`, None without one. domains:
     by name, `saved_counts` of each and its lag, the slots by which it is behind its share at the next step, as a
     fraction; missing without any. shares (of the next step, then later changes), curriculum: missing if shares stay.
-    skips: missing if no row is skipped."""
+    skips: missing if no row is skipped. secs: since the last save and validation; missing if these go by no clock.
+    ended: which condition ended the run, and why; missing if none has."""
 
     plan: SavedPlan
     restart: int
@@ -68,6 +69,8 @@ class Snapshot(TypedDict):
     shares: NotRequired[list[SavedShares]]
     curriculum: NotRequired[SavedCurriculum]
     skips: NotRequired[SavedSkips]
+    secs: NotRequired[dict[str, float]]
+    ended: NotRequired[dict[str, str]]
 
 
 def at_start(plan: DataPlan) -> Snapshot:

@@ -57,7 +57,8 @@ def test_every_name_says_something():
 def test_a_value_that_has_no_name_here_is_answered_with_those_that_have():
     said = find_names("loss_type")["TRL"].answer("dft")
     assert "dft" not in said and f"`dr_grpo` is `{ACTOR}.loss_agg_mode=seq-mean-token-sum-norm`" in said
-    assert find_names("save_strategy")["TRL"].answer("epoch").startswith("trainer.save_freq counts steps; `no` is")
+    answer = find_names("save_strategy")["TRL"].answer("hour")
+    assert answer.startswith("trainer.save_freq counts steps, trainer.save_freq_epochs epochs; `no` is")
 
 
 def test_none_of_them_is_a_key_here():
@@ -137,6 +138,8 @@ TRL = {
     "max_steps=-1": "write trainer.total_training_steps=null",
     "save_steps=50": "write trainer.save_freq=50",
     "save_strategy=no": "write trainer.save_freq=-1",
+    "save_strategy=epoch": "write trainer.save_freq=-1 trainer.save_freq_epochs=1",
+    "eval_strategy=epoch": "write trainer.test_freq=-1 trainer.test_freq_epochs=1",
     "save_total_limit=3": "write trainer.keep_last=3",
     "eval_steps=50": "write trainer.test_freq=50",
     "eval_strategy=no": "write trainer.test_freq=-1",
@@ -159,7 +162,7 @@ TRL = {
     "lam=0.95": "write algorithm.lam=0.95",
     "missing_eos_penalty=1.0": "reward.overlong.buffer_tokens",
     "reward_model_path=m": "write reward.functions={default:[{name:model,options:{path:m}}]}",
-    "deepspeed=ds.json": "one process",
+    "deepspeed=ds.json": "trainer.launcher=ray",
     "logging_steps=10": "",
     "use_liger_kernel=True": "",
     "log_completions=True": "",
@@ -233,7 +236,7 @@ OTHERS = {
     "reward_model.model.fsdp_config.param_offload=True": "leave it out",
     f"{REF}.fsdp_config.fsdp_size=4": f"as the actor does: {ACTOR}.fsdp_config.fsdp_size",
     f"{ACTOR}.fsdp_config.forward_prefetch=True": "",
-    f"{ACTOR}.ulysses_sequence_parallel_size=2": "one device",
+    f"{ACTOR}.ulysses_sequence_parallel_size=2": "not divided over devices",
     f"{ROLLOUT}.multi_turn.enable=True": "not implemented yet",
     "data.reward_fn_key=data_source": "",
     "reward_model.reward_manager=mine": "reward.functions",

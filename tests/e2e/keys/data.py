@@ -116,6 +116,10 @@ def same_rows_by_other_threads(before: Any, after: Any) -> None:
     assert before[1] == after[1] and len(after[1]) == 1600
 
 
+def tagged(before: Any, after: Any) -> None:
+    assert {row.tag for row in before[1]} == {""} and after[1][1].tag == "x1" and after[0][1].tag == ""
+
+
 def overlaps(before: Any, after: Any) -> None:
     assert before.overlap.startswith("6 of 6 validation prompts are trained on") and after.overlap == ""
 
@@ -155,6 +159,7 @@ CASES = (
         (CHAT, "data.max_prompt_length=64"),
     ),
     prompts_case("domain_key", "other_source", "domains", rows_have("domain", "free", "elsewhere")),
+    prompts_case("tag_key", "other_answer", "tags of validation rows", tagged, (VALIDATED,)),
     prompts_case(
         "prompt_format",
         "chat",

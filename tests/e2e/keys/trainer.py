@@ -110,6 +110,15 @@ def saved_at(before_steps: list[int], after_steps: list[int]) -> Callable[[Run, 
     return check
 
 
+def models_at(before_steps: list[int], after_steps: list[int]) -> Callable[[Run, Run], None]:
+    def check(before: Run, after: Run) -> None:
+        for run, steps in ((before, before_steps), (after, after_steps)):
+            found = sorted(path.parent.name for path in run.folder.glob("huggingface/*/config.json"))
+            assert found == [f"step-{step:06d}" for step in steps]
+
+    return check
+
+
 def best_by(before_metric: str, after_metric: str) -> Callable[[Run, Run], None]:
     """The last checkpoint, and the first of those with the highest metric."""
 
@@ -269,6 +278,7 @@ TRAINER = (
         given=("trainer.total_training_steps=null", "trainer.total_epochs=1"),
     ),
     Case("trainer.total_training_steps", ONE, "steps", num_steps(2, 1)),
+    Case("trainer.stop_when", "trainer.stop_when=async/submitted >= 4", "steps", num_steps(2, 1)),
     Case(
         "trainer.critic_warmup", "trainer.critic_warmup=1", "updates of the actor", only_the_critic_at_first, base="ppo"
     ),
@@ -286,7 +296,29 @@ TRAINER = (
         validated_at([2, 3], [1, 2, 3]),
         given=(THREE, VALIDATED, "trainer.test_freq=2"),
     ),
+    Case(
+        "trainer.test_freq_epochs",
+        "trainer.test_freq_epochs=1",
+        "validations",
+        validated_at([], [3, 4]),
+        given=("trainer.total_training_steps=4", VALIDATED),
+    ),
+    Case(
+        "trainer.test_freq_secs",
+        "trainer.test_freq_secs=0.001",
+        "validations",
+        validated_at([], [1, 2, 3]),
+        given=(THREE, VALIDATED),
+    ),
     Case("trainer.save_freq", "trainer.save_freq=2", "checkpoints", saved_at([], [2, 3]), given=(THREE,)),
+    Case(
+        "trainer.save_freq_epochs",
+        "trainer.save_freq_epochs=1",
+        "checkpoints",
+        saved_at([], [3, 4]),
+        given=("trainer.total_training_steps=4",),
+    ),
+    Case("trainer.save_freq_secs", "trainer.save_freq_secs=0.001", "checkpoints", saved_at([], [2, 3]), given=(THREE,)),
     Case(
         "trainer.keep_last",
         "trainer.keep_last=1",
@@ -302,6 +334,7 @@ TRAINER = (
         best_by("val_correct/all/mean", "val_correct/all/mean@8"),
         given=FOR_BEST,
     ),
+    Case("trainer.save_hf_model", "trainer.save_hf_model=true", "models", models_at([], [3]), given=SAVING),
     Case(
         "trainer.resume_mode",
         "trainer.resume_mode=never",

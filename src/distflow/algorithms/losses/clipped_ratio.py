@@ -17,13 +17,6 @@ from distflow.algorithms.registry import register_policy_loss
 Stats = dict[str, Tensor]
 
 
-def clip_range(clip_ratio: float, clip_ratio_low: float | None, clip_ratio_high: float | None) -> tuple[float, float]:
-    """How far the ratio may go below and above 1; each bound is `clip_ratio` where it is not set."""
-    low = clip_ratio if clip_ratio_low is None else clip_ratio_low
-    high = clip_ratio if clip_ratio_high is None else clip_ratio_high
-    return low, high
-
-
 def clipped_surrogate(
     ratio: Tensor, advantages: Tensor, low: float, high: float, clip_ratio_c: float | None
 ) -> tuple[Tensor, Stats]:
@@ -53,9 +46,8 @@ def compute_vanilla_loss(
     loss_mask: Tensor,
     old_log_probs: Tensor | None = None,
     *,
-    clip_ratio: float = 0.2,
-    clip_ratio_low: float | None = None,
-    clip_ratio_high: float | None = None,
+    clip_ratio_low: float = 0.2,
+    clip_ratio_high: float = 0.2,
     clip_ratio_c: float | None = 3.0,
 ) -> tuple[Tensor, Stats]:
     """max(−rA, −clip(r)A), for A < 0 at most −c·A, per token; all tensors `(bs, response_length)`.
@@ -63,9 +55,9 @@ def compute_vanilla_loss(
     `clip_ratio_c` None turns the dual clip off. Raises ValueError if it is not above 1.
     """
     check_dual_clip(clip_ratio_c)
-    low, high = clip_range(clip_ratio, clip_ratio_low, clip_ratio_high)
     difference = log_ratio(log_probs, old_log_probs, loss_mask)
-    loss, stats = clipped_surrogate(difference.exp(), under_mask(advantages, loss_mask), low, high, clip_ratio_c)
+    advantages = under_mask(advantages, loss_mask)
+    loss, stats = clipped_surrogate(difference.exp(), advantages, clip_ratio_low, clip_ratio_high, clip_ratio_c)
     return loss, stats | {"ppo_kl": -difference.detach()}
 
 
@@ -76,19 +68,17 @@ def compute_cispo_loss(
     loss_mask: Tensor,
     old_log_probs: Tensor | None = None,
     *,
-    clip_ratio: float = 0.2,
-    clip_ratio_low: float | None = None,
-    clip_ratio_high: float | None = None,
+    clip_ratio_low: float = 0.2,
+    clip_ratio_high: float = 0.2,
     clip_below: bool = True,
 ) -> tuple[Tensor, Stats]:
     """−sg[clip(r, 1 − ε_low, 1 + ε_high)]·A·logπ per token; all `(bs, response_length)`.
 
     `clip_below` False drops the lower bound, as the paper does.
     """
-    low, high = clip_range(clip_ratio, clip_ratio_low, clip_ratio_high)
     difference = log_ratio(log_probs, old_log_probs, loss_mask).detach()
     ratio = difference.exp()
-    weight = ratio.clamp(1.0 - low if clip_below else 0.0, 1.0 + high)
+    weight = ratio.clamp(1.0 - clip_ratio_low if clip_below else 0.0, 1.0 + clip_ratio_high)
     loss = -weight * under_mask(advantages, loss_mask) * under_mask(log_probs, loss_mask)
     return loss, {"pg_clipfrac": as_stat(weight != ratio, ratio), "ppo_kl": -difference}
 
@@ -103,21 +93,19 @@ def compute_gspo_loss(
     loss_mask: Tensor,
     old_log_probs: Tensor | None = None,
     *,
-    clip_ratio: float = 0.2,
-    clip_ratio_low: float | None = None,
-    clip_ratio_high: float | None = None,
+    clip_ratio_low: float = 0.2,
+    clip_ratio_high: float = 0.2,
 ) -> tuple[Tensor, Stats]:
     """max(−sA, −clip(s)A) per token, s_t = sg[s] · π_t / sg[π_t] (GSPO-token); all `(bs, response_length)`.
 
     log s is the mean log-ratio of the sequence, capped at 10. The paper aggregates by `seq-mean-token-mean`.
     """
-    low, high = clip_range(clip_ratio, clip_ratio_low, clip_ratio_high)
     difference = raw_log_ratio(log_probs, old_log_probs, loss_mask)
     lengths = (loss_mask > 0).sum(dim=-1, keepdim=True).clamp(min=1)
     sequence = (difference.sum(dim=-1, keepdim=True) / lengths).detach()
     token_part = difference - difference.detach()
     ratio = torch.exp((sequence + token_part).clamp(max=MAX_LOG_SEQUENCE_RATIO))
-    loss, stats = clipped_surrogate(ratio, under_mask(advantages, loss_mask), low, high, clip_ratio_c=None)
+    loss, stats = clipped_surrogate(ratio, under_mask(advantages, loss_mask), clip_ratio_low, clip_ratio_high, None)
     return loss, stats | {"ppo_kl": -difference.detach()}
 
 
@@ -128,9 +116,8 @@ def compute_gmpo_loss(
     loss_mask: Tensor,
     old_log_probs: Tensor | None = None,
     *,
-    clip_ratio: float = 0.2,
-    clip_ratio_low: float | None = None,
-    clip_ratio_high: float | None = None,
+    clip_ratio_low: float = 0.2,
+    clip_ratio_high: float = 0.2,
 ) -> tuple[Tensor, Stats]:
     """−A · (Π r_t)^(1/n), the sequence's loss on each of its n tokens; all `(bs, response_length)`.
 
@@ -138,17 +125,18 @@ def compute_gmpo_loss(
     overflow where A < 0; A is the sequence's mean advantage. The paper's mean over sequences is `seq-mean-token-mean`,
     and counts every row, also one without a token, as verl, siiRL and TRL do.
     """
-    low, high = clip_range(clip_ratio, clip_ratio_low, clip_ratio_high)
     difference = raw_log_ratio(log_probs, old_log_probs, loss_mask)
     advantages = under_mask(advantages, loss_mask).to(difference.dtype)
     lengths = (loss_mask > 0).sum(dim=-1, keepdim=True).clamp(min=1)
-    pessimistic = torch.where(advantages > 0, difference.clamp(max=high), difference.clamp(min=-low))
+    pessimistic = torch.where(
+        advantages > 0, difference.clamp(max=clip_ratio_high), difference.clamp(min=-clip_ratio_low)
+    )
     pessimistic = torch.where(advantages == 0, torch.zeros_like(pessimistic), pessimistic)
     ratio = (pessimistic.sum(dim=-1, keepdim=True) / lengths).exp()
     loss = -(advantages.sum(dim=-1, keepdim=True) / lengths) * ratio
     stats = {
-        "pg_clipfrac": as_stat((advantages > 0) & (difference > high), difference),
-        "pg_clipfrac_lower": as_stat((advantages < 0) & (difference < -low), difference),
+        "pg_clipfrac": as_stat((advantages > 0) & (difference > clip_ratio_high), difference),
+        "pg_clipfrac_lower": as_stat((advantages < 0) & (difference < -clip_ratio_low), difference),
         "ppo_kl": -difference.detach(),
     }
     return loss.expand_as(difference), stats
@@ -164,9 +152,8 @@ def compute_dppo_tv_loss(
     loss_mask: Tensor,
     old_log_probs: Tensor | None = None,
     *,
-    clip_ratio: float = 0.2,
-    clip_ratio_low: float | None = None,
-    clip_ratio_high: float | None = None,
+    clip_ratio_low: float = 0.2,
+    clip_ratio_high: float = 0.2,
     clip_ratio_c: float | None = 20.0,
 ) -> tuple[Tensor, Stats]:
     """−sg[min(r, c)]·A·logπ per token, 0 where π − π_old is above `clip_ratio_high` (A > 0) or below −`clip_ratio_low`.
@@ -174,10 +161,9 @@ def compute_dppo_tv_loss(
     All `(bs, response_length)`. `clip_ratio_c` None leaves the weight untruncated; the paper wants it large (its
     section 5.4). Raises ValueError if it is not above 1.
     """
-    low, high = clip_range(clip_ratio, clip_ratio_low, clip_ratio_high)
     policy, old = _probabilities(log_probs, old_log_probs, loss_mask)
     moved = policy - old
-    inside = torch.where(under_mask(advantages, loss_mask) > 0, moved <= high, moved >= -low)
+    inside = torch.where(under_mask(advantages, loss_mask) > 0, moved <= clip_ratio_high, moved >= -clip_ratio_low)
     return _masked_gradient(log_probs, advantages, loss_mask, old_log_probs, inside, clip_ratio_c)
 
 
@@ -188,22 +174,20 @@ def compute_dppo_kl_loss(
     loss_mask: Tensor,
     old_log_probs: Tensor | None = None,
     *,
-    clip_ratio: float = 0.2,
-    clip_ratio_low: float | None = None,
-    clip_ratio_high: float | None = None,
+    clip_ratio_low: float = 0.2,
+    clip_ratio_high: float = 0.2,
     clip_ratio_c: float | None = 20.0,
 ) -> tuple[Tensor, Stats]:
     """As `dppo_tv`, 0 where the token moved the way that A pushes it by a binary KL(old ‖ policy) above the bound.
 
     Binary: of the distributions {this token, any other}. Raises ValueError if `clip_ratio_c` is not above 1.
     """
-    low, high = clip_range(clip_ratio, clip_ratio_low, clip_ratio_high)
     policy, old = _probabilities(log_probs, old_log_probs, loss_mask)
     difference = log_ratio(log_probs, old_log_probs, loss_mask).detach()
     others = torch.log((1.0 - old + EPSILON) / (1.0 - policy + EPSILON))
     divergence = -old * difference + (1.0 - old) * others
-    rises = (divergence <= high) | (policy <= old)
-    falls = (divergence <= low) | (policy >= old)
+    rises = (divergence <= clip_ratio_high) | (policy <= old)
+    falls = (divergence <= clip_ratio_low) | (policy >= old)
     inside = torch.where(under_mask(advantages, loss_mask) > 0, rises, falls)
     return _masked_gradient(log_probs, advantages, loss_mask, old_log_probs, inside, clip_ratio_c)
 

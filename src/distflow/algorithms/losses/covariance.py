@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from distflow.algorithms.losses.clipped_ratio import Stats, clip_range, clipped_surrogate
+from distflow.algorithms.losses.clipped_ratio import Stats, clipped_surrogate
 from distflow.algorithms.masked_reductions import Reduce, as_stat, global_sum, log_ratio, masked_mean, under_mask
 from distflow.algorithms.registry import register_policy_loss
 from distflow.graph.fields import register_field
@@ -122,14 +122,13 @@ def compute_clip_cov_loss(
     selected_tokens: Tensor,
     old_log_probs: Tensor | None = None,
     *,
-    clip_ratio: float = 0.2,
-    clip_ratio_low: float | None = None,
-    clip_ratio_high: float | None = None,
+    clip_ratio_low: float = 0.2,
+    clip_ratio_high: float = 0.2,
 ) -> tuple[Tensor, Stats]:
     """max(−rA, −clip(r)A) per token, 0 on the selected ones; all `(bs, response_length)`. No dual clip."""
-    low, high = clip_range(clip_ratio, clip_ratio_low, clip_ratio_high)
     difference = log_ratio(log_probs, old_log_probs, loss_mask)
-    loss, stats = clipped_surrogate(difference.exp(), under_mask(advantages, loss_mask), low, high, clip_ratio_c=None)
+    advantages = under_mask(advantages, loss_mask)
+    loss, stats = clipped_surrogate(difference.exp(), advantages, clip_ratio_low, clip_ratio_high, None)
     selected = under_mask(selected_tokens, loss_mask) > 0
     loss = torch.where(selected, torch.zeros_like(loss), loss)
     return loss, stats | {"cov_selected": as_stat(selected, loss), "ppo_kl": -difference.detach()}

@@ -10,7 +10,7 @@ from typing import Literal, get_args, get_origin
 import torch
 from torch import Tensor
 
-from distflow.algorithms.losses.clipped_ratio import Stats, check_dual_clip, clip_range, clipped_surrogate
+from distflow.algorithms.losses.clipped_ratio import Stats, check_dual_clip, clipped_surrogate
 from distflow.algorithms.masked_reductions import MAX_LOG_RATIO, as_stat, log_ratio, raw_log_ratio, under_mask
 from distflow.algorithms.registry import register_policy_loss
 from distflow.errors import hint
@@ -126,9 +126,8 @@ def compute_decoupled_loss(
     advantages: Tensor,
     loss_mask: Tensor,
     *,
-    clip_ratio: float = 0.2,
-    clip_ratio_low: float | None = None,
-    clip_ratio_high: float | None = None,
+    clip_ratio_low: float = 0.2,
+    clip_ratio_high: float = 0.2,
     clip_ratio_c: float | None = 3.0,
     behav_imp_weight_cap: float | None = 5.0,
     behav_imp_weight_mode: Literal["mask", "clamp", "disabled"] = "mask",
@@ -142,10 +141,10 @@ def compute_decoupled_loss(
     does. Raises ValueError for bad options.
     """
     check_options(clip_ratio_c, behav_imp_weight_mode, rejection_sampling)
-    low, high = clip_range(clip_ratio, clip_ratio_low, clip_ratio_high)
     difference = log_ratio(log_probs, prox_log_probs, loss_mask)
     behaviour = log_ratio(prox_log_probs, old_log_probs, loss_mask).detach()
-    loss, stats = clipped_surrogate(difference.exp(), under_mask(advantages, loss_mask), low, high, clip_ratio_c)
+    advantages = under_mask(advantages, loss_mask)
+    loss, stats = clipped_surrogate(difference.exp(), advantages, clip_ratio_low, clip_ratio_high, clip_ratio_c)
     stats |= {"ppo_kl": -difference.detach(), "behave_kl": -behaviour}
     if behav_imp_weight_mode == "disabled":
         return loss, stats

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from distflow.algorithms.advantages.group_baseline import sample_scores
-from distflow.algorithms.losses.clipped_ratio import Stats, clip_range
+from distflow.algorithms.losses.clipped_ratio import Stats
 from distflow.algorithms.masked_reductions import MAX_LOG_RATIO, as_stat, log_ratio, raw_log_ratio, under_mask
 from distflow.algorithms.registry import register_policy_loss
 
@@ -46,9 +46,8 @@ def compute_cpgd_loss(
     loss_mask: Tensor,
     old_log_probs: Tensor | None = None,
     *,
-    clip_ratio: float = 0.2,
-    clip_ratio_low: float | None = None,
-    clip_ratio_high: float | None = None,
+    clip_ratio_low: float = 0.2,
+    clip_ratio_high: float = 0.2,
     policy_drift_coeff: float = 0.0,
 ) -> tuple[Tensor, Stats]:
     """−clamp(logπ)·A + policy_drift_coeff · sg[min(r − 1, 2)]·logπ per token; all `(bs, response_length)`.
@@ -58,11 +57,10 @@ def compute_cpgd_loss(
     `policy_drift` is that estimate. Raises ValueError for a negative coefficient.
     """
     check_drift(policy_drift_coeff)
-    low, high = clip_range(clip_ratio, clip_ratio_low, clip_ratio_high)
     current, advantages = under_mask(log_probs, loss_mask), under_mask(advantages, loss_mask)
     old = current.detach() if old_log_probs is None else under_mask(old_log_probs, loss_mask)
-    ceiling = old + math.log1p(high)
-    floor = old + (math.log1p(-low) if low < 1.0 else -math.inf)
+    ceiling = old + math.log1p(clip_ratio_high)
+    floor = old + (math.log1p(-clip_ratio_low) if clip_ratio_low < 1.0 else -math.inf)
     positive = advantages > 0
     outside = torch.where(positive, current > ceiling, current < floor)
     clipped = torch.where(outside, torch.where(positive, ceiling, floor), current)

@@ -35,7 +35,8 @@ NEEDED_TO_EVALUATE = frozenset(
         "dag.pipeline",
     }
 )
-NEEDED_TO_TRAIN = NEEDED_TO_EVALUATE | {_TRAIN, "data.curriculum.function"}
+_CHOSEN = ("data.curriculum.function", "algorithm.filter_groups.should_accept")
+NEEDED_TO_TRAIN = NEEDED_TO_EVALUATE | {_TRAIN, *_CHOSEN}
 """Keys of files and folders that must exist; `data.reward` is that of domains."""
 
 
@@ -66,8 +67,8 @@ def _named(config: Config) -> Iterator[tuple[str, str, Fault]]:
     judged = [("reward.functions", parts) for parts in config.reward.functions.values()]
     judged += [(f"data.domains.{name}.reward", domain.reward) for name, domain in config.data.domains.items()]
     yield from ((key, part.name, _function_fault) for key, parts in judged for part in parts)
-    if config.data.curriculum.function:
-        yield "data.curriculum.function", config.data.curriculum.function, _function_fault
+    chosen = zip(_CHOSEN, (config.data.curriculum.function, config.algorithm.filter_groups.should_accept), strict=True)
+    yield from ((key, name, _function_fault) for key, name in chosen if name)
     yield from (("dag.pipeline", name, _function_fault) for name in functions_of_pipeline(config))
 
 

@@ -11,6 +11,7 @@ from distflow.config.compose.values import (
     Mismatch,
     convert,
     nested,
+    parse_band,
     parse_differing,
     parse_share_band,
     show,
@@ -133,12 +134,20 @@ class RolloutCorrectionConfig:
 
 @dataclass(frozen=True)
 class FilterGroupsConfig:
-    """Dynamic sampling: groups whose samples are all equally correct are dropped and replaced."""
+    """Dynamic sampling: groups that teach nothing, or that a function rejects, are dropped and replaced."""
 
     enable: bool = key(False, "drop groups without a signal and refill the batch")
     metric: str = key(
         "acc",
         "what must differ within a group: acc (no penalties), score or seq_reward (with them), or a reward function",
+    )
+    mean_range: tuple[float, float] | None = key(
+        None, "[low, high]: also drop groups whose mean of metric is not between; null is off", parse=parse_band
+    )
+    should_accept: str | None = key(
+        None,
+        "module:function or file.py:function of a group's columns; the group is dropped and replaced if it returns "
+        "False, or a str, the reason",
     )
     max_num_gen_batches: int = key(10, "most batches of prompts to generate for one step", minimum=1)
     when_exhausted: str = key(

@@ -21,6 +21,9 @@ class DomainConfig:
 
     train_files: tuple[str, ...] = key((), "data to train on, in the forms of data.train_files")
     val_files: tuple[str, ...] = key((), "data to validate on")
+    tags: tuple[str, ...] = key(
+        (), "its rows of data.train_files and data.val_files, by data.tag_key, unless it names files of its own"
+    )
     weight: float = key(1.0, "share of each step's prompts, relative to other weights; 0 is never drawn", minimum=0)
     reward: tuple[RewardPart, ...] = key(
         (),
@@ -98,7 +101,7 @@ class DataConfig:
     val_files: tuple[str, ...] = key((), "data to validate on, in the same forms; null is no validation")
     domains: dict[str, DomainConfig] = key(
         {},
-        "name → settings of a data source, in place of train_files and val_files; each has a share of every step",
+        "name → settings of a data source, with its own files or its tags; each has a share of every step",
         parse=parse_domains,
         plain=plain_domains,
     )
@@ -111,6 +114,9 @@ class DataConfig:
         None, "column of reference solutions to score before the start; null is that of the reward function, '' is none"
     )
     domain_key: str = key("data_source", "column of a row's domain")
+    tag_key: str | None = key(
+        None, "column of a row's tag: domains choose rows by it, and accuracy is reported by it too; null reads none"
+    )
     prompt_format: str = key(
         "text", "chat: a str prompt becomes one user message of the chat template", choices=("text", "chat")
     )

@@ -1,7 +1,10 @@
 """Keys of `trainer`, `trust`, `profiler`, `async` and `dag`."""
 
+import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from operator import ge, gt, le, lt
 from pathlib import Path
 
 from distflow.builtin_names import LAUNCHERS, PIPELINES, TRACKERS, not_there_yet
@@ -41,6 +44,44 @@ def parse_pipeline(value: object) -> str | tuple[dict[str, object], ...] | None:
     return tuple(dict(node) for node in value)
 
 
+_COMPARE = {">=": ge, "<=": le, ">": gt, "<": lt}
+_CONDITION = re.compile(r"\s*([^\s<>=!]+)\s*(>=|<=|>|<)\s*([^\s<>=!]+)\s*")
+
+
+@dataclass(frozen=True)
+class StopCondition:
+    """At which value of which metric a run ends, such as `val_correct/all/mean >= 0.9`."""
+
+    metric: str
+    operator: str
+    value: float
+
+    @classmethod
+    def of(cls, text: str) -> "StopCondition":
+        """Raises Mismatch for another form."""
+        found = _CONDITION.fullmatch(text)
+        try:
+            value = float(found[3]) if found else math.nan
+        except ValueError:
+            value = math.nan
+        if found is None or not math.isfinite(value):
+            advice = f"write one metric, one of {', '.join(_COMPARE)}, and a number: val_correct/all/mean >= 0.9"
+            raise Mismatch(f"is {show(text)}, no condition of a metric", advice)
+        return cls(found[1], found[2], value)
+
+    def holds(self, value: float) -> bool:
+        """Never for a value that is not a number."""
+        return _COMPARE[self.operator](value, self.value)
+
+    def __str__(self) -> str:
+        return f"{self.metric} {self.operator} {self.value:.15g}"
+
+
+def parse_stop_when(value: object) -> str | None:
+    """Raises Mismatch where it is no condition."""
+    return None if value is None else str(StopCondition.of(str(value)))
+
+
 @dataclass(frozen=True)
 class TrainerConfig:
     """The run as a whole."""
@@ -52,13 +93,21 @@ class TrainerConfig:
     total_training_steps: int | None = key(
         None, "steps of the run; null goes by total_epochs", minimum=1, advice="null lets total_epochs decide"
     )
+    stop_when: str | None = key(
+        None, "the run ends when a metric has a value, e.g. val_correct/all/mean >= 0.9", parse=parse_stop_when
+    )
     critic_warmup: int = key(0, "first steps, which train only the critic", minimum=0)
     val_before_train: bool = key(False, "validate before the first step")
     test_freq: int = key(5, "steps between validations; 0 or less is never")
+    test_freq_epochs: int | None = key(None, "epochs between validations, besides test_freq", minimum=1)
+    test_freq_secs: float | None = key(None, "seconds from a validation to the next, besides test_freq", above=0)
     save_freq: int = key(10, "steps between checkpoints; 0 or less is never")
+    save_freq_epochs: int | None = key(None, "epochs between checkpoints, besides save_freq", minimum=1)
+    save_freq_secs: float | None = key(None, "seconds from a checkpoint to the next, besides save_freq", above=0)
     keep_last: int = key(2, "number of recent checkpoints to keep", minimum=1)
     keep_best: bool = key(False, "also keep the checkpoint with the best validation")
     keep_best_metric: str = key("val_correct/all/mean", "metric of the best checkpoint (the lowest of a loss)")
+    save_hf_model: bool = key(False, "beside each checkpoint, its policy as a Hugging Face folder, huggingface/NAME")
     resume_mode: str = key("auto", "auto (from the run's last checkpoint, if any), never, or a checkpoint's folder")
     save_groups: str = key(
         "none", "dump all columns of steps to tokens/, as safetensors", choices=("none", "last_k", "all")

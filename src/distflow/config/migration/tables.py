@@ -145,7 +145,9 @@ def read_table(path: Path) -> Table:
     return Table(
         sources=tuple(raw["sources"]),
         names={
-            key: Name(**_fields(entry, answers)) for keys, entry in raw.get("keys", {}).items() for key in expand(keys)
+            key: Name(**_fields(entry, answers, key))
+            for keys, entry in raw.get("keys", {}).items()
+            for key in expand(keys)
         },
         values={key: _read_values(entry) for key, entry in raw.get("values", {}).items()},
         defaults=raw.get("defaults", {}),
@@ -163,18 +165,20 @@ def expand(keys: str) -> list[str]:
     return [key for word in braces[1].split(",") for key in expand(before + word + after)]
 
 
-def _fields(entry: Any, answers: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a `Name`: an entry merged with the answer that it names; its own fields take precedence."""
-    if isinstance(entry, str):
-        return {"ours": entry}
+def _fields(entry: Any, answers: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """The fields of a `Name`: an entry merged with the answer that it names; its own fields take precedence. A
+    `*` at the end of `ours` stands for the last part of the key."""
+    entry = {"ours": entry} if isinstance(entry, str) else entry
     fields = {name: value for name, value in entry.items() if name != "as"}
+    if str(fields.get("ours")).endswith(".*"):
+        fields["ours"] = fields["ours"][:-1] + key.rpartition(".")[2]
     if "values" in fields:
         fields["values"] = _read_values(fields["values"])
     if isinstance(harmless := fields.get("harmless"), str):
         fields["harmless"] = HARMLESS[harmless]
     elif harmless is not None:
         fields["harmless"] = tuple(None if value == "null" else value for value in harmless)
-    return {**_fields(answers[entry["as"]], {}), **fields} if "as" in entry else fields
+    return {**_fields(answers[entry["as"]], {}, key), **fields} if "as" in entry else fields
 
 
 def _read_values(entry: Mapping[str, str]) -> dict[Any, str]:

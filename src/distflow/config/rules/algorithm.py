@@ -122,6 +122,9 @@ def dynamic_sampling(config: Config) -> Iterator[Finding]:
             "a group has only one sample, so every group would be dropped",
             f"set {ROLLOUT}.n=8, or algorithm.filter_groups.enable=false",
         )
+    if filters.metric == "acc" and filters.mean_range and (filters.mean_range[0] >= 1 or filters.mean_range[1] <= 0):
+        what = "a share of correct responses is never between them but for 0 or 1"
+        yield Finding(("algorithm.filter_groups.mean_range", "algorithm.filter_groups.metric"), what, "set [0.1, 0.9]")
     names = {part.name for parts in reward_functions(config).values() for part in parts}
     if filters.metric not in {*FILTER_METRICS, *names}:
         yield Finding(
@@ -132,18 +135,13 @@ def dynamic_sampling(config: Config) -> Iterator[Finding]:
 
 
 def oversampling(config: Config) -> Iterator[Finding]:
-    """Oversampling needs one engine and no staleness, so that the order of groups is reproducible."""
+    """Oversampling needs generation batches with an end."""
     key = "algorithm.filter_groups.oversampling"
     if not is_rl(config) or config.algorithm.filter_groups.oversampling == 0:
         return
     if config.async_.max_staleness != 0:
-        what = (
-            "with max_staleness > 0 there is no end of a step to wait for: a new group starts whenever one is dropped"
-        )
+        what = "with max_staleness > 0 groups are generated for later steps too: none is surplus when a step is full"
         yield Finding((key, "async.max_staleness"), what, f"set {key}=0, or remove async.max_staleness")
-    if config.trainer.launcher != "local":
-        what = "the groups that finish first depend on the order of one engine, and with Ray there may be several"
-        yield Finding((key, "trainer.launcher"), what, f"set {key}=0, or remove trainer.launcher")
 
 
 RULES = (kl_control, clip_ratios, corrections, old_log_probs, rejection, dynamic_sampling, oversampling)

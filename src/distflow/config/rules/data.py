@@ -38,7 +38,8 @@ def files(config: Config) -> Iterator[Finding]:
                 yield Finding((files_key,), "one of the files has an empty name", "remove it from the list")
             if limit == 0:
                 yield Finding((limit_key,), "no row would be left", "set it to -1 for all rows, or to 1 or more")
-            if limit > 0 and not names and files_key != "data.train_files":  # a finding of its own
+            by_tags = getattr(source, "tags", ()) and getattr(config.data, files_key.rpartition(".")[2])
+            if limit > 0 and not (names or by_tags) and files_key != "data.train_files":  # a finding of its own
                 advice = f"set {files_key}, or remove the limit"
                 yield Finding((limit_key, files_key), "it limits data, and there are none", advice)
 

@@ -14,7 +14,7 @@ from distflow.config.derived_settings import (
     pipeline_name,
     takes_values,
 )
-from distflow.config.domain_settings import reward_functions, unfiltered_domains
+from distflow.config.domain_settings import chooses_by_tags, reward_functions, unfiltered_domains, validates
 from distflow.config.keys.data import DomainConfig
 from distflow.config.keys.schema import Config
 from distflow.config.rules import ROLLOUT, Finding, algorithm, normalization, pipeline, unused_options
@@ -27,11 +27,36 @@ _OF_RL = (
 
 
 def one_form(config: Config) -> Iterator[Finding]:
-    """Files are named by domain or for all."""
-    for name in ("train_files", "val_files") if config.data.domains else ():
-        if getattr(config.data, name):
-            advice = f"remove data.{name}, or make a domain of it: data.domains.NAME.{name}"
+    """Files are named by domain, or for all domains that have tags."""
+    domains = config.data.domains
+    for name in ("train_files", "val_files") if domains else ():
+        if not getattr(config.data, name):
+            continue
+        if not any(domain.tags for domain in domains.values()):
+            advice = f"remove data.{name}, make a domain of it (data.domains.NAME.{name}), or give domains tags"
             yield Finding((f"data.{name}", "data.domains"), "both name data", advice)
+        for each in (each for each, domain in domains.items() if domain.tags and getattr(domain, name)):
+            what = f"both name data of the domain '{each}', which has tags"
+            yield Finding((f"data.{name}", f"data.domains.{each}.{name}"), what, "keep one of the two")
+
+
+def tags(config: Config) -> Iterator[Finding]:
+    """A tag is of one domain, and tags are read from a column and choose rows of a file."""
+    data, domain_of = config.data, dict[str, str]()
+    for name, domain in data.domains.items():
+        key = f"data.domains.{name}.tags"
+        if domain.tags and data.tag_key is None:
+            yield Finding(("data.tag_key", key), "no column is named that the tags are in", "set data.tag_key=tag")
+        if domain.tags and not any(chooses_by_tags(config, name, f"{split}_files") for split in ("train", "val")):
+            what, advice = "they choose rows of data.train_files, which names no file", "set it, or remove the tags"
+            yield Finding((key, "data.train_files"), what, advice)
+        for tag in domain.tags:
+            if domain_of.setdefault(tag, name) != name or domain.tags.count(tag) > 1:
+                what = f"the tag '{tag}' is named twice"
+                yield Finding((f"data.domains.{domain_of[tag]}.tags", key), what, "give it to one domain")
+    if data.tag_key and not domain_of and not (is_rl(config) and validates(config)):
+        advice = "set data.val_files or data.domains.NAME.tags, or remove it"
+        yield Finding(("data.tag_key",), "no domain has tags, and no accuracy is measured", advice)
 
 
 def sources(config: Config) -> Iterator[Finding]:
@@ -40,13 +65,15 @@ def sources(config: Config) -> Iterator[Finding]:
     is_trained = any(domain.weight for domain in domains.values())
     for name, domain in domains.items():
         key = f"data.domains.{name}"
-        if domain.weight > 0 and not domain.train_files:
+        if domain.weight > 0 and not domain.train_files and not chooses_by_tags(config, name, "train_files"):
             yield Finding(
                 (f"{key}.train_files",),
                 f"the domain '{name}' has no data to train on",
-                f"set {key}.train_files=FILE.jsonl, or {key}.weight=0 to validate on it only",
+                f"set {key}.train_files=FILE.jsonl, {key}.weight=0 to validate on it only, or {key}.tags to choose its "
+                "rows of data.train_files",
             )
-        if domain.weight == 0 and not domain.val_files and is_trained:
+        is_validated = domain.val_files or chooses_by_tags(config, name, "val_files")
+        if domain.weight == 0 and not is_validated and is_trained:
             yield Finding(
                 (f"{key}.weight", f"{key}.val_files"),
                 f"the domain '{name}' is used neither for training nor for validation",
@@ -176,5 +203,5 @@ def known(config: Config) -> Iterator[Finding]:
             yield Finding((f"algorithm.domains.{domain}", "data.domains"), f"there is no domain '{domain}'", advice)
 
 
-RULES = (one_form, sources, curriculum, rewards, lengths, used)
+RULES = (one_form, tags, sources, curriculum, rewards, lengths, used)
 ALGORITHM_RULES = (of_each, critics, known)

@@ -1,5 +1,6 @@
 """Rules of the run: validation, checkpoints, names; sizes that fit each other and the limits of the run."""
 
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -32,6 +33,26 @@ def _val_files(config: Config) -> str:
     return next(iter(val_files(config)))
 
 
+def stop_when(config: Config) -> Iterator[Finding]:
+    """A metric of the validation needs one."""
+    trainer = config.trainer
+    if not re.match("val(_correct)?/|sft/val_", trainer.stop_when or ""):
+        return
+    if not validates(config):
+        what, advice = "without validation there is no such metric", f"set {_val_files(config)}"
+    elif _never(config, "test_freq") and not trainer.keep_best:
+        what, advice = "trainer.test_freq means never, so there is no such metric", "set trainer.test_freq=10"
+    else:
+        return
+    yield Finding(("trainer.stop_when", _val_files(config)), what, f"{advice}, or leave trainer.stop_when out")
+
+
+def _never(config: Config, name: str) -> bool:
+    """Whether neither steps nor epochs nor seconds are set."""
+    steps, *others = (getattr(config.trainer, name + unit) for unit in ("", "_epochs", "_secs"))
+    return steps <= 0 and others == [None, None]
+
+
 def keep_best(config: Config) -> Iterator[Finding]:
     """`keep_best` needs checkpoints and validation."""
     trainer = config.trainer
@@ -43,11 +64,11 @@ def keep_best(config: Config) -> Iterator[Finding]:
             "without validation no checkpoint is the best",
             f"set {_val_files(config)}, or trainer.keep_best=false",
         )
-    for name, value in (("test_freq", trainer.test_freq), ("save_freq", trainer.save_freq)):
-        if value <= 0:
+    for name in ("test_freq", "save_freq"):
+        if _never(config, name):
             yield Finding(
                 (f"trainer.{name}", "trainer.keep_best"),
-                f"{value} means never, so there is no best checkpoint",
+                f"{getattr(trainer, name)} means never, so there is no best checkpoint",
                 f"set trainer.{name}=10, or trainer.keep_best=false",
             )
 
@@ -86,7 +107,7 @@ def user_modules(config: Config) -> Iterator[Finding]:
             yield Finding(("trainer.imports",), f"'{module}' is no name of a module", advice)
 
 
-RULES = (validation, keep_best, resume, run_folder, user_modules)
+RULES = (validation, stop_when, keep_best, resume, run_folder, user_modules)
 
 
 def mini_batches(config: Config, room: derived_settings.RunLimits) -> Iterator[Finding]:

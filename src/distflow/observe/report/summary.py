@@ -279,7 +279,8 @@ def ending(events: Sequence[Event], steps: Steps, planned: JSON, written: float)
         last = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(written))
         why = "it still runs, or it was killed"
         return Finding("flat", f"No end is recorded {after}: {why}. Its last record is of {last}.")
-    return Finding("good", "")
+    reason = [None, *(event.fields.get("why") for event in events if event.kind == "end")][-1]
+    return Finding("good", f"It ended {after}: {reason}." if reason else "")
 
 
 def readable_s(seconds: float) -> str:

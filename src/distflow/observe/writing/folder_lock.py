@@ -29,6 +29,7 @@ FILES: Final = (
     "ledger.jsonl",
     "report.html",
     "wandb.json",
+    *("trackio.json", "mlflow.json", "mlflow.db", "swanlab.json"),
 )
 FOLDERS: Final = (
     "checkpoints",
@@ -41,6 +42,8 @@ FOLDERS: Final = (
     "tensorboard",
     "wandb",
     "models",
+    "huggingface",
+    *("mlartifacts", "swanlog"),
     "earlier",
 )
 _LOCK: Final = "hhqqi4x"

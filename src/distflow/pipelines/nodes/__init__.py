@@ -13,6 +13,13 @@ from distflow.pipelines.nodes.advantages import (
     whiten_rewards,
 )
 from distflow.pipelines.nodes.log_probs import compute_old_log_prob, compute_ref_log_prob, compute_value
-from distflow.pipelines.nodes.rollout import compute_reward, dynamic_sampling, generate, greedy_baseline, load_responses
+from distflow.pipelines.nodes.rollout import (
+    compute_reward,
+    dynamic_sampling,
+    filter_groups,
+    generate,
+    greedy_baseline,
+    load_responses,
+)
 from distflow.pipelines.nodes.rollout_correction import correct_drift, correct_mismatch, reject_mismatch
 from distflow.pipelines.nodes.updates import train_actor, train_critic, train_sft

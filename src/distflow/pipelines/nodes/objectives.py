@@ -106,8 +106,7 @@ def _loss_options(loss: PolicyLoss, config: Config) -> dict[str, object]:
     actor = config.actor_rollout_ref.actor
     names = [name for name in loss.options if name in dir(actor)]
     own: dict[str, object] = {}
-    if {"clip_ratio", "clip_ratio_low", "clip_ratio_high"} <= set(names):
-        names.remove("clip_ratio")  # nothing reads it where both ends are set
+    if {"clip_ratio_low", "clip_ratio_high"} <= set(names):
         own["clip_ratio_low"], own["clip_ratio_high"] = clip_range(config)
     own |= {name: getattr(actor, name) for name in names if name not in own}
     if config.algorithm.rollout_correction.rollout_is and "behav_imp_weight_mode" in loss.options:

@@ -1,16 +1,17 @@
 """Nodes of the rollout loop: they generate a group's responses, or read them from the data set, score them, and drop
 groups that cannot be trained on or would teach nothing."""
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import partial, wraps
 from types import MappingProxyType
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from distflow.algorithms.sample_filters_and_weights import TOO_FEW_SCORES, drop_reason
+from distflow.algorithms.sample_filters_and_weights import TOO_FEW_SCORES, Band, drop_reason
 from distflow.builtin_names import ESTIMATORS, WHOLE_SCORE
 from distflow.config import Config
 from distflow.config.derived_settings import algorithm_of
@@ -19,12 +20,14 @@ from distflow.config.keys.reward import OnError, on_error_of
 from distflow.data.sample import Sample, Segment
 from distflow.errors import UserError
 from distflow.graph import Drop, NodeRole, node, node_factory
+from distflow.import_target import LoadError, load_function
 from distflow.rewards.router import RewardRouter
 from distflow.rewards.score import ACC, Score
 from distflow.rollout.engine import GenerateRequest, RolloutEngine
 from distflow.runtime.compiled_node import NodeContext
 from distflow.runtime.prompt_group import Group
 
+REJECTED = "rejected"
 RESPONSE_FIELDS = ("responses", "response_ids", "response_mask", "versions", "finish_reason", "truncated", "valid")
 SAMPLED_FIELDS = (*RESPONSE_FIELDS, "rollout_log_probs", "sampling_log_probs")
 
@@ -157,10 +160,11 @@ def dynamic_sampling(
     domain: list[str] | None = None,
     *,
     metric: str,
+    mean_range: Band | None = None,
     unfiltered: Sequence[str] = (),
 ) -> Drop | None:
     """DAPO (arXiv:2503.14476, equation 11): a group whose samples are all right, or all wrong, teaches nothing and is
-    replaced.
+    replaced; so is one whose mean is not within `mean_range`.
 
     metric: `acc` is that accuracy; `score` (or `seq_reward`) the whole score, penalties too; else a part of the reward.
     A sample with a reward error counts only with the whole score that `on_error` gave it. unfiltered: domains whose
@@ -176,5 +180,27 @@ def dynamic_sampling(
         if reward_parts is None:
             raise UserError(f"algorithm.filter_groups.metric={metric}: no node writes reward_parts; set it to {ACC}")
         acc = torch.tensor([part.get(metric, 0.0) for part in reward_parts])
-    reason = drop_reason(acc, valid)
+    reason = drop_reason(acc, valid, mean_range)
     return Drop(reason) if reason else None
+
+
+@node_factory
+@node(role=NodeRole.DYNAMIC_SAMPLING, writes=())
+def filter_groups(config: Config) -> Callable[..., object]:
+    """The function of `algorithm.filter_groups.should_accept`. Raises UserError for one that cannot be used."""
+    key, target = "algorithm.filter_groups.should_accept", str(config.algorithm.filter_groups.should_accept)
+    try:
+        function = load_function(target)
+    except LoadError as error:
+        raise UserError(f"{key}: {error}") from error
+    if inspect.iscoroutinefunction(function):
+        raise UserError(f"{key}={target} is an async function: make it a plain one")
+
+    @wraps(function)
+    def accept(*columns: object, **named: object) -> Drop | None:
+        answer = function(*columns, **named)
+        if isinstance(answer, str):
+            return Drop(answer)
+        return None if answer is None or bool(answer) else Drop(REJECTED)
+
+    return accept

@@ -90,10 +90,13 @@ def done_message(checkpoint: Checkpoint, spec: Spec, resumes: bool) -> str:
         if by_steps
         else f"trainer.total_epochs={2 * spec.config.trainer.total_epochs}"
     )
+    ended = _snapshot(checkpoint).get("ended", {})
+    why = f" ({ended['why']})" if ended.get("when") == str(spec.data.stop_when) else ""
+    longer = "trainer.stop_when=null" if why else longer
     ways = as_list({"to continue": longer, **ways_to_start(spec)})
     if not resumes:
         raise UserError(f"{checkpoint.path} is the end of its run, and nothing is left to do.\n{ways}")
-    return f"{spec.run_dir} is done: step {checkpoint.step} was the last. Nothing is trained again.\n{ways}"
+    return f"{spec.run_dir} is done: step {checkpoint.step} was the last{why}. Nothing is trained again.\n{ways}"
 
 
 def ways_to_start(spec: Spec) -> dict[str, str]:

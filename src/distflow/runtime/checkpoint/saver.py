@@ -64,13 +64,15 @@ class Saver(AbstractContextManager["Saver"]):
         deadline_s: float = DEADLINE_S,
         waits: Waits | None = None,
         warn: Callable[[str], None] = lambda message: None,
+        after_commit: Callable[[], None] = lambda: None,
     ) -> None:
         """on_saved: called for each complete checkpoint, on the training thread of the rank that commits. deadline_s:
         see `DEADLINE_S`. waits: logs the waits of this rank; None logs none. warn: called with the reason if the save
-        in progress failed while another error ends the run."""
+        in progress failed while another error ends the run. after_commit: called on the rank that commits, on
+        the thread that writes."""
         self._waits = waits or Waits()
         self._store, self._ranks, self._on_saved, self._deadline_s = store, ranks, on_saved, deadline_s
-        self._warn = warn
+        self._warn, self._after_commit = warn, after_commit
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._let_go = Event()
         self._under_way: _UnderWay | None = None
@@ -149,9 +151,11 @@ class Saver(AbstractContextManager["Saver"]):
         if self._ranks.rank != 0:
             return None
         deadline = time.monotonic() + self._deadline_s
-        return writing.commit(
+        path = writing.commit(
             [*names, *awaited], metric, lambda: not self._let_go.wait(_POLL_S) and time.monotonic() < deadline
         )
+        self._after_commit()
+        return path
 
     def _together(self, step: int, outcome: "Future[T]") -> T:
         """The result of this rank, after all have finished. Raises CheckpointError if one of them failed."""

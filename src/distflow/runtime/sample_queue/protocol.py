@@ -57,6 +57,15 @@ class DroppedGroup:
     accuracy: Accuracy | None = None
 
 
+@dataclass(frozen=True)
+class AbortedGroups:
+    """Groups that were ended because their step is full: each is handed out again, before any new one. attempts: by
+    group id. num_tokens: generated for them and discarded."""
+
+    attempts: Mapping[int, int]
+    num_tokens: int
+
+
 @dataclass
 class TrainingStep(Generic[T]):
     """One rank's part of a step, and what its training nodes make of it.
@@ -95,7 +104,7 @@ class Released:
     """The state of the run after all ranks have trained on a step.
 
     version: of the weights after it. finished: no step is left. stopping: the run is to end here. domains: metrics of
-    each, if a curriculum changes their shares.
+    each, if a curriculum changes their shares. due: of "save" and "validate", what is due now, for all ranks.
     """
 
     version: Version
@@ -103,6 +112,7 @@ class Released:
     stopping: bool
     group_counts: GroupCounts
     domains: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    due: frozenset[str] = frozenset()
 
 
 class SampleQueuePort(Protocol):
@@ -119,6 +129,9 @@ class SampleQueuePort(Protocol):
 
     def drop(self, dropped: DroppedGroup) -> None:
         """A group is dropped; another may start in its place."""
+
+    def abort(self, aborted: AbortedGroups) -> None:
+        """The rest of a generation batch with more groups than the step needs was ended."""
 
     def count(self, reward_counts: RewardCounts) -> None:
         """By a worker that does not train, before it puts or drops the group: the next step reports the counts."""
@@ -140,6 +153,10 @@ class SampleQueuePort(Protocol):
         sent_weights: whether new weights were sent; if not, the version has the weights that were sent last.
         """
 
+    def end_run(self, why: str) -> None:
+        """No step is left after the one released last, as `Coordinator.end` says. For the rank that leads, before any
+        rank takes the next step."""
+
     def resume_point(self) -> ResumePoint[Batch]:
         """What a checkpoint of the step released last saves, or what the run starts from. For the rank that leads,
         before it takes the next step."""
@@ -151,9 +168,10 @@ class NothingToWaitFor(UserError):
 
 @dataclass(frozen=True)
 class Standing:
-    """The state of the prompt groups. num_offered: rows that wait for capacity. num_owed: groups that must still be
-    taken before the step may be released."""
+    """The state of the prompt groups. num_waiting: of those that run, to be issued again. num_offered: rows that wait
+    for capacity. num_owed: groups that must still be taken before the step may be released."""
 
     group_counts: GroupCounts
+    num_waiting: int
     num_offered: int
     num_owed: int

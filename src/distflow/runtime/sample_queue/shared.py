@@ -5,7 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
 from distflow.data.batch import Batch
@@ -14,6 +14,7 @@ from distflow.observe.metrics import combine
 from distflow.rewards.score import RewardCounts
 from distflow.runtime.node_errors import Failure, FailuresInARow, NoProgress
 from distflow.runtime.sample_queue.protocol import (
+    AbortedGroups,
     DroppedGroup,
     FinishedGroup,
     NewWorkers,
@@ -160,24 +161,11 @@ class SharedSampleQueue(Generic[T]):
             self._askers.notify_all()
         self._wake_loop()
 
-    def has_place(self, group_id: int) -> bool:
-        """Whether the current step has a place for a running group."""
+    def abort(self, aborted: AbortedGroups) -> None:
+        attempts = aborted.attempts.items()
         with self._lock:
-            return self._coordinator.queue.has_place(group_id)
-
-    def is_full(self) -> bool:
-        """Whether the current step has all groups that it needs."""
-        with self._lock:
-            return self._coordinator.queue.is_full
-
-    def abort(self, group_ids: Sequence[int], num_tokens: int) -> None:
-        """Running groups were ended because the step is full. Each is handed out again, before any new one.
-
-        num_tokens: generated for them and discarded. Only for queues of one process: the order in which its engine
-        responds decides which groups come first.
-        """
-        with self._lock:
-            self._coordinator.abort(group_ids, num_tokens)
+            group_ids = [number for number, attempt in attempts if not self._workers.is_passed_over(number, attempt)]
+            self._coordinator.abort(group_ids, aborted.num_tokens)
             for group_id in group_ids:
                 self._workers.end(group_id, complete=False)
             self._notify()
@@ -271,7 +259,8 @@ class SharedSampleQueue(Generic[T]):
                     raise
                 self._resume_point = ResumePoint(coordinator.snapshot(), dict(sorted(self._groups.items())))
                 counts, figures = coordinator.checked_counts(), coordinator.shares.figures
-                self._released = Released(version, coordinator.finished, self._stopping, counts, figures)
+                state = (version, coordinator.finished, self._stopping)
+                self._released = Released(*state, counts, figures, coordinator.due)
                 self._released_by.clear()
                 self._notify()
                 self._wake()
@@ -281,6 +270,11 @@ class SharedSampleQueue(Generic[T]):
                 with self._waits("training", f"release of step {step + 1}", on="other ranks"):
                     self._lock.wait()
             return self._released
+
+    def end_run(self, why: str) -> None:
+        with self._lock:
+            self._coordinator.end(why)
+            self._resume_point = replace(self.resume_point(), snapshot=self._coordinator.snapshot())
 
     def resume_point(self) -> ResumePoint[T]:
         assert self._resume_point is not None, "no step was taken since the last release"
@@ -308,8 +302,8 @@ class SharedSampleQueue(Generic[T]):
     def standing(self) -> Standing:
         with self._lock:
             coordinator = self._coordinator
-            num_waiting, num_owed = coordinator.prompt_groups.num_waiting, coordinator.queue.num_owed()
-            return Standing(coordinator.checked_counts(), num_waiting, num_owed)
+            queue, num_offered = coordinator.queue, coordinator.prompt_groups.num_waiting
+            return Standing(coordinator.checked_counts(), queue.num_waiting, num_offered, queue.num_owed())
 
     def stop(self) -> None:
         """The run is to end after the current step, on all ranks."""
@@ -410,20 +404,21 @@ class SharedSampleQueue(Generic[T]):
         return self._coordinator.stalled if not self._paused else not self._coordinator.checked_counts().running
 
     def _so_far(self, wanted: int | None) -> str:
-        group_counts, num_offered = self._coordinator.checked_counts(), self._coordinator.prompt_groups.num_waiting
+        group_counts, num_again = self._coordinator.checked_counts(), self._coordinator.queue.num_waiting
+        num_offered = self._coordinator.prompt_groups.num_waiting + num_again
         dropped = ", ".join(f"{count} {reason}" for reason, count in group_counts.dropped.items())
         awaited = wanted or self._coordinator.plan.consumer_batch
         return (
             f"{self._coordinator.queue.num_untaken} of {awaited} awaited prompt groups are finished; "
-            f"{group_counts.running} are running, {num_offered} submitted ones wait to start"
+            f"{group_counts.running - num_again} are running, {num_offered} submitted ones wait to start"
             f"{f', dropped so far: {dropped}' if dropped else ''}"
         )
 
     def _why_stalled(self, wanted: int) -> str:
-        plan, so_far = self._coordinator.plan, self._so_far(wanted)
+        plan, groups, so_far = self._coordinator.plan, self._coordinator.prompt_groups, self._so_far(wanted)
         if self._paused:
             why = "groups start again after resume()"
-        elif not self._coordinator.prompt_groups.data_open and not self._coordinator.prompt_groups.num_waiting:
+        elif not (groups.data_open or groups.num_waiting or self._coordinator.queue.num_waiting):
             why = "submit more, or wait for fewer"
         else:
             why = (

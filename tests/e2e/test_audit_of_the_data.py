@@ -1,0 +1,191 @@
+"""Faults between a run's config and files and what it trains on, planted one at a time: in the data plan, in the tokens
+of prompts and responses, in stops, reward functions and turns. The audit names each; healthy runs raise no alarm."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from tokenizers.processors import TemplateProcessing
+
+from distflow.data import tokenizing
+from distflow.data.chat_template import ChatTemplate
+from distflow.data.prompts import PromptRow
+from distflow.errors import TrustError
+from distflow.launch import make_spec, spec_settings
+from distflow.observe.reading.run_reader import read_events
+from distflow.rewards.pool import domain_pools
+from distflow.scheduling.data_plan import DataPlan
+from tests.e2e.runs import Playground
+from tests.e2e.test_conversations import SFT, talk
+from tests.sparse_params import one_fast_in
+from tests.tiny_models import tiny_tokenizer
+
+Patch = pytest.MonkeyPatch
+ONE = "trainer.total_training_steps=1"
+
+
+@pytest.fixture(scope="module")
+def ground(tmp_path_factory: pytest.TempPathFactory) -> Playground:
+    """Its tokenizer begins each text with a token."""
+    ground = Playground(tmp_path_factory.mktemp("data"))
+    begins, added = tiny_tokenizer(), [("<bos>", 1)]
+    begins.backend_tokenizer.post_processor = TemplateProcessing(single="<bos> $A", special_tokens=added)
+    begins.save_pretrained(ground.folder / "model")
+    roles = ("user", "assistant", "user")
+    chats = [[{"role": role, "content": f"{role[0]}{i}+{turn}"} for turn, role in enumerate(roles)] for i in range(8)]
+    rows: dict[str, list[dict[str, Any]]] = {
+        **{name: [{"prompt": f"{name[0]}{i}=", "answer": str(i)} for i in range(9)] for name in ("one", "other")},
+        "long": [{"prompt": f"{'ab' * 9}{i}=", "answer": str(i)} for i in range(9)],
+        "chat": [{"prompt": chat, "answer": "1"} for chat in chats],
+        "pairs": [{"prompt": f"{i}+{i}", "response": f"it is {2 * i}"} for i in range(8)],
+        "talks": [talk(i, i % 3 + 1) for i in range(8)],
+    }
+    for name, own in rows.items():
+        (ground.folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in own))
+    (ground.folder / "words.py").write_text(
+        "def score(solution_str, ground_truth, **_):\n    return len(set(solution_str)) / 10\n"
+    )
+    return ground
+
+
+def setup(ground: Playground, name: str) -> tuple[str, ...]:
+    """Preset and overrides of a set-up; those that begin with ~ take a key out."""
+    file, words = f"data.train_files={ground.folder}", f"{ground.folder}/words.py:score"
+    each = {
+        "one": f"{{train_files: '{ground.folder}/one.jsonl', weight: 3, reward: custom}}",
+        "other": f"{{train_files: '{ground.folder}/other.jsonl', reward: ['{words}', {{name: custom, weight: 0.5}}]}}",
+    }
+    domains = f"data.domains={{{', '.join(f'{name}: {own}' for name, own in each.items())}}}"
+    return {
+        "plain": ("grpo", f"{file}/one.jsonl", ONE),
+        "epochs": ("grpo", f"{file}/one.jsonl", "trainer.total_epochs=2"),
+        "domains": ("grpo", "data.train_files=[]", domains, "~reward.functions", ONE),
+        "stops": ("grpo", f"{file}/one.jsonl", "actor_rollout_ref.rollout.stop=[q, '8']", ONE),
+        "chat": (
+            "grpo",
+            f"{file}/chat.jsonl",
+            "data.prompt_format=chat",
+            "data.system_prompt=be kind",
+            "data.max_prompt_length=90",
+            ONE,
+        ),
+        "cut": ("grpo", f"{file}/long.jsonl", "data.filter_overlong_prompts=false", "data.truncation=middle", ONE),
+        "pairs": ("sft", *SFT, f"{file}/pairs.jsonl"),
+        "talks": ("sft", *SFT, f"{file}/talks.jsonl"),
+    }[name]
+
+
+def plan(**changes: Any) -> Callable[[Patch], None]:
+    """Another data plan than the config's."""
+    return by_rule(lambda found: replace(found, **changes))
+
+
+def by_rule(change: Callable[[DataPlan], DataPlan]) -> Callable[[Patch], None]:
+    return wrapped(spec_settings, "data_plan", lambda make: lambda *given: change(make(*given)))
+
+
+def wrapped(owner: Any, name: str, wrap: Callable[[Any], Any]) -> Callable[[Patch], None]:
+    return lambda patch: patch.setattr(owner, name, wrap(getattr(owner, name)))
+
+
+def without_special(original: Any) -> Any:
+    return lambda tokenizer, texts, **settings: original(tokenizer, texts, add_special_tokens=False)
+
+
+def chats(change: Callable[[Any], Any]) -> Callable[[Patch], None]:
+    def wrap(original: Any) -> Any:
+        return lambda row, options: replace(found := original(row, options), messages=change(found.messages))
+
+    return wrapped(tokenizing, "_prompt", wrap)
+
+
+def of_the_next(original: Any) -> Any:
+    def planted(*given: Any) -> dict[int, list[int]]:
+        found = original(*given)
+        return dict(zip(found, [*found.values()][1:] + [*found.values()][:1], strict=True))
+
+    return planted
+
+
+def of_the_first(original: Any) -> Any:
+    return lambda config: dict.fromkeys(found := original(config), next(iter(found.values())))
+
+
+def last_turn(answer: Any) -> Any:
+    return lambda row, *rest: answer(replace(row, turns=row.turns[-1:]), *rest)
+
+
+PLANTED: dict[str, tuple[str, Callable[[Patch], None], str]] = {
+    "data in the order of the file": ("plain", plan(shuffle=False), r"\(data\): shuffle of the data plan is False"),
+    "a response less a prompt": ("plain", plan(group_size=3), r"\(data\): group_size of .* is 3, .* should be 4"),
+    "staler weights": ("plain", plan(max_staleness=1), r"\(data\): max_staleness of the data plan is 1"),
+    "an epoch less": ("epochs", plan(total_groups=9), r"\(data\): total_groups of .* is 9, .* should be 18"),
+    "equal shares of domains": (
+        "domains",
+        by_rule(lambda plan: replace(plan, domains=tuple(replace(each, weight=1.0) for each in plan.domains))),
+        r"\(data\): domains of the data plan",
+    ),
+    "one domain's reward functions for all": (
+        "domains",
+        wrapped(domain_pools, "reward_functions", of_the_first),
+        r"\(reward_results\): reward function '.*words.py:score' was never called",
+    ),
+    "no begin token": ("plain", wrapped(tokenizing, "_tokenise", without_special), r"\(data\): the prompt of "),
+    "no system prompt": ("chat", chats(lambda messages: messages[1:]), r"\(data\): the prompt of "),
+    "earlier messages lost": (
+        "chat",
+        chats(lambda messages: [messages[0], messages[-1]]),
+        r"\(data\): the prompt of ",
+    ),
+    "no prompt to generate": (
+        "chat",
+        wrapped(ChatTemplate, "render", lambda render: lambda *given, prompts: render(*given, prompts=False)),
+        r"\(data\): the prompt of ",
+    ),
+    "prompts cut elsewhere": (
+        "cut",
+        wrapped(tokenizing, "truncated", lambda cut: lambda ids, most, side: cut(ids, most, "left")),
+        r"\(data\): the prompt of ",
+    ),
+    "responses of the next row": (
+        "pairs",
+        wrapped(tokenizing, "_response_ids", of_the_next),
+        r"\(data\): the response of ",
+    ),
+    "no stops": (
+        "stops",
+        wrapped(make_spec, "sampling_params", lambda make: lambda *given: replace(make(*given), stop=())),
+        r"\(draws\): tokens were drawn with stop=\(\)",
+    ),
+    "the last turn alone": ("talks", wrapped(PromptRow, "answer", last_turn), r"\(responses\): response_mask of "),
+}
+HEALTHY = ("plain", "epochs", "domains", "stops", "chat", "cut", "pairs", "talks")
+
+
+def run(ground: Playground, patch: Patch, setting: str, name: str) -> Any:
+    preset, *given = setup(ground, setting)
+    gone, plain = [each[1:] for each in given if each.startswith("~")], Playground.overrides
+
+    def without(self: Playground, *names: str) -> list[str]:
+        return [each for each in plain(self, *names) if each.split("=")[0] not in gone]
+
+    patch.setattr(Playground, "overrides", without)
+    return ground.run(preset, *[each for each in given if not each.startswith("~")], name=name)
+
+
+@pytest.mark.parametrize("name", one_fast_in(len(PLANTED), PLANTED))
+def test_what_is_not_the_configs_is_named(ground: Playground, monkeypatch: Patch, name: str) -> None:
+    setting, plant, seen = PLANTED[name]
+    plant(monkeypatch)
+    with pytest.raises(TrustError, match=seen):
+        run(ground, monkeypatch, setting, f"fault-{[*PLANTED].index(name)}")
+
+
+@pytest.mark.parametrize("name", one_fast_in(len(HEALTHY), HEALTHY))
+def test_the_same_runs_without_a_fault(ground: Playground, monkeypatch: Patch, name: str) -> None:
+    found = run(ground, monkeypatch, name, f"healthy-{name}")
+    first = next(event.fields for event in read_events(found.folder) if event.kind == "audit")
+    assert "data" in first["proven"] and not first["unproven"]
+    assert found.notes("warning") == found.notes("finding") == []

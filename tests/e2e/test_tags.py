@@ -1,0 +1,181 @@
+"""Runs whose domains choose their rows of one file by tags, and validation by tag."""
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from distflow.data import dataset_columns
+from distflow.errors import TrustError, UserError
+from distflow.launch.data_sets import DataSource
+from distflow.observe.reading.run_reader import read_metrics, read_samples
+from distflow.runtime import step_metrics
+from distflow.runtime.step_metrics import validation_names
+from tests.e2e.runs import Playground
+from tests.e2e.test_domains import go_back, steps_of
+
+# All responses to rows of one tag are right, a third of the others.
+REWARD = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    return float(extra_info.get("tag") == "aime" or sum(map(ord, solution_str)) % 3 == 0)
+"""
+TAGS = ("gsm", "mbpp", "aime", "gsm", "apps", "gsm")
+DOMAINS = "{math: {tags: [gsm, aime], weight: 3}, code: {tags: [mbpp, apps]}}"
+
+
+@pytest.fixture(scope="module")
+def ground(tmp_path_factory: pytest.TempPathFactory) -> Playground:
+    ground = Playground(tmp_path_factory.mktemp("tags"))
+    ground.write_reward(REWARD)
+    rows = [{"prompt": f"{'ab' * (i % 3 + 1)}{i}=", "answer": "7", "tag": TAGS[i % 6]} for i in range(18)]
+    ground.write_rows(rows)
+    return ground
+
+
+def write(ground: Playground, name: str, rows: list[Any]) -> Path:
+    path = ground.folder / name
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return path
+
+
+def given(ground: Playground, *more: str) -> tuple[str, ...]:
+    validated = (f"data.val_files={ground.folder}/rows.jsonl", "data.allow_overlap=true")
+    return ("data.tag_key=tag", f"data.domains={DOMAINS}", *validated, *more)
+
+
+def test_one_file_feeds_domains_by_the_tags_of_its_rows(ground: Playground) -> None:
+    _, spec = ground.spec("grpo", *given(ground, "data.domains.math.train_max_samples=7"))
+    assert [(domain.name, domain.num_rows) for domain in spec.data.domains] == [("math", 7), ("code", 6)]
+    assert [(row.domain, row.tag) for row in spec.rows[:3]] == [("math", "gsm"), ("math", "aime"), ("math", "gsm")]
+    assert {(row.domain, row.tag) for row in spec.rows[7:]} == {("code", "mbpp"), ("code", "apps")}
+    assert [(chosen.name, len(chosen.rows)) for chosen in spec.validation] == [("math", 12), ("code", 6)]
+    assert spec.rows[0].origin.endswith("rows.jsonl:1") and spec.rows[0].extra_info == {"tag": "gsm"}
+
+
+def test_accuracy_is_reported_by_tag_and_the_audit_counts_it_anew(ground: Playground) -> None:
+    own = write(ground, "own.jsonl", [{"prompt": f"{i}=", "answer": "7", "tag": "gsm"} for i in range(4)])
+    more = ("trainer.total_training_steps=2", "trainer.test_freq=1", "trainer.save_freq=1", "trust.audit_freq=1")
+    extra = f"data.domains.other={{train_files: {own}, val_files: {own}}}"
+    settings = given(ground, *more, extra, "actor_rollout_ref.rollout.val_kwargs.n=2")
+    run = ground.run("grpo", *settings, name="whole")
+    last = [dict(record.values) for record in read_metrics(run.folder) if record.kind == "val"][-1]
+    means = {name.split("/", 1)[1][:-5] for name in last if name.endswith("/mean") and name.startswith("val_correct")}
+    assert means == {"all", "math", "code", "other", "gsm", "aime", "mbpp", "apps", "math/gsm", "other/gsm"}
+    file = {row["prompt"]: row["tag"] for row in map(json.loads, (ground.folder / "rows.jsonl").open())}
+    rows = [row for row in read_samples(run.folder, 2, "val") if row["kind"] == "greedy"]
+    right = [row["acc"] for row in rows if file.get(row["prompt"], "gsm") == "gsm"]
+    assert len(right) == 13 and last["val_correct/gsm/mean"] == pytest.approx(sum(right) / 13)
+    assert {"val_correct/gsm/pass@2", "val_correct/math/gsm/mean@2"} <= set(last)
+    assert not [note for note in run.notes("warning") if "sampled policy" not in note]
+    audits = [note for note in run.notes("audit") if "validation" in note or "data" in note]
+    assert not any("not read a second time" in note or "is not computed" in note for note in audits), audits
+
+
+def test_a_run_that_is_killed_and_resumed_is_the_run_that_was_not(ground: Playground) -> None:
+    settings = given(ground, "trainer.total_training_steps=4", "trainer.save_freq=2", "trainer.test_freq=4")
+    whole = ground.run("grpo", *settings, name="unbroken")
+    go_back(whole, 2, "killed")
+    killed = ground.run("grpo", *settings, name="killed")
+    assert steps_of(whole) == steps_of(killed) == [Counter(math=3, code=1)] * 4
+    for name, weight in whole.weights(4).items():
+        assert torch.equal(weight, killed.weights(4)[name]), name
+
+
+BAD = {
+    "no domain has it": (
+        {"prompt": "5", "answer": "5", "tag": "gms"},
+        r"bad.jsonl:2: no domain has the tag 'gms' .*did you mean 'gsm'.* data.domains.NAME.tags",
+    ),
+    "none": ({"prompt": "5", "answer": "5"}, r"bad.jsonl:2: the tag \(column 'tag', data.tag_key\) is missing"),
+    "a list": ({"prompt": "5", "answer": "5", "tag": ["gsm"]}, r"bad.jsonl:2: the tag .* is list"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_row_without_a_domain_is_told_with_its_file_and_line(ground: Playground, name: str) -> None:
+    row, said = BAD[name]
+    good = [{"prompt": f"{i}", "answer": "5", "tag": tag} for i, tag in enumerate(TAGS)]
+    path = write(ground, "bad.jsonl", [good[0], row, *good[1:], "{not json", {"prompt": 5, "tag": "mbpp"}])
+    bad = (f"data.train_files={path}", f"data.val_files={path}")
+    with pytest.raises(UserError, match=said):
+        ground.spec("grpo", *given(ground, *bad))
+    run = ground.run("grpo", *given(ground, *bad, "data.bad_rows=skip", "trainer.total_training_steps=1"), name="skips")
+    assert not [note for note in run.notes("warning") if "sampled policy" not in note]
+    _, spec = ground.spec("grpo", *given(ground, *bad, "data.bad_rows=skip"))
+    assert spec.num_left_out == {"train": 3, "val math": 2, "val code": 1}, "each once"
+
+
+@pytest.mark.parametrize(
+    ("said", "change"),
+    [
+        (r"no row of .* has the column 'kind' \(data.tag_key\); set data.tag_key=tag", "data.tag_key=kind"),
+        (r"data.domains.rest.tags: no row of data.train_files has the tag x or y", "data.domains.rest={tags: [x, y]}"),
+        ("the tag 'gsm' is named twice", "data.domains.code.tags=[mbpp,apps,gsm]"),
+        ("the domain 'code' has no data to train on.*data.domains.code.tags", "data.domains.code.tags=[]"),
+        ("no column is named that the tags are in", "data.tag_key=null"),
+        ("they choose rows of data.train_files, which names no file", "data.train_files=null"),
+        ("both name data of the domain 'code', which has tags", "data.domains.code.train_files=x.jsonl"),
+    ],
+)
+def test_tags_and_domains_that_do_not_fit_are_told_before_the_start(ground: Playground, said: str, change: str) -> None:
+    more = ["data.val_files=null"] if "names no file" in said else []
+    with pytest.raises(UserError, match=f"(?s){said}"):
+        ground.spec("grpo", *given(ground, change, *more))
+
+
+def test_a_tag_that_no_row_has_is_noted(ground: Playground) -> None:
+    from distflow.config import load_config
+    from distflow.launch.make_spec import make_spec
+
+    said: list[str] = []
+    more = given(ground, "data.domains.math.tags=[gsm,aime,gsm8k]")
+    make_spec(load_config("grpo", ground.overrides("noted", *more)), say=said.append)
+    assert any("data.domains.math.tags has 'gsm8k', and no row that is used has that tag" in line for line in said)
+
+
+def test_a_name_of_two_things_is_refused() -> None:
+    assert validation_names([("math", "math"), ("code", "apps")])["math"] == [("math", "math")]
+    with pytest.raises(UserError, match="val_correct/math/mean would be over two sets of rows"):
+        validation_names([("math", "gsm"), ("code", "math")])
+    assert list(validation_names([("default", "gsm"), ("default", "aime")])) == ["all", "gsm", "aime"]
+
+
+def test_the_audit_finds_rows_in_another_domain_than_their_tags(
+    ground: Playground, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = dataset_columns._tag
+
+    def planted(values: Any, columns: Any) -> str:
+        tag = right(values, columns)
+        return {"gsm": "mbpp", "mbpp": "gsm"}.get(tag, tag)
+
+    monkeypatch.setattr(dataset_columns, "_tag", planted)
+    with pytest.raises(TrustError, match=r"\(data\): .*(the tag of .*rows.jsonl:\d+ is|rows were lost)"):
+        ground.run("grpo", *given(ground), name="swapped")
+
+
+def test_the_audit_finds_rows_of_a_tag_that_are_lost(ground: Playground, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = DataSource.read
+
+    def planted(self: DataSource, run_dir: Path) -> Any:
+        rows, bad = read(self, run_dir)
+        return [row for row in rows if row.tag != "aime"], bad
+
+    monkeypatch.setattr(DataSource, "read", planted)
+    with pytest.raises(TrustError, match=r"\(data\): 18 rows of the train_files are wanted, but 15 are used"):
+        ground.run("grpo", *given(ground), name="lost")
+
+
+def test_the_audit_finds_an_accuracy_of_another_tag(ground: Playground, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = step_metrics.validation_names
+
+    def planted(found: Any) -> Any:
+        return names(found) | ({"aime": names(found)["all"]} if found else {})
+
+    monkeypatch.setattr(step_metrics, "validation_names", planted)
+    settings = given(ground, "trainer.total_training_steps=1", "trainer.test_freq=1")
+    with pytest.raises(TrustError, match=r"\(validation\): val_correct/aime/mean is reported as"):
+        ground.run("grpo", *settings, name="mixed")

@@ -1,0 +1,87 @@
+"""What no run calls is not built: a public function whose name nothing else in `src` mentions has no caller."""
+
+import ast
+import re
+from collections import Counter
+from collections.abc import Iterator
+from fnmatch import fnmatch
+from pathlib import Path
+
+SOURCE = Path(__file__).parent.parent / "src" / "distflow"
+CALLED_FROM_OUTSIDE = {
+    "errors.py": ("UserError._render_traceback_",),  # IPython
+    "commands/*.py": ("add_*_arguments", "run_*"),  # by the command's name
+    "api/load_run.py": ("Table.to_pandas", "*._repr_html_"),  # users, and notebooks
+    "api/own_training_loop.py": ("Rollouts.stats",),  # users
+    "config/keys/schema.py": ("register_config_group",),  # users, by `distflow.`
+    "observe/sanitize.py": ("TerminalOutput.writable",),  # io
+    "rewards/code/assertion_process.py": ("Guard.visit_*",),  # ast
+    "runtime/checkpoint/shards.py": ("_Files.ls",),  # fsspec
+    "sandbox/sandbox.py": ("Sandbox.server_pid",),  # tests, which kill it
+    "sandbox/server.py": ("Server.*", "_Handler.*"),  # socketserver and http.server
+    "scheduling/ledger.py": ("LedgerCounts.on_*",),  # by the record's kind
+}
+"""Names by file, and in a comment who calls them."""
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def mentions() -> Counter[str]:
+    """Names that the package's code loads, reads as attributes or spells in short strings, and all words of its other
+    files."""
+    found = Counter[str]()
+    for path in SOURCE.rglob("*"):
+        if path.suffix == ".py":
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                found.update(words_of(node))
+        elif path.suffix in (".yaml", ".toml", ".js", ".html"):
+            found.update(re.findall(r"\w+", path.read_text(encoding="utf-8")))
+    return found
+
+
+def words_of(node: ast.AST) -> list[str]:
+    if isinstance(node, ast.Attribute):
+        return [node.attr]
+    if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
+        return [node.id]
+    if isinstance(node, ast.Constant) and isinstance(node.value, str) and len(node.value) < 80:
+        return re.findall(r"\w+", node.value)
+    return []
+
+
+def functions(path: Path) -> Iterator[tuple[str, str]]:
+    """Each function of a module, and each method of its classes, as (name with its class, name)."""
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, Function):
+            yield node.name, node.name
+        elif isinstance(node, ast.ClassDef):
+            yield node.name, node.name
+            yield from ((f"{node.name}.{n.name}", n.name) for n in node.body if isinstance(n, Function))
+
+
+def is_called_from_outside(file: str, name: str) -> bool:
+    return any(
+        fnmatch(file, pattern) and any(fnmatch(name, each) for each in names)
+        for pattern, names in CALLED_FROM_OUTSIDE.items()
+    )
+
+
+def is_dunder(name: str) -> bool:
+    return name.startswith("__") and name.endswith("__")
+
+
+def test_every_function_has_a_caller() -> None:
+    mentioned, without = mentions(), []
+    for path in sorted(SOURCE.rglob("*.py")):
+        file = str(path.relative_to(SOURCE))
+        for full, name in functions(path):
+            if not mentioned[name] and not is_dunder(name) and not is_called_from_outside(file, full):
+                without.append(f"{file}: {full}")
+    assert not without, "nothing in src calls these; give each a caller or take it out"
+
+
+def test_each_exception_stands_for_a_function() -> None:
+    found = {(str(path.relative_to(SOURCE)), full) for path in SOURCE.rglob("*.py") for full, _ in functions(path)}
+    for pattern, names in CALLED_FROM_OUTSIDE.items():
+        for each in names:
+            assert any(fnmatch(file, pattern) and fnmatch(full, each) for file, full in found), f"{pattern}: {each}"
