@@ -8,6 +8,7 @@ from distflow.data.batch import Batch
 from distflow.launch import run_setup
 from distflow.launch.build_worker import build_worker
 from distflow.observe.report.build import write_report
+from distflow.runtime import fault_injection
 from distflow.runtime.checkpoint.save_and_restore import check_same_facts, load_queued, restore, set_generators
 from distflow.runtime.recorder import Recorder, reported
 from distflow.runtime.resources import Resources, build_resources
@@ -86,6 +87,7 @@ class _Built:
 
 def _build(spec: Spec, start: run_setup.Start, say: Callable[[str], None]) -> _Built:
     """Raises UserError where the checkpoint is of another model, tokenizer or data."""
+    fault_injection.arm(0)
     resources = build_resources(spec.factories, spec.plan.ranks[0])
     say(run_setup.model_line(spec, resources.num_parameters))
     facts = {**spec.facts, **resources.facts}

@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,9 @@ from distflow.observe.reading.run_reader import read_timeline
 from distflow.pipelines.grpo import grpo_pipeline
 from distflow.pipelines.nodes.rollout import RESPONSE_FIELDS
 from distflow.pipelines.ppo import ppo_pipeline
+from distflow.runtime.checkpoint.files import LATEST
 from distflow.runtime.checkpoint.find_checkpoint import CHECKPOINTS
+from distflow.runtime.fault_injection import VARIABLE, Fault
 from distflow.runtime.prompt_group import Group
 from distflow.runtime.spec import Launch, Spec
 from distflow.runtime.stop import Interrupted
@@ -209,9 +211,12 @@ class Lab:
 
     def killed(self, after: int) -> Figures:
         """The same in a process that is killed somewhere in the step after `after`, and resumed by another one."""
-        folder = self.folder / "killed"
-        with self._process() as process:
-            while process.poll() is None and not (folder / CHECKPOINTS / f"step-{after:06d}").exists():
+        folder, faults = self.folder / "killed", self.folder / "faults.json"
+        # However busy the machine is: it is not done before it is killed.
+        faults.write_text(json.dumps([asdict(Fault("checkpoint.begun", rank=0, call=after + 1, action="sleep"))]))
+        latest, wanted = folder / CHECKPOINTS / LATEST, f"step-{after:06d}"
+        with self._process({VARIABLE: str(faults)}) as process:
+            while process.poll() is None and not (latest.is_file() and latest.read_text() == wanted):
                 time.sleep(0.002)
             time.sleep(random.uniform(0, _STEP_S))
             process.kill()
@@ -226,11 +231,12 @@ class Lab:
         return figures_of(folder)
 
     @contextmanager
-    def _process(self) -> Iterator["subprocess.Popen[bytes]"]:
-        """`distflow train` in a process of its own, which is killed afterwards. It imports what this one does."""
+    def _process(self, variables: Mapping[str, str] | None = None) -> Iterator["subprocess.Popen[bytes]"]:
+        """`distflow train` in a process of its own, which is killed afterwards. It imports what this one does.
+        variables: of its environment."""
         paths = os.pathsep.join(os.path.abspath(path) for path in sys.path if path)
         command = [sys.executable, "-m", "distflow", "train", self.preset, *self.keys("killed")]
-        environment = {**os.environ, "PYTHONPATH": paths}
+        environment = {**os.environ, "PYTHONPATH": paths, **(variables or {})}
         with (
             (self.folder / "killed.log").open("ab") as log,
             subprocess.Popen(
