@@ -99,7 +99,12 @@ def readers_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
         yield tmp_path
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def slow_if_long(page: Path) -> Any:
+    """The page on Python has several runs."""
+    return pytest.param(page, marks=pytest.mark.slow) if page.name == "python.md" else page
+
+
+@pytest.mark.parametrize("page", [slow_if_long(page) for page in PAGES], ids=name_of)
 def test_python_runs_from_the_top_of_a_page_to_its_end(page: Path, readers_folder: Path) -> None:
     namespace: dict[str, Any] = {"__name__": "page"}
     for block in blocks(page):

@@ -316,6 +316,7 @@ def test_an_estimator_or_loss_without_a_formula_is_noted(monkeypatch: pytest.Mon
     assert 'add "vanilla": _vanilla to FORMULAS there' in loss and "audit/policy_losses.py" in loss
 
 
+@pytest.mark.slow
 def test_a_run_takes_the_parts_outside_the_package(tmp_path: Path) -> None:
     for block in blocks(PAGE):
         save_if_file(block, tmp_path)

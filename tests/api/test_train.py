@@ -97,6 +97,7 @@ def test_callbacks_are_told_and_one_that_raises_ends_nothing(run: distflow.Run, 
     assert "on_step: failing raised RuntimeError: no such plot (at test_train.py:" in told_of[0]
 
 
+@pytest.mark.slow
 def test_the_command_line_goes_on_with_it(own: distflow.Run, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", str(own.folder / "config.yaml"), "trainer.total_training_steps=3"]) == 0
     assert own.num_steps == 3 and "resumed from step-000002" in capsys.readouterr().out

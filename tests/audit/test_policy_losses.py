@@ -83,7 +83,7 @@ PLANTED = {
 }
 
 
-@pytest.mark.parametrize("name", one_fast_in(4, PLANTED))
+@pytest.mark.parametrize("name", one_fast_in(8, PLANTED))
 def test_a_run_is_proven_and_an_error_in_its_loss_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:

@@ -34,6 +34,7 @@ from distflow.training.engine import OneRank
 from distflow.training.optimizer import make_optimizer, make_schedule
 from distflow.training.torch_engine import TorchTrainEngine
 from tests.checks.batches import WeightsOnly, sampled_batch
+from tests.sparse_params import one_fast_in
 from tests.tiny_models import write_tiny_model
 
 
@@ -173,7 +174,7 @@ TRAINED = {
 """Rank, modules by the config and those that have an adapter, which weights need a gradient or none, what is said."""
 
 
-@pytest.mark.parametrize("name", TRAINED)
+@pytest.mark.parametrize("name", one_fast_in(3, TRAINED))
 def test_all_weights_are_trained_or_the_adapters_that_the_config_names(tmp_path: Path, name: str) -> None:
     rank, targets, adapted, change, wrong = TRAINED[name]
     model: nn.Module = load_model(write_tiny_model(tmp_path))

@@ -3,6 +3,8 @@
 import json
 from pathlib import Path
 
+import pytest
+
 from distflow.cluster.process_groups import backend_of
 from distflow.planning.layout import Layout, Sizes
 from distflow.planning.plan import Plan
@@ -10,6 +12,7 @@ from distflow.runtime.rank_info import dp_group_layout
 from tests.ranks import run_ranks
 
 
+@pytest.mark.slow
 def test_groups_of_the_plan_are_made_once_and_meshes_from_them(tmp_path: Path) -> None:
     run_ranks("tests.cluster.process_groups_worker", 4, tmp_path)
     found = {rank: json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (1, 2, 3, 4)}

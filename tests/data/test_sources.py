@@ -174,6 +174,7 @@ def test_sources_that_cannot_be_read(tmp_path, source, said):
     assert said.format(folder=tmp_path) in message(source, run_folder=tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_files_that_hold_or_stand_for_too_much_are_refused(tmp_path):
     for name, start in {"long.json": '[{"prompt": "a"}]', "long.csv": 'prompt,answer\n"'}.items():
         (tmp_path / name).write_text(start)

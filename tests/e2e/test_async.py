@@ -72,6 +72,7 @@ def test_answers_span_three_versions_and_a_group_is_trained_four_steps_behind_it
     assert max(ages) == 4 and min(ages) == 0
 
 
+@pytest.mark.slow
 def test_decode_slots_are_never_empty_between_steps(long_tail: Run) -> None:
     """From the second step on, for the first one warms up, until all groups of the run are issued."""
     decoded = [s for s in spans(long_tail, "engine", "decode") if s["what"] == "train" and s["version"] > 1]

@@ -14,6 +14,7 @@ from tests.e2e.runs import Playground, Run
 from tests.e2e.survivors import Place, Survivors, audit, records
 from tests.ledger_audit import verify
 from tests.patience import at_some_deadline
+from tests.sparse_params import one_fast_in
 
 CHEAP = ("trust.check_rewards=false", "trust.audit_freq=0", "trust.canary_freq=0", "actor_rollout_ref.rollout.n=2")
 
@@ -46,7 +47,7 @@ def test_no_ticket_is_issued_that_no_step_will_consume(ground: Playground) -> No
     assert sorted(issued) == sorted(consumed) == list(range(12))
 
 
-@pytest.mark.parametrize(("staleness", "at_once"), [(0, 1), (2, 1), (2, 3), (50, 100)])
+@pytest.mark.parametrize(("staleness", "at_once"), one_fast_in(2, [(2, 3), (0, 1), (50, 100), (2, 1)], unpack=True))
 def test_any_number_of_groups_in_flight_comes_to_the_end(ground: Playground, staleness: int, at_once: int) -> None:
     """Fewer than a step takes, and more than the run has."""
     run(ground, staleness, f"async.max_concurrent_rollouts={at_once}", "trainer.total_epochs=1")

@@ -17,6 +17,7 @@ from distflow.scheduling.groups import GroupCounts
 from distflow.scheduling.ledger import timeline
 from tests.e2e.runs import Playground, Run
 from tests.ledger_audit import verify
+from tests.sparse_params import one_fast_in
 
 # Every other group of `code` has nothing to teach.
 REWARD = """
@@ -175,7 +176,7 @@ def test_a_column_that_a_domain_lacks_is_told_with_its_key(ground: Playground) -
         ground.spec("grpo", *given(ground, *FILTERED, domains=domains))
 
 
-@pytest.mark.parametrize("estimator", ["grpo", "rloo", "reinforce_plus_plus"])
+@pytest.mark.parametrize("estimator", one_fast_in(3, ["grpo", "rloo", "reinforce_plus_plus"]))
 def test_a_domain_may_have_groups_of_another_size(ground: Playground, estimator: str) -> None:
     domains = {"math": {"train_files": "math.jsonl", "n": 3}, "code": {"train_files": "code.jsonl"}}
     domains["code"] |= {"reward": ["custom"], "prompt_key": "question"}

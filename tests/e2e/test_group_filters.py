@@ -64,6 +64,7 @@ def test_groups_with_a_mean_outside_are_replaced_counted_and_proven(ground: Play
     assert reasons(killed) == found and not [note for note in run.notes("warning") if "sampled policy" not in note]
 
 
+@pytest.mark.slow
 def test_a_function_drops_groups_for_reasons_of_its_own(ground: Playground) -> None:
     accepts = f"algorithm.filter_groups.should_accept={ground.folder}/accept.py:is_wanted"
     run = ground.run("grpo", accepts, *STEPS, "algorithm.filter_groups.max_num_gen_batches=20", name="function")
@@ -94,6 +95,7 @@ def test_filters_that_cannot_work_are_told_before_the_start(
         ground.spec("grpo", *(each.format(ground.folder) for each in more))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reason", ["dropped", "kept"])
 def test_the_audit_finds_a_filter_by_other_bounds(
     ground: Playground, monkeypatch: pytest.MonkeyPatch, reason: str

@@ -41,6 +41,7 @@ def test_each_kept_checkpoint_has_the_model_that_transformers_loads(tmp_path: Pa
     assert names(models) == ["mine", "step-000002", "step-000003"]
 
 
+@pytest.mark.slow
 def test_a_model_that_cannot_be_written_is_reported_and_the_run_goes_on(tmp_path: Path) -> None:
     ground = Playground(tmp_path)
     run = ground.run("grpo", *CHEAP, "trainer.total_training_steps=1")

@@ -21,6 +21,7 @@ from tests.e2e.hostile import assert_harmless
 from tests.e2e.hostile_folders import JOURNALS, KINDS, YAML, after, fifo, line, sparse, spoil_journal
 from tests.e2e.runs import Playground
 from tests.observe.conftest import write_run
+from tests.sparse_params import one_fast_in
 
 FILES = ("metrics.jsonl", "ledger.jsonl", "run.json", "plan.json", "samples/000001.jsonl", "spans/training.jsonl")
 MOST_MB = 1000
@@ -72,7 +73,7 @@ def test_files_that_are_none(run: Path, capsys: pytest.CaptureFixture[str], file
     assert status == 0 or str(run / file) in said
 
 
-@pytest.mark.parametrize("name", JOURNALS)
+@pytest.mark.parametrize("name", one_fast_in(3, JOURNALS))
 def test_journals_that_hold_too_much(run: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
     spoil_journal(run, name)
     assert look("report", run) == 0
@@ -107,7 +108,7 @@ def test_a_config_of_a_run_is_shown_or_left_out(run: Path, capsys: pytest.Captur
         assert "(config.yaml cannot be read: " in (run / "report.html").read_text()
 
 
-@pytest.mark.parametrize("kind", YAML)
+@pytest.mark.parametrize("kind", one_fast_in(3, YAML))
 def test_configs_that_stand_for_too_much(tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str) -> None:
     text = YAML[kind]
     (tmp_path / "own.yaml").write_bytes(text if isinstance(text, bytes) else text.encode())

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 from distflow.data.batch import Batch
 from distflow.models.tokenizer import load_tokenizer
 from tests.e2e.runs import Playground, Run
+from tests.sparse_params import one_fast_in
 
 ONE_STEP = ["trainer.total_training_steps=1", "trainer.save_groups=all"]
 KEPT = ["trainer.save_freq=1", "trainer.keep_last=9"]
@@ -91,15 +92,18 @@ def test_each_domain_has_the_policy_of_its_own_temperature(playground: Playgroun
 
 @pytest.mark.parametrize(
     "options",
-    [
-        [f"{ROLLOUT}.temperature=0.5"],
-        [f"{ROLLOUT}.temperature=1.7", f"{ROLLOUT}.top_p=0.7"],
-        [f"{ROLLOUT}.top_k=5", f"{ROLLOUT}.min_p=0.05", f"{ROLLOUT}.repetition_penalty=1.3"],
-        [f"{ROLLOUT}.name=hf", f"{ROLLOUT}.temperature=1.4", f"{ROLLOUT}.top_p=0.9"],
-        ["actor_rollout_ref.model.lora_rank=4"],
-        ["actor_rollout_ref.model.enable_gradient_checkpointing=true"],
-        ["actor_rollout_ref.actor.ppo_max_token_len_per_gpu=40", f"{ROLLOUT}.max_num_seqs=3"],
-    ],
+    one_fast_in(
+        3,
+        [
+            [f"{ROLLOUT}.top_k=5", f"{ROLLOUT}.min_p=0.05", f"{ROLLOUT}.repetition_penalty=1.3"],
+            [f"{ROLLOUT}.temperature=0.5"],
+            [f"{ROLLOUT}.temperature=1.7", f"{ROLLOUT}.top_p=0.7"],
+            ["actor_rollout_ref.model.lora_rank=4"],
+            ["actor_rollout_ref.model.enable_gradient_checkpointing=true"],
+            ["actor_rollout_ref.actor.ppo_max_token_len_per_gpu=40", f"{ROLLOUT}.max_num_seqs=3"],
+            [f"{ROLLOUT}.name=hf", f"{ROLLOUT}.temperature=1.4", f"{ROLLOUT}.top_p=0.9"],
+        ],
+    ),
 )
 def test_engine_trainer_and_reference_mean_one_policy(playground: Playground, options: list[str]) -> None:
     run = playground.run("grpo", "trainer.total_training_steps=3", "trainer.save_groups=all", *options)

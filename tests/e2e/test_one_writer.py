@@ -20,6 +20,7 @@ from tests.one_winner import KEYS, let_end, names_in, one_wins, playground
 from tests.sparse_params import one_fast_in
 
 
+@pytest.mark.slow
 def test_of_many_starts_one_wins_and_the_others_leave_nothing(tmp_path: Path) -> None:
     ground = playground(tmp_path)
     runs = []

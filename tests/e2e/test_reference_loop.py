@@ -71,6 +71,7 @@ def test_a_last_step_that_is_short(tmp_path: Path) -> None:
     assert_equal_to_reference(run, steps=3)
 
 
+@pytest.mark.slow
 def test_dapo_with_every_term_on(playground: Playground) -> None:
     run = playground.run(*DAPO, *RECORDED)
     assert_equal_to_reference(run)

@@ -156,6 +156,7 @@ def test_a_terminal_that_goes_away_stops_the_run_and_loses_nothing(ground: Playg
     assert (ground.folder / "closed" / "report.html").exists()
 
 
+@pytest.mark.slow
 def test_what_a_hard_kill_left_half_written_is_swept_by_the_next_start(ground: Playground) -> None:
     assert start(ground, "run", "trainer.save_freq=1", "trainer.total_epochs=1").status() == 0
     partial = ground.folder / "run" / "checkpoints" / "step-000009.partial"

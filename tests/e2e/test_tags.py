@@ -16,6 +16,7 @@ from distflow.runtime import step_metrics
 from distflow.runtime.step_metrics import validation_names
 from tests.e2e.runs import Playground
 from tests.e2e.test_domains import go_back, steps_of
+from tests.sparse_params import one_fast_in
 
 # All responses to rows of one tag are right, a third of the others.
 REWARD = """
@@ -74,6 +75,7 @@ def test_accuracy_is_reported_by_tag_and_the_audit_counts_it_anew(ground: Playgr
     assert not any("not read a second time" in note or "is not computed" in note for note in audits), audits
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_and_resumed_is_the_run_that_was_not(ground: Playground) -> None:
     settings = given(ground, "trainer.total_training_steps=4", "trainer.save_freq=2", "trainer.test_freq=4")
     whole = ground.run("grpo", *settings, name="unbroken")
@@ -94,7 +96,7 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("name", BAD)
+@pytest.mark.parametrize("name", one_fast_in(3, BAD))
 def test_a_row_without_a_domain_is_told_with_its_file_and_line(ground: Playground, name: str) -> None:
     row, said = BAD[name]
     good = [{"prompt": f"{i}", "answer": "5", "tag": tag} for i, tag in enumerate(TAGS)]

@@ -13,6 +13,7 @@ from distflow.errors import UserError
 from distflow.launch import load_inputs
 from distflow.launch.load_inputs import fit_to_files, read_config
 from distflow.planning.allocation_expression import follow_allocation
+from tests.sparse_params import one_fast_in
 from tests.user_code import forgotten
 
 ACTOR, MODEL, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.model", "actor_rollout_ref.rollout"
@@ -108,7 +109,11 @@ INERT = [
 ]
 
 
-@pytest.mark.parametrize(("preset", "inert", "given"), INERT, ids=[f"{preset}-{key}" for preset, key, _ in INERT])
+@pytest.mark.parametrize(
+    ("preset", "inert", "given"),
+    one_fast_in(3, INERT, unpack=True),
+    ids=[f"{preset}-{key}" for preset, key, _ in INERT],
+)
 def test_it_is_named_with_its_origin(preset: str, inert: str, given: tuple[str, ...]) -> None:
     accept(preset, *given)
     with pytest.raises(UserError) as refused:

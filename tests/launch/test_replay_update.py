@@ -14,6 +14,7 @@ from distflow.errors import UserError
 from distflow.launch.replay_update import replay_bundle
 from tests.e2e.planting import plant_before_update
 from tests.e2e.runs import Playground
+from tests.sparse_params import one_fast_in
 
 
 def make_bundle(playground: Playground, monkeypatch: pytest.MonkeyPatch, column: str, *options: str) -> Path:
@@ -34,11 +35,15 @@ def make_bundle(playground: Playground, monkeypatch: pytest.MonkeyPatch, column:
 
 @pytest.mark.parametrize(
     ("column", "options", "role"),
-    [
-        ("advantages", ["grpo"], "actor"),
-        ("ref_log_prob", ["grpo", "actor_rollout_ref.model.lora_rank=4"], "actor"),
-        ("returns", ["ppo"], "critic"),
-    ],
+    one_fast_in(
+        3,
+        [
+            ("returns", ["ppo"], "critic"),
+            ("ref_log_prob", ["grpo", "actor_rollout_ref.model.lora_rank=4"], "actor"),
+            ("advantages", ["grpo"], "actor"),
+        ],
+        unpack=True,
+    ),
 )
 def test_the_sample_and_the_column_are_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, column: str, options: list[str], role: str

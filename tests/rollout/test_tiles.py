@@ -23,6 +23,7 @@ from tests.rollout.drive import (
     tokens_after,
     with_engine,
 )
+from tests.sparse_params import one_fast_in
 
 ODD: dict[str, Any] = {
     "hidden_size": 40,
@@ -70,8 +71,10 @@ async def at_any_time(engine: EmbeddedEngine, wanted: Sequence[GenerateRequest])
 
 @pytest.mark.parametrize(
     ("family", "changes", "dtype"),
-    [("qwen3", {}, torch.float32), ("llama", ODD, torch.float32), ("qwen2", {}, torch.bfloat16)],
-    ids=["qwen3", "odd sizes", "bfloat16"],
+    one_fast_in(
+        3, [("llama", ODD, torch.float32), ("qwen3", {}, torch.float32), ("qwen2", {}, torch.bfloat16)], unpack=True
+    ),
+    ids=["odd sizes", "qwen3", "bfloat16"],
 )
 def test_an_answer_has_the_bits_of_its_request_alone(family: str, changes: dict[str, Any], dtype: torch.dtype) -> None:
     model, wanted = make_model(family, **changes).to(dtype), requests()

@@ -165,6 +165,7 @@ def test_weights_are_sent_as_often_as_the_run_says(ground: Playground, monkeypat
     assert versions == [(1, 0), (2, 2), (3, 2)]
 
 
+@pytest.mark.slow
 def test_what_nodes_keep_is_saved_and_goes_on_in_a_resumed_run(ground: Playground) -> None:
     kl = (f"algorithm.kl_ctrl.{key}" for key in ("type=adaptive", "target_kl=0.01", "horizon=50"))
     keys = ("trust.check_rewards=false", "actor_rollout_ref.rollout.n=1", "trainer.save_freq=1", *kl)

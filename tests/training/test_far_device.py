@@ -14,6 +14,7 @@ from distflow.models.weight_checks import magnitudes
 from distflow.training.engine import LossFn
 from distflow.training.optimizer import make_optimizer, make_schedule
 from distflow.training.torch_engine import TorchScorer, TorchTrainEngine
+from tests.sparse_params import one_fast_in
 from tests.tiny_models import write_tiny_model
 from tests.training.batches import ragged_batch
 from tests.training.far_device import FAR, FarDevice
@@ -62,12 +63,16 @@ def far_engine(folder: Path, objective: LossFn, max_tokens: int = SMALL) -> Torc
 
 @pytest.mark.parametrize(
     ("family", "objective"),
-    [
-        ("qwen3", POLICY),
-        ("qwen2", VALUES),
-        ("llama", SFTObjective()),
-        ("llama", PolicyObjective("gspo", derives_old=True)),
-    ],
+    one_fast_in(
+        4,
+        [
+            ("qwen3", POLICY),
+            ("qwen2", VALUES),
+            ("llama", SFTObjective()),
+            ("llama", PolicyObjective("gspo", derives_old=True)),
+        ],
+        unpack=True,
+    ),
 )
 def test_a_step_reads_its_numbers_once(tmp_path: Path, family: str, objective: LossFn) -> None:
     batch = a_batch()

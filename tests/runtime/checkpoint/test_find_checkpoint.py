@@ -10,6 +10,7 @@ from distflow.observe.reading.run_reader import read_events, read_metrics, sampl
 from distflow.runtime.spec import Outcome
 from tests.e2e.runs import Playground
 from tests.ledger_audit import verify
+from tests.sparse_params import one_fast_in
 
 CHEAP = ("trust.check_rewards=false", "trust.audit_freq=0", "trainer.save_freq=1", "trainer.keep_last=9")
 STEPS = "trainer.total_training_steps"
@@ -33,7 +34,8 @@ def steps(folder: Path) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("length", "longer"), [(f"{STEPS}=2", f"{STEPS}=4"), ("trainer.total_epochs=1", "trainer.total_epochs=2")]
+    ("length", "longer"),
+    one_fast_in(2, [(f"{STEPS}=2", f"{STEPS}=4"), ("trainer.total_epochs=1", "trainer.total_epochs=2")], unpack=True),
 )
 def test_a_run_that_is_done_says_so_and_how_to_go_on(ground: Playground, length: str, longer: str) -> None:
     ground.write_rows([{"prompt": f"{i}=", "answer": "7"} for i in range(8)])
