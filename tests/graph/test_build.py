@@ -264,6 +264,11 @@ def test_marks_of_an_exchange_need_no_function_and_change_nothing(kind):
     assert graph.get_node("mark").fn(batch=batch) is batch
 
 
+def test_a_node_that_waits_for_an_environment_is_refused():
+    message = fails(Pipeline("p").add_node("a", generate, node_type="ENV_INTERACT"))
+    assert "'a' is of type ENV_INTERACT" in message and "no episodes" in message
+
+
 def test_engine_type_without_an_engine():
     message = fails(Pipeline("p").add_node("a", nothing, node_type=NodeType.MODEL_TRAIN, node_role="ADVANTAGE"))
     assert "'a' is of type MODEL_TRAIN" in message and "ADVANTAGE" in message and "CRITIC" in message

@@ -112,6 +112,11 @@ class Node:
         for name, kind in (("node_type", NodeType), ("node_role", NodeRole)):
             if getattr(self, name) is not None:
                 settle(self, name, as_member(kind, getattr(self, name), f"{where}: {name}"))
+        if self.node_type is NodeType.ENV_INTERACT:
+            raise PipelineError(
+                f"{where} is of type ENV_INTERACT, but there are no episodes in environments yet; a node of type "
+                "MODEL_INFERENCE may ask the engine several times for a sample"
+            )
         if self.func is None and self.node_type in MARKER_TYPES:
             settle(self, "fn", all_arrived if self.node_type is NodeType.BARRIER_SYNC else same_batch)
         elif self.func is None:
