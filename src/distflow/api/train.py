@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from distflow import __version__
-from distflow.api.arguments import Overrides, PythonInputs, Reward, Rows, to_lines
+from distflow.api.arguments import Overrides, PythonInputs, Reward, Rows, key_of, to_lines
 from distflow.api.load_run import Run
 from distflow.builtin_names import LAUNCHERS
 from distflow.config import ConfigError, Loaded, UserError, describe, load_config
 from distflow.config.compose.check_paths import NEEDED_TO_TRAIN
+from distflow.config.compose.origins import base_preset
 from distflow.config.derived_settings import check_keys, resume_override
 from distflow.data import global_generators
 from distflow.import_target import load
@@ -61,11 +62,14 @@ def preset_and_lines(config: str | Path | Mapping[str, object], overrides: Overr
     if not isinstance(config, Mapping):
         return str(config), to_lines(overrides)
     values = dict(config)
-    named = values.pop("defaults", "grpo")
+    named = values.pop("defaults", None)
+    lines = [*to_lines(values), *to_lines(overrides)]
+    if named is None:
+        named = base_preset({key_of(line): line.partition("=")[2] for line in lines})
     presets = [name for name in (named if isinstance(named, list | tuple) else [named]) if name != "_self_"]
     if len(presets) != 1 or not isinstance(presets[0], str):
         raise UserError(f"defaults is {named!r}: name the one preset that the config builds on")
-    return presets[0], [*to_lines(values), *to_lines(overrides)]
+    return presets[0], lines
 
 
 @contextmanager
@@ -101,7 +105,7 @@ def train(
     """Train to the end, or until Ctrl-C or a notebook's interrupt, which saves; the same call resumes from there.
 
     preset_or_config: a preset's name, a YAML file, or a dict of keys, nested or dotted, which builds on the preset that
-    it names as `defaults` (`grpo`, if it names none).
+    it names as `defaults`, else on that of the pipeline which its keys select, else on `grpo`.
     overrides: a dict of the same kind, or lines "key=value" as the command line takes them.
     data, val_data: rows in place of `data.train_files` and `data.val_files`: a list of dicts, a `datasets.Dataset`, a
     pandas `DataFrame`, an iterator, a function that returns one of them; or, as a text, what the keys take.

@@ -28,10 +28,10 @@ def add_train_arguments(parser: argparse.ArgumentParser, default: str | None = N
 def run_sft(arguments: argparse.Namespace) -> int:
     if "=" in arguments.preset:  # the preset was left out, and this is the first override
         arguments.preset, arguments.overrides = "sft", [arguments.preset, *arguments.overrides]
-    return run_train(arguments)
+    return run_train(arguments, base="sft")
 
 
-def run_train(arguments: argparse.Namespace) -> int:
+def run_train(arguments: argparse.Namespace, base: str = "grpo") -> int:
     from distflow.config import describe, load_config
     from distflow.config.compose.check_paths import NEEDED_TO_TRAIN
     from distflow.config.derived_settings import check_keys, resume_override
@@ -40,7 +40,7 @@ def run_train(arguments: argparse.Namespace) -> int:
     say = partial(print, flush=True)
     say(f"distflow {__version__} · {arguments.preset}")
     overrides = [*arguments.overrides, *resume_override(arguments.resume)]
-    loaded = load_config(arguments.preset, overrides, needed=NEEDED_TO_TRAIN)
+    loaded = load_config(arguments.preset, overrides, needed=NEEDED_TO_TRAIN, base=base)
     for line in loaded.notes:
         say(line)
     check_keys(arguments.allow_change)

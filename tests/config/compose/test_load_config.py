@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from distflow.config import ConfigError, load_config, preset_names
+from distflow.config import ConfigError, load_config, preset_names, to_yaml
 from distflow.config.keys.reward import RewardPart
 
 GOOD = ["data.train_files=train.jsonl", "actor_rollout_ref.model.path=model"]
@@ -55,6 +55,38 @@ def test_a_file_builds_on_its_neighbour(write):
     assert loaded.config.trainer.seed == 5
     assert loaded.origin("trainer.seed") == "team.yaml:2"
     assert loaded.config.dag.pipeline == "grpo"
+
+
+UNNAMED = {
+    "nothing": ("", [], "grpo", "sft"),
+    "a pipeline of the package": ("dag: {pipeline: ppo}\n", [], "ppo", "ppo"),
+    "an estimator with a critic": ("algorithm: {adv_estimator: gae}\n", ["algorithm.adv_estimator=gae"], "ppo", "ppo"),
+    "a pipeline of the user's": ("dag: {pipeline: 'm.py:f'}\n", ["dag.pipeline=m.py:f"], "grpo", "sft"),
+    "a neighbour that names none either": ("defaults: [team, _self_]\n", ["trainer.seed=5"], "grpo", "sft"),
+}
+
+
+@pytest.mark.parametrize("name", UNNAMED)
+def test_a_file_that_names_no_preset_builds_on_that_of_its_pipeline_or_of_the_command(write, name):
+    text, overrides, base, of_sft = UNNAMED[name]
+    write("trainer: {seed: 5}\n", "team.yaml")
+    file = write(text + BASE)
+    for loaded, expected in ((load_config(file), base), (load_config(file, base="sft"), of_sft)):
+        assert loaded.config == load_config(expected, GOOD + overrides).config
+        assert loaded.notes == (f"run.yaml names no preset under defaults: it builds on {expected}",)
+
+
+def test_a_whole_config_takes_nothing_from_a_preset(write):
+    whole = load_config(write("defaults: [rlvr, _self_]\n" + BASE), ["reward.functions={default: [format]}"])
+    again = load_config(write(to_yaml(whole.config), "config.yaml"))
+    assert again.config == whole.config and not any("names no preset" in note for note in again.notes)
+
+
+def test_a_file_with_the_name_of_the_preset_beside_it_is_no_base(write):
+    write("trainer: {seed: 5}\n", "grpo.yaml")
+    for name in ("run.yaml", "grpo.yaml"):
+        (problem,) = problems_of(write(BASE, name))
+        assert "grpo.yaml beside it" in problem.what and "name what is meant" in problem.advice
 
 
 def test_a_file_may_have_any_name_and_place(tmp_path):
@@ -163,7 +195,7 @@ def test_workflow_type_dapo_contradicts_gae_even_without_a_pipeline(write):
     (problem,) = problems_of(write(BASE), ["algorithm.workflow_type=DAPO", "algorithm.adv_estimator=gae"])
     assert [subject for subject, _ in problem.places] == [
         "algorithm.adv_estimator = 'gae'",
-        "algorithm.workflow_type = 'DAPO'",
+        "dag.pipeline = 'dapo'",
     ]
 
 

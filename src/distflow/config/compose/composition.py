@@ -85,12 +85,17 @@ def find_source(preset_or_file: str) -> Path:
 
 
 def compose_values(
-    source: Path, overrides: Sequence[str], defaults: dict[str, object], is_known: Callable[[str], bool]
+    source: Path,
+    overrides: Sequence[str],
+    defaults: dict[str, object],
+    is_known: Callable[[str], bool],
+    base: str | None = None,
 ) -> Composition:
     """Defaults, then what the file builds on, then the file, then the overrides. Raises ConfigError for a broken file.
 
     defaults: without lists and mappings of the user's own names, which settings replace as a whole.
     is_known: whether a key exists; overrides of unknown keys are recorded as settings and left out.
+    base: a preset that the file builds on without naming it; see `find_base`.
     """
     result = Composition()
     parsed = _read_overrides(overrides, result)
@@ -98,7 +103,7 @@ def compose_values(
     origins.read_settings(source, "", unreadable)
     if unreadable:
         raise ConfigError([*result.problems, *unreadable])
-    with _hydra(source):
+    with _hydra(source, base):
         for path, package in _composed_files(source, result):
             result.settings += origins.read_settings(path, package, unreadable)
         if result.failure:
@@ -119,6 +124,22 @@ def compose_values(
             # The last three: an override sets a key below a list or a number of the file.
             result.failure = Problem(((origins.display(source), "its composition"),), _reason(error.__cause__ or error))
     return result
+
+
+def find_base(source: Path, composed: Composition, otherwise: str) -> str | None:
+    """The preset that a file of the user's builds on if it names none: that of the pipeline which its keys select, else
+    `otherwise`. None for one that names a preset, or sets every key, as that of a run. Raises ConfigError where a file
+    beside it would be taken for the preset."""
+    is_whole = schema_keys().keys() <= {setting.key for setting in composed.settings}
+    if source.parent == origins.PRESETS or composed.failure or is_whole or not origins.only_own_files(source):
+        return None
+    values = OmegaConf.create(composed.values)
+    base = origins.base_preset({key: OmegaConf.select(values, key) for key in origins.PIPELINE_KEYS}, otherwise)
+    if (source.parent / f"{base}.yaml").exists():
+        place = ((origins.display(source), "defaults"),)
+        what = f"are not there, and {base}.yaml beside it has the name of the preset that would be its base"
+        raise ConfigError([Problem(place, what, "rename that file, or name what is meant under defaults")])
+    return base
 
 
 def _read_overrides(lines: Sequence[str], result: Composition) -> list[Override]:
@@ -283,12 +304,13 @@ class _CheckedFiles(FileConfigSource):
 
 
 @contextmanager
-def _hydra(source: Path) -> Iterator[None]:
+def _hydra(source: Path, base: str | None) -> Iterator[None]:
     """Hydra for the file's folder and the presets. Hydra allows one composition at a time, so an outer one is restored
-    afterwards."""
+    afterwards. base: what the file builds on without naming it."""
     Plugins.instance().register(_CheckedFiles)
     search = {"searchpath": [f"{_CheckedFiles.scheme()}://{source.parent}", "pkg://distflow.config.presets"]}
-    run = {"defaults": [source.stem, "_self_", *_NONE_OF_HYDRA], "hydra": search}
+    files = [source.stem] if base is None else [base, source.stem]
+    run = {"defaults": [*files, "_self_", *_NONE_OF_HYDRA], "hydra": search}
     ConfigStore.instance().store(name=_RUN, node=run)
     outer = GlobalHydra.instance().hydra
     GlobalHydra.instance().clear()

@@ -9,7 +9,7 @@ from functools import cache
 
 from distflow.config.compose.check_paths import find_missing
 from distflow.config.compose.fit_defaults import Change, Fitted, apply_changes, fit
-from distflow.config.compose.origins import COMMAND_LINE, Setting, settings_of_value
+from distflow.config.compose.origins import COMMAND_LINE, Setting, display, settings_of_value
 from distflow.config.compose.unknown_keys import is_known, judge_settings, look_up, parents
 from distflow.config.compose.values import Mismatch, nested, parse_value
 from distflow.config.derived_settings import RunLimits, is_rl, may_have_critic
@@ -66,10 +66,12 @@ def load_config(
     complete: bool = True,
     trust_code: bool = True,
     needed: Collection[str] = (),
+    base: str = "grpo",
 ) -> Loaded:
     """Compose, read and check a config. Raises ConfigError with all problems at once.
 
     preset_or_file: `grpo`, or a .yaml file, which may build on a preset or its neighbours (`defaults: [grpo, _self_]`).
+    base: the preset that a file builds on if it names none and its keys select no pipeline of the package.
     overrides: Hydra's grammar, `key=value`, `+key=value`, `++key=value`, `~key`.
     complete: False allows a missing model and missing data, as in a preset.
     needed: keys whose files and folders must exist, e.g. `check_paths.NEEDED_TO_TRAIN`.
@@ -81,12 +83,14 @@ def load_config(
 
         source = composition.find_source(preset_or_file)
         composed = composition.compose_values(source, overrides, _plain_defaults(), is_known)
+        if (unnamed := composition.find_base(source, composed, base)) is not None:
+            composed = composition.compose_values(source, overrides, _plain_defaults(), is_known, unnamed)
         import_problems: list[Problem] = []
         registered = composed.failure is None and _register_user_groups(
             composed.values, composed.settings, import_problems, trust_code
         )
         if registered:
-            composed = composition.compose_values(source, overrides, _plain_defaults(), is_known)
+            composed = composition.compose_values(source, overrides, _plain_defaults(), is_known, unnamed)
         misused, accepted = judge_settings(composed.settings, composed.values)
         problems = [*composed.problems, *import_problems, *misused]
         if composed.failure is not None:
@@ -94,7 +98,9 @@ def load_config(
         known = [setting for setting in composed.settings if is_known(setting.key)]
         origins = _origins(known, composed.deleted)
         loaded = _finish(composed.values, origins, problems, complete=complete, refused=composed.refused, needed=needed)
-        return replace(loaded, notes=(*accepted.values(), *_differences_from_verl(loaded, accepted)))
+        line = f"{display(source)} names no preset under defaults: it builds on {unnamed}"
+        notes = [*([line] if unnamed else []), *accepted.values(), *_differences_from_verl(loaded, accepted)]
+        return replace(loaded, notes=tuple(notes))
     except ConfigError as error:
         # The name may be unknown because a table lacks the line of its file.
         unregistered = [part for part in find_unregistered() if f"'{part.name}'" in str(error)]

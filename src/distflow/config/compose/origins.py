@@ -1,11 +1,12 @@
 """Origins of settings: the keys of YAML files with their lines. Hydra composes the values."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
 
+from distflow.builtin_names import ESTIMATORS
 from distflow.config.keys.declare import dotted
 from distflow.config.migration.tables import NOT_GIVEN
 from distflow.errors import Problem
@@ -30,6 +31,35 @@ class Setting:
 def preset_names() -> list[str]:
     """The presets of the package."""
     return sorted(path.stem for path in PRESETS.glob("*.yaml"))
+
+
+PIPELINE_KEYS = ("dag.pipeline", "algorithm.workflow_type", "algorithm.adv_estimator")
+
+
+def base_preset(values: Mapping[str, object], otherwise: str = "grpo") -> str:
+    """The preset that a config of the user's builds on if it names none: that of the pipeline which its keys select.
+
+    values: of PIPELINE_KEYS, as far as they are set. otherwise: where they select no pipeline of a preset.
+    """
+    pipeline, workflow_type, estimator = (values.get(key) for key in PIPELINE_KEYS)
+    if pipeline is not None:
+        return str(pipeline) if pipeline in preset_names() else otherwise
+    if workflow_type == "DAPO":
+        return "dapo"
+    needs_critic = estimator in ESTIMATORS and ESTIMATORS[str(estimator)].needs_critic
+    return "ppo" if needs_critic else otherwise
+
+
+def only_own_files(path: Path, seen: frozenset[Path] = frozenset()) -> bool:
+    """Whether a YAML file builds on no preset by its `defaults`, nor do the files beside it that these name."""
+    root = read_node(path, [])
+    if path in seen or not isinstance(root, yaml.MappingNode):
+        return False  # a file that is refused, for that reason
+    chosen = next((value for name, value in root.value if name.value == "defaults"), None)
+    entries = chosen.value if isinstance(chosen, yaml.SequenceNode) else [chosen] if chosen is not None else []
+    names = [entry.value for entry in entries if entry.value != "_self_"]
+    files = [path.with_name(f"{name}.yaml") for name in names]
+    return all(file.is_file() and only_own_files(file, seen | {path}) for file in files)
 
 
 def is_preset(where: str) -> bool:
