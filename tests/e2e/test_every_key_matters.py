@@ -62,6 +62,7 @@ ELSEWHERE = {
     "reward.ifeval.strict": "tests/rewards/test_ifeval_reward.py",
     "trainer.max_held_mb": "tests/cluster/test_sizes.py",
     "trainer.peers_timeout_s": "tests/cluster/test_training_worker_faults.py",
+    "trainer.max_restarts": "tests/cluster/test_training_worker_faults.py",
     "dag.generates": "tests/launch/test_make_spec.py",
     "dag.backend_threshold": "tests/planning/test_multi_device.py",
     "dag.apportion_strategy": "tests/planning/test_multi_device.py",

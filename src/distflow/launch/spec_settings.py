@@ -118,6 +118,7 @@ def run_options(config: Config, pipeline: BoundPipeline, plan: Plan, saves: bool
         experiment=trainer.experiment_name,
         enable_perf=config.dag.enable_perf,
         worker=_worker_needs(used_if(by_ray), is_scored),
+        max_restarts=used_if(by_ray).trainer.max_restarts,
         max_held_mb=used_if(by_ray).trainer.max_held_mb,
         peers_timeout_s=used_if(by_ray).trainer.peers_timeout_s,
         timeout_s=used_if(has_deadline).reward.timeout_s,

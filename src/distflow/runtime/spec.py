@@ -80,6 +80,7 @@ class RunOptions:
     "disk", the transport to workers that only generate. canary_freq: in weight syncs.
     audit_freq: in steps. on_mismatch: "correct", "stop" or "warn". keep_last: checkpoints, None for all. keep_best: the
     metric by which the best one is kept in addition. save_hf_model: export every checkpoint.
+    max_restarts: of the run in place, after a process of it was lost.
     max_held_mb: of groups and columns that wait in Ray's object store, in all; None for half of the smallest store.
     save_groups_last: number of last steps written if `save_groups` is "last_k". timeout_s: of a sync node function of
     the rollout loop, for each sample. engine_timeout_s: how long a rollout engine with an open request may give no sign
@@ -105,6 +106,7 @@ class RunOptions:
     experiment: str
     enable_perf: bool
     worker: WorkerNeeds
+    max_restarts: int
     max_held_mb: int | None
     peers_timeout_s: float
     timeout_s: float

@@ -143,6 +143,9 @@ class TrainerConfig:
     peers_timeout_s: float = key(
         1800.0, "timeout of collectives (launcher=ray); the run then stops and names the missing workers", above=0
     )
+    max_restarts: int = key(
+        0, "restarts from the last checkpoint, in place, after a process was lost (launcher=ray)", minimum=0
+    )
 
     @property
     def run_dir(self) -> Path:

@@ -13,7 +13,7 @@ from distflow.config.serialize import changed_from_default, flatten
 class Switch:
     """A key of a group, and the options of the group that have an effect only if it is on.
 
-    on: its value then, or an example where any but null, false and 0 will do. why: the options have no effect else.
+    on: its value then, or an example where any but null, false and 0 will do. why: else without effect.
     """
 
     group: str
@@ -29,6 +29,7 @@ _FOR_SEVERAL_DEVICES = (
     *("dag.backend_threshold", "dag.apportion_strategy", "dag.model_sizes", "dag.consider_node_cohesion"),
     *("dag.consider_node_load", "reward.num_actors", f"{ACTOR}.weight_update_mode"),
 )
+_ENDS_WITH_IT = "the local launcher's one process cannot outlive itself to start again"
 _FOR_SHARDS = tuple(name for name in schema_keys() if ".fsdp_config." in name)
 _CORRECTION = ("rollout_is_threshold", "rollout_is_batch_normalize")
 _SWITCHES = (
@@ -47,7 +48,8 @@ _SWITCHES = (
     Switch("trainer", "keep_best", ("keep_best_metric",), "true", "no best checkpoint is kept"),
     Switch("trainer", "save_groups", ("save_groups_last",), "last_k", "no other value counts steps"),
     Switch("", f"{ACTOR}.strategy", _FOR_SHARDS, "fsdp", "each rank has whole weights; launcher=ray can shard them"),
-    Switch("", "trainer.launcher", _FOR_SEVERAL_DEVICES, "ray", "the local launcher has one process on one device"),
+    Switch("", "trainer.launcher", _FOR_SEVERAL_DEVICES, "ray", "the local launcher has one process"),
+    Switch("", "trainer.launcher", ("trainer.max_restarts",), "ray", _ENDS_WITH_IT),
 )
 
 
