@@ -16,6 +16,7 @@ _RESUMABLE = {
         *("project_name", "experiment_name", "default_local_dir"),
         *("launcher", "nnodes", "n_gpus_per_node", "allocation", "worker_cpus", "worker_memory_mb", "worker_env"),
         *("max_held_mb", "peers_timeout_s", "max_restarts"),
+        *(f"slurm.{name}" for name in ("partition", "account", "time", "cpus_per_node", "args")),
     ),
     "data": ("train_files", "val_files"),
     "actor_rollout_ref": ("model.path", "model.tokenizer_path", "actor.strategy", "actor.weight_update_mode"),
