@@ -357,6 +357,7 @@ TRACKERS: dict[str, Tracker] = {
 LAUNCHERS: dict[str, Entry] = {
     "local": Entry("one process, no Ray", "distflow.launch.local_launcher:launch_local"),
     "ray": Entry("one worker a device, over Ray", "distflow.cluster.ray_entry:launch_ray"),
+    "slurm": Entry("a job of Slurm, over Ray in it", "distflow.cluster.slurm:launch_slurm"),
 }
 
 HUB_DATA = re.compile(r"[\w.-]+/[\w.-]+(?::[\w.-]*){0,2}")

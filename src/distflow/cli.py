@@ -49,7 +49,7 @@ COMMANDS: dict[str, Command] = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status: 0, 2 for a mistake of the user's, 128 + the number of a signal that ended
-    it, 1 for anything else."""
+    it, the error's own `exit_status` if it has one, 1 for anything else."""
     with harmless_output(), interruptible():
         quiet_libraries()
         arguments = _parse(argv)
@@ -123,7 +123,7 @@ def _report_error(err: Exception, debug: bool) -> int:
     else:
         message = str(err) if is_users else f"{type(err).__name__}: {err} (--debug shows where)"
         print(f"distflow: {message}", file=sys.stderr)
-    status = USER_FAULT if is_users else OUR_FAULT
+    status = USER_FAULT if is_users else int(getattr(err, "exit_status", OUR_FAULT))
     if isinstance(err, LoopGivenUp):
         for stream in (sys.stdout, sys.stderr):
             stream.flush()

@@ -16,8 +16,10 @@ from ray._private.ray_constants import KV_NAMESPACE_CLUSTER
 from ray._raylet import GcsClient
 from ray.cluster_utils import Cluster
 
+from distflow.observe.reading.run_reader import read_events
 from tests.e2e.runs import Playground
 from tests.ledger_audit import verify
+from tests.patience import wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -94,6 +96,42 @@ def test_each_worker_is_on_the_machine_of_the_plan(cluster: Any, tmp_path: Path)
     assert set(found) == {node.node_id for node in cluster.list_all_nodes()}
     assert {(folder / f"worker-{rank}.env").read_text() for rank in range(4)} == {"a7"}
     assert verify(folder / "ledger.jsonl").consumed == 8
+
+
+@pytest.mark.by_hand
+def test_a_run_that_loses_a_machine_starts_again_on_another(cluster: Any, tmp_path: Path) -> None:
+    """The third machine joins when the run is under way; then the second is gone, with its worker."""
+    ground, folder = Playground(tmp_path), tmp_path / "run"
+    keys = ("trainer.launcher=ray", "trainer.nnodes=2", "trainer.max_restarts=1", "trainer.save_freq=1")
+    arguments = ["train", "grpo", *ground.overrides("run", *keys, "trainer.total_training_steps=5000")]
+
+    def started() -> list[int]:
+        return [event.restart for event in read_events(folder) if event.kind == "start"]
+
+    def num_saved() -> int:
+        return sum(event.kind == "checkpoint" for event in read_events(folder))
+
+    with (tmp_path / "log").open("wb") as log:
+        environment = {**os.environ, "RAY_ADDRESS": cluster.address}
+        command = [sys.executable, "-m", "distflow", *arguments]
+        run = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
+    try:
+        wait_until(lambda: run.poll() is not None or num_saved(), "a checkpoint", WITHIN_S)
+        (second,) = cluster.worker_nodes
+        third = cluster.add_node(num_cpus=2, object_store_memory=200_000_000)
+        cluster.wait_for_nodes()
+        cluster.remove_node(second, allow_graceful=False)
+        wait_until(lambda: run.poll() is not None or started() == [0, 1], "another start", WITHIN_S)
+        before = num_saved()
+        wait_until(lambda: run.poll() is not None or num_saved() > before, "its checkpoint", WITHIN_S)
+        run.terminate()
+        status = run.wait(WITHIN_S)
+    finally:
+        run.kill()
+    said = (tmp_path / "log").read_text()
+    assert status == 143 and "Restart 1 of 1 (trainer.max_restarts)" in said, said
+    assert started() == [0, 1] and list(cluster.worker_nodes) == [third]
+    verify(folder / "ledger.jsonl")
 
 
 def test_a_cluster_that_is_too_small_is_told_with_what_is_missing(cluster: Any, tmp_path: Path) -> None:

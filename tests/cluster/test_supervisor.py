@@ -212,8 +212,15 @@ def test_a_run_of_two_workers_goes_on_with_one_and_with_four(ground: Playground,
 def test_a_reward_that_fails_is_told_as_in_one_process(ground: Playground) -> None:
     (ground.folder / "broken.py").write_text("def compute_score(**kwargs):\n    raise KeyError('mine')\n")
     broken = f"custom_reward_function.path={ground.folder}/broken.py"
+    more = ("trust.check_rewards=false", "trainer.n_gpus_per_node=2", "trainer.max_restarts=2")
     with pytest.raises(UserError, match="broken.py"):
-        run(ground, *STEPS, broken, "trust.check_rewards=false", "trainer.n_gpus_per_node=2", name="broken")
+        run(ground, *STEPS, broken, *more, name="broken")
+    check_started_once(ground.folder / "broken")
+
+
+def check_started_once(folder: Path) -> None:
+    """What is no loss of a process is no cause to start again."""
+    assert [event.restart for event in read_events(folder) if event.kind == "start"] == [0]
 
 
 def test_a_plan_that_the_cluster_cannot_hold_is_refused_at_once(ground: Playground) -> None:
@@ -284,7 +291,8 @@ def test_weights_that_are_not_sent_to_an_engine_elsewhere_are_named(ground: Play
     (ground.folder / "silent.py").write_text(SILENT)
     pipeline = (f"dag.pipeline={ground.folder}/silent.py:silent",)
     with pytest.raises(TrustError, match="version 2 was sent, but an engine has 1: weights did not reach it"):
-        run(ground, *STEPS, SPLIT, *pipeline, name="silent")
+        run(ground, *STEPS, SPLIT, *pipeline, "trainer.max_restarts=2", name="silent")
+    check_started_once(ground.folder / "silent")
 
 
 def test_weights_spread_over_two_workers_go_to_an_engine_elsewhere_by_files(ground: Playground, alone: Run) -> None:

@@ -1,18 +1,26 @@
 """Workers that train are killed at chosen points over a real Ray, or find the disk full: the run ends by name, and its
 resume ends where one does that nothing struck, bit for bit."""
 
+import os
+import re
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from distflow.cluster.actor_calls import WorkerDied, WorkerHangs
 from distflow.cluster.ray_entry import launch_ray
+from distflow.observe.reading.run_reader import read_events
 from distflow.runtime.checkpoint.files import CheckpointError
 from distflow.runtime.fault_injection import Fault
+from distflow.runtime.user_calls.sync_calls import Callbacks
 from distflow.runtime.weight_sync.buckets import WEIGHTS
-from tests.cluster.test_faults import workers
+from tests.cluster.test_faults import processes, workers
 from tests.cluster.test_supervisor import CONSTANT, DISK, SPLIT, distance
-from tests.e2e.runs import Playground, Run
+from tests.e2e.runs import Playground, Run, notes
 from tests.ledger_audit import verify
 from tests.patience import wait_until
 from tests.sparse_params import BY_HAND, one_fast_in
@@ -93,3 +101,74 @@ def test_a_worker_that_does_not_come_is_named_with_its_step_and_phase(
         launch_ray(spec)
     assert "_strike" in (ground.folder / "hangs" / "stacks.txt").read_text()
     wait_until(lambda: not workers(), "no worker is left")
+
+
+AGAIN = ("trainer.max_restarts=1", *TOGETHER, *STEPS)
+WRITER = """
+import sys, pathlib
+from distflow.observe.writing.folder_lock import writer_of
+print(writer_of(pathlib.Path(sys.argv[1])))
+"""
+
+
+def starts(folder: Path) -> list[int]:
+    """The restart number of each start."""
+    return [event.restart for event in read_events(folder) if event.kind == "start"]
+
+
+def test_a_lost_training_worker_starts_the_run_again_in_place_and_it_ends_with_the_same_bits(
+    ground: Playground, whole: Run, plan: Callable[..., None]
+) -> None:
+    """Between two starts the folder is still the driver's, as another process sees it."""
+    plan(Fault("train.backward", rank=1, call=3))
+    folder, said, writers = ground.folder / "in_place", list[str](), list[str]()
+
+    def say(line: str) -> None:
+        said.append(line)
+        if "Restart 1 of 1" in line:
+            writers.append(subprocess.check_output([sys.executable, "-c", WRITER, str(folder)], text=True).strip())
+
+    config, spec = ground.spec("grpo", *AGAIN, name=folder.name)
+    check_resumed(Run(folder, config, launch_ray(spec, say=say)), whole)
+    assert starts(folder) == [0, 1] and writers == [str(os.getpid())]
+    told = re.compile(r"worker 1 of 2, .* has died .*, in step 3 .* Restart 1 of 1 \(trainer\.max_restarts\)")
+    assert any(map(told.fullmatch, said)) and any(map(told.fullmatch, notes(folder, "warning")))
+    assert "resumed from step-000002" in notes(folder, "info") and not any(
+        "report of the failed" in line for line in said
+    )
+    assert notes(folder, "end") == ["the run failed", "the run finished"]
+    assert (folder / ".writer").read_text().endswith(", restart 1")
+
+
+def test_a_run_that_fails_again_ends_as_one_without_restarts(ground: Playground, plan: Callable[..., None]) -> None:
+    plan(Fault("train.backward", rank=1, call=1, again=True))
+    _, spec = ground.spec("grpo", *AGAIN, name="fails_again")
+    with pytest.raises(
+        WorkerDied, match="worker 1 of 2, .* has died .* resumes from the start: there is no checkpoint"
+    ):
+        launch_ray(spec)
+    assert starts(ground.folder / "fails_again") == [0, 1]
+    wait_until(lambda: not workers(), "no worker is left")
+
+
+@pytest.mark.by_hand
+def test_a_lost_coordinator_starts_the_run_again_and_a_signal_then_ends_it_as_ever(ground: Playground) -> None:
+    folder, said, asked = ground.folder / "coordinator", list[str](), list[int]()
+
+    def strike(step: int, path: Path) -> None:
+        if not said_again() and (found := processes("ray::CoordinatorActor")):
+            os.kill(found[-1], signal.SIGKILL)
+
+    def ask(step: int, metrics: dict[str, float]) -> None:
+        if said_again() and not asked:
+            asked.append(step)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def said_again() -> bool:
+        return any("the coordinator" in line and "Restart 1 of 1" in line for line in said)
+
+    _, spec = ground.spec("grpo", *AGAIN, "trainer.total_training_steps=5000", name=folder.name)
+    outcome = launch_ray(spec, say=said.append, callbacks=Callbacks(on_save=strike, on_step=ask))
+    assert outcome is not None and outcome.signal == signal.SIGTERM and outcome.stopped
+    assert starts(folder) == [0, 1] and notes(folder, "end") == ["the run failed", "the run stopped"]
+    verify(folder / "ledger.jsonl")

@@ -169,6 +169,24 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
         f"{ACTOR}.weight_update_mode",
         ("store, disk",),
     ),
+    "restarts of one process": (
+        "grpo",
+        ["trainer.max_restarts=2"],
+        "trainer.max_restarts",
+        ("one process cannot outlive itself", "a Slurm job is requeued", "set trainer.launcher=ray, or remove it"),
+    ),
+    "restarts from another run": (
+        "grpo",
+        ["trainer.launcher=ray", "trainer.max_restarts=2", "trainer.resume_mode=/"],
+        "trainer.resume_mode",
+        ("needs a checkpoint of its own", "without trainer.max_restarts"),
+    ),
+    "a partition without a job": (
+        "grpo",
+        ["trainer.slurm.partition=big"],
+        "trainer.slurm.partition",
+        ("there is no Slurm job", "set trainer.launcher=slurm"),
+    ),
     "eight devices": ("grpo", ["trainer.n_gpus_per_node=8"], "trainer.n_gpus_per_node", ("launcher=ray",)),
     "an allocation": ("grpo", ["trainer.allocation='d4'"], "trainer.allocation", ("set trainer.launcher=ray",)),
     "an engine that cannot be updated below its answers": (

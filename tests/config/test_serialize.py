@@ -258,6 +258,8 @@ OF_RAY = {
     "trainer.worker_env",
     "trainer.max_held_mb",
     "trainer.peers_timeout_s",
+    "trainer.max_restarts",
+    *(f"trainer.slurm.{name}" for name in ("partition", "account", "time", "cpus_per_node", "args")),
     "reward.num_actors",
     "reward.actor_cpus",
     "actor_rollout_ref.actor.weight_update_mode",

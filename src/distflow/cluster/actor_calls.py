@@ -23,6 +23,8 @@ _AWAY_S = 5.0
 class WorkerDied(RuntimeError):
     """A worker's process is gone: the run ends, and resumes from its last checkpoint when it is started again."""
 
+    exit_status = 75  # EX_TEMPFAIL of sysexits(3): the job of `slurm.sbatch` is requeued
+
 
 class WorkerHangs(WorkerDied):
     """A worker's process is alive, and does not reach the collective call that the other ranks wait in."""

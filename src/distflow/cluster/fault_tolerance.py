@@ -14,6 +14,7 @@ from typing import Any
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.util.placement_group import PlacementGroup
 
 from distflow.cluster.actor_calls import (
     COORDINATOR,
@@ -29,10 +30,11 @@ from distflow.cluster.actor_calls import (
     reply_of,
 )
 from distflow.cluster.coordinator_actor import Progress
-from distflow.cluster.ray_cluster import failed_process
+from distflow.cluster.ray_cluster import PLACED_WITHIN_S, failed_process, wait_for_room
 from distflow.errors import UserError
-from distflow.launch.run_setup import open_store
+from distflow.launch.run_setup import Start, find_start, open_store
 from distflow.observe.reading.run_reader import read_events
+from distflow.observe.writing.folder_lock import claim_again
 from distflow.observe.writing.run_folder import RunFolder
 from distflow.runtime.engine_watch import STACKS
 from distflow.runtime.rank_info import Place
@@ -188,6 +190,23 @@ def note_failure(run_dir: Path, error: BaseException) -> None:
         with RunFolder(run_dir, events[-1].restart, part=_DRIVER) as folder:
             folder.event("error", f"{type(error).__name__}: {error}", raised=type(error).__name__)
             folder.event("end", "the run failed", status="failed")
+
+
+def start_again(
+    spec: Spec, start: Start, bundles: PlacementGroup, number: int, died: WorkerDied, say: Callable[[str], None]
+) -> Start:
+    """Where the run begins anew after a loss, with its actors ended and its bundles in place. number: of the restart,
+    from 1. Raises WorkerDied where there is no room any more."""
+    message = f"{died.__cause__ or died} Restart {number} of {spec.options.max_restarts} (trainer.max_restarts)"
+    say(message)
+    events = read_events(spec.run_dir)
+    with RunFolder(spec.run_dir, events[-1].restart if events else 0, part=_DRIVER) as folder:
+        folder.event("warning", message)
+    try:
+        wait_for_room(bundles, PLACED_WITHIN_S, say)
+    except UserError as err:
+        raise type(died)(f"{died}. It cannot start again in place: {err}") from died
+    return find_start(spec, "auto", start.allowed, claim_again(spec.run_dir, number))
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ import ray
 from ray._private import services
 from ray.exceptions import GetTimeoutError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from distflow.cluster.actor_calls import ENDS_WITHIN_S
 from distflow.cluster.reaper import descendants, kill_those
@@ -145,24 +146,30 @@ def bundles_of(plan: Plan, each: WorkerNeeds, say: Callable[[str], None], ends: 
     nodes = sorted({rank.node for rank in plan.ranks})
     wanted = [_needs([rank.device for rank in plan.ranks if rank.node == node], each) for node in nodes]
     group = placement_group(wanted, strategy="PACK" if len(nodes) == 1 else "STRICT_SPREAD")
-    needs = f"{len(nodes)} machine(s) with {', '.join(map(_counted, wanted))}"
-    timeout_s, ready = PLACED_WITHIN_S if _fits(wanted) else 0.0, group.ready()
-    if timeout_s and not ray.wait([ready], timeout=_SAYS_AFTER_S)[0]:
+    try:
+        wait_for_room(group, PLACED_WITHIN_S if _fits(wanted) else 0.0, say)
+        yield group
+    finally:
+        if not ends:
+            remove_placement_group(group)
+
+
+def wait_for_room(group: PlacementGroup, timeout_s: float, say: Callable[[str], None]) -> None:
+    """Until each bundle has a machine that answers: Ray places those of one that is gone anew. Raises UserError."""
+    wanted, answer = group.bundle_specs, ray.remote(lambda: None)  # by value: it imports nothing there
+    needs = f"{len(wanted)} machine(s) with {', '.join(map(_counted, wanted))}"
+    each_bundle = [PlacementGroupSchedulingStrategy(group, number) for number in range(len(wanted))]
+    ready = [answer.options(num_cpus=0, max_retries=-1, scheduling_strategy=each).remote() for each in each_bundle]
+    if timeout_s and ray.wait(ready, num_returns=len(ready), timeout=_SAYS_AFTER_S)[1]:
         say(f"waiting up to {timeout_s:g} s for {needs}: other jobs use them now")
     try:
         ray.get(ready, timeout=timeout_s)
     except GetTimeoutError:
-        remove_placement_group(group)
         have = "; ".join(_counted(node["Resources"]) for node in ray.nodes() if node["Alive"])
         raise UserError(
             f"the plan needs {needs}, and the cluster has {have}: lower trainer.nnodes, trainer.n_gpus_per_node, "
             "trainer.allocation, trainer.worker_cpus or trainer.worker_memory_mb, add machines, or end other jobs there"
         ) from None
-    try:
-        yield group
-    finally:
-        if not ends:
-            remove_placement_group(group)
 
 
 def check_room(plan: Plan) -> None:

@@ -13,8 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from distflow.errors import UserError
-from distflow.launch.run_setup import done_before, outcome_of, starting
-from distflow.runtime.checkpoint.save_and_restore import check_same_facts
+from distflow.launch.run_setup import done_before, starting
 from distflow.runtime.recorder import reported
 from distflow.runtime.spec import Outcome, Spec
 from distflow.runtime.user_calls.sync_calls import Callbacks
@@ -38,10 +37,8 @@ def launch_ray(
     spec = replace(spec, options=replace(spec.options, run_dir=spec.run_dir.absolute()))  # actors start elsewhere
     with starting(spec, allow_change) as start, _private_ray(spec.run_dir):
         from distflow.cluster.ray_cluster import bundles_of, connect_ray
-        from distflow.cluster.supervisor import RayRun
+        from distflow.cluster.supervisor import supervise
 
-        if start.checkpoint:
-            check_same_facts(start.checkpoint, spec, spec.facts)
         if done := done_before(spec, start, say):
             return done
         start.set_aside(spec, say)
@@ -50,11 +47,8 @@ def launch_ray(
             connect_ray(spec.plan, say, needs.num_reward_actors * needs.reward_cpus) as ends,
             bundles_of(spec.plan, needs, say, ends) as bundles,
             reported(spec.run_dir, say),
-            RayRun(spec, start, bundles) as run,
         ):
-            differences = run.build(say)
-            steps, stop = run.watch(differences, callbacks, ends_process=not embedded)
-        return outcome_of(spec, steps, stop.signal, stopped=stop.wanted and not run.finished)
+            return supervise(spec, start, bundles, say, callbacks, ends_process=not embedded)
 
 
 def is_installed() -> bool:

@@ -1,4 +1,4 @@
-"""The supervisor of a Ray run: starts its actors, one worker a device, watches them to the end, and kills them."""
+"""The supervisor of a Ray run: starts its actors, one worker a device, watches them, kills them, starts them again."""
 
 import secrets
 from collections.abc import Callable, Mapping, Sequence
@@ -13,21 +13,23 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from distflow import __version__
 from distflow.cluster import actor_calls
+from distflow.cluster.actor_calls import WorkerDied
 from distflow.cluster.coordinator_actor import CoordinatorActor, Progress
-from distflow.cluster.fault_tolerance import Blame, Replacements, note_failure, with_resume_hint
+from distflow.cluster.fault_tolerance import Blame, Replacements, note_failure, start_again, with_resume_hint
 from distflow.cluster.ray_cluster import bound_of, failed_process, places_of
 from distflow.cluster.reports_to_driver import DriverOutput
 from distflow.cluster.reshard_columns import ReshardActor
 from distflow.cluster.reward_actors import DeathWatch, start_reward_actors
 from distflow.cluster.worker_actor import BuildReport, WorkerActor
 from distflow.errors import UserError
-from distflow.launch.run_setup import Start, model_line
+from distflow.launch.make_spec import Say
+from distflow.launch.run_setup import Start, done_before, model_line, outcome_of
 from distflow.observe.writing.folder_lock import RunFolderError, wait_for_joined
 from distflow.observe.writing.terminal import TerminalView
 from distflow.runtime.checkpoint.save_and_restore import check_same_facts
 from distflow.runtime.engine_watch import STACKS
 from distflow.runtime.rank_info import Place
-from distflow.runtime.spec import Spec
+from distflow.runtime.spec import Outcome, Spec
 from distflow.runtime.stop import StopRequest
 from distflow.runtime.user_calls.sync_calls import Callbacks, Caller
 from distflow.runtime.weight_sync.buckets import remove_weights
@@ -64,7 +66,7 @@ class RayRun(AbstractContextManager["RayRun"]):
         self._deaths = DeathWatch(self._reward_actors)
         numbered = {actor_calls.FIRST_REWARD_ACTOR - number: actor for number, actor in enumerate(self._reward_actors)}
         self._heartbeat = actor_calls.Heartbeat({**dict(enumerate(self._workers)), **self._services, **numbered})
-        self.finished = False
+        self.finished, self.stop = False, StopRequest(lambda name: None)
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """End all processes of the run, and wait until none writes to its folder."""
@@ -93,7 +95,7 @@ class RayRun(AbstractContextManager["RayRun"]):
         facts = {**self._spec.facts, **leader.facts}
         return check_same_facts(self._start.checkpoint, self._spec, facts) if self._start.checkpoint else []
 
-    def watch(self, differences: list[str], callbacks: Callbacks, ends_process: bool) -> tuple[int, StopRequest]:
+    def watch(self, differences: list[str], callbacks: Callbacks, ends_process: bool) -> int:
         """Supervise until the run has ended; returns the steps consumed in all. Raises what a worker raised first."""
         options = self._spec.options
         with with_resume_hint(self._spec):
@@ -105,7 +107,8 @@ class RayRun(AbstractContextManager["RayRun"]):
             view.note("info", f"{name}: finishing this step, then leaving; a second time leaves at once")
             self._coordinator.stop.remote()
 
-        with StopRequest(asked_to_stop, ends_process=ends_process) as stop, with_resume_hint(self._spec):
+        self.stop = StopRequest(asked_to_stop, ends_process=ends_process)
+        with self.stop, with_resume_hint(self._spec):
             running = {self._run(rank, differences): rank for rank in range(len(self._workers))}
             still_training = set(self._training_ranks)
             steps = 0
@@ -119,7 +122,7 @@ class RayRun(AbstractContextManager["RayRun"]):
                         outcome = self._blame.outcome(ref, rank)
                         if isinstance(outcome, int):
                             steps = max(steps, outcome)
-                        elif not isinstance(outcome, actor_calls.WorkerDied):
+                        elif not isinstance(outcome, WorkerDied):
                             if cause := self._blame.cause_of(outcome, running):
                                 raise cause from outcome
                             raise outcome
@@ -138,7 +141,7 @@ class RayRun(AbstractContextManager["RayRun"]):
                 output.show(self._coordinator, last=True)
             finally:
                 view.close()
-        return steps, stop
+        return steps
 
     def _progress(self) -> Progress:
         progress: Progress = actor_calls.reply_of(self._coordinator.progress.remote(), actor_calls.COORDINATOR)
@@ -168,7 +171,7 @@ class RayRun(AbstractContextManager["RayRun"]):
     def _end(self, running: Mapping[Any, int]) -> None:
         """Training has ended: the rollout workers leave. One that has died, or has just started, has nothing to end."""
         generating = list[int]()
-        with suppress(actor_calls.WorkerDied):
+        with suppress(WorkerDied):
             generating = actor_calls.reply_of(self._workers[self._leader].with_newest_weights.remote(), self._leader)
         self._coordinator.close.remote()
         for ref, rank in running.items():
@@ -176,7 +179,7 @@ class RayRun(AbstractContextManager["RayRun"]):
             if can_be_replaced and rank not in generating:
                 continue
             outcome = self._blame.outcome(ref, rank, actor_calls.ENDS_WITHIN_S)
-            may_be_gone = isinstance(outcome, actor_calls.WorkerDied | GetTimeoutError) and can_be_replaced
+            may_be_gone = isinstance(outcome, WorkerDied | GetTimeoutError) and can_be_replaced
             if isinstance(outcome, BaseException) and not may_be_gone:
                 raise outcome
         self.finished = self._progress().finished
@@ -199,7 +202,7 @@ class RayRun(AbstractContextManager["RayRun"]):
             self._heartbeat.follow(silent, reward_actor)
             return
         if silent not in self._others.places:
-            raise actor_calls.WorkerDied(message)
+            raise WorkerDied(message)
         self._workers[self._leader].note.remote("warning", f"{message} It is killed")
         self._heartbeat.forget(silent)
         ray.kill(self._workers[silent])
@@ -210,7 +213,7 @@ class RayRun(AbstractContextManager["RayRun"]):
         while waiting:
             _check_ray()
             if (silent := self._heartbeat.silent()) is not None:
-                raise actor_calls.WorkerDied(self._heartbeat.describe_silence(silent, self._spec.run_dir / STACKS))
+                raise WorkerDied(self._heartbeat.describe_silence(silent, self._spec.run_dir / STACKS))
             done, waiting = ray.wait(waiting, timeout=_LOOKS_EVERY_S)
             for ref in done:
                 try:
@@ -222,7 +225,28 @@ class RayRun(AbstractContextManager["RayRun"]):
         return ray.get(list(refs))
 
 
+def supervise(
+    spec: Spec, start: Start, bundles: PlacementGroup, say: Say, callbacks: Callbacks, ends_process: bool
+) -> Outcome:
+    """The run to its end. Where a process of it is lost it starts again from its last checkpoint, in the same bundles,
+    at most `trainer.max_restarts` times; not where a signal has asked it to end, or Ray itself has failed."""
+    for number in range(1, spec.options.max_restarts + 2):
+        run = RayRun(spec, start, bundles)
+        try:
+            with run:
+                differences = run.build(say)
+                steps = run.watch(differences, callbacks, ends_process)
+            break
+        except WorkerDied as died:
+            if number > spec.options.max_restarts or run.stop.wanted or failed_process(or_stopped=True):
+                raise
+            start = start_again(spec, start, bundles, number, died, say)
+            if done := done_before(spec, start, say):
+                return done
+    return outcome_of(spec, steps, run.stop.signal, stopped=run.stop.wanted and not run.finished)
+
+
 def _check_ray() -> None:
     """Raises WorkerDied where a process of Ray itself is gone: the run would not end."""
     if process := failed_process():
-        raise actor_calls.WorkerDied(process)
+        raise WorkerDied(process)

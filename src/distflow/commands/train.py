@@ -53,6 +53,8 @@ def run_train(arguments: argparse.Namespace, base: str = "grpo") -> int:
         for line in describe(spec.config):
             say(line)
         outcome = launch(spec, allow_change=tuple(arguments.allow_change), say=say)
+    if outcome is None:
+        return 0
     if outcome.accuracy_before is not None and outcome.accuracy_after is not None:
         print(f"accuracy before RL: {outcome.accuracy_before:.2f}")
         print(f"accuracy after RL: {outcome.accuracy_after:.2f}")

@@ -15,8 +15,11 @@ from distflow.planning.threads import own_cores, share_threads, usable_cores
 
 
 def choose_device(config: Config) -> torch.device:
-    """The device that `trainer.device` means on this machine. Raises UserError where it has none of that kind."""
+    """The device that `trainer.device` means on this machine, or in a Slurm job, which gets GPUs unless it says cpu.
+    Raises UserError where this machine has none of that kind."""
     wanted = config.trainer.device
+    if config.trainer.launcher == "slurm":
+        return torch.device("cpu" if wanted == "cpu" else "cuda")
     if wanted == "cuda" and not torch.cuda.is_available():
         raise UserError("trainer.device=cuda, but torch finds no CUDA device here: set trainer.device=auto or cpu")
     return torch.device(("cuda" if torch.cuda.is_available() else "cpu") if wanted == "auto" else wanted)
@@ -42,7 +45,7 @@ def threads_of(config: Config) -> tuple[int | None, int | None]:
 
 def worker_cores(config: Config) -> int:
     """Cores for each worker of a machine."""
-    beside = config.trainer.n_gpus_per_node if config.trainer.launcher == "ray" else 1
+    beside = config.trainer.n_gpus_per_node if config.trainer.launcher != "local" else 1
     return max(1, usable_cores() // beside)
 
 

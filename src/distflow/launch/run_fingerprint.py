@@ -105,10 +105,10 @@ def facts(config: Config, data: Data) -> dict[str, object]:
 def _threads(config: Config) -> str:
     """The threads of a worker, in words."""
     trainer, rollout = threads_of(config)
-    of = "threads of a worker" if config.trainer.launcher == "ray" else "threads"
+    of = "threads of a worker" if config.trainer.launcher != "local" else "threads"
     if rollout is not None:
         return f"{of}: {trainer} to train, {rollout} to generate"
-    shared = worker_cores(config) if config.trainer.launcher == "ray" else torch.get_num_threads()
+    shared = worker_cores(config) if config.trainer.launcher != "local" else torch.get_num_threads()
     return f"{of}: {trainer or shared}"
 
 

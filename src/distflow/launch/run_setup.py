@@ -25,7 +25,7 @@ from distflow.runtime.checkpoint.find_checkpoint import (
     remaining_plan,
     resumes_here,
 )
-from distflow.runtime.checkpoint.save_and_restore import check_same_config
+from distflow.runtime.checkpoint.save_and_restore import check_same_config, check_same_facts
 from distflow.runtime.node_errors import writing_to
 from distflow.runtime.recorder import Recorder
 from distflow.runtime.spec import Outcome, Spec
@@ -67,20 +67,25 @@ class Start:
 @contextmanager
 def starting(spec: Spec, allow_change: tuple[str, ...]) -> Iterator[Start]:
     """Claims the run's folder for this process and finds where the run begins. Raises UserError for a checkpoint of
-    another config."""
+    another config or other data."""
     with writing_to(spec.run_dir), claimed(spec.run_dir) as owner:
-        store = open_store(spec)
-        store.remove_leftovers()
-        remove_asides(spec.run_dir)
-        remove_weights(spec.run_dir)
-        finish_moving(spec.run_dir)
-        mode = spec.options.resume
-        checkpoint = find_checkpoint(store, mode)
-        resumes = resumes_here(checkpoint, mode, spec.run_dir)
-        if checkpoint:
-            checkpoint = before_damage(checkpoint, mode, spec.run_dir / LEDGER) if resumes else checkpoint
-            check_same_config(checkpoint, spec, allow_change)
-        yield Start(store, checkpoint, resumes, allow_change, owner)
+        yield find_start(spec, spec.options.resume, allow_change, owner)
+
+
+def find_start(spec: Spec, mode: str, allow_change: tuple[str, ...], owner: str) -> Start:
+    """Where the run begins, for the owner of its folder. mode: as `spec.options.resume`. Raises UserError."""
+    store = open_store(spec)
+    store.remove_leftovers()
+    remove_asides(spec.run_dir)
+    remove_weights(spec.run_dir)
+    finish_moving(spec.run_dir)
+    checkpoint = find_checkpoint(store, mode)
+    resumes = resumes_here(checkpoint, mode, spec.run_dir)
+    if checkpoint:
+        checkpoint = before_damage(checkpoint, mode, spec.run_dir / LEDGER) if resumes else checkpoint
+        check_same_config(checkpoint, spec, allow_change)
+        check_same_facts(checkpoint, spec, spec.facts)
+    return Start(store, checkpoint, resumes, allow_change, owner)
 
 
 def open_store(spec: Spec) -> CheckpointStore:

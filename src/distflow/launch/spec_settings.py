@@ -10,7 +10,7 @@ import torch
 
 from distflow.algorithms.mismatch_check import Tolerance
 from distflow.config import Config
-from distflow.config.compose.key_usage import peek
+from distflow.config.compose.key_usage import peek, whole
 from distflow.config.derived_settings import is_rl, is_sharded
 from distflow.config.domain_settings import response_limit, validates
 from distflow.graph import BoundPipeline, NodeRole
@@ -94,7 +94,7 @@ def run_options(config: Config, pipeline: BoundPipeline, plan: Plan, saves: bool
         return config if is_used else peek(config)
 
     trainer, trust = config.trainer, config.trust
-    by_ray, has_engine = trainer.launcher == "ray", "rollout" in pipeline.engines
+    by_ray, has_engine = trainer.launcher != "local", "rollout" in pipeline.engines
     is_scored = any(node.node_role is NodeRole.REWARD for node in pipeline.rollout_nodes)
     goes_elsewhere = any("rollout" in rank.engines and not rank.training_nodes for rank in plan.ranks)
     has_deadline = any(not (node.contract.is_async and is_ours(node)) for node in pipeline.rollout_nodes)
@@ -118,6 +118,8 @@ def run_options(config: Config, pipeline: BoundPipeline, plan: Plan, saves: bool
         experiment=trainer.experiment_name,
         enable_perf=config.dag.enable_perf,
         worker=_worker_needs(used_if(by_ray), is_scored),
+        max_restarts=used_if(by_ray).trainer.max_restarts,
+        slurm=whole(used_if(by_ray).trainer.slurm),
         max_held_mb=used_if(by_ray).trainer.max_held_mb,
         peers_timeout_s=used_if(by_ray).trainer.peers_timeout_s,
         timeout_s=used_if(has_deadline).reward.timeout_s,

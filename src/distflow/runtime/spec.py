@@ -9,6 +9,7 @@ import torch
 
 from distflow.algorithms.mismatch_check import Tolerance
 from distflow.config import Config
+from distflow.config.keys.run import SlurmConfig
 from distflow.data.prompts import PromptRow
 from distflow.graph import BoundPipeline
 from distflow.planning.plan import Plan, RankPlan
@@ -80,6 +81,7 @@ class RunOptions:
     "disk", the transport to workers that only generate. canary_freq: in weight syncs.
     audit_freq: in steps. on_mismatch: "correct", "stop" or "warn". keep_last: checkpoints, None for all. keep_best: the
     metric by which the best one is kept in addition. save_hf_model: export every checkpoint.
+    max_restarts: of the run in place, after a process of it was lost. slurm: of the job, if it is one.
     max_held_mb: of groups and columns that wait in Ray's object store, in all; None for half of the smallest store.
     save_groups_last: number of last steps written if `save_groups` is "last_k". timeout_s: of a sync node function of
     the rollout loop, for each sample. engine_timeout_s: how long a rollout engine with an open request may give no sign
@@ -105,6 +107,8 @@ class RunOptions:
     experiment: str
     enable_perf: bool
     worker: WorkerNeeds
+    max_restarts: int
+    slurm: SlurmConfig
     max_held_mb: int | None
     peers_timeout_s: float
     timeout_s: float
@@ -190,8 +194,8 @@ class Launch(Protocol):
         say: Callable[[str], None] = lambda line: None,
         callbacks: Callbacks = Callbacks(),  # noqa: B008  immutable
         embedded: bool = False,
-    ) -> Outcome:
-        """Run to the end, or to the first signal.
+    ) -> Outcome | None:
+        """Run to the end, or to the first signal; None where it was handed to a job that runs elsewhere.
 
         `spec.options.resume` says where it starts. allow_change: config keys that may differ from the checkpoint's.
         say: called with progress messages, one line each. embedded: in a process that continues afterwards, such as a

@@ -253,7 +253,7 @@ class Lab:
 
     def _run(self, spec: Spec, launch: Launch = launch_local) -> Figures:
         outcome = launch(spec)
-        if outcome.signal is not None:
+        if outcome is not None and outcome.signal is not None:
             raise Interrupted(outcome.signal)
         return figures_of(spec.run_dir)
 

@@ -14,7 +14,7 @@ import pytest
 from distflow.errors import UserError
 from distflow.observe.report.build import write_report
 from distflow.observe.writing import folder_lock
-from distflow.observe.writing.folder_lock import RunFolderError, claimed, is_ours, join, writer_of
+from distflow.observe.writing.folder_lock import RunFolderError, claim_again, claimed, is_ours, join, writer_of
 from distflow.observe.writing.run_folder import RunFolder
 
 
@@ -228,6 +228,24 @@ def test_a_worker_of_an_earlier_start_that_comes_late_is_refused(tmp_path: Path)
         pass
     with living(lambda: kept.enter_context(claimed(folder))):
         assert "another start has taken" in end_of(lambda: join(folder, owner))
+
+
+def test_a_restart_in_place_waits_for_who_joined_refuses_the_late_and_never_gives_the_folder_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "run"
+    monkeypatch.setattr(folder_lock, "_END_WITHIN_S", 0.1)
+    with claimed(folder) as owner:
+        with (
+            living(lambda: join(folder, owner)) as worker,
+            pytest.raises(RunFolderError, match=f"process {worker} of an earlier start still writes"),
+        ):
+            claim_again(folder, 1)
+        again = claim_again(folder, 2)
+        assert again.endswith(", restart 2") and "another process" in end_of(lambda: claim_once(folder))
+        assert "another start has taken" in end_of(lambda: join(folder, owner))
+        with living(lambda: join(folder, again)):
+            pass
 
 
 def test_a_claim_marks_the_folder_before_anything_else_is_written(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from distflow.builtin_names import LAUNCHERS, PIPELINES, TRACKERS, not_there_yet
 from distflow.config.compose.values import Mismatch, show
-from distflow.config.keys.declare import key
+from distflow.config.keys.declare import group, key
 
 NODE_KEYS = (
     *("id", "type", "role", "func", "deps", "options", "only_forward_compute", "config", "engine", "writes"),
@@ -83,6 +83,17 @@ def parse_stop_when(value: object) -> str | None:
 
 
 @dataclass(frozen=True)
+class SlurmConfig:
+    """The job of launcher=slurm: trainer.nnodes nodes, trainer.n_gpus_per_node GPUs each (none with device=cpu)."""
+
+    partition: str | None = key(None, "partition of the job; null is the cluster's default")
+    account: str | None = key(None, "account that the job is charged to; null is the user's default")
+    time: str | None = key(None, "time after which the job is requeued, in quotes: '24:00:00'; null is the partition's")
+    cpus_per_node: int | None = key(None, "CPUs of each node; null takes whole nodes (--exclusive)", minimum=1)
+    args: tuple[str, ...] = key((), 'further options of sbatch, e.g. ["--qos=high","--mem=0"]')
+
+
+@dataclass(frozen=True)
 class TrainerConfig:
     """The run as a whole."""
 
@@ -143,6 +154,10 @@ class TrainerConfig:
     peers_timeout_s: float = key(
         1800.0, "timeout of collectives (launcher=ray); the run then stops and names the missing workers", above=0
     )
+    max_restarts: int = key(
+        0, "restarts from the last checkpoint, in place, after a process was lost (launcher=ray)", minimum=0
+    )
+    slurm: SlurmConfig = group(SlurmConfig)
 
     @property
     def run_dir(self) -> Path:

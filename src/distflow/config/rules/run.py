@@ -74,8 +74,12 @@ def keep_best(config: Config) -> Iterator[Finding]:
 
 
 def resume(config: Config) -> Iterator[Finding]:
-    """The checkpoint to resume from exists."""
-    mode = config.trainer.resume_mode
+    """The checkpoint to resume from exists; a run that starts again by itself resumes from its own."""
+    mode, launcher, restarts = config.trainer.resume_mode, config.trainer.launcher, config.trainer.max_restarts
+    if mode not in ("auto", "never") and (launcher == "slurm" or restarts):
+        keys = ("trainer.resume_mode", "trainer.launcher" if launcher == "slurm" else "trainer.max_restarts")
+        what = "a run that starts again by itself needs a checkpoint of its own, and may have none yet"
+        yield Finding(keys, what, f"train to the first one without {keys[1]}, then on with trainer.resume_mode=auto")
     path = Path(mode).expanduser()
     if mode not in ("auto", "never") and not path.is_dir():
         what, advice = ("is a file", "name its folder") if path.is_file() else missing_path(path)

@@ -13,7 +13,7 @@ from distflow.config.serialize import changed_from_default, flatten
 class Switch:
     """A key of a group, and the options of the group that have an effect only if it is on.
 
-    on: its value then, or an example where any but null, false and 0 will do. why: the options have no effect else.
+    on: its value then (or `also`), or an example where any but null, false and 0 will do. why: else without effect.
     """
 
     group: str
@@ -21,6 +21,7 @@ class Switch:
     options: tuple[str, ...]
     on: str
     why: str
+    also: str = ""
 
 
 _FOR_SEVERAL_DEVICES = (
@@ -29,6 +30,8 @@ _FOR_SEVERAL_DEVICES = (
     *("dag.backend_threshold", "dag.apportion_strategy", "dag.model_sizes", "dag.consider_node_cohesion"),
     *("dag.consider_node_load", "reward.num_actors", f"{ACTOR}.weight_update_mode"),
 )
+_ENDS_WITH_IT = "the local launcher's one process cannot outlive itself to start again; a Slurm job is requeued"
+_OF_SLURM = tuple(name for name in schema_keys() if name.startswith("trainer.slurm."))
 _FOR_SHARDS = tuple(name for name in schema_keys() if ".fsdp_config." in name)
 _CORRECTION = ("rollout_is_threshold", "rollout_is_batch_normalize")
 _SWITCHES = (
@@ -47,7 +50,9 @@ _SWITCHES = (
     Switch("trainer", "keep_best", ("keep_best_metric",), "true", "no best checkpoint is kept"),
     Switch("trainer", "save_groups", ("save_groups_last",), "last_k", "no other value counts steps"),
     Switch("", f"{ACTOR}.strategy", _FOR_SHARDS, "fsdp", "each rank has whole weights; launcher=ray can shard them"),
-    Switch("", "trainer.launcher", _FOR_SEVERAL_DEVICES, "ray", "the local launcher has one process on one device"),
+    Switch("", "trainer.launcher", _FOR_SEVERAL_DEVICES, "ray", "the local launcher has one process", also="slurm"),
+    Switch("", "trainer.launcher", ("trainer.max_restarts",), "ray", _ENDS_WITH_IT, also="slurm"),
+    Switch("", "trainer.launcher", _OF_SLURM, "slurm", "there is no Slurm job", also="ray"),
 )
 
 
@@ -57,7 +62,7 @@ def unused_options(config: Config) -> Iterator[Finding]:
     for switch in _SWITCHES:
         key = dotted(switch.group, switch.name)
         has_names = isinstance(keys[key].default, str)
-        if not (values[key] == switch.on if has_names else values[key]):
+        if not (values[key] in (switch.on, switch.also) if has_names else values[key]):
             options = (dotted(switch.group, option) for option in switch.options)
             for option, *_ in changed_from_default(config, options):
                 yield Finding((option, key), switch.why, f"set {key}={switch.on}, or remove it")

@@ -97,6 +97,14 @@ def join(path: Path, owner: str) -> None:
         raise RunFolderError(f"another start has taken the run's folder {path} from the one of this process")
 
 
+def claim_again(path: Path, restart: int) -> str:
+    """For the owner, before it starts again in place: who joined has ended, and a late one cannot join any more."""
+    fd = _locks[path.absolute()]
+    _write_owner(fd, f", restart {restart}")
+    wait_for_joined(path)
+    return _owner_in(fd)
+
+
 def wait_for_joined(path: Path) -> None:
     """For the owner: wait until who joined has ended. Raises RunFolderError if one does not."""
     until = time.monotonic() + _END_WITHIN_S
@@ -112,9 +120,7 @@ def _take(path: Path) -> None:
         fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, _OWNER)
         _check_kinds(path)
         os.close(os.open(path / MARK, os.O_RDONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600))
-        since = time.strftime("%Y-%m-%d %H:%M:%S %Z")
-        os.ftruncate(fd, 0)
-        os.pwrite(fd, f"pid {os.getpid()} on {os.uname().nodename} since {since}".encode(), 0)
+        _write_owner(fd)
     except BlockingIOError as error:
         who = f"another process ({_owner_in(fd) or 'unknown'})"
         raise RunFolderError(f"{who} is writing to the run's folder {path}; end it, or {_OTHER}") from error
@@ -143,6 +149,12 @@ def _locker(fd: int, start: int = 0, length: int = 0) -> int | None:
     request = struct.pack(_LOCK, fcntl.F_WRLCK, os.SEEK_SET, start, length, 0)
     kind, _, _, _, pid = struct.unpack(_LOCK, fcntl.fcntl(fd, fcntl.F_GETLK, request))
     return None if kind == fcntl.F_UNLCK else int(pid)
+
+
+def _write_owner(fd: int, more: str = "") -> None:
+    os.ftruncate(fd, 0)
+    since = time.strftime(f"since %Y-%m-%d %H:%M:%S %Z{more}")
+    os.pwrite(fd, f"pid {os.getpid()} on {os.uname().nodename} {since}".encode(), 0)
 
 
 def _owner_in(fd: int) -> str:

@@ -1,0 +1,70 @@
+"""The Slurm launcher: submits a job that starts Ray on its nodes and trains with the Ray launcher."""
+
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from distflow.errors import UserError
+from distflow.launch.run_setup import done_before, starting
+from distflow.observe.crash_safe_files import write_atomically
+from distflow.runtime.spec import Outcome, Spec
+from distflow.runtime.user_calls.sync_calls import Callbacks
+
+
+def launch_slurm(
+    spec: Spec,
+    *,
+    allow_change: tuple[str, ...] = (),
+    say: Callable[[str], None] = lambda line: None,
+    callbacks: Callbacks = Callbacks(),  # noqa: B008  immutable
+    embedded: bool = False,
+) -> Outcome | None:
+    """See `Launch`. The run is the job's; here it is checked that it can start, and has steps left."""
+    if embedded:
+        raise UserError("trainer.launcher=slurm submits a command: start it with `distflow train`, not from Python")
+    if (sbatch := shutil.which("sbatch")) is None:
+        raise UserError("trainer.launcher=slurm: no sbatch is on the PATH: submit where Slurm is, or take another one")
+    with starting(spec, allow_change) as start:
+        if done := done_before(spec, start, say):
+            return done
+        path = spec.run_dir.absolute() / "slurm.sbatch"
+        write_atomically(path, _script(spec).encode())
+    submitted = subprocess.run([sbatch, "--parsable", str(path)], capture_output=True, text=True)
+    if submitted.returncode:
+        raise UserError(f"sbatch refuses {path}: {submitted.stderr.strip()}")
+    job = submitted.stdout.strip().partition(";")[0]
+    say(f"submitted as job {job}: {path}")
+    say(f"to follow it: tail -F {shlex.quote(str(path.with_name(f'slurm-{job}.out')))}; to cancel it: scancel {job}")
+    return None
+
+
+def _script(spec: Spec) -> str:
+    """The job, with the command that this process was started with."""
+    filled = {
+        "OPTIONS": "\n".join(f"#SBATCH {shlex.quote(option)}" for option in _options(spec)),
+        "PYTHON": shlex.quote(sys.executable),
+        "FOLDER": shlex.quote(str(spec.run_dir.absolute())),
+        "WORDS": shlex.join(shlex.split(str(spec.description["command"]))[1:]),
+    }
+    return re.sub("@([A-Z]+)@", lambda found: filled[found[1]], Path(__file__).with_suffix(".sbatch").read_text())
+
+
+def _options(spec: Spec) -> list[str]:
+    """Of sbatch, the user's last. Raises UserError for one that would not stay on its line."""
+    trainer, slurm = spec.config.trainer, spec.options.slurm
+    output = f"{spec.run_dir.absolute()}/slurm-".replace("%", "%%") + "%j.out"
+    options = [
+        *(f"--job-name={trainer.experiment_name}", f"--chdir={Path.cwd()}", f"--output={output}", "--open-mode=append"),
+        *(f"--nodes={trainer.nnodes}", "--ntasks-per-node=1", "--requeue", "--signal=B:USR1@600"),  # s before the end
+        *([] if trainer.device == "cpu" else [f"--gpus-per-node={trainer.n_gpus_per_node}"]),
+        f"--cpus-per-task={slurm.cpus_per_node}" if slurm.cpus_per_node else "--exclusive",
+        *(f"--{name}={value}" for name in ("partition", "account", "time") if (value := getattr(slurm, name))),
+        *slurm.args,
+    ]
+    if broken := [option for option in options if not option.isprintable()]:
+        raise UserError(f"trainer.launcher=slurm: {broken[0]!r} has characters that no option of sbatch can have")
+    return options
