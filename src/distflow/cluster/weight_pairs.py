@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import lru_cache, partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,6 +27,7 @@ from distflow.runtime.weight_sync.buckets import Packed, Spoiled
 from distflow.scheduling.groups import Version
 
 TRAINER, WORKER = 0, 1
+_Group = Any  # a backend's process group; in torch's stubs it has no send and recv
 _FOREVER = timedelta(days=365)
 _KEEP_PROCESS = "2"  # a broken nccl group ends its own kernels, and not the trainer's process, as it does by default
 
@@ -43,7 +45,7 @@ class Pair:
     def device(self) -> str:
         return "cuda" if self.backend == "nccl" else "cpu"
 
-    def join(self, rank: int) -> dist.Backend:
+    def join(self, rank: int) -> _Group:
         """Waits for the other one. Raises RuntimeError, as operations do, if that is gone or late."""
         store = dist.FileStore(str(self.meeting), 2)
         if self.backend == "gloo":
@@ -55,7 +57,7 @@ class Pair:
 
 
 @lru_cache(maxsize=1)
-def _join_trainer(pair: Pair) -> dist.Backend:
+def _join_trainer(pair: Pair) -> _Group:
     """The worker's group of the sync under way; a failure is not kept."""
     return pair.join(WORKER)
 
@@ -79,7 +81,7 @@ class InPair:
         """Both have met, or never will."""
         self.pair.meeting.unlink(missing_ok=True)
 
-    def _receive(self, group: dist.Backend, dtype: str, shape: tuple[int, ...]) -> Tensor:
+    def _receive(self, group: _Group, dtype: str, shape: tuple[int, ...]) -> Tensor:
         tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=self.pair.device)
         if tensor.numel():
             group.recv([tensor.view(-1).view(torch.uint8)], TRAINER, 0).wait()
@@ -92,7 +94,7 @@ class _Sending:
 
     bucket: tuple[Version, int]
     pair: Pair
-    group: "Future[dist.Backend]"
+    group: "Future[_Group]"
     done: "Future[None]"
 
 
@@ -126,7 +128,7 @@ class Pairs:
         return _Sending(bucket, pair, group, on_a_thread(partial(_send, group, packed, pair.device)))
 
 
-def _send(group: "Future[dist.Backend]", packed: Packed, device: str) -> None:
+def _send(group: "Future[_Group]", packed: Packed, device: str) -> None:
     pair = group.result()
     for *_, values in packed:
         if len(values):
