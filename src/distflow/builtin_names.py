@@ -341,7 +341,7 @@ ROLLOUT_ENGINES: dict[str, RolloutEngineEntry] = {
 
 KV_ON_UPDATE = ("keep", "recompute", "abort")
 
-WEIGHT_UPDATE_MODES = ("store", "disk")
+WEIGHT_UPDATE_MODES = ("store", "disk", "collective")
 
 TRACKERS: dict[str, Tracker] = {
     "console": Tracker("lines or a live view in the terminal", "distflow.observe.writing.terminal:TerminalView"),

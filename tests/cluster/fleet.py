@@ -2,7 +2,8 @@
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -14,12 +15,13 @@ import torch
 from ray._private.internal_api import get_memory_info_reply, get_state_from_address
 from torch import Tensor
 
+from distflow.cluster.weight_pairs import Pairs
 from distflow.cluster.weights_to_workers import RayWeights, RolloutWorkers, put_in_store
 from distflow.rollout.engine import WeightReceipt
 from distflow.rollout.weights import copy_weights, stripe_hashes
 from distflow.runtime import fault_injection
 from distflow.runtime.wait_log import Waits
-from distflow.runtime.weight_sync.buckets import Carry, write_bucket
+from distflow.runtime.weight_sync.buckets import Carry, Packed, SentBucket, write_bucket
 from distflow.runtime.weight_sync.ports import IncomingWeights, LocalWeights
 from distflow.runtime.weight_sync.sender import WeightSender
 from distflow.scheduling.groups import Version
@@ -49,6 +51,7 @@ class Away:
     def __init__(self) -> None:
         self._incoming, self._model, self._served = IncomingWeights(), Holder(), Version(0, 0)
         self._incoming.attach(self)
+        on_loopback()
 
     def __call__(self, version: Version, weights: Any) -> WeightReceipt:
         hashes = copy_weights(self._model, weights) if weights is not None else self._hashes()
@@ -110,7 +113,10 @@ def fleet_of(workers: Mapping[int, Any], carry: Carry = put_in_store) -> RayWeig
     return weights_to(rollout_workers_of(workers), carry)
 
 
-def carrier(name: str, run_dir: Path) -> Carry:
+def carrier(name: str, run_dir: Path, timeout_s: float = 60, note: Callable[[str], None] = pytest.fail) -> Carry:
+    if name == "collective":
+        on_loopback()
+        return Pairs(run_dir, "gloo", timeout_s, note)
     return put_in_store if name == "store" else partial(write_bucket, run_dir)
 
 
@@ -124,6 +130,25 @@ class Trainer:
         for each in self._weights:
             self.seen.append(self._on_their_way())
             yield each
+
+
+class Watched:
+    """A `Carry` of which one sees how many bytes it was given that somebody still holds."""
+
+    def __init__(self, carry: Carry) -> None:
+        self._carry, self._seen = carry, list[weakref.ref[Any]]()
+
+    def __call__(self, version: Version, number: int, packed: Packed, to: Collection[int]) -> Mapping[int, SentBucket]:
+        self._seen += [weakref.ref(values) for *_, values in packed]
+        return self._carry(version, number, packed, to)
+
+    def held_bytes(self) -> int:
+        return sum(values.nbytes for seen in self._seen if (values := seen()) is not None)
+
+
+def on_loopback() -> None:
+    """Process groups of this process, as those of a run on one machine."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
 
 
 def stored_bytes() -> int:

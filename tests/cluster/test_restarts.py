@@ -18,7 +18,7 @@ from distflow.runtime import fault_injection
 from distflow.runtime.fault_injection import Fault
 from distflow.scheduling import ledger
 from tests.cluster.test_faults import workers
-from tests.cluster.test_supervisor import CONSTANT, DISK, STEPS, distance, validating
+from tests.cluster.test_supervisor import COLLECTIVE, CONSTANT, DISK, STEPS, distance, validating
 from tests.e2e.runs import Playground, Run
 from tests.ledger_audit import verify
 from tests.patience import wait_until
@@ -92,8 +92,9 @@ def test_workers_killed_in_a_validation_and_with_groups_are_replaced_and_the_res
 def test_the_only_one_that_generates_comes_back_with_the_newest_weights(
     ground: Playground, alone: Run, plan: Callable[..., None]
 ) -> None:
+    """Through a process group that is another than that of the worker before."""
     plan(Fault("queue.put", rank=0, call=7))
-    found = run(ground, *ONE_GENERATES, *STEPS, *validating(ground), name="only")
+    found = run(ground, *ONE_GENERATES, *STEPS, *validating(ground), COLLECTIVE, name="only")
     check_whole(found)
     assert "worker 0 runs again" in found.notes("warning")
     assert distance(found.weights(4), alone.weights(4)) < 1e-6
@@ -164,16 +165,18 @@ def test_a_worker_that_is_stopped_is_killed_and_replaced_and_streams_stay_within
     assert max(step["async/version_diff/max"] for step in found.metrics()) <= 1
 
 
+@pytest.mark.parametrize("mode", [DISK, COLLECTIVE])
 def test_a_receiver_killed_in_a_weight_update_is_replaced_and_nobody_serves_a_mixed_version(
-    ground: Playground, alone: Run, plan: Callable[..., None]
+    ground: Playground, alone: Run, plan: Callable[..., None], mode: str
 ) -> None:
-    """By files, of which the other finds one spoiled."""
+    """By files or process groups; the other worker finds a bucket spoiled."""
     plan(Fault("weights.take", rank=1, call=3), Fault("weights.arrived", rank=0, call=2, action="flip"))
-    found = run(ground, *TWO_GENERATE, *STEPS, *validating(ground), DISK, name="update")
+    found = run(ground, *TWO_GENERATE, *STEPS, *validating(ground), mode, name=f"update_{mode.rpartition('=')[2]}")
     check_whole(found)
     refused = "bucket 0 of the weights of step 1 was rejected and is sent again (worker 0: its bytes"
     assert any(note.startswith(refused) for note in found.notes("warning"))
     assert distance(found.weights(4), alone.weights(4)) < 1e-6
+    assert {name for name in os.listdir(found.folder) if name.startswith(".")} == {".distflow-run", ".writer"}
 
 
 def test_with_extra_prompts_a_worker_that_dies_costs_no_place_of_the_step(

@@ -28,6 +28,7 @@ RAY = "trainer.launcher=ray"
 CONSTANT = "actor_rollout_ref.actor.optim.scheduler=constant"
 STEPS = ("trainer.total_training_steps=4", "trainer.save_freq=2", CONSTANT)
 DISK = "actor_rollout_ref.actor.weight_update_mode=disk"
+COLLECTIVE = "actor_rollout_ref.actor.weight_update_mode=collective"
 SPLIT = "trainer.allocation='embedded[rollout]:d1+torch[actor]:d2'"
 
 
@@ -295,8 +296,11 @@ def test_weights_that_are_not_sent_to_an_engine_elsewhere_are_named(ground: Play
     check_started_once(ground.folder / "silent")
 
 
-def test_weights_spread_over_two_workers_go_to_an_engine_elsewhere_by_files(ground: Playground, alone: Run) -> None:
+@pytest.mark.parametrize("mode", [DISK, COLLECTIVE])
+def test_weights_spread_over_two_workers_go_to_an_engine_elsewhere(ground: Playground, alone: Run, mode: str) -> None:
+    """By files, and through a process group."""
     apart = "trainer.allocation='embedded[rollout]:d1+fsdp[actor]:d2'"
-    found = run(ground, *STEPS, *validating(ground), apart, DISK, name="spread")
+    found = run(ground, *STEPS, *validating(ground), apart, mode, name=f"spread_{mode.rpartition('=')[2]}")
     check_same_figures(found, alone)
+    assert not any("bucket" in note for note in found.notes("warning"))
     assert {name for name in os.listdir(found.folder) if name.startswith(".")} == {".distflow-run", ".writer"}

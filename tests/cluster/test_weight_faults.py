@@ -1,9 +1,10 @@
 """What becomes of weights on their way to other processes that are killed, stopped, or get other bytes than were sent:
-real ones on a real Ray, by both ways."""
+real ones on a real Ray, by every way."""
 
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import ray
 from ray.exceptions import RayActorError
 
+from distflow.cluster.weight_pairs import InPair
 from distflow.cluster.weights_to_workers import Stalled
 from distflow.errors import TrustError, UserError
 from distflow.rollout.weights import stripe_hashes
@@ -18,7 +20,7 @@ from distflow.runtime import fault_injection
 from distflow.runtime.fault_injection import Fault
 from distflow.runtime.wait_log import Wait, Waits
 from distflow.runtime.weight_sync import sender as publish
-from distflow.runtime.weight_sync.buckets import Carry, InFile, Packed, remove_weights, write_bucket
+from distflow.runtime.weight_sync.buckets import Carry, InFile, Packed, SentBucket, remove_weights, write_bucket
 from distflow.scheduling.groups import Version
 from tests.cluster.fleet import (
     BUCKET_BYTES,
@@ -57,7 +59,7 @@ def there(on_ray: None) -> Iterator[dict[int, Any]]:
         ray.kill(worker)
 
 
-@pytest.fixture(params=["store", "disk"])
+@pytest.fixture(params=["store", "disk", "collective"])
 def way(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -139,16 +141,18 @@ def test_who_dies_or_stops_in_a_weight_update_is_fenced_and_named_and_the_others
     )
     victims = start_workers(3, 4, 6)
     stopped, everyone = pid_of(victims[4]), workers | victims
+    within_s = 10.0 if way == "collective" else 5.0  # half of it is for each operation of a process group
     arm(everyone)
     told, notes, version = list[Wait](), list[str](), after(newest(workers))
     members = rollout_workers_of(everyone, notes.append)
-    fleet = weights_to(members, carrier(way, tmp_path), 5.0, Waits(lambda wait, ended: told.append(wait)))
+    carry = carrier(way, tmp_path, within_s, notes.append)
+    fleet = weights_to(members, carry, within_s, Waits(lambda wait, ended: told.append(wait)))
     sender = publisher(Trainer(version.step), fleet)
     sender.sync(version)
     assert notes == [
         "worker 3 died before it had replied for the weights of step 2",
-        "worker 4 did not reply for the weights of step 2 within 5 s (actor_rollout_ref.rollout.timeout_s), and is "
-        "killed",
+        f"worker 4 did not reply for the weights of step 2 within {within_s:g} s "
+        "(actor_rollout_ref.rollout.timeout_s), and is killed",
         "worker 6 died before it had replied for the weights of step 2",
     ]
     assert {(wait.who, wait.what) for wait in told} == {("training", "weights of step 2")}
@@ -184,6 +188,27 @@ def test_a_trainer_that_is_killed_while_it_sends_leaves_all_with_what_they_had(
     assert states(workers) == served(later) * 2
 
 
+def test_a_worker_that_cannot_meet_the_trainer_says_so_and_gets_the_bucket_through_another_process_group(
+    workers: dict[int, Any], tmp_path: Path
+) -> None:
+    notes, version = list[str](), after(newest(workers))
+    pairs = carrier("collective", tmp_path, 4.0, notes.append)
+
+    def carry(version: Version, number: int, packed: Packed, to: Collection[int]) -> Mapping[int, SentBucket]:
+        sent = dict(pairs(version, number, packed, to))
+        if (number, len(to)) == (1, 2):  # for the first time, it waits where nobody comes
+            lost = sent[2]
+            assert isinstance(lost, InPair)
+            sent[2] = replace(lost, pair=replace(lost.pair, meeting=tmp_path / ".meeting-lost"))
+        return sent
+
+    publisher(Trainer(version.step), weights_to(rollout_workers_of(workers, notes.append), carry)).sync(version)
+    assert states(workers) == served(version) * 2
+    refused = "bucket 1 of the weights of step 2 was rejected and is sent again (worker 2: it did not come through the"
+    assert [note for note in notes if note.startswith(f"{refused} gloo process group: ")] and len(notes) <= 2
+    assert list(tmp_path.iterdir()) == []
+
+
 def cut(file: Path) -> None:
     os.truncate(file, file.stat().st_size // 2)
 
@@ -202,11 +227,11 @@ def striking(run_dir: Path, strike: Callable[[Path], None]) -> Carry:
     """The second bucket's file is struck when it is written for the first time."""
     struck = set[int]()
 
-    def carry(version: Version, number: int, packed: Packed) -> InFile:
-        sent = write_bucket(run_dir, version, number, packed)
+    def carry(version: Version, number: int, packed: Packed, to: Collection[int]) -> dict[int, InFile]:
+        sent = write_bucket(run_dir, version, number, packed, to)
         if number == 1 and number not in struck:
             struck.add(number)
-            strike(sent.path)
+            strike(next(iter(sent.values())).path)
         return sent
 
     return carry
@@ -235,9 +260,9 @@ def test_a_disk_that_hangs_is_named_after_the_deadline(workers: dict[int, Any], 
     old, pipe = newest(workers), tmp_path / "pipe"
     os.mkfifo(pipe)
 
-    def carry(version: Version, number: int, packed: Packed) -> InFile:
+    def carry(version: Version, number: int, packed: Packed, to: Collection[int]) -> dict[int, InFile]:
         pipe.write_bytes(b"")  # waits for a reader, as a network's file system does for its server
-        return write_bucket(tmp_path, version, number, packed)
+        return write_bucket(tmp_path, version, number, packed, to)
 
     fleet = weights_to(rollout_workers_of(workers), carry, 0.5)
     with pytest.raises(Stalled, match=r"bucket 0 of the weights of step 2 could not be put .* within 0\.5 s .*hangs"):

@@ -20,6 +20,7 @@ from tests.cluster.fleet import (
     THREE,
     TWO,
     Trainer,
+    Watched,
     carrier,
     file_bytes,
     fleet_of,
@@ -42,15 +43,16 @@ def workers(on_ray: None) -> Iterator[dict[int, Any]]:
         ray.kill(worker)
 
 
-@pytest.mark.parametrize("way", ["store", "disk"])
+@pytest.mark.parametrize("way", ["store", "disk", "collective"])
 def test_a_version_arrives_at_all_bucket_by_bucket_and_leaves_nothing_behind(
     workers: dict[int, Any], tmp_path: Path, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sender, "BUCKET_BYTES", BUCKET_BYTES)
-    on_their_way = stored_bytes if way == "store" else partial(file_bytes, tmp_path)
-    version = {"store": ONE, "disk": TWO}[way]
+    watched = Watched(carrier(way, tmp_path))
+    on_their_way = {"store": stored_bytes, "disk": partial(file_bytes, tmp_path)}.get(way, watched.held_bytes)
+    version = {"store": ONE, "disk": TWO, "collective": THREE}[way]
     trainer, before = Trainer(version.step, on_their_way), on_their_way()
-    port = fleet_of(workers, carrier(way, tmp_path))
+    port = fleet_of(workers, watched)
     publisher(trainer, port).sync(version)
     assert states(workers) == [(version, stripe_hashes(weights(version.step)))] * 2 and port.confirmed == version
     assert 0 < max(trainer.seen) - before < 2 * BUCKET_BYTES, "more than one bucket was on its way"
@@ -58,11 +60,11 @@ def test_a_version_arrives_at_all_bucket_by_bucket_and_leaves_nothing_behind(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("way", ["store", "disk"])
+@pytest.mark.parametrize("way", ["store", "disk", "collective"])
 def test_a_version_that_is_broken_off_is_served_by_nobody_and_is_no_part_of_the_next(
     workers: dict[int, Any], tmp_path: Path, way: str
 ) -> None:
-    first = {"store": 1, "disk": 4}[way]
+    first = {"store": 1, "disk": 4, "collective": 7}[way]
     versions = [Version(1, first + i) for i in range(3)]
     fleet = fleet_of(workers, carrier(way, tmp_path))
     publisher(Trainer(1), fleet).sync(versions[0])
@@ -76,7 +78,7 @@ def test_a_version_that_is_broken_off_is_served_by_nobody_and_is_no_part_of_the_
 
 
 def test_buckets_of_two_versions_are_never_put_together(workers: dict[int, Any]) -> None:
-    worker, empty = workers[2], (put_in_store(THREE, 0, []), hash_of([]))
+    worker, empty = workers[2], (put_in_store(THREE, 0, [], [2])[2], hash_of([]))
     took = ray.get(worker.state.remote())[1:]
     assert ray.get(worker.receive.remote(Version(2, 1), 0, *empty)) is None
     with pytest.raises(ValueError, match="bucket 1 of Version.*step=2.* came after 1 buckets of Version.*step=1"):

@@ -163,11 +163,17 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
         f"{ACTOR}.weight_update_mode",
         ("one process", "set trainer.launcher=ray, or remove it"),
     ),
-    "weights by broadcast": (
+    "weights by collective without a peer": (
+        "grpo",
+        [f"{ACTOR}.weight_update_mode=collective"],
+        f"{ACTOR}.weight_update_mode",
+        ("one process", "set trainer.launcher=ray, or remove it"),
+    ),
+    "weights by a backend's name": (
         "grpo",
         ["trainer.launcher=ray", f"{ACTOR}.weight_update_mode=xccl"],
         f"{ACTOR}.weight_update_mode",
-        ("store, disk",),
+        ("store, disk, collective",),
     ),
     "restarts of one process": (
         "grpo",

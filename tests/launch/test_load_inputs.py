@@ -131,12 +131,16 @@ def test_what_matters_to_training_and_generation_at_once_is_refused_where_they_t
         refuse("sft", inert)
 
 
-@pytest.mark.parametrize("more", [(), ("trainer.allocation='embedded:d2|torch:d2'",)])
-def test_how_weights_travel_is_refused_where_every_worker_that_generates_trains(more: tuple[str, ...]) -> None:
-    disk = (f"{ACTOR}.weight_update_mode=disk", "trainer.launcher=ray", f"{MODEL}.path=builtin:tiny-arithmetic")
+@pytest.mark.parametrize(
+    ("mode", "more"), [("disk", ()), ("collective", ()), ("disk", ("trainer.allocation='embedded:d2|torch:d2'",))]
+)
+def test_how_weights_travel_is_refused_where_every_worker_that_generates_trains(
+    mode: str, more: tuple[str, ...]
+) -> None:
+    elsewhere = (f"{ACTOR}.weight_update_mode={mode}", "trainer.launcher=ray", f"{MODEL}.path=builtin:tiny-arithmetic")
     with pytest.raises(UserError, match=r"weight_update_mode \(command line\): every worker that generates trains as"):
-        follow("grpo", *disk, *more)
-    follow("grpo", *disk, "trainer.allocation='embedded[rollout]:d1+torch[actor]:d1'")
+        follow("grpo", *elsewhere, *more)
+    follow("grpo", *elsewhere, "trainer.allocation='embedded[rollout]:d1+torch[actor]:d1'")
 
 
 def follow(preset: str, *overrides: str) -> None:

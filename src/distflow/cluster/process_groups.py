@@ -137,13 +137,13 @@ class Collectives:
     @staticmethod
     def join(spec: Spec, place: Place, meeting: Path) -> "Collectives":
         """All training workers call this, and wait for each other. meeting: a file over which they find each other."""
+        if len({rank.node for rank in spec.plan.ranks}) == 1:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # nobody else has to reach it
         trainers = place.trainers
         shards = spec.config.actor_rollout_ref.actor.strategy == "fsdp"
         if not place.dp_group or (len(trainers) == 1 and not shards):
             alone = OneRank()
             return Collectives(alone, alone, alone, None)
-        if len({rank.node for rank in spec.plan.ranks}) == 1:
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # nobody else has to reach it
         device = torch.device(spec.plan.ranks[place.rank].device).type
         # A file, not a port: only who can read the run's folder can take part.
         store = dist.FileStore(str(meeting), len(trainers))

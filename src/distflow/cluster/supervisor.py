@@ -46,8 +46,7 @@ class RayRun(AbstractContextManager["RayRun"]):
         max_held_bytes, places = bound_of(spec), places_of(spec)
         spec = replace(spec, data=replace(spec.data, max_held_bytes=max_held_bytes))
         self._reward_actors = start_reward_actors(spec)  # first: there may be no room for them
-        for left in spec.run_dir.glob(".meeting-*"):  # by a driver that was killed: this process holds the folder
-            left.unlink(missing_ok=True)
+        _remove_meetings(spec)  # of a driver that was killed: this process holds the folder
         self._meeting = spec.run_dir / f".meeting-{secrets.token_hex(4)}"
         coordinator: Any = ray.remote(CoordinatorActor)  # Ray's handles have no types
         calls = _NUM_CALLS * len(places) + _NUM_CALLS
@@ -73,9 +72,9 @@ class RayRun(AbstractContextManager["RayRun"]):
         starting = [starting.worker for starting in self._others.starting.values()]
         for actor in [*starting, *self._workers, *self._services.values(), *self._reward_actors]:
             actor_calls.kill(actor)
-        self._meeting.unlink(missing_ok=True)
         with suppress(OSError, RunFolderError):  # the next start tries again
             wait_for_joined(self._spec.run_dir)
+            _remove_meetings(self._spec)
             remove_weights(self._spec.run_dir)
         if error is not None:
             note_failure(self._spec.run_dir, error)
@@ -244,6 +243,11 @@ def supervise(
             if done := done_before(spec, start, say):
                 return done
     return outcome_of(spec, steps, run.stop.signal, stopped=run.stop.wanted and not run.finished)
+
+
+def _remove_meetings(spec: Spec) -> None:
+    for left in spec.run_dir.glob(".meeting-*"):
+        left.unlink(missing_ok=True)
 
 
 def _check_ray() -> None:

@@ -1,11 +1,11 @@
 """The rollout workers in other processes: which ones run, which weights each has, and how they get new ones.
 
-Buckets of weights go there through Ray's object store or files, and receipts come back.
+Buckets of weights go there through Ray's object store, files or process groups, and receipts come back.
 """
 
 import threading
 import time
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -133,26 +133,30 @@ class InStore:
         """Nothing to do."""
 
 
-def put_in_store(version: Version, number: int, packed: Packed) -> InStore:
+def put_in_store(version: Version, number: int, packed: Packed, to: Collection[int]) -> dict[int, InStore]:
     """See `Carry`."""
-    return InStore(ray.put(packed))
+    return dict.fromkeys(to, InStore(ray.put(packed)))
 
 
 @dataclass
 class _InFlight:
-    """A bucket that workers are receiving. asked: their pending replies, by rank."""
+    """A bucket that workers are receiving. sent, asked: what each reads, and its pending reply, by rank."""
 
     number: int
     packed: Packed
     hash: str
-    sent: SentBucket
+    sent: Mapping[int, SentBucket]
     asked: dict[int, Any]
+
+    def drop(self) -> None:
+        for each in self.sent.values():
+            each.drop()
 
 
 class RayWeights:
     """The `WeightPort` of the trainer that sends weights to engines of other processes, and to its own if it has one.
 
-    A bucket is stored once, for all of them, and removed when each has copied it, before the next is stored. A worker
+    A bucket is gone when each of them has copied it, before the next is sent. A worker
     that finds other bytes than were sent rejects it, and gets it again, twice.
     A worker that dies meanwhile, or is late, is skipped from then on: its replacement has nothing of the version.
     Used by the training thread alone.
@@ -178,7 +182,7 @@ class RayWeights:
         """Of other workers, those that do not have the version yet receive it."""
         self._own.begin(version)
         if self._in_flight is not None:  # of a sync that was aborted
-            self._in_flight.sent.drop()
+            self._in_flight.drop()
         self._version, self._receiving = version, self._rollout_workers.without(version)
         self._in_flight, self._num_buckets = None, 0
 
@@ -202,15 +206,18 @@ class RayWeights:
         self._own.renumber(version, hashes)
         self._load(self._rollout_workers.with_weights(), version, None, hashes)
 
-    def _send(self, version: Version, number: int, packed: Packed, own_hash: str, to: Container[int]) -> None:
-        sent = self._put_for_workers(version, number, packed)
-        workers = {rank: worker for rank, worker in self._receiving.items() if rank in to}
-        asked = {rank: worker.receive.remote(version, number, sent, own_hash) for rank, worker in workers.items()}
+    def _send(self, version: Version, number: int, packed: Packed, own_hash: str, to: Collection[int]) -> None:
+        sent = self._put_for_workers(version, number, packed, to)
+        asked = {
+            rank: self._receiving[rank].receive.remote(version, number, each, own_hash) for rank, each in sent.items()
+        }
         self._in_flight = _InFlight(number, packed, own_hash, sent, asked)
 
-    def _put_for_workers(self, version: Version, number: int, packed: Packed) -> SentBucket:
+    def _put_for_workers(
+        self, version: Version, number: int, packed: Packed, to: Collection[int]
+    ) -> Mapping[int, SentBucket]:
         """On a thread of its own, because a write to a file system that hangs never returns. Raises Stalled."""
-        putting = on_a_thread(partial(self._carry, version, number, packed))
+        putting = on_a_thread(partial(self._carry, version, number, packed, to))
         try:
             with self._waits("training", f"weights of step {version.step}", on="storage"):
                 return putting.result(self._timeout_s)
@@ -232,7 +239,7 @@ class RayWeights:
             self._receiving = {rank: worker for rank, worker in self._receiving.items() if rank not in gone}
             rejections = {rank: why for rank, why in replies.items() if why is not None}
             self._in_flight = None
-            bucket.sent.drop()
+            bucket.drop()
             if not rejections:
                 break
             reasons = "; ".join(f"worker {rank}: {why}" for rank, why in sorted(rejections.items()))
@@ -240,7 +247,7 @@ class RayWeights:
             if num_sent == MAX_SENDS:
                 raise TrustError(
                     f"{what} was sent {MAX_SENDS} times, and was rejected each time ({reasons}). The memory, the disk "
-                    "or the network between this process and that one corrupts data: fix that first"
+                    "or the network between this process and that one corrupts or loses data: fix that first"
                 )
             self._rollout_workers.note(f"{what} was rejected and is sent again ({reasons})")
             self._send(version, bucket.number, bucket.packed, bucket.hash, rejections)

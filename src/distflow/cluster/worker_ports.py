@@ -11,12 +11,13 @@ from distflow.cluster.actor_calls import PeersLate, shorten
 from distflow.cluster.process_groups import Collectives
 from distflow.cluster.reshard_columns import RayReshard
 from distflow.cluster.sample_queue import RaySampleQueue
+from distflow.cluster.weight_pairs import Pairs
 from distflow.cluster.weights_to_workers import RayWeights, RolloutWorkers, put_in_store
 from distflow.runtime.rank_info import Place
 from distflow.runtime.spec import Spec
 from distflow.runtime.stop import Stop
 from distflow.runtime.wait_log import Waits
-from distflow.runtime.weight_sync.buckets import write_bucket
+from distflow.runtime.weight_sync.buckets import Carry, write_bucket
 from distflow.runtime.weight_sync.ports import IncomingWeights, LocalWeights, StreamedWeights
 from distflow.runtime.weight_sync.protocol import WeightPort
 from distflow.runtime.worker_inputs import Ports
@@ -44,9 +45,13 @@ class WorkerPorts:
             ready = self.incoming_weights.ready
         if rollout_workers is not None:
             options = self._spec.options
-            by_disk = options.weight_update_mode == "disk"
-            carry = partial(write_bucket, self._spec.run_dir) if by_disk else put_in_store
-            weights = RayWeights(weights, rollout_workers, carry, options.engine_timeout_s, waits)
+            run_dir, timeout_s = self._spec.run_dir, options.engine_timeout_s
+            carry: Carry = put_in_store
+            if options.weight_update_mode == "disk":
+                carry = partial(write_bucket, run_dir)
+            elif options.weight_update_mode == "collective":
+                carry = Pairs(run_dir, self._spec.plan.backends[0], timeout_s, rollout_workers.note)
+            weights = RayWeights(weights, rollout_workers, carry, timeout_s, waits)
         queue = RaySampleQueue(self._coordinator, place.generator, place.first, waits, self.stop, ready)
         ports = Ports(queue, weights, among.dp_group, among.data, among.everyone, self._rollout_ended, reshard=reshard)
         return ports if rollout_workers is None else replace(ports, validate=rollout_workers.validate)

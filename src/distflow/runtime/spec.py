@@ -77,8 +77,8 @@ class Offloads:
 class RunOptions:
     """The keys of `trainer`, `trust` and the like that control a run. A frequency of 0 or less is never.
 
-    update_frequency: of weight syncs, in steps. weight_update_mode: "store" or
-    "disk", the transport to workers that only generate. canary_freq: in weight syncs.
+    update_frequency: of weight syncs, in steps. weight_update_mode: "store", "disk"
+    or "collective", the transport to workers that only generate. canary_freq: in weight syncs.
     audit_freq: in steps. on_mismatch: "correct", "stop" or "warn". keep_last: checkpoints, None for all. keep_best: the
     metric by which the best one is kept in addition. save_hf_model: export every checkpoint.
     max_restarts: of the run in place, after a process of it was lost. slurm: of the job, if it is one.

@@ -32,7 +32,7 @@ def tensors() -> dict[str, Tensor]:
 
 
 def write(run_dir: Path, number: int = 0) -> InFile:
-    return write_bucket(run_dir, VERSION, number, pack(list(tensors().items())))
+    return write_bucket(run_dir, VERSION, number, pack(list(tensors().items())), [0])[0]
 
 
 def test_what_is_read_is_what_was_written_in_memory_of_its_own(tmp_path: Path) -> None:

@@ -122,7 +122,8 @@ class ActorConfig:
     model_update_frequency: int = key(1, "steps between weight syncs to the rollout engines", minimum=1)
     weight_update_mode: str = key(
         "store",
-        "weight sync to workers that only generate (launcher=ray): Ray's object store, or files in the run's folder",
+        "weight sync to workers that only generate (launcher=ray): Ray's object store, files in the run's folder, or "
+        "process groups (gloo; nccl between GPUs)",
         choices=WEIGHT_UPDATE_MODES,
     )
     optim: OptimConfig = group(OptimConfig)

@@ -8,7 +8,7 @@ import hashlib
 import re
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -54,8 +54,9 @@ class SentBucket(Protocol):
         """Nobody reads it any more."""
 
 
-Carry = Callable[[Version, int, Packed], SentBucket]
-"""Puts a bucket of a version, by its number from 0, where other processes can read it."""
+Carry = Callable[[Version, int, Packed, Collection[int]], Mapping[int, SentBucket]]
+"""Puts a bucket of a version, by its number from 0, where the workers of these ranks can read it, each by its own
+reference."""
 
 
 def pack(weights: Bucket) -> Packed:
@@ -134,7 +135,9 @@ class InFile:
             time.sleep(0.05)
 
 
-def write_bucket(run_dir: Path, version: Version, number: int, packed: Packed) -> InFile:
+def write_bucket(
+    run_dir: Path, version: Version, number: int, packed: Packed, to: Collection[int]
+) -> dict[int, InFile]:
     """See `Carry`. Raises UserError for a disk that is full or refuses."""
     folder = run_dir / WEIGHTS / f"{version.restart}-{version.step:06d}"
     path = folder / f"bucket-{number:05d}.safetensors"
@@ -143,7 +146,7 @@ def write_bucket(run_dir: Path, version: Version, number: int, packed: Packed) -
             each.mkdir(mode=0o700, exist_ok=True)
         with replacing(path) as aside:
             save_file(separate(dict(unpack(packed))), aside)
-        return InFile(path, path.stat().st_size)
+        return dict.fromkeys(to, InFile(path, path.stat().st_size))
 
 
 def remove_weights(run_dir: Path) -> None:

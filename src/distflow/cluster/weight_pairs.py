@@ -1,0 +1,139 @@
+"""Weights through process groups of two, the trainer and one worker: gloo between processors, nccl between GPUs.
+
+There is one group for each worker, and not one broadcast for all: a member that dies or stops would break that for
+everybody, and those that are left would have to make another in the middle of a version. The price is that a bucket
+leaves the trainer once for each worker.
+
+Nobody waits for ever. The trainer sends on threads, while its training thread waits for the workers' replies, and
+operations give up after half of that time: a worker that is alive replies why, before it is taken for one that stalls.
+"""
+
+import os
+import secrets
+from collections.abc import Callable, Collection
+from concurrent.futures import Future
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from distflow.runtime.loop_thread import on_a_thread
+from distflow.runtime.weight_sync.buckets import Packed, Spoiled
+from distflow.scheduling.groups import Version
+
+TRAINER, WORKER = 0, 1
+_Group = Any  # a backend's process group; in torch's stubs it has no send and recv
+_FOREVER = timedelta(days=365)
+_KEEP_PROCESS = "2"  # a broken nccl group ends its own kernels, and not the trainer's process, as it does by default
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A process group of the trainer and one worker. meeting: a file over which they find each other, so that only who
+    can write to the run's folder takes part. timeout: of one operation."""
+
+    meeting: Path
+    backend: str
+    timeout: timedelta
+
+    @property
+    def device(self) -> str:
+        return "cuda" if self.backend == "nccl" else "cpu"
+
+    def join(self, rank: int) -> _Group:
+        """Waits for the other one. Raises RuntimeError, as operations do, if that is gone or late."""
+        store = dist.FileStore(str(self.meeting), 2)
+        if self.backend == "gloo":
+            return dist.ProcessGroupGloo(store, rank, 2, self.timeout)
+        os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = _KEEP_PROCESS  # is read now: groups that exist keep theirs
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = self.timeout
+        return dist.ProcessGroupNCCL(store, rank, 2, options)
+
+
+@lru_cache(maxsize=1)
+def _join_trainer(pair: Pair) -> _Group:
+    """The worker's group of the sync under way; a failure is not kept."""
+    return pair.join(WORKER)
+
+
+@dataclass(frozen=True)
+class InPair:
+    """A `SentBucket` whose bytes go through a pair while it is read. tensors: their names, dtypes and shapes, in the
+    order of sending."""
+
+    pair: Pair
+    tensors: tuple[tuple[str, str, tuple[int, ...]], ...]
+
+    def get(self) -> list[tuple[str, Tensor]]:
+        try:
+            group = _join_trainer(self.pair)
+            return [(name, self._receive(group, dtype, shape)) for name, dtype, shape in self.tensors]
+        except RuntimeError as err:
+            raise Spoiled(f"it did not come through the {self.pair.backend} process group: {_first_line(err)}") from err
+
+    def drop(self) -> None:
+        """Both have met, or never will."""
+        self.pair.meeting.unlink(missing_ok=True)
+
+    def _receive(self, group: _Group, dtype: str, shape: tuple[int, ...]) -> Tensor:
+        tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=self.pair.device)
+        if tensor.numel():
+            group.recv([tensor.view(-1).view(torch.uint8)], TRAINER, 0).wait()
+        return tensor.cpu()
+
+
+@dataclass(frozen=True)
+class _Sending:
+    """The bucket that is sent to a worker. group: the trainer's side of the pair."""
+
+    bucket: tuple[Version, int]
+    pair: Pair
+    group: "Future[_Group]"
+    done: "Future[None]"
+
+
+class Pairs:
+    """The trainer's side: a `Carry`. A pair serves one sync, and is made anew for a bucket that was rejected, so that a
+    worker in place of one that died, or behind a connection that broke, is like any other."""
+
+    def __init__(self, run_dir: Path, backend: str, timeout_s: float | None, note: Callable[[str], None]) -> None:
+        """timeout_s: within which a worker must reply. note: called with the reason why a bucket was not sent."""
+        self._run_dir, self._backend, self._note = run_dir, backend, note
+        self._timeout = _FOREVER if timeout_s is None else timedelta(seconds=timeout_s / 2)
+        self._sending: dict[int, _Sending] = {}
+
+    def __call__(self, version: Version, number: int, packed: Packed, to: Collection[int]) -> dict[int, InPair]:
+        """Returns at once: the bytes are sent while the workers receive them."""
+        tensors = tuple((name, dtype, shape) for name, dtype, shape, _ in packed)
+        for rank in to:
+            self._sending[rank] = self._send((version, number), packed, rank)
+        return {rank: InPair(self._sending[rank].pair, tensors) for rank in to}
+
+    def _send(self, bucket: tuple[Version, int], packed: Packed, rank: int) -> _Sending:
+        before = self._sending.get(rank)
+        if before is not None and before.bucket == bucket and before.done.done() and (err := before.done.exception()):
+            self._note(f"the trainer had not sent bucket {bucket[1]} to worker {rank} before: {_first_line(err)}")
+        if before is not None and bucket[1] > 0 and before.bucket != bucket:
+            pair, group = before.pair, before.group
+        else:
+            meeting = self._run_dir / f".meeting-{secrets.token_hex(4)}"
+            pair = Pair(meeting, self._backend, self._timeout)
+            group = on_a_thread(partial(pair.join, TRAINER))
+        return _Sending(bucket, pair, group, on_a_thread(partial(_send, group, packed, pair.device)))
+
+
+def _send(group: "Future[_Group]", packed: Packed, device: str) -> None:
+    pair = group.result()
+    for *_, values in packed:
+        if len(values):
+            pair.send([torch.from_numpy(values).to(device)], WORKER, 0).wait()
+
+
+def _first_line(err: BaseException) -> str:
+    return str(err).partition("\n")[0]
