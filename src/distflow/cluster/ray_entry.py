@@ -8,9 +8,11 @@ import secrets
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
+
+import torch
 
 from distflow.errors import UserError
 from distflow.launch.run_setup import done_before, outcome_of, starting
@@ -55,6 +57,21 @@ def launch_ray(
             differences = run.build(say)
             steps, stop = run.watch(differences, callbacks, ends_process=not embedded)
         return outcome_of(spec, steps, stop.signal, stopped=stop.wanted and not run.finished)
+
+
+def gpus_of_machines() -> list[int]:
+    """The GPUs of each machine of the cluster that RAY_ADDRESS names or that this process is connected to, as Ray
+    counts them; else those of this machine, on which a Ray would be started. Raises UserError without Ray."""
+    if not is_installed():
+        raise UserError(f"trainer.launcher=ray {NEEDED}")
+    address = os.environ.get("RAY_ADDRESS")
+    if not address and not _is_connected():
+        return [torch.cuda.device_count()]
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    from distflow.cluster.ray_cluster import gpus_of_nodes, joined_ray
+
+    with nullcontext() if _is_connected() else joined_ray(str(address)):
+        return gpus_of_nodes()
 
 
 def is_installed() -> bool:

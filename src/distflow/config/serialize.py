@@ -15,7 +15,7 @@ _RESUMABLE = {
         *(f"{what}_freq{unit}" for what in ("save", "test") for unit in ("", "_epochs", "_secs")),
         *("project_name", "experiment_name", "default_local_dir"),
         *("launcher", "nnodes", "n_gpus_per_node", "allocation", "worker_cpus", "worker_memory_mb", "worker_env"),
-        *("max_held_mb", "peers_timeout_s"),
+        *("worker_roles", "device", "max_held_mb", "peers_timeout_s"),
     ),
     "data": ("train_files", "val_files"),
     "actor_rollout_ref": ("model.path", "model.tokenizer_path", "actor.strategy", "actor.weight_update_mode"),

@@ -3,21 +3,54 @@ its process, and the same in words."""
 
 import ctypes
 import os
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import cast
 
 import torch
 
-from distflow.config import Config
+from distflow.builtin_names import GPUS_OF_CLUSTER
+from distflow.config import Config, Loaded
+from distflow.config.compose.load_config import with_changes
 from distflow.config.derived_settings import is_rl, offload_keys
 from distflow.errors import UserError
+from distflow.import_target import load
 from distflow.models.cpu_kernels.build import NotNative, outcome
 from distflow.observe.sanitize import escape_control
 from distflow.planning.threads import own_cores, share_threads, usable_cores
 
 
+def follow_machines(loaded: Loaded) -> Loaded:
+    """The config with the device of the workers, where these are on machines of a cluster: `auto` is cuda where each
+    worker can have a GPU. Raises UserError for cuda where not."""
+    trainer = loaded.config.trainer
+    if trainer.launcher != "ray" or trainer.device == "cpu":
+        return loaded
+    gpus: list[int] = cast(Callable[[], list[int]], load(GPUS_OF_CLUSTER))()
+    has_enough = sum(number >= trainer.n_gpus_per_node for number in gpus) >= trainer.nnodes
+    needs = f"{trainer.n_gpus_per_node} GPU(s) on {trainer.nnodes} machine(s)"
+    if trainer.device == "auto":
+        why = f"the workers need {needs}, and Ray has {_counted(gpus)}"
+        return with_changes(loaded, [("trainer.device", "cuda" if has_enough else "cpu", why)])
+    if not has_enough:
+        raise UserError(
+            f"trainer.device=cuda: the workers need {needs}, and Ray has {_counted(gpus)}: lower trainer.nnodes, "
+            "trainer.n_gpus_per_node or trainer.allocation, add machines, or set trainer.device=auto or cpu"
+        )
+    return loaded
+
+
+def _counted(gpus: Sequence[int]) -> str:
+    """The machines by their GPUs, in words."""
+    found = sorted(Counter(filter(None, gpus)).items(), reverse=True)
+    return ", ".join(f"{number} GPU(s) on {machines} machine(s)" for number, machines in found) or "no GPU"
+
+
 def choose_device(config: Config) -> torch.device:
-    """The device that `trainer.device` means on this machine. Raises UserError where it has none of that kind."""
+    """The device that `trainer.device` means on this machine, or on those of the workers (`follow_machines`). Raises
+    UserError where this one has none of that kind and is to compute."""
     wanted = config.trainer.device
-    if wanted == "cuda" and not torch.cuda.is_available():
+    if wanted == "cuda" and config.trainer.launcher == "local" and not torch.cuda.is_available():
         raise UserError("trainer.device=cuda, but torch finds no CUDA device here: set trainer.device=auto or cpu")
     return torch.device(("cuda" if torch.cuda.is_available() else "cpu") if wanted == "auto" else wanted)
 

@@ -5,6 +5,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -13,6 +14,7 @@ from distflow.config import Config
 from distflow.config.compose.key_usage import peek
 from distflow.config.derived_settings import is_rl, is_sharded
 from distflow.config.domain_settings import response_limit, validates
+from distflow.errors import UserError
 from distflow.graph import BoundPipeline, NodeRole
 from distflow.launch.data_sets import data_plan, own_setting
 from distflow.launch.engine_factories import compute_dtype, engine_dtype, make_factories, shares_weights
@@ -117,7 +119,7 @@ def run_options(config: Config, pipeline: BoundPipeline, plan: Plan, saves: bool
         project=trainer.project_name,
         experiment=trainer.experiment_name,
         enable_perf=config.dag.enable_perf,
-        worker=_worker_needs(used_if(by_ray), is_scored),
+        worker=_worker_needs(used_if(by_ray), is_scored, goes_elsewhere),
         max_held_mb=used_if(by_ray).trainer.max_held_mb,
         peers_timeout_s=used_if(by_ray).trainer.peers_timeout_s,
         timeout_s=used_if(has_deadline).reward.timeout_s,
@@ -134,10 +136,25 @@ def run_options(config: Config, pipeline: BoundPipeline, plan: Plan, saves: bool
     )
 
 
-def _worker_needs(config: Config, is_scored: bool) -> WorkerNeeds:
+def _worker_needs(config: Config, is_scored: bool, goes_elsewhere: bool) -> WorkerNeeds:
+    """goes_elsewhere: whether some workers only generate."""
     trainer, reward = config.trainer, config.reward
-    env = {name: str(value) for name, value in trainer.worker_env.items()}
-    needs = WorkerNeeds(trainer.worker_cpus, trainer.worker_memory_mb, env)
+    if trainer.worker_roles and not goes_elsewhere:
+        raise UserError(
+            f"trainer.worker_roles has {' and '.join(trainer.worker_roles)}, and no worker of the plan only generates: "
+            "set trainer.worker_cpus, worker_memory_mb and worker_env for all, or give the rollout workers of its own "
+            "(trainer.allocation, joined by '+')"
+        )
+
+    def needs_of(own: Mapping[str, Any]) -> WorkerNeeds:
+        env = {**trainer.worker_env, **own.get("worker_env", {})}
+        return WorkerNeeds(
+            own.get("worker_cpus", trainer.worker_cpus),
+            own.get("worker_memory_mb", trainer.worker_memory_mb),
+            {name: str(value) for name, value in env.items()},
+        )
+
+    needs = replace(needs_of({}), roles={role: needs_of(own) for role, own in trainer.worker_roles.items()})
     return replace(needs, num_reward_actors=reward.num_actors, reward_cpus=reward.actor_cpus) if is_scored else needs
 
 

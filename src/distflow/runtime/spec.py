@@ -55,13 +55,18 @@ class ValidationSet:
 @dataclass(frozen=True)
 class WorkerNeeds:
     """Resources of each worker's process, and its environment variables. memory_mb: None is the need of a worker
-    without a model. num_reward_actors, reward_cpus: actors that run reward functions, and the CPUs of each."""
+    without a model. num_reward_actors, reward_cpus: actors that run reward functions, and the CPUs of each. roles: of
+    workers that only generate (`rollout`), and of all others (`training`), where theirs differ."""
 
     cpus: int = 1
     memory_mb: int | None = None
     env: Mapping[str, str] = field(default_factory=dict)
     num_reward_actors: int = 0
     reward_cpus: int = 1
+    roles: Mapping[str, "WorkerNeeds"] = field(default_factory=dict)
+
+    def of(self, rank: RankPlan) -> "WorkerNeeds":
+        return self.roles.get("training" if rank.training_nodes else "rollout", self)
 
 
 @dataclass(frozen=True)
