@@ -36,8 +36,6 @@ ANSWERS: dict[str, tuple[str, dict[str, str], list[str]]] = {
         {
             **{key: text for key, text in ONE_GPU.items() if key != f"{ROLLOUT}.name"},
             "actor_rollout_ref.model.override_config.max_position_embeddings": "config.json",
-            f"{ACTOR}.fsdp_config.param_offload": f"set {ACTOR}.strategy=fsdp",
-            f"{ACTOR}.fsdp_config.optimizer_offload": f"set {ACTOR}.strategy=fsdp",
             f"{ACTOR}.ulysses_sequence_parallel_size": "not divided over devices",
             f"{REF}.ulysses_sequence_parallel_size": "not divided over devices",
             f"{ACTOR}.fsdp_config.fsdp_size": f"set {ACTOR}.strategy=fsdp",

@@ -64,6 +64,8 @@ def rollouts(
         raise UserError(f"the pipeline {pipeline_name(loaded.config)} generates nothing: distflow.train runs it")
     if loaded.config.trainer.launcher != "local":
         raise UserError(f"trainer.launcher={loaded.config.trainer.launcher}: a loop of your own needs local")
+    if loaded.config.actor_rollout_ref.rollout.free_cache_engine:
+        raise UserError("actor_rollout_ref.rollout.free_cache_engine=true: distflow.train alone frees the engine")
     if should_accept is not None and not callable(should_accept):
         raise UserError(f"should_accept is {should_accept!r:.80}: give a function of a group's batch")
     if inspect.iscoroutinefunction(should_accept):

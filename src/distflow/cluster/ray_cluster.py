@@ -73,11 +73,6 @@ def joined_ray(address: str) -> Iterator[None]:
         ray.shutdown()
 
 
-def gpus_of_nodes() -> list[int]:
-    """Of the Ray that this process is connected to."""
-    return [int(node["Resources"].get("GPU", 0)) for node in ray.nodes() if node["Alive"]]
-
-
 @contextmanager
 def start_ray(num_cpus: int) -> Iterator[None]:
     """Start a Ray on this machine with at least so many CPUs; it ends with the block."""

@@ -64,14 +64,13 @@ def gpus_of_machines() -> list[int]:
     counts them; else those of this machine, on which a Ray would be started. Raises UserError without Ray."""
     if not is_installed():
         raise UserError(f"trainer.launcher=ray {NEEDED}")
-    address = os.environ.get("RAY_ADDRESS")
-    if not address and not _is_connected():
+    if "RAY_ADDRESS" not in os.environ and not _is_connected():
         return [torch.cuda.device_count()]
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    from distflow.cluster.ray_cluster import gpus_of_nodes, joined_ray
+    from distflow.cluster.ray_cluster import joined_ray, ray
 
-    with nullcontext() if _is_connected() else joined_ray(str(address)):
-        return gpus_of_nodes()
+    with nullcontext() if _is_connected() else joined_ray(os.environ["RAY_ADDRESS"]):
+        return [int(node["Resources"].get("GPU", 0)) for node in ray.nodes() if node["Alive"]]
 
 
 def is_installed() -> bool:

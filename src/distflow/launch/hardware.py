@@ -4,7 +4,7 @@ its process, and the same in words."""
 import ctypes
 import os
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import cast
 
 import torch
@@ -26,24 +26,18 @@ def follow_machines(loaded: Loaded) -> Loaded:
     trainer = loaded.config.trainer
     if trainer.launcher != "ray" or trainer.device == "cpu":
         return loaded
-    gpus: list[int] = cast(Callable[[], list[int]], load(GPUS_OF_CLUSTER))()
-    has_enough = sum(number >= trainer.n_gpus_per_node for number in gpus) >= trainer.nnodes
-    needs = f"{trainer.n_gpus_per_node} GPU(s) on {trainer.nnodes} machine(s)"
+    gpus, size = Counter(cast(Callable[[], list[int]], load(GPUS_OF_CLUSTER))()), trainer.n_gpus_per_node
+    has_enough = sum(machines for number, machines in gpus.items() if number >= size) >= trainer.nnodes
+    has = ", ".join(f"{number} GPU(s) on {gpus[number]} machine(s)" for number in sorted(gpus, reverse=True) if number)
+    why = f"the workers need {size} GPU(s) on {trainer.nnodes} machine(s), and Ray has {has or 'no GPU'}"
     if trainer.device == "auto":
-        why = f"the workers need {needs}, and Ray has {_counted(gpus)}"
         return with_changes(loaded, [("trainer.device", "cuda" if has_enough else "cpu", why)])
     if not has_enough:
         raise UserError(
-            f"trainer.device=cuda: the workers need {needs}, and Ray has {_counted(gpus)}: lower trainer.nnodes, "
-            "trainer.n_gpus_per_node or trainer.allocation, add machines, or set trainer.device=auto or cpu"
+            f"trainer.device=cuda: {why}: lower trainer.nnodes, trainer.n_gpus_per_node or trainer.allocation, add "
+            "machines, or set trainer.device=auto or cpu"
         )
     return loaded
-
-
-def _counted(gpus: Sequence[int]) -> str:
-    """The machines by their GPUs, in words."""
-    found = sorted(Counter(filter(None, gpus)).items(), reverse=True)
-    return ", ".join(f"{number} GPU(s) on {machines} machine(s)" for number, machines in found) or "no GPU"
 
 
 def choose_device(config: Config) -> torch.device:

@@ -111,10 +111,8 @@ def own_device(planned: str) -> str:
     if not planned.startswith("cuda"):
         return "CPU"
     if not torch.cuda.is_available():
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         raise MissingDevice(
-            f"the plan has a GPU for this process, and torch {torch.__version__} finds none on {platform.node()} "
-            f"(CUDA_VISIBLE_DEVICES={'is not set' if visible is None else visible}): install a torch for CUDA and a "
-            "driver there, or set trainer.device=cpu"
+            f"the plan has a GPU for this process, and torch {torch.__version__} finds none on {platform.node()}: "
+            "install a driver and a torch for CUDA there, or set trainer.device=cpu"
         )
     return torch.cuda.get_device_name()

@@ -92,6 +92,7 @@ class RunOptions:
     by domain, "" for all others: the columns of reference solutions (None if the rewards know it) and ground truths.
     max_error_rate: share of a step's reward errors above which the run ends. max_skipped: non-finite updates in a row
     before the run ends. unmoved_after: updates after which a weight must have moved. offloads: by role of the engine.
+    free_cache_engine: the rollout engine frees its memory while training.
     """
 
     seed: int
@@ -123,6 +124,7 @@ class RunOptions:
     max_skipped: int
     unmoved_after: int
     offloads: Mapping[str, Offloads]
+    free_cache_engine: bool
 
 
 @dataclass(frozen=True)

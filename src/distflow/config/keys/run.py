@@ -83,19 +83,16 @@ def parse_stop_when(value: object) -> str | None:
 
 
 _OF_A_WORKER = ("worker_cpus", "worker_memory_mb", "worker_env")
-WORKER_ROLES = ("rollout", "training")
 
 
 def parse_worker_roles(value: object) -> Differing:
     """Settings of workers by role. Raises Mismatch."""
-    form = "write e.g. {rollout: {worker_cpus: 8}, training: {worker_env: {NCCL_DEBUG: INFO}}}"
-    keys = collect(TrainerConfig())
+    form, keys = "write e.g. {rollout: {worker_cpus: 8}, training: {worker_env: {A: 1}}}", collect(TrainerConfig())
     found = parse_differing(value, {name: keys[name] for name in _OF_A_WORKER}, form, of="role")
-    for role in found:
-        if role not in WORKER_ROLES:
-            raise Mismatch(
-                f"has the role '{role}'", f"workers that only generate are rollout, all others training: {form}"
-            )
+    if unknown := found.keys() - {"rollout", "training"}:
+        raise Mismatch(
+            f"has the role {show(min(unknown))}", f"workers that only generate are rollout, others training: {form}"
+        )
     return found
 
 

@@ -30,7 +30,8 @@ _FOR_SEVERAL_DEVICES = (
     *("dag.backend_threshold", "dag.apportion_strategy", "dag.model_sizes", "dag.consider_node_cohesion"),
     *("dag.consider_node_load", "reward.num_actors", f"{ACTOR}.weight_update_mode"),
 )
-_FOR_SHARDS = tuple(name for name in schema_keys() if ".fsdp_config." in name)
+_OF_SHARDS = (".fsdp_size", ".offload_policy", ".ref.fsdp_config.param_offload")
+_FOR_SHARDS = tuple(name for name in schema_keys() if name.endswith(_OF_SHARDS))
 _CORRECTION = ("rollout_is_threshold", "rollout_is_batch_normalize")
 _SWITCHES = (
     Switch("algorithm", "use_kl_in_reward", ("kl_ctrl.type",), "true", "there is no KL in the reward to control"),
