@@ -64,7 +64,7 @@ def gpus_of_machines() -> list[int]:
     counts them; else those of this machine, on which a Ray would be started. Raises UserError without Ray."""
     if not is_installed():
         raise UserError(f"trainer.launcher=ray {NEEDED}")
-    if "RAY_ADDRESS" not in os.environ and not _is_connected():
+    if not os.environ.get("RAY_ADDRESS") and not _is_connected():
         return [torch.cuda.device_count()]
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     from distflow.cluster.ray_cluster import joined_ray, ray
