@@ -347,8 +347,11 @@ FREE = "actor_rollout_ref.rollout.free_cache_engine=true"
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ((FREE, "async.max_staleness=1"), "so it has nothing to free"),
-        ((FREE, *APART), "free_cache_engine=true: workers that only generate do not train"),
+        ((FREE, "async.max_staleness=1"), "free_cache_engine .command line.: engines have nothing to free where async"),
+        (
+            (FREE, *APART),
+            "free_cache_engine .command line.: engines have nothing to free .* workers that only generate",
+        ),
         (("trainer.worker_roles={rollout: {worker_cpus: 2}}",), "trainer.worker_roles.*set trainer.launcher=ray"),
         (
             ("trainer.worker_roles={rollout: {worker_cpus: 2}}", "trainer.launcher=ray", "trainer.n_gpus_per_node=2"),

@@ -99,6 +99,7 @@ def run_options(config: Config, pipeline: BoundPipeline, plan: Plan, saves: bool
     by_ray, has_engine = trainer.launcher == "ray", "rollout" in pipeline.engines
     is_scored = any(node.node_role is NodeRole.REWARD for node in pipeline.rollout_nodes)
     goes_elsewhere = any("rollout" in rank.engines and not rank.training_nodes for rank in plan.ranks)
+    takes_turns = has_engine and not goes_elsewhere and config.async_.max_staleness == 0
     has_deadline = any(not (node.contract.is_async and is_ours(node)) for node in pipeline.rollout_nodes)
     run_self_check = trust.check_rewards if "reward_fn" in pipeline.services else False
     own, data = partial(own_setting, config), config.data
@@ -133,7 +134,7 @@ def run_options(config: Config, pipeline: BoundPipeline, plan: Plan, saves: bool
         max_skipped=trust.max_skipped_updates,
         unmoved_after=trust.unmoved_after,
         offloads=_offloads(config, pipeline, plan),
-        free_cache_engine=_frees_engine(used_if(has_engine), goes_elsewhere),
+        free_cache_engine=takes_turns and config.actor_rollout_ref.rollout.free_cache_engine,
     )
 
 
@@ -153,13 +154,6 @@ def _worker_needs(config: Config, is_scored: bool, goes_elsewhere: bool) -> Work
 
     needs = replace(needs_of({}), roles={role: needs_of(own) for role, own in trainer.worker_roles.items()})
     return replace(needs, num_reward_actors=reward.num_actors, reward_cpus=reward.actor_cpus) if is_scored else needs
-
-
-def _frees_engine(config: Config, goes_elsewhere: bool) -> bool:
-    if config.actor_rollout_ref.rollout.free_cache_engine and goes_elsewhere:
-        key, why = "actor_rollout_ref.rollout.free_cache_engine", "workers that only generate do not train"
-        raise UserError(f"{key}=true: {why} (trainer.allocation): leave it out")
-    return config.actor_rollout_ref.rollout.free_cache_engine
 
 
 def _offloads(config: Config, pipeline: BoundPipeline, plan: Plan) -> dict[str, Offloads]:

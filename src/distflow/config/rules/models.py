@@ -105,9 +105,6 @@ def weight_sync(config: Config) -> Iterator[Finding]:
             f"a weight sync every {every} steps makes samples up to {every - 1} steps old, and {staleness} is allowed",
             f"set {ACTOR}.model_update_frequency={staleness + 1} or less",
         )
-    if staleness > 0 and config.actor_rollout_ref.rollout.free_cache_engine:
-        what = "the engine generates while the trainer trains, so it has nothing to free"
-        yield Finding((f"{ROLLOUT}.free_cache_engine", "async.max_staleness"), what, "remove one of them")
     engine = config.actor_rollout_ref.rollout.name
     if staleness > 0 and not ROLLOUT_ENGINES[engine].in_flight:
         able = " or ".join(name for name, entry in ROLLOUT_ENGINES.items() if entry.in_flight and entry.target)
