@@ -359,6 +359,8 @@ LAUNCHERS: dict[str, Entry] = {
     "ray": Entry("one worker a device, over Ray", "distflow.cluster.ray_entry:launch_ray"),
     "slurm": Entry("a job of Slurm, over Ray in it", "distflow.cluster.slurm:launch_slurm"),
 }
+GPUS_OF_CLUSTER = "distflow.cluster.ray_entry:gpus_of_machines"
+"""What counts the GPUs that workers of the launcher `ray` may have."""
 
 HUB_DATA = re.compile(r"[\w.-]+/[\w.-]+(?::[\w.-]*){0,2}")
 """The id of a data set on the hub, with its configuration and split."""

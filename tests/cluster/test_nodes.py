@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -52,12 +53,47 @@ def looking(config):
 """
 
 
+REWARD = """
+import os
+from pathlib import Path
+
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    Path(__file__).with_name("rollout.env").write_text(os.environ["OWN_WORD"] + os.environ["OWN_NUMBER"])
+    return len(solution_str) / 10
+"""
+OF_TRAINING = """
+import os
+from pathlib import Path
+
+import ray
+
+from distflow import node
+from distflow.graph import Node
+from distflow.pipelines.grpo import grpo_pipeline
+
+
+@node(writes={"seen": "response"})
+def look(advantages, *, folder: str):
+    cpus = ray.get_runtime_context().get_assigned_resources()["CPU"]
+    Path(folder, "training.env").write_text(f"{os.environ['OWN_WORD']}{os.environ['OWN_NUMBER']} {cpus:g}")
+    return advantages * 1
+
+
+def looking(config):
+    graph = grpo_pipeline()
+    graph.add_node(Node("look", look, options={"folder": config.trainer.default_local_dir}))
+    return graph
+"""
+APART = ("trainer.n_gpus_per_node=1", "trainer.allocation=embedded[rollout]:d1+torch[actor]:d1")
+
+
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
-    """Two nodes with two CPUs each."""
+    """Two nodes with two CPUs each, the second with GPUs that only Ray believes in."""
     node = {"num_cpus": 2, "object_store_memory": 200_000_000, "include_dashboard": False}
     made = Cluster(initialize_head=True, head_node_args=node)
-    made.add_node(num_cpus=2, object_store_memory=200_000_000)
+    made.add_node(num_cpus=2, num_gpus=2, object_store_memory=200_000_000)
     made.wait_for_nodes()
     yield made
     made.shutdown()
@@ -88,6 +124,7 @@ def test_each_worker_is_on_the_machine_of_the_plan(cluster: Any, tmp_path: Path)
     keys = ("trainer.n_gpus_per_node=2", "trainer.total_training_steps=2", env)
     status, said, _ = train(cluster, ground, *pipeline, *keys)
     assert status == 0, said
+    assert "trainer.device='cpu' instead of 'auto'" in said and "workers compute on: 4 × CPU" in said, said
     folder = tmp_path / "run"
     planned = [rank["node"] for rank in json.loads((folder / "plan.json").read_text())["ranks"]]
     found = [(folder / f"worker-{rank}").read_text() for rank in range(4)]
@@ -134,13 +171,49 @@ def test_a_run_that_loses_a_machine_starts_again_on_another(cluster: Any, tmp_pa
     verify(folder / "ledger.jsonl")
 
 
+def test_a_role_has_resources_and_variables_of_its_own(cluster: Any, tmp_path: Path) -> None:
+    ground = Playground(tmp_path)
+    ground.write_reward(REWARD)
+    (tmp_path / "own_pipeline.py").write_text(OF_TRAINING)
+    pipeline = (f"dag.pipeline={tmp_path}/own_pipeline.py:looking", "trainer.worker_env={OWN_WORD: a, OWN_NUMBER: 7}")
+    roles = "trainer.worker_roles={rollout: {worker_env: {OWN_WORD: b}}, training: {worker_cpus: 2}}"
+    status, said, _ = train(cluster, ground, *pipeline, *APART, roles, "trainer.total_training_steps=1")
+    assert status == 0, said
+    assert (tmp_path / "rollout.env").read_text() == "b7"
+    assert (tmp_path / "run" / "training.env").read_text() == "a7 2"
+
+    status, said, _ = train(cluster, Playground(tmp_path), *APART, "trainer.worker_roles={rollout: {worker_cpus: 3}}")
+    assert status == 2 and re.search(r"the plan needs 2 machine\(s\) with (3 CPU .*, 1 CPU|1 CPU .*, 3 CPU) ", said), (
+        said
+    )
+
+
 def test_a_cluster_that_is_too_small_is_told_with_what_is_missing(cluster: Any, tmp_path: Path) -> None:
     each = ("trainer.worker_cpus=2", "trainer.worker_memory_mb=400")
     status, said, seconds = train(cluster, Playground(tmp_path), "trainer.n_gpus_per_node=3", *each)
     assert status == 2 and seconds < WITHIN_S / 2
     assert "the plan needs 2 machine(s) with 6 CPU and 1.2 GB of memory, 6 CPU and 1.2 GB of memory" in said, said
-    assert "and the cluster has 2 CPU and " in said
+    assert re.search(r"and the cluster has (2 CPU and|2 CPU and 2 GPU and) ", said), said
     assert "Traceback" not in said
+
+
+def test_workers_have_the_devices_of_the_cluster_and_not_of_the_driver(cluster: Any, tmp_path: Path) -> None:
+    ground = Playground(tmp_path)
+    status, said, _ = train(cluster, ground, "trainer.nnodes=1", "trainer.n_gpus_per_node=2")
+    assert "trainer.device='cuda' instead of 'auto'" in said and "Ray has 2 GPU(s) on 1 machine(s)" in said, said
+    assert status == 2 and "Traceback" not in said, said  # the GPUs are none
+    assert re.search(r"worker [01] of 2 \(pid \d+ on [\d.]+\): the plan has a GPU for this process, and torch", said), (
+        said
+    )
+    assert not list((tmp_path / "run" / "checkpoints").glob("*")), "no step is taken"
+
+
+def test_cuda_is_refused_with_what_the_cluster_has(cluster: Any, tmp_path: Path) -> None:
+    status, said, _ = train(cluster, Playground(tmp_path), "trainer.n_gpus_per_node=2", "trainer.device=cuda")
+    assert status == 2 and "Traceback" not in said, said
+    assert (
+        "trainer.device=cuda: the workers need 2 GPU(s) on 2 machine(s), and Ray has 2 GPU(s) on 1 machine(s)" in said
+    )
 
 
 @pytest.mark.parametrize("other", [{"ray_version": "2.9.3"}, {"python_version": "3.10.1"}])

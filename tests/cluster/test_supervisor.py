@@ -276,6 +276,19 @@ def test_weights_spread_over_two_workers_end_where_one_process_does(ground: Play
     assert resumed.notes("warning") == []
 
 
+def test_engines_that_free_their_memory_while_training_change_no_number_over_two_workers(ground: Playground) -> None:
+    """Weights that ranks share are gathered into the memory that the engine allocates again."""
+    keys = (*STEPS, *SHARDED, "actor_rollout_ref.model.dtype=bfloat16")
+    plain = run(ground, *keys, name="kept")
+    freed = run(ground, *keys, "actor_rollout_ref.rollout.free_cache_engine=true", name="freed")
+    ours, theirs = (
+        [{name: value for name, value in step.items() if not name.startswith(TIMES)} for step in each.metrics()]
+        for each in (freed, plain)
+    )
+    assert len(ours) == 4 and ours == theirs
+    assert freed.notes("warning") == plain.notes("warning")
+
+
 SILENT = """
 import sys
 

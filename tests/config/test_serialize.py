@@ -173,6 +173,7 @@ actor_rollout_ref:
     num_threads: 3
     batch_invariant: true
     enforce_eager: true
+    free_cache_engine: true
     max_num_seqs: 16
     timeout_s: 60.0
     val_kwargs: {greedy: false, n: 4, temperature: 0.8, top_p: 0.9, top_k: 20}
@@ -256,6 +257,7 @@ OF_RAY = {
     "trainer.worker_cpus",
     "trainer.worker_memory_mb",
     "trainer.worker_env",
+    "trainer.worker_roles",
     "trainer.max_held_mb",
     "trainer.peers_timeout_s",
     "trainer.max_restarts",

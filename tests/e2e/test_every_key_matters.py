@@ -59,6 +59,8 @@ ELSEWHERE = {
     "reward.actor_cpus": "tests/cluster/test_reward_actors.py",
     "trainer.worker_memory_mb": "tests/cluster/test_nodes.py",
     "trainer.worker_env": "tests/cluster/test_nodes.py",
+    "trainer.worker_roles": "tests/cluster/test_nodes.py",
+    "actor_rollout_ref.rollout.free_cache_engine": "tests/runtime/test_offload.py",
     "reward.ifeval.strict": "tests/rewards/test_ifeval_reward.py",
     "trainer.max_held_mb": "tests/cluster/test_sizes.py",
     "trainer.peers_timeout_s": "tests/cluster/test_training_worker_faults.py",

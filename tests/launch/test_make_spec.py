@@ -18,7 +18,7 @@ from distflow import register_adv_est, register_policy_loss
 from distflow.algorithms.mismatch_check import Tolerance
 from distflow.config import load_config
 from distflow.data.encoded import EncodedRows
-from distflow.errors import UserError
+from distflow.errors import ConfigError, UserError
 from distflow.graph import PipelineError
 from distflow.launch.code_trust import check_importable
 from distflow.launch.data_sets import data_plan
@@ -292,6 +292,7 @@ SHARDED = ("actor_rollout_ref.actor.strategy=fsdp", "trainer.launcher=ray", "tra
 ACTOR_FSDP, CRITIC_FSDP = "actor_rollout_ref.actor.fsdp_config", "critic.fsdp_config"
 
 
+@pytest.mark.parametrize("strategy", ["fsdp", "torch"])
 @pytest.mark.parametrize(
     ("keys", "offloads"),
     [
@@ -304,15 +305,80 @@ ACTOR_FSDP, CRITIC_FSDP = "actor_rollout_ref.actor.fsdp_config", "critic.fsdp_co
     ],
 )
 def test_what_waits_in_the_hosts_memory_is_what_the_config_says_and_nothing_on_a_cpu(
-    playground: Playground, monkeypatch: pytest.MonkeyPatch, keys: tuple[str, ...], offloads: dict[str, Offloads]
+    playground: Playground,
+    monkeypatch: pytest.MonkeyPatch,
+    keys: tuple[str, ...],
+    offloads: dict[str, Offloads],
+    strategy: str,
 ) -> None:
+    ways = (*SHARDED, f"actor_rollout_ref.actor.strategy={strategy}", "actor_rollout_ref.model.dtype=bfloat16")
+    if strategy == "torch" and "offload_policy" in str(keys):
+        with pytest.raises(ConfigError, match="each rank has whole weights"):
+            playground.spec("ppo", *ways, *keys)
+        return
     if keys:
         with pytest.raises(UserError, match=f"{keys[0].partition('=')[0]}.* are in the host's memory already"):
-            playground.spec("ppo", *SHARDED, *keys)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # where the plan is made; nothing runs
-    _, spec = playground.spec("ppo", *SHARDED, *keys)
+            playground.spec("ppo", *ways, *keys)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)  # where the plan is made; nothing runs
+    _, spec = playground.spec("ppo", *ways, *keys)
     assert spec.options.offloads == offloads
     assert spec.plan.backends == (("nccl", "gloo") if keys else ("nccl",))
+
+
+def test_weights_that_another_engine_computes_with_stay(
+    playground: Playground, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    moves = f"{ACTOR_FSDP}.param_offload=true"
+    with pytest.raises(UserError, match=r"param_offload=true: the rollout engine computes with the same float32"):
+        playground.spec("grpo", moves)
+    lora = ("actor_rollout_ref.model.lora_rank=2", "actor_rollout_ref.model.dtype=bfloat16")
+    kl = "actor_rollout_ref.actor.use_kl_loss="
+    with pytest.raises(UserError, match=r"param_offload=true: the reference computes with the same weights"):
+        playground.spec("grpo", moves, *lora, f"{kl}true")
+    _, spec = playground.spec("grpo", moves, *lora, f"{kl}false")
+    assert spec.options.offloads == {"actor": Offloads(weights=True, moments=False)}
+
+
+APART = ("trainer.launcher=ray", "trainer.allocation=embedded[rollout]:d1+torch[actor]:d1")
+FREE = "actor_rollout_ref.rollout.free_cache_engine=true"
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ((FREE, "async.max_staleness=1"), "free_cache_engine .command line.: engines have nothing to free where async"),
+        (
+            (FREE, *APART),
+            "free_cache_engine .command line.: engines have nothing to free .* workers that only generate",
+        ),
+        (("trainer.worker_roles={rollout: {worker_cpus: 2}}",), "trainer.worker_roles.*set trainer.launcher=ray"),
+        (
+            ("trainer.worker_roles={rollout: {worker_cpus: 2}}", "trainer.launcher=ray", "trainer.n_gpus_per_node=2"),
+            "trainer.worker_roles: no worker of the plan only generates",
+        ),
+        ((*APART, "trainer.worker_roles={actor: {worker_cpus: 2}}"), "has the role 'actor'.*only generate are rollout"),
+        ((*APART, "trainer.worker_roles={rollout: {cpus: 2}}"), "has 'cpus' for the role 'rollout'.*worker_cpus"),
+        ((*APART, "trainer.worker_roles={rollout: {worker_env: {HF_TOKEN: x}}}"), "HF_TOKEN looks like a secret"),
+    ],
+)
+def test_what_workers_of_a_role_cannot_have_is_refused(
+    playground: Playground, keys: tuple[str, ...], message: str
+) -> None:
+    with pytest.raises((UserError, ConfigError), match=f"(?s){message}"):
+        playground.spec("grpo", *keys)
+
+
+def test_auto_is_cuda_where_all_workers_can_have_a_gpu(playground: Playground, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of this machine, on which a Ray would be started: test_nodes.py asks a cluster."""
+    keys = ("trainer.launcher=ray", "trainer.n_gpus_per_node=2")
+    for number, device in ((0, "cpu"), (1, "cpu"), (2, "cuda")):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda number=number: number)
+        config, spec = playground.spec("grpo", *keys)
+        assert {rank.device for rank in spec.plan.ranks} == {device} and spec.facts["device"] == device
+    assert playground.spec("grpo", *keys, "trainer.device=cpu")[1].plan.ranks[0].device == "cpu"
+    with pytest.raises(UserError, match=r"need 3 GPU\(s\) on 1 machine\(s\), and Ray has 2 GPU\(s\) on 1"):
+        playground.spec("grpo", "trainer.launcher=ray", "trainer.n_gpus_per_node=3", "trainer.device=cuda")
 
 
 def test_answers_are_drawn_as_the_config_says_in_training_and_in_validation(playground: Playground) -> None:

@@ -1,6 +1,7 @@
 """The embedded engine's life: pause, cancel, failures, new weights in flight, closing."""
 
 import asyncio
+import gc
 import random
 import threading
 from typing import Any
@@ -11,6 +12,7 @@ from torch import nn
 
 from distflow.rollout import weights as weights_module
 from distflow.rollout.embedded import EmbeddedEngine
+from distflow.rollout.embedded.cuda.async_steps import DeviceOptions
 from distflow.rollout.engine import GenerateResult, Stretch
 from distflow.rollout.weights import stripe_hashes
 from distflow.scheduling.groups import Version
@@ -65,7 +67,41 @@ def test_a_releasing_pause_drops_the_memory_and_recomputes_it() -> None:
             assert generation.rollout_log_probs == pytest.approx(expected, abs=1e-4)
 
     undisturbed = tokens_of(run_all(make_engine(model), [request]))
-    with_engine(make_engine(model), story)
+    with_engine(make_engine(model, shares_weights=True), story)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_engine_that_released_its_own_weights_needs_them_again(dtype: torch.dtype) -> None:
+    model, request = make_model().to(dtype), request_of(prompt_of(5), (0, 1), max_tokens=20)
+    weights = [(name, weight.detach().clone()) for name, weight in model.named_parameters()]
+    pages = DeviceOptions(page_tokens=8, num_pages=40)
+
+    async def story(engine: EmbeddedEngine) -> None:
+        first, hashes = await engine.generate(request), await engine.hashes()
+        whole, dropped = held(model), await engine.pause(release=True)
+        await engine.resume()
+        assert dropped is None and held(model) < whole / 50 and not keys_and_values()
+        assert await engine.hashes() == hashes, "of the weights that generated"
+        with pytest.raises(RuntimeError, match="has released its weights"):
+            await engine.generate(request)
+        receipt = await engine.load_weights(NEXT, weights)
+        assert held(model) == whole and receipt.hashes == hashes == await engine.hashes()
+        assert tokens_of([await engine.generate(request)]) == tokens_of([first])
+
+    for on_device in (None, pages):
+        with_engine(make_engine(model, on_device=on_device), story)
+
+
+def held(model: torch.nn.Module) -> int:
+    """Bytes of its weights."""
+    return sum(weight.untyped_storage().nbytes() for weight in model.parameters())
+
+
+def keys_and_values() -> list[tuple[int, ...]]:
+    """Of all engines: no other tensors have five axes."""
+    gc.collect()
+    tensors = [each for each in gc.get_objects() if type(each) is torch.Tensor]
+    return [tuple(each.shape) for each in tensors if each.dim() == 5 and each.numel()]
 
 
 def test_cancelling_frees_the_slots_and_disturbs_nobody() -> None:
@@ -323,7 +359,7 @@ def test_any_history_of_cancels_and_pauses_leaves_the_others_tokens_alone(seed: 
             assert tokens_of([outcome]) == undisturbed[row]
 
     undisturbed = [tokens_of([result]) for result in run_all(make_engine(model, max_num_seqs=64), requests)]
-    with_engine(make_engine(model, max_num_seqs=7), story)
+    with_engine(make_engine(model, max_num_seqs=7, shares_weights=True), story)
 
 
 def test_no_thread_computes_while_there_is_nothing_to_do() -> None:

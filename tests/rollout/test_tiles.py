@@ -99,7 +99,7 @@ def test_an_answer_that_lost_its_keys_and_values_goes_on_with_the_same_bits() ->
             await engine.resume()
         assert bits(await answers) == undisturbed
 
-    with_engine(make_engine(model, batch_invariant=True, max_num_seqs=8), story)
+    with_engine(make_engine(model, batch_invariant=True, max_num_seqs=8, shares_weights=True), story)
 
 
 def test_what_a_row_does_not_look_at_adds_no_bit() -> None:

@@ -120,3 +120,60 @@ def test_moments_alone_need_no_onload_and_an_engine_of_which_nothing_is_offloade
     for roles in ((), (), ("critic",), ("actor", "critic"), ("actor",), ()):
         residence.only(roles)
     assert (actor.moves, critic.moves) == ([(False, True), (False, True)], [])
+
+
+FREE = "actor_rollout_ref.rollout.free_cache_engine=true"
+HELD: list[int] = []
+"""Bytes of the engine's weights at each optimizer step."""
+MODELS: list[nn.Module] = []
+
+
+class KnownRollout(EmbeddedEngine):
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        MODELS.append(self.model)
+
+
+class LookingEngine(TorchTrainEngine):
+    def train_step(self, batch: Batch, loss_fn: LossFn) -> dict[str, float]:
+        HELD.append(sum(weight.untyped_storage().nbytes() for weight in MODELS[-1].parameters()))
+        return super().train_step(batch, loss_fn)
+
+
+def looking(spec: Spec) -> Spec:
+    actor, rollout = spec.factories["actor"], spec.factories["rollout"]
+    assert isinstance(actor, partial) and isinstance(rollout, partial)
+    trainer = actor.keywords["trainer"]._replace(engine=f"{__name__}:LookingEngine")
+    factories = {**spec.factories, "actor": partial(actor.func, **{**actor.keywords, "trainer": trainer})}
+    engine = f"{__name__}:KnownRollout"
+    return replace(
+        spec, factories=factories | {"rollout": partial(rollout.func, **{**rollout.keywords, "engine": engine})}
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["embedded", "hf"])
+def test_an_engine_that_frees_its_memory_while_training_generates_the_same_bits(tmp_path: Path, engine: str) -> None:
+    """Also where an update is skipped: weights that are free come again, changed or not."""
+    playground = Playground(tmp_path)
+    keys = (*KEYS, "actor_rollout_ref.model.dtype=bfloat16", f"data.val_files={tmp_path}/rows.jsonl")
+    keys = (*keys, f"actor_rollout_ref.rollout.name={engine}", "trainer.total_training_steps=3", "trainer.save_freq=3")
+    keys = (*keys, "actor_rollout_ref.rollout.n=2")
+    spoil = looking if engine == "embedded" else lambda spec: spec
+    HELD.clear()
+    plain = playground.run("grpo", *keys, name="plain", spoil=spoil)
+    number = len(HELD)
+    freed = playground.run("grpo", *keys, FREE, name="freed", spoil=spoil)
+    ours, theirs = freed.weights(3), plain.weights(3)
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert freed.notes("warning") == plain.notes("warning")
+    if engine == "embedded":
+        assert number == 3 and len(HELD) == 6 and max(HELD[number:]) < min(HELD[:number]) / 50
+
+
+@pytest.mark.slow
+def test_released_weights_come_again_though_no_update_changed_them(tmp_path: Path) -> None:
+    keys = ("actor_rollout_ref.model.dtype=bfloat16", "trainer.total_training_steps=3", FREE)
+    warm_up = ("trainer.critic_warmup=2", "actor_rollout_ref.rollout.n=1")
+    run = Playground(tmp_path).run("ppo", *keys, *warm_up, "trust.audit_freq=1")
+    assert run.outcome.steps == 3

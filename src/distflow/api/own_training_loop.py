@@ -11,6 +11,7 @@ from distflow.api.arguments import Overrides, PythonInputs, Reward, Rows
 from distflow.api.load_run import Run
 from distflow.api.train import PresetOrConfig, claimed_for_a_run, make_spec_of, preset_and_lines, read, say
 from distflow.config import Config, Loaded, load_config, pipeline_name
+from distflow.config.compose.load_config import is_verls
 from distflow.config.derived_settings import is_rl
 from distflow.config.domain_settings import train_files
 from distflow.errors import UserError
@@ -64,6 +65,9 @@ def rollouts(
         raise UserError(f"the pipeline {pipeline_name(loaded.config)} generates nothing: distflow.train runs it")
     if loaded.config.trainer.launcher != "local":
         raise UserError(f"trainer.launcher={loaded.config.trainer.launcher}: a loop of your own needs local")
+    frees = loaded.origin("actor_rollout_ref.rollout.free_cache_engine")
+    if loaded.config.actor_rollout_ref.rollout.free_cache_engine and not is_verls(frees):
+        raise UserError(f"actor_rollout_ref.rollout.free_cache_engine=true ({frees}): distflow.train alone frees it")
     if should_accept is not None and not callable(should_accept):
         raise UserError(f"should_accept is {should_accept!r:.80}: give a function of a group's batch")
     if inspect.iscoroutinefunction(should_accept):

@@ -37,7 +37,7 @@ from distflow.observe.reading.run_reader import read_events
 from distflow.observe.writing.folder_lock import claim_again
 from distflow.observe.writing.run_folder import RunFolder
 from distflow.runtime.engine_watch import STACKS
-from distflow.runtime.rank_info import Place
+from distflow.runtime.rank_info import MissingDevice, Place
 from distflow.runtime.spec import Spec
 
 MOST_DEATHS = 3
@@ -144,6 +144,8 @@ class Blame:
         """The error to raise for one that a worker raised before the run began. Its traceback is in `err`, which
         `--debug` shows."""
         who = self._who(rank, err)
+        if isinstance(err.cause, MissingDevice):
+            return UserError(f"{who}: {err.cause}")
         if isinstance(err.cause, UserError):
             return UserError(f"{who}: {err.cause}\n{_THERE}")
         return WorkerFailed(f"{who} could not build its engines: {type(err.cause).__name__}: {err.cause}")

@@ -20,7 +20,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from distflow.cluster.actor_calls import ENDS_WITHIN_S
 from distflow.cluster.reaper import descendants, kill_those
 from distflow.errors import UserError
-from distflow.planning.plan import Plan, dp_groups_of
+from distflow.planning.plan import Plan, RankPlan, dp_groups_of
 from distflow.planning.threads import share_threads, usable_cores
 from distflow.runtime.rank_info import Home, Place
 from distflow.runtime.spec import Spec, WorkerNeeds
@@ -50,21 +50,28 @@ def connect_ray(plan: Plan, say: Callable[[str], None], more_cpus: int = 0) -> I
         yield False
         return
     if address := os.environ.get("RAY_ADDRESS"):
-        _check_reachable(address)
-        try:
-            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
-        except (ConnectionError, RuntimeError, ValueError) as err:  # not running, no token, or other versions
-            token = _TOKEN_ADVICE if "InvalidAuthToken" in str(err.__cause__) else ""
-            raise UserError(f"the Ray that RAY_ADDRESS={address} names cannot be used: {err}{token}") from err
-        try:
+        with joined_ray(address):
             yield False
-        finally:
-            ray.shutdown()
         return
     check_room(plan)
     say(f"starting Ray for {len(plan.ranks)} workers on this machine")
     with start_ray(len(plan.ranks) + more_cpus):
         yield True
+
+
+@contextmanager
+def joined_ray(address: str) -> Iterator[None]:
+    """Connect this process to the Ray that RAY_ADDRESS names. Raises UserError where it cannot be used."""
+    _check_reachable(address)
+    try:
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+    except (ConnectionError, RuntimeError, ValueError) as err:  # not running, no token, or other versions
+        token = _TOKEN_ADVICE if "InvalidAuthToken" in str(err.__cause__) else ""
+        raise UserError(f"the Ray that RAY_ADDRESS={address} names cannot be used: {err}{token}") from err
+    try:
+        yield
+    finally:
+        ray.shutdown()
 
 
 @contextmanager
@@ -144,7 +151,7 @@ def bundles_of(plan: Plan, each: WorkerNeeds, say: Callable[[str], None], ends: 
     ends: this Ray ends with the run, so they are not released: Ray may be what has failed.
     """
     nodes = sorted({rank.node for rank in plan.ranks})
-    wanted = [_needs([rank.device for rank in plan.ranks if rank.node == node], each) for node in nodes]
+    wanted = [_needs([rank for rank in plan.ranks if rank.node == node], each) for node in nodes]
     group = placement_group(wanted, strategy="PACK" if len(nodes) == 1 else "STRICT_SPREAD")
     try:
         wait_for_room(group, PLACED_WITHIN_S if _fits(wanted) else 0.0, say)
@@ -203,11 +210,12 @@ def _check_reachable(address: str) -> None:
         ) from err
 
 
-def _needs(devices: Sequence[str], each: WorkerNeeds) -> dict[str, float]:
-    num_gpus = sum(device.startswith("cuda") for device in devices)
-    memory = _WORKER_BYTES if each.memory_mb is None else each.memory_mb * _MB
+def _needs(ranks: Sequence[RankPlan], each: WorkerNeeds) -> dict[str, float]:
+    """Of these workers together. each: of one."""
+    num_gpus, needs = sum(rank.device.startswith("cuda") for rank in ranks), [each.of(rank) for rank in ranks]
+    memory = sum(_WORKER_BYTES if own.memory_mb is None else own.memory_mb * _MB for own in needs)
     gpus = {"GPU": float(num_gpus)} if num_gpus else {}
-    return {"CPU": float(each.cpus * len(devices)), **gpus, "memory": float(memory * len(devices))}
+    return {"CPU": float(sum(own.cpus for own in needs)), **gpus, "memory": float(memory)}
 
 
 def _fits(wanted: Sequence[Mapping[str, float]]) -> bool:

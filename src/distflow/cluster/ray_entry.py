@@ -8,9 +8,11 @@ import secrets
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
+
+import torch
 
 from distflow.errors import UserError
 from distflow.launch.run_setup import done_before, starting
@@ -49,6 +51,20 @@ def launch_ray(
             reported(spec.run_dir, say),
         ):
             return supervise(spec, start, bundles, say, callbacks, ends_process=not embedded)
+
+
+def gpus_of_machines() -> list[int]:
+    """The GPUs of each machine of the cluster that RAY_ADDRESS names or that this process is connected to, as Ray
+    counts them; else those of this machine, on which a Ray would be started. Raises UserError without Ray."""
+    if not is_installed():
+        raise UserError(f"trainer.launcher=ray {NEEDED}")
+    if not os.environ.get("RAY_ADDRESS") and not _is_connected():
+        return [torch.cuda.device_count()]
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    from distflow.cluster.ray_cluster import joined_ray, ray
+
+    with nullcontext() if _is_connected() else joined_ray(os.environ["RAY_ADDRESS"]):
+        return [int(node["Resources"].get("GPU", 0)) for node in ray.nodes() if node["Alive"]]
 
 
 def is_installed() -> bool:

@@ -1,6 +1,7 @@
 """The supervisor of a Ray run: starts its actors, one worker a device, watches them, kills them, starts them again."""
 
 import secrets
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
@@ -89,6 +90,8 @@ class RayRun(AbstractContextManager["RayRun"]):
                     f"worker {rank} has distflow {report.version}, and this process {__version__}: install the same on "
                     "every machine"
                 )
+        devices = Counter(report.device for report in reports)
+        say(f"workers compute on: {', '.join(f'{number} × {name}' for name, number in devices.items())}")
         leader = reports[self._leader]
         say(model_line(self._spec, leader.num_parameters))
         facts = {**self._spec.facts, **leader.facts}
@@ -148,8 +151,9 @@ class RayRun(AbstractContextManager["RayRun"]):
 
     def _start_worker(self, place: Place) -> Any:
         spec, start = self._spec, self._start
-        ranks, needs = spec.plan.ranks, spec.options.worker
+        ranks = spec.plan.ranks
         rank, nodes = ranks[place.rank], sorted({each.node for each in ranks})
+        needs = spec.options.worker.of(rank)
         where = PlacementGroupSchedulingStrategy(self._bundles, placement_group_bundle_index=nodes.index(rank.node))
         return (
             ray.remote(WorkerActor)

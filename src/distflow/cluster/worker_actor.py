@@ -23,7 +23,7 @@ from distflow.rewards.pool.domain_pools import take_pool
 from distflow.runtime import fault_injection
 from distflow.runtime.checkpoint.save_and_restore import restore, set_generators
 from distflow.runtime.engine_watch import write_stacks
-from distflow.runtime.rank_info import Place, kept_share
+from distflow.runtime.rank_info import Place, kept_share, own_device
 from distflow.runtime.recorder import Recorder, ReportingProcess
 from distflow.runtime.resources import build_resources
 from distflow.runtime.spec import Spec
@@ -34,9 +34,10 @@ from distflow.runtime.worker_inputs import WorkerInputs
 
 @dataclass(frozen=True)
 class BuildReport:
-    """The resources of a worker. version: of its distflow."""
+    """The resources of a worker. version: of its distflow. device: the name of what it computes on."""
 
     version: str
+    device: str
     facts: dict[str, object]
     num_parameters: int
 
@@ -75,12 +76,13 @@ class WorkerActor:
         with self._ports.short_errors(are_reported=False):
             self._spec.pipeline()  # loads the user's modules, and sets threads as for a run of one process
             torch.set_num_threads(self._place.threads)
-            self._among = among = Collectives.join(self._spec, self._place, self._meeting)
             own = self._spec.plan.ranks[self._place.rank]
+            device = own_device(own.device)  # before it meets the others, who would wait
+            self._among = among = Collectives.join(self._spec, self._place, self._meeting)
             actors = self._reward_actors
             start_pool = partial(RewardActorPool, actors) if actors else take_pool
             self._resources = build_resources(self._spec.factories, own, among.data, among.mesh, start_pool)
-        return BuildReport(__version__, dict(self._resources.facts), self._resources.num_parameters)
+        return BuildReport(__version__, device, dict(self._resources.facts), self._resources.num_parameters)
 
     def run(self, differences: list[str], others: Mapping[int, Any]) -> int:
         """This worker's part of the whole run; returns the steps consumed in all.

@@ -15,7 +15,7 @@ _RESUMABLE = {
         *(f"{what}_freq{unit}" for what in ("save", "test") for unit in ("", "_epochs", "_secs")),
         *("project_name", "experiment_name", "default_local_dir"),
         *("launcher", "nnodes", "n_gpus_per_node", "allocation", "worker_cpus", "worker_memory_mb", "worker_env"),
-        *("max_held_mb", "peers_timeout_s", "max_restarts"),
+        *("worker_roles", "device", "max_held_mb", "peers_timeout_s", "max_restarts"),
         *(f"slurm.{name}" for name in ("partition", "account", "time", "cpus_per_node", "args")),
     ),
     "data": ("train_files", "val_files"),

@@ -8,6 +8,7 @@ from distflow.errors import UserError
 from distflow.rewards.score import VALIDATION
 from distflow.runtime.compiled_node import Contexts
 from distflow.runtime.node_errors import warn_of_errors
+from distflow.runtime.rank_info import own_device
 from distflow.runtime.resources import build_resources
 from distflow.runtime.rollout_loop import GroupEvents, RolloutLoop
 from distflow.runtime.rollout_session import Session
@@ -27,6 +28,7 @@ def evaluate(spec: Spec, say: Callable[[str], None]) -> dict[str, float]:
     if not spec.validation:
         raise UserError("nothing to evaluate on: set data.val_files")
     rank, pipeline = spec.plan.ranks[0], spec.pipeline()
+    own_device(rank.device)  # of a worker, where the config is that of a cluster
     resources = build_resources(spec.factories, rank)
     actor = resources.actor
     assert actor is not None, "a pipeline trains something"

@@ -3,24 +3,50 @@ its process, and the same in words."""
 
 import ctypes
 import os
+from collections import Counter
+from collections.abc import Callable
+from typing import cast
 
 import torch
 
-from distflow.config import Config
+from distflow.builtin_names import GPUS_OF_CLUSTER
+from distflow.config import Config, Loaded
+from distflow.config.compose.load_config import with_changes
 from distflow.config.derived_settings import is_rl, offload_keys
 from distflow.errors import UserError
+from distflow.import_target import load
 from distflow.models.cpu_kernels.build import NotNative, outcome
 from distflow.observe.sanitize import escape_control
 from distflow.planning.threads import own_cores, share_threads, usable_cores
 
 
+def follow_machines(loaded: Loaded) -> Loaded:
+    """The config with the device of the workers, where these are on machines of a cluster: `auto` is cuda where each
+    worker can have a GPU. Raises UserError for cuda where not."""
+    trainer = loaded.config.trainer
+    if trainer.launcher != "ray" or trainer.device == "cpu":
+        return loaded
+    gpus, size = Counter(cast(Callable[[], list[int]], load(GPUS_OF_CLUSTER))()), trainer.n_gpus_per_node
+    has_enough = sum(machines for number, machines in gpus.items() if number >= size) >= trainer.nnodes
+    has = ", ".join(f"{number} GPU(s) on {gpus[number]} machine(s)" for number in sorted(gpus, reverse=True) if number)
+    why = f"the workers need {size} GPU(s) on {trainer.nnodes} machine(s), and Ray has {has or 'no GPU'}"
+    if trainer.device == "auto":
+        return with_changes(loaded, [("trainer.device", "cuda" if has_enough else "cpu", why)])
+    if not has_enough:
+        raise UserError(
+            f"trainer.device=cuda: {why}: lower trainer.nnodes, trainer.n_gpus_per_node or trainer.allocation, add "
+            "machines, or set trainer.device=auto or cpu"
+        )
+    return loaded
+
+
 def choose_device(config: Config) -> torch.device:
-    """The device that `trainer.device` means on this machine, or in a Slurm job, which gets GPUs unless it says cpu.
-    Raises UserError where this machine has none of that kind."""
+    """The device that `trainer.device` means on this machine, on those of the workers (`follow_machines`), or in a Slurm
+    job, which gets GPUs unless it says cpu. Raises UserError where this machine has none and is to compute."""
     wanted = config.trainer.device
     if config.trainer.launcher == "slurm":
         return torch.device("cpu" if wanted == "cpu" else "cuda")
-    if wanted == "cuda" and not torch.cuda.is_available():
+    if wanted == "cuda" and config.trainer.launcher == "local" and not torch.cuda.is_available():
         raise UserError("trainer.device=cuda, but torch finds no CUDA device here: set trainer.device=auto or cpu")
     return torch.device(("cuda" if torch.cuda.is_available() else "cpu") if wanted == "auto" else wanted)
 

@@ -25,6 +25,8 @@ from distflow.runtime.node_errors import is_ours
 _WAITS = "with async.max_staleness=0 the trainer's thread generates, and nothing is generated while weights change"
 _REASONS = {
     **{f"actor_rollout_ref.rollout.{name}": _WAITS for name in ("kv_on_update", "num_threads")},
+    "actor_rollout_ref.rollout.free_cache_engine": "engines have nothing to free where async.max_staleness is above 0, "
+    "or trainer.allocation has workers that only generate",
     "actor_rollout_ref.actor.weight_update_mode": "every worker that generates trains as well, and weights stay in its "
     "process; trainer.allocation can have some that only generate",
 }

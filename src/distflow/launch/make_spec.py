@@ -9,6 +9,7 @@ from distflow.data.sources import forget_rows
 from distflow.graph import BoundPipeline
 from distflow.launch.code_trust import check_pickles, named_code
 from distflow.launch.data_sets import num_rows_of
+from distflow.launch.hardware import follow_machines
 from distflow.launch.initial_policy import with_models_of_runs
 from distflow.launch.load_inputs import Data, fitted_to_files, follow_pipeline, read_config
 from distflow.launch.run_fingerprint import description, facts
@@ -29,7 +30,7 @@ def make_spec(loaded: Loaded, say: Say) -> Spec:
     PipelineError."""
     for code in named_code(loaded.config):
         say(f"your code: {code}")
-    loaded = follow_pipeline(follow_allocation(loaded))
+    loaded = follow_pipeline(follow_machines(follow_allocation(loaded)))
     reading = read_config(loaded)
     # First, as rows from Python code are stored in the folder, which another run may use.
     with claimed(loaded.config.trainer.run_dir):

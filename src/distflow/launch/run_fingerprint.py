@@ -94,6 +94,7 @@ def facts(config: Config, data: Data) -> dict[str, object]:
         "threads": torch.get_num_threads(),
         "cpu": _cpu_name(),
         "cores": os.cpu_count(),
+        "device": choose_device(config).type,
         **_users_facts(config),
         # Where generation and training run at once, generation has threads of its own.
         **({} if rollout_threads is None else {"rollout_threads": rollout_threads}),

@@ -5,14 +5,16 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 
 from distflow.algorithms.mismatch_check import Tolerance
 from distflow.config import Config
 from distflow.config.compose.key_usage import peek, whole
-from distflow.config.derived_settings import is_rl, is_sharded
+from distflow.config.derived_settings import is_rl
 from distflow.config.domain_settings import response_limit, validates
+from distflow.errors import UserError
 from distflow.graph import BoundPipeline, NodeRole
 from distflow.launch.data_sets import data_plan, own_setting
 from distflow.launch.engine_factories import compute_dtype, engine_dtype, make_factories, shares_weights
@@ -51,9 +53,9 @@ def spec_settings(config: Config, pipeline: BoundPipeline, num_rows: Mapping[str
 
 def _plan(config: Config, pipeline: BoundPipeline) -> Plan:
     device = choose_device(config)
+    refuse_offload_here(config, device)
     if config.trainer.launcher == "local":
         return plan_local(pipeline, str(device))
-    refuse_offload_here(config, device)
     is_shared_out = not config.trainer.allocation and len(pipeline_parts(pipeline, {})) > 1
     sizes = model_sizes(config, pipeline.engines) if is_shared_out else {}
     plan = plan_ray(pipeline, config, str(device), sizes)
@@ -97,6 +99,7 @@ def run_options(config: Config, pipeline: BoundPipeline, plan: Plan, saves: bool
     by_ray, has_engine = trainer.launcher != "local", "rollout" in pipeline.engines
     is_scored = any(node.node_role is NodeRole.REWARD for node in pipeline.rollout_nodes)
     goes_elsewhere = any("rollout" in rank.engines and not rank.training_nodes for rank in plan.ranks)
+    takes_turns = has_engine and not goes_elsewhere and config.async_.max_staleness == 0
     has_deadline = any(not (node.contract.is_async and is_ours(node)) for node in pipeline.rollout_nodes)
     run_self_check = trust.check_rewards if "reward_fn" in pipeline.services else False
     own, data = partial(own_setting, config), config.data
@@ -117,7 +120,7 @@ def run_options(config: Config, pipeline: BoundPipeline, plan: Plan, saves: bool
         project=trainer.project_name,
         experiment=trainer.experiment_name,
         enable_perf=config.dag.enable_perf,
-        worker=_worker_needs(used_if(by_ray), is_scored),
+        worker=_worker_needs(used_if(by_ray), is_scored, goes_elsewhere),
         max_restarts=used_if(by_ray).trainer.max_restarts,
         slurm=whole(used_if(by_ray).trainer.slurm),
         max_held_mb=used_if(by_ray).trainer.max_held_mb,
@@ -132,25 +135,47 @@ def run_options(config: Config, pipeline: BoundPipeline, plan: Plan, saves: bool
         max_error_rate=used_if(is_scored).reward.max_error_rate,
         max_skipped=trust.max_skipped_updates,
         unmoved_after=trust.unmoved_after,
-        offloads=_offloads(config, pipeline) if is_sharded(config) else {},
+        offloads=_offloads(config, pipeline, plan),
+        free_cache_engine=takes_turns and config.actor_rollout_ref.rollout.free_cache_engine,
     )
 
 
-def _worker_needs(config: Config, is_scored: bool) -> WorkerNeeds:
+def _worker_needs(config: Config, is_scored: bool, goes_elsewhere: bool) -> WorkerNeeds:
+    """goes_elsewhere: whether some workers only generate."""
     trainer, reward = config.trainer, config.reward
-    env = {name: str(value) for name, value in trainer.worker_env.items()}
-    needs = WorkerNeeds(trainer.worker_cpus, trainer.worker_memory_mb, env)
+    if trainer.worker_roles and not goes_elsewhere:
+        raise UserError(
+            "trainer.worker_roles: no worker of the plan only generates: give the rollout workers of its own by '+' in "
+            "trainer.allocation, or set trainer.worker_cpus, worker_memory_mb and worker_env for all"
+        )
+
+    def needs_of(own: Mapping[str, Any]) -> WorkerNeeds:
+        env = {name: str(value) for name, value in {**trainer.worker_env, **own.get("worker_env", {})}.items()}
+        cpus, memory_mb = (own.get(name, getattr(trainer, name)) for name in ("worker_cpus", "worker_memory_mb"))
+        return WorkerNeeds(cpus, memory_mb, env)
+
+    needs = replace(needs_of({}), roles={role: needs_of(own) for role, own in trainer.worker_roles.items()})
     return replace(needs, num_reward_actors=reward.num_actors, reward_cpus=reward.actor_cpus) if is_scored else needs
 
 
-def _offloads(config: Config, pipeline: BoundPipeline) -> dict[str, Offloads]:
-    """For trained models, by role. What always stays on the host is not moved."""
+def _offloads(config: Config, pipeline: BoundPipeline, plan: Plan) -> dict[str, Offloads]:
+    """For trained models, by role. What always stays on the host is not moved. Raises UserError for weights that
+    another engine computes with."""
     settings = {"actor": config.actor_rollout_ref.actor.fsdp_config, "critic": config.critic.fsdp_config}
     found = dict[str, Offloads]()
     for role in sorted(pipeline.engines & settings.keys()):
         own = Offloads(weights=settings[role].param_offload, moments=settings[role].optimizer_offload)
         if own.weights or own.moments:
             found[role] = own
+    if "actor" in found and found["actor"].weights:
+        beside = {engine for rank in plan.ranks if "actor" in rank.engines for engine in rank.engines}
+        if "rollout" in beside and shares_weights(config):
+            why = "the rollout engine computes with the same float32 weights: model.dtype=bfloat16 gives it its own"
+        elif "ref" in beside and config.actor_rollout_ref.model.lora_rank:
+            why = "the reference computes with the same weights, its adapter switched off"
+        else:
+            return found
+        raise UserError(f"actor_rollout_ref.actor.fsdp_config.param_offload=true: {why}; or leave it out")
     return found
 
 

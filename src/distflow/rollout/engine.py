@@ -154,7 +154,8 @@ class RolloutEngine(Protocol):
         ...
 
     async def pause(self, release: bool = False) -> None:
-        """Stop between two decode steps; running sequences stay. `release` also frees KV and weights."""
+        """Stop between two decode steps; running sequences stay. `release` also frees KV and
+        weights of the engine's own, which it needs again, by `load_weights`, before it decodes."""
         ...
 
     async def resume(self) -> None:

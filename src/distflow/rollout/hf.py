@@ -75,9 +75,9 @@ class HFEngine(AbstractAsyncContextManager["HFEngine"]):
             raise
 
     async def pause(self, release: bool = False) -> None:
-        """Requests that run are finished first: transformers' loop cannot be halted. Nothing is kept to release."""
+        """Requests that run are finished first: transformers' loop cannot be halted. They leave no KV to release."""
         self._open.clear()
-        await self._call(lambda: None)
+        await self._call(self._weights.release if release else lambda: None)
 
     async def resume(self) -> None:
         self._open.set()

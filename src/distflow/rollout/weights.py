@@ -3,7 +3,7 @@ has a hash of a stripe of each tensor, computed alike by sender and receiver."""
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -53,15 +53,25 @@ class EngineWeights:
     module: nn.Module
     shared: bool
     is_whole: bool = True
+    _released: dict[str, str] = field(default_factory=dict, init=False)
+    """Hashes of weights whose memory is free."""
 
     def check_whole(self) -> None:
-        """Raises RuntimeError after a copy that failed in the middle."""
+        """Raises RuntimeError after a copy that failed in the middle, and while the memory of the weights is free."""
         if not self.is_whole:
-            raise RuntimeError("the rollout engine took a part of its last weights only, and does not use them")
+            had = "has released its weights" if self._released else "took a part of its last weights only"
+            raise RuntimeError(f"the rollout engine {had}, and does not use them")
+
+    def release(self) -> None:
+        """Free the memory of the engine's own weights until the next `load`. `hashes` stay as they are."""
+        if not self.shared and self.is_whole:
+            self._released, self.is_whole = self.hashes(), False
+            for weight in self.module.parameters():
+                weight.data = weight.data.new_empty(()).expand(weight.shape)
 
     def hashes(self) -> dict[str, str]:
         """See `RolloutEngine`."""
-        return stripe_hashes(self.module.named_parameters(remove_duplicate=False))
+        return self._released or stripe_hashes(self.module.named_parameters(remove_duplicate=False))
 
     def load(self, current: Version, version: Version, weights: Iterable[tuple[str, Tensor]] | None) -> WeightReceipt:
         """Take the weights of a version, between two steps; None: those that are there get that version.
@@ -76,6 +86,10 @@ class EngineWeights:
         if self.shared:
             check_shared(self.module, weights)
             return WeightReceipt(version, shared=True)
+        if self._released:
+            self._released = {}
+            for weight in self.module.parameters():
+                weight.data = weight.data.new_empty(weight.shape)
         was_whole, self.is_whole = self.is_whole, False
         try:
             hashes = copy_weights(self.module, weights)

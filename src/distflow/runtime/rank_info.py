@@ -1,11 +1,15 @@
-"""A worker's rank, dp group and folder, and what the sample queue must know of each dp group."""
+"""A worker's rank, device, dp group and folder, and what the sample queue must know of each dp group."""
 
 import os
+import platform
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
+import torch
+
+from distflow.errors import UserError
 from distflow.planning.layout import Layout, Sizes
 from distflow.planning.plan import Plan
 from distflow.runtime.spec import Spec
@@ -96,3 +100,19 @@ def queue_dp_group(spec: Spec, ranks: Sequence[int]) -> DpGroupShares:
         size, epochs = critic.ppo_mini_batch_size or size, critic.ppo_epochs
     layout = dp_group_layout(spec.plan, tuple(ranks))
     return DpGroupShares(tuple(layout.place(rank)["data"] for rank in ranks), size, config.trainer.seed, epochs)
+
+
+class MissingDevice(UserError):
+    """A process lacks the device that the plan gives it."""
+
+
+def own_device(planned: str) -> str:
+    """The name of what this process computes on. Raises MissingDevice."""
+    if not planned.startswith("cuda"):
+        return "CPU"
+    if not torch.cuda.is_available():
+        raise MissingDevice(
+            f"the plan has a GPU for this process, and torch {torch.__version__} finds none on {platform.node()}: "
+            "install a driver and a torch for CUDA there, or set trainer.device=cpu"
+        )
+    return torch.cuda.get_device_name()

@@ -22,7 +22,7 @@ from distflow.rewards.pool.domain_pools import RewardSettings
 from distflow.rewards.reward_check import Row
 from distflow.rewards.router import RewardRouter
 from distflow.rewards.self_check import Solution, find_solution, run_self_check, self_check_scores, try_solutions
-from distflow.rollout.engine import Hosted, Stretch
+from distflow.rollout.engine import Hosted, RolloutEngine, Stretch
 from distflow.runtime.engine_watch import STACKS, Deadline, EngineHangs, WatchedEngine
 from distflow.runtime.loop_thread import LEAVES_WITHIN_S, LoopGivenUp, LoopThread, on_a_thread
 from distflow.runtime.resources import Resources
@@ -218,6 +218,16 @@ class Session:
         """Call a function that waits for others. It runs on a thread of its own if this thread has an engine to compute
         for meanwhile."""
         return blocking() if self._host is None else self._wait(lambda: on_a_thread(blocking))
+
+    def release_engine(self) -> None:
+        """The rollout engine, which has nothing to do, frees its KV and its own weights until it gets new ones."""
+
+        async def release(engine: RolloutEngine) -> None:
+            await engine.pause(release=True)
+            await engine.resume()
+
+        if self.resources.rollout is not None:
+            self.call(release(self.resources.rollout))
 
     def _wait(self, begin: "Callable[[], concurrent.futures.Future[T]]") -> T:
         return begin().result() if self._host is None else self._host.wait(begin)

@@ -56,13 +56,18 @@ class ValidationSet:
 @dataclass(frozen=True)
 class WorkerNeeds:
     """Resources of each worker's process, and its environment variables. memory_mb: None is the need of a worker
-    without a model. num_reward_actors, reward_cpus: actors that run reward functions, and the CPUs of each."""
+    without a model. num_reward_actors, reward_cpus: actors that run reward functions, and the CPUs of each. roles: of
+    workers that only generate (`rollout`), and of all others (`training`), where theirs differ."""
 
     cpus: int = 1
     memory_mb: int | None = None
     env: Mapping[str, str] = field(default_factory=dict)
     num_reward_actors: int = 0
     reward_cpus: int = 1
+    roles: Mapping[str, "WorkerNeeds"] = field(default_factory=dict)
+
+    def of(self, rank: RankPlan) -> "WorkerNeeds":
+        return self.roles.get("training" if rank.training_nodes else "rollout", self)
 
 
 @dataclass(frozen=True)
@@ -89,6 +94,7 @@ class RunOptions:
     by domain, "" for all others: the columns of reference solutions (None if the rewards know it) and ground truths.
     max_error_rate: share of a step's reward errors above which the run ends. max_skipped: non-finite updates in a row
     before the run ends. unmoved_after: updates after which a weight must have moved. offloads: by role of the engine.
+    free_cache_engine: the rollout engine frees its memory while training.
     """
 
     seed: int
@@ -122,6 +128,7 @@ class RunOptions:
     max_skipped: int
     unmoved_after: int
     offloads: Mapping[str, Offloads]
+    free_cache_engine: bool
 
 
 @dataclass(frozen=True)

@@ -72,6 +72,8 @@ class Worker:
             if step is None:
                 self._end(self.step)
                 break
+            if self._spec.options.free_cache_engine:
+                self._parts.services.release_engine()
             for node, ctx in self._nodes(step):
                 step.batch, measured = node(step.batch, ctx)
                 step.measured.append(measured)

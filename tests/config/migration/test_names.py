@@ -222,7 +222,7 @@ OTHERS = {
     "eps_clip_low_high=[0.2,0.27]": "clip_ratio_low",
     "lambd=1.0": "write algorithm.lam=1.0",
     "zero_stage=3": "",
-    "adam_offload=True": f"write {ACTOR}.fsdp_config.optimizer_offload=true; with {ACTOR}.strategy=fsdp",
+    "adam_offload=True": f"write {ACTOR}.fsdp_config.optimizer_offload=true",
     "is_offload_states=true": f"param_offload=true {ACTOR}.fsdp_config.optimizer_offload=true",
     "num_return_sequences_in_group=8": f"write {ROLLOUT}.n=8",
     "pg_clip_high=0.28": f"write {ACTOR}.clip_ratio_high=0.28",

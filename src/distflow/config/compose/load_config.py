@@ -30,6 +30,7 @@ _WITHOUT_EFFECT = (
     "actor_rollout_ref.actor.clip_ratio_low",
     "actor_rollout_ref.actor.clip_ratio_high",
     "actor_rollout_ref.rollout.max_num_seqs",
+    "actor_rollout_ref.rollout.free_cache_engine",
     "actor_rollout_ref.actor.ppo_max_token_len_per_gpu",
     "critic.ppo_max_token_len_per_gpu",
 )

@@ -102,27 +102,31 @@ def parse_value(given: object, info: KeyInfo) -> object:
 
 
 def parse_differing(
-    value: object, keys: Mapping[str, KeyInfo], form: str, elsewhere: Callable[[str, str], str] = lambda *_: ""
+    value: object,
+    keys: Mapping[str, KeyInfo],
+    form: str,
+    elsewhere: Callable[[str, str], str] = lambda *_: "",
+    of: str = "domain",
 ) -> Differing:
-    """Settings by domain from plain data, nested or dotted. keys: those that may differ; form: an example; elsewhere:
-    advice about another key of a domain, or nothing. Raises Mismatch."""
+    """Settings by domain, or by what `of` says, from plain data, nested or dotted. keys: those that may differ; form:
+    an example; elsewhere: advice about another key of a domain, or nothing. Raises Mismatch."""
     if not isinstance(value, Mapping):
-        raise Mismatch("is not a mapping from domains to their settings", form)
+        raise Mismatch(f"is not a mapping from {of}s to their settings", form)
     found: Differing = {}
     for name, settings in value.items():
         if not isinstance(name, str) or not isinstance(settings, Mapping):
-            raise Mismatch(f"has {show(settings)} for {show(name)}, which is no mapping by the name of a domain", form)
+            raise Mismatch(f"has {show(settings)} for {show(name)}, which is no mapping by the name of a {of}", form)
         found[name] = {}
         for key, given in _flat(settings, "", keys).items():
             if key not in keys:
                 advice = f"{did_you_mean(key, keys)}there are {', '.join(keys)}; {form}"
-                raise Mismatch(f"has '{key}' for the domain '{name}'", elsewhere(name, key) or advice)
+                raise Mismatch(f"has '{key}' for the {of} '{name}'", elsewhere(name, key) or advice)
             try:
                 found[name][key] = parse_value(given, keys[key])
                 for mismatch in check_bounds(found[name][key], keys[key]):
                     raise mismatch
             except Mismatch as error:
-                raise Mismatch(f"has '{key}' of the domain '{name}', which {error.what}", error.advice) from None
+                raise Mismatch(f"has '{key}' of the {of} '{name}', which {error.what}", error.advice) from None
     return found
 
 

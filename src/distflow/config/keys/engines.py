@@ -42,7 +42,7 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class TrainedFsdpConfig:
-    """Offloading of a model that is trained with actor.strategy=fsdp."""
+    """Offloading of a model that is trained; offload_policy with actor.strategy=fsdp."""
 
     param_offload: bool = key(False, "keep weights in host memory while they are not in use")
     optimizer_offload: bool = key(False, "keep the optimizer's moments in host memory between updates")
@@ -203,6 +203,9 @@ class RolloutConfig:
     batch_invariant: bool = key(False, "make a response bit-identical whatever else is generated; about half as fast")
     enforce_eager: bool = key(
         False, "run each operation of a decode step separately: no CUDA graphs or native CPU step"
+    )
+    free_cache_engine: bool = key(
+        False, "free KV cache and engine-owned weights while training, on workers that do both (max_staleness=0)"
     )
     timeout_s: float | None = key(
         1800.0,

@@ -8,8 +8,8 @@ from operator import ge, gt, le, lt
 from pathlib import Path
 
 from distflow.builtin_names import LAUNCHERS, PIPELINES, TRACKERS, not_there_yet
-from distflow.config.compose.values import Mismatch, show
-from distflow.config.keys.declare import group, key
+from distflow.config.compose.values import Differing, Mismatch, parse_differing, show
+from distflow.config.keys.declare import collect, group, key
 
 NODE_KEYS = (
     *("id", "type", "role", "func", "deps", "options", "only_forward_compute", "config", "engine", "writes"),
@@ -82,6 +82,20 @@ def parse_stop_when(value: object) -> str | None:
     return None if value is None else str(StopCondition.of(str(value)))
 
 
+_OF_A_WORKER = ("worker_cpus", "worker_memory_mb", "worker_env")
+
+
+def parse_worker_roles(value: object) -> Differing:
+    """Settings of workers by role. Raises Mismatch."""
+    form, keys = "write e.g. {rollout: {worker_cpus: 8}, training: {worker_env: {A: 1}}}", collect(TrainerConfig())
+    found = parse_differing(value, {name: keys[name] for name in _OF_A_WORKER}, form, of="role")
+    if unknown := found.keys() - {"rollout", "training"}:
+        raise Mismatch(
+            f"has the role {show(min(unknown))}", f"workers that only generate are rollout, others training: {form}"
+        )
+    return found
+
+
 @dataclass(frozen=True)
 class SlurmConfig:
     """The job of launcher=slurm: trainer.nnodes nodes, trainer.n_gpus_per_node GPUs each (none with device=cpu)."""
@@ -128,7 +142,9 @@ class TrainerConfig:
         ("console",), "trackers: one or a list (metrics.jsonl is always written)", choices=tuple(TRACKERS)
     )
     seed: int = key(1, "seed of fresh weights and of sampling", minimum=0)
-    device: str = key("auto", "device to run on", choices=("auto", "cpu", "cuda"))
+    device: str = key(
+        "auto", "device of each worker; auto is cuda where all can have a GPU", choices=("auto", "cpu", "cuda")
+    )
     num_threads: int | None = key(
         None, "torch's threads; null is all cores, or what rollout.num_threads leaves", minimum=1
     )
@@ -147,6 +163,11 @@ class TrainerConfig:
     )
     worker_env: dict[str, str | int] = key(
         {}, "environment of the workers (launcher=ray), e.g. {NCCL_DEBUG: INFO}; no secrets: Ray and the run show them"
+    )
+    worker_roles: Differing = key(
+        {},
+        f"{', '.join(_OF_A_WORKER)} that differ for a role, rollout or training, where these have workers of their own",
+        parse=parse_worker_roles,
     )
     max_held_mb: int | None = key(
         None, "most MB of groups in shared memory (launcher=ray); null is half of Ray's object store", minimum=1

@@ -117,10 +117,12 @@ def weight_sync(config: Config) -> Iterator[Finding]:
 
 def no_secrets(config: Config) -> Iterator[Finding]:
     """The config has no secrets: the run's folder and Ray's tables show it."""
-    for name in config.trainer.worker_env:
-        if _LOOKS_SECRET.search(name):
+    roles = config.trainer.worker_roles.values()
+    of_roles = (("trainer.worker_roles", own.get("worker_env", {})) for own in roles)
+    for key, env in (("trainer.worker_env", config.trainer.worker_env), *of_roles):
+        for name in filter(_LOOKS_SECRET.search, env):
             yield Finding(
-                ("trainer.worker_env",),
+                (key,),
                 f"{name} looks like a secret, which Ray and the run's folder would show",
                 "set it in the environment in which the command runs, or Ray starts on each machine",
             )

@@ -27,12 +27,14 @@ class Switch:
 _FOR_SEVERAL_DEVICES = (
     *("trainer.nnodes", "trainer.n_gpus_per_node", "trainer.allocation", "trainer.worker_cpus"),
     *("trainer.worker_memory_mb", "trainer.worker_env", "trainer.max_held_mb", "trainer.peers_timeout_s"),
+    "trainer.worker_roles",
     *("dag.backend_threshold", "dag.apportion_strategy", "dag.model_sizes", "dag.consider_node_cohesion"),
     *("dag.consider_node_load", "reward.num_actors", f"{ACTOR}.weight_update_mode"),
 )
 _ENDS_WITH_IT = "the local launcher's one process cannot outlive itself to start again; a Slurm job is requeued"
 _OF_SLURM = tuple(name for name in schema_keys() if name.startswith("trainer.slurm."))
-_FOR_SHARDS = tuple(name for name in schema_keys() if ".fsdp_config." in name)
+_OF_SHARDS = (".fsdp_size", ".offload_policy", ".ref.fsdp_config.param_offload")
+_FOR_SHARDS = tuple(name for name in schema_keys() if name.endswith(_OF_SHARDS))
 _CORRECTION = ("rollout_is_threshold", "rollout_is_batch_normalize")
 _SWITCHES = (
     Switch("algorithm", "use_kl_in_reward", ("kl_ctrl.type",), "true", "there is no KL in the reward to control"),

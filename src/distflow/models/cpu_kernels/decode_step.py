@@ -60,8 +60,9 @@ class NativeStep:
         self._scratch = torch.empty(0)
 
     def expire(self) -> None:
-        """Have the weights copied before the next step."""
+        """Free the copies of the weights; they are made again before the next step."""
         self._key = []
+        vars(self).pop("_packed", None)
 
     def refresh(self) -> bool:
         """Update the copies of the weights. False: the model has changed, and only torch can compute it."""

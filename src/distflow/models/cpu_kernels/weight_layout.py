@@ -198,6 +198,13 @@ def prepack(model: nn.Module) -> None:
             module.__class__ = PrepackedLinear
 
 
+def forget_packed(model: nn.Module) -> None:
+    """Free the copies of such linear maps; they are made again when they are needed."""
+    for module in model.modules():
+        if isinstance(module, PrepackedLinear):
+            module._packed_of, module._packed, module._held = None, torch.empty(0), torch.empty(0)
+
+
 def _gains(weight: Tensor) -> bool:
     """One that was made in inference mode counts no changes."""
     return weight.dtype == torch.bfloat16 and weight.device.type == "cpu" and not weight.is_inference()

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from distflow.errors import UserError
 from distflow.models.cached_decoder import DecoderView
-from distflow.models.cpu_kernels.weight_layout import prepack
+from distflow.models.cpu_kernels.weight_layout import forget_packed, prepack
 from distflow.rollout.embedded.cuda.async_decode import CudaRequestLane
 from distflow.rollout.embedded.cuda.async_steps import AsyncSteps, DeviceOptions
 from distflow.rollout.embedded.engine_thread import StepLoop, settle
@@ -146,7 +146,8 @@ class EmbeddedEngine:
             raise
 
     async def pause(self, release: bool = False) -> None:
-        """Returns when no step runs. release: drop all keys and values; they are recomputed after `resume`."""
+        """Returns when no step runs. release: drop all keys and values, which are recomputed after
+        `resume`, and the engine's own weights, which it needs again before it."""
 
         def pause() -> None:
             self._loop.paused = True
@@ -157,6 +158,9 @@ class EmbeddedEngine:
                     lane.forget_kv()
                 if self._steps is not None:
                     self._steps.release()
+                self._weights.release()
+                forget_packed(self.model)
+                self._refresh_weights()
 
         await self._loop.call(pause)
 

@@ -170,6 +170,7 @@ class WeightSync:
         self._ports, self._recorder, self._version = ports, inputs.recorder, version
         self._updates, self._offload, self._engine = updates, offload, resources.rollout
         self._sender: WeightSender | None = None
+        self._frees = spec.options.free_cache_engine
         if resources.actor is not None and spec.plan.generates:
             sends, dtype = spec.sends_weights, spec.weight_dtype
             self._sender = WeightSender(
@@ -191,7 +192,7 @@ class WeightSync:
         if self._sender is None:
             return updated, {}
         self._offload.only(("actor",))
-        outcome = self._sender.sync_changed(version, updated)
+        outcome = self._sender.sync_changed(version, updated or self._frees)  # released ones must come again
         self._check_all_synced(version)
         check_replicas(self._sender.hashes, version.step, self._ports.collective)
         self._recorder.view.weight_version(version.step)

@@ -163,7 +163,7 @@ def test_a_pause_reads_all_and_the_rest_is_as_if_nothing_happened(release: bool)
         assert engine.num_generated_tokens == 9 * 80
 
     expected = run_all(make_engine(model, max_num_seqs=5), requests)
-    with_engine(make_engine(model, max_num_seqs=5, on_device=options(2)), story)
+    with_engine(make_engine(model, max_num_seqs=5, on_device=options(2), shares_weights=True), story)
 
 
 def test_cancelled_requests_leave_their_slots_and_pages_at_once_and_disturb_nobody() -> None:
