@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache, partial
+from itertools import takewhile
 from typing import Any, TypeVar
 
 import numpy as np
@@ -109,6 +110,17 @@ class AuditedRun:
         return step.fn, *step.inputs(batch, {"batch": batch, "ctx": ctx})
 
 
+@dataclass(frozen=True)
+class RecordedTurn:
+    """A request for a sample, and the tokens of its response that the engine drew by it, from `start` to before `end`:
+    all of the generation, or its beginning if a node cut it."""
+
+    request: GenerateRequest
+    generation: Generation
+    start: int
+    end: int
+
+
 @dataclass
 class RecordedStep:
     """A step as it was before its first update, and its updates.
@@ -192,18 +204,32 @@ class RecordedStep:
         """The record of the sample's group; None if this worker did not generate it."""
         return self.records.get(int(sample["group_index"]))
 
-    def generation(self, sample: Sample) -> tuple[GenerateRequest, Generation] | None:
-        """The request for this sample and the engine's generation; None if this worker did not record them."""
+    def requests(self, sample: Sample) -> list[tuple[GenerateRequest, Generation]]:
+        """The requests for this sample, each with the engine's generation; none if this worker did not record them."""
         record, baselines = self.record_of(sample), not self.run.spec.sampling.greedy  # those are greedy
-        return next(
-            (
-                (request, generation)
-                for request, result in (record.generated if record else ())
-                for generation in result.generations
-                if generation.sample == index_of(sample) and not (baselines and request.params.greedy)
-            ),
-            None,
-        )
+        return [
+            (request, generation)
+            for request, result in (record.generated if record else ())
+            for generation in result.generations
+            if generation.sample == index_of(sample) and not (baselines and request.params.greedy)
+        ]
+
+    def turns(self, sample: Sample) -> list["RecordedTurn"]:
+        """The requests that the sample holds, in its order: those whose prompt it begins with, with as much of their
+        generation as follows there. Drafts that a node discards, and requests for a judgement, are none."""
+        ids = [*sample["prompt_ids"].tolist(), *sample["response_ids"].tolist()]
+        first, found = len(sample["prompt_ids"]), []
+        for request, generation in self.requests(sample):
+            begin, drawn = len(request.prompt_ids), generation.token_ids
+            if begin >= first and ids[:begin] == list(request.prompt_ids):
+                same = (own == other for own, other in zip(ids[begin:], drawn, strict=False))
+                end = begin + sum(takewhile(bool, same))
+                found.append(RecordedTurn(request, generation, begin - first, end - first))
+        turns: list[RecordedTurn] = []
+        for turn in sorted(found, key=lambda turn: (turn.start, -turn.end)):
+            if turn.start < turn.end and turn.start >= (turns[-1].end if turns else 0):
+                turns.append(turn)
+        return turns
 
     def is_ours(self, column: str, known: Sequence[Callable[..., object]] = ()) -> bool:
         """Whether a built-in node, or one of the `known` functions, writes the column, so that its expected content is
