@@ -46,7 +46,9 @@ def test_two_turns_train_and_every_audit_passes(playground: Playground, example:
     audits = [event.fields for event in read_events(run.folder) if event.kind == "audit"]
     assert len(audits) == 4
     for audit in audits:
-        assert set(audit["unproven"]) == {"responses"} and {"turns", "masks", "versions", "draws", "loss"} <= {*audit["proven"]}
+        assert set(audit["unproven"]) == {"responses"} and {"turns", "masks", "versions", "draws", "loss"} <= {
+            *audit["proven"]
+        }
     turns = 0
     for path in sorted((run.folder / "tokens").glob("*.safetensors")):
         batch = Batch.load(path)
@@ -138,4 +140,4 @@ def test_drafts_and_cut_turns_are_no_fault_and_repeated_random_numbers_are_named
     monkeypatch.setattr(example, "GenerateRequest", lambda *fields, num_drawn: GenerateRequest(*fields))
     run = playground.run(*GRPO, "trainer.total_training_steps=2")
     (warning,) = run.notes("warning")
-    assert "random numbers of its earlier ones again" in warning
+    assert "random numbers of earlier ones again" in warning

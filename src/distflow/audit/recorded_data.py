@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache, partial
 from itertools import takewhile
-from typing import Any, TypeVar
+from operator import eq
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -110,8 +111,7 @@ class AuditedRun:
         return step.fn, *step.inputs(batch, {"batch": batch, "ctx": ctx})
 
 
-@dataclass(frozen=True)
-class RecordedTurn:
+class RecordedTurn(NamedTuple):
     """A request for a sample, and the tokens of its response that the engine drew by it, from `start` to before `end`:
     all of the generation, or its beginning if a node cut it."""
 
@@ -217,19 +217,15 @@ class RecordedStep:
     def turns(self, sample: Sample) -> list["RecordedTurn"]:
         """The requests that the sample holds, in its order: those whose prompt it begins with, with as much of their
         generation as follows there. Drafts that a node discards, and requests for a judgement, are none."""
-        ids = [*sample["prompt_ids"].tolist(), *sample["response_ids"].tolist()]
-        first, found = len(sample["prompt_ids"]), []
-        for request, generation in self.requests(sample):
-            begin, drawn = len(request.prompt_ids), generation.token_ids
-            if begin >= first and ids[:begin] == list(request.prompt_ids):
-                same = (own == other for own, other in zip(ids[begin:], drawn, strict=False))
-                end = begin + sum(takewhile(bool, same))
-                found.append(RecordedTurn(request, generation, begin - first, end - first))
-        turns: list[RecordedTurn] = []
-        for turn in sorted(found, key=lambda turn: (turn.start, -turn.end)):
-            if turn.start < turn.end and turn.start >= (turns[-1].end if turns else 0):
-                turns.append(turn)
-        return turns
+        ids, first = [*sample["prompt_ids"].tolist(), *sample["response_ids"].tolist()], len(sample["prompt_ids"])
+        found = dict[int, RecordedTurn]()
+        for request, made in self.requests(sample):
+            start = len(request.prompt_ids) - first
+            end = start + sum(takewhile(bool, map(eq, ids[len(request.prompt_ids) :], made.token_ids)))
+            is_longer = end > (found[start].end if start in found else start)
+            if start >= 0 and is_longer and ids[: first + start] == list(request.prompt_ids):
+                found[start] = RecordedTurn(request, made, start, end)
+        return [found[start] for start in sorted(found)]
 
     def is_ours(self, column: str, known: Sequence[Callable[..., object]] = ()) -> bool:
         """Whether a built-in node, or one of the `known` functions, writes the column, so that its expected content is

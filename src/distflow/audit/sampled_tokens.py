@@ -4,7 +4,6 @@
 """
 
 import hashlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -40,6 +39,7 @@ def audit_sampled_tokens(recorded: RecordedStep) -> str | None:
         prompt_group = recorded.prompt_group(sample)
         if sample["uid"] not in recorded.drawn or prompt_group is None:
             continue
+        scores, known = recorded.drawn[sample["uid"]]
         row, (epoch, _) = prompt_group.row, recorded.place_of(prompt_group)
         own = Stream(recorded.config.trainer.seed, prompt_group.stream, epoch, row)
         turns = [(turn.request, turn.start, turn.end) for turn in recorded.turns(sample)]
@@ -50,7 +50,16 @@ def audit_sampled_tokens(recorded: RecordedStep) -> str | None:
             if request.stream != own:
                 raise Wrong(f"sample {sample['uid']} drew from the stream of {request.stream}, but its own is {own}")
             _by_the_config(recorded, request.params, sample["domain"])
-            found += _draws(recorded, sample, range(start, end), request.num_drawn, _key(own, index_of(sample)))
+            if request.num_drawn < int((sample["versions"][:start] >= 0).sum()):
+                recorded.run.warn(
+                    "later turns of a sample draw by the random numbers of earlier ones again: a request to the "
+                    "rollout engine says in num_drawn how many tokens of the sample it has drawn before"
+                )
+            key = _key(own, index_of(sample))
+            for position in (start + known[start:end].nonzero()[:, 0]).tolist():
+                low, mass = float(scores.below[position]), float(scores.mass[position])
+                uniform = _uniform(key, request.num_drawn + position - start)
+                found.append(_Draw(sample["uid"], position, low, low + mass, uniform))
     if not found:
         return "no sample whose row is known was scored again"
     limit, allowed = (EXACT, 0.0) if recorded.run.is_exact else (ROUNDED, 2 + 0.1 * len(found))
@@ -92,20 +101,6 @@ class _Draw:
     low: float
     high: float
     uniform: float
-
-
-def _draws(recorded: RecordedStep, sample: Sample, turn: range, num_drawn: int, key: int) -> Iterator[_Draw]:
-    """Of the tokens of a turn that were scored. num_drawn: of the stream, before it."""
-    scores, known = recorded.drawn[sample["uid"]]
-    if num_drawn < int((sample["versions"][: turn.start] >= 0).sum()):
-        recorded.run.warn(
-            "later turns of a sample draw by the random numbers of its earlier ones again: a request to the rollout "
-            "engine says in num_drawn how many tokens of the sample were drawn before it"
-        )
-    for position in (position for position in turn if known[position]):
-        low, mass = float(scores.below[position]), float(scores.mass[position])
-        uniform = _uniform(key, num_drawn + position - turn.start)
-        yield _Draw(sample["uid"], position, low, low + mass, uniform)
 
 
 def _missed(draws: list[_Draw], limit: float) -> list[_Draw]:

@@ -244,30 +244,23 @@ def filtered_values(metric: str, group: Iterable[Sample]) -> list[float]:
 
 
 def _check_turns(recorded: RecordedStep, sample: Sample) -> None:
-    of_policy, drawn, who = (
-        sample["versions"] >= 0,
-        torch.zeros(len(sample["versions"])).bool(),
-        f"of sample {sample['uid']}",
-    )
+    of_policy, uid = sample["versions"] >= 0, sample["uid"]
+    drawn = torch.zeros_like(of_policy)
     for turn in recorded.turns(sample):
-        made, tokens = turn.generation, slice(turn.start, turn.end)
+        tokens, made, number = slice(turn.start, turn.end), turn.generation, turn.end - turn.start
         drawn[tokens] = True
-        is_whole = turn.end - turn.start == len(made.token_ids)
-        if is_whole and not bool(of_policy[tokens].all()):
-            given = turn.start + int((~of_policy[tokens]).nonzero()[0])
-            raise Wrong(f"token {given} {who} counts as given, but the engine drew it for the sample")
-        columns = {"rollout_log_probs": made.rollout_log_probs, "sampling_log_probs": made.sampling_log_probs}
-        for column, values in {**columns, "versions": made.versions}.items():
-            if column in sample:
-                expected = sample[column].clone()
-                expected[tokens] = torch.tensor(values[: turn.end - turn.start], dtype=expected.dtype)
-                check_tokens(sample, column, expected, (sample[column] != expected) & of_policy, " by the engine")
-    if bool((of_policy & ~drawn).any()):
-        token = int((of_policy & ~drawn).nonzero()[0])
+        given = (~of_policy[tokens]).nonzero()
+        if len(given) and number == len(made.token_ids):
+            token = turn.start + int(given[0])
+            raise Wrong(f"token {token} of sample {uid} counts as given, but the engine drew it for the sample")
+        for column in ("rollout_log_probs", "versions"):
+            expected = sample[column].clone()
+            expected[tokens] = torch.tensor(getattr(made, column)[:number], dtype=expected.dtype)
+            check_tokens(sample, column, expected, (sample[column] != expected) & of_policy, " by the engine")
+    if len(others := (of_policy & ~drawn).nonzero()):
         raise Wrong(
-            f"token {token} {who} counts as the policy's, but no request for this sample drew it after the "
-            f"{len(sample['prompt_ids']) + token} tokens before it: it was given, is another sample's, was tokenised "
-            "again, or was drawn after another prompt"
+            f"token {int(others[0])} of sample {uid} counts as the policy's, but no request for this sample drew it "
+            "after the tokens before it: it was given, tokenised again, or drawn for another sample or prompt"
         )
 
 

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.nn.functional import pad
 from transformers import DynamicCache
 
 from distflow.audit.log_probs import audited_samples, dtype_of, ids_of, is_beyond
@@ -75,8 +74,7 @@ def audit_versions(recorded: RecordedStep) -> str | None:
         return "no token of the drawn samples is of weights that were kept"
     if not recorded.is_ours("rollout_log_probs") and not any(map(recorded.turns, recorded.samples)):
         return "a user's node writes rollout_log_probs"
-    versions = recorded.batch.flat("versions")
-    if not recorded.run.is_exact and bool((versions[versions >= 0] == recorded.step).all()):
+    if not recorded.run.is_exact and bool(((v := recorded.batch.flat("versions"))[v >= 0] == recorded.step).all()):
         return None  # below float32 rounding may be large, and is weighed: these are compared in every step
     for sample in recorded.samples:
         if sample["uid"] in recorded.drawn:
@@ -118,30 +116,19 @@ def _scores(recorded: RecordedStep, model: nn.Module, sample: Sample, recomputes
     older = recorded.run.older_weights
     weights = [PRESENT if version == present else older.of(version) for version in sample["versions"].tolist()]
     known = torch.tensor([one is not None for one in weights])
-    (prompt, response), spans, drawn = ids_of(sample), _turns(recorded, sample), torch.zeros(len(weights)).bool()
-    for start, end in spans:
-        drawn[start:end] = True
-    policy = (sample["response_mask"] > 0) & drawn
+    (prompt, response), policy = ids_of(sample), sample["response_mask"] > 0
     if sample["uid"] in recorded.plain and all(weights[i] is PRESENT for i in policy.nonzero()[:, 0].tolist()):
         return recorded.plain[sample["uid"]], policy
-    ids = [*prompt, *response]
     if recomputes:
-        logits = _over_own_keys(recorded.run.turns, model, ids, weights)
+        logits = _over_own_keys(recorded.run.turns, model, [*prompt, *response], weights)
     else:
         logits = torch.zeros(len(weights), vocabulary_of(model))
-        for start, end in spans:  # each begins over keys and values of its first token's weights
+        turns = [(turn.start, turn.end) for turn in recorded.turns(sample)]
+        for start, end in turns or [(0, len(weights))]:  # each begins over keys and values of its first token's weights
             known[start:end] = known[start:end].cummin(0).values  # and goes on over those of its earlier tokens'
-            own = weights[start:end]
-            logits[start:end] = _over_older_keys(recorded.run.turns, model, ids[: len(prompt) + end], own)
+            ids = [*prompt, *response[:end]]
+            logits[start:end] = _over_older_keys(recorded.run.turns, model, ids, weights[start:end])
     return plain_scores(logits, response, recorded.sampling(sample)), known & policy
-
-
-def _turns(recorded: RecordedStep, sample: Sample) -> list[tuple[int, int]]:
-    """Where the sample's turns begin and end; if they were not recorded, runs of the policy's tokens."""
-    if recorded.requests(sample):
-        return [(turn.start, turn.end) for turn in recorded.turns(sample)]
-    edges = pad((sample["versions"] >= 0).int(), (1, 1)).diff().nonzero()[:, 0].tolist()
-    return list(zip(edges[::2], edges[1::2], strict=True))
 
 
 def _over_older_keys(turns: Turns, model: nn.Module, ids: Sequence[int], weights: Sequence[Weights | None]) -> Tensor:
@@ -206,6 +193,6 @@ def _same(recorded: RecordedStep, sample: Sample, scores: PlainScores, known: Te
             f"the engine's log-probs of the tokens of sample {sample['uid']} differ by {float(gap.mean()):.3g} on "
             f"average from those of the weights of the tokens' versions, by {float(gap.max()):.3g} at token {token} of "
             f"version {int(sample['versions'][token])} (limits {mean:g}, {largest:g}; the engine has version "
-            f"{recorded.synced_version}). Likely causes: weights or an adapter that were not sent, not loaded "
-            "or are scaled otherwise, a version that changes before or after them, keys and values of other weights"
+            f"{recorded.synced_version}). Likely causes: weights or an adapter that were not sent, not loaded or are "
+            "scaled otherwise, a version that changes before or after them, keys and values of other weights"
         )
