@@ -244,8 +244,7 @@ def filtered_values(metric: str, group: Iterable[Sample]) -> list[float]:
 
 
 def _check_turns(recorded: RecordedStep, sample: Sample) -> None:
-    of_policy, uid = sample["versions"] >= 0, sample["uid"]
-    drawn = torch.zeros_like(of_policy)
+    of_policy, drawn, uid = sample["versions"] >= 0, torch.zeros(len(sample["versions"])).bool(), sample["uid"]
     for turn in recorded.turns(sample):
         tokens, made, number = slice(turn.start, turn.end), turn.generation, turn.end - turn.start
         drawn[tokens] = True

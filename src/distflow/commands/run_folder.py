@@ -58,8 +58,7 @@ def add_trace_arguments(parser: argparse.ArgumentParser) -> None:
 def run_trace(arguments: argparse.Namespace) -> int:
     from distflow.observe.report.trace import write_trace
 
-    run_dir = Path(arguments.run_dir)
-    target = Path(arguments.to or run_dir / "trace.json")
-    first, last = write_trace(run_dir, arguments.steps, target)
+    target = Path(arguments.to or Path(arguments.run_dir) / "trace.json")
+    first, last = write_trace(Path(arguments.run_dir), arguments.steps, target)
     print(f"steps {first} to {last}: {target}\nopen it at https://ui.perfetto.dev, or in Chrome at chrome://tracing")
     return 0

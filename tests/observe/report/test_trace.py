@@ -9,6 +9,7 @@ import pytest
 
 from distflow.cli import main
 from distflow.observe.writing.run_folder import RunFolder, Span
+from tests.e2e.hostile_folders import KINDS
 
 
 def write_run(folder: Path, first: int = 1, last: int = 8, restart: int = 0, ends: bool = True) -> Path:
@@ -132,3 +133,16 @@ def test_numbers_that_no_clock_has_and_hostile_names_are_left_out(tmp_path: Path
         ledger.write('{"kind": "complete", "t": 1e308, "tokens": 1}\n{"kind": "complete", "t": {}, "tokens": []}\n')
     events = trace(run, "8")
     assert tracks(events)["worker 0: steps"] == [("step 8", 1080.0, 9.0)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("file", ["spans/training.jsonl", "events.jsonl", "metrics.jsonl", "ledger.jsonl"])
+def test_files_that_are_none_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], file: str, kind: str
+) -> None:
+    run = write_run(tmp_path / "runs" / "run")
+    KINDS[kind](run / file)
+    status = main(["trace", str(run), "6"])
+    said = capsys.readouterr().err
+    assert status == 2 or kind == "sparse", "the end of a long one is read"
+    assert status == 0 or (str(run / file) in said) == (kind != "sparse") and "Traceback" not in said

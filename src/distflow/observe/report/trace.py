@@ -59,9 +59,10 @@ def _event(phase: str, name: str, start: float, end: float | None = None, **fiel
 def _windows(spans: Sequence[Span], last: int | None, steps: str | None, run_dir: Path) -> _Windows:
     """Of the wanted steps. spans: of the trainer that leads. last: step of the run, None if it did not end well."""
     known = dict[int, tuple[float, float]]()
-    for span in (span for span in spans if span.kind == "phase" and span.step and span.step <= (last or span.step)):
-        begin, end = known.get(span.step, (span.start, span.end))
-        known[span.step] = min(begin, span.start), max(end, span.end)
+    for step, span in ((span.step or 0, span) for span in spans if span.kind == "phase"):
+        if 0 < step <= (last or step):
+            begin, end = known.get(step, (span.start, span.end))
+            known[step] = min(begin, span.start), max(end, span.end)
     if not known:
         raise UserError(f"{run_dir} holds no spans of a training step in spans/training.jsonl: nothing to trace")
     wanted = re.fullmatch(r"(\d{1,12})(?:-(\d{1,12}))?", steps or f"{max(max(known) - _NUM_LAST + 1, 0)}-{max(known)}")
