@@ -43,6 +43,7 @@ COMMANDS: dict[str, Command] = {
     "selftest": Command("prove on this machine that each path gives the same numbers", "distflow.commands.doctor"),
     "replay": Command("run a saved non-finite update again, on the CPU", "distflow.commands.run_folder"),
     "why": Command("what a step was made of: its groups, and what was dropped", "distflow.commands.why"),
+    "trace": Command("write steps of a run as a trace for ui.perfetto.dev", "distflow.commands.run_folder"),
     "report": Command("write report.html of a run again", "distflow.commands.run_folder"),
 }
 

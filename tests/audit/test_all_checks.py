@@ -129,7 +129,7 @@ KEYS = {
 """Of each preset the checks that do not apply, and the columns that are compared with the models' own forward."""
 
 
-ELSEWHERE = {"resume", "validation", "curriculum"}
+ELSEWHERE = {"resume", "turns", "validation", "curriculum"}
 
 
 @pytest.mark.parametrize("preset", KEYS)

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import torch
 
 from distflow.runtime import recorder
 from distflow.runtime.recorder import MemoryPeaks
@@ -57,3 +58,31 @@ def test_a_run_records_the_phases_of_each_step(tmp_path: Path) -> None:
         measured = {name.removeprefix("memory/process/") for name in metrics if name.startswith("memory/process/")}
         assert measured == phases | {"peak"} and {"rollout", "train_step", "update_weights"} <= phases
         assert all(0 < metrics[f"memory/process/{phase}"] <= metrics["memory/process/peak"] for phase in phases)
+
+
+def test_what_a_gpu_says_is_there_by_phase_and_nothing_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert recorder.read_gpu() == {} or torch.cuda.is_initialized()
+    readings = iter([{"utilization": 0.25, "memory_used": 2.0**30}, {"utilization": 0.75, "memory_used": 2.0**31}, {}])
+    monkeypatch.setattr(recorder, "read_gpu", lambda: next(readings))
+    peaks = MemoryPeaks()
+    for phase in ("rollout", "train_step", "other"):
+        peaks.charge(phase)
+    assert {name: value for name, value in peaks.finish_step().items() if name.startswith("gpu/")} == {
+        "gpu/utilization/rollout": 0.25,
+        "gpu/memory_used/rollout": 2.0**30,
+        "gpu/utilization/train_step": 0.75,
+        "gpu/memory_used/train_step": 2.0**31,
+    }
+
+
+@pytest.mark.parametrize("error", [ModuleNotFoundError("pynvml"), RuntimeError("no driver")])
+def test_a_gpu_that_cannot_be_asked_is_no_error(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    def refuse() -> int:
+        raise error
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (3, 8))
+    monkeypatch.setattr(torch.cuda, "utilization", refuse)
+    assert recorder.read_gpu() == {}
+    monkeypatch.setattr(torch.cuda, "utilization", lambda: 40)
+    assert recorder.read_gpu() == {"utilization": 0.4, "memory_used": 5.0}

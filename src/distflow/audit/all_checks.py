@@ -13,7 +13,7 @@ from distflow.audit.metrics import audit_metrics, audit_staleness
 from distflow.audit.recorded_data import Check
 from distflow.audit.resume import audit_resume
 from distflow.audit.sampled_tokens import audit_sampled_tokens
-from distflow.audit.samples import audit_groups, audit_masks, audit_responses, remember_domains
+from distflow.audit.samples import audit_groups, audit_masks, audit_responses, audit_turns, remember_domains
 from distflow.audit.validation import audit_validation
 from distflow.audit.weight_versions import audit_versions, audit_weights
 
@@ -30,6 +30,7 @@ OF_VALIDATION: tuple[Check, ...] = (audit_validation,)
 """Run on each validation."""
 
 LOOK_BEFORE: tuple[Check, ...] = (
+    audit_turns,
     audit_weights,
     audit_log_probs,
     audit_versions,
@@ -72,7 +73,7 @@ LOOK_AFTER = tuple(
 )
 """Run at the end of steps that are not audited, on a few groups and one update of each model."""
 
-OF_A_GROUP: tuple[Check, ...] = (audit_responses, rewards.audit_reward_functions)
+OF_A_GROUP: tuple[Check, ...] = (audit_responses, audit_turns, rewards.audit_reward_functions)
 """Run on groups as they end on workers that only generate, within the time of looks; no reward function is called."""
 
 AT_RELEASE: tuple[Check, ...] = (audit_curriculum, replace(audit_metrics, run=audit_staleness))

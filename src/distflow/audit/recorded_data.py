@@ -7,7 +7,9 @@ import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache, partial
-from typing import Any, TypeVar
+from itertools import takewhile
+from operator import eq
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -109,6 +111,16 @@ class AuditedRun:
         return step.fn, *step.inputs(batch, {"batch": batch, "ctx": ctx})
 
 
+class RecordedTurn(NamedTuple):
+    """A request for a sample, and the tokens of its response that the engine drew by it, from `start` to before `end`:
+    all of the generation, or its beginning if a node cut it."""
+
+    request: GenerateRequest
+    generation: Generation
+    start: int
+    end: int
+
+
 @dataclass
 class RecordedStep:
     """A step as it was before its first update, and its updates.
@@ -192,18 +204,28 @@ class RecordedStep:
         """The record of the sample's group; None if this worker did not generate it."""
         return self.records.get(int(sample["group_index"]))
 
-    def generation(self, sample: Sample) -> tuple[GenerateRequest, Generation] | None:
-        """The request for this sample and the engine's generation; None if this worker did not record them."""
+    def requests(self, sample: Sample) -> list[tuple[GenerateRequest, Generation]]:
+        """The requests for this sample, each with the engine's generation; none if this worker did not record them."""
         record, baselines = self.record_of(sample), not self.run.spec.sampling.greedy  # those are greedy
-        return next(
-            (
-                (request, generation)
-                for request, result in (record.generated if record else ())
-                for generation in result.generations
-                if generation.sample == index_of(sample) and not (baselines and request.params.greedy)
-            ),
-            None,
-        )
+        return [
+            (request, generation)
+            for request, result in (record.generated if record else ())
+            for generation in result.generations
+            if generation.sample == index_of(sample) and not (baselines and request.params.greedy)
+        ]
+
+    def turns(self, sample: Sample) -> list["RecordedTurn"]:
+        """The requests that the sample holds, in its order: those whose prompt it begins with, with as much of their
+        generation as follows there. Drafts that a node discards, and requests for a judgement, are none."""
+        ids, first = [*sample["prompt_ids"].tolist(), *sample["response_ids"].tolist()], len(sample["prompt_ids"])
+        found = dict[int, RecordedTurn]()
+        for request, made in self.requests(sample):
+            start = len(request.prompt_ids) - first
+            end = start + sum(takewhile(bool, map(eq, ids[len(request.prompt_ids) :], made.token_ids)))
+            is_longer = end > (found[start].end if start in found else start)
+            if start >= 0 and is_longer and ids[: first + start] == list(request.prompt_ids):
+                found[start] = RecordedTurn(request, made, start, end)
+        return [found[start] for start in sorted(found)]
 
     def is_ours(self, column: str, known: Sequence[Callable[..., object]] = ()) -> bool:
         """Whether a built-in node, or one of the `known` functions, writes the column, so that its expected content is

@@ -189,9 +189,10 @@ def _are_swapped(recorded: RecordedStep, name: str, samples: Sequence[Sample]) -
 
 
 def _arguments(recorded: RecordedStep, sample: Sample) -> dict[str, Any]:
-    """Of a call for the sample alone, by its row and its tokens."""
+    """Of a call for the sample alone, by its row and its tokens. A user's node says itself which text is scored."""
     row = recorded.run.spec.rows[recorded.records[int(sample["group_index"])].prompt_group.row]
     text = str(recorded.run.resources.tokenizer.decode(sample["response_ids"].tolist(), skip_special_tokens=True))
+    text = text if recorded.is_ours("responses") else sample["responses"]
     truth, extra_info = row.ground_truth, row.extra_info or {}
     return {"data_source": row.domain, "solution_str": text, "ground_truth": truth, "extra_info": extra_info}
 

@@ -11,7 +11,7 @@ import torch
 from distflow.audit.log_probs import audited_samples, policy_scores
 from distflow.audit.recorded_calls import OpenEngine
 from distflow.audit.recorded_data import NOT_APPLICABLE, RecordedStep, Sample, Wrong, check, index_of
-from distflow.rollout.engine import SamplingParams, Stream
+from distflow.rollout.engine import GenerateRequest, SamplingParams, Stream
 
 EXACT, ROUNDED = 1e-3, 0.1
 ROUNDINGS = 4.0
@@ -36,22 +36,30 @@ def audit_sampled_tokens(recorded: RecordedStep) -> str | None:
     _no_twins(recorded)
     found: list[_Draw] = []
     for sample in recorded.samples:
-        generated, prompt_group = recorded.generation(sample), recorded.prompt_group(sample)
+        prompt_group = recorded.prompt_group(sample)
         if sample["uid"] not in recorded.drawn or prompt_group is None:
             continue
         scores, known = recorded.drawn[sample["uid"]]
-        params = generated[0].params if generated else recorded.sampling(sample)
-        if params.repetition_penalty != 1.0 or params.greedy:
-            return "draws with a repetition penalty, and greedy ones, are not repeated"
         row, (epoch, _) = prompt_group.row, recorded.place_of(prompt_group)
         own = Stream(recorded.config.trainer.seed, prompt_group.stream, epoch, row)
-        if generated and (drawn := generated[0].stream) != own:
-            raise Wrong(f"sample {sample['uid']} drew from the stream of {drawn}, but its own is {own}")
-        _by_the_config(recorded, params, sample["domain"])
-        key, before = _key(own, index_of(sample)), generated[0].num_drawn if generated else 0
-        for position in known.nonzero()[:, 0].tolist():
-            low, mass = float(scores.below[position]), float(scores.mass[position])
-            found.append(_Draw(sample["uid"], position, low, low + mass, _uniform(key, before + position)))
+        turns = [(turn.request, turn.start, turn.end) for turn in recorded.turns(sample)]
+        by_the_config = GenerateRequest((), (), recorded.sampling(sample), own)
+        for request, start, end in turns or [(by_the_config, 0, len(sample["response_ids"]))]:
+            if request.params.repetition_penalty != 1.0 or request.params.greedy:
+                return "draws with a repetition penalty, and greedy ones, are not repeated"
+            if request.stream != own:
+                raise Wrong(f"sample {sample['uid']} drew from the stream of {request.stream}, but its own is {own}")
+            _by_the_config(recorded, request.params, sample["domain"])
+            if request.num_drawn < int((sample["versions"][:start] >= 0).sum()):
+                recorded.run.warn(
+                    "later turns of a sample draw by the random numbers of earlier ones again: a request to the "
+                    "rollout engine says in num_drawn how many tokens of the sample it has drawn before"
+                )
+            key = _key(own, index_of(sample))
+            for position in (start + known[start:end].nonzero()[:, 0]).tolist():
+                low, mass = float(scores.below[position]), float(scores.mass[position])
+                uniform = _uniform(key, request.num_drawn + position - start)
+                found.append(_Draw(sample["uid"], position, low, low + mass, uniform))
     if not found:
         return "no sample whose row is known was scored again"
     limit, allowed = (EXACT, 0.0) if recorded.run.is_exact else (ROUNDED, 2 + 0.1 * len(found))
@@ -101,7 +109,8 @@ def _missed(draws: list[_Draw], limit: float) -> list[_Draw]:
 
 def _by_the_config(recorded: RecordedStep, params: SamplingParams, domain: str) -> None:
     settings, own = recorded.config.actor_rollout_ref.rollout, recorded.config.data.domains.get(domain)
-    for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop"):
+    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    for name in (*names, *(("stop",) if recorded.is_ours("responses") else ())):  # a user's turns may end elsewhere
         wanted = getattr(own, name, None)
         if getattr(params, name) != (getattr(settings, name) if wanted is None else wanted):
             raise Wrong(f"tokens were drawn with {name}={getattr(params, name)}, which is not rollout.{name}")

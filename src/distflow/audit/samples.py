@@ -10,6 +10,7 @@ from torch import Tensor
 
 from distflow.audit.normalization import share_right
 from distflow.audit.recorded_data import (
+    NOT_APPLICABLE,
     RecordedStep,
     Sample,
     Wrong,
@@ -79,9 +80,9 @@ def audit_responses(recorded: RecordedStep) -> str | None:
         _same(sample, "prompt_ids", sample["prompt_ids"].tolist(), list(row.prompt_ids), "the row of its group")
         _same(sample, "domain", sample["domain"], row.domain, "the row of its group")
         _tokenised(recorded, sample, row)
-        found = recorded.generation(sample)
-        if found is not None:
-            _generated(recorded, sample, found[1], prompt_group.version)
+        found = recorded.requests(sample)
+        if found:
+            _generated(recorded, sample, found[0][1], prompt_group.version)
         elif recorded.record_of(sample) is not None and row.response_ids is None:
             raise Wrong(f"no request to the engine was recorded for sample {sample['uid']}")
         if row.response_ids is None:
@@ -102,6 +103,22 @@ def audit_responses(recorded: RecordedStep) -> str | None:
 
 
 @check(
+    "turns",
+    "where a user's node asks the engine, once or more for a sample, the policy's tokens are all those that the engine "
+    "drew for the sample after just the tokens before them, with their log-probs and versions, and no others",
+    needs="samples that this process generated",
+    limit="equal",
+)
+def audit_turns(recorded: RecordedStep) -> str | None:
+    if recorded.is_ours("responses") or not recorded.is_written("rollout_log_probs"):
+        return NOT_APPLICABLE
+    asked = [sample for sample in recorded.samples if recorded.requests(sample)]
+    for sample in asked:
+        _check_turns(recorded, sample)
+    return None if asked else "no request of this process to the engine is for its samples"
+
+
+@check(
     "masks",
     "loss_mask is on each token that the policy generated, the end token included, and on no other; samples that are "
     "truncated, too long or too hard, and tokens whose mismatch is rejected, are left out as the config says",
@@ -114,11 +131,11 @@ def audit_masks(recorded: RecordedStep) -> str | None:
     groups = by_group_of(recorded.samples)
     for sample in recorded.samples:
         of_policy = (sample["versions"] >= 0).double()
-        found = recorded.generation(sample)
-        if found is not None and int(of_policy.sum()) != len(found[1].token_ids):
+        found = recorded.requests(sample) if recorded.is_ours("responses") else ()
+        if found and int(of_policy.sum()) != len(found[0][1].token_ids):
             raise Wrong(
                 f"sample {sample['uid']}: {int(of_policy.sum())} tokens are marked as the policy's, but it generated "
-                f"{len(found[1].token_ids)}"
+                f"{len(found[0][1].token_ids)}"
             )
         reason = ": it is 1 on exactly the tokens that the policy generated"
         check_tokens(sample, "response_mask", of_policy, sample["response_mask"].double() != of_policy, reason)
@@ -224,6 +241,26 @@ def filtered_values(metric: str, group: Iterable[Sample]) -> list[float]:
         return [float(sample["scores"]) for sample in scored]
     scored = [sample for sample in scored if not sample.get("reward_errors")]
     return [float(s["acc"] if metric == "acc" else s["reward_parts"].get(metric, 0.0)) for s in scored]
+
+
+def _check_turns(recorded: RecordedStep, sample: Sample) -> None:
+    of_policy, drawn, uid = sample["versions"] >= 0, torch.zeros(len(sample["versions"])).bool(), sample["uid"]
+    for turn in recorded.turns(sample):
+        tokens, made, number = slice(turn.start, turn.end), turn.generation, turn.end - turn.start
+        drawn[tokens] = True
+        given = (~of_policy[tokens]).nonzero()
+        if len(given) and number == len(made.token_ids):
+            token = turn.start + int(given[0])
+            raise Wrong(f"token {token} of sample {uid} counts as given, but the engine drew it for the sample")
+        for column in ("rollout_log_probs", "versions"):
+            expected = sample[column].clone()
+            expected[tokens] = torch.tensor(getattr(made, column)[:number], dtype=expected.dtype)
+            check_tokens(sample, column, expected, (sample[column] != expected) & of_policy, " by the engine")
+    if len(others := (of_policy & ~drawn).nonzero()):
+        raise Wrong(
+            f"token {int(others[0])} of sample {uid} counts as the policy's, but no request for this sample drew it "
+            "after the tokens before it: it was given, tokenised again, or drawn for another sample or prompt"
+        )
 
 
 def _same(sample: Sample, column: str, found: object, expected: object, source: str) -> None:

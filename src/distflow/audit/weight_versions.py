@@ -72,9 +72,9 @@ def audit_versions(recorded: RecordedStep) -> str | None:
                 others[sample["uid"]] = _scores(recorded, actor.model, sample, not recomputes)
     if not any(bool(known.any()) for _, known in recorded.drawn.values()):
         return "no token of the drawn samples is of weights that were kept"
-    if not recorded.is_ours("rollout_log_probs"):
+    if not recorded.is_ours("rollout_log_probs") and not any(map(recorded.turns, recorded.samples)):
         return "a user's node writes rollout_log_probs"
-    if not recorded.run.is_exact and bool((recorded.batch.flat("versions") == recorded.step).all()):
+    if not recorded.run.is_exact and bool(((v := recorded.batch.flat("versions"))[v >= 0] == recorded.step).all()):
         return None  # below float32 rounding may be large, and is weighed: these are compared in every step
     for sample in recorded.samples:
         if sample["uid"] in recorded.drawn:
@@ -117,13 +117,17 @@ def _scores(recorded: RecordedStep, model: nn.Module, sample: Sample, recomputes
     weights = [PRESENT if version == present else older.of(version) for version in sample["versions"].tolist()]
     known = torch.tensor([one is not None for one in weights])
     (prompt, response), policy = ids_of(sample), sample["response_mask"] > 0
-    if sample["uid"] in recorded.plain and all(one is PRESENT for one in weights):
+    if sample["uid"] in recorded.plain and all(weights[i] is PRESENT for i in policy.nonzero()[:, 0].tolist()):
         return recorded.plain[sample["uid"]], policy
     if recomputes:
         logits = _over_own_keys(recorded.run.turns, model, [*prompt, *response], weights)
     else:
-        known = known.cummin(0).values  # a token attends to keys and values of the earlier tokens' weights
-        logits = _over_older_keys(recorded.run.turns, model, [*prompt, *response], weights)
+        logits = torch.zeros(len(weights), vocabulary_of(model))
+        turns = [(turn.start, turn.end) for turn in recorded.turns(sample)]
+        for start, end in turns or [(0, len(weights))]:  # each begins over keys and values of its first token's weights
+            known[start:end] = known[start:end].cummin(0).values  # and goes on over those of its earlier tokens'
+            ids = [*prompt, *response[:end]]
+            logits[start:end] = _over_older_keys(recorded.run.turns, model, ids, weights[start:end])
     return plain_scores(logits, response, recorded.sampling(sample)), known & policy
 
 

@@ -1,4 +1,4 @@
-"""`distflow export`, `replay` and `report`: a model, a repeated update or a report from a run's folder."""
+"""`distflow export`, `replay`, `report` and `trace`: what is made of a run's folder."""
 
 import argparse
 from pathlib import Path
@@ -44,4 +44,21 @@ def run_report(arguments: argparse.Namespace) -> int:
     if run_dir.is_dir() and not (run_dir / "events.jsonl").is_file():
         raise UserError(f"{run_dir} is no run's folder: it holds no file events.jsonl")
     print(f"report: {write_report(run_dir)}")
+    return 0
+
+
+def add_trace_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run_dir")
+    parser.add_argument(
+        "steps", nargs="?", metavar="STEPS", help="such as 12 or 10-14; the last ones if it is left out"
+    )
+    parser.add_argument("--to", metavar="FILE", help="without it trace.json in the run's folder")
+
+
+def run_trace(arguments: argparse.Namespace) -> int:
+    from distflow.observe.report.trace import write_trace
+
+    target = Path(arguments.to or Path(arguments.run_dir) / "trace.json")
+    first, last = write_trace(Path(arguments.run_dir), arguments.steps, target)
+    print(f"steps {first} to {last}: {target}\nopen it at https://ui.perfetto.dev, or in Chrome at chrome://tracing")
     return 0

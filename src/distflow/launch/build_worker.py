@@ -1,5 +1,6 @@
 """Builds a worker from its parts: the one place that knows the implementation of each."""
 
+from collections import Counter
 from functools import partial
 from typing import Any
 
@@ -44,12 +45,13 @@ def build_worker(inputs: WorkerInputs) -> Worker:
     def reward_counts() -> RewardCounts:
         taken = rollout_loop.call_counts.take()
         totals = {f"reward/{kind}": 0.0 for kind in KINDS if resources.reward_fn is not None}
+        recorder.engine_activity(resources.rollout)
+        totals, recorder.decoded = totals | recorder.decoded, Counter()
         return taken._replace(counts=totals | {name: float(each) for name, each in sorted(taken.counts.items())})
 
     def group_ended(*outcome: Any) -> None:
         recorder.group_ended(*outcome)
         if not training_nodes:
-            recorder.engine_activity(resources.rollout)
             recorder.folder.flush()
             ports.queue.count(reward_counts())
 

@@ -20,13 +20,14 @@ from distflow.data.batch import Batch
 from distflow.errors import UserError
 from distflow.observe.crash_safe_files import replacing
 from distflow.observe.report.build import write_report
+from distflow.observe.report.timelines import TRAINING
 from distflow.observe.writing.run_folder import DROPPED, RunFolder, Span
 from distflow.observe.writing.terminal import TerminalView
 from distflow.observe.writing.timing import PhaseTimer
 from distflow.observe.writing.trackers import TrackedRun, open_trackers
 from distflow.rollout.engine import take_activity
 from distflow.runtime.spec import Spec
-from distflow.runtime.step_metrics import sample_rows, scores
+from distflow.runtime.step_metrics import DECODED, DECODED_S, sample_rows, scores
 from distflow.runtime.user_calls.sync_calls import Callbacks, Caller
 from distflow.runtime.wait_log import Waits
 
@@ -78,6 +79,16 @@ def _step(path: Path) -> str:
     return path.name.split(".")[0]
 
 
+def read_gpu() -> dict[str, float]:
+    """Utilization of this process's GPU in the last moments, and all memory in use there; empty where torch uses none,
+    or cannot ask for it (without the package nvidia-ml-py)."""
+    with suppress(ImportError, RuntimeError):
+        if torch.cuda.is_initialized():
+            free, total = torch.cuda.mem_get_info()
+            return {"utilization": torch.cuda.utilization() / 100, "memory_used": float(total - free)}
+    return {}
+
+
 class MemoryPeaks:
     """Peak memory in bytes by phase: resident memory of this process, and torch's allocations on the accelerator. Call
     `charge` at the end of each phase, `finish_step` once a step.
@@ -101,6 +112,7 @@ class MemoryPeaks:
         if torch.cuda.is_initialized():
             self._seen("cuda", phase, float(torch.cuda.max_memory_allocated()))
             torch.cuda.reset_peak_memory_stats()
+        self._phases |= {f"gpu/{name}/{phase}": value for name, value in read_gpu().items()}
 
     def finish_step(self) -> dict[str, float]:
         """`memory/DEVICE/PHASE` of the phases since the last call, `memory/DEVICE/peak` of the whole process so far."""
@@ -155,7 +167,7 @@ class Recorder(AbstractContextManager["Recorder"]):
     """Owns the run's folder during the run. A context manager.
 
     status: "finished" or "stopped", set by the caller; "failed" until then. why: a field with the reason, if a
-    metric ended it.
+    metric ended it. decoded: for training by the engine, see `throughput`; who sends it on empties it.
     """
 
     def __init__(
@@ -186,7 +198,7 @@ class Recorder(AbstractContextManager["Recorder"]):
             lambda wait, ended: self._span(wait.who, Span(wait.since, ended, "wait", wait.what, on=wait.on))
         )
         self._step = 0
-        self._num_dropped = Counter[int]()
+        self._num_dropped, self.decoded = Counter[int](), Counter[str]()
         self.status, self.why = "failed", dict[str, str]()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *rest: object) -> None:
@@ -239,6 +251,8 @@ class Recorder(AbstractContextManager["Recorder"]):
         """A span for each stretch since the last call in which the engine decoded without a gap."""
         for stretch in take_activity(engine):
             self._span("engine", Span(stretch.t0, stretch.t1, "decode", stretch.lane, version=stretch.version))
+            if stretch.lane == TRAINING:
+                self.decoded.update({DECODED: stretch.tokens, DECODED_S: stretch.t1 - stretch.t0})
 
     def started(self, step: int, compared: Mapping[str, float]) -> None:
         """The comparison of engine and trainer at a start after `step` steps. It is no metric of the run: a run that

@@ -19,6 +19,8 @@ from distflow.observe.metrics import Measured, find_metric
 from distflow.scheduling.groups import GroupCounts
 from distflow.training.engine import Collective
 
+DECODED, DECODED_S = "rollout/decoded_tokens", "rollout/decode_s"
+
 
 @dataclass(frozen=True)
 class Figures:
@@ -221,6 +223,19 @@ def over_ranks(measured: Sequence[Measured], collective: Collective) -> dict[str
             found[name] = max(value for value, _ in pairs)
         else:
             found[name] = sum(value * weight for value, weight in pairs if weight) / total if total else 0.0
+    return found
+
+
+def throughput(metrics: dict[str, float], phases: Iterable[str], own: int, ranks: Collective) -> dict[str, float]:
+    """`throughput/rollout` of what engines decoded, which it takes out of the metrics; and `throughput/PHASE`: the
+    tokens of all ranks that have the phase, by their seconds of it. own: tokens of this rank."""
+    tokens, seconds = metrics.pop(DECODED, 0.0), metrics.pop(DECODED_S, 0.0)
+    found = {"throughput/rollout": tokens / seconds} if seconds else {}
+    timings = {phase: metrics[f"timing_s/{phase}"] for phase in phases if f"timing_s/{phase}" in metrics}
+    gathered = ranks.gather((own, timings))
+    for phase in dict.fromkeys(phase for _, seconds_of in gathered for phase in seconds_of):
+        pairs = [(number, seconds_of[phase]) for number, seconds_of in gathered if phase in seconds_of]
+        found[f"throughput/{phase}"] = sum(number for number, _ in pairs) / sum(seconds for _, seconds in pairs)
     return found
 
 

@@ -13,7 +13,7 @@ from distflow.rewards.score import RewardCounts
 from distflow.runtime.checkpoint.save_and_restore import copy_of_state, merge_node_states, part_of_rank, saved_parts
 from distflow.runtime.compiled_node import NodeContext, Step
 from distflow.runtime.sample_queue.protocol import NewWorkers, Released, TrainingStep
-from distflow.runtime.step_metrics import Figures, batch_metrics, group_metrics, over_ranks
+from distflow.runtime.step_metrics import Figures, batch_metrics, group_metrics, over_ranks, throughput
 from distflow.runtime.stop import MetricStop
 from distflow.runtime.validation import score
 from distflow.runtime.weight_sync.sender import WeightReceiver
@@ -207,6 +207,8 @@ class Worker:
         metrics["throughput/tokens_per_s"] = figures.num_tokens / metrics["timing_s/step"]
         with self._recorder.phases("record"):
             self._recorder.engine_activity(self.resources.rollout)
+            phases = [each.node.phase for each in self._parts.training_nodes if each.node.engines]
+            metrics |= throughput(metrics, phases, int(batch.lengths("sequence").sum()), self._ports.everyone)
             self._recorder.training_step(step, metrics, batch)
             self._recorder.keep_groups(step, batch)
         plan, ends = self._spec.data, self._ends(step, metrics | validated, bool(validated))

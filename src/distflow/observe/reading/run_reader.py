@@ -4,7 +4,6 @@ After a resume from step k, records of earlier restarts about steps after k no l
 timeline; events, being history, are all returned and marked.
 """
 
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -217,10 +216,11 @@ def _metrics_record(record: dict[str, JSON]) -> MetricsRecord | None:
 
 def _span(record: dict[str, JSON]) -> Span | None:
     start, end = to_number(record.get("t0")), to_number(record.get("t1"))
-    if start is None or end is None or not -math.inf < start <= end < math.inf:
+    if start is None or end is None or not 0 <= start <= end <= _LATEST_TIME:
         return None
-    step, group_id, version = (_whole(record.get(key)) for key in ("step", "group_id", "version"))
-    return Span(start, end, str(record.get("kind", "")), str(record.get("what", "")), step, group_id, version)
+    step, group_id, version, restart = map(_whole, map(record.get, ("step", "group_id", "version", "restart")))
+    kind, what, on = str(record.get("kind", "")), str(record.get("what", "")), record.get("on")
+    return Span(start, end, kind, what, step, group_id, version, None if on is None else str(on), restart or 0)
 
 
 def _event(record: dict[str, JSON], timeline: Timeline) -> Event:

@@ -182,7 +182,7 @@ def _lanes(activity: RunActivity, start: float, end: float) -> tuple[list[dict[s
     lanes = []
     left_out, notes = 0, []
     for actor, spans in activity.spans.items():
-        for (kind, name), own in _by_lane(actor, spans).items():
+        for (kind, name), own in by_lane(actor, spans).items():
             inside = [span for span in own if _until(activity, span) > start and span.start < end]
             if kind == "wait":
                 inside = _idle(inside, spans)
@@ -202,7 +202,7 @@ def _lanes(activity: RunActivity, start: float, end: float) -> tuple[list[dict[s
     return lanes, notes
 
 
-def _by_lane(actor: str, spans: Sequence[Span]) -> Mapping[tuple[str, str], list[Span]]:
+def by_lane(actor: str, spans: Sequence[Span]) -> Mapping[tuple[str, str], list[Span]]:
     lanes: dict[tuple[str, str], list[Span]] = {}
     for span in spans:
         name = {"phase": actor, "wait": f"{actor} waits for", "decode": f"{actor} decodes: {span.what}"}.get(span.kind)

@@ -28,6 +28,7 @@ FILES: Final = (
     "events.jsonl",
     "ledger.jsonl",
     "report.html",
+    "trace.json",
     "wandb.json",
     *("trackio.json", "mlflow.json", "mlflow.db", "swanlab.json"),
 )

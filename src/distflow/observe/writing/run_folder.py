@@ -69,7 +69,8 @@ DROPPED = "dropped"
 @dataclass(frozen=True)
 class Span:
     """What an actor did, or waited for, from `start` to `end` (`time.time()`). step: the trainer's at the end of the
-    span, counted from 1. version: of the weights that a group began with, or that decoded. on: who is waited for."""
+    span, counted from 1. version: of the weights that a group began with, or that decoded. on: who is waited for.
+    restart: that wrote it, for readers."""
 
     start: float
     end: float
@@ -79,6 +80,7 @@ class Span:
     group_id: int | None = None
     version: int | None = None
     on: str | None = None
+    restart: int = 0
 
 
 class RunFolder(AbstractContextManager["RunFolder"]):

@@ -23,7 +23,7 @@ from distflow.graph import Drop, NodeRole, node, node_factory
 from distflow.import_target import LoadError, load_function
 from distflow.rewards.router import RewardRouter
 from distflow.rewards.score import ACC, Score
-from distflow.rollout.engine import GenerateRequest, RolloutEngine
+from distflow.rollout.engine import GenerateRequest, Generation, RolloutEngine
 from distflow.runtime.compiled_node import NodeContext
 from distflow.runtime.prompt_group import Group
 
@@ -40,18 +40,18 @@ async def generate(group: Group, rollout: RolloutEngine, tokenizer: PreTrainedTo
     return [
         group.sample(
             generation.sample,
-            Segment(
-                "policy",
-                tuple(generation.token_ids),
-                tuple(generation.rollout_log_probs),
-                tuple(generation.sampling_log_probs),
-                tuple(generation.versions),
-            ),
+            policy_segment(generation),
             str(tokenizer.decode(generation.token_ids, skip_special_tokens=True)),
             generation.finish_reason,
         )
         for generation in result.generations
     ]
+
+
+def policy_segment(generation: Generation) -> Segment:
+    """The tokens that the engine drew, as a part of a sample."""
+    log_probs, sampling = tuple(generation.rollout_log_probs), tuple(generation.sampling_log_probs)
+    return Segment("policy", tuple(generation.token_ids), log_probs, sampling, tuple(generation.versions))
 
 
 @node(writes=RESPONSE_FIELDS, scope="group")

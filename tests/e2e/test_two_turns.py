@@ -1,0 +1,143 @@
+"""A user's rollout node that asks the engine twice for a sample, with given tokens between: it trains rightly, the
+audits follow both requests, and faults of such nodes are found."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from distflow.data.batch import Batch
+from distflow.data.sample import Sample, Segment
+from distflow.errors import TrustError
+from distflow.observe.reading.run_reader import read_events
+from distflow.pipelines.nodes import generate
+from distflow.rollout.engine import GenerateRequest
+from tests.e2e.runs import Playground
+from tests.user_code import forgotten
+
+pytestmark = pytest.mark.slow
+
+GRPO = ("grpo", "dag.pipeline=examples.two_turns:two_turns", "trust.audit_freq=1")
+GIVEN = 2  # tokens of the example's "=?"
+
+
+@pytest.fixture
+def example(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The module, as the run will import it."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2]))
+    with forgotten("examples"):
+        yield import_module("examples.two_turns")
+
+
+@pytest.fixture
+def playground(tmp_path: Path) -> Playground:
+    return Playground(tmp_path)
+
+
+@pytest.mark.parametrize("max_staleness", [0, 2])
+def test_two_turns_train_and_every_audit_passes(playground: Playground, example: Any, max_staleness: int) -> None:
+    steps = ("trainer.total_training_steps=4", f"async.max_staleness={max_staleness}", "trainer.save_groups=all")
+    run = playground.run(*GRPO, *steps)
+    assert not run.notes("warning")
+    audits = [event.fields for event in read_events(run.folder) if event.kind == "audit"]
+    assert len(audits) == 4
+    for audit in audits:
+        assert set(audit["unproven"]) == {"responses"} and {"turns", "masks", "versions", "draws", "loss"} <= {
+            *audit["proven"]
+        }
+    turns = 0
+    for path in sorted((run.folder / "tokens").glob("*.safetensors")):
+        batch = Batch.load(path)
+        for mask, trained in zip(batch["response_mask"], batch["loss_mask"], strict=True):
+            edges = torch.nn.functional.pad(mask.int(), (1, 1)).diff().nonzero()[:, 0].tolist()
+            assert len(edges) == 4 and edges[0] == 0 and edges[2] - edges[1] == GIVEN, "two turns, given tokens between"
+            assert torch.equal(mask, trained)
+            turns += 2
+    assert turns == 4 * 4 * 4 * 2
+
+
+def learns_the_given(sample: Sample) -> list[Segment]:
+    prompt, first, given, second = sample.segments
+    numbers = (-1.0,) * GIVEN
+    return [prompt, first, Segment("policy", given.token_ids, numbers, numbers, second.versions[:1] * GIVEN), second]
+
+
+def shifts_the_second(sample: Sample) -> list[Segment]:
+    *before, second = sample.segments
+    return [*before, replace(second, log_probs=second.log_probs[1:] + second.log_probs[:1])]
+
+
+def masks_the_second(sample: Sample) -> list[Segment]:
+    *before, second = sample.segments
+    return [*before, Segment("tool", second.token_ids)]
+
+
+def forgets_the_given(sample: Sample) -> list[Segment]:
+    prompt, first, _, second = sample.segments
+    return [prompt, first, second]
+
+
+def takes_anothers_first(sample: Sample, seen: dict[int, Segment] = {}) -> list[Segment]:  # noqa: B006  a memory
+    prompt, first, *after = sample.segments
+    return [prompt, seen.setdefault(sample.group_index, first), *after]
+
+
+@pytest.mark.parametrize(
+    ("fault", "found"),
+    [
+        (
+            learns_the_given,
+            r"token \d+ of sample \d+-\d counts as the policy's, but no request for this sample drew it",
+        ),
+        (shifts_the_second, r"rollout_log_probs of sample .* by the engine"),
+        (masks_the_second, r"token \d+ of sample \d+-\d counts as given, but the engine drew it"),
+        (forgets_the_given, "counts as the policy's, but no request for this sample drew it"),
+        (takes_anothers_first, "counts as the policy's, but no request for this sample drew it"),
+    ],
+)
+def test_a_fault_in_the_sample_is_found(
+    playground: Playground, example: Any, monkeypatch: pytest.MonkeyPatch, fault: Callable[..., Any], found: str
+) -> None:
+    def planted(sample: Sample, **changes: Any) -> Sample:
+        whole = replace(sample, **changes)
+        return replace(whole, segments=fault(whole))
+
+    monkeypatch.setattr(example, "replace", planted)
+    with pytest.raises(TrustError, match=rf"\(turns\): .*{found}"):
+        playground.run(*GRPO, "trainer.total_training_steps=1")
+
+
+def test_a_turn_that_goes_on_from_anothers_is_found(
+    playground: Playground, example: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def mixed(*inputs: Any) -> list[Sample]:
+        samples = await generate(*inputs)
+        return [replace(sample, segments=other.segments) for sample, other in zip(samples, samples[::-1], strict=True)]
+
+    monkeypatch.setattr(example, "generate", mixed)
+    with pytest.raises(TrustError, match=r"counts as the policy's, but no request for this sample drew it"):
+        playground.run(*GRPO, "trainer.total_training_steps=1")
+
+
+def test_drafts_and_cut_turns_are_no_fault_and_repeated_random_numbers_are_named(
+    playground: Playground, example: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def drafted(group: Any, *services: Any) -> list[Sample]:
+        await generate(replace(group, params=replace(group.params, max_tokens=3)), *services)
+        return await generate(group, *services)
+
+    def cut(sample: Sample, segments: list[Segment], **changes: Any) -> Sample:
+        *before, last = segments
+        columns = (last.token_ids, last.log_probs, last.sampling_log_probs, last.versions)
+        return replace(sample, segments=[*before, Segment("policy", *(column[:2] for column in columns))], **changes)
+
+    monkeypatch.setattr(example, "generate", drafted)
+    monkeypatch.setattr(example, "replace", cut)
+    monkeypatch.setattr(example, "GenerateRequest", lambda *fields, num_drawn: GenerateRequest(*fields))
+    run = playground.run(*GRPO, "trainer.total_training_steps=2")
+    (warning,) = run.notes("warning")
+    assert "random numbers of earlier ones again" in warning
