@@ -5,6 +5,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+import torch
+from torch.nn.functional import logsigmoid
+
+from distflow.config.derived_settings import reads_pairs
 from distflow.data.batch import Batch
 from distflow.data.sample import Sample, Segment
 from distflow.errors import UserError
@@ -109,6 +113,23 @@ def validation_loss(sets: Sequence[ValidationSet], actor: Scorer) -> tuple[dict[
     return {"sft/val_loss": total / max(tokens, 1.0)}, rows
 
 
+def validation_of_pairs(sets: Sequence[ValidationSet], actor: Scorer) -> tuple[dict[str, float], SampleRows]:
+    """Of a reward model: `rm/val_loss`, `rm/val_accuracy` and `rm/val_margin`, means over pairs; of each its scores."""
+    rows = SampleRows()
+    for chosen in sets:
+        texts = [(i, row, ids) for i, row in enumerate(chosen.rows) for ids in (row.response_ids, row.rejected_ids)]
+        batch = Batch.from_samples(
+            [Sample("", i, [Segment("prompt", r.prompt_ids), Segment("environment", ids or ())]) for i, r, ids in texts]
+        )
+        ends = batch.lengths("response").cumsum(0) - 1
+        scores = actor.forward(batch, ("text_scores",)).flat("text_scores")[ends].double().view(-1, 2).tolist()
+        who = {"set": chosen.name, "kind": "pair", "sample": 0, "versions": [], "wrong": ""}
+        rows += [{**who, "row": i, "chosen": own[0], "rejected": own[1]} for i, own in enumerate(scores)]
+    margins = torch.tensor([row["chosen"] - row["rejected"] for row in rows], dtype=torch.float64)
+    columns = {"loss": -logsigmoid(margins), "accuracy": (margins > 0).double(), "margin": margins}
+    return {f"rm/val_{name}": float(column.mean()) for name, column in columns.items()}, rows
+
+
 class ValidationRunner:
     """A worker's part in the validation. step: of the last validation."""
 
@@ -132,7 +153,8 @@ class ValidationRunner:
                 if self._resources.actor is None:
                     return {}
                 self._offload.only(("actor",))
-                metrics, rows = validation_loss(self._spec.validation, self._resources.actor)
+                validate = validation_of_pairs if reads_pairs(self._spec.config) else validation_loss
+                metrics, rows = validate(self._spec.validation, self._resources.actor)
             elif results := self._results(step):
                 joined = ValidationResults.joined(results)
                 metrics, rows = joined.metrics(), joined.rows
