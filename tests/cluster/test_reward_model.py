@@ -6,7 +6,7 @@ import pytest
 
 from distflow.cluster.ray_entry import launch_ray
 from distflow.observe.reading.run_reader import read_samples
-from tests.cluster.test_supervisor import check_same, check_same_figures
+from tests.cluster.test_supervisor import check_same_figures
 from tests.e2e.runs import Playground, Run
 from tests.tiny_models import write_tiny_reward_model
 
@@ -39,20 +39,23 @@ def test_pairs_stay_together_on_ranks_that_share_a_sharded_model(ground: Playgro
     write_tiny_reward_model(ground.folder / "start", seed=8)
     alone = ground.run("rm", *keys, name="alone")
     sharded = ("trainer.n_gpus_per_node=2", "actor_rollout_ref.actor.strategy=fsdp")
-    check_same(on_workers(ground, "rm", *keys, *sharded, name="sharded"), alone)
+    found = on_workers(ground, "rm", *keys, *sharded, name="sharded")
+    check_same_figures(found, alone)
+    losses = [row["rm/loss"] for row in alone.metrics()]
+    assert losses[3] < losses[0] and found.notes("warning") == []
 
 
 @pytest.mark.parametrize("engine", ["torch", "fsdp"])
 def test_a_reward_model_on_devices_of_its_own_scores_as_beside_the_policy(ground: Playground, engine: str) -> None:
     folder = write_tiny_reward_model(ground.folder / "judge", "qwen3", seed=7)
     keys = (*STEPS, f"reward_model.model.path={folder}", f"actor_rollout_ref.actor.strategy={engine}")
-    alone = ground.run("grpo", *keys[:-1], name="alone")
-    num = {"torch": 1, "fsdp": 2}[engine]  # fsdp: both ranks have the policy and the reward model, in shards
-    apart = f"embedded:d1|torch[actor]:d1+torch[reward_model]:d{num}"
-    allocation = {"torch": apart, "fsdp": "embedded:d2|fsdp:d2"}[engine]
+    alone = ground.run("grpo", *keys[:-1], name="alone")  # one process shards nothing
+    apart = "embedded:d1|torch[actor]:d1+torch[reward_model]:d1"
+    allocation = {"torch": apart, "fsdp": "embedded:d2|fsdp:d2"}[engine]  # two ranks have both models, in shards
     found = on_workers(ground, "grpo", *keys, f"trainer.allocation='{allocation}'", name=engine)
     check_same_figures(found, alone)
-    ours, theirs = ({row["name"]: row for row in read_samples(run.folder, 1)} for run in (found, alone))
+    assert found.notes("warning") == []
+    ours, theirs = ({row["uid"]: row for row in read_samples(run.folder, 1)} for run in (found, alone))
     assert ours.keys() == theirs.keys()
     for name, row in theirs.items():
         parts = ours[name]["reward_parts"]

@@ -95,7 +95,7 @@ def test_loss_and_gradient_are_those_of_the_pairs(ground: Playground, most_token
 
 
 @pytest.mark.slow
-def test_from_pairs_to_a_reward_that_trains_a_policy(ground: Playground) -> None:
+def test_from_pairs_to_a_reward_that_trains_a_policy(ground: Playground, capsys: pytest.CaptureFixture[str]) -> None:
     """What is worked out wins: the model learns it from pairs, resumes bit-equal, and scores the responses of a run."""
     keys = (*RM, f"{ACTOR}.optim.lr=3e-3", "trainer.total_epochs=6", "trainer.save_freq=6", "trust.audit_freq=0")
     whole = ground.run("rm", *keys, name="whole")
@@ -104,6 +104,9 @@ def test_from_pairs_to_a_reward_that_trains_a_policy(ground: Playground) -> None
     ours, theirs = whole.weights(12), resumed.weights(12)
     assert ours.keys() == theirs.keys() and all(ours[name].equal(theirs[name]) for name in ours)
     assert whole.metrics()[-1]["rm/accuracy"] == 1.0 and "score.weight" in ours
+
+    assert cli.main(["eval", str(whole.folder), f"data.val_files={ground.folder}/rows.jsonl"]) == 0
+    assert "rm/val_accuracy: 1.0000" in capsys.readouterr().out
 
     model = ground.folder / "reward_model"
     assert cli.main(["export", str(whole.folder), "--to", str(model)]) == 0

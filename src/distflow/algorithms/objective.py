@@ -343,7 +343,7 @@ class PairObjective(_Objective):
         chosen, rejected = scores.gather(1, ends[:, None]).view(-1, 2).unbind(1)
         margins, num_pairs = chosen - rejected, counts["rows"] / 2
         columns = {"loss": -logsigmoid(margins), "accuracy": (margins > 0).double(), "margin": margins.double()}
-        sums: Sums = {name: column.sum() / num_pairs for name, column in columns.items()}
+        sums = {name: column.sum() / num_pairs for name, column in columns.items()}
         return sums["loss"], _without_gradient(sums)
 
 

@@ -40,7 +40,7 @@ MOST_TOKENS = 2**20
     limit=f"{LIMIT:g} relative",
 )
 def audit_advantages(recorded: RecordedStep) -> str | None:
-    if not recorded.is_written("advantages"):
+    if not recorded.is_written("advantages") or not recorded.run.resources.trained():  # others have them then
         return NOT_APPLICABLE
     recorded = recorded.everyone
     registered = [find_adv_est(settings.adv_estimator) for _, settings, _ in recorded.by_algorithm()]

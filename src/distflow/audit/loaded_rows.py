@@ -180,9 +180,9 @@ def _compare_response(run: AuditedRun, row: PromptRow, record: Mapping[str, Any]
 
 def _compare_pair(run: AuditedRun, row: PromptRow) -> None:
     """Each text of the pair holds its response, which was compared with the file."""
-    data, extra = run.spec.config.data, row.extra_info or {}
+    data, extra = run.spec.config.data, dict[str, Any](row.extra_info or {})
     for name, ids in ((data.chosen_key, row.response_ids), (data.rejected_key, row.rejected_ids)):
-        found: Any = extra[name][-1]["content"] if isinstance(extra[name], list) else extra[name]
+        found = extra[name][-1]["content"] if isinstance(extra[name], list) else extra[name]
         text = run.resources.tokenizer.decode([*row.prompt_ids, *(ids or ())])
         if found.strip() not in text:
             raise Wrong(f"the text of '{name}' in {row.origin} is {text!r:.80}, without {found!r:.80} of the file")

@@ -125,9 +125,8 @@ def rm_source(config: Config) -> Source:
     path = config.reward_model.model.path
     if path is None:
         raise UserError("reward_model.model.path: a node of the pipeline asks for the engine 'reward_model'; set it")
-    source = _source(config, path)
-    source.update(gguf_file=None, revision=None, init="pretrained", trust_remote_code=False, scores=True)
-    return source
+    own: SourceOptions = {"gguf_file": None, "revision": None, "init": "pretrained", "trust_remote_code": False}
+    return {**_source(config, path), **own, "scores": True}
 
 
 def _source(config: Config, path: str | None) -> Source:

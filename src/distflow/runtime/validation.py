@@ -8,7 +8,6 @@ from functools import partial
 import torch
 from torch.nn.functional import logsigmoid
 
-from distflow.config.derived_settings import reads_pairs
 from distflow.data.batch import Batch
 from distflow.data.sample import Sample, Segment
 from distflow.errors import UserError
@@ -96,7 +95,9 @@ def _right(group: Batch | Drop, count: int) -> list[bool | None]:
 
 def validation_loss(sets: Sequence[ValidationSet], actor: Scorer) -> tuple[dict[str, float], SampleRows]:
     """Mean negative log-likelihood of a token of the data's own responses (`sft/val_loss`); of each the sum, and the
-    number of tokens."""
+    number of tokens. Of preference pairs what a reward model makes of them."""
+    if sets[0].rows[0].rejected_ids is not None:
+        return _validation_of_pairs(sets, actor)
     total, tokens, rows = 0.0, 0.0, SampleRows()
     for chosen in sets:
         samples = []
@@ -113,9 +114,9 @@ def validation_loss(sets: Sequence[ValidationSet], actor: Scorer) -> tuple[dict[
     return {"sft/val_loss": total / max(tokens, 1.0)}, rows
 
 
-def validation_of_pairs(sets: Sequence[ValidationSet], actor: Scorer) -> tuple[dict[str, float], SampleRows]:
+def _validation_of_pairs(sets: Sequence[ValidationSet], actor: Scorer) -> tuple[dict[str, float], SampleRows]:
     """Of a reward model: `rm/val_loss`, `rm/val_accuracy` and `rm/val_margin`, means over pairs; of each its scores."""
-    rows = SampleRows()
+    rows, margins = SampleRows(), list[float]()
     for chosen in sets:
         texts = [(i, row, ids) for i, row in enumerate(chosen.rows) for ids in (row.response_ids, row.rejected_ids)]
         batch = Batch.from_samples(
@@ -125,8 +126,9 @@ def validation_of_pairs(sets: Sequence[ValidationSet], actor: Scorer) -> tuple[d
         scores = actor.forward(batch, ("text_scores",)).flat("text_scores")[ends].double().view(-1, 2).tolist()
         who = {"set": chosen.name, "kind": "pair", "sample": 0, "versions": [], "wrong": ""}
         rows += [{**who, "row": i, "chosen": own[0], "rejected": own[1]} for i, own in enumerate(scores)]
-    margins = torch.tensor([row["chosen"] - row["rejected"] for row in rows], dtype=torch.float64)
-    columns = {"loss": -logsigmoid(margins), "accuracy": (margins > 0).double(), "margin": margins}
+        margins += [own[0] - own[1] for own in scores]
+    x = torch.tensor(margins, dtype=torch.float64)
+    columns = {"loss": -logsigmoid(x), "accuracy": (x > 0).double(), "margin": x}
     return {f"rm/val_{name}": float(column.mean()) for name, column in columns.items()}, rows
 
 
@@ -153,8 +155,7 @@ class ValidationRunner:
                 if self._resources.actor is None:
                     return {}
                 self._offload.only(("actor",))
-                validate = validation_of_pairs if reads_pairs(self._spec.config) else validation_loss
-                metrics, rows = validate(self._spec.validation, self._resources.actor)
+                metrics, rows = validation_loss(self._spec.validation, self._resources.actor)
             elif results := self._results(step):
                 joined = ValidationResults.joined(results)
                 metrics, rows = joined.metrics(), joined.rows
