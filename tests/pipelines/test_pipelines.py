@@ -57,8 +57,9 @@ def test_grpo_scores_before_it_compares() -> None:
     ]
 
 
-def test_a_reward_model_scores_after_groups_were_filtered_and_before_they_are_compared() -> None:
-    model, accept = "reward_model.model.path=scores", "algorithm.filter_groups.should_accept=math:isfinite"
+def test_a_reward_model_scores_after_groups_were_filtered_and_before_they_are_compared(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def accept(acc): return True\n")
+    model, accept = "reward_model.model.path=scores", f"algorithm.filter_groups.should_accept={tmp_path}/mine.py:accept"
     for filters in ((), ("algorithm.filter_groups.enable=true",), ("algorithm.filter_groups.enable=true", accept)):
         found = ids("grpo", model, *filters)
         place = found.index("reward_model_score")
@@ -120,6 +121,9 @@ def test_the_parts_of_gdpo_have_the_weights_of_the_reward_functions() -> None:
     )
     options = next(node.options for node in bound_pipeline.nodes if node.node_id == "calculate_advantages")
     assert options["reward_weights"] == {"default": {"math": 1.0, "format": 0.2}, "code": {"exact_match": 1.0}}
+    judged = config("grpo", "algorithm.adv_estimator=gdpo", "reward_model.model.path=scores", "reward_model.weight=3")
+    options = next(node.options for node in bind(judged).nodes if node.node_id == "calculate_advantages")
+    assert options["reward_weights"] == {"default": {"math": 1.0, "reward_model": 3.0}}
 
 
 def test_dapo_filters_in_the_rollout_loop() -> None:

@@ -119,8 +119,7 @@ def build_reward_model(
 ) -> RewardModelScorer:
     """Its tokenizer may be another one than the policy's."""
     with blaming("reward_model.model.path"):
-        found = ModelSource(**source)
-        check_config(found, found.config())
+        check_config(found := ModelSource(**source), found.config())
         model = load_model(**source, sharding=_sharding(get, spread), device=device, draws_head=False)
         tokenizer = load_tokenizer(source["path"], generates=False)
     longest, group = longest_text(model.config, tokenizer), get("collective")

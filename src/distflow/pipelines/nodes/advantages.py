@@ -232,7 +232,7 @@ def compute_advantage(config: Config) -> Callable[..., object]:
     derived: dict[str, object] = {}
     if "reward_weights" in estimator.options:
         functions = reward_functions(config).items()
-        engine = {"reward_model": config.reward_model.weight}
+        engine = {"reward_model": config.reward_model.weight} if config.reward_model.model.path else {}
         derived["reward_weights"] = {name: {part.name: part.weight for part in own} | engine for name, own in functions}
     if "whiten" in estimator.options and is_on(settings.adv_norm):
         derived["whiten"] = False
