@@ -34,7 +34,7 @@ def on_workers(ground: Playground, preset: str, *keys: str, name: str) -> Run:
 
 def test_pairs_stay_together_on_ranks_that_share_a_sharded_model(ground: Playground) -> None:
     ground.write_rows([{"prompt": f"{i}?", "chosen": "ab" * (i % 3 + 1), "rejected": f"{i}"} for i in range(11)])
-    own = (f"data.val_files={ground.folder}/rows.jsonl", "trainer.test_freq=2", "data.train_batch_size=5")
+    own = (f"data.val_files={ground.folder}/rows.jsonl", "data.allow_overlap=true", "trainer.test_freq=2")
     keys = (*(f"~{key}" for key in GONE), *STEPS, *own, f"actor_rollout_ref.model.path={ground.folder}/start")
     write_tiny_reward_model(ground.folder / "start", seed=8)
     alone = ground.run("rm", *keys, name="alone")
