@@ -121,9 +121,10 @@ def test_the_parts_of_gdpo_have_the_weights_of_the_reward_functions() -> None:
     )
     options = next(node.options for node in bound_pipeline.nodes if node.node_id == "calculate_advantages")
     assert options["reward_weights"] == {"default": {"math": 1.0, "format": 0.2}, "code": {"exact_match": 1.0}}
-    judged = config("grpo", "algorithm.adv_estimator=gdpo", "reward_model.model.path=scores", "reward_model.weight=3")
+    functions, model = "reward.functions.default=[math, format]", "reward_model.model.path=scores"
+    judged = config("grpo", "algorithm.adv_estimator=gdpo", functions, model, "reward_model.weight=3")
     options = next(node.options for node in bind(judged).nodes if node.node_id == "calculate_advantages")
-    assert options["reward_weights"] == {"default": {"math": 1.0, "reward_model": 3.0}}
+    assert options["reward_weights"] == {"default": {"math": 1.0, "format": 1.0, "reward_model": 3.0}}
 
 
 def test_dapo_filters_in_the_rollout_loop() -> None:
