@@ -65,12 +65,14 @@ class Reward(Entry):
 class BuiltinPipeline(Entry):
     """A pipeline: whether it trains a critic, and whether it generates what it learns from.
 
-    by_estimator: it trains one where an estimator reads values, that of the run or of a domain.
+    by_estimator: it trains one where an estimator reads values, that of the run or of a domain. reads_pairs: it trains
+    a reward model, on pairs of responses.
     """
 
     has_critic: bool = False
     generates: bool = True
     by_estimator: bool = False
+    reads_pairs: bool = False
 
 
 @dataclass(frozen=True)
@@ -310,6 +312,12 @@ PIPELINES: dict[str, BuiltinPipeline] = {
     ),
     "sft": BuiltinPipeline(
         "supervised fine-tuning on given responses", "distflow.pipelines.sft:sft_pipeline", generates=False
+    ),
+    "rm": BuiltinPipeline(
+        "a reward model, trained on pairs of a chosen and a rejected response",
+        "distflow.pipelines.rm:rm_pipeline",
+        generates=False,
+        reads_pairs=True,
     ),
 }
 

@@ -97,6 +97,8 @@ data:
   broken_tests: error
   response_key: solution
   messages_key: talk
+  chosen_key: better
+  rejected_key: worse
   tools_key: functions
   domain_key: kind
   tag_key: tag
@@ -120,6 +122,7 @@ data:
   shuffle: false
   seed: 2
   num_loader_workers: 0
+reward_model: {model: {path: scores}, weight: 0.5}
 actor_rollout_ref:
   model:
     path: model

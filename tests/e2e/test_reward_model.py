@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
 
+from distflow.observe.reading.run_reader import read_events
 from tests.e2e.runs import Playground, Run
 from tests.tiny_models import EOS, tiny_tokenizer, write_tiny_reward_model
 
@@ -45,7 +46,8 @@ def test_a_reward_model_judges_a_run_and_its_resume_alike(tmp_path: Path) -> Non
         *("data.prompt_format=chat", f"data.system_prompt='{SYSTEM}'", "data.max_prompt_length=60"),
         *("trainer.total_training_steps=2", "trainer.save_freq=1", "trust.audit_freq=1", "reward.timeout_s=60"),
     )
-    whole = ground.run("grpo", *keys, name="whole")
+    engine = (f"reward_model.model.path={reward_fn}", "reward_model.weight=0.5")
+    whole = ground.run("grpo", *keys, *engine, name="whole")
     by_prompt = {row["prompt"] for row in rows}
     for sample in read_samples(whole, 1):
         prompt = next(prompt for prompt in by_prompt if f"user: {prompt}" in sample["prompt"])
@@ -53,12 +55,19 @@ def test_a_reward_model_judges_a_run_and_its_resume_alike(tmp_path: Path) -> Non
         said = reference(reward_fn, "".join(f"<{role}>{content}{EOS}" for role, content in turns))
         parts = sample["reward_parts"]
         assert parts["model"] == pytest.approx(said, abs=2e-5)
-        assert sample["score"] == pytest.approx(2 * parts["model"] + parts["custom"] / 4, abs=1e-5)
+        assert parts["reward_model"] == pytest.approx(said, abs=2e-5), "the engine scores as the reward function"
+        wanted = 2 * parts["model"] + parts["custom"] / 4 + parts["reward_model"] / 2
+        assert sample["score"] == pytest.approx(wanted, abs=1e-5)
+    proven = [event.fields["proven"] for event in read_events(whole.folder) if event.kind == "audit"]
+    assert {"rewards", "advantages"} <= set(sum(proven, []))
     assert {"reward/model/mean", "reward/custom/mean"} <= set(whole.metrics()[-1])
     assert not whole.notes("warning")
 
-    resumed = ground.run("grpo", *keys, f"trainer.resume_mode={whole.folder}/checkpoints/step-000001", name="resumed")
+    resumed = ground.run(
+        "grpo", *keys, *engine, f"trainer.resume_mode={whole.folder}/checkpoints/step-000001", name="resumed"
+    )
     assert weights_after(resumed, 2) == weights_after(whole, 2)
     assert read_samples(resumed, 2) == read_samples(whole, 2)
     known = json.loads((whole.folder / "run.json").read_text())["reward_model_default"]
+    assert known == json.loads((whole.folder / "run.json").read_text())["reward_model"]
     assert (known["path"], known["revision"], len(known["fingerprint"])) == (str(reward_fn), "", 12)

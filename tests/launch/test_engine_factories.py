@@ -44,8 +44,8 @@ def falls_to_zero_at(engine: object) -> int:
     return next(step for step in range(1000) if engine.schedule(step) == 0.0)
 
 
-def test_an_engine_that_is_not_there_is_refused_before_a_model_is_built() -> None:
-    with pytest.raises(UserError, match="'reward_model', which is not there yet; a reward model scores as a reward"):
+def test_an_engine_without_a_model_is_refused_before_one_is_built() -> None:
+    with pytest.raises(UserError, match="reward_model.model.path: a node of the pipeline asks for the engine"):
         make_factories(config("grpo"), ("actor", "reward_model"), (), 1)
 
 
@@ -106,12 +106,14 @@ def test_weights_are_spread_over_ranks_only_where_there_are_several(engine: str)
         ("policy", f"{ACTOR}.fsdp_config.offload_policy"),
         ("critic", "critic.fsdp_config.offload_policy"),
         ("ref", "actor_rollout_ref.ref.fsdp_config.param_offload"),
+        ("reward_model", "reward_model.fsdp_config.param_offload"),
     ],
 )
 def test_a_model_stays_in_the_hosts_memory_where_the_config_says_so(part: str, key: str) -> None:
     keys = (f"{ACTOR}.strategy=fsdp", "trainer.launcher=ray", f"{key}=true")
-    factories = make_factories(config("ppo", *keys), ("actor", "critic", "ref"), (), 1)
-    spread = {name: factories[name].keywords["spread"] for name in ("policy", "critic", "ref")}  # type: ignore[attr-defined]  # partials
+    engines = ("critic", "ref", "reward_model")
+    factories = make_factories(config("ppo", *keys, "reward_model.model.path=scores"), ("actor", *engines), (), 1)
+    spread = {name: factories[name].keywords["spread"] for name in ("policy", *engines)}  # type: ignore[attr-defined]  # partials
     assert spread == {name: Spread(torch.bfloat16, on_host=name == part) for name in spread}
 
 

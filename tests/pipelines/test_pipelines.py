@@ -15,6 +15,7 @@ from distflow.launch.select_pipeline import bind, select_pipeline
 from distflow.pipelines.dapo import dapo_pipeline
 from distflow.pipelines.grpo import grpo_pipeline
 from distflow.pipelines.ppo import ppo_pipeline
+from distflow.pipelines.rm import rm_pipeline
 from distflow.pipelines.sft import sft_pipeline
 
 NEEDED = ["actor_rollout_ref.model.path=builtin:tiny", "data.train_files=rows.jsonl"]
@@ -35,6 +36,7 @@ def ids(preset: str, *overrides: str) -> list[str]:
         (ppo_pipeline, "ppo_training_pipeline"),
         (dapo_pipeline, "dapo_training_pipeline"),
         (sft_pipeline, "sft_training_pipeline"),
+        (rm_pipeline, "rm_training_pipeline"),
     ],
 )
 def test_each_is_a_valid_graph_under_its_id(build, graph_id: str) -> None:
@@ -53,6 +55,17 @@ def test_grpo_scores_before_it_compares() -> None:
         "calculate_advantages",
         "actor_train",
     ]
+
+
+def test_a_reward_model_scores_after_groups_were_filtered_and_before_they_are_compared(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def accept(acc): return True\n")
+    model, accept = "reward_model.model.path=scores", f"algorithm.filter_groups.should_accept={tmp_path}/mine.py:accept"
+    for filters in ((), ("algorithm.filter_groups.enable=true",), ("algorithm.filter_groups.enable=true", accept)):
+        found = ids("grpo", model, *filters)
+        place = found.index("reward_model_score")
+        rollout = {"rollout_actor", "function_reward", "dynamic_sampling", "group_filter"}
+        assert set(found[:place]) >= rollout & set(found) and len(rollout & set(found)) == 2 + len(filters)
+        assert "calculate_advantages" in found[place:] and "reward_model" in bind(config("grpo", model)).engines
 
 
 def test_without_a_kl_term_there_is_no_reference() -> None:
@@ -108,6 +121,10 @@ def test_the_parts_of_gdpo_have_the_weights_of_the_reward_functions() -> None:
     )
     options = next(node.options for node in bound_pipeline.nodes if node.node_id == "calculate_advantages")
     assert options["reward_weights"] == {"default": {"math": 1.0, "format": 0.2}, "code": {"exact_match": 1.0}}
+    functions, model = "reward.functions.default=[math, format]", "reward_model.model.path=scores"
+    judged = config("grpo", "algorithm.adv_estimator=gdpo", functions, model, "reward_model.weight=3")
+    options = next(node.options for node in bind(judged).nodes if node.node_id == "calculate_advantages")
+    assert options["reward_weights"] == {"default": {"math": 1.0, "format": 1.0, "reward_model": 3.0}}
 
 
 def test_dapo_filters_in_the_rollout_loop() -> None:

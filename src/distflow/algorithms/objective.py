@@ -1,5 +1,5 @@
-"""The objectives of policy, critic and SFT: losses per token, aggregated exactly over the mini-batch, with their
-metrics.
+"""The objectives of policy, critic, SFT and reward models: losses per token or pair, aggregated exactly over the
+mini-batch, with their metrics.
 
 They implement the train engines' `LossFn`: `outputs`, `counts`, a call for each micro-batch, `finish`. PPO's clipped
 value loss (arXiv:1707.06347; clipping as in the original code) is here too.
@@ -11,6 +11,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.nn.functional import logsigmoid
 
 from distflow.algorithms.kl import check_token_kl_type, kl_estimate
 from distflow.algorithms.masked_reductions import (
@@ -325,6 +326,25 @@ class SFTObjective(_Objective):
         weights = token_weights(micro["loss_mask"], "token-mean", counts)
         loss = weighted_sum(-outputs["log_probs"], weights)
         return loss, _without_gradient({"loss": loss})
+
+
+class PairObjective(_Objective):
+    """A reward model by Bradley and Terry: the mean over pairs of −log σ(chosen − rejected), each the score of a whole
+    text, at its last token; a pair's rows follow each other. Metrics: `loss`, `accuracy` (the share of pairs whose
+    chosen text scores higher), `margin` (the mean of chosen − rejected)."""
+
+    outputs: tuple[str, ...] = ("text_scores",)
+    reads = ("loss_mask",)
+
+    def __call__(self, outputs: Mapping[str, Tensor], micro: Batch, counts: Counts) -> tuple[Tensor, Sums]:
+        """The micro-batch's share of the loss. outputs: text_scores, padded `(bs, response_length)`."""
+        scores = outputs["text_scores"]
+        ends = micro.lengths("response").to(scores.device) - 1
+        chosen, rejected = scores.gather(1, ends[:, None]).view(-1, 2).unbind(1)
+        margins, num_pairs = chosen - rejected, counts["rows"] / 2
+        columns = {"loss": -logsigmoid(margins), "accuracy": (margins > 0).double(), "margin": margins.double()}
+        sums = {name: column.sum() / num_pairs for name, column in columns.items()}
+        return sums["loss"], _without_gradient(sums)
 
 
 def _without_gradient(sums: Mapping[str, Tensor | float]) -> Sums:

@@ -40,7 +40,7 @@ MOST_TOKENS = 2**20
     limit=f"{LIMIT:g} relative",
 )
 def audit_advantages(recorded: RecordedStep) -> str | None:
-    if not recorded.is_written("advantages"):
+    if not recorded.is_written("advantages") or not recorded.run.resources.trained():  # others have them then
         return NOT_APPLICABLE
     recorded = recorded.everyone
     registered = [find_adv_est(settings.adv_estimator) for _, settings, _ in recorded.by_algorithm()]
@@ -72,7 +72,8 @@ def _check_samples(recorded: RecordedStep, settings: AlgorithmConfig, samples: l
     }
     if not recorded.is_whole and (needing := [what for what, is_on in over_step.items() if is_on]):
         return f"{needing[0]} needs all samples of the step, which has too many to send them to all ranks"
-    weights = {"weight_of": lambda sample, part: functions_of(recorded, sample).get(part, 1.0)}
+    engine = {"reward_model": recorded.config.reward_model.weight}
+    weights = {"weight_of": lambda sample, part: (engine | functions_of(recorded, sample)).get(part, 1.0)}
     options = {"f_norm": 1.0, "whiten": not is_on(settings.adv_norm), **vars(settings)}
     options |= {**settings.adv_estimator_kwargs, **weights}
     formula = estimator.formula or FORMULAS[name]

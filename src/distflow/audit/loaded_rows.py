@@ -14,7 +14,7 @@ from typing import Any
 
 from distflow.audit.recorded_data import AuditedRun, Wrong, check
 from distflow.config import Config
-from distflow.config.derived_settings import is_rl
+from distflow.config.derived_settings import is_rl, reads_pairs
 from distflow.config.keys.data import DataConfig
 from distflow.data.prompts import PromptRow
 from distflow.data.sources import BUILTIN_FOLDER
@@ -51,7 +51,7 @@ def _check_plan(run: AuditedRun) -> None:
         "shuffle": data.shuffle,
         "seed": data.seed if data.shuffle else 0,
         "consumer_batch": data.train_batch_size,
-        "group_size": config.actor_rollout_ref.rollout.n if generates else 1,
+        "group_size": config.actor_rollout_ref.rollout.n if generates else 1 + reads_pairs(config),
         "max_staleness": min(spec.data.max_staleness, config.async_.max_staleness if generates else 0),  # at most
         "total_steps": steps or math.ceil(num_groups / data.train_batch_size),
         "total_groups": None if steps or data.domains else num_groups,
@@ -97,9 +97,11 @@ def _audit_set(run: AuditedRun, split: str, domains: Sequence[str], rows: Sequen
                 raise Wrong(f"the tag of {row.origin} is {row.tag!r}, but {tag!r} in the file")
             domain = domain_of_tag.get(tag, row.domain) if domains != [""] else ""
             _compare(spec.config, row, get(number), domain)
-            if row.turns is None and number_drawn < NUM_PROMPTS * len(named):
+            if row.turns is None and row.rejected_ids is None and number_drawn < NUM_PROMPTS * len(named):
                 _compare_prompt(run, row, get(number), domain)
-            if row.response_ids is not None:
+            if row.rejected_ids is not None:
+                _compare_pair(run, row)
+            elif row.response_ids is not None:
                 _compare_response(run, row, get(number))
     return unread
 
@@ -174,6 +176,16 @@ def _compare_response(run: AuditedRun, row: PromptRow, record: Mapping[str, Any]
         if content.strip() in whole and content.strip() not in own:
             raise Wrong(f"a turn of the assistant in {row.origin} is not trained on whole: {content!r:.80}")
         before = end
+
+
+def _compare_pair(run: AuditedRun, row: PromptRow) -> None:
+    """Each text of the pair holds its response, which was compared with the file."""
+    data, extra = run.spec.config.data, dict[str, Any](row.extra_info or {})
+    for name, ids in ((data.chosen_key, row.response_ids), (data.rejected_key, row.rejected_ids)):
+        found = extra[name][-1]["content"] if isinstance(extra[name], list) else extra[name]
+        text = run.resources.tokenizer.decode([*row.prompt_ids, *(ids or ())])
+        if found.strip() not in text:
+            raise Wrong(f"the text of '{name}' in {row.origin} is {text!r:.80}, without {found!r:.80} of the file")
 
 
 def _setting(config: Config, domain: str, name: str) -> Any:

@@ -159,7 +159,7 @@ def score_before(recorded: RecordedStep, update: UpdateRecord) -> None:
     actor = recorded.run.resources.actor
     chosen = {str(sample["uid"]): sample for sample in audited_samples(recorded)}
     uid = next((uid for uid in update.uids if uid in chosen), None)
-    if isinstance(actor, OpenEngine) and uid is not None:
+    if isinstance(actor, OpenEngine) and uid is not None and "log_probs" in update.loss.outputs:
         update.plain |= policy_scores(recorded, actor, [chosen[uid]])
 
 

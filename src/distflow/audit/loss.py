@@ -23,7 +23,7 @@ from distflow.audit.recorded_data import (
 )
 from distflow.audit.rewards import kl
 from distflow.config import Config
-from distflow.config.derived_settings import is_rl
+from distflow.config.derived_settings import is_rl, reads_pairs
 
 LIMIT, FLOOR, KINK = 5e-4, 2e-5, 1e-5
 CORRECTION_LIMIT = 1e-3
@@ -173,6 +173,8 @@ def _formula(recorded: RecordedStep, update: UpdateRecord) -> Total | str:
     config = recorded.config
     if update.role == "critic":
         return lambda batch, outputs: _value_loss(config, batch, outputs)
+    if reads_pairs(config):
+        return _pair_loss if update.is_whole else "single texts were recorded, not pairs"
     if not is_rl(config):
         return lambda batch, outputs: aggregate(-outputs["log_probs"][batch.counted], batch, "token-mean", 1.0)
     actor = config.actor_rollout_ref.actor
@@ -358,6 +360,14 @@ def _value_loss(config: Config, batch: MiniBatch, outputs: Outputs) -> Tensor:
 
     loss = torch.maximum(distance(now - returns), distance(now.clamp(old - reach, old + reach) - returns))
     return aggregate(loss, batch, config.critic.loss_agg_mode, _scale(config))
+
+
+def _pair_loss(batch: MiniBatch, outputs: Outputs) -> Tensor:
+    """Of each pair log(1 + e^(rejected − chosen)); a text's score is that of its last token."""
+    ends = torch.cat([batch.sample.diff(), torch.ones(1)]) > 0
+    score = dict(zip((str(sample["uid"]) for sample in batch.samples), outputs["text_scores"][ends], strict=True))
+    worse = [score[uid.replace("-0", "-1")] - score[uid] for uid in score if uid.endswith("-0")]
+    return torch.stack([gap.exp().log1p() for gap in worse]).sum() * 2 / batch.totals["rows"]
 
 
 def _scale(config: Config) -> float:

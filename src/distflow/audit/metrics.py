@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator
 import torch
 
 from distflow.audit.recorded_data import RecordedStep, Wrong, check, doubles
-from distflow.config.derived_settings import is_rl
 
 LIMIT = 1e-4
 
@@ -69,7 +68,7 @@ def _of_updates(recorded: RecordedStep) -> Iterator[tuple[str, float]]:
     """Of roles that one built-in node trains: means over mini-batches that had tokens, or counts of all."""
     names = [getattr(step.node.fn, "keywords", {}).get("name") for step in recorded.run.training_steps]
     for role in {update.role for update in recorded.updates}:
-        prefix = "sft" if role == "actor" and not is_rl(recorded.config) else role
+        prefix = role if role in names else "rm" if "rm" in names else "sft"
         updates, found = [update.metrics for update in recorded.updates_of(role)], defaultdict[str, list[float]](list)
         for metrics in [each for each in updates if not each.get("empty")] or updates:
             for name, value in metrics.items():

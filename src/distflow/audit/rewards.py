@@ -356,6 +356,8 @@ def _total(recorded: RecordedStep, sample: Sample) -> float:
         return fallback
     weights, parts = functions_of(recorded, sample), sample["reward_parts"]
     total = sum(parts.get(name, math.nan) * weight for name, weight in weights.items())
+    if "reward_model" in recorded.run.pipeline.engines:
+        total += parts.get("reward_model", math.nan) * recorded.config.reward_model.weight
     return total + _overlong(recorded, sample["domain"], len(sample["response_ids"]))
 
 

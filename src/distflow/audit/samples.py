@@ -79,7 +79,8 @@ def audit_responses(recorded: RecordedStep) -> str | None:
         row = _row_of(recorded, prompt_group)
         _same(sample, "prompt_ids", sample["prompt_ids"].tolist(), list(row.prompt_ids), "the row of its group")
         _same(sample, "domain", sample["domain"], row.domain, "the row of its group")
-        _tokenised(recorded, sample, row)
+        if row.rejected_ids is None:  # both texts of a pair are tokenised whole
+            _tokenised(recorded, sample, row)
         found = recorded.requests(sample)
         if found:
             _generated(recorded, sample, found[0][1], prompt_group.version)
@@ -87,6 +88,9 @@ def audit_responses(recorded: RecordedStep) -> str | None:
             raise Wrong(f"no request to the engine was recorded for sample {sample['uid']}")
         if row.response_ids is None:
             _ended(recorded, sample)
+        elif row.rejected_ids is not None:
+            ids = row.response_ids if sample["uid"].endswith("-0") else row.rejected_ids
+            _same(sample, "response_ids", sample["response_ids"].tolist(), list(ids), "the data")
         else:
             _same(sample, "response_ids", sample["response_ids"].tolist(), list(row.response_ids), "the data")
             full = len(row.response_ids) >= recorded.config.data.max_response_length

@@ -14,7 +14,7 @@ from distflow.audit.model_forward import logits_of, plainly
 from distflow.audit.recorded_calls import OpenEngine, Stripe, UpdateRecord, striped
 from distflow.audit.recorded_data import RecordedStep, Sample, Wrong, check, is_builtin, samples_of, shuffled
 from distflow.config import Config
-from distflow.config.derived_settings import algorithm_of, is_rl, takes_values
+from distflow.config.derived_settings import algorithm_of, is_rl, reads_pairs, takes_values
 from distflow.config.keys.engines import OptimConfig
 from distflow.models.sharding import is_spread
 
@@ -60,7 +60,7 @@ def _expected(recorded: RecordedStep) -> set[str]:
     names = {getattr(step.node.fn, "keywords", {}).get("name") for step in recorded.run.training_steps}
     roles = {"critic"} & names
     warm = recorded.step >= recorded.config.trainer.critic_warmup
-    return roles | ({"actor"} if names & {"actor", "sft"} and (warm or not is_rl(recorded.config)) else set())
+    return roles | ({"actor"} if names & {"actor", "sft", "rm"} and (warm or not is_rl(recorded.config)) else set())
 
 
 def _each_once(recorded: RecordedStep, role: str, updates: list[UpdateRecord]) -> None:
@@ -138,6 +138,8 @@ def audit_backward(recorded: RecordedStep) -> str | None:
     compute = getattr(actor, "compute", None)
     if not isinstance(actor, OpenEngine) or compute is None:
         return "the train engine does not expose its model"
+    if reads_pairs(recorded.config):
+        return "a reward model has no log-probs"
     turns = recorded.run.turns
     chosen = sorted(audited_samples(recorded), key=lambda sample: len(sample["response_ids"]))[:NUM_SAMPLES]
     spread = is_spread(actor.model)  # then this rank takes part in the passes of others

@@ -96,7 +96,9 @@ def _wrong_request(run: AuditedRun, record: GroupRecord, asked: PromptRow) -> st
 def audit_validation(seen: Validated) -> str | None:
     is_loss = "sft/val_loss" in seen.metrics
     settings = seen.run.spec.config.actor_rollout_ref.rollout.val_kwargs
-    numbers = {"loss": 1} if is_loss else {"greedy": int(settings.greedy), "sampled": settings.n}
+    numbers = {"greedy": int(settings.greedy), "sampled": settings.n}
+    if is_loss or "rm/val_loss" in seen.metrics:
+        numbers = {"loss" if is_loss else "pair": 1}
     places = [
         (chosen.name, kind, row, sample)
         for chosen in seen.run.spec.validation
@@ -134,6 +136,10 @@ def _metrics(rows: Facts) -> dict[str, float]:
     """Accuracies by domain and by tag, each counted anew from the samples, or the mean loss of a token."""
     if any(row["kind"] == "loss" for row in rows):
         return {"sft/val_loss": math.fsum(row["loss"] for row in rows) / sum(row["tokens"] for row in rows)}
+    if any(row["kind"] == "pair" for row in rows):
+        margins = [row["chosen"] - row["rejected"] for row in rows]
+        sums = [math.fsum(map(of, margins)) for of in (lambda x: math.log1p(math.exp(-x)), lambda x: x > 0, float)]
+        return {f"rm/val_{name}": x / len(rows) for name, x in zip(("loss", "accuracy", "margin"), sums, strict=True)}
     kinds, pairs, parts = {row["kind"] for row in rows}, {(row["domain"], row["tag"]) for row in rows}, {"all": rows}
     domains_of_tag = Counter(tag for _, tag in pairs)
     for row in rows:

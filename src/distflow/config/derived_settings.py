@@ -66,6 +66,12 @@ def is_rl(config: Config) -> bool:
     return config.dag.generates is not False if pipeline is None else pipeline.generates
 
 
+def reads_pairs(config: Config) -> bool:
+    """Whether the pipeline trains a reward model, on pairs of responses."""
+    pipeline = find_pipeline(config)
+    return pipeline is not None and pipeline.reads_pairs
+
+
 def may_have_critic(config: Config) -> bool:
     """Whether the pipeline trains a critic; a user's own may."""
     pipeline = find_pipeline(config)

@@ -18,7 +18,7 @@ from distflow.untrusted_files import check_file
 CHUNK_ROWS = 1000
 """Rows of a record batch, which is read whole for any of them."""
 
-_FORMAT = "prompts 3"
+_FORMAT = "prompts 4"
 _IDS = pyarrow.list_(pyarrow.int32())
 # All but ids and checksum is one JSON text, which keeps values exactly.
 _SCHEMA = pyarrow.schema(
@@ -95,9 +95,12 @@ class EncodedRows(PromptRows):
         response_ids = _ids_of(response.values) if response.is_valid else None
         if crc32.as_py() != _crc32(prompt_ids, response_ids, rest.as_py()):
             raise self._damaged(f"row {index} is not as it was written")
-        text, answer, domain, extra_info, origin, turns, tag = json.loads(rest.as_py())
+        text, answer, domain, extra_info, origin, turns, tag, worse = json.loads(rest.as_py())
         turns = tuple((start, end) for start, end in turns) if turns is not None else None
-        return PromptRow(index, prompt_ids, text, answer, domain, extra_info, response_ids, origin, turns, tag)
+        rejected = None if worse is None else tuple(worse)
+        return PromptRow(
+            index, prompt_ids, text, answer, domain, extra_info, response_ids, origin, turns, tag, rejected
+        )
 
     def _batch(self, number: int) -> pyarrow.RecordBatch:
         """Read a record batch, after checking its offsets."""
@@ -122,8 +125,8 @@ class EncodedRows(PromptRows):
 def _batches(prompts: PromptSet, schema: pyarrow.Schema) -> Iterator[pyarrow.RecordBatch]:
     for start in range(0, len(prompts), CHUNK_ROWS):
         rows = prompts[start : start + CHUNK_ROWS]
-        values = [[r.prompt_text, r.ground_truth, r.domain, r.extra_info, r.origin, r.turns, r.tag] for r in rows]
-        rest = [json.dumps(each) for each in values]
+        names = ("prompt_text", "ground_truth", "domain", "extra_info", "origin", "turns", "tag", "rejected_ids")
+        rest = [json.dumps([getattr(row, name) for name in names]) for row in rows]
         checksums = [_crc32(row.prompt_ids, row.response_ids, text) for row, text in zip(rows, rest, strict=True)]
         texts = [text.encode() for text in rest]
         memory = pyarrow.py_buffer(b"".join(texts))

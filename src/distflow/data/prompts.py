@@ -35,7 +35,8 @@ class PromptRow:
 
     index: its row in the set. prompt_text: the text that was tokenised. response_ids: the response to train on, with
     the end token (SFT), else None. turns: start and end of the assistant's turns in the response of a conversation;
-    None if all of it is one turn. origin: file and line. tag: "" if none is read.
+    None if all of it is one turn. origin: file and line. tag: "" if none is read. rejected_ids: of a preference pair
+    the worse response, `response_ids` being the better one; else None.
     """
 
     index: int
@@ -48,6 +49,7 @@ class PromptRow:
     origin: str = ""
     turns: Turns | None = None
     tag: str = ""
+    rejected_ids: tuple[int, ...] | None = None
 
     def answer(self, version: int) -> list[Segment]:
         """The response: trained segments as those of the policy of that version, the others as the environment's."""
@@ -72,7 +74,8 @@ class PromptOptions:
     template_kwargs: for the chat template; a row's own take precedence.
     keep_messages: keep a chat's messages in the row's extra info, for reward functions that read them.
     num_workers: threads that tokenise; 0 uses the calling thread. The result is the same.
-    pass_rate: [low, high] of the rows to use, None for all. group: of the config keys, for messages.
+    pass_rate: [low, high] of the rows to use, None for all. group: of the config keys, for messages. pair: the columns
+    of the chosen and the rejected response, of preference pairs.
     """
 
     max_prompt_length: int
@@ -88,6 +91,7 @@ class PromptOptions:
     num_workers: int = 4
     pass_rate: tuple[float, float] | None = None
     group: str = "data"
+    pair: tuple[str, str] | None = None
 
 
 @dataclass(frozen=True)
@@ -138,11 +142,16 @@ class Encoded:
     ids: Sequence[int]
     response_ids: Sequence[int] | None = None
     turns: Turns | None = None
+    rejected_ids: Sequence[int] | None = None
+
+    @property
+    def longest_response(self) -> Sequence[int]:
+        return max(self.response_ids or (), self.rejected_ids or (), key=len)
 
     def packed(self) -> "Encoded":
         """The same with four bytes an id."""
-        response_ids = None if self.response_ids is None else array("i", self.response_ids)
-        return Encoded(self.text, array("i", self.ids), response_ids, self.turns)
+        both = [None if ids is None else array("i", ids) for ids in (self.response_ids, self.rejected_ids)]
+        return Encoded(self.text, array("i", self.ids), both[0], self.turns, both[1])
 
 
 class PromptRows(Sequence[PromptRow]):
@@ -186,6 +195,7 @@ class PromptSet(PromptRows):
             origin=row.origin,
             turns=entry.turns,
             tag=row.tag,
+            rejected_ids=None if entry.rejected_ids is None else tuple(entry.rejected_ids),
         )
 
     @staticmethod

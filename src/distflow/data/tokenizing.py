@@ -22,6 +22,7 @@ from distflow.data.chat_template import (
 )
 from distflow.data.dataset_columns import BadRows, RawRow
 from distflow.data.messages import Messages, RowError
+from distflow.data.preference_pairs import encode_pair
 from distflow.data.prompts import Encoded, PromptOptions, PromptReport, PromptSet
 from distflow.errors import UserError
 from distflow.observe.crash_safe_files import JSON
@@ -39,7 +40,7 @@ def fit(
     num_prompts = num_responses = num_truncated = 0
     for row, entry in good:
         long_prompt = len(entry.ids) > options.max_prompt_length
-        long_response = len(entry.response_ids or ()) > options.max_response_length
+        long_response = len(entry.longest_response) > options.max_response_length
         if (long_prompt or long_response) and options.filter_overlong:
             num_prompts += long_prompt
             num_responses += long_response and not long_prompt
@@ -71,13 +72,13 @@ def fit(
 
 def _cut(row: RawRow, entry: Encoded, tokenizer: PreTrainedTokenizerBase, options: PromptOptions) -> Encoded:
     """The prompt cut by `truncation`; of a response the end is cut off, its end token with it."""
-    if options.truncation == "error":
+    if options.truncation == "error" or entry.rejected_ids is not None:  # a score is of a whole text
         long_prompt = len(entry.ids) > options.max_prompt_length
-        part, ids = ("prompt", entry.ids) if long_prompt else ("response", entry.response_ids or ())
+        part, ids = ("prompt", entry.ids) if long_prompt else ("response", entry.longest_response)
         raise UserError(
             f"{row.origin}: the {part} has {len(ids)} tokens, more than data.max_{part}_length="
             f"{options.max_prompt_length if long_prompt else options.max_response_length}: raise it, "
-            "or set data.filter_overlong_prompts=true or data.truncation=left"
+            "or set data.filter_overlong_prompts=true" + ("" if entry.rejected_ids else " or data.truncation=left")
         )
     ids = truncated(entry.ids, options.max_prompt_length, options.truncation)
     text = entry.text if len(ids) == len(entry.ids) else tokenizer.decode(list(ids))
@@ -124,6 +125,8 @@ def encode_rows(
     if options.keep_messages:
         rows = [_with_messages(row, options) for row in rows]
     encoded = _encode_all(rows, tokenizer, options, end_ids)
+    if names := options.pair:
+        encoded = (encode_pair(row, tokenizer, names) for row in rows)
     good: list[tuple[RawRow, Encoded]] = []
     for row, entries in zip(rows, encoded, strict=True):
         if isinstance(entries, str):

@@ -109,6 +109,7 @@ _STANDARD = (
     Field("prox_log_probs", "float32", Axis.RESPONSE, "by the proximal policy of decoupled PPO"),
     Field("ref_log_prob", "float32", Axis.RESPONSE, "by the frozen reference"),
     Field("values", "float32", Axis.RESPONSE, "value before each response token"),
+    Field("text_scores", "float32", Axis.RESPONSE, "a reward model's score of the text that ends with the token"),
     Field("token_level_scores", "float32", Axis.RESPONSE, "score of the sample, on the last response token"),
     Field("token_level_rewards", "float32", Axis.RESPONSE, "scores minus the KL penalty, if it is on"),
     Field("advantages", "float32", Axis.RESPONSE, "advantage of each response token"),

@@ -12,16 +12,17 @@ from transformers import PreTrainedTokenizerBase
 from distflow.errors import UserError
 from distflow.import_target import load
 from distflow.launch.model_sources import Adapt, Source, blaming, load_adapted
-from distflow.models.loading import load_model
+from distflow.models.loading import ModelSource, load_model
+from distflow.models.reward_model import check_config, longest_text
 from distflow.models.sharding import Sharding
-from distflow.models.tokenizer import stop_token_ids
+from distflow.models.tokenizer import load_tokenizer, stop_token_ids
 from distflow.rewards.router import RewardRouter
 from distflow.rollout.engine import RolloutEngine
 from distflow.runtime.spec import Get
 from distflow.scheduling.groups import Version
 from distflow.training.engine import TrainEngine
 from distflow.training.optimizer import Schedule
-from distflow.training.torch_engine import ScorerOptions, TorchScorer
+from distflow.training.torch_engine import RewardModelScorer, ScorerOptions, TorchScorer
 
 Options = dict[str, object]
 """Keyword arguments of a constructor that is found by name, plain values."""
@@ -111,6 +112,19 @@ def build_reference(
 def build_adapted_reference(get: Get, device: torch.device, options: ScorerOptions) -> TorchScorer:
     """The policy with its adapter switched off, which is the initial policy."""
     return TorchScorer(get("policy"), without_adapter=True, group=get("collective"), **options)
+
+
+def build_reward_model(
+    get: Get, device: torch.device, source: Source, spread: Spread | None, options: ScorerOptions
+) -> RewardModelScorer:
+    """Its tokenizer may be another one than the policy's."""
+    with blaming("reward_model.model.path"):
+        check_config(found := ModelSource(**source), found.config())
+        model = load_model(**source, sharding=_sharding(get, spread), device=device, draws_head=False)
+        tokenizer = load_tokenizer(source["path"], generates=False)
+    longest, group = longest_text(model.config, tokenizer), get("collective")
+    frozen = model.requires_grad_(False)
+    return RewardModelScorer(frozen, tokenizer=tokenizer, max_length=longest, group=group, **options)
 
 
 def build_rollout(

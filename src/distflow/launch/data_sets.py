@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from distflow.builtin_names import REWARDS
 from distflow.config import Config
 from distflow.config.compose.key_usage import peek
-from distflow.config.derived_settings import is_rl
+from distflow.config.derived_settings import is_rl, reads_pairs
 from distflow.config.domain_settings import chooses_by_tags, domain_of_tag, reward_functions, validates
 from distflow.config.keys.reward import RewardPart
 from distflow.config.keys.run import StopCondition
@@ -44,7 +44,7 @@ def data_plan(config: Config, rows: Mapping[str, int]) -> DataPlan:
     plan = DataPlan(
         num_rows=num_rows,
         consumer_batch=data.train_batch_size,
-        group_size=config.actor_rollout_ref.rollout.n if is_rl(config) else 1,
+        group_size=config.actor_rollout_ref.rollout.n if is_rl(config) else 1 + reads_pairs(config),
         total_groups=None if steps or data.domains else epochs * num_rows,
         total_steps=steps or total_steps(epochs, num_rows, data.train_batch_size),
         seed=data.seed if data.shuffle else 0,
@@ -191,7 +191,8 @@ def validation_sources(config: Config, scored: bool) -> list[DataSource]:
 
 def _source(config: Config, split: Literal["train", "val"], domain: str, scored: bool) -> DataSource:
     """domain: "" for the files of `data` itself."""
-    data, is_sft, functions = config.data, not is_rl(config), reward_functions(config)
+    data, functions, is_rm = config.data, reward_functions(config), reads_pairs(config)
+    is_sft, reads_all = not is_rl(config) and not is_rm, config.reward_model.model.path is not None
     parts = functions.get(domain, ()) if domain else [part for named in functions.values() for part in named]
     rewards = [REWARDS[part.name] for part in parts if part.name in REWARDS]  # what a user's own needs is unknown
     own = partial(own_setting, config, domain, data)
@@ -227,10 +228,11 @@ def _source(config: Config, split: Literal["train", "val"], domain: str, scored:
         template_kwargs=data.apply_chat_template_kwargs,
         filter_overlong=data.filter_overlong_prompts,
         truncation=data.truncation,
-        keep_messages=scored and any(reward.reads_messages for reward in rewards),
+        keep_messages=is_rm or (scored and (reads_all or any(reward.reads_messages for reward in rewards))),
         num_workers=data.num_loader_workers,
         pass_rate=pass_rate,
         group=key,
+        pair=(data.chosen_key, data.rejected_key) if is_rm else None,
     )
     return DataSource(files_key, named, most, columns, data.bad_rows, options, domain)
 

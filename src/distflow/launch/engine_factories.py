@@ -12,11 +12,10 @@ from distflow.builtin_names import ROLLOUT_ENGINES, TRAIN_ENGINES
 from distflow.config import Config
 from distflow.config.derived_settings import is_rl, is_sharded, optimizer_steps
 from distflow.config.domain_settings import response_limit, temperatures
-from distflow.errors import UserError
 from distflow.import_target import load
 from distflow.launch import build_engines
 from distflow.launch.hardware import choose_device, threads_of
-from distflow.launch.model_sources import critic_source, policy_adapter, policy_source, tokenizer_loader
+from distflow.launch.model_sources import critic_source, policy_adapter, policy_source, rm_source, tokenizer_loader
 from distflow.models.cpu_kernels import build as native
 from distflow.rewards.pool.domain_pools import RewardSettings
 from distflow.rewards.router import Overlong, RewardRouter
@@ -31,10 +30,7 @@ def make_factories(
     config: Config, engines: Collection[str], services: Collection[str], steps: int
 ) -> dict[str, Factory]:
     """Factories of these and of their parts. steps: training steps of the whole run. Raises UserError for an engine
-    that is not implemented."""
-    if "reward_model" in engines:
-        way_out = "a reward model scores as a reward function (docs/rewards.md#a-reward-model)"
-        raise UserError(f"a node of the pipeline asks for the engine 'reward_model', which is not there yet; {way_out}")
+    whose model is not named."""
     factories: dict[str, Factory] = {
         "policy": partial(
             build_engines.build_policy,
@@ -64,6 +60,16 @@ def make_factories(
         else:
             source, spread = policy_source(config), _spread(config, "ref")
             factories["ref"] = partial(build_engines.build_reference, source=source, spread=spread, options=options)
+    if "reward_model" in engines:
+        factories["reward_model"] = partial(
+            build_engines.build_reward_model,
+            source=rm_source(config),
+            spread=_spread(config, "reward_model"),
+            options={
+                **_scorer_options(config, config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu),
+                "temperatures": {},
+            },
+        )
     if "rollout" in engines:
         factories["rollout"] = _rollout_factory(config)
     if "reward_fn" in services:
@@ -139,13 +145,14 @@ def _scorer_options(config: Config, max_tokens: int | None) -> ScorerOptions:
     }
 
 
-def _spread(config: Config, role: Literal["actor", "critic", "ref"]) -> build_engines.Spread | None:
+def _spread(config: Config, role: Literal["actor", "critic", "ref", "reward_model"]) -> build_engines.Spread | None:
     """None where every rank has the model whole."""
     if not is_sharded(config):
         return None
     settings = config.actor_rollout_ref
-    if role == "ref":
-        return build_engines.Spread(compute_dtype(config), settings.ref.fsdp_config.param_offload)
+    if role in ("ref", "reward_model"):
+        frozen = settings.ref if role == "ref" else config.reward_model
+        return build_engines.Spread(compute_dtype(config), frozen.fsdp_config.param_offload)
     trained = config.critic.fsdp_config if role == "critic" else settings.actor.fsdp_config
     return build_engines.Spread(compute_dtype(config), trained.offload_policy)
 

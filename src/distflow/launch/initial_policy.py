@@ -107,12 +107,14 @@ def with_models_of_runs(loaded: Loaded, say: Say) -> Loaded:
         tokenizer_path=_folder(settings.model.tokenizer_path, config, say),
     )
     critic = replace(config.critic.model, path=_folder(config.critic.model.path, config, say))
-    if (model, critic) == (settings.model, config.critic.model):
+    scores = replace(config.reward_model.model, path=_folder(config.reward_model.model.path, config, say))
+    if (model, critic, scores) == (settings.model, config.critic.model, config.reward_model.model):
         return loaded
     config = replace(
         config,
         actor_rollout_ref=replace(settings, model=model),
         critic=replace(config.critic, model=critic),
+        reward_model=replace(config.reward_model, model=scores),
     )
     return replace(loaded, config=config)
 

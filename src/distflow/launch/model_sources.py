@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from distflow.config import Config
+from distflow.config.derived_settings import reads_pairs
 from distflow.errors import UserError, hint
 from distflow.models.loading import ModelSource, SourceOptions, context_length, load_model
 from distflow.models.lora import add_lora
@@ -89,6 +90,8 @@ def _source_of(config: Config, role: str) -> tuple[str, Source]:
     """The model of a role, with the key that names it."""
     if role == "critic" and config.critic.model.path is not None:
         return "critic.model.path", critic_source(config)
+    if role == "reward_model":
+        return "reward_model.model.path", rm_source(config)
     return "actor_rollout_ref.model.path", policy_source(config)
 
 
@@ -100,12 +103,13 @@ def check_layouts(config: Config, layouts: Sequence[Layout]) -> None:
             key, source = _source_of(config, layout.role)
             with blaming(key):
                 check_divisible(
-                    ModelSource(**source).config(), layout.sizes.tensor, adapted and layout.role != "critic"
+                    ModelSource(**source).config(), layout.sizes.tensor, adapted and layout.role in ("actor", "ref")
                 )
 
 
 def policy_source(config: Config) -> Source:
-    return _source(config, config.actor_rollout_ref.model.path)
+    """Of the model that is trained: a reward model's, where the pipeline trains one."""
+    return {**_source(config, config.actor_rollout_ref.model.path), "scores": reads_pairs(config)}
 
 
 def critic_source(config: Config) -> Source:
@@ -114,6 +118,15 @@ def critic_source(config: Config) -> Source:
         return policy_source(config)
     # File, commit and init of the actor do not apply to another model.
     return {**_source(config, path), "gguf_file": None, "revision": None, "init": "pretrained"}
+
+
+def rm_source(config: Config) -> Source:
+    """Raises UserError where none is named."""
+    path = config.reward_model.model.path
+    if path is None:
+        raise UserError("reward_model.model.path: a node of the pipeline asks for the engine 'reward_model'; set it")
+    own: SourceOptions = {"gguf_file": None, "revision": None, "init": "pretrained", "trust_remote_code": False}
+    return {**_source(config, path), **own, "scores": True}
 
 
 def _source(config: Config, path: str | None) -> Source:

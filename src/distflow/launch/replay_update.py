@@ -11,9 +11,10 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from yaml import YAMLError
 
-from distflow.algorithms.objective import SFTObjective
+from distflow.algorithms.objective import PairObjective, SFTObjective
 from distflow.checks.nonfinite import BATCH, CONFIG, FACTS, WEIGHTS
 from distflow.config import Config, config_from_dict, config_of_run
+from distflow.config.derived_settings import reads_pairs
 from distflow.data.batch import Batch
 from distflow.errors import UserError
 from distflow.graph.fields import Axis
@@ -98,10 +99,10 @@ def _reading(bundle: Path) -> Iterator[None]:
 def _samples_alone(
     engine: TorchTrainEngine, objective: LossFn, batch: Batch, weights: Mapping[str, Tensor]
 ) -> Iterator[str]:
-    found = 0
-    for row in range(len(batch)):
+    found, is_pair = 0, isinstance(objective, PairObjective)
+    for row in range(0, len(batch), 1 + is_pair):
         _load_weights(engine.model, weights)
-        alone = engine.train_step(batch.select([row]), objective)
+        alone = engine.train_step(batch.select(range(row, row + 1 + is_pair)), objective)
         if alone["skipped"]:
             found += 1
             yield f"sample {batch['uid'][row]} alone: loss {alone['loss']:g}, gradient norm {alone['grad_norm']:g}"
@@ -135,6 +136,8 @@ def _engine(config: Config, role: str) -> TorchTrainEngine:
 def _objective(config: Config, role: str, batch: Batch) -> LossFn:
     if role == "critic":
         return value_objective(config)
+    if reads_pairs(config):
+        return PairObjective()
     return policy_objective(config) if "advantages" in batch else SFTObjective()
 
 

@@ -134,6 +134,8 @@ def _users_facts(config: Config) -> dict[str, object]:
         for options in (part.options for part in parts if part.name in REWARDS and REWARDS[part.name].prepare):
             model = identity(str(options.get("path", "")), str(options.get("revision", "")) or None)
             facts[f"reward_model_{domain}"] = model
+    if path := config.reward_model.model.path:
+        facts["reward_model"] = identity(path, None)
     return facts
 
 

@@ -40,6 +40,8 @@ def export_model(
                 weights = {**dict(named_weights(model)), **buffers}
             with quiet_transformers():
                 causal.save_pretrained(aside, state_dict=weights)
+            file = aside / "config.json"  # a reward model's weights are those of either class
+            file.write_text(file.read_text().replace("ForTokenClassification", "ForSequenceClassification"))
             if tokenizer is not None:
                 tokenizer.save_pretrained(aside)
             if note is not None:

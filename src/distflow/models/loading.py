@@ -42,7 +42,8 @@ class SourceOptions(TypedDict, total=False):
     """Which weights of a model's path.
 
     init: "random" takes only the folder's config and draws fresh weights by `seed`. revision: of a hub id.
-    gguf_file: the name of a GGUF file in the folder, dequantised when it is loaded.
+    gguf_file: the name of a GGUF file in the folder, dequantised when it is loaded. scores: with a head that gives a
+    score in place of the language model's: a reward model.
     """
 
     init: Init
@@ -50,6 +51,7 @@ class SourceOptions(TypedDict, total=False):
     revision: str | None
     trust_remote_code: bool
     gguf_file: str | None
+    scores: bool
 
 
 def load_model(
@@ -59,19 +61,22 @@ def load_model(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
     sharding: Sharding | None = None,
+    draws_head: bool = True,
     **options: Unpack[SourceOptions],
 ) -> PreTrainedModel:
     """A causal language model, or with `critic` one with a value head, its dropout off and its packed forward checked.
 
     path: as `resolve_path` takes it. critic: a `transformers` token classifier with one label, from the folder of a
     language model or a critic; a folder without a value head (`score`) gets a fresh one by `seed`, small enough that
-    values start near 0. sharding: each rank has its part of every weight, and reads only that of the folder's
+    values start near 0, or is refused unless `draws_head`. A reward model (`scores`) is a critic without a bias, as
+    sequence classifiers are. sharding: each rank has its part of every weight, and reads only that of the folder's
     safetensors. Fresh weights and those of a GGUF file cannot be had in parts: each rank makes them whole first. All
     ranks call this; `dtype` is float32 then.
     Raises UserError if the model cannot be found, read or run packed, and, read in parts, where the weights are not
     stored as the model names and shapes them.
     """
     source = ModelSource(path, **options)
+    critic = critic or source.scores
     auto_class, config = AutoModelForTokenClassification if critic else AutoModelForCausalLM, source.config()
     if critic:
         if type(config) not in AutoModelForTokenClassification._model_mapping:
@@ -87,6 +92,11 @@ def load_model(
     if critic:
         if not hasattr(model, "score"):
             raise _no_critic(source, config)
+        if source.scores:
+            model.score.bias = None  # type: ignore[union-attr]  # found by its name
+            missing = [name for name in missing if name != f"{VALUE_HEAD}bias"]
+        if f"{VALUE_HEAD}weight" in missing and not draws_head:
+            raise UserError(f"{source} is no reward model: its weights lack {VALUE_HEAD}weight")
         if any(name.startswith(VALUE_HEAD) for name in missing):
             _fresh_value_head(model, source.seed)
         missing = [name for name in missing if not name.startswith(VALUE_HEAD)]
@@ -119,6 +129,7 @@ class ModelSource:
         self.path = resolve_path(path)
         self.init, self.seed = options.get("init", "pretrained"), options.get("seed", 0)
         self.gguf_file = gguf_file = options.get("gguf_file")
+        self.scores = options.get("scores", False)
         revision, trust_remote_code = options.get("revision"), options.get("trust_remote_code", False)
         self._options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
         if trust_remote_code and not is_local(self.path) and revision is None:
@@ -180,6 +191,8 @@ class ModelSource:
     ) -> tuple[PreTrainedModel, list[str]]:
         """As `pretrained`, in float32 and sharded: made without weights first, as no rank ever holds the whole."""
         model = empty_model(auto_class, config)
+        if self.scores and hasattr(model, "score"):
+            model.score.bias = None  # type: ignore[union-attr]  # found by its name
         disable_dropout(model)
         attach_packed_forward(model)
         shard_model(model, sharding)

@@ -260,7 +260,8 @@ def packed_forward(
     """The wanted outputs at the predicting positions, each `(n,)`, with gradient.
 
     outputs: of "log_probs" (of the targets, under softmax(logits / temperature)), "entropy" (of the same
-    distribution), "values". temperature: of all positions, or float `(n,)`.
+    distribution), "values" or "text_scores" (of a value head, a reward model's). temperature: of all positions, or
+    float `(n,)`.
     """
     hidden = packed_hidden_states(
         model, inputs.input_ids, inputs.lengths, wanted=inputs.predicting, sharing=inputs.sharing
@@ -269,6 +270,10 @@ def packed_forward(
     if "values" in outputs:
         values = output_head(model)(hidden)[:, 0]
         found["values"] = values if values.dtype == torch.float64 else values.float()
+    if "text_scores" in outputs:
+        wide, weight = torch.promote_types(hidden.dtype, torch.float32), unwrapped(model).score.weight[0]
+        with torch.autocast(hidden.device.type, enabled=False):  # the head is always float32, as `load_reward_model`'s
+            found["text_scores"] = hidden.to(wide) @ weight.to(wide)
     if "log_probs" in outputs or "entropy" in outputs:
         log_probs, entropy = token_log_probs(
             output_head(model),

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForSequenceClassification, PreTrainedModel
+from transformers import AutoModelForSequenceClassification, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from distflow.errors import UserError
 from distflow.models.loading import ModelSource, own_aligned_memory, refuse_garbage
@@ -35,11 +35,7 @@ def load_reward_model(
                 "a family that transformers knows"
             ) from None
         raise
-    if type(config) not in AutoModelForSequenceClassification._model_mapping:
-        raise UserError(f"{source} cannot be a reward model: its family '{config.model_type}' has no classifier")
-    if config.num_labels != 1:
-        what = next(iter(config.architectures or []), "model")
-        raise UserError(f"{source} is no reward model, but a {what} of num_labels={config.num_labels}: a score is one")
+    check_config(source, config)
     model, missing = source.pretrained(AutoModelForSequenceClassification, config, dtype, only_safetensors=True)
     if missing:
         raise UserError(f"{source} is no reward model: its weights lack {', '.join(missing[:4])}")
@@ -48,6 +44,21 @@ def load_reward_model(
     if isinstance(head := getattr(model, HEAD, None), nn.Linear):
         head.float()
     return nn.Module.to(model, torch.device(device)).eval()
+
+
+def check_config(source: ModelSource, config: PreTrainedConfig) -> None:
+    """Raises UserError for the config of anything but a sequence classifier with one label."""
+    if type(config) not in AutoModelForSequenceClassification._model_mapping:
+        raise UserError(f"{source} cannot be a reward model: its family '{config.model_type}' has no classifier")
+    if config.num_labels != 1:
+        what = next(iter(config.architectures or []), "model")
+        raise UserError(f"{source} is no reward model, but a {what} of num_labels={config.num_labels}: a score is one")
+
+
+def longest_text(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """Tokens that the model can read, by its config and its tokenizer (which has 1e30 if it knows no limit)."""
+    limits = [getattr(config.get_text_config(), "max_position_embeddings", None), tokenizer.model_max_length]
+    return min((int(each) for each in limits if each is not None and 0 < each < 2**31), default=None)
 
 
 @torch.inference_mode()

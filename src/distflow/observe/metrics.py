@@ -49,14 +49,14 @@ class Headline(NamedTuple):
 
 HEADLINES = (
     Headline("reward", ("reward/mean_score",), ".3f", 6),
-    Headline("loss", ("sft/loss", "loss"), ".4f", 7),
-    Headline("val loss", ("sft/val_loss",), ".4f", 7),
-    Headline("accuracy", ("val_correct/all/mean",), ".3f", 5),
+    Headline("loss", ("sft/loss", "rm/loss", "loss"), ".4f", 7),
+    Headline("val loss", ("sft/val_loss", "rm/val_loss"), ".4f", 7),
+    Headline("accuracy", ("val_correct/all/mean", "rm/val_accuracy", "rm/accuracy"), ".3f", 5),
     Headline("kl", ("actor/kl_loss", "actor/reward_kl_penalty"), ".4f", 7),
     Headline("entropy", ("actor/entropy",), ".3f", 6),
     Headline("length", ("rollout/avg_response_length",), ".1f", 6),
     Headline("truncated", ("rollout/truncated",), ".0%", 4),
-    Headline("grad norm", ("actor/grad_norm", "sft/grad_norm"), ".3f", 6),
+    Headline("grad norm", ("actor/grad_norm", "sft/grad_norm", "rm/grad_norm"), ".3f", 6),
     Headline("tokens/s", ("throughput/tokens_per_s",), ",.0f", 7),
 )
 

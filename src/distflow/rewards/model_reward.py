@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from distflow.builtin_names import DTYPES, PROMPT_MESSAGES
+from distflow.builtin_names import DTYPES
+from distflow.data.preference_pairs import encode_text, messages_of
 from distflow.errors import UserError
-from distflow.models.reward_model import HEAD, load_reward_model, score_ids
+from distflow.models.reward_model import HEAD, load_reward_model, longest_text, score_ids
 from distflow.models.tokenizer import load_tokenizer
 from distflow.rewards.score import CUT, Case
 
@@ -45,7 +46,13 @@ def compute_score(
     if not solution_strs:
         return []
     texts = [
-        reward_model.encode(_messages(extra, prompts[i] if prompts else ""), _whole(response))
+        encode_text(
+            reward_model.tokenizer,
+            messages_of(extra, prompts[i] if prompts else ""),
+            response,
+            reward_model.max_length,
+            reward_model.is_encoder,
+        )
         for i, (response, extra) in enumerate(zip(solution_strs, extra_infos, strict=True))
     ]
     if not all(ids for ids, _ in texts):
@@ -70,29 +77,6 @@ class _RewardModel:
     max_length: int | None
     is_encoder: bool
 
-    def encode(self, messages: Sequence[Mapping[str, object]], response: str) -> tuple[list[int], int]:
-        """Token ids, and how many were cut off: of a decoder's text the first ones after its start token."""
-        ids = self._encode(messages, response)
-        cut = 0 if self.max_length is None else max(len(ids) - self.max_length, 0)
-        if not cut:
-            return ids, 0
-        if self.is_encoder:
-            return self._encode(messages, response, truncation=True, max_length=self.max_length), cut
-        start = ids[:1] if ids[0] == self.tokenizer.bos_token_id else []
-        return start + ids[cut + len(start) :], cut
-
-    def _encode(self, messages: Sequence[Mapping[str, object]], response: str, **cut: object) -> list[int]:
-        tokenizer = self.tokenizer
-        options = {"return_attention_mask": False, "verbose": False, **cut}
-        if tokenizer.chat_template:
-            answered: list[Any] = [*messages, {"role": "assistant", "content": response}]
-            text = tokenizer.apply_chat_template(answered, tokenize=False)
-            return tokenizer(text, add_special_tokens=False, **options)["input_ids"]
-        prompt = "\n\n".join(str(message.get("content") or "") for message in messages)
-        if self.is_encoder:
-            return tokenizer(prompt, response, **options)["input_ids"]
-        return tokenizer(prompt + response + (tokenizer.eos_token or ""), **options)["input_ids"]
-
 
 @cache
 def _loaded(path: str, revision: str, dtype: str, device: str, max_length: int) -> _RewardModel:
@@ -102,7 +86,7 @@ def _loaded(path: str, revision: str, dtype: str, device: str, max_length: int) 
         raise UserError(f"the reward 'model' computes in {' or '.join(DTYPES)}, not in '{dtype}' (dtype)")
     model = load_reward_model(path, dtype=getattr(torch, dtype), device=_device(device), revision=revision or None)
     tokenizer = load_tokenizer(path, revision=revision or None, generates=False)
-    longest = _longest(model, tokenizer)
+    longest = longest_text(model.config, tokenizer)
     if longest is not None and max_length > longest:
         raise UserError(f"the reward 'model' reads {longest} tokens at most, not {max_length} (max_length)")
     is_encoder = not isinstance(getattr(model, HEAD, None), torch.nn.Linear)
@@ -119,20 +103,3 @@ def _device(name: str) -> torch.device:
         reason = str(error).splitlines()[0]
         raise UserError(f"the reward 'model' finds no device '{name}' ({reason}): write cpu, cuda or cuda:1") from error
     return device
-
-
-def _longest(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """Tokens that the model can read, by its config and its tokenizer (which has 1e30 if it knows no limit)."""
-    limits = [getattr(model.config.get_text_config(), "max_position_embeddings", None), tokenizer.model_max_length]
-    return min((int(each) for each in limits if each is not None and 0 < each < 2**31), default=None)
-
-
-def _messages(extra: Mapping[str, object] | None, prompt: str) -> list[Mapping[str, object]]:
-    """A prompt that is plain text is one user message."""
-    found = (extra or {}).get(PROMPT_MESSAGES)
-    return list(found) if isinstance(found, list) else [{"role": "user", "content": _whole(prompt)}]
-
-
-def _whole(text: str) -> str:
-    """Without single surrogates, which no tokenizer accepts."""
-    return text.encode("utf-8", "replace").decode()

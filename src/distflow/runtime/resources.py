@@ -34,12 +34,13 @@ class Resources:
     actor: TrainEngine | None = None
     critic: TrainEngine | None = None
     ref: Scorer | None = None
+    reward_model: Scorer | None = None
     rollout: RolloutEngine | None = None
     reward_fn: RewardRouter | None = None
 
     def by_name(self) -> dict[str, object]:
         """The engines and services that a node's parameters may name."""
-        names = ("tokenizer", "actor", "critic", "ref", "rollout", "reward_fn")
+        names = ("tokenizer", "actor", "critic", "ref", "reward_model", "rollout", "reward_fn")
         return {name: part for name in names if (part := getattr(self, name)) is not None}
 
     def trained(self) -> dict[str, TrainEngine]:

@@ -5,6 +5,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+import torch
+from torch.nn.functional import logsigmoid
+
 from distflow.data.batch import Batch
 from distflow.data.sample import Sample, Segment
 from distflow.errors import UserError
@@ -92,7 +95,9 @@ def _right(group: Batch | Drop, count: int) -> list[bool | None]:
 
 def validation_loss(sets: Sequence[ValidationSet], actor: Scorer) -> tuple[dict[str, float], SampleRows]:
     """Mean negative log-likelihood of a token of the data's own responses (`sft/val_loss`); of each the sum, and the
-    number of tokens."""
+    number of tokens. Of preference pairs what a reward model makes of them."""
+    if sets[0].rows[0].rejected_ids is not None:
+        return _validation_of_pairs(sets, actor)
     total, tokens, rows = 0.0, 0.0, SampleRows()
     for chosen in sets:
         samples = []
@@ -107,6 +112,24 @@ def validation_loss(sets: Sequence[ValidationSet], actor: Scorer) -> tuple[dict[
             who = {"set": chosen.name, "kind": "loss", "row": i, "sample": 0, "versions": [], "wrong": ""}
             rows.append({**who, "loss": -float(own[mask].sum()), "tokens": int(mask.sum())})
     return {"sft/val_loss": total / max(tokens, 1.0)}, rows
+
+
+def _validation_of_pairs(sets: Sequence[ValidationSet], actor: Scorer) -> tuple[dict[str, float], SampleRows]:
+    """Of a reward model: `rm/val_loss`, `rm/val_accuracy` and `rm/val_margin`, means over pairs; of each its scores."""
+    rows, margins = SampleRows(), list[float]()
+    for chosen in sets:
+        texts = [(i, row, ids) for i, row in enumerate(chosen.rows) for ids in (row.response_ids, row.rejected_ids)]
+        batch = Batch.from_samples(
+            [Sample("", i, [Segment("prompt", r.prompt_ids), Segment("environment", ids or ())]) for i, r, ids in texts]
+        )
+        ends = batch.lengths("response").cumsum(0) - 1
+        scores = actor.forward(batch, ("text_scores",)).flat("text_scores")[ends].double().view(-1, 2).tolist()
+        who = {"set": chosen.name, "kind": "pair", "sample": 0, "versions": [], "wrong": ""}
+        rows += [{**who, "row": i, "chosen": own[0], "rejected": own[1]} for i, own in enumerate(scores)]
+        margins += [own[0] - own[1] for own in scores]
+    x = torch.tensor(margins, dtype=torch.float64)
+    columns = {"loss": -logsigmoid(x), "accuracy": (x > 0).double(), "margin": x}
+    return {f"rm/val_{name}": float(column.mean()) for name, column in columns.items()}, rows
 
 
 class ValidationRunner:

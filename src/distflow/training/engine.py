@@ -16,7 +16,8 @@ Sums = Mapping[str, Tensor | float]
 class LossFn(Protocol):
     """A loss over one mini-batch (one optimizer step), exact however the mini-batch is split.
 
-    outputs: what the engine must compute, of "log_probs", "entropy", "values".
+    outputs: what the engine must compute, of "log_probs", "entropy", "values", "text_scores". A loss on text scores
+    compares the texts of a prompt group: its micro-batches hold whole groups.
     """
 
     outputs: tuple[str, ...]

@@ -4,7 +4,7 @@ ranks, and activation checkpointing.
 """
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, TypedDict, TypeVar, Unpack
@@ -13,8 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from transformers import PreTrainedTokenizerBase
 
 from distflow.data.batch import Batch, read_numbers, send
+from distflow.data.preference_pairs import Messages, encode_text
 from distflow.errors import UserError
 from distflow.graph.fields import Axis
 from distflow.models.log_probs import check_temperature
@@ -79,14 +81,15 @@ class TorchScorer:
         """The wanted outputs of a micro-batch, flat `(response tokens,)`, on the model's device, with gradient.
 
         micro: on the CPU, where shared prefixes of its samples are found and computed once, or on the device.
-        outputs: of "log_probs", "entropy", "values". Raises ValueError for a sample without a prompt, and for samples
-        without their domain where domains have temperatures of their own.
+        outputs: of "log_probs", "entropy", "values", or "text_scores" alone. Raises ValueError for a sample without a
+        prompt, and for samples without their domain where domains have temperatures of their own.
         """
         model: Any = self.model  # nn.Module declares no methods
         adapter = adapter_off(self.model) if self.without_adapter else nullcontext()
         casts = self.compute_dtype not in (None, self._parameter.dtype)
         with adapter, torch.autocast(self.device.type, dtype=self.compute_dtype) if casts else nullcontext():
-            return model.packed_forward(model_inputs(micro, self.device), outputs, temperature=self._temperature(micro))
+            inputs = model_inputs(micro, self.device, before=int(outputs != ("text_scores",)))
+            return model.packed_forward(inputs, outputs, temperature=self._temperature(micro))
 
     def _columns(self, part: Batch, outputs: tuple[str, ...]) -> Batch:
         columns = Batch(part.lengths("prompt"), part.lengths("response"))
@@ -105,14 +108,36 @@ class TorchScorer:
         return send(of_samples.repeat_interleave(micro.lengths("response")), self.device)
 
 
-def micro_batches(batch: Batch, max_tokens: int, group: engine.Collective) -> list[Tensor]:
+@dataclass(eq=False, repr=False)
+class RewardModelScorer(TorchScorer):
+    """Scores texts by a reward model with a tokenizer of its own. max_length: tokens that it reads, None all."""
+
+    _: KW_ONLY
+    tokenizer: PreTrainedTokenizerBase
+    max_length: int | None
+
+    def score(self, asked: Sequence[Messages], responses: Sequence[str]) -> tuple[Tensor, list[int]]:
+        """Of each prompt with its response the score `(n,)`, and the number of tokens that were cut off."""
+        encoded = [
+            encode_text(self.tokenizer, messages, response, self.max_length)
+            for messages, response in zip(asked, responses, strict=True)
+        ]
+        lengths = torch.tensor([len(ids) for ids, _ in encoded], dtype=torch.int64)
+        texts = Batch(lengths - 1, torch.ones_like(lengths))  # outputs are computed at the response's tokens
+        texts["prompt_ids"] = torch.tensor([token for ids, _ in encoded for token in ids[:-1]], dtype=torch.int64)
+        texts["response_ids"] = torch.tensor([ids[-1] for ids, _ in encoded], dtype=torch.int64)
+        return self.forward(texts, ("text_scores",)).flat("text_scores"), [cut for _, cut in encoded]
+
+
+def micro_batches(batch: Batch, max_tokens: int, group: engine.Collective, whole_groups: bool = False) -> list[Tensor]:
     """Indices of each micro-batch's samples, int64; deterministic, every sample once.
 
     At most `max_tokens` tokens (prompt and response) in each, except for a longer sample, which is alone and never
-    cut. Neighbours with the same prompt stay together as far as they fit: their prompt is computed once. Every
-    rank of `group` gets as many as the one that needs most, empty ones where it has fewer samples.
+    cut. Neighbours with the same prompt stay together as far as they fit: their prompt is computed once. With
+    `whole_groups` the samples of a prompt group always do. Every rank of `group` gets as many as the one that needs
+    most, empty ones where it has fewer samples.
     """
-    families = _families(batch, max_tokens)
+    families = _groups(batch) if whole_groups else _families(batch, max_tokens)
     lengths = batch.lengths("sequence")
     sizes = [int(lengths[family].sum()) for family in families]
     bins = pack(sizes, max_tokens)
@@ -138,8 +163,14 @@ def _families(batch: Batch, max_tokens: int) -> list[list[int]]:
     return families
 
 
-def model_inputs(micro: Batch, device: torch.device) -> ModelInputs:
-    """Response token t of a sequence is predicted from the position before it, prompt length + t − 1.
+def _groups(batch: Batch) -> list[list[int]]:
+    numbers: Tensor = batch["group_index"]
+    return [(numbers == each).nonzero()[:, 0].tolist() for each in dict.fromkeys(numbers.tolist())]
+
+
+def model_inputs(micro: Batch, device: torch.device, before: int = 1) -> ModelInputs:
+    """Response token t of a sequence is predicted from the position before it, prompt length + t − 1; with `before` 0
+    the outputs are those at the token itself.
 
     A micro-batch without tokens becomes one token that nothing is predicted from: every rank must run a
     sharded model equally often, and the gradient is 0.
@@ -147,7 +178,7 @@ def model_inputs(micro: Batch, device: torch.device) -> ModelInputs:
     device would wait for that device.
     Raises ValueError for a sample without a prompt: nothing predicts its first token.
     """
-    empty = (micro.lengths("prompt") == 0) & (micro.lengths("response") > 0)
+    empty = (micro.lengths("prompt") < before) & (micro.lengths("response") > 0)
     if bool(empty.any()):
         index = int(empty.nonzero()[0])
         who = micro.flat("uid")[index] if "uid" in micro else f"number {index}"
@@ -157,7 +188,7 @@ def model_inputs(micro: Batch, device: torch.device) -> ModelInputs:
         ids, lengths = ids.new_zeros(1), torch.ones(1, dtype=torch.int64)
     positions = send(micro.response_positions(), ids.device)
     sharing = shared_prefixes(ids, lengths) if ids.device.type == "cpu" else None
-    ids, predicting, targets = (send(each, device) for each in (ids, positions - 1, ids[positions]))
+    ids, predicting, targets = (send(each, device) for each in (ids, positions - before, ids[positions]))
     return ModelInputs(ids, lengths, predicting, targets, sharing)
 
 
@@ -262,7 +293,7 @@ class TorchTrainEngine(TorchScorer):
         if counts.get("tokens") == 0:
             return {"loss": 0.0, "grad_norm": 0.0, "lr": lrs[0], "skipped": 1.0, "empty": 1.0}
         shares: list[engine.Sums] = []
-        for index in micro_batches(batch, self.max_tokens, self.group):
+        for index in micro_batches(batch, self.max_tokens, self.group, "text_scores" in loss_fn.outputs):
             micro = batch.select(index)
             flat = self.compute(micro, loss_fn.outputs)
             micro = micro.to(self.device)

@@ -236,7 +236,7 @@ OTHERS = {
     f"{ACTOR}.grad_clip=0.5": f"write {ACTOR}.max_grad_norm=0.5",
     "critic.model.fsdp_config.param_offload=True": "write critic.fsdp_config.param_offload=true",
     "critic.fsdp.offload_policy=True": "write critic.fsdp_config.offload_policy=true",
-    "reward_model.model.fsdp_config.param_offload=True": "leave it out",
+    "reward_model.model.fsdp_config.param_offload=True": "write reward_model.fsdp_config.param_offload=true",
     f"{REF}.fsdp_config.fsdp_size=4": f"as the actor does: {ACTOR}.fsdp_config.fsdp_size",
     f"{ACTOR}.fsdp_config.forward_prefetch=True": "",
     f"{ACTOR}.ulysses_sequence_parallel_size=2": "not divided over devices",

@@ -109,6 +109,8 @@ class DataConfig:
     answer_key: str = key("answer", "column of the ground truth for the reward function")
     response_key: str = key("response", "column of the response to train on (sft)")
     messages_key: str = key("messages", "column of a conversation whose assistant turns are trained on (sft)")
+    chosen_key: str = key("chosen", "column of the better response (rm): str or chat messages that end with it")
+    rejected_key: str = key("rejected", "column of the worse response (rm), likewise")
     tools_key: str = key("tools", "column of the functions that the chat template shows, as JSON schemas")
     solution_key: str | None = key(
         None, "column of reference solutions to score before the start; null is that of the reward function, '' is none"

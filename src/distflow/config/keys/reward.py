@@ -1,4 +1,4 @@
-"""Keys of `reward` and `custom_reward_function`: what a response is worth."""
+"""Keys of `reward`, `custom_reward_function` and `reward_model`: what a response is worth."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -7,6 +7,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias, cast
 from distflow.builtin_names import REWARDS
 from distflow.config.compose.values import Differing, Mismatch, convert, parse_differing, show
 from distflow.config.keys.declare import collect, group, key
+from distflow.config.keys.engines import RefFsdpConfig
 
 OnError: TypeAlias = Literal["mask", "drop"] | float
 """What happens to a sample with a reward error: left out of the loss, its group dropped, or a score instead."""
@@ -172,6 +173,22 @@ class CustomRewardConfig:
 
     path: str | None = key(None, "Python file or module of the function")
     name: str = key("compute_score", "name of the function")
+
+
+@dataclass(frozen=True)
+class RewardModelPathConfig:
+    """Where the reward model's weights come from."""
+
+    path: str | None = key(None, "folder or hub id of a reward model, or a run of the pipeline rm; null is none")
+
+
+@dataclass(frozen=True)
+class RewardModelConfig:
+    """A reward model as an engine of the run, which scores whole steps."""
+
+    model: RewardModelPathConfig = group(RewardModelPathConfig)
+    weight: float = key(1.0, "weight of its score, which is added to that of the reward functions")
+    fsdp_config: RefFsdpConfig = group(RefFsdpConfig)
 
 
 def patience_of(reward: RewardConfig, domain: str) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from distflow.config.keys.algorithm import AlgorithmConfig
 from distflow.config.keys.data import DataConfig
 from distflow.config.keys.declare import KeyInfo, changed, collect, group, yaml_name
 from distflow.config.keys.engines import ActorConfig, CriticConfig, ModelConfig, RefConfig, RolloutConfig
-from distflow.config.keys.reward import CustomRewardConfig, RewardConfig
+from distflow.config.keys.reward import CustomRewardConfig, RewardConfig, RewardModelConfig
 from distflow.config.keys.run import AsyncConfig, DagConfig, ProfilerConfig, TrainerConfig, TrustConfig
 
 if TYPE_CHECKING:
@@ -38,6 +38,7 @@ class Config:
     data: DataConfig = group(DataConfig)
     actor_rollout_ref: ActorRolloutRefConfig = group(ActorRolloutRefConfig)
     critic: CriticConfig = group(CriticConfig)
+    reward_model: RewardModelConfig = group(RewardModelConfig)
     reward: RewardConfig = group(RewardConfig)
     custom_reward_function: CustomRewardConfig = group(CustomRewardConfig)
     trainer: TrainerConfig = group(TrainerConfig)

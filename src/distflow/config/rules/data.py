@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from string import Formatter
 
 from distflow.builtin_names import CUSTOM_REWARD, TEMPLATE_PARAMETERS
-from distflow.config.derived_settings import is_rl
+from distflow.config.derived_settings import algorithms, is_rl, reads_pairs
 from distflow.config.domain_settings import named_rewards, reward_functions
 from distflow.config.keys.data import DataConfig, DomainConfig
 from distflow.config.keys.reward import RewardConfig, patience_of
@@ -49,7 +49,7 @@ def columns(config: Config) -> Iterator[Finding]:
     other = "answer_key" if is_rl(config) else "response_key"
     for key, source in sources(config):
         prompt = source.prompt_key or config.data.prompt_key
-        if prompt == (getattr(source, other) or getattr(config.data, other)):
+        if not reads_pairs(config) and prompt == (getattr(source, other) or getattr(config.data, other)):
             what = f"both are read from the column '{prompt}'"
             yield Finding((f"{key}.prompt_key", f"{key}.{other}"), what, f"set {key}.{other} to the other column")
 
@@ -87,11 +87,15 @@ def prompts(config: Config) -> Iterator[Finding]:
 
 
 def functions(config: Config) -> Iterator[Finding]:
-    """There are reward functions, and their weights are not all 0."""
+    """There are reward functions, and their weights are not all 0, unless a reward model scores as well."""
+    if config.reward_model.model.path and any(each.adv_estimator == "remax" for _, each in algorithms(config)):
+        what = "ReMax's baseline is scored by reward functions, and would not have the model's score"
+        advice = "make it one: reward.functions={default: [{name: model, options: {path: DIR}}]}"
+        yield Finding(("reward_model.model.path", "algorithm.adv_estimator"), what, advice)
     if not config.reward.functions and not config.data.domains:
         yield Finding(("reward.functions",), "there is no reward", "set e.g. reward.functions.default=[math]")
     for key, domain, parts in named_rewards(config):
-        if parts and all(part.weight == 0 for part in parts):
+        if parts and all(part.weight == 0 for part in parts) and not config.reward_model.model.path:
             what = f"all weights of the domain '{domain}' are 0, so its score is always 0"
             yield Finding((key,), what, "give a reward function a weight")
 

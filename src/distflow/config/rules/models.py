@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from distflow.builtin_names import ROLLOUT_ENGINES
-from distflow.config.derived_settings import is_rl, is_sharded, may_have_critic
+from distflow.config.derived_settings import is_rl, is_sharded, may_have_critic, reads_pairs
 from distflow.config.keys.engines import ActorConfig, CriticConfig, OptimConfig
 from distflow.config.keys.schema import Config
 from distflow.config.rules import ACTOR, MODEL, ROLLOUT, Finding
@@ -53,6 +53,9 @@ def lora(config: Config) -> Iterator[Finding]:
             "the base weights below the adapters would stay random",
             f"set {MODEL}.lora_rank=0, or {MODEL}.init=pretrained",
         )
+    if model.lora_rank > 0 and reads_pairs(config):
+        what = "an adapter leaves the reward model's new head as it was drawn"
+        yield Finding((f"{MODEL}.lora_rank", "dag.pipeline"), what, f"set {MODEL}.lora_rank=0")
     if model.target_modules == ():
         yield Finding((f"{MODEL}.target_modules",), "no module would get an adapter", "name modules, or all-linear")
 

@@ -36,7 +36,7 @@ def _val_files(config: Config) -> str:
 def stop_when(config: Config) -> Iterator[Finding]:
     """A metric of the validation needs one."""
     trainer = config.trainer
-    if not re.match("val(_correct)?/|sft/val_", trainer.stop_when or ""):
+    if not re.match("val(_correct)?/|(sft|rm)/val_", trainer.stop_when or ""):
         return
     if not validates(config):
         what, advice = "without validation there is no such metric", f"set {_val_files(config)}"

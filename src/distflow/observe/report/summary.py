@@ -102,7 +102,7 @@ def describe_learning(accuracy: Accuracy | None, steps: Steps) -> Finding:
     """Whether the run learned, by validation accuracy if there is one, else by the reward, else by the loss."""
     if accuracy and len(accuracy.points) > 1:
         return _learned_by_accuracy(accuracy)
-    for name, word, sign in ((REWARD, "reward", 1), ("sft/loss", "loss", -1), ("loss", "loss", -1)):
+    for name, word, sign in ((REWARD, "reward", 1), *((name, "loss", -1) for name in ("sft/loss", "rm/loss", "loss"))):
         values = known_values(steps, name)
         if len(values) >= 4:
             return _learned_by_curve(values, word, sign, steps)

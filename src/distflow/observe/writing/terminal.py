@@ -88,7 +88,7 @@ class TerminalView:
             if self._live is not None or not headlines(values):
                 return
             line, now = step_line(step, self._panel.total_steps, values, self._panel.eta_s()), self._clock()
-            if any(name.startswith("val_correct/") or name == "sft/val_loss" for name in values):
+            if any(name.startswith("val_correct/") or name.endswith("/val_loss") for name in values):
                 self._write(line)
             elif self._plain_at is None or now - self._plain_at >= _PLAIN_EVERY_S or step >= self._panel.total_steps:
                 self._write(line)

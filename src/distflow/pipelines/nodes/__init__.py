@@ -1,6 +1,7 @@
 """The standard nodes of the built-in pipelines; each does one part of a step, which its name says."""
 
 from distflow.pipelines.nodes.advantages import (
+    add_model_scores,
     apply_kl_penalty,
     clip_advantages,
     clip_rewards,
@@ -19,7 +20,8 @@ from distflow.pipelines.nodes.rollout import (
     filter_groups,
     generate,
     greedy_baseline,
+    load_pairs,
     load_responses,
 )
 from distflow.pipelines.nodes.rollout_correction import correct_drift, correct_mismatch, reject_mismatch
-from distflow.pipelines.nodes.updates import train_actor, train_critic, train_sft
+from distflow.pipelines.nodes.updates import train_actor, train_critic, train_reward_model, train_sft

@@ -67,6 +67,17 @@ async def load_responses(group: Group, tokenizer: PreTrainedTokenizerBase) -> li
     return [replace(sample, segments=[*sample.segments, *group.row.answer(group.prompt_group.version)])]
 
 
+@node(writes=RESPONSE_FIELDS, scope="group")
+async def load_pairs(group: Group, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
+    """The data set's pair of responses: sample 0 is the chosen one, sample 1 the rejected one."""
+    row, samples = group.row, list[Sample]()
+    for index, ids in enumerate((row.response_ids or (), row.rejected_ids or ())):
+        zeros = (0.0,) * len(ids)
+        segment = Segment("policy", ids, zeros, zeros, (group.prompt_group.version,) * len(ids))
+        samples.append(group.sample(index, segment, str(tokenizer.decode(list(ids), skip_special_tokens=True)), "stop"))
+    return samples
+
+
 SCORED_FIELDS = ("scores", "acc", "valid", "reward_parts", "reward_extra", "reward_errors")
 NO_DOMAINS: Mapping[str, tuple[int, OnError]] = MappingProxyType({})
 

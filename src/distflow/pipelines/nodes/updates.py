@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from distflow.algorithms.mismatch_check import Tolerance
-from distflow.algorithms.objective import PolicyObjective, SFTObjective
+from distflow.algorithms.objective import PairObjective, PolicyObjective, SFTObjective
 from distflow.config import Config
 from distflow.config.derived_settings import algorithms, takes_values
 from distflow.data.batch import Batch
@@ -97,6 +97,14 @@ def train_sft(config: Config) -> Callable[..., object]:
     """Update the policy towards the data set's responses."""
     objective, num_prompts = SFTObjective(), config.actor_rollout_ref.actor.ppo_mini_batch_size
     return _declared(objective.reads, partial(update, name="sft", objective=objective, num_prompts=num_prompts))
+
+
+@node_factory
+@node(role=NodeRole.ACTOR)
+def train_reward_model(config: Config) -> Callable[..., object]:
+    """Update a reward model towards higher scores of chosen responses than of rejected ones."""
+    objective, num_prompts = PairObjective(), config.actor_rollout_ref.actor.ppo_mini_batch_size
+    return _declared(objective.reads, partial(update, name="rm", objective=objective, num_prompts=num_prompts))
 
 
 def _columns(objective: PolicyObjective) -> tuple[str, ...]:

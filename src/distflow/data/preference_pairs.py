@@ -1,0 +1,89 @@
+"""Preference pairs: a prompt with a chosen and a rejected response; and the token ids of a text that a reward model
+scores, which are the same when it is trained and when it is asked."""
+
+from collections.abc import Mapping, Sequence
+from itertools import takewhile
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from distflow.builtin_names import PROMPT_MESSAGES
+from distflow.data.dataset_columns import RawRow
+from distflow.data.messages import kind
+from distflow.data.prompts import Encoded
+
+Messages = Sequence[Mapping[str, object]]
+
+
+def messages_of(extra_info: Mapping[str, object] | None, prompt: str) -> Messages:
+    """The prompt's messages; a prompt that is plain text is one user message."""
+    found = (extra_info or {}).get(PROMPT_MESSAGES)
+    return found if isinstance(found, list) else [{"role": "user", "content": _whole(prompt)}]
+
+
+def _whole(text: str) -> str:
+    """Without single surrogates, which no tokenizer accepts."""
+    return text.encode("utf-8", "replace").decode()
+
+
+def encode_text(
+    tokenizer: PreTrainedTokenizerBase,
+    asked: Messages,
+    response: str,
+    max_length: int | None = None,
+    is_encoder: bool = False,
+) -> tuple[list[int], int]:
+    """Token ids of a prompt's messages and the response, as a reward model of this tokenizer reads them, and how many
+    were cut off: of a decoder's text the first ones after its start token.
+
+    By the chat template, if there is one; else they are prompt, response and end token, or for an encoder a pair.
+    """
+    response = _whole(response)
+    ids = _encode(tokenizer, asked, response, is_encoder)
+    cut = 0 if max_length is None else max(len(ids) - max_length, 0)
+    if not cut:
+        return ids, 0
+    if is_encoder:
+        return _encode(tokenizer, asked, response, is_encoder, truncation=True, max_length=max_length), cut
+    start = ids[:1] if ids[0] == tokenizer.bos_token_id else []
+    return start + ids[cut + len(start) :], cut
+
+
+def _encode(
+    tokenizer: PreTrainedTokenizerBase, asked: Messages, response: str, is_encoder: bool, **cut: object
+) -> list[int]:
+    options: dict[str, Any] = {"return_attention_mask": False, "verbose": False, **cut}
+    if tokenizer.chat_template:
+        answered: list[Any] = [*asked, {"role": "assistant", "content": response}]
+        text = tokenizer.apply_chat_template(answered, tokenize=False)
+        return tokenizer(text, add_special_tokens=False, **options)["input_ids"]
+    prompt = "\n\n".join(str(message.get("content") or "") for message in asked)
+    if is_encoder:
+        return tokenizer(prompt, response, **options)["input_ids"]
+    return tokenizer(prompt + response + (tokenizer.eos_token or ""), **options)["input_ids"]
+
+
+def encode_pair(row: RawRow, tokenizer: PreTrainedTokenizerBase, names: tuple[str, str]) -> list[Encoded] | str:
+    """The row with both texts, or why they are no pair. What both begin with is the prompt, which is computed once;
+    each text keeps at least its last token, at which it is scored.
+
+    names: of the columns of the chosen and the rejected response: a text, or messages that end with it.
+    """
+    asked: Any = row.extra_info[PROMPT_MESSAGES]
+    texts = list[list[int]]()
+    for name in names:
+        found: Any = row.extra_info.get(name)
+        last = found[-1] if isinstance(found, list) and found else None
+        response = last.get("content") if isinstance(last, dict) else found
+        if not isinstance(response, str) or not response:
+            what = f"the response (column '{name}') is {kind(found)}, neither a text nor messages that end with one"
+            return f"{what}; data.chosen_key and data.rejected_key name the columns"
+        texts.append(encode_text(tokenizer, asked, response)[0])
+    chosen, rejected = texts
+    if chosen == rejected:
+        return f"the columns '{names[0]}' and '{names[1]}' hold the same response"
+    both = zip(chosen[:-1], rejected[:-1], strict=False)
+    same = len(list(takewhile(lambda pair: pair[0] == pair[1], both)))
+    if not same:
+        return "the prompt has no tokens"
+    return [Encoded(str(tokenizer.decode(chosen[:same])), chosen[:same], chosen[same:], rejected_ids=rejected[same:])]
