@@ -8,8 +8,6 @@ from typing import Any, cast
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
-from ray.util.placement_group import PlacementGroup
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from distflow import __version__
 from distflow.cluster import actor_calls
@@ -37,9 +35,9 @@ _NUM_CALLS = 6  # of a worker that may wait at once: groups, a step, its end, me
 
 
 class RayRun(AbstractContextManager["RayRun"]):
-    """A context manager: starts the actors of a run when it is made, and kills them when it exits."""
+    """A context manager: starts the actors of a run in the bundles of their nodes, and kills them when it exits."""
 
-    def __init__(self, spec: Spec, start: Start, bundles: PlacementGroup) -> None:
+    def __init__(self, spec: Spec, start: Start, bundles: Mapping[int, Any]) -> None:
         self._spec, self._start, self._bundles = spec, start, bundles
         max_held_bytes, places = bound_of(spec), places_of(spec)
         spec = replace(spec, data=replace(spec.data, max_held_bytes=max_held_bytes))
@@ -146,15 +144,13 @@ class RayRun(AbstractContextManager["RayRun"]):
 
     def _start_worker(self, place: Place) -> Any:
         spec, start = self._spec, self._start
-        ranks, needs = spec.plan.ranks, spec.options.worker
-        rank, nodes = ranks[place.rank], sorted({each.node for each in ranks})
-        where = PlacementGroupSchedulingStrategy(self._bundles, placement_group_bundle_index=nodes.index(rank.node))
+        rank, needs = spec.plan.ranks[place.rank], spec.options.worker
         return (
             ray.remote(WorkerActor)
             .options(
                 num_cpus=needs.cpus,
                 num_gpus=int(rank.device.startswith("cuda")),
-                scheduling_strategy=where,
+                scheduling_strategy=self._bundles[rank.node],
                 max_concurrency=_NUM_CALLS,
                 runtime_env={"env_vars": dict(needs.env)} if needs.env else None,
             )

@@ -54,7 +54,8 @@ def _plan(config: Config, pipeline: BoundPipeline) -> Plan:
     if config.trainer.launcher == "local":
         return plan_local(pipeline, str(device))
     refuse_offload_here(config, device)
-    is_shared_out = not config.trainer.allocation and len(pipeline_parts(pipeline, {})) > 1
+    several = bool(config.trainer.devices) or len(pipeline_parts(pipeline, {})) > 1
+    is_shared_out = several and not config.trainer.allocation
     sizes = model_sizes(config, pipeline.engines) if is_shared_out else {}
     plan = plan_ray(pipeline, config, str(device), sizes)
     check_layouts(config, plan.layouts)
