@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from distflow.cli import main, make_parser
+from distflow.commands.train import split_configs
 from distflow.config import load_config
 from distflow.config.keys.schema import group_names, schema_keys
 from distflow.config.migration.tables import all_tables, find_names
@@ -139,7 +140,8 @@ def test_commands_are_accepted(block: Block, saved: Path, monkeypatch: pytest.Mo
             continue
         arguments = make_parser().parse_args(words[1:])
         if words[1] in ("train", "sft", "eval") and not arguments.preset.startswith("runs/"):
-            load_config(arguments.preset, arguments.overrides)
+            for preset, *overrides in split_configs(arguments.preset, arguments.overrides).values():
+                load_config(preset, overrides)
 
 
 @pytest.mark.parametrize("block", all_blocks("yaml"))

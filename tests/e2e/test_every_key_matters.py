@@ -59,6 +59,7 @@ ELSEWHERE = {
     "trainer.nnodes": "tests/planning/test_multi_device.py",
     "trainer.n_gpus_per_node": "tests/planning/test_multi_device.py",
     "trainer.allocation": "tests/planning/test_multi_device.py",
+    "trainer.devices": "tests/planning/test_multi_device.py",
     "trainer.worker_cpus": "tests/cluster/test_nodes.py",
     "reward.num_actors": "tests/cluster/test_reward_actors.py",
     "reward.actor_cpus": "tests/cluster/test_reward_actors.py",

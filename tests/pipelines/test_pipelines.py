@@ -186,7 +186,7 @@ def test_a_custom_function_must_return_a_graph() -> None:
 def test_several_graphs_are_one_pipeline_of_several_parts(tmp_path: Path) -> None:
     file = tmp_path / "pipe.py"
     file.write_text("from distflow.pipelines.sft import sft_pipeline\ndef prog(): return [sft_pipeline()]\n")
-    with pytest.raises(UserError, match="returned list; .*: add the nodes of all to one graph; parts of it that have"):
+    with pytest.raises(UserError, match="returned list; .*: `distflow train a.yaml b.yaml` runs pipelines"):
         select_pipeline(config("sft", f"dag.pipeline={file}:prog"))
 
 

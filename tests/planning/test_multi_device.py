@@ -16,7 +16,8 @@ from distflow.errors import ConfigError, UserError
 from distflow.graph import BoundPipeline, NodeRole, NodeType, Pipeline, node
 from distflow.planning.allocation_expression import follow_allocation
 from distflow.planning.layout import Layout, Sizes
-from distflow.planning.multi_device import plan_ray
+from distflow.planning.multi_device import plan_ray, share_devices
+from distflow.planning.part_assignment import pipeline_parts
 from distflow.planning.plan import Plan, check_plan, rank_plan
 from tests.planning.test_layout import group_of
 from tests.planning.test_part_assignment import all_placements, broken_and_pieces
@@ -219,6 +220,66 @@ def test_shares_go_by_parameters_or_evenly() -> None:
     assert (len(evenly.layout("actor").ranks), len(evenly.layout("critic").ranks)) == (4, 4)
 
 
+SIZES = st.fixed_dictionaries({role: st.integers(0, 10**12) for role in ("actor", "critic", "ref", "reward_model")})
+LARGE, SMALL = {"actor": "300M"}, {"actor": "100M"}
+
+
+def test_pipelines_side_by_side_share_devices_by_parameters_or_evenly() -> None:
+    parts = [pipeline_parts(grpo(), SMALL), pipeline_parts(grpo(), LARGE)]
+    assert share_devices(parts, devices(2, 2)) == [((0,),), ((1, 2, 3),)]
+    assert share_devices(parts, devices(2, 2, dag__apportion_strategy="even")) == [((2, 3),), ((0, 1),)]
+    longer = [pipeline_parts(grpo(), SMALL), pipeline_parts(ppo(), SMALL)]
+    assert share_devices(longer, devices(3)) == [((2,),), ((0, 1),)], "as large, and the chain is longer"
+    spread = devices(2, 2, dag__apportion_strategy="even", dag__consider_node_cohesion=False)
+    assert share_devices(parts, spread) == [((1, 3),), ((0, 2),)]
+
+
+def test_several_parts_of_one_of_the_pipelines_have_devices_each() -> None:
+    parts = [pipeline_parts(two_parts(), {"actor": "1M", "critic": "5M"}), pipeline_parts(grpo(), {"actor": "3M"})]
+    assert share_devices(parts, devices(3, 3)) == [((4, 5, 6, 7, 8), (3,)), ((0, 1, 2),)]
+    plan = plan_ray(two_parts(), devices(3, 3, trainer__devices=((4, 5, 6, 7, 8), (3,))), "cpu", {"critic": "5M"})
+    assert (plan.layout("critic").ranks, plan.layout("actor").ranks) == ((1, 2, 3, 4, 5), (0,))
+    assert [rank.node for rank in plan.ranks] == [1, 1, 1, 2, 2, 2]
+
+
+def test_fewer_devices_than_pipelines_are_refused() -> None:
+    parts = [pipeline_parts(grpo(), SMALL)] * 3
+    with pytest.raises(UserError, match="3 independent parts, and there are 2 devices"):
+        share_devices(parts, devices(2))
+
+
+SHARED = st.lists(st.tuples(st.sampled_from([grpo, ppo, two_parts]), SIZES), min_size=1, max_size=4)
+
+
+@settings(derandomize=True, deadline=None, max_examples=60)
+@given(SHARED, st.integers(1, 3), st.integers(4, 8), st.sampled_from(["even", "param_aware"]))
+def test_each_of_several_pipelines_has_the_plan_that_it_has_alone_on_as_many_devices(
+    wanted: list[Any], nodes: int, per_node: int, strategy: str
+) -> None:
+    bound = [(make(), sizes) for make, sizes in wanted]
+    given_config = devices(per_node, nodes, dag__apportion_strategy=strategy)
+    parts = [pipeline_parts(*each) for each in bound]
+    if sum(map(len, parts)) > nodes * per_node:
+        return
+    shared = share_devices(parts, given_config)
+    assert sorted(number for own in shared for part in own for number in part) == list(range(nodes * per_node))
+    for (pipeline, sizes), own in zip(bound, shared, strict=True):
+        its_config = devices(per_node, nodes, dag__apportion_strategy=strategy, trainer__devices=own)
+        plan = plan_ray(pipeline, its_config, "cpu", sizes)
+        check_plan(plan, pipeline)
+        numbers = sorted(number for part in own for number in part)
+        assert [rank.node for rank in plan.ranks] == [number // per_node for number in numbers]
+        if len(own) == 1:
+            alone = plan_ray(pipeline, devices(len(numbers)), "cpu", sizes)
+            assert replace(plan, ranks=tuple(replace(rank, node=0) for rank in plan.ranks)) == alone
+
+
+@pytest.mark.parametrize("wrong", [((0, 4),), ((1, 1),), ((0,), (1,)), ((),)])
+def test_devices_that_are_not_there_twice_or_for_other_parts_are_refused(wrong: tuple[tuple[int, ...], ...]) -> None:
+    with pytest.raises(UserError, match="one list for each of the 1 independent parts, of different numbers below 4"):
+        plan_ray(grpo(), devices(2, 2, trainer__devices=wrong), "cpu", LARGE)
+
+
 def test_ppo_is_one_part_because_both_models_learn_from_one_rollout() -> None:
     plan = plan_ray(ppo(), devices(2), "cpu", {"actor": "7B", "critic": "7B"})
     assert nodes_of(plan)[0] == nodes_of(plan)[1] == (PLAYS, ("refer", "value", "compare", "learn", "learn_values"))
@@ -413,9 +474,6 @@ def engines_together(bound_pipeline: BoundPipeline) -> list[set[str]]:
         met = [part for part in found if part & engines]
         found = [part for part in found if part not in met] + ([engines.union(*met)] if engines else [])
     return found
-
-
-SIZES = st.fixed_dictionaries({role: st.integers(0, 10**12) for role in ("actor", "critic", "ref", "reward_model")})
 
 
 @settings(derandomize=True, deadline=None)

@@ -6,7 +6,7 @@ Of a rollout worker that dies, only the groups that it was generating are lost, 
 import re
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,7 +14,6 @@ from typing import Any
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
-from ray.util.placement_group import PlacementGroup
 
 from distflow.cluster.actor_calls import (
     COORDINATOR,
@@ -30,7 +29,7 @@ from distflow.cluster.actor_calls import (
     reply_of,
 )
 from distflow.cluster.coordinator_actor import Progress
-from distflow.cluster.ray_cluster import PLACED_WITHIN_S, failed_process, wait_for_room
+from distflow.cluster.ray_cluster import PLACED_WITHIN_S, Bundle, failed_process, wait_for_room
 from distflow.errors import UserError
 from distflow.launch.run_setup import Start, find_start, open_store
 from distflow.observe.reading.run_reader import read_events
@@ -195,7 +194,7 @@ def note_failure(run_dir: Path, error: BaseException) -> None:
 
 
 def start_again(
-    spec: Spec, start: Start, bundles: PlacementGroup, number: int, died: WorkerDied, say: Callable[[str], None]
+    spec: Spec, start: Start, bundles: Collection[Bundle], number: int, died: WorkerDied, say: Callable[[str], None]
 ) -> Start:
     """Where the run begins anew after a loss, with its actors ended and its bundles in place. number: of the restart,
     from 1. Raises WorkerDied where there is no room any more."""

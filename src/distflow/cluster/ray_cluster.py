@@ -4,7 +4,7 @@ import logging
 import os
 import socket
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -13,13 +13,15 @@ from typing import Any
 
 import ray
 from ray._private import services
+from ray._raylet import PlacementGroupID
 from ray.exceptions import GetTimeoutError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy as Bundle
 
 from distflow.cluster.actor_calls import ENDS_WITHIN_S
 from distflow.cluster.reaper import descendants, kill_those
 from distflow.errors import UserError
+from distflow.launch.hardware import worker_cores
 from distflow.planning.plan import Plan, RankPlan, dp_groups_of
 from distflow.planning.threads import share_threads, usable_cores
 from distflow.runtime.rank_info import Home, Place
@@ -39,6 +41,8 @@ _SHARE_OF_STORE = 0.5
 _MB = 10**6
 _NEEDED = ("raylet", "gcs_server")
 """Ray's names for those of its processes that a run needs."""
+SHARED_BUNDLES = "DISTFLOW_SHARED_BUNDLES"
+"""An environment variable: the placement group, reserved by the process that started this one, with a bundle a node."""
 
 
 @contextmanager
@@ -144,7 +148,20 @@ def _end_own() -> None:
 
 
 @contextmanager
-def bundles_of(plan: Plan, each: WorkerNeeds, say: Callable[[str], None], ends: bool) -> Iterator[PlacementGroup]:
+def bundles_of(plan: Plan, each: WorkerNeeds, say: Callable[[str], None], ends: bool) -> Iterator[dict[int, Bundle]]:
+    """The reserved bundle of each node of the plan: of this run alone, or of all that one command has started. Raises
+    as `reserve` does."""
+    nodes = sorted({rank.node for rank in plan.ranks})
+    if shared := os.environ.get(SHARED_BUNDLES):
+        group = PlacementGroup(PlacementGroupID(bytes.fromhex(shared)))
+        yield {node: Bundle(group, node) for node in nodes}
+        return
+    with reserve(plan, each, say, ends) as group:
+        yield {node: Bundle(group, index) for index, node in enumerate(nodes)}
+
+
+@contextmanager
+def reserve(plan: Plan, each: WorkerNeeds, say: Callable[[str], None], ends: bool) -> Iterator[PlacementGroup]:
     """One bundle a node of the plan, with the CPUs, the device and the memory of each of its workers. Raises UserError
     where the cluster does not have them.
 
@@ -154,19 +171,20 @@ def bundles_of(plan: Plan, each: WorkerNeeds, say: Callable[[str], None], ends: 
     wanted = [_needs([rank for rank in plan.ranks if rank.node == node], each) for node in nodes]
     group = placement_group(wanted, strategy="PACK" if len(nodes) == 1 else "STRICT_SPREAD")
     try:
-        wait_for_room(group, PLACED_WITHIN_S if _fits(wanted) else 0.0, say)
+        each_bundle = [Bundle(group, number) for number in range(len(wanted))]
+        wait_for_room(each_bundle, PLACED_WITHIN_S if _fits(wanted) else 0.0, say)
         yield group
     finally:
         if not ends:
             remove_placement_group(group)
 
 
-def wait_for_room(group: PlacementGroup, timeout_s: float, say: Callable[[str], None]) -> None:
+def wait_for_room(bundles: Collection[Bundle], timeout_s: float, say: Callable[[str], None]) -> None:
     """Until each bundle has a machine that answers: Ray places those of one that is gone anew. Raises UserError."""
-    wanted, answer = group.bundle_specs, ray.remote(lambda: None)  # by value: it imports nothing there
+    wanted = [each.placement_group.bundle_specs[each.placement_group_bundle_index] for each in bundles]
+    answer = ray.remote(lambda: None)  # by value: it imports nothing there
     needs = f"{len(wanted)} machine(s) with {', '.join(map(_counted, wanted))}"
-    each_bundle = [PlacementGroupSchedulingStrategy(group, number) for number in range(len(wanted))]
-    ready = [answer.options(num_cpus=0, max_retries=-1, scheduling_strategy=each).remote() for each in each_bundle]
+    ready = [answer.options(num_cpus=0, max_retries=-1, scheduling_strategy=each).remote() for each in bundles]
     if timeout_s and ray.wait(ready, num_returns=len(ready), timeout=_SAYS_AFTER_S)[1]:
         say(f"waiting up to {timeout_s:g} s for {needs}: other jobs use them now")
     try:
@@ -237,11 +255,14 @@ def _counted(resources: Mapping[str, float]) -> str:
 
 
 def bound_of(spec: Spec) -> int:
-    """Bytes that may wait in shared memory. Groups may all lie on one machine: the smallest object store counts."""
+    """Bytes that may wait in shared memory. Groups may all lie on one machine: the smallest object store counts. A run
+    beside others has its devices' share of it."""
     if spec.options.max_held_mb is not None:
         return spec.options.max_held_mb * _MB
     stores = [node["Resources"].get("object_store_memory", 0) for node in ray.nodes() if node["Alive"]]
-    return int(_SHARE_OF_STORE * min(store for store in stores if store))
+    trainer = spec.config.trainer
+    of_devices = len(spec.plan.ranks) / (trainer.nnodes * trainer.n_gpus_per_node)
+    return int(_SHARE_OF_STORE * of_devices * min(store for store in stores if store))
 
 
 def places_of(spec: Spec) -> list[Place]:
@@ -251,7 +272,7 @@ def places_of(spec: Spec) -> list[Place]:
     trainer, rollout = spec.config.trainer.num_threads, spec.config.actor_rollout_ref.rollout.num_threads
     places = []
     for rank in ranks:
-        cores = max(1, usable_cores() // sum(other.node == rank.node for other in ranks))
+        cores = worker_cores(spec.config)
         threads = trainer or cores
         if spec.data.max_staleness and rank.training_nodes and "rollout" in rank.engines:
             threads = share_threads(cores, trainer, rollout)[0]  # of the training loop: its engine computes meanwhile

@@ -7,7 +7,8 @@ import os
 import secrets
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,8 @@ import torch
 
 from distflow.errors import UserError
 from distflow.launch.run_setup import done_before, starting
+from distflow.launch.several_runs import PlannedRun
+from distflow.planning.plan import Plan
 from distflow.runtime.recorder import reported
 from distflow.runtime.spec import Outcome, Spec
 from distflow.runtime.user_calls.sync_calls import Callbacks
@@ -65,6 +68,26 @@ def gpus_of_machines() -> list[int]:
 
     with nullcontext() if _is_connected() else joined_ray(os.environ["RAY_ADDRESS"]):
         return [int(node["Resources"].get("GPU", 0)) for node in ray.nodes() if node["Alive"]]
+
+
+def launch_several(runs: Sequence[PlannedRun], options: Sequence[str], say: Callable[[str], None]) -> int:
+    """Run all at once, each as a `distflow train` of its own on its devices of one Ray, found as by `launch_ray`.
+    Returns the exit status. options: for each command."""
+    if not is_installed():
+        raise UserError(f"trainer.launcher=ray {NEEDED}")
+    with tempfile.TemporaryDirectory(prefix="distflow-") as folder, _private_ray(Path(folder)):
+        from ray import get_runtime_context
+
+        from distflow.cluster.ray_cluster import SHARED_BUNDLES, connect_ray, reserve
+        from distflow.cluster.run_processes import RunProcesses
+
+        plan = Plan(", ".join(run.name for run in runs), tuple(rank for run in runs for rank in run.plan.ranks), ())
+        num_cpus = sum(run.needs.num_reward_actors * run.needs.reward_cpus for run in runs)
+        commands = {run.name: ["train", *run.words, *options] for run in runs}
+        with connect_ray(plan, say, num_cpus) as ends, reserve(plan, runs[0].needs, say, ends) as bundles:
+            joins = {"RAY_ADDRESS": get_runtime_context().gcs_address, SHARED_BUNDLES: bundles.id.hex()}
+            with RunProcesses(commands, {**os.environ, **joins}, say) as processes:
+                return processes.watch()
 
 
 def is_installed() -> bool:

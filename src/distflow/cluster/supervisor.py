@@ -9,15 +9,13 @@ from typing import Any, cast
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
-from ray.util.placement_group import PlacementGroup
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from distflow import __version__
 from distflow.cluster import actor_calls
 from distflow.cluster.actor_calls import WorkerDied
 from distflow.cluster.coordinator_actor import CoordinatorActor, Progress
 from distflow.cluster.fault_tolerance import Blame, Replacements, note_failure, start_again, with_resume_hint
-from distflow.cluster.ray_cluster import bound_of, failed_process, places_of
+from distflow.cluster.ray_cluster import Bundle, bound_of, failed_process, places_of
 from distflow.cluster.reports_to_driver import DriverOutput
 from distflow.cluster.reshard_columns import ReshardActor
 from distflow.cluster.reward_actors import DeathWatch, start_reward_actors
@@ -40,9 +38,9 @@ _NUM_CALLS = 6  # of a worker that may wait at once: groups, a step, its end, me
 
 
 class RayRun(AbstractContextManager["RayRun"]):
-    """A context manager: starts the actors of a run when it is made, and kills them when it exits."""
+    """A context manager: starts the actors of a run in the bundles of their nodes, and kills them when it exits."""
 
-    def __init__(self, spec: Spec, start: Start, bundles: PlacementGroup) -> None:
+    def __init__(self, spec: Spec, start: Start, bundles: Mapping[int, Bundle]) -> None:
         self._spec, self._start, self._bundles = spec, start, bundles
         max_held_bytes, places = bound_of(spec), places_of(spec)
         spec = replace(spec, data=replace(spec.data, max_held_bytes=max_held_bytes))
@@ -151,16 +149,14 @@ class RayRun(AbstractContextManager["RayRun"]):
 
     def _start_worker(self, place: Place) -> Any:
         spec, start = self._spec, self._start
-        ranks = spec.plan.ranks
-        rank, nodes = ranks[place.rank], sorted({each.node for each in ranks})
+        rank = spec.plan.ranks[place.rank]
         needs = spec.options.worker.of(rank)
-        where = PlacementGroupSchedulingStrategy(self._bundles, placement_group_bundle_index=nodes.index(rank.node))
         return (
             ray.remote(WorkerActor)
             .options(
                 num_cpus=needs.cpus,
                 num_gpus=int(rank.device.startswith("cuda")),
-                scheduling_strategy=where,
+                scheduling_strategy=self._bundles[rank.node],
                 max_concurrency=_NUM_CALLS,
                 runtime_env={"env_vars": dict(needs.env)} if needs.env else None,
             )
@@ -229,7 +225,7 @@ class RayRun(AbstractContextManager["RayRun"]):
 
 
 def supervise(
-    spec: Spec, start: Start, bundles: PlacementGroup, say: Say, callbacks: Callbacks, ends_process: bool
+    spec: Spec, start: Start, bundles: Mapping[int, Bundle], say: Say, callbacks: Callbacks, ends_process: bool
 ) -> Outcome:
     """The run to its end. Where a process of it is lost it starts again from its last checkpoint, in the same bundles,
     at most `trainer.max_restarts` times; not where a signal has asked it to end, or Ray itself has failed."""
@@ -243,7 +239,7 @@ def supervise(
         except WorkerDied as died:
             if number > spec.options.max_restarts or run.stop.wanted or failed_process(or_stopped=True):
                 raise
-            start = start_again(spec, start, bundles, number, died, say)
+            start = start_again(spec, start, bundles.values(), number, died, say)
             if done := done_before(spec, start, say):
                 return done
     return outcome_of(spec, steps, run.stop.signal, stopped=run.stop.wanted and not run.finished)

@@ -1,13 +1,17 @@
-"""`distflow train`: a run by a preset or a YAML file; `distflow sft`: the same with the preset `sft` unless another is
-named."""
+"""`distflow train`: a run by a preset or a YAML file, or several side by side; `distflow sft`: the same with the preset
+`sft` unless another is named."""
 
 import argparse
+from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from distflow import __version__
 from distflow.builtin_names import LAUNCHERS
 from distflow.commands.shared import add_preset_arguments, importing, rewards_ahead
+from distflow.config.compose.origins import preset_names
+from distflow.errors import UserError, hint
 from distflow.import_target import load
 from distflow.runtime.stop import exit_status
 
@@ -31,7 +35,54 @@ def run_sft(arguments: argparse.Namespace) -> int:
     return run_train(arguments, base="sft")
 
 
+def split_configs(preset: str, words: Sequence[str]) -> dict[str, list[str]]:
+    """The configs of a command line by name, each as a preset or file and its overrides: `preset`, and each of the
+    words that is one. Other words are overrides of all, or of one: `NAME:key=value`.
+
+    A name is that of the file, with its place where one is there twice. Raises UserError for another name.
+    """
+    more = [word for word in words if word in preset_names() or ("=" not in word and word.endswith((".yaml", ".yml")))]
+    presets = [preset, *more]
+    stems = [Path(each).stem for each in presets]
+    numbered = len(set(stems)) < len(stems)
+    names = [f"{stem}-{place}" if numbered else stem for place, stem in enumerate(stems, start=1)]
+    found = {name: [each] for name, each in zip(names, presets, strict=True)}
+    for word in words:
+        name, colon, own = word.partition(":")
+        if not colon or "=" in name or len(names) == 1:
+            for each in () if word in more else names:
+                found[each].append(word)
+        elif name in found:
+            found[name].append(own)
+        else:
+            raise UserError(f"'{word}' is for a config '{name}'{hint(name, names)}")
+    return found
+
+
 def run_train(arguments: argparse.Namespace, base: str = "grpo") -> int:
+    commands = split_configs(arguments.preset, arguments.overrides)
+    return _train(arguments, base) if len(commands) == 1 else _train_several(commands, arguments)
+
+
+def _train_several(commands: dict[str, list[str]], arguments: argparse.Namespace) -> int:
+    """The runs of several configs at once, each on its share of the devices."""
+    from distflow.config.derived_settings import check_keys
+
+    if arguments.resume not in (None, "auto", "never"):
+        raise UserError("--resume names the checkpoint of one run: give it as NAME:trainer.resume_mode=PATH")
+    check_keys(arguments.allow_change)
+    with importing():
+        from distflow.cluster.ray_entry import launch_several
+        from distflow.launch.several_runs import plan_runs
+
+    say = partial(print, flush=True)
+    say(f"distflow {__version__} · {', '.join(commands)} side by side")
+    options = [f"--allow-change={key}" for key in arguments.allow_change]
+    options += [f"--resume={arguments.resume}"] if arguments.resume else []
+    return launch_several(plan_runs(commands, say), [*options, *(["--debug"] if arguments.debug else [])], say)
+
+
+def _train(arguments: argparse.Namespace, base: str) -> int:
     from distflow.config import describe, load_config
     from distflow.config.compose.check_paths import NEEDED_TO_TRAIN
     from distflow.config.derived_settings import check_keys, resume_override

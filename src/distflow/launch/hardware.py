@@ -41,8 +41,8 @@ def follow_machines(loaded: Loaded) -> Loaded:
 
 
 def choose_device(config: Config) -> torch.device:
-    """The device that `trainer.device` means on this machine, on those of workers (`follow_machines`), or in a Slurm job,
-    which gets GPUs unless it says cpu. Raises UserError where this machine has none and is to compute."""
+    """The device that `trainer.device` means on this machine, or on those of the workers (`follow_machines`); a Slurm
+    job gets GPUs unless it says cpu. Raises UserError where this machine has none and is to compute."""
     wanted = config.trainer.device
     if config.trainer.launcher == "slurm":
         return torch.device("cpu" if wanted == "cpu" else "cuda")

@@ -48,8 +48,8 @@ _WRITERS = {
 """The standard node that writes a column, for a pipeline that lacks it."""
 
 _AS_ONE = (
-    ": add the nodes of all to one graph; parts of it that have nothing to do with one another run side by side, on "
-    "devices of their own (docs/planning.md)"
+    ": `distflow train a.yaml b.yaml` runs pipelines with their own models and data side by side; independent parts "
+    "of one graph have devices of their own too (docs/planning.md)"
 )
 
 

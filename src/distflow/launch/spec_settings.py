@@ -56,7 +56,8 @@ def _plan(config: Config, pipeline: BoundPipeline) -> Plan:
     refuse_offload_here(config, device)
     if config.trainer.launcher == "local":
         return plan_local(pipeline, str(device))
-    is_shared_out = not config.trainer.allocation and len(pipeline_parts(pipeline, {})) > 1
+    several = bool(config.trainer.devices) or len(pipeline_parts(pipeline, {})) > 1
+    is_shared_out = several and not config.trainer.allocation
     sizes = model_sizes(config, pipeline.engines) if is_shared_out else {}
     plan = plan_ray(pipeline, config, str(device), sizes)
     check_layouts(config, plan.layouts)

@@ -11,7 +11,7 @@ from distflow.errors import UserError
 from distflow.graph import BoundPipeline
 from distflow.planning.allocation_expression import KEY, Allocation, check_agreement, parse_allocation
 from distflow.planning.layout import Layout, Sizes
-from distflow.planning.part_assignment import apportion, pipeline_parts
+from distflow.planning.part_assignment import Part, apportion, pipeline_parts, priority
 from distflow.planning.plan import Plan, choose_backends, make_channels, process_groups, rank_plan
 
 _SIT_WITH_ACTOR = ("critic", "ref", "reward_model")
@@ -28,7 +28,7 @@ class DpGroup:
 
 
 def plan_ray(pipeline: BoundPipeline, config: Config, device: str, sizes: Mapping[str, str | float]) -> Plan:
-    """One rank a device: `trainer.nnodes` machines with `trainer.n_gpus_per_node` each.
+    """One rank a device: `trainer.nnodes` machines with `trainer.n_gpus_per_node` each, or `trainer.devices` of them.
 
     device: of each worker, as it sees it. sizes: parameters of the model of each role, for the scheduler.
     Raises UserError for an allocation that cannot be read, contradicts another key or does not fit the pipeline, and
@@ -39,11 +39,15 @@ def plan_ray(pipeline: BoundPipeline, config: Config, device: str, sizes: Mappin
         allocation = parse_allocation(config.trainer.allocation)
         check_agreement(allocation, config)
         dp_groups = _allocated(pipeline, allocation)
+        shares = [dp_group.num_devices for dp_group in dp_groups]
+        devices = place(shares, num_nodes, size, dag.consider_node_cohesion, dag.consider_node_load)
     else:
-        dp_groups = _scheduled(pipeline, config, num_nodes * size, sizes)
+        parts = pipeline_parts(pipeline, sizes)
+        devices = _devices_of(parts, config)
+        dp_groups = _scheduled(parts, [len(own) for own in devices], config)
     _check_engines_lie_together(pipeline, dp_groups)
-    shares = [dp_group.num_devices for dp_group in dp_groups]
-    places = place(shares, num_nodes, size, dag.consider_node_cohesion, dag.consider_node_load)
+    device_of = sorted(number for own in devices for number in own)  # by rank
+    places = [tuple(map(device_of.index, own)) for own in devices]
     nodes_of = {rank: dp_group.nodes for dp_group, own in zip(dp_groups, places, strict=True) for rank in own}
     ranks = tuple(
         rank_plan(
@@ -52,9 +56,9 @@ def plan_ray(pipeline: BoundPipeline, config: Config, device: str, sizes: Mappin
             device,
             [node.node_id for node in pipeline.rollout_nodes if node.node_id in nodes_of[rank]],
             [node.node_id for node in pipeline.training_nodes if node.node_id in nodes_of[rank]],
-            rank // size,
+            number // size,
         )
-        for rank in range(num_nodes * size)
+        for rank, number in enumerate(device_of)
     )
     layouts = tuple(
         Layout(role, engine, own, model_sizes, _shard(role, engine, model_sizes, config))
@@ -62,7 +66,7 @@ def plan_ray(pipeline: BoundPipeline, config: Config, device: str, sizes: Mappin
         for role, (engine, model_sizes) in dp_group.roles.items()
     )
     # An offloaded engine may have to send from host memory, which nccl cannot.
-    backends = choose_backends(device, num_nodes * size, 1 if offload_keys(config) else dag.backend_threshold)
+    backends = choose_backends(device, len(ranks), 1 if offload_keys(config) else dag.backend_threshold)
     channels = make_channels(pipeline, ranks)
     return Plan(pipeline.graph_id, ranks, channels, layouts, process_groups(layouts), backends)
 
@@ -90,12 +94,37 @@ def _allocated(pipeline: BoundPipeline, allocation: Allocation) -> list[DpGroup]
     ]
 
 
-def _scheduled(
-    pipeline: BoundPipeline, config: Config, num_devices: int, sizes: Mapping[str, str | float]
-) -> list[DpGroup]:
+def share_devices(pipelines: Sequence[Sequence[Part]], config: Config) -> list[tuple[tuple[int, ...], ...]]:
+    """The devices of each part of pipelines that run side by side: device d is on machine d // `n_gpus_per_node`.
+
+    pipelines: the parts of each, as `pipeline_parts` sorts them. Raises UserError for fewer devices than parts.
+    """
+    trainer, dag = config.trainer, config.dag
+    of_pipelines = ((part, number) for number, parts in enumerate(pipelines) for part in parts)
+    all_parts = sorted(of_pipelines, key=lambda each: priority(each[0]))
+    num_nodes, size = trainer.nnodes, trainer.n_gpus_per_node
+    shares = apportion([part.size for part, _ in all_parts], num_nodes * size, dag.apportion_strategy)
+    places = place(shares, num_nodes, size, dag.consider_node_cohesion, dag.consider_node_load)
+    placed = [(number, own) for (_, number), own in zip(all_parts, places, strict=True)]
+    return [tuple(own for number, own in placed if number == wanted) for wanted in range(len(pipelines))]
+
+
+def _devices_of(parts: Sequence[Part], config: Config) -> tuple[tuple[int, ...], ...]:
+    """`trainer.devices`, else all. Raises UserError where they are for another number of parts."""
+    given, num_devices = config.trainer.devices, config.trainer.nnodes * config.trainer.n_gpus_per_node
+    if not given:
+        return share_devices([parts], config)[0]
+    # Those keys were used where the command divided the devices over several pipelines: they are no mistake.
+    _ = config.dag.apportion_strategy, config.dag.consider_node_cohesion, config.dag.consider_node_load
+    named = [number for own in given for number in own]
+    if not all(given) or len(given) != len(parts) or len({*named} & {*range(num_devices)}) < len(named):
+        wanted = f"one list for each of the {len(parts)} independent parts, of different numbers below {num_devices}"
+        raise UserError(f"trainer.devices={[list(own) for own in given]}: write {wanted}, or leave it out")
+    return given
+
+
+def _scheduled(parts: Sequence[Part], shares: Sequence[int], config: Config) -> list[DpGroup]:
     """Independent parts get devices of their own."""
-    parts = pipeline_parts(pipeline, sizes)
-    shares = apportion([part.size for part in parts], num_devices, config.dag.apportion_strategy)
     return [
         DpGroup(share, frozenset(part.nodes), {role: _model(role, config, share) for role in part.engines})
         for part, share in zip(parts, shares, strict=True)

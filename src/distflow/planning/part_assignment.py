@@ -65,7 +65,12 @@ def pipeline_parts(pipeline: BoundPipeline, sizes: Mapping[str, str | float]) ->
 
 def sort_parts(parts: Sequence[Part]) -> list[Part]:
     """Parts in the order in which they get devices: by size, then by number of nodes; the sort is stable."""
-    return sorted(parts, key=lambda part: (-part.size, -len(part.nodes)))
+    return sorted(parts, key=priority)
+
+
+def priority(part: Part) -> tuple[int, int]:
+    """The part with the lowest gets devices first."""
+    return -part.size, -len(part.nodes)
 
 
 def apportion(sizes: Sequence[float], num_devices: int, strategy: str) -> list[int]:
@@ -76,7 +81,7 @@ def apportion(sizes: Sequence[float], num_devices: int, strategy: str) -> list[i
     """
     if num_devices < len(sizes):
         raise UserError(
-            f"the pipeline has {len(sizes)} independent parts, and there are {num_devices} devices: give it at least "
+            f"the run has {len(sizes)} independent parts, and there are {num_devices} devices: give it at least "
             f"{len(sizes)} (trainer.nnodes × trainer.n_gpus_per_node)"
         )
     weights = [Fraction(size) if strategy == "param_aware" else Fraction(1) for size in sizes]

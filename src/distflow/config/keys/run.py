@@ -157,6 +157,9 @@ class TrainerConfig:
     allocation: str | None = key(
         None, "engines and their devices (launcher=ray), e.g. embedded[rollout]:d2+torch[actor]:d2; null schedules them"
     )
+    devices: tuple[tuple[int, ...], ...] = key(
+        (), "devices of each part, by number (launcher=ray); [] is all. A command with several configs sets it for each"
+    )
     worker_cpus: int = key(1, "CPUs that each worker takes of its machine (launcher=ray)", minimum=1)
     worker_memory_mb: int | None = key(
         None, "MB of memory of each worker (launcher=ray); null is the size of one without a model", minimum=1
@@ -232,9 +235,9 @@ class DagConfig:
     )
     generates: bool | None = key(None, "whether your own pipeline generates its data; null infers it from its nodes")
     enable_perf: bool = key(False, "time each node in the metrics")
-    backend_threshold: int = key(32, "ranks from which objects use gloo beside nccl (launcher=ray)", minimum=1)
+    backend_threshold: int = key(32, "ranks from which objects use gloo beside nccl (launcher=ray, GPUs)", minimum=1)
     apportion_strategy: str = key(
-        "param_aware", "independent parts share devices by model size or evenly", choices=("param_aware", "even")
+        "param_aware", "parts of all pipelines share devices by model size or evenly", choices=("param_aware", "even")
     )
     model_sizes: dict[str, str | float] = key(
         {}, "model sizes for param_aware by role, e.g. {actor: 70B, critic: 500M}; others follow from config.json"

@@ -25,9 +25,9 @@ class Switch:
 
 
 _FOR_SEVERAL_DEVICES = (
-    *("trainer.nnodes", "trainer.n_gpus_per_node", "trainer.allocation", "trainer.worker_cpus"),
-    *("trainer.worker_memory_mb", "trainer.worker_env", "trainer.max_held_mb", "trainer.peers_timeout_s"),
-    "trainer.worker_roles",
+    *("trainer.nnodes", "trainer.n_gpus_per_node", "trainer.allocation", "trainer.devices"),
+    *("trainer.worker_cpus", "trainer.worker_memory_mb", "trainer.worker_env", "trainer.max_held_mb"),
+    *("trainer.peers_timeout_s", "trainer.worker_roles"),
     *("dag.backend_threshold", "dag.apportion_strategy", "dag.model_sizes", "dag.consider_node_cohesion"),
     *("dag.consider_node_load", "reward.num_actors", f"{ACTOR}.weight_update_mode"),
 )
