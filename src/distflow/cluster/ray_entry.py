@@ -11,13 +11,19 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from distflow.errors import UserError
-from distflow.launch.run_setup import done_before, outcome_of, starting
+from distflow.launch.run_setup import Start, done_before, outcome_of, starting
+from distflow.observe.report.build import write_report
 from distflow.runtime.checkpoint.save_and_restore import check_same_facts
 from distflow.runtime.recorder import reported
 from distflow.runtime.spec import Outcome, Spec
 from distflow.runtime.user_calls.sync_calls import Callbacks
+
+if TYPE_CHECKING:
+    from distflow.cluster.own_loop import OwnLoop
+    from distflow.cluster.supervisor import RayRun
 
 NEEDED = "needs the extra: pip install 'distflow[ray]'"
 _TOKEN = ".ray-token"
@@ -33,28 +39,54 @@ def launch_ray(
 ) -> Outcome:
     """See `Launch`. RAY_ADDRESS names the cluster; without it this process starts a Ray of its own and ends it, if it
     is not connected to one already."""
-    if not is_installed():
-        raise UserError(f"trainer.launcher=ray {NEEDED}")
-    spec = replace(spec, options=replace(spec.options, run_dir=spec.run_dir.absolute()))  # actors start elsewhere
+    spec = _for_actors(spec)
     with starting(spec, allow_change) as start, _private_ray(spec.run_dir):
-        from distflow.cluster.ray_cluster import bundles_of, connect_ray
-        from distflow.cluster.supervisor import RayRun
-
         if start.checkpoint:
             check_same_facts(start.checkpoint, spec, spec.facts)
         if done := done_before(spec, start, say):
             return done
-        start.set_aside(spec, say)
-        needs = spec.options.worker
-        with (
-            connect_ray(spec.plan, say, needs.num_reward_actors * needs.reward_cpus) as ends,
-            bundles_of(spec.plan, needs, say, ends) as bundles,
-            reported(spec.run_dir, say),
-            RayRun(spec, start, bundles) as run,
-        ):
-            differences = run.build(say)
+        with _built(spec, start, say) as (run, differences):
             steps, stop = run.watch(differences, callbacks, ends_process=not embedded)
         return outcome_of(spec, steps, stop.signal, stopped=stop.wanted and not run.finished)
+
+
+@contextmanager
+def open_ray(spec: Spec, say: Callable[[str], None]) -> "Iterator[OwnLoop]":
+    """The same run, driven by the caller: see `open_local`."""
+    spec = _for_actors(spec)
+    with starting(spec, ()) as start, _private_ray(spec.run_dir):
+        if start.checkpoint:
+            check_same_facts(start.checkpoint, spec, spec.facts)
+        with _built(spec, start, say, own_loop=True) as (run, differences), run.driven(differences) as progress:
+            from distflow.cluster.own_loop import OwnLoop, RemoteIntake, TrainingRanks
+
+            yield OwnLoop(TrainingRanks(spec, run, progress.version.step), RemoteIntake(run))
+        write_report(spec.run_dir)
+
+
+def _for_actors(spec: Spec) -> Spec:
+    if not is_installed():
+        raise UserError(f"trainer.launcher=ray {NEEDED}")
+    return replace(spec, options=replace(spec.options, run_dir=spec.run_dir.absolute()))  # they start elsewhere
+
+
+@contextmanager
+def _built(
+    spec: Spec, start: Start, say: Callable[[str], None], own_loop: bool = False
+) -> "Iterator[tuple[RayRun, list[str]]]":
+    """The actors of a run with their engines, and the harmless differences from the checkpoint."""
+    from distflow.cluster.ray_cluster import bundles_of, connect_ray
+    from distflow.cluster.supervisor import RayRun
+
+    start.set_aside(spec, say)
+    needs = spec.options.worker
+    with (
+        connect_ray(spec.plan, say, needs.num_reward_actors * needs.reward_cpus) as ends,
+        bundles_of(spec.plan, needs, say, ends) as bundles,
+        reported(spec.run_dir, say),
+        RayRun(spec, start, bundles, own_loop) as run,
+    ):
+        yield run, run.build(say)
 
 
 def is_installed() -> bool:

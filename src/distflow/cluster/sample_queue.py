@@ -2,6 +2,7 @@
 object store, as plain buffers of their columns; the coordinator has references to them."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -30,6 +31,7 @@ from distflow.runtime.sample_queue.shared import joined
 from distflow.runtime.stop import Stop
 from distflow.runtime.wait_log import Waits
 from distflow.scheduling.groups import PromptGroup
+from distflow.training.engine import Collective
 
 GroupRef = tuple["ray.ObjectRef[Any]"]
 """Of a group's buffers; in a tuple, so that Ray passes the reference and not the object."""
@@ -67,12 +69,16 @@ class RaySampleQueue:
         waits: Waits,
         stop: Stop,
         ready: "Future[None] | None" = None,
+        wait: Callable[[Any], Any] = reply,
+        everyone: Collective | None = None,
     ) -> None:
         """coordinator: the actor's handle. worker: this one's number among the rollout workers. first: the number of
         the first rank of its dp group. ready: set when its engine has weights, before which it asks for no group; None
-        where it has them from the start. stop: wanted by all ranks from the release of the same step on."""
+        where it has them from the start. stop: wanted by all ranks from the release of the same step on. wait: returns
+        the coordinator's reply. everyone: all ranks, if their steps are taken in the driver, by a user's own loop."""
         self._coordinator, self._worker, self._first, self._waits = coordinator, worker, first, waits
         self._stop, self._ready = stop, ready
+        self._reply, self._everyone = wait, everyone
         self._reward_counts = RewardCounts()  # of groups that end next
 
     async def prompt_groups(self, engine_version: Callable[[], int | None]) -> AsyncIterator[list[PromptGroup]]:
@@ -109,28 +115,33 @@ class RaySampleQueue:
     def take(
         self, step: int, rank: int, wanted: int | None = None, deadline: float | None = None
     ) -> TrainingStep[Batch] | NewWorkers | None:
-        """Whole steps only. Groups that were lost with a worker are generated again."""
-        assert wanted is None and deadline is None, "a user's own loop runs in one process"
+        """Groups that were lost with a worker are generated again."""
         while True:
+            timeout_s = None if deadline is None else deadline - time.monotonic()
             with self._waits("training", f"step {step + 1}", on="rollout"):
-                taken = reply(self._coordinator.take.remote(step, self._first + rank))
+                taken = self._reply(self._coordinator.take.remote(step, self._first + rank, wanted, timeout_s))
             if taken is None or isinstance(taken, NewWorkers):
                 return taken
             groups = [*taken.batch]
-            while more := reply(self._coordinator.rest.remote(self._first + rank)):
+            while more := self._reply(self._coordinator.rest.remote(self._first + rank)):
                 groups += more
             fault_injection.reach("queue.taken")
             batch, lost = _read(taken, groups)
             with self._waits("training", f"step {step + 1}", on="other ranks"):
-                whole = reply(self._coordinator.read.remote(step, self._first + rank, lost))
+                whole = self._reply(self._coordinator.read.remote(step, self._first + rank, lost))
             if whole:
                 assert batch is not None, "no group of it is lost"
                 return joined(taken, batch)
 
     def release(self, step: int, rank: int, sent_weights: bool) -> Released:
+        """In a user's own loop the rank that leads releases the step for all."""
         fault_injection.reach("release")
-        with self._waits("training", f"release of step {step + 1}", on="other ranks"):
-            released: Released = reply(self._coordinator.release.remote(step, self._first + rank, sent_weights))
+        own_loop, released = self._everyone, None
+        if own_loop is None or own_loop.rank == 0:
+            with self._waits("training", f"release of step {step + 1}", on="other ranks"):
+                released = reply(self._coordinator.release.remote(step, self._first + rank, sent_weights))
+        released = own_loop.gather(released)[0] if own_loop is not None else released
+        assert isinstance(released, Released), "the rank that leads has released it"
         self._stop.wanted = released.stopping
         return released
 

@@ -12,6 +12,7 @@ import torch
 from distflow import __version__
 from distflow.cluster.actor_calls import reply
 from distflow.cluster.coordinator_actor import Progress
+from distflow.cluster.own_loop import RankCalls, RemoteSubmissions
 from distflow.cluster.process_groups import Collectives
 from distflow.cluster.reports_to_driver import MessageSender, RemoteView, remote_callbacks
 from distflow.cluster.reward_actors import RewardActorPool
@@ -19,6 +20,7 @@ from distflow.cluster.weights_to_workers import RolloutWorkers
 from distflow.cluster.worker_ports import WorkerPorts
 from distflow.launch.build_worker import build_worker
 from distflow.launch.run_setup import Start, note_end, note_resume, open_store, write_facts
+from distflow.launch.select_pipeline import for_own_loop
 from distflow.rewards.pool.domain_pools import take_pool
 from distflow.runtime import fault_injection
 from distflow.runtime.checkpoint.save_and_restore import restore, set_generators
@@ -68,6 +70,7 @@ class WorkerActor:
         self._ports = WorkerPorts(spec, place, coordinator, exchange)
         self._recorder: Future[Recorder] = Future()
         self._worker: Future[Worker] = Future()
+        self._calls = RankCalls()
 
     def build(self) -> BuildReport:
         """Build engines and services. Raises UserError."""
@@ -82,11 +85,14 @@ class WorkerActor:
             self._resources = build_resources(self._spec.factories, own, among.data, among.mesh, start_pool)
         return BuildReport(__version__, dict(self._resources.facts), self._resources.num_parameters)
 
-    def run(self, differences: list[str], others: Mapping[int, Any]) -> int:
+    def run(self, differences: list[str], others: Mapping[int, Any], own_loop: bool) -> int:
         """This worker's part of the whole run; returns the steps consumed in all.
 
         differences: from the checkpoint. others: for the leading worker, the workers that only generate, by rank.
+        own_loop: a training rank carries out what is called by `call`.
         """
+        if own_loop:
+            self._spec = for_own_loop(self._spec, RemoteSubmissions(self._coordinator))
         spec, place, checkpoint = self._spec, self._place, self._start.checkpoint
         progress: Progress = reply(self._coordinator.progress.remote())
         state = restore(checkpoint, self._resources) if checkpoint else {}
@@ -112,7 +118,9 @@ class WorkerActor:
                 self._recorder.set_result(recorder)
                 for rank, other in others.items():
                     self._rollout_workers.join(rank, other)
-                ports = self._ports.build(self._among, recorder.waits, self._rollout_workers if others else None)
+                ports = self._ports.build(
+                    self._among, recorder.waits, self._rollout_workers if others else None, own_loop
+                )
                 stop, store, resources, version = self._ports.stop, open_store(spec), self._resources, progress.version
                 worker = build_worker(
                     WorkerInputs(spec, place.rank, resources, ports, recorder, store, stop, state, version, checkpoint)
@@ -121,13 +129,18 @@ class WorkerActor:
                 set_generators(checkpoint, spec.options.seed, place.part)
                 self._worker.set_result(worker)
                 with self._ports.short_errors(are_reported=True):
-                    steps = worker.training_loop() if place.dp_group else worker.serve()
+                    trains = partial(self._calls.serve, worker) if own_loop else worker.training_loop
+                    steps = trains() if place.dp_group else worker.serve()
             if place.leads:
                 ended: Progress = reply(self._coordinator.progress.remote())
                 done, planned = ended.version.step, ended.total_steps
                 note_end(recorder, stop, ended.finished, ended.group_counts, done, planned)
         send.flush()
         return steps
+
+    def call(self, name: str, *arguments: Any) -> Any:
+        """A call of the driver's loop: see `RankCalls`."""
+        return self._calls.call(name, *arguments)
 
     def receive(self, *bucket: Any) -> str | None:
         return self._ports.incoming_weights.receive(*bucket)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
 from distflow.data.batch import Batch
+from distflow.data.prompts import PromptRow
 from distflow.errors import UserError
 from distflow.observe.metrics import combine
 from distflow.rewards.score import RewardCounts
@@ -25,6 +26,7 @@ from distflow.runtime.sample_queue.protocol import (
     TrainingStep,
 )
 from distflow.runtime.sample_queue.rollout_workers import RolloutWorker, RolloutWorkers
+from distflow.runtime.sample_queue.submitted_rows import ShouldAccept, Submissions
 from distflow.runtime.wait_log import Waits
 from distflow.scheduling.bin_packing import DpGroupShares, divide_among_ranks
 from distflow.scheduling.coordinator import Coordinator
@@ -106,7 +108,7 @@ class SharedSampleQueue(Generic[T]):
         self._num_waiting = 0  # trainers inside `take_groups`
         self._num_wakes = 0
         self._reward_counts = RewardCounts()
-        self._paused = False
+        self._paused, self.submissions = False, Submissions()
         self._stopping = False
         self._parts: dict[int, TrainingStep[Sequence[T]]] = {}  # by rank
         self._reading = _Reading[T]() if may_be_lost else None
@@ -280,17 +282,17 @@ class SharedSampleQueue(Generic[T]):
         assert self._resume_point is not None, "no step was taken since the last release"
         return self._resume_point
 
-    def open_data(self) -> None:
-        """From now on groups of the data set start whenever there is capacity."""
+    def open_data(self, should_accept: ShouldAccept | None) -> None:
+        """From now on groups of the data set start whenever there is capacity. should_accept: of those that finish from
+        now on."""
         with self._lock:
-            self._coordinator.prompt_groups.data_open = True
+            self._coordinator.prompt_groups.data_open, self.submissions.of_data = True, should_accept
         self._wake()
 
-    def offer(self, keep: Callable[[int], None]) -> None:
-        """A row of the caller's own waits for capacity. keep: called with the number by which its group will name it,
-        before anybody can look it up."""
+    def offer(self, row: PromptRow, should_accept: ShouldAccept | None) -> None:
+        """A row of the caller's own waits for capacity. should_accept: of its group."""
         with self._lock:
-            keep(self._coordinator.offer())
+            self.submissions.add(self._coordinator.offer(), row, should_accept)
         self._wake()
 
     def pause(self, paused: bool) -> None:
@@ -378,8 +380,9 @@ class SharedSampleQueue(Generic[T]):
     def _take_back(self, reading: "_Reading[T]", step: int) -> None:
         """All ranks have reported. Inside the lock."""
         if not reading.whole:
-            self._coordinator.queue.untake()
-            self._divided_step = step - 1
+            self._coordinator.queue.untake(reading.groups)
+            if not self._coordinator.queue.num_taken:
+                self._divided_step = step - 1
             self._reward_counts = RewardCounts.joined([reading.reward_counts, self._reward_counts])
             for number, group in reading.groups.items():
                 if number in reading.missing:
