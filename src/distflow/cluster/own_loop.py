@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import ray
 
-from distflow.cluster.actor_calls import COORDINATOR, reply, shorten
+from distflow.cluster.actor_calls import COORDINATOR, WorkerDied, reply, shorten
 from distflow.cluster.sample_queue import RaySampleQueue
 from distflow.data.batch import Batch
 from distflow.data.batch_bytes import Buffers, gather, to_buffers
@@ -31,6 +31,11 @@ from distflow.training.engine import LossFn
 
 if TYPE_CHECKING:
     from distflow.cluster.supervisor import RayRun
+
+_TOO_LATE = (
+    "a rollout worker has died within a step that was trained in part, and the one in its place needs the weights from "
+    "before that. The same call resumes from the last checkpoint. Take the whole of a step before you train on it"
+)
 
 
 @dataclass(frozen=True)
@@ -118,7 +123,7 @@ class TrainingRanks:
 
     def __init__(self, spec: Spec, run: "RayRun", step: int) -> None:
         """step: consumed in all."""
-        self._spec, self._run, self.step = spec, run, step
+        self._spec, self._run, self.step, self._has_trained = spec, run, step, False
         self._queue = RaySampleQueue(run.coordinator, -1, 0, Waits(), Stop(), wait=partial(_reply, run))
         self._dp_groups, self._reward_counts = dp_groups_of(spec.plan), RewardCounts()
         engines: dict[str, object] = dict.fromkeys(("actor", "critic", "ref"))
@@ -130,6 +135,8 @@ class TrainingRanks:
         """The part of all ranks: see `Worker.take`."""
         try:
             while isinstance(step := self._queue.take(self.step, 0, wanted, deadline), NewWorkers):
+                if self._has_trained:
+                    raise WorkerDied(_TOO_LATE)
                 self._run.call("send_to_new_workers", dict.fromkeys(self._run.training_ranks, ()))
         except Exhausted:
             self.reward_metrics()  # which may be why
@@ -161,7 +168,7 @@ class TrainingRanks:
     def finish(self, batch: Batch, metrics: Mapping[str, float]) -> dict[str, float]:
         """See `Worker.finish`."""
         _, recorded = self._call("finish", self._dp_groups, batch, metrics)
-        self.step += 1
+        self.step, self._has_trained = self.step + 1, False
         return cast(dict[str, float], recorded)
 
     def _having(self, role: str) -> list[tuple[int, ...]]:
@@ -172,6 +179,7 @@ class TrainingRanks:
         """Call a method of the workers of these dp groups, each with its rows in place of the batch that is among the
         arguments. Returns the batch of the results, with the rows of all ranks, and the rest of the first one."""
         (batch,) = (each for each in arguments if isinstance(each, Batch))
+        self._has_trained |= name in ("learn", "train_step")
         rows: dict[int, list[int]] = {}
         for dp_group in dp_groups:
             rows |= zip(dp_group, self._divided(batch, dp_group, by_mini_batches=name == "learn"), strict=True)

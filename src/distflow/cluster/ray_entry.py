@@ -39,10 +39,7 @@ def launch_ray(
 ) -> Outcome:
     """See `Launch`. RAY_ADDRESS names the cluster; without it this process starts a Ray of its own and ends it, if it
     is not connected to one already."""
-    spec = _for_actors(spec)
-    with starting(spec, allow_change) as start, _private_ray(spec.run_dir):
-        if start.checkpoint:
-            check_same_facts(start.checkpoint, spec, spec.facts)
+    with _starting(spec, allow_change) as (spec, start):
         if done := done_before(spec, start, say):
             return done
         with _built(spec, start, say) as (run, differences):
@@ -53,10 +50,7 @@ def launch_ray(
 @contextmanager
 def open_ray(spec: Spec, say: Callable[[str], None]) -> "Iterator[OwnLoop]":
     """The same run, driven by the caller: see `open_local`."""
-    spec = _for_actors(spec)
-    with starting(spec, ()) as start, _private_ray(spec.run_dir):
-        if start.checkpoint:
-            check_same_facts(start.checkpoint, spec, spec.facts)
+    with _starting(spec, ()) as (spec, start):
         with _built(spec, start, say, own_loop=True) as (run, differences), run.driven(differences) as progress:
             from distflow.cluster.own_loop import OwnLoop, RemoteIntake, TrainingRanks
 
@@ -64,10 +58,15 @@ def open_ray(spec: Spec, say: Callable[[str], None]) -> "Iterator[OwnLoop]":
         write_report(spec.run_dir)
 
 
-def _for_actors(spec: Spec) -> Spec:
+@contextmanager
+def _starting(spec: Spec, allow_change: tuple[str, ...]) -> Iterator[tuple[Spec, Start]]:
     if not is_installed():
         raise UserError(f"trainer.launcher=ray {NEEDED}")
-    return replace(spec, options=replace(spec.options, run_dir=spec.run_dir.absolute()))  # they start elsewhere
+    spec = replace(spec, options=replace(spec.options, run_dir=spec.run_dir.absolute()))  # actors start elsewhere
+    with starting(spec, allow_change) as start, _private_ray(spec.run_dir):
+        if start.checkpoint:
+            check_same_facts(start.checkpoint, spec, spec.facts)
+        yield spec, start
 
 
 @contextmanager

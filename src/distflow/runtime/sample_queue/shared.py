@@ -213,7 +213,7 @@ class SharedSampleQueue(Generic[T]):
             while True:
                 if self._failure is not None:
                     raise self._failure
-                if self._must_hear_of_new_workers(rank):
+                if self._must_hear_of_new_workers(rank, in_parts=wanted is not None):
                     return NewWorkers()
                 if rank in self._parts:
                     return self._parts.pop(rank)
@@ -339,9 +339,9 @@ class SharedSampleQueue(Generic[T]):
     def _is_over(self, worker: int) -> bool:
         return self._failure is not None or self._workers.is_gone(worker)
 
-    def _must_hear_of_new_workers(self, rank: int) -> bool:
-        """Whether this rank is to be informed of new workers now. Inside the lock."""
-        if self._new_workers_wait and self._divided_step < self._coordinator.step:
+    def _must_hear_of_new_workers(self, rank: int, in_parts: bool) -> bool:
+        """Whether this rank is to be informed of new workers now. in_parts: also within a step. Inside the lock."""
+        if self._new_workers_wait and (in_parts or self._divided_step < self._coordinator.step):
             self._new_workers_wait, self._uninformed_ranks = False, set(range(self._num_ranks))
         uninformed = rank in self._uninformed_ranks
         self._uninformed_ranks.discard(rank)
@@ -381,8 +381,7 @@ class SharedSampleQueue(Generic[T]):
         """All ranks have reported. Inside the lock."""
         if not reading.whole:
             self._coordinator.queue.untake(reading.groups)
-            if not self._coordinator.queue.num_taken:
-                self._divided_step = step - 1
+            self._divided_step = step - 1
             self._reward_counts = RewardCounts.joined([reading.reward_counts, self._reward_counts])
             for number, group in reading.groups.items():
                 if number in reading.missing:
