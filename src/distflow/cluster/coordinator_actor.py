@@ -4,7 +4,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 from distflow.cluster.reports_to_driver import Message, MessageQueue
 from distflow.cluster.sample_queue import GroupRef, to_group
@@ -64,15 +64,17 @@ class CoordinatorActor(SharedSampleQueue[GroupRef]):
             queued[number] = group.stored_as(reference)
             if coordinator.queue.holds(number):
                 coordinator.weigh(number, num_bytes)
+        dp_groups = [queue_dp_group(spec, each) for each in dp_groups_of(spec.plan)]
         super().__init__(
             coordinator,
             Waits(),
-            [DpGroupShares()] if own_loop else [queue_dp_group(spec, each) for each in dp_groups_of(spec.plan)],
+            [DpGroupShares()] if own_loop else dp_groups,
             [str(rank.rank) for rank in spec.plan.ranks if rank.rollout_nodes],
             queued=queued,
             changed=partial(self._messages.append, "queue"),
             may_be_lost=True,
         )
+        self._num_releases = sum(len(each.shares) for each in dp_groups)
         coordinator.prompt_groups.data_open = not own_loop  # until the loop asks for some
         self._rests: dict[int, Sequence[GroupRef]] = {}  # of a step's groups, by rank
 
@@ -104,9 +106,9 @@ class CoordinatorActor(SharedSampleQueue[GroupRef]):
     def submitted_row(self, number: int) -> PromptRow:
         return self.submissions.row(number)
 
-    def should_accept(self, number: int) -> bytes | None:
-        """The pickled function of a row's group: modules of the user's are not imported here."""
-        return cast(bytes | None, self.submissions.should_accept(number))
+    def should_accept(self, number: int) -> Any:
+        """A reference to the function of a row's group: modules of the user's are not imported here."""
+        return self.submissions.should_accept(number)
 
     def take(
         self, step: int, rank: int, wanted: int | None = None, timeout_s: float | None = None

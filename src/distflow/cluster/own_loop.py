@@ -1,36 +1,30 @@
-"""A training loop of the user's own over Ray. The driver has the batches and runs the loop; each training rank carries
-out its calls on rows of its own, which it reads from Ray's object store."""
+"""A training loop of the user's own over Ray, in the driver: it has the batches, and each training rank carries out its
+calls on rows of its own (`rank_calls.py`)."""
 
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
-from functools import lru_cache, partial, reduce
-from queue import SimpleQueue
+from functools import partial, reduce
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import ray
 
-from distflow.cluster.actor_calls import COORDINATOR, WorkerDied, reply, shorten
+from distflow.cluster.actor_calls import COORDINATOR, WorkerDied
+from distflow.cluster.rank_calls import Part
 from distflow.cluster.sample_queue import RaySampleQueue
+from distflow.cluster.supervisor import RayRun
 from distflow.data.batch import Batch
 from distflow.data.batch_bytes import Buffers, gather, to_buffers
-from distflow.data.prompts import PromptRow
 from distflow.planning.plan import dp_groups_of
 from distflow.rewards.score import RewardCounts
 from distflow.runtime.rank_info import queue_dp_group, with_samples
 from distflow.runtime.sample_queue.protocol import NewWorkers, TrainingStep
-from distflow.runtime.sample_queue.submitted_rows import ShouldAccept, Submissions
 from distflow.runtime.spec import Get, Spec
 from distflow.runtime.stop import Stop
 from distflow.runtime.wait_log import Waits
-from distflow.runtime.worker import Worker
 from distflow.scheduling.bin_packing import DpGroupShares, divide_among_ranks
 from distflow.scheduling.sample_queue import Exhausted
 from distflow.training.engine import LossFn
-
-if TYPE_CHECKING:
-    from distflow.cluster.supervisor import RayRun
 
 _TOO_LATE = (
     "a rollout worker has died within a step that was trained in part, and the one in its place needs the weights from "
@@ -38,66 +32,7 @@ _TOO_LATE = (
 )
 
 
-@dataclass(frozen=True)
-class Part:
-    """A rank's rows of a batch, as an argument of a call. stored: its buffers, in a tuple as in `GroupRef`."""
-
-    stored: "tuple[ray.ObjectRef[Any]]"
-    rows: Sequence[int]
-
-    def batch(self) -> Batch:
-        return gather([ray.get(self.stored[0])], [(0, row) for row in self.rows])
-
-
-class RankCalls:
-    """The calls of the driver's loop on one training rank: methods of its worker, on its training thread, in order."""
-
-    def __init__(self) -> None:
-        self._calls: SimpleQueue[tuple[str, tuple[Any, ...], Future[Any]]] = SimpleQueue()
-
-    def call(self, name: str, *arguments: Any) -> Any:
-        """For other threads: returns the result in two parts (`_split`), or raises what the method raised."""
-        result: Future[Any] = Future()
-        self._calls.put((name, arguments, result))
-        return result.result()
-
-    def serve(self, worker: Worker) -> int:
-        """For the training thread, until the driver leaves its loop; returns the steps consumed in all."""
-        while True:
-            name, arguments, result = worker.wait_for_call(self._calls.get)
-            if name == "leave":
-                result.set_result(None)
-                return worker.step
-            try:
-                found = getattr(worker, name)(*(each.batch() if isinstance(each, Part) else each for each in arguments))
-            except Exception as err:  # the driver raises it in the user's loop, which may go on
-                shorten(err)
-                result.set_exception(err)
-            else:
-                result.set_result(_split(found))
-
-
-def _split(found: Any) -> tuple[Buffers | None, Any]:
-    """The batch of a result, as buffers, and the rest."""
-    batch, rest = found if isinstance(found, tuple) else (found, None)
-    return (to_buffers(batch), rest) if isinstance(batch, Batch) else (None, batch)
-
-
-class RemoteSubmissions(Submissions):
-    """On a worker: the coordinator has what the driver's loop submits, and references to its functions."""
-
-    def __init__(self, coordinator: Any) -> None:
-        self._coordinator, self._get = coordinator, lru_cache(ray.get)
-
-    def row(self, number: int) -> PromptRow:
-        return cast(PromptRow, reply(self._coordinator.submitted_row.remote(number)))
-
-    def should_accept(self, number: int) -> ShouldAccept | None:
-        stored = reply(self._coordinator.should_accept.remote(number))
-        return None if stored is None else cast(ShouldAccept, self._get(*stored))
-
-
-def _reply(run: "RayRun", ref: Any) -> Any:
+def _reply(run: RayRun, ref: Any) -> Any:
     """Of the coordinator."""
     return run.replies({ref: COORDINATOR})[0]
 
@@ -106,7 +41,7 @@ class RemoteIntake:
     """The methods of the coordinator's queue that a user's own loop calls. Functions go by reference, since modules of
     the user's are not imported there."""
 
-    def __init__(self, run: "RayRun") -> None:
+    def __init__(self, run: RayRun) -> None:
         self._run = run
 
     def __getattr__(self, name: str) -> Any:
@@ -121,7 +56,7 @@ class TrainingRanks:
     """The `Worker` of a user's own loop in the driver. Its methods work on whole batches, whose groups it divides among
     the ranks as any other run does."""
 
-    def __init__(self, spec: Spec, run: "RayRun", step: int) -> None:
+    def __init__(self, spec: Spec, run: RayRun, step: int) -> None:
         """step: consumed in all."""
         self._spec, self._run, self.step, self._has_trained = spec, run, step, False
         self._queue = RaySampleQueue(run.coordinator, -1, 0, Waits(), Stop(), wait=partial(_reply, run))

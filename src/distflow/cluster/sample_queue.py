@@ -31,7 +31,6 @@ from distflow.runtime.sample_queue.shared import joined
 from distflow.runtime.stop import Stop
 from distflow.runtime.wait_log import Waits
 from distflow.scheduling.groups import PromptGroup
-from distflow.training.engine import Collective
 
 GroupRef = tuple["ray.ObjectRef[Any]"]
 """Of a group's buffers; in a tuple, so that Ray passes the reference and not the object."""
@@ -70,15 +69,13 @@ class RaySampleQueue:
         stop: Stop,
         ready: "Future[None] | None" = None,
         wait: Callable[[Any], Any] = reply,
-        everyone: Collective | None = None,
     ) -> None:
         """coordinator: the actor's handle. worker: this one's number among the rollout workers. first: the number of
         the first rank of its dp group. ready: set when its engine has weights, before which it asks for no group; None
         where it has them from the start. stop: wanted by all ranks from the release of the same step on. wait: returns
-        the coordinator's reply. everyone: all ranks, if their steps are taken in the driver, by a user's own loop."""
+        the coordinator's reply."""
         self._coordinator, self._worker, self._first, self._waits = coordinator, worker, first, waits
-        self._stop, self._ready = stop, ready
-        self._reply, self._everyone = wait, everyone
+        self._stop, self._ready, self._reply = stop, ready, wait
         self._reward_counts = RewardCounts()  # of groups that end next
 
     async def prompt_groups(self, engine_version: Callable[[], int | None]) -> AsyncIterator[list[PromptGroup]]:
@@ -134,14 +131,9 @@ class RaySampleQueue:
                 return joined(taken, batch)
 
     def release(self, step: int, rank: int, sent_weights: bool) -> Released:
-        """In a user's own loop the rank that leads releases the step for all."""
         fault_injection.reach("release")
-        own_loop, released = self._everyone, None
-        if own_loop is None or own_loop.rank == 0:
-            with self._waits("training", f"release of step {step + 1}", on="other ranks"):
-                released = reply(self._coordinator.release.remote(step, self._first + rank, sent_weights))
-        released = own_loop.gather(released)[0] if own_loop is not None else released
-        assert isinstance(released, Released), "the rank that leads has released it"
+        with self._waits("training", f"release of step {step + 1}", on="other ranks"):
+            released: Released = reply(self._coordinator.release.remote(step, self._first + rank, sent_weights))
         self._stop.wanted = released.stopping
         return released
 

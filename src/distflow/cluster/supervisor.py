@@ -122,7 +122,7 @@ class RayRun(AbstractContextManager["RayRun"]):
         progress, options = self._progress(), self._spec.options
         view = TerminalView(f"{options.project} / {options.experiment}", progress.total_steps)
         output = DriverOutput(view, Caller(Callbacks(), print), waits_s=0.0)
-        self._supervision = self._rounds(differences, output)
+        self._supervision, has_ended = self._rounds(differences, output), False
         try:
             next(self._supervision)
             self.call("finish_saving", everyone)  # replies once all have started
@@ -130,13 +130,14 @@ class RayRun(AbstractContextManager["RayRun"]):
             self.call("leave", everyone)
             for _ in self._supervision:
                 time.sleep(_LOOKS_EVERY_S)
+            has_ended = True
         except actor_calls.WorkerDied:
-            raise
-        except BaseException:  # the user's, Ctrl-C among them
-            saving = [self._workers[rank].call.remote("finish_saving") for rank in everyone]
-            ray.wait(saving, num_returns=len(saving), timeout=actor_calls.ENDS_WITHIN_S)
+            has_ended = True
             raise
         finally:
+            if not has_ended:  # by an error of the user's, or Ctrl-C
+                saving = [self._workers[rank].call.remote("finish_saving") for rank in everyone]
+                ray.wait(saving, num_returns=len(saving), timeout=actor_calls.ENDS_WITHIN_S)
             view.close()
 
     def call(self, name: str, arguments: Mapping[int, Sequence[Any]]) -> dict[int, Any]:

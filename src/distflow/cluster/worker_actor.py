@@ -12,15 +12,14 @@ import torch
 from distflow import __version__
 from distflow.cluster.actor_calls import reply
 from distflow.cluster.coordinator_actor import Progress
-from distflow.cluster.own_loop import RankCalls, RemoteSubmissions
 from distflow.cluster.process_groups import Collectives
+from distflow.cluster.rank_calls import RankCalls, with_submissions
 from distflow.cluster.reports_to_driver import MessageSender, RemoteView, remote_callbacks
 from distflow.cluster.reward_actors import RewardActorPool
 from distflow.cluster.weights_to_workers import RolloutWorkers
 from distflow.cluster.worker_ports import WorkerPorts
 from distflow.launch.build_worker import build_worker
 from distflow.launch.run_setup import Start, note_end, note_resume, open_store, write_facts
-from distflow.launch.select_pipeline import for_own_loop
 from distflow.rewards.pool.domain_pools import take_pool
 from distflow.runtime import fault_injection
 from distflow.runtime.checkpoint.save_and_restore import restore, set_generators
@@ -29,7 +28,6 @@ from distflow.runtime.rank_info import Place, kept_share
 from distflow.runtime.recorder import Recorder, ReportingProcess
 from distflow.runtime.resources import build_resources
 from distflow.runtime.spec import Spec
-from distflow.runtime.step_metrics import ValidationResults
 from distflow.runtime.worker import Worker
 from distflow.runtime.worker_inputs import WorkerInputs
 
@@ -92,7 +90,7 @@ class WorkerActor:
         own_loop: a training rank carries out what is called by `call`.
         """
         if own_loop:
-            self._spec = for_own_loop(self._spec, RemoteSubmissions(self._coordinator))
+            self._spec = with_submissions(self._spec, self._coordinator)
         spec, place, checkpoint = self._spec, self._place, self._start.checkpoint
         progress: Progress = reply(self._coordinator.progress.remote())
         state = restore(checkpoint, self._resources) if checkpoint else {}
@@ -118,9 +116,7 @@ class WorkerActor:
                 self._recorder.set_result(recorder)
                 for rank, other in others.items():
                     self._rollout_workers.join(rank, other)
-                ports = self._ports.build(
-                    self._among, recorder.waits, self._rollout_workers if others else None, own_loop
-                )
+                ports = self._ports.build(self._among, recorder.waits, self._rollout_workers if others else None)
                 stop, store, resources, version = self._ports.stop, open_store(spec), self._resources, progress.version
                 worker = build_worker(
                     WorkerInputs(spec, place.rank, resources, ports, recorder, store, stop, state, version, checkpoint)
@@ -172,5 +168,6 @@ class WorkerActor:
         """Append the stacks of all threads of this process."""
         write_stacks(path)
 
-    def validate(self, step: int, part: int, num_parts: int) -> ValidationResults:
+    def validate(self, step: int, part: int, num_parts: int) -> Any:
+        """The results of a part of the validation prompts."""
         return self._worker.result().validation.validate_part(step, part, num_parts)

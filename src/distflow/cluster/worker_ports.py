@@ -32,8 +32,8 @@ class WorkerPorts:
         self._spec, self._place, self._coordinator, self._exchange = spec, place, coordinator, exchange
         self.stop, self.incoming_weights = Stop(), IncomingWeights()
 
-    def build(self, among: Collectives, waits: Waits, rollout_workers: RolloutWorkers | None, own_loop: bool) -> Ports:
-        """rollout_workers: those that only generate, for the leading worker. own_loop: as of `CoordinatorActor`."""
+    def build(self, among: Collectives, waits: Waits, rollout_workers: RolloutWorkers | None) -> Ports:
+        """rollout_workers: those that only generate, for the leading worker."""
         place = self._place
         weights: WeightPort = self.incoming_weights
         ready, reshard = None, None
@@ -47,10 +47,7 @@ class WorkerPorts:
             by_disk = options.weight_update_mode == "disk"
             carry = partial(write_bucket, self._spec.run_dir) if by_disk else put_in_store
             weights = RayWeights(weights, rollout_workers, carry, options.engine_timeout_s, waits)
-        everyone = among.everyone if own_loop else None
-        queue = RaySampleQueue(
-            self._coordinator, place.generator, place.first, waits, self.stop, ready, everyone=everyone
-        )
+        queue = RaySampleQueue(self._coordinator, place.generator, place.first, waits, self.stop, ready)
         ports = Ports(queue, weights, among.dp_group, among.data, among.everyone, self._rollout_ended, reshard=reshard)
         return ports if rollout_workers is None else replace(ports, validate=rollout_workers.validate)
 

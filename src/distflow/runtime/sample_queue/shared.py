@@ -95,6 +95,7 @@ class SharedSampleQueue(Generic[T]):
         for number in coordinator.queue.untaken:
             if number not in self._groups:
                 coordinator.lose(number)
+        self._num_releases = self._num_ranks  # of a step
         # One lock guards the coordinator, the groups, and all below. Trainers and rollout workers wait on separate
         # conditions: each of the latter asks the coordinator when woken, which does not concern the former.
         lock = threading.RLock()
@@ -252,7 +253,7 @@ class SharedSampleQueue(Generic[T]):
     def release(self, step: int, rank: int, sent_weights: bool) -> Released:
         with self._lock:
             self._released_by.add(rank)
-            if len(self._released_by) == self._num_ranks:
+            if len(self._released_by) == self._num_releases:
                 coordinator = self._coordinator
                 try:
                     version = coordinator.release(step, sent_weights)
