@@ -1,5 +1,5 @@
-"""A user's own loop over Ray, on the workers: a training rank carries out the driver's calls, on rows that it reads from
-Ray's object store, and a rollout worker looks up what the loop submits."""
+"""A user's own loop over Ray, on the workers: a training rank carries out the driver's calls, on rows that it reads
+from Ray's object store, and a rollout worker looks up what the loop submits."""
 
 from collections.abc import Sequence
 from concurrent.futures import Future
